@@ -1,0 +1,39 @@
+# `make demo` and `make test` set everything up on a fresh machine (Python >= 3.11 with pip is all they need).
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+MODEL  ?= demo_out/model
+
+.PHONY: demo test lint format bench serve clean
+
+# pip, not another installer: the user's own index and wheel settings are honoured.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit("Caesura needs Python 3.11 to 3.13, this is %s" % sys.version.split()[0] if not (3, 11) <= sys.version_info[:2] <= (3, 13) else 0)'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+demo: $(STAMP)
+	$(BIN)/python -m demo $(DEMO_ARGS)
+
+test: lint
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# mypy wants the import name of the root package, whatever this folder is called: hence the link.
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/codespell
+	mkdir -p .check && ln -sfn .. .check/caesura
+	cd .check && ../$(BIN)/mypy --config-file ../pyproject.toml -p caesura.io_struct -p caesura.client -p caesura.scheduler
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/rollout.py
+
+clean:
+	rm -rf $(VENV) .check build *.egg-info

@@ -1,0 +1,61 @@
+"""Framing and encoding shared by every message.
+
+Invariants:
+- A message is one msgpack-encoded tagged struct (the header), then zero or more raw buffers described by
+  :class:`TensorSpec` fields in the header. Nothing on this wire is ever unpickled.
+- Structs are keyword-only and map-encoded: reordering fields cannot swap values, and an unknown field is refused.
+- This package imports msgspec and the standard library only; ``tests/architecture`` checks it.
+"""
+
+import uuid
+from typing import Annotated
+
+import msgspec
+
+MAX_HEADER_BYTES = 64 << 20
+"""Headers beyond this are refused before they are decoded: 64 MiB holds a 16-million-token prompt."""
+
+MAX_ID_LENGTH = 128
+"""Longest message id or request id, in characters."""
+
+Identifier = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_ID_LENGTH)]
+
+
+def new_id() -> str:
+    """A fresh message or request id: 32 hex digits, unique without coordination."""
+    return uuid.uuid4().hex
+
+
+class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag=True):
+    """Base of everything that crosses the wire on its own; tagged with its class name."""
+
+
+class Request(Message, kw_only=True):
+    """Client to scheduler. ``id`` makes a retry safe: docs/wire.md, "Idempotence"."""
+
+    id: Identifier = msgspec.field(default_factory=new_id)
+
+
+class Reply(Message, kw_only=True):
+    """Scheduler to client, in answer to the request with the same ``id``."""
+
+    id: str
+
+
+class Record(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
+    """A plain value inside a message."""
+
+
+class TensorSpec(Record, kw_only=True, frozen=True):
+    """One tensor inside a buffer that follows the header.
+
+    ``dtype`` is a safetensors name (``"BF16"``, ``"F32"``, …); ``shape`` counts elements; ``offset`` and
+    ``nbytes`` are bytes from the start of buffer number ``buffer`` (0 is the first frame after the header).
+    """
+
+    name: str
+    dtype: str
+    shape: list[Annotated[int, msgspec.Meta(ge=0)]]
+    offset: Annotated[int, msgspec.Meta(ge=0)] = 0
+    nbytes: Annotated[int, msgspec.Meta(ge=0)]
+    buffer: Annotated[int, msgspec.Meta(ge=0)] = 0

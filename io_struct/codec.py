@@ -1,0 +1,108 @@
+"""Encode and decode headers; decide what a frame is before anything looks inside it."""
+
+from typing import Any
+
+import msgspec
+
+from .base import MAX_HEADER_BYTES, Message
+from .control import (
+    ContinueGenerationReqInput,
+    ContinueGenerationReqOutput,
+    FlushCacheReqInput,
+    FlushCacheReqOutput,
+    GetStatusReqInput,
+    GetStatusReqOutput,
+    PauseGenerationReqInput,
+    PauseGenerationReqOutput,
+    ShutdownReqInput,
+    ShutdownReqOutput,
+)
+from .errors import CaesuraError, ErrorCode, ErrorReply
+from .generate import AbortReq, AbortReqOutput, BatchTokenOutput, GenerateReqInput, Keepalive
+from .weights import (
+    BeginWeightUpdateReqInput,
+    BeginWeightUpdateReqOutput,
+    EndWeightUpdateReqInput,
+    UpdateWeightFromDiskReqInput,
+    WeightsCheckerReqInput,
+    WeightsCheckerReqOutput,
+    WeightUpdateReqOutput,
+)
+
+ToScheduler = (
+    GenerateReqInput
+    | AbortReq
+    | PauseGenerationReqInput
+    | ContinueGenerationReqInput
+    | FlushCacheReqInput
+    | GetStatusReqInput
+    | BeginWeightUpdateReqInput
+    | EndWeightUpdateReqInput
+    | UpdateWeightFromDiskReqInput
+    | WeightsCheckerReqInput
+    | ShutdownReqInput
+)
+"""What a scheduler accepts."""
+
+ToClient = (
+    BatchTokenOutput
+    | Keepalive
+    | ErrorReply
+    | AbortReqOutput
+    | PauseGenerationReqOutput
+    | ContinueGenerationReqOutput
+    | FlushCacheReqOutput
+    | GetStatusReqOutput
+    | BeginWeightUpdateReqOutput
+    | WeightUpdateReqOutput
+    | WeightsCheckerReqOutput
+    | ShutdownReqOutput
+)
+"""What a client accepts."""
+
+_encoder = msgspec.msgpack.Encoder()
+_to_scheduler = msgspec.msgpack.Decoder(ToScheduler)
+_to_client = msgspec.msgpack.Decoder(ToClient)
+_anything = msgspec.msgpack.Decoder()
+
+
+def encode(message: Message) -> bytes:
+    """The header frame of ``message``."""
+    return _encoder.encode(message)
+
+
+def decode_request(frame: bytes | memoryview) -> ToScheduler:
+    """Decode a header that a client sent.
+
+    Raises:
+        CaesuraError: ``malformed_message``, with ``detail["id"]`` set where the frame had a readable id.
+    """
+    if len(frame) > MAX_HEADER_BYTES:
+        raise CaesuraError(
+            ErrorCode.MALFORMED_MESSAGE,
+            f"header of {len(frame)} bytes is over the limit of {MAX_HEADER_BYTES}",
+            id="",
+        )
+    try:
+        request: ToScheduler = _to_scheduler.decode(frame)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise CaesuraError(
+            ErrorCode.MALFORMED_MESSAGE, f"not a Caesura message: {error}", id=_readable_id(frame)
+        ) from error
+    return request
+
+
+def decode_reply(frame: bytes | memoryview) -> ToClient:
+    """Decode a header that the scheduler sent; raises ``msgspec.DecodeError`` on anything else."""
+    reply: ToClient = _to_client.decode(frame)
+    return reply
+
+
+def _readable_id(frame: bytes | memoryview) -> str:
+    """The id of a frame that is msgpack but not a valid message, so that the error finds its caller; else ``""``."""
+    try:
+        fields: Any = _anything.decode(frame)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, ValueError):
+        return ""
+    found = fields.get("id") if isinstance(fields, dict) else None
+    return found if isinstance(found, str) else ""

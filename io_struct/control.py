@@ -1,0 +1,188 @@
+"""Pause, continue, flush, status: the control messages (semantics: docs/lifecycle.md)."""
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from .base import Record, Reply, Request
+
+PauseMode = Literal["abort", "retract", "in_place"]
+GenerationState = Literal["running", "pausing", "paused"]
+WeightsState = Literal["valid", "updating", "poisoned", "invalid"]
+MemoryState = Literal["resident", "released"]
+LeaseAction = Literal["continue", "abort", "stay"]
+NonNegative = Annotated[float, msgspec.Meta(ge=0)]
+
+
+class PauseGenerationReqInput(Request, kw_only=True):
+    """Stop at the next step boundary. The reply is a barrier: no step is in flight any more.
+
+    ``abort`` ends every request with its partial tokens; ``retract`` gives their KV back and requeues them;
+    ``in_place`` freezes everything, KV included. Pausing a paused engine changes the mode.
+    """
+
+    mode: PauseMode = "abort"
+    lease_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    """None: no lease, the pause lasts until continue. Leases are declared here and refused as unsupported so far."""
+    on_lease_expiry: LeaseAction = "continue"
+    owner: str | None = None
+    """Owner token of the pause; None: anybody may continue it."""
+
+
+class PauseGenerationReqOutput(Reply, kw_only=True):
+    """The state at the barrier."""
+
+    mode: PauseMode
+    step: int
+    """Steps launched so far; no later one runs before continue."""
+    held_requests: int
+    """Requests that keep KV through this pause."""
+    held_tokens: int
+    """KV token slots that live requests hold (whole pages)."""
+    waiting_requests: int
+    """Requests queued without KV, retracted ones included."""
+    aborted_requests: int
+    """Samples this pause ended."""
+
+
+class ContinueGenerationReqInput(Request, kw_only=True):
+    """Go on. While still paused, the device allocator's unused blocks are returned first."""
+
+    torch_empty_cache: bool = True
+    owner: str | None = None
+    """Owner token, where the pause has one. None: not the owner."""
+    force: bool = False
+    """Continue a pause that somebody else owns."""
+
+
+class ContinueGenerationReqOutput(Reply, kw_only=True):
+    """Device memory around the empty-cache step, in bytes; all three are None when the step did not run."""
+
+    was_paused: bool
+    """False: the engine was running and nothing was done."""
+    reserved_before: int | None = None
+    reserved_after: int | None = None
+    freed: int | None = None
+    """``reserved_before - reserved_after``; may be negative."""
+
+
+class FlushCacheReqInput(Request, kw_only=True):
+    """Clear the engine's own KV pools. Needs a fully idle engine; waiting requests are ignored only while paused."""
+
+    torch_empty_cache: bool = True
+    """Also return the allocator's unused blocks to the system."""
+    timeout_s: NonNegative = 0.0
+    """Wait this long for the engine to become idle. 0: answer at once."""
+
+
+class FlushCacheReqOutput(Reply, kw_only=True):
+    """What the flush cleared."""
+
+    freed_tokens: int
+    """KV token slots that were cached and are free now."""
+    reserved_before: int | None = None
+    reserved_after: int | None = None
+
+
+class KVUsage(Record, kw_only=True, frozen=True):
+    """The KV ledger in token slots: ``free + cached + held == total``, always."""
+
+    free: int
+    cached: int
+    """In the prefix cache, locked by nobody, evictable."""
+    held: int
+    """Owned or locked by live requests."""
+    total: int
+    page_size: int
+    bytes_per_token: int
+
+
+class DeviceMemory(Record, kw_only=True, frozen=True):
+    """The device allocator's view, in bytes. On the CPU: glibc's heap and the process's anonymous pages."""
+
+    reserved: int
+    allocated: int
+    available: int
+    """Free on the device (CPU: the smaller of MemAvailable and what the cgroup leaves)."""
+    weights: int
+    """Parameters and buffers of the model."""
+    kv_cache: int
+    """The paged KV pool."""
+
+
+class UpdateProgress(Record, kw_only=True, frozen=True):
+    """A weight update that is running now."""
+
+    source: str
+    """``disk``, …"""
+    written_bytes: int
+    total_bytes: int
+    age_s: float
+
+
+class SessionStatus(Record, kw_only=True, frozen=True):
+    """The open weight-update session."""
+
+    kind: Literal["explicit", "implicit", "single"]
+    age_s: float
+    deadline_s: float | None
+    """Seconds left; None: no deadline."""
+    written_tensors: int
+
+
+class GetStatusReqInput(Request, kw_only=True):
+    """Everything a supervisor asks. Answered by the control loop, during updates too; generates no token."""
+
+
+class GetStatusReqOutput(Reply, kw_only=True):
+    """One consistent snapshot, taken between two steps."""
+
+    generation: GenerationState
+    pause_mode: PauseMode | None = None
+    """None unless paused."""
+    pause_age_s: float | None = None
+    """None unless paused."""
+    pause_owner: str | None = None
+    """None: no pause, or one without an owner."""
+    weights: WeightsState
+    weights_detail: str | None = None
+    """Why the weights are not valid; None when they are."""
+    memory: MemoryState
+    released_tags: list[str] = []
+    weight_version: str
+    weights_epoch: int
+    session: SessionStatus | None = None
+    """None: no open session."""
+    update: UpdateProgress | None = None
+    """None: no update is running."""
+    running_requests: int
+    """Requests that hold KV and sample tokens."""
+    prefilling_requests: int
+    """Requests that hold KV and have prompt left to compute."""
+    waiting_requests: int
+    step: int
+    last_step_age_s: float | None = None
+    """Seconds since a step last finished; None: none yet."""
+    generated_tokens: int
+    """Tokens sampled since start."""
+    num_retractions: int
+    """Since start, for want of memory or by a pause."""
+    kv: KVUsage
+    device_memory: DeviceMemory
+    model_path: str
+    dtype: str
+    device: str
+    context_len: int
+    vocab_size: int
+    max_running_requests: int
+    uptime_s: float
+    pid: int
+    version: str
+
+
+class ShutdownReqInput(Request, kw_only=True):
+    """Stop the process after ending every request. Answered before the socket closes."""
+
+
+class ShutdownReqOutput(Reply, kw_only=True):
+    """Acknowledged; the process exits next."""

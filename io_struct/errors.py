@@ -1,0 +1,102 @@
+"""Typed errors: one wire struct, one code per kind of failure, one client exception per code.
+
+A request that fails is answered by :class:`ErrorReply`. ``code`` is for programs, ``message`` for people, ``detail``
+carries the numbers (JSON-like values, keys depend on the code and are listed beside it below).
+"""
+
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+
+from .base import Reply
+
+
+class ErrorCode(StrEnum):
+    """What went wrong, in terms a client can act on."""
+
+    MALFORMED_MESSAGE = "malformed_message"
+    """The frames are not a message of this wire (garbage, wrong types, unknown fields). Nothing was done."""
+    INVALID_REQUEST = "invalid_request"
+    """A value is out of its range. ``detail``: field, value."""
+    PROMPT_TOO_LONG = "prompt_too_long"
+    """Prompt plus ``max_new_tokens`` exceeds the context. ``detail``: prompt_tokens, max_new_tokens, limit."""
+    EXCEEDS_KV_POOL = "exceeds_kv_pool"
+    """The request could never fit, even alone. ``detail``: needed_tokens, total_tokens."""
+    DUPLICATE_RID = "duplicate_rid"
+    """A live generation already has this rid. ``detail``: rid."""
+    ID_CONFLICT = "id_conflict"
+    """The message id was used before with another body."""
+    QUEUE_FULL = "queue_full"
+    """Too many requests are waiting. ``detail``: waiting, limit."""
+    EPOCH_BEHIND = "epoch_behind"
+    """``min_weights_epoch`` is above the engine's. ``detail``: weights_epoch, min_weights_epoch."""
+    PAUSED = "paused"
+    """The engine is configured to refuse requests while paused."""
+    NOT_IDLE = "not_idle"
+    """Needs an idle engine. ``detail``: what is pending (running, prefilling, waiting, held_tokens)."""
+    BUSY = "busy"
+    """Another exclusive command is running. ``detail``: running (its message type), id."""
+    NOT_OWNER = "not_owner"
+    """Another owner holds the pause; ``force`` overrides. ``detail``: owner."""
+    NO_SESSION = "no_session"
+    """``end`` without ``begin``."""
+    SESSION_OPEN = "session_open"
+    """Refused while an explicit weight session is open, or a second ``begin``. ``detail``: session age."""
+    WEIGHTS_POISONED = "weights_poisoned"
+    """An update failed after its first written byte; only a complete update leaves this state."""
+    WEIGHTS_INVALID = "weights_invalid"
+    """Weights were released without a copy and not loaded again."""
+    CHECKPOINT_ERROR = "checkpoint_error"
+    """A checkpoint cannot be read: missing, truncated, not safetensors. ``detail``: path, reason."""
+    WEIGHT_MISMATCH = "weight_mismatch"
+    """``detail``: missing, unexpected, mismatched (lists), config (fields that differ)."""
+    UNSUPPORTED_MODEL = "unsupported_model"
+    """The config asks for something this engine does not do. ``detail``: fields."""
+    OUT_OF_MEMORY = "out_of_memory"
+    """``detail``: needed_bytes, free_bytes where known."""
+    DEADLINE_EXCEEDED = "deadline_exceeded"
+    """The operation's own deadline passed. ``detail``: what was pending."""
+    ENDPOINT_IN_USE = "endpoint_in_use"
+    """Another scheduler owns this endpoint."""
+    UNSUPPORTED = "unsupported"
+    """A known message that this engine does not implement in its present configuration."""
+    SHUTTING_DOWN = "shutting_down"
+    """The engine is stopping."""
+    INTERNAL = "internal"
+    """A defect or a failed batch. ``detail``: traceback (text) where there is one."""
+    ENGINE_DIED = "engine_died"
+    """Raised by clients only: the scheduler process or its socket is gone."""
+    TIMED_OUT = "timed_out"
+    """Raised by clients only: no answer within the caller's timeout. The command may still complete."""
+
+
+class ErrorReply(Reply, kw_only=True):
+    """The answer to a request that failed or was refused. ``id`` is ``""`` when the frame had no readable id."""
+
+    code: ErrorCode
+    message: str
+    detail: dict[str, Any] = msgspec.field(default_factory=dict)
+
+
+class CaesuraError(Exception):
+    """Base of every error of this package, on both sides of the wire.
+
+    Attributes:
+        code: the :class:`ErrorCode`.
+        message: one sentence for a person.
+        detail: the numbers, keys by code.
+    """
+
+    def __init__(self, code: ErrorCode, message: str, **detail: Any) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.detail = detail
+
+    def __str__(self) -> str:
+        return f"{self.message} [{self.code}]"
+
+    def to_reply(self, id: str) -> ErrorReply:
+        """The wire form of this error, in answer to message ``id``."""
+        return ErrorReply(id=id, code=self.code, message=self.message, detail=self.detail)

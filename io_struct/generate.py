@@ -1,0 +1,190 @@
+"""Generation: the request, the per-step stream message and the terminal result.
+
+Token and logprob arrays cross the wire as little-endian bytes (int32, float32): building one object per token costs
+more than everything else a step does (docs/performance.md).
+"""
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from .base import Identifier, Message, Record, Request
+
+TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+Seed = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+
+MAX_SAMPLES = 1024
+"""Largest ``n``: samples of one prompt in one request."""
+
+GREEDY_BELOW = 1e-6
+"""Temperatures below this mean greedy decoding, as in SGLang."""
+
+
+class SamplingParams(Record, kw_only=True, frozen=True):
+    """How to sample. Names and defaults follow SGLang; ranges are checked by :meth:`problems`."""
+
+    max_new_tokens: int | None = 128
+    """None: up to the context length."""
+    temperature: float = 1.0
+    """Below 1e-6: greedy."""
+    top_p: float = 1.0
+    """In (0, 1]; 1 keeps all."""
+    top_k: int = -1
+    """-1 keeps all; otherwise at least 1."""
+    stop_token_ids: list[TokenId] = []
+    """Generation ends after any of these; the token is kept in the output."""
+    ignore_eos: bool = False
+    """True: the model's own end-of-sequence ids do not end the generation; ``stop_token_ids`` still do."""
+    seed: Seed | None = None
+    """None: drawn at admission and returned in the result."""
+    n: Annotated[int, msgspec.Meta(ge=1, le=MAX_SAMPLES)] = 1
+    """Samples of this prompt. Sample ``i`` uses the noise stream ``(seed, i)``."""
+
+    def problems(self) -> list[tuple[str, object, str]]:
+        """Every value out of range as ``(field, value, requirement)``; comparisons are false for NaN, so NaN fails."""
+        found: list[tuple[str, object, str]] = []
+        if self.max_new_tokens is not None and self.max_new_tokens < 1:
+            found.append(("max_new_tokens", self.max_new_tokens, "must be at least 1, or null"))
+        if not 0.0 <= self.temperature <= 1e4:
+            found.append(("temperature", self.temperature, "must be finite and in [0, 10000]"))
+        if not 0.0 < self.top_p <= 1.0:
+            found.append(("top_p", self.top_p, "must be in (0, 1]"))
+        if not (self.top_k == -1 or 1 <= self.top_k <= 2**31 - 1):
+            found.append(("top_k", self.top_k, "must be -1 (all) or at least 1"))
+        if len(self.stop_token_ids) > 64:
+            found.append(("stop_token_ids", len(self.stop_token_ids), "at most 64 ids"))
+        return found
+
+
+class GenerateReqInput(Request, kw_only=True):
+    """Generate ``sampling_params.n`` continuations of one prompt.
+
+    Each sample is answered by exactly one :class:`GenerateReqOutput`, or the whole request by one ``ErrorReply``.
+    """
+
+    rid: Identifier | None = None
+    """Names the generation, for abort and results. None: the message id."""
+    input_ids: list[TokenId]
+    sampling_params: SamplingParams = SamplingParams()
+    return_logprob: bool = False
+    """Per token: log-softmax over the full vocabulary after temperature (greedy: unscaled), in fp32."""
+    return_raw_logprob: bool = False
+    """Per token: log-softmax of the unedited logits (temperature 1)."""
+    return_sampled_logprob: bool = False
+    """Per token: log-probability under the distribution really sampled (renormalised after top-k and top-p)."""
+    stream: bool = False
+    """True: deltas each step. The terminal result carries everything in both cases."""
+    cache_salt: str = ""
+    """Requests share prefix-cache entries only within one salt."""
+    min_weights_epoch: int | None = None
+    """Refuse with ``epoch_behind`` on an engine whose weights epoch is lower. None: any."""
+
+
+FinishType = Literal["stop", "length", "abort", "error"]
+
+
+class FinishReason(Record, kw_only=True, frozen=True):
+    """Why a generation ended."""
+
+    type: FinishType
+    matched: int | None = None
+    """``stop``: the token id that ended it."""
+    length: int | None = None
+    """``length``: the limit that was reached, in new tokens."""
+    message: str | None = None
+    """``abort`` and ``error``: what happened, for a person."""
+    code: str | None = None
+    """``error``: an :class:`~caesura.io_struct.errors.ErrorCode`."""
+
+
+class WeightVersionSpan(Record, kw_only=True, frozen=True):
+    """Output tokens ``[start, end)`` were sampled under these weights."""
+
+    version: str
+    """The public label at sampling time."""
+    epoch: int
+    """The engine's commit counter at sampling time."""
+    start: int
+    end: int
+    stale_kv: bool = False
+    """True: sampled on a KV cache that holds entries of an older epoch (an ``in_place`` pause with an update)."""
+
+
+class GenerateReqOutput(Record, kw_only=True, frozen=True):
+    """The terminal result of one sample. All arrays have the same length: ``output_ids`` counts."""
+
+    rid: str
+    index: int = 0
+    """Which of the ``n`` samples."""
+    output_ids: bytes
+    """int32, new tokens only, including the stop token that ended it."""
+    output_logprobs: bytes | None = None
+    """float32; None unless ``return_logprob``."""
+    raw_logprobs: bytes | None = None
+    """float32; None unless ``return_raw_logprob``."""
+    sampled_logprobs: bytes | None = None
+    """float32; None unless ``return_sampled_logprob``."""
+    finish_reason: FinishReason
+    weight_versions: list[WeightVersionSpan]
+    """Contiguous, covering ``[0, len(output_ids))``."""
+    prompt_tokens: int
+    cached_tokens: int
+    """Prompt tokens whose KV came from the prefix cache when the request first ran."""
+    seed: int
+    num_retractions: int = 0
+    """How often its KV was given back (by a pause or for want of memory) and recomputed."""
+    queue_s: float = 0.0
+    """Seconds from arrival to the first scheduled step; all of its life if it never ran."""
+    e2e_latency: float = 0.0
+    """Seconds from arrival to the end."""
+
+
+class StreamDelta(Record, kw_only=True, frozen=True):
+    """New tokens of all streaming requests of one client at one step, as a struct of arrays.
+
+    Row ``i`` belongs to sample ``indices[i]`` of ``rids[i]`` and holds ``counts[i]`` tokens, the first of which is
+    output token number ``starts[i]``. A gap between deltas means some were dropped for a slow reader; the terminal
+    result is complete either way.
+    """
+
+    rids: list[str]
+    indices: bytes
+    """int32 [rows]"""
+    starts: bytes
+    """int32 [rows]"""
+    counts: bytes
+    """int32 [rows]"""
+    tokens: bytes
+    """int32 [sum(counts)]"""
+    logprobs: bytes
+    """float32 [sum(counts)]; NaN where not requested."""
+
+
+class BatchTokenOutput(Message, kw_only=True):
+    """Scheduler to one client, at most one per step: stream deltas and the results of samples that ended."""
+
+    step: int
+    delta: StreamDelta | None = None
+    """None: nothing to stream this step."""
+    finished: list[GenerateReqOutput] = []
+
+
+class Keepalive(Message, kw_only=True):
+    """Scheduler to clients with live requests, every two seconds; finds out who is gone. Carries nothing to answer."""
+
+    step: int
+
+
+class AbortReq(Request, kw_only=True):
+    """End generations now, wherever they are; each answers with its partial output. Unknown rids are no error."""
+
+    rid: str | None = None
+    """Exact match, all samples. None needs ``abort_all``."""
+    abort_all: bool = False
+
+
+class AbortReqOutput(Message, kw_only=True):
+    """``aborted``: how many samples this call ended."""
+
+    id: str
+    aborted: int

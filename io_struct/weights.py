@@ -1,0 +1,101 @@
+"""Weight updates: sessions, the disk path and the checker (semantics: docs/lifecycle.md)."""
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from .base import Record, Reply, Request, TensorSpec
+
+
+class BeginWeightUpdateReqInput(Request, kw_only=True):
+    """Open an explicit session; what follows is committed together by ``end``."""
+
+    manifest: list[TensorSpec] | None = None
+    """All tensors that will come, checked at once and required by ``end``. None: each call is checked on its own."""
+    deadline_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    """Abort the session after this long. None: the engine's default."""
+
+
+class BeginWeightUpdateReqOutput(Reply, kw_only=True):
+    """The session is open."""
+
+    weights_epoch: int
+    """The epoch before the session."""
+
+
+class EndWeightUpdateReqInput(Request, kw_only=True):
+    """Close the session: commit it, or abort it (valid if nothing was written, else poisoned)."""
+
+    commit: bool = True
+    weight_version: str | None = None
+    """The new public label. None: the last one sent within the session, else unchanged."""
+    flush_cache: bool = True
+    torch_empty_cache: bool = False
+
+
+class StageTimes(Record, kw_only=True, frozen=True):
+    """Seconds spent per stage of an update."""
+
+    receive: float = 0.0
+    """Reading files or taking buffers off the wire."""
+    copy: float = 0.0
+    """Writing parameters in place, comparison for the changed count included."""
+    derive: float = 0.0
+    """``finalize_weights`` at commit."""
+    flush: float = 0.0
+    """Dropping stale KV and emptying the allocator."""
+    total: float = 0.0
+    """Wall time from accepting the call to its reply, other work of the loop in between included."""
+
+
+class WeightUpdateReqOutput(Reply, kw_only=True):
+    """The answer to every update call and to ``end``."""
+
+    committed: bool
+    """True: these weights serve now. False: the session is still open, or was aborted."""
+    weights: Literal["valid", "updating", "poisoned", "invalid"]
+    weights_epoch: int
+    weight_version: str
+    written_tensors: int
+    """Checkpoint tensors written by this call (for ``end``: by the session)."""
+    written_bytes: int
+    changed_tensors: int
+    """How many of them differed from what was there."""
+    cast_tensors: int
+    """How many were cast from another float dtype, as a cold load would."""
+    skipped_tensors: int
+    """Names this model ignores by its own list (rotary buffers, a tied lm_head, …)."""
+    flushed: bool
+    """True: the prefix cache was cleared by this call."""
+    stages: StageTimes
+
+
+class UpdateWeightFromDiskReqInput(Request, kw_only=True):
+    """Load a complete checkpoint folder in place. Every header is checked before the first byte is written."""
+
+    model_path: str
+    load_format: str | None = None
+    """None, ``"auto"`` or ``"safetensors"``; nothing else is ever read."""
+    flush_cache: bool = True
+    """Running: retract requests and clear the cache. False: freeze them in place and go on with their old KV."""
+    torch_empty_cache: bool = False
+    weight_version: str | None = None
+    """The new public label. None: unchanged."""
+    abort_all_requests: bool = False
+
+
+class WeightsCheckerReqInput(Request, kw_only=True):
+    """Prove what the weights are. ``snapshot`` keeps checksums, ``compare`` holds the weights against them."""
+
+    action: Literal["checksum", "snapshot", "compare", "reset_tensors"] = "checksum"
+
+
+class WeightsCheckerReqOutput(Reply, kw_only=True):
+    """Result of a checker verb."""
+
+    checksums: dict[str, str] = {}
+    """``checksum``: parameter or derived buffer name to 128-bit BLAKE2b of its bytes, hex."""
+    total: str = ""
+    """One checksum over all of them."""
+    changed: list[str] = []
+    """``compare``: names whose bytes differ from the snapshot."""

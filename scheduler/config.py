@@ -1,0 +1,106 @@
+"""Engine configuration: one frozen value, checked once, passed explicitly.
+
+Invariants: nothing mutates a configuration; :meth:`EngineConfig.resolve` returns a new value in which every "None:
+decide for me" has been decided; an impossible value is refused by field name before anything is allocated.
+"""
+
+import os
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from ..io_struct import CaesuraError, ErrorCode
+
+DtypeName = Literal["auto", "float32", "bfloat16"]
+PAGE_SIZE = 16
+"""Tokens per KV page; the measured layout is [page, kv head, 16, head size]."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Everything an engine is told at start. Field docstrings are the CLI's help."""
+
+    model_path: str
+    """Hugging Face folder: config.json and *.safetensors."""
+    endpoint: str | None = None
+    """ipc:// path or tcp:// loopback address. None: a fresh ipc:// socket in a private directory."""
+    dtype: DtypeName = "auto"
+    """Compute dtype; auto takes the checkpoint's."""
+    device: str = "auto"
+    """cpu, cuda, …; auto takes the accelerator where there is one."""
+    num_threads: int | None = None
+    """Intra-op CPU threads. None: torch's default."""
+    context_len: int | None = None
+    """Longest prompt plus output, in tokens. None: the model's."""
+    kv_pool_tokens: int | None = None
+    """Size of the KV pool in tokens. None: kv_memory_fraction of what is free after loading."""
+    kv_memory_fraction: float = 0.5
+    """Share of the free device memory that the KV pool takes when kv_pool_tokens is None."""
+    max_running_requests: int = 256
+    """Samples that hold KV at the same time."""
+    max_waiting_requests: int = 16384
+    """Samples queued without KV; more are refused."""
+    chunked_prefill_size: int = 512
+    """Prompt tokens per step, at most; bounds a step and hence a pause."""
+    prefix_cache: bool = True
+    """Share KV of equal prefixes under equal weights."""
+    pipeline_depth: int | None = None
+    """Steps in flight while the next is prepared. None: 0 on the CPU, 1 on accelerators."""
+    requests_while_paused: Literal["queue", "refuse"] = "queue"
+    """What happens to generate requests that arrive during a pause."""
+    idle_empty_s: float = 5.0
+    """Return the allocator's unused blocks once after this long without work."""
+    session_deadline_s: float = 600.0
+    """A weight session older than this is aborted, unless it set its own deadline."""
+    load_bucket_bytes: int = 8 << 20
+    """Bytes read between two looks at the inbox while weights load."""
+    check_ledger: bool = False
+    """Check free + cached + held = total after every control message; for tests."""
+    log_level: str = "INFO"
+
+    def __post_init__(self) -> None:
+        positive = (
+            "max_running_requests",
+            "max_waiting_requests",
+            "chunked_prefill_size",
+            "load_bucket_bytes",
+        )
+        optional = ("num_threads", "context_len", "kv_pool_tokens")
+        for name in (*positive, *optional):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise _invalid(name, value, "must be at least 1")
+        if not 0.0 < self.kv_memory_fraction < 1.0:
+            raise _invalid("kv_memory_fraction", self.kv_memory_fraction, "must be between 0 and 1")
+        if self.pipeline_depth not in (None, 0, 1):
+            raise _invalid("pipeline_depth", self.pipeline_depth, "must be 0 or 1")
+        if self.dtype not in ("auto", "float32", "bfloat16"):
+            raise _invalid("dtype", self.dtype, "must be auto, float32 or bfloat16")
+
+    def resolve(self) -> "EngineConfig":
+        """A copy in which device, endpoint, depth and threads are decided; creates the endpoint's directory."""
+        device = self.device
+        if device == "auto":
+            accelerator = torch.accelerator.current_accelerator(check_available=True)
+            device = accelerator.type if accelerator is not None else "cpu"
+        endpoint = self.endpoint
+        if endpoint is None:
+            endpoint = f"ipc://{tempfile.mkdtemp(prefix='caesura-')}/scheduler.sock"  # mkdtemp makes it 0700
+        depth = self.pipeline_depth if self.pipeline_depth is not None else int(device != "cpu")
+        return replace(
+            self,
+            device=device,
+            endpoint=endpoint,
+            pipeline_depth=depth,
+            num_threads=self.num_threads or torch.get_num_threads(),
+            model_path=str(Path(os.path.expanduser(self.model_path))),
+        )
+
+
+def _invalid(field: str, value: object, requirement: str) -> CaesuraError:
+    return CaesuraError(
+        ErrorCode.INVALID_REQUEST, f"{field} = {value!r} {requirement}", field=field, value=value
+    )

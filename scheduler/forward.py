@@ -1,0 +1,161 @@
+"""What one step computes: the batch that goes to the device, what comes back, and who does the work.
+
+Invariants:
+- Rows are requests; decode rows (one query token each) come first, so ``[0, num_decode)`` of every per-row array and
+  of every per-token array belong to them.
+- Page 0 of the KV pool is scratch: page tables are padded with it, it is never allocated.
+- A masked KV position never contributes to an output, whatever it holds (stale KV may be NaN).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(slots=True, kw_only=True)
+class SamplingBatch:
+    """Sampling inputs of the S tokens that a step samples, as tensors on the step's device.
+
+    The three booleans are known on the host, so that the common case runs none of the optional work.
+    """
+
+    temperature: Tensor
+    """float32 [S]; 1.0 for greedy rows."""
+    greedy: Tensor
+    """bool [S]"""
+    top_k: Tensor
+    """int64 [S]; vocabulary size where unused."""
+    top_p: Tensor
+    """float32 [S]; 1.0 where unused."""
+    uniforms: Tensor
+    """float64 [S] in [0, 1): the noise, a pure function of (seed, sample index, absolute position)."""
+    any_sampled: bool
+    """Some row is not greedy."""
+    any_filtered: bool
+    """Some sampled row uses top-k or top-p."""
+    want_raw: bool
+    want_sampled: bool
+
+    def to(self, device: torch.device) -> "SamplingBatch":
+        """A copy on ``device``; copies are asynchronous where the source is pinned."""
+        return SamplingBatch(
+            temperature=self.temperature.to(device, non_blocking=True),
+            greedy=self.greedy.to(device, non_blocking=True),
+            top_k=self.top_k.to(device, non_blocking=True),
+            top_p=self.top_p.to(device, non_blocking=True),
+            uniforms=self.uniforms.to(device, non_blocking=True),
+            any_sampled=self.any_sampled,
+            any_filtered=self.any_filtered,
+            want_raw=self.want_raw,
+            want_sampled=self.want_sampled,
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class ForwardBatch:
+    """One step's input: R rows, T query tokens, S sampled tokens.
+
+    Index tensors are on the device; the ``*_host`` copies let a backend loop over prefill rows without a sync.
+    """
+
+    num_decode: int
+    """Rows [0, num_decode) decode; the rest prefill."""
+    input_ids: Tensor
+    """int64 [T]. Decode rows: filled in by the runner from the token that the row's slot sampled last."""
+    positions: Tensor
+    """int64 [T]: absolute position of each query token."""
+    kv_slots: Tensor
+    """int64 [T]: ``page * page_size + offset`` where the token's K and V are stored."""
+    page_table: Tensor
+    """int32 [R, P], padded with page 0; P covers the longest row of this batch."""
+    kv_lens: Tensor
+    """int32 [R]: KV length of each row after this step."""
+    q_lens_host: Sequence[int]
+    """[R]: query tokens per row (1 for decode rows)."""
+    kv_lens_host: Sequence[int]
+    """[R]"""
+    slots: Tensor
+    """int64 [R]: request slot of each row."""
+    sample_tokens: Tensor
+    """int64 [S]: index into [0, T) of each token whose successor is sampled; decode rows first."""
+    sample_slots: Tensor
+    """int64 [S]: request slot that receives each sampled token."""
+    sampling: SamplingBatch
+
+    @property
+    def num_rows(self) -> int:
+        """R"""
+        return len(self.q_lens_host)
+
+
+@dataclass(slots=True, kw_only=True)
+class HostOutput:
+    """A step's results on the host, [S] each; token -1 marks a row whose logits were not finite."""
+
+    token_ids: np.ndarray
+    """int32"""
+    logprobs: np.ndarray
+    """float32: log-softmax after temperature over the full vocabulary; greedy rows unscaled."""
+    raw_logprobs: np.ndarray | None
+    """float32: log-softmax of the unedited logits; None when no row asked."""
+    sampled_logprobs: np.ndarray | None
+    """float32: under the filtered, renormalised distribution; None when no row asked."""
+
+
+class ForwardOutput(Protocol):
+    """A launched step. On accelerators it is still running until :meth:`fetch` returns."""
+
+    def fetch(self) -> HostOutput:
+        """Wait for this step (and no later one) and copy its results to the host."""
+        ...
+
+
+class Runner(Protocol):
+    """Who executes steps. The loop is tested against a scripted one."""
+
+    def launch(self, batch: ForwardBatch) -> ForwardOutput:
+        """Enqueue one step on the forward stream."""
+        ...
+
+    def synchronize(self) -> None:
+        """Return when the forward stream is idle."""
+        ...
+
+
+class KVPool(Protocol):
+    """Paged KV storage, one pair of tensors per layer."""
+
+    page_size: int
+    num_pages: int
+    """Scratch page included."""
+
+    def store(self, layer: int, k: Tensor, v: Tensor, kv_slots: Tensor) -> None:
+        """Write ``k`` and ``v`` ([T, kv heads, head size]) to ``kv_slots`` ([T])."""
+        ...
+
+    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """K and V of a layer, each [pages, kv heads, page_size, head size]."""
+        ...
+
+
+class AttentionBackend(Protocol):
+    """Paged causal attention with grouped query heads."""
+
+    def plan(self, batch: ForwardBatch) -> None:
+        """Prepare what all layers of this step share (masks, gather indices)."""
+        ...
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+        """Store this step's K and V, then attend over each row's whole KV.
+
+        Args:
+            q: [T, query heads, head size]; k, v: [T, kv heads, head size].
+
+        Returns:
+            [T, query heads * head size]
+        """
+        ...
