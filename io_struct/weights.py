@@ -24,13 +24,14 @@ class BeginWeightUpdateReqOutput(Reply, kw_only=True):
 
 
 class EndWeightUpdateReqInput(Request, kw_only=True):
-    """Close the session: commit it, or abort it (valid if nothing was written, else poisoned)."""
+    """Close the session: commit it, or abort it (valid if nothing was written, else poisoned).
+
+    The prefix cache is flushed at commit if any call of the session asked for it.
+    """
 
     commit: bool = True
     weight_version: str | None = None
     """The new public label. None: the last one sent within the session, else unchanged."""
-    flush_cache: bool = True
-    torch_empty_cache: bool = False
 
 
 class StageTimes(Record, kw_only=True, frozen=True):

@@ -60,6 +60,7 @@ class EngineConfig:
     check_ledger: bool = False
     """Check free + cached + held = total after every control message; for tests."""
     log_level: str = "INFO"
+    """Least severe log records to print."""
 
     def __post_init__(self) -> None:
         positive = (

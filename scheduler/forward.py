@@ -8,8 +8,9 @@ Invariants:
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -123,6 +124,10 @@ class Runner(Protocol):
 
     def synchronize(self) -> None:
         """Return when the forward stream is idle."""
+        ...
+
+    def on_stream(self) -> AbstractContextManager[Any]:
+        """Device work inside is ordered with the steps: after those launched, before those to come."""
         ...
 
 

@@ -1,0 +1,1 @@
+"""The benchmark driver: what is run, on which engines, and how it is reported."""

@@ -1,0 +1,52 @@
+"""What the figures were measured on."""
+
+import os
+import platform
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+
+def machine_facts() -> dict[str, Any]:
+    """CPU model, usable cores, memory, kernel, Python, torch and the load at this moment."""
+    return {
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "isa": _isa(),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "torch": version("torch"),
+        "load_average": os.getloadavg()[0],
+    }
+
+
+def describe(facts: dict[str, Any]) -> str:
+    """One line for people."""
+    return (
+        f"{facts['cpu']} ({facts['isa']}), {facts['cores']} cores, {facts['memory_gb']} GB, "
+        f"torch {facts['torch']}, Python {facts['python']}, load average {facts['load_average']:.1f}"
+    )
+
+
+def _cpu_model() -> str:
+    return _cpuinfo().get("model name", platform.machine())
+
+
+def _isa() -> str:
+    """The widest of the instruction sets that decide how fast bf16 arithmetic is."""
+    flags = set(_cpuinfo().get("flags", "").split())
+    for flag, name in (("amx_bf16", "AMX bf16"), ("avx512_bf16", "AVX-512 bf16"), ("avx512f", "AVX-512")):
+        if flag in flags:
+            return name
+    return "AVX2" if "avx2" in flags else platform.machine()
+
+
+def _cpuinfo() -> dict[str, str]:
+    """The first processor's fields; empty where there is no /proc."""
+    path = Path("/proc/cpuinfo")
+    if not path.exists():
+        return {}
+    first = path.read_text(encoding="utf-8").split("\n\n", 1)[0]
+    pairs = (line.partition(":") for line in first.splitlines())
+    return {key.strip(): value.strip() for key, _, value in pairs}

@@ -1,0 +1,77 @@
+"""What each shape runs: the requests, the load under which pauses are measured, and how often.
+
+Prompts are uniform random ids, drawn anew for every run, so no engine's prefix cache ever helps.
+"""
+
+import random
+from dataclasses import dataclass
+
+Prompt = list[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """One row of the benchmark plan; lengths in tokens."""
+
+    shape: str
+    requests: int
+    prompt_tokens: int
+    new_tokens: int
+    rollouts: int
+    """Measured whole runs per start, after one that is not counted."""
+    pause_cycles: int
+    updates: int
+    load_new_tokens: int
+    """Length of the requests that are paused: long enough that few end while pauses are measured."""
+    vocab_size: int
+    kv_bytes_per_token: int
+
+    @property
+    def context_len(self) -> int:
+        return self.prompt_tokens + max(self.new_tokens, self.load_new_tokens)
+
+    @property
+    def kv_tokens(self) -> int:
+        """Room for the whole load at full length and a third more: nobody is preempted."""
+        return -(-self.requests * self.context_len * 4 // 3 // 1024) * 1024
+
+    def prompts(self, seed: int) -> list[Prompt]:
+        """One prompt per request; different for every seed."""
+        rng = random.Random(f"{self.shape}:{seed}")
+        return [
+            [rng.randrange(self.vocab_size) for _ in range(self.prompt_tokens)] for _ in range(self.requests)
+        ]
+
+    def describe(self) -> str:
+        return (
+            f"{self.requests} requests, {self.prompt_tokens} in, {self.new_tokens} out, "
+            "temperature 1, end of sequence ignored"
+        )
+
+
+WORKLOADS = {
+    "tiny": Workload(
+        shape="tiny",
+        requests=64,
+        prompt_tokens=32,
+        new_tokens=128,
+        rollouts=3,
+        pause_cycles=40,
+        updates=5,
+        load_new_tokens=736,
+        vocab_size=4096,
+        kv_bytes_per_token=6 * 2 * 2 * 64 * 2,
+    ),
+    "0.6b": Workload(
+        shape="0.6b",
+        requests=32,
+        prompt_tokens=128,
+        new_tokens=64,
+        rollouts=1,
+        pause_cycles=10,
+        updates=3,
+        load_new_tokens=256,
+        vocab_size=151936,
+        kv_bytes_per_token=28 * 2 * 8 * 128 * 2,
+    ),
+}

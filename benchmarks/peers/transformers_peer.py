@@ -1,0 +1,64 @@
+"""transformers' side of the rollout benchmark: ``model.generate`` on one batch, driven over stdin and stdout.
+
+There is no server here, hence nothing to pause, to resume or to update under load; the driver prints a dash.
+"""
+
+import time
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Any
+
+from json_lines import claim_stdout, serve
+
+Prompt = list[int]
+
+
+class TransformersPeer:
+    """The operations ``start`` and ``rollout``. Prompts of one call have one length, so nothing is padded."""
+
+    def __init__(self) -> None:
+        self._model: Any = None
+
+    def start(self, model: str, threads: int, prompt: Prompt, **_not_applicable: Any) -> dict[str, Any]:
+        """Load the model and generate the first token."""
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        torch.set_num_threads(threads)
+        self._model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+        self._generate([prompt], 1)
+        return {"versions": {name: version(name) for name in ("transformers", "torch")}}
+
+    def rollout(self, prompts: Sequence[Prompt], max_new_tokens: int) -> dict[str, Any]:
+        """``seconds`` and ``tokens`` of one batch."""
+        start = time.perf_counter()
+        tokens = self._generate(prompts, max_new_tokens)
+        return {"seconds": time.perf_counter() - start, "tokens": tokens}
+
+    def _generate(self, prompts: Sequence[Prompt], max_new_tokens: int) -> int:
+        import torch
+
+        inputs = torch.tensor(prompts)
+        with torch.inference_mode():
+            outputs = self._model.generate(
+                input_ids=inputs,
+                attention_mask=torch.ones_like(inputs),
+                do_sample=True,
+                temperature=1.0,
+                top_k=0,
+                top_p=1.0,
+                max_new_tokens=max_new_tokens,
+                eos_token_id=None,  # ignore_eos
+                pad_token_id=0,
+            )
+        return int(outputs.shape[0] * (outputs.shape[1] - inputs.shape[1]))
+
+
+def main() -> None:
+    channel = claim_stdout()
+    peer = TransformersPeer()
+    serve(channel, {"start": peer.start, "rollout": peer.rollout})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""Rollout benchmark: Caesura beside vLLM and transformers, on one checkpoint and the same requests, in one run.
+
+Repeats are interleaved: each starts every engine once, one at a time, in an order that rotates, and measures
+everything on it (``harness/engines.py``), so that a machine that slows down slows all of them. Printed figures are
+medians over all repeats. The first repeat finds no compile caches; the files of all engines are in the page cache.
+
+    python benchmarks/rollout.py --shape tiny --vllm-python /opt/peer-vllm/bin/python --json out.json
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from checkpoints import write_checkpoint
+from harness import engines as participants
+from harness.engines import Engine
+from harness.machine import describe, machine_facts
+from harness.reference import plain_read_and_copy
+from harness.report import footnotes, summarise, table
+from harness.workload import WORKLOADS, Workload
+from rich.console import Console
+from rich.text import Text
+
+ENGINES = ("caesura", "vllm", "transformers")
+BUSY_LOAD = 0.5
+"""Load average, per core, above which the figures mean little."""
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--shape", choices=(*WORKLOADS, "both"), default="tiny")
+    parser.add_argument("--engines", default=",".join(ENGINES), help="comma-separated (default: %(default)s)")
+    parser.add_argument("--repeats", type=int, default=3, help="starts of every engine (default: 3)")
+    parser.add_argument(
+        "--threads", type=int, default=len(os.sched_getaffinity(0)), help="default: all cores"
+    )
+    parser.add_argument(
+        "--vllm-python",
+        default=os.environ.get("CAESURA_BENCH_VLLM_PYTHON"),
+        help="interpreter of an environment with vLLM (default: $CAESURA_BENCH_VLLM_PYTHON)",
+    )
+    parser.add_argument("--vllm-bind", default="auto", help="VLLM_CPU_OMP_THREADS_BIND (default: auto)")
+    parser.add_argument("--transformers-python", default=sys.executable)
+    parser.add_argument("--json", type=Path, help="write everything measured to this file")
+    parser.add_argument("--work-dir", type=Path, help="keep checkpoints and logs here (default: temporary)")
+    options = parser.parse_args(argv)
+    unknown = set(options.engines.split(",")) - set(ENGINES)
+    if unknown:
+        parser.error(f"unknown engines: {', '.join(sorted(unknown))}")
+    if options.repeats < 1 or options.threads < 1:
+        parser.error("--repeats and --threads must be at least 1")
+    return options
+
+
+def choose_engines(options: argparse.Namespace, cache: Path, console: Console) -> list[Engine]:
+    """The wanted engines that are installed; the others are named."""
+    threads = options.threads
+    available = {
+        "caesura": participants.caesura(threads),
+        "transformers": participants.transformers(options.transformers_python, threads),
+    }
+    if options.vllm_python:
+        available["vllm"] = participants.vllm(options.vllm_python, threads, options.vllm_bind, cache)
+    chosen = []
+    for name in options.engines.split(","):
+        if name in available and available[name].is_installed():
+            chosen.append(available[name])
+        else:
+            console.print(f"[yellow]{name}: not installed, left out[/yellow]")
+    return chosen
+
+
+def run_shape(
+    workload: Workload, chosen: Sequence[Engine], options: argparse.Namespace, work: Path, console: Console
+) -> dict[str, Any]:
+    """All repeats of one shape, printed and returned."""
+    with console.status(f"{workload.shape}: writing checkpoints"):
+        folders = [
+            write_checkpoint(work / f"{workload.shape}-{seed}", workload.shape, seed=seed) for seed in (0, 1)
+        ]
+        reference = plain_read_and_copy(folders[1])
+    runs: list[dict[str, Any]] = []
+    for repeat in range(options.repeats):
+        turn = repeat % len(chosen)
+        for engine in (*chosen[turn:], *chosen[:turn]):
+            label = f"{workload.shape} {repeat + 1}/{options.repeats} {engine.name}"
+            with console.status(label) as status:
+                run = participants.measure(
+                    engine,
+                    workload,
+                    folders,
+                    threads=options.threads,
+                    repeat=repeat,
+                    log=work / f"{workload.shape}-{engine.name}-{repeat}.log",
+                    progress=lambda stage: status.update(f"{label}: {stage}"),  # noqa: B023 (called in this pass)
+                )
+            runs.append(run)
+            console.print(f"[dim]{label}: {'failed' if run['error'] else 'done'}[/dim]")
+    names = [engine.name for engine in chosen]
+    console.print(table(workload, runs, names))
+    for note in footnotes(workload, runs, reference):
+        console.print(Text(f"* {note.text}", style="red" if note.alarming else "dim"))
+    return {
+        "shape": workload.shape,
+        "requests": workload.describe(),
+        "reference": reference,
+        "summary": summarise(runs, names),
+        "runs": runs,
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status 1 when an engine failed or none was there."""
+    options = parse(argv)
+    console = Console()
+    facts = machine_facts() | {"threads": options.threads}
+    console.print(f"{describe(facts)}; {options.threads} threads per engine", highlight=False)
+    if facts["load_average"] > BUSY_LOAD * facts["cores"]:
+        console.print("[yellow]The machine is busy with other work: figures will be too low.[/yellow]")
+    with tempfile.TemporaryDirectory(prefix="caesura-bench-") as temporary:
+        work = options.work_dir or Path(temporary)
+        work.mkdir(parents=True, exist_ok=True)
+        chosen = choose_engines(options, Path(temporary) / "cache", console)
+        if not chosen:
+            return 1
+        shapes = list(WORKLOADS) if options.shape == "both" else [options.shape]
+        results = [run_shape(WORKLOADS[shape], chosen, options, work, console) for shape in shapes]
+    if options.json:
+        options.json.write_text(json.dumps({"machine": facts, "shapes": results}, indent=1) + "\n")
+    failed = any(run["error"] for result in results for run in result["runs"])
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,120 @@
+"""The socket of an asyncio client, driven by its event loop.
+
+Invariants:
+- Everything runs on the loop of the first call; another loop is refused.
+- libzmq's descriptor says "something happened", once: so every wake-up, and every send (which may have eaten the
+  signal), drains the socket until it is empty.
+"""
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, Any
+
+from ..io_struct import GenerateReqInput, Message, Request
+from .connection import Connection, Generation
+from .exceptions import EngineDied
+from .link import Link, check_endpoint
+from .results import TokenDelta
+
+if TYPE_CHECKING:
+    import zmq
+
+Result = asyncio.Future[Any]
+Deltas = asyncio.Queue[TokenDelta | None]
+
+
+class LoopChannel:
+    """Requests in from coroutines, answers out through the loop's futures. Connects at the first request."""
+
+    def __init__(self, endpoint: str, *, connect_timeout: float | None) -> None:
+        check_endpoint(endpoint)
+        self._endpoint = endpoint
+        self._connect_timeout = connect_timeout
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._link: Link | None = None
+        self._connection: Connection[Result, Deltas] = Connection(self._new_future, asyncio.Queue)
+        self._timer: asyncio.TimerHandle | None = None
+        self._turn_is_due = False
+
+    def start_generation(self, request: GenerateReqInput) -> Generation[Result, Deltas]:
+        """Send a generate request; raises what :meth:`Connection.start_generation` raises."""
+        self._bind()
+        generation, frame = self._connection.start_generation(request)
+        self._post(frame)
+        return generation
+
+    def start_call(self, request: Request, expects: type[Message]) -> Result:
+        """Send a control message; raises what :meth:`Connection.start_call` raises."""
+        self._bind()
+        future, frame = self._connection.start_call(request, expects)
+        self._post(frame)
+        return future
+
+    def close(self) -> None:
+        """Close the socket and fail what is pending. Idempotent."""
+        if self._connection.failure is None:
+            self._connection.failure = EngineDied("this client is closed")
+        self._connection.fail_all(EngineDied("the client was closed before the answer came"))
+        if self._timer is not None:
+            self._timer.cancel()
+        link, self._link = self._link, None
+        if link is not None:
+            link.close()
+
+    def _bind(self) -> asyncio.AbstractEventLoop:
+        loop = asyncio.get_running_loop()
+        if self._loop is None:
+            self._loop = loop
+        elif self._loop is not loop:
+            raise RuntimeError("this client belongs to another event loop")
+        return loop
+
+    def _new_future(self) -> Result:
+        future: Result = self._bind().create_future()
+        # An error that nobody awaits (an aborted sibling, say) is no defect: count it as seen.
+        future.add_done_callback(lambda done: None if done.cancelled() else done.exception())
+        return future
+
+    def _post(self, frame: bytes) -> None:
+        if self._link is None:
+            self._link = self._connect()
+        self._link.send(frame)
+        if not self._turn_is_due:
+            self._turn_is_due = True
+            self._bind().call_soon(self._turn)
+
+    def _connect(self) -> Link:
+        loop = self._bind()
+
+        def watch(socket: "zmq.Socket[bytes]") -> None:
+            loop.add_reader(socket.FD, self._turn)
+
+        def unwatch(socket: "zmq.Socket[bytes]") -> None:
+            loop.remove_reader(socket.FD)
+
+        return Link(
+            self._endpoint,
+            connect_timeout=self._connect_timeout,
+            receive=self._connection.receive,
+            lost=self._on_lost,
+            watch=watch,
+            unwatch=unwatch,
+        )
+
+    def _turn(self) -> None:
+        self._turn_is_due = False
+        if self._link is None:
+            return  # closed since this turn was asked for
+        self._link.pump()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._link.deadline is not None:
+            left = max(0.0, self._link.deadline - time.monotonic())
+            self._timer = self._bind().call_later(left, self._turn)
+
+    def _on_lost(self, reason: str, final: bool) -> None:
+        error = EngineDied(reason)
+        if final:
+            self._connection.failure = error
+        self._connection.fail_all(error)

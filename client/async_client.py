@@ -1,0 +1,360 @@
+"""``AsyncSchedulerClient``: the engine, from coroutines. Same methods, arguments and errors as the blocking client.
+
+Invariants: a cancelled ``generate`` aborts its generations; no other cancelled or timed-out call changes anything in the
+engine. All calls come from one event loop. No call can wait for ever on an engine that is gone.
+"""
+# ruff: noqa: ASYNC109  (the same arguments as the blocking client's)
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeVar, overload
+
+from ..io_struct import (
+    AbortReq,
+    AbortReqOutput,
+    BeginWeightUpdateReqInput,
+    BeginWeightUpdateReqOutput,
+    CaesuraError,
+    ContinueGenerationReqInput,
+    ContinueGenerationReqOutput,
+    EndWeightUpdateReqInput,
+    FlushCacheReqInput,
+    FlushCacheReqOutput,
+    GenerateReqInput,
+    GetStatusReqInput,
+    GetStatusReqOutput,
+    Message,
+    PauseGenerationReqInput,
+    PauseGenerationReqOutput,
+    PauseMode,
+    Request,
+    SamplingParams,
+    ShutdownReqInput,
+    ShutdownReqOutput,
+    TensorSpec,
+    UpdateWeightFromDiskReqInput,
+    WeightsCheckerReqInput,
+    WeightsCheckerReqOutput,
+    WeightUpdateReqOutput,
+    new_id,
+)
+from ..io_struct.control import LeaseAction
+from .async_channel import Deltas, LoopChannel, Result
+from .async_handle import AsyncGenerationHandle, wait_for
+from .connection import Generation
+from .exceptions import EngineError, TimedOut
+from .prompts import Plan, plan, token_ids
+from .results import CheckerAction, GenerateOutput, WeightUpdate
+
+ReplyT = TypeVar("ReplyT", bound=Message)
+
+
+class AsyncSchedulerClient:
+    """A connection to one engine.
+
+    ``connect_timeout`` (seconds) bounds how long a call waits for a scheduler to appear at ``endpoint``; None waits for
+    ever. Every method's ``timeout`` (seconds) bounds that call; None waits until the engine answers or dies.
+    """
+
+    def __init__(self, endpoint: str, *, connect_timeout: float | None = 10.0) -> None:
+        self.endpoint = endpoint
+        self._channel = LoopChannel(endpoint, connect_timeout=connect_timeout)
+
+    @overload
+    async def generate(
+        self,
+        input_ids: Sequence[Sequence[int]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = ...,
+        *,
+        return_logprob: bool = ...,
+        return_raw_logprob: bool = ...,
+        return_sampled_logprob: bool = ...,
+        rid: str | Sequence[str] | None = ...,
+        cache_salt: str = ...,
+        min_weights_epoch: int | None = ...,
+        message_id: str | None = ...,
+        timeout: float | None = ...,
+    ) -> list[GenerateOutput]: ...
+
+    @overload
+    async def generate(
+        self,
+        input_ids: Sequence[int],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = ...,
+        *,
+        return_logprob: bool = ...,
+        return_raw_logprob: bool = ...,
+        return_sampled_logprob: bool = ...,
+        rid: str | Sequence[str] | None = ...,
+        cache_salt: str = ...,
+        min_weights_epoch: int | None = ...,
+        message_id: str | None = ...,
+        timeout: float | None = ...,
+    ) -> GenerateOutput | Any: ...  # a list when n > 1, which no type says
+
+    async def generate(
+        self,
+        input_ids: Sequence[int] | Sequence[Sequence[int]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        return_logprob: bool = False,
+        return_raw_logprob: bool = False,
+        return_sampled_logprob: bool = False,
+        rid: str | Sequence[str] | None = None,
+        cache_salt: str = "",
+        min_weights_epoch: int | None = None,
+        message_id: str | None = None,
+        timeout: float | None = None,
+    ) -> Any:
+        """Generate and wait. One prompt gives one output (a list of ``n`` when n > 1); a list of prompts gives a list,
+        prompt by prompt, the ``n`` samples of each together.
+
+        Raises:
+            TimedOut: not everything ended within ``timeout``; the generations go on.
+            EngineError: the first prompt that was refused or failed; the others of this call are aborted.
+        """
+        work = plan(
+            input_ids,
+            sampling_params,
+            rid=rid,
+            message_id=message_id,
+            return_logprob=return_logprob,
+            return_raw_logprob=return_raw_logprob,
+            return_sampled_logprob=return_sampled_logprob,
+            cache_salt=cache_salt,
+            min_weights_epoch=min_weights_epoch,
+        )
+        return await self._generate(work, timeout)
+
+    async def submit(
+        self,
+        input_ids: Sequence[int],
+        sampling_params: SamplingParams | None = None,
+        *,
+        return_logprob: bool = False,
+        return_raw_logprob: bool = False,
+        return_sampled_logprob: bool = False,
+        stream: bool = False,
+        rid: str | None = None,
+        cache_salt: str = "",
+        min_weights_epoch: int | None = None,
+        message_id: str | None = None,
+    ) -> AsyncGenerationHandle:
+        """Start one prompt and return at once; refusals are raised by the handle."""
+        request = GenerateReqInput(
+            id=_id(message_id),
+            rid=rid,
+            input_ids=token_ids(input_ids),
+            sampling_params=sampling_params or SamplingParams(),
+            return_logprob=return_logprob,
+            return_raw_logprob=return_raw_logprob,
+            return_sampled_logprob=return_sampled_logprob,
+            stream=stream,
+            cache_salt=cache_salt,
+            min_weights_epoch=min_weights_epoch,
+        )
+        return AsyncGenerationHandle(self.abort, self._channel.start_generation(request))
+
+    async def abort(
+        self,
+        rid: str | None = None,
+        *,
+        abort_all: bool = False,
+        message_id: str | None = None,
+        timeout: float | None = None,
+    ) -> AbortReqOutput:
+        """End generations now, by rid or all of them; each answers its own caller with its partial output."""
+        return await self._call(
+            AbortReq(id=_id(message_id), rid=rid, abort_all=abort_all), AbortReqOutput, timeout
+        )
+
+    async def pause(
+        self,
+        mode: PauseMode = "abort",
+        *,
+        owner: str | None = None,
+        lease_s: float | None = None,
+        on_lease_expiry: LeaseAction = "continue",
+        message_id: str | None = None,
+        timeout: float | None = None,
+    ) -> PauseGenerationReqOutput:
+        """Stop at the next step boundary; when this returns, no step is in flight."""
+        request = PauseGenerationReqInput(
+            id=_id(message_id), mode=mode, owner=owner, lease_s=lease_s, on_lease_expiry=on_lease_expiry
+        )
+        return await self._call(request, PauseGenerationReqOutput, timeout)
+
+    async def continue_generation(
+        self,
+        *,
+        torch_empty_cache: bool = True,
+        owner: str | None = None,
+        force: bool = False,
+        message_id: str | None = None,
+        timeout: float | None = None,
+    ) -> ContinueGenerationReqOutput:
+        """Go on; the device allocator's unused blocks are returned first. A no-op on a running engine."""
+        request = ContinueGenerationReqInput(
+            id=_id(message_id), torch_empty_cache=torch_empty_cache, owner=owner, force=force
+        )
+        return await self._call(request, ContinueGenerationReqOutput, timeout)
+
+    async def flush_cache(
+        self,
+        *,
+        torch_empty_cache: bool = True,
+        timeout_s: float = 0.0,
+        message_id: str | None = None,
+        timeout: float | None = None,
+    ) -> FlushCacheReqOutput:
+        """Clear the engine's prefix cache; the engine waits up to ``timeout_s`` seconds to become idle."""
+        request = FlushCacheReqInput(
+            id=_id(message_id), torch_empty_cache=torch_empty_cache, timeout_s=timeout_s
+        )
+        return await self._call(request, FlushCacheReqOutput, timeout)
+
+    async def update_weights_from_disk(
+        self,
+        model_path: str | os.PathLike[str],
+        *,
+        weight_version: str | None = None,
+        flush_cache: bool = True,
+        torch_empty_cache: bool = False,
+        abort_all_requests: bool = False,
+        load_format: str | None = None,
+        message_id: str | None = None,
+        timeout: float | None = None,
+    ) -> WeightUpdateReqOutput:
+        """Load a checkpoint folder of the same architecture in place. The path is read by the engine's process."""
+        request = UpdateWeightFromDiskReqInput(
+            id=_id(message_id),
+            model_path=os.fspath(model_path),
+            weight_version=weight_version,
+            flush_cache=flush_cache,
+            torch_empty_cache=torch_empty_cache,
+            abort_all_requests=abort_all_requests,
+            load_format=load_format,
+        )
+        return await self._call(request, WeightUpdateReqOutput, timeout)
+
+    async def begin_weight_update(
+        self,
+        *,
+        manifest: list[TensorSpec] | None = None,
+        deadline_s: float | None = None,
+        message_id: str | None = None,
+        timeout: float | None = None,
+    ) -> BeginWeightUpdateReqOutput:
+        """Open an explicit session: what follows is committed together by :meth:`end_weight_update`."""
+        request = BeginWeightUpdateReqInput(id=_id(message_id), manifest=manifest, deadline_s=deadline_s)
+        return await self._call(request, BeginWeightUpdateReqOutput, timeout)
+
+    async def end_weight_update(
+        self,
+        *,
+        commit: bool = True,
+        weight_version: str | None = None,
+        message_id: str | None = None,
+        timeout: float | None = None,
+    ) -> WeightUpdateReqOutput:
+        """Close the session: commit it, or abort it (weights stay valid only if nothing was written)."""
+        request = EndWeightUpdateReqInput(
+            id=_id(message_id),
+            commit=commit,
+            weight_version=weight_version,
+        )
+        return await self._call(request, WeightUpdateReqOutput, timeout)
+
+    @contextlib.asynccontextmanager
+    async def weight_update(
+        self,
+        *,
+        weight_version: str | None = None,
+        manifest: list[TensorSpec] | None = None,
+        deadline_s: float | None = None,
+        timeout: float | None = None,
+    ) -> AsyncIterator[WeightUpdate]:
+        """A session around a block: committed at its end (``.result`` then holds the reply), aborted if it raises.
+
+        ``timeout`` bounds each of the two calls, not the block.
+        """
+        session = WeightUpdate(
+            await self.begin_weight_update(manifest=manifest, deadline_s=deadline_s, timeout=timeout)
+        )
+        try:
+            yield session
+        except BaseException as error:
+            try:
+                await self.end_weight_update(commit=False, timeout=timeout)
+            except CaesuraError as second:
+                error.add_note(f"the weight session could not be aborted either: {second}")
+            raise
+        session.result = await self.end_weight_update(weight_version=weight_version, timeout=timeout)
+
+    async def check_weights(
+        self,
+        action: CheckerAction = "checksum",
+        *,
+        message_id: str | None = None,
+        timeout: float | None = None,
+    ) -> WeightsCheckerReqOutput:
+        """Prove what the weights are: checksums, or a comparison with an earlier snapshot."""
+        return await self._call(
+            WeightsCheckerReqInput(id=_id(message_id), action=action), WeightsCheckerReqOutput, timeout
+        )
+
+    async def status(
+        self, *, message_id: str | None = None, timeout: float | None = None
+    ) -> GetStatusReqOutput:
+        """One consistent snapshot of the engine; answered during pauses and updates too."""
+        return await self._call(GetStatusReqInput(id=_id(message_id)), GetStatusReqOutput, timeout)
+
+    async def shutdown(
+        self, *, message_id: str | None = None, timeout: float | None = None
+    ) -> ShutdownReqOutput:
+        """Stop the engine: it ends every request, answers this and exits."""
+        return await self._call(ShutdownReqInput(id=_id(message_id)), ShutdownReqOutput, timeout)
+
+    async def close(self) -> None:
+        """Close the connection; whoever still waits gets :class:`EngineDied`. The engine goes on. Idempotent."""
+        self._channel.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def _generate(self, work: Plan, timeout: float | None) -> Any:
+        generations: list[Generation[Result, Deltas]] = []
+        try:
+            for request in work.requests:
+                generations.append(self._channel.start_generation(request))  # noqa: PERF401 (kept if the next raises)
+            futures = [generation.waiter for generation in generations]
+            await asyncio.wait(futures, timeout=timeout, return_when=asyncio.FIRST_EXCEPTION)
+            return work.collect(futures, timeout)
+        except TimedOut:
+            raise
+        except BaseException:
+            self._abandon(generations)
+            raise
+
+    def _abandon(self, generations: list[Generation[Result, Deltas]]) -> None:
+        """Abort what is unfinished, without waiting: its caller is leaving with another error."""
+        for generation in generations:
+            if not generation.waiter.done():
+                with contextlib.suppress(EngineError):
+                    self._channel.start_call(AbortReq(rid=generation.rid), AbortReqOutput)
+
+    async def _call(self, request: Request, expects: type[ReplyT], timeout: float | None) -> ReplyT:
+        reply: ReplyT = await wait_for(self._channel.start_call(request, expects), request.id, timeout)
+        return reply
+
+
+def _id(message_id: str | None) -> str:
+    return new_id() if message_id is None else message_id

@@ -1,0 +1,85 @@
+"""What the asyncio client's ``submit`` returns: one generation in flight.
+
+Invariant: as for the blocking handle, giving up waiting (a timeout, a cancelled task) leaves the generation running.
+"""
+# ruff: noqa: ASYNC109  (the same arguments as the blocking handle's)
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+from ..io_struct import AbortReqOutput
+from .async_channel import Deltas, Result
+from .connection import Generation
+from .prompts import timed_out
+from .results import GenerateOutput, TokenDelta
+
+
+async def wait_for(future: Result, message_id: str, timeout: float | None) -> Any:
+    """The future's result, or TimedOut after ``timeout`` seconds (None: no limit). Never cancels the future."""
+    await asyncio.wait([future], timeout=timeout)
+    if not future.done():
+        raise timed_out(message_id, timeout)
+    return future.result()
+
+
+class AsyncGenerationHandle:
+    """One submitted prompt. ``async for`` yields the tokens as :class:`TokenDelta` (all at once unless it streams)."""
+
+    def __init__(
+        self, abort: Callable[..., Awaitable[AbortReqOutput]], generation: Generation[Result, Deltas]
+    ) -> None:
+        self.rid = generation.rid
+        self.message_id = generation.message_id
+        self.n = generation.n
+        self._abort = abort
+        self._future = generation.waiter
+        self._deltas = generation.deltas
+
+    def done(self) -> bool:
+        """Whether all samples have ended, in whatever way."""
+        return self._future.done()
+
+    async def result(self, timeout: float | None = None) -> GenerateOutput:
+        """The output of the only sample; raises as :meth:`results`, and ValueError where ``n`` is not 1."""
+        if self.n != 1:
+            raise ValueError(f"n = {self.n}: use results()")
+        return (await self.results(timeout))[0]
+
+    async def results(self, timeout: float | None = None) -> list[GenerateOutput]:
+        """The outputs of all samples, in order.
+
+        Raises:
+            TimedOut: not all ended within ``timeout`` seconds; they go on.
+            EngineError: refused or failed; what was generated is in ``.output`` and ``.outputs``.
+        """
+        outputs: list[GenerateOutput] = await wait_for(self._future, self.message_id, timeout)
+        return outputs
+
+    async def abort(self, timeout: float | None = None) -> AbortReqOutput:
+        """End this generation now; its result is then the partial output."""
+        return await self._abort(self.rid, timeout=timeout)
+
+    async def deltas(self, timeout: float | None = None) -> AsyncIterator[TokenDelta]:
+        """Yield every token once, in order per sample; waits at most ``timeout`` seconds for each delta.
+
+        Raises as :meth:`results` once the stream has ended.
+        """
+        if self._deltas is None:
+            for output in await self.results(timeout):
+                yield output.as_delta()
+            return
+        while True:
+            try:
+                async with asyncio.timeout(timeout):
+                    delta = await self._deltas.get()
+            except TimeoutError:
+                raise timed_out(self.message_id, timeout) from None
+            if delta is None:
+                break
+            yield delta
+        self._deltas.put_nowait(None)  # a second iteration ends at once instead of waiting for ever
+        await self.results()
+
+    def __aiter__(self) -> AsyncIterator[TokenDelta]:
+        return self.deltas()

@@ -1,0 +1,258 @@
+"""The ``caesura`` command: an engine for a person at a terminal.
+
+Every verb prints one table, or with ``--json`` the reply as it came over the wire. A typed error is one line on stderr
+and exit status 1; a wrong command line is exit status 2.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
+
+import click
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from ..io_struct import CaesuraError, GetStatusReqOutput, Message
+from .scheduler_client import SchedulerClient
+
+MIB = 1 << 20
+Command = Callable[..., None]
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+def cli() -> None:
+    """Caesura: a rollout engine that can be paused at any step."""
+
+
+def _talks(default_timeout: float | None) -> Callable[[Command], Command]:
+    """The options of every verb that speaks to a running engine."""
+
+    def decorate(command: Command) -> Command:
+        options = (
+            click.option(
+                "--endpoint",
+                envvar="CAESURA_ENDPOINT",
+                required=True,
+                help="ipc:// path or tcp:// address of the scheduler.  [env: CAESURA_ENDPOINT]",
+            ),
+            click.option("--json", "as_json", is_flag=True, help="Print the reply as one line of JSON."),
+            click.option(
+                "--timeout",
+                type=float,
+                default=default_timeout,
+                help="Seconds to wait for the answer.",
+                show_default=default_timeout is not None,
+            ),
+        )
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+@cli.command(
+    add_help_option=False, context_settings={"ignore_unknown_options": True, "allow_extra_args": True}
+)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def scheduler(arguments: tuple[str, ...]) -> None:
+    """Run a scheduler in the foreground; `caesura scheduler --help` lists its options."""
+    command = [sys.executable, "-m", "caesura.scheduler", *arguments]
+    os.execv(sys.executable, command)  # noqa: S606 (its own interpreter; replaces this process)
+
+
+@cli.command()
+@_talks(10.0)
+def status(endpoint: str, as_json: bool, timeout: float | None) -> None:
+    """What the engine is doing."""
+    with SchedulerClient(endpoint) as client:
+        reply = client.status(timeout=timeout)
+    _show(reply, as_json, _status_rows(reply))
+
+
+@cli.command()
+@_talks(60.0)
+@click.option(
+    "--mode", type=click.Choice(["abort", "retract", "in_place"]), default="abort", show_default=True
+)
+@click.option("--owner", help="Owner token: continue then needs it, or --force.")
+def pause(endpoint: str, as_json: bool, timeout: float | None, mode: Any, owner: str | None) -> None:
+    """Stop at the next step; returns when no step is in flight."""
+    with SchedulerClient(endpoint) as client:
+        _show(client.pause(mode, owner=owner, timeout=timeout), as_json)
+
+
+@cli.command("continue")
+@_talks(60.0)
+@click.option(
+    "--torch-empty-cache/--no-torch-empty-cache", default=True, help="Return unused device memory first."
+)
+@click.option("--owner", help="Owner token of the pause.")
+@click.option("--force", is_flag=True, help="Continue a pause that somebody else owns.")
+def continue_(
+    endpoint: str,
+    as_json: bool,
+    timeout: float | None,
+    torch_empty_cache: bool,
+    owner: str | None,
+    force: bool,
+) -> None:
+    """Go on after a pause."""
+    with SchedulerClient(endpoint) as client:
+        reply = client.continue_generation(
+            torch_empty_cache=torch_empty_cache, owner=owner, force=force, timeout=timeout
+        )
+    _show(reply, as_json)
+
+
+@cli.command()
+@_talks(60.0)
+@click.option(
+    "--torch-empty-cache/--no-torch-empty-cache", default=True, help="Return unused device memory too."
+)
+@click.option("--wait", "timeout_s", type=float, default=0.0, help="Seconds to wait for an idle engine.")
+def flush(
+    endpoint: str, as_json: bool, timeout: float | None, torch_empty_cache: bool, timeout_s: float
+) -> None:
+    """Clear the prefix cache of an idle engine."""
+    with SchedulerClient(endpoint) as client:
+        reply = client.flush_cache(torch_empty_cache=torch_empty_cache, timeout_s=timeout_s, timeout=timeout)
+    _show(reply, as_json)
+
+
+@cli.command()
+@_talks(None)
+@click.argument("model_path", type=click.Path())
+@click.option("--weight-version", help="New public label of the weights.")
+@click.option("--flush-cache/--no-flush-cache", default=True, help="Drop KV of the old weights.")
+@click.option("--torch-empty-cache", is_flag=True, help="Return unused device memory afterwards.")
+@click.option("--abort-all-requests", is_flag=True, help="End every request first.")
+def update(
+    endpoint: str,
+    as_json: bool,
+    timeout: float | None,
+    model_path: str,
+    weight_version: str | None,
+    flush_cache: bool,
+    torch_empty_cache: bool,
+    abort_all_requests: bool,
+) -> None:
+    """Load new weights from the checkpoint folder MODEL_PATH."""
+    with SchedulerClient(endpoint) as client:
+        reply = client.update_weights_from_disk(
+            os.path.abspath(model_path),  # the engine has its own working directory
+            weight_version=weight_version,
+            flush_cache=flush_cache,
+            torch_empty_cache=torch_empty_cache,
+            abort_all_requests=abort_all_requests,
+            timeout=timeout,
+        )
+    _show(reply, as_json)
+
+
+@cli.command()
+@_talks(10.0)
+@click.argument("rid", required=False)
+@click.option("--all", "abort_all", is_flag=True, help="Every request.")
+def abort(endpoint: str, as_json: bool, timeout: float | None, rid: str | None, abort_all: bool) -> None:
+    """End the generation RID, or --all."""
+    if (rid is None) != abort_all:
+        raise click.UsageError("give either a RID or --all")
+    with SchedulerClient(endpoint) as client:
+        _show(client.abort(rid, abort_all=abort_all, timeout=timeout), as_json)
+
+
+def _show(reply: Message, as_json: bool, rows: Iterable[tuple[str, str]] | None = None) -> None:
+    if as_json:
+        click.echo(msgspec.json.encode(reply))
+        return
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="bold")
+    table.add_column()
+    for name, value in rows if rows is not None else _rows(msgspec.to_builtins(reply)):
+        table.add_row(name, value)
+    Console().print(table)
+
+
+def _rows(fields: dict[str, Any]) -> Iterable[tuple[str, str]]:
+    for name, value in fields.items():
+        if name in ("type", "id") or value is None:
+            continue
+        if isinstance(value, dict):
+            yield name, "  ".join(f"{key} {_text(key, each)}" for key, each in value.items())
+        else:
+            yield name, _text(name, value)
+
+
+def _text(name: str, value: Any) -> str:
+    if name in ("reserved_before", "reserved_after", "freed", "written_bytes"):
+        return f"{value / MIB:.1f} MB"
+    if isinstance(value, float):
+        return f"{value:.3f}"
+    return str(value)
+
+
+def _status_rows(status: GetStatusReqOutput) -> Iterable[tuple[str, str]]:
+    generation: str = status.generation
+    if status.pause_mode is not None:
+        owner = f", owner {status.pause_owner}" if status.pause_owner is not None else ""
+        generation += f" ({status.pause_mode}, for {status.pause_age_s or 0.0:.1f} s{owner})"
+    weights = f"{status.weights}, version {status.weight_version}, epoch {status.weights_epoch}"
+    if status.weights_detail is not None:
+        weights += f": {status.weights_detail}"
+    yield "generation", generation
+    yield "weights", weights
+    if status.session is not None:
+        yield (
+            "session",
+            f"{status.session.kind}, {status.session.age_s:.1f} s, {status.session.written_tensors} tensors",
+        )
+    if status.update is not None:
+        done = f"{status.update.written_bytes / MIB:.0f} of {status.update.total_bytes / MIB:.0f} MB"
+        yield "update", f"{status.update.source}, {done}, {status.update.age_s:.1f} s"
+    released = f" ({', '.join(status.released_tags)})" if status.released_tags else ""
+    yield "memory", status.memory + released
+    yield (
+        "requests",
+        (
+            f"{status.running_requests} running, {status.prefilling_requests} prefilling, "
+            f"{status.waiting_requests} waiting (limit {status.max_running_requests})"
+        ),
+    )
+    age = "none yet" if status.last_step_age_s is None else f"last {status.last_step_age_s:.1f} s ago"
+    yield (
+        "steps",
+        f"{status.step} ({age}), {status.generated_tokens} tokens, {status.num_retractions} retractions",
+    )
+    kv = status.kv
+    yield "KV tokens", f"{kv.free} free + {kv.cached} cached + {kv.held} held = {kv.total}"
+    memory = status.device_memory
+    yield (
+        "device",
+        (
+            f"{status.device}: {memory.reserved / MIB:.1f} MB reserved, {memory.allocated / MIB:.1f} allocated, "
+            f"{memory.available / MIB:.1f} available; weights {memory.weights / MIB:.1f}, KV {memory.kv_cache / MIB:.1f}"
+        ),
+    )
+    yield (
+        "model",
+        f"{status.model_path} ({status.dtype}, context {status.context_len}, vocabulary {status.vocab_size})",
+    )
+    yield "process", f"pid {status.pid}, up {status.uptime_s:.0f} s, version {status.version}"
+
+
+def main() -> NoReturn:
+    """Entry point of the ``caesura`` script."""
+    try:
+        cli(standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except click.Abort:
+        sys.exit(130)
+    except (CaesuraError, OSError) as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(1)
+    sys.exit(0)

@@ -1,0 +1,84 @@
+"""What ``submit`` returns: one generation in flight, seen from a thread.
+
+Invariant: a handle never changes the generation it names, except by :meth:`GenerationHandle.abort`; giving up waiting
+leaves it running.
+"""
+
+import queue
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ..io_struct import AbortReqOutput
+from .channel import Deltas, Result
+from .connection import Generation
+from .prompts import timed_out
+from .results import GenerateOutput, TokenDelta
+
+
+class GenerationHandle:
+    """One submitted prompt. Iterating yields the tokens as :class:`TokenDelta` (all at once unless it streams)."""
+
+    def __init__(self, abort: Callable[..., AbortReqOutput], generation: Generation[Result, Deltas]) -> None:
+        self.rid = generation.rid
+        self.message_id = generation.message_id
+        self.n = generation.n
+        self._abort = abort
+        self._future = generation.waiter
+        self._deltas = generation.deltas
+
+    def done(self) -> bool:
+        """Whether all samples have ended, in whatever way."""
+        return self._future.done()
+
+    def result(self, timeout: float | None = None) -> GenerateOutput:
+        """The output of the only sample; raises as :meth:`results`, and ValueError where ``n`` is not 1."""
+        if self.n != 1:
+            raise ValueError(f"n = {self.n}: use results()")
+        return self.results(timeout)[0]
+
+    def results(self, timeout: float | None = None) -> list[GenerateOutput]:
+        """The outputs of all samples, in order.
+
+        Raises:
+            TimedOut: not all ended within ``timeout`` seconds; they go on.
+            EngineError: refused or failed; what was generated is in ``.output`` and ``.outputs``.
+        """
+        outputs: list[GenerateOutput] = wait_for(self._future, self.message_id, timeout)
+        return outputs
+
+    def abort(self, timeout: float | None = None) -> AbortReqOutput:
+        """End this generation now; its result is then the partial output."""
+        return self._abort(self.rid, timeout=timeout)
+
+    def deltas(self, timeout: float | None = None) -> Iterator[TokenDelta]:
+        """Yield every token once, in order per sample; waits at most ``timeout`` seconds for each delta.
+
+        Raises as :meth:`results` once the stream has ended.
+        """
+        if self._deltas is None:
+            for output in self.results(timeout):
+                yield output.as_delta()
+            return
+        while True:
+            try:
+                delta = self._deltas.get(timeout=timeout)
+            except queue.Empty:
+                raise timed_out(self.message_id, timeout) from None
+            if delta is None:
+                break
+            yield delta
+        self._deltas.put_nowait(None)  # a second iteration ends at once instead of waiting for ever
+        self.results()
+
+    def __iter__(self) -> Iterator[TokenDelta]:
+        return self.deltas()
+
+
+def wait_for(future: Result, message_id: str, timeout: float | None) -> Any:
+    """The future's result, or TimedOut after ``timeout`` seconds (None: no limit)."""
+    try:
+        return future.result(timeout)
+    except TimeoutError:
+        if future.done():  # an answer that is itself a TimeoutError, or one that came in this instant
+            return future.result()
+        raise timed_out(message_id, timeout) from None

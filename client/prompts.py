@@ -1,0 +1,117 @@
+"""From what a caller passes to ``generate`` to the requests that go on the wire.
+
+Invariants: one request per prompt, in order; ids of a list are derived from the caller's (``name-0``, ``name-1``, …), so
+that repeating the call with the same ``message_id`` repeats the same messages. Values are checked by the engine, not
+twice: only what decides between one prompt and many is looked at here.
+"""
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ..io_struct import GenerateReqInput, SamplingParams, new_id
+from .exceptions import InvalidRequest, TimedOut
+
+
+class Finished(Protocol):
+    """What a thread's and an event loop's futures have in common for reading."""
+
+    def done(self) -> bool: ...
+    def exception(self) -> BaseException | None: ...
+    def result(self) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The requests of one ``generate`` call."""
+
+    message_id: str
+    """The caller's id; for a single prompt it is the request's own."""
+    requests: list[GenerateReqInput]
+    single: bool
+    """The caller passed one prompt, not a list of prompts."""
+
+    def collect(self, waiters: Sequence[Finished], timeout: float | None) -> Any:
+        """Results in the caller's shape, one output or a flat prompt-major list, from what has ended by now.
+
+        Raises:
+            EngineError: of the first prompt that failed, with its position as a note.
+            TimedOut: none failed, and not all have ended.
+        """
+        for position, waiter in enumerate(waiters):
+            error = waiter.exception() if waiter.done() else None
+            if error is not None:
+                if not self.single:
+                    error.add_note(f"prompt {position} of {len(self.requests)}")
+                raise error
+        if not all(waiter.done() for waiter in waiters):
+            raise timed_out(self.message_id, timeout)
+        flat = [output for waiter in waiters for output in waiter.result()]
+        return flat[0] if self.single and len(flat) == 1 else flat
+
+
+def timed_out(message_id: str, timeout: float | None) -> TimedOut:
+    """The error of a call that had ``timeout`` seconds."""
+    return TimedOut(f"no answer within {timeout} s to message {message_id}", id=message_id, timeout=timeout)
+
+
+def plan(
+    input_ids: Sequence[int] | Sequence[Sequence[int]],
+    sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+    *,
+    rid: str | Sequence[str] | None,
+    message_id: str | None,
+    **options: Any,
+) -> Plan:
+    """Lay out one ``generate`` call; ``options`` are further fields of GenerateReqInput.
+
+    Raises:
+        InvalidRequest: token ids that are not integers, or lists of different lengths.
+    """
+    single = _is_single(input_ids)
+    prompts: list[Any] = [input_ids] if single else list(input_ids)
+    params = _per_prompt("sampling_params", sampling_params, SamplingParams, len(prompts))
+    base = new_id() if message_id is None else message_id
+    names = range(len(prompts))
+    ids = [base] if single else [f"{base}-{i}" for i in names]
+    if isinstance(rid, str) and not single:
+        rid = [f"{rid}-{i}" for i in names]
+    rids = _per_prompt("rid", rid, str, len(prompts))
+    requests = [
+        GenerateReqInput(
+            id=ids[position],
+            rid=rids[position],
+            input_ids=token_ids(prompt),
+            sampling_params=params[position] or SamplingParams(),
+            **options,
+        )
+        for position, prompt in enumerate(prompts)
+    ]
+    return Plan(base, requests, single)
+
+
+def token_ids(prompt: Sequence[int]) -> list[int]:
+    """A prompt as plain integers; numpy's integers are taken too."""
+    try:
+        return list(map(operator.index, prompt))
+    except TypeError as error:
+        raise InvalidRequest(f"input_ids must be integers: {error}", field="input_ids") from error
+
+
+def _is_single(input_ids: Sequence[int] | Sequence[Sequence[int]]) -> bool:
+    if len(input_ids) == 0:
+        return True  # an empty prompt, which the engine refuses
+    first = input_ids[0]
+    if isinstance(first, (str, float)):
+        raise InvalidRequest(f"input_ids must be integers, not {type(first).__name__}", field="input_ids")
+    return not hasattr(first, "__len__")
+
+
+def _per_prompt(field: str, value: Any, kind: type, count: int) -> list[Any]:
+    if value is None or isinstance(value, kind):
+        return [value] * count
+    values = list(value)
+    if len(values) != count:
+        raise InvalidRequest(f"{len(values)} {field} for {count} prompts", field=field, value=len(values))
+    return values

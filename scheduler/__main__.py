@@ -1,0 +1,81 @@
+"""``python -m caesura.scheduler``: one option per field of :class:`~.config.EngineConfig`."""
+
+import ast
+import dataclasses
+import inspect
+import sys
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import click
+
+from ..io_struct import CaesuraError
+from . import config as config_module
+from .config import EngineConfig
+from .process import refusal, run, tell
+
+_RENAMED = {"model_path": "model"}
+
+
+def _field_help() -> dict[str, str]:
+    """The docstring below each field, read from the source: it is written once."""
+    body = ast.parse(Path(inspect.getfile(config_module)).read_text(encoding="utf-8")).body
+    engine = next(
+        node for node in body if isinstance(node, ast.ClassDef) and node.name == EngineConfig.__name__
+    )
+    texts = {}
+    for field, text in zip(engine.body, engine.body[1:]):
+        if (
+            isinstance(field, ast.AnnAssign)
+            and isinstance(field.target, ast.Name)
+            and isinstance(text, ast.Expr)
+        ):
+            texts[field.target.id] = str(ast.literal_eval(text.value))
+    return texts
+
+
+def _option(field: dataclasses.Field[Any], annotation: Any, text: str) -> click.Option:
+    name = "--" + _RENAMED.get(field.name, field.name).replace("_", "-")
+    required = field.default is dataclasses.MISSING
+    default = None if required else field.default
+    choices = get_args(annotation) if get_origin(annotation) is Literal else ()
+    if annotation is bool:
+        return click.Option(
+            [f"{name}/--no-{name[2:]}", field.name], default=default, show_default=True, help=text
+        )
+    kind = next((k for k in get_args(annotation) if k is not type(None)), annotation) if not choices else str
+    return click.Option(
+        [name, field.name],
+        type=click.Choice(choices) if choices else kind,
+        required=required,
+        default=default,
+        show_default=default is not None,
+        help=text,
+    )
+
+
+def _serve(ready_fd: int | None, lifeline_fd: int | None, **fields: Any) -> None:
+    try:
+        config = EngineConfig(**fields)
+    except CaesuraError as error:
+        tell(ready_fd, refusal(error))
+        raise click.UsageError(str(error)) from error
+    sys.exit(run(config, ready_fd, lifeline_fd))
+
+
+def _command() -> click.Command:
+    texts, hints = _field_help(), get_type_hints(EngineConfig)
+    options: list[click.Parameter] = [
+        _option(field, hints[field.name], texts[field.name]) for field in dataclasses.fields(EngineConfig)
+    ]
+    options += [
+        click.Option(["--ready-fd"], type=int, hidden=True),
+        click.Option(["--lifeline-fd"], type=int, hidden=True),
+    ]
+    return click.Command(
+        "caesura scheduler", params=options, callback=_serve, help="Run a scheduler process."
+    )
+
+
+if __name__ == "__main__":
+    _command()()

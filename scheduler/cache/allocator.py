@@ -1,0 +1,80 @@
+"""Free list of KV pages.
+
+Invariants:
+- Page 0 is scratch: it is never handed out and not part of :attr:`PageAllocator.total`.
+- Every other page is either free, exactly once, or with exactly one caller of :meth:`PageAllocator.allocate`.
+- A refused call changes nothing.
+"""
+
+import numpy as np
+
+
+class LedgerError(RuntimeError):
+    """The books do not balance: a page freed twice, owned twice, or by nobody; or a call that would make it so."""
+
+
+class PageAllocator:
+    """A stack of free page ids, preallocated. Each call is O(pages in the call), in array operations."""
+
+    def __init__(self, num_pages: int) -> None:
+        """``num_pages`` counts the scratch page, as ``KVPool.num_pages`` does."""
+        if num_pages < 2:
+            raise ValueError(f"num_pages = {num_pages}: need the scratch page and at least one other")
+        self.total = num_pages - 1
+        self._stack = np.arange(self.total, 0, -1, dtype=np.int32)  # descending: low pages leave first
+        self._num_free = self.total
+        self._is_free = np.ones(num_pages, dtype=np.bool_)
+        self._is_free[0] = False
+        self._mark = np.zeros(num_pages, dtype=np.int32)
+
+    @property
+    def num_free(self) -> int:
+        """Pages that :meth:`allocate` could hand out now."""
+        return self._num_free
+
+    def allocate(self, n: int) -> np.ndarray | None:
+        """``n`` pages as a new int32 [n] array, or None when fewer are free (then nothing is taken)."""
+        if n < 0:
+            raise ValueError(f"cannot allocate {n} pages")
+        if n > self._num_free:
+            return None
+        top = self._num_free
+        pages = self._stack[top - n : top][::-1].copy()
+        self._num_free = top - n
+        self._is_free[pages] = False
+        return pages
+
+    def free(self, pages: np.ndarray) -> None:
+        """Take back ``pages`` (int32 [n]).
+
+        Raises:
+            LedgerError: a page does not exist, is free already, or is named twice; none is freed then.
+        """
+        n = len(pages)
+        if n == 0:
+            return
+        if int(pages.min()) < 1 or int(pages.max()) > self.total:
+            raise LedgerError(f"freed pages outside [1, {self.total}]: {_named(pages)}")
+        already = self._is_free[pages]
+        if already.any():
+            raise LedgerError(f"pages freed while free: {_named(pages[already])}")
+        order = np.arange(n, dtype=np.int32)
+        self._mark[pages] = (
+            order  # of equal pages one writer wins; the others then differ from their own order
+        )
+        twice = self._mark[pages] != order
+        if twice.any():
+            raise LedgerError(f"pages freed twice in one call: {_named(pages[twice])}")
+        self._is_free[pages] = True
+        self._stack[self._num_free : self._num_free + n] = pages[::-1]
+        self._num_free += n
+
+    def free_pages(self) -> np.ndarray:
+        """A copy of the free list (int32), for integrity checks."""
+        return self._stack[: self._num_free].copy()
+
+
+def _named(pages: np.ndarray) -> str:
+    """At most the first 16 pages, for messages."""
+    shown = ", ".join(str(page) for page in pages[:16].tolist())
+    return shown + (f" … ({len(pages)} in all)" if len(pages) > 16 else "")

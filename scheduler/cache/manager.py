@@ -1,0 +1,287 @@
+"""The ledger of KV pages: what a request holds, what the prefix cache holds, what is free.
+
+Who owns the pages of a request, by half-open ranges of its row:
+
+    | range                    | owner                  | freed when                                                    |
+    |--------------------------|------------------------|---------------------------------------------------------------|
+    | [0, num_shared)          | the tree, locked       | evicted or dropped, after the last lock on it has gone; at    |
+    |                          | through ``node``       | once with that lock if its epoch is over by then              |
+    | [num_shared, num_pages)  | the request            | at ``close``; at ``donate`` where the tree has an equal page  |
+    | [num_pages, row's end)   | nobody; stale contents | never: these entries are not pages of the request             |
+
+``donate`` and ``close(tokens)`` move pages from the second range to the first; nothing moves back.
+
+Invariants:
+- free + cached + held = total, where *free* is in the allocator, *cached* in the tree and locked by nobody, and *held*
+  in the tree and locked, or a request's own. The three are counted apart, so that the equation can fail.
+- This is the only module that returns pages to the allocator.
+- No KV crosses epochs: requests match and donate only under the current epoch, and one that held pages at a commit is
+  stale, so that nothing of it is ever stored.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from .allocator import LedgerError, PageAllocator
+from .radix import NO_PAGES, Node, RadixTree
+
+__all__ = ["CacheManager", "LedgerError", "RequestKV", "Usage"]
+
+
+@dataclass(slots=True, eq=False)
+class RequestKV:
+    """One live request's KV; written by :class:`CacheManager` alone. Compared and hashed by identity."""
+
+    pages: np.ndarray
+    """int32 row of the caller's page table, written in place; [0, num_pages) is valid."""
+    num_pages: int
+    num_shared: int
+    """First pages, owned by the tree and locked through ``node``."""
+    node: Node | None
+    """Where the shared pages end in the tree. None: none are shared."""
+    epoch: int
+    """Weights epoch that its KV began under."""
+    stale: bool
+    """Holds KV of an epoch older than the current one: never donated."""
+    salt: str
+
+
+class Usage(NamedTuple):
+    """Pages by state; ``free + cached + held == total``. The scratch page is none of them."""
+
+    free: int
+    cached: int
+    """In the prefix tree, locked by nobody: evicted when somebody needs them."""
+    held: int
+    """Of live requests: their own, and tree pages that they lock."""
+    total: int
+
+
+class CacheManager:
+    """Gives live requests their pages and keeps those of finished ones for reuse; no device work."""
+
+    def __init__(self, num_pages: int, page_size: int, prefix_cache: bool) -> None:
+        """``num_pages`` counts the scratch page; ``prefix_cache=False``: nothing is ever matched or stored."""
+        self.epoch = 0
+        self.page_size = page_size
+        self.prefix_cache = prefix_cache
+        self._allocator = PageAllocator(num_pages)
+        self._tree = RadixTree(page_size)
+        self._open: dict[RequestKV, None] = {}  # a set that remembers the order
+        self._num_owned = 0  # sum of num_pages - num_shared over the open requests
+
+    # -- life of a request ---------------------------------------------------------------------------------------
+
+    def open(self, tokens: np.ndarray, salt: str, pages_row: np.ndarray) -> RequestKV:
+        """Start a request with prompt ``tokens`` (integers [n]), sharing the longest cached prefix of whole pages.
+
+        At most ``(n - 1) // page_size`` pages are shared, so at least one token is left to compute:
+        ``num_shared * page_size`` tokens need no computing. ``pages_row`` (int32 [longest request in pages]) is kept
+        and written in place until :meth:`close`.
+        """
+        kv = RequestKV(pages_row, 0, 0, None, self.epoch, False, salt)
+        usable = max(len(tokens) - 1, 0) // self.page_size
+        if self.prefix_cache and usable:
+            pages, node = self._tree.match(self.epoch, salt, tokens[: usable * self.page_size])
+            if len(pages) > len(pages_row):
+                raise LedgerError(f"a prefix of {len(pages)} pages does not fit a row of {len(pages_row)}")
+            if node is not None:
+                self._tree.lock(node)
+                kv.node = node
+                kv.num_pages = kv.num_shared = len(pages)
+                pages_row[: len(pages)] = pages
+        self._open[kv] = None
+        return kv
+
+    def extend(self, kv: RequestKV, num_tokens: int) -> bool:
+        """Give ``kv`` pages for ``num_tokens`` in total, evicting cached pages when the free ones do not suffice.
+
+        Returns:
+            False: not enough pages even so; nothing has changed.
+
+        Raises:
+            LedgerError: ``kv`` is closed, or the row is too short.
+        """
+        self._require_open(kv)
+        wanted = -(-num_tokens // self.page_size)
+        need = wanted - kv.num_pages
+        if need <= 0:
+            return True
+        if wanted > len(kv.pages):
+            raise LedgerError(f"{num_tokens} tokens need {wanted} pages, the row has {len(kv.pages)}")
+        if need > self.available():
+            return False
+        if need > self._allocator.num_free:
+            self._allocator.free(self._tree.evict(need - self._allocator.num_free))
+        pages = self._allocator.allocate(need)
+        if pages is None:
+            raise LedgerError(f"the tree counted {need} pages as evictable that it could not evict")
+        kv.pages[kv.num_pages : wanted] = pages
+        kv.num_pages = wanted
+        self._num_owned += need
+        return True
+
+    def donate(self, kv: RequestKV, tokens: np.ndarray) -> None:
+        """Share the full pages of ``tokens`` (integers [n], the request's from its start, all computed) while it lives.
+
+        They stay locked for it. Where the tree has equal pages already, the request's duplicates are freed and its row
+        points to the tree's. Does nothing when ``kv`` is stale or the prefix cache is off.
+
+        Raises:
+            LedgerError: ``kv`` is closed, or has no pages for that many tokens.
+        """
+        self._require_open(kv)
+        full = len(tokens) // self.page_size
+        if full > kv.num_pages:
+            raise LedgerError(f"{len(tokens)} computed tokens, but pages for {kv.num_pages * self.page_size}")
+        if kv.stale or kv.epoch != self.epoch or not self.prefix_cache or full <= kv.num_shared:
+            return
+        first = kv.num_shared
+        run = tokens[first * self.page_size : full * self.page_size]
+        inserted = self._tree.insert(kv.epoch, kv.salt, run, kv.pages[first:full], after=kv.node)
+        self._tree.lock(inserted.node)
+        if kv.node is not None:
+            self._free(self._tree.unlock(kv.node))
+        duplicates = kv.pages[first : first + inserted.num_existing].copy()
+        kv.pages[first : first + inserted.num_existing] = inserted.existing
+        kv.node = inserted.node
+        kv.num_shared = full
+        self._num_owned -= full - first
+        self._free(duplicates)
+
+    def close(self, kv: RequestKV, tokens: np.ndarray | None) -> None:
+        """End a request: donate the full pages of ``tokens`` where allowed, unlock, free the rest.
+
+        ``tokens`` is as in :meth:`donate`; None (preempted, or not worth keeping) stores nothing. ``kv`` is unusable
+        afterwards.
+
+        Raises:
+            LedgerError: as :meth:`donate`; ``kv`` is still open then.
+        """
+        self._require_open(kv)
+        if tokens is not None:
+            self.donate(kv, tokens)
+        own = kv.pages[kv.num_shared : kv.num_pages].copy()
+        unlocked = self._tree.unlock(kv.node) if kv.node is not None else NO_PAGES
+        del self._open[kv]
+        self._num_owned -= len(own)
+        kv.num_pages = kv.num_shared = 0
+        kv.node = None
+        self._free(own)
+        self._free(unlocked)
+
+    # -- the whole cache -----------------------------------------------------------------------------------------
+
+    def commit_epoch(self, epoch: int) -> int:
+        """New weights are in place: free every older cached page that nobody locks; returns how many.
+
+        Open requests that have pages become stale; the others go on under the new epoch.
+
+        Raises:
+            ValueError: ``epoch`` is not newer than the current one.
+        """
+        if epoch <= self.epoch:
+            raise ValueError(f"epoch {epoch} does not follow {self.epoch}")
+        self.epoch = epoch
+        for kv in self._open:
+            if kv.num_pages:
+                kv.stale = True
+            else:
+                kv.epoch = epoch
+        return self._free(self._tree.drop_epochs_before(epoch))
+
+    def flush(self) -> int:
+        """Empty the prefix cache; returns the pages freed.
+
+        Raises:
+            LedgerError: a request is open; nothing has changed.
+        """
+        if self._open:
+            raise LedgerError(f"flush while {len(self._open)} requests hold KV")
+        return self._free(self._tree.clear())
+
+    def available(self) -> int:
+        """Pages that :meth:`extend` could hand out now: free and evictable ones."""
+        return self._allocator.num_free + self._tree.num_evictable_pages
+
+    def usage(self) -> Usage:
+        """Pages by state, from counters; O(1)."""
+        return Usage(
+            free=self._allocator.num_free,
+            cached=self._tree.num_evictable_pages,
+            held=self._num_owned + self._tree.num_locked_pages,
+            total=self._allocator.total,
+        )
+
+    def check(self) -> None:
+        """Walk everything and compare with the counters; O(pages), for tests and after errors.
+
+        Raises:
+            LedgerError: a page without exactly one owner, a counter or lock that disagrees with the walk, or a request
+                whose row disagrees with the tree; the message names the pages.
+        """
+        free = self._allocator.free_pages()
+        nodes = list(self._tree.nodes())
+        cached = _joined([node.pages for node in nodes if not node.lock_ref])
+        locked = _joined([node.pages for node in nodes if node.lock_ref])
+        owned = _joined([kv.pages[kv.num_shared : kv.num_pages] for kv in self._open])
+        times = np.bincount(_joined([free, cached, locked, owned]), minlength=self._allocator.total + 1)
+        _refuse("scratch or unknown pages with an owner", [0] if times[0] else [])
+        _refuse("unknown pages with an owner", np.nonzero(times[self._allocator.total + 1 :])[0].tolist())
+        _refuse("pages with several owners", np.nonzero(times > 1)[0].tolist())
+        _refuse("pages with no owner", (np.nonzero(times[1:] == 0)[0] + 1).tolist())
+        walked = Usage(len(free), len(cached), len(locked) + len(owned), self._allocator.total)
+        if walked != self.usage():
+            raise LedgerError(f"counted {self.usage()}, walked {walked}")
+        self._check_tree(nodes)
+        for kv in self._open:
+            path = _path_pages(kv.node)
+            if not np.array_equal(path, kv.pages[: kv.num_shared]):
+                raise LedgerError(
+                    f"row shares {kv.pages[: kv.num_shared].tolist()}, its node has {path.tolist()}"
+                )
+
+    def _check_tree(self, nodes: list[Node]) -> None:
+        """Every lock belongs to an open request or a locked child; unlocked nodes are of the current epoch."""
+        locks: dict[Node, int] = dict.fromkeys(nodes, 0)
+        for kv in self._open:
+            if kv.node is not None:
+                locks[kv.node] = locks.get(kv.node, 0) + 1
+        for node in nodes:
+            if node.lock_ref and node.parent is not None and node.parent in locks:
+                locks[node.parent] += 1
+        for node, count in locks.items():
+            if node.lock_ref != count:
+                raise LedgerError(
+                    f"pages {node.pages.tolist()} locked {node.lock_ref} times, used {count} times"
+                )
+            if node.epoch < self.epoch and not count:
+                raise LedgerError(f"pages {node.pages.tolist()} of epoch {node.epoch} outlived it unlocked")
+
+    def _require_open(self, kv: RequestKV) -> None:
+        if kv not in self._open:
+            raise LedgerError("this RequestKV is closed")
+
+    def _free(self, pages: np.ndarray) -> int:
+        self._allocator.free(pages)
+        return len(pages)
+
+
+def _joined(parts: list[np.ndarray]) -> np.ndarray:
+    return np.concatenate([NO_PAGES, *parts])
+
+
+def _path_pages(node: Node | None) -> np.ndarray:
+    """Pages from the root to the end of ``node``."""
+    runs: list[np.ndarray] = []
+    while node is not None:
+        runs.append(node.pages)
+        node = node.parent
+    return _joined(runs[::-1])
+
+
+def _refuse(what: str, pages: list[int]) -> None:
+    if pages:
+        raise LedgerError(f"{what}: {pages[:16]}" + (f" … ({len(pages)} in all)" if len(pages) > 16 else ""))

@@ -1,0 +1,370 @@
+"""Prefix tree over pages of tokens.
+
+Invariants:
+- A node holds a run of whole pages: ``len(tokens) == len(pages) * page_size``; only a root's run is empty.
+- Siblings differ in their first page of tokens, so a page-aligned prefix has at most one path.
+- ``lock_ref`` counts a node's direct locks plus its locked children: a locked node's ancestors are all locked, an
+  unlocked node's descendants are all unlocked, and every unlocked page can be evicted, leaves first.
+- A living node belongs to an epoch not below ``first_epoch``. Older nodes exist only while locked, are never matched
+  or extended, and their last unlock frees them.
+- A lock pins a node's content and end: splitting keeps the *lower* part in the same object, and locked nodes are
+  never trimmed.
+- The tree owns the arrays in its nodes; no array keeps more than twice its own size of memory alive.
+
+The tree never frees a page by itself: whatever it lets go of is returned, and the caller gives it to the allocator.
+"""
+
+import heapq
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from .allocator import LedgerError
+
+_NO_TOKENS = np.empty(0, dtype=np.int32)
+NO_PAGES = np.empty(0, dtype=np.int32)
+
+
+class Node:
+    """A run of pages below ``parent``. Callers hold nodes as handles to lock and unlock; the tree writes them."""
+
+    __slots__ = (
+        "children",
+        "epoch",
+        "in_heap",
+        "last_access",
+        "lock_ref",
+        "pages",
+        "parent",
+        "salt",
+        "serial",
+        "tokens",
+    )
+
+    def __init__(
+        self, parent: "Node | None", epoch: int, salt: str, tokens: np.ndarray, pages: np.ndarray, serial: int
+    ) -> None:
+        self.parent = parent
+        """None: a root."""
+        self.epoch = epoch
+        self.salt = salt
+        self.tokens = tokens
+        """int32 [pages * page_size]"""
+        self.pages = pages
+        """int32 [pages]"""
+        self.children: dict[bytes, Node] = {}
+        """Keyed by the bytes of the child's first page of tokens."""
+        self.lock_ref = 0
+        self.last_access = 0
+        self.serial = serial
+        """Creation order; decides between leaves of equal age, so that eviction is reproducible."""
+        self.in_heap = False
+
+
+class Inserted(NamedTuple):
+    """What :meth:`RadixTree.insert` did."""
+
+    node: Node
+    """Ends where the inserted run ends."""
+    num_existing: int
+    """Leading pages of the run that the tree already had; the caller's duplicates of them stay the caller's."""
+    existing: np.ndarray
+    """int32 [num_existing]: the tree's own pages at those positions."""
+
+
+class RadixTree:
+    """Page-aligned prefixes → pages, separate for each (weights epoch, cache salt).
+
+    Work is array operations per node visited plus O(tokens given), never Python per token. Locks cost amortised O(1)
+    per node, an eviction O(log nodes) per node.
+    """
+
+    def __init__(self, page_size: int) -> None:
+        self.page_size = page_size
+        self.first_epoch = 0
+        self.num_evictable_pages = 0
+        """Pages of unlocked nodes."""
+        self.num_locked_pages = 0
+        """Pages of locked nodes, those of older epochs included."""
+        self._roots: dict[tuple[int, str], Node] = {}
+        self._clock = 0
+        self._serial = 0
+        # One entry (last access when pushed, serial, node) for every unlocked leaf, and left-overs: an entry whose
+        # node was used since is pushed again when it surfaces, one whose node is no unlocked leaf is dropped.
+        self._heap: list[tuple[int, int, Node]] = []
+
+    # -- look up and grow ---------------------------------------------------------------------------------------
+
+    def match(self, epoch: int, salt: str, tokens: np.ndarray) -> tuple[np.ndarray, Node | None]:
+        """The longest stored page-aligned prefix of ``tokens``: its pages (int32) and the node where it ends.
+
+        May split a node, so that the match ends at a node's end. None when not even a page matches. Nothing is
+        locked: lock the node before anything else may evict.
+        """
+        root = self._roots.get((epoch, salt)) if epoch >= self.first_epoch else None
+        if root is None:
+            return NO_PAGES, None
+        runs, node = self._descend(root, _int32(tokens))
+        return (np.concatenate(runs), node) if runs else (NO_PAGES, None)
+
+    def insert(
+        self, epoch: int, salt: str, tokens: np.ndarray, pages: np.ndarray, after: Node | None = None
+    ) -> Inserted:
+        """Store ``pages`` (int32 [n], n ≥ 1) for ``tokens`` (``n * page_size``, a whole prefix).
+
+        With ``after``, a locked node, the run continues that node's path: a long sequence that grows is then stored at the
+        cost of what is new. New nodes are unlocked. May split nodes.
+
+        Raises:
+            LedgerError: the epoch is over; its KV is of no use to anybody.
+            ValueError: lengths do not agree.
+        """
+        if len(pages) == 0 or len(tokens) != len(pages) * self.page_size:
+            raise ValueError(f"{len(tokens)} tokens do not fill {len(pages)} pages of {self.page_size}")
+        if epoch < self.first_epoch or (after is not None and after.epoch != epoch):
+            raise LedgerError(f"insert under epoch {epoch}, first living epoch is {self.first_epoch}")
+        tokens = _int32(tokens)
+        start = after if after is not None else self._roots.get((epoch, salt))
+        if start is None:
+            start = self._new_node(None, epoch, salt, _NO_TOKENS, NO_PAGES)
+            self._roots[epoch, salt] = start
+        runs, node = self._descend(start, tokens)
+        existing = np.concatenate(runs) if runs else NO_PAGES
+        done = len(existing)
+        if done < len(pages):
+            rest = tokens[done * self.page_size :].copy()
+            leaf = self._new_node(node, epoch, salt, rest, np.array(pages[done:], dtype=np.int32))
+            leaf.last_access = self._clock
+            node.children[self._key(rest, 0)] = leaf
+            self.num_evictable_pages += len(leaf.pages)
+            self._offer(leaf)
+            node = leaf
+        return Inserted(node, done, existing)
+
+    def _descend(self, node: Node, tokens: np.ndarray) -> tuple[list[np.ndarray], Node]:
+        """Follow ``tokens`` below ``node`` as far as whole pages agree, splitting the last node where they end."""
+        self._clock += 1
+        node.last_access = self._clock
+        runs: list[np.ndarray] = []
+        at = 0
+        while len(tokens) - at >= self.page_size:
+            child = node.children.get(self._key(tokens, at))
+            if child is None:
+                break
+            shared = self._shared_pages(child, tokens[at:])
+            node = self._split(child, shared) if shared < len(child.pages) else child
+            node.last_access = self._clock
+            runs.append(node.pages)
+            at += shared * self.page_size
+            if node is not child:
+                break
+        return runs, node
+
+    def _key(self, tokens: np.ndarray, at: int) -> bytes:
+        return tokens[at : at + self.page_size].tobytes()
+
+    def _shared_pages(self, node: Node, tokens: np.ndarray) -> int:
+        """Leading whole pages in which ``node`` and ``tokens`` agree."""
+        n = min(len(node.tokens), len(tokens))
+        differ = node.tokens[:n] != tokens[:n]
+        first = int(differ.argmax())
+        return (first if differ[first] else n) // self.page_size
+
+    def _split(self, node: Node, num_pages: int) -> Node:
+        """Cut ``node`` after ``num_pages``; returns the new upper node. ``node`` keeps the lower part and its locks."""
+        cut = num_pages * self.page_size
+        parent = node.parent
+        assert parent is not None
+        upper = self._new_node(
+            parent, node.epoch, node.salt, _owned(node.tokens[:cut]), _owned(node.pages[:num_pages])
+        )
+        upper.last_access = node.last_access
+        upper.lock_ref = int(node.lock_ref > 0)
+        parent.children[self._key(node.tokens, 0)] = upper
+        node.parent = upper
+        node.tokens = _owned(node.tokens[cut:])
+        node.pages = _owned(node.pages[num_pages:])
+        upper.children[self._key(node.tokens, 0)] = node
+        return upper
+
+    def _new_node(
+        self, parent: Node | None, epoch: int, salt: str, tokens: np.ndarray, pages: np.ndarray
+    ) -> Node:
+        self._serial += 1
+        return Node(parent, epoch, salt, tokens, pages, self._serial)
+
+    # -- locks ---------------------------------------------------------------------------------------------------
+
+    def lock(self, node: Node) -> None:
+        """Protect the path from the root to ``node`` from eviction; as many unlocks undo it.
+
+        Raises:
+            LedgerError: the node's epoch is over.
+        """
+        if node.epoch < self.first_epoch:
+            raise LedgerError(
+                f"lock of a node of epoch {node.epoch}, first living epoch is {self.first_epoch}"
+            )
+        step: Node | None = node
+        while step is not None:
+            step.lock_ref += 1
+            if step.lock_ref > 1:
+                return
+            self.num_evictable_pages -= len(step.pages)
+            self.num_locked_pages += len(step.pages)
+            step = step.parent
+
+    def unlock(self, node: Node) -> np.ndarray:
+        """Undo one :meth:`lock`; returns the pages (int32) that went with it: those of an epoch that is over.
+
+        Raises:
+            LedgerError: ``node`` is not locked.
+        """
+        if node.lock_ref < 1:
+            raise LedgerError("unlock of a node that is not locked")
+        gone: list[np.ndarray] = []
+        step: Node | None = node
+        while step is not None:
+            step.lock_ref -= 1
+            if step.lock_ref > 0:
+                break
+            parent = step.parent
+            self.num_locked_pages -= len(step.pages)
+            if step.epoch < self.first_epoch:
+                gone.append(step.pages)
+                self._detach(step)
+            else:
+                self.num_evictable_pages += len(step.pages)
+                self._offer(step)
+            step = parent
+        return np.concatenate(gone) if gone else NO_PAGES
+
+    # -- let go --------------------------------------------------------------------------------------------------
+
+    def evict(self, num_pages: int) -> np.ndarray:
+        """Drop ``num_pages`` unlocked pages, or all there are if fewer; returns them (int32).
+
+        Least recently used leaves first, each from its end, so that what is left of a leaf is still a prefix.
+        """
+        gone: list[np.ndarray] = []
+        missing = num_pages
+        while missing > 0 and self._heap:
+            stamp, _, leaf = self._heap[0]
+            if not self._is_evictable(leaf):
+                heapq.heappop(self._heap)
+                leaf.in_heap = False
+            elif stamp != leaf.last_access:
+                heapq.heapreplace(self._heap, (leaf.last_access, leaf.serial, leaf))
+            elif len(leaf.pages) > missing:
+                gone.append(self._trim(leaf, missing))
+                missing = 0
+            else:
+                heapq.heappop(self._heap)
+                leaf.in_heap = False
+                gone.append(leaf.pages)
+                missing -= len(leaf.pages)
+                self._evict_leaf(leaf)
+        pages = np.concatenate(gone) if gone else NO_PAGES
+        self.num_evictable_pages -= len(pages)
+        return pages
+
+    def drop_epochs_before(self, epoch: int) -> np.ndarray:
+        """End all epochs before ``epoch``: returns the pages (int32) of their unlocked nodes, which are gone.
+
+        Locked ones stay, unreachable for :meth:`match`, until their last unlock returns their pages.
+        """
+        self.first_epoch = max(self.first_epoch, epoch)
+        gone: list[np.ndarray] = []
+        for root in [root for root in self._roots.values() if root.epoch < self.first_epoch]:
+            stack = [root]
+            while stack:
+                node = stack.pop()
+                if node.lock_ref:
+                    stack.extend(node.children.values())
+                else:
+                    gone.extend(below.pages for below in _subtree(node))
+                    self._detach(node)
+        self._heap = [entry for entry in self._heap if entry[2].epoch >= self.first_epoch]
+        heapq.heapify(self._heap)
+        pages = np.concatenate(gone) if gone else NO_PAGES
+        self.num_evictable_pages -= len(pages)
+        return pages
+
+    def clear(self) -> np.ndarray:
+        """Forget everything; returns all pages (int32).
+
+        Raises:
+            LedgerError: something is locked; nothing is forgotten then.
+        """
+        if self.num_locked_pages:
+            raise LedgerError(f"clear of a tree with {self.num_locked_pages} locked pages")
+        pages = np.concatenate([NO_PAGES, *(node.pages for node in self.nodes())])
+        self._roots.clear()
+        self._heap.clear()
+        self.num_evictable_pages = 0
+        return pages
+
+    def nodes(self) -> Iterator[Node]:
+        """Every node but the roots, locked ones of older epochs included; for integrity checks."""
+        for root in self._roots.values():
+            for node in _subtree(root):
+                if node.parent is not None:
+                    yield node
+
+    def _is_evictable(self, node: Node) -> bool:
+        return node.parent is not None and not node.lock_ref and not node.children
+
+    def _offer(self, node: Node) -> None:
+        """Put ``node`` up for eviction if it is an unlocked leaf that is not up already."""
+        if self._is_evictable(node) and not node.in_heap:
+            node.in_heap = True
+            heapq.heappush(self._heap, (node.last_access, node.serial, node))
+
+    def _trim(self, leaf: Node, num_pages: int) -> np.ndarray:
+        keep = len(leaf.pages) - num_pages
+        pages = leaf.pages[keep:].copy()
+        leaf.tokens = _owned(leaf.tokens[: keep * self.page_size])
+        leaf.pages = _owned(leaf.pages[:keep])
+        return pages
+
+    def _evict_leaf(self, leaf: Node) -> None:
+        parent = leaf.parent
+        assert parent is not None
+        self._detach(leaf)
+        # A continuation stored through `after` does not touch the nodes above it, so age is handed up here.
+        parent.last_access = max(parent.last_access, leaf.last_access)
+        self._offer(parent)
+
+    def _detach(self, node: Node) -> None:
+        """Remove ``node`` from its parent, and its root with it if that has nothing else."""
+        parent = node.parent
+        if parent is None:
+            self._roots.pop((node.epoch, node.salt), None)
+            return
+        del parent.children[self._key(node.tokens, 0)]
+        if parent.parent is None and not parent.children:
+            del self._roots[parent.epoch, parent.salt]
+
+
+def _subtree(node: Node) -> Iterator[Node]:
+    """``node`` and everything below it, parents first; iterative, since chains may be thousands deep."""
+    stack = [node]
+    while stack:
+        top = stack.pop()
+        yield top
+        stack.extend(top.children.values())
+
+
+def _int32(tokens: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(tokens, dtype=np.int32)
+
+
+def _owned(part: np.ndarray) -> np.ndarray:
+    """``part``, copied when it is at most half of the memory that it would keep alive.
+
+    So memory stays within twice what is stored, and a token is copied at most log2(run) times however often its run is
+    cut: always copying would make repeated cuts of a long run quadratic.
+    """
+    base = part.base
+    return part.copy() if isinstance(base, np.ndarray) and 2 * part.size <= base.size else part

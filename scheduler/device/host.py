@@ -1,0 +1,170 @@
+"""The CPU's allocator behind the interface of a torch device module (``torch.cuda`` and the like).
+
+Invariants:
+- Reading changes nothing; ``empty_cache`` is the only method with an effect.
+- ``empty_cache`` exists only where it does something, so a caller that looks it up learns the truth: it needs glibc's
+  own malloc in charge. On musl, macOS, or with jemalloc or tcmalloc preloaded, :data:`HOST` has no such method.
+- A figure that the platform does not give is 0, never a guess and never an exception.
+
+"Reserved" is what the process holds of anonymous memory (RssAnon); pages of mapped files and shared memory are not the
+allocator's and are reported apart. "Allocated" is what malloc has handed out and not got back: ``uordblks + hblkhd``
+of mallinfo2(3), glibc 2.33 and later. Field meanings: proc_pid_status(5), proc_meminfo(5), the kernel's
+Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst.
+"""
+
+import ctypes
+import os
+from pathlib import Path
+
+_FOREIGN_MALLOC = ("mallctl", "tc_malloc", "mi_malloc")
+"""Symbols by which jemalloc, tcmalloc and mimalloc are recognised when they replace malloc."""
+
+
+class HostDevice:
+    """Readings of this process and machine; all sizes in bytes.
+
+    Args:
+        proc: the procfs mount.
+        cgroup: the mount below which the memory controller's files lie (v2, or v1's ``memory/``).
+    """
+
+    def __init__(self, proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> None:
+        self._proc = proc
+        self._cgroup = cgroup
+
+    def memory_reserved(self) -> int:
+        """Resident anonymous memory. Without RssAnon (before Linux 4.5): resident minus shared, from statm."""
+        status = _read_kb_fields(self._proc / "self" / "status")
+        if "RssAnon" in status:
+            return status["RssAnon"]
+        pages = _read_text(self._proc / "self" / "statm").split()
+        if len(pages) < 3:
+            return 0
+        return (int(pages[1]) - int(pages[2])) * os.sysconf("SC_PAGE_SIZE")
+
+    def memory_allocated(self) -> int:
+        """What malloc has handed out; 0 where the allocator cannot be asked."""
+        return 0
+
+    def file_and_shared(self) -> int:
+        """Resident pages of mapped files and of shared memory: evictable, or owned by several processes."""
+        status = _read_kb_fields(self._proc / "self" / "status")
+        return status.get("RssFile", 0) + status.get("RssShmem", 0)
+
+    def mem_get_info(self) -> tuple[int, int]:
+        """(free, total): the machine's MemAvailable and MemTotal, or the tightest cgroup's if that is less."""
+        meminfo = _read_kb_fields(self._proc / "meminfo")
+        free, total = meminfo.get("MemAvailable", 0), meminfo.get("MemTotal", 0)
+        if not total and "SC_PHYS_PAGES" in os.sysconf_names:
+            total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        for limit, used in self._cgroup_limits():
+            free, total = min(free, max(0, limit - used)), min(total, limit)
+        return free, total
+
+    def _cgroup_limits(self) -> list[tuple[int, int]]:
+        """(limit, usage) of every cgroup above this process that sets a limit."""
+        limits = []
+        for line in _read_text(self._proc / "self" / "cgroup").splitlines():
+            _, _, rest = line.partition(":")
+            controllers, _, path = rest.partition(":")
+            if controllers == "":
+                root, names = self._cgroup, ("memory.max", "memory.current", "inactive_file")
+            elif "memory" in controllers.split(","):
+                names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+                root = self._cgroup / "memory"
+            else:
+                continue
+            # An ancestor may be tighter. Inside a container the path may be the host's: only the root exists then.
+            folder = root / path.lstrip("/")
+            for level in (folder, *folder.parents):
+                pair = _cgroup_limit(level, *names)
+                if pair is not None:
+                    limits.append(pair)
+                if level == root:
+                    break
+        return limits
+
+
+class GlibcHostDevice(HostDevice):
+    """The host where glibc's malloc is in charge."""
+
+    def __init__(
+        self, libc: ctypes.CDLL, proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")
+    ) -> None:
+        super().__init__(proc, cgroup)
+        self._trim = libc.malloc_trim
+        self._trim.argtypes = [ctypes.c_size_t]
+        self._trim.restype = ctypes.c_int
+        self._mallinfo2 = getattr(libc, "mallinfo2", None)
+        if self._mallinfo2 is not None:
+            self._mallinfo2.argtypes = []
+            self._mallinfo2.restype = _Mallinfo2
+
+    def empty_cache(self) -> None:
+        """Return every unused page of all arenas to the system (malloc_trim(3))."""
+        self._trim(0)
+
+    def memory_allocated(self) -> int:
+        """Bytes in use in all arenas, plus blocks that malloc mapped one by one; 0 before glibc 2.33."""
+        if self._mallinfo2 is None:
+            return 0
+        info = self._mallinfo2()
+        return int(info.uordblks) + int(info.hblkhd)
+
+
+class _Mallinfo2(ctypes.Structure):
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    )
+
+
+def _detect() -> HostDevice:
+    try:
+        libc = ctypes.CDLL(None)
+    except (OSError, TypeError):  # no dynamic loader, or a platform that cannot open its own program
+        return HostDevice()
+    foreign = any(hasattr(libc, symbol) for symbol in _FOREIGN_MALLOC)
+    return GlibcHostDevice(libc) if hasattr(libc, "malloc_trim") and not foreign else HostDevice()
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def _read_kb_fields(path: Path) -> dict[str, int]:
+    """``Name:  123 kB`` lines of a procfs file, in bytes."""
+    fields = {}
+    for line in _read_text(path).splitlines():
+        name, _, value = line.partition(":")
+        number, _, unit = value.strip().partition(" ")
+        if unit == "kB" and number.isdigit():
+            fields[name] = int(number) << 10
+    return fields
+
+
+def _cgroup_limit(folder: Path, limit: str, usage: str, reclaimable: str) -> tuple[int, int] | None:
+    """(limit, usage) of one cgroup, None without a limit.
+
+    Inactive page cache counts as free, as the kernel reclaims it before it refuses an allocation: a checkpoint that
+    was just read must not look like memory in use.
+    """
+    limit_text, usage_text = _read_text(folder / limit).strip(), _read_text(folder / usage).strip()
+    if not limit_text.isdigit() or not usage_text.isdigit():  # "max": no limit
+        return None
+    cached = 0
+    for line in _read_text(folder / "memory.stat").splitlines():
+        name, _, value = line.partition(" ")
+        if name == reclaimable and value.isdigit():
+            cached = int(value)
+    return int(limit_text), max(0, int(usage_text) - cached)
+
+
+HOST = _detect()
+"""The one host of this process."""

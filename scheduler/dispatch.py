@@ -1,0 +1,306 @@
+"""From frames to handlers: decoding, idempotence, the order of commands, typed errors.
+
+Invariants:
+- Every readable request gets exactly one answer: its reply, or an ``ErrorReply``. Unreadable frames get an
+  ``ErrorReply`` with the id that could be found; they never disturb the loop (I11).
+- One message id, one effect: the same id and body attaches to what is running or gets the stored answer; the same id
+  with another body is refused.
+- Commands that take time are :data:`Operation` generators. They run one at a time in the order of arrival; one that
+  waits for the engine to change steps aside. Status and abort never wait.
+"""
+
+import hashlib
+import logging
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from time import monotonic, perf_counter
+from typing import Any
+
+from ..io_struct import (
+    AbortReq,
+    AbortReqOutput,
+    BatchTokenOutput,
+    BeginWeightUpdateReqInput,
+    CaesuraError,
+    ContinueGenerationReqInput,
+    EndWeightUpdateReqInput,
+    ErrorCode,
+    FlushCacheReqInput,
+    GenerateReqInput,
+    GenerateReqOutput,
+    GetStatusReqInput,
+    GetStatusReqOutput,
+    Message,
+    PauseGenerationReqInput,
+    ShutdownReqInput,
+    ShutdownReqOutput,
+    ToScheduler,
+    UpdateWeightFromDiskReqInput,
+    WeightsCheckerReqInput,
+    decode_request,
+)
+from .config import EngineConfig
+from .lifecycle import Lifecycle, Operation, Wait
+from .request import Request
+from .results import Results
+from .updates import WeightUpdates
+from .waiting import AdmissionLimits, WaitingQueue, admit
+
+logger = logging.getLogger(__name__)
+
+STORED_ANSWERS = 1024
+STORED_ANSWER_BYTES = 64 << 20
+SLICE_S = 0.010
+"""Longest run of an operation between two looks at the inbox."""
+
+_EXCLUSIVE = (BeginWeightUpdateReqInput, UpdateWeightFromDiskReqInput)
+
+
+@dataclass(slots=True)
+class _Exchange:
+    """One message id: who asked, and what was answered."""
+
+    body: bytes
+    clients: list[bytes]
+    remaining: int = 1
+    """Answers still to come; a generation has one per sample."""
+    answers: list[Message] = field(default_factory=list)
+    nbytes: int = 0
+
+
+@dataclass(slots=True)
+class _Running:
+    """An operation under way."""
+
+    message: ToScheduler
+    operation: Operation
+    parked: bool = False
+
+
+class Dispatcher:
+    """Routes messages to handlers and advances operations."""
+
+    def __init__(
+        self,
+        *,
+        config: EngineConfig,
+        limits: AdmissionLimits,
+        lifecycle: Lifecycle,
+        updates: WeightUpdates,
+        results: Results,
+        waiting: WaitingQueue,
+        send: Callable[[bytes, Message], None],
+        status: Callable[[str], GetStatusReqOutput],
+        check_ledger: Callable[[], None],
+    ) -> None:
+        self.stop_requested = False
+        """A shutdown message was accepted; the loop ends after this tick."""
+        self._config = config
+        self._limits = limits
+        self._lifecycle = lifecycle
+        self._updates = updates
+        self._results = results
+        self._waiting = waiting
+        self._send = send
+        self._status = status
+        self._check_ledger = check_ledger
+        self._exchanges: OrderedDict[str, _Exchange] = OrderedDict()
+        self._done: OrderedDict[str, None] = OrderedDict()
+        self._stored_bytes = 0
+        self._commands: deque[_Running] = deque()
+        self._parked: list[_Running] = []
+        self._operations: dict[type, Callable[[Any], Operation]] = {
+            PauseGenerationReqInput: lifecycle.pause,
+            ContinueGenerationReqInput: lifecycle.continue_generation,
+            FlushCacheReqInput: lifecycle.flush,
+            BeginWeightUpdateReqInput: updates.begin,
+            EndWeightUpdateReqInput: updates.end,
+            UpdateWeightFromDiskReqInput: updates.from_disk,
+            WeightsCheckerReqInput: updates.check,
+        }
+
+    @property
+    def has_commands(self) -> bool:
+        """Some operation wants to go on at the next tick."""
+        return bool(self._commands)
+
+    @property
+    def has_parked(self) -> bool:
+        """Some operation waits for the engine to change, or for its deadline."""
+        return bool(self._parked)
+
+    def handle(self, client: bytes, frames: list[bytes]) -> None:
+        """One message from ``client``; never raises for anything a client can send."""
+        try:
+            message = _only_message(frames)
+        except CaesuraError as error:
+            logger.warning("dropped a malformed message: %s", error)
+            self._send(client, error.to_reply(str(error.detail.pop("id", ""))))
+            return
+        if isinstance(message, GetStatusReqInput):  # changes nothing, so a retry needs no stored answer
+            self._send(client, self._status(message.id))
+            return
+        if self._attach(client, message, frames[0]):
+            return
+        try:
+            self._start(client, message)
+        except CaesuraError as error:
+            self._answer(message.id, error.to_reply(message.id))
+
+    def advance(self) -> None:
+        """Run the oldest command for at most a slice, and look at the parked ones."""
+        for running in self._parked[:]:
+            if self._step(running) is not Wait.CHANGE:
+                self._parked.remove(running)
+        started = perf_counter()
+        while self._commands:
+            wait = self._step(self._commands[0])
+            if wait is None:
+                self._commands.popleft()
+            elif wait is Wait.CHANGE:
+                running = self._commands.popleft()
+                running.parked = True
+                self._parked.append(running)
+            if wait is Wait.STEP or perf_counter() - started > SLICE_S:
+                return
+
+    def finished(self, request: Request, result: GenerateReqOutput) -> None:
+        """A sample ended (called by results): remember its answer for retries."""
+        exchange = self._exchanges.get(request.message_id)
+        if exchange is not None:
+            answer = BatchTokenOutput(step=self._lifecycle.step, finished=[result])
+            self._record(request.message_id, exchange, answer, len(result.output_ids) * 4 + 256)
+            for client in exchange.clients:
+                if client != request.client:
+                    self._send(client, answer)
+
+    def client_gone(self, client: bytes) -> None:
+        """Nobody waits for ``client``'s generations any more, except those that another socket attached to."""
+        orphans = [request for request in self._results.live.values() if request.client == client]
+        aborted = 0
+        for request in orphans:
+            exchange = self._exchanges[request.message_id]
+            others = [other for other in exchange.clients if other != client]
+            if others:
+                request.client = others[-1]
+                exchange.clients = others
+            else:
+                aborted += self._results.abort([request], "client is gone")
+        if aborted:
+            logger.info("client %s is gone: %d samples aborted", client.hex(), aborted)
+
+    def refuse_rest(self, message: str) -> None:
+        """Shutdown: every command that is still under way ends with an error."""
+        for running in [*self._parked, *self._commands]:
+            running.operation.close()
+            error = CaesuraError(ErrorCode.SHUTTING_DOWN, message)
+            self._answer(running.message.id, error.to_reply(running.message.id))
+        self._parked, self._commands = [], deque()
+
+    def _attach(self, client: bytes, message: ToScheduler, frame: bytes) -> bool:
+        """Whether this id is known: then the retry attaches, or gets what was answered."""
+        body = hashlib.blake2b(frame, digest_size=16).digest()
+        exchange = self._exchanges.get(message.id)
+        if exchange is None:
+            self._exchanges[message.id] = _Exchange(body, [client])
+            return False
+        if exchange.body != body:
+            error = CaesuraError(ErrorCode.ID_CONFLICT, f"message id {message.id} was used with another body")
+            self._send(client, error.to_reply(message.id))
+            return True
+        if exchange.remaining and client not in exchange.clients:
+            exchange.clients.append(client)
+        for answer in exchange.answers:
+            self._send(client, answer)
+        return True
+
+    def _start(self, client: bytes, message: ToScheduler) -> None:
+        if isinstance(message, GenerateReqInput):
+            self._generate(client, message)
+        elif isinstance(message, AbortReq):
+            self._answer(message.id, AbortReqOutput(id=message.id, aborted=self._abort(message)))
+        elif isinstance(message, ShutdownReqInput):
+            self.stop_requested = True
+            self._answer(message.id, ShutdownReqOutput(id=message.id))
+        else:
+            if isinstance(message, _EXCLUSIVE):
+                self._refuse_when_busy()
+            self._commands.append(_Running(message, self._operations[type(message)](message)))
+
+    def _generate(self, client: bytes, message: GenerateReqInput) -> None:
+        self._lifecycle.require_serviceable("cannot generate")
+        if self._lifecycle.generation != "running" and self._config.requests_while_paused == "refuse":
+            raise CaesuraError(ErrorCode.PAUSED, "the engine is paused and configured to refuse requests")
+        epoch = self._lifecycle.stamp.epoch
+        if message.min_weights_epoch is not None and message.min_weights_epoch > epoch:
+            raise CaesuraError(
+                ErrorCode.EPOCH_BEHIND,
+                f"weights epoch is {epoch}, the request needs {message.min_weights_epoch}",
+                weights_epoch=epoch,
+                min_weights_epoch=message.min_weights_epoch,
+            )
+        rid = message.rid if message.rid is not None else message.id
+        if self._results.is_live(rid):
+            raise CaesuraError(ErrorCode.DUPLICATE_RID, f"generation {rid!r} is still running", rid=rid)
+        requests = admit(
+            message, client=client, limits=self._limits, waiting=len(self._waiting), now=monotonic()
+        )
+        self._exchanges[message.id].remaining = len(requests)
+        self._results.accept(requests)
+
+    def _abort(self, message: AbortReq) -> int:
+        if message.abort_all:
+            return self._results.abort_all("Aborted")
+        if message.rid is None:
+            raise CaesuraError(
+                ErrorCode.INVALID_REQUEST, "abort needs a rid, or abort_all", field="rid", value=None
+            )
+        return self._results.abort(self._results.samples(message.rid), "Aborted")
+
+    def _refuse_when_busy(self) -> None:
+        for running in self._commands:
+            if isinstance(running.message, _EXCLUSIVE):
+                name = type(running.message).__name__
+                raise CaesuraError(ErrorCode.BUSY, f"{name} is running", running=name, id=running.message.id)
+
+    def _step(self, running: _Running) -> Wait | None:
+        """Advance an operation; None when it has ended and is answered."""
+        message_id = running.message.id
+        try:
+            return next(running.operation)
+        except StopIteration as stop:
+            self._answer(message_id, stop.value)
+        except CaesuraError as error:
+            self._answer(message_id, error.to_reply(message_id))
+        if self._config.check_ledger:
+            self._check_ledger()
+        return None
+
+    def _answer(self, message_id: str, answer: Message) -> None:
+        # Token outputs that a command caused go out before its reply, to every client.
+        self._results.deliver(self._lifecycle.step)
+        exchange = self._exchanges[message_id]
+        for client in exchange.clients:
+            self._send(client, answer)
+        exchange.remaining = 1
+        self._record(message_id, exchange, answer, 512)
+
+    def _record(self, message_id: str, exchange: _Exchange, answer: Message, nbytes: int) -> None:
+        """Store an answer; forget the oldest exchanges that are complete beyond the bounds."""
+        exchange.answers.append(answer)
+        exchange.nbytes += nbytes
+        self._stored_bytes += nbytes
+        exchange.remaining -= 1
+        if exchange.remaining == 0:
+            self._done[message_id] = None
+        while len(self._done) > STORED_ANSWERS or (self._stored_bytes > STORED_ANSWER_BYTES and self._done):
+            oldest, _ = self._done.popitem(last=False)
+            self._stored_bytes -= self._exchanges.pop(oldest).nbytes
+
+
+def _only_message(frames: list[bytes]) -> ToScheduler:
+    """The message of a single frame; no message built so far takes buffers."""
+    if len(frames) != 1:
+        raise CaesuraError(ErrorCode.MALFORMED_MESSAGE, f"expected one frame, got {len(frames)}", id="")
+    return decode_request(frames[0])

@@ -1,0 +1,114 @@
+"""The attention block: projections, optional head norms, rotation; the attention proper is the backend's."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..forward import AttentionBackend
+from .linear import Linear, QKVLinear
+from .norm import RMSNorm, normalize
+from .parameters import Parameter, WeightSlot
+from .rotary import rotate
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionShape:
+    """Sizes and variants of an attention block."""
+
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    qkv_bias: bool = False
+    o_bias: bool = False
+    qk_norm_eps: float | None = None
+    """Queries and keys are RMS-normalised per head with this epsilon. None: they are not."""
+
+
+class Attention:
+    """One layer's attention block."""
+
+    def __init__(
+        self,
+        name: str,
+        prefix: str,
+        layer: int,
+        shape: AttentionShape,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """``prefix`` is the checkpoint's module (``model.layers.0.self_attn``)."""
+        self._layer = layer
+        self._shape = shape
+        self._qkv = QKVLinear(
+            f"{name}.qkv",
+            prefix,
+            shape.hidden_size,
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            bias=shape.qkv_bias,
+            dtype=dtype,
+            device=device,
+        )
+        q_size = shape.num_heads * shape.head_dim
+        self._o = Linear(
+            f"{name}.o",
+            q_size,
+            {f"{prefix}.o_proj": shape.hidden_size},
+            bias=shape.o_bias,
+            dtype=dtype,
+            device=device,
+        )
+        self._qk_norms: tuple[RMSNorm, RMSNorm] | None = None
+        if shape.qk_norm_eps is not None:
+            self._qk_norms = (
+                RMSNorm(
+                    f"{name}.q_norm",
+                    f"{prefix}.q_norm",
+                    shape.head_dim,
+                    shape.qk_norm_eps,
+                    dtype=dtype,
+                    device=device,
+                ),
+                RMSNorm(
+                    f"{name}.k_norm",
+                    f"{prefix}.k_norm",
+                    shape.head_dim,
+                    shape.qk_norm_eps,
+                    dtype=dtype,
+                    device=device,
+                ),
+            )
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, backend: AttentionBackend) -> Tensor:
+        """[T, hidden] to [T, hidden]; ``cos`` and ``sin`` are [T, 1, head_dim / 2]."""
+        shape = self._shape
+        heads = shape.num_heads + 2 * shape.num_kv_heads
+        qkv = self._qkv.forward(x).view(-1, heads, shape.head_dim)
+        qk, v = qkv[:, : -shape.num_kv_heads], qkv[:, -shape.num_kv_heads :]
+        if self._qk_norms is not None:
+            q_norm, k_norm = self._qk_norms
+            qk = normalize(qk, q_norm.eps)
+            q_norm.scale_(qk[:, : shape.num_heads])
+            k_norm.scale_(qk[:, shape.num_heads :])
+        qk = rotate(qk, cos, sin)
+        attended = backend.forward(qk[:, : shape.num_heads], qk[:, shape.num_heads :], v, self._layer)
+        return self._o.forward(attended)
+
+    def slots(self) -> Iterator[WeightSlot]:
+        """q, k, v, o, then the head norms where there are any."""
+        yield from self._qkv.slots()
+        yield from self._o.slots()
+        for norm in self._qk_norms or ():
+            yield from norm.slots()
+
+    def parameters(self) -> Iterator[Parameter]:
+        """qkv, o, then the head norms where there are any."""
+        yield from self._qkv.parameters()
+        yield from self._o.parameters()
+        for norm in self._qk_norms or ():
+            yield from norm.parameters()

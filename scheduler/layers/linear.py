@@ -1,0 +1,122 @@
+"""Matrix products with weights, fused where several share an input.
+
+Invariants:
+- A Linear owns the layout of its storage. The rest of the engine sees ``forward``, ``slots`` (writing) and ``read``
+  (the canonical [out, in] weight), so that a packed layout can replace the plain one behind them.
+- Fused weights are stacked along the output dimension in the order of their parts.
+"""
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from .parameters import Parameter, WeightSlot
+
+
+class Linear:
+    """``x @ weight.T + bias``, its weight stacked from one or more checkpoint modules."""
+
+    def __init__(
+        self,
+        name: str,
+        in_features: int,
+        parts: Mapping[str, int],
+        *,
+        bias: bool = False,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """
+        Args:
+            name: engine name; parameters are ``{name}.weight`` and ``{name}.bias``.
+            parts: checkpoint module name (without ``.weight``) to its number of output features, in order.
+        """
+        self.in_features = in_features
+        self.out_features = sum(parts.values())
+        self._parts = dict(parts)
+        self._weight = Parameter(f"{name}.weight", (self.out_features, in_features), dtype, device)
+        self._bias = Parameter(f"{name}.bias", (self.out_features,), dtype, device) if bias else None
+
+    def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """[T, in] to [T, out]; into ``out`` where given (preallocated, contiguous, same dtype)."""
+        if out is not None:
+            return matmul_into(x, self._weight.data, self._bias.data if self._bias else None, out)
+        return functional.linear(x, self._weight.data, self._bias.data if self._bias else None)
+
+    def read(self) -> Tensor:
+        """The weight as [out, in]: a view where storage has that layout, else a copy."""
+        return self._weight.data
+
+    def slots(self) -> Iterator[WeightSlot]:
+        """One slot per part for the weight, and one for the bias where there is one."""
+        start = 0
+        for part, size in self._parts.items():
+            yield self._weight.slot(f"{part}.weight", start, size)
+            if self._bias is not None:
+                yield self._bias.slot(f"{part}.bias", start, size)
+            start += size
+
+    def parameters(self) -> Iterator[Parameter]:
+        """Weight, then bias."""
+        yield self._weight
+        if self._bias is not None:
+            yield self._bias
+
+
+class QKVLinear(Linear):
+    """Query, key and value projections of one attention layer in one product."""
+
+    def __init__(
+        self,
+        name: str,
+        prefix: str,
+        in_features: int,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """``prefix`` is the checkpoint's attention module, which holds ``q_proj``, ``k_proj`` and ``v_proj``."""
+        kv_size = num_kv_heads * head_dim
+        parts = {
+            f"{prefix}.q_proj": num_heads * head_dim,
+            f"{prefix}.k_proj": kv_size,
+            f"{prefix}.v_proj": kv_size,
+        }
+        super().__init__(name, in_features, parts, bias=bias, dtype=dtype, device=device)
+
+
+class MergedLinear(Linear):
+    """Several projections of equal width in one product, gate and up for instance."""
+
+    def __init__(
+        self,
+        name: str,
+        parts: tuple[str, ...],
+        in_features: int,
+        part_features: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__(name, in_features, dict.fromkeys(parts, part_features), dtype=dtype, device=device)
+        self.part_features = part_features
+
+    def split(self, y: Tensor) -> tuple[Tensor, ...]:
+        """Views [T, part] of an output [T, out], one per part."""
+        return tuple(
+            y.narrow(-1, start, self.part_features)
+            for start in range(0, self.out_features, self.part_features)
+        )
+
+
+def matmul_into(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+    """``x @ weight.T + bias`` written to ``out`` [T, out]; returns ``out``."""
+    if bias is None:
+        return torch.mm(x, weight.t(), out=out)
+    return torch.addmm(bias, x, weight.t(), out=out)

@@ -1,0 +1,52 @@
+"""The gated feed-forward block (SwiGLU: Shazeer, 2020, arXiv:2002.05202)."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from .linear import Linear, MergedLinear
+from .parameters import Parameter, WeightSlot
+
+
+class GatedMLP:
+    """``down(silu(gate(x)) * up(x))`` with gate and up in one product."""
+
+    def __init__(
+        self,
+        name: str,
+        prefix: str,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """``prefix`` is the checkpoint's module, which holds ``gate_proj``, ``up_proj`` and ``down_proj``."""
+        gate_up = (f"{prefix}.gate_proj", f"{prefix}.up_proj")
+        self._gate_up = MergedLinear(
+            f"{name}.gate_up", gate_up, hidden_size, intermediate_size, dtype=dtype, device=device
+        )
+        self._down = Linear(
+            f"{name}.down",
+            intermediate_size,
+            {f"{prefix}.down_proj": hidden_size},
+            dtype=dtype,
+            device=device,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, hidden] to [T, hidden]."""
+        gate, up = self._gate_up.split(self._gate_up.forward(x))
+        return self._down.forward(functional.silu(gate).mul_(up))
+
+    def slots(self) -> Iterator[WeightSlot]:
+        """gate, up, down."""
+        yield from self._gate_up.slots()
+        yield from self._down.slots()
+
+    def parameters(self) -> Iterator[Parameter]:
+        """gate_up, down."""
+        yield from self._gate_up.parameters()
+        yield from self._down.parameters()

@@ -1,0 +1,49 @@
+"""Root-mean-square normalisation (Zhang and Sennrich, 2019, arXiv:1910.07467).
+
+Invariant: statistics and scaling are fp32, the result is rounded to the input's dtype, and only then multiplied by the
+weight. The order matters in bf16: it is the one that checkpoints were trained with.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from .parameters import Parameter, WeightSlot
+
+
+def normalize(x: Tensor, eps: float) -> Tensor:
+    """``x / sqrt(mean(x^2) + eps)`` over the last dimension, computed in fp32, in fresh memory of x's dtype."""
+    return functional.rms_norm(x.float(), (x.shape[-1],), None, eps).to(x.dtype)
+
+
+class RMSNorm:
+    """Normalisation over the last dimension, with a weight."""
+
+    def __init__(
+        self, name: str, checkpoint: str, size: int, eps: float, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.eps = eps
+        self._checkpoint = checkpoint
+        self._weight = Parameter(f"{name}.weight", (size,), dtype, device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., size], same shape and dtype out, in fresh memory."""
+        return self.scale_(normalize(x, self.eps))
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """``residual += x`` in place, then the norm of the new residual."""
+        return self.forward(residual.add_(x))
+
+    def scale_(self, normalized: Tensor) -> Tensor:
+        """Multiply by the weight, in place; for callers that normalise several tensors at once."""
+        return normalized.mul_(self._weight.data)
+
+    def slots(self) -> Iterator[WeightSlot]:
+        """The weight's slot."""
+        yield self._weight.slot(f"{self._checkpoint}.weight")
+
+    def parameters(self) -> Iterator[Parameter]:
+        """The weight."""
+        yield self._weight

@@ -1,0 +1,103 @@
+"""Where weights live, and the only door through which they are written.
+
+Invariants:
+- A parameter is allocated once, 64-byte aligned, and never re-assigned: its address is the same for ever, so whatever
+  captured it (a graph, a packed kernel) keeps seeing the current weights.
+- A :class:`WeightSlot` maps one checkpoint tensor, in checkpoint layout, to its rows of one parameter. Nothing outside
+  the layer that owns a parameter touches its storage in any other way.
+- A value is cast exactly as a cold load casts it, so writing the same checkpoint twice changes no byte.
+"""
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+ALIGNMENT = 64
+"""Bytes: a cache line, and the widest vector register."""
+
+_PROBE_ELEMENTS = 1024
+_COMPARE_ELEMENTS = 1 << 20  # bounds the transient of a cast comparison to a few megabytes
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class WeightSlot:
+    """Destination of one checkpoint tensor.
+
+    Attributes:
+        name: the tensor's name in the checkpoint.
+        shape: its shape there.
+        dtype: what it is stored as; other float dtypes are cast on writing.
+        parameter: name of the engine parameter that it is a part of.
+    """
+
+    __slots__ = ("_rows", "dtype", "name", "parameter", "shape")
+
+    def __init__(self, name: str, parameter: str, rows: Tensor) -> None:
+        """``rows`` is the contiguous part of the parameter's storage that holds this tensor."""
+        self.name = name
+        self.parameter = parameter
+        self.shape = tuple(rows.shape)
+        self.dtype = rows.dtype
+        self._rows = rows
+
+    def write(self, rows: Tensor, start: int) -> None:
+        """Overwrite rows ``[start, start + len(rows))`` of dimension 0, in place, casting if needed.
+
+        ``rows`` must not alias the parameter; the copy has been read from ``rows`` when this returns on the CPU.
+        """
+        self._target(rows, start).copy_(rows)
+
+    def differs(self, rows: Tensor, start: int) -> bool:
+        """Whether writing would change a byte; stops at the first difference, which is nearly always at once."""
+        new, old = rows.reshape(-1), self._target(rows, start).reshape(-1)
+        if not _same_bits(new[:_PROBE_ELEMENTS], old[:_PROBE_ELEMENTS]):
+            return True
+        pairs = zip(
+            new[_PROBE_ELEMENTS:].split(_COMPARE_ELEMENTS), old[_PROBE_ELEMENTS:].split(_COMPARE_ELEMENTS)
+        )
+        return not all(_same_bits(a, b) for a, b in pairs)
+
+    def read(self) -> Tensor:
+        """The tensor in checkpoint layout: a view where storage has that layout, else a copy."""
+        return self._rows
+
+    def _target(self, rows: Tensor, start: int) -> Tensor:
+        return self._rows.narrow(0, start, rows.shape[0]) if self._rows.dim() else self._rows
+
+
+def _same_bits(new: Tensor, old: Tensor) -> bool:
+    # As integers: NaN equals itself and -0.0 is not 0.0, as "the same bytes" demands.
+    cast = new.to(device=old.device, dtype=old.dtype)
+    bits = _BITS[old.element_size()]
+    return torch.equal(cast.view(bits), old.view(bits))
+
+
+class Parameter:
+    """One allocation: a whole engine parameter, which may be fused from several checkpoint tensors."""
+
+    __slots__ = ("data", "name")
+
+    def __init__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        self.name = name
+        self.data = torch.empty(shape, dtype=dtype, device=device)
+        assert self.data.data_ptr() % ALIGNMENT == 0, f"{name} is not {ALIGNMENT}-byte aligned"
+
+    def slot(self, checkpoint_name: str, start: int = 0, length: int | None = None) -> WeightSlot:
+        """The slot of the checkpoint tensor held in rows ``[start, start + length)``; None: to the end."""
+        length = self.data.shape[0] - start if length is None else length
+        return WeightSlot(checkpoint_name, self.name, self.data.narrow(0, start, length))
+
+
+class Layer(Protocol):
+    """What owns parameters, directly or through other layers."""
+
+    def slots(self) -> Iterator[WeightSlot]:
+        """Every checkpoint tensor that this layer takes."""
+        ...
+
+    def parameters(self) -> Iterator[Parameter]:
+        """Every parameter that this layer owns, each once."""
+        ...

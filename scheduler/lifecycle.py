@@ -1,0 +1,273 @@
+"""The engine's state and its only writer.
+
+Three independent facts: generation (running, pausing, paused in a mode), weights (valid, updating, poisoned, invalid)
+and memory (resident, released). A step is launched only when running, valid and resident. docs/lifecycle.md carries
+the table *command x state -> result*; a test drives a real scheduler through every cell of it.
+
+Invariants:
+- I4: a pause is acknowledged only when no step is in flight and the forward stream is idle.
+- Every operation is a generator that the loop advances; it never blocks, and never runs while another one does.
+- Weights become valid again after a failed update only through a complete one.
+- The weights epoch and the public label change in :meth:`Lifecycle.commit_weights` and nowhere else.
+"""
+
+import logging
+from collections.abc import Generator
+from enum import Enum
+from time import monotonic
+from typing import Any
+
+from ..io_struct import (
+    CaesuraError,
+    ContinueGenerationReqInput,
+    ContinueGenerationReqOutput,
+    ErrorCode,
+    FlushCacheReqInput,
+    FlushCacheReqOutput,
+    GenerationState,
+    PauseGenerationReqInput,
+    PauseGenerationReqOutput,
+    PauseMode,
+    Reply,
+    WeightsState,
+)
+from .batching import Batcher
+from .cache.manager import CacheManager
+from .config import PAGE_SIZE
+from .device.memory import EmptyCacheReport, empty_device_cache_with_report
+from .forward import Runner
+from .request import WeightStamp
+from .results import Results
+from .waiting import WaitingQueue
+
+logger = logging.getLogger(__name__)
+
+
+class Wait(Enum):
+    """What an operation waits for when it yields."""
+
+    STEP = "step"
+    """The step in flight must land; the operation has already stopped further launches."""
+    SLICE = "slice"
+    """Nothing: it has more to do and lets the loop look at the inbox."""
+    CHANGE = "change"
+    """The engine must change (become idle); other operations may run meanwhile."""
+
+
+Operation = Generator[Wait, None, Reply]
+"""A command that takes more than one tick; returns its reply or raises :class:`CaesuraError`."""
+
+
+class Lifecycle:
+    """State, pause, continue and flush."""
+
+    def __init__(
+        self,
+        *,
+        batcher: Batcher,
+        waiting: WaitingQueue,
+        results: Results,
+        cache: CacheManager,
+        runner: Runner,
+        device_module: Any,
+        stamp: WeightStamp,
+    ) -> None:
+        self._batcher = batcher
+        self._waiting = waiting
+        self._results = results
+        self._cache = cache
+        self._runner = runner
+        self._device_module = device_module
+        self._generation: GenerationState = "running"
+        self._mode: PauseMode | None = None
+        self._paused_at: float | None = None
+        self._owner: str | None = None
+        self._weights: WeightsState = "valid"
+        self._weights_detail: str | None = None
+        self._stamp = stamp
+        self.step = 0
+        """Steps launched; advanced by the loop."""
+        self.explicit_session = False
+        """An explicit weight session is open; written by updates.py."""
+
+    @property
+    def may_launch(self) -> bool:
+        """The gate of every step."""
+        return self._generation == "running" and self._weights == "valid"
+
+    @property
+    def generation(self) -> GenerationState:
+        """running, pausing or paused."""
+        return self._generation
+
+    @property
+    def pause_mode(self) -> PauseMode | None:
+        """None unless paused."""
+        return self._mode
+
+    @property
+    def pause_age_s(self) -> float | None:
+        """Seconds since the pause was acknowledged; None unless paused."""
+        return None if self._paused_at is None else monotonic() - self._paused_at
+
+    @property
+    def pause_owner(self) -> str | None:
+        """Owner token of the pause."""
+        return self._owner
+
+    @property
+    def weights(self) -> WeightsState:
+        """valid, updating, poisoned or invalid."""
+        return self._weights
+
+    @property
+    def weights_detail(self) -> str | None:
+        """Why the weights are not valid."""
+        return self._weights_detail
+
+    @property
+    def stamp(self) -> WeightStamp:
+        """Epoch and label of the weights that serve."""
+        return self._stamp
+
+    @property
+    def in_flight(self) -> bool:
+        """A launched step has not been consumed."""
+        return self._batcher.in_flight
+
+    def pause(self, request: PauseGenerationReqInput) -> Operation:
+        """Stop at the step boundary; see the module's invariants and docs/lifecycle.md."""
+        if request.lease_s is not None:
+            raise CaesuraError(
+                ErrorCode.UNSUPPORTED, "pause leases are not built yet: leave lease_s out", field="lease_s"
+            )
+        if self._generation == "running":
+            self._generation = "pausing"
+        yield from self.barrier()
+        aborted = 0
+        if request.mode == "abort":
+            aborted = self._results.abort_all("Aborted by pause_generation")
+        elif request.mode == "retract":
+            self._batcher.retract_all()
+        self._generation = "paused"
+        self._mode = request.mode
+        self._paused_at = self._paused_at if self._paused_at is not None else monotonic()
+        self._owner = request.owner if request.owner is not None else self._owner
+        held_pages = self._cache.usage().held
+        logger.info(
+            "pause_generation: %s at step %d, %d requests hold %d tokens of KV, %d wait",
+            request.mode, self.step, self._batcher.num_holding, held_pages * PAGE_SIZE, len(self._waiting),
+        )  # fmt: skip
+        self._results.deliver(self.step)  # what the pause ended goes out before its reply
+        return PauseGenerationReqOutput(
+            id=request.id,
+            mode=request.mode,
+            step=self.step,
+            held_requests=self._batcher.num_holding,
+            held_tokens=held_pages * PAGE_SIZE,
+            waiting_requests=len(self._waiting),
+            aborted_requests=aborted,
+        )
+
+    def continue_generation(self, request: ContinueGenerationReqInput) -> Operation:
+        """Empty the device cache while still paused, then run; harmless when running."""
+        yield from ()
+        if self._generation == "running":
+            return ContinueGenerationReqOutput(id=request.id, was_paused=False)
+        if self._owner is not None and request.owner != self._owner and not request.force:
+            raise CaesuraError(
+                ErrorCode.NOT_OWNER, f"the pause belongs to {self._owner!r}; use force", owner=self._owner
+            )
+        if self.explicit_session:
+            raise CaesuraError(ErrorCode.SESSION_OPEN, "a weight session is open: end it before continuing")
+        self.require_serviceable("cannot continue")
+        report = empty_device_cache_with_report(self._device_module) if request.torch_empty_cache else None
+        if report is not None:
+            logger.info("%s", report.describe("continue_generation"))
+        self._generation = "running"
+        self._mode = self._paused_at = self._owner = None
+        return ContinueGenerationReqOutput(id=request.id, was_paused=True, **_bytes(report, freed=True))
+
+    def flush(self, request: FlushCacheReqInput) -> Operation:
+        """Clear the KV pools once the engine is fully idle, or refuse with what is pending."""
+        deadline = monotonic() + request.timeout_s
+        while not self.is_idle():
+            if monotonic() >= deadline:
+                raise CaesuraError(
+                    ErrorCode.NOT_IDLE,
+                    "flush_cache needs an idle engine: requests are pending",
+                    **self.pending(),
+                )
+            yield Wait.CHANGE
+        freed = self._cache.flush()
+        report = empty_device_cache_with_report(self._device_module) if request.torch_empty_cache else None
+        if report is not None:
+            logger.info("%s", report.describe("flush_cache"))
+        return FlushCacheReqOutput(
+            id=request.id, freed_tokens=freed * PAGE_SIZE, **_bytes(report, freed=False)
+        )
+
+    def barrier(self) -> Generator[Wait, None, None]:
+        """Until no step is in flight and the forward stream is idle. The caller has stopped further launches."""
+        while self.in_flight:
+            yield Wait.STEP
+        self._runner.synchronize()
+
+    def is_idle(self) -> bool:
+        """Nothing running, prefilling, in flight or held; waiting requests count unless paused."""
+        waiting_blocks = len(self._waiting) > 0 and self._generation != "paused"
+        return self._batcher.num_holding == 0 and not self.in_flight and not waiting_blocks
+
+    def pending(self) -> dict[str, int]:
+        """What keeps the engine from being idle."""
+        return {
+            "running": self._batcher.num_running,
+            "prefilling": self._batcher.num_prefilling,
+            "waiting": len(self._waiting),
+            "held_tokens": self._cache.usage().held * PAGE_SIZE,
+        }
+
+    def require_serviceable(self, what: str) -> None:
+        """Raise unless the weights could serve (an update may be under way)."""
+        if self._weights == "poisoned":
+            raise CaesuraError(
+                ErrorCode.WEIGHTS_POISONED,
+                f"{what}: weights are poisoned ({self._weights_detail}); send a complete update",
+            )
+        if self._weights == "invalid":
+            raise CaesuraError(
+                ErrorCode.WEIGHTS_INVALID, f"{what}: weights were released and not loaded again"
+            )
+
+    def start_writing(self) -> None:
+        """The first byte of an update comes next: nothing is launched until commit."""
+        if self._weights == "valid":
+            self._weights = "updating"
+
+    def stop_writing(self) -> None:
+        """An update ended before its first byte: what was valid still is."""
+        if self._weights == "updating":
+            self._weights = "valid"
+
+    def poison(self, reason: str) -> None:
+        """Weights may be half new; refuse to serve until a complete update commits."""
+        self._weights, self._weights_detail = "poisoned", reason
+        logger.error("weights are POISONED: %s", reason)
+
+    def commit_weights(self, version: str | None) -> None:
+        """New weights serve from now on: next epoch, new label if one was sent; no KV crosses (I6)."""
+        self._stamp = WeightStamp(
+            self._stamp.epoch + 1, version if version is not None else self._stamp.version
+        )
+        self._cache.commit_epoch(self._stamp.epoch)
+        self._batcher.restart_unsampled()
+        self._batcher.mark_stale()
+        self._results.set_stamp(self._stamp)
+        self._weights, self._weights_detail = "valid", None
+
+
+def _bytes(report: EmptyCacheReport | None, *, freed: bool) -> dict[str, int]:
+    if report is None:
+        return {}
+    fields = {"reserved_before": report.reserved_before, "reserved_after": report.reserved_after}
+    return fields | ({"freed": report.freed} if freed else {})

@@ -1,0 +1,177 @@
+"""The tick: hear, advance commands, choose, launch, answer.
+
+Invariants:
+- Nothing a client sends or omits stops the loop (I11); a failed step ends the requests that were in it, nothing else.
+- The loop blocks in ``poll`` whenever there is nothing to run, paused included: an idle or paused engine uses no CPU.
+- What a step launched is passed from tick to tick, not stored: at pipeline depth 0 it is answered in the same tick, at
+  depth 1 in the next one, while the device works on its successor.
+"""
+
+import logging
+from dataclasses import dataclass
+from time import monotonic
+from typing import Any
+
+import zmq
+
+from .batching import Batcher, ScheduledBatch
+from .channel import Router
+from .device.memory import empty_device_cache, empty_device_cache_with_report
+from .dispatch import Dispatcher
+from .forward import ForwardOutput, HostOutput, Runner
+from .lifecycle import Lifecycle
+from .results import Results
+from .updates import WeightUpdates
+
+logger = logging.getLogger(__name__)
+
+KEEPALIVE_S = 2.0
+PARKED_POLL_S = 0.005
+"""How often an operation that waits for idleness is looked at when nothing else happens."""
+BACKLOG_POLL_S = 0.005
+"""How often a client that could not take everything is tried again."""
+
+
+@dataclass(slots=True)
+class Step:
+    """A launched step."""
+
+    batch: ScheduledBatch
+    output: ForwardOutput
+
+
+class Scheduler:
+    """The engine's main loop over its parts."""
+
+    def __init__(
+        self,
+        *,
+        router: Router,
+        dispatcher: Dispatcher,
+        lifecycle: Lifecycle,
+        batcher: Batcher,
+        results: Results,
+        runner: Runner,
+        updates: WeightUpdates,
+        device_module: Any,
+        pipeline_depth: int,
+        idle_empty_s: float,
+        stop_fds: tuple[int, ...] = (),
+    ) -> None:
+        """``stop_fds`` become readable when the process shall end (a signal, the launcher's death)."""
+        self._router = router
+        self._dispatcher = dispatcher
+        self._lifecycle = lifecycle
+        self._batcher = batcher
+        self._results = results
+        self._runner = runner
+        self._updates = updates
+        self._device_module = device_module
+        self._depth = pipeline_depth
+        self._idle_empty_s = idle_empty_s
+        self._stop_fds = stop_fds
+        self._stopping = False
+        self._idle_since: float | None = None
+        self._next_keepalive = 0.0
+        self.last_step_at: float | None = None
+        self._poller = zmq.Poller()
+        self._poller.register(router.socket, zmq.POLLIN)
+        for fd in stop_fds:
+            self._poller.register(fd, zmq.POLLIN)
+
+    def run(self) -> None:
+        """Until told to stop; then every live request ends and every client is told."""
+        ongoing: Step | None = None
+        while not (self._stopping or self._dispatcher.stop_requested):
+            ongoing = self.tick(ongoing)
+        if ongoing is not None:
+            self._answer(ongoing)
+        self._results.abort_all("the engine is shutting down")
+        self._dispatcher.refuse_rest("the engine is shutting down")
+        self._results.deliver(self._lifecycle.step)
+
+    def tick(self, ongoing: Step | None) -> Step | None:
+        """One turn; returns the step that is still in flight, at depth 1."""
+        self._hear(self._timeout(ongoing))
+        self._dispatcher.advance()
+        launched = self._launch() if self._lifecycle.may_launch else None
+        due, ongoing = (launched, None) if self._depth == 0 else (ongoing, launched)
+        if due is not None:
+            self._answer(due)
+        self._results.deliver(self._lifecycle.step)
+        return ongoing
+
+    def _hear(self, timeout_s: float | None) -> None:
+        """Drain the inbox; block up to ``timeout_s`` for it (None: until something comes)."""
+        events = dict(self._poller.poll(None if timeout_s is None else max(0, round(timeout_s * 1000))))
+        if any(fd in events for fd in self._stop_fds):
+            self._stopping = True
+        if self._router.socket in events:
+            for client, frames in self._router.receive():
+                self._dispatcher.handle(client, frames)
+        if self._router.has_backlog:
+            self._router.retry()
+        self._on_timers()
+
+    def _timeout(self, ongoing: Step | None) -> float | None:
+        """Seconds to block: 0 with work at hand, else until the next timer; None without any."""
+        runnable = self._lifecycle.may_launch and self._batcher.has_work
+        if ongoing is not None or runnable or self._dispatcher.has_commands:
+            self._idle_since = None
+            return 0
+        now = monotonic()
+        timers: list[float] = []
+        if self._dispatcher.has_parked:
+            timers.append(PARKED_POLL_S)
+        if self._router.has_backlog:
+            timers.append(BACKLOG_POLL_S)
+        if self._results.live:
+            timers.append(max(0.0, self._next_keepalive - now))
+        if self._updates.deadline is not None:
+            timers.append(max(0.0, self._updates.deadline - now))
+        if self._idle_since is None:
+            self._idle_since = now
+        if self._idle_since != float("inf"):
+            timers.append(max(0.0, self._idle_since + self._idle_empty_s - now))
+        return min(timers) if timers else None
+
+    def _on_timers(self) -> None:
+        now = monotonic()
+        if self._results.live and now >= self._next_keepalive:
+            self._next_keepalive = now + KEEPALIVE_S
+            self._router.keepalive({r.client for r in self._results.live.values()}, self._lifecycle.step)
+        if self._updates.deadline is not None and now >= self._updates.deadline:
+            self._updates.expire()
+        if self._idle_since is not None and now >= self._idle_since + self._idle_empty_s:
+            self._idle_since = float("inf")  # once per idle period
+            logger.debug("%s", empty_device_cache_with_report(self._device_module).describe("idle"))
+
+    def _launch(self) -> Step | None:
+        batch = self._batcher.choose()
+        if batch is None:
+            return None
+        self._lifecycle.step += 1
+        try:
+            return Step(batch, self._runner.launch(batch.forward))
+        except Exception as error:  # noqa: BLE001  a batch may fail in any way; its requests must still end
+            self._fail(batch, error)
+            return None
+
+    def _answer(self, step: Step) -> None:
+        try:
+            output: HostOutput = step.output.fetch()
+        except Exception as error:  # noqa: BLE001  as in _launch: device errors surface here
+            self._fail(step.batch, error)
+            return
+        self._results.record(step.batch, output)
+        self._batcher.landed(step.batch)
+        self.last_step_at = monotonic()
+
+    def _fail(self, batch: ScheduledBatch, error: Exception) -> None:
+        """End the requests of a failed step and return what it left allocated."""
+        logger.error("step %d failed", self._lifecycle.step, exc_info=error)
+        self._results.fail(
+            self._batcher.requests_of(batch), f"the batch failed: {type(error).__name__}: {error}"
+        )
+        self._batcher.landed(batch, failed=True)
+        empty_device_cache(self._device_module)

@@ -1,0 +1,48 @@
+"""What the engine asks of a model."""
+
+from collections.abc import Iterator
+from typing import Protocol
+
+from torch import Tensor
+
+from ..forward import AttentionBackend, ForwardBatch
+from ..layers.parameters import WeightSlot
+from .config import ModelConfig
+
+
+class CausalLM(Protocol):
+    """A causal language model over paged KV. Its parameters are allocated, and hold nothing, until it is loaded."""
+
+    config: ModelConfig
+
+    def forward(self, batch: ForwardBatch, backend: AttentionBackend) -> Tensor:
+        """Hidden states of the step's S sampled tokens, [S, hidden], after the final norm.
+
+        ``backend.plan(batch)`` has been called. Runs under ``torch.inference_mode``.
+        """
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[S, hidden] to [S, vocab] in the model's dtype, valid until the next call."""
+        ...
+
+    def weight_slots(self) -> dict[str, WeightSlot]:
+        """Where each checkpoint tensor goes, by its name there."""
+        ...
+
+    @property
+    def optional_names(self) -> frozenset[str]:
+        """Names in :meth:`weight_slots` that a complete checkpoint may lack."""
+        ...
+
+    def is_skipped(self, name: str) -> bool:
+        """Whether a checkpoint tensor of this name is ignored, on purpose."""
+        ...
+
+    def finalize_weights(self) -> None:
+        """Derive what depends on several parameters, into preallocated storage; once, at commit."""
+        ...
+
+    def named_storage(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter and derived tensor, each once, by engine name."""
+        ...

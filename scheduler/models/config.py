@@ -1,0 +1,288 @@
+"""A checkpoint's config.json, reduced to what the forward pass reads.
+
+Invariants:
+- What the forward would have to do and does not do is refused by field name; nothing is silently ignored that would
+  change a logit.
+- Both spellings are read: transformers 4 (``torch_dtype``, ``rope_theta`` with ``rope_scaling``) and transformers 5
+  (``dtype``, ``rope_parameters``).
+- Two equal :class:`ModelConfig` values mean the same forward pass over equal weights.
+"""
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import msgspec
+import torch
+
+from ...io_struct import CaesuraError, ErrorCode
+from ..layers.rotary import RopeParameters
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Family:
+    """What an architecture's config class assumes where config.json says nothing."""
+
+    num_kv_heads: int | None = None
+    """None: as many as query heads."""
+    head_dim: int | None = None
+    """None: hidden_size / num_heads."""
+    attention_bias: bool | None = None
+    """Fixed by the architecture. None: the config decides."""
+
+
+FAMILIES = {
+    "LlamaForCausalLM": _Family(),
+    "MistralForCausalLM": _Family(num_kv_heads=8, attention_bias=False),
+    "Qwen2ForCausalLM": _Family(num_kv_heads=32, attention_bias=True),
+    "Qwen3ForCausalLM": _Family(num_kv_heads=32, head_dim=128),
+}
+"""Supported architectures."""
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_ROPE_TYPES = ("default", "linear", "llama3")
+_NOT_FORWARD = ("eos_token_ids", "dtype", "max_position_embeddings")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The shape of a decoder-only model."""
+
+    architecture: str
+    """As in config.json, ``LlamaForCausalLM`` for instance."""
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope: RopeParameters
+    max_position_embeddings: int
+    """Context length, in tokens."""
+    tie_word_embeddings: bool
+    attention_bias: bool
+    """Qwen2's, which its config does not mention, included."""
+    hidden_act: Literal["silu"]
+    eos_token_ids: tuple[int, ...]
+    """Of config.json and generation_config.json, in that order, each once; empty where neither names one."""
+    dtype: torch.dtype
+    """What the checkpoint was saved in; float32 where it does not say."""
+
+
+def load_model_config(path: str | Path) -> ModelConfig:
+    """Read the config.json (and generation_config.json, if any) in folder ``path``.
+
+    Raises:
+        CaesuraError: CHECKPOINT_ERROR when config.json is missing or not valid; UNSUPPORTED_MODEL, with the fields, when
+            it asks for something that the forward does not do.
+    """
+    folder = Path(path)
+    config = _read_json(folder / "config.json")
+    generation_path = folder / "generation_config.json"
+    generation = _read_json(generation_path) if generation_path.exists() else {}
+    return parse_model_config(config, generation, source=str(folder / "config.json"))
+
+
+def parse_model_config(
+    config: dict[str, Any], generation: dict[str, Any] | None = None, *, source: str = "config.json"
+) -> ModelConfig:
+    """The same from decoded JSON; ``source`` is what errors call it."""
+    architecture = _architecture(config)
+    unsupported = _unsupported_fields(config)
+    if unsupported:
+        names = ", ".join(f"{name} = {config.get(name)!r}" for name in unsupported)
+        raise CaesuraError(
+            ErrorCode.UNSUPPORTED_MODEL,
+            f"{source} asks for what this engine does not do: {names}",
+            fields=unsupported,
+        )
+    family = FAMILIES[architecture]
+    reader = _Reader(config, source)
+    num_heads = reader.count("num_attention_heads")
+    hidden_size = reader.count("hidden_size")
+    bias = family.attention_bias
+    result = ModelConfig(
+        architecture=architecture,
+        vocab_size=reader.count("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=reader.count("intermediate_size"),
+        num_layers=reader.count("num_hidden_layers"),
+        num_heads=num_heads,
+        num_kv_heads=reader.count("num_key_value_heads", family.num_kv_heads or num_heads),
+        head_dim=reader.count("head_dim", family.head_dim or max(1, hidden_size // num_heads)),
+        rms_norm_eps=reader.positive(config, "rms_norm_eps", 1e-6),
+        rope=_rope(config, reader),
+        max_position_embeddings=reader.count("max_position_embeddings"),
+        tie_word_embeddings=bool(config.get("tie_word_embeddings") or False),
+        attention_bias=bool(config.get("attention_bias") or False) if bias is None else bias,
+        hidden_act="silu",
+        eos_token_ids=_eos(reader, config, generation or {}),
+        dtype=_DTYPES[_dtype_name(config)],
+    )
+    if result.num_heads % result.num_kv_heads:
+        raise reader.invalid("num_key_value_heads", "does not divide num_attention_heads")
+    if result.head_dim % 2:
+        raise reader.invalid("head_dim", "is odd")
+    return result
+
+
+def config_difference(a: ModelConfig, b: ModelConfig) -> list[str]:
+    """Names of the fields in which ``a`` and ``b`` differ and on which the forward pass depends."""
+    names = [field.name for field in fields(ModelConfig) if field.name not in _NOT_FORWARD]
+    return [name for name in names if getattr(a, name) != getattr(b, name)]
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise _checkpoint_error(path, f"cannot be read: {error.strerror}") from error
+    try:
+        return msgspec.json.decode(data, type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise _checkpoint_error(path, f"is not a JSON object: {error}") from error
+
+
+def _checkpoint_error(path: str | Path, reason: str) -> CaesuraError:
+    return CaesuraError(ErrorCode.CHECKPOINT_ERROR, f"{path} {reason}", path=str(path), reason=reason)
+
+
+def _architecture(config: dict[str, Any]) -> str:
+    named = config.get("architectures")
+    architecture = named[0] if isinstance(named, list) and named else None
+    if architecture not in FAMILIES:
+        raise CaesuraError(
+            ErrorCode.UNSUPPORTED_MODEL,
+            f"architecture {architecture!r} is not supported; supported are {', '.join(FAMILIES)}",
+            fields=["architectures"],
+        )
+    return cast("str", architecture)
+
+
+def _unsupported_fields(config: dict[str, Any]) -> list[str]:
+    found = [
+        name
+        for name, neutral in (
+            ("mlp_bias", False),
+            ("quantization_config", None),
+            ("partial_rotary_factor", 1.0),
+            ("attn_logit_softcapping", None),
+            ("final_logit_softcapping", None),
+        )
+        if config.get(name) is not None and config[name] != neutral
+    ]
+    if config.get("hidden_act", "silu") not in ("silu", "swish"):
+        found.append("hidden_act")
+    found += _sliding_fields(config)
+    found += _rope_fields(config)
+    if _dtype_name(config) not in _DTYPES:
+        found.append("dtype" if config.get("dtype") is not None else "torch_dtype")
+    return found
+
+
+def _sliding_fields(config: dict[str, Any]) -> list[str]:
+    """The fields that put a sliding window to use; a window as wide as the context is not one."""
+    layer_types = config.get("layer_types")
+    if isinstance(layer_types, list):
+        if any(kind != "full_attention" for kind in layer_types):
+            return ["layer_types"]
+        if config.get("use_sliding_window") is not None:
+            return []
+    window, context = config.get("sliding_window"), config.get("max_position_embeddings")
+    if window is None or (isinstance(window, int) and isinstance(context, int) and window >= context):
+        return []
+    family = config["architectures"][0]
+    if family.startswith("Qwen"):
+        first, layers = config.get("max_window_layers"), config.get("num_hidden_layers")
+        no_layer = isinstance(first, int) and isinstance(layers, int) and first >= layers
+        return ["use_sliding_window"] if config.get("use_sliding_window") and not no_layer else []
+    return ["sliding_window"] if family.startswith("Mistral") else []
+
+
+def _rope_fields(config: dict[str, Any]) -> list[str]:
+    name = _rope_source(config)
+    scaling = config.get(name)
+    if scaling is None:
+        return []
+    if not isinstance(scaling, dict) or scaling.get("partial_rotary_factor", 1.0) != 1.0:
+        return [name]
+    # A mapping without a type whose values are mappings is one set of parameters per layer type.
+    typed = scaling.get("rope_type", scaling.get("type", "default"))
+    nested = any(isinstance(value, dict) for value in scaling.values())
+    return [name] if nested or typed not in _ROPE_TYPES else []
+
+
+def _rope_source(config: dict[str, Any]) -> str:
+    return "rope_parameters" if config.get("rope_parameters") is not None else "rope_scaling"
+
+
+def _rope(config: dict[str, Any], reader: "_Reader") -> RopeParameters:
+    parameters: dict[str, Any] = config.get(_rope_source(config)) or {}
+    theta_from = parameters if parameters.get("rope_theta") is not None else config
+    theta = reader.positive(theta_from, "rope_theta", 10_000.0)
+    rope_type = parameters.get("rope_type", parameters.get("type", "default"))
+    if rope_type == "linear":
+        return RopeParameters(theta=theta, rope_type="linear", factor=reader.positive(parameters, "factor"))
+    if rope_type == "llama3":
+        original = "original_max_position_embeddings"
+        return RopeParameters(
+            theta=theta,
+            rope_type="llama3",
+            factor=reader.positive(parameters, "factor"),
+            low_freq_factor=reader.positive(parameters, "low_freq_factor"),
+            high_freq_factor=reader.positive(parameters, "high_freq_factor"),
+            original_max_position_embeddings=int(
+                reader.positive(parameters, original, config.get("max_position_embeddings"))
+            ),
+        )
+    return RopeParameters(theta=theta)
+
+
+def _dtype_name(config: dict[str, Any]) -> str:
+    name = config.get("dtype") or config.get("torch_dtype") or "float32"
+    return str(name).removeprefix("torch.")
+
+
+def _eos(reader: "_Reader", *configs: dict[str, Any]) -> tuple[int, ...]:
+    ids: dict[int, None] = {}
+    for config in configs:
+        value = config.get("eos_token_id")
+        for token in value if isinstance(value, list) else [value]:
+            if token is None:
+                continue
+            if not isinstance(token, int) or isinstance(token, bool):
+                raise reader.invalid("eos_token_id", f"= {token!r} is not a token id")
+            ids[token] = None
+    return tuple(ids)
+
+
+class _Reader:
+    """Typed access to one config; an invalid value is a CHECKPOINT_ERROR that names it."""
+
+    def __init__(self, config: dict[str, Any], source: str) -> None:
+        self._config = config
+        self._source = source
+
+    def count(self, name: str, default: int | None = None) -> int:
+        """A positive integer; absent or null gives ``default``, or an error without one."""
+        value = self._config.get(name)
+        if value is None:
+            value = default
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise self.invalid(name, f"= {value!r} is not a positive integer")
+        return value
+
+    def positive(self, where: dict[str, Any], name: str, default: float | None = None) -> float:
+        """A positive finite number in ``where``."""
+        value = where.get(name)
+        if value is None:
+            value = default
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
+            raise self.invalid(name, f"= {value!r} is not a positive number")
+        return float(value)
+
+    def invalid(self, field: str, reason: str) -> CaesuraError:
+        """The error for ``field``."""
+        return _checkpoint_error(self._source, f"is not valid: {field} {reason}")

@@ -1,0 +1,161 @@
+"""The decoder that Llama and its relatives share: embedding, blocks of attention and MLP, norm, head.
+
+Invariants:
+- An architecture is this skeleton and its :class:`AttentionShape`; anything more belongs in a file of its own.
+- Names follow the checkpoint (``model.layers.N.self_attn.q_proj.weight``); layers beyond ``num_layers`` are nobody's
+  and thus unexpected, never skipped.
+- The residual stream is updated in place.
+"""
+
+import re
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ..forward import AttentionBackend, ForwardBatch
+from ..layers.attention import Attention, AttentionShape
+from ..layers.embedding import Embedding
+from ..layers.linear import Linear
+from ..layers.logits_processor import LogitsProcessor
+from ..layers.mlp import GatedMLP
+from ..layers.norm import RMSNorm
+from ..layers.parameters import Layer, Parameter, WeightSlot
+from ..layers.rotary import RotaryEmbedding
+from .config import ModelConfig
+
+_ROTARY_BUFFER = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
+"""Old checkpoints carry it; it follows from the config."""
+
+
+class DecoderLayer:
+    """Pre-norm attention and MLP around one residual stream."""
+
+    def __init__(
+        self,
+        layer: int,
+        config: ModelConfig,
+        shape: AttentionShape,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        name, prefix = f"layers.{layer}", f"model.layers.{layer}"
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.input_norm = RMSNorm(
+            f"{name}.input_norm", f"{prefix}.input_layernorm", hidden, eps, dtype=dtype, device=device
+        )
+        self.attention = Attention(
+            f"{name}.attention", f"{prefix}.self_attn", layer, shape, dtype=dtype, device=device
+        )
+        self.mlp_norm = RMSNorm(
+            f"{name}.mlp_norm", f"{prefix}.post_attention_layernorm", hidden, eps, dtype=dtype, device=device
+        )
+        self.mlp = GatedMLP(
+            f"{name}.mlp", f"{prefix}.mlp", hidden, config.intermediate_size, dtype=dtype, device=device
+        )
+
+    def forward(
+        self,
+        update: Tensor | None,
+        residual: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        backend: AttentionBackend,
+    ) -> Tensor:
+        """Add ``update`` (None: nothing yet) to ``residual`` [T, hidden]; returns the next update, not yet added."""
+        x = self.input_norm.forward(residual) if update is None else self.input_norm.add(update, residual)
+        x = self.attention.forward(x, *rotary, backend)
+        return self.mlp.forward(self.mlp_norm.add(x, residual))
+
+    def layers(self) -> tuple[Layer, ...]:
+        """The parts that own parameters."""
+        return (self.input_norm, self.attention, self.mlp_norm, self.mlp)
+
+
+class DecoderForCausalLM:
+    """A dense decoder-only language model; see :class:`~.base.CausalLM` for the contract."""
+
+    def __init__(
+        self, config: ModelConfig, attention: AttentionShape, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.config = config
+        vocab, hidden = config.vocab_size, config.hidden_size
+        self._embed = Embedding("embed", "model.embed_tokens", vocab, hidden, dtype=dtype, device=device)
+        self._layers = [
+            DecoderLayer(i, config, attention, dtype=dtype, device=device) for i in range(config.num_layers)
+        ]
+        self._norm = RMSNorm("norm", "model.norm", hidden, config.rms_norm_eps, dtype=dtype, device=device)
+        self._head: Linear | None = None
+        project = self._embed.project
+        if not config.tie_word_embeddings:
+            self._head = Linear("lm_head", hidden, {"lm_head": vocab}, dtype=dtype, device=device)
+            project = self._head.forward
+        self._rotary = RotaryEmbedding(config.rope, config.head_dim, dtype=dtype, device=device)
+        self._logits = LogitsProcessor(project, vocab, dtype=dtype, device=device)
+
+    def forward(self, batch: ForwardBatch, backend: AttentionBackend) -> Tensor:
+        """Hidden states of the sampled tokens, [S, hidden], after the final norm."""
+        rotary = self._rotary.forward(batch.positions)
+        residual = self._embed.forward(batch.input_ids)
+        update: Tensor | None = None
+        for layer in self._layers:
+            update = layer.forward(update, residual, rotary, backend)
+        assert update is not None, "a model has at least one layer"
+        sampled = batch.sample_tokens
+        if sampled.shape[0] == 0:
+            return residual[:0]
+        return self._norm.add(update.index_select(0, sampled), residual.index_select(0, sampled))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[S, hidden] to [S, vocab], valid until the next call."""
+        return self._logits.forward(hidden)
+
+    def weight_slots(self) -> dict[str, WeightSlot]:
+        """By checkpoint name; a tied head has none."""
+        return {slot.name: slot for layer in self._owners() for slot in layer.slots()}
+
+    @property
+    def optional_names(self) -> frozenset[str]:
+        """None: a dense model needs every tensor that it has a slot for."""
+        return frozenset()
+
+    def is_skipped(self, name: str) -> bool:
+        """Rotary buffers, and the copy of a tied head that some checkpoints carry."""
+        if name == "lm_head.weight":
+            return self.config.tie_word_embeddings
+        return _ROTARY_BUFFER.fullmatch(name) is not None
+
+    def finalize_weights(self) -> None:
+        """Nothing: no tensor of a dense model depends on several parameters."""
+
+    def named_storage(self) -> Iterator[tuple[str, Tensor]]:
+        """Parameters by engine name, each once."""
+        for parameter in self._parameters():
+            yield parameter.name, parameter.data
+
+    def _parameters(self) -> Iterator[Parameter]:
+        for layer in self._owners():
+            yield from layer.parameters()
+
+    def _owners(self) -> Iterator[Layer]:
+        yield self._embed
+        for layer in self._layers:
+            yield from layer.layers()
+        yield self._norm
+        if self._head is not None:
+            yield self._head
+
+
+def attention_shape(
+    config: ModelConfig, *, qkv_bias: bool = False, o_bias: bool = False, qk_norm: bool = False
+) -> AttentionShape:
+    """The config's attention sizes with an architecture's variants."""
+    return AttentionShape(
+        hidden_size=config.hidden_size,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        qkv_bias=qkv_bias,
+        o_bias=o_bias,
+        qk_norm_eps=config.rms_norm_eps if qk_norm else None,
+    )

@@ -1,0 +1,251 @@
+"""From sampled tokens to messages: recording, finish detection, terminal results.
+
+Invariants:
+- I1: a request is finished here and nowhere else, once, with exactly one terminal record to its client.
+- I2: tokens, logprobs and weight-version spans of a terminal record have equal lengths; checked before it is handed on.
+- Recording a step is array work; Python loops only over requests that end, stream, or open a new span.
+- At most one message per client and step; :meth:`Results.deliver` hands them on.
+"""
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable
+from time import monotonic
+
+import numpy as np
+
+from ..io_struct import BatchTokenOutput, ErrorCode, FinishReason, GenerateReqOutput, StreamDelta
+from .batching import Batcher, ScheduledBatch
+from .forward import HostOutput
+from .request import NO_TOKEN, OutputArrays, Phase, Request, RequestTable, WeightStamp
+from .waiting import WaitingQueue
+
+logger = logging.getLogger(__name__)
+
+Send = Callable[[bytes, BatchTokenOutput], None]
+OnFinished = Callable[[Request, GenerateReqOutput], None]
+
+
+class _Outbox:
+    """What one client gets at the end of this step."""
+
+    __slots__ = ("counts", "finished", "indices", "logprobs", "rids", "starts", "tokens")
+
+    def __init__(self) -> None:
+        self.rids: list[str] = []
+        self.indices: list[int] = []
+        self.starts: list[int] = []
+        self.counts: list[int] = []
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.finished: list[GenerateReqOutput] = []
+
+    def message(self, step: int) -> BatchTokenOutput:
+        delta = None
+        if self.rids:
+            delta = StreamDelta(
+                rids=self.rids,
+                indices=np.asarray(self.indices, "<i4").tobytes(),
+                starts=np.asarray(self.starts, "<i4").tobytes(),
+                counts=np.asarray(self.counts, "<i4").tobytes(),
+                tokens=np.asarray(self.tokens, "<i4").tobytes(),
+                logprobs=np.asarray(self.logprobs, "<f4").tobytes(),
+            )
+        return BatchTokenOutput(step=step, delta=delta, finished=self.finished)
+
+
+class Results:
+    """Records steps, ends requests, and keeps the table of live ones."""
+
+    def __init__(
+        self,
+        table: RequestTable,
+        batcher: Batcher,
+        waiting: WaitingQueue,
+        *,
+        send: Send,
+        on_finished: OnFinished,
+        stamp: WeightStamp,
+    ) -> None:
+        self.live: dict[tuple[str, int], Request] = {}
+        """Every accepted request that has not ended, by (rid, index)."""
+        self.generated_tokens = 0
+        self._table = table
+        self._batcher = batcher
+        self._waiting = waiting
+        self._send = send
+        self._on_finished = on_finished
+        self._outboxes: defaultdict[bytes, _Outbox] = defaultdict(_Outbox)
+        self._stamp = stamp
+        self._stamp_number = 0
+        self._by_rid: defaultdict[str, list[Request]] = defaultdict(list)
+
+    def accept(self, requests: list[Request]) -> None:
+        """Requests that admission has passed start their lives here, at the back of the queue."""
+        for request in requests:
+            self.live[request.key] = request
+            self._by_rid[request.rid].append(request)
+            self._waiting.append(request)
+
+    def is_live(self, rid: str) -> bool:
+        """Whether a generation of this name is under way."""
+        return rid in self._by_rid
+
+    def samples(self, rid: str) -> list[Request]:
+        """The live samples of generation ``rid``."""
+        return list(self._by_rid.get(rid, ()))
+
+    def set_stamp(self, stamp: WeightStamp) -> None:
+        """New weights are committed: tokens sampled from now on carry ``stamp``."""
+        self._stamp = stamp
+        self._stamp_number += 1
+
+    def record(self, batch: ScheduledBatch, output: HostOutput) -> None:
+        """Take a step's tokens in; end what is finished. Rows that ended while in flight are ignored."""
+        table = self._table
+        keep = table.live[batch.sample_slots]
+        everybody = bool(keep.all())
+        slots = batch.sample_slots if everybody else batch.sample_slots[keep]
+        tokens = output.token_ids if everybody else output.token_ids[keep]
+        valid = tokens != NO_TOKEN
+        if not valid.all():
+            self._end_non_finite(slots[~valid])
+            keep = keep & (output.token_ids != NO_TOKEN)
+            everybody = False
+            slots, tokens = batch.sample_slots[keep], output.token_ids[keep]
+        if not len(slots):
+            return
+        at = table.length[slots]
+        table.tokens[slots, at] = tokens
+        table.logprobs[slots, at] = output.logprobs if everybody else output.logprobs[keep]
+        if output.raw_logprobs is not None:
+            table.raw[slots, at] = output.raw_logprobs if everybody else output.raw_logprobs[keep]
+        if output.sampled_logprobs is not None:
+            table.sampled[slots, at] = output.sampled_logprobs if everybody else output.sampled_logprobs[keep]
+        table.length[slots] = at + 1
+        self.generated_tokens += len(slots)
+        self._open_spans(slots, at)
+        self._end_finished(slots, tokens)
+        streaming = table.stream[slots] & table.live[slots]
+        if streaming.any():
+            self._stream(slots[streaming], at[streaming])
+
+    def finish(self, request: Request, reason: FinishReason, *, keep_prefix: bool = True) -> None:
+        """The terminal transition: build the result, free what the request holds."""
+        assert request.phase is not Phase.FINISHED, "a request ends once"
+        outputs = self._table.outputs(request)
+        result = self._result(request, outputs, reason)
+        waiting = request.phase is Phase.WAITING
+        request.phase = Phase.FINISHED
+        del self.live[request.key]
+        group = self._by_rid[request.rid]
+        group.remove(request)
+        if not group:
+            del self._by_rid[request.rid]
+        if waiting:
+            self._waiting.forget_finished()
+        else:
+            self._table.live[request.slot] = False
+            self._batcher.retire(request, keep_prefix=keep_prefix)
+        self._outboxes[request.client].finished.append(result)
+        self._on_finished(request, result)
+
+    def abort(self, requests: list[Request], message: str) -> int:
+        """End ``requests`` now, with their partial tokens; returns how many."""
+        for request in requests:
+            self.finish(request, FinishReason(type="abort", message=message))
+        return len(requests)
+
+    def abort_all(self, message: str) -> int:
+        """End every live request, queued ones too."""
+        return self.abort(list(self.live.values()), message)
+
+    def fail(self, requests: list[Request], message: str) -> None:
+        """End ``requests`` after a failed step; their KV is not trusted, their earlier tokens are kept."""
+        for request in requests:
+            if request.phase is not Phase.FINISHED:
+                reason = FinishReason(type="error", message=message, code=ErrorCode.INTERNAL)
+                self.finish(request, reason, keep_prefix=False)
+
+    def deliver(self, step: int) -> None:
+        """Send each client what has gathered for it."""
+        if self._outboxes:
+            outboxes, self._outboxes = self._outboxes, defaultdict(_Outbox)
+            for client, outbox in outboxes.items():
+                self._send(client, outbox.message(step))
+
+    def _end_non_finite(self, slots: np.ndarray) -> None:
+        for slot in slots:
+            request = self._table.by_slot[slot]
+            assert request is not None
+            logger.error(
+                "request %s: logits are not finite (weights epoch %d)", request.rid, self._stamp.epoch
+            )
+            self.fail([request], "the model's logits are not finite: check the weights")
+
+    def _open_spans(self, slots: np.ndarray, at: np.ndarray) -> None:
+        table = self._table
+        current = 2 * self._stamp_number + table.stale_kv[slots]
+        changed = np.flatnonzero(table.stamp[slots] != current)
+        for row in changed:
+            slot = slots[row]
+            request = table.by_slot[slot]
+            assert request is not None
+            stale = bool(table.stale_kv[slot])
+            if not request.spans or request.spans[-1][:2] != (self._stamp, stale):
+                request.spans.append((self._stamp, stale, int(at[row] - table.prompt_len[slot])))
+        table.stamp[slots] = current
+
+    def _end_finished(self, slots: np.ndarray, tokens: np.ndarray) -> None:
+        table = self._table
+        stopped = (table.stop_ids[slots] == tokens[:, None]).any(axis=1)
+        full = table.length[slots] >= table.limit[slots]
+        for row in np.flatnonzero(stopped | full):
+            request = table.by_slot[slots[row]]
+            assert request is not None
+            if stopped[row]:
+                reason = FinishReason(type="stop", matched=int(tokens[row]))
+            else:
+                reason = FinishReason(type="length", length=request.limit - len(request.prompt))
+            self.finish(request, reason)
+
+    def _stream(self, slots: np.ndarray, at: np.ndarray) -> None:
+        table = self._table
+        starts = (at - table.prompt_len[slots]).tolist()
+        tokens = table.tokens[slots, at].tolist()
+        logprobs = table.logprobs[slots, at].tolist()
+        for slot, start, token, logprob in zip(slots.tolist(), starts, tokens, logprobs, strict=True):
+            request = table.by_slot[slot]
+            assert request is not None
+            outbox = self._outboxes[request.client]
+            outbox.rids.append(request.rid)
+            outbox.indices.append(request.index)
+            outbox.starts.append(start)
+            outbox.counts.append(1)
+            outbox.tokens.append(token)
+            outbox.logprobs.append(logprob if request.return_logprob else np.nan)
+
+    def _result(self, request: Request, outputs: OutputArrays, reason: FinishReason) -> GenerateReqOutput:
+        count = len(outputs.tokens)
+        spans = request.version_spans(count) if request.spans else []
+        covered = sum(span.end - span.start for span in spans)
+        assert count == len(outputs.logprobs) == covered, (
+            f"request {request.rid}: {count} tokens, {len(outputs.logprobs)} logprobs, {covered} in spans"
+        )
+        now = monotonic()
+        return GenerateReqOutput(
+            rid=request.rid,
+            index=request.index,
+            output_ids=outputs.tokens.astype("<i4").tobytes(),
+            output_logprobs=outputs.logprobs.astype("<f4").tobytes() if request.return_logprob else None,
+            raw_logprobs=outputs.raw.astype("<f4").tobytes() if request.return_raw else None,
+            sampled_logprobs=outputs.sampled.astype("<f4").tobytes() if request.return_sampled else None,
+            finish_reason=reason,
+            weight_versions=spans,
+            prompt_tokens=len(request.prompt),
+            cached_tokens=request.cached_tokens,
+            seed=request.seed,
+            num_retractions=request.num_retractions,
+            queue_s=(request.first_scheduled or now) - request.arrival,
+            e2e_latency=now - request.arrival,
+        )

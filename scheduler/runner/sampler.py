@@ -1,0 +1,368 @@
+"""From logits to tokens and log-probabilities, on the step's device.
+
+Invariants:
+- A row's result depends on that row alone: not on its neighbours, on S, or on where chunks are cut. On the CPU this
+  holds bit for bit; an accelerator's library may choose its reduction by shape, which moves last bits.
+- A token of probability 0 is never returned, whatever the noise: the target is kept below the total of the very
+  cumulative sum that is searched, so the entry found has raised that sum.
+- A row that is not finite (NaN, +inf, or nothing but -inf; a scaled logit that overflows float32 counts as +inf)
+  yields token -1 and NaN, and disturbs no other row.
+- Large temporaries are allocated once, in the constructor, and their size is bounded whatever S is.
+
+Definitions, in the order of the operations:
+- logits / temperature (greedy rows unscaled), then the log-softmax over the whole vocabulary in float32 is the
+  *logprob*;
+- *top-k* keeps the k largest of those logits, of equal ones the ones of lower index;
+- *top-p* keeps, of what top-k left and renormalised, the shortest prefix in descending order whose probabilities
+  reach top_p: at least one token;
+- one uniform per row, and the inverse of the cumulative distribution.
+
+The cumulative sum has two levels, blocks of 256 and then the entries of one block: the vocabulary is read once more
+for the block sums instead of being scanned in order, which neither vectorises nor parallelises within a row.
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ..forward import SamplingBatch
+
+_BLOCK = 256
+_CHUNK_BYTES_CPU = 5 << 20
+"""Per workspace. The passes over a chunk should find it in the last-level cache."""
+_CHUNK_BYTES = 64 << 20
+"""Per workspace on accelerators, where fewer launches matter more."""
+_SHORTLISTS = (64, 1024)
+"""How many best tokens are looked at before the whole row is sorted."""
+
+_GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+
+
+def noise(
+    seeds: npt.NDArray[np.uint64], sample_index: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]
+) -> npt.NDArray[np.float64]:
+    """Uniforms in [0, 1), a pure function of (seed, sample index, absolute position); all arrays are [S].
+
+    SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, OOPSLA 2014) is counter-based: its
+    n-th output is a mix of seed + n * gamma. The seed and the sample index choose a stream in this way, and the
+    position is the counter in it. The upper 53 bits make the double.
+    """
+    stream = _splitmix64(seeds, np.zeros_like(sample_index))
+    stream = _splitmix64(stream, sample_index)
+    bits = _splitmix64(stream, positions)
+    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _splitmix64(state: npt.NDArray[np.uint64], counter: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+    """Output number ``counter``, from 0, of the generators seeded with ``state``."""
+    z: npt.NDArray[np.uint64] = state + (counter.astype(np.uint64) + np.uint64(1)) * _GOLDEN_GAMMA
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+@dataclass(slots=True, kw_only=True)
+class SamplerOutput:
+    """One sampled token per row, on the device, [S] each; token -1 and NaN where the logits were not finite."""
+
+    token_ids: Tensor
+    """int64"""
+    logprobs: Tensor
+    """float32: log-softmax over the full vocabulary, after temperature."""
+    raw_logprobs: Tensor | None
+    """float32: log-softmax of the logits as given. None when not wanted."""
+    sampled_logprobs: Tensor | None
+    """float32: in the filtered, renormalised distribution; 0 for greedy rows. None when not wanted."""
+
+
+@dataclass(slots=True)
+class _Probabilities:
+    """A chunk's c rows; the first two are views of the workspaces, [c, W] with W the padded vocabulary."""
+
+    scaled: Tensor
+    """float32; -inf behind the vocabulary."""
+    probs: Tensor
+    """float32 softmax of ``scaled``. It sums to 1 only nearly: divide by ``total``."""
+    block_max: Tensor
+    """float32 [c, W / 256]: the largest of ``scaled`` in each block."""
+    cumulative: Tensor
+    """float64 [c, W / 256]: sums of ``probs`` over all blocks up to and including this one."""
+    best: Tensor
+    """int64 [c]: the lowest index of the largest scaled logit."""
+    finite: Tensor
+    """bool [c]"""
+
+    @property
+    def total(self) -> Tensor:
+        """float64 [c]"""
+        return self.cumulative[:, -1]
+
+    def logprob(self, tokens: Tensor) -> Tensor:
+        """float64 [c]. Relative to the best token, as a probability may underflow while its logarithm is fine."""
+        distance = _at(self.scaled, tokens).double() - _at(self.scaled, self.best).double()
+        return distance + torch.log(_at(self.probs, self.best).double() / self.total)
+
+
+class Sampler:
+    """Samples one token per row of logits.
+
+    Args:
+        vocab_size: V, the columns of every logits tensor.
+        max_rows: S of the largest usual step; sizes the workspaces up to their bound. More rows go in chunks.
+        device: where logits and the batch's tensors are.
+        dtype: of the logits, bfloat16, float16 or float32.
+    """
+
+    def __init__(
+        self, vocab_size: int, max_rows: int, device: torch.device | str, dtype: torch.dtype
+    ) -> None:
+        device = torch.device(device)
+        self._vocab_size = vocab_size
+        self._dtype = dtype
+        self._num_blocks = -(-vocab_size // _BLOCK)
+        width = self._num_blocks * _BLOCK
+        bound = _CHUNK_BYTES_CPU if device.type == "cpu" else _CHUNK_BYTES
+        self._chunk_rows = max(1, min(max_rows, bound // (width * 4)))
+        # Filled, not empty: the pages are touched now instead of in the first step, and the padding stays -inf.
+        self._scaled = torch.full((self._chunk_rows, width), -torch.inf, device=device)
+        self._probs = torch.zeros((self._chunk_rows, width), device=device)
+
+    @torch.inference_mode()
+    def sample(self, logits: Tensor, batch: SamplingBatch) -> SamplerOutput:
+        """Sample every row; host and device synchronise only where a row is filtered.
+
+        Args:
+            logits: [S, V] of the constructor's dtype.
+            batch: S rows of parameters and noise.
+
+        Raises:
+            ValueError: logits of another width or dtype.
+        """
+        if logits.shape[1:] != (self._vocab_size,) or logits.dtype != self._dtype:
+            raise ValueError(
+                f"logits are {logits.dtype} {tuple(logits.shape)}, expected {self._dtype} [S, {self._vocab_size}]"
+            )
+        rows = logits.shape[0]
+        plan = _FilterPlan.of(batch, self._vocab_size) if batch.any_filtered else None
+        out = SamplerOutput(
+            token_ids=torch.empty(rows, dtype=torch.int64, device=logits.device),
+            logprobs=torch.empty(rows, device=logits.device),
+            raw_logprobs=torch.empty(rows, device=logits.device) if batch.want_raw else None,
+            sampled_logprobs=torch.empty(rows, device=logits.device) if batch.want_sampled else None,
+        )
+        for start in range(0, rows, self._chunk_rows):
+            self._sample_chunk(logits, batch, plan, slice(start, min(rows, start + self._chunk_rows)), out)
+        return out
+
+    def _sample_chunk(
+        self,
+        logits: Tensor,
+        batch: SamplingBatch,
+        plan: "_FilterPlan | None",
+        chunk: slice,
+        out: SamplerOutput,
+    ) -> None:
+        chunk_logits, greedy = logits[chunk], batch.greedy[chunk]
+        rows = self._softmax(chunk_logits, batch.temperature[chunk] if batch.any_sampled else None)
+        tokens = rows.best
+        if batch.any_sampled:
+            tokens = torch.where(greedy, tokens, _draw(rows, batch.uniforms[chunk]))
+        kept_mass = rows.total.clone()
+        if plan is not None:
+            plan.draw(rows, chunk.start, tokens, kept_mass)
+
+        logprobs = rows.logprob(tokens)
+        out.token_ids[chunk] = tokens.where(rows.finite, -1)
+        out.logprobs[chunk] = logprobs.where(rows.finite, torch.nan)
+        if out.sampled_logprobs is not None:
+            sampled = torch.where(greedy, 0.0, logprobs + torch.log(rows.total / kept_mass))
+            out.sampled_logprobs[chunk] = sampled.where(rows.finite, torch.nan)
+        if out.raw_logprobs is not None:
+            if batch.any_sampled:  # overwrites the workspaces, hence last
+                finite, best = rows.finite, rows.best
+                rows = self._softmax(chunk_logits, None)
+                rows.finite, rows.best = finite, best
+                logprobs = rows.logprob(tokens)
+            out.raw_logprobs[chunk] = logprobs.where(rows.finite, torch.nan)
+
+    def _softmax(self, logits: Tensor, temperature: Tensor | None) -> _Probabilities:
+        """Fill the workspaces from ``logits`` [c, V]; ``temperature`` [c], None: 1."""
+        count = logits.shape[0]
+        scaled, probs = self._scaled[:count], self._probs[:count]
+        vocabulary = scaled[:, : self._vocab_size]
+        vocabulary.copy_(logits)
+        if temperature is not None:
+            vocabulary.div_(temperature[:, None])
+        blocks = (count, self._num_blocks, _BLOCK)
+        block_max = scaled.view(blocks).amax(-1)  # NaN wins
+        best_block = block_max.argmax(-1)
+        in_block = _block(scaled, best_block).argmax(-1)
+        torch.softmax(scaled, -1, out=probs)
+        return _Probabilities(
+            scaled=scaled,
+            probs=probs,
+            block_max=block_max,
+            cumulative=probs.view(blocks).sum(-1).cumsum(-1, dtype=torch.float64),
+            best=best_block * _BLOCK + in_block,
+            finite=block_max.amax(-1).isfinite(),
+        )
+
+
+def _draw(rows: _Probabilities, uniforms: Tensor) -> Tensor:
+    """Two-level inverse CDF: int64 [c] from ``uniforms`` [c]. Rows that are not finite give any valid index."""
+    target = _below(uniforms, rows.total)
+    block = _search(rows.cumulative, target)
+    below = _at(rows.cumulative, (block - 1).clamp(min=0)).where(block > 0, 0.0)
+    inner = _block(rows.probs, block).cumsum(-1, dtype=torch.float64)
+    # The block's float32 sum differs from the inner total in its last bits; a fraction of one serves the other.
+    fraction = (target - below) / (_at(rows.cumulative, block) - below)
+    return block * _BLOCK + _search(inner, _below(fraction, inner[:, -1]))
+
+
+@dataclass(slots=True)
+class _FilterPlan:
+    """Which rows of a batch use top-k or top-p, and how many of their best tokens to look at first."""
+
+    shortlists: dict[int, list[int]]
+    """Shortlist length to rows."""
+    top_k: Tensor
+    top_p: Tensor
+    uniforms: Tensor
+    vocab_size: int
+
+    @classmethod
+    def of(cls, batch: SamplingBatch, vocab_size: int) -> "_FilterPlan":
+        """Reads the parameters back to the host."""
+        filtered = ~batch.greedy & ((batch.top_k < vocab_size) | (batch.top_p < 1.0))
+        shortlists = defaultdict(list)
+        for row, (is_filtered, top_k) in enumerate(zip(filtered.tolist(), batch.top_k.tolist())):
+            if is_filtered:
+                # Top-p alone mostly needs few tokens, too; whether they were enough is seen afterwards.
+                needed = top_k if top_k < vocab_size else 1
+                shortlists[_shortlist(needed, vocab_size)].append(row)
+        return cls(dict(shortlists), batch.top_k, batch.top_p, batch.uniforms, vocab_size)
+
+    def draw(self, rows: _Probabilities, start: int, tokens: Tensor, kept_mass: Tensor) -> None:
+        """Redraw the filtered rows of the chunk that begins at row ``start``.
+
+        Args:
+            rows: the chunk's probabilities.
+            start: the batch's row number of the chunk's first.
+            tokens: int64 [c]; filtered rows are overwritten.
+            kept_mass: float64 [c]; for filtered rows, what their kept tokens sum to, in units of ``rows.total``.
+        """
+        for first_length, members in self.shortlists.items():
+            length = first_length
+            local = [row - start for row in members if start <= row < start + len(tokens)]
+            if not local:
+                continue
+            index = torch.tensor(local, device=tokens.device)
+            while index.numel():
+                index = self._draw_from(rows, start, index, length, tokens, kept_mass)
+                length = _shortlist(length + 1, self.vocab_size)
+
+    def _draw_from(
+        self,
+        rows: _Probabilities,
+        start: int,
+        index: Tensor,
+        length: int,
+        tokens: Tensor,
+        kept_mass: Tensor,
+    ) -> Tensor:
+        """As :meth:`draw`, for rows ``index`` [f] and ``length`` best tokens; returns the rows that need more."""
+        order = _descending(rows, index, length, self.vocab_size)
+        probs = rows.probs[index[:, None], order].double()
+        cumulative = probs.cumsum(1)
+        top_k, top_p = self.top_k[index + start].clamp(min=1), self.top_p[index + start].double()
+        within_k = _at(cumulative, (top_k - 1).clamp(max=length - 1))
+        threshold = top_p * torch.where(top_k < self.vocab_size, within_k, rows.total[index])
+
+        before = torch.cat([torch.zeros_like(probs[:, :1]), cumulative[:, :-1]], 1)
+        rank = torch.arange(length, device=order.device)
+        kept = (before < threshold[:, None]) & (rank < top_k[:, None])
+        last = (kept.sum(1) - 1).clamp(min=0)
+        mass = _at(cumulative, last)
+        # Beyond the kept prefix the sum exceeds its mass, so the search ends within it.
+        drawn = torch.minimum(_search(cumulative, _below(self.uniforms[index + start], mass)), last)
+        tokens[index] = _at(order, drawn)
+        kept_mass[index] = mass
+        if length == self.vocab_size:
+            return index[:0]
+        return index[(cumulative[:, -1] < threshold) & (top_k > length)]
+
+
+def _shortlist(needed: int, vocab_size: int) -> int:
+    """The shortest list that holds ``needed`` tokens; the vocabulary is the longest."""
+    return min(next((n for n in _SHORTLISTS if needed <= n), vocab_size), vocab_size)
+
+
+def _descending(rows: _Probabilities, index: Tensor, length: int, vocab_size: int) -> Tensor:
+    """Tokens of the ``length`` largest scaled logits of the rows ``index`` [f], in order; of equals the lower first.
+
+    The n largest of a row lie in the n blocks with the largest maxima (each other block's entries are beaten by n
+    maxima, with the same rule for equals), so that a short list is found without reading the row.
+    """
+    if length == vocab_size:
+        scaled = rows.scaled[:, :vocab_size].index_select(0, index)
+        return scaled.sort(dim=1, descending=True, stable=True).indices
+    num_blocks = rows.block_max.shape[1]
+    if 2 * length > num_blocks:
+        return _best(rows.scaled[:, :vocab_size].index_select(0, index), length)
+    block_max = rows.block_max.index_select(0, index)
+    blocks = block_max.sort(dim=1, descending=True, stable=True).indices[:, :length].sort(dim=1).values
+    candidates = rows.scaled.view(-1, num_blocks, _BLOCK)[index[:, None], blocks].flatten(1)
+    best = _best(candidates, length)
+    return blocks.gather(1, best // _BLOCK) * _BLOCK + best % _BLOCK
+
+
+def _best(values: Tensor, length: int) -> Tensor:
+    """Indices of the ``length`` largest of each row of ``values``, in order; of equal ones the lower index first."""
+    best = values.topk(length, 1, sorted=False).indices.sort(dim=1).values
+    best_values, order = values.gather(1, best).sort(dim=1, descending=True, stable=True)
+    return _settle_ties(values, best.gather(1, order), best_values)
+
+
+def _settle_ties(values: Tensor, best: Tensor, best_values: Tensor) -> Tensor:
+    """Replace the tail of ``best`` [f, n], where the values equal the last one, by the row's lowest such indices.
+
+    Which of the values equal to the n-th it returns is left open by torch.topk, and rounded to bfloat16 many are equal.
+    """
+    last = best_values[:, -1:]
+    tied, inside = values == last, (best_values == last).sum(1)
+    ambiguous = (tied.sum(1) > inside).nonzero().squeeze(1)
+    if ambiguous.numel():
+        row, column = tied[ambiguous].nonzero().unbind(1)  # by row, then ascending
+        first = torch.searchsorted(row, torch.arange(len(ambiguous), device=row.device))
+        rank = torch.arange(len(row), device=row.device) - first[row]
+        places = inside[ambiguous][row]
+        taken = rank < places
+        row, column, rank, places = row[taken], column[taken], rank[taken], places[taken]
+        best[ambiguous[row], best.shape[1] - places + rank] = column
+    return best
+
+
+def _at(values: Tensor, index: Tensor) -> Tensor:
+    """``values[i, index[i]]`` for every row i."""
+    return values.gather(1, index[:, None]).squeeze(1)
+
+
+def _block(values: Tensor, block: Tensor) -> Tensor:
+    """[c, 256]: block number ``block[i]`` of row i."""
+    columns = block[:, None] * _BLOCK + torch.arange(_BLOCK, device=values.device)
+    return values.gather(1, columns)
+
+
+def _below(fraction: Tensor, total: Tensor) -> Tensor:
+    """``fraction * total``, and strictly below ``total`` even where that rounds up."""
+    return torch.minimum(fraction * total, torch.nextafter(total, torch.zeros_like(total)))
+
+
+def _search(cumulative: Tensor, target: Tensor) -> Tensor:
+    """First index whose cumulative sum exceeds ``target`` [c]; the last index where none does (NaN)."""
+    found = torch.searchsorted(cumulative, target[:, None], right=True).squeeze(1)
+    return found.clamp(max=cumulative.shape[1] - 1)

@@ -1,0 +1,120 @@
+"""One consistent snapshot of the engine, for people, supervisors and trainers.
+
+Invariants: taken between two steps; reading has no side effect (no emptying, no synchronisation, no token generated).
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import monotonic
+from typing import Any
+
+from ..io_struct import DeviceMemory, GetStatusReqOutput, KVUsage
+from .batching import Batcher
+from .cache.manager import CacheManager
+from .config import PAGE_SIZE, EngineConfig
+from .device.memory import DeviceMemoryReading, get_available_memory
+from .lifecycle import Lifecycle
+from .results import Results
+from .updates import WeightUpdates
+from .waiting import AdmissionLimits, WaitingQueue
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StaticFacts:
+    """What never changes after start."""
+
+    dtype: str
+    weights_bytes: int
+    kv_bytes: int
+    kv_bytes_per_token: int
+    version: str
+
+
+class StatusReporter:
+    """Builds status replies from the parts."""
+
+    def __init__(
+        self,
+        *,
+        config: EngineConfig,
+        limits: AdmissionLimits,
+        facts: StaticFacts,
+        lifecycle: Lifecycle,
+        updates: WeightUpdates,
+        batcher: Batcher,
+        waiting: WaitingQueue,
+        results: Results,
+        cache: CacheManager,
+        device_module: Any,
+        last_step_at: Callable[[], float | None],
+    ) -> None:
+        self._config = config
+        self._limits = limits
+        self._facts = facts
+        self._lifecycle = lifecycle
+        self._updates = updates
+        self._batcher = batcher
+        self._waiting = waiting
+        self._results = results
+        self._cache = cache
+        self._device_module = device_module
+        self._last_step_at = last_step_at
+        self._started = monotonic()
+
+    def __call__(self, message_id: str) -> GetStatusReqOutput:
+        """The reply to status request ``message_id``."""
+        lifecycle, now, last = self._lifecycle, monotonic(), self._last_step_at()
+        return GetStatusReqOutput(
+            id=message_id,
+            generation=lifecycle.generation,
+            pause_mode=lifecycle.pause_mode,
+            pause_age_s=lifecycle.pause_age_s,
+            pause_owner=lifecycle.pause_owner,
+            weights=lifecycle.weights,
+            weights_detail=lifecycle.weights_detail,
+            memory="resident",
+            weight_version=lifecycle.stamp.version,
+            weights_epoch=lifecycle.stamp.epoch,
+            session=self._updates.session_status(),
+            update=self._updates.progress(),
+            running_requests=self._batcher.num_running,
+            prefilling_requests=self._batcher.num_prefilling,
+            waiting_requests=len(self._waiting),
+            step=lifecycle.step,
+            last_step_age_s=None if last is None else now - last,
+            generated_tokens=self._results.generated_tokens,
+            num_retractions=self._batcher.num_retractions,
+            kv=self._kv(),
+            device_memory=self._memory(),
+            model_path=self._updates.model_path,
+            dtype=self._facts.dtype,
+            device=self._config.device,
+            context_len=self._limits.context_len,
+            vocab_size=self._limits.vocab_size,
+            max_running_requests=self._config.max_running_requests,
+            uptime_s=now - self._started,
+            pid=os.getpid(),
+            version=self._facts.version,
+        )
+
+    def _kv(self) -> KVUsage:
+        usage = self._cache.usage()
+        return KVUsage(
+            free=usage.free * PAGE_SIZE,
+            cached=usage.cached * PAGE_SIZE,
+            held=usage.held * PAGE_SIZE,
+            total=usage.total * PAGE_SIZE,
+            page_size=PAGE_SIZE,
+            bytes_per_token=self._facts.kv_bytes_per_token,
+        )
+
+    def _memory(self) -> DeviceMemory:
+        reading = DeviceMemoryReading.of(self._device_module)
+        return DeviceMemory(
+            reserved=reading.reserved,
+            allocated=reading.allocated,
+            available=get_available_memory(self._config.device),
+            weights=self._facts.weights_bytes,
+            kv_cache=self._facts.kv_bytes,
+        )

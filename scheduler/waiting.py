@@ -1,0 +1,167 @@
+"""Admission and the queue of requests without KV.
+
+Invariants:
+- A request that could never run, alone on an empty engine, is refused here with the numbers; nothing later refuses.
+- First come, first served. Retracted and preempted requests go back to the front, in the order they first ran.
+- A request leaves the queue by being popped for a batch or by being finished; finished ones are dropped lazily, so
+  abort is O(1) and never searches.
+"""
+
+import secrets
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from ..io_struct import CaesuraError, ErrorCode, GenerateReqInput
+from .config import PAGE_SIZE
+from .request import Phase, Request, make_requests
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdmissionLimits:
+    """What no request may exceed, fixed at start."""
+
+    context_len: int
+    """Prompt plus output, tokens."""
+    pool_tokens: int
+    """The KV pool, tokens."""
+    vocab_size: int
+    max_waiting: int
+    """Samples."""
+    eos_token_ids: tuple[int, ...]
+
+
+def admit(
+    message: GenerateReqInput, *, client: bytes, limits: AdmissionLimits, waiting: int, now: float
+) -> list[Request]:
+    """The requests of an acceptable message.
+
+    Raises:
+        CaesuraError: ``invalid_request``, ``prompt_too_long``, ``exceeds_kv_pool`` or ``queue_full``; nothing changed.
+    """
+    params = message.sampling_params
+    for field, value, requirement in params.problems():
+        raise CaesuraError(
+            ErrorCode.INVALID_REQUEST,
+            f"sampling_params.{field} = {value!r} {requirement}",
+            field=f"sampling_params.{field}",
+            value=value if value == value else "nan",
+        )
+    _check_ids("input_ids", message.input_ids, limits.vocab_size)
+    _check_ids("sampling_params.stop_token_ids", params.stop_token_ids, limits.vocab_size)
+    prompt_len = len(message.input_ids)
+    if prompt_len == 0:
+        raise CaesuraError(ErrorCode.INVALID_REQUEST, "input_ids is empty", field="input_ids", value=[])
+    if waiting + params.n > limits.max_waiting:
+        raise CaesuraError(
+            ErrorCode.QUEUE_FULL,
+            f"{waiting} samples are waiting, the limit is {limits.max_waiting}",
+            waiting=waiting,
+            limit=limits.max_waiting,
+        )
+    limit = _total_limit(prompt_len, params.max_new_tokens, limits)
+    return make_requests(
+        message,
+        client=client,
+        seed=params.seed if params.seed is not None else secrets.randbits(63),
+        limit=limit,
+        eos_token_ids=limits.eos_token_ids,
+        arrival=now,
+    )
+
+
+def _total_limit(prompt_len: int, max_new_tokens: int | None, limits: AdmissionLimits) -> int:
+    """Tokens at which the request ends; refuses what does not fit the context or the pool."""
+    new_tokens = max_new_tokens if max_new_tokens is not None else max(limits.context_len - prompt_len, 1)
+    if prompt_len + new_tokens > limits.context_len:
+        raise CaesuraError(
+            ErrorCode.PROMPT_TOO_LONG,
+            f"{prompt_len} prompt tokens and {new_tokens} new ones exceed the context of {limits.context_len}",
+            prompt_tokens=prompt_len,
+            max_new_tokens=new_tokens,
+            limit=limits.context_len,
+        )
+    # The last sampled token never gets KV. Without an own limit a request takes what the pool can give.
+    needed = prompt_len + new_tokens - 1
+    if needed > limits.pool_tokens and max_new_tokens is None and prompt_len <= limits.pool_tokens:
+        return limits.pool_tokens + 1
+    if needed > limits.pool_tokens:
+        raise CaesuraError(
+            ErrorCode.EXCEEDS_KV_POOL,
+            f"the request needs KV for {needed} tokens, the whole pool holds {limits.pool_tokens}",
+            needed_tokens=needed,
+            total_tokens=limits.pool_tokens,
+        )
+    return prompt_len + new_tokens
+
+
+def _check_ids(field: str, ids: list[int], vocab_size: int) -> None:
+    """Ids are non-negative by the wire's types; here against the vocabulary."""
+    if ids and max(ids) >= vocab_size:
+        position = next(i for i, token in enumerate(ids) if token >= vocab_size)
+        raise CaesuraError(
+            ErrorCode.INVALID_REQUEST,
+            f"{field}[{position}] = {ids[position]} is outside the vocabulary of {vocab_size}",
+            field=field,
+            position=position,
+            value=ids[position],
+            vocab_size=vocab_size,
+        )
+
+
+class WaitingQueue:
+    """Requests without KV, in the order they will run."""
+
+    def __init__(self) -> None:
+        self._queue: deque[Request] = deque()
+        self._count = 0
+
+    def __len__(self) -> int:
+        """Live requests in the queue."""
+        return self._count
+
+    def __iter__(self) -> Iterator[Request]:
+        """Live requests, first to run first."""
+        return (request for request in self._queue if request.phase is Phase.WAITING)
+
+    def append(self, request: Request) -> None:
+        """A new request goes to the back."""
+        self._queue.append(request)
+        self._count += 1
+
+    def push_front(self, requests: list[Request]) -> None:
+        """Retracted or preempted requests, given in the order in which they shall run."""
+        for request in reversed(requests):
+            request.phase = Phase.WAITING
+            self._queue.appendleft(request)
+        self._count += len(requests)
+
+    def forget_finished(self) -> None:
+        """One queued request was finished where it stood; its entry is dropped when it comes up."""
+        self._count -= 1
+        if self._count == 0:
+            self._queue.clear()
+
+    def pop_admissible(self, admissible: Callable[[Request], bool], look_ahead: int) -> Request | None:
+        """Remove and return the first request that ``admissible`` accepts among the first ``look_ahead`` live ones.
+
+        Those passed over keep their places.
+        """
+        passed: list[Request] = []
+        found: Request | None = None
+        while self._queue and len(passed) < look_ahead:
+            request = self._queue.popleft()
+            if request.phase is not Phase.WAITING:
+                continue
+            if admissible(request):
+                found = request
+                self._count -= 1
+                break
+            passed.append(request)
+        self._queue.extendleft(reversed(passed))
+        return found
+
+
+def pages_for(tokens: int) -> int:
+    """KV pages that hold ``tokens`` tokens."""
+    return -(-tokens // PAGE_SIZE)

@@ -1,0 +1,235 @@
+"""Named tensors into a model's parameters, in place; where they come from is a transport's business.
+
+Invariants:
+- :meth:`WeightLoader.check` sees names, shapes and dtypes before a byte is written, and lists every problem at once.
+- A name counts as written only when all its rows are; a tensor that is being rewritten counts as not written until it
+  is whole again.
+- The result depends on the tensors alone: not on how they were cut into pieces, nor on how often they were written.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
+from math import prod
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ...io_struct import CaesuraError, ErrorCode
+from ..layers.parameters import WeightSlot
+from ..models.base import CausalLM
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""safetensors dtype names, which are the wire's, too."""
+
+_CASTABLE = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class NamedSpec(Protocol):
+    """What :meth:`WeightLoader.check` reads of a tensor: io_struct's TensorSpec, or a checkpoint's."""
+
+    @property
+    def name(self) -> str:
+        """Checkpoint name."""
+        ...
+
+    @property
+    def dtype(self) -> str:
+        """A key of :data:`DTYPES`."""
+        ...
+
+    @property
+    def shape(self) -> list[int]:
+        """Elements per dimension."""
+        ...
+
+
+@dataclass(slots=True, frozen=True)
+class WeightPiece:
+    """Some rows of one checkpoint tensor; ``rows`` is valid until the next piece is asked for."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    dtype: torch.dtype
+    start_row: int
+    """First row of dimension 0; 0 for a scalar."""
+    rows: Tensor
+    """[n, *shape[1:]], or the scalar itself."""
+
+
+@dataclass(slots=True, kw_only=True)
+class LoadCounts:
+    """What was written; names as in the wire's WeightUpdateReqOutput."""
+
+    written_tensors: int = 0
+    """Tensors completed."""
+    written_bytes: int = 0
+    """Bytes taken from the source, before any cast."""
+    changed_tensors: int = 0
+    """Completed tensors that differed from what was there."""
+    cast_tensors: int = 0
+    """Completed tensors that were cast from another float dtype."""
+    skipped_tensors: int = 0
+    """Tensors that the model ignores by its own list."""
+
+    def add(self, other: "LoadCounts") -> None:
+        """Add ``other`` to these, field by field."""
+        for counter in fields(self):
+            setattr(self, counter.name, getattr(self, counter.name) + getattr(other, counter.name))
+
+
+@dataclass(slots=True)
+class _Problems:
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    mismatched: list[dict[str, Any]] = field(default_factory=list)
+
+    def raise_if_any(self) -> None:
+        if not (self.missing or self.unexpected or self.mismatched):
+            return
+        kinds = ("missing", self.missing), ("unexpected", self.unexpected), ("mismatched", self.mismatched)
+        summary = ", ".join(f"{len(found)} {kind}" for kind, found in kinds if found)
+        raise CaesuraError(
+            ErrorCode.WEIGHT_MISMATCH,
+            f"these tensors do not fit the model: {summary}",
+            missing=self.missing,
+            unexpected=self.unexpected,
+            mismatched=self.mismatched,
+        )
+
+
+class WeightLoader:
+    """Writes pieces of checkpoint tensors into one model."""
+
+    def __init__(self, model: CausalLM) -> None:
+        self._slots = model.weight_slots()
+        self._required = self._slots.keys() - model.optional_names
+        self._is_skipped = model.is_skipped
+        self._open: tuple[str, int, bool] | None = None  # name, rows written so far, changed so far
+        self.written: set[str] = set()
+        """Names that are whole since the last :meth:`forget_written`."""
+        self.counts = LoadCounts()
+        """Since the last :meth:`take_counts`."""
+
+    def check(self, specs: Iterable[NamedSpec], complete: bool) -> None:
+        """Compare what will come with what the model takes; nothing is written.
+
+        Args:
+            complete: every required tensor must be among ``specs``.
+
+        Raises:
+            CaesuraError: WEIGHT_MISMATCH with ``missing`` and ``unexpected`` names and ``mismatched`` entries
+                ``{name, expected_shape, got_shape}``, ``{name, expected_dtype, got_dtype}`` or ``{name, reason}``.
+        """
+        problems = _Problems()
+        seen: set[str] = set()
+        for spec in specs:
+            if self._is_skipped(spec.name):
+                continue
+            slot = self._slots.get(spec.name)
+            if slot is None:
+                problems.unexpected.append(spec.name)
+            else:
+                problems.mismatched += _mismatches(
+                    slot, tuple(spec.shape), DTYPES.get(spec.dtype), spec.dtype
+                )
+            if spec.name in seen:
+                problems.mismatched.append({"name": spec.name, "reason": "named twice"})
+            seen.add(spec.name)
+        if complete:
+            problems.missing = self.missing(seen)
+        problems.raise_if_any()
+
+    def skip(self, name: str) -> bool:
+        """Whether the model ignores this tensor; counts it if so. For transports that can pass over its bytes."""
+        skipped = self._is_skipped(name)
+        self.counts.skipped_tensors += skipped
+        return skipped
+
+    def write(self, piece: WeightPiece) -> None:
+        """Write one piece in place; a tensor's pieces come in row order, not interleaved with another's.
+
+        Raises:
+            CaesuraError: WEIGHT_MISMATCH, before a byte of this piece is written.
+        """
+        if self._is_skipped(piece.name):
+            self.counts.skipped_tensors += piece.start_row == 0
+            return
+        slot = self._slot_for(piece)
+        due, changed = 0, False
+        if self._open is not None and self._open[0] == piece.name and piece.start_row > 0:
+            _, due, changed = self._open
+        if piece.start_row != due:
+            problem = {"name": piece.name, "reason": f"row {piece.start_row} came when row {due} was due"}
+            _Problems(mismatched=[problem]).raise_if_any()
+        self.written.discard(piece.name)
+        changed = changed or slot.differs(piece.rows, piece.start_row)
+        slot.write(piece.rows, piece.start_row)
+        self.counts.written_bytes += piece.rows.nbytes
+        rows_done = piece.start_row + (piece.rows.shape[0] if piece.shape else 1)
+        if rows_done < (piece.shape[0] if piece.shape else 1):
+            self._open = (piece.name, rows_done, changed)
+            return
+        self._open = None
+        self.written.add(piece.name)
+        self.counts.written_tensors += 1
+        self.counts.changed_tensors += changed
+        self.counts.cast_tensors += piece.dtype != slot.dtype
+
+    def missing(self, written: set[str]) -> list[str]:
+        """Required names that are not in ``written``, in the model's order: what a complete update still lacks."""
+        return [name for name in self._slots if name in self._required and name not in written]
+
+    def take_counts(self) -> LoadCounts:
+        """The counts so far; counting starts again from zero."""
+        counts, self.counts = self.counts, LoadCounts()
+        return counts
+
+    def forget_written(self) -> None:
+        """Start a new account of which names are whole, after a commit for instance."""
+        self.written = set()
+        self._open = None
+
+    def _slot_for(self, piece: WeightPiece) -> WeightSlot:
+        if piece.name not in self._slots:
+            _Problems(unexpected=[piece.name]).raise_if_any()
+        slot = self._slots[piece.name]
+        got = _NAMES.get(piece.rows.dtype, str(piece.rows.dtype))
+        problems = _mismatches(slot, piece.shape, piece.rows.dtype, got)
+        end = piece.start_row + (piece.rows.shape[0] if piece.rows.dim() else 1)
+        if piece.rows.shape[1:] != piece.shape[1:] or end > prod(piece.shape[:1]):
+            got_rows = list(piece.rows.shape)
+            problems.append(
+                {"name": piece.name, "reason": f"rows {got_rows} at row {piece.start_row} do not fit"}
+            )
+        _Problems(mismatched=problems).raise_if_any()
+        return slot
+
+
+def _mismatches(
+    slot: WeightSlot, shape: tuple[int, ...], dtype: torch.dtype | None, dtype_name: str
+) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    if shape != slot.shape:
+        found.append({"name": slot.name, "expected_shape": list(slot.shape), "got_shape": list(shape)})
+    if dtype != slot.dtype and not (dtype in _CASTABLE and slot.dtype in _CASTABLE):
+        found.append({"name": slot.name, "expected_dtype": _NAMES[slot.dtype], "got_dtype": dtype_name})
+    return found

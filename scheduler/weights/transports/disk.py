@@ -1,0 +1,280 @@
+"""Checkpoints on disk: safetensors files, read with ``pread`` into one reusable bucket.
+
+Invariants:
+- Every header is parsed and checked against its file, and the files against the index, before a tensor is read.
+- Nothing is memory-mapped: a mapped file that someone truncates is SIGBUS, and its pages count as resident. Nothing is
+  unpickled.
+- Each piece is checked to have arrived whole, from the very file whose header was read.
+
+The safetensors library maps files or reads them whole and offers no read at an offset, hence a parser of our own; the
+format is described at https://huggingface.co/docs/safetensors.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from ....io_struct import CaesuraError, ErrorCode
+from ..loader import DTYPES, WeightLoader, WeightPiece
+
+_MAX_HEADER_BYTES = 100_000_000  # the format's own bound
+_LENGTH_BYTES = 8
+_PICKLE_MAGIC = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")  # torch.save, pickle
+_OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class _Entry(msgspec.Struct, forbid_unknown_fields=True):
+    dtype: str
+    shape: list[_Count]
+    data_offsets: tuple[_Count, _Count]
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+    metadata: dict[str, Any] | None = None
+
+
+@dataclass(slots=True, frozen=True)
+class StoredTensor:
+    """Where one tensor lies."""
+
+    name: str
+    dtype: str
+    """safetensors name, a key of :data:`~..loader.DTYPES`."""
+    shape: list[int]
+    file: int
+    """Index into the checkpoint's files."""
+    offset: int
+    """Bytes from the start of the file."""
+    nbytes: int
+
+
+@dataclass(slots=True, frozen=True)
+class _File:
+    path: Path
+    identity: tuple[int, int, int, int]
+    """Device, inode, size, modification time in ns: the file whose header was read."""
+
+
+class Checkpoint:
+    """A checked folder of safetensors files; holds no open file."""
+
+    def __init__(self, path: Path, files: list[_File], tensors: list[StoredTensor]) -> None:
+        self.path = path
+        self.specs = tensors
+        """All tensors, file by file, in file order."""
+        self.total_bytes = sum(tensor.nbytes for tensor in tensors)
+        """Bytes of tensor data."""
+        self._files = files
+
+    def pieces(self, bucket: Tensor, skip: Callable[[str], bool] | None = None) -> Iterator[WeightPiece]:
+        """Read tensors in file order, large ones in ranges of rows.
+
+        Args:
+            bucket: uint8 [n] on the CPU, reused for every piece, so that a piece is valid until the next. A row that is
+                larger than it is read into a temporary of its own.
+            skip: called once per tensor name; True passes over it without reading.
+
+        Raises:
+            CaesuraError: CHECKPOINT_ERROR when a file changed since its header was read, or ends early.
+        """
+        for number, file in enumerate(self._files):
+            tensors = [t for t in self.specs if t.file == number and not (skip is not None and skip(t.name))]
+            if not tensors:
+                continue
+            descriptor = _open(file.path)
+            try:
+                for tensor in tensors:
+                    yield from _read_tensor(descriptor, file, tensor, bucket)
+            finally:
+                os.close(descriptor)
+
+
+def open_checkpoint(path: str | Path) -> Checkpoint:
+    """Find and check the safetensors files of a folder.
+
+    ``model.safetensors`` is preferred to ``model.safetensors.index.json``, as transformers does, and both to whatever
+    other ``*.safetensors`` there are.
+
+    Raises:
+        CaesuraError: CHECKPOINT_ERROR with ``path`` and ``reason``.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise _error(folder, "is not a folder")
+    index_path = folder / "model.safetensors.index.json"
+    index: dict[str, str] | None = None
+    if (folder / "model.safetensors").exists():
+        paths = [folder / "model.safetensors"]
+    elif index_path.exists():
+        index = _read_index(index_path)
+        paths = [folder / name for name in sorted(set(index.values()))]
+    else:
+        paths = sorted(folder.glob("*.safetensors"))
+    if not paths:
+        others = any(True for pattern in _OTHER_WEIGHTS for _ in folder.glob(pattern))
+        reason = "has no *.safetensors file"
+        raise _error(folder, f"{reason}; only safetensors is read, never a pickle" if others else reason)
+    files: list[_File] = []
+    tensors: list[StoredTensor] = []
+    for number, file_path in enumerate(paths):
+        file, found = _read_file_header(file_path, number)
+        files.append(file)
+        tensors += found
+    _check_names(folder, files, tensors, index)
+    return Checkpoint(folder, files, tensors)
+
+
+def load_from_disk(loader: WeightLoader, checkpoint: Checkpoint, bucket_bytes: int) -> None:
+    """Check and load a complete checkpoint without interruption: a cold start."""
+    loader.check(checkpoint.specs, complete=True)
+    bucket = torch.empty(bucket_bytes, dtype=torch.uint8)
+    for piece in checkpoint.pieces(bucket, skip=loader.skip):
+        loader.write(piece)
+
+
+def _error(path: Path, reason: str) -> CaesuraError:
+    return CaesuraError(ErrorCode.CHECKPOINT_ERROR, f"{path}: {reason}", path=str(path), reason=reason)
+
+
+def _open(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise _error(path, f"cannot be opened: {error.strerror}") from error
+
+
+def _identity(descriptor: int) -> tuple[int, int, int, int]:
+    stat = os.fstat(descriptor)
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    try:
+        index = msgspec.json.decode(path.read_bytes(), type=_Index)
+    except OSError as error:
+        raise _error(path, f"cannot be read: {error.strerror}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise _error(path, f"is not a safetensors index: {error}") from error
+    for file in index.weight_map.values():
+        if file != os.path.basename(file) or not file.endswith(".safetensors"):
+            raise _error(path, f"names {file!r}, which is not a safetensors file of this folder")
+    return index.weight_map
+
+
+def _read_file_header(path: Path, number: int) -> tuple[_File, list[StoredTensor]]:
+    descriptor = _open(path)
+    try:
+        identity = _identity(descriptor)
+        size = identity[2]
+        prefix = os.pread(descriptor, _LENGTH_BYTES, 0)
+        length = int.from_bytes(prefix, "little")
+        if len(prefix) < _LENGTH_BYTES:
+            raise _error(path, f"is truncated: {size} bytes, less than a header's length field")
+        if prefix.startswith(_PICKLE_MAGIC) and length > size:
+            raise _error(path, "is a pickle or zip file, not safetensors; pickles are never read")
+        if length > _MAX_HEADER_BYTES:
+            raise _error(path, f"is not safetensors: its header would be {length} bytes long")
+        if _LENGTH_BYTES + length > size:
+            raise _error(
+                path, f"is truncated within its header: {size} bytes of at least {_LENGTH_BYTES + length}"
+            )
+        header = os.pread(descriptor, length, _LENGTH_BYTES)
+    finally:
+        os.close(descriptor)
+    entries = _parse_header(path, header)
+    return _File(path, identity), _place_tensors(path, number, entries, _LENGTH_BYTES + length, size)
+
+
+def _parse_header(path: Path, header: bytes) -> dict[str, _Entry]:
+    try:
+        raw = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
+        raw.pop("__metadata__", None)
+        return {name: msgspec.json.decode(value, type=_Entry) for name, value in raw.items()}
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise _error(path, f"is not safetensors: its header is not valid ({error})") from error
+
+
+def _place_tensors(
+    path: Path, number: int, entries: dict[str, _Entry], data_start: int, size: int
+) -> list[StoredTensor]:
+    """Tensors in file order; they must cover the file's data without gap or overlap."""
+    tensors = []
+    position = 0
+    for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
+        begin, end = entry.data_offsets
+        dtype = DTYPES.get(entry.dtype)
+        if dtype is None:
+            raise _error(path, f"has {name!r} of unknown dtype {entry.dtype!r}")
+        if end - begin != prod(entry.shape) * dtype.itemsize:
+            raise _error(path, f"has {name!r} with {end - begin} bytes for {entry.dtype} {entry.shape}")
+        if begin != position:
+            raise _error(
+                path, f"has {name!r} at offset {begin} where {position} was due: a gap or an overlap"
+            )
+        tensors.append(StoredTensor(name, entry.dtype, entry.shape, number, data_start + begin, end - begin))
+        position = end
+    if data_start + position != size:
+        kind = "is truncated" if size < data_start + position else "has trailing data"
+        raise _error(path, f"{kind}: {size} bytes where its header promises {data_start + position}")
+    return tensors
+
+
+def _check_names(
+    folder: Path, files: list[_File], tensors: list[StoredTensor], index: dict[str, str] | None
+) -> None:
+    """Each name in one file only, and where the index says."""
+    found: dict[str, str] = {}
+    for tensor in tensors:
+        file = files[tensor.file].path.name
+        if tensor.name in found:
+            raise _error(folder, f"holds {tensor.name!r} twice, in {found[tensor.name]} and {file}")
+        found[tensor.name] = file
+    if index is None or index == found:
+        return
+    wrong = sorted(name for name in index.keys() | found.keys() if index.get(name) != found.get(name))
+    name = wrong[0]
+    says, has = index.get(name, "no file"), found.get(name, "no file")
+    others = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+    raise _error(folder, f"has an index that puts {name!r} in {says} while it is in {has}{others}")
+
+
+def _read_tensor(descriptor: int, file: _File, tensor: StoredTensor, bucket: Tensor) -> Iterator[WeightPiece]:
+    dtype, shape = DTYPES[tensor.dtype], tuple(tensor.shape)
+    num_rows = shape[0] if shape else 1
+    row_bytes = tensor.nbytes // num_rows if num_rows else 0
+    if row_bytes > bucket.shape[0]:
+        bucket = torch.empty(row_bytes, dtype=torch.uint8)
+    step = bucket.shape[0] // row_bytes if row_bytes else max(1, num_rows)
+    for start in range(0, max(1, num_rows), step):
+        rows = min(step, num_rows - start)
+        part = bucket[: rows * row_bytes]
+        _read_exactly(descriptor, file, part, tensor.offset + start * row_bytes, tensor.name)
+        yield WeightPiece(
+            tensor.name, shape, dtype, start, part.view(dtype).view((rows, *shape[1:]) if shape else ())
+        )
+
+
+def _read_exactly(descriptor: int, file: _File, part: Tensor, offset: int, name: str) -> None:
+    # A file rewritten under us could be right in size and torn in content: compare before every read.
+    if _identity(descriptor) != file.identity:
+        raise _error(file.path, "changed while it was being read")
+    view = memoryview(part.numpy().data)
+    done = 0
+    while done < len(view):
+        try:
+            count = os.preadv(descriptor, [view[done:]], offset + done)
+        except OSError as error:
+            raise _error(file.path, f"cannot be read in {name!r}: {error.strerror}") from error
+        if count == 0:
+            raise _error(file.path, f"ends within {name!r}: {done} of {len(view)} bytes were there")
+        done += count

@@ -1,0 +1,335 @@
+"""A ROUTER that speaks the wire without an engine behind it, for the tests of the clients.
+
+Runs in a thread (:class:`FakeScheduler`) or as a process (``python fake_scheduler.py --endpoint …``), which is how the
+launcher's tests get a child that starts, refuses, crashes and hangs on demand.
+"""
+
+import argparse
+import json
+import os
+import queue
+import struct
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from typing import Self
+
+import zmq
+
+from caesura.io_struct import (
+    AbortReq,
+    AbortReqOutput,
+    BatchTokenOutput,
+    BeginWeightUpdateReqInput,
+    BeginWeightUpdateReqOutput,
+    ContinueGenerationReqInput,
+    ContinueGenerationReqOutput,
+    DeviceMemory,
+    EndWeightUpdateReqInput,
+    FinishReason,
+    FlushCacheReqInput,
+    FlushCacheReqOutput,
+    GenerateReqInput,
+    GenerateReqOutput,
+    GetStatusReqInput,
+    GetStatusReqOutput,
+    KVUsage,
+    Message,
+    PauseGenerationReqInput,
+    PauseGenerationReqOutput,
+    Request,
+    ShutdownReqInput,
+    ShutdownReqOutput,
+    StageTimes,
+    StreamDelta,
+    UpdateWeightFromDiskReqInput,
+    WeightsCheckerReqInput,
+    WeightsCheckerReqOutput,
+    WeightUpdateReqOutput,
+    WeightVersionSpan,
+    decode_request,
+    encode,
+)
+
+Handler = Callable[[Request], Iterable[Message | bytes]]
+
+
+class VanishError(Exception):
+    """Raised by a handler: close the socket as a crash would."""
+
+
+def ints(values: Iterable[int]) -> bytes:
+    values = list(values)
+    return struct.pack(f"<{len(values)}i", *values)
+
+
+def floats(values: Iterable[float]) -> bytes:
+    values = list(values)
+    return struct.pack(f"<{len(values)}f", *values)
+
+
+def finished(rid: str, tokens: list[int], index: int = 0, **fields: object) -> GenerateReqOutput:
+    """A terminal result whose lengths agree, unless ``fields`` say otherwise."""
+    span = WeightVersionSpan(version="v0", epoch=0, start=0, end=len(tokens))
+    values: dict[str, object] = {
+        "output_ids": ints(tokens),
+        "finish_reason": FinishReason(type="length", length=len(tokens)),
+        "weight_versions": [span] if tokens else [],
+        "prompt_tokens": 3,
+        "cached_tokens": 0,
+        "seed": 7,
+        **fields,
+    }
+    return GenerateReqOutput(rid=rid, index=index, **values)  # type: ignore[arg-type]
+
+
+def results(*outputs: GenerateReqOutput) -> BatchTokenOutput:
+    return BatchTokenOutput(step=1, finished=list(outputs))
+
+
+def delta(*rows: tuple[str, int, int, list[int]], logprob: float = -1.0) -> BatchTokenOutput:
+    """A stream message with rows ``(rid, index, start, tokens)``."""
+    tokens = [token for row in rows for token in row[3]]
+    return BatchTokenOutput(
+        step=1,
+        delta=StreamDelta(
+            rids=[row[0] for row in rows],
+            indices=ints(row[1] for row in rows),
+            starts=ints(row[2] for row in rows),
+            counts=ints(len(row[3]) for row in rows),
+            tokens=ints(tokens),
+            logprobs=floats([logprob] * len(tokens)),
+        ),
+    )
+
+
+def rid_of(request: GenerateReqInput) -> str:
+    return request.rid or request.id
+
+
+def echo(request: GenerateReqInput) -> BatchTokenOutput:
+    """The prompt reversed, per sample with the sample's index appended; logprobs as asked for."""
+    outputs = []
+    for index in range(request.sampling_params.n):
+        tokens = [*reversed(request.input_ids), index]
+        logprobs = floats(-float(token) for token in tokens)
+        outputs.append(
+            finished(
+                rid_of(request),
+                tokens,
+                index,
+                output_logprobs=logprobs if request.return_logprob else None,
+                prompt_tokens=len(request.input_ids),
+            )
+        )
+    return results(*outputs)
+
+
+def update_reply(request: Request, *, committed: bool = True, version: str = "v0") -> WeightUpdateReqOutput:
+    return WeightUpdateReqOutput(
+        id=request.id,
+        committed=committed,
+        weights="valid",
+        weights_epoch=int(committed),
+        weight_version=version,
+        written_tensors=2,
+        written_bytes=64,
+        changed_tensors=1,
+        cast_tensors=0,
+        skipped_tensors=0,
+        flushed=True,
+        stages=StageTimes(total=0.5),
+    )
+
+
+def status_reply(request: Request) -> GetStatusReqOutput:
+    return GetStatusReqOutput(
+        id=request.id,
+        generation="paused",
+        pause_mode="in_place",
+        pause_age_s=1.5,
+        weights="valid",
+        memory="resident",
+        weight_version="v0",
+        weights_epoch=0,
+        running_requests=2,
+        prefilling_requests=0,
+        waiting_requests=1,
+        step=12,
+        generated_tokens=34,
+        num_retractions=0,
+        kv=KVUsage(free=64, cached=16, held=32, total=112, page_size=16, bytes_per_token=128),
+        device_memory=DeviceMemory(
+            reserved=3 << 20, allocated=2 << 20, available=1 << 30, weights=1, kv_cache=2
+        ),
+        model_path="/models/tiny",
+        dtype="float32",
+        device="cpu",
+        context_len=128,
+        vocab_size=64,
+        max_running_requests=8,
+        uptime_s=2.0,
+        pid=os.getpid(),
+        version="0",
+    )
+
+
+def answer(request: Request) -> Iterable[Message]:
+    """What a healthy engine would say to anything, at once."""
+    match request:
+        case GenerateReqInput():
+            return [echo(request)]
+        case AbortReq():
+            return [AbortReqOutput(id=request.id, aborted=1)]
+        case PauseGenerationReqInput():
+            return [
+                PauseGenerationReqOutput(
+                    id=request.id,
+                    mode=request.mode,
+                    step=5,
+                    held_requests=1,
+                    held_tokens=16,
+                    waiting_requests=0,
+                    aborted_requests=0,
+                )
+            ]
+        case ContinueGenerationReqInput():
+            return [
+                ContinueGenerationReqOutput(
+                    id=request.id,
+                    was_paused=True,
+                    reserved_before=4 << 20,
+                    reserved_after=3 << 20,
+                    freed=1 << 20,
+                )
+            ]
+        case FlushCacheReqInput():
+            return [FlushCacheReqOutput(id=request.id, freed_tokens=16)]
+        case GetStatusReqInput():
+            return [status_reply(request)]
+        case BeginWeightUpdateReqInput():
+            return [BeginWeightUpdateReqOutput(id=request.id, weights_epoch=0)]
+        case EndWeightUpdateReqInput():
+            return [update_reply(request, committed=request.commit, version=request.weight_version or "v0")]
+        case UpdateWeightFromDiskReqInput():
+            return [update_reply(request, version=request.weight_version or "v0")]
+        case WeightsCheckerReqInput():
+            return [WeightsCheckerReqOutput(id=request.id, total="00")]
+        case ShutdownReqInput():
+            return [ShutdownReqOutput(id=request.id)]
+    raise AssertionError(f"unexpected {request}")
+
+
+class FakeScheduler:
+    """Answers every request through ``handler``; ``requests`` holds what arrived, in order."""
+
+    def __init__(self, endpoint: str, handler: Handler = answer) -> None:
+        self.endpoint = endpoint
+        self.requests: queue.Queue[Request] = queue.Queue()
+        self._handler = handler
+        self._outgoing: queue.Queue[Message | bytes] = queue.Queue()
+        self._stop = threading.Event()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._router = self._context.socket(zmq.ROUTER)
+        self._router.linger = 0
+        self._router.bind(endpoint)
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def push(self, message: Message | bytes) -> None:
+        """Send something nobody asked for to the client heard last."""
+        self._outgoing.put(message)
+
+    def next_request(self, kind: type[Request] = Request, timeout: float = 10.0) -> Request:
+        """The next request of that kind; others before it are skipped."""
+        while True:
+            request = self.requests.get(timeout=timeout)
+            if isinstance(request, kind):
+                return request
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _run(self) -> None:
+        peer = b""
+        try:
+            while not self._stop.is_set():
+                while not self._outgoing.empty():
+                    self._send(peer, self._outgoing.get())
+                if self._router.poll(5):
+                    peer, header = self._router.recv_multipart()
+                    request = decode_request(header)
+                    replies = self._handler(request)
+                    self.requests.put(request)
+                    for reply in replies:
+                        self._send(peer, reply)
+                    if isinstance(request, ShutdownReqInput):
+                        break
+        except VanishError:
+            pass
+        finally:
+            # Linger so that replies sent just before a close arrive, as a real engine's do.
+            self._router.close(linger=1000)
+            self._context.term()
+
+    def _send(self, peer: bytes, reply: Message | bytes) -> None:
+        self._router.send_multipart([peer, reply if isinstance(reply, bytes) else encode(reply)])
+
+    def wait(self) -> None:
+        self._thread.join()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--endpoint", required=True)
+    parser.add_argument("--ready-fd", type=int, required=True)
+    parser.add_argument("--lifeline-fd", type=int, required=True)
+    parser.add_argument(
+        "--behave",
+        choices=["well", "refuse", "crash", "hang", "die-on-generate", "ignore-signals"],
+        default="well",
+    )
+    options = parser.parse_args()
+
+    def say(**message: object) -> None:
+        os.write(options.ready_fd, json.dumps(message).encode() + b"\n")
+
+    if options.behave == "refuse":
+        say(ready=False, code="checkpoint_error", message="no such folder", detail={"path": "/nowhere"})
+        sys.exit(1)
+    if options.behave == "crash":
+        sys.exit("RuntimeError: out of paper")
+    if options.behave == "hang":
+        os.read(options.lifeline_fd, 1)
+        sys.exit(0)
+
+    def handler(request: Request) -> Iterable[Message | bytes]:
+        if isinstance(request, GenerateReqInput) and options.behave == "die-on-generate":
+            print("last words", file=sys.stderr, flush=True)
+            os._exit(3)
+        if isinstance(request, ShutdownReqInput) and options.behave == "ignore-signals":
+            return []
+        return answer(request)
+
+    if options.behave == "ignore-signals":
+        import signal
+
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        fake = FakeScheduler(options.endpoint, handler)
+        say(ready=True, endpoint=options.endpoint, pid=os.getpid())
+        threading.Event().wait()
+    fake = FakeScheduler(options.endpoint, handler)
+    threading.Thread(target=lambda: (os.read(options.lifeline_fd, 1), os._exit(0)), daemon=True).start()
+    say(ready=True, endpoint=options.endpoint, pid=os.getpid())
+    fake.wait()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""Forward batches built by hand, and a model run over paged KV without a scheduler."""
+
+import random
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from caesura.scheduler.attention.sdpa import SdpaBackend
+from caesura.scheduler.cache.pool import MHAPool
+from caesura.scheduler.forward import ForwardBatch, SamplingBatch
+from caesura.scheduler.models.base import CausalLM
+from caesura.scheduler.models.config import load_model_config
+from caesura.scheduler.models.registry import build_model
+from caesura.scheduler.weights.loader import WeightLoader
+from caesura.scheduler.weights.transports.disk import load_from_disk, open_checkpoint
+
+
+@dataclass
+class Row:
+    """One row of a step."""
+
+    tokens: list[int]
+    """New tokens."""
+    start: int
+    """Position of the first of them."""
+    pages: list[int]
+
+
+def forward_batch(rows: list[Row], num_decode: int, page_size: int = 16) -> ForwardBatch:
+    """A batch that samples every token of ``rows``, of which the first ``num_decode`` decode."""
+    q_lens = [len(row.tokens) for row in rows]
+    kv_lens = [row.start + len(row.tokens) for row in rows]
+    positions = [list(range(row.start, row.start + len(row.tokens))) for row in rows]
+    kv_slots = [
+        row.pages[p // page_size] * page_size + p % page_size for row, where in zip(rows, positions) for p in where
+    ]
+    width = max(-(-kv_len // page_size) for kv_len in kv_lens)
+    table = torch.zeros((len(rows), width), dtype=torch.int32)
+    for index, (row, kv_len) in enumerate(zip(rows, kv_lens)):
+        used = row.pages[: -(-kv_len // page_size)]
+        table[index, : len(used)] = torch.tensor(used, dtype=torch.int32)
+    total = sum(q_lens)
+    return ForwardBatch(
+        num_decode=num_decode,
+        input_ids=torch.tensor([t for row in rows for t in row.tokens]),
+        positions=torch.tensor([p for where in positions for p in where]),
+        kv_slots=torch.tensor(kv_slots),
+        page_table=table,
+        kv_lens=torch.tensor(kv_lens, dtype=torch.int32),
+        q_lens_host=q_lens,
+        kv_lens_host=kv_lens,
+        slots=torch.arange(len(rows)),
+        sample_tokens=torch.arange(total),
+        sample_slots=torch.arange(total),
+        sampling=greedy_sampling(total),
+    )
+
+
+def greedy_sampling(count: int) -> SamplingBatch:
+    """Sampling inputs that nothing in these tests reads."""
+    return SamplingBatch(
+        temperature=torch.ones(count),
+        greedy=torch.ones(count, dtype=torch.bool),
+        top_k=torch.full((count,), 1 << 30),
+        top_p=torch.ones(count),
+        uniforms=torch.zeros(count, dtype=torch.float64),
+        any_sampled=False,
+        any_filtered=False,
+        want_raw=False,
+        want_sampled=False,
+    )
+
+
+@dataclass
+class Sequence:
+    """A request: its tokens, how many have KV, and where."""
+
+    tokens: list[int]
+    computed: int = 0
+    pages: list[int] = field(default_factory=list)
+
+
+def load_model(path: str, dtype: torch.dtype, bucket_bytes: int = 1 << 20) -> CausalLM:
+    """A loaded model on the CPU."""
+    model = build_model(load_model_config(path), dtype, torch.device("cpu"))
+    load_from_disk(WeightLoader(model), open_checkpoint(path), bucket_bytes)
+    model.finalize_weights()
+    return model
+
+
+class PagedModel:
+    """A model with a pool and a backend; pages are handed out in a scrambled order and hold NaN at first."""
+
+    def __init__(self, model: CausalLM, dtype: torch.dtype, num_pages: int = 200) -> None:
+        config = model.config
+        self.model = model
+        self.pool = MHAPool(
+            num_layers=config.num_layers,
+            num_pages=num_pages,
+            kv_heads=config.num_kv_heads,
+            head_size=config.head_dim,
+            dtype=dtype,
+        )
+        for layer in range(config.num_layers):
+            for storage in self.pool.layer(layer):
+                storage.fill_(torch.nan)
+        self.backend = SdpaBackend(self.pool, config.num_heads, config.num_kv_heads, config.head_dim)
+        self._free = list(range(1, num_pages))
+        random.Random(0).shuffle(self._free)
+
+    @torch.inference_mode()
+    def step(self, decode: list[Sequence], prefill: list[tuple[Sequence, int]] = ()) -> list[Tensor]:
+        """Compute one token of each ``decode`` sequence and n of each ``(sequence, n)``; logits [n, vocab] of each."""
+        work = [(sequence, 1) for sequence in decode] + list(prefill)
+        rows = []
+        for sequence, count in work:
+            end = sequence.computed + count
+            while len(sequence.pages) * self.pool.page_size < end:
+                sequence.pages.append(self._free.pop())
+            rows.append(Row(sequence.tokens[sequence.computed : end], sequence.computed, sequence.pages))
+            sequence.computed = end
+        batch = forward_batch(rows, len(decode))
+        self.backend.plan(batch)
+        logits = self.model.logits(self.model.forward(batch, self.backend))
+        return list(logits.clone().split([count for _, count in work]))

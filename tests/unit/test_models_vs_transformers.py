@@ -1,0 +1,192 @@
+"""Logits against transformers, for every family and every way that a token can be computed."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from support.checkpoints import ROPE_LINEAR, make_checkpoint, rewrite_config_as_v4
+from support.forward_batches import PagedModel, Sequence, load_model
+from torch import Tensor
+
+from caesura.scheduler.models.config import FAMILIES, load_model_config
+from caesura.scheduler.models.registry import MODULES, build_model
+
+TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True)
+class Case:
+    family: str
+    tied: bool = False
+    v4: bool = False
+    overrides: dict[str, Any] = field(default_factory=dict)
+
+
+def heads(query: int, kv: int, size: int, hidden: int) -> dict[str, Any]:
+    return {"num_attention_heads": query, "num_key_value_heads": kv, "head_dim": size, "hidden_size": hidden}
+
+
+CASES = {
+    "llama": Case("llama"),
+    "llama-tied-v4": Case("llama", tied=True, v4=True),
+    "llama-bias": Case("llama", overrides={"attention_bias": True}),
+    "llama-groups-of-3": Case("llama", overrides=heads(6, 2, 10, 36)),
+    "llama3-rope": Case("llama3-rope"),
+    "llama3-rope-tied-v4": Case("llama3-rope", tied=True, v4=True),
+    "linear-rope": Case("llama", overrides={"rope_parameters": ROPE_LINEAR}),
+    "mistral": Case("mistral", overrides=heads(3, 3, 14, 42)),
+    "mistral-tied": Case("mistral", tied=True),
+    "qwen2": Case("qwen2", overrides=heads(4, 2, 10, 40)),
+    "qwen2-tied-v4": Case("qwen2", tied=True, v4=True, overrides=heads(6, 2, 6, 36)),
+    "qwen3": Case("qwen3", overrides=heads(6, 2, 16, 44)),
+    "qwen3-tied": Case("qwen3", tied=True),
+    "qwen3-one-kv-head": Case("qwen3", overrides=heads(5, 1, 8, 36)),
+}
+
+
+@dataclass
+class Subject:
+    reference: Any
+    model: Any
+
+    def expected(self, tokens: list[int]) -> Tensor:
+        with torch.inference_mode():
+            return self.reference(torch.tensor([tokens])).logits[0]
+
+    def paged(self) -> PagedModel:
+        return PagedModel(self.model, torch.float32)
+
+
+@pytest.fixture(scope="session", params=CASES)
+def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
+    case = CASES[request.param]
+    path = tmp_path_factory.mktemp(request.param)
+    reference = make_checkpoint(path, case.family, tied=case.tied, seed=len(request.param), **case.overrides)
+    if case.v4:
+        rewrite_config_as_v4(path)
+    return Subject(reference, load_model(str(path), torch.float32))
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return torch.randint(0, 97, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def assert_close(got: Tensor, expected: Tensor) -> None:
+    assert got.shape == expected.shape
+    assert (got - expected).abs().max().item() <= TOLERANCE
+
+
+def test_reference_logits_are_not_trivially_small(subject: Subject) -> None:
+    """The absolute tolerance would mean nothing for logits near zero."""
+    assert subject.expected(prompt(20)).std() > 0.3
+
+
+@pytest.mark.parametrize("length", [1, 16, 17, 70])
+def test_prefill(subject: Subject, length: int) -> None:
+    tokens = prompt(length)
+    (got,) = subject.paged().step([], [(Sequence(tokens), length)])
+    assert_close(got, subject.expected(tokens))
+
+
+def test_prefill_of_several_prompts(subject: Subject) -> None:
+    """Equal lengths are computed together, others apart."""
+    lengths = (23, 23, 5, 23, 32, 32, 32)
+    sequences = [Sequence(prompt(n, seed)) for seed, n in enumerate(lengths)]
+    results = subject.paged().step([], [(s, len(s.tokens)) for s in sequences])
+    for sequence, got in zip(sequences, results):
+        assert_close(got, subject.expected(sequence.tokens))
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 16, 33])
+def test_chunked_prefill(subject: Subject, chunk: int) -> None:
+    tokens = prompt(50)
+    paged, sequence = subject.paged(), Sequence(tokens)
+    parts = []
+    while sequence.computed < len(tokens):
+        parts += paged.step([], [(sequence, min(chunk, len(tokens) - sequence.computed))])
+    assert_close(torch.cat(parts), subject.expected(tokens))
+
+
+def test_decode_of_ragged_rows(subject: Subject) -> None:
+    """Prompts of very different lengths decode together, across page boundaries."""
+    paged = subject.paged()
+    sequences = [Sequence(prompt(n + 6, seed)) for seed, n in enumerate((3, 14, 15, 16, 120, 40))]
+    paged.step([], [(s, len(s.tokens) - 6) for s in sequences])
+    rows = [paged.step(sequences) for _ in range(6)]
+    for index, sequence in enumerate(sequences):
+        got = torch.cat([step[index] for step in rows])
+        assert_close(got, subject.expected(sequence.tokens)[-6:])
+
+
+def test_prefix_hit(subject: Subject) -> None:
+    """A second request starts from pages that the first one computed."""
+    paged, shared = subject.paged(), prompt(32)
+    first = Sequence(shared + prompt(9, 1))
+    paged.step([], [(first, len(first.tokens))])
+    seconds = [Sequence(shared + prompt(12, seed), computed=32, pages=first.pages[:2]) for seed in (2, 3)]
+    for sequence, got in zip(seconds, paged.step([], [(s, 12) for s in seconds])):
+        assert_close(got, subject.expected(sequence.tokens)[32:])
+
+
+def test_mixed_decode_and_prefill(subject: Subject) -> None:
+    paged = subject.paged()
+    decoding = [Sequence(prompt(n, seed)) for seed, n in enumerate((30, 9))]
+    paged.step([], [(s, len(s.tokens) - 1) for s in decoding])
+    chunked, fresh = Sequence(prompt(45, 7)), Sequence(prompt(18, 8))
+    paged.step([], [(chunked, 20)])
+    results = paged.step(decoding, [(chunked, 25), (fresh, 18)])
+    expected = [subject.expected(s.tokens) for s in (*decoding, chunked, fresh)]
+    assert_close(results[0], expected[0][-1:])
+    assert_close(results[1], expected[1][-1:])
+    assert_close(results[2], expected[2][20:])
+    assert_close(results[3], expected[3])
+
+
+def test_only_sampled_tokens_reach_the_head(subject: Subject) -> None:
+    paged, sequence = subject.paged(), Sequence(prompt(21))
+    (logits,) = paged.step([], [(sequence, 21)])
+    from support.forward_batches import Row, forward_batch
+
+    batch = forward_batch([Row(sequence.tokens, 0, sequence.pages)], 0)
+    batch.sample_tokens = torch.tensor([20, 4])
+    with torch.inference_mode():
+        paged.backend.plan(batch)
+        hidden = paged.model.forward(batch, paged.backend)
+        assert hidden.shape == (2, paged.model.config.hidden_size)
+        assert_close(paged.model.logits(hidden), logits[[20, 4]])
+        batch.sample_tokens = torch.tensor([], dtype=torch.int64)
+        assert paged.model.forward(batch, paged.backend).shape == (0, paged.model.config.hidden_size)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_bfloat16(family: str, tmp_path: Any) -> None:
+    """Loose: roundings differ with the order of operations; far tighter than what a wrong operation would give."""
+    reference = make_checkpoint(tmp_path, family, dtype=torch.bfloat16, sharded=True)
+    tokens = prompt(40)
+    paged = PagedModel(load_model(str(tmp_path), torch.bfloat16), torch.bfloat16)
+    sequence = Sequence(tokens)
+    first = paged.step([], [(sequence, 30)])[0]
+    got = torch.cat([first, *(paged.step([sequence])[0] for _ in range(10))])
+    assert got.dtype == torch.bfloat16
+    with torch.inference_mode():
+        expected = reference.float()(torch.tensor([tokens])).logits[0]
+    assert (got.float() - expected).abs().mean() < 0.03 * expected.std()
+
+
+def test_registry_and_config_know_the_same_architectures() -> None:
+    assert MODULES.keys() == FAMILIES.keys()
+
+
+def test_parameters_are_aligned_and_stay_where_they_are(tmp_path: Any) -> None:
+    make_checkpoint(tmp_path, "qwen3", tied=True)
+    model = build_model(load_model_config(tmp_path), torch.float32, torch.device("cpu"))
+    before = {name: tensor.data_ptr() for name, tensor in model.named_storage()}
+    assert all(address % 64 == 0 for address in before.values())
+    loaded = load_model(str(tmp_path), torch.float32)
+    storage = dict(loaded.named_storage())
+    assert "lm_head.weight" not in storage  # tied: one storage, one owner
+    assert len({tensor.data_ptr() for tensor in storage.values()}) == len(storage)
+    assert {name: tuple(t.shape) for name, t in storage.items()} == {
+        name: tuple(t.shape) for name, t in model.named_storage()
+    }

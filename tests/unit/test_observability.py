@@ -1,0 +1,128 @@
+"""Log lines, stage times, counters."""
+
+import io
+import logging
+import re
+
+import pytest
+
+from caesura.scheduler.observability import log, stage_profiler
+from caesura.scheduler.observability.metrics import EngineMetrics
+from caesura.scheduler.observability.stage_profiler import StageProfiler
+
+
+@pytest.fixture
+def stream():
+    """Configured logging, undone afterwards."""
+    logger = logging.getLogger("caesura")
+    before = (logger.level, list(logger.handlers), logger.propagate)
+    yield io.StringIO()
+    logger.setLevel(before[0])
+    logger.handlers, logger.propagate = before[1], before[2]
+
+
+def test_a_record_is_one_line_with_time_level_and_module(stream):
+    log.configure("info", stream=stream)
+    logging.getLogger("caesura.scheduler.loop").info("held %d\nERROR forged", 3)
+    logging.getLogger("caesura.scheduler.loop").debug("below the level")
+    assert re.fullmatch(
+        r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} INFO scheduler\.loop: held 3\\nERROR forged\n",
+        stream.getvalue(),
+    )
+
+
+def test_the_rank_is_shown_where_it_is_not_zero(stream):
+    log.configure("INFO", rank=3, stream=stream)
+    logging.getLogger("caesura.x").warning("hello")
+    assert " WARNING rank3 x: hello\n" in stream.getvalue()
+
+
+def test_a_traceback_is_indented(stream):
+    log.configure(logging.INFO, stream=stream)
+    try:
+        int("first\nsecond")
+    except ValueError:
+        logging.getLogger("caesura.x").exception("failed")
+    head, *rest = stream.getvalue().splitlines()
+    assert head.endswith("ERROR x: failed")
+    assert rest[0] == "\tTraceback (most recent call last):"
+    assert all(line.startswith("\t") for line in rest)
+
+
+def test_configuring_twice_prints_once_and_leaves_the_root_alone(stream):
+    root_handlers = list(logging.getLogger().handlers)
+    log.configure("INFO", stream=io.StringIO())
+    log.configure("INFO", stream=stream)
+    logging.getLogger("caesura.x").info("once")
+    assert stream.getvalue().count("once") == 1
+    assert logging.getLogger().handlers == root_handlers
+
+
+def test_stderr_is_the_default(stream, capsys):
+    log.configure("INFO")
+    logging.getLogger("caesura.x").info("hello")
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.endswith("INFO x: hello\n")
+
+
+def test_unknown_level_is_refused(stream):
+    with pytest.raises(ValueError, match="LOUD"):
+        log.configure("loud", stream=stream)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that is advanced by hand."""
+    now = [100.0]
+    monkeypatch.setattr(stage_profiler, "perf_counter", lambda: now[0])
+    return now
+
+
+def test_stages_accumulate_by_name(clock):
+    profiler = StageProfiler()
+    for seconds in (1.0, 2.0):
+        with profiler.stage("copy"):
+            clock[0] += seconds
+        clock[0] += 10.0
+    with profiler.stage("flush"):
+        clock[0] += 0.5
+    assert {name: (total.count, total.seconds) for name, total in profiler.totals().items()} == {
+        "copy": (2, 3.0),
+        "flush": (1, 0.5),
+    }
+    assert profiler.seconds("copy") == 3.0
+    assert profiler.seconds("never") == 0.0
+    profiler.reset()
+    assert profiler.totals() == {}
+
+
+def test_nested_stages_both_count_and_a_failing_one_too(clock):
+    profiler = StageProfiler()
+    with pytest.raises(KeyError), profiler.stage("outer"):
+        clock[0] += 1.0
+        with profiler.stage("inner"):
+            clock[0] += 2.0
+            raise KeyError
+    assert profiler.seconds("outer") == 3.0
+    assert profiler.seconds("inner") == 2.0
+
+
+def test_totals_are_a_copy(clock):
+    profiler = StageProfiler()
+    with profiler.stage("copy"):
+        clock[0] += 1.0
+    profiler.totals()["copy"].seconds = 9.0
+    assert profiler.seconds("copy") == 1.0
+
+
+def test_metrics_count_by_kind():
+    metrics = EngineMetrics()
+    metrics.count_pause("in_place")
+    metrics.count_pause("in_place")
+    metrics.count_update("disk", 0.5)
+    metrics.count_update("disk", 0.25)
+    assert metrics.pauses == {"in_place": 2}
+    assert metrics.updates == {"disk": 2}
+    assert metrics.update_seconds == 0.75
+    assert EngineMetrics().pauses == {}
