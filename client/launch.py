@@ -104,9 +104,13 @@ class _Child:
         self._listener: weakref.WeakMethod[Any] | None = None
         self._lock = threading.Lock()
         self._exited = threading.Event()
+        try:
+            log = None if log_path is None else open(log_path, "ab")  # noqa: SIM115 (closed below; the child has its own)
+        except OSError:
+            self._remove_directory()
+            raise
         self._ready_read, ready_write = os.pipe()
         lifeline_read, self._lifeline_write = os.pipe()
-        log = None if log_path is None else open(log_path, "ab")  # noqa: SIM115 (closed below; the child has its own)
         try:
             self.process = subprocess.Popen(  # noqa: S603 (our own interpreter and module)
                 [*command, "--ready-fd", str(ready_write), "--lifeline-fd", str(lifeline_read)],
@@ -275,7 +279,7 @@ def launch_scheduler(
     }
     directory = None
     if endpoint is None:
-        directory = _private_directory()
+        directory = private_directory()
         endpoint = f"ipc://{directory}/scheduler.sock"
     arguments = ["--model", os.fspath(model), "--endpoint", endpoint]
     for name, value in options.items():
@@ -292,7 +296,7 @@ def launch_scheduler(
     )
 
 
-def _private_directory() -> Path:
+def private_directory() -> Path:
     """A fresh 0700 directory whose socket path fits into an ipc:// address."""
     directory = tempfile.mkdtemp(prefix="caesura-")
     if len(os.fsencode(directory)) + len("/scheduler.sock") > MAX_IPC_PATH:

@@ -36,6 +36,8 @@ BACKLOG_POLL_S = 0.005
 class Step:
     """A launched step."""
 
+    number: int
+    """Counts launches from 1."""
     batch: ScheduledBatch
     output: ForwardOutput
 
@@ -98,7 +100,7 @@ class Scheduler:
         due, ongoing = (launched, None) if self._depth == 0 else (ongoing, launched)
         if due is not None:
             self._answer(due)
-        self._results.deliver(self._lifecycle.step)
+        self._results.deliver(self._lifecycle.step if due is None else due.number)
         return ongoing
 
     def _hear(self, timeout_s: float | None) -> None:
@@ -152,7 +154,7 @@ class Scheduler:
             return None
         self._lifecycle.step += 1
         try:
-            return Step(batch, self._runner.launch(batch.forward))
+            return Step(self._lifecycle.step, batch, self._runner.launch(batch.forward))
         except Exception as error:  # noqa: BLE001  a batch may fail in any way; its requests must still end
             self._fail(batch, error)
             return None

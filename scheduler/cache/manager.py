@@ -227,9 +227,10 @@ class CacheManager:
         cached = _joined([node.pages for node in nodes if not node.lock_ref])
         locked = _joined([node.pages for node in nodes if node.lock_ref])
         owned = _joined([kv.pages[kv.num_shared : kv.num_pages] for kv in self._open])
-        times = np.bincount(_joined([free, cached, locked, owned]), minlength=self._allocator.total + 1)
+        known = self._allocator.total + 1
+        times = np.bincount(_joined([free, cached, locked, owned]), minlength=known)
         _refuse("scratch or unknown pages with an owner", [0] if times[0] else [])
-        _refuse("unknown pages with an owner", np.nonzero(times[self._allocator.total + 1 :])[0].tolist())
+        _refuse("unknown pages with an owner", (np.nonzero(times[known:])[0] + known).tolist())
         _refuse("pages with several owners", np.nonzero(times > 1)[0].tolist())
         _refuse("pages with no owner", (np.nonzero(times[1:] == 0)[0] + 1).tolist())
         walked = Usage(len(free), len(cached), len(locked) + len(owned), self._allocator.total)

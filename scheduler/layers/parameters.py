@@ -87,6 +87,8 @@ class Parameter:
 
     def slot(self, checkpoint_name: str, start: int = 0, length: int | None = None) -> WeightSlot:
         """The slot of the checkpoint tensor held in rows ``[start, start + length)``; None: to the end."""
+        if self.data.dim() == 0:
+            return WeightSlot(checkpoint_name, self.name, self.data)
         length = self.data.shape[0] - start if length is None else length
         return WeightSlot(checkpoint_name, self.name, self.data.narrow(0, start, length))
 

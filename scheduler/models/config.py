@@ -24,9 +24,9 @@ class _Family:
     """What an architecture's config class assumes where config.json says nothing."""
 
     num_kv_heads: int | None = None
-    """None: as many as query heads."""
+    """None: as many as query heads, which is also what null in a config means."""
     head_dim: int | None = None
-    """None: hidden_size / num_heads."""
+    """None: hidden_size / num_heads, likewise."""
     attention_bias: bool | None = None
     """Fixed by the architecture. None: the config decides."""
 
@@ -110,8 +110,8 @@ def parse_model_config(
         intermediate_size=reader.count("intermediate_size"),
         num_layers=reader.count("num_hidden_layers"),
         num_heads=num_heads,
-        num_kv_heads=reader.count("num_key_value_heads", family.num_kv_heads or num_heads),
-        head_dim=reader.count("head_dim", family.head_dim or max(1, hidden_size // num_heads)),
+        num_kv_heads=reader.count_or("num_key_value_heads", family.num_kv_heads, num_heads),
+        head_dim=reader.count_or("head_dim", family.head_dim, max(1, hidden_size // num_heads)),
         rms_norm_eps=reader.positive(config, "rms_norm_eps", 1e-6),
         rope=_rope(config, reader),
         max_position_embeddings=reader.count("max_position_embeddings"),
@@ -273,6 +273,10 @@ class _Reader:
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise self.invalid(name, f"= {value!r} is not a positive integer")
         return value
+
+    def count_or(self, name: str, absent: int | None, null: int) -> int:
+        """A positive integer; ``absent`` (None: as null) where the config lacks it, ``null`` where it says null."""
+        return self.count(name, null if name in self._config or absent is None else absent)
 
     def positive(self, where: dict[str, Any], name: str, default: float | None = None) -> float:
         """A positive finite number in ``where``."""

@@ -283,9 +283,8 @@ class _FilterPlan:
         threshold = top_p * torch.where(top_k < self.vocab_size, within_k, rows.total[index])
 
         before = torch.cat([torch.zeros_like(probs[:, :1]), cumulative[:, :-1]], 1)
-        rank = torch.arange(length, device=order.device)
-        kept = (before < threshold[:, None]) & (rank < top_k[:, None])
-        last = (kept.sum(1) - 1).clamp(min=0)
+        # top_p <= 1 puts the threshold at or below the sum of the k best, so this enforces top-k, too.
+        last = ((before < threshold[:, None]).sum(1) - 1).clamp(min=0)
         mass = _at(cumulative, last)
         # Beyond the kept prefix the sum exceeds its mass, so the search ends within it.
         drawn = torch.minimum(_search(cumulative, _below(self.uniforms[index + start], mass)), last)
@@ -293,7 +292,7 @@ class _FilterPlan:
         kept_mass[index] = mass
         if length == self.vocab_size:
             return index[:0]
-        return index[(cumulative[:, -1] < threshold) & (top_k > length)]
+        return index[cumulative[:, -1] < threshold]
 
 
 def _shortlist(needed: int, vocab_size: int) -> int:

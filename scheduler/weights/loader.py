@@ -215,7 +215,8 @@ class WeightLoader:
         got = _NAMES.get(piece.rows.dtype, str(piece.rows.dtype))
         problems = _mismatches(slot, piece.shape, piece.rows.dtype, got)
         end = piece.start_row + (piece.rows.shape[0] if piece.rows.dim() else 1)
-        if piece.rows.shape[1:] != piece.shape[1:] or end > prod(piece.shape[:1]):
+        same_dims = piece.rows.dim() == len(piece.shape) and piece.rows.shape[1:] == piece.shape[1:]
+        if not same_dims or end > prod(piece.shape[:1]):
             got_rows = list(piece.rows.shape)
             problems.append(
                 {"name": piece.name, "reason": f"rows {got_rows} at row {piece.start_row} do not fit"}

@@ -232,6 +232,7 @@ class FakeScheduler:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
         self._router.linger = 0
+        self._router.sndhwm = 0  # a ROUTER drops silently at its mark, and this one keeps no queue of its own
         self._router.bind(endpoint)
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()

@@ -33,7 +33,9 @@ def forward_batch(rows: list[Row], num_decode: int, page_size: int = 16) -> Forw
     kv_lens = [row.start + len(row.tokens) for row in rows]
     positions = [list(range(row.start, row.start + len(row.tokens))) for row in rows]
     kv_slots = [
-        row.pages[p // page_size] * page_size + p % page_size for row, where in zip(rows, positions) for p in where
+        row.pages[p // page_size] * page_size + p % page_size
+        for row, where in zip(rows, positions)
+        for p in where
     ]
     width = max(-(-kv_len // page_size) for kv_len in kv_lens)
     table = torch.zeros((len(rows), width), dtype=torch.int32)

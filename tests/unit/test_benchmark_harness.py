@@ -143,11 +143,8 @@ def test_a_silent_peer_and_its_children_are_ended(tmp_path: Path) -> None:
         print(child.pid, file=sys.stderr, flush=True)
         time.sleep(600)
     """
-    process = peer(tmp_path, body)
-    with process, pytest.raises(PeerError, match="no answer to 'start'"):
-        process.call("start", 1.0)
-        pytest.fail("unreachable")
-    process.close(grace_s=0)
+    with pytest.raises(PeerError, match="no answer to 'start'"), peer(tmp_path, body) as process:
+        process.call("start", 2.0)
     child = int((tmp_path / "log").read_text())
     deadline = time.monotonic() + 10
     while Path(f"/proc/{child}/stat").exists() and time.monotonic() < deadline:

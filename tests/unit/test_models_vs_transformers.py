@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from support.checkpoints import ROPE_LINEAR, make_checkpoint, rewrite_config_as_v4
-from support.forward_batches import PagedModel, Sequence, load_model
+from support.forward_batches import PagedModel, Row, Sequence, forward_batch, load_model
 from torch import Tensor
 
 from caesura.scheduler.models.config import FAMILIES, load_model_config
@@ -146,8 +146,6 @@ def test_mixed_decode_and_prefill(subject: Subject) -> None:
 def test_only_sampled_tokens_reach_the_head(subject: Subject) -> None:
     paged, sequence = subject.paged(), Sequence(prompt(21))
     (logits,) = paged.step([], [(sequence, 21)])
-    from support.forward_batches import Row, forward_batch
-
     batch = forward_batch([Row(sequence.tokens, 0, sequence.pages)], 0)
     batch.sample_tokens = torch.tensor([20, 4])
     with torch.inference_mode():

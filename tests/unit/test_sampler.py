@@ -261,6 +261,15 @@ def test_zero_probability_is_never_drawn(u, parameters, fill):
         assert float(out.logprobs[0]) == pytest.approx(-np.log(len(possible)), abs=0.2)
 
 
+@pytest.mark.parametrize("parameters", [{}, {"top_p": 0.9999}, {"top_k": 205}])
+def test_rounding_of_sums_does_not_push_the_draw_past_the_end(parameters):
+    """Behind the last possible token of a block lie impossible ones; float32 sums round to either side."""
+    logits = torch.randn(500, 256, generator=torch.Generator().manual_seed(2))
+    logits[:, 200:] = -torch.inf
+    tokens = sample(logits, u=LARGEST_UNIFORM, **parameters).token_ids
+    assert int(tokens.max()) < 200
+
+
 def test_extreme_noise_reaches_both_ends():
     logits = torch.zeros(2, 1000)
     assert sample(logits, u=[0.0, LARGEST_UNIFORM]).token_ids.tolist() == [0, 999]

@@ -1,0 +1,26 @@
+"""What the client package may depend on, and where it mirrors the engine."""
+
+import dataclasses
+import inspect
+import subprocess
+import sys
+
+from caesura.client import launch_scheduler
+from caesura.scheduler.config import EngineConfig
+
+
+def test_the_client_imports_neither_torch_nor_the_engine():
+    program = (
+        "import sys, caesura.client, caesura.client.cli\n"
+        "heavy = {name for name in sys.modules if name.split('.')[0] in ('torch', 'numpy', 'transformers')}\n"
+        "engine = {name for name in sys.modules if name.startswith('caesura.scheduler')}\n"
+        "print(sorted(heavy | engine))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("[]\n", "")
+
+
+def test_the_launcher_offers_every_option_of_the_engine():
+    offered = set(inspect.signature(launch_scheduler).parameters)
+    fields = {field.name for field in dataclasses.fields(EngineConfig)}
+    assert offered - {"startup_timeout", "log_path", "model"} == fields - {"model_path"}

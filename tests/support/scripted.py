@@ -1,0 +1,273 @@
+"""A real engine driven tick by tick, with a runner whose model is a hash of the KV that it reads through the page table.
+
+The scripted model stores, in the KV slot of position p, a number made of the token at p and the weights epoch at that
+moment; the next token is a hash of all numbers of the row, in order. A page that is shared wrongly, freed too early,
+written twice or kept across epochs therefore changes tokens, and :func:`expected_tokens` says what they should be.
+"""
+
+import tempfile
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+
+import numpy as np
+import zmq
+
+from caesura.io_struct import (
+    BatchTokenOutput,
+    ErrorReply,
+    GenerateReqInput,
+    GenerateReqOutput,
+    GetStatusReqInput,
+    GetStatusReqOutput,
+    Keepalive,
+    Message,
+    SamplingParams,
+    decode_reply,
+    encode,
+)
+from caesura.scheduler.config import PAGE_SIZE, EngineConfig
+from caesura.scheduler.forward import ForwardBatch, HostOutput
+from caesura.scheduler.loop import Step
+from caesura.scheduler.process import Engine
+
+_MULTIPLIER = np.uint64(6364136223846793005)
+_INCREMENT = np.uint64(1442695040888963407)
+
+
+def cell(token: int, epoch: int) -> np.uint64:
+    """What the scripted model stores as KV of ``token``."""
+    return np.uint64(token * 1_000_003 + epoch * 7_919 + 1)
+
+
+def next_token(cells: np.ndarray, vocab_size: int) -> int:
+    """The scripted model: a token from all KV of a row (uint64 [length])."""
+    with np.errstate(over="ignore"):
+        powers = np.cumprod(np.full(len(cells), _MULTIPLIER, np.uint64), dtype=np.uint64)
+        mixed = (cells * powers[::-1]).sum(dtype=np.uint64) * _MULTIPLIER + _INCREMENT
+    return int(mixed >> np.uint64(33)) % (vocab_size - 3) + 3  # 0 to 2 are kept out: special ids
+
+
+def expected_tokens(prompt: list[int], result: GenerateReqOutput, vocab_size: int) -> list[int]:
+    """What the model says for ``prompt``, given under which epochs ``result`` claims its tokens were sampled.
+
+    A span that does not rest on stale KV recomputed everything under its epoch; one that does computed only its own
+    positions (from the last token before it) and kept the rest.
+    """
+    tokens: list[int] = list(prompt)
+    cells: list[np.uint64] = []
+    for span in result.weight_versions:
+        if not span.stale_kv:
+            cells = []
+        for _ in range(span.start, span.end):
+            cells += [cell(token, span.epoch) for token in tokens[len(cells) :]]
+            tokens.append(next_token(np.asarray(cells, np.uint64), vocab_size))
+    return tokens[len(prompt) :]
+
+
+@dataclass
+class _Launched:
+    output: HostOutput
+    fail: bool = False
+
+    def fetch(self) -> HostOutput:
+        if self.fail:
+            raise RuntimeError("scripted failure of the device")
+        return self.output
+
+
+@dataclass
+class ScriptedRunner:
+    """Satisfies the Runner protocol; records what it was asked to do."""
+
+    num_pages: int
+    max_slots: int
+    vocab_size: int
+    read_epoch: Callable[[], int] = lambda: 0
+    fail_next: bool = False
+    fail_on_fetch: bool = False
+    non_finite_next: bool = False
+    launches: list[tuple[int, list[int]]] = field(default_factory=list)
+    """(decode rows, query lengths) per step."""
+
+    def __post_init__(self) -> None:
+        self.kv = np.zeros(self.num_pages * PAGE_SIZE, np.uint64)
+        self.last = np.zeros(self.max_slots, np.int64)
+
+    def launch(self, batch: ForwardBatch) -> _Launched:
+        self.launches.append((batch.num_decode, list(batch.q_lens_host)))
+        if self.fail_next:
+            self.fail_next = False
+            raise RuntimeError("scripted failure of a batch")
+        ids = batch.input_ids.numpy().copy()
+        slots = batch.slots.numpy()
+        ids[: batch.num_decode] = self.last[slots[: batch.num_decode]]
+        kv_slots = batch.kv_slots.numpy()
+        assert len(set(kv_slots.tolist())) == len(kv_slots), "two tokens of a step share a KV slot"
+        assert (kv_slots >= PAGE_SIZE).all(), "the scratch page was written"
+        self.kv[kv_slots] = [cell(int(token), self.read_epoch()) for token in ids]
+        row_ends = np.cumsum(batch.q_lens_host)
+        tokens = []
+        for sample in batch.sample_tokens.numpy():
+            row = int(np.searchsorted(row_ends, sample, side="right"))
+            length = batch.kv_lens_host[row]
+            positions = np.arange(length)
+            pages = batch.page_table[row].numpy()
+            cells = self.kv[
+                pages[positions // PAGE_SIZE].astype(np.int64) * PAGE_SIZE + positions % PAGE_SIZE
+            ]
+            tokens.append(next_token(cells, self.vocab_size))
+        token_ids = np.asarray(tokens, np.int32)
+        if self.non_finite_next and len(token_ids):
+            self.non_finite_next = False
+            token_ids[0] = -1
+        self.last[batch.sample_slots.numpy()] = np.maximum(token_ids, 0)
+        fail, self.fail_on_fetch = self.fail_on_fetch, False
+        return _Launched(
+            HostOutput(
+                token_ids=token_ids,
+                logprobs=(-token_ids).astype(np.float32),
+                raw_logprobs=(-2 * token_ids).astype(np.float32) if batch.sampling.want_raw else None,
+                sampled_logprobs=np.zeros(len(tokens), np.float32) if batch.sampling.want_sampled else None,
+            ),
+            fail,
+        )
+
+    def synchronize(self) -> None:
+        """Nothing is asynchronous here."""
+
+    def on_stream(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+class EngineDriver:
+    """An engine in this process, its clients' sockets, and the power over when it ticks."""
+
+    def __init__(self, model_path: str, *, scripted: bool = True, **options: object) -> None:
+        self._dir = tempfile.TemporaryDirectory(prefix="caesura-test-")
+        defaults = {
+            "endpoint": f"ipc://{self._dir.name}/s.sock",
+            "dtype": "float32",
+            "device": "cpu",
+            "kv_pool_tokens": 1024,
+            "check_ledger": True,
+            "load_bucket_bytes": 4096,
+        }
+        self.config = EngineConfig(model_path=model_path, **{**defaults, **options}).resolve()
+        self.runner: ScriptedRunner | None = None
+        self.engine = Engine(self.config, make_runner=self._make_runner if scripted else None)
+        if self.runner is not None:
+            self.runner.read_epoch = lambda: self.engine.scheduler._lifecycle.stamp.epoch
+        self.ongoing: Step | None = None
+        self._context = zmq.Context()
+        self.clients: dict[str, zmq.Socket] = {}
+        self.replies: dict[str, Message] = {}
+        self.results: dict[tuple[str, int], list[GenerateReqOutput]] = {}
+        self.outputs: list[tuple[str, BatchTokenOutput]] = []
+        self.client("main")
+
+    def _make_runner(self, config, loaded, pool):
+        self.runner = ScriptedRunner(pool.num_pages, config.max_running_requests, loaded.config.vocab_size)
+        return self.runner
+
+    def __enter__(self) -> "EngineDriver":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for socket in self.clients.values():
+            socket.close(0)
+        self._context.term()
+        self.engine.router.close()
+        self._dir.cleanup()
+
+    def client(self, name: str) -> zmq.Socket:
+        """The DEALER socket of client ``name``, connected on first use."""
+        if name not in self.clients:
+            socket = self._context.socket(zmq.DEALER)
+            socket.connect(self.config.endpoint)
+            self.clients[name] = socket
+        return self.clients[name]
+
+    def send(self, message: Message | bytes, client: str = "main") -> str:
+        """Send and wait until it lies in the engine's inbox; returns the message id."""
+        self.client(client).send(message if isinstance(message, bytes) else encode(message))
+        assert self.engine.router.socket.poll(5000), "the message did not arrive"
+        return "" if isinstance(message, bytes) else message.id
+
+    def tick(self, times: int = 1) -> None:
+        """Turn the loop, never blocking; take in what it sent."""
+        scheduler = self.engine.scheduler
+        for _ in range(times):
+            timeout = scheduler._timeout
+            scheduler._timeout = lambda ongoing, timeout=timeout: min(timeout(ongoing) or 0, 0)
+            self.ongoing = scheduler.tick(self.ongoing)
+            del scheduler._timeout
+            self.collect()
+
+    def collect(self) -> None:
+        """Take in what has arrived at the clients."""
+        for name, socket in self.clients.items():
+            while socket.poll(1):
+                message = decode_reply(socket.recv_multipart()[0])
+                if isinstance(message, BatchTokenOutput):
+                    self.outputs.append((name, message))
+                    for result in message.finished:
+                        self.results.setdefault((result.rid, result.index), []).append(result)
+                elif not isinstance(message, Keepalive):
+                    assert message.id not in self.replies, f"two answers to {message.id}"
+                    self.replies[message.id] = message
+
+    def call(self, message: Message, client: str = "main", max_ticks: int = 500) -> Message:
+        """Send, then tick until it is answered."""
+        message_id = self.send(message, client)
+        for _ in range(max_ticks):
+            self.tick()
+            if message_id in self.replies:
+                return self.replies.pop(message_id)
+        raise AssertionError(f"{message} was not answered in {max_ticks} ticks")
+
+    def status(self) -> GetStatusReqOutput:
+        """Status, without a step in between: the engine answers it before it launches one."""
+        reply = self.call(GetStatusReqInput())
+        assert isinstance(reply, GetStatusReqOutput), reply
+        return reply
+
+    def generate(
+        self, prompt: list[int], max_new_tokens: int = 8, client: str = "main", **fields: object
+    ) -> str:
+        """Send a generate request; returns its rid."""
+        params = fields.pop("sampling_params", None) or SamplingParams(
+            max_new_tokens=max_new_tokens, temperature=0.0, ignore_eos=True, n=fields.pop("n", 1)
+        )
+        message = GenerateReqInput(input_ids=prompt, sampling_params=params, **fields)
+        message_id = self.send(message, client)
+        return message_id if message.rid is None else message.rid
+
+    def run_until_idle(self, max_ticks: int = 2000) -> None:
+        """Tick until no request is live (or nothing moves because the engine is paused)."""
+        results = self.engine.scheduler._results
+        for _ in range(max_ticks):
+            self.tick()
+            if not results.live and self.ongoing is None:
+                for name in self.clients:  # what was sent before this answer has arrived with it
+                    self.call(GetStatusReqInput(), name)
+                return
+        raise AssertionError(f"{len(results.live)} requests still live after {max_ticks} ticks")
+
+    def result(self, rid: str, index: int = 0) -> GenerateReqOutput:
+        """The one terminal result of a sample."""
+        found = self.results.get((rid, index), [])
+        assert len(found) == 1, f"{rid}/{index} has {len(found)} terminal results"
+        return found[0]
+
+
+def tokens_of(result: GenerateReqOutput) -> list[int]:
+    """Output ids as a list."""
+    return np.frombuffer(result.output_ids, "<i4").tolist()
+
+
+def assert_error(reply: Message, code: str) -> ErrorReply:
+    """``reply`` is an error with this code."""
+    assert isinstance(reply, ErrorReply), reply
+    assert reply.code == code, reply
+    return reply

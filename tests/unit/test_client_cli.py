@@ -1,0 +1,141 @@
+"""The ``caesura`` command against a fake scheduler."""
+
+import json
+import sys
+
+import pytest
+from support.fake_scheduler import FakeScheduler, answer
+
+from caesura.client import cli
+from caesura.io_struct import (
+    AbortReq,
+    ContinueGenerationReqInput,
+    ErrorCode,
+    ErrorReply,
+    FlushCacheReqInput,
+    PauseGenerationReqInput,
+    UpdateWeightFromDiskReqInput,
+)
+
+
+@pytest.fixture
+def fake(tmp_path_factory, monkeypatch):
+    endpoint = f"ipc://{tmp_path_factory.mktemp('s')}/s"
+    monkeypatch.setenv("CAESURA_ENDPOINT", endpoint)
+    monkeypatch.setenv("COLUMNS", "160")
+    with FakeScheduler(endpoint) as scheduler:
+        yield scheduler
+
+
+@pytest.fixture
+def caesura(monkeypatch, capsys):
+    """Run the command line; returns exit status, stdout and stderr."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["caesura", *arguments])
+        with pytest.raises(SystemExit) as exit:
+            cli.main()
+        captured = capsys.readouterr()
+        return exit.value.code, captured.out, captured.err
+
+    return run
+
+
+def test_status_is_readable(fake, caesura):
+    code, out, err = caesura("status")
+    assert (code, err) == (0, "")
+    assert "paused (in_place, for 1.5 s)" in out
+    assert "64 free + 16 cached + 32 held = 112" in out
+    assert "3.0 MB reserved" in out
+
+
+def test_status_as_json_is_the_reply(fake, caesura):
+    code, out, _ = caesura("status", "--json")
+    assert code == 0
+    reply = json.loads(out)
+    assert (reply["type"], reply["step"], reply["kv"]["held"]) == ("GetStatusReqOutput", 12, 32)
+
+
+def test_pause_and_continue(fake, caesura):
+    code, out, _ = caesura("pause", "--mode", "retract", "--owner", "me")
+    assert code == 0
+    assert "retract" in out
+    request = fake.next_request(PauseGenerationReqInput)
+    assert (request.mode, request.owner) == ("retract", "me")
+    code, out, _ = caesura("continue", "--no-torch-empty-cache", "--force")
+    assert code == 0
+    assert "4.0 MB" in out
+    request = fake.next_request(ContinueGenerationReqInput)
+    assert (request.torch_empty_cache, request.force) == (False, True)
+
+
+def test_flush_update_and_abort(fake, caesura, monkeypatch, tmp_path):
+    assert caesura("flush", "--wait", "3")[0] == 0
+    assert fake.next_request(FlushCacheReqInput).timeout_s == 3.0
+    monkeypatch.chdir(tmp_path)
+    code, out, _ = caesura("update", "new", "--weight-version", "7", "--no-flush-cache")
+    assert code == 0
+    assert "weight_version" in out
+    request = fake.next_request(UpdateWeightFromDiskReqInput)
+    assert (request.model_path, request.weight_version, request.flush_cache) == (
+        str(tmp_path / "new"),
+        "7",
+        False,
+    )
+    assert caesura("abort", "r1")[0] == 0
+    assert fake.next_request(AbortReq).rid == "r1"
+    assert caesura("abort", "--all")[0] == 0
+    assert fake.next_request(AbortReq).abort_all
+
+
+def test_a_typed_error_is_one_line_and_status_one(tmp_path_factory, caesura):
+    endpoint = f"ipc://{tmp_path_factory.mktemp('s')}/s"
+
+    def refuse(request):
+        if isinstance(request, FlushCacheReqInput):
+            return [ErrorReply(id=request.id, code=ErrorCode.NOT_IDLE, message="2 requests are running")]
+        return answer(request)
+
+    with FakeScheduler(endpoint, refuse):
+        result = caesura("flush", "--endpoint", endpoint)
+    assert result == (1, "", "error: 2 requests are running [not_idle]\n")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("status",),
+        ("pause", "--endpoint", "ipc:///x", "--mode", "slowly"),
+        ("abort", "--endpoint", "ipc:///x"),
+        ("abort", "--endpoint", "ipc:///x", "r", "--all"),
+        ("dance",),
+    ],
+)
+def test_a_wrong_command_line_is_status_two(caesura, monkeypatch, arguments):
+    monkeypatch.delenv("CAESURA_ENDPOINT", raising=False)
+    code, out, err = caesura(*arguments)
+    assert (code, out) == (2, "")
+    assert "Usage:" in err
+    assert "Traceback" not in err
+
+
+def test_an_impossible_endpoint_is_one_line(caesura):
+    code, _, err = caesura("status", "--endpoint", "nowhere")
+    assert code == 1
+    assert err.startswith("error: endpoint = 'nowhere'")
+    assert err.count("\n") == 1
+
+
+def test_help_lists_the_verbs(caesura):
+    code, out, _ = caesura("--help")
+    assert code == 0
+    for verb in ("scheduler", "status", "pause", "continue", "flush", "update", "abort"):
+        assert verb in out
+
+
+def test_scheduler_becomes_the_engine_with_every_argument(caesura, monkeypatch):
+    replaced = []
+    monkeypatch.setattr("os.execv", lambda path, command: replaced.append((path, command)))
+    caesura("scheduler", "--model", "/m", "--dtype=float32", "--no-prefix-cache", "--help")
+    command = ["-m", "caesura.scheduler", "--model", "/m", "--dtype=float32", "--no-prefix-cache", "--help"]
+    assert replaced == [(sys.executable, [sys.executable, *command])]
