@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Self
 
 import numpy as np
 import zmq
@@ -170,7 +171,7 @@ class EngineDriver:
         self.runner = ScriptedRunner(pool.num_pages, config.max_running_requests, loaded.config.vocab_size)
         return self.runner
 
-    def __enter__(self) -> "EngineDriver":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:

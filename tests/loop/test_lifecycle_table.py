@@ -1,0 +1,160 @@
+"""docs/lifecycle.md is executable: every cell of its table is driven against a real engine."""
+
+import re
+from pathlib import Path
+
+import pytest
+from support.scripted import EngineDriver
+
+from caesura.io_struct import (
+    AbortReq,
+    BeginWeightUpdateReqInput,
+    ContinueGenerationReqInput,
+    EndWeightUpdateReqInput,
+    ErrorReply,
+    FlushCacheReqInput,
+    GenerateReqInput,
+    GetStatusReqInput,
+    GetStatusReqOutput,
+    PauseGenerationReqInput,
+    SamplingParams,
+    UpdateWeightFromDiskReqInput,
+    WeightsCheckerReqInput,
+)
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "lifecycle.md"
+PROMPT = [5, 6, 7, 8]
+
+
+def read_table() -> tuple[list[str], dict[str, dict[str, str]]]:
+    """(states, command -> state -> cell) of the one table whose first header is "command"."""
+    lines = [line for line in DOCUMENT.read_text().splitlines() if line.startswith("|")]
+    rows = [[cell.strip().strip("`") for cell in line.strip("|").split("|")] for line in lines]
+    start = next(i for i, row in enumerate(rows) if row[0] == "command")
+    states = rows[start][1:]
+    body = []
+    for row in rows[start + 2 :]:
+        if len(row) != len(states) + 1:
+            break
+        body.append(row)
+    return states, {row[0]: dict(zip(states, row[1:], strict=True)) for row in body}
+
+
+STATES, TABLE = read_table()
+
+
+class Recipes:
+    """How to get an engine into each state, and what each command sends."""
+
+    def __init__(self, driver: EngineDriver, other_model: Path, broken_model: Path) -> None:
+        self.driver = driver
+        self.other, self.broken = str(other_model), str(broken_model)
+
+    def enter(self, state: str) -> None:
+        driver = self.driver
+        if state in ("busy", "paused retract", "paused in_place", "session written", "paused session"):
+            driver.generate(PROMPT, 200)
+            driver.tick(3)
+        if state.startswith("paused "):
+            mode = "in_place" if state == "paused session" else state.removeprefix("paused ")
+            driver.call(PauseGenerationReqInput(mode=mode))
+        if "session" in state:
+            driver.call(BeginWeightUpdateReqInput())
+        if state in ("session written", "paused session"):
+            driver.call(UpdateWeightFromDiskReqInput(model_path=self.other, flush_cache=False))
+        if state == "updating":
+            driver.send(UpdateWeightFromDiskReqInput(model_path=self.other))
+            driver.tick(2)
+            assert driver.status().update is not None
+        if state.startswith("poisoned"):
+            if state == "poisoned paused":
+                driver.call(PauseGenerationReqInput(mode="abort"))
+            driver.call(WeightsCheckerReqInput(action="reset_tensors"))
+
+    def message(self, command: str):
+        return {
+            "generate": lambda: GenerateReqInput(
+                input_ids=PROMPT,
+                sampling_params=SamplingParams(max_new_tokens=200, temperature=0.0, ignore_eos=True),
+            ),
+            "abort all": lambda: AbortReq(abort_all=True),
+            "pause abort": lambda: PauseGenerationReqInput(mode="abort"),
+            "pause retract": lambda: PauseGenerationReqInput(mode="retract"),
+            "pause in_place": lambda: PauseGenerationReqInput(mode="in_place"),
+            "continue": ContinueGenerationReqInput,
+            "flush_cache": FlushCacheReqInput,
+            "status": GetStatusReqInput,
+            "begin": BeginWeightUpdateReqInput,
+            "end commit": EndWeightUpdateReqInput,
+            "end abort": lambda: EndWeightUpdateReqInput(commit=False),
+            "update, flush": lambda: UpdateWeightFromDiskReqInput(model_path=self.other),
+            "update, no flush": lambda: UpdateWeightFromDiskReqInput(
+                model_path=self.other, flush_cache=False
+            ),
+            "update, broken": lambda: UpdateWeightFromDiskReqInput(model_path=self.broken, flush_cache=False),
+            "checksum": WeightsCheckerReqInput,
+            "reset_tensors": lambda: WeightsCheckerReqInput(action="reset_tensors"),
+        }[command]()
+
+    def observe(self, command: str) -> str:
+        """Send ``command``; the reply and the state it leaves, in the table's words."""
+        driver = self.driver
+        message = self.message(command)
+        waiting = driver.status().waiting_requests
+        message_id = driver.send(message)
+        for _ in range(2000):
+            driver.tick()
+            if message_id in driver.replies or command == "generate":
+                break
+        driver.tick()
+        reply = driver.replies.pop(message_id, None)
+        while (status := driver.status()).update is not None:
+            driver.tick()
+        if isinstance(reply, GetStatusReqOutput):
+            status = reply
+        if reply is None:
+            result = "waits" if status.waiting_requests > waiting else "runs"
+        else:
+            result = reply.code.value if isinstance(reply, ErrorReply) else "ok"
+        generation = f"paused {status.pause_mode}" if status.generation == "paused" else status.generation
+        session = ", session" if status.session is not None else ""
+        return f"{result} → {generation}, {status.weights}{session}"
+
+
+@pytest.fixture(scope="module")
+def broken_model(tmp_path_factory, other_model):
+    """A checkpoint whose shapes do not fit."""
+    from support.checkpoints import make_checkpoint
+
+    path = tmp_path_factory.mktemp("models") / "broken"
+    make_checkpoint(path, "qwen3", tied=True, seed=2, num_hidden_layers=1)
+    return path
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("command", list(TABLE))
+def test_cell(tiny_model, other_model, broken_model, command, state, depth, monkeypatch):
+    monkeypatch.setattr(
+        "caesura.scheduler.dispatch.SLICE_S", 0.0
+    )  # one bucket per tick: "updating" can be met
+    with EngineDriver(str(tiny_model), pipeline_depth=depth) as driver:
+        recipes = Recipes(driver, other_model, broken_model)
+        recipes.enter(state)
+        observed = recipes.observe(command)
+        driver.engine.cache.check()
+    assert observed == TABLE[command][state], f"{command} in {state}"
+
+
+def test_the_table_is_complete():
+    """Every command of the wire's control path and every state of the engine is there."""
+    assert len(TABLE) == 16
+    assert STATES == [
+        "running", "busy", "paused abort", "paused retract", "paused in_place", "session", "session written",
+        "paused session", "updating", "poisoned", "poisoned paused",
+    ]  # fmt: skip
+    assert all(
+        re.fullmatch(r"[a-z_]+ → (running|paused \w+), \w+(, session)?", cell)
+        for row in TABLE.values()
+        for cell in row.values()
+    )
