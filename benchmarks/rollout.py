@@ -27,8 +27,6 @@ from rich.console import Console
 from rich.text import Text
 
 ENGINES = ("caesura", "vllm", "transformers")
-BUSY_LOAD = 0.5
-"""Load average, per core, above which the figures mean little."""
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -120,8 +118,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console()
     facts = machine_facts() | {"threads": options.threads}
     console.print(f"{describe(facts)}; {options.threads} threads per engine", highlight=False)
-    if facts["load_average"] > BUSY_LOAD * facts["cores"]:
-        console.print("[yellow]The machine is busy with other work: figures will be too low.[/yellow]")
     with tempfile.TemporaryDirectory(prefix="caesura-bench-") as temporary:
         work = options.work_dir or Path(temporary)
         work.mkdir(parents=True, exist_ok=True)

@@ -3,11 +3,17 @@
 import ast
 import dataclasses
 import inspect
+import os
 import sys
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import click
+
+# OpenMP's threads spin between kernels by default. The engine shares its cores with a trainer and a front end, and then
+# a spinning thread holds the core that its partner needs: measured, throughput fell thirtyfold. libgomp reads this once,
+# when torch loads it, hence before the imports below.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 from ..io_struct import CaesuraError
 from . import config as config_module

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .machine import busy_share
 from .peer_process import PeerError, PeerProcess
 from .workload import Workload
 
@@ -112,12 +113,14 @@ def measure(
     """Start the engine, measure everything once, end it.
 
     Returns:
-        ``engine``, ``repeat``, ``no_pause_reason``; ``cold_start_s`` from just before the process starts to its first token; ``facts``;
+        ``engine``, ``repeat``, ``no_pause_reason``, ``busy_before`` (share of the cores that others used just
+        before); ``cold_start_s`` from just before the process starts to its first token; ``facts``;
         ``rollouts`` (seconds, tokens); ``pauses`` and ``updates`` as in ``peers/measure.py``, None where the engine
         has no such thing; ``error``, text or None. After an error the keys measured until then are there.
     """
     current, other = map(str, checkpoints)
     run: dict[str, Any] = {"engine": engine.name, "repeat": repeat, "rollouts": [], "error": None}
+    run["busy_before"] = busy_share()
     run["no_pause_reason"] = engine.no_pause_reason
     command = [engine.python, str(PEERS / engine.script)]
     seed = 1000 * (repeat + 1)

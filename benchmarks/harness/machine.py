@@ -2,13 +2,14 @@
 
 import os
 import platform
+import time
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 
 def machine_facts() -> dict[str, Any]:
-    """CPU model, usable cores, memory, kernel, Python, torch and the load at this moment."""
+    """CPU model, usable cores, memory, kernel, Python and torch."""
     return {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
@@ -17,15 +18,35 @@ def machine_facts() -> dict[str, Any]:
         "kernel": platform.release(),
         "python": platform.python_version(),
         "torch": version("torch"),
-        "load_average": os.getloadavg()[0],
     }
+
+
+def busy_share(window_s: float = 0.5) -> float:
+    """Share of all cores that somebody is using now, 0 to 1; call it while nothing of one's own runs.
+
+    With as many threads as cores, one other busy process makes every parallel region wait for the thread it displaced:
+    OpenMP's barriers spin, and a small model's step can take twenty times as long.
+    """
+    busy, total = _cpu_times()
+    time.sleep(window_s)
+    busy_after, total_after = _cpu_times()
+    return (busy_after - busy) / max(1, total_after - total)
+
+
+def _cpu_times() -> tuple[int, int]:
+    """Clock ticks since boot over all cores: not idle, and all. Zeros where there is no /proc."""
+    path = Path("/proc/stat")
+    if not path.exists():
+        return 0, 0
+    ticks = [int(value) for value in path.read_text(encoding="utf-8").split("\n", 1)[0].split()[1:9]]
+    return sum(ticks) - ticks[3] - ticks[4], sum(ticks)  # 3 and 4: idle and waiting for I/O
 
 
 def describe(facts: dict[str, Any]) -> str:
     """One line for people."""
     return (
         f"{facts['cpu']} ({facts['isa']}), {facts['cores']} cores, {facts['memory_gb']} GB, "
-        f"torch {facts['torch']}, Python {facts['python']}, load average {facts['load_average']:.1f}"
+        f"torch {facts['torch']}, Python {facts['python']}"
     )
 
 

@@ -14,6 +14,8 @@ from .workload import Workload
 
 DASH = "–"  # noqa: RUF001 (an en dash is what tables use for "no figure")
 OURS = "Caesura"
+QUIET = 0.1
+"""Share of the cores that other work may take before the figures are called suspect."""
 
 Run = dict[str, Any]
 Values = list[float]
@@ -146,6 +148,11 @@ def footnotes(workload: Workload, runs: Sequence[Run], reference: dict[str, floa
             "random phase of a step. In brackets: measurements behind the figure."
         ),
     ]
+    busy = max(run["busy_before"] for run in runs)
+    if busy > QUIET:
+        notes.append(
+            Note(f"Other processes used up to {busy:.0%} of the cores: all figures are suspect.", True)
+        )
     for name in dict.fromkeys(run["engine"] for run in runs):
         mine = [run for run in runs if run["engine"] == name]
         notes += [*_what_it_is(name, mine), *_what_is_wrong(name, mine, workload)]

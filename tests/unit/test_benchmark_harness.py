@@ -162,6 +162,7 @@ def result(engine: str, seconds: float, pause_s: list[float] | None, repeat: int
         "repeat": repeat,
         "no_pause_reason": "" if pause_s else "it has none",
         "error": None,
+        "busy_before": 0.0,
         "cold_start_s": 1.0,
         "rollouts": [{"seconds": seconds, "tokens": TINY.requests * TINY.new_tokens}],
     }
@@ -188,10 +189,12 @@ def test_footnotes_explain_dashes_and_name_what_is_wrong() -> None:
     wrong = result("vLLM", 1.0, [0.1])
     wrong["rollouts"][0]["tokens"] -= 1
     wrong["updates"]["changed"] = False
+    wrong["busy_before"] = 0.9
     notes = footnotes(TINY, [wrong, result("slow", 1.0, None)], {"seconds": 1.0, "bytes": 1e6})
     alarms = [note.text for note in notes if note.alarming]
-    assert len(alarms) == 2
-    assert all(text.startswith("vLLM") for text in alarms)
+    assert len(alarms) == 3
+    assert sum(text.startswith("vLLM") for text in alarms) == 2
+    assert any("90%" in text for text in alarms)
     assert any("it has none" in note.text for note in notes)
 
 

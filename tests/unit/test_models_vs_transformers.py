@@ -8,7 +8,9 @@ import torch
 from support.checkpoints import ROPE_LINEAR, make_checkpoint, rewrite_config_as_v4
 from support.forward_batches import PagedModel, Row, Sequence, forward_batch, load_model
 from torch import Tensor
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from caesura.scheduler.layers.norm import RMSNorm
 from caesura.scheduler.models.config import FAMILIES, load_model_config
 from caesura.scheduler.models.registry import MODULES, build_model
 
@@ -170,6 +172,22 @@ def test_bfloat16(family: str, tmp_path: Any) -> None:
     with torch.inference_mode():
         expected = reference.float()(torch.tensor([tokens])).logits[0]
     assert (got.float() - expected).abs().mean() < 0.03 * expected.std()
+
+
+def test_norm_rounds_as_transformers_does() -> None:
+    """Bit for bit in bf16, where the order of rounding and weight matters."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(50, 64, generator=generator).mul(3).bfloat16()
+    ours = RMSNorm("n", "n", 64, 1e-5, dtype=torch.bfloat16, device=torch.device("cpu"))
+    theirs = LlamaRMSNorm(64, 1e-5).bfloat16()
+    weight = torch.randn(64, generator=generator).bfloat16()
+    next(ours.slots()).write(weight, 0)
+    with torch.inference_mode():
+        theirs.weight.copy_(weight)
+        assert torch.equal(ours.forward(x), theirs(x))
+        residual, update = x.clone(), x.flip(0)
+        assert torch.equal(ours.add(update, residual), theirs(x + update))
+        assert torch.equal(residual, x + update)
 
 
 def test_registry_and_config_know_the_same_architectures() -> None:

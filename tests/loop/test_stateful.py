@@ -1,0 +1,518 @@
+"""Any sequence of commands and accidents: what no order of them may break.
+
+After every rule the KV ledger is walked and status is compared with a small model of the lifecycle. At the end the
+engine is brought back to running, and every accepted sample must have ended exactly once, for everybody who asked for
+it, with the tokens that the scripted model gives under the weights that its spans name.
+"""
+
+from dataclasses import dataclass, field
+from functools import partial
+from time import monotonic
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from support.scripted import EngineDriver, assert_error, expected_tokens, tokens_of
+
+from caesura.io_struct import (
+    AbortReq,
+    BeginWeightUpdateReqInput,
+    ContinueGenerationReqInput,
+    EndWeightUpdateReqInput,
+    ErrorReply,
+    FlushCacheReqInput,
+    FlushCacheReqOutput,
+    GenerateReqInput,
+    GenerateReqOutput,
+    Message,
+    PauseGenerationReqInput,
+    SamplingParams,
+    UpdateWeightFromDiskReqInput,
+    WeightsCheckerReqInput,
+    WeightUpdateReqOutput,
+)
+
+VOCAB, CONTEXT, POOL_TOKENS = 97, 256, 160
+MODES = st.sampled_from(["abort", "retract", "in_place"])
+LENGTHS = st.one_of(st.integers(1, 70), st.sampled_from([15, 16, 17, 32, 48, 64, 140, 170, 250]))
+NEW_TOKENS = st.one_of(st.integers(1, 40), st.sampled_from([1, 2, 16, 100]))
+
+
+@dataclass
+class Submitted:
+    """An accepted generate request, and who waits for its samples."""
+
+    message: GenerateReqInput
+    waiters: list[str]
+    """Clients that must get every sample: the sender, and whoever repeated the message."""
+    aborted: bool = False
+    """Somebody or something may have aborted it."""
+    vanished: bool = False
+    """A waiter has left: stream deltas may have gone to either."""
+
+    @property
+    def keys(self) -> list[tuple[str, int]]:
+        return [(self.message.id, index) for index in range(self.message.sampling_params.n)]
+
+
+@dataclass
+class Lifecycle:
+    """The reference: what status must say when no command is under way."""
+
+    mode: str | None = None
+    weights: str = "valid"
+    epoch: int = 0
+    labels: dict[int, str] = field(default_factory=lambda: {0: "default"})
+    flushed_epochs: set[int] = field(default_factory=set)
+    session: bool = False
+    session_label: str | None = None
+    session_flush: bool = False
+
+    def commit(self, label: str | None, flush: bool) -> None:
+        self.epoch += 1
+        self.labels[self.epoch] = label if label is not None else self.labels[self.epoch - 1]
+        if flush:
+            self.flushed_epochs.add(self.epoch)
+        self.weights = "valid"
+        self.close_session()
+
+    def close_session(self) -> None:
+        self.session, self.session_label, self.session_flush = False, None, False
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """Rules over one engine. ``settle`` comes first in every rule that needs to know where the last command led."""
+
+    def __init__(self, model: str, other: str, depth: int) -> None:
+        super().__init__()
+        self.driver = EngineDriver(
+            model,
+            pipeline_depth=depth,
+            kv_pool_tokens=POOL_TOKENS,
+            chunked_prefill_size=24,
+            max_running_requests=5,
+        )
+        self.paths = [model, other]
+        self.model = Lifecycle()
+        self.submitted: dict[str, Submitted] = {}
+        self.errors_injected = 0
+        self.posted: tuple[Message, str, bool] | None = None
+        """A command that was sent and not waited for, and what its answer has to be."""
+        self.parked: list[str] = []
+        self.guests = ["guest-0", "guest-1"]
+        self.num_guests = 2
+
+    # -- the engine as seen from outside ---------------------------------------------------------------------------
+
+    @property
+    def live(self) -> set[str]:
+        return {rid for rid, _ in self.driver.engine.scheduler._results.live}
+
+    def status(self):
+        """What a status request would be answered now, without the tick that sending one takes."""
+        return self.driver.engine.dispatcher._status("probe")
+
+    def answer_to(self, message_id: str) -> Message:
+        for _ in range(500):
+            if message_id in self.driver.replies:
+                return self.driver.replies.pop(message_id)
+            self.driver.tick()
+        raise AssertionError(f"no answer to {message_id}")
+
+    def command(self, message: Message, expected: str, wait: bool) -> None:
+        """Send a control command whose answer must be ``expected``: "ok" or an error code."""
+        self.settle()
+        message_id = self.driver.send(message)
+        self.posted = (message, expected, wait)
+        assert message_id == message.id
+        self.driver.tick()
+        if wait:
+            self.settle()
+
+    def settle(self) -> None:
+        """Wait for the last command and take its effect into the reference."""
+        if self.posted is None:
+            return
+        message, expected, waited = self.posted
+        reply = self.answer_to(message.id)
+        self.posted = None
+        if expected != "ok":
+            assert_error(reply, expected)
+            return
+        assert not isinstance(reply, ErrorReply), (message, reply)
+        self.apply(message, reply)
+        if waited and isinstance(message, PauseGenerationReqInput):
+            self.check_pause(message.mode, reply)
+
+    def apply(self, message: Message, reply: Message) -> None:
+        model = self.model
+        if isinstance(message, PauseGenerationReqInput):
+            model.mode = message.mode
+        elif isinstance(message, ContinueGenerationReqInput):
+            assert reply.was_paused == (model.mode is not None)
+            model.mode = None
+        elif isinstance(message, BeginWeightUpdateReqInput):
+            model.session = True
+        elif isinstance(message, WeightsCheckerReqInput):
+            model.weights = "poisoned"
+        elif isinstance(message, EndWeightUpdateReqInput) and not message.commit:
+            model.weights = "poisoned" if model.weights == "updating" else model.weights
+            model.close_session()
+        elif isinstance(message, EndWeightUpdateReqInput):
+            model.commit(model.session_label, model.session_flush)
+        elif isinstance(message, UpdateWeightFromDiskReqInput):
+            self.apply_update(message, reply)
+
+    def apply_update(self, message: UpdateWeightFromDiskReqInput, reply: WeightUpdateReqOutput) -> None:
+        model = self.model
+        assert reply.committed is not model.session
+        label = message.weight_version
+        if not model.session:
+            model.commit(label, message.flush_cache)
+            return
+        model.session_label = label if label is not None else model.session_label
+        model.session_flush |= message.flush_cache
+        if model.weights == "valid":
+            model.weights = "updating"
+
+    def check_pause(self, mode: str, reply) -> None:
+        """The barrier: nothing in flight, and what the mode promises about KV and requests."""
+        assert self.driver.ongoing is None
+        status = self.status()
+        assert (reply.step, reply.held_tokens) == (status.step, status.kv.held)
+        if mode != "in_place":
+            assert (reply.held_requests, reply.held_tokens) == (0, 0)
+        if mode == "abort":
+            assert not self.live
+
+    def may_be_aborted(self) -> None:
+        for submitted in self.submitted.values():
+            submitted.aborted |= submitted.message.id in self.live
+
+    # -- rules ------------------------------------------------------------------------------------------------------
+
+    @rule(
+        length=LENGTHS,
+        new_tokens=NEW_TOKENS,
+        n=st.integers(1, 3),
+        text=st.integers(0, 2),
+        salt=st.sampled_from(["", "", "salt"]),
+        stop=st.lists(st.integers(3, VOCAB - 1), max_size=2),
+        flags=st.tuples(st.booleans(), st.booleans(), st.booleans()),
+        client=st.integers(0, 2),
+    )
+    def submit(self, length, new_tokens, n, text, salt, stop, flags, client):
+        """A request from one of three clients; few distinct texts, so that prefixes are shared."""
+        self.settle()
+        stream, logprobs, raw = flags
+        params = SamplingParams(
+            max_new_tokens=new_tokens, temperature=0.0, ignore_eos=True, n=n, stop_token_ids=stop
+        )
+        message = GenerateReqInput(
+            input_ids=[3 + (text * 31 + i * 7) % 90 for i in range(length)],
+            sampling_params=params,
+            cache_salt=salt,
+            stream=stream,
+            return_logprob=logprobs,
+            return_raw_logprob=raw,
+        )
+        name = ["main", *self.guests][client]
+        self.driver.send(message, name)
+        refusal = self.refusal_of(length, new_tokens)
+        if refusal is None:
+            self.submitted[message.id] = Submitted(message, [name])
+            self.driver.tick()
+        else:
+            assert_error(self.answer_to(message.id), refusal)
+
+    def refusal_of(self, length: int, new_tokens: int) -> str | None:
+        if self.model.weights == "poisoned":
+            return "weights_poisoned"
+        if length + new_tokens > CONTEXT:
+            return "prompt_too_long"
+        return "exceeds_kv_pool" if length + new_tokens - 1 > POOL_TOKENS else None
+
+    @precondition(lambda self: self.submitted)
+    @rule(data=st.data(), client=st.integers(0, 1))
+    def repeat(self, data, client):
+        """Another client sends the same message: it attaches, or gets what was answered."""
+        submitted = self.submitted[data.draw(st.sampled_from(list(self.submitted)))]
+        name = self.guests[client]
+        if name in submitted.waiters or submitted.vanished:
+            return
+        submitted.waiters.append(name)
+        self.driver.send(submitted.message, name)
+        self.driver.tick()
+
+    @rule(times=st.integers(1, 12))
+    def tick(self, times):
+        self.driver.tick(times)
+
+    @rule(mode=MODES, wait=st.booleans())
+    def pause(self, mode, wait):
+        self.settle()
+        if mode == "abort":
+            self.may_be_aborted()
+        self.command(PauseGenerationReqInput(mode=mode), "ok", wait)
+
+    @rule(empty=st.sampled_from([False, False, False, True]))
+    def resume(self, empty):
+        self.settle()
+        expected = "ok"
+        if self.model.mode is not None:
+            expected = "weights_poisoned" if self.model.weights == "poisoned" else expected
+            expected = "session_open" if self.model.session else expected
+        self.command(ContinueGenerationReqInput(torch_empty_cache=empty), expected, True)
+
+    @precondition(lambda self: self.submitted)
+    @rule(data=st.data())
+    def abort(self, data):
+        rid = data.draw(st.sampled_from(list(self.submitted)))
+        samples = len(self.driver.engine.scheduler._results.samples(rid))
+        self.submitted[rid].aborted |= samples > 0
+        assert self.driver.call(AbortReq(rid=rid)).aborted == samples
+        assert rid not in self.live
+
+    @rule()
+    def abort_all(self):
+        self.may_be_aborted()
+        samples = len(self.driver.engine.scheduler._results.live)
+        assert self.driver.call(AbortReq(abort_all=True)).aborted == samples
+        assert not self.live
+
+    @rule()
+    def flush(self):
+        """Allowed exactly when nobody holds KV, or waits while the engine is not paused."""
+        self.settle()
+        status = self.status()
+        idle = status.kv.held == 0 and self.driver.ongoing is None
+        if self.model.mode is None:
+            idle = idle and not self.live
+        reply = self.driver.call(FlushCacheReqInput(torch_empty_cache=False))
+        if not idle:
+            assert_error(reply, "not_idle")
+            return
+        assert reply.freed_tokens == status.kv.cached
+        if self.model.mode is not None or not self.live:
+            assert self.status().kv.free == POOL_TOKENS
+
+    @rule()
+    def flush_when_idle(self):
+        self.parked.append(self.driver.send(FlushCacheReqInput(torch_empty_cache=False, timeout_s=600)))
+        self.driver.tick()
+
+    @rule(
+        path=st.integers(0, 1),
+        flush=st.booleans(),
+        label=st.sampled_from([None, "a", "b"]),
+        abort=st.sampled_from([False, False, False, True]),
+        wait=st.booleans(),
+    )
+    def update(self, path, flush, label, abort, wait):
+        self.settle()
+        frozen = self.model.mode is not None and self.status().kv.held > 0
+        expected = "not_idle" if flush and frozen and not abort else "ok"
+        if abort:
+            self.may_be_aborted()
+        message = UpdateWeightFromDiskReqInput(
+            model_path=self.paths[path], flush_cache=flush, weight_version=label, abort_all_requests=abort
+        )
+        self.command(message, expected, wait)
+
+    @rule(wait=st.booleans())
+    def begin(self, wait):
+        self.settle()
+        self.command(BeginWeightUpdateReqInput(), "session_open" if self.model.session else "ok", wait)
+
+    @rule(commit=st.booleans(), wait=st.booleans())
+    def end(self, commit, wait):
+        self.settle()
+        expected = "ok" if self.model.session else "no_session"
+        if self.model.session and commit:
+            frozen = self.model.mode is not None and self.status().kv.held > 0
+            expected = "not_idle" if self.model.session_flush and frozen else expected
+            # What was written since the weights broke is not complete unless an update came after that.
+            expected = "weight_mismatch" if self.model.weights == "poisoned" and not self.whole else expected
+        self.command(EndWeightUpdateReqInput(commit=commit), expected, wait)
+
+    @property
+    def whole(self) -> bool:
+        """Everything has been written since the weights were poisoned."""
+        loader = self.driver.engine.scheduler._updates._loader
+        return not loader.missing(loader.written)
+
+    @precondition(lambda self: self.posted is None)
+    @rule(really=st.sampled_from([False, False, True]))
+    def reset_tensors(self, really):
+        """Poison the weights; rarely, since little runs afterwards."""
+        if really:
+            self.command(WeightsCheckerReqInput(action="reset_tensors"), "ok", True)
+
+    @rule(client=st.integers(0, 1))
+    def vanish(self, client):
+        """A client closes its socket without a word; the keepalive finds out."""
+        name = self.guests[client]
+        if name not in self.driver.clients:
+            return
+        self.driver.collect()
+        self.driver.clients.pop(name).close(0)
+        alone = set()
+        for rid, submitted in self.submitted.items():
+            if name in submitted.waiters:
+                submitted.waiters.remove(name)
+                submitted.vanished = True
+                if not submitted.waiters:
+                    alone.add(rid)
+        deadline = monotonic() + 10
+        scheduler = self.driver.engine.scheduler
+        while alone & self.live:
+            assert monotonic() < deadline, "requests outlive their client"
+            scheduler._next_keepalive = 0.0
+            self.driver.tick()
+        self.guests[client] = f"guest-{self.num_guests}"
+        self.num_guests += 1
+
+    @rule(kind=st.sampled_from(["fail_next", "fail_on_fetch", "non_finite_next"]))
+    def break_a_step(self, kind):
+        setattr(self.driver.runner, kind, True)
+        self.errors_injected += 1
+
+    # -- what must always hold --------------------------------------------------------------------------------------
+
+    @invariant()
+    def ledger(self):
+        self.driver.engine.cache.check()
+        kv = self.status().kv
+        assert kv.free + kv.cached + kv.held == kv.total == POOL_TOKENS
+
+    @invariant()
+    def status_is_the_model(self):
+        if self.posted is not None:
+            return
+        status, model = self.status(), self.model
+        assert (status.generation == "paused") == (model.mode is not None)
+        assert (status.pause_mode, status.weights) == (model.mode, model.weights)
+        assert (status.weights_epoch, status.weight_version) == (model.epoch, model.labels[model.epoch])
+        assert (status.session is not None) == model.session
+
+    # -- the end ----------------------------------------------------------------------------------------------------
+
+    def teardown(self):
+        try:
+            self.bring_back()
+            self.check_everybody_was_answered()
+        finally:
+            self.driver.__exit__()
+
+    def bring_back(self) -> None:
+        runner = self.driver.runner
+        runner.fail_next = runner.fail_on_fetch = runner.non_finite_next = False
+        self.settle()
+        if self.model.weights == "poisoned":
+            # Also inside a session: its end then has everything.
+            self.command(
+                UpdateWeightFromDiskReqInput(model_path=self.paths[0], flush_cache=False), "ok", True
+            )
+        if self.model.session:
+            flush = self.model.session_flush and self.status().kv.held > 0 and self.model.mode is not None
+            if flush:
+                self.command(PauseGenerationReqInput(mode="retract"), "ok", True)
+            self.command(EndWeightUpdateReqInput(), "ok", True)
+        self.command(ContinueGenerationReqInput(torch_empty_cache=False), "ok", True)
+        self.driver.run_until_idle()
+        for message_id in self.parked:
+            assert isinstance(self.answer_to(message_id), FlushCacheReqOutput)
+        status = self.status()
+        assert (status.kv.held, status.waiting_requests, status.running_requests) == (0, 0, 0)
+        self.status_is_the_model()
+        self.ledger()
+
+    def check_everybody_was_answered(self) -> None:
+        assert not self.driver.replies, "an accepted request is answered by its result and nothing else"
+        found: dict[tuple[str, str, int], list[GenerateReqOutput]] = {}
+        for client, output in self.driver.outputs:
+            for result in output.finished:
+                found.setdefault((client, result.rid, result.index), []).append(result)
+        errors = 0
+        for submitted in self.submitted.values():
+            for rid, index in submitted.keys:
+                results = [found.pop((client, rid, index), []) for client in submitted.waiters]
+                assert all(len(result) == 1 for result in results), f"{rid}/{index}: {results}"
+                for (result,) in results:
+                    self.check_result(submitted, result)
+                errors += any(result.finish_reason.type == "error" for (result,) in results)
+                if submitted.message.stream and not submitted.vanished:
+                    self.check_stream(submitted.waiters[0], results[0][0])
+        assert not errors or self.errors_injected
+        left = {client for client, _, _ in found} & set(self.driver.clients)
+        assert not left, f"results that nobody asked for: {found}"
+
+    def check_result(self, submitted: Submitted, result: GenerateReqOutput) -> None:
+        message, tokens = submitted.message, tokens_of(result)
+        params, reason = message.sampling_params, result.finish_reason
+        assert tokens == expected_tokens(message.input_ids, result, VOCAB)
+        assert result.prompt_tokens == len(message.input_ids)
+        stops = [i for i, token in enumerate(tokens) if token in params.stop_token_ids]
+        if reason.type == "stop":
+            assert stops == [len(tokens) - 1]
+            assert reason.matched == tokens[-1]
+        else:
+            assert not stops
+        if reason.type == "length":
+            assert len(tokens) == params.max_new_tokens
+        assert reason.type != "abort" or submitted.aborted
+        assert reason.type != "error" or self.errors_injected
+        for wanted, data, factor in (
+            (message.return_logprob, result.output_logprobs, -1),
+            (message.return_raw_logprob, result.raw_logprobs, -2),
+        ):
+            assert (data is not None) == wanted
+            if data is not None:
+                assert np.frombuffer(data, "<f4").tolist() == [factor * token for token in tokens]
+        self.check_spans(result, len(tokens))
+
+    def check_spans(self, result: GenerateReqOutput, count: int) -> None:
+        end, epoch = 0, -1
+        for span in result.weight_versions:
+            assert span.start == end < span.end
+            assert span.epoch >= epoch
+            assert span.version == self.model.labels[span.epoch]
+            assert not (span.stale_kv and span.epoch in self.model.flushed_epochs)
+            end, epoch = span.end, span.epoch
+        assert end == count
+
+    def check_stream(self, client: str, result: GenerateReqOutput) -> None:
+        """Deltas are contiguous from 0 and agree with the result, which alone carries the last token."""
+        streamed: list[int] = []
+        for name, output in self.driver.outputs:
+            delta = output.delta
+            if delta is None or name != client:
+                continue
+            ends = np.cumsum(np.frombuffer(delta.counts, "<i4"))
+            rows = zip(delta.rids, np.frombuffer(delta.indices, "<i4"), strict=True)
+            for row, (rid, index) in enumerate(rows):
+                if (rid, index) == (result.rid, result.index):
+                    assert np.frombuffer(delta.starts, "<i4")[row] == len(streamed)
+                    start = ends[row] - np.frombuffer(delta.counts, "<i4")[row]
+                    streamed += np.frombuffer(delta.tokens, "<i4")[start : ends[row]].tolist()
+        tokens = tokens_of(result)
+        assert streamed == tokens[: len(streamed)]
+        assert len(streamed) >= len(tokens) - 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("depth", [0, 1])
+def test_no_sequence_of_commands_breaks_the_engine(tiny_model, other_model, depth):
+    run_state_machine_as_test(
+        partial(EngineMachine, str(tiny_model), str(other_model), depth),
+        settings=settings(
+            max_examples=60,
+            stateful_step_count=40,
+            derandomize=True,
+            deadline=None,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
