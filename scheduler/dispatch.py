@@ -11,6 +11,7 @@ Invariants:
 
 import hashlib
 import logging
+import traceback
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -147,6 +148,8 @@ class Dispatcher:
             self._start(client, message)
         except CaesuraError as error:
             self._answer(message.id, error.to_reply(message.id))
+        except Exception as error:  # noqa: BLE001  a defect in one handler: its caller must hear, the loop must go on
+            self._answer(message.id, _defect(message, error))
 
     def advance(self) -> None:
         """Run the oldest command for at most a slice, and look at the parked ones."""
@@ -273,6 +276,8 @@ class Dispatcher:
             self._answer(message_id, stop.value)
         except CaesuraError as error:
             self._answer(message_id, error.to_reply(message_id))
+        except Exception as error:  # noqa: BLE001  as in handle
+            self._answer(message_id, _defect(running.message, error))
         if self._config.check_ledger:
             self._check_ledger()
         return None
@@ -297,6 +302,18 @@ class Dispatcher:
         while len(self._done) > STORED_ANSWERS or (self._stored_bytes > STORED_ANSWER_BYTES and self._done):
             oldest, _ = self._done.popitem(last=False)
             self._stored_bytes -= self._exchanges.pop(oldest).nbytes
+
+
+def _defect(message: ToScheduler, error: Exception) -> Message:
+    """The answer to a command that failed in a way nobody foresaw."""
+    name = type(message).__name__
+    logger.error("%s failed", name, exc_info=error)
+    reply = CaesuraError(
+        ErrorCode.INTERNAL,
+        f"{name} failed: {type(error).__name__}: {error}",
+        traceback="".join(traceback.format_exception(error)),
+    )
+    return reply.to_reply(message.id)
 
 
 def _only_message(frames: list[bytes]) -> ToScheduler:

@@ -6,12 +6,15 @@ Invariants:
   terminal message, then the process exits.
 """
 
+import contextlib
 import json
 import logging
 import os
+import shutil
 import signal
 import socket
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +32,7 @@ from .channel import Router
 from .config import PAGE_SIZE, EngineConfig
 from .device.memory import device_module_for, empty_device_cache, get_available_memory
 from .dispatch import Dispatcher
+from .distributed import ParallelState
 from .forward import Runner
 from .lifecycle import Lifecycle
 from .loop import Scheduler
@@ -94,14 +98,16 @@ def build_pool(config: EngineConfig, loaded: LoadedModel, context_len: int) -> M
     if config.kv_pool_tokens is not None:
         pages = pages_for(config.kv_pool_tokens)
     else:
-        free = get_available_memory(config.device, empty_cache=True)
+        free = get_available_memory(config.device, empty_cache=True, group=ParallelState())
         usable = config.max_running_requests * pages_for(context_len)
         pages = min(int(free * config.kv_memory_fraction) // (per_token * PAGE_SIZE), usable)
-    if pages < 1:
+    needed = max(pages, 1) * per_token * PAGE_SIZE
+    if needed > free:  # asked, not tried: an overcommitted allocation never fails, its first use does
         raise CaesuraError(
             ErrorCode.OUT_OF_MEMORY,
-            "not even one KV page fits the free memory",
-            needed_bytes=per_token * PAGE_SIZE,
+            f"a KV pool of {max(pages, 1)} pages needs {needed} bytes, {free} are free",
+            needed_bytes=needed,
+            free_bytes=free,
         )
     return MHAPool(
         num_layers=model.num_layers,
@@ -264,28 +270,59 @@ def run(config: EngineConfig, ready_fd: int | None, lifeline_fd: int | None) -> 
         lifeline_fd: the process ends when this becomes readable, which it does when its other end closes.
     """
     started = time.monotonic()
-    log.configure(config.log_level)
     stop_fds = [_signal_fd()]
     if lifeline_fd is not None:
         stop_fds.append(lifeline_fd)
-    try:
-        config = config.resolve()
-        torch.set_num_threads(config.num_threads or 1)
-        engine = Engine(config, tuple(stop_fds))
-    except CaesuraError as error:
-        logger.error("cannot start: %s", error)
-        tell(ready_fd, {"ready": False, "code": error.code, "message": error.message, "detail": error.detail})
-        return 1
-    logger.info(
-        "serving %s on %s after %.2f s (%s, %d threads)",
-        config.model_path, engine.router.endpoint, time.monotonic() - started, config.device, torch.get_num_threads(),
-    )  # fmt: skip
-    tell(ready_fd, {"ready": True, "endpoint": engine.router.endpoint, "pid": os.getpid()})
-    try:
+    with contextlib.ExitStack() as cleanup:
+        try:
+            engine = _start(config, tuple(stop_fds), cleanup)
+        except CaesuraError as error:
+            logger.error("cannot start: %s", error)
+            tell(ready_fd, refusal(error))
+            return 1
+        cleanup.callback(engine.router.close)
+        logger.info(
+            "serving %s on %s after %.2f s (%d threads)",
+            config.model_path, engine.router.endpoint, time.monotonic() - started, torch.get_num_threads(),
+        )  # fmt: skip
+        tell(ready_fd, {"ready": True, "endpoint": engine.router.endpoint, "pid": os.getpid()})
         engine.scheduler.run()
-    finally:
-        engine.router.close()
     return 0
+
+
+def _start(config: EngineConfig, stop_fds: tuple[int, ...], cleanup: contextlib.ExitStack) -> Engine:
+    """A serving engine; every reason against it is a CaesuraError, since the launcher must hear it."""
+    try:
+        log.configure(config.log_level)
+    except ValueError as error:
+        raise _refused("log_level", config.log_level, error) from error
+    try:
+        torch.empty(0, device=None if config.device == "auto" else config.device)
+    except (RuntimeError, AssertionError) as error:  # unknown, not built in, or not there
+        raise _refused("device", config.device, error) from error
+    try:
+        resolved = config.resolve()
+        if config.endpoint is None:
+            assert resolved.endpoint is not None
+            directory = os.path.dirname(resolved.endpoint.removeprefix("ipc://"))
+            cleanup.callback(shutil.rmtree, directory, ignore_errors=True)
+        torch.set_num_threads(resolved.num_threads or 1)
+        return Engine(resolved, stop_fds)
+    except CaesuraError:
+        raise
+    except MemoryError as error:
+        raise CaesuraError(ErrorCode.OUT_OF_MEMORY, f"out of memory at start: {error}") from error
+    except Exception as error:
+        raise CaesuraError(
+            ErrorCode.INTERNAL,
+            f"the engine could not be built: {type(error).__name__}: {error}",
+            traceback="".join(traceback.format_exception(error)),
+        ) from error
+
+
+def _refused(field: str, value: object, error: Exception) -> CaesuraError:
+    reason = str(error).partition("\n")[0]
+    return CaesuraError(ErrorCode.INVALID_REQUEST, f"{field} = {value!r}: {reason}", field=field, value=value)
 
 
 def _signal_fd() -> int:

@@ -7,7 +7,6 @@ import re
 import pytest
 
 from caesura.scheduler.observability import log, stage_profiler
-from caesura.scheduler.observability.metrics import EngineMetrics
 from caesura.scheduler.observability.stage_profiler import StageProfiler
 
 
@@ -114,15 +113,3 @@ def test_totals_are_a_copy(clock):
         clock[0] += 1.0
     profiler.totals()["copy"].seconds = 9.0
     assert profiler.seconds("copy") == 1.0
-
-
-def test_metrics_count_by_kind():
-    metrics = EngineMetrics()
-    metrics.count_pause("in_place")
-    metrics.count_pause("in_place")
-    metrics.count_update("disk", 0.5)
-    metrics.count_update("disk", 0.25)
-    assert metrics.pauses == {"in_place": 2}
-    assert metrics.updates == {"disk": 2}
-    assert metrics.update_seconds == 0.75
-    assert EngineMetrics().pauses == {}
