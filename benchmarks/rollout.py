@@ -28,6 +28,9 @@ from rich.text import Text
 
 ENGINES = ("caesura", "vllm", "transformers")
 
+LOG_WIDTH = 132
+"""Columns when the output is not a terminal: three engines and two ratios fit."""
+
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -116,8 +119,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit status 1 when an engine failed or none was there."""
     options = parse(argv)
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=LOG_WIDTH)
     facts = machine_facts() | {"threads": options.threads}
-    console.print(f"{describe(facts)}; {options.threads} threads per engine", highlight=False)
+    console.print(f"{describe(facts)}; threads per engine: {options.threads}", highlight=False)
     with tempfile.TemporaryDirectory(prefix="caesura-bench-") as temporary:
         work = options.work_dir or Path(temporary)
         work.mkdir(parents=True, exist_ok=True)

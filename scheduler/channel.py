@@ -39,6 +39,7 @@ from ..io_struct import (
 logger = logging.getLogger(__name__)
 
 MAX_IPC_PATH = 107
+MAX_PORT = 65535
 MAX_MESSAGE_BYTES = 1 << 30
 HIGH_WATER_MARK = 1000
 RECEIVE_HIGH_WATER_MARK = 8192
@@ -302,11 +303,13 @@ def _refuse_other_files(endpoint: str, path: str) -> None:
 
 
 def _check_loopback(endpoint: str) -> None:
-    host = endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    if not (port.isascii() and port.isdigit() and int(port) <= MAX_PORT):  # ZeroMQ takes 99999 modulo 65536
+        raise _bad_endpoint(endpoint, f"needs a port from 0 (any free one) to {MAX_PORT}")
     if host == "localhost":
         return
     try:
-        loopback = ipaddress.ip_address(host).is_loopback
+        loopback = ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         loopback = False
     if not loopback:

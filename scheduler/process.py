@@ -95,10 +95,10 @@ def build_pool(config: EngineConfig, loaded: LoadedModel, context_len: int) -> M
     """The KV pool: as many tokens as asked for, else a share of what is free, never more than could be used."""
     model = loaded.config
     per_token = kv_bytes_per_token(loaded)
+    free = get_available_memory(config.device, empty_cache=True, group=ParallelState())
     if config.kv_pool_tokens is not None:
         pages = pages_for(config.kv_pool_tokens)
     else:
-        free = get_available_memory(config.device, empty_cache=True, group=ParallelState())
         usable = config.max_running_requests * pages_for(context_len)
         pages = min(int(free * config.kv_memory_fraction) // (per_token * PAGE_SIZE), usable)
     needed = max(pages, 1) * per_token * PAGE_SIZE

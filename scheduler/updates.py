@@ -71,6 +71,8 @@ class Session:
     touched: bool = False
     """A byte has been written."""
     version: str | None = None
+    model_path: str | None = None
+    """The folder that came last, if one did."""
     flush: bool = False
     empty: bool = False
 
@@ -155,6 +157,7 @@ class WeightUpdates:
             return self._reply(request.id, session.counts, stages, started, committed=False, flushed=False)
         self._require_complete(session)
         self._require_flushable(session.flush)
+        self._lifecycle.start_writing()  # steps stop for the commit, also where nothing was written
         yield from self._lifecycle.barrier()
         if request.weight_version is not None:
             session.version = request.weight_version
@@ -181,19 +184,23 @@ class WeightUpdates:
         session.flush |= request.flush_cache
         session.empty |= request.torch_empty_cache
         session.version = request.weight_version if request.weight_version is not None else session.version
+        session.model_path = request.model_path
         if request.abort_all_requests:
             self._results.abort_all("Aborted by update_weights_from_disk")
-        self._lifecycle.start_writing()
-        yield from self._lifecycle.barrier()
-        if session.flush and self._lifecycle.generation == "running":
-            self._batcher.retract_all()
-        yield from self._write(checkpoint, session, stages)
-        counts = self._loader.take_counts()
-        session.counts.add(counts)
         committed = session.kind != "explicit"
-        if committed:
-            self._commit(session, stages)
-            self.model_path = request.model_path
+        try:
+            self._lifecycle.start_writing()
+            yield from self._lifecycle.barrier()
+            if session.flush and self._lifecycle.generation == "running":
+                self._batcher.retract_all()
+            yield from self._write(checkpoint, session, stages)
+            counts = self._loader.take_counts()
+            session.counts.add(counts)
+            if committed:
+                self._commit(session, stages)
+        except BaseException as error:
+            self._abandon(session, f"update from disk failed: {error}")
+            raise
         return self._reply(
             request.id, counts, stages, started, committed=committed, flushed=committed and session.flush
         )
@@ -299,23 +306,21 @@ class WeightUpdates:
                 )
                 yield Wait.SLICE
                 self._require_open(session)
-        except (CaesuraError, OSError) as error:
-            self._abandon(session, f"update from disk failed: {error}")
-            if isinstance(error, CaesuraError):
-                raise
-            raise CaesuraError(
-                ErrorCode.CHECKPOINT_ERROR, f"reading the checkpoint failed: {error}"
-            ) from error
         finally:
             self._progress = None
         self._runner.synchronize()
 
     def _commit(self, session: Session, stages: StageProfiler) -> None:
         """Derive, then make the new weights serve. Nothing here may fail half-way through the state changes."""
-        with stages.stage("derive"), self._runner.on_stream():
-            self._model.finalize_weights()
-        self._runner.synchronize()
+        try:
+            with stages.stage("derive"), self._runner.on_stream():
+                self._model.finalize_weights()
+            self._runner.synchronize()
+        except BaseException as error:
+            self._abandon(session, f"deriving failed: {error}")
+            raise
         self._close_session()
+        self.model_path = session.model_path or self.model_path
         self._loader.forget_written()
         with stages.stage("flush"):
             if session.flush:

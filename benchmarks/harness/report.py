@@ -70,15 +70,15 @@ def _resume(empty_cache: bool) -> Callable[[Sequence[Run]], Values]:
 
 ROWS = (
     Row(label="rollout, whole run", values=_throughput, render=_rate, higher_is_better=True),
-    Row(label="cold start to first token, first", values=_cold(first=True), render=_seconds),
-    Row(label="cold start to first token, again", values=_cold(first=False), render=_seconds),
+    Row(label="cold start to first token", values=_cold(first=True), render=_seconds),
+    Row(label="  again, with compile caches", values=_cold(first=False), render=_seconds),
     Row(label="step under load, p50", values=_of("pauses", "step_s"), render=_seconds, compare=False),
     Row(label="pause acknowledged, p50", values=_of("pauses", "pause_s"), render=_seconds),
     Row(label="pause acknowledged, max", values=_of("pauses", "pause_s"), render=_seconds, reduce=max),
-    Row(label="resume to first token, p50", values=_resume(False), render=_seconds),
-    Row(label="  with the empty-cache step, p50", values=_resume(True), render=_seconds),
+    Row(label="resume to next token, p50", values=_resume(False), render=_seconds),
+    Row(label="  with the empty-cache step", values=_resume(True), render=_seconds),
     Row(label="disk update, p50", values=_of("updates", "update_s"), render=_seconds),
-    Row(label="pause + update + resume to token, p50", values=_of("updates", "gap_s"), render=_seconds),
+    Row(label="pause, update, resume to next token", values=_of("updates", "gap_s"), render=_seconds),
 )
 
 
@@ -107,7 +107,7 @@ def summarise(runs: Sequence[Run], engines: Sequence[str]) -> list[dict[str, Any
 def table(workload: Workload, runs: Sequence[Run], engines: Sequence[str]) -> Table:
     """The printed table of one shape; in brackets the number of measurements behind a figure."""
     grid = Table(title=f"{workload.shape}: {workload.describe()}", title_justify="left")
-    grid.add_column("")
+    grid.add_column("", no_wrap=True)
     others = [name for name in engines if name != OURS]
     for name in engines:
         grid.add_column(name, justify="right")

@@ -157,8 +157,6 @@ class RadixTree:
             node.last_access = self._clock
             runs.append(node.pages)
             at += shared * self.page_size
-            if node is not child:
-                break
         return runs, node
 
     def _key(self, tokens: np.ndarray, at: int) -> bytes:

@@ -15,7 +15,7 @@ from .parameters import Parameter, WeightSlot
 
 def normalize(x: Tensor, eps: float) -> Tensor:
     """``x / sqrt(mean(x^2) + eps)`` over the last dimension, computed in fp32, in fresh memory of x's dtype."""
-    return functional.rms_norm(x.float(), (x.shape[-1],), None, eps).to(x.dtype)
+    return functional.rms_norm(x, (x.shape[-1],), None, eps)
 
 
 class RMSNorm:

@@ -69,9 +69,11 @@ class WeightSlot:
 
 
 def _same_bits(new: Tensor, old: Tensor) -> bool:
-    # As integers: NaN equals itself and -0.0 is not 0.0, as "the same bytes" demands.
+    # As integers: NaN equals itself and -0.0 is not 0.0, as "the same bytes" demands. As the widest that fit, because
+    # torch compares by element.
     cast = new.to(device=old.device, dtype=old.dtype)
-    bits = _BITS[old.element_size()]
+    wide = all((t.storage_offset() * t.itemsize) % 8 == 0 and t.nbytes % 8 == 0 for t in (cast, old))
+    bits = torch.int64 if wide else _BITS[old.element_size()]
     return torch.equal(cast.view(bits), old.view(bits))
 
 

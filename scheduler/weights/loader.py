@@ -165,7 +165,9 @@ class WeightLoader:
         return skipped
 
     def write(self, piece: WeightPiece) -> None:
-        """Write one piece in place; a tensor's pieces come in row order, not interleaved with another's.
+        """Write one piece in place, unless the same bytes are there already.
+
+        A tensor's pieces come in row order, not interleaved with another's.
 
         Raises:
             CaesuraError: WEIGHT_MISMATCH, before a byte of this piece is written.
@@ -181,8 +183,9 @@ class WeightLoader:
             problem = {"name": piece.name, "reason": f"row {piece.start_row} came when row {due} was due"}
             _Problems(mismatched=[problem]).raise_if_any()
         self.written.discard(piece.name)
-        changed = changed or slot.differs(piece.rows, piece.start_row)
-        slot.write(piece.rows, piece.start_row)
+        if changed or slot.differs(piece.rows, piece.start_row):
+            changed = True
+            slot.write(piece.rows, piece.start_row)
         self.counts.written_bytes += piece.rows.nbytes
         rows_done = piece.start_row + (piece.rows.shape[0] if piece.shape else 1)
         if rows_done < (piece.shape[0] if piece.shape else 1):

@@ -5,7 +5,9 @@ from support.scripted import EngineDriver, assert_error, expected_tokens, tokens
 
 from caesura.io_struct import (
     AbortReq,
+    BeginWeightUpdateReqInput,
     ContinueGenerationReqInput,
+    EndWeightUpdateReqInput,
     FlushCacheReqInput,
     GenerateReqInput,
     PauseGenerationReqInput,
@@ -345,3 +347,56 @@ def test_streams_and_terminal_results_agree(driver):
         assert len(streamed) >= len(tokens) - 1, "every token but the one of the terminal message is streamed"
     per_step = [output.step for _, output in driver.outputs]
     assert len(per_step) == len(set(per_step)), "one message per client and step"
+
+
+def test_an_explicit_session_on_a_busy_engine(driver, other_model):
+    """Generation goes on until the first byte, stops until the commit, and goes on by itself."""
+    rid = driver.generate(prompt_of(4), 60)
+    driver.call(BeginWeightUpdateReqInput())
+    driver.tick(5)
+    assert driver.status().step >= 5
+    driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_model), flush_cache=False))
+    step = driver.status().step
+    driver.tick(5)
+    status = driver.status()
+    assert (status.step, status.weights, status.generation) == (step, "updating", "running")
+    assert driver.call(EndWeightUpdateReqInput(weight_version="v1")).committed
+    driver.run_until_idle()
+    spans = check(driver, rid, prompt_of(4)).weight_versions
+    assert [(s.version, s.stale_kv) for s in spans] == [("default", False), ("v1", True)]
+
+
+def test_an_empty_session_commits_on_a_busy_engine(driver):
+    rid = driver.generate(prompt_of(4), 60)
+    driver.tick(3)
+    driver.call(BeginWeightUpdateReqInput())
+    assert driver.call(EndWeightUpdateReqInput(weight_version="v1")).weights_epoch == 1
+    driver.run_until_idle()
+    assert [s.version for s in check(driver, rid, prompt_of(4)).weight_versions] == ["default", "v1"]
+
+
+def test_an_update_that_fails_in_the_middle_poisons(driver, other_model, monkeypatch):
+    """Any failure after the first byte, not only those that were foreseen."""
+    loader = driver.engine.dispatcher._updates._loader
+    write, calls = loader.write, []
+
+    def failing(piece):
+        calls.append(piece.name)
+        if len(calls) == 3:
+            raise MemoryError("scripted")
+        write(piece)
+
+    rid = driver.generate(prompt_of(4), 20)
+    driver.tick(3)
+    monkeypatch.setattr(loader, "write", failing)
+    update = UpdateWeightFromDiskReqInput(model_path=str(other_model))
+    assert_error(driver.call(update), "internal")
+    status = driver.status()
+    assert (status.weights, status.weights_epoch, status.session) == ("poisoned", 0, None)
+    monkeypatch.undo()
+    step = driver.status().step
+    driver.tick(3)
+    assert driver.status().step == step, "poisoned weights serve nobody"
+    assert driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_model))).committed
+    driver.run_until_idle()
+    assert len(tokens_of(check(driver, rid, prompt_of(4)))) == 20

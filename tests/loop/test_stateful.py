@@ -13,7 +13,14 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from support.scripted import EngineDriver, assert_error, expected_tokens, tokens_of
 
 from caesura.io_struct import (
@@ -38,6 +45,37 @@ VOCAB, CONTEXT, POOL_TOKENS = 97, 256, 160
 MODES = st.sampled_from(["abort", "retract", "in_place"])
 LENGTHS = st.one_of(st.integers(1, 70), st.sampled_from([15, 16, 17, 32, 48, 64, 140, 170, 250]))
 NEW_TOKENS = st.one_of(st.integers(1, 40), st.sampled_from([1, 2, 16, 100]))
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What a generate request is made from."""
+
+    length: int
+    new_tokens: int
+    n: int
+    text: int
+    salt: str
+    stop: list[int]
+    stream: bool
+    logprobs: bool
+    raw: bool
+    client: int
+
+
+ASKS = st.builds(
+    Ask,
+    length=LENGTHS,
+    new_tokens=NEW_TOKENS,
+    n=st.integers(1, 3),
+    text=st.integers(0, 2),
+    salt=st.sampled_from(["", "", "salt"]),
+    stop=st.lists(st.integers(3, VOCAB - 1), max_size=2),
+    stream=st.booleans(),
+    logprobs=st.booleans(),
+    raw=st.booleans(),
+    client=st.integers(0, 2),
+)
 
 
 @dataclass
@@ -97,7 +135,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.paths = [model, other]
         self.model = Lifecycle()
         self.submitted: dict[str, Submitted] = {}
-        self.errors_injected = 0
+        self.errors_injected = self.resets = 0
         self.posted: tuple[Message, str, bool] | None = None
         """A command that was sent and not waited for, and what its answer has to be."""
         self.parked: list[str] = []
@@ -193,37 +231,41 @@ class EngineMachine(RuleBasedStateMachine):
 
     # -- rules ------------------------------------------------------------------------------------------------------
 
-    @rule(
-        length=LENGTHS,
-        new_tokens=NEW_TOKENS,
-        n=st.integers(1, 3),
-        text=st.integers(0, 2),
-        salt=st.sampled_from(["", "", "salt"]),
-        stop=st.lists(st.integers(3, VOCAB - 1), max_size=2),
-        flags=st.tuples(st.booleans(), st.booleans(), st.booleans()),
-        client=st.integers(0, 2),
-    )
-    def submit(self, length, new_tokens, n, text, salt, stop, flags, client):
+    @initialize(asks=st.lists(ASKS, min_size=1, max_size=4))
+    def begin_with_work(self, asks):
+        for ask in asks:
+            self.send_request(ask)
+
+    @rule(ask=ASKS)
+    def submit(self, ask):
+        self.send_request(ask)
+        self.driver.tick()
+
+    @rule(asks=st.lists(ASKS, min_size=2, max_size=5), times=st.integers(0, 12))
+    def submit_several(self, asks, times):
+        for ask in asks:
+            self.send_request(ask)
+        self.driver.tick(times)
+
+    def send_request(self, ask: Ask) -> None:
         """A request from one of three clients; few distinct texts, so that prefixes are shared."""
         self.settle()
-        stream, logprobs, raw = flags
         params = SamplingParams(
-            max_new_tokens=new_tokens, temperature=0.0, ignore_eos=True, n=n, stop_token_ids=stop
+            max_new_tokens=ask.new_tokens, temperature=0.0, ignore_eos=True, n=ask.n, stop_token_ids=ask.stop
         )
         message = GenerateReqInput(
-            input_ids=[3 + (text * 31 + i * 7) % 90 for i in range(length)],
+            input_ids=[3 + (ask.text * 31 + i * 7) % 90 for i in range(ask.length)],
             sampling_params=params,
-            cache_salt=salt,
-            stream=stream,
-            return_logprob=logprobs,
-            return_raw_logprob=raw,
+            cache_salt=ask.salt,
+            stream=ask.stream,
+            return_logprob=ask.logprobs,
+            return_raw_logprob=ask.raw,
         )
-        name = ["main", *self.guests][client]
+        name = ["main", *self.guests][ask.client]
         self.driver.send(message, name)
-        refusal = self.refusal_of(length, new_tokens)
+        refusal = self.refusal_of(ask.length, ask.new_tokens)
         if refusal is None:
             self.submitted[message.id] = Submitted(message, [name])
-            self.driver.tick()
         else:
             assert_error(self.answer_to(message.id), refusal)
 
@@ -343,12 +385,12 @@ class EngineMachine(RuleBasedStateMachine):
         loader = self.driver.engine.scheduler._updates._loader
         return not loader.missing(loader.written)
 
-    @precondition(lambda self: self.posted is None)
-    @rule(really=st.sampled_from([False, False, True]))
-    def reset_tensors(self, really):
-        """Poison the weights; rarely, since little runs afterwards."""
-        if really:
-            self.command(WeightsCheckerReqInput(action="reset_tensors"), "ok", True)
+    @precondition(lambda self: self.resets == 0 and len(self.submitted) > 4)
+    @rule()
+    def reset_tensors(self):
+        """Poison the weights; once, since little runs afterwards."""
+        self.resets += 1
+        self.command(WeightsCheckerReqInput(action="reset_tensors"), "ok", True)
 
     @rule(client=st.integers(0, 1))
     def vanish(self, client):

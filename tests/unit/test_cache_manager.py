@@ -10,7 +10,12 @@ from caesura.scheduler.cache.manager import CacheManager, LedgerError, Usage
 
 PAGE = 2
 ROW = 16
-prompts = st.lists(st.integers(0, 1), min_size=1, max_size=13)
+pages = st.sampled_from([(0, 0), (0, 1)])  # two kinds: equal prefixes all the time
+prompts = st.builds(
+    lambda pages, tail: [token for page in pages for token in page] + tail,
+    st.lists(pages, min_size=1, max_size=6),
+    st.sampled_from([[], [0]]),
+)
 
 
 def array(values):
@@ -43,6 +48,7 @@ class ManagerAgainstContents(RuleBasedStateMachine):
         self.content = {}
         self.donated = set()  # (salt, prefix), ignoring evictions
         self.epoch = 0
+        self.quiet = 0  # steps since the cache was last emptied
 
     def prefixes(self, tokens):
         return [tuple(tokens[:end]) for end in range(PAGE, len(tokens) + 1, PAGE)]
@@ -112,8 +118,10 @@ class ManagerAgainstContents(RuleBasedStateMachine):
         with pytest.raises(LedgerError, match="closed"):
             self.manager.extend(request.kv, 1)
 
+    @precondition(lambda self: self.quiet > 8)  # rarely, so that a cache can grow
     @rule(step=st.integers(1, 2))
     def commit(self, step):
+        self.quiet = 0
         before = self.manager.usage()
         self.epoch += step
         freed = self.manager.commit_epoch(self.epoch)
@@ -125,8 +133,10 @@ class ManagerAgainstContents(RuleBasedStateMachine):
             assert request.kv.epoch == (request.kv.epoch if request.stale else self.epoch)
         self.donated.clear()
 
+    @precondition(lambda self: self.quiet > 8)
     @rule()
     def flush(self):
+        self.quiet = 0
         before = self.manager.usage()
         if self.requests:
             with pytest.raises(LedgerError, match="hold KV"):
@@ -139,6 +149,7 @@ class ManagerAgainstContents(RuleBasedStateMachine):
 
     @invariant()
     def ledger(self):
+        self.quiet += 1
         self.manager.check()
         usage = self.manager.usage()
         assert usage.free + usage.cached + usage.held == usage.total == self.num_pages - 1
@@ -170,7 +181,7 @@ for machine, examples in (
     (ManagerWithoutPrefixCache, 15),
 ):
     machine.TestCase.settings = settings(
-        max_examples=examples, stateful_step_count=25, deadline=None, derandomize=True, database=None
+        max_examples=examples, stateful_step_count=40, deadline=None, derandomize=True, database=None
     )
 TestManagerAgainstContents = ManagerAgainstContents.TestCase
 TestManagerUnderPressure = ManagerUnderPressure.TestCase

@@ -12,8 +12,13 @@ from caesura.scheduler.cache.allocator import LedgerError
 from caesura.scheduler.cache.radix import RadixTree
 
 PAGE = 2
-SALTS = ["", "a"]
-token_lists = st.lists(st.integers(0, 1), max_size=14)  # two tokens: shared prefixes and splits all the time
+SALTS = ["", "", "", "a"]
+# Two kinds of page: shared prefixes and splits all the time. The odd token at the end never counts.
+token_lists = st.builds(
+    lambda pages, tail: [token for page in pages for token in page] + tail,
+    st.lists(st.sampled_from([(0, 0), (0, 1)]), min_size=1, max_size=6),
+    st.sampled_from([[], [0]]),
+)
 
 
 def array(values):
@@ -92,13 +97,11 @@ class TreeAgainstPrefixes(RuleBasedStateMachine):
             self.tree.lock(inserted.node)
             self.locks.append((inserted.node, key, whole))
 
-    @rule(
-        salt=st.sampled_from(SALTS), tokens=token_lists.filter(lambda t: len(t) >= PAGE), lock=st.booleans()
-    )
+    @rule(salt=st.sampled_from(SALTS), tokens=token_lists, lock=st.booleans())
     def insert(self, salt, tokens, lock):
         self.insert_run((self.epoch, salt), [], tokens[: len(tokens) // PAGE * PAGE], None, lock)
 
-    @rule(data=st.data(), tokens=token_lists.filter(lambda t: len(t) >= PAGE), lock=st.booleans())
+    @rule(data=st.data(), tokens=token_lists, lock=st.booleans())
     def insert_after_a_lock(self, data, tokens, lock):
         living = [entry for entry in self.locks if entry[1][0] == self.epoch]
         if living:
@@ -115,12 +118,13 @@ class TreeAgainstPrefixes(RuleBasedStateMachine):
         assert sorted(freed.tolist()) == sorted(self.stored.pop(entry)[0] for entry in gone)
         assert not gone or key[0] < self.epoch
 
-    @rule(num_pages=st.integers(0, 9))
+    @rule(num_pages=st.integers(0, 5))
     def evict(self, num_pages):
         available = sum(entry not in self.locked() for entry in self.stored)
         expected = [self.evict_one() for _ in range(min(num_pages, available))]
         assert sorted(self.tree.evict(num_pages).tolist()) == sorted(expected)
 
+    @precondition(lambda self: len(self.stored) > 8)  # rarely, so that a tree can grow
     @rule(step=st.integers(1, 2))
     def end_epoch(self, step):
         self.epoch += step
@@ -135,6 +139,7 @@ class TreeAgainstPrefixes(RuleBasedStateMachine):
         with pytest.raises(LedgerError):
             self.tree.insert(self.epoch - 1, salt, array([0] * PAGE), array([1]))
 
+    @precondition(lambda self: len(self.stored) > 8 or self.locks)
     @rule()
     def clear(self):
         if self.locks:
@@ -167,7 +172,7 @@ class TreeAgainstPrefixes(RuleBasedStateMachine):
 
 
 TreeAgainstPrefixes.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=25, deadline=None, derandomize=True, database=None
+    max_examples=80, stateful_step_count=40, deadline=None, derandomize=True, database=None
 )
 TestTreeAgainstPrefixes = TreeAgainstPrefixes.TestCase
 
@@ -216,6 +221,67 @@ def test_unlock_without_lock_and_lock_of_an_ended_epoch_are_refused():
     tree.drop_epochs_before(1)
     with pytest.raises(LedgerError, match="epoch 0"):
         tree.lock(node)
+
+
+def test_an_ended_epoch_is_not_matched_while_its_nodes_are_locked():
+    tree = RadixTree(PAGE)
+    node = tree.insert(0, "", array([1, 1]), array([1])).node
+    tree.lock(node)
+    assert tree.drop_epochs_before(1).tolist() == []
+    assert tree.match(0, "", array([1, 1]))[1] is None
+    with pytest.raises(LedgerError, match="epoch 0"):
+        tree.insert(0, "", array([1, 1, 2, 2]), array([1, 2]))
+    assert tree.unlock(node).tolist() == [1]
+
+
+def test_a_split_under_several_locks_locks_the_upper_part_once():
+    tree = RadixTree(PAGE)
+    node = tree.insert(0, "", array([1, 1, 2, 2]), array([1, 2])).node
+    tree.lock(node)
+    tree.lock(node)
+    tree.match(0, "", array([1, 1, 3, 3]))
+    tree.unlock(node)
+    assert tree.num_locked_pages == 2
+    tree.unlock(node)
+    assert tree.num_locked_pages == 0
+    assert tree.num_evictable_pages == 2
+
+
+def test_eviction_order_is_last_use():
+    tree = RadixTree(PAGE)
+    tree.insert(0, "", array([1, 1, 2, 2]), array([1, 2]))
+    tree.insert(0, "", array([5, 5]), array([5]))
+    tree.insert(0, "", array([6, 6]), array([6]))
+    tree.match(0, "", array([1, 1]))  # page 1 is young now, page 2 still the oldest
+    tree.match(0, "", array([5, 5]))
+    assert [tree.evict(1).tolist() for _ in range(5)] == [[2], [6], [1], [5], []]
+
+
+def test_a_continuation_keeps_what_is_above_it_young():
+    tree = RadixTree(PAGE)
+    node = tree.insert(0, "", array([1, 1]), array([1])).node
+    tree.lock(node)
+    below = tree.insert(0, "", array([2, 2]), array([2]), after=node).node
+    tree.lock(below)
+    tree.unlock(node)
+    tree.insert(0, "", array([5, 5]), array([5]))
+    tree.insert(0, "", array([3, 3]), array([3]), after=below)
+    tree.unlock(below)
+    assert [tree.evict(1).tolist() for _ in range(4)] == [[5], [3], [2], [1]]
+
+
+def test_empty_roots_and_used_heap_entries_do_not_pile_up():
+    tree = RadixTree(PAGE)
+    for salt in range(100):
+        node = tree.insert(0, str(salt), array([1, 1]), array([1])).node
+        for _ in range(5):
+            tree.match(0, str(salt), array([1, 1]))
+            tree.lock(node)
+            tree.unlock(node)
+        assert len(tree._heap) == 1
+        assert tree.evict(1).tolist() == [1]
+    assert len(tree._roots) == 0
+    assert len(tree._heap) == 0
 
 
 def test_lengths_must_agree():

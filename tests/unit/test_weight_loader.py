@@ -257,6 +257,21 @@ def test_difference_is_by_bytes(dtype: torch.dtype) -> None:
         assert slot.differs(negative_zero, 0)
 
 
+@pytest.mark.parametrize("length", [1, 3, 1027, 5000])
+@pytest.mark.parametrize("offset", [0, 1])
+def test_difference_of_any_length_and_alignment(length: int, offset: int) -> None:
+    parameter = Parameter("p", (length,), torch.bfloat16, torch.device("cpu"))
+    parameter.data.copy_(torch.arange(length))
+    slot = parameter.slot("c")
+    base = torch.arange(-offset, length).to(torch.bfloat16)
+    rows = base[offset:]
+    assert not slot.differs(rows, 0)
+    for index in (0, length // 2, length - 1):
+        other = base.clone()[offset:]
+        other[index] += 100
+        assert slot.differs(other, 0)
+
+
 def test_scalars_can_be_written() -> None:
     parameter = Parameter("p", (), torch.float32, torch.device("cpu"))
     slot = parameter.slot("c")
