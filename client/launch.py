@@ -256,6 +256,7 @@ def launch_scheduler(
     pipeline_depth: Literal[0, 1] | None = None,
     requests_while_paused: Literal["queue", "refuse"] | None = None,
     idle_empty_s: float | None = None,
+    result_ttl_s: float | None = None,
     session_deadline_s: float | None = None,
     load_bucket_bytes: int | None = None,
     check_ledger: bool | None = None,

@@ -24,7 +24,10 @@ from ..io_struct import (
     CaesuraError,
     ContinueGenerationReqInput,
     ContinueGenerationReqOutput,
+    ControlRequest,
     EndWeightUpdateReqInput,
+    FetchResultReqInput,
+    FetchResultReqOutput,
     FlushCacheReqInput,
     FlushCacheReqOutput,
     GenerateReqInput,
@@ -34,6 +37,8 @@ from ..io_struct import (
     PauseGenerationReqInput,
     PauseGenerationReqOutput,
     PauseMode,
+    RenewPauseLeaseReqInput,
+    RenewPauseLeaseReqOutput,
     Request,
     SamplingParams,
     ShutdownReqInput,
@@ -51,7 +56,7 @@ from .connection import Generation
 from .exceptions import EngineError, TimedOut
 from .handle import GenerationHandle, wait_for
 from .prompts import Plan, plan, token_ids
-from .results import CheckerAction, GenerateOutput, WeightUpdate
+from .results import CheckerAction, GenerateOutput, WeightUpdate, decode_output
 
 ReplyT = TypeVar("ReplyT", bound=Message)
 
@@ -61,10 +66,14 @@ class SchedulerClient:
 
     ``connect_timeout`` (seconds) bounds how long a call waits for a scheduler to appear at ``endpoint``; None waits for
     ever. Every method's ``timeout`` (seconds) bounds that call; None waits until the engine answers or dies.
+    ``owner`` is the token under which this client pauses and sends commands; it renews the lease of its pause.
     """
 
-    def __init__(self, endpoint: str, *, connect_timeout: float | None = 10.0) -> None:
+    def __init__(
+        self, endpoint: str, *, connect_timeout: float | None = 10.0, owner: str | None = None
+    ) -> None:
         self.endpoint = endpoint
+        self.owner = owner
         self._channel = ThreadChannel(endpoint, connect_timeout=connect_timeout)
 
     @overload
@@ -203,6 +212,22 @@ class SchedulerClient:
             id=_id(message_id), torch_empty_cache=torch_empty_cache, owner=owner, force=force
         )
         return self._call(request, ContinueGenerationReqOutput, timeout)
+
+    def renew_pause_lease(
+        self, owner: str | None = None, *, message_id: str | None = None, timeout: float | None = None
+    ) -> RenewPauseLeaseReqOutput:
+        """A sign of life from the pause's owner; every other command of the owner renews the lease as well."""
+        request = RenewPauseLeaseReqInput(id=_id(message_id), owner=owner)
+        return self._call(request, RenewPauseLeaseReqOutput, timeout)
+
+    def fetch_result(
+        self, rid: str, *, message_id: str | None = None, timeout: float | None = None
+    ) -> list[GenerateOutput]:
+        """Results of generation ``rid`` that ended while its client could not be reached, kept for a while by the engine;
+        empty where nothing is kept."""
+        request = FetchResultReqInput(id=_id(message_id), rid=rid)
+        reply = self._call(request, FetchResultReqOutput, timeout)
+        return [decode_output(result) for result in reply.results]
 
     def flush_cache(
         self,
@@ -358,6 +383,8 @@ class SchedulerClient:
                     self._channel.start_call(AbortReq(rid=generation.rid), AbortReqOutput)
 
     def _call(self, request: Request, expects: type[ReplyT], timeout: float | None) -> ReplyT:
+        if isinstance(request, ControlRequest) and request.owner is None:
+            request.owner = self.owner
         reply: ReplyT = wait_for(self._channel.start_call(request, expects), request.id, timeout)
         return reply
 

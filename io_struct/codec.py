@@ -14,11 +14,21 @@ from .control import (
     GetStatusReqOutput,
     PauseGenerationReqInput,
     PauseGenerationReqOutput,
+    RenewPauseLeaseReqInput,
+    RenewPauseLeaseReqOutput,
     ShutdownReqInput,
     ShutdownReqOutput,
 )
 from .errors import CaesuraError, ErrorCode, ErrorReply
-from .generate import AbortReq, AbortReqOutput, BatchTokenOutput, GenerateReqInput, Keepalive
+from .generate import (
+    AbortReq,
+    AbortReqOutput,
+    BatchTokenOutput,
+    FetchResultReqInput,
+    FetchResultReqOutput,
+    GenerateReqInput,
+    Keepalive,
+)
 from .weights import (
     BeginWeightUpdateReqInput,
     BeginWeightUpdateReqOutput,
@@ -36,6 +46,8 @@ ToScheduler = (
     | ContinueGenerationReqInput
     | FlushCacheReqInput
     | GetStatusReqInput
+    | RenewPauseLeaseReqInput
+    | FetchResultReqInput
     | BeginWeightUpdateReqInput
     | EndWeightUpdateReqInput
     | UpdateWeightFromDiskReqInput
@@ -53,6 +65,8 @@ ToClient = (
     | ContinueGenerationReqOutput
     | FlushCacheReqOutput
     | GetStatusReqOutput
+    | RenewPauseLeaseReqOutput
+    | FetchResultReqOutput
     | BeginWeightUpdateReqOutput
     | WeightUpdateReqOutput
     | WeightsCheckerReqOutput

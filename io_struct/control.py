@@ -14,7 +14,14 @@ LeaseAction = Literal["continue", "abort", "stay"]
 NonNegative = Annotated[float, msgspec.Meta(ge=0)]
 
 
-class PauseGenerationReqInput(Request, kw_only=True):
+class ControlRequest(Request, kw_only=True):
+    """A command about the engine rather than about one generation."""
+
+    owner: str | None = None
+    """Token of who controls the pause. Any command that carries the owner's token renews its lease. None: nobody."""
+
+
+class PauseGenerationReqInput(ControlRequest, kw_only=True):
     """Stop at the next step boundary. The reply is a barrier: no step is in flight any more.
 
     ``abort`` ends every request with its partial tokens; ``retract`` gives their KV back and requeues them;
@@ -23,10 +30,11 @@ class PauseGenerationReqInput(Request, kw_only=True):
 
     mode: PauseMode = "abort"
     lease_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
-    """None: no lease, the pause lasts until continue. Leases are declared here and refused as unsupported so far."""
+    """Seconds without a sign of life from the owner, after which ``on_lease_expiry`` happens; needs ``owner``. None: the
+    pause lasts until continue."""
     on_lease_expiry: LeaseAction = "continue"
-    owner: str | None = None
-    """Owner token of the pause; None: anybody may continue it."""
+    """``continue``: as if the owner had continued (an open session is aborted first). ``abort``: every request ends with
+    its partial tokens, the engine stays paused. ``stay``: only the ownership ends."""
 
 
 class PauseGenerationReqOutput(Reply, kw_only=True):
@@ -45,12 +53,10 @@ class PauseGenerationReqOutput(Reply, kw_only=True):
     """Samples this pause ended."""
 
 
-class ContinueGenerationReqInput(Request, kw_only=True):
+class ContinueGenerationReqInput(ControlRequest, kw_only=True):
     """Go on. While still paused, the device allocator's unused blocks are returned first."""
 
     torch_empty_cache: bool = True
-    owner: str | None = None
-    """Owner token, where the pause has one. None: not the owner."""
     force: bool = False
     """Continue a pause that somebody else owns."""
 
@@ -66,7 +72,7 @@ class ContinueGenerationReqOutput(Reply, kw_only=True):
     """``reserved_before - reserved_after``; may be negative."""
 
 
-class FlushCacheReqInput(Request, kw_only=True):
+class FlushCacheReqInput(ControlRequest, kw_only=True):
     """Clear the engine's own KV pools. Needs a fully idle engine; waiting requests are ignored only while paused."""
 
     torch_empty_cache: bool = True
@@ -82,6 +88,19 @@ class FlushCacheReqOutput(Reply, kw_only=True):
     """KV token slots that were cached and are free now."""
     reserved_before: int | None = None
     reserved_after: int | None = None
+
+
+class RenewPauseLeaseReqInput(ControlRequest, kw_only=True):
+    """A sign of life from the owner of a pause that has nothing else to say. Never busy."""
+
+
+class RenewPauseLeaseReqOutput(Reply, kw_only=True):
+    """The lease after the renewal."""
+
+    renewed: bool
+    """False: there is no pause, it has no lease, or the owner is another."""
+    lease_left_s: float | None = None
+    """Seconds until it expires. None: no lease."""
 
 
 class KVUsage(Record, kw_only=True, frozen=True):
@@ -130,7 +149,7 @@ class SessionStatus(Record, kw_only=True, frozen=True):
     written_tensors: int
 
 
-class GetStatusReqInput(Request, kw_only=True):
+class GetStatusReqInput(ControlRequest, kw_only=True):
     """Everything a supervisor asks. Answered by the control loop, during updates too; generates no token."""
 
 
@@ -144,6 +163,8 @@ class GetStatusReqOutput(Reply, kw_only=True):
     """None unless paused."""
     pause_owner: str | None = None
     """None: no pause, or one without an owner."""
+    lease_left_s: float | None = None
+    """Seconds until the pause's lease expires. None: no lease."""
     weights: WeightsState
     weights_detail: str | None = None
     """Why the weights are not valid; None when they are."""

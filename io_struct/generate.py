@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from .base import Identifier, Message, Record, Request
+from .base import Identifier, Message, Record, Reply, Request
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Seed = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -188,3 +188,18 @@ class AbortReqOutput(Message, kw_only=True):
 
     id: str
     aborted: int
+
+
+class FetchResultReqInput(Request, kw_only=True):
+    """The kept results of a generation whose client could not be reached when it ended."""
+
+    rid: Identifier
+
+
+class FetchResultReqOutput(Reply, kw_only=True):
+    """What was kept; taking it does not remove it, its time to live does."""
+
+    results: list[GenerateReqOutput]
+    """By index of the sample; empty where nothing is kept under this rid."""
+    live: int
+    """Samples of this rid that have not ended yet."""

@@ -4,10 +4,11 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from .base import Record, Reply, Request, TensorSpec
+from .base import Record, Reply, TensorSpec
+from .control import ControlRequest
 
 
-class BeginWeightUpdateReqInput(Request, kw_only=True):
+class BeginWeightUpdateReqInput(ControlRequest, kw_only=True):
     """Open an explicit session; what follows is committed together by ``end``."""
 
     manifest: list[TensorSpec] | None = None
@@ -23,7 +24,7 @@ class BeginWeightUpdateReqOutput(Reply, kw_only=True):
     """The epoch before the session."""
 
 
-class EndWeightUpdateReqInput(Request, kw_only=True):
+class EndWeightUpdateReqInput(ControlRequest, kw_only=True):
     """Close the session: commit it, or abort it (valid if nothing was written, else poisoned).
 
     The prefix cache is flushed at commit if any call of the session asked for it.
@@ -71,7 +72,7 @@ class WeightUpdateReqOutput(Reply, kw_only=True):
     stages: StageTimes
 
 
-class UpdateWeightFromDiskReqInput(Request, kw_only=True):
+class UpdateWeightFromDiskReqInput(ControlRequest, kw_only=True):
     """Load a complete checkpoint folder in place. Every header is checked before the first byte is written."""
 
     model_path: str
@@ -85,7 +86,7 @@ class UpdateWeightFromDiskReqInput(Request, kw_only=True):
     abort_all_requests: bool = False
 
 
-class WeightsCheckerReqInput(Request, kw_only=True):
+class WeightsCheckerReqInput(ControlRequest, kw_only=True):
     """Prove what the weights are. ``snapshot`` keeps checksums, ``compare`` holds the weights against them."""
 
     action: Literal["checksum", "snapshot", "compare", "reset_tensors"] = "checksum"

@@ -53,6 +53,8 @@ class EngineConfig:
     """What happens to generate requests that arrive during a pause."""
     idle_empty_s: float = 5.0
     """Return the allocator's unused blocks once after this long without work."""
+    result_ttl_s: float = 60.0
+    """How long terminal results of a client that could not be reached are kept for fetching."""
     session_deadline_s: float = 600.0
     """A weight session older than this is aborted, unless it set its own deadline."""
     load_bucket_bytes: int = 8 << 20

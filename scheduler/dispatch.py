@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from time import monotonic, perf_counter
 from typing import Any
 
+import msgspec
+
 from ..io_struct import (
     AbortReq,
     AbortReqOutput,
@@ -25,8 +27,11 @@ from ..io_struct import (
     BeginWeightUpdateReqInput,
     CaesuraError,
     ContinueGenerationReqInput,
+    ControlRequest,
     EndWeightUpdateReqInput,
     ErrorCode,
+    FetchResultReqInput,
+    FetchResultReqOutput,
     FlushCacheReqInput,
     GenerateReqInput,
     GenerateReqOutput,
@@ -34,14 +39,18 @@ from ..io_struct import (
     GetStatusReqOutput,
     Message,
     PauseGenerationReqInput,
+    RenewPauseLeaseReqInput,
+    RenewPauseLeaseReqOutput,
     ShutdownReqInput,
     ShutdownReqOutput,
     ToScheduler,
     UpdateWeightFromDiskReqInput,
     WeightsCheckerReqInput,
     decode_request,
+    encode,
 )
 from .config import EngineConfig
+from .kept import KeptResults
 from .lifecycle import Lifecycle, Operation, Wait
 from .request import Request
 from .results import Results
@@ -68,6 +77,8 @@ class _Exchange:
     """Answers still to come; a generation has one per sample."""
     answers: list[Message] = field(default_factory=list)
     nbytes: int = 0
+    generation: bytes = b""
+    """Digest of a generate request without its message id."""
 
 
 @dataclass(slots=True)
@@ -109,6 +120,7 @@ class Dispatcher:
         self._exchanges: OrderedDict[str, _Exchange] = OrderedDict()
         self._done: OrderedDict[str, None] = OrderedDict()
         self._stored_bytes = 0
+        self._kept = KeptResults(config.result_ttl_s)
         self._commands: deque[_Running] = deque()
         self._parked: list[_Running] = []
         self._operations: dict[type, Callable[[Any], Operation]] = {
@@ -139,6 +151,8 @@ class Dispatcher:
             logger.warning("dropped a malformed message: %s", error)
             self._send(client, error.to_reply(str(error.detail.pop("id", ""))))
             return
+        if isinstance(message, ControlRequest):
+            self._lifecycle.renew_lease(message.owner)
         if isinstance(message, GetStatusReqInput):  # changes nothing, so a retry needs no stored answer
             self._send(client, self._status(message.id))
             return
@@ -190,8 +204,18 @@ class Dispatcher:
                 exchange.clients = others
             else:
                 aborted += self._results.abort([request], "client is gone")
+        self._keep_results_of(client)
         if aborted:
             logger.info("client %s is gone: %d samples aborted", client.hex(), aborted)
+
+    def _keep_results_of(self, client: bytes) -> None:
+        """Which of its last results the client has read is not known: keep all that nobody else waited for."""
+        for message_id in self._done:
+            exchange = self._exchanges[message_id]
+            if exchange.clients == [client]:
+                for answer in exchange.answers:
+                    for result in answer.finished if isinstance(answer, BatchTokenOutput) else ():
+                        self._kept.add(result, exchange.generation)
 
     def refuse_rest(self, message: str) -> None:
         """Shutdown: every command that is still under way ends with an error."""
@@ -223,6 +247,15 @@ class Dispatcher:
             self._generate(client, message)
         elif isinstance(message, AbortReq):
             self._answer(message.id, AbortReqOutput(id=message.id, aborted=self._abort(message)))
+        elif isinstance(message, RenewPauseLeaseReqInput):
+            left = self._lifecycle.lease_left_s if message.owner == self._lifecycle.pause_owner else None
+            self._answer(
+                message.id,
+                RenewPauseLeaseReqOutput(id=message.id, renewed=left is not None, lease_left_s=left),
+            )
+        elif isinstance(message, FetchResultReqInput):
+            kept, live = self._kept.get(message.rid), len(self._results.samples(message.rid))
+            self._answer(message.id, FetchResultReqOutput(id=message.id, results=kept, live=live))
         elif isinstance(message, ShutdownReqInput):
             self.stop_requested = True
             self._answer(message.id, ShutdownReqOutput(id=message.id))
@@ -232,6 +265,9 @@ class Dispatcher:
             self._commands.append(_Running(message, self._operations[type(message)](message)))
 
     def _generate(self, client: bytes, message: GenerateReqInput) -> None:
+        rid = message.rid if message.rid is not None else message.id
+        if self._join_generation(client, message, rid):
+            return
         self._lifecycle.require_serviceable("cannot generate")
         if self._lifecycle.generation != "running" and self._config.requests_while_paused == "refuse":
             raise CaesuraError(ErrorCode.PAUSED, "the engine is paused and configured to refuse requests")
@@ -243,14 +279,38 @@ class Dispatcher:
                 weights_epoch=epoch,
                 min_weights_epoch=message.min_weights_epoch,
             )
-        rid = message.rid if message.rid is not None else message.id
-        if self._results.is_live(rid):
-            raise CaesuraError(ErrorCode.DUPLICATE_RID, f"generation {rid!r} is still running", rid=rid)
         requests = admit(
             message, client=client, limits=self._limits, waiting=len(self._waiting), now=monotonic()
         )
-        self._exchanges[message.id].remaining = len(requests)
+        exchange = self._exchanges[message.id]
+        exchange.remaining = len(requests)
+        exchange.generation = _generation_body(message)
+        self._kept.forget(rid)
         self._results.accept(requests)
+
+    def _join_generation(self, client: bytes, message: GenerateReqInput, rid: str) -> bool:
+        """Whether this is the retry, under a new message id, of a generation that is live or whose results are kept.
+
+        Raises:
+            CaesuraError: ``duplicate_rid``, the live generation of this rid is another.
+        """
+        live = self._results.samples(rid)
+        if live:
+            exchange = self._exchanges[live[0].message_id]
+            if exchange.generation != _generation_body(message):
+                raise CaesuraError(ErrorCode.DUPLICATE_RID, f"generation {rid!r} is still running", rid=rid)
+            if client not in exchange.clients:
+                exchange.clients.append(client)
+            answers = exchange.answers
+        else:
+            kept = self._kept.get(rid, _generation_body(message))
+            if len(kept) < message.sampling_params.n or any(r.finish_reason.type == "abort" for r in kept):
+                return False
+            answers = [BatchTokenOutput(step=self._lifecycle.step, finished=kept)]
+        del self._exchanges[message.id]  # answered as the generation's own message is
+        for answer in answers:
+            self._send(client, answer)
+        return True
 
     def _abort(self, message: AbortReq) -> int:
         if message.abort_all:
@@ -278,6 +338,10 @@ class Dispatcher:
             self._answer(message_id, error.to_reply(message_id))
         except Exception as error:  # noqa: BLE001  as in handle
             self._answer(message_id, _defect(running.message, error))
+        if isinstance(running.message, ControlRequest):
+            self._lifecycle.renew_lease(
+                running.message.owner
+            )  # a long command was a sign of life while it ran
         if self._config.check_ledger:
             self._check_ledger()
         return None
@@ -302,6 +366,11 @@ class Dispatcher:
         while len(self._done) > STORED_ANSWERS or (self._stored_bytes > STORED_ANSWER_BYTES and self._done):
             oldest, _ = self._done.popitem(last=False)
             self._stored_bytes -= self._exchanges.pop(oldest).nbytes
+
+
+def _generation_body(message: GenerateReqInput) -> bytes:
+    """What makes two generate requests the same but for their message ids."""
+    return hashlib.blake2b(encode(msgspec.structs.replace(message, id="-")), digest_size=16).digest()
 
 
 def _defect(message: ToScheduler, error: Exception) -> Message:

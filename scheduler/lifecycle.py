@@ -13,6 +13,7 @@ Invariants:
 
 import logging
 from collections.abc import Generator
+from dataclasses import dataclass
 from enum import Enum
 from time import monotonic
 from typing import Any
@@ -31,6 +32,7 @@ from ..io_struct import (
     Reply,
     WeightsState,
 )
+from ..io_struct.control import LeaseAction
 from .batching import Batcher
 from .cache.manager import CacheManager
 from .config import PAGE_SIZE
@@ -52,6 +54,14 @@ class Wait(Enum):
     """Nothing: it has more to do and lets the loop look at the inbox."""
     CHANGE = "change"
     """The engine must change (become idle); other operations may run meanwhile."""
+
+
+@dataclass(slots=True)
+class _Lease:
+    seconds: float
+    action: LeaseAction
+    expires: float
+    """On the monotonic clock."""
 
 
 Operation = Generator[Wait, None, Reply]
@@ -82,6 +92,7 @@ class Lifecycle:
         self._mode: PauseMode | None = None
         self._paused_at: float | None = None
         self._owner: str | None = None
+        self._lease: _Lease | None = None
         self._weights: WeightsState = "valid"
         self._weights_detail: str | None = None
         self._stamp = stamp
@@ -116,6 +127,16 @@ class Lifecycle:
         return self._owner
 
     @property
+    def lease_left_s(self) -> float | None:
+        """Seconds until the pause's lease expires; None without one."""
+        return None if self._lease is None else self._lease.expires - monotonic()
+
+    @property
+    def lease_expiry(self) -> LeaseAction | None:
+        """What happens then."""
+        return None if self._lease is None else self._lease.action
+
+    @property
     def weights(self) -> WeightsState:
         """valid, updating, poisoned or invalid."""
         return self._weights
@@ -137,9 +158,9 @@ class Lifecycle:
 
     def pause(self, request: PauseGenerationReqInput) -> Operation:
         """Stop at the step boundary; see the module's invariants and docs/lifecycle.md."""
-        if request.lease_s is not None:
+        if request.lease_s is not None and request.owner is None:
             raise CaesuraError(
-                ErrorCode.UNSUPPORTED, "pause leases are not built yet: leave lease_s out", field="lease_s"
+                ErrorCode.INVALID_REQUEST, "a pause with a lease needs an owner", field="owner", value=None
             )
         if self._generation == "running":
             self._generation = "pausing"
@@ -152,7 +173,7 @@ class Lifecycle:
         self._generation = "paused"
         self._mode = request.mode
         self._paused_at = self._paused_at if self._paused_at is not None else monotonic()
-        self._owner = request.owner if request.owner is not None else self._owner
+        self._own(request)
         held_pages = self._cache.usage().held
         logger.info(
             "pause_generation: %s at step %d, %d requests hold %d tokens of KV, %d wait",
@@ -184,8 +205,7 @@ class Lifecycle:
         report = empty_device_cache_with_report(self._device_module) if request.torch_empty_cache else None
         if report is not None:
             logger.info("%s", report.describe("continue_generation"))
-        self._generation = "running"
-        self._mode = self._paused_at = self._owner = None
+        self._run()
         return ContinueGenerationReqOutput(id=request.id, was_paused=True, **_bytes(report, freed=True))
 
     def flush(self, request: FlushCacheReqInput) -> Operation:
@@ -206,6 +226,31 @@ class Lifecycle:
         return FlushCacheReqOutput(
             id=request.id, freed_tokens=freed * PAGE_SIZE, **_bytes(report, freed=False)
         )
+
+    def renew_lease(self, owner: str | None) -> None:
+        """A message that carries ``owner`` has come; it renews the lease if the pause is that owner's."""
+        if self._lease is not None and owner is not None and owner == self._owner:
+            self._lease.expires = monotonic() + self._lease.seconds
+
+    def expire_lease(self) -> None:
+        """The owner has given no sign of life: do what the pause asked for. No command is running."""
+        lease, owner = self._lease, self._owner
+        assert lease is not None
+        self._lease = self._owner = None
+        logger.warning(
+            "pause lease of %r expired after %.1f s without a sign of life: %s",
+            owner,
+            lease.seconds,
+            lease.action,
+        )
+        if lease.action == "abort":
+            self._results.abort_all("Aborted: the pause lease expired")
+        elif lease.action == "continue" and self._weights == "valid" and not self.explicit_session:
+            report = empty_device_cache_with_report(self._device_module)
+            logger.info("%s", report.describe("lease_expiry"))
+            self._run()
+        elif lease.action == "continue":
+            logger.error("cannot continue: weights are %s; staying paused", self._weights)
 
     def barrier(self) -> Generator[Wait, None, None]:
         """Until no step is in flight and the forward stream is idle. The caller has stopped further launches."""
@@ -264,6 +309,17 @@ class Lifecycle:
         self._batcher.mark_stale()
         self._results.set_stamp(self._stamp)
         self._weights, self._weights_detail = "valid", None
+
+    def _own(self, request: PauseGenerationReqInput) -> None:
+        """The first owner keeps the pause; its own later pauses may change the lease."""
+        if self._owner is None:
+            self._owner = request.owner
+        if request.lease_s is not None and request.owner == self._owner:
+            self._lease = _Lease(request.lease_s, request.on_lease_expiry, monotonic() + request.lease_s)
+
+    def _run(self) -> None:
+        self._generation = "running"
+        self._mode = self._paused_at = self._owner = self._lease = None
 
 
 def _bytes(report: EmptyCacheReport | None, *, freed: bool) -> dict[str, int]:

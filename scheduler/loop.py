@@ -131,6 +131,9 @@ class Scheduler:
             timers.append(max(0.0, self._next_keepalive - now))
         if self._updates.deadline is not None:
             timers.append(max(0.0, self._updates.deadline - now))
+        lease_left = self._lifecycle.lease_left_s
+        if lease_left is not None:
+            timers.append(max(0.0, lease_left))
         if self._idle_since is None:
             self._idle_since = now
         if self._idle_since != float("inf"):
@@ -144,6 +147,11 @@ class Scheduler:
             self._router.keepalive({r.client for r in self._results.live.values()}, self._lifecycle.step)
         if self._updates.deadline is not None and now >= self._updates.deadline:
             self._updates.expire()
+        lease_left = self._lifecycle.lease_left_s
+        if lease_left is not None and lease_left <= 0 and not self._dispatcher.has_commands:
+            if self._lifecycle.lease_expiry == "continue":
+                self._updates.expire()  # a session left open is aborted first
+            self._lifecycle.expire_lease()
         if self._idle_since is not None and now >= self._idle_since + self._idle_empty_s:
             self._idle_since = float("inf")  # once per idle period
             logger.debug("%s", empty_device_cache_with_report(self._device_module).describe("idle"))

@@ -71,6 +71,7 @@ class StatusReporter:
             pause_mode=lifecycle.pause_mode,
             pause_age_s=lifecycle.pause_age_s,
             pause_owner=lifecycle.pause_owner,
+            lease_left_s=lifecycle.lease_left_s,
             weights=lifecycle.weights,
             weights_detail=lifecycle.weights_detail,
             memory="resident",

@@ -263,6 +263,7 @@ class EngineMachine(RuleBasedStateMachine):
         )
         name = ["main", *self.guests][ask.client]
         self.driver.send(message, name)
+        self.driver.engine.scheduler._hear(0)  # it has arrived; no step is launched
         refusal = self.refusal_of(ask.length, ask.new_tokens)
         if refusal is None:
             self.submitted[message.id] = Submitted(message, [name])
@@ -555,6 +556,7 @@ def test_no_sequence_of_commands_breaks_the_engine(tiny_model, other_model, dept
             derandomize=True,
             deadline=None,
             database=None,
+            report_multiple_bugs=False,
             suppress_health_check=list(HealthCheck),
         ),
     )

@@ -1,0 +1,110 @@
+"""What crosses the pipe between the run and its trainer process: msgpack structs, nothing pickled.
+
+Order: ``Initialised``, then ``WarmupProgress`` …, then ``WarmupDone``, all unasked; from then on one ``StepDone`` for
+each ``TrainBatch``. The end of the pipe ends the trainer.
+"""
+
+import msgspec
+
+
+class Message(msgspec.Struct, kw_only=True, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Base of all messages of this pipe."""
+
+
+class Span(msgspec.Struct, kw_only=True, frozen=True):
+    """Output tokens ``[start, end)`` were sampled under the weights of update ``version``."""
+
+    version: int
+    start: int
+    end: int
+    stale_kv: bool
+    """True: on a KV cache that older weights have written in part."""
+
+
+class Sample(msgspec.Struct, kw_only=True, frozen=True):
+    """One answer; ``output_ids``, ``logprobs`` and ``rewards`` have one entry per output token."""
+
+    output_ids: list[int]
+    logprobs: list[float]
+    """The engine's, at sampling time: the behaviour policy."""
+    rewards: list[float]
+    spans: list[Span]
+
+
+class Group(msgspec.Struct, kw_only=True, frozen=True):
+    """All samples of one prompt."""
+
+    prompt_ids: list[int]
+    samples: list[Sample]
+
+
+class TrainBatch(Message, kw_only=True, frozen=True):
+    """Make update number ``update`` (1 is the first) from these groups."""
+
+    update: int
+    groups: list[Group]
+
+
+class Initialised(Message, kw_only=True, frozen=True):
+    """The untrained policy lies at ``path``; the warm-up begins."""
+
+    path: str
+    parameters: int
+
+
+class WarmupProgress(Message, kw_only=True, frozen=True):
+    """One supervised step: loss in nats per token, and the share of that batch's fresh words that were exactly right."""
+
+    step: int
+    loss: float
+    exact: float
+
+
+class WarmupDone(Message, kw_only=True, frozen=True):
+    """The policy that reinforcement learning starts from (version 0) lies at ``path``."""
+
+    path: str
+    steps: int
+    seconds: float
+
+
+class StepStats(msgspec.Struct, kw_only=True, frozen=True):
+    """What one policy-gradient step measured."""
+
+    loss: float
+    entropy: float
+    """Nats per token."""
+    grad_norm: float
+    """Before clipping."""
+    ess: float
+    """Effective sample size of the importance ratios, as a share of the tokens."""
+    ratio_max: float
+    """The largest ratio, before truncation."""
+    tokens: int
+
+
+class GapStats(msgspec.Struct, kw_only=True, frozen=True):
+    """Engine's logprobs against the trainer's, recomputed under the weights that sampled each token (nats)."""
+
+    first_max: float
+    """Largest absolute difference over first spans: KV and weights of one epoch."""
+    first_tokens: int
+    later_max: float
+    """The same over later spans, sampled on KV of mixed epochs; 0 where there were none."""
+    later_mean: float
+    later_tokens: int
+
+
+class StepDone(Message, kw_only=True, frozen=True):
+    """Update ``update`` is done and lies at ``path``."""
+
+    update: int
+    path: str
+    step: StepStats
+    gap: GapStats
+    train_s: float
+    verify_s: float
+    save_s: float
+
+
+FromTrainer = Initialised | WarmupProgress | WarmupDone | StepDone

@@ -1,0 +1,83 @@
+"""The policy: a two-layer Qwen3 of transformers, and how it gets to disk.
+
+Invariant: a checkpoint folder appears under its final name complete or not at all (written aside, then renamed), so an
+engine that is told the name can never read half of one.
+"""
+
+import shutil
+from pathlib import Path
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from . import task
+
+HIDDEN = 128
+LAYERS = 2
+
+
+def build_policy() -> Qwen3ForCausalLM:
+    """A randomly initialised policy in float32, 0.3 M parameters; torch's global seed decides."""
+    config = Qwen3Config(
+        vocab_size=task.VOCAB_SIZE,
+        hidden_size=HIDDEN,
+        intermediate_size=2 * HIDDEN,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=HIDDEN // 4,
+        max_position_embeddings=task.CONTEXT_LEN,
+        tie_word_embeddings=True,
+        pad_token_id=task.PAD,
+        bos_token_id=None,
+        eos_token_id=task.END,
+        attn_implementation="sdpa",
+    )
+    return Qwen3ForCausalLM(config).float()
+
+
+def build_tokenizer() -> Tokenizer:
+    """One token per character, as ``tokenizer.json`` (the run itself speaks token ids)."""
+    tokenizer = Tokenizer(
+        models.WordLevel({token: index for index, token in enumerate(task.TOKENS)}, unk_token=task.TOKENS[0])
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return tokenizer
+
+
+class CheckpointWriter:
+    """Writes checkpoints into two folders in turn: the engine may still hold the last while the next is written."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._count = 0
+
+    def write(self, model: Qwen3ForCausalLM) -> Path:
+        """Save ``model`` with its tokenizer; the folder written two calls ago is replaced."""
+        aside = self._directory / "unfinished"
+        shutil.rmtree(aside, ignore_errors=True)
+        model.save_pretrained(aside)
+        build_tokenizer().save(str(aside / "tokenizer.json"))
+        final = self._directory / f"checkpoint-{self._count % 2}"
+        shutil.rmtree(final, ignore_errors=True)
+        aside.rename(final)
+        self._count += 1
+        return final
+
+
+def token_logprobs(model: Qwen3ForCausalLM, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probability of every token given those before it, and the entropy there.
+
+    Args:
+        tokens: int64 [batch, length], padded on the right. Padding needs no mask: attention is causal, and the caller
+            drops what stands on it.
+
+    Returns:
+        (logprobs, entropy), both float32 [batch, length - 1] in nats; column ``i`` is about ``tokens[:, i + 1]``.
+    """
+    logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
+    distribution = torch.log_softmax(logits.float(), dim=-1)
+    chosen = distribution.gather(-1, tokens[:, 1:, None]).squeeze(-1)
+    return chosen, -(distribution.exp() * distribution).sum(-1)

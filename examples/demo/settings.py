@@ -1,0 +1,68 @@
+"""Everything one run is told, in one frozen value."""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The defaults are the full run: under three minutes on two cores."""
+
+    out_dir: Path = Path("demo_out")
+    seed: int = 0
+
+    # Warm-up (trainer)
+    warmup_max_steps: int = 400
+    warmup_batch: int = 128
+    warmup_lr: float = 1e-3
+    warmup_exact: float = 0.1
+    """The warm-up ends once this share of fresh training words is right: a poor policy, but not a blind one."""
+
+    # Policy gradient (trainer)
+    updates: int = 150
+    lr: float = 4e-4
+    lr_rampup: int = 10
+    """Updates over which the learning rate rises."""
+    lr_final: float = 0.2
+    """Share of ``lr`` at the last update; linear in between."""
+    max_grad_norm: float = 1.0
+    entropy_bonus: float = 0.01
+    ratio_cap: float = 2.0
+    """Importance ratios are truncated here."""
+    trainer_threads: int = 1
+
+    # Rollouts (engine)
+    groups_per_update: int = 64
+    """Prompts per update, at least one sample of each unlike the others in reward."""
+    samples_per_prompt: int = 8
+    groups_in_flight: int = 64
+    """Prompts that the engine always has to work on."""
+    max_lag: int = 3
+    """Groups whose first token is more updates old than this are not trained on."""
+    max_running_requests: int = 128
+    """Samples per engine step: what a step, and so a pause, can cost."""
+    kv_pool_tokens: int = 8192
+    engine_threads: int = 1
+
+    # Held-out evaluation (engine, greedy)
+    eval_every: int = 10
+    held_out_prompts: int = 256
+
+    @classmethod
+    def quick(cls, **changes: Any) -> "Settings":
+        """A run of seconds that walks every path, and learns little."""
+        small = {
+            "updates": 6,
+            "eval_every": 3,
+            "groups_per_update": 8,
+            "groups_in_flight": 32,
+            "held_out_prompts": 32,
+            "warmup_max_steps": 30,
+            "warmup_batch": 32,
+        }
+        return cls(**(small | changes))
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-like, for the report."""
+        return {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()}

@@ -1,0 +1,102 @@
+"""The task: spell a word backwards, one character per token. An exact checker, no torch.
+
+Invariants:
+- A word is held out or a training word, never both: :func:`is_held_out` is a function of the word alone, so the split
+  needs no list that two processes would have to agree on.
+- :func:`training_word` cannot return a held-out word, and :func:`held_out_words` returns nothing else.
+"""
+
+import hashlib
+import random
+import string
+from collections.abc import Sequence
+from typing import Final
+
+PAD: Final = 0
+END: Final = 1
+EQUALS: Final = 2
+ALPHABET: Final = string.ascii_lowercase
+TOKENS: Final = ("<pad>", "\n", "=", *ALPHABET)
+"""The vocabulary, by token id."""
+VOCAB_SIZE: Final = len(TOKENS)
+
+MIN_LETTERS: Final = 5
+MAX_LETTERS: Final = 8
+MAX_NEW_TOKENS: Final = MAX_LETTERS + 3
+"""Room to be too long: a policy that never ends its answer has to learn to."""
+CONTEXT_LEN: Final = 32
+
+SHOWCASE: Final = ("caesura", "rollout", "policy", "weights", "gradient", "tensor", "memory", "pause")
+"""Held out by name, and shown in the report; every other word is a random string."""
+
+_ID: Final = {token: index for index, token in enumerate(TOKENS)}
+
+
+def encode(text: str) -> list[int]:
+    """Token ids of ``text``; KeyError for a character outside the vocabulary."""
+    return [_ID[character] for character in text]
+
+
+def decode(ids: Sequence[int]) -> str:
+    """The text of ``ids``, up to and without the end token."""
+    letters = []
+    for token in ids:
+        if token == END:
+            break
+        letters.append(TOKENS[token])
+    return "".join(letters)
+
+
+def prompt_ids(word: str) -> list[int]:
+    """``word=`` as tokens."""
+    return [*encode(word), EQUALS]
+
+
+def answer_ids(word: str) -> list[int]:
+    """The only right answer: the word backwards, and the end token."""
+    return [*encode(word[::-1]), END]
+
+
+def is_held_out(word: str) -> bool:
+    """Whether no kind of training may see ``word``: one word in sixteen, by its hash, and the showcase."""
+    return word in SHOWCASE or hashlib.blake2b(word.encode(), digest_size=1).digest()[0] % 16 == 0
+
+
+def random_word(rng: random.Random) -> str:
+    """A uniform length, then uniform letters."""
+    return "".join(rng.choices(ALPHABET, k=rng.randint(MIN_LETTERS, MAX_LETTERS)))
+
+
+def training_word(rng: random.Random) -> str:
+    """A random word that is not held out."""
+    while is_held_out(word := random_word(rng)):
+        pass
+    return word
+
+
+def held_out_words(count: int, seed: int) -> list[str]:
+    """``count`` distinct held-out words: the showcase first, then random ones."""
+    rng = random.Random(f"held-out {seed}")
+    words = dict.fromkeys(SHOWCASE[:count])
+    while len(words) < count:
+        if is_held_out(word := random_word(rng)):
+            words[word] = None
+    return list(words)
+
+
+def is_exact(word: str, output_ids: Sequence[int]) -> bool:
+    """The reward that is reported: the whole answer right, its end included."""
+    return list(output_ids) == answer_ids(word)
+
+
+def token_rewards(word: str, output_ids: Sequence[int]) -> list[float]:
+    """The reward that is trained on: per output token, ``1 / len(answer)`` where it is the right one at its place.
+
+    They sum to 1 exactly when the answer begins right and ends there, that is when :func:`is_exact`.
+    """
+    answer = answer_ids(word)
+    share = 1.0 / len(answer)
+    return [
+        share if position < len(answer) and token == answer[position] else 0.0
+        for position, token in enumerate(output_ids)
+    ]

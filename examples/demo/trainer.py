@@ -1,0 +1,166 @@
+"""The trainer's process, and the run's end of its pipe.
+
+Invariants:
+- The trainer talks to nobody but the run, in the order that :mod:`.messages` states; the end of the pipe ends it.
+- Ctrl-C is the run's to handle: the trainer ignores it and leaves when the pipe closes.
+- A trainer that dies is an error with its log's last line, never a wait without end.
+"""
+
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import TracebackType
+from typing import Self, TypeVar
+
+import msgspec
+
+from .messages import FromTrainer, Initialised, StepDone, TrainBatch, WarmupDone, WarmupProgress
+from .settings import Settings
+
+MessageT = TypeVar("MessageT", bound=FromTrainer)
+JOIN_S = 5.0
+
+
+class TrainerDied(RuntimeError):
+    """The trainer process is gone."""
+
+
+class TrainerProcess:
+    """Starts the trainer; as a context manager it also ends it and removes its checkpoints."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._log = settings.out_dir / "trainer.log"
+        self._checkpoints = checkpoint_directory()
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(
+            target=trainer_main,
+            args=(theirs, settings, self._checkpoints, self._log),
+            name="demo-trainer",
+            daemon=True,
+        )
+        self._process.start()
+        theirs.close()
+        self._decoder = msgspec.msgpack.Decoder(FromTrainer)
+
+    def send(self, batch: TrainBatch) -> None:
+        """Hand over the next batch; the trainer works on it while the caller goes on."""
+        try:
+            self._pipe.send_bytes(msgspec.msgpack.encode(batch))
+        except OSError:
+            raise TrainerDied(self._reason()) from None
+
+    def poll(self, seconds: float) -> bool:
+        """Whether a message (or the end) is there within ``seconds``."""
+        return self._pipe.poll(seconds)
+
+    def receive(self, *expected: type[MessageT]) -> MessageT:
+        """The next message, waiting for it; its type must be one of ``expected``."""
+        try:
+            message = self._decoder.decode(self._pipe.recv_bytes())
+        except (EOFError, OSError):
+            raise TrainerDied(self._reason()) from None
+        assert isinstance(message, expected), f"{message!r} out of order"
+        return message
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._pipe.close()
+        self._process.join(JOIN_S)
+        if self._process.is_alive():
+            self._process.terminate()
+            self._process.join(JOIN_S)
+        shutil.rmtree(self._checkpoints, ignore_errors=True)
+
+    def _reason(self) -> str:
+        self._process.join(JOIN_S)
+        lines = self._log.read_text().strip().splitlines() if self._log.exists() else []
+        last = f": {lines[-1]}" if lines else ""
+        return f"the trainer process ended (exit code {self._process.exitcode}){last} (see {self._log})"
+
+
+def checkpoint_directory() -> Path:
+    """A fresh folder for the checkpoints in transit: in memory where the system has such a place."""
+    memory = "/dev/shm"  # noqa: S108 (a private folder is made inside)
+    parent = memory if os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > 1 << 28 else None
+    return Path(tempfile.mkdtemp(prefix="caesura-demo-", dir=parent))
+
+
+def trainer_main(pipe: Connection, settings: Settings, checkpoints: Path, log: Path) -> None:
+    """The whole life of the trainer process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with open(log, "w", buffering=1) as stream:
+        os.dup2(stream.fileno(), sys.stdout.fileno())  # a live display owns the terminal
+        os.dup2(stream.fileno(), sys.stderr.fileno())
+    try:
+        _serve(pipe, settings, checkpoints)
+    except (EOFError, BrokenPipeError):
+        return  # the run is over
+
+
+def _serve(pipe: Connection, settings: Settings, checkpoints: Path) -> None:
+    # Imported here: the run's own process never needs torch, and this module is shared.
+    import torch
+    from transformers.utils import logging as transformers_logging
+
+    from .learner import Learner, collate
+    from .policy import CheckpointWriter, build_policy
+
+    def answer(message: FromTrainer) -> None:
+        pipe.send_bytes(msgspec.msgpack.encode(message))
+
+    transformers_logging.disable_progress_bar()
+    torch.set_num_threads(settings.trainer_threads)
+    torch.manual_seed(settings.seed)
+    model = build_policy()
+    writer = CheckpointWriter(checkpoints)
+    learner = Learner(model, settings)
+    answer(
+        Initialised(path=str(writer.write(model)), parameters=sum(value.numel() for value in model.parameters()))
+    )
+
+    began = time.perf_counter()
+    rng = random.Random(f"warm-up {settings.seed}")
+    steps, window = 0, [0.0, 0.0]
+    while steps < settings.warmup_max_steps and min(window) < settings.warmup_exact:
+        loss, exact = learner.warmup_step(steps, rng)
+        steps, window = steps + 1, [window[1], exact]
+        answer(WarmupProgress(step=steps, loss=loss, exact=exact))
+    learner.remember(0)
+    answer(WarmupDone(path=str(writer.write(model)), steps=steps, seconds=time.perf_counter() - began))
+
+    decoder = msgspec.msgpack.Decoder(TrainBatch)
+    while True:
+        job = decoder.decode(pipe.recv_bytes())
+        times = [time.perf_counter()]
+        batch = collate(job.groups)
+        gap = learner.verify(batch)
+        times.append(time.perf_counter())
+        step = learner.step(job.update, batch)
+        learner.remember(job.update)
+        times.append(time.perf_counter())
+        path = writer.write(model)
+        times.append(time.perf_counter())
+        verify_s, train_s, save_s = (after - before for before, after in zip(times, times[1:]))
+        answer(
+            StepDone(
+                update=job.update,
+                path=str(path),
+                step=step,
+                gap=gap,
+                train_s=train_s,
+                verify_s=verify_s,
+                save_s=save_s,
+            )
+        )

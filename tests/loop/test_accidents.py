@@ -1,0 +1,162 @@
+"""Orders of events that random sequences rarely meet: two accidents at once, or one at the worst moment."""
+
+import pytest
+from support.scripted import EngineDriver, assert_error, expected_tokens, tokens_of
+
+from caesura.io_struct import (
+    AbortReq,
+    BeginWeightUpdateReqInput,
+    ContinueGenerationReqInput,
+    EndWeightUpdateReqInput,
+    GenerateReqInput,
+    PauseGenerationReqInput,
+    SamplingParams,
+    UpdateWeightFromDiskReqInput,
+)
+
+VOCAB = 97
+LONG = [3 + i * 7 % 90 for i in range(100)]
+SHORT = [5, 6, 7, 8]
+
+
+@pytest.fixture(params=[0, 1], ids=["depth0", "depth1"])
+def driver(tiny_model, request):
+    with EngineDriver(str(tiny_model), pipeline_depth=request.param, chunked_prefill_size=32) as driver:
+        yield driver
+
+
+def check(driver: EngineDriver, rid: str, prompt: list[int]):
+    result = driver.result(rid)
+    assert tokens_of(result) == expected_tokens(prompt, result, VOCAB)
+    return result
+
+
+@pytest.mark.parametrize("ticks", [1, 2, 3])
+@pytest.mark.parametrize("accident", ["fail_next", "fail_on_fetch", "non_finite_next"])
+def test_kv_of_a_step_that_failed_is_never_shared(driver, accident, ticks):
+    """At depth 1 another step of the same request is in flight: the pages stay until it lands, and go nowhere then."""
+    driver.generate(LONG, 4)
+    driver.tick(ticks)
+    setattr(driver.runner, accident, True)
+    driver.run_until_idle()
+    driver.tick(2)
+    again = driver.generate(LONG, 4)
+    driver.run_until_idle()
+    assert check(driver, again, LONG).cached_tokens == 0
+    assert driver.status().kv.held == 0
+
+
+def test_two_requests_of_a_client_that_left_end_in_one_step(driver):
+    """The first one's answer finds out that the client is gone, while the second one is about to be answered."""
+    params = SamplingParams(max_new_tokens=6, temperature=0.0, ignore_eos=True)
+    shared = GenerateReqInput(input_ids=SHORT, sampling_params=params)
+    driver.send(shared)
+    driver.send(shared, "guest")  # attaches
+    own = driver.generate(SHORT, 6, client="guest")
+    driver.tick(4)
+    leave(driver, "guest")
+    driver.run_until_idle()
+    check(driver, shared.id, SHORT)
+    assert (own, 0) not in driver.engine.scheduler._results.live
+    assert driver.status().kv.held == 0
+
+
+def test_abort_all_meets_a_client_that_left(driver):
+    params = SamplingParams(max_new_tokens=60, temperature=0.0, ignore_eos=True)
+    shared = GenerateReqInput(input_ids=SHORT, sampling_params=params)
+    driver.send(shared)
+    driver.send(shared, "guest")
+    driver.generate(SHORT, 60, client="guest")
+    driver.tick(4)
+    leave(driver, "guest")
+    assert driver.call(AbortReq(abort_all=True)).aborted == 2
+    driver.run_until_idle()
+    assert driver.result(shared.id).finish_reason.type == "abort"
+    assert driver.status().kv.held == 0
+
+
+def leave(driver: EngineDriver, client: str) -> None:
+    """Close the client's socket and wait until the engine's socket would notice, without telling the engine."""
+    import zmq
+
+    identity = next(
+        request.client
+        for request in driver.engine.scheduler._results.live.values()
+        if request.client != main_identity(driver)
+    )
+    driver.collect()
+    driver.clients.pop(client).close(0)
+    router = driver.engine.router.socket
+    for _ in range(5000):
+        try:
+            router.send_multipart([identity, b""], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            assert error.errno == zmq.EHOSTUNREACH
+            return
+        router.poll(1)
+    raise AssertionError("the engine's socket does not see that the client left")
+
+
+def main_identity(driver: EngineDriver) -> bytes:
+    return next(iter(driver.engine.scheduler._results.live.values())).client
+
+
+def test_a_session_commits_while_the_engine_is_busy(driver):
+    """Its barrier holds back new steps; otherwise one would always be in flight."""
+    rid = driver.generate(SHORT, 200)
+    driver.tick(3)
+    driver.call(BeginWeightUpdateReqInput())
+    assert driver.call(EndWeightUpdateReqInput(weight_version="v1"), max_ticks=5).committed
+    driver.run_until_idle()
+    spans = check(driver, rid, SHORT).weight_versions
+    assert [span.version for span in spans] == ["default", "v1"]
+
+
+@pytest.mark.parametrize("command", ["update", "end"])
+def test_a_session_that_expires_before_the_first_byte(driver, other_model, command):
+    """The deadline passes while a call of the session waits for the step in flight: nothing may be written."""
+    driver.generate(SHORT, 50)
+    driver.tick(3)
+    driver.call(BeginWeightUpdateReqInput(deadline_s=600))
+    updates = driver.engine.scheduler._updates
+    before = {name: tensor.clone() for name, tensor in updates._model.named_storage()}
+    update = UpdateWeightFromDiskReqInput(model_path=str(other_model), flush_cache=False)
+    waiting = driver.send(update if command == "update" else EndWeightUpdateReqInput())
+    driver.engine.scheduler._hear(0)
+    driver.engine.dispatcher.advance()
+    if driver.engine.dispatcher.has_commands:  # it waits for a step, or has more to write
+        updates._session.deadline = 0.0
+        driver.tick(3)
+        if updates._session is None and driver.status().weights == "valid":
+            assert_error(driver.replies.pop(waiting), "deadline_exceeded")
+            assert all(tensor.equal(before[name]) for name, tensor in updates._model.named_storage())
+            assert driver.status().weights_epoch == 0
+
+
+def test_update_that_aborts_all_may_flush_what_was_frozen(driver, other_model):
+    rid = driver.generate(SHORT, 50)
+    driver.tick(5)
+    driver.call(PauseGenerationReqInput(mode="in_place"))
+    update = UpdateWeightFromDiskReqInput(model_path=str(other_model), abort_all_requests=True)
+    reply = driver.call(update)
+    assert (reply.committed, reply.flushed) == (True, True)
+    assert check(driver, rid, SHORT).finish_reason.type == "abort"
+    kv = driver.status().kv
+    assert kv.free == kv.total
+
+
+def test_a_recomputed_prefix_is_of_one_epoch(driver, other_model):
+    """Retracted under epoch 0, half recomputed under 1, frozen across a commit: recomputed once more under 2."""
+    rid = driver.generate(LONG, 20)
+    driver.tick(8)
+    driver.call(PauseGenerationReqInput(mode="retract"))
+    driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_model)))
+    driver.call(ContinueGenerationReqInput(torch_empty_cache=False))
+    driver.tick(1)
+    assert driver.status().prefilling_requests == 1
+    driver.call(PauseGenerationReqInput(mode="in_place"))
+    driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_model), flush_cache=False))
+    driver.call(ContinueGenerationReqInput(torch_empty_cache=False))
+    driver.run_until_idle()
+    spans = check(driver, rid, LONG).weight_versions
+    assert [(span.epoch, span.stale_kv) for span in spans] == [(0, False), (2, False)]

@@ -1,0 +1,235 @@
+"""Pause leases, owner tokens, kept results: what remains when a trainer or a client has died."""
+
+import pytest
+from support.scripted import EngineDriver, assert_error, tokens_of
+
+from caesura.io_struct import (
+    AbortReq,
+    BeginWeightUpdateReqInput,
+    ContinueGenerationReqInput,
+    FetchResultReqInput,
+    FlushCacheReqInput,
+    GenerateReqInput,
+    GetStatusReqInput,
+    PauseGenerationReqInput,
+    RenewPauseLeaseReqInput,
+    SamplingParams,
+    UpdateWeightFromDiskReqInput,
+)
+
+PROMPT = [5, 6, 7, 8]
+
+
+class Clock:
+    """Stands in for the lifecycle's monotonic clock."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr("caesura.scheduler.lifecycle.monotonic", clock)
+    return clock
+
+
+@pytest.fixture
+def driver(tiny_model):
+    with EngineDriver(str(tiny_model)) as driver:
+        yield driver
+
+
+def pause(driver: EngineDriver, expiry: str, mode: str = "in_place"):
+    return driver.call(
+        PauseGenerationReqInput(mode=mode, owner="trainer", lease_s=10.0, on_lease_expiry=expiry)
+    )
+
+
+def test_a_lease_needs_an_owner(driver):
+    error = assert_error(driver.call(PauseGenerationReqInput(lease_s=1.0)), "invalid_request")
+    assert error.detail["field"] == "owner"
+    assert driver.status().generation == "running"
+
+
+def test_expiry_continues(driver, clock):
+    rid = driver.generate(PROMPT, 20)
+    driver.tick(3)
+    pause(driver, "continue")
+    clock.now += 9.9
+    driver.tick()
+    status = driver.status()
+    assert status.generation == "paused"
+    assert status.lease_left_s == pytest.approx(0.1)
+    clock.now += 0.2
+    driver.run_until_idle()
+    assert len(tokens_of(driver.result(rid))) == 20
+    status = driver.status()
+    assert (status.generation, status.pause_owner, status.lease_left_s) == ("running", None, None)
+
+
+@pytest.mark.parametrize(
+    "sign_of_life",
+    [
+        RenewPauseLeaseReqInput(owner="trainer"),
+        GetStatusReqInput(owner="trainer"),
+        PauseGenerationReqInput(mode="retract", owner="trainer"),
+        FlushCacheReqInput(owner="trainer"),
+    ],
+    ids=lambda m: type(m).__name__,
+)
+def test_any_command_of_the_owner_renews(driver, clock, sign_of_life):
+    pause(driver, "continue", mode="abort")
+    clock.now += 9
+    driver.call(sign_of_life)
+    clock.now += 9
+    driver.tick()
+    assert driver.status().generation == "paused"
+    clock.now += 2
+    driver.tick(2)
+    assert driver.status().generation == "running"
+
+
+def test_others_do_not_renew(driver, clock):
+    pause(driver, "continue")
+    clock.now += 9
+    assert not driver.call(RenewPauseLeaseReqInput(owner="somebody")).renewed
+    driver.call(FlushCacheReqInput())
+    clock.now += 2
+    driver.tick(2)
+    assert driver.status().generation == "running"
+
+
+def test_expiry_aborts(driver, clock):
+    rid = driver.generate(PROMPT, 200)
+    driver.tick(5)
+    pause(driver, "abort")
+    clock.now += 11
+    driver.tick(2)
+    assert driver.result(rid).finish_reason.type == "abort"
+    assert len(tokens_of(driver.result(rid))) >= 3
+    status = driver.status()
+    assert (status.generation, status.pause_owner, status.kv.held) == ("paused", None, 0)
+    driver.call(ContinueGenerationReqInput())
+    assert driver.status().generation == "running"
+
+
+def test_expiry_stays(driver, clock):
+    driver.generate(PROMPT, 200)
+    driver.tick(5)
+    pause(driver, "stay")
+    clock.now += 11
+    driver.tick(2)
+    status = driver.status()
+    assert (status.generation, status.pause_owner, status.running_requests) == ("paused", None, 1)
+
+
+def test_expiry_with_an_open_session_aborts_it_first(driver, clock, other_model):
+    pause(driver, "continue")
+    driver.call(BeginWeightUpdateReqInput(owner="trainer"))
+    clock.now += 11
+    driver.tick(2)
+    status = driver.status()
+    assert (status.generation, status.weights, status.session) == ("running", "valid", None)
+    pause(driver, "continue")
+    driver.call(BeginWeightUpdateReqInput(owner="trainer"))
+    driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_model), owner="trainer"))
+    clock.now += 11
+    driver.tick(2)
+    status = driver.status()
+    assert (status.generation, status.weights) == ("paused", "poisoned"), (
+        "half-committed weights must not serve"
+    )
+
+
+def test_a_long_command_of_the_owner_keeps_the_lease(driver, clock, other_model, monkeypatch):
+    monkeypatch.setattr("caesura.scheduler.dispatch.SLICE_S", 0.0)
+    pause(driver, "continue", mode="abort")
+    update = driver.send(UpdateWeightFromDiskReqInput(model_path=str(other_model), owner="trainer"))
+    driver.tick(2)
+    clock.now += 60
+    driver.tick(2)
+    assert driver.status().generation == "paused"
+    while update not in driver.replies:
+        driver.tick()
+    driver.tick()
+    assert driver.status().generation == "paused", "the end of the command was a sign of life"
+
+
+def test_continue_by_another_owner_needs_force(driver):
+    pause(driver, "stay")
+    error = assert_error(driver.call(ContinueGenerationReqInput(owner="other")), "not_owner")
+    assert error.detail["owner"] == "trainer"
+    assert_error(driver.call(ContinueGenerationReqInput()), "not_owner")
+    assert driver.call(ContinueGenerationReqInput(owner="other", force=True)).was_paused
+    pause(driver, "stay")
+    assert driver.call(ContinueGenerationReqInput(owner="trainer")).was_paused
+
+
+def request(rid: str, **fields: object) -> GenerateReqInput:
+    params = SamplingParams(max_new_tokens=6, temperature=0.0, ignore_eos=True)
+    return GenerateReqInput(rid=rid, input_ids=PROMPT, sampling_params=params, **fields)
+
+
+def vanish(driver: EngineDriver, name: str) -> None:
+    driver.clients.pop(name).close(0)
+
+
+def finish_unread(driver: EngineDriver, rid: str) -> None:
+    """Generation ``rid`` of client "gone" ends, its client having left; the engine notices."""
+    driver.client("gone")
+    driver.send(request(rid), "gone")
+    driver.tick()
+    driver.tick(8)
+    vanish(driver, "gone")
+    driver.results.clear()
+    router = driver.engine.router
+    client = next(e.clients[0] for e in driver.engine.dispatcher._exchanges.values() if e.generation)
+    for _ in range(5000):
+        router.keepalive({client}, 0)
+        if driver.call(FetchResultReqInput(rid=rid)).results:
+            return
+    raise AssertionError("the engine never noticed that the client is gone")
+
+
+def test_results_of_a_client_that_is_gone_are_kept(driver):
+    finish_unread(driver, "r1")
+    reply = driver.call(FetchResultReqInput(rid="r1"))
+    assert [len(tokens_of(r)) for r in reply.results] == [6]
+    assert driver.call(FetchResultReqInput(rid="unknown")).results == []
+
+
+def test_a_retry_gets_the_kept_result(driver):
+    finish_unread(driver, "r1")
+    kept = driver.call(FetchResultReqInput(rid="r1")).results[0]
+    step = driver.status().step
+    driver.send(request("r1"))
+    driver.tick(3)
+    driver.status()
+    assert tokens_of(driver.result("r1")) == tokens_of(kept)
+    assert driver.status().step == step, "nothing was computed again"
+
+
+def test_kept_results_expire(driver, monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr("caesura.scheduler.kept.monotonic", clock)
+    finish_unread(driver, "r1")
+    clock.now += driver.config.result_ttl_s + 1
+    assert driver.call(FetchResultReqInput(rid="r1")).results == []
+
+
+def test_a_retry_with_the_same_rid_attaches_while_live(driver):
+    driver.client("second")
+    driver.send(request("r1"))
+    driver.tick(3)
+    driver.send(request("r1"), "second")
+    assert driver.call(FetchResultReqInput(rid="r1")).live == 1
+    other = GenerateReqInput(rid="r1", input_ids=[9], sampling_params=SamplingParams(max_new_tokens=6))
+    assert_error(driver.call(other), "duplicate_rid")
+    driver.run_until_idle()
+    first, second = driver.results.pop(("r1", 0))
+    assert tokens_of(first) == tokens_of(second)
+    assert driver.call(AbortReq(rid="r1")).aborted == 0
