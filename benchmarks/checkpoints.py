@@ -183,12 +183,6 @@ def write_checkpoint(
     return folder
 
 
-def ensure_checkpoint(path: str | Path, shape: str, *, seed: int = 0) -> Path:
-    """The checkpoint at ``path``, written first unless a complete one is there; for callers that own the folder."""
-    folder = Path(path)
-    return folder if (folder / "config.json").is_file() else write_checkpoint(folder, shape, seed=seed)
-
-
 def random_tensor(name: str, shape: tuple[int, ...], *, seed: int, dtype: torch.dtype) -> torch.Tensor:
     """The values that checkpoint number ``seed`` has under ``name``."""
     if len(shape) == 1:

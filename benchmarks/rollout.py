@@ -69,10 +69,11 @@ def choose_engines(options: argparse.Namespace, cache: Path, console: Console) -
         available["vllm"] = participants.vllm(options.vllm_python, threads, options.vllm_bind, cache)
     chosen = []
     for name in options.engines.split(","):
-        if name in available and available[name].is_installed():
+        missing = available[name].why_missing() if name in available else "no interpreter given"
+        if missing is None:
             chosen.append(available[name])
         else:
-            console.print(f"[yellow]{name}: not installed, left out[/yellow]")
+            console.print(Text(f"{name} left out: {missing}", style="yellow"))
     return chosen
 
 

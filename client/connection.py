@@ -242,6 +242,10 @@ class Connection(Generic[WaiterT, QueueT]):
     def _encode(self, request: Request) -> bytes:
         if self.failure is not None:
             raise error_for(self.failure.code, self.failure.message, self.failure.detail)
+        if not isinstance(request.id, str):  # the engine could not say whom its refusal is for
+            raise InvalidRequest(
+                f"message_id = {request.id!r} must be a string", field="id", value=request.id
+            )
         try:
             frame = encode(request)
         except (TypeError, OverflowError, ValueError) as error:

@@ -105,6 +105,8 @@ class Link:
         self._dealer.linger = 0
         # Unlimited here: a caller's request is refused by the engine, never dropped or blocked by the socket.
         self._dealer.sndhwm = 0
+        # Unlimited too: libzmq drops what a full socket has not read yet when its peer closes, last results included.
+        self._dealer.rcvhwm = 0
         # libzmq reserves identities that begin with a zero byte.
         self._dealer.setsockopt(zmq.ROUTING_ID, b"C" + os.urandom(15))
         self._monitor = self._dealer.get_monitor_socket(

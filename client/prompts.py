@@ -92,11 +92,14 @@ def plan(
 
 
 def token_ids(prompt: Sequence[int]) -> list[int]:
-    """A prompt as plain integers; numpy's integers are taken too."""
+    """A prompt as plain integers; numpy's integers are taken too, booleans are not."""
     try:
-        return list(map(operator.index, prompt))
+        ids = list(map(operator.index, prompt))
     except TypeError as error:
         raise InvalidRequest(f"input_ids must be integers: {error}", field="input_ids") from error
+    if bool in set(map(type, prompt)):
+        raise InvalidRequest("input_ids must be integers, not bool", field="input_ids")
+    return ids
 
 
 def _is_single(input_ids: Sequence[int] | Sequence[Sequence[int]]) -> bool:

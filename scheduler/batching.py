@@ -65,7 +65,8 @@ class Batcher:
         self._prefilling: list[Request] = []
         self._computing: Counter[int] = Counter()  # prompt keys whose prefix is not in the tree yet
         self._decode_slots: np.ndarray | None = None  # cached; None after a change of membership
-        self._leaving: list[Request] = []  # finished, but their slot is in a step in flight
+        # Finished, but their slot is in a step in flight; with whether their KV may be kept as a prefix.
+        self._leaving: list[tuple[Request, bool]] = []
 
     @property
     def num_running(self) -> int:
@@ -121,8 +122,8 @@ class Batcher:
                 )
         if self._leaving:
             leaving, self._leaving = self._leaving, []
-            for request in leaving:
-                self._release(request, keep_prefix=not failed)
+            for request, keep_prefix in leaving:
+                self._release(request, keep_prefix=keep_prefix and not failed)
 
     def requests_of(self, batch: ScheduledBatch) -> list[Request]:
         """The requests whose rows are in ``batch``."""
@@ -145,12 +146,16 @@ class Batcher:
             self._requeue(request, keep_prefix=False)
         return len(requests)
 
-    def restart_unsampled(self) -> int:
-        """After a commit: requests that have sampled nothing start their prefill again under the new weights."""
-        unsampled = [r for r in self._active if self.table.length[r.slot] == self.table.prompt_len[r.slot]]
-        for request in reversed(unsampled):
+    def restart_prefills(self) -> int:
+        """After a commit: requests whose KV is not complete compute all of it under the new weights.
+
+        Those that have sampled nothing, and those that were being recomputed after a retraction: no KV of theirs has
+        been used under the old weights, so mixing the two would gain nothing.
+        """
+        unfinished = list(self._prefilling)
+        for request in reversed(unfinished):
             self._requeue(request, keep_prefix=False, count=False)
-        return len(unsampled)
+        return len(unfinished)
 
     def mark_stale(self) -> None:
         """After a commit: what the running requests sample from now on rests on KV of older weights."""
@@ -202,7 +207,7 @@ class Batcher:
 
     def _release(self, request: Request, *, keep_prefix: bool) -> None:
         if self.table.inflight[request.slot]:
-            self._leaving.append(request)
+            self._leaving.append((request, keep_prefix))
             return
         self._close(request, keep_prefix=keep_prefix)
         self.table.unseat(request)

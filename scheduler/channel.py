@@ -65,6 +65,7 @@ class Router:
         """
         self._on_gone = on_gone
         self._backlogs: dict[bytes, _Backlog] = {}
+        self._path: str | None = None
         self._lock = _lock_endpoint(endpoint)
         self._context = zmq.Context()
         self.socket = self._context.socket(zmq.ROUTER)
@@ -85,7 +86,8 @@ class Router:
             ) from error
         self.endpoint: str = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
         if self.endpoint.startswith("ipc://"):
-            os.chmod(self.endpoint.removeprefix("ipc://"), 0o600)
+            self._path = self.endpoint.removeprefix("ipc://")
+            os.chmod(self._path, 0o600)
 
     @property
     def has_backlog(self) -> bool:
@@ -139,10 +141,16 @@ class Router:
         deadline = time.monotonic() + LINGER_S
         self.retry()
         while self._backlogs and time.monotonic() < deadline:
-            time.sleep(0.005)  # a ROUTER is always writable to poll: it says nothing about one peer
+            self.socket.poll(1)  # a ROUTER never says who became writable, but notices here who has left
+            for _ in self.receive():
+                pass  # too late
             self.retry()
         self.socket.close()
         self._context.term()
+        if self._path is not None:  # ZeroMQ leaves it; ours as long as we hold the lock
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._path)
+            self._path = None
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None

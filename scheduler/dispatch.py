@@ -122,6 +122,7 @@ class Dispatcher:
         self._stored_bytes = 0
         self._kept = KeptResults(config.result_ttl_s)
         self._commands: deque[_Running] = deque()
+        self._gone: list[bytes] = []
         self._parked: list[_Running] = []
         self._operations: dict[type, Callable[[Any], Operation]] = {
             PauseGenerationReqInput: lifecycle.pause,
@@ -193,7 +194,16 @@ class Dispatcher:
                     self._send(client, answer)
 
     def client_gone(self, client: bytes) -> None:
-        """Nobody waits for ``client``'s generations any more, except those that another socket attached to."""
+        """A send to ``client`` has failed. Sends happen while results are being made: :meth:`reap` does the rest."""
+        self._gone.append(client)
+
+    def reap(self) -> None:
+        """Nobody waits for the generations of clients that are gone, unless another socket attached to them."""
+        gone, self._gone = self._gone, []
+        for client in dict.fromkeys(gone):
+            self._end_generations_of(client)
+
+    def _end_generations_of(self, client: bytes) -> None:
         orphans = [request for request in self._results.live.values() if request.client == client]
         aborted = 0
         for request in orphans:

@@ -305,7 +305,7 @@ class Lifecycle:
             self._stamp.epoch + 1, version if version is not None else self._stamp.version
         )
         self._cache.commit_epoch(self._stamp.epoch)
-        self._batcher.restart_unsampled()
+        self._batcher.restart_prefills()
         self._batcher.mark_stale()
         self._results.set_stamp(self._stamp)
         self._weights, self._weights_detail = "valid", None

@@ -101,6 +101,7 @@ class Scheduler:
         if due is not None:
             self._answer(due)
         self._results.deliver(self._lifecycle.step if due is None else due.number)
+        self._dispatcher.reap()
         return ongoing
 
     def _hear(self, timeout_s: float | None) -> None:

@@ -138,6 +138,21 @@ def build_runner(config: EngineConfig, loaded: LoadedModel, pool: MHAPool) -> Mo
 MakeRunner = Callable[[EngineConfig, LoadedModel, MHAPool], Runner]
 
 
+@dataclass(frozen=True, slots=True)
+class _Core:
+    """The parts below dispatch and loop."""
+
+    loaded: LoadedModel
+    pool: MHAPool
+    runner: Runner
+    limits: AdmissionLimits
+    waiting: WaitingQueue
+    batcher: Batcher
+    results: Results
+    lifecycle: Lifecycle
+    updates: WeightUpdates
+
+
 class Engine:
     """All parts of a running scheduler, wired; ``scheduler.run()`` serves."""
 
@@ -162,6 +177,55 @@ class Engine:
 
     def _build(self, config: EngineConfig, stop_fds: tuple[int, ...], make_runner: MakeRunner) -> None:
         module = device_module_for(config.device)
+        core = self._build_core(config, make_runner, module)
+        facts = StaticFacts(
+            dtype=str(core.loaded.dtype).removeprefix("torch."),
+            weights_bytes=core.loaded.weights_bytes,
+            kv_bytes=core.pool.nbytes,
+            kv_bytes_per_token=kv_bytes_per_token(core.loaded),
+            version=__version__,
+        )
+        status = StatusReporter(
+            config=config,
+            limits=core.limits,
+            facts=facts,
+            lifecycle=core.lifecycle,
+            updates=core.updates,
+            batcher=core.batcher,
+            waiting=core.waiting,
+            results=core.results,
+            cache=self.cache,
+            device_module=module,
+            last_step_at=lambda: self.scheduler.last_step_at,
+        )
+        self.dispatcher = Dispatcher(
+            config=config,
+            limits=core.limits,
+            lifecycle=core.lifecycle,
+            updates=core.updates,
+            results=core.results,
+            waiting=core.waiting,
+            send=self.router.send,
+            status=status,
+            check_ledger=self.cache.check,
+        )
+        self.scheduler = Scheduler(
+            router=self.router,
+            dispatcher=self.dispatcher,
+            lifecycle=core.lifecycle,
+            batcher=core.batcher,
+            results=core.results,
+            runner=core.runner,
+            updates=core.updates,
+            device_module=module,
+            pipeline_depth=config.pipeline_depth or 0,
+            idle_empty_s=config.idle_empty_s,
+            stop_fds=stop_fds,
+        )
+        empty_device_cache(module)  # what loading left behind
+
+    def _build_core(self, config: EngineConfig, make_runner: MakeRunner, module: Any) -> _Core:
+        """What computes and what it works on."""
         loaded = load_model(config)
         context_len = min(
             config.context_len or loaded.config.max_position_embeddings, loaded.config.max_position_embeddings
@@ -209,51 +273,7 @@ class Engine:
             cache=self.cache,
             device_module=module,
         )
-        facts = StaticFacts(
-            dtype=str(loaded.dtype).removeprefix("torch."),
-            weights_bytes=loaded.weights_bytes,
-            kv_bytes=pool.nbytes,
-            kv_bytes_per_token=kv_bytes_per_token(loaded),
-            version=__version__,
-        )
-        status = StatusReporter(
-            config=config,
-            limits=limits,
-            facts=facts,
-            lifecycle=lifecycle,
-            updates=updates,
-            batcher=batcher,
-            waiting=waiting,
-            results=results,
-            cache=self.cache,
-            device_module=module,
-            last_step_at=lambda: self.scheduler.last_step_at,
-        )
-        self.dispatcher = Dispatcher(
-            config=config,
-            limits=limits,
-            lifecycle=lifecycle,
-            updates=updates,
-            results=results,
-            waiting=waiting,
-            send=self.router.send,
-            status=status,
-            check_ledger=self.cache.check,
-        )
-        self.scheduler = Scheduler(
-            router=self.router,
-            dispatcher=self.dispatcher,
-            lifecycle=lifecycle,
-            batcher=batcher,
-            results=results,
-            runner=runner,
-            updates=updates,
-            device_module=module,
-            pipeline_depth=config.pipeline_depth or 0,
-            idle_empty_s=config.idle_empty_s,
-            stop_fds=stop_fds,
-        )
-        empty_device_cache(module)  # what loading left behind
+        return _Core(loaded, pool, runner, limits, waiting, batcher, results, lifecycle, updates)
 
     def _client_gone(self, client: bytes) -> None:
         self.dispatcher.client_gone(client)

@@ -157,8 +157,7 @@ class WeightUpdates:
             return self._reply(request.id, session.counts, stages, started, committed=False, flushed=False)
         self._require_complete(session)
         self._require_flushable(session.flush)
-        self._lifecycle.start_writing()  # steps stop for the commit, also where nothing was written
-        yield from self._lifecycle.barrier()
+        yield from self._stop_steps(session)  # for the commit, also where nothing was written
         if request.weight_version is not None:
             session.version = request.weight_version
         self._commit(session, stages)
@@ -176,7 +175,7 @@ class WeightUpdates:
             )
         with stages.stage("receive"):
             checkpoint = self._open_checked(request.model_path)
-        self._require_flushable(request.flush_cache)
+        self._require_flushable(request.flush_cache and not request.abort_all_requests)
         session = self._session or self._open(
             "single" if self._lifecycle.generation == "running" else "implicit", None, None
         )
@@ -189,8 +188,7 @@ class WeightUpdates:
             self._results.abort_all("Aborted by update_weights_from_disk")
         committed = session.kind != "explicit"
         try:
-            self._lifecycle.start_writing()
-            yield from self._lifecycle.barrier()
+            yield from self._stop_steps(session)
             if session.flush and self._lifecycle.generation == "running":
                 self._batcher.retract_all()
             yield from self._write(checkpoint, session, stages)
@@ -269,6 +267,13 @@ class WeightUpdates:
     def _require_open(self, session: Session) -> None:
         if self._session is not session:
             raise CaesuraError(ErrorCode.DEADLINE_EXCEEDED, "the session expired during the update")
+
+    def _stop_steps(self, session: Session) -> Generator[Wait, None, None]:
+        """Until the step in flight has landed; raises if the session expires meanwhile, which lets steps go on."""
+        self._lifecycle.start_writing()
+        for wait in self._lifecycle.barrier():
+            yield wait
+            self._require_open(session)
 
     def _require_complete(self, session: Session) -> None:
         """A manifest must be fulfilled; leaving POISONED takes every parameter, over all calls since."""

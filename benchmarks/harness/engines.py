@@ -42,20 +42,23 @@ class Engine:
     no_pause_reason: str = ""
     """Why pauses and updates cannot be measured; empty: they can."""
 
-    def is_installed(self) -> bool:
-        """Imports the engine once; this also brings its files into the page cache before anything is timed."""
+    def why_missing(self) -> str | None:
+        """None if its interpreter imports it; this also brings its files into the page cache before the timing."""
         try:
             check = subprocess.run(
                 [self.python, "-c", f"import {self.module}"],
                 env=self.environment,
                 stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
                 timeout=IMPORT_TIMEOUT_S,
                 check=False,
             )
-        except (OSError, subprocess.TimeoutExpired):
-            return False
-        return check.returncode == 0
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return str(error)
+        if check.returncode == 0:
+            return None
+        return (check.stderr.strip().splitlines() or [f"exit status {check.returncode}"])[-1]
 
 
 def caesura(threads: int) -> Engine:
@@ -115,7 +118,7 @@ def measure(
     Returns:
         ``engine``, ``repeat``, ``no_pause_reason``, ``busy_before`` (share of the cores that others used just
         before); ``cold_start_s`` from just before the process starts to its first token; ``facts``;
-        ``rollouts`` (seconds, tokens); ``pauses`` and ``updates`` as in ``peers/measure.py``, None where the engine
+        ``rollouts`` (seconds, tokens); ``pauses`` and ``updates`` as in ``peers/measure.py``, absent where the engine
         has no such thing; ``error``, text or None. After an error the keys measured until then are there.
     """
     current, other = map(str, checkpoints)

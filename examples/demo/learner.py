@@ -87,6 +87,16 @@ def collate(groups: list[Group]) -> Batch:
     return batch
 
 
+@dataclass(frozen=True)
+class _Part:
+    """What one optimiser step measured; ``ratios`` is float32 [tokens], before truncation."""
+
+    ratios: torch.Tensor
+    loss: float
+    entropy: float
+    grad_norm: float
+
+
 class Learner:
     """The policy, its optimiser and its recent versions."""
 
@@ -97,7 +107,7 @@ class Learner:
         self._optimizer = torch.optim.AdamW(
             model.parameters(), lr=settings.warmup_lr, betas=(0.9, 0.95), weight_decay=0.0
         )
-        self._ring = VersionRing(model, size=settings.max_lag + 2)
+        self._ring = VersionRing(model, settings.temperature, size=settings.max_lag + 2)
 
     def warmup_step(self, step: int, rng: random.Random) -> tuple[float, float]:
         """One supervised step on fresh training words: (loss in nats per token, share answered exactly before it).
@@ -125,7 +135,7 @@ class Learner:
         self._ring.add(version, self.model)
 
     def step(self, update: int, batch: Batch) -> StepStats:
-        """One policy-gradient step on ``batch``.
+        """Policy gradient on ``batch``, one optimiser step per minibatch; the statistics are over all of them.
 
         With the ratio ``w = exp(logp - behaviour logp)`` of each token, the loss is
 
@@ -136,24 +146,33 @@ class Learner:
         tokens rather than sequences (DAPO, Yu et al., 2025, arXiv 2503.14476).
         """
         settings = self._settings
-        logprobs, entropy = token_logprobs(self.model, batch.tokens)
-        count = batch.mask.sum()
-        ratio = torch.exp((logprobs.detach() - batch.behaviour) * batch.mask)
-        weighted = ratio.clamp(max=settings.ratio_cap) * batch.advantages * logprobs
-        mean_entropy = (entropy * batch.mask).sum() / count
-        loss = -(weighted * batch.mask).sum() / count - settings.entropy_bonus * mean_entropy
         progress = (update - 1) / max(settings.updates - 1, 1)
         rate = settings.lr * min(1.0, update / settings.lr_rampup)
-        norm = self._descend(loss, rate * (1.0 - (1.0 - settings.lr_final) * progress))
-        ratios = ratio[batch.mask.bool()]
+        rate *= 1.0 - (1.0 - settings.lr_final) * progress
+        order = torch.randperm(len(batch.tokens))
+        parts = [self._minibatch(batch, rows, rate) for rows in order.chunk(settings.minibatches)]
+        ratios = torch.cat([part.ratios for part in parts])
         return StepStats(
-            loss=loss.item(),
-            entropy=mean_entropy.item(),
-            grad_norm=norm,
+            loss=sum(part.loss for part in parts) / len(parts),
+            entropy=sum(part.entropy for part in parts) / len(parts),
+            grad_norm=max(part.grad_norm for part in parts),
             ess=effective_sample_share(ratios),
             ratio_max=ratios.max().item(),
             tokens=ratios.numel(),
         )
+
+    def _minibatch(self, batch: Batch, rows: torch.Tensor, rate: float) -> "_Part":
+        """One optimiser step on some rows of ``batch``."""
+        settings = self._settings
+        mask, behaviour = batch.mask[rows], batch.behaviour[rows]
+        logprobs, entropy = token_logprobs(self.model, batch.tokens[rows], settings.temperature)
+        count = mask.sum()
+        ratio = torch.exp((logprobs.detach() - behaviour) * mask)
+        weighted = ratio.clamp(max=settings.ratio_cap) * batch.advantages[rows] * logprobs
+        mean_entropy = (entropy * mask).sum() / count
+        loss = -(weighted * mask).sum() / count - settings.entropy_bonus * mean_entropy
+        norm = self._descend(loss, rate)
+        return _Part(ratio[mask.bool()], loss.item(), mean_entropy.item(), norm)
 
     def verify(self, batch: Batch) -> GapStats:
         """Compare the engine's logprobs with a recomputation under the weights of each token's own version."""
@@ -178,8 +197,9 @@ def effective_sample_share(ratios: torch.Tensor) -> float:
 class VersionRing:
     """Copies of the last ``size`` versions, and a second model to put one into."""
 
-    def __init__(self, model: Qwen3ForCausalLM, size: int) -> None:
+    def __init__(self, model: Qwen3ForCausalLM, temperature: float, size: int) -> None:
         self._versions: OrderedDict[int, dict[str, torch.Tensor]] = OrderedDict()
+        self._temperature = temperature
         self._size = size
         self._scratch = Qwen3ForCausalLM(model.config).float().eval()
 
@@ -204,7 +224,7 @@ class VersionRing:
             here = batch.versions == version
             rows = here.any(dim=1)
             self._scratch.load_state_dict(self._versions[version])
-            logprobs, _ = token_logprobs(self._scratch, batch.tokens[rows])
+            logprobs, _ = token_logprobs(self._scratch, batch.tokens[rows], self._temperature)
             difference = (logprobs - batch.behaviour[rows]).abs()
             first.append(difference[here[rows] & ~batch.stale[rows]])
             later.append(difference[here[rows] & batch.stale[rows]])

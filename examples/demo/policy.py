@@ -67,8 +67,10 @@ class CheckpointWriter:
         return final
 
 
-def token_logprobs(model: Qwen3ForCausalLM, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability of every token given those before it, and the entropy there.
+def token_logprobs(
+    model: Qwen3ForCausalLM, tokens: torch.Tensor, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probability of every token given those before it, and the entropy there, both at ``temperature``.
 
     Args:
         tokens: int64 [batch, length], padded on the right. Padding needs no mask: attention is causal, and the caller
@@ -78,6 +80,6 @@ def token_logprobs(model: Qwen3ForCausalLM, tokens: torch.Tensor) -> tuple[torch
         (logprobs, entropy), both float32 [batch, length - 1] in nats; column ``i`` is about ``tokens[:, i + 1]``.
     """
     logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
-    distribution = torch.log_softmax(logits.float(), dim=-1)
+    distribution = torch.log_softmax(logits.float() / temperature, dim=-1)
     chosen = distribution.gather(-1, tokens[:, 1:, None]).squeeze(-1)
     return chosen, -(distribution.exp() * distribution).sum(-1)

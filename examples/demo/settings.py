@@ -26,6 +26,8 @@ class Settings:
     """Updates over which the learning rate rises."""
     lr_final: float = 0.2
     """Share of ``lr`` at the last update; linear in between."""
+    minibatches: int = 2
+    """Optimiser steps per update, each on its share of the batch."""
     max_grad_norm: float = 1.0
     entropy_bonus: float = 0.01
     ratio_cap: float = 2.0
@@ -36,6 +38,8 @@ class Settings:
     groups_per_update: int = 64
     """Prompts per update, at least one sample of each unlike the others in reward."""
     samples_per_prompt: int = 8
+    temperature: float = 1.0
+    """Of the rollouts, and so of the policy that is trained."""
     groups_in_flight: int = 64
     """Prompts that the engine always has to work on."""
     max_lag: int = 3

@@ -177,7 +177,6 @@ class RadixTree:
         upper = self._new_node(
             parent, node.epoch, node.salt, _owned(node.tokens[:cut]), _owned(node.pages[:num_pages])
         )
-        upper.last_access = node.last_access
         upper.lock_ref = int(node.lock_ref > 0)
         parent.children[self._key(node.tokens, 0)] = upper
         node.parent = upper

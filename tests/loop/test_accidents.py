@@ -1,6 +1,7 @@
 """Orders of events that random sequences rarely meet: two accidents at once, or one at the worst moment."""
 
 import pytest
+import zmq
 from support.scripted import EngineDriver, assert_error, expected_tokens, tokens_of
 
 from caesura.io_struct import (
@@ -12,6 +13,7 @@ from caesura.io_struct import (
     PauseGenerationReqInput,
     SamplingParams,
     UpdateWeightFromDiskReqInput,
+    WeightsCheckerReqInput,
 )
 
 VOCAB = 97
@@ -54,7 +56,7 @@ def test_two_requests_of_a_client_that_left_end_in_one_step(driver):
     driver.send(shared, "guest")  # attaches
     own = driver.generate(SHORT, 6, client="guest")
     driver.tick(4)
-    leave(driver, "guest")
+    leave(driver, "guest", own)
     driver.run_until_idle()
     check(driver, shared.id, SHORT)
     assert (own, 0) not in driver.engine.scheduler._results.live
@@ -66,24 +68,18 @@ def test_abort_all_meets_a_client_that_left(driver):
     shared = GenerateReqInput(input_ids=SHORT, sampling_params=params)
     driver.send(shared)
     driver.send(shared, "guest")
-    driver.generate(SHORT, 60, client="guest")
+    own = driver.generate(SHORT, 60, client="guest")
     driver.tick(4)
-    leave(driver, "guest")
+    leave(driver, "guest", own)
     assert driver.call(AbortReq(abort_all=True)).aborted == 2
     driver.run_until_idle()
     assert driver.result(shared.id).finish_reason.type == "abort"
     assert driver.status().kv.held == 0
 
 
-def leave(driver: EngineDriver, client: str) -> None:
-    """Close the client's socket and wait until the engine's socket would notice, without telling the engine."""
-    import zmq
-
-    identity = next(
-        request.client
-        for request in driver.engine.scheduler._results.live.values()
-        if request.client != main_identity(driver)
-    )
+def leave(driver: EngineDriver, client: str, rid: str) -> None:
+    """Close the socket of ``client``, the sender of ``rid``, and wait until the engine's socket could notice."""
+    identity = driver.engine.scheduler._results.live[rid, 0].client
     driver.collect()
     driver.clients.pop(client).close(0)
     router = driver.engine.router.socket
@@ -95,10 +91,6 @@ def leave(driver: EngineDriver, client: str) -> None:
             return
         router.poll(1)
     raise AssertionError("the engine's socket does not see that the client left")
-
-
-def main_identity(driver: EngineDriver) -> bytes:
-    return next(iter(driver.engine.scheduler._results.live.values())).client
 
 
 def test_a_session_commits_while_the_engine_is_busy(driver):
@@ -113,24 +105,27 @@ def test_a_session_commits_while_the_engine_is_busy(driver):
 
 
 @pytest.mark.parametrize("command", ["update", "end"])
-def test_a_session_that_expires_before_the_first_byte(driver, other_model, command):
-    """The deadline passes while a call of the session waits for the step in flight: nothing may be written."""
-    driver.generate(SHORT, 50)
-    driver.tick(3)
-    driver.call(BeginWeightUpdateReqInput(deadline_s=600))
-    updates = driver.engine.scheduler._updates
-    before = {name: tensor.clone() for name, tensor in updates._model.named_storage()}
-    update = UpdateWeightFromDiskReqInput(model_path=str(other_model), flush_cache=False)
-    waiting = driver.send(update if command == "update" else EndWeightUpdateReqInput())
-    driver.engine.scheduler._hear(0)
-    driver.engine.dispatcher.advance()
-    if driver.engine.dispatcher.has_commands:  # it waits for a step, or has more to write
-        updates._session.deadline = 0.0
+def test_a_session_that_expires_before_the_first_byte(tiny_model, other_model, command):
+    """The deadline passes while a call of the session waits for the step in flight: nothing is written any more."""
+    with EngineDriver(str(tiny_model), pipeline_depth=1) as driver:
+        rid = driver.generate(SHORT, 50)
         driver.tick(3)
-        if updates._session is None and driver.status().weights == "valid":
-            assert_error(driver.replies.pop(waiting), "deadline_exceeded")
-            assert all(tensor.equal(before[name]) for name, tensor in updates._model.named_storage())
-            assert driver.status().weights_epoch == 0
+        driver.call(BeginWeightUpdateReqInput())
+        before = driver.call(WeightsCheckerReqInput()).total
+        update = UpdateWeightFromDiskReqInput(model_path=str(other_model), flush_cache=False)
+        waiting = driver.send(update if command == "update" else EndWeightUpdateReqInput())
+        scheduler = driver.engine.scheduler
+        scheduler._hear(0)
+        driver.engine.dispatcher.advance()
+        assert driver.engine.dispatcher.has_commands, "it was meant to wait for the step"
+        scheduler._updates._session.deadline = 0.0
+        driver.tick(2)
+        assert_error(driver.replies.pop(waiting), "deadline_exceeded")
+        status = driver.status()
+        assert (status.weights, status.weights_epoch, status.session) == ("valid", 0, None)
+        assert driver.call(WeightsCheckerReqInput()).total == before
+        driver.run_until_idle()
+        assert len(check(driver, rid, SHORT).weight_versions) == 1
 
 
 def test_update_that_aborts_all_may_flush_what_was_frozen(driver, other_model):

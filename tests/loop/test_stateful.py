@@ -5,11 +5,10 @@ engine is brought back to running, and every accepted sample must have ended exa
 it, with the tokens that the scripted model gives under the weights that its spans name.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from time import monotonic
 
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -21,7 +20,8 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from support.scripted import EngineDriver, assert_error, expected_tokens, tokens_of
+from support.accounts import Lifecycle, Submitted, check_result, check_spans, check_stream
+from support.scripted import EngineDriver, assert_error
 
 from caesura.io_struct import (
     AbortReq,
@@ -42,7 +42,8 @@ from caesura.io_struct import (
 )
 
 VOCAB, CONTEXT, POOL_TOKENS = 97, 256, 160
-MODES = st.sampled_from(["abort", "retract", "in_place"])
+MODES = st.sampled_from(["retract", "in_place", "in_place", "retract", "abort"])
+RARELY = st.sampled_from([False] * 7 + [True])
 LENGTHS = st.one_of(st.integers(1, 70), st.sampled_from([15, 16, 17, 32, 48, 64, 140, 170, 250]))
 NEW_TOKENS = st.one_of(st.integers(1, 40), st.sampled_from([1, 2, 16, 100]))
 
@@ -76,48 +77,6 @@ ASKS = st.builds(
     raw=st.booleans(),
     client=st.integers(0, 2),
 )
-
-
-@dataclass
-class Submitted:
-    """An accepted generate request, and who waits for its samples."""
-
-    message: GenerateReqInput
-    waiters: list[str]
-    """Clients that must get every sample: the sender, and whoever repeated the message."""
-    aborted: bool = False
-    """Somebody or something may have aborted it."""
-    vanished: bool = False
-    """A waiter has left: stream deltas may have gone to either."""
-
-    @property
-    def keys(self) -> list[tuple[str, int]]:
-        return [(self.message.id, index) for index in range(self.message.sampling_params.n)]
-
-
-@dataclass
-class Lifecycle:
-    """The reference: what status must say when no command is under way."""
-
-    mode: str | None = None
-    weights: str = "valid"
-    epoch: int = 0
-    labels: dict[int, str] = field(default_factory=lambda: {0: "default"})
-    flushed_epochs: set[int] = field(default_factory=set)
-    session: bool = False
-    session_label: str | None = None
-    session_flush: bool = False
-
-    def commit(self, label: str | None, flush: bool) -> None:
-        self.epoch += 1
-        self.labels[self.epoch] = label if label is not None else self.labels[self.epoch - 1]
-        if flush:
-            self.flushed_epochs.add(self.epoch)
-        self.weights = "valid"
-        self.close_session()
-
-    def close_session(self) -> None:
-        self.session, self.session_label, self.session_flush = False, None, False
 
 
 class EngineMachine(RuleBasedStateMachine):
@@ -241,7 +200,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.send_request(ask)
         self.driver.tick()
 
-    @rule(asks=st.lists(ASKS, min_size=2, max_size=5), times=st.integers(0, 12))
+    @rule(asks=st.lists(ASKS, min_size=2, max_size=5), times=st.integers(0, 6))
     def submit_several(self, asks, times):
         for ask in asks:
             self.send_request(ask)
@@ -289,7 +248,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.driver.send(submitted.message, name)
         self.driver.tick()
 
-    @rule(times=st.integers(1, 12))
+    @rule(times=st.integers(1, 10))
     def tick(self, times):
         self.driver.tick(times)
 
@@ -300,7 +259,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.may_be_aborted()
         self.command(PauseGenerationReqInput(mode=mode), "ok", wait)
 
-    @rule(empty=st.sampled_from([False, False, False, True]))
+    @rule(empty=RARELY)
     def resume(self, empty):
         self.settle()
         expected = "ok"
@@ -310,20 +269,19 @@ class EngineMachine(RuleBasedStateMachine):
         self.command(ContinueGenerationReqInput(torch_empty_cache=empty), expected, True)
 
     @precondition(lambda self: self.submitted)
-    @rule(data=st.data())
-    def abort(self, data):
+    @rule(data=st.data(), everything=st.sampled_from([False, False, False, True]))
+    def abort(self, data, everything):
+        if everything:
+            self.may_be_aborted()
+            samples = len(self.driver.engine.scheduler._results.live)
+            assert self.driver.call(AbortReq(abort_all=True)).aborted == samples
+            assert not self.live
+            return
         rid = data.draw(st.sampled_from(list(self.submitted)))
         samples = len(self.driver.engine.scheduler._results.samples(rid))
         self.submitted[rid].aborted |= samples > 0
         assert self.driver.call(AbortReq(rid=rid)).aborted == samples
         assert rid not in self.live
-
-    @rule()
-    def abort_all(self):
-        self.may_be_aborted()
-        samples = len(self.driver.engine.scheduler._results.live)
-        assert self.driver.call(AbortReq(abort_all=True)).aborted == samples
-        assert not self.live
 
     @rule()
     def flush(self):
@@ -350,7 +308,7 @@ class EngineMachine(RuleBasedStateMachine):
         path=st.integers(0, 1),
         flush=st.booleans(),
         label=st.sampled_from([None, "a", "b"]),
-        abort=st.sampled_from([False, False, False, True]),
+        abort=RARELY,
         wait=st.booleans(),
     )
     def update(self, path, flush, label, abort, wait):
@@ -363,6 +321,23 @@ class EngineMachine(RuleBasedStateMachine):
             model_path=self.paths[path], flush_cache=flush, weight_version=label, abort_all_requests=abort
         )
         self.command(message, expected, wait)
+
+    @rule(
+        asks=st.lists(ASKS, min_size=1, max_size=3),
+        times=st.integers(0, 12),
+        mode=st.one_of(st.none(), MODES),
+        flush=st.booleans(),
+    )
+    def train(self, asks, times, mode, flush):
+        """What a trainer does, with requests in flight."""
+        for ask in asks:
+            self.send_request(ask)
+        self.driver.tick(times)
+        if mode is not None:
+            self.pause(mode, True)
+        self.update(1, flush, None, False, True)
+        self.resume(False)
+        self.driver.tick(times)
 
     @rule(wait=st.booleans())
     def begin(self, wait):
@@ -478,71 +453,18 @@ class EngineMachine(RuleBasedStateMachine):
         for client, output in self.driver.outputs:
             for result in output.finished:
                 found.setdefault((client, result.rid, result.index), []).append(result)
-        errors = 0
         for submitted in self.submitted.values():
             for rid, index in submitted.keys:
                 results = [found.pop((client, rid, index), []) for client in submitted.waiters]
                 assert all(len(result) == 1 for result in results), f"{rid}/{index}: {results}"
                 for (result,) in results:
-                    self.check_result(submitted, result)
-                errors += any(result.finish_reason.type == "error" for (result,) in results)
+                    check_result(submitted, result, VOCAB)
+                    check_spans(result, self.model)
+                    assert result.finish_reason.type != "error" or self.errors_injected
                 if submitted.message.stream and not submitted.vanished:
-                    self.check_stream(submitted.waiters[0], results[0][0])
-        assert not errors or self.errors_injected
+                    check_stream(self.driver.outputs, submitted.waiters[0], results[0][0])
         left = {client for client, _, _ in found} & set(self.driver.clients)
         assert not left, f"results that nobody asked for: {found}"
-
-    def check_result(self, submitted: Submitted, result: GenerateReqOutput) -> None:
-        message, tokens = submitted.message, tokens_of(result)
-        params, reason = message.sampling_params, result.finish_reason
-        assert tokens == expected_tokens(message.input_ids, result, VOCAB)
-        assert result.prompt_tokens == len(message.input_ids)
-        stops = [i for i, token in enumerate(tokens) if token in params.stop_token_ids]
-        if reason.type == "stop":
-            assert stops == [len(tokens) - 1]
-            assert reason.matched == tokens[-1]
-        else:
-            assert not stops
-        if reason.type == "length":
-            assert len(tokens) == params.max_new_tokens
-        assert reason.type != "abort" or submitted.aborted
-        assert reason.type != "error" or self.errors_injected
-        for wanted, data, factor in (
-            (message.return_logprob, result.output_logprobs, -1),
-            (message.return_raw_logprob, result.raw_logprobs, -2),
-        ):
-            assert (data is not None) == wanted
-            if data is not None:
-                assert np.frombuffer(data, "<f4").tolist() == [factor * token for token in tokens]
-        self.check_spans(result, len(tokens))
-
-    def check_spans(self, result: GenerateReqOutput, count: int) -> None:
-        end, epoch = 0, -1
-        for span in result.weight_versions:
-            assert span.start == end < span.end
-            assert span.epoch >= epoch
-            assert span.version == self.model.labels[span.epoch]
-            assert not (span.stale_kv and span.epoch in self.model.flushed_epochs)
-            end, epoch = span.end, span.epoch
-        assert end == count
-
-    def check_stream(self, client: str, result: GenerateReqOutput) -> None:
-        """Deltas are contiguous from 0 and agree with the result, which alone carries the last token."""
-        streamed: list[int] = []
-        for name, output in self.driver.outputs:
-            delta = output.delta
-            if delta is None or name != client:
-                continue
-            ends = np.cumsum(np.frombuffer(delta.counts, "<i4"))
-            rows = zip(delta.rids, np.frombuffer(delta.indices, "<i4"), strict=True)
-            for row, (rid, index) in enumerate(rows):
-                if (rid, index) == (result.rid, result.index):
-                    assert np.frombuffer(delta.starts, "<i4")[row] == len(streamed)
-                    start = ends[row] - np.frombuffer(delta.counts, "<i4")[row]
-                    streamed += np.frombuffer(delta.tokens, "<i4")[start : ends[row]].tolist()
-        tokens = tokens_of(result)
-        assert streamed == tokens[: len(streamed)]
-        assert len(streamed) >= len(tokens) - 1
 
 
 @pytest.mark.slow

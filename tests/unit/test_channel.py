@@ -4,7 +4,6 @@ import contextlib
 import os
 import socket
 import stat
-import threading
 
 import numpy as np
 import pytest
@@ -290,7 +289,8 @@ def test_a_client_that_left_is_reported_and_forgotten(router, gone):
     client = met(router, b"c1", receive_hwm=1)
     fill(router, b"c1")
     client.close()
-    eventually(lambda: router.retry() or not router.has_backlog)
+    # The loop polls before it retries; ZeroMQ buries a full pipe only while its socket is looked at.
+    eventually(lambda: router.socket.poll(1) or router.retry() or not router.has_backlog)
     assert gone == [b"c1"], "once, however much was waiting"
     router.send(b"c1", AbortReqOutput(id="x", aborted=0))
     assert not router.has_backlog
@@ -315,17 +315,16 @@ def test_a_client_that_never_reads_its_replies_counts_as_gone(router, gone, monk
         assert not router.has_backlog
 
 
-def test_closing_waits_for_a_slow_client(endpoint):
+def test_closing_delivers_what_still_waits(endpoint, monkeypatch):
+    monkeypatch.setattr(channel, "HIGH_WATER_MARK", 2)
     router = Router(endpoint, lambda _: None)
-    with met(router, b"slow", receive_hwm=1) as slow:
-        fill(router, b"slow")
-        router.send(b"slow", BatchTokenOutput(step=1, finished=[result_of("the last word")]))
-        closing = threading.Thread(target=router.close)
-        closing.start()
-        while not (isinstance(message := slow.receive(), BatchTokenOutput)):
-            pass
-        assert message.finished[0].rid == "the last word"
-        closing.join()
+    with met(router, b"slow") as slow:
+        sent = fill(router, b"slow")
+        for number in range(200):
+            router.send(b"slow", AbortReqOutput(id=str(number), aborted=0))
+        router.close()
+        received = [slow.receive() for _ in range(sent + 200)]
+        assert [message.id for message in received[sent:]] == [str(number) for number in range(200)]
 
 
 def test_closing_does_not_wait_for_ever(endpoint, monkeypatch):

@@ -264,10 +264,13 @@ def test_a_continuation_keeps_what_is_above_it_young():
     below = tree.insert(0, "", array([2, 2]), array([2]), after=node).node
     tree.lock(below)
     tree.unlock(node)
-    tree.insert(0, "", array([5, 5]), array([5]))
+    other = tree.insert(0, "", array([5, 5]), array([5])).node
     tree.insert(0, "", array([3, 3]), array([3]), after=below)
     tree.unlock(below)
-    assert [tree.evict(1).tolist() for _ in range(4)] == [[5], [3], [2], [1]]
+    tree.lock(other)
+    assert [tree.evict(1).tolist() for _ in range(2)] == [[3], [2]]
+    tree.unlock(other)
+    assert [tree.evict(1).tolist() for _ in range(2)] == [[5], [1]]
 
 
 def test_empty_roots_and_used_heap_entries_do_not_pile_up():

@@ -1,0 +1,229 @@
+"""Writes the generated parts of docs/wire.md from the structs that are the wire, so that the two cannot drift.
+
+Invariants: only what stands between ``<!-- generated: NAME -->`` and ``<!-- end of NAME -->`` is ever replaced; a field's
+meaning is the docstring below it, its type and default are what the decoder checks. Run ``python docs/generate_wire.py``
+after a change of ``io_struct/``; with ``--check`` nothing is written and the exit status says whether it is up to date.
+"""
+
+import ast
+import importlib
+import inspect
+import re
+import sys
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, get_args
+
+import msgspec
+from msgspec import inspect as wire_types
+
+from caesura import io_struct
+from caesura.io_struct import ErrorCode, ToClient, ToScheduler
+from caesura.io_struct.base import Message, Record, Reply, Request
+from caesura.io_struct.control import ControlRequest
+
+DOCUMENT = Path(__file__).with_name("wire.md")
+BASES = (Request, ControlRequest, Reply)
+ANSWERS = {
+    "GenerateReqInput": "BatchTokenOutput",
+    "AbortReq": "AbortReqOutput",
+    "EndWeightUpdateReqInput": "WeightUpdateReqOutput",
+    "UpdateWeightFromDiskReqInput": "WeightUpdateReqOutput",
+}
+"""Where the answer to ``XReqInput`` is not ``XReqOutput``."""
+LIMITS = (
+    ("io_struct.base", "MAX_HEADER_BYTES", "bytes", "a header; more is `malformed_message`"),
+    ("scheduler.channel", "MAX_MESSAGE_BYTES", "bytes", "a frame (`ZMQ_MAXMSGSIZE`); ZeroMQ drops the connection"),
+    ("io_struct.base", "MAX_ID_LENGTH", "characters", "a message id or request id"),
+    ("io_struct.generate", "MAX_SAMPLES", "samples", "`n` of one request"),
+    ("scheduler.channel", "MAX_IPC_PATH", "bytes", "the path of an `ipc://` endpoint"),
+    ("scheduler.channel", "HIGH_WATER_MARK", "messages", "unsent to one client inside ZeroMQ (`ZMQ_SNDHWM`)"),
+    ("scheduler.channel", "RECEIVE_HIGH_WATER_MARK", "messages", "unread from one client (`ZMQ_RCVHWM`)"),
+    ("scheduler.channel", "MAX_PENDING_DELTA_TOKENS", "tokens", "streamed and not taken by one client; more are dropped"),
+    ("scheduler.channel", "MAX_PENDING_FRAMES", "messages", "not taken by one client, which then counts as gone"),
+    ("scheduler.channel", "MESSAGES_PER_DRAIN", "messages", "taken from the socket between two steps"),
+    ("scheduler.dispatch", "STORED_ANSWERS", "message ids", "whose answers are stored for retries"),
+    ("scheduler.dispatch", "STORED_ANSWER_BYTES", "bytes", "of stored answers"),
+    ("scheduler.kept", "MAX_KEPT_BYTES", "bytes", "of results kept for clients that could not be reached"),
+)  # fmt: skip
+
+
+def field_docs(owner: Any) -> dict[str, str]:
+    """Field or member name to the docstring below it, in the class body of ``owner`` alone."""
+    module = ast.parse(inspect.getsource(sys.modules[owner.__module__]))
+    body = next(
+        node.body for node in module.body if isinstance(node, ast.ClassDef) and node.name == owner.__name__
+    )
+    texts = {}
+    for statement, below in pairwise(body):
+        target: ast.AST | None = None
+        if isinstance(statement, ast.AnnAssign):
+            target = statement.target
+        elif isinstance(statement, ast.Assign):
+            target = statement.targets[0]
+        if isinstance(target, ast.Name) and isinstance(below, ast.Expr):
+            texts[target.id] = markdown(str(ast.literal_eval(below.value)))
+    return texts
+
+
+def markdown(docstring: str | None) -> str:
+    """A docstring's paragraphs on one line each, its reStructuredText marks as code spans."""
+    text = re.sub(r":\w+:`~?([^`]*)`", lambda role: f"`{role[1].rpartition('.')[2]}`", docstring or "")
+    text = text.replace("``", "`").replace("|", "\\|")
+    return "\n\n".join(" ".join(part.split()) for part in text.split("\n\n")).strip()
+
+
+def type_text(kind: wire_types.Type) -> str:
+    """A type in terms of msgpack, with the limits that the decoder checks."""
+    match kind:
+        case wire_types.StructType(cls=cls):
+            return f"[{cls.__name__}](#{cls.__name__.lower()})"
+        case wire_types.EnumType(cls=cls):
+            return f"str, see [{cls.__name__}](#error-codes)"
+        case wire_types.LiteralType(values=values):
+            return " or ".join(f'`"{value}"`' for value in values)
+        case wire_types.UnionType(types=types):
+            return " or ".join(type_text(each) for each in types)
+        case wire_types.ListType(item_type=item):
+            return f"array of {type_text(item)}"
+        case wire_types.DictType(value_type=value):
+            return f"map of str to {type_text(value)}"
+        case wire_types.NoneType():
+            return "nil"
+        case wire_types.IntType() | wire_types.FloatType() | wire_types.StrType():
+            return scalar_text(kind)
+        case wire_types.BytesType():
+            return "bin"
+        case wire_types.BoolType():
+            return "bool"
+        case wire_types.AnyType():
+            return "anything"
+    raise TypeError(f"no words for {kind}")
+
+
+def scalar_text(kind: wire_types.IntType | wire_types.FloatType | wire_types.StrType) -> str:
+    """A number or string with its range."""
+    if isinstance(kind, wire_types.StrType):
+        limits = f", {kind.min_length} to {kind.max_length} characters" if kind.max_length else ""
+        return "str" + limits
+    signs = (("≥", kind.ge), (">", kind.gt), ("≤", kind.le), ("<", kind.lt))
+    limits = "".join(f" {sign} {bound}" for sign, bound in signs if bound is not None)
+    return ("int" if isinstance(kind, wire_types.IntType) else "float") + limits
+
+
+def default_text(field: wire_types.Field) -> str:
+    """What an absent field means."""
+    if field.required:
+        return "required"
+    if field.default_factory is not msgspec.NODEFAULT:
+        made = field.default_factory()
+        return "a fresh one" if isinstance(made, str) else f"`{msgspec.json.encode(made).decode()}`"
+    if isinstance(field.default, msgspec.Struct):
+        return "all defaults"
+    return "nil" if field.default is None else f"`{msgspec.json.encode(field.default).decode()}`"
+
+
+def section(cls: Any) -> Iterator[str]:
+    """Heading, docstring and field table of one struct."""
+    yield f"### {cls.__name__}"
+    yield markdown(inspect.getdoc(cls))
+    base = next(each for each in cls.__mro__[1:] if each.__module__.startswith("caesura."))
+    known = () if base in (Message, Record) else base.__struct_fields__
+    info = wire_types.type_info(cls)
+    assert isinstance(info, wire_types.StructType)
+    docs = field_docs(cls)
+    rows = [
+        f"| `{field.encode_name}` | {type_text(field.type)} | {default_text(field)} | {docs.get(field.name, '')} |"
+        for field in info.fields
+        if field.encode_name not in known
+    ]
+    if known:
+        yield f"Has the fields of [{base.__name__}](#{base.__name__.lower()})" + (", and:" if rows else ".")
+    if rows:
+        yield "\n".join(["| field | type | default | meaning |", "|---|---|---|---|", *rows])
+
+
+def sections(classes: Iterator[Any] | tuple[Any, ...]) -> str:
+    """Several structs."""
+    return "\n\n".join(part for cls in classes for part in section(cls) if part)
+
+
+def requests() -> str:
+    """What a client sends: an overview, then each message."""
+    messages, replies = get_args(ToScheduler), {cls.__name__ for cls in get_args(ToClient)}
+    rows = ["| message | answered by | |", "|---|---|---|"]
+    for cls in messages:
+        answer = ANSWERS.get(cls.__name__, cls.__name__.replace("Input", "Output"))
+        assert answer in replies, f"{cls.__name__} is answered by {answer}, which no client accepts"
+        first = markdown(inspect.getdoc(cls)).partition("\n\n")[0]
+        rows.append(f"| {link(cls.__name__)} | {link(answer)} | {first} |")
+    return "\n".join(rows) + "\n\n" + sections((*BASES[:2], *messages))
+
+
+def replies() -> str:
+    """What the scheduler sends."""
+    return sections((BASES[2], *get_args(ToClient)))
+
+
+def records() -> str:
+    """The plain values inside messages."""
+    found = (getattr(io_struct, name) for name in io_struct.__all__)
+    return sections(
+        cls for cls in found if isinstance(cls, type) and issubclass(cls, Record) and cls is not Record
+    )
+
+
+def errors() -> str:
+    """Codes and their meanings."""
+    docs = field_docs(ErrorCode)
+    rows = [f"| `{code.value}` | {docs[code.name]} |" for code in ErrorCode]
+    return "\n".join(["| code | meaning |", "|---|---|", *rows])
+
+
+def limits() -> str:
+    """The constants that bound what a peer can cost."""
+    rows = ["| limit | of | name |", "|---|---|---|"]
+    for module, name, unit, meaning in LIMITS:
+        value = getattr(importlib.import_module(f"caesura.{module}"), name)
+        amount = f"{value >> 20} MiB" if unit == "bytes" and value >= 1 << 20 else f"{value:,} {unit}"
+        rows.append(f"| {amount} | {meaning} | `{module.replace('.', '/')}.py`: `{name}` |")
+    return "\n".join(rows)
+
+
+def link(name: str) -> str:
+    """A reference to a struct's section."""
+    return f"[{name}](#{name.lower()})"
+
+
+PARTS = {"requests": requests, "replies": replies, "records": records, "errors": errors, "limits": limits}
+
+
+def generate(document: str) -> str:
+    """``document`` with all its generated parts up to date.
+
+    Raises:
+        ValueError: a part's marks are missing.
+    """
+    for name, part in PARTS.items():
+        marks = f"<!-- generated: {name} -->", f"<!-- end of {name} -->"
+        before, begin, rest = document.partition(marks[0])
+        _, end, after = rest.partition(marks[1])
+        if not (begin and end):
+            raise ValueError(f"wire.md lacks the marks of {name!r}")
+        document = f"{before}{begin}\n\n{part()}\n\n{end}{after}"
+    return document
+
+
+def main() -> int:
+    """Exit status: 1 where ``--check`` finds the document out of date."""
+    old = DOCUMENT.read_text(encoding="utf-8")
+    new = generate(old)
+    if "--check" in sys.argv[1:]:
+        return int(new != old)
+    DOCUMENT.write_text(new, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

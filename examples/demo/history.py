@@ -1,0 +1,99 @@
+"""What a run has seen so far: written by the loop, read by the display and the report.
+
+Units: seconds, milliseconds and MB (2^20 bytes) as the names say; rewards and shares in [0, 1].
+"""
+
+import statistics
+from dataclasses import dataclass, field
+
+from .messages import GapStats, Sample, StepStats, WarmupProgress
+from .rollout import Ledger, PoolCounts
+
+MB = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateRecord:
+    """One turn of the loop: rollouts taken, step made, weights pushed."""
+
+    update: int
+    at_s: float
+    """Since reinforcement learning began."""
+    train_exact: float
+    """Share of sampled training answers that are exactly right (all that ended since the last update)."""
+    train_reward: float
+    """Their mean reward, partial credit included."""
+    lag: float
+    """Mean over the batch: updates between a group's oldest token and its use."""
+    samples: int
+    wait_s: float
+    """What the trainer waited for rollouts."""
+    train_s: float
+    verify_s: float
+    save_s: float
+    pause_ms: float
+    update_ms: float
+    continue_ms: float
+    held_requests: int
+    """Samples that kept their KV through the pause, in mid-answer."""
+    waiting_requests: int
+    changed_tensors: int
+    reserved_running_mb: float
+    """Just before the pause."""
+    reserved_before_mb: float
+    """While paused, before the device cache was emptied."""
+    reserved_after_mb: float
+    tokens_per_s: float
+    """Sampled by the engine since the last update, pauses included."""
+    step: StepStats
+    gap: GapStats
+
+
+@dataclass(frozen=True)
+class EvalRecord:
+    """Held-out reward of one version."""
+
+    update: int
+    at_s: float
+    reward: float
+    answers: dict[str, list[int]] = field(repr=False)
+
+
+@dataclass
+class History:
+    """One run. ``phase`` is for the display."""
+
+    updates_planned: int
+    phase: str = "starting"
+    parameters: int = 0
+    warmup: list[WarmupProgress] = field(default_factory=list)
+    warmup_s: float = 0.0
+    engine_start_s: float = 0.0
+    updates: list[UpdateRecord] = field(default_factory=list)
+    evals: list[EvalRecord] = field(default_factory=list)
+    ledger: Ledger = field(default_factory=Ledger)
+    counts: PoolCounts = field(default_factory=PoolCounts)
+    tokens: int = 0
+    """Sampled by the engine over the reinforcement-learning phase."""
+    rl_s: float = 0.0
+    wall_s: float = 0.0
+    exemplar: tuple[str, Sample] | None = None
+
+    def summary(self) -> dict[str, float | int | str]:
+        """``summary.json``. Rewards are exact-match shares on held-out words; the gap is over first spans."""
+        pauses = [record.pause_ms for record in self.updates]
+        return {
+            "reward_first": round(self.evals[0].reward, 4),
+            "reward_last": round(self.evals[-1].reward, 4),
+            "ess_min": round(min(record.step.ess for record in self.updates), 4),
+            "updates": len(self.updates),
+            "pause_ms_p50": round(statistics.median(pauses), 3),
+            "pause_ms_max": round(max(pauses), 3),
+            "update_ms_p50": round(statistics.median(record.update_ms for record in self.updates), 3),
+            "reserved_mb_first": round(self.updates[0].reserved_after_mb, 2),
+            "reserved_mb_last": round(self.updates[-1].reserved_after_mb, 2),
+            "tokens_per_s": round(self.tokens / self.rl_s, 1),
+            "max_logprob_gap": max(record.gap.first_max for record in self.updates),
+            "requests_lost": self.ledger.submitted - self.ledger.ended,
+            "transport": "disk",
+        }

@@ -1,0 +1,208 @@
+"""The run: rollouts to the trainer, weights to the engine, until the last update.
+
+One turn, pipelined (the engine samples all the time; the trainer steps on what came back meanwhile):
+
+    take a batch -> trainer steps, pool pumps -> pause in place -> update -> continue -> evaluate now and then
+
+Invariants:
+- Weights are pushed only while the engine is paused, with requests in mid-answer; those keep their KV, and their
+  spans name both versions.
+- An evaluation runs under one version: the next push waits for it.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from caesura.client import SchedulerClient, launch_scheduler
+
+from . import task
+from .history import MB, EvalRecord, History, UpdateRecord
+from .messages import Initialised, StepDone, TrainBatch, WarmupDone, WarmupProgress
+from .rollout import Evaluation, Ledger, RolloutPool, ScoredGroup, exact_share
+from .settings import Settings
+from .trainer import TrainerProcess
+
+POLL_S = 0.004
+PATIENCE_S = 120.0
+"""No control call and no batch may take longer; the engine's death is noticed at once, not by this."""
+SMALL_BATCH_AFTER_S = 3.0
+"""Late in a run few groups differ in reward; after this long a batch may be a quarter of its size."""
+
+Notify = Callable[[], None]
+"""Called after every change of the history."""
+
+
+class Stalled(RuntimeError):
+    """The engine answers, but no batch came together."""
+
+
+def run(settings: Settings, history: History, notify: Notify) -> None:
+    """The whole run; fills ``history``."""
+    began = time.perf_counter()
+    history.phase = "starting trainer"
+    notify()
+    with TrainerProcess(settings) as trainer:
+        initial = trainer.receive(Initialised)
+        history.parameters = initial.parameters
+        history.phase = "starting engine"
+        notify()
+        launched = time.perf_counter()
+        with launch_scheduler(
+            initial.path,
+            dtype="float32",
+            device="cpu",
+            num_threads=settings.engine_threads,
+            context_len=task.CONTEXT_LEN,
+            kv_pool_tokens=settings.kv_pool_tokens,
+            max_running_requests=settings.max_running_requests,
+            log_path=settings.out_dir / "engine.log",
+        ) as client:
+            history.engine_start_s = time.perf_counter() - launched
+            warm = follow_warmup(trainer, history, notify)
+            client.update_weights_from_disk(warm.path, weight_version="0", timeout=PATIENCE_S)
+            Loop(client, trainer, settings, history, notify).run()
+    history.wall_s = time.perf_counter() - began
+
+
+def follow_warmup(trainer: TrainerProcess, history: History, notify: Notify) -> WarmupDone:
+    """Record the supervised steps until the policy is ready."""
+    history.phase = "supervised warm-up"
+    while True:
+        message = trainer.receive(WarmupProgress, WarmupDone)
+        if isinstance(message, WarmupDone):
+            history.warmup_s = message.seconds
+            return message
+        history.warmup.append(message)
+        notify()
+
+
+@dataclass
+class Loop:
+    """Reinforcement learning on a running engine, from version 0."""
+
+    client: SchedulerClient
+    trainer: TrainerProcess
+    settings: Settings
+    history: History
+    notify: Notify
+
+    def __post_init__(self) -> None:
+        ledger = Ledger()
+        self._pool = RolloutPool(self.client, self.settings, ledger)
+        self._words = task.held_out_words(self.settings.held_out_prompts, self.settings.seed)
+        self._evaluation: Evaluation | None = None
+        self.history.ledger, self.history.counts = ledger, self._pool.counts
+
+    def run(self) -> None:
+        """All updates, the evaluations between them and the last one; ends with nothing in flight."""
+        history, settings = self.history, self.settings
+        history.phase = "reinforcement learning"
+        self._pool.pump()
+        self._evaluate(0, at_s=0.0)
+        self._finish_evaluation()
+        self._began = self._last_at = time.perf_counter()
+        self._first_tokens = self._last_tokens = self.client.status(timeout=PATIENCE_S).generated_tokens
+        for update in range(1, settings.updates + 1):
+            groups, wait_s = self._collect(update)
+            step = self._train(update, groups)
+            self._finish_evaluation()
+            record = self._push(update, groups, wait_s, step)
+            history.updates.append(record)
+            history.tokens = self._last_tokens - self._first_tokens
+            history.rl_s = self._last_at - self._began
+            history.exemplar = self._pool.exemplar
+            self.notify()
+            if update % settings.eval_every == 0 or update == settings.updates:
+                self._evaluate(update, at_s=record.at_s)
+        history.phase = "last evaluation"
+        self._finish_evaluation()
+        self._pool.drain()
+        history.phase = "done"
+        self.notify()
+
+    def _collect(self, update: int) -> tuple[list[ScoredGroup], float]:
+        """A batch for ``update``, and how long the trainer waited for it (seconds)."""
+        began = time.perf_counter()
+        wanted = self.settings.groups_per_update
+        oldest = update - 1 - self.settings.max_lag
+        while True:
+            self._pool.pump()
+            self._pool.discard_older_than(oldest)
+            waited = time.perf_counter() - began
+            enough = wanted if waited < SMALL_BATCH_AFTER_S else max(wanted // 4, 1)
+            if self._pool.ready >= enough:
+                return self._pool.take(wanted), waited
+            if waited > PATIENCE_S:
+                raise Stalled(f"only {self._pool.ready} of {wanted} groups came back in {waited:.0f} s")
+            self.trainer.poll(POLL_S)
+
+    def _train(self, update: int, groups: list[ScoredGroup]) -> StepDone:
+        """The trainer's step, with the pool kept full meanwhile."""
+        self.trainer.send(TrainBatch(update=update, groups=[group.to_message() for group in groups]))
+        while not self.trainer.poll(POLL_S):
+            self._pool.pump()
+        return self.trainer.receive(StepDone)
+
+    def _push(self, update: int, groups: list[ScoredGroup], wait_s: float, done: StepDone) -> UpdateRecord:
+        """Pause in place, update, continue; then the record of this turn."""
+        self._pool.pump()
+        status = self.client.status(timeout=PATIENCE_S)
+        times = [time.perf_counter()]
+        paused = self.client.pause("in_place", timeout=PATIENCE_S)
+        times.append(time.perf_counter())
+        updated = self.client.update_weights_from_disk(
+            done.path, weight_version=str(update), flush_cache=False, timeout=PATIENCE_S
+        )
+        times.append(time.perf_counter())
+        resumed = self.client.continue_generation(timeout=PATIENCE_S)
+        times.append(time.perf_counter())
+        pause_ms, update_ms, continue_ms = (
+            1e3 * (after - before) for before, after in zip(times, times[1:])
+        )
+        elapsed, self._last_at = times[-1] - self._last_at, times[-1]
+        tokens, self._last_tokens = status.generated_tokens - self._last_tokens, status.generated_tokens
+        scored = self._pool.scored_since() or groups
+        return UpdateRecord(
+            update=update,
+            at_s=times[-1] - self._began,
+            train_exact=sum(group.exact for group in scored) / len(scored),
+            train_reward=sum(group.reward for group in scored) / len(scored),
+            lag=sum(update - 1 - group.first_version for group in groups) / len(groups),
+            samples=sum(len(group.samples) for group in groups),
+            wait_s=wait_s,
+            train_s=done.train_s,
+            verify_s=done.verify_s,
+            save_s=done.save_s,
+            pause_ms=pause_ms,
+            update_ms=update_ms,
+            continue_ms=continue_ms,
+            held_requests=paused.held_requests,
+            waiting_requests=paused.waiting_requests,
+            changed_tensors=updated.changed_tensors,
+            reserved_running_mb=status.device_memory.reserved / MB,
+            reserved_before_mb=(resumed.reserved_before or 0) / MB,
+            reserved_after_mb=(resumed.reserved_after or 0) / MB,
+            tokens_per_s=tokens / elapsed,
+            step=done.step,
+            gap=done.gap,
+        )
+
+    def _evaluate(self, update: int, at_s: float) -> None:
+        """Begin the held-out evaluation of the version that serves now."""
+        self._evaluation_at_s = at_s
+        self._evaluation = Evaluation.start(self.client, self._pool.ledger, self._words, update)
+
+    def _finish_evaluation(self) -> None:
+        """Wait for the evaluation that runs, if one does, with the pool kept full meanwhile."""
+        evaluation, self._evaluation = self._evaluation, None
+        if evaluation is None:
+            return
+        while not evaluation.done():
+            self._pool.pump()
+            time.sleep(POLL_S)
+        answers = evaluation.answers()
+        self.history.evals.append(
+            EvalRecord(evaluation.version, self._evaluation_at_s, exact_share(answers), answers)
+        )
+        self.notify()

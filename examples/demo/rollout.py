@@ -1,0 +1,222 @@
+"""Requests to the engine: a pool of training prompts that never runs dry, and the held-out evaluation.
+
+Invariants:
+- Every sample submitted is entered in the :class:`Ledger`, every terminal result too; what is missing at the end is
+  ``requests_lost``.
+- No word that is held out is ever submitted for training.
+- The engine always has work: each pump submits as many prompts as have ended, so that every pause meets requests in
+  flight.
+"""
+
+import random
+from collections import deque
+from dataclasses import dataclass, field
+
+from caesura.client import GenerateOutput, GenerationHandle, SamplingParams, SchedulerClient, TimedOut
+
+from . import task
+from .messages import Group, Sample, Span
+from .settings import Settings
+
+DRAIN_S = 20.0
+
+
+@dataclass
+class Ledger:
+    """Samples asked for, and samples that came to an end."""
+
+    submitted: int = 0
+    ended: int = 0
+
+    def submit(
+        self, client: SchedulerClient, word: str, sampling_params: SamplingParams, **options: bool
+    ) -> GenerationHandle:
+        """``client.submit`` on the prompt of ``word``, entered."""
+        handle = client.submit(task.prompt_ids(word), sampling_params, **options)
+        self.submitted += sampling_params.n
+        return handle
+
+    def collect(self, handle: GenerationHandle, timeout: float | None = None) -> list[GenerateOutput]:
+        """All samples of ``handle``, entered; raises what the engine answered instead."""
+        outputs = handle.results(timeout)
+        self.ended += len(outputs)
+        return outputs
+
+
+@dataclass(frozen=True)
+class ScoredGroup:
+    """All samples of one training prompt with their rewards."""
+
+    word: str
+    samples: list[Sample]
+
+    @property
+    def exact(self) -> float:
+        """Share of the samples that are exactly right."""
+        return sum(task.is_exact(self.word, sample.output_ids) for sample in self.samples) / len(self.samples)
+
+    @property
+    def reward(self) -> float:
+        """Mean over the samples of the reward that is trained on."""
+        return sum(sum(sample.rewards) for sample in self.samples) / len(self.samples)
+
+    @property
+    def informative(self) -> bool:
+        """Whether the samples differ in reward; where they do not, every advantage is zero."""
+        return any(sample.rewards != self.samples[0].rewards for sample in self.samples)
+
+    @property
+    def first_version(self) -> int:
+        """The oldest weights that sampled any of its tokens."""
+        return min(sample.spans[0].version for sample in self.samples)
+
+    def to_message(self) -> Group:
+        """For the trainer."""
+        return Group(prompt_ids=task.prompt_ids(self.word), samples=self.samples)
+
+
+@dataclass
+class PoolCounts:
+    """Over the whole run, in samples unless it says groups."""
+
+    finished: int = 0
+    crossed: int = 0
+    """Samples whose tokens come from two versions or more."""
+    most_versions: int = 1
+    """Versions in the one sample that saw most of them."""
+    groups_without_signal: int = 0
+    """All samples alike: nothing to learn from (left out, as DAPO's dynamic sampling does)."""
+    groups_too_old: int = 0
+
+
+@dataclass
+class RolloutPool:
+    """Keeps ``settings.groups_in_flight`` prompts with the engine and hands out what has come back."""
+
+    client: SchedulerClient
+    settings: Settings
+    ledger: Ledger
+    counts: PoolCounts = field(default_factory=PoolCounts)
+    exemplar: tuple[str, Sample] | None = None
+    """Of the answers that were right, the latest with the most versions, and its word."""
+
+    def __post_init__(self) -> None:
+        self._rng = random.Random(f"rollouts {self.settings.seed}")
+        self._params = SamplingParams(
+            max_new_tokens=task.MAX_NEW_TOKENS, temperature=self.settings.temperature, n=self.settings.samples_per_prompt
+        )
+        self._in_flight: deque[tuple[str, GenerationHandle]] = deque()
+        self._ready: deque[ScoredGroup] = deque(maxlen=2 * self.settings.groups_per_update)
+        self._scored: list[ScoredGroup] = []
+
+    @property
+    def ready(self) -> int:
+        """Groups with signal that wait for the trainer."""
+        return len(self._ready)
+
+    def pump(self) -> None:
+        """Take in what has ended and submit as much again. Never waits."""
+        waiting: deque[tuple[str, GenerationHandle]] = deque()
+        for word, handle in self._in_flight:
+            if handle.done():
+                self._take_in(ScoredGroup(word, [_sample(word, out) for out in self.ledger.collect(handle)]))
+            else:
+                waiting.append((word, handle))
+        self._in_flight = waiting
+        while len(self._in_flight) < self.settings.groups_in_flight:
+            word = task.training_word(self._rng)
+            assert not task.is_held_out(word)
+            handle = self.ledger.submit(self.client, word, self._params, return_logprob=True)
+            self._in_flight.append((word, handle))
+
+    def discard_older_than(self, version: int) -> None:
+        """Drop waiting groups with tokens of weights before ``version``."""
+        fresh = [group for group in self._ready if group.first_version >= version]
+        self.counts.groups_too_old += len(self._ready) - len(fresh)
+        self._ready.clear()
+        self._ready.extend(fresh)
+
+    def take(self, count: int) -> list[ScoredGroup]:
+        """Up to ``count`` groups, the newest first: the older the weights, the less a group has to say."""
+        return [self._ready.pop() for _ in range(min(count, len(self._ready)))]
+
+    def scored_since(self) -> list[ScoredGroup]:
+        """All groups scored since the last call, those without signal included."""
+        scored, self._scored = self._scored, []
+        return scored
+
+    def drain(self) -> None:
+        """Abort what is in flight and wait for the terminal results; what does not come stays missing."""
+        if self._in_flight:
+            self.client.abort(abort_all=True, timeout=DRAIN_S)
+        for _, handle in self._in_flight:
+            try:
+                self.ledger.collect(handle, DRAIN_S)
+            except TimedOut:
+                continue  # the ledger tells
+        self._in_flight.clear()
+
+    def _take_in(self, group: ScoredGroup) -> None:
+        counts = self.counts
+        self._scored.append(group)
+        for sample in group.samples:
+            versions = len({span.version for span in sample.spans})
+            counts.finished += 1
+            counts.crossed += versions > 1
+            counts.most_versions = max(counts.most_versions, versions)
+            shown = 1 if self.exemplar is None else len(self.exemplar[1].spans)
+            if versions > 1 and versions >= shown and task.is_exact(group.word, sample.output_ids):
+                self.exemplar = (group.word, sample)
+        if group.informative:
+            self._ready.append(group)
+        else:
+            counts.groups_without_signal += 1
+
+
+@dataclass
+class Evaluation:
+    """Greedy answers to all held-out words; valid for one version, hence :meth:`check_version`."""
+
+    version: int
+    handles: dict[str, GenerationHandle]
+    ledger: Ledger
+
+    @classmethod
+    def start(cls, client: SchedulerClient, ledger: Ledger, words: list[str], version: int) -> "Evaluation":
+        """Submit every word; the weights must not change before :meth:`done`."""
+        params = SamplingParams(max_new_tokens=task.MAX_NEW_TOKENS, temperature=0.0)
+        assert all(map(task.is_held_out, words))
+        return cls(version, {word: ledger.submit(client, word, params) for word in words}, ledger)
+
+    def done(self) -> bool:
+        """Whether every answer is there."""
+        return all(handle.done() for handle in self.handles.values())
+
+    def answers(self) -> dict[str, list[int]]:
+        """The output tokens by word, waiting for them."""
+        answers = {}
+        for word, handle in self.handles.items():
+            (output,) = self.ledger.collect(handle)
+            versions = {int(span.version) for span in output.weight_versions}
+            assert versions == {self.version}, f"{word}: sampled by {versions}, not by {self.version}"
+            answers[word] = output.output_ids
+        return answers
+
+
+def exact_share(answers: dict[str, list[int]]) -> float:
+    """The held-out reward: the share of words answered exactly."""
+    return sum(task.is_exact(word, output_ids) for word, output_ids in answers.items()) / len(answers)
+
+
+def _sample(word: str, output: GenerateOutput) -> Sample:
+    assert output.output_logprobs is not None
+    spans = [
+        Span(version=int(span.version), start=span.start, end=span.end, stale_kv=span.stale_kv)
+        for span in output.weight_versions
+    ]
+    return Sample(
+        output_ids=output.output_ids,
+        logprobs=output.output_logprobs,
+        rewards=task.token_rewards(word, output.output_ids),
+        spans=spans,
+    )

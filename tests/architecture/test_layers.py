@@ -1,0 +1,296 @@
+"""Who may import whom, read from the syntax trees.
+
+Inside ``scheduler/`` a file imports at run time only from rows above its own, from its own package, and from modules to
+its left in its row. Imports below ``if TYPE_CHECKING:`` are free: they cost nothing and order nothing.
+"""
+
+import ast
+import subprocess
+import sys
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("io_struct", "client", "scheduler")
+
+ROWS = [
+    ["config", "distributed"],
+    ["device"],
+    ["observability"],
+    ["request", "channel"],
+    ["cache"],
+    ["kernels", "forward"],
+    ["attention", "layers"],
+    ["models"],
+    ["weights"],
+    ["runner"],
+    ["waiting", "batching", "results"],
+    ["lifecycle", "updates", "status"],
+    ["kept", "dispatch", "loop", "process", "__main__"],
+]
+"""The modules and packages of ``scheduler/``, from the ground up; the table of docs/structures.md."""
+
+PLACE = {name: (row, column) for row, names in enumerate(ROWS) for column, name in enumerate(names)}
+FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+MAX_FILE_LINES = 500
+MAX_FUNCTION_LINES = 60
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import statement's target, absolute."""
+
+    target: str
+    line: int
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(("caesura", *(parts[:-1] if parts[-1] == "__init__" else parts)))
+
+
+MODULES = {module_of(path): path for path in FILES}
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def is_for_typing(node: ast.AST) -> bool:
+    if not isinstance(node, ast.If):
+        return False
+    return ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+
+
+def walk_runtime(node: ast.AST):
+    """Every node that can run, function bodies included."""
+    for child in ast.iter_child_nodes(node):
+        if is_for_typing(child):
+            for other in child.orelse:
+                yield from walk_runtime(other)
+            continue
+        yield child
+        yield from walk_runtime(child)
+
+
+@cache
+def imports_of(path: Path) -> tuple[Import, ...]:
+    """Absolute targets of the run-time imports; ``from package import submodule`` is the submodule."""
+    module = module_of(path)
+    package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
+    found = []
+    for node in walk_runtime(tree_of(path)):
+        if isinstance(node, ast.Import):
+            found += [Import(alias.name, node.lineno) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            name = ".".join([*base, *([node.module] if node.module else [])])
+            for alias in node.names:
+                full = f"{name}.{alias.name}"
+                found.append(Import(full if full in MODULES else name, node.lineno))
+    return tuple(found)
+
+
+def top(module: str) -> str:
+    """The entry of the table to which a scheduler module belongs."""
+    return module.split(".")[2]
+
+
+def where(path: Path, line: int) -> str:
+    return f"{path.relative_to(ROOT)}:{line}"
+
+
+def test_the_table_names_what_is_there():
+    there = {
+        path.stem if path.suffix == ".py" else path.name
+        for path in (ROOT / "scheduler").iterdir()
+        if path.suffix == ".py" or any(path.glob("*.py"))
+    } - {"__init__"}
+    assert there - PLACE.keys() == set(), "give the new module its row"
+    assert PLACE.keys() - there <= {"kernels"}, "the table names what is not there"
+
+
+def allowed(user: str, used: str) -> bool:
+    if user == used:
+        return True
+    (row, column), (used_row, used_column) = PLACE[user], PLACE[used]
+    return used_row < row or (used_row == row and used_column < column)
+
+
+@pytest.mark.parametrize("user,used,expected", [
+    ("loop", "config", True), ("config", "loop", False), ("loop", "dispatch", True), ("dispatch", "loop", False),
+    ("cache", "cache", True), ("attention", "layers", False), ("layers", "attention", True),
+])  # fmt: skip
+def test_the_rule_itself(user, used, expected):
+    assert allowed(user, used) is expected
+
+
+def test_scheduler_files_import_downwards():
+    wrong = [
+        f"{where(path, found.line)} imports {found.target}"
+        for path in FILES
+        if path.is_relative_to(ROOT / "scheduler") and module_of(path).count(".") >= 2
+        for found in imports_of(path)
+        if found.target.startswith("caesura.scheduler.")
+        and not allowed(top(module_of(path)), top(found.target))
+    ]
+    assert wrong == []
+
+
+def test_no_scheduler_file_imports_the_package_as_a_whole():
+    """``from .. import x`` would hide where x comes from."""
+    wrong = [
+        where(path, found.line)
+        for path in FILES
+        for found in imports_of(path)
+        if found.target == "caesura.scheduler"
+    ]
+    assert wrong == []
+
+
+def test_no_file_is_part_of_an_import_cycle():
+    graph = {
+        module: {
+            found.target for found in imports_of(path) if found.target in MODULES and found.target != module
+        }
+        for module, path in MODULES.items()
+    }
+    done: set[str] = set()
+
+    def visit(module: str, trail: tuple[str, ...]) -> None:
+        assert module not in trail, " -> ".join((*trail[trail.index(module) :], module))
+        if module in done:
+            return
+        for used in sorted(graph[module]):
+            # A package's __init__ re-exports its own files; they import each other, never it.
+            visit(used, (*trail, module))
+        done.add(module)
+
+    for module in graph:
+        visit(module, ())
+
+
+def test_imports_inside_the_package_are_relative():
+    wrong = [
+        where(path, node.lineno)
+        for path in FILES
+        for node in ast.walk(tree_of(path))
+        if (isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").startswith("caesura"))
+        or (isinstance(node, ast.Import) and any(alias.name.startswith("caesura") for alias in node.names))
+    ]
+    assert wrong == []
+
+
+def test_client_and_scheduler_meet_in_io_struct_only():
+    other = {"client": "caesura.scheduler", "scheduler": "caesura.client", "io_struct": "caesura."}
+    wrong = []
+    for path in FILES:
+        package = path.relative_to(ROOT).parts[0]
+        for node in ast.walk(tree_of(path)):  # names for typing included
+            if isinstance(node, ast.ImportFrom) and node.level:
+                base = module_of(path).split(".")
+                base = base if path.name == "__init__.py" else base[:-1]
+                target = ".".join([*base[: len(base) - node.level + 1], node.module or ""])
+                if target.startswith(other[package]) and not target.startswith(f"caesura.{package}"):
+                    wrong.append(f"{where(path, node.lineno)} imports {target}")
+    assert wrong == []
+
+
+def outside(package: str) -> dict[str, set[str]]:
+    """Third-party top-level names per file of a package."""
+    return {
+        str(path.relative_to(ROOT)): {
+            name
+            for found in imports_of(path)
+            if (name := found.target.split(".")[0]) not in sys.stdlib_module_names and name != "caesura"
+        }
+        for path in FILES
+        if path.is_relative_to(ROOT / package)
+    }
+
+
+def test_io_struct_needs_msgspec_and_the_standard_library():
+    assert {name for names in outside("io_struct").values() for name in names} == {"msgspec"}
+
+
+def test_the_client_never_imports_torch_but_for_tensors():
+    users = {file for file, names in outside("client").items() if names & {"torch", "numpy", "transformers"}}
+    assert users <= {"client/tensors.py"}
+
+
+def test_the_engine_runs_without_what_only_tests_and_demos_need():
+    allowed_names = {"click", "msgspec", "numpy", "safetensors", "torch", "zmq", "flashinfer"}
+    assert {name for names in outside("scheduler").values() for name in names} <= allowed_names
+
+
+def test_the_wire_loads_without_torch():
+    program = (
+        "import sys, caesura.io_struct\n"
+        "third = {name.split('.')[0] for name in sys.modules} - set(sys.stdlib_module_names)\n"
+        "print(sorted(name for name in third if name in ('torch', 'numpy', 'zmq', 'safetensors')))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("[]\n", "")
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_sizes(path):
+    lines = len(path.read_text(encoding="utf-8").splitlines())
+    assert lines < MAX_FILE_LINES
+    long = [
+        f"{node.name}: {node.end_lineno - node.lineno + 1} lines"
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        and body_lines(node) >= MAX_FUNCTION_LINES
+    ]
+    assert long == []
+
+
+def body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Lines of the body; a signature and a docstring are there to be long."""
+    has_docstring = ast.get_docstring(function) is not None
+    first = function.body[1:] if has_docstring else function.body
+    return first[-1].end_lineno - first[0].lineno + 1 if first else 0
+
+
+def test_one_function_empties_the_device_cache():
+    users = {
+        str(path.relative_to(ROOT))
+        for path in FILES
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, (ast.Attribute, ast.Name))
+        and (node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id)
+        in ("empty_cache", "malloc_trim")
+    }
+    assert "scheduler/device/memory.py" in users
+    assert users <= {"scheduler/device/memory.py", "scheduler/device/host.py"}, (
+        "host.py is the CPU's module itself"
+    )
+
+
+PICKLES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
+LOADERS = {"torch.load", "torch.save", "numpy.load", "np.load"}
+METHODS = {"recv_pyobj", "send_pyobj", "recv_json", "recv_serialized"}
+
+
+def test_nothing_is_ever_unpickled():
+    wrong = []
+    for path in FILES:
+        if str(path.relative_to(ROOT)) == "io_struct/legacy_pickle.py":
+            continue  # its find_class returns inert recorders only
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.Import):
+                names = {alias.name.split(".")[0] for alias in node.names} & PICKLES
+            elif isinstance(node, ast.ImportFrom):
+                names = {(node.module or "").split(".")[0]} & PICKLES if not node.level else set()
+            elif isinstance(node, ast.Attribute):
+                names = ({ast.unparse(node)} & LOADERS) | ({node.attr} & METHODS)
+            else:
+                continue
+            wrong += [f"{where(path, node.lineno)}: {name}" for name in names]
+    assert wrong == []

@@ -1,0 +1,180 @@
+"""What every struct of the wire promises, checked on the structs themselves and on their sources."""
+
+import ast
+import inspect
+import re
+import types
+import typing
+from typing import get_args
+
+import msgspec
+import pytest
+
+from caesura import io_struct
+from caesura.io_struct import (
+    AbortReqOutput,
+    BatchTokenOutput,
+    ErrorReply,
+    Keepalive,
+    Message,
+    Record,
+    Reply,
+    Request,
+    ToClient,
+    ToScheduler,
+    base,
+    control,
+    errors,
+    generate,
+    weights,
+)
+
+MODULES = [base, control, errors, generate, weights]
+ANSWERED_BY = {
+    "EndWeightUpdateReqInput": "WeightUpdateReqOutput",
+    "UpdateWeightFromDiskReqInput": "WeightUpdateReqOutput",
+}
+"""Requests whose answer carries another name: every update call and ``end`` share one."""
+
+
+def subclasses(kind: type) -> set[type]:
+    return {cls for each in kind.__subclasses__() for cls in {each, *subclasses(each)}}
+
+
+STRUCTS = sorted(
+    (subclasses(Message) | subclasses(Record)) - {Request, Reply}, key=lambda kind: kind.__name__
+)
+each_struct = pytest.mark.parametrize("kind", STRUCTS, ids=lambda kind: kind.__name__)
+
+
+def docstrings(kind: type) -> dict[str, str]:
+    """Field name to the string below it, up the bases."""
+    texts: dict[str, str] = {}
+    for cls in reversed(kind.__mro__):
+        if not cls.__module__.startswith("caesura.io_struct"):
+            continue
+        (definition,) = (
+            node
+            for node in ast.parse(inspect.getsource(inspect.getmodule(cls))).body
+            if isinstance(node, ast.ClassDef) and node.name == cls.__name__
+        )
+        for field, text in zip(definition.body, definition.body[1:]):
+            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+                texts[ast.unparse(field.target)] = ast.literal_eval(text.value)
+    return texts
+
+
+def is_optional(annotation: object) -> bool:
+    if typing.get_origin(annotation) is typing.Annotated:
+        return is_optional(get_args(annotation)[0])
+    return typing.get_origin(annotation) in (typing.Union, types.UnionType) and type(None) in get_args(
+        annotation
+    )
+
+
+def test_the_tables_hold_every_message():
+    assert set(get_args(ToScheduler)) == subclasses(Request) - {
+        kind for kind in subclasses(Request) if kind.__subclasses__()
+    }
+    replies = {kind for kind in subclasses(Message) if not issubclass(kind, Request)} - {Reply}
+    assert set(get_args(ToClient)) == {kind for kind in replies if not kind.__subclasses__()}
+
+
+def test_every_public_struct_is_exported():
+    defined = {
+        name
+        for module in MODULES
+        for name, value in vars(module).items()
+        if inspect.isclass(value) and value.__module__ == module.__name__ and not name.startswith("_")
+    }
+    hidden = {
+        kind.__name__ for kind in subclasses(Request) if kind.__subclasses__()
+    }  # bases carry shared fields only
+    assert defined - hidden <= set(io_struct.__all__)
+
+
+@pytest.mark.parametrize("kind", get_args(ToScheduler), ids=lambda kind: kind.__name__)
+def test_a_request_is_named_as_one_and_has_its_reply(kind):
+    name = kind.__name__
+    assert name.endswith(("ReqInput", "Req"))
+    reply = ANSWERED_BY.get(name, re.sub("Req(Input)?$", "ReqOutput", name))
+    known = {each.__name__ for each in get_args(ToClient)} | {"GenerateReqOutput"}
+    assert reply in known
+
+
+def test_every_reply_answers_something():
+    answers = {
+        ANSWERED_BY.get(kind.__name__, re.sub("Req(Input)?$", "ReqOutput", kind.__name__))
+        for kind in get_args(ToScheduler)
+    }
+    unasked = {BatchTokenOutput, Keepalive, ErrorReply}
+    assert {kind.__name__ for kind in get_args(ToClient) if kind not in unasked} <= answers
+
+
+def test_every_answer_carries_the_id_it_answers():
+    for kind in set(get_args(ToClient)) - {BatchTokenOutput, Keepalive}:
+        assert issubclass(kind, Reply) or kind is AbortReqOutput, kind
+        assert "id" in kind.__struct_fields__
+
+
+@each_struct
+def test_every_struct_is_strict(kind):
+    config = kind.__struct_config__
+    assert config.forbid_unknown_fields, "an unknown field is refused"
+    assert not config.array_like, "arrays swap values when fields are reordered"
+    assert not config.omit_defaults
+    if issubclass(kind, Message):
+        assert config.tag == kind.__name__
+    else:
+        assert config.frozen, "plain values do not change"
+    with pytest.raises(TypeError):
+        kind(*range(len(kind.__struct_fields__)))
+
+
+@each_struct
+def test_every_struct_says_what_it_is(kind):
+    assert kind.__dict__.get("__doc__"), kind
+
+
+@each_struct
+def test_absence_is_defined(kind):
+    """Each field that may be None has a docstring with that word, its own or the one of the class."""
+    texts = docstrings(kind)
+    hints = typing.get_type_hints(kind, include_extras=True)
+    undefined = [
+        field
+        for field in kind.__struct_fields__
+        if is_optional(hints[field])
+        and not says_what_none_means(texts.get(field, ""))
+        and "None" not in kind.__doc__
+    ]
+    assert undefined == []
+
+
+def says_what_none_means(text: str) -> bool:
+    """A sentence about None, or the case in which the field is set (``stop: …``), which leaves None for all others."""
+    return "None" in text or re.match(r"``\w+``( and ``\w+``)*:", text) is not None
+
+
+@each_struct
+def test_defaults_are_harmless(kind):
+    """Every default encodes and decodes to itself: no time, no object shared between messages."""
+    for field in msgspec.structs.fields(kind):
+        if field.default_factory is not msgspec.NODEFAULT and field.name != "id":
+            assert field.default_factory() == field.default_factory()
+        if field.default is not msgspec.NODEFAULT:
+            encoded = msgspec.msgpack.encode(field.default)
+            assert msgspec.msgpack.decode(encoded, type=field.type) == field.default
+
+
+def test_every_error_code_says_what_it_means():
+    source = ast.parse(inspect.getsource(errors.ErrorCode)).body[0]
+    assert isinstance(source, ast.ClassDef)
+    named = [node for node in source.body if isinstance(node, ast.Assign)]
+    documented = [
+        first
+        for first, second in zip(source.body, source.body[1:])
+        if isinstance(first, ast.Assign) and isinstance(second, ast.Expr)
+    ]
+    assert len(named) == len(errors.ErrorCode)
+    assert documented == named

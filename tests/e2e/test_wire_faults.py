@@ -1,0 +1,490 @@
+"""Processes that die, clients that vanish, frames that are noise: what the others notice of it is nothing."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+import zmq
+from support.checkpoints import make_checkpoint
+from support.raw_client import RawClient, rows
+from support.scripted import EngineDriver, assert_error, expected_tokens, tokens_of
+from support.waiting import eventually
+
+from caesura.client import (
+    CheckpointError,
+    EndpointInUse,
+    EngineDied,
+    InvalidRequest,
+    SamplingParams,
+    SchedulerClient,
+    launch_scheduler,
+)
+from caesura.client.launch import LaunchedScheduler
+from caesura.io_struct import (
+    AbortReqOutput,
+    BatchTokenOutput,
+    ContinueGenerationReqInput,
+    ErrorReply,
+    GenerateReqInput,
+    GetStatusReqInput,
+    GetStatusReqOutput,
+    PauseGenerationReqInput,
+    UpdateWeightFromDiskReqInput,
+    WeightUpdateReqOutput,
+    encode,
+)
+from caesura.scheduler import channel
+
+PATIENCE = 60.0
+LONG = SamplingParams(max_new_tokens=3000, temperature=0.0, ignore_eos=True)
+SHORT = SamplingParams(max_new_tokens=40, temperature=0.0, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def long_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One layer and a long context: requests that are still running when something happens to them."""
+    path = tmp_path_factory.mktemp("models") / "long"
+    make_checkpoint(path, "qwen3", tied=True, seed=3, num_hidden_layers=1, max_position_embeddings=32768)
+    return path
+
+
+def launch(model: Path, log: Path, **options: object) -> LaunchedScheduler:
+    settings = {"num_threads": 1, "kv_pool_tokens": 16384, "check_ledger": True, **options}
+    return launch_scheduler(model, log_path=log, **settings)
+
+
+@pytest.fixture(scope="module")
+def launched(long_model, tmp_path_factory):
+    """One engine for everything that it must survive."""
+    launched = launch(long_model, tmp_path_factory.mktemp("log") / "engine.log")
+    with launched:
+        yield launched
+
+
+@pytest.fixture
+def client(launched):
+    """Its client; the engine is idle and running before and after each test."""
+    yield launched.client
+    assert launched.returncode is None
+    launched.client.abort(abort_all=True, timeout=PATIENCE)
+    launched.client.continue_generation(timeout=PATIENCE)
+    eventually(lambda: launched.client.status(timeout=PATIENCE).kv.held == 0)
+
+
+def ends(pid: int) -> None:
+    """The process is gone soon; it need not be a child of this one."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        psutil.Process(pid).wait(PATIENCE)
+
+
+GARBAGE = {
+    "empty frame": [b""],
+    "noise": [bytes(range(256))],
+    "http": [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"],
+    "pickle": [b"\x80\x04\x8c\x05posix\x94\x8c\x06system\x94\x93\x94."],
+    "a list of everything": [msgspec.msgpack.encode([None, 1, "x", b"x", {}])],
+    "nested": [b"\x91" * 100_000],
+    "nested maps": [b"\x81\xa1a" * 100_000],
+    "huge array": [b"\xdd\xff\xff\xff\xff"],
+    "huge map": [b"\x82\xa4type\xdf\xff\xff\xff\xff"],
+    "not utf-8": [b"\x81\xa4type\xa2\xff\xfe"],
+    "a reply": [encode(AbortReqOutput(id="x", aborted=1))],
+    "truncated": [encode(GenerateReqInput(input_ids=[1, 2, 3]))[:-3]],
+    "a delimiter": [b"", encode(GetStatusReqInput())],
+    "a buffer too many": [encode(GetStatusReqInput()), b"\x00" * 1000],
+    "many frames": [b"x"] * 200,
+    "a header of 65 MB": [b"\x00" * (65 << 20)],
+}
+
+
+@pytest.mark.parametrize("kind", GARBAGE)
+def test_garbage_is_answered_and_disturbs_nobody(client, launched, kind):
+    running = client.submit([5, 6, 7], SHORT)
+    with RawClient(launched.endpoint) as raw:
+        reply = assert_error(raw.call(*GARBAGE[kind]), "malformed_message")
+        assert reply.message
+        assert isinstance(raw.call(GetStatusReqInput()), GetStatusReqOutput), (
+            "the same socket is still served"
+        )
+    assert len(running.result(timeout=PATIENCE).output_ids) == 40
+
+
+def test_sockets_of_other_kinds_disturb_nobody(client, launched):
+    context = zmq.Context()
+    try:
+        for kind in (zmq.REQ, zmq.ROUTER, zmq.PUSH, zmq.SUB, zmq.PAIR):
+            socket = context.socket(kind)
+            socket.linger = 0
+            socket.connect(launched.endpoint)
+            if kind == zmq.REQ:
+                socket.send(encode(GetStatusReqInput()))
+            assert client.status(timeout=PATIENCE).generation == "running"
+        with RawClient(launched.endpoint) as raw:  # by now the engine has met them all
+            assert isinstance(raw.call(GetStatusReqInput()), GetStatusReqOutput)
+    finally:
+        context.destroy(linger=0)
+
+
+VANISHING = """
+    import sys
+    from caesura.client import SamplingParams, SchedulerClient
+    params = SamplingParams(max_new_tokens=3000, temperature=0.0, ignore_eos=True, n=3)
+    handle = SchedulerClient(sys.argv[1]).submit([9, 8, 7], params, stream=True)
+    for delta in handle:
+        print(handle.rid, flush=True)
+"""
+
+
+@contextlib.contextmanager
+def vanishing_client(endpoint: str):
+    """A process that streams three long samples; it has begun when this yields."""
+    program = [sys.executable, "-c", textwrap.dedent(VANISHING), endpoint]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, text=True) as child:
+        try:
+            assert child.stdout is not None
+            assert child.stdout.readline()
+            yield child
+        finally:
+            child.kill()
+
+
+def test_a_client_killed_in_mid_stream(client, launched):
+    """Its requests end and their KV comes back; another client's long request goes on to its last token."""
+    with vanishing_client(launched.endpoint) as child:
+        other = client.submit(
+            [5, 6, 7], SamplingParams(max_new_tokens=1500, temperature=0.0, ignore_eos=True)
+        )
+        assert client.status(timeout=PATIENCE).running_requests >= 3
+        child.kill()
+        eventually(lambda: client.status(timeout=PATIENCE).running_requests <= 1)
+        assert len(other.result(timeout=PATIENCE).output_ids) == 1500
+    status = client.status(timeout=PATIENCE)
+    assert (status.running_requests, status.waiting_requests, status.kv.held) == (0, 0, 0)
+
+
+def test_a_silent_client_is_missed_during_a_pause(client, launched):
+    """Nothing is sent to it while paused, so only the keepalive can find out."""
+    mine = client.submit([5, 6, 7], LONG)
+    with vanishing_client(launched.endpoint) as child:
+        eventually(lambda: client.status(timeout=PATIENCE).running_requests == 4)
+        client.pause("in_place", timeout=PATIENCE)
+        held = client.status(timeout=PATIENCE).kv.held
+        child.kill()
+        eventually(lambda: client.status(timeout=PATIENCE).running_requests == 1, seconds=10)
+    status = client.status(timeout=PATIENCE)
+    assert status.generation == "paused"
+    assert 0 < status.kv.held < held, "the other frozen request keeps its KV"
+    client.continue_generation(timeout=PATIENCE)
+    assert not mine.done()
+
+
+def test_a_paused_engine_with_frozen_requests_sleeps(client, launched):
+    handles = [client.submit([5, 6, 7 + i], LONG) for i in range(4)]
+    eventually(lambda: client.status(timeout=PATIENCE).running_requests == 4)
+    client.pause("in_place", timeout=PATIENCE)
+    assert cpu_share(launched.pid) < 0.05
+    assert client.status(timeout=PATIENCE).running_requests == 4
+    assert not any(handle.done() for handle in handles)
+
+
+def test_an_idle_engine_sleeps(client, launched):
+    client.generate([5], SHORT, timeout=PATIENCE)
+    assert cpu_share(launched.pid) < 0.05
+
+
+def cpu_share(pid: int, seconds: float = 1.5) -> float:
+    """CPU seconds per second, over a while (the quantity is a rate: nothing is waited for)."""
+    process = psutil.Process(pid)
+    before = process.cpu_times()
+    time.sleep(seconds)
+    after = process.cpu_times()
+    return (after.user + after.system - before.user - before.system) / seconds
+
+
+def test_a_second_scheduler_is_refused_and_the_first_keeps_serving(client, launched, long_model, tmp_path):
+    with pytest.raises(EndpointInUse) as caught:
+        launch(long_model, tmp_path / "log", endpoint=launched.endpoint)
+    assert caught.value.detail["endpoint"] == launched.endpoint
+    fresh = SchedulerClient(launched.endpoint)
+    try:
+        assert fresh.status(timeout=PATIENCE).pid == launched.pid
+    finally:
+        fresh.close()
+    assert len(client.generate([5, 6], SHORT, timeout=PATIENCE).output_ids) == 40
+
+
+def test_a_killed_scheduler_leaves_its_endpoint_to_the_next(tmp_path, tiny_model):
+    endpoint = f"ipc://{tmp_path}/s.sock"
+    first = launch(tiny_model, tmp_path / "log", endpoint=endpoint)
+    handle = first.client.submit([5, 6, 7])
+    first.client.pause("in_place", timeout=PATIENCE)
+    os.kill(first.pid, signal.SIGKILL)
+    with pytest.raises(EngineDied):
+        handle.result(timeout=PATIENCE)
+    first.close()
+    assert Path(endpoint.removeprefix("ipc://")).exists(), "it had no chance to clean up"
+    with launch(tiny_model, tmp_path / "log", endpoint=endpoint) as client:
+        assert client.status(timeout=PATIENCE).generation == "running"
+        assert client.generate([5, 6, 7], SHORT, timeout=PATIENCE).output_ids
+
+
+@pytest.mark.parametrize("endpoint", ["ipc:///tmp/" + "x" * 103, "tcp://0.0.0.0:0"])
+def test_an_impossible_endpoint_is_refused_by_the_engine(tiny_model, tmp_path, endpoint):
+    with pytest.raises(InvalidRequest) as caught:
+        launch(tiny_model, tmp_path / "log", endpoint=endpoint)
+    assert caught.value.detail["field"] == "endpoint"
+
+
+def test_a_failed_start_leaves_no_process_and_no_directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    children = set(psutil.Process().children())
+    with pytest.raises(CheckpointError) as caught:
+        launch_scheduler(tmp_path / "no model")
+    assert caught.value.detail["path"]
+    assert list(tmp_path.iterdir()) == []
+    assert set(psutil.Process().children()) <= children
+
+
+LAUNCHING = """
+    import sys
+    from caesura.client import launch_scheduler
+    launched = launch_scheduler(sys.argv[1], num_threads=1, kv_pool_tokens=256, log_path=sys.argv[2])
+    launched.client.pause("in_place")
+    launched.client.submit([5, 6, 7])
+    print(launched.pid, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_scheduler_does_not_outlive_its_killed_launcher(tiny_model, tmp_path):
+    program = [sys.executable, "-c", textwrap.dedent(LAUNCHING), str(tiny_model), str(tmp_path / "log")]
+    with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout is not None
+        pid = int(launcher.stdout.readline())
+        assert psutil.pid_exists(pid)
+        launcher.kill()
+        ends(pid)
+    assert not psutil.pid_exists(pid)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_every_request_and_then_the_process(tmp_path, tiny_model, number):
+    """Over TCP with a port of the system's choice. Running, queued, frozen: each gets its terminal message."""
+    launched = launch(tiny_model, tmp_path / "log", endpoint="tcp://127.0.0.1:0", kv_pool_tokens=512)
+    try:
+        assert launched.endpoint.startswith("tcp://127.0.0.1:")
+        handles = [
+            launched.client.submit([5, 6, i + 3], SamplingParams(max_new_tokens=200, ignore_eos=True, n=2))
+            for i in range(6)
+        ]
+        launched.client.pause("in_place", timeout=PATIENCE)
+        handles.append(launched.client.submit([5, 6, 7]))
+        waiting = launched.client.submit([5, 6, 8])
+        eventually(lambda: launched.client.status(timeout=PATIENCE).waiting_requests >= 2)
+        os.kill(launched.pid, number)
+        for handle in [*handles, waiting]:
+            for output in handle.results(timeout=PATIENCE):
+                assert output.finish_reason.type in ("abort", "length")
+        assert waiting.results()[0].finish_reason.message == "the engine is shutting down"
+        ends(launched.pid)
+        eventually(lambda: launched.returncode is not None)
+        assert launched.returncode == 0
+    finally:
+        launched.close()
+
+
+def test_status_and_abort_are_answered_during_an_update(tmp_path):
+    """A larger checkpoint in small buckets; what is asserted is that answers come from within the update."""
+    model = tmp_path / "large"
+    make_checkpoint(
+        model,
+        "qwen3",
+        seed=4,
+        vocab_size=20_000,
+        hidden_size=512,
+        intermediate_size=2048,
+        num_hidden_layers=4,
+    )
+    latencies: list[float] = []
+    with launch(model, tmp_path / "log", kv_pool_tokens=2048, load_bucket_bytes=1 << 18) as client:
+        frozen = client.submit([5, 6, 7], SHORT, rid="frozen")
+        client.pause("in_place", timeout=PATIENCE)
+        with RawClient(client.endpoint) as raw:
+            update = UpdateWeightFromDiskReqInput(model_path=str(model), flush_cache=False)
+            raw.send(update)
+            under_way = 0
+            aborted = None
+            done: WeightUpdateReqOutput | None = None
+            while done is None:
+                started = time.monotonic()
+                status = client.status(timeout=PATIENCE)
+                latencies.append(time.monotonic() - started)
+                if status.update is not None:
+                    assert 0 < status.update.written_bytes <= status.update.total_bytes
+                    assert status.weights == "updating"
+                    under_way += 1
+                    if under_way == 3:
+                        started = time.monotonic()
+                        aborted = client.abort("frozen", timeout=PATIENCE).aborted
+                        latencies.append(time.monotonic() - started)
+                        assert frozen.result(timeout=PATIENCE).finish_reason.type == "abort"
+                        assert not raw.received(), "the update is still under way when the abort has ended it"
+                for message in raw.received():
+                    assert isinstance(message, WeightUpdateReqOutput), message
+                    done = message
+        assert done.committed
+        assert under_way >= 5, "status was meant to be asked in the midst of it"
+        assert aborted == 1
+        assert client.status(timeout=PATIENCE).weights == "valid"
+    latencies.sort()
+    print(
+        f"{len(latencies)} answers during {done.written_bytes / 2**20:.0f} MB:"
+        f" median {1e3 * latencies[len(latencies) // 2]:.1f} ms, worst {1e3 * latencies[-1]:.1f} ms"
+    )
+    assert latencies[-1] < 1.0
+
+
+@pytest.fixture
+def driver(tiny_model, monkeypatch):
+    monkeypatch.setattr(channel, "HIGH_WATER_MARK", 4)
+    with EngineDriver(str(tiny_model), kv_pool_tokens=64 * 256, max_running_requests=64) as driver:
+        yield driver
+
+
+def test_a_client_that_does_not_read_costs_others_nothing(driver, monkeypatch):
+    """It streams 10,000 tokens unread; another client is served meanwhile; then it finds all of its results."""
+    monkeypatch.setattr(channel, "MAX_PENDING_DELTA_TOKENS", 2000)
+    params = SamplingParams(max_new_tokens=200, temperature=0.0, ignore_eos=True)
+    prompts = {f"s{i}": [5, 6, 7 + i] for i in range(50)}
+    with RawClient(driver.config.endpoint, receive_hwm=1) as slow:
+        for rid, prompt in prompts.items():
+            slow.send(GenerateReqInput(rid=rid, input_ids=prompt, sampling_params=params, stream=True))
+        quick = 0
+        largest = 0
+        while driver.engine.scheduler._results.live or quick == 0:
+            rid = driver.generate([3, 4], 5)
+            while (rid, 0) not in driver.results:
+                driver.tick()
+            assert len(tokens_of(driver.result(rid))) == 5
+            quick += 1
+            largest = max([largest, *(len(each) for each in driver.engine.router._backlogs.values())])
+        assert driver.engine.router.has_backlog, "the slow client was meant to be full"
+        assert quick >= 20
+        assert largest <= 2
+        assert driver.status().kv.held == 0, "a slow reader holds no KV"
+
+        ended = {}
+        delivered = dict.fromkeys(prompts, 0)
+        while len(ended) < len(prompts):
+            driver.tick()
+            for message in slow.received():
+                assert not isinstance(message, ErrorReply), message
+                if not isinstance(message, BatchTokenOutput):
+                    continue
+                for name, _, start, tokens, _ in rows(message.delta):
+                    assert start >= delivered[name], "a token came twice"
+                    delivered[name] = start + len(tokens)
+                for result in message.finished:
+                    assert result.rid not in ended
+                    ended[result.rid] = result
+    for name, prompt in prompts.items():
+        assert tokens_of(ended[name]) == expected_tokens(prompt, ended[name], 97)
+        assert len(tokens_of(ended[name])) == 200
+    assert sum(delivered.values()) < 200 * len(prompts)
+
+
+def test_a_client_that_vanishes_takes_its_queue_along(driver):
+    slow = RawClient(driver.config.endpoint, receive_hwm=1)
+    params = SamplingParams(max_new_tokens=250, temperature=0.0, ignore_eos=True, n=40)
+    slow.send(GenerateReqInput(input_ids=[5, 6, 7], sampling_params=params, stream=True))
+    for _ in range(600):
+        driver.tick()
+        if driver.engine.router.has_backlog:
+            break
+    assert driver.engine.router.has_backlog
+    assert driver.status().running_requests == 40, "it was meant to vanish in mid-stream"
+    slow.close()
+    for _ in range(2000):
+        driver.tick()
+        if not driver.engine.router.has_backlog and not driver.engine.scheduler._results.live:
+            break
+    status = driver.status()
+    assert (status.running_requests, status.kv.held) == (0, 0)
+    assert not driver.engine.router.has_backlog
+    assert len(tokens_of(driver_result(driver))) == 5
+
+
+def driver_result(driver: EngineDriver):
+    rid = driver.generate([3, 4], 5)
+    driver.run_until_idle()
+    return driver.result(rid)
+
+
+def test_a_reconnecting_client_gets_its_result(driver):
+    """The same identity, a new connection, the same message: one generation, answered to the one who is there."""
+    request = GenerateReqInput(
+        id="g",
+        input_ids=[5, 6],
+        sampling_params=SamplingParams(max_new_tokens=9, temperature=0.0, ignore_eos=True),
+    )
+    driver.call(PauseGenerationReqInput(mode="retract"))
+    first = RawClient(driver.config.endpoint, identity=b"trainer-1")
+    first.send(request)
+    eventually(lambda: driver.tick() or driver.engine.scheduler._results.live)
+    with RawClient(driver.config.endpoint, identity=b"trainer-2") as second:
+        second.send(request)
+        driver.tick(3)
+        first.close()
+        eventually(lambda: _keepalive(driver) or _owners(driver) == {b"trainer-2"})
+        driver.call(ContinueGenerationReqInput())
+        driver.run_until_idle()
+        assert len(tokens_of(second.result("g"))) == 9
+    assert driver.status().generated_tokens == 9
+
+
+def _keepalive(driver: EngineDriver) -> None:
+    driver.engine.scheduler._next_keepalive = 0.0
+    driver.tick()
+
+
+def _owners(driver: EngineDriver) -> set[bytes]:
+    return {request.client for request in driver.engine.scheduler._results.live.values()}
+
+
+def test_the_ready_line_is_one_line_of_json(tmp_path, tiny_model):
+    """What any launcher, in any language, relies on."""
+    reader, writer = os.pipe()
+    command = [
+        sys.executable,
+        "-m",
+        "caesura.scheduler",
+        "--model",
+        str(tiny_model),
+        "--ready-fd",
+        str(writer),
+    ]
+    with (
+        open(tmp_path / "log", "wb") as log,
+        subprocess.Popen([*command, "--kv-pool-tokens", "256"], pass_fds=(writer,), stderr=log) as process,
+    ):
+        os.close(writer)
+        with os.fdopen(reader) as pipe:
+            lines = pipe.read().splitlines()
+        (line,) = lines
+        ready = json.loads(line)
+        assert ready == {"ready": True, "endpoint": ready["endpoint"], "pid": process.pid}
+        directory = Path(ready["endpoint"].removeprefix("ipc://")).parent
+        assert directory.stat().st_mode & 0o777 == 0o700
+        process.terminate()
+        assert process.wait(PATIENCE) == 0
+    assert not directory.exists(), "the engine made it, the engine removes it"
