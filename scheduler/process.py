@@ -29,6 +29,7 @@ from .batching import Batcher
 from .cache.manager import CacheManager
 from .cache.pool import MHAPool
 from .channel import Router
+from .checker import WeightsChecker
 from .config import PAGE_SIZE, EngineConfig
 from .device.memory import device_module_for, empty_device_cache, get_available_memory
 from .dispatch import Dispatcher
@@ -209,6 +210,9 @@ class Engine:
             cache=self.cache,
             device_module=module,
         )
+        checker = WeightsChecker(
+            model=loaded.model, runner=runner, lifecycle=lifecycle, poison=updates.poison
+        )
         facts = StaticFacts(
             dtype=str(loaded.dtype).removeprefix("torch."),
             weights_bytes=loaded.weights_bytes,
@@ -234,6 +238,7 @@ class Engine:
             limits=limits,
             lifecycle=lifecycle,
             updates=updates,
+            checker=checker,
             results=results,
             waiting=waiting,
             send=self.router.send,
