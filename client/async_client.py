@@ -445,6 +445,8 @@ class AsyncSchedulerClient:
         shared: bool,
     ) -> WeightUpdateReqOutput:
 
+        from . import tensors
+
         if self._shared is None:
             self._shared = tensors.SharedBuckets()
         steps = tensors.update_steps(

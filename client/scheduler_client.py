@@ -451,6 +451,8 @@ class SchedulerClient:
         shared: bool,
     ) -> WeightUpdateReqOutput:
 
+        from . import tensors
+
         if self._shared is None:
             self._shared = tensors.SharedBuckets()
         steps = tensors.update_steps(
