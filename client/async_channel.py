@@ -8,12 +8,13 @@ Invariants:
 
 import asyncio
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..io_struct import GenerateReqInput, Message, Request
 from .connection import Connection, Generation
 from .exceptions import EngineDied
-from .link import Link, check_endpoint
+from .link import Frames, Link, check_endpoint
 from .results import TokenDelta
 
 if TYPE_CHECKING:
@@ -40,14 +41,16 @@ class LoopChannel:
         """Send a generate request; raises what :meth:`Connection.start_generation` raises."""
         self._bind()
         generation, frame = self._connection.start_generation(request)
-        self._post(frame)
+        self._post((frame,))
         return generation
 
-    def start_call(self, request: Request, expects: type[Message]) -> Result:
+    def start_call(
+        self, request: Request, expects: type[Message], buffers: Sequence[memoryview] = ()
+    ) -> Result:
         """Send a control message; raises what :meth:`Connection.start_call` raises."""
         self._bind()
         future, frame = self._connection.start_call(request, expects)
-        self._post(frame)
+        self._post((frame, *buffers))
         return future
 
     def close(self) -> None:
@@ -75,10 +78,10 @@ class LoopChannel:
         future.add_done_callback(lambda done: None if done.cancelled() else done.exception())
         return future
 
-    def _post(self, frame: bytes) -> None:
+    def _post(self, frames: Frames) -> None:
         if self._link is None:
             self._link = self._connect()
-        self._link.send(frame)
+        self._link.send(frames)
         if not self._turn_is_due:
             self._turn_is_due = True
             self._bind().call_soon(self._turn)

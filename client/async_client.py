@@ -10,7 +10,7 @@ import contextlib
 import os
 from collections.abc import AsyncIterator, Sequence
 from types import TracebackType
-from typing import Any, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
 
 from ..io_struct import (
     AbortReq,
@@ -47,12 +47,16 @@ from ..io_struct import (
     new_id,
 )
 from ..io_struct.control import LeaseAction
+from ..io_struct.weights import DEFAULT_BUCKET_BYTES
 from .async_channel import Deltas, LoopChannel, Result
 from .async_handle import AsyncGenerationHandle, wait_for
 from .connection import Generation
 from .exceptions import EngineError, TimedOut
 from .prompts import Plan, plan, token_ids
 from .results import CheckerAction, GenerateOutput, WeightUpdate, decode_output
+
+if TYPE_CHECKING:
+    from .tensors import NamedTensors, SharedBuckets
 
 ReplyT = TypeVar("ReplyT", bound=Message)
 
@@ -70,6 +74,8 @@ class AsyncSchedulerClient:
     ) -> None:
         self.endpoint = endpoint
         self.owner = owner
+        self._in_session = False
+        self._shared: SharedBuckets | None = None
         self._channel = LoopChannel(endpoint, connect_timeout=connect_timeout)
 
     @overload
@@ -265,6 +271,54 @@ class AsyncSchedulerClient:
         )
         return await self._call(request, WeightUpdateReqOutput, timeout)
 
+    async def update_weights_from_tensor(
+        self,
+        named_tensors: "NamedTensors",
+        *,
+        weight_version: str | None = None,
+        flush_cache: bool = True,
+        torch_empty_cache: bool = False,
+        abort_all_requests: bool = False,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        timeout: float | None = None,
+    ) -> WeightUpdateReqOutput:
+        """Send weights over the socket.
+
+        ``named_tensors`` are checkpoint names and tensors; more than ``bucket_bytes`` of them are sent in a session of
+        their own, unless :meth:`weight_update` has one open. ``timeout`` bounds each bucket. Needs torch.
+        """
+        options = {
+            "weight_version": weight_version,
+            "flush_cache": flush_cache,
+            "torch_empty_cache": torch_empty_cache,
+            "abort_all_requests": abort_all_requests,
+        }
+        return await self._send_tensors(named_tensors, options, bucket_bytes, timeout, shared=False)
+
+    async def update_weights_from_ipc(
+        self,
+        named_tensors: "NamedTensors",
+        *,
+        weight_version: str | None = None,
+        flush_cache: bool = True,
+        torch_empty_cache: bool = False,
+        abort_all_requests: bool = False,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        timeout: float | None = None,
+    ) -> WeightUpdateReqOutput:
+        """Hand weights over through shared memory; the engine runs on this host under the same user.
+
+        ``named_tensors`` are checkpoint names and tensors; more than ``bucket_bytes`` of them are sent in a session of
+        their own, unless :meth:`weight_update` has one open. ``timeout`` bounds each bucket. Needs torch.
+        """
+        options = {
+            "weight_version": weight_version,
+            "flush_cache": flush_cache,
+            "torch_empty_cache": torch_empty_cache,
+            "abort_all_requests": abort_all_requests,
+        }
+        return await self._send_tensors(named_tensors, options, bucket_bytes, timeout, shared=True)
+
     async def begin_weight_update(
         self,
         *,
@@ -275,7 +329,9 @@ class AsyncSchedulerClient:
     ) -> BeginWeightUpdateReqOutput:
         """Open an explicit session: what follows is committed together by :meth:`end_weight_update`."""
         request = BeginWeightUpdateReqInput(id=_id(message_id), manifest=manifest, deadline_s=deadline_s)
-        return await self._call(request, BeginWeightUpdateReqOutput, timeout)
+        reply = await self._call(request, BeginWeightUpdateReqOutput, timeout)
+        self._in_session = True
+        return reply
 
     async def end_weight_update(
         self,
@@ -291,6 +347,7 @@ class AsyncSchedulerClient:
             commit=commit,
             weight_version=weight_version,
         )
+        self._in_session = False
         return await self._call(request, WeightUpdateReqOutput, timeout)
 
     @contextlib.asynccontextmanager
@@ -346,6 +403,8 @@ class AsyncSchedulerClient:
     async def close(self) -> None:
         """Close the connection; whoever still waits gets :class:`EngineDied`. The engine goes on. Idempotent."""
         self._channel.close()
+        if self._shared is not None:
+            self._shared.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -376,10 +435,57 @@ class AsyncSchedulerClient:
                 with contextlib.suppress(EngineError):
                     self._channel.start_call(AbortReq(rid=generation.rid), AbortReqOutput)
 
-    async def _call(self, request: Request, expects: type[ReplyT], timeout: float | None) -> ReplyT:
+    async def _send_tensors(
+        self,
+        named_tensors: "NamedTensors",
+        options: dict[str, Any],
+        bucket_bytes: int,
+        timeout: float | None,
+        *,
+        shared: bool,
+    ) -> WeightUpdateReqOutput:
+
+        from . import tensors
+
+        if self._shared is None:
+            self._shared = tensors.SharedBuckets()
+        steps = tensors.update_steps(
+            named_tensors,
+            options,
+            bucket_bytes=bucket_bytes,
+            in_session=self._in_session,
+            shared=self._shared.get if shared else None,
+        )
+        try:
+            request, buffers = next(steps)
+            while True:
+                expects = (
+                    BeginWeightUpdateReqOutput
+                    if isinstance(request, BeginWeightUpdateReqInput)
+                    else WeightUpdateReqOutput
+                )
+                try:
+                    reply = await self._call(request, expects, timeout, buffers)
+                except CaesuraError as error:
+                    request, buffers = steps.throw(error)
+                else:
+                    request, buffers = steps.send(reply)
+        except StopIteration as stop:
+            final: WeightUpdateReqOutput = stop.value
+            return final
+
+    async def _call(
+        self,
+        request: Request,
+        expects: type[ReplyT],
+        timeout: float | None,
+        buffers: Sequence[memoryview] = (),
+    ) -> ReplyT:
         if isinstance(request, ControlRequest) and request.owner is None:
             request.owner = self.owner
-        reply: ReplyT = await wait_for(self._channel.start_call(request, expects), request.id, timeout)
+        reply: ReplyT = await wait_for(
+            self._channel.start_call(request, expects, buffers), request.id, timeout
+        )
         return reply
 
 

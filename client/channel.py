@@ -14,6 +14,7 @@ import queue
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -22,7 +23,7 @@ import zmq
 from ..io_struct import GenerateReqInput, Message, Request
 from .connection import Connection, Generation
 from .exceptions import EngineDied
-from .link import Link
+from .link import Frames, Link
 from .results import TokenDelta
 
 Result = Future[Any]
@@ -36,7 +37,7 @@ class ThreadChannel:
         self._lock = threading.Lock()
         # Under the lock.
         self._connection: Connection[Result, Deltas] = Connection(Future, queue.SimpleQueue)
-        self._outbox: deque[bytes] = deque()
+        self._outbox: deque[Frames] = deque()
         self._exit_reason: str | None = None
         self._closing = False
         # The thread's own, once it runs.
@@ -60,14 +61,16 @@ class ThreadChannel:
         """Send a generate request; raises what :meth:`Connection.start_generation` raises."""
         with self._lock:
             generation, frame = self._connection.start_generation(request)
-            self._post(frame)
+            self._post((frame,))
         return generation
 
-    def start_call(self, request: Request, expects: type[Message]) -> Result:
+    def start_call(
+        self, request: Request, expects: type[Message], buffers: Sequence[memoryview] = ()
+    ) -> Result:
         """Send a control message; raises what :meth:`Connection.start_call` raises."""
         with self._lock:
             future, frame = self._connection.start_call(request, expects)
-            self._post(frame)
+            self._post((frame, *buffers))
         return future
 
     def expect_exit(self) -> None:
@@ -87,8 +90,8 @@ class ThreadChannel:
             self._wake()
         self._thread.join()
 
-    def _post(self, frame: bytes) -> None:
-        self._outbox.append(frame)
+    def _post(self, frames: Frames) -> None:
+        self._outbox.append(frames)
         self._wake()
 
     def _wake(self) -> None:
@@ -110,11 +113,11 @@ class ThreadChannel:
         with contextlib.suppress(BlockingIOError):
             os.read(self._wake_read, 65536)
         with self._lock:
-            frames = list(self._outbox)
+            messages = list(self._outbox)
             self._outbox.clear()
             closing, exit_reason, self._exit_reason = self._closing, self._exit_reason, None
-        for frame in frames:
-            self._link.send(frame)
+        for frames in messages:
+            self._link.send(frames)
         if exit_reason is not None:
             self._link.engine_exited(exit_reason)
         self._link.pump()

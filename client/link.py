@@ -13,7 +13,7 @@ connecting; or dead for good when the watched process has exited).
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
@@ -25,6 +25,9 @@ MAX_IPC_PATH = 107
 
 EXIT_GRACE_S = 1.0
 """How long a closed connection and the exit of its process wait for each other, so that the error names both."""
+
+Frames = Sequence[bytes | memoryview]
+"""Header, then buffers."""
 
 
 class Link:
@@ -60,11 +63,17 @@ class Link:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._open(connect=True)
 
-    def send(self, frame: bytes) -> None:
-        """Hand one message to the socket; never blocks, its queue is bounded by what the callers have pending."""
+    def send(self, frames: Frames) -> None:
+        """Hand one message to the socket; never blocks, its queue is bounded by what the callers have pending.
+
+        Buffers behind the header are not copied: they must stay as they are until the answer is there.
+        """
         if not self._connected and self.deadline is None and self._connect_timeout is not None:
             self.deadline = time.monotonic() + self._connect_timeout
-        self._dealer.send(frame, zmq.NOBLOCK)
+        if len(frames) == 1:
+            self._dealer.send(frames[0], zmq.NOBLOCK)
+        else:
+            self._dealer.send_multipart(frames, zmq.NOBLOCK, copy=False)
 
     def expect_exit(self) -> None:
         """The process behind this endpoint is watched: its exit will be reported, and explains a lost connection."""

@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, wait
 from types import TracebackType
-from typing import Any, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
 
 from ..io_struct import (
     AbortReq,
@@ -51,12 +51,16 @@ from ..io_struct import (
     new_id,
 )
 from ..io_struct.control import LeaseAction
+from ..io_struct.weights import DEFAULT_BUCKET_BYTES
 from .channel import Deltas, Result, ThreadChannel
 from .connection import Generation
 from .exceptions import EngineError, TimedOut
 from .handle import GenerationHandle, wait_for
 from .prompts import Plan, plan, token_ids
 from .results import CheckerAction, GenerateOutput, WeightUpdate, decode_output
+
+if TYPE_CHECKING:
+    from .tensors import NamedTensors, SharedBuckets
 
 ReplyT = TypeVar("ReplyT", bound=Message)
 
@@ -74,6 +78,8 @@ class SchedulerClient:
     ) -> None:
         self.endpoint = endpoint
         self.owner = owner
+        self._in_session = False
+        self._shared: SharedBuckets | None = None
         self._channel = ThreadChannel(endpoint, connect_timeout=connect_timeout)
 
     @overload
@@ -267,6 +273,54 @@ class SchedulerClient:
         )
         return self._call(request, WeightUpdateReqOutput, timeout)
 
+    def update_weights_from_tensor(
+        self,
+        named_tensors: "NamedTensors",
+        *,
+        weight_version: str | None = None,
+        flush_cache: bool = True,
+        torch_empty_cache: bool = False,
+        abort_all_requests: bool = False,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        timeout: float | None = None,
+    ) -> WeightUpdateReqOutput:
+        """Send weights over the socket.
+
+        ``named_tensors`` are checkpoint names and tensors; more than ``bucket_bytes`` of them are sent in a session of
+        their own, unless :meth:`weight_update` has one open. ``timeout`` bounds each bucket. Needs torch.
+        """
+        options = {
+            "weight_version": weight_version,
+            "flush_cache": flush_cache,
+            "torch_empty_cache": torch_empty_cache,
+            "abort_all_requests": abort_all_requests,
+        }
+        return self._send_tensors(named_tensors, options, bucket_bytes, timeout, shared=False)
+
+    def update_weights_from_ipc(
+        self,
+        named_tensors: "NamedTensors",
+        *,
+        weight_version: str | None = None,
+        flush_cache: bool = True,
+        torch_empty_cache: bool = False,
+        abort_all_requests: bool = False,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        timeout: float | None = None,
+    ) -> WeightUpdateReqOutput:
+        """Hand weights over through shared memory; the engine runs on this host under the same user.
+
+        ``named_tensors`` are checkpoint names and tensors; more than ``bucket_bytes`` of them are sent in a session of
+        their own, unless :meth:`weight_update` has one open. ``timeout`` bounds each bucket. Needs torch.
+        """
+        options = {
+            "weight_version": weight_version,
+            "flush_cache": flush_cache,
+            "torch_empty_cache": torch_empty_cache,
+            "abort_all_requests": abort_all_requests,
+        }
+        return self._send_tensors(named_tensors, options, bucket_bytes, timeout, shared=True)
+
     def begin_weight_update(
         self,
         *,
@@ -277,7 +331,9 @@ class SchedulerClient:
     ) -> BeginWeightUpdateReqOutput:
         """Open an explicit session: what follows is committed together by :meth:`end_weight_update`."""
         request = BeginWeightUpdateReqInput(id=_id(message_id), manifest=manifest, deadline_s=deadline_s)
-        return self._call(request, BeginWeightUpdateReqOutput, timeout)
+        reply = self._call(request, BeginWeightUpdateReqOutput, timeout)
+        self._in_session = True
+        return reply
 
     def end_weight_update(
         self,
@@ -293,6 +349,7 @@ class SchedulerClient:
             commit=commit,
             weight_version=weight_version,
         )
+        self._in_session = False
         return self._call(request, WeightUpdateReqOutput, timeout)
 
     @contextlib.contextmanager
@@ -344,6 +401,8 @@ class SchedulerClient:
     def close(self) -> None:
         """Close the connection; whoever still waits gets :class:`EngineDied`. The engine goes on. Idempotent."""
         self._channel.close()
+        if self._shared is not None:
+            self._shared.close()
 
     def __enter__(self) -> Self:
         return self
@@ -382,10 +441,55 @@ class SchedulerClient:
                 with contextlib.suppress(EngineError):
                     self._channel.start_call(AbortReq(rid=generation.rid), AbortReqOutput)
 
-    def _call(self, request: Request, expects: type[ReplyT], timeout: float | None) -> ReplyT:
+    def _send_tensors(
+        self,
+        named_tensors: "NamedTensors",
+        options: dict[str, Any],
+        bucket_bytes: int,
+        timeout: float | None,
+        *,
+        shared: bool,
+    ) -> WeightUpdateReqOutput:
+
+        from . import tensors
+
+        if self._shared is None:
+            self._shared = tensors.SharedBuckets()
+        steps = tensors.update_steps(
+            named_tensors,
+            options,
+            bucket_bytes=bucket_bytes,
+            in_session=self._in_session,
+            shared=self._shared.get if shared else None,
+        )
+        try:
+            request, buffers = next(steps)
+            while True:
+                expects = (
+                    BeginWeightUpdateReqOutput
+                    if isinstance(request, BeginWeightUpdateReqInput)
+                    else WeightUpdateReqOutput
+                )
+                try:
+                    reply = self._call(request, expects, timeout, buffers)
+                except CaesuraError as error:
+                    request, buffers = steps.throw(error)
+                else:
+                    request, buffers = steps.send(reply)
+        except StopIteration as stop:
+            final: WeightUpdateReqOutput = stop.value
+            return final
+
+    def _call(
+        self,
+        request: Request,
+        expects: type[ReplyT],
+        timeout: float | None,
+        buffers: Sequence[memoryview] = (),
+    ) -> ReplyT:
         if isinstance(request, ControlRequest) and request.owner is None:
             request.owner = self.owner
-        reply: ReplyT = wait_for(self._channel.start_call(request, expects), request.id, timeout)
+        reply: ReplyT = wait_for(self._channel.start_call(request, expects, buffers), request.id, timeout)
         return reply
 
 

@@ -20,16 +20,16 @@ from msgspec import inspect as wire_types
 
 from caesura import io_struct
 from caesura.io_struct import ErrorCode, ToClient, ToScheduler
-from caesura.io_struct.base import Message, Record, Reply, Request
-from caesura.io_struct.control import ControlRequest
+from caesura.io_struct.base import Message, Record
 
 DOCUMENT = Path(__file__).with_name("wire.md")
-BASES = (Request, ControlRequest, Reply)
 ANSWERS = {
     "GenerateReqInput": "BatchTokenOutput",
     "AbortReq": "AbortReqOutput",
     "EndWeightUpdateReqInput": "WeightUpdateReqOutput",
     "UpdateWeightFromDiskReqInput": "WeightUpdateReqOutput",
+    "UpdateWeightsFromTensorReqInput": "WeightUpdateReqOutput",
+    "UpdateWeightsFromIPCReqInput": "WeightUpdateReqOutput",
 }
 """Where the answer to ``XReqInput`` is not ``XReqOutput``."""
 LIMITS = (
@@ -144,6 +144,16 @@ def section(cls: Any) -> Iterator[str]:
         yield "\n".join(["| field | type | default | meaning |", "|---|---|---|---|", *rows])
 
 
+def with_bases(messages: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The structs that several messages build on, in the order of first use, then the messages."""
+    bases: dict[Any, None] = {}
+    for cls in messages:
+        for base in reversed(cls.__mro__):
+            if issubclass(base, Message) and base not in (Message, *messages):
+                bases[base] = None
+    return (*bases, *messages)
+
+
 def sections(classes: Iterator[Any] | tuple[Any, ...]) -> str:
     """Several structs."""
     return "\n\n".join(part for cls in classes for part in section(cls) if part)
@@ -158,12 +168,12 @@ def requests() -> str:
         assert answer in replies, f"{cls.__name__} is answered by {answer}, which no client accepts"
         first = markdown(inspect.getdoc(cls)).partition("\n\n")[0]
         rows.append(f"| {link(cls.__name__)} | {link(answer)} | {first} |")
-    return "\n".join(rows) + "\n\n" + sections((*BASES[:2], *messages))
+    return "\n".join(rows) + "\n\n" + sections(with_bases(messages))
 
 
 def replies() -> str:
     """What the scheduler sends."""
-    return sections((BASES[2], *get_args(ToClient)))
+    return sections(with_bases(get_args(ToClient)))
 
 
 def records() -> str:

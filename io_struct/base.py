@@ -47,15 +47,19 @@ class Record(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=Tr
 
 
 class TensorSpec(Record, kw_only=True, frozen=True):
-    """One tensor inside a buffer that follows the header.
+    """One tensor, or some rows of one, inside a buffer.
 
-    ``dtype`` is a safetensors name (``"BF16"``, ``"F32"``, …); ``shape`` counts elements; ``offset`` and
-    ``nbytes`` are bytes from the start of buffer number ``buffer`` (0 is the first frame after the header).
+    ``dtype`` is a safetensors name (``"BF16"``, ``"F32"``, …); ``shape`` is that of the whole tensor, in elements;
+    ``offset`` and ``nbytes`` are bytes from the start of buffer number ``buffer`` (0 is the first frame after the
+    header, or the shared memory of an ipc update). ``nbytes`` is a whole number of rows of dimension 0, the first of
+    which is ``start_row``; the pieces of a tensor come in row order, one after the other. In a manifest only name, dtype
+    and shape count.
     """
 
     name: str
     dtype: str
     shape: list[Annotated[int, msgspec.Meta(ge=0)]]
     offset: Annotated[int, msgspec.Meta(ge=0)] = 0
-    nbytes: Annotated[int, msgspec.Meta(ge=0)]
+    nbytes: Annotated[int, msgspec.Meta(ge=0)] = 0
+    start_row: Annotated[int, msgspec.Meta(ge=0)] = 0
     buffer: Annotated[int, msgspec.Meta(ge=0)] = 0

@@ -34,6 +34,8 @@ from .weights import (
     BeginWeightUpdateReqOutput,
     EndWeightUpdateReqInput,
     UpdateWeightFromDiskReqInput,
+    UpdateWeightsFromIPCReqInput,
+    UpdateWeightsFromTensorReqInput,
     WeightsCheckerReqInput,
     WeightsCheckerReqOutput,
     WeightUpdateReqOutput,
@@ -51,6 +53,8 @@ ToScheduler = (
     | BeginWeightUpdateReqInput
     | EndWeightUpdateReqInput
     | UpdateWeightFromDiskReqInput
+    | UpdateWeightsFromTensorReqInput
+    | UpdateWeightsFromIPCReqInput
     | WeightsCheckerReqInput
     | ShutdownReqInput
 )

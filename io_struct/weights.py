@@ -7,6 +7,9 @@ import msgspec
 from .base import Record, Reply, TensorSpec
 from .control import ControlRequest
 
+DEFAULT_BUCKET_BYTES = 64 << 20
+"""What a sender puts into one call of the tensor and ipc transports unless told otherwise."""
+
 
 class BeginWeightUpdateReqInput(ControlRequest, kw_only=True):
     """Open an explicit session; what follows is committed together by ``end``."""
@@ -72,18 +75,48 @@ class WeightUpdateReqOutput(Reply, kw_only=True):
     stages: StageTimes
 
 
-class UpdateWeightFromDiskReqInput(ControlRequest, kw_only=True):
+class WeightUpdateOptions(ControlRequest, kw_only=True):
+    """What every update call may say."""
+
+    flush_cache: bool = True
+    """Running: retract requests and clear the cache. False: freeze them in place and go on with their old KV."""
+    torch_empty_cache: bool = False
+    weight_version: str | None = None
+    """The new public label, at commit. None: unchanged."""
+    abort_all_requests: bool = False
+
+
+class UpdateWeightFromDiskReqInput(WeightUpdateOptions, kw_only=True):
     """Load a complete checkpoint folder in place. Every header is checked before the first byte is written."""
 
     model_path: str
     load_format: str | None = None
     """None, ``"auto"`` or ``"safetensors"``; nothing else is ever read."""
-    flush_cache: bool = True
-    """Running: retract requests and clear the cache. False: freeze them in place and go on with their old KV."""
-    torch_empty_cache: bool = False
-    weight_version: str | None = None
-    """The new public label. None: unchanged."""
-    abort_all_requests: bool = False
+
+
+class UpdateWeightsFromTensorReqInput(WeightUpdateOptions, kw_only=True):
+    """Tensors in the frames that follow the header: one per frame, or many in one ("flattened bucket"), as specs say."""
+
+    specs: list[TensorSpec]
+
+
+class SharedMemoryHandle(Record, kw_only=True, frozen=True):
+    """A memfd of the sender, opened by the engine through ``/proc/{pid}/fd/{fd}``: nothing has a name to leave behind.
+
+    It must be sealed against shrinking and growing, so that no later truncation can fault the engine.
+    """
+
+    pid: Annotated[int, msgspec.Meta(gt=0)]
+    fd: Annotated[int, msgspec.Meta(ge=0)]
+    inode: int
+    nbytes: Annotated[int, msgspec.Meta(gt=0)]
+
+
+class UpdateWeightsFromIPCReqInput(WeightUpdateOptions, kw_only=True):
+    """Tensors in memory shared by a process of the same host and user; it may be reused once the reply is there."""
+
+    handle: SharedMemoryHandle
+    specs: list[TensorSpec]
 
 
 class WeightsCheckerReqInput(ControlRequest, kw_only=True):

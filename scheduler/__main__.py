@@ -43,20 +43,22 @@ def _field_help() -> dict[str, str]:
 def _option(field: dataclasses.Field[Any], annotation: Any, text: str) -> click.Option:
     name = "--" + _RENAMED.get(field.name, field.name).replace("_", "-")
     required = field.default is dataclasses.MISSING
-    default = None if required else field.default
     choices = get_args(annotation) if get_origin(annotation) is Literal else ()
     if annotation is bool:
         return click.Option(
-            [f"{name}/--no-{name[2:]}", field.name], default=default, show_default=True, help=text
+            [f"{name}/--no-{name[2:]}", field.name], default=field.default, show_default=True, help=text
         )
     kind = next((k for k in get_args(annotation) if k is not type(None)), annotation) if not choices else str
+    # A default of None, said aloud, would satisfy click in place of a required value.
+    fallback: dict[str, Any] = (
+        {} if required else {"default": field.default, "show_default": field.default is not None}
+    )
     return click.Option(
         [name, field.name],
         type=click.Choice(choices) if choices else kind,
         required=required,
-        default=default,
-        show_default=default is not None,
         help=text,
+        **fallback,
     )
 
 

@@ -94,14 +94,22 @@ class Router:
         """Some client has not taken everything yet."""
         return bool(self._backlogs)
 
-    def receive(self) -> Iterator[tuple[bytes, list[bytes]]]:
-        """(client, frames) of what has arrived, a bounded number per call; never blocks."""
+    def receive(self) -> Iterator[tuple[bytes, bytes, list[memoryview]]]:
+        """(client, header, buffers) of what has arrived, a bounded number per call; never blocks.
+
+        Buffers are views of libzmq's own memory, valid while they are referenced.
+        """
+        socket = self.socket
         for _ in range(MESSAGES_PER_DRAIN):
             try:
-                client, *frames = self.socket.recv_multipart(zmq.NOBLOCK)
+                client = socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            yield client, frames
+            header = socket.recv() if socket.rcvmore else b""
+            buffers: list[memoryview] = []
+            while socket.rcvmore:
+                buffers.append(socket.recv(copy=False).buffer)
+            yield client, header, buffers
 
     def send(self, client: bytes, message: Message) -> None:
         """Hand ``message`` to the socket, or to the client's queue where the socket is full."""

@@ -45,10 +45,13 @@ from ..io_struct import (
     ShutdownReqOutput,
     ToScheduler,
     UpdateWeightFromDiskReqInput,
+    UpdateWeightsFromIPCReqInput,
+    UpdateWeightsFromTensorReqInput,
     WeightsCheckerReqInput,
     decode_request,
     encode,
 )
+from .checker import WeightsChecker
 from .config import EngineConfig
 from .kept import KeptResults
 from .lifecycle import Lifecycle, Operation, Wait
@@ -100,6 +103,7 @@ class Dispatcher:
         limits: AdmissionLimits,
         lifecycle: Lifecycle,
         updates: WeightUpdates,
+        checker: WeightsChecker,
         results: Results,
         waiting: WaitingQueue,
         send: Callable[[bytes, Message], None],
@@ -131,7 +135,8 @@ class Dispatcher:
             BeginWeightUpdateReqInput: updates.begin,
             EndWeightUpdateReqInput: updates.end,
             UpdateWeightFromDiskReqInput: updates.from_disk,
-            WeightsCheckerReqInput: updates.check,
+            UpdateWeightsFromIPCReqInput: updates.from_ipc,
+            WeightsCheckerReqInput: checker.check,
         }
 
     @property
@@ -144,10 +149,10 @@ class Dispatcher:
         """Some operation waits for the engine to change, or for its deadline."""
         return bool(self._parked)
 
-    def handle(self, client: bytes, frames: list[bytes]) -> None:
+    def handle(self, client: bytes, header: bytes, buffers: list[memoryview]) -> None:
         """One message from ``client``; never raises for anything a client can send."""
         try:
-            message = _only_message(frames)
+            message = _decode(header, buffers)
         except CaesuraError as error:
             logger.warning("dropped a malformed message: %s", error)
             self._send(client, error.to_reply(str(error.detail.pop("id", ""))))
@@ -157,10 +162,10 @@ class Dispatcher:
         if isinstance(message, GetStatusReqInput):  # changes nothing, so a retry needs no stored answer
             self._send(client, self._status(message.id))
             return
-        if self._attach(client, message, frames[0]):
+        if self._attach(client, message, header):
             return
         try:
-            self._start(client, message)
+            self._start(client, message, buffers)
         except CaesuraError as error:
             self._answer(message.id, error.to_reply(message.id))
         except Exception as error:  # noqa: BLE001  a defect in one handler: its caller must hear, the loop must go on
@@ -252,7 +257,7 @@ class Dispatcher:
             self._send(client, answer)
         return True
 
-    def _start(self, client: bytes, message: ToScheduler) -> None:
+    def _start(self, client: bytes, message: ToScheduler, buffers: list[memoryview]) -> None:
         if isinstance(message, GenerateReqInput):
             self._generate(client, message)
         elif isinstance(message, AbortReq):
@@ -272,7 +277,11 @@ class Dispatcher:
         else:
             if isinstance(message, _EXCLUSIVE):
                 self._refuse_when_busy()
-            self._commands.append(_Running(message, self._operations[type(message)](message)))
+            if isinstance(message, UpdateWeightsFromTensorReqInput):
+                operation = self._updates.from_tensor(message, buffers)
+            else:
+                operation = self._operations[type(message)](message)
+            self._commands.append(_Running(message, operation))
 
     def _generate(self, client: bytes, message: GenerateReqInput) -> None:
         rid = message.rid if message.rid is not None else message.id
@@ -395,8 +404,12 @@ def _defect(message: ToScheduler, error: Exception) -> Message:
     return reply.to_reply(message.id)
 
 
-def _only_message(frames: list[bytes]) -> ToScheduler:
-    """The message of a single frame; no message built so far takes buffers."""
-    if len(frames) != 1:
-        raise CaesuraError(ErrorCode.MALFORMED_MESSAGE, f"expected one frame, got {len(frames)}", id="")
-    return decode_request(frames[0])
+def _decode(header: bytes, buffers: list[memoryview]) -> ToScheduler:
+    message = decode_request(header)
+    if buffers and not isinstance(message, UpdateWeightsFromTensorReqInput):
+        raise CaesuraError(
+            ErrorCode.MALFORMED_MESSAGE,
+            f"{type(message).__name__} takes one frame, got {1 + len(buffers)}",
+            id=message.id,
+        )
+    return message

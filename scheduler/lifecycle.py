@@ -12,7 +12,7 @@ Invariants:
 """
 
 import logging
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from enum import Enum
 from time import monotonic
@@ -100,6 +100,8 @@ class Lifecycle:
         """Steps launched; advanced by the loop."""
         self.explicit_session = False
         """An explicit weight session is open; written by updates.py."""
+        self.settle: Callable[[], None] = lambda: None
+        """Commits an implicit weight session, if one is open; set by updates.py."""
 
     @property
     def may_launch(self) -> bool:
@@ -201,6 +203,7 @@ class Lifecycle:
             )
         if self.explicit_session:
             raise CaesuraError(ErrorCode.SESSION_OPEN, "a weight session is open: end it before continuing")
+        self.settle()
         self.require_serviceable("cannot continue")
         report = empty_device_cache_with_report(self._device_module) if request.torch_empty_cache else None
         if report is not None:
@@ -219,6 +222,7 @@ class Lifecycle:
                     **self.pending(),
                 )
             yield Wait.CHANGE
+        self.settle()
         freed = self._cache.flush()
         report = empty_device_cache_with_report(self._device_module) if request.torch_empty_cache else None
         if report is not None:

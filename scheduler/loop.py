@@ -110,8 +110,8 @@ class Scheduler:
         if any(fd in events for fd in self._stop_fds):
             self._stopping = True
         if self._router.socket in events:
-            for client, frames in self._router.receive():
-                self._dispatcher.handle(client, frames)
+            for client, header, buffers in self._router.receive():
+                self._dispatcher.handle(client, header, buffers)
         if self._router.has_backlog:
             self._router.retry()
         self._on_timers()

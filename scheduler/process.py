@@ -29,6 +29,7 @@ from .batching import Batcher
 from .cache.manager import CacheManager
 from .cache.pool import MHAPool
 from .channel import Router
+from .checker import WeightsChecker
 from .config import PAGE_SIZE, EngineConfig
 from .device.memory import device_module_for, empty_device_cache, get_available_memory
 from .dispatch import Dispatcher
@@ -151,6 +152,7 @@ class _Core:
     results: Results
     lifecycle: Lifecycle
     updates: WeightUpdates
+    checker: WeightsChecker
 
 
 class Engine:
@@ -203,6 +205,7 @@ class Engine:
             limits=core.limits,
             lifecycle=core.lifecycle,
             updates=core.updates,
+            checker=core.checker,
             results=core.results,
             waiting=core.waiting,
             send=self.router.send,
@@ -273,7 +276,10 @@ class Engine:
             cache=self.cache,
             device_module=module,
         )
-        return _Core(loaded, pool, runner, limits, waiting, batcher, results, lifecycle, updates)
+        checker = WeightsChecker(
+            model=loaded.model, runner=runner, lifecycle=lifecycle, poison=updates.poison
+        )
+        return _Core(loaded, pool, runner, limits, waiting, batcher, results, lifecycle, updates, checker)
 
     def _client_gone(self, client: bytes) -> None:
         self.dispatcher.client_gone(client)

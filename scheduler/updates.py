@@ -1,11 +1,12 @@
-"""Weight updates as commands: sessions, the disk path, the checker.
+"""Weight updates as commands: sessions, and what is the same for every transport.
 
 Session states, above the handlers that move between them:
 
     none --begin--> open(explicit) --call--> open, written --end(commit)--> none, committed
                                                           --end(abort), failure, deadline--> none, POISONED
                     open, nothing written --end(abort), deadline--> none, VALID as before
-    none --disk call--> open(single while running, implicit while paused) --all written--> none, committed
+    none --call while running--> open(single) --all of it written--> none, committed
+    none --call while paused--> open(implicit) --continue, flush, end, or every parameter written--> none, committed
 
 Invariants:
 - Everything that can be known before the first written byte is checked before it: headers, sizes, names, shapes,
@@ -15,14 +16,11 @@ Invariants:
 - Loading yields after each bucket, so status and abort are answered meanwhile.
 """
 
-import hashlib
 import logging
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any, Literal
-
-import torch
 
 from ..io_struct import (
     BeginWeightUpdateReqInput,
@@ -34,8 +32,9 @@ from ..io_struct import (
     StageTimes,
     UpdateProgress,
     UpdateWeightFromDiskReqInput,
-    WeightsCheckerReqInput,
-    WeightsCheckerReqOutput,
+    UpdateWeightsFromIPCReqInput,
+    UpdateWeightsFromTensorReqInput,
+    WeightUpdateOptions,
     WeightUpdateReqOutput,
 )
 from .batching import Batcher
@@ -49,12 +48,14 @@ from .models.config import config_difference, load_model_config
 from .observability.stage_profiler import StageProfiler
 from .results import Results
 from .weights.loader import LoadCounts, WeightLoader
-from .weights.transports.disk import Checkpoint, open_checkpoint
+from .weights.source import WeightSource
+from .weights.transports.disk import DiskSource, open_checkpoint
+from .weights.transports.ipc import SharedMemoryMaps
+from .weights.transports.tensor import open_frames
 
 logger = logging.getLogger(__name__)
 
 SessionKind = Literal["explicit", "implicit", "single"]
-_HASH_SLICE = 8 << 20
 
 
 @dataclass(slots=True)
@@ -68,6 +69,7 @@ class Session:
     manifest: frozenset[str] | None = None
     """Names that must all come; None: unknown."""
     counts: LoadCounts = field(default_factory=LoadCounts)
+    stages: StageProfiler = field(default_factory=StageProfiler)
     touched: bool = False
     """A byte has been written."""
     version: str | None = None
@@ -78,7 +80,7 @@ class Session:
 
 
 class WeightUpdates:
-    """The handlers of begin, end, the disk update and the checker."""
+    """The handlers of begin, end and the updates."""
 
     def __init__(
         self,
@@ -104,7 +106,8 @@ class WeightUpdates:
         self._device_module = device_module
         self._session: Session | None = None
         self._progress: UpdateProgress | None = None
-        self._snapshot: dict[str, str] = {}
+        self._maps = SharedMemoryMaps()
+        lifecycle.settle = self.settle
         self.model_path = config.model_path
         """The checkpoint folder last committed."""
 
@@ -149,9 +152,9 @@ class WeightUpdates:
     def end(self, request: EndWeightUpdateReqInput) -> Operation:
         """Commit or abort the explicit session."""
         session = self._session
-        if session is None or session.kind != "explicit":
+        if session is None or session.kind == "single":
             raise CaesuraError(ErrorCode.NO_SESSION, "no weight session is open")
-        stages, started = StageProfiler(), monotonic()
+        stages, started = session.stages, session.opened
         if not request.commit:
             self._abandon(session, "the session was ended without commit")
             return self._reply(request.id, session.counts, stages, started, committed=False, flushed=False)
@@ -165,7 +168,6 @@ class WeightUpdates:
 
     def from_disk(self, request: UpdateWeightFromDiskReqInput) -> Operation:
         """A complete checkpoint folder, in place."""
-        stages, started = StageProfiler(), monotonic()
         if request.load_format not in (None, "auto", "safetensors"):
             raise CaesuraError(
                 ErrorCode.INVALID_REQUEST,
@@ -173,8 +175,39 @@ class WeightUpdates:
                 field="load_format",
                 value=request.load_format,
             )
+        return self._update(request, lambda: self._open_checkpoint(request.model_path), request.model_path)
+
+    def from_tensor(
+        self, request: UpdateWeightsFromTensorReqInput, frames: Sequence[memoryview]
+    ) -> Operation:
+        """Tensors in the frames of the message."""
+        return self._update(request, lambda: open_frames(request, frames))
+
+    def from_ipc(self, request: UpdateWeightsFromIPCReqInput) -> Operation:
+        """Tensors in shared memory."""
+        return self._update(request, lambda: self._maps.open(request))
+
+    def settle(self) -> None:
+        """Commit the implicit session, if one is open: before continue, and at an explicit flush.
+
+        Raises:
+            CaesuraError: ``weight_mismatch``, weights are poisoned and the session does not cover every parameter.
+        """
+        session = self._session
+        if session is not None and session.kind == "implicit":
+            self._require_complete(session)
+            self._commit(session, session.stages)
+
+    def _update(
+        self,
+        request: WeightUpdateOptions,
+        open_source: Callable[[], WeightSource],
+        model_path: str | None = None,
+    ) -> Operation:
+        """One call of any transport: check everything, then write, then commit if the call is all there is."""
+        stages, started = StageProfiler(), monotonic()
         with stages.stage("receive"):
-            checkpoint = self._open_checked(request.model_path)
+            source = self._open_checked(open_source)
         self._require_flushable(request.flush_cache and not request.abort_all_requests)
         session = self._session or self._open(
             "single" if self._lifecycle.generation == "running" else "implicit", None, None
@@ -183,52 +216,35 @@ class WeightUpdates:
         session.flush |= request.flush_cache
         session.empty |= request.torch_empty_cache
         session.version = request.weight_version if request.weight_version is not None else session.version
-        session.model_path = request.model_path
+        session.model_path = model_path if model_path is not None else session.model_path
         if request.abort_all_requests:
-            self._results.abort_all("Aborted by update_weights_from_disk")
-        committed = session.kind != "explicit"
+            self._results.abort_all(f"Aborted by a weight update from {source.name}")
         try:
             yield from self._stop_steps(session)
             if session.flush and self._lifecycle.generation == "running":
                 self._batcher.retract_all()
-            yield from self._write(checkpoint, session, stages)
+            yield from self._write(source, session, stages)
             counts = self._loader.take_counts()
             session.counts.add(counts)
+            session.stages.add(stages)
+            committed = self._is_all(session)
             if committed:
                 self._commit(session, stages)
+            elif session.kind == "single":
+                self._close_session()  # poisoned, and still incomplete: what was written counts
         except BaseException as error:
-            self._abandon(session, f"update from disk failed: {error}")
+            self._abandon(session, f"update from {source.name} failed: {error}")
             raise
         return self._reply(
             request.id, counts, stages, started, committed=committed, flushed=committed and session.flush
         )
 
-    def check(self, request: WeightsCheckerReqInput) -> Operation:
-        """Checksums of parameters and derived tensors, or scramble them to prove that an update lands."""
-        if request.action == "reset_tensors":
-            self._lifecycle.start_writing()
-            yield from self._lifecycle.barrier()
-            for _, tensor in self._model.named_storage():
-                with self._runner.on_stream():
-                    tensor.fill_(float("nan") if tensor.is_floating_point() else 0)
-                yield Wait.SLICE
-            self._runner.synchronize()
-            self._poison("reset by weights_checker")
-            return WeightsCheckerReqOutput(id=request.id)
-        found = yield from self._checksums()
-        total = hashlib.blake2b(
-            "".join(found[name] for name in sorted(found)).encode(), digest_size=16
-        ).hexdigest()
-        if request.action == "snapshot":
-            self._snapshot = found
-        if request.action == "compare":
-            if not self._snapshot:
-                raise CaesuraError(
-                    ErrorCode.INVALID_REQUEST, "compare needs a snapshot first", field="action"
-                )
-            changed = sorted(name for name in found if self._snapshot.get(name) != found[name])
-            return WeightsCheckerReqOutput(id=request.id, total=total, changed=changed)
-        return WeightsCheckerReqOutput(id=request.id, checksums=found, total=total)
+    def _is_all(self, session: Session) -> bool:
+        """Whether nothing more can belong to this session."""
+        if session.kind == "explicit":
+            return False
+        covered = not self._loader.missing(self._loader.written)
+        return covered or (session.kind == "single" and self._lifecycle.weights != "poisoned")
 
     def expire(self) -> None:
         """The session's deadline has passed."""
@@ -237,12 +253,11 @@ class WeightUpdates:
 
     def _open(self, kind: SessionKind, deadline_s: float | None, manifest: frozenset[str] | None) -> Session:
         now = monotonic()
-        # A call that is a session of its own ends with the call; only a session left open by its owner can expire.
+        # A single call ends by itself; only a session that somebody must end can be forgotten.
         limit = deadline_s if deadline_s is not None else self._config.session_deadline_s
-        return Session(kind, now, now + limit if kind == "explicit" else None, manifest)
+        return Session(kind, now, None if kind == "single" else now + limit, manifest)
 
-    def _open_checked(self, path: str) -> Checkpoint:
-        """Everything that can be refused before the first byte."""
+    def _open_checkpoint(self, path: str) -> DiskSource:
         checkpoint = open_checkpoint(path)
         differing = config_difference(self._model.config, load_model_config(path))
         if differing:
@@ -251,8 +266,18 @@ class WeightUpdates:
                 f"{path}/config.json differs in what the forward reads: {', '.join(differing)}",
                 config=differing,
             )
-        self._loader.check(checkpoint.specs, complete=True)
-        return checkpoint
+        return DiskSource(checkpoint)
+
+    def _open_checked(self, open_source: Callable[[], WeightSource]) -> WeightSource:
+        """Everything that can be refused before this call's first byte; with bytes written before, that poisons."""
+        try:
+            source = open_source()
+            self._loader.check(source.specs, complete=source.complete)
+        except CaesuraError as error:
+            if self._session is not None and self._session.touched:
+                self._abandon(self._session, f"a later call of the session failed: {error.message}")
+            raise
+        return source
 
     def _require_flushable(self, flush: bool) -> None:
         """A flush that the frozen requests forbid is refused before weights change."""
@@ -287,11 +312,10 @@ class WeightUpdates:
             )
 
     def _write(
-        self, checkpoint: Checkpoint, session: Session, stages: StageProfiler
+        self, source: WeightSource, session: Session, stages: StageProfiler
     ) -> Generator[Wait, None, None]:
         """Read and copy, bucket by bucket; a failure after the first byte poisons."""
-        bucket = torch.empty(self._config.load_bucket_bytes, dtype=torch.uint8)
-        pieces = checkpoint.pieces(bucket, skip=self._loader.skip)
+        pieces = source.pieces(self._config.load_bucket_bytes, self._loader.skip)
         self._loader.take_counts()
         started = monotonic()
         try:
@@ -304,9 +328,9 @@ class WeightUpdates:
                 with stages.stage("copy"), self._runner.on_stream():
                     self._loader.write(piece)
                 self._progress = UpdateProgress(
-                    source="disk",
+                    source=source.name,
                     written_bytes=self._loader.counts.written_bytes,
-                    total_bytes=checkpoint.total_bytes,
+                    total_bytes=source.total_bytes,
                     age_s=monotonic() - started,
                 )
                 yield Wait.SLICE
@@ -343,29 +367,19 @@ class WeightUpdates:
             return
         self._close_session()
         if session.touched:
-            self._poison(reason)
+            self.poison(reason)
         else:
             self._lifecycle.stop_writing()
 
-    def _poison(self, reason: str) -> None:
+    def poison(self, reason: str) -> None:
+        """Weights were written to and not committed: only a complete update helps, counted from here."""
         self._loader.forget_written()
         self._lifecycle.poison(reason)
 
     def _close_session(self) -> None:
         self._session = None
+        self._maps.close()
         self._lifecycle.explicit_session = False
-
-    def _checksums(self) -> Generator[Wait, None, dict[str, str]]:
-        """Name to 128-bit BLAKE2b of the bytes, parameters and derived tensors; yields between slices."""
-        found: dict[str, str] = {}
-        for name, tensor in self._model.named_storage():
-            digest = hashlib.blake2b(digest_size=16)
-            flat = tensor.detach().reshape(-1).view(torch.uint8)
-            for start in range(0, len(flat), _HASH_SLICE):
-                digest.update(flat[start : start + _HASH_SLICE].cpu().numpy().data)
-                yield Wait.SLICE
-            found[name] = digest.hexdigest()
-        return found
 
     def _reply(
         self,

@@ -1,2 +1,8 @@
+"""``python -m demo`` (with ``examples/`` on the path)."""
+
+import sys
+
 from .main import main
-main()
+
+if __name__ == "__main__":
+    sys.exit(main())

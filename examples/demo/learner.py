@@ -87,16 +87,6 @@ def collate(groups: list[Group]) -> Batch:
     return batch
 
 
-@dataclass(frozen=True)
-class _Part:
-    """What one optimiser step measured; ``ratios`` is float32 [tokens], before truncation."""
-
-    ratios: torch.Tensor
-    loss: float
-    entropy: float
-    grad_norm: float
-
-
 class Learner:
     """The policy, its optimiser and its recent versions."""
 
@@ -135,7 +125,7 @@ class Learner:
         self._ring.add(version, self.model)
 
     def step(self, update: int, batch: Batch) -> StepStats:
-        """Policy gradient on ``batch``, one optimiser step per minibatch; the statistics are over all of them.
+        """One policy-gradient step on ``batch``.
 
         With the ratio ``w = exp(logp - behaviour logp)`` of each token, the loss is
 
@@ -146,33 +136,24 @@ class Learner:
         tokens rather than sequences (DAPO, Yu et al., 2025, arXiv 2503.14476).
         """
         settings = self._settings
+        logprobs, entropy = token_logprobs(self.model, batch.tokens, settings.temperature)
+        count = batch.mask.sum()
+        ratio = torch.exp((logprobs.detach() - batch.behaviour) * batch.mask)
+        weighted = ratio.clamp(max=settings.ratio_cap) * batch.advantages * logprobs
+        mean_entropy = (entropy * batch.mask).sum() / count
+        loss = -(weighted * batch.mask).sum() / count - settings.entropy_bonus * mean_entropy
         progress = (update - 1) / max(settings.updates - 1, 1)
         rate = settings.lr * min(1.0, update / settings.lr_rampup)
-        rate *= 1.0 - (1.0 - settings.lr_final) * progress
-        order = torch.randperm(len(batch.tokens))
-        parts = [self._minibatch(batch, rows, rate) for rows in order.chunk(settings.minibatches)]
-        ratios = torch.cat([part.ratios for part in parts])
+        norm = self._descend(loss, rate * (1.0 - (1.0 - settings.lr_final) * progress))
+        ratios = ratio[batch.mask.bool()]
         return StepStats(
-            loss=sum(part.loss for part in parts) / len(parts),
-            entropy=sum(part.entropy for part in parts) / len(parts),
-            grad_norm=max(part.grad_norm for part in parts),
+            loss=loss.item(),
+            entropy=mean_entropy.item(),
+            grad_norm=norm,
             ess=effective_sample_share(ratios),
             ratio_max=ratios.max().item(),
             tokens=ratios.numel(),
         )
-
-    def _minibatch(self, batch: Batch, rows: torch.Tensor, rate: float) -> "_Part":
-        """One optimiser step on some rows of ``batch``."""
-        settings = self._settings
-        mask, behaviour = batch.mask[rows], batch.behaviour[rows]
-        logprobs, entropy = token_logprobs(self.model, batch.tokens[rows], settings.temperature)
-        count = mask.sum()
-        ratio = torch.exp((logprobs.detach() - behaviour) * mask)
-        weighted = ratio.clamp(max=settings.ratio_cap) * batch.advantages[rows] * logprobs
-        mean_entropy = (entropy * mask).sum() / count
-        loss = -(weighted * mask).sum() / count - settings.entropy_bonus * mean_entropy
-        norm = self._descend(loss, rate)
-        return _Part(ratio[mask.bool()], loss.item(), mean_entropy.item(), norm)
 
     def verify(self, batch: Batch) -> GapStats:
         """Compare the engine's logprobs with a recomputation under the weights of each token's own version."""

@@ -157,9 +157,7 @@ class Loop:
         times.append(time.perf_counter())
         resumed = self.client.continue_generation(timeout=PATIENCE_S)
         times.append(time.perf_counter())
-        pause_ms, update_ms, continue_ms = (
-            1e3 * (after - before) for before, after in zip(times, times[1:])
-        )
+        pause_ms, update_ms, continue_ms = (1e3 * (after - before) for before, after in zip(times, times[1:]))
         elapsed, self._last_at = times[-1] - self._last_at, times[-1]
         tokens, self._last_tokens = status.generated_tokens - self._last_tokens, status.generated_tokens
         scored = self._pool.scored_since() or groups

@@ -75,7 +75,7 @@ class StepStats(msgspec.Struct, kw_only=True, frozen=True):
     entropy: float
     """Nats per token."""
     grad_norm: float
-    """Before clipping; the largest of the minibatches."""
+    """Before clipping."""
     ess: float
     """Effective sample size of the importance ratios, as a share of the tokens."""
     ratio_max: float

@@ -98,12 +98,14 @@ class RolloutPool:
     ledger: Ledger
     counts: PoolCounts = field(default_factory=PoolCounts)
     exemplar: tuple[str, Sample] | None = None
-    """Of the answers that were right, the latest with the most versions, and its word."""
+    """Of the right answers that lived across an update, one to show, with its word."""
 
     def __post_init__(self) -> None:
         self._rng = random.Random(f"rollouts {self.settings.seed}")
         self._params = SamplingParams(
-            max_new_tokens=task.MAX_NEW_TOKENS, temperature=self.settings.temperature, n=self.settings.samples_per_prompt
+            max_new_tokens=task.MAX_NEW_TOKENS,
+            temperature=self.settings.temperature,
+            n=self.settings.samples_per_prompt,
         )
         self._in_flight: deque[tuple[str, GenerationHandle]] = deque()
         self._ready: deque[ScoredGroup] = deque(maxlen=2 * self.settings.groups_per_update)
@@ -164,13 +166,21 @@ class RolloutPool:
             counts.finished += 1
             counts.crossed += versions > 1
             counts.most_versions = max(counts.most_versions, versions)
-            shown = 1 if self.exemplar is None else len(self.exemplar[1].spans)
-            if versions > 1 and versions >= shown and task.is_exact(group.word, sample.output_ids):
-                self.exemplar = (group.word, sample)
+            if versions > 1 and task.is_exact(group.word, sample.output_ids):
+                self._propose(group.word, sample)
         if group.informative:
             self._ready.append(group)
         else:
             counts.groups_without_signal += 1
+
+    def _propose(self, word: str, sample: Sample) -> None:
+        """Make ``sample`` the exemplar unless the present one shows more: versions, then the shortest span."""
+        if self.exemplar is None or _spread(sample) >= _spread(self.exemplar[1]):
+            self.exemplar = (word, sample)
+
+
+def _spread(sample: Sample) -> tuple[int, int]:
+    return len(sample.spans), min(span.end - span.start for span in sample.spans)
 
 
 @dataclass

@@ -20,14 +20,12 @@ class Settings:
     """The warm-up ends once this share of fresh training words is right: a poor policy, but not a blind one."""
 
     # Policy gradient (trainer)
-    updates: int = 150
-    lr: float = 4e-4
+    updates: int = 120
+    lr: float = 6e-4
     lr_rampup: int = 10
     """Updates over which the learning rate rises."""
     lr_final: float = 0.2
     """Share of ``lr`` at the last update; linear in between."""
-    minibatches: int = 2
-    """Optimiser steps per update, each on its share of the batch."""
     max_grad_norm: float = 1.0
     entropy_bonus: float = 0.01
     ratio_cap: float = 2.0
@@ -38,7 +36,7 @@ class Settings:
     groups_per_update: int = 64
     """Prompts per update, at least one sample of each unlike the others in reward."""
     samples_per_prompt: int = 8
-    temperature: float = 1.0
+    temperature: float = 0.7
     """Of the rollouts, and so of the policy that is trained."""
     groups_in_flight: int = 64
     """Prompts that the engine always has to work on."""
@@ -69,4 +67,6 @@ class Settings:
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-like, for the report."""
-        return {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()}
+        return {
+            name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()
+        }

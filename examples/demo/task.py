@@ -1,5 +1,7 @@
 """The task: spell a word backwards, one character per token. An exact checker, no torch.
 
+Words have five to eight letters, no letter twice (so that a letter names its place).
+
 Invariants:
 - A word is held out or a training word, never both: :func:`is_held_out` is a function of the word alone, so the split
   needs no list that two processes would have to agree on.
@@ -26,7 +28,7 @@ MAX_NEW_TOKENS: Final = MAX_LETTERS + 3
 """Room to be too long: a policy that never ends its answer has to learn to."""
 CONTEXT_LEN: Final = 32
 
-SHOWCASE: Final = ("caesura", "rollout", "policy", "weights", "gradient", "tensor", "memory", "pause")
+SHOWCASE: Final = ("pause", "policy", "weights", "gradient", "tokens", "update", "poetry", "metric")
 """Held out by name, and shown in the report; every other word is a random string."""
 
 _ID: Final = {token: index for index, token in enumerate(TOKENS)}
@@ -63,8 +65,8 @@ def is_held_out(word: str) -> bool:
 
 
 def random_word(rng: random.Random) -> str:
-    """A uniform length, then uniform letters."""
-    return "".join(rng.choices(ALPHABET, k=rng.randint(MIN_LETTERS, MAX_LETTERS)))
+    """A uniform length, then uniform letters without repetition."""
+    return "".join(rng.sample(ALPHABET, k=rng.randint(MIN_LETTERS, MAX_LETTERS)))
 
 
 def training_word(rng: random.Random) -> str:

@@ -127,7 +127,9 @@ def _serve(pipe: Connection, settings: Settings, checkpoints: Path) -> None:
     writer = CheckpointWriter(checkpoints)
     learner = Learner(model, settings)
     answer(
-        Initialised(path=str(writer.write(model)), parameters=sum(value.numel() for value in model.parameters()))
+        Initialised(
+            path=str(writer.write(model)), parameters=sum(value.numel() for value in model.parameters())
+        )
     )
 
     began = time.perf_counter()

@@ -58,6 +58,13 @@ class StageProfiler:
         """Every stage in the order of its first run, as a copy."""
         return {name: StageTotal(total.count, total.seconds) for name, total in self._totals.items()}
 
+    def add(self, other: "StageProfiler") -> None:
+        """Count what ``other`` has measured, too."""
+        for name, total in other._totals.items():
+            mine = self._totals.setdefault(name, StageTotal())
+            mine.count += total.count
+            mine.seconds += total.seconds
+
     def reset(self) -> None:
         """Forget everything."""
         self._totals.clear()

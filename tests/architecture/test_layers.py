@@ -28,7 +28,7 @@ ROWS = [
     ["weights"],
     ["runner"],
     ["waiting", "batching", "results"],
-    ["lifecycle", "updates", "status"],
+    ["lifecycle", "checker", "updates", "status"],
     ["kept", "dispatch", "loop", "process", "__main__"],
 ]
 """The modules and packages of ``scheduler/``, from the ground up; the table of docs/structures.md."""

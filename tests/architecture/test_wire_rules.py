@@ -30,11 +30,14 @@ from caesura.io_struct import (
 )
 
 MODULES = [base, control, errors, generate, weights]
-ANSWERED_BY = {
-    "EndWeightUpdateReqInput": "WeightUpdateReqOutput",
-    "UpdateWeightFromDiskReqInput": "WeightUpdateReqOutput",
-}
-"""Requests whose answer carries another name: every update call and ``end`` share one."""
+SHARED_REPLY = re.compile("UpdateWeights?From[A-Za-z]+ReqInput|EndWeightUpdateReqInput")
+"""Every update call and ``end`` are answered by one WeightUpdateReqOutput."""
+
+
+def reply_name(kind: type) -> str:
+    if SHARED_REPLY.fullmatch(kind.__name__):
+        return "WeightUpdateReqOutput"
+    return re.sub("Req(Input)?$", "ReqOutput", kind.__name__)
 
 
 def subclasses(kind: type) -> set[type]:
@@ -95,18 +98,13 @@ def test_every_public_struct_is_exported():
 
 @pytest.mark.parametrize("kind", get_args(ToScheduler), ids=lambda kind: kind.__name__)
 def test_a_request_is_named_as_one_and_has_its_reply(kind):
-    name = kind.__name__
-    assert name.endswith(("ReqInput", "Req"))
-    reply = ANSWERED_BY.get(name, re.sub("Req(Input)?$", "ReqOutput", name))
+    assert kind.__name__.endswith(("ReqInput", "Req"))
     known = {each.__name__ for each in get_args(ToClient)} | {"GenerateReqOutput"}
-    assert reply in known
+    assert reply_name(kind) in known
 
 
 def test_every_reply_answers_something():
-    answers = {
-        ANSWERED_BY.get(kind.__name__, re.sub("Req(Input)?$", "ReqOutput", kind.__name__))
-        for kind in get_args(ToScheduler)
-    }
+    answers = {reply_name(kind) for kind in get_args(ToScheduler)}
     unasked = {BatchTokenOutput, Keepalive, ErrorReply}
     assert {kind.__name__ for kind in get_args(ToClient) if kind not in unasked} <= answers
 

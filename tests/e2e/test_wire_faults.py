@@ -119,19 +119,16 @@ def test_garbage_is_answered_and_disturbs_nobody(client, launched, kind):
 
 
 def test_sockets_of_other_kinds_disturb_nobody(client, launched):
-    context = zmq.Context()
-    try:
+    with zmq.Context() as context, contextlib.ExitStack() as sockets:
         for kind in (zmq.REQ, zmq.ROUTER, zmq.PUSH, zmq.SUB, zmq.PAIR):
-            socket = context.socket(kind)
+            socket = sockets.enter_context(context.socket(kind))
             socket.linger = 0
             socket.connect(launched.endpoint)
             if kind == zmq.REQ:
                 socket.send(encode(GetStatusReqInput()))
             assert client.status(timeout=PATIENCE).generation == "running"
-        with RawClient(launched.endpoint) as raw:  # by now the engine has met them all
+        with RawClient(launched.endpoint) as raw:
             assert isinstance(raw.call(GetStatusReqInput()), GetStatusReqOutput)
-    finally:
-        context.destroy(linger=0)
 
 
 VANISHING = """

@@ -6,7 +6,8 @@ written twice or kept across epochs therefore changes tokens, and :func:`expecte
 """
 
 import tempfile
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Self
@@ -141,6 +142,32 @@ class ScriptedRunner:
         return nullcontext()
 
 
+class _Inbox:
+    """Takes messages off the engine's socket when they are sent, so that a tick hears exactly what was sent before it."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._socket = engine.router.socket
+        self._receive = engine.router.receive
+        self._waiting: deque[tuple[bytes, bytes, list[memoryview]]] = deque()
+        engine.router.receive = self.receive  # type: ignore[method-assign]
+        engine.scheduler._poller = self  # type: ignore[assignment]
+
+    def await_one_more(self) -> None:
+        before = len(self._waiting)
+        while len(self._waiting) == before:
+            assert self._socket.poll(5000), "the message did not arrive"
+            self._waiting.extend(self._receive())
+
+    def receive(self) -> Iterator[tuple[bytes, bytes, list[memoryview]]]:
+        while self._waiting:
+            yield self._waiting.popleft()
+        yield from self._receive()
+
+    def poll(self, timeout: int | None = None) -> list[tuple[zmq.Socket, int]]:
+        """Stands in for the loop's poller: always something to look at."""
+        return [(self._socket, zmq.POLLIN)]
+
+
 class EngineDriver:
     """An engine in this process, its clients' sockets, and the power over when it ticks."""
 
@@ -159,6 +186,7 @@ class EngineDriver:
         self.engine = Engine(self.config, make_runner=self._make_runner if scripted else None)
         if self.runner is not None:
             self.runner.read_epoch = lambda: self.engine.scheduler._lifecycle.stamp.epoch
+        self._inbox = _Inbox(self.engine)
         self.ongoing: Step | None = None
         self._context = zmq.Context()
         self.clients: dict[str, zmq.Socket] = {}
@@ -192,23 +220,22 @@ class EngineDriver:
     def send(self, message: Message | bytes, client: str = "main") -> str:
         """Send and wait until it lies in the engine's inbox; returns the message id."""
         self.client(client).send(message if isinstance(message, bytes) else encode(message))
-        assert self.engine.router.socket.poll(5000), "the message did not arrive"
+        self._inbox.await_one_more()
         return "" if isinstance(message, bytes) else message.id
 
     def tick(self, times: int = 1) -> None:
         """Turn the loop, never blocking; take in what it sent."""
-        scheduler = self.engine.scheduler
         for _ in range(times):
-            timeout = scheduler._timeout
-            scheduler._timeout = lambda ongoing, timeout=timeout: min(timeout(ongoing) or 0, 0)
-            self.ongoing = scheduler.tick(self.ongoing)
-            del scheduler._timeout
-            self.collect()
+            self._turn()
+        self.collect(patience_ms=1)
 
-    def collect(self) -> None:
-        """Take in what has arrived at the clients."""
+    def _turn(self) -> None:
+        self.ongoing = self.engine.scheduler.tick(self.ongoing)
+
+    def collect(self, patience_ms: int = 0) -> None:
+        """Take in what has arrived at the clients; messages that the engine has sent may still be on their way."""
         for name, socket in self.clients.items():
-            while socket.poll(1):
+            while socket.poll(patience_ms):
                 message = decode_reply(socket.recv_multipart()[0])
                 if isinstance(message, BatchTokenOutput):
                     self.outputs.append((name, message))
@@ -222,7 +249,9 @@ class EngineDriver:
         """Send, then tick until it is answered."""
         message_id = self.send(message, client)
         for _ in range(max_ticks):
-            self.tick()
+            self._turn()
+            self.client(client).poll(1)
+            self.collect()
             if message_id in self.replies:
                 return self.replies.pop(message_id)
         raise AssertionError(f"{message} was not answered in {max_ticks} ticks")
@@ -248,7 +277,8 @@ class EngineDriver:
         """Tick until no request is live (or nothing moves because the engine is paused)."""
         results = self.engine.scheduler._results
         for _ in range(max_ticks):
-            self.tick()
+            self._turn()
+            self.collect()
             if not results.live and self.ongoing is None:
                 for name in self.clients:  # what was sent before this answer has arrived with it
                     self.call(GetStatusReqInput(), name)

@@ -47,7 +47,7 @@ def met(router: Router, name: bytes, **options: int) -> RawClient:
     client = RawClient(router.endpoint, identity=name, **options)
     client.send(GetStatusReqInput())
     assert router.socket.poll(10_000)
-    assert [who for who, _ in router.receive()] == [name]
+    assert [who for who, *_ in router.receive()] == [name]
     return client
 
 

@@ -15,32 +15,35 @@ from caesura.io_struct import (
     EndWeightUpdateReqInput,
     ErrorCode,
     ErrorReply,
-    FetchResultReqInput,
-    GenerateReqInput,
     GetStatusReqInput,
     Message,
     PauseGenerationReqInput,
-    SamplingParams,
     ToClient,
     ToScheduler,
-    UpdateWeightFromDiskReqInput,
     codec,
     decode_reply,
     decode_request,
     encode,
 )
 
-FILLED: dict[type, dict[str, object]] = {
-    GenerateReqInput: {
-        "input_ids": [1, 2, 3],
-        "sampling_params": SamplingParams(seed=5),
-        "rid": "r",
-        "stream": True,
-    },
-    UpdateWeightFromDiskReqInput: {"model_path": "/a", "weight_version": "é"},
-    FetchResultReqInput: {"rid": "r"},
+VALUES_OF_REQUIRED: dict[str, object] = {
+    "input_ids": [1, 2, 3],
+    "model_path": "/é",
+    "rid": "r",
+    "specs": [{"name": "w", "dtype": "F32", "shape": [2, 3], "nbytes": 24}],
+    "handle": {"pid": 1, "fd": 3, "inode": 5, "nbytes": 24},
 }
-REQUESTS = [kind(**FILLED.get(kind, {})) for kind in get_args(ToScheduler)]
+
+
+def sample(kind: type[Message]) -> Message:
+    """A message with every required field set."""
+    required = [field.name for field in msgspec.structs.fields(kind) if field.required]
+    return msgspec.convert(
+        {"type": kind.__name__, "id": "i"} | {name: VALUES_OF_REQUIRED[name] for name in required}, kind
+    )
+
+
+REQUESTS = [sample(kind) for kind in get_args(ToScheduler)]
 
 
 def packed(**fields: object) -> bytes:
@@ -118,7 +121,7 @@ def test_garbage_is_one_kind_of_error(frame):
         {"type": "GenerateReqInput", "input_ids": [1], "sampling_params": {"n": 1025}},
         {"type": "GenerateReqInput", "input_ids": [1], "sampling_params": {"seed": -1}},
         {"type": "GenerateReqInput", "input_ids": [1], "sampling_params": {"temperature": "hot"}},
-        {"type": "GenerateReqInput", "input_ids": [1], "sampling_params": {"tempreature": 1.0}},
+        {"type": "GenerateReqInput", "input_ids": [1], "sampling_params": {"heat": 1.0}},
         {"type": "BeginWeightUpdateReqInput", "deadline_s": float("nan")},
         {"type": "BeginWeightUpdateReqInput", "deadline_s": 0.0},
         {"type": "FlushCacheReqInput", "timeout_s": float("nan")},

@@ -99,6 +99,23 @@ class Checkpoint:
                 os.close(descriptor)
 
 
+class DiskSource:
+    """A checkpoint as the :class:`~..source.WeightSource` of an update: always complete."""
+
+    name = "disk"
+    complete = True
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.specs = checkpoint.specs
+        self.total_bytes = checkpoint.total_bytes
+        self._checkpoint = checkpoint
+
+    def pieces(self, bucket_bytes: int, skip: Callable[[str], bool]) -> Iterator[WeightPiece]:
+        """Read through one bucket of ``bucket_bytes``; see :meth:`Checkpoint.pieces`."""
+        bucket = torch.empty(bucket_bytes, dtype=torch.uint8)
+        yield from self._checkpoint.pieces(bucket, skip)
+
+
 def open_checkpoint(path: str | Path) -> Checkpoint:
     """Find and check the safetensors files of a folder.
 

@@ -1,0 +1,74 @@
+"""The command: options in, a run, a summary and a report out."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from caesura.client import CaesuraError
+
+from .display import open_display
+from .history import History
+from .loop import Stalled, run
+from .settings import Settings
+from .trainer import TrainerDied
+
+INTERRUPTED = 130
+"""The shell's exit status for SIGINT."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the demo; the process's exit status."""
+    settings = parse(arguments)
+    settings.out_dir.mkdir(parents=True, exist_ok=True)
+    console = Console()
+    history = History(settings.updates)
+    display = open_display(console, history)
+    try:
+        with display:
+            run(settings, history, display.changed)
+    except KeyboardInterrupt:
+        console.print(f"interrupted after {len(history.updates)} updates; engine and trainer have stopped")
+        return INTERRUPTED
+    except CaesuraError as error:
+        return _failed(console, f"engine: {error}", settings.out_dir / "engine.log")
+    except (TrainerDied, Stalled) as error:
+        return _failed(console, str(error), settings.out_dir / "engine.log")
+    return _finish(console, settings, history)
+
+
+def parse(arguments: Sequence[str] | None) -> Settings:
+    """Settings from the command line."""
+    parser = argparse.ArgumentParser(prog="demo", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a few updates: walks every path, learns little")
+    parser.add_argument("--out", type=Path, default=Path("demo_out"), help="folder for the report (demo_out)")
+    parser.add_argument("--updates", type=int, help="updates to make")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(arguments)
+    changes: dict[str, int | Path] = {"out_dir": options.out, "seed": options.seed}
+    if options.updates is not None:
+        if options.updates < 1:
+            parser.error("--updates must be at least 1")
+        changes["updates"] = options.updates
+    return Settings.quick(**changes) if options.quick else Settings(**changes)
+
+
+def _failed(console: Console, reason: str, log: Path) -> int:
+    console.print(f"error: {reason}", style="bold red", markup=False, soft_wrap=True)
+    console.print(f"the engine's log is {log}", markup=False, soft_wrap=True)
+    return 1
+
+
+def _finish(console: Console, settings: Settings, history: History) -> int:
+    from .report import (
+        write_report,
+        write_summary,
+    )  # matplotlib's import is a second that the run need not wait for
+
+    summary = write_summary(history, settings.out_dir)
+    report = write_report(history, settings, settings.out_dir)
+    for name, value in history.summary().items():
+        console.print(f"  {name:18} {value}", highlight=False)
+    console.print(f"{summary}\n{report}", highlight=False, soft_wrap=True)
+    return 0

@@ -1,0 +1,185 @@
+"""``summary.json`` and ``report.html``: the run, told once for programs and once for people.
+
+Invariant: the page needs no network and no other file; :func:`write_report` refuses to write one that names an address.
+"""
+
+import json
+import math
+import os
+import platform
+import re
+import sys
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from . import task
+from .charts import all_charts
+from .history import EvalRecord, History
+from .messages import Sample
+from .settings import Settings
+
+TEMPLATE = Path(__file__).with_name("report.html.j2")
+SHOWN_EACH = 6
+"""Random held-out words in the before/after table, beside the showcase."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One figure at the top of the page."""
+
+    value: str
+    label: str
+    note: str = ""
+    accent: bool = False
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One row of the before/after table."""
+
+    word: str
+    right: str
+    before: str
+    after: str
+    before_exact: bool
+    after_exact: bool
+
+
+@dataclass(frozen=True)
+class Token:
+    """One character of the exemplar, and which of its spans it belongs to."""
+
+    text: str
+    span: int
+    probability: float
+
+
+def write_summary(history: History, out_dir: Path) -> Path:
+    """``summary.json``."""
+    path = out_dir / "summary.json"
+    path.write_text(json.dumps(history.summary(), indent=2) + "\n")
+    return path
+
+
+def write_report(history: History, settings: Settings, out_dir: Path) -> Path:
+    """``report.html``."""
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    page = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+        summary=history.summary(),
+        tiles=tiles(history),
+        charts=all_charts(history),
+        answers=answers(history.evals[0], history.evals[-1]),
+        held_out=len(history.evals[0].answers),
+        exemplar=exemplar(history.exemplar),
+        history=history,
+        last=history.updates[-1],
+        tokens_checked=sum(record.gap.first_tokens for record in history.updates),
+        later_tokens=sum(record.gap.later_tokens for record in history.updates),
+        later_max=max(record.gap.later_max for record in history.updates),
+        task=task,
+        settings=settings.as_dict(),
+        machine=machine(),
+    )
+    found = re.search(r"(https?:)?//[\w.-]+\.\w|(?:src|href)=[\"'](?!#)", page)
+    assert found is None, f"the report names an address: {found.group() if found else ''}"
+    path = out_dir / "report.html"
+    path.write_text(page, encoding="utf-8")
+    return path
+
+
+def tiles(history: History) -> list[Tile]:
+    """The figures at the top."""
+    summary = history.summary()
+    pauses = f"max {summary['pause_ms_max']:.1f} ms"
+    reserved_first, reserved_last = float(summary["reserved_mb_first"]), float(summary["reserved_mb_last"])
+    settled = history.updates[min(10, len(history.updates) - 1)].reserved_after_mb
+    crossed = history.counts.crossed
+    return [
+        Tile(
+            f"{summary['reward_first']:.2f} → {summary['reward_last']:.2f}",
+            "held-out reward",
+            "exact answers to words never trained on",
+            accent=True,
+        ),
+        Tile(f"{summary['pause_ms_p50']:.1f} ms", "pause, median", f"{pauses}, in place, under load"),
+        Tile(
+            f"{summary['update_ms_p50']:.1f} ms", "weight update, median", f"{summary['updates']} from disk"
+        ),
+        Tile(
+            f"{summary['tokens_per_s']:,.0f}", "tokens per second", f"{history.tokens:,} sampled, one thread"
+        ),
+        Tile(
+            f"{reserved_last:.1f} MB",
+            "reserved at the end",
+            f"{reserved_first:.1f} at the first update, {settled:.1f} at the tenth",
+        ),
+        Tile(
+            f"{summary['max_logprob_gap']:.0e}", "largest logprob gap", "engine against trainer, first spans"
+        ),
+        Tile(f"{summary['ess_min']:.2f}", "smallest ESS", "share, over all updates"),
+        Tile(f"{crossed:,}", "answers across an update", f"of {history.counts.finished:,}, none restarted"),
+        Tile(f"{summary['requests_lost']}", "requests lost", f"of {history.ledger.submitted:,} submitted"),
+    ]
+
+
+def answers(first: EvalRecord, last: EvalRecord) -> list[Answer]:
+    """The showcase, then some random words, first come first shown."""
+    words = [word for word in last.answers if word in task.SHOWCASE]
+    random_words = [word for word in last.answers if word not in task.SHOWCASE]
+    words += random_words[:SHOWN_EACH]
+    return [
+        Answer(
+            word=word,
+            right=word[::-1],
+            before=_shown(first.answers[word]),
+            after=_shown(last.answers[word]),
+            before_exact=task.is_exact(word, first.answers[word]),
+            after_exact=task.is_exact(word, last.answers[word]),
+        )
+        for word in words
+    ]
+
+
+def _shown(output_ids: list[int]) -> str:
+    """The answer's text; an ellipsis where it was cut at the limit."""
+    return task.decode(output_ids) + ("" if output_ids[-1:] == [task.END] else "…")
+
+
+def exemplar(found: tuple[str, Sample] | None) -> dict[str, Any] | None:
+    """One right answer that lived across an update, token by token; None where no such answer was seen."""
+    if found is None:
+        return None
+    word, sample = found
+    tokens = [
+        Token(
+            text="end" if sample.output_ids[place] == task.END else task.TOKENS[sample.output_ids[place]],
+            span=index,
+            probability=math.exp(sample.logprobs[place]),
+        )
+        for index, span in enumerate(sample.spans)
+        for place in range(span.start, span.end)
+    ]
+    return {"word": word, "tokens": tokens, "spans": sample.spans}
+
+
+def machine() -> dict[str, str]:
+    """Where and with what it ran."""
+    model = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        found = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), re.MULTILINE)
+        model = found.group(1).strip() if found else model
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    packages = ("caesura", "torch", "transformers", "pyzmq", "msgspec")
+    return {
+        "Processor": f"{model}, {cores} cores",
+        "System": f"{platform.system()} {platform.release()}",
+        "Python": sys.version.split()[0],
+        **{name: version(name) for name in packages},
+    }

@@ -1,0 +1,194 @@
+"""Starting the process: what its command line accepts, and what its launcher hears when it does not start."""
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+
+import pytest
+from click.testing import CliRunner
+from support.waiting import eventually
+
+from caesura.client import SamplingParams, SchedulerClient
+from caesura.io_struct import CaesuraError, ErrorCode
+from caesura.scheduler import __main__ as command_line
+from caesura.scheduler import process
+from caesura.scheduler.config import EngineConfig
+from caesura.scheduler.process import _start, refusal, tell
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """What the command line would have run."""
+    runs = []
+    monkeypatch.setattr(command_line, "run", lambda *arguments: runs.append(arguments) or 0)
+    return runs
+
+
+def invoke(*arguments: str):
+    return CliRunner().invoke(command_line._command(), list(arguments))
+
+
+@pytest.fixture
+def logger():
+    """Starting configures the package's logger for good: undo it."""
+    logger = logging.getLogger("caesura")
+    before = logger.level, logger.propagate, list(logger.handlers)
+    yield logger
+    logger.level, logger.propagate = before[:2]
+    logger.handlers[:] = before[2]
+
+
+def test_defaults_are_those_of_the_configuration(served):
+    assert invoke("--model", "/m").exit_code == 0
+    assert served == [(EngineConfig(model_path="/m"), None, None)]
+
+
+def test_every_field_has_an_option_and_its_docstring_as_help():
+    options = {option.name: option for option in command_line._command().params}
+    fields = {field.name for field in dataclasses.fields(EngineConfig)}
+    assert fields == options.keys() - {"ready_fd", "lifeline_fd"}
+    assert all(options[name].help for name in fields)
+    assert "Hugging Face folder" in invoke("--help").output
+
+
+def test_values_arrive_with_their_types(served):
+    arguments = [
+        "--model", "/m", "--endpoint", "tcp://127.0.0.1:5", "--dtype", "bfloat16", "--kv-pool-tokens", "64",
+        "--kv-memory-fraction", "0.25", "--no-prefix-cache", "--check-ledger", "--pipeline-depth", "1",
+        "--requests-while-paused", "refuse", "--ready-fd", "7", "--lifeline-fd", "8",
+    ]  # fmt: skip
+    assert invoke(*arguments).exit_code == 0
+    ((config, ready_fd, lifeline_fd),) = served
+    assert (ready_fd, lifeline_fd) == (7, 8)
+    assert config == EngineConfig(
+        model_path="/m",
+        endpoint="tcp://127.0.0.1:5",
+        dtype="bfloat16",
+        kv_pool_tokens=64,
+        kv_memory_fraction=0.25,
+        prefix_cache=False,
+        check_ledger=True,
+        pipeline_depth=1,
+        requests_while_paused="refuse",
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["--model", "/m", "--dtype", "float8"],
+        ["--model", "/m", "--kv-pool-tokens", "many"],
+        ["--model", "/m", "--requests-while-paused", "sometimes"],
+        ["--model", "/m", "--no-such-option"],
+        ["--model", "/m", "surplus"],
+    ],
+)
+def test_a_wrong_command_line_is_status_two(served, arguments):
+    assert invoke(*arguments).exit_code == 2
+    assert not served
+
+
+@pytest.mark.parametrize(
+    "option,value,field",
+    [
+        ("--kv-pool-tokens", "0", "kv_pool_tokens"),
+        ("--kv-memory-fraction", "1.5", "kv_memory_fraction"),
+        ("--kv-memory-fraction", "nan", "kv_memory_fraction"),
+        ("--pipeline-depth", "2", "pipeline_depth"),
+        ("--max-running-requests", "-1", "max_running_requests"),
+    ],
+)
+def test_an_impossible_value_is_told_to_the_launcher_too(served, option, value, field):
+    reader, writer = os.pipe()
+    result = invoke("--model", "/m", option, value, "--ready-fd", str(writer))
+    with os.fdopen(reader) as pipe:
+        line = json.loads(pipe.read())
+    assert (result.exit_code, served) == (2, [])
+    assert (line["ready"], line["code"], line["detail"]["field"]) == (False, "invalid_request", field)
+
+
+def start_error(**fields: object) -> CaesuraError:
+    with contextlib.ExitStack() as cleanup, pytest.raises(CaesuraError) as caught:
+        _start(EngineConfig(**fields), (), cleanup)
+    json.dumps(refusal(caught.value))
+    return caught.value
+
+
+@pytest.mark.usefixtures("logger")
+@pytest.mark.parametrize(
+    "fields,code,named",
+    [
+        ({"device": "nonsense"}, ErrorCode.INVALID_REQUEST, "device"),
+        ({"device": "cuda:1000"}, ErrorCode.INVALID_REQUEST, "device"),
+        ({"log_level": "loud"}, ErrorCode.INVALID_REQUEST, "log_level"),
+        ({"endpoint": "tcp://0.0.0.0:0"}, ErrorCode.INVALID_REQUEST, "endpoint"),
+    ],
+)
+def test_what_cannot_start_says_why(tiny_model, fields, code, named):
+    error = start_error(model_path=str(tiny_model), **fields)
+    assert (error.code, error.detail["field"]) == (code, named)
+
+
+@pytest.mark.usefixtures("logger")
+def test_a_pool_that_cannot_be_had_is_refused_with_the_numbers(tiny_model):
+    """Overcommitted memory is granted and then kills: it is counted before it is asked for."""
+    error = start_error(model_path=str(tiny_model), kv_pool_tokens=10**12)
+    assert error.code == ErrorCode.OUT_OF_MEMORY
+    assert error.detail["needed_bytes"] > error.detail["free_bytes"] > 0
+
+
+@pytest.mark.usefixtures("logger")
+def test_an_unforeseen_failure_at_start_is_told_with_its_traceback(tiny_model, monkeypatch):
+    monkeypatch.setattr(process, "load_model", lambda config: {}["defect"])
+    error = start_error(model_path=str(tiny_model))
+    assert error.code == ErrorCode.INTERNAL
+    assert "KeyError: 'defect'" in error.detail["traceback"]
+    monkeypatch.setattr(process, "load_model", lambda config: (_ for _ in ()).throw(MemoryError("17 GB")))
+    assert start_error(model_path=str(tiny_model)).code == ErrorCode.OUT_OF_MEMORY
+
+
+@pytest.mark.usefixtures("logger")
+def test_a_private_directory_goes_with_the_engine(tiny_model, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    start_error(model_path=str(tmp_path / "no model"))
+    assert list(tmp_path.iterdir()) == []
+    with contextlib.ExitStack() as cleanup:
+        engine = _start(EngineConfig(model_path=str(tiny_model), kv_pool_tokens=64), (), cleanup)
+        cleanup.callback(engine.router.close)
+        (directory,) = tmp_path.iterdir()
+        assert directory.stat().st_mode & 0o777 == 0o700
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("logger")
+def test_an_endpoint_of_ones_own_is_not_cleaned_away(tiny_model, tmp_path):
+    (tmp_path / "mine").write_text("precious")
+    start_error(model_path=str(tmp_path / "no model"), endpoint=f"ipc://{tmp_path}/s.sock")
+    assert (tmp_path / "mine").exists()
+
+
+def test_nobody_needs_to_listen():
+    tell(None, {"ready": True})
+
+
+@pytest.mark.usefixtures("logger")
+def test_the_lifeline_and_signals_end_the_loop(tiny_model, tmp_path):
+    """A descriptor that becomes readable, or whose other end closes, is the end."""
+    reader, writer = os.pipe()
+    with contextlib.ExitStack() as cleanup:
+        config = EngineConfig(
+            model_path=str(tiny_model), kv_pool_tokens=64, endpoint=f"ipc://{tmp_path}/s.sock", num_threads=1
+        )
+        engine = _start(config, (reader,), cleanup)
+        cleanup.callback(engine.router.close)
+        client = SchedulerClient(engine.router.endpoint)
+        cleanup.callback(client.close)
+        handle = client.submit([5, 6, 7], SamplingParams(max_new_tokens=20))
+        eventually(lambda: engine.router.socket.poll(10))
+        os.close(writer)
+        engine.scheduler.run()
+        assert handle.result(timeout=20).finish_reason.message == "the engine is shutting down"
+    os.close(reader)
