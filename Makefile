@@ -15,7 +15,7 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 demo: $(STAMP)
-	$(BIN)/python -m demo $(DEMO_ARGS)
+	PYTHONPATH=examples $(BIN)/python -m demo $(DEMO_ARGS)
 
 test: lint
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

@@ -82,7 +82,7 @@ class FlushCacheReqInput(ControlRequest, kw_only=True):
 
 
 class FlushCacheReqOutput(Reply, kw_only=True):
-    """What the flush cleared."""
+    """What the flush cleared; both figures in bytes are None when ``torch_empty_cache`` was off."""
 
     freed_tokens: int
     """KV token slots that were cached and are free now."""

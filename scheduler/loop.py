@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 KEEPALIVE_S = 2.0
 PARKED_POLL_S = 0.005
 """How often an operation that waits for idleness is looked at when nothing else happens."""
+MAX_POLL_S = 3600.0
+"""Longest sleep: poll counts milliseconds in 32 bits, deadlines may be further away or infinite."""
 BACKLOG_POLL_S = 0.005
 """How often a client that could not take everything is tried again."""
 
@@ -106,7 +108,9 @@ class Scheduler:
 
     def _hear(self, timeout_s: float | None) -> None:
         """Drain the inbox; block up to ``timeout_s`` for it (None: until something comes)."""
-        events = dict(self._poller.poll(None if timeout_s is None else max(0, round(timeout_s * 1000))))
+        events = dict(
+            self._poller.poll(None if timeout_s is None else round(min(timeout_s, MAX_POLL_S) * 1000))
+        )
         if any(fd in events for fd in self._stop_fds):
             self._stopping = True
         if self._router.socket in events:

@@ -26,7 +26,7 @@ CORAL = "#e8613c"
 VIOLET = "#7c5cdb"
 SAND = "#d9a441"
 
-STYLE = {
+STYLE: dict[str, Any] = {
     "svg.fonttype": "none",  # text stays text: the page's font, selectable
     "font.size": 9,
     "text.color": INK,
@@ -75,7 +75,8 @@ def all_charts(history: History) -> dict[str, Chart]:
 def _draw(
     name: str, draw: Callable[[Axes, History], None], size: tuple[float, float], history: History
 ) -> Chart:
-    with mpl.rc_context({**STYLE, "svg.hashsalt": name}):  # the salt keeps ids apart on one page
+    # The salt keeps ids apart on one page.
+    with mpl.rc_context(STYLE | {"svg.hashsalt": name}):  # type: ignore[arg-type]
         figure = Figure(figsize=size, layout="constrained")
         axes = figure.add_subplot()
         draw(axes, history)
@@ -165,15 +166,16 @@ def _reward(axes: Axes, history: History) -> None:
 
 def _warmup(axes: Axes, history: History) -> None:
     steps = [progress.step for progress in history.warmup]
-    axes.plot(steps, [progress.loss for progress in history.warmup], color=SAND, label="loss, nats per token")
     axes.plot(
-        steps,
-        [progress.exact for progress in history.warmup],
-        color=TEAL,
-        label="exact on fresh training words",
+        steps, [progress.loss for progress in history.warmup], color=SAND, label="loss, nats per token (left)"
     )
     _finish(axes, "")
     axes.set_xlabel("supervised step")
+    right = axes.twinx()
+    right.plot(steps, [progress.exact for progress in history.warmup], color=TEAL)
+    right.set_ylim(0, 1)
+    right.grid(visible=False)
+    axes.plot([], [], color=TEAL, label="exact on fresh training words (right)")
 
 
 def _throughput(axes: Axes, history: History) -> None:

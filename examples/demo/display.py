@@ -114,8 +114,10 @@ def render(history: History) -> RenderableType:
     head.add_column(ratio=1)
     head.add_column(justify="right")
     head.add_row(Text(history.phase, style="bold cyan"), f"update {done}/{history.updates_planned}")
-    bar = ProgressBar(total=history.updates_planned, completed=done, complete_style="cyan")
-    body: list[RenderableType] = [head, bar, Text()]
+    bar = ProgressBar(
+        total=history.updates_planned, completed=done, complete_style="cyan", finished_style="cyan"
+    )
+    body: list[RenderableType] = [head, bar, Text("\n", end="")]
     body.append(_curves(history))
     if history.updates:
         body += [Text(), _figures(history)]

@@ -182,7 +182,7 @@ class VersionRing:
         self._versions: OrderedDict[int, dict[str, torch.Tensor]] = OrderedDict()
         self._temperature = temperature
         self._size = size
-        self._scratch = Qwen3ForCausalLM(model.config).float().eval()
+        self._scratch = Qwen3ForCausalLM(model.config)
 
     def add(self, version: int, model: Qwen3ForCausalLM) -> None:
         """Keep a copy of ``model`` as ``version``; the oldest beyond ``size`` goes."""

@@ -10,9 +10,11 @@ Invariants:
 - An evaluation runs under one version: the next push waits for it.
 """
 
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 from caesura.client import SchedulerClient, launch_scheduler
 
@@ -21,7 +23,7 @@ from .history import MB, EvalRecord, History, UpdateRecord
 from .messages import Initialised, StepDone, TrainBatch, WarmupDone, WarmupProgress
 from .rollout import Evaluation, Ledger, RolloutPool, ScoredGroup, exact_share
 from .settings import Settings
-from .trainer import TrainerProcess
+from .trainer import TrainerError, TrainerProcess
 
 POLL_S = 0.004
 PATIENCE_S = 120.0
@@ -33,7 +35,7 @@ Notify = Callable[[], None]
 """Called after every change of the history."""
 
 
-class Stalled(RuntimeError):
+class StalledError(RuntimeError):
     """The engine answers, but no batch came together."""
 
 
@@ -69,11 +71,14 @@ def follow_warmup(trainer: TrainerProcess, history: History, notify: Notify) -> 
     """Record the supervised steps until the policy is ready."""
     history.phase = "supervised warm-up"
     while True:
-        message = trainer.receive(WarmupProgress, WarmupDone)
-        if isinstance(message, WarmupDone):
-            history.warmup_s = message.seconds
-            return message
-        history.warmup.append(message)
+        match trainer.receive_any():
+            case WarmupProgress() as progress:
+                history.warmup.append(progress)
+            case WarmupDone() as done:
+                history.warmup_s = done.seconds
+                return done
+            case message:
+                raise TrainerError(f"{type(message).__name__} during the warm-up")
         notify()
 
 
@@ -95,7 +100,10 @@ class Loop:
         self.history.ledger, self.history.counts = ledger, self._pool.counts
 
     def run(self) -> None:
-        """All updates, the evaluations between them and the last one; ends with nothing in flight."""
+        """All updates, the evaluations between them and the last one; ends with nothing in flight.
+
+        The last policy stays in ``out_dir / "model"``.
+        """
         history, settings = self.history, self.settings
         history.phase = "reinforcement learning"
         self._pool.pump()
@@ -116,6 +124,7 @@ class Loop:
             if update % settings.eval_every == 0 or update == settings.updates:
                 self._evaluate(update, at_s=record.at_s)
         history.phase = "last evaluation"
+        shutil.copytree(step.path, settings.out_dir / "model", dirs_exist_ok=True)
         self._finish_evaluation()
         self._pool.drain()
         history.phase = "done"
@@ -134,7 +143,7 @@ class Loop:
             if self._pool.ready >= enough:
                 return self._pool.take(wanted), waited
             if waited > PATIENCE_S:
-                raise Stalled(f"only {self._pool.ready} of {wanted} groups came back in {waited:.0f} s")
+                raise StalledError(f"only {self._pool.ready} of {wanted} groups came back in {waited:.0f} s")
             self.trainer.poll(POLL_S)
 
     def _train(self, update: int, groups: list[ScoredGroup]) -> StepDone:
@@ -157,7 +166,7 @@ class Loop:
         times.append(time.perf_counter())
         resumed = self.client.continue_generation(timeout=PATIENCE_S)
         times.append(time.perf_counter())
-        pause_ms, update_ms, continue_ms = (1e3 * (after - before) for before, after in zip(times, times[1:]))
+        pause_ms, update_ms, continue_ms = (1e3 * (after - before) for before, after in pairwise(times))
         elapsed, self._last_at = times[-1] - self._last_at, times[-1]
         tokens, self._last_tokens = status.generated_tokens - self._last_tokens, status.generated_tokens
         scored = self._pool.scored_since() or groups

@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -10,9 +11,9 @@ from caesura.client import CaesuraError
 
 from .display import open_display
 from .history import History
-from .loop import Stalled, run
+from .loop import StalledError, run
 from .settings import Settings
-from .trainer import TrainerDied
+from .trainer import TrainerError
 
 INTERRUPTED = 130
 """The shell's exit status for SIGINT."""
@@ -33,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     except CaesuraError as error:
         return _failed(console, f"engine: {error}", settings.out_dir / "engine.log")
-    except (TrainerDied, Stalled) as error:
+    except (TrainerError, StalledError) as error:
         return _failed(console, str(error), settings.out_dir / "engine.log")
     return _finish(console, settings, history)
 
@@ -46,7 +47,7 @@ def parse(arguments: Sequence[str] | None) -> Settings:
     parser.add_argument("--updates", type=int, help="updates to make")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
-    changes: dict[str, int | Path] = {"out_dir": options.out, "seed": options.seed}
+    changes: dict[str, Any] = {"out_dir": options.out, "seed": options.seed}
     if options.updates is not None:
         if options.updates < 1:
             parser.error("--updates must be at least 1")

@@ -32,9 +32,8 @@ def build_policy() -> Qwen3ForCausalLM:
         pad_token_id=task.PAD,
         bos_token_id=None,
         eos_token_id=task.END,
-        attn_implementation="sdpa",
     )
-    return Qwen3ForCausalLM(config).float()
+    return Qwen3ForCausalLM(config)  # float32 is torch's default
 
 
 def build_tokenizer() -> Tokenizer:

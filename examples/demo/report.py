@@ -98,7 +98,7 @@ def tiles(history: History) -> list[Tile]:
     summary = history.summary()
     pauses = f"max {summary['pause_ms_max']:.1f} ms"
     reserved_first, reserved_last = float(summary["reserved_mb_first"]), float(summary["reserved_mb_last"])
-    settled = history.updates[min(10, len(history.updates) - 1)].reserved_after_mb
+    settled = history.updates[min(10, len(history.updates)) - 1].reserved_after_mb
     crossed = history.counts.crossed
     return [
         Tile(
@@ -117,13 +117,13 @@ def tiles(history: History) -> list[Tile]:
         Tile(
             f"{reserved_last:.1f} MB",
             "reserved at the end",
-            f"{reserved_first:.1f} at the first update, {settled:.1f} at the tenth",
+            f"{reserved_first:.1f} first, {settled:.1f} at the tenth update",
         ),
         Tile(
             f"{summary['max_logprob_gap']:.0e}", "largest logprob gap", "engine against trainer, first spans"
         ),
         Tile(f"{summary['ess_min']:.2f}", "smallest ESS", "share, over all updates"),
-        Tile(f"{crossed:,}", "answers across an update", f"of {history.counts.finished:,}, none restarted"),
+        Tile(f"{crossed:,}", "answers across an update", f"of {history.counts.finished:,} sampled"),
         Tile(f"{summary['requests_lost']}", "requests lost", f"of {history.ledger.submitted:,} submitted"),
     ]
 

@@ -29,16 +29,16 @@ class Ledger:
     ended: int = 0
 
     def submit(
-        self, client: SchedulerClient, word: str, sampling_params: SamplingParams, **options: bool
+        self, client: SchedulerClient, word: str, sampling_params: SamplingParams, *, return_logprob: bool
     ) -> GenerationHandle:
         """``client.submit`` on the prompt of ``word``, entered."""
-        handle = client.submit(task.prompt_ids(word), sampling_params, **options)
+        handle = client.submit(task.prompt_ids(word), sampling_params, return_logprob=return_logprob)
         self.submitted += sampling_params.n
         return handle
 
     def collect(self, handle: GenerationHandle, timeout: float | None = None) -> list[GenerateOutput]:
         """All samples of ``handle``, entered; raises what the engine answered instead."""
-        outputs = handle.results(timeout)
+        outputs: list[GenerateOutput] = handle.results(timeout)
         self.ended += len(outputs)
         return outputs
 
@@ -196,7 +196,8 @@ class Evaluation:
         """Submit every word; the weights must not change before :meth:`done`."""
         params = SamplingParams(max_new_tokens=task.MAX_NEW_TOKENS, temperature=0.0)
         assert all(map(task.is_held_out, words))
-        return cls(version, {word: ledger.submit(client, word, params) for word in words}, ledger)
+        handles = {word: ledger.submit(client, word, params, return_logprob=False) for word in words}
+        return cls(version, handles, ledger)
 
     def done(self) -> bool:
         """Whether every answer is there."""

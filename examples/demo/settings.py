@@ -16,13 +16,13 @@ class Settings:
     warmup_max_steps: int = 400
     warmup_batch: int = 128
     warmup_lr: float = 1e-3
-    warmup_exact: float = 0.1
+    warmup_exact: float = 0.14
     """The warm-up ends once this share of fresh training words is right: a poor policy, but not a blind one."""
 
     # Policy gradient (trainer)
     updates: int = 120
-    lr: float = 6e-4
-    lr_rampup: int = 10
+    lr: float = 5e-4
+    lr_rampup: int = 20
     """Updates over which the learning rate rises."""
     lr_final: float = 0.2
     """Share of ``lr`` at the last update; linear in between."""

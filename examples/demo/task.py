@@ -92,13 +92,15 @@ def is_exact(word: str, output_ids: Sequence[int]) -> bool:
 
 
 def token_rewards(word: str, output_ids: Sequence[int]) -> list[float]:
-    """The reward that is trained on: per output token, ``1 / len(answer)`` where it is the right one at its place.
+    """The reward that is trained on: per output token, ``1 / len(answer)`` while everything up to it is right, then 0.
 
-    They sum to 1 exactly when the answer begins right and ends there, that is when :func:`is_exact`.
+    They sum to 1 exactly when :func:`is_exact`. The first wrong token forfeits the rest, so the place where a policy
+    fails is the place with the most to gain. (Credit for every right place, whatever came before, does worse: a policy
+    can settle for answers with one hole that it never learns to fill.)
     """
     answer = answer_ids(word)
-    share = 1.0 / len(answer)
-    return [
-        share if position < len(answer) and token == answer[position] else 0.0
-        for position, token in enumerate(output_ids)
-    ]
+    right = next(
+        (place for place, pair in enumerate(zip(output_ids, answer)) if pair[0] != pair[1]),
+        min(len(output_ids), len(answer)),
+    )
+    return [1.0 / len(answer) if place < right else 0.0 for place in range(len(output_ids))]

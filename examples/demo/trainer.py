@@ -14,6 +14,7 @@ import signal
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
@@ -28,8 +29,8 @@ MessageT = TypeVar("MessageT", bound=FromTrainer)
 JOIN_S = 5.0
 
 
-class TrainerDied(RuntimeError):
-    """The trainer process is gone."""
+class TrainerError(RuntimeError):
+    """The trainer process is gone, or out of step."""
 
 
 class TrainerProcess:
@@ -48,26 +49,31 @@ class TrainerProcess:
         )
         self._process.start()
         theirs.close()
-        self._decoder = msgspec.msgpack.Decoder(FromTrainer)
+        self._decoder: msgspec.msgpack.Decoder[FromTrainer] = msgspec.msgpack.Decoder(FromTrainer)
 
     def send(self, batch: TrainBatch) -> None:
         """Hand over the next batch; the trainer works on it while the caller goes on."""
         try:
             self._pipe.send_bytes(msgspec.msgpack.encode(batch))
         except OSError:
-            raise TrainerDied(self._reason()) from None
+            raise TrainerError(self._reason()) from None
 
     def poll(self, seconds: float) -> bool:
         """Whether a message (or the end) is there within ``seconds``."""
         return self._pipe.poll(seconds)
 
-    def receive(self, *expected: type[MessageT]) -> MessageT:
-        """The next message, waiting for it; its type must be one of ``expected``."""
+    def receive_any(self) -> FromTrainer:
+        """The next message, waiting for it."""
         try:
-            message = self._decoder.decode(self._pipe.recv_bytes())
+            return self._decoder.decode(self._pipe.recv_bytes())
         except (EOFError, OSError):
-            raise TrainerDied(self._reason()) from None
-        assert isinstance(message, expected), f"{message!r} out of order"
+            raise TrainerError(self._reason()) from None
+
+    def receive(self, expected: type[MessageT]) -> MessageT:
+        """The next message, which must be an ``expected``."""
+        message = self.receive_any()
+        if not isinstance(message, expected):
+            raise TrainerError(f"{type(message).__name__} where {expected.__name__} was due")
         return message
 
     def __enter__(self) -> Self:
@@ -112,7 +118,7 @@ def trainer_main(pipe: Connection, settings: Settings, checkpoints: Path, log: P
 def _serve(pipe: Connection, settings: Settings, checkpoints: Path) -> None:
     # Imported here: the run's own process never needs torch, and this module is shared.
     import torch
-    from transformers.utils import logging as transformers_logging
+    from transformers.utils.logging import disable_progress_bar
 
     from .learner import Learner, collate
     from .policy import CheckpointWriter, build_policy
@@ -120,7 +126,7 @@ def _serve(pipe: Connection, settings: Settings, checkpoints: Path) -> None:
     def answer(message: FromTrainer) -> None:
         pipe.send_bytes(msgspec.msgpack.encode(message))
 
-    transformers_logging.disable_progress_bar()
+    disable_progress_bar()  # type: ignore[no-untyped-call]
     torch.set_num_threads(settings.trainer_threads)
     torch.manual_seed(settings.seed)
     model = build_policy()
@@ -154,7 +160,7 @@ def _serve(pipe: Connection, settings: Settings, checkpoints: Path) -> None:
         times.append(time.perf_counter())
         path = writer.write(model)
         times.append(time.perf_counter())
-        verify_s, train_s, save_s = (after - before for before, after in zip(times, times[1:]))
+        verify_s, train_s, save_s = (after - before for before, after in pairwise(times))
         answer(
             StepDone(
                 update=job.update,

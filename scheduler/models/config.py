@@ -8,9 +8,11 @@ Invariants:
 - Two equal :class:`ModelConfig` values mean the same forward pass over equal weights.
 """
 
+import stat
+import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import msgspec
 import torch
@@ -136,12 +138,15 @@ def config_difference(a: ModelConfig, b: ModelConfig) -> list[str]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
+        if not stat.S_ISREG(path.stat().st_mode):  # reading a FIFO would never end
+            raise _checkpoint_error(path, "is not a regular file")
         data = path.read_bytes()
-    except OSError as error:
-        raise _checkpoint_error(path, f"cannot be read: {error.strerror}") from error
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise _checkpoint_error(path, f"cannot be read: {reason}") from error
     try:
         return msgspec.json.decode(data, type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise _checkpoint_error(path, f"is not a JSON object: {error}") from error
 
 
@@ -152,13 +157,13 @@ def _checkpoint_error(path: str | Path, reason: str) -> CaesuraError:
 def _architecture(config: dict[str, Any]) -> str:
     named = config.get("architectures")
     architecture = named[0] if isinstance(named, list) and named else None
-    if architecture not in FAMILIES:
+    if not isinstance(architecture, str) or architecture not in FAMILIES:
         raise CaesuraError(
             ErrorCode.UNSUPPORTED_MODEL,
             f"architecture {architecture!r} is not supported; supported are {', '.join(FAMILIES)}",
             fields=["architectures"],
         )
-    return cast("str", architecture)
+    return architecture
 
 
 def _unsupported_fields(config: dict[str, Any]) -> list[str]:
@@ -283,7 +288,11 @@ class _Reader:
         value = where.get(name)
         if value is None:
             value = default
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
+        if (
+            not isinstance(value, int | float)
+            or isinstance(value, bool)
+            or not 0 < value <= sys.float_info.max
+        ):
             raise self.invalid(name, f"= {value!r} is not a positive number")
         return float(value)
 

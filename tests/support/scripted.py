@@ -273,7 +273,7 @@ class EngineDriver:
         message_id = self.send(message, client)
         return message_id if message.rid is None else message.rid
 
-    def run_until_idle(self, max_ticks: int = 2000) -> None:
+    def run_until_idle(self, max_ticks: int = 20000) -> None:
         """Tick until no request is live (or nothing moves because the engine is paused)."""
         results = self.engine.scheduler._results
         for _ in range(max_ticks):

@@ -11,6 +11,7 @@ format is described at https://huggingface.co/docs/safetensors.
 """
 
 import os
+import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
@@ -126,7 +127,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         CaesuraError: CHECKPOINT_ERROR with ``path`` and ``reason``.
     """
     folder = Path(path)
-    if not folder.is_dir():
+    if not os.path.isdir(folder):  # pathlib's raises on a path that is too long
         raise _error(folder, "is not a folder")
     index_path = folder / "model.safetensors.index.json"
     index: dict[str, str] | None = None
@@ -165,14 +166,20 @@ def _error(path: Path, reason: str) -> CaesuraError:
 
 def _open(path: Path) -> int:
     try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:
-        raise _error(path, f"cannot be opened: {error.strerror}") from error
+        descriptor = os.open(
+            path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+        )  # a FIFO must not hold the loop
+    except (OSError, ValueError) as error:
+        raise _error(path, f"cannot be opened: {error}") from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise _error(path, "is not a regular file")
+    return descriptor
 
 
 def _identity(descriptor: int) -> tuple[int, int, int, int]:
-    stat = os.fstat(descriptor)
-    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
+    facts = os.fstat(descriptor)
+    return facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns
 
 
 def _read_index(path: Path) -> dict[str, str]:
@@ -180,7 +187,7 @@ def _read_index(path: Path) -> dict[str, str]:
         index = msgspec.json.decode(path.read_bytes(), type=_Index)
     except OSError as error:
         raise _error(path, f"cannot be read: {error.strerror}") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise _error(path, f"is not a safetensors index: {error}") from error
     for file in index.weight_map.values():
         if file != os.path.basename(file) or not file.endswith(".safetensors"):
@@ -217,7 +224,7 @@ def _parse_header(path: Path, header: bytes) -> dict[str, _Entry]:
         raw = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
         raw.pop("__metadata__", None)
         return {name: msgspec.json.decode(value, type=_Entry) for name, value in raw.items()}
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise _error(path, f"is not safetensors: its header is not valid ({error})") from error
 
 

@@ -1,0 +1,150 @@
+"""The demo, quick: all of the loop against a real engine and a real trainer; only the learning is too short to see."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FIELDS = {
+    "reward_first",
+    "reward_last",
+    "ess_min",
+    "updates",
+    "pause_ms_p50",
+    "pause_ms_max",
+    "update_ms_p50",
+    "reserved_mb_first",
+    "reserved_mb_last",
+    "tokens_per_s",
+    "max_logprob_gap",
+    "requests_lost",
+    "transport",
+}
+
+
+def start_demo(out: Path, *arguments: str) -> subprocess.Popen[str]:
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT / "examples"),
+        "OMP_NUM_THREADS": "1",
+        "COLUMNS": "200",
+    }
+    return subprocess.Popen(
+        [sys.executable, "-m", "demo", "--quick", "--out", str(out), *arguments],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def engine_pid(demo: subprocess.Popen[str]) -> int:
+    children = Path(f"/proc/{demo.pid}/task/{demo.pid}/children").read_text().split()
+    for child in children:
+        if b"caesura.scheduler" in Path(f"/proc/{child}/cmdline").read_bytes():
+            return int(child)
+    raise AssertionError(f"no engine among {children}")
+
+
+def read_until(demo: subprocess.Popen[str], text: str) -> None:
+    assert demo.stdout is not None
+    for line in demo.stdout:
+        if text in line:
+            return
+    raise AssertionError(f"{text!r} was never printed")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    out = tmp_path_factory.mktemp("demo")
+    demo = start_demo(out)
+    try:
+        output, _ = demo.communicate(timeout=150)
+    finally:
+        demo.kill()
+    assert demo.returncode == 0, output
+    return out
+
+
+@pytest.fixture(scope="module")
+def summary(finished):
+    return json.loads((finished / "summary.json").read_text())
+
+
+@pytest.mark.slow
+def test_summary_has_exactly_its_fields_and_the_loop_kept_its_promises(summary):
+    assert set(summary) == FIELDS
+    assert summary["updates"] == 6
+    assert summary["requests_lost"] == 0
+    assert summary["transport"] == "disk"
+    assert 0.0 < summary["max_logprob_gap"] <= 1e-3
+    assert 0.5 < summary["ess_min"] <= 1.0
+    assert 0.0 <= summary["reward_first"] <= 1.0
+    assert summary["tokens_per_s"] > 0
+    assert 0 < summary["pause_ms_p50"] <= summary["pause_ms_max"]
+    assert summary["reserved_mb_last"] > 0
+
+
+@pytest.mark.slow
+def test_answers_lived_across_updates(finished):
+    page = (finished / "report.html").read_text()
+    found = re.search(r"<b>([\d,]+)</b><span>answers across an update</span>", page)
+    assert found is not None
+    assert int(found.group(1).replace(",", "")) > 0
+
+
+@pytest.mark.slow
+def test_report_needs_no_network(finished):
+    page = (finished / "report.html").read_text()
+    assert "<svg" in page
+    assert not re.findall(r"https?:|@import|url\((?!#)|<script|<link|(?:src|href)=[\"'](?!#)", page)
+
+
+@pytest.mark.slow
+def test_last_policy_is_left_as_a_servable_folder(finished):
+    assert {path.name for path in (finished / "model").iterdir()} >= {
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the engine through /proc")
+def test_death_of_the_engine_is_reported(tmp_path):
+    demo = start_demo(tmp_path, "--updates", "1000")
+    try:
+        read_until(demo, "update   0")
+        os.kill(engine_pid(demo), signal.SIGKILL)
+        output, _ = demo.communicate(timeout=60)
+    finally:
+        demo.kill()
+    assert demo.returncode == 1
+    assert "error: engine: the scheduler process ended" in output
+    assert "Traceback" not in output
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the engine through /proc")
+def test_interrupt_stops_everything(tmp_path):
+    demo = start_demo(tmp_path, "--updates", "1000")
+    try:
+        read_until(demo, "update   0")
+        engine = engine_pid(demo)
+        demo.send_signal(signal.SIGINT)
+        output, _ = demo.communicate(timeout=60)
+    finally:
+        demo.kill()
+    assert demo.returncode == 130
+    assert "interrupted after" in output
+    assert "Traceback" not in output
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{engine}").exists() and time.monotonic() < deadline:
+        os.sched_yield()
+    assert not Path(f"/proc/{engine}").exists()

@@ -1,0 +1,157 @@
+"""A pause without an update is invisible (I8): the real model, paused before every step of a mixed workload.
+
+Requests arrive at fixed steps, so that the paused and the unpaused run build the same batches. Then ``in_place``
+changes no bit. ``retract`` recomputes KV in other batches, which moves the last bits: logprobs stay within 1e-4.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from support.checkpoints import make_checkpoint
+from support.scripted import EngineDriver, tokens_of
+
+from caesura.io_struct import (
+    ContinueGenerationReqInput,
+    FlushCacheReqInput,
+    GenerateReqInput,
+    PauseGenerationReqInput,
+    SamplingParams,
+)
+
+NUM_STEPS = 20
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A request, and how many steps have been launched when it comes."""
+
+    step: int
+    prompt: list[int]
+    params: SamplingParams
+
+
+def text(length: int, number: int) -> list[int]:
+    return np.random.default_rng(number).integers(3, 97, length).tolist()
+
+
+def sampled(new_tokens: int, seed: int, **fields: object) -> SamplingParams:
+    return SamplingParams(max_new_tokens=new_tokens, temperature=1.0, seed=seed, ignore_eos=True, **fields)
+
+
+def workload(seed: int) -> list[Arrival]:
+    """A prompt in four chunks beside decoding, sampled, filtered and greedy rows, a late and a short request."""
+    greedy = SamplingParams(max_new_tokens=12, temperature=0.0, ignore_eos=True)
+    return [
+        Arrival(0, text(5, 1), sampled(20, seed)),
+        Arrival(1, text(100, 2), sampled(12, seed + 1)),
+        Arrival(2, text(17, 3), greedy),
+        Arrival(6, text(33, 4), sampled(9, seed + 2, top_p=0.8, top_k=20)),
+        Arrival(8, text(3, 5), sampled(1, seed + 3)),
+    ]
+
+
+def with_shared_prefixes_and_stops(seed: int) -> list[Arrival]:
+    """Also what a pipeline of depth 1 learns a step late: samples that wait for a prefix, ends that nobody foresees."""
+    stops = list(range(3, 97, 9))
+    return [*workload(seed), Arrival(3, text(40, 6), sampled(9, seed + 4, n=3, stop_token_ids=stops))]
+
+
+class Stage:
+    """One engine that plays workloads, each from an empty cache."""
+
+    def __init__(self, driver: EngineDriver) -> None:
+        self.driver = driver
+
+    @property
+    def step(self) -> int:
+        return self.driver.engine.scheduler._lifecycle.step
+
+    def play(self, arrivals: list[Arrival], pause_before: int | None = None, mode: str = "in_place"):
+        """[(tokens, logprobs)] per sample and the number of steps; paused once before step ``pause_before``."""
+        driver, first, rids = self.driver, self.step, []
+        driver.call(FlushCacheReqInput(torch_empty_cache=False))
+        assert driver.status().kv.free == driver.status().kv.total
+        waiting, paused = list(arrivals), False
+        live = driver.engine.scheduler._results.live
+        while waiting or live or driver.ongoing is not None:
+            while waiting and waiting[0].step <= self.step - first:
+                rids.append(self.send(waiting.pop(0)))
+            if not paused and self.step - first == pause_before:
+                self.pause(mode)
+                paused = True
+            driver.tick()
+        assert paused == (pause_before is not None)
+        assert driver.status().generation == "running"
+        found = [driver.result(rid, i) for rid, n in rids for i in range(n)]
+        outputs = [(tokens_of(r), np.frombuffer(r.output_logprobs, "<f4")) for r in found]
+        assert all(len(tokens) == len(logprobs) > 0 for tokens, logprobs in outputs)
+        return outputs, self.step - first
+
+    def send(self, arrival: Arrival) -> tuple[str, int]:
+        message = GenerateReqInput(
+            input_ids=arrival.prompt, sampling_params=arrival.params, return_logprob=True
+        )
+        self.driver.send(message)
+        self.driver.engine.scheduler._hear(0)
+        return message.id, arrival.params.n
+
+    def pause(self, mode: str) -> None:
+        before = self.step
+        reply = self.driver.call(PauseGenerationReqInput(mode=mode))
+        assert reply.step == self.step == before
+        self.driver.tick(3)
+        assert self.step == before, "a step was launched during the pause"
+        self.driver.send(ContinueGenerationReqInput())  # takes effect in the next tick, before its step
+
+
+@pytest.fixture(scope="module", params=[0, 1], ids=["depth0", "depth1"])
+def stage(tmp_path_factory, request):
+    """Untied, so that the logits are flat enough for the noise to matter."""
+    model = tmp_path_factory.mktemp("model")
+    make_checkpoint(model, "qwen3", seed=3)
+    with EngineDriver(
+        str(model), scripted=False, pipeline_depth=request.param, chunked_prefill_size=32
+    ) as driver:
+        yield Stage(driver)
+
+
+@pytest.fixture
+def arrivals(stage):
+    """At depth 1, only what leaves the batches as they are when the step in flight lands earlier."""
+    return workload if stage.driver.config.pipeline_depth else with_shared_prefixes_and_stops
+
+
+def test_the_workload_is_what_it_says(stage, arrivals):
+    outputs, steps = stage.play(arrivals(7))
+    assert steps == NUM_STEPS, "NUM_STEPS must cover the workload"
+    again, _ = stage.play(arrivals(7))
+    other, _ = stage.play(arrivals(1000))
+    assert [tokens for tokens, _ in outputs] == [tokens for tokens, _ in again]
+    assert all(
+        tokens != other_tokens
+        for (tokens, _), (other_tokens, _), arrival in zip(outputs, other, arrivals(7))
+        if arrival.params.temperature > 0 and arrival.params.max_new_tokens > 1
+    )
+
+
+@pytest.mark.parametrize("seed", [7, 40])
+def test_in_place_changes_no_bit(stage, arrivals, seed):
+    expected, _ = stage.play(arrivals(seed))
+    for step in range(NUM_STEPS):
+        outputs, _ = stage.play(arrivals(seed), step, "in_place")
+        for (tokens, logprobs), (expected_tokens, expected_logprobs) in zip(outputs, expected, strict=True):
+            assert tokens == expected_tokens, f"paused before step {step}"
+            assert logprobs.tobytes() == expected_logprobs.tobytes(), f"paused before step {step}"
+
+
+@pytest.mark.parametrize("seed", [7, 40, 73])
+def test_retract_changes_no_token(stage, arrivals, seed):
+    expected, _ = stage.play(arrivals(seed))
+    retracted = stage.driver.status().num_retractions
+    for step in range(NUM_STEPS):
+        outputs, _ = stage.play(arrivals(seed), step, "retract")
+        for (tokens, logprobs), (expected_tokens, expected_logprobs) in zip(outputs, expected, strict=True):
+            assert tokens == expected_tokens, f"paused before step {step}"
+            np.testing.assert_allclose(logprobs, expected_logprobs, rtol=0, atol=1e-4)
+    assert stage.driver.status().num_retractions - retracted > NUM_STEPS
