@@ -138,15 +138,16 @@ def test_there_and_back(checkpoint, cold):
 
 
 @pytest.mark.parametrize("bucket", BUCKETS)
+@pytest.mark.parametrize("element", [0, -1])
 @pytest.mark.parametrize("count", [0, 1, 3])
-def test_changed_tensors_are_counted(checkpoint, tmp_path, count, bucket):
-    """One element in the last row of a tensor is a change, wherever the bucket cuts it."""
+def test_changed_tensors_are_counted(checkpoint, tmp_path, count, element, bucket):
+    """One element in the first or last row of a tensor is a change, wherever the bucket cuts it."""
     old = checkpoint("qwen3", 1)
     shutil.copytree(old, tmp_path / "new")
     tensors = load_file(old / WEIGHTS)
     names = ["model.embed_tokens.weight", "model.layers.1.self_attn.k_proj.weight", "model.norm.weight"]
     for name in names[:count]:
-        tensors[name].view(-1)[-1] += 1.0
+        tensors[name].view(-1)[element] += 1.0
     save_file(tensors, tmp_path / "new" / WEIGHTS, metadata={"format": "pt"})
     with engine(old, load_bucket_bytes=bucket) as driver:
         before = checksums(driver)

@@ -153,5 +153,7 @@ def test_a_recomputed_prefix_is_of_one_epoch(driver, other_model):
     driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_model), flush_cache=False))
     driver.call(ContinueGenerationReqInput(torch_empty_cache=False))
     driver.run_until_idle()
-    spans = check(driver, rid, LONG).weight_versions
+    result = check(driver, rid, LONG)
+    spans = result.weight_versions
     assert [(span.epoch, span.stale_kv) for span in spans] == [(0, False), (2, False)]
+    assert result.num_retractions == 1, "the restart is no retraction"

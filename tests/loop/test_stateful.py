@@ -351,8 +351,6 @@ class EngineMachine(RuleBasedStateMachine):
         self.vain_ends += not self.model.session
         expected = "ok" if self.model.session else "no_session"
         if self.model.session and commit:
-            frozen = self.model.mode is not None and self.status().kv.held > 0
-            expected = "not_idle" if self.model.session_flush and frozen else expected
             # What was written since the weights broke is not complete unless an update came after that.
             expected = "weight_mismatch" if self.model.weights == "poisoned" and not self.whole else expected
         self.command(EndWeightUpdateReqInput(commit=commit), expected, wait)
@@ -436,9 +434,6 @@ class EngineMachine(RuleBasedStateMachine):
                 UpdateWeightFromDiskReqInput(model_path=self.paths[0], flush_cache=False), "ok", True
             )
         if self.model.session:
-            flush = self.model.session_flush and self.status().kv.held > 0 and self.model.mode is not None
-            if flush:
-                self.command(PauseGenerationReqInput(mode="retract"), "ok", True)
             self.command(EndWeightUpdateReqInput(), "ok", True)
         self.command(ContinueGenerationReqInput(torch_empty_cache=False), "ok", True)
         self.driver.run_until_idle(max_ticks=20_000)

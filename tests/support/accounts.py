@@ -76,13 +76,14 @@ def check_result(submitted: Submitted, result: GenerateReqOutput, vocab_size: in
 
 def check_spans(result: GenerateReqOutput, lifecycle: Lifecycle) -> None:
     """Contiguous, in the order of commits, under the labels of then; no stale KV where a commit flushed."""
-    end, epoch = 0, -1
+    end, epoch, before = 0, -1, None
     for span in result.weight_versions:
         assert span.start == end < span.end
         assert span.epoch >= epoch
+        assert (span.epoch, span.stale_kv) != before, "one span where nothing changed"
         assert span.version == lifecycle.labels[span.epoch]
         assert not (span.stale_kv and span.epoch in lifecycle.flushed_epochs)
-        end, epoch = span.end, span.epoch
+        end, epoch, before = span.end, span.epoch, (span.epoch, span.stale_kv)
     assert end == len(tokens_of(result))
 
 

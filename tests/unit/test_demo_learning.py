@@ -45,7 +45,7 @@ def test_rewards_sum_to_one_exactly_for_exact_answers(rng, data):
     place = data.draw(st.integers(0, len(answer) - 1))
     wrong = answer[:place] + [task.PAD] + answer[place + 1 :]
     assert not task.is_exact(word, wrong)
-    assert sum(task.token_rewards(word, wrong)) == pytest.approx(1.0 - 1.0 / len(answer))
+    assert sum(task.token_rewards(word, wrong)) == pytest.approx(place / len(answer))
     cut = answer[:place]
     assert not task.is_exact(word, cut)
     assert sum(task.token_rewards(word, cut)) < 1.0
