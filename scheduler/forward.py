@@ -138,8 +138,12 @@ class KVPool(Protocol):
     num_pages: int
     """Scratch page included."""
 
-    def store(self, layer: int, k: Tensor, v: Tensor, kv_slots: Tensor) -> None:
-        """Write ``k`` and ``v`` ([T, kv heads, head size]) to ``kv_slots`` ([T])."""
+    def split_slots(self, kv_slots: Tensor) -> tuple[Tensor, Tensor]:
+        """``(pages, offsets)``, int64 [T] each, of ``kv_slots`` [T]: once per step, for all layers."""
+        ...
+
+    def store_at(self, layer: int, k: Tensor, v: Tensor, pages: Tensor, offsets: Tensor) -> None:
+        """Write ``k`` and ``v`` ([T, kv heads, head size]) to slots ``(pages, offsets)`` ([T] each)."""
         ...
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:

@@ -148,7 +148,7 @@ def _reward(axes: Axes, history: History) -> None:
         markersize=4.5,
         label="held out, greedy, exact",
     )
-    for record, offset in ((history.evals[0], (8, -3)), (history.evals[-1], (-6, -16))):
+    for record, offset in ((history.evals[0], (7, -17)), (history.evals[-1], (-6, -16))):
         axes.annotate(
             f"{record.reward:.2f}",
             (record.update, record.reward),

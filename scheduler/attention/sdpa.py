@@ -85,14 +85,14 @@ class SdpaBackend:
         self._max_pages = limit // (num_kv_heads * self._page_cells * self._dtype.itemsize)
         self._head_index = torch.arange(num_kv_heads, device=self._device).view(1, -1, 1)
         self._workspace = torch.empty((2, 0), dtype=self._dtype, device=self._device)
-        self._kv_slots = torch.empty(0, dtype=torch.int64, device=self._device)
+        self._slots = (torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64))
         self._num_decode = 0
         self._groups: list[_DecodeGroup] = []
         self._runs: list[_PrefillRun] = []
 
     def plan(self, batch: ForwardBatch) -> None:
         """Group the rows and build their gather indices and masks."""
-        self._kv_slots = batch.kv_slots
+        self._slots = self._pool.split_slots(batch.kv_slots)
         self._num_decode = batch.num_decode
         lengths = np.asarray(batch.kv_lens_host[: batch.num_decode], dtype=np.int64)
         self._groups = [self._plan_group(batch, rows, lengths) for rows in self._group_rows(lengths)]
@@ -100,7 +100,7 @@ class SdpaBackend:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         """Store this step's K and V, then attend; shapes as in :class:`~..forward.AttentionBackend`."""
-        self._pool.store(layer, k, v, self._kv_slots)
+        self._pool.store_at(layer, k, v, *self._slots)
         k_pool, v_pool = (x.view(-1, self._page_cells) for x in self._pool.layer(layer))
         out = torch.empty((q.shape[0], q.shape[1] * self._head_size), dtype=q.dtype, device=q.device)
         decode_q, decode_out = q[: self._num_decode], out[: self._num_decode]
