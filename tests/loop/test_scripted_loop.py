@@ -400,3 +400,21 @@ def test_an_update_that_fails_in_the_middle_poisons(driver, other_model, monkeyp
     assert driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_model))).committed
     driver.run_until_idle()
     assert len(tokens_of(check(driver, rid, prompt_of(4)))) == 20
+
+
+def test_status_and_abort_are_answered_between_two_buckets_of_an_update(driver, other_model, monkeypatch):
+    monkeypatch.setattr("caesura.scheduler.dispatch.SLICE_S", 0.0)
+    rid = driver.generate(prompt_of(4), 50)
+    driver.tick(4)
+    driver.call(PauseGenerationReqInput(mode="in_place"))
+    update = driver.send(UpdateWeightFromDiskReqInput(model_path=str(other_model), flush_cache=False))
+    driver.tick(2)
+    written = [driver.status().update.written_bytes for _ in range(3)]
+    assert 0 < written[0] < written[1] < written[2]
+    assert driver.call(AbortReq(rid=rid)).aborted == 1
+    assert driver.result(rid).finish_reason.type == "abort"
+    assert driver.status().update is not None
+    assert update not in driver.replies, "all of that came from within the update"
+    while update not in driver.replies:
+        driver.tick()
+    assert driver.replies.pop(update).committed
