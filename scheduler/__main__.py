@@ -11,9 +11,10 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import click
 
 # All three are read once, when torch loads these libraries, hence before the imports below. The user's own values win.
-# OpenMP's threads spin between kernels by default. The engine shares its cores with a trainer and a front end, and then
-# a spinning thread holds the core that its partner needs: measured, throughput fell thirtyfold.
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+# OpenMP's threads spin for milliseconds between kernels by default. The engine shares its cores with a trainer and a
+# front end, and then a spinning thread holds the core that its partner needs. A short spin is as good on idle cores
+# (docs/performance.md).
+os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 # torch and oneDNN keep a compiled primitive for each shape they have met, up to 1,024 of them: with prompts of every
 # length, memory grew by half a gigabyte on the tiny model. 64 cost no measurable speed.
 os.environ.setdefault("LRU_CACHE_CAPACITY", "64")

@@ -89,11 +89,6 @@ class Batcher:
         return bool(self.table.inflight.any())
 
     @property
-    def active(self) -> list[Request]:
-        """Running requests in the order of admission (a copy)."""
-        return list(self._active)
-
-    @property
     def has_work(self) -> bool:
         """A call of :meth:`choose` may produce a step."""
         return bool(self._active) or len(self.waiting) > 0

@@ -87,10 +87,6 @@ class Results:
             self._by_rid[request.rid].append(request)
             self._waiting.append(request)
 
-    def is_live(self, rid: str) -> bool:
-        """Whether a generation of this name is under way."""
-        return rid in self._by_rid
-
     def samples(self, rid: str) -> list[Request]:
         """The live samples of generation ``rid``."""
         return list(self._by_rid.get(rid, ()))

@@ -9,7 +9,7 @@ Invariants:
 
 import secrets
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..io_struct import CaesuraError, ErrorCode, GenerateReqInput
@@ -119,10 +119,6 @@ class WaitingQueue:
     def __len__(self) -> int:
         """Live requests in the queue."""
         return self._count
-
-    def __iter__(self) -> Iterator[Request]:
-        """Live requests, first to run first."""
-        return (request for request in self._queue if request.phase is Phase.WAITING)
 
     def append(self, request: Request) -> None:
         """A new request goes to the back."""
