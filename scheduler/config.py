@@ -78,6 +78,9 @@ class EngineConfig:
                 raise _invalid(name, value, "must be at least 1")
         if not 0.0 < self.kv_memory_fraction < 1.0:
             raise _invalid("kv_memory_fraction", self.kv_memory_fraction, "must be between 0 and 1")
+        for name in ("idle_empty_s", "result_ttl_s", "session_deadline_s"):
+            if not getattr(self, name) >= 0:  # NaN fails, too
+                raise _invalid(name, getattr(self, name), "must be at least 0")
         if self.pipeline_depth not in (None, 0, 1):
             raise _invalid("pipeline_depth", self.pipeline_depth, "must be 0 or 1")
         if self.dtype not in ("auto", "float32", "bfloat16"):

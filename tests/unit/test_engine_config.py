@@ -1,0 +1,42 @@
+"""An impossible configuration is refused by field name, before anything is allocated."""
+
+import pytest
+
+from caesura.io_struct import CaesuraError
+from caesura.scheduler.config import EngineConfig
+
+
+@pytest.mark.parametrize(
+    "field,value",
+    [
+        ("max_running_requests", 0),
+        ("kv_pool_tokens", -1),
+        ("context_len", 0),
+        ("kv_memory_fraction", 1.0),
+        ("kv_memory_fraction", float("nan")),
+        ("idle_empty_s", -1.0),
+        ("idle_empty_s", float("nan")),
+        ("result_ttl_s", float("nan")),
+        ("session_deadline_s", -0.5),
+        ("pipeline_depth", 2),
+        ("dtype", "int8"),
+    ],
+)
+def test_an_impossible_value_is_refused_by_name(field, value):
+    with pytest.raises(CaesuraError) as caught:
+        EngineConfig(model_path="m", **{field: value})
+    assert caught.value.code == "invalid_request"
+    assert caught.value.detail["field"] == field
+
+
+def test_resolving_decides_everything_and_changes_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    config = EngineConfig(model_path="m", device="cpu")
+    resolved = config.resolve()
+    assert config.endpoint is None
+    assert resolved.endpoint is not None
+    assert resolved.endpoint.startswith("ipc://")
+    assert (resolved.pipeline_depth, resolved.device) == (0, "cpu")
+    assert resolved.num_threads is not None
+    assert resolved.num_threads >= 1
+    assert resolved.resolve() == resolved
