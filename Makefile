@@ -3,9 +3,8 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
-MODEL  ?= demo_out/model
 
-.PHONY: demo test lint format bench serve clean
+.PHONY: demo test lint format bench clean
 
 # pip, not another installer: the user's own index and wheel settings are honoured.
 $(STAMP): pyproject.toml constraints.txt
