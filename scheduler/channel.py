@@ -42,8 +42,9 @@ MAX_IPC_PATH = 107
 MAX_PORT = 65535
 MAX_MESSAGE_BYTES = 1 << 30
 HIGH_WATER_MARK = 1000
+"""Messages queued inside ZeroMQ per client, before our own queue begins."""
 RECEIVE_HIGH_WATER_MARK = 8192
-"""Messages queued inside ZeroMQ per client, before ours begins."""
+"""Messages of one client that ZeroMQ takes in before it holds the client back."""
 MAX_PENDING_DELTA_TOKENS = 1 << 16
 """Per client: beyond this, stream deltas are dropped (a gap in ``starts``); results are not."""
 MAX_PENDING_FRAMES = 1 << 16

@@ -90,7 +90,6 @@ class _Running:
 
     message: ToScheduler
     operation: Operation
-    parked: bool = False
 
 
 class Dispatcher:
@@ -182,9 +181,7 @@ class Dispatcher:
             if wait is None:
                 self._commands.popleft()
             elif wait is Wait.CHANGE:
-                running = self._commands.popleft()
-                running.parked = True
-                self._parked.append(running)
+                self._parked.append(self._commands.popleft())
             if wait is Wait.STEP or perf_counter() - started > SLICE_S:
                 return
 

@@ -107,10 +107,10 @@ def test_stop_token_ends_and_is_kept(driver):
     assert driver.status().kv.held == 0
 
 
-@pytest.mark.parametrize("ticks", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("ticks", range(1, 16))
 @pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
 def test_pause_at_any_step(driver, mode, ticks):
-    """Idle, mid-chunk, prefill, decode: the barrier holds, and continuing changes no token."""
+    """Mid-chunk, prefill, every decode step, the last one included: the barrier holds, continuing changes no token."""
     prompts = [prompt_of(70), prompt_of(3, 1), prompt_of(20, 2)]
     rids = [driver.generate(p, 10) for p in prompts]
     driver.tick(ticks)
@@ -120,7 +120,9 @@ def test_pause_at_any_step(driver, mode, ticks):
     assert (status.generation, status.pause_mode, reply.step) == ("paused", mode, launched)
     assert driver.ongoing is None
     if mode == "abort":
-        assert reply.aborted_requests == 3
+        ended = sum(len(found) for found in driver.results.values())
+        assert ended == 3, "the pause has ended whatever had not ended before it"
+        assert reply.aborted_requests <= 3
         assert status.running_requests + status.prefilling_requests + status.waiting_requests == 0
     if mode in ("abort", "retract"):
         assert (reply.held_tokens, status.kv.held) == (0, 0)
@@ -131,11 +133,43 @@ def test_pause_at_any_step(driver, mode, ticks):
     for rid, prompt in zip(rids, prompts):
         result = check(driver, rid, prompt)
         assert len(result.weight_versions) == (1 if result.output_ids else 0)
-        if mode != "abort":
+        if mode != "abort" or result.finish_reason.type == "length":
             assert len(tokens_of(result)) == 10
         else:
             assert result.finish_reason.type == "abort"
+    aborted = [rid for rid in rids if driver.result(rid).finish_reason.type == "abort"]
+    assert len(aborted) == reply.aborted_requests
     assert driver.status().kv.held == 0
+
+
+@pytest.mark.parametrize("ticks", range(1, 50, 4))
+@pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
+def test_pause_while_the_pool_is_exhausted(tiny_model, depth, mode, ticks):
+    """Six pages for four requests of up to five: there is always somebody preempted or about to be."""
+    with EngineDriver(str(tiny_model), pipeline_depth=depth, kv_pool_tokens=96) as driver:
+        rids = [driver.generate(prompt_of(20, seed), 50) for seed in range(4)]
+        driver.tick(ticks)
+        driver.call(PauseGenerationReqInput(mode=mode))
+        if mode != "in_place":
+            assert driver.status().kv.held == 0
+        driver.call(ContinueGenerationReqInput(torch_empty_cache=False))
+        driver.run_until_idle()
+        results = [check(driver, rid, prompt_of(20, seed)) for seed, rid in enumerate(rids)]
+        if mode == "abort":
+            assert [result.finish_reason.type for result in results] == ["abort"] * 4
+        else:
+            assert [len(tokens_of(result)) for result in results] == [50] * 4
+            assert sum(result.num_retractions for result in results) > 0, "the pool was meant to run out"
+
+
+@pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
+def test_pause_when_idle(driver, mode):
+    reply = driver.call(PauseGenerationReqInput(mode=mode))
+    assert (reply.step, reply.held_requests, reply.waiting_requests, reply.aborted_requests) == (0, 0, 0, 0)
+    assert driver.call(ContinueGenerationReqInput()).was_paused
+    rid = driver.generate(prompt_of(5), 3)
+    driver.run_until_idle()
+    assert len(tokens_of(check(driver, rid, prompt_of(5)))) == 3
 
 
 @pytest.mark.parametrize("flush", [True, False])

@@ -1,0 +1,125 @@
+"""When the device allocator is emptied: at the named places, once, while still paused where a pause ends, and nowhere else."""
+
+import logging
+
+import pytest
+from support.scripted import EngineDriver
+
+from caesura.io_struct import ContinueGenerationReqInput as Continue
+from caesura.io_struct import FlushCacheReqInput as Flush
+from caesura.io_struct import PauseGenerationReqInput as Pause
+from caesura.io_struct import UpdateWeightFromDiskReqInput as Update
+
+MIB = 1 << 20
+
+
+class Allocator:
+    """A device module whose reserved memory is 12 MB before each emptying and 8 MB after; notes the engine's state then."""
+
+    def __init__(self, driver: EngineDriver) -> None:
+        self.reserved = 12 * MIB
+        self.emptied_while: list[str] = []
+        self._lifecycle = driver.engine.scheduler._lifecycle
+
+    def memory_reserved(self) -> int:
+        return self.reserved
+
+    def memory_allocated(self) -> int:
+        return 0
+
+    def empty_cache(self) -> None:
+        self.emptied_while.append(self._lifecycle.generation)
+        self.reserved = 8 * MIB
+
+
+@pytest.fixture
+def driver(tiny_model):
+    with EngineDriver(str(tiny_model)) as driver:
+        yield driver
+
+
+@pytest.fixture
+def allocator(driver):
+    allocator = Allocator(driver)
+    scheduler = driver.engine.scheduler
+    for part in (scheduler, scheduler._lifecycle, scheduler._updates):
+        part._device_module = allocator
+    return allocator
+
+
+@pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
+def test_continue_empties_while_still_paused_and_says_so(driver, allocator, caplog, mode):
+    driver.generate([5, 6, 7], 50)
+    driver.tick(3)
+    driver.call(Pause(mode=mode))
+    assert allocator.emptied_while == [], "a pause empties nothing"
+    with caplog.at_level(logging.INFO, logger="caesura"):
+        reply = driver.call(Continue())
+    assert allocator.emptied_while == ["paused"]
+    assert (reply.reserved_before, reply.reserved_after, reply.freed) == (12 * MIB, 8 * MIB, 4 * MIB)
+    lines = [r.getMessage() for r in caplog.records if r.getMessage().startswith("continue_generation")]
+    assert lines == ["continue_generation: reserved 12.0 MB -> 8.0 MB (freed 4.0 MB)"]
+
+
+def test_continue_can_be_told_not_to(driver, allocator, caplog):
+    driver.call(Pause())
+    with caplog.at_level(logging.INFO, logger="caesura"):
+        reply = driver.call(Continue(torch_empty_cache=False))
+    assert allocator.emptied_while == []
+    assert (reply.was_paused, reply.reserved_before, reply.reserved_after, reply.freed) == (
+        True,
+        None,
+        None,
+        None,
+    )
+    assert not [r for r in caplog.records if r.getMessage().startswith("continue_generation")]
+
+
+def test_continue_on_a_running_engine_does_nothing(driver, allocator):
+    reply = driver.call(Continue())
+    assert (reply.was_paused, reply.freed, allocator.emptied_while) == (False, None, [])
+
+
+def test_flush_and_update_empty_only_when_asked(driver, allocator, other_model):
+    driver.call(Flush(torch_empty_cache=False))
+    driver.call(Update(model_path=str(other_model)))
+    assert allocator.emptied_while == [], "a flush inside an update empties only if that update says so"
+    driver.call(Flush())
+    assert len(allocator.emptied_while) == 1
+    driver.call(Update(model_path=str(other_model), torch_empty_cache=True))
+    assert len(allocator.emptied_while) == 2
+
+
+def test_a_failed_step_empties_once(driver, allocator):
+    driver.generate([5, 6, 7], 20)
+    driver.tick(3)
+    driver.runner.fail_next = True
+    driver.run_until_idle()
+    assert len(allocator.emptied_while) == 1
+
+
+def test_idle_sleep_empties_once_per_idle_period(driver, allocator, monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr("caesura.scheduler.loop.monotonic", lambda: now[0])
+    idle = driver.config.idle_empty_s
+    driver.generate([5, 6, 7], 4)
+    driver.run_until_idle()
+    now[0] += idle - 0.1
+    driver.tick(3)
+    assert allocator.emptied_while == [], "not before its time"
+    now[0] += 0.2
+    driver.tick(3)
+    assert len(allocator.emptied_while) == 1
+    now[0] += 10 * idle
+    driver.tick(3)
+    assert len(allocator.emptied_while) == 1, "once is enough: nothing has run since"
+    driver.generate([5, 6, 7], 4)
+    driver.run_until_idle()
+    now[0] += idle + 0.1
+    driver.tick(3)
+    assert len(allocator.emptied_while) == 2
+
+
+def test_status_reads_memory_without_emptying(driver, allocator):
+    driver.status()
+    assert allocator.emptied_while == []
