@@ -7,7 +7,7 @@ STAMP  := $(VENV)/.installed
 .PHONY: demo test lint format bench clean
 
 # pip, not another installer: the user's own index and wheel settings are honoured.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt $(wildcard scheduler/kernels/cpu/*)
 	$(PYTHON) -c 'import sys; sys.exit("Caesura needs Python 3.11 to 3.13, this is %s" % sys.version.split()[0] if not (3, 11) <= sys.version_info[:2] <= (3, 13) else 0)'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'

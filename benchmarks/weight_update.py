@@ -1,34 +1,45 @@
 """Weight updates by every transport, beside what the same bytes cost without an engine, in one run.
 
-References, each on the same tensors and in the same process: a plain read + copy of the files (disk), a plain copy of
-the tensors (ipc), a bare ZeroMQ loop of 64 MB frames with an answer for each (tensor). ``of reference`` is the
-reference's time over the update's, so 100 % means that the engine adds nothing. Repeats are interleaved; medians.
+References, each on the same bytes and in the same process: a plain read + copy of the files (disk), a bare ZeroMQ loop
+with an answer for each bucket (tensor), a plain copy of the tensors (ipc), a bare gloo broadcast + copy (distributed).
+``of reference`` is the reference's time over the update's, so 100 % means that the engine adds nothing. Stages are the
+engine's own figures, summed over all buckets; total is from the first message to the last answer, and so contains what
+the engine waits for the trainer. Turns are interleaved; medians.
 
-    python benchmarks/weight_update.py --gb 0.1 1.2
+``peak`` is how far the engine's resident memory (shared memory included) rose above what it was before the update,
+the largest of all turns; with ipc-shared that is the trainer's own memory, mapped. The target is at most ``workspace``
+and 5 % of weights and KV. The first turn starts from a trimmed heap and is not timed.
+
+    python benchmarks/weight_update.py --gb 0.1 1.2 --json out.json
 """
 
 import argparse
+import json
 import statistics
 import tempfile
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
-import zmq
 from checkpoints import SHAPES, Shape, write_checkpoint
-from harness.machine import describe, machine_facts
+from harness.bare import BareGloo, BareZeroMQ, copy_seconds
+from harness.machine import busy_share, describe, machine_facts
+from harness.process_memory import MB, read_memory, reset_peak
 from harness.reference import plain_read_and_copy
+from harness.report import QUIET
+from harness.transports import TRANSPORTS, Trainer, Transport
 from rich.console import Console
 from rich.table import Table
-from safetensors.torch import load_file
 
 from caesura.client import SchedulerClient, launch_scheduler
-from caesura.client.tensors import buckets
-from caesura.io_struct import WeightUpdateReqOutput
 
-BUCKET_BYTES = 64 << 20
+STAGES = ("receive", "copy", "derive", "flush", "total")
+DISK_BUCKET_BYTES = 8 << 20
+"""The engine's default: a disk update needs one such bucket, the others what the trainer sends at once."""
 MEDIUM = Shape(
     num_hidden_layers=8,
     hidden_size=768,
@@ -42,127 +53,178 @@ MEDIUM = Shape(
     eos_token_id=1,
 )
 """About 0.1 GB in bfloat16."""
+MODELS = {0.1: MEDIUM, 1.2: SHAPES["0.6b"]}
 
-Weights = dict[str, torch.Tensor]
-
-
-def timed(work: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
+Reference = Callable[[int], float]
+"""Seconds that the weights number ``which`` take without an engine."""
 
 
-def copy_once(weights: Weights, destination: Weights) -> None:
-    for name, tensor in weights.items():
-        destination[name].copy_(tensor)
+@dataclass
+class Measured:
+    """One transport's turns."""
+
+    seconds: list[float] = field(default_factory=list)
+    reference_s: list[float] = field(default_factory=list)
+    stages_s: dict[str, list[float]] = field(default_factory=lambda: {stage: [] for stage in STAGES})
+    peak_bytes: list[int] = field(default_factory=list)
+    """By which resident memory rose, the first turn included."""
 
 
-class BareLoop:
-    """A DEALER and a ROUTER in another thread that copies each frame and answers: what ZeroMQ alone takes."""
-
-    def __init__(self, folder: Path) -> None:
-        self._context = zmq.Context()
-        endpoint = f"ipc://{folder}/bare.sock"
-        self._router = self._context.socket(zmq.ROUTER)
-        self._router.bind(endpoint)
-        self._dealer = self._context.socket(zmq.DEALER)
-        self._dealer.connect(endpoint)
-        self._memory = torch.empty(2 * BUCKET_BYTES, dtype=torch.uint8)
-        threading.Thread(target=self._serve, daemon=True).start()
-
-    def send(self, weights: Weights) -> None:
-        for bucket in buckets(weights.items(), BUCKET_BYTES):
-            frames = [piece.rows.view(torch.uint8).reshape(-1).numpy().data for piece in bucket.pieces]
-            self._dealer.send_multipart([b"header", *frames], copy=False)
-            self._dealer.recv()
-
-    def _serve(self) -> None:
-        while True:
-            client = self._router.recv()
-            while self._router.rcvmore:
-                frame = self._router.recv(copy=False).buffer
-                if len(frame) > len(b"header"):
-                    self._memory[: len(frame)].copy_(torch.frombuffer(frame, dtype=torch.uint8))
-            self._router.send_multipart([client, b""])
+@contextmanager
+def references(
+    trainer: Trainer, folders: Sequence[Path], transports: Sequence[Transport], bucket_bytes: int
+) -> Iterator[dict[Transport, Reference]]:
+    """The reference of each of ``transports``."""
+    with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
+        found: dict[Transport, Reference] = {}
+        if "disk" in transports:
+            found["disk"] = lambda which: plain_read_and_copy(folders[which], repeats=1)["seconds"]
+        if "tensor" in transports:
+            bare = BareZeroMQ(Path(scratch), trainer.weights, bucket_bytes)
+            stack.callback(bare.close)
+            found["tensor"] = bare.seconds
+        destination = {name: torch.zeros_like(tensor) for name, tensor in trainer.weights[0].items()}
+        found["ipc"] = lambda which: copy_seconds(trainer.weights[which], destination)
+        found["ipc-shared"] = found["ipc"]
+        if "distributed" in transports:
+            gloo = BareGloo(trainer.weights, bucket_bytes)
+            stack.callback(gloo.close)
+            found["distributed"] = gloo.seconds
+        yield {transport: found[transport] for transport in transports}
 
 
-def measure(client: SchedulerClient, folders: list[Path], repeats: int, scratch: Path) -> Table:
-    """One table row per transport."""
-    weights = [load_file(folder / "model.safetensors") for folder in folders]
-    total = sum(tensor.nbytes for tensor in weights[0].values())
-    destination = {name: torch.zeros_like(tensor) for name, tensor in weights[0].items()}
-    bare = BareLoop(scratch)
-    transports: dict[str, Callable[[int], WeightUpdateReqOutput]] = {
-        "disk": lambda which: client.update_weights_from_disk(folders[which]),
-        "tensor": lambda which: client.update_weights_from_tensor(
-            weights[which].items(), bucket_bytes=BUCKET_BYTES
-        ),
-        "ipc": lambda which: client.update_weights_from_ipc(
-            weights[which].items(), bucket_bytes=BUCKET_BYTES
-        ),
-    }
-    references: dict[str, Callable[[int], float]] = {
-        "disk": lambda which: plain_read_and_copy(folders[which], repeats=1)["seconds"],
-        "tensor": lambda which: timed(lambda: bare.send(weights[which])),
-        "ipc": lambda which: timed(lambda: copy_once(weights[which], destination)),
-    }
-    seconds: dict[str, list[float]] = {name: [] for name in transports}
-    reference: dict[str, list[float]] = {name: [] for name in transports}
-    copies: dict[str, list[float]] = {name: [] for name in transports}
-    which = 0
+def measure(
+    client: SchedulerClient, trainer: Trainer, references: dict[Transport, Reference], repeats: int
+) -> dict[Transport, Measured]:
+    """``repeats`` timed turns of every transport, after one for memory alone."""
+    results = {transport: Measured() for transport in references}
+    pid, which = client.status().pid, 0
     for turn in range(repeats + 1):
-        for name, update in transports.items():
+        for transport, result in results.items():
             which = 1 - which  # other weights than those in place, whatever transport brought them
-            expected, start = references[name](which), time.perf_counter()
-            reply = update(which)
+            expected = references[transport](which)
+            if turn == 0:
+                client.flush_cache(torch_empty_cache=True)
+            reset_peak(pid)
+            before = read_memory(pid).resident
+            start = time.perf_counter()
+            reply = trainer.push(transport, which)
             took = time.perf_counter() - start
-            assert reply.committed and reply.changed_tensors, name
-            if turn:  # the first turn touches memory for the first time
-                seconds[name].append(took)
-                reference[name].append(expected)
-                copies[name].append(reply.stages.receive + reply.stages.copy)
-    table = Table(title=f"{total / 1e9:.2f} GB, {len(weights[0])} tensors, medians of {repeats}")
-    for column in (
-        "transport",
-        "update ms",
-        "GB/s",
-        "engine's read + copy ms",
-        "reference ms",
-        "of reference",
-    ):
-        table.add_column(column, justify="left" if column == "transport" else "right")
-    for name in transports:
-        update_s, reference_s = statistics.median(seconds[name]), statistics.median(reference[name])
+            result.peak_bytes.append(read_memory(pid).peak - before)
+            assert reply.committed and reply.changed_tensors, transport
+            if turn:
+                result.seconds.append(took)
+                result.reference_s.append(expected)
+                for stage in STAGES:
+                    result.stages_s[stage].append(getattr(reply.stages, stage))
+    return results
+
+
+def workspace_bytes(transport: Transport, sizes: Sequence[int], bucket_bytes: int) -> int:
+    """What an update may need beside weights and KV, for tensors of ``sizes``; a broadcast tensor comes whole."""
+    match transport:
+        case "disk":
+            return DISK_BUCKET_BYTES
+        case "ipc-shared":
+            return sum(sizes)
+        case "distributed":
+            return max(min(bucket_bytes, sum(sizes)), *sizes)
+        case "tensor" | "ipc":
+            return min(bucket_bytes, sum(sizes))
+
+
+def summarise(result: Measured, total: int, workspace: int) -> dict[str, float]:
+    """Medians in ms, and memory in MB."""
+    update, reference = statistics.median(result.seconds), statistics.median(result.reference_s)
+    return {
+        "update_ms": 1e3 * update,
+        "gb_per_s": total / 1e9 / update,
+        **{f"{stage}_ms": 1e3 * statistics.median(result.stages_s[stage]) for stage in STAGES},
+        "reference_ms": 1e3 * reference,
+        "of_reference": reference / update,
+        "peak_mb": max(result.peak_bytes) / MB,
+        "workspace_mb": workspace / MB,
+    }
+
+
+def run_size(gigabytes: float, options: argparse.Namespace) -> dict[str, Any]:
+    """All transports on one model: sizes in bytes, and a row and every measurement per transport."""
+    with ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        folders = [
+            write_checkpoint(scratch / str(seed), MODELS[gigabytes], seed=seed, dtype="bfloat16")
+            for seed in (0, 1)
+        ]
+        client = stack.enter_context(
+            launch_scheduler(
+                folders[0],
+                num_threads=options.threads,
+                kv_pool_tokens=4096,
+                load_bucket_bytes=DISK_BUCKET_BYTES,
+                log_level="WARNING",
+            )
+        )
+        trainer = stack.enter_context(Trainer(client, folders, options.transports, options.bucket_bytes))
+        chosen = stack.enter_context(references(trainer, folders, options.transports, options.bucket_bytes))
+        sizes = [tensor.nbytes for tensor in trainer.weights[0].values()]
+        measured = measure(client, trainer, chosen, options.repeats)
+        memory = client.status().device_memory
+        return {
+            "bytes": sum(sizes),
+            "tensors": len(sizes),
+            "weights_and_kv_bytes": memory.weights + memory.kv_cache,
+            "rows": {
+                name: summarise(one, sum(sizes), workspace_bytes(name, sizes, options.bucket_bytes))
+                for name, one in measured.items()
+            },
+            "measurements": {name: vars(one) for name, one in measured.items()},
+        }
+
+
+def as_table(size: dict[str, Any], repeats: int) -> Table:
+    """For people."""
+    rows, resident = size["rows"], size["weights_and_kv_bytes"]
+    table = Table(
+        title=f"{size['bytes'] / 1e9:.2f} GB, {size['tensors']} tensors, medians of {repeats}; "
+        f"weights + KV {resident / MB:,.0f} MB, 5 % of it {0.05 * resident / MB:,.0f} MB"
+    )
+    table.add_column("transport")
+    for title in ("update ms", "GB/s", *STAGES, "reference", "of reference", "peak MB", "workspace"):
+        table.add_column(title, justify="right")
+    for name, row in rows.items():
         table.add_row(
             name,
-            f"{1e3 * update_s:.1f}",
-            f"{total / 1e9 / update_s:.2f}",
-            f"{1e3 * statistics.median(copies[name]):.1f}",
-            f"{1e3 * reference_s:.1f}",
-            f"{reference_s / update_s:.0%}",
+            f"{row['update_ms']:.1f}",
+            f"{row['gb_per_s']:.2f}",
+            *(f"{row[f'{stage}_ms']:.1f}" for stage in STAGES),
+            f"{row['reference_ms']:.1f}",
+            f"{row['of_reference']:.0%}",
+            f"{row['peak_mb']:.1f}",
+            f"{row['workspace_mb']:.0f}",
         )
     return table
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--gb", type=float, nargs="+", choices=(0.1, 1.2), default=[0.1])
+    parser.add_argument("--gb", type=float, nargs="+", choices=tuple(MODELS), default=[0.1])
+    parser.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=TRANSPORTS)
     parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--threads", type=int, default=1, help="of the engine, and of the trainer")
+    parser.add_argument("--bucket-bytes", type=int, default=64 << 20, help="what the trainer sends at once")
+    parser.add_argument("--json", type=Path, help="also write every measurement there")
     options = parser.parse_args()
-    console = Console(width=120)
-    console.print(describe(machine_facts()))
-    for size in options.gb:
-        with tempfile.TemporaryDirectory() as scratch:
-            folders = [
-                write_checkpoint(
-                    Path(scratch) / str(seed), MEDIUM if size == 0.1 else SHAPES["0.6b"], seed=seed
-                )
-                for seed in (0, 1)
-            ]
-            with launch_scheduler(
-                str(folders[0]), num_threads=1, kv_pool_tokens=4096, log_level="WARNING"
-            ) as client:
-                console.print(measure(client, folders, options.repeats, Path(scratch)))
+    torch.set_num_threads(options.threads)
+    console, facts = Console(width=130), machine_facts()
+    console.print(describe(facts))
+    if (busy := busy_share()) > QUIET:
+        console.print(f"somebody else uses {busy:.0%} of the cores: do not trust these figures")
+    sizes = {}
+    for gigabytes in options.gb:
+        sizes[gigabytes] = run_size(gigabytes, options)
+        console.print(as_table(sizes[gigabytes], options.repeats))
+    if options.json is not None:
+        options.json.write_text(json.dumps({"machine": facts, "sizes": sizes}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

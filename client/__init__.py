@@ -9,7 +9,9 @@ from ..io_struct import (
     WeightVersionSpan,
 )
 from .async_client import AsyncSchedulerClient
+from .async_control_client import AsyncControlClient
 from .async_handle import AsyncGenerationHandle
+from .control_client import ControlClient
 from .exceptions import (
     Busy,
     CheckpointError,
@@ -22,10 +24,12 @@ from .exceptions import (
     EnginePaused,
     EpochBehind,
     ExceedsKVPool,
+    GroupError,
     IdConflict,
     InternalError,
     InvalidRequest,
     MalformedMessage,
+    MemoryReleased,
     NoSession,
     NotIdle,
     NotOwner,
@@ -43,15 +47,18 @@ from .exceptions import (
 )
 from .handle import GenerationHandle
 from .launch import LaunchedScheduler, launch_scheduler
-from .results import GenerateOutput, TokenDelta, WeightUpdate
+from .options import WeightUpdate
+from .results import GenerateOutput, TokenDelta
 from .scheduler_client import SchedulerClient
 
 __all__ = [
+    "AsyncControlClient",
     "AsyncGenerationHandle",
     "AsyncSchedulerClient",
     "Busy",
     "CaesuraError",
     "CheckpointError",
+    "ControlClient",
     "DeadlineExceeded",
     "DuplicateRid",
     "EndpointInUse",
@@ -65,11 +72,13 @@ __all__ = [
     "FinishReason",
     "GenerateOutput",
     "GenerationHandle",
+    "GroupError",
     "IdConflict",
     "InternalError",
     "InvalidRequest",
     "LaunchedScheduler",
     "MalformedMessage",
+    "MemoryReleased",
     "NoSession",
     "NotIdle",
     "NotOwner",

@@ -1,82 +1,35 @@
 """``AsyncSchedulerClient``: the engine, from coroutines. Same methods, arguments and errors as the blocking client.
 
-Invariants: a cancelled ``generate`` aborts its generations; no other cancelled or timed-out call changes anything in the
-engine. All calls come from one event loop. No call can wait for ever on an engine that is gone.
+Invariants: those of :class:`~.async_control_client.AsyncControlClient`, and: a cancelled ``generate`` aborts its
+generations.
 """
 # ruff: noqa: ASYNC109  (the same arguments as the blocking client's)
 
 import asyncio
 import contextlib
-import os
-from collections.abc import AsyncIterator, Sequence
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
+from collections.abc import Sequence
+from typing import Any, overload
 
 from ..io_struct import (
     AbortReq,
     AbortReqOutput,
-    BeginWeightUpdateReqInput,
-    BeginWeightUpdateReqOutput,
-    CaesuraError,
-    ContinueGenerationReqInput,
-    ContinueGenerationReqOutput,
-    ControlRequest,
-    EndWeightUpdateReqInput,
     FetchResultReqInput,
     FetchResultReqOutput,
-    FlushCacheReqInput,
-    FlushCacheReqOutput,
     GenerateReqInput,
-    GetStatusReqInput,
-    GetStatusReqOutput,
-    Message,
-    PauseGenerationReqInput,
-    PauseGenerationReqOutput,
-    PauseMode,
-    RenewPauseLeaseReqInput,
-    RenewPauseLeaseReqOutput,
-    Request,
     SamplingParams,
-    ShutdownReqInput,
-    ShutdownReqOutput,
-    TensorSpec,
-    UpdateWeightFromDiskReqInput,
-    WeightsCheckerReqInput,
-    WeightsCheckerReqOutput,
-    WeightUpdateReqOutput,
-    new_id,
 )
-from ..io_struct.control import LeaseAction
-from ..io_struct.weights import DEFAULT_BUCKET_BYTES
-from .async_channel import Deltas, LoopChannel, Result
-from .async_handle import AsyncGenerationHandle, wait_for
+from .async_channel import Deltas, Result
+from .async_control_client import AsyncControlClient
+from .async_handle import AsyncGenerationHandle
 from .connection import Generation
 from .exceptions import EngineError, TimedOut
+from .options import id_of
 from .prompts import Plan, plan, token_ids
-from .results import CheckerAction, GenerateOutput, WeightUpdate, decode_output
-
-if TYPE_CHECKING:
-    from .tensors import NamedTensors, SharedBuckets
-
-ReplyT = TypeVar("ReplyT", bound=Message)
+from .results import GenerateOutput, decode_output
 
 
-class AsyncSchedulerClient:
-    """A connection to one engine.
-
-    ``connect_timeout`` (seconds) bounds how long a call waits for a scheduler to appear at ``endpoint``; None waits for
-    ever. Every method's ``timeout`` (seconds) bounds that call; None waits until the engine answers or dies.
-    ``owner`` is the token under which this client pauses and sends commands; it renews the lease of its pause.
-    """
-
-    def __init__(
-        self, endpoint: str, *, connect_timeout: float | None = 10.0, owner: str | None = None
-    ) -> None:
-        self.endpoint = endpoint
-        self.owner = owner
-        self._in_session = False
-        self._shared: SharedBuckets | None = None
-        self._channel = LoopChannel(endpoint, connect_timeout=connect_timeout)
+class AsyncSchedulerClient(AsyncControlClient):
+    """A connection to one engine that generates; constructor and timeouts as of its base class."""
 
     @overload
     async def generate(
@@ -160,7 +113,7 @@ class AsyncSchedulerClient:
     ) -> AsyncGenerationHandle:
         """Start one prompt and return at once; refusals are raised by the handle."""
         request = GenerateReqInput(
-            id=_id(message_id),
+            id=id_of(message_id),
             rid=rid,
             input_ids=token_ids(input_ids),
             sampling_params=sampling_params or SamplingParams(),
@@ -183,236 +136,17 @@ class AsyncSchedulerClient:
     ) -> AbortReqOutput:
         """End generations now, by rid or all of them; each answers its own caller with its partial output."""
         return await self._call(
-            AbortReq(id=_id(message_id), rid=rid, abort_all=abort_all), AbortReqOutput, timeout
+            AbortReq(id=id_of(message_id), rid=rid, abort_all=abort_all), AbortReqOutput, timeout
         )
-
-    async def pause(
-        self,
-        mode: PauseMode = "abort",
-        *,
-        owner: str | None = None,
-        lease_s: float | None = None,
-        on_lease_expiry: LeaseAction = "continue",
-        message_id: str | None = None,
-        timeout: float | None = None,
-    ) -> PauseGenerationReqOutput:
-        """Stop at the next step boundary; when this returns, no step is in flight."""
-        request = PauseGenerationReqInput(
-            id=_id(message_id), mode=mode, owner=owner, lease_s=lease_s, on_lease_expiry=on_lease_expiry
-        )
-        return await self._call(request, PauseGenerationReqOutput, timeout)
-
-    async def continue_generation(
-        self,
-        *,
-        torch_empty_cache: bool = True,
-        owner: str | None = None,
-        force: bool = False,
-        message_id: str | None = None,
-        timeout: float | None = None,
-    ) -> ContinueGenerationReqOutput:
-        """Go on; the device allocator's unused blocks are returned first. A no-op on a running engine."""
-        request = ContinueGenerationReqInput(
-            id=_id(message_id), torch_empty_cache=torch_empty_cache, owner=owner, force=force
-        )
-        return await self._call(request, ContinueGenerationReqOutput, timeout)
-
-    async def renew_pause_lease(
-        self, owner: str | None = None, *, message_id: str | None = None, timeout: float | None = None
-    ) -> RenewPauseLeaseReqOutput:
-        """A sign of life from the pause's owner; every other command of the owner renews the lease as well."""
-        request = RenewPauseLeaseReqInput(id=_id(message_id), owner=owner)
-        return await self._call(request, RenewPauseLeaseReqOutput, timeout)
 
     async def fetch_result(
         self, rid: str, *, message_id: str | None = None, timeout: float | None = None
     ) -> list[GenerateOutput]:
         """Results of generation ``rid`` that ended while its client could not be reached, kept for a while by the engine;
         empty where nothing is kept."""
-        request = FetchResultReqInput(id=_id(message_id), rid=rid)
+        request = FetchResultReqInput(id=id_of(message_id), rid=rid)
         reply = await self._call(request, FetchResultReqOutput, timeout)
         return [decode_output(result) for result in reply.results]
-
-    async def flush_cache(
-        self,
-        *,
-        torch_empty_cache: bool = True,
-        timeout_s: float = 0.0,
-        message_id: str | None = None,
-        timeout: float | None = None,
-    ) -> FlushCacheReqOutput:
-        """Clear the engine's prefix cache; the engine waits up to ``timeout_s`` seconds to become idle."""
-        request = FlushCacheReqInput(
-            id=_id(message_id), torch_empty_cache=torch_empty_cache, timeout_s=timeout_s
-        )
-        return await self._call(request, FlushCacheReqOutput, timeout)
-
-    async def update_weights_from_disk(
-        self,
-        model_path: str | os.PathLike[str],
-        *,
-        weight_version: str | None = None,
-        flush_cache: bool = True,
-        torch_empty_cache: bool = False,
-        abort_all_requests: bool = False,
-        load_format: str | None = None,
-        message_id: str | None = None,
-        timeout: float | None = None,
-    ) -> WeightUpdateReqOutput:
-        """Load a checkpoint folder of the same architecture in place. The path is read by the engine's process."""
-        request = UpdateWeightFromDiskReqInput(
-            id=_id(message_id),
-            model_path=os.fspath(model_path),
-            weight_version=weight_version,
-            flush_cache=flush_cache,
-            torch_empty_cache=torch_empty_cache,
-            abort_all_requests=abort_all_requests,
-            load_format=load_format,
-        )
-        return await self._call(request, WeightUpdateReqOutput, timeout)
-
-    async def update_weights_from_tensor(
-        self,
-        named_tensors: "NamedTensors",
-        *,
-        weight_version: str | None = None,
-        flush_cache: bool = True,
-        torch_empty_cache: bool = False,
-        abort_all_requests: bool = False,
-        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-        timeout: float | None = None,
-    ) -> WeightUpdateReqOutput:
-        """Send weights over the socket.
-
-        ``named_tensors`` are checkpoint names and tensors; more than ``bucket_bytes`` of them are sent in a session of
-        their own, unless :meth:`weight_update` has one open. ``timeout`` bounds each bucket. Needs torch.
-        """
-        options = {
-            "weight_version": weight_version,
-            "flush_cache": flush_cache,
-            "torch_empty_cache": torch_empty_cache,
-            "abort_all_requests": abort_all_requests,
-        }
-        return await self._send_tensors(named_tensors, options, bucket_bytes, timeout, shared=False)
-
-    async def update_weights_from_ipc(
-        self,
-        named_tensors: "NamedTensors",
-        *,
-        weight_version: str | None = None,
-        flush_cache: bool = True,
-        torch_empty_cache: bool = False,
-        abort_all_requests: bool = False,
-        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-        timeout: float | None = None,
-    ) -> WeightUpdateReqOutput:
-        """Hand weights over through shared memory; the engine runs on this host under the same user.
-
-        ``named_tensors`` are checkpoint names and tensors; more than ``bucket_bytes`` of them are sent in a session of
-        their own, unless :meth:`weight_update` has one open. ``timeout`` bounds each bucket. Needs torch.
-        """
-        options = {
-            "weight_version": weight_version,
-            "flush_cache": flush_cache,
-            "torch_empty_cache": torch_empty_cache,
-            "abort_all_requests": abort_all_requests,
-        }
-        return await self._send_tensors(named_tensors, options, bucket_bytes, timeout, shared=True)
-
-    async def begin_weight_update(
-        self,
-        *,
-        manifest: list[TensorSpec] | None = None,
-        deadline_s: float | None = None,
-        message_id: str | None = None,
-        timeout: float | None = None,
-    ) -> BeginWeightUpdateReqOutput:
-        """Open an explicit session: what follows is committed together by :meth:`end_weight_update`."""
-        request = BeginWeightUpdateReqInput(id=_id(message_id), manifest=manifest, deadline_s=deadline_s)
-        reply = await self._call(request, BeginWeightUpdateReqOutput, timeout)
-        self._in_session = True
-        return reply
-
-    async def end_weight_update(
-        self,
-        *,
-        commit: bool = True,
-        weight_version: str | None = None,
-        message_id: str | None = None,
-        timeout: float | None = None,
-    ) -> WeightUpdateReqOutput:
-        """Close the session: commit it, or abort it (weights stay valid only if nothing was written)."""
-        request = EndWeightUpdateReqInput(
-            id=_id(message_id),
-            commit=commit,
-            weight_version=weight_version,
-        )
-        self._in_session = False
-        return await self._call(request, WeightUpdateReqOutput, timeout)
-
-    @contextlib.asynccontextmanager
-    async def weight_update(
-        self,
-        *,
-        weight_version: str | None = None,
-        manifest: list[TensorSpec] | None = None,
-        deadline_s: float | None = None,
-        timeout: float | None = None,
-    ) -> AsyncIterator[WeightUpdate]:
-        """A session around a block: committed at its end (``.result`` then holds the reply), aborted if it raises.
-
-        ``timeout`` bounds each of the two calls, not the block.
-        """
-        session = WeightUpdate(
-            await self.begin_weight_update(manifest=manifest, deadline_s=deadline_s, timeout=timeout)
-        )
-        try:
-            yield session
-        except BaseException as error:
-            try:
-                await self.end_weight_update(commit=False, timeout=timeout)
-            except CaesuraError as second:
-                error.add_note(f"the weight session could not be aborted either: {second}")
-            raise
-        session.result = await self.end_weight_update(weight_version=weight_version, timeout=timeout)
-
-    async def check_weights(
-        self,
-        action: CheckerAction = "checksum",
-        *,
-        message_id: str | None = None,
-        timeout: float | None = None,
-    ) -> WeightsCheckerReqOutput:
-        """Prove what the weights are: checksums, or a comparison with an earlier snapshot."""
-        return await self._call(
-            WeightsCheckerReqInput(id=_id(message_id), action=action), WeightsCheckerReqOutput, timeout
-        )
-
-    async def status(
-        self, *, message_id: str | None = None, timeout: float | None = None
-    ) -> GetStatusReqOutput:
-        """One consistent snapshot of the engine; answered during pauses and updates too."""
-        return await self._call(GetStatusReqInput(id=_id(message_id)), GetStatusReqOutput, timeout)
-
-    async def shutdown(
-        self, *, message_id: str | None = None, timeout: float | None = None
-    ) -> ShutdownReqOutput:
-        """Stop the engine: it ends every request, answers this and exits."""
-        return await self._call(ShutdownReqInput(id=_id(message_id)), ShutdownReqOutput, timeout)
-
-    async def close(self) -> None:
-        """Close the connection; whoever still waits gets :class:`EngineDied`. The engine goes on. Idempotent."""
-        self._channel.close()
-        if self._shared is not None:
-            self._shared.close()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
 
     async def _generate(self, work: Plan, timeout: float | None) -> Any:
         generations: list[Generation[Result, Deltas]] = []
@@ -434,60 +168,3 @@ class AsyncSchedulerClient:
             if not generation.waiter.done():
                 with contextlib.suppress(EngineError):
                     self._channel.start_call(AbortReq(rid=generation.rid), AbortReqOutput)
-
-    async def _send_tensors(
-        self,
-        named_tensors: "NamedTensors",
-        options: dict[str, Any],
-        bucket_bytes: int,
-        timeout: float | None,
-        *,
-        shared: bool,
-    ) -> WeightUpdateReqOutput:
-
-        from . import tensors
-
-        if self._shared is None:
-            self._shared = tensors.SharedBuckets()
-        steps = tensors.update_steps(
-            named_tensors,
-            options,
-            bucket_bytes=bucket_bytes,
-            in_session=self._in_session,
-            shared=self._shared.get if shared else None,
-        )
-        try:
-            request, buffers = next(steps)
-            while True:
-                expects = (
-                    BeginWeightUpdateReqOutput
-                    if isinstance(request, BeginWeightUpdateReqInput)
-                    else WeightUpdateReqOutput
-                )
-                try:
-                    reply = await self._call(request, expects, timeout, buffers)
-                except CaesuraError as error:
-                    request, buffers = steps.throw(error)
-                else:
-                    request, buffers = steps.send(reply)
-        except StopIteration as stop:
-            final: WeightUpdateReqOutput = stop.value
-            return final
-
-    async def _call(
-        self,
-        request: Request,
-        expects: type[ReplyT],
-        timeout: float | None,
-        buffers: Sequence[memoryview] = (),
-    ) -> ReplyT:
-        if isinstance(request, ControlRequest) and request.owner is None:
-            request.owner = self.owner
-        reply: ReplyT = await wait_for(
-            self._channel.start_call(request, expects, buffers), request.id, timeout
-        )
-        return reply
-
-
-def _id(message_id: str | None) -> str:
-    return new_id() if message_id is None else message_id

@@ -127,6 +127,18 @@ class WeightsInvalid(EngineError):
     error_code = ErrorCode.WEIGHTS_INVALID
 
 
+class MemoryReleased(EngineError):
+    """Needs memory that is released; resume it first."""
+
+    error_code = ErrorCode.MEMORY_RELEASED
+
+
+class GroupError(EngineError):
+    """A weight update group is unknown, dead, or was not joined by every rank in time."""
+
+    error_code = ErrorCode.GROUP_ERROR
+
+
 class CheckpointError(EngineError):
     """A checkpoint is missing, truncated or not safetensors."""
 

@@ -8,18 +8,13 @@ import array
 import math
 import sys
 from dataclasses import dataclass
-from typing import Literal
 
 from ..io_struct import (
-    BeginWeightUpdateReqOutput,
     FinishReason,
     GenerateReqOutput,
-    WeightUpdateReqOutput,
     WeightVersionSpan,
 )
 from .exceptions import InternalError
-
-CheckerAction = Literal["checksum", "snapshot", "compare", "reset_tensors"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,15 +67,6 @@ class TokenDelta:
     output_ids: list[int]
     output_logprobs: list[float] | None
     """None unless ``return_logprob``."""
-
-
-@dataclass(slots=True)
-class WeightUpdate:
-    """What ``weight_update(...)`` hands to its block."""
-
-    opened: BeginWeightUpdateReqOutput
-    result: WeightUpdateReqOutput | None = None
-    """The reply to the commit; None until the block has ended well."""
 
 
 def read_ints(data: bytes) -> list[int]:

@@ -30,6 +30,8 @@ ANSWERS = {
     "UpdateWeightFromDiskReqInput": "WeightUpdateReqOutput",
     "UpdateWeightsFromTensorReqInput": "WeightUpdateReqOutput",
     "UpdateWeightsFromIPCReqInput": "WeightUpdateReqOutput",
+    "UpdateWeightsFromCheckpointEngineReqInput": "WeightUpdateReqOutput",
+    "UpdateWeightsFromDistributedReqInput": "WeightUpdateReqOutput",
 }
 """Where the answer to ``XReqInput`` is not ``XReqOutput``."""
 LIMITS = (

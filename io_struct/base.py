@@ -58,7 +58,7 @@ class TensorSpec(Record, kw_only=True, frozen=True):
 
     name: str
     dtype: str
-    shape: list[Annotated[int, msgspec.Meta(ge=0)]]
+    shape: Annotated[list[Annotated[int, msgspec.Meta(ge=0)]], msgspec.Meta(max_length=64)]
     offset: Annotated[int, msgspec.Meta(ge=0)] = 0
     nbytes: Annotated[int, msgspec.Meta(ge=0)] = 0
     start_row: Annotated[int, msgspec.Meta(ge=0)] = 0

@@ -12,8 +12,12 @@ from .control import (
     GetStatusReqOutput,
     PauseGenerationReqInput,
     PauseGenerationReqOutput,
+    ReleaseMemoryOccupationReqInput,
+    ReleaseMemoryOccupationReqOutput,
     RenewPauseLeaseReqInput,
     RenewPauseLeaseReqOutput,
+    ResumeMemoryOccupationReqInput,
+    ResumeMemoryOccupationReqOutput,
     ShutdownReqInput,
     ShutdownReqOutput,
 )
@@ -30,8 +34,14 @@ from .generate import (
 from .weights import (
     BeginWeightUpdateReqInput,
     BeginWeightUpdateReqOutput,
+    DestroyWeightsUpdateGroupReqInput,
+    DestroyWeightsUpdateGroupReqOutput,
     EndWeightUpdateReqInput,
+    InitWeightsUpdateGroupReqInput,
+    InitWeightsUpdateGroupReqOutput,
     UpdateWeightFromDiskReqInput,
+    UpdateWeightsFromCheckpointEngineReqInput,
+    UpdateWeightsFromDistributedReqInput,
     UpdateWeightsFromIPCReqInput,
     UpdateWeightsFromTensorReqInput,
     WeightsCheckerReqInput,
@@ -46,6 +56,8 @@ ToScheduler = (
     | ContinueGenerationReqInput
     | FlushCacheReqInput
     | GetStatusReqInput
+    | ReleaseMemoryOccupationReqInput
+    | ResumeMemoryOccupationReqInput
     | RenewPauseLeaseReqInput
     | FetchResultReqInput
     | BeginWeightUpdateReqInput
@@ -53,6 +65,10 @@ ToScheduler = (
     | UpdateWeightFromDiskReqInput
     | UpdateWeightsFromTensorReqInput
     | UpdateWeightsFromIPCReqInput
+    | UpdateWeightsFromCheckpointEngineReqInput
+    | InitWeightsUpdateGroupReqInput
+    | DestroyWeightsUpdateGroupReqInput
+    | UpdateWeightsFromDistributedReqInput
     | WeightsCheckerReqInput
     | ShutdownReqInput
 )
@@ -67,10 +83,14 @@ ToClient = (
     | ContinueGenerationReqOutput
     | FlushCacheReqOutput
     | GetStatusReqOutput
+    | ReleaseMemoryOccupationReqOutput
+    | ResumeMemoryOccupationReqOutput
     | RenewPauseLeaseReqOutput
     | FetchResultReqOutput
     | BeginWeightUpdateReqOutput
     | WeightUpdateReqOutput
+    | InitWeightsUpdateGroupReqOutput
+    | DestroyWeightsUpdateGroupReqOutput
     | WeightsCheckerReqOutput
     | ShutdownReqOutput
 )

@@ -11,6 +11,7 @@ GenerationState = Literal["running", "pausing", "paused"]
 WeightsState = Literal["valid", "updating", "poisoned", "invalid"]
 MemoryState = Literal["resident", "released"]
 LeaseAction = Literal["continue", "abort", "stay"]
+MemoryTag = Literal["weights", "kv_cache", "cuda_graph"]
 NonNegative = Annotated[float, msgspec.Meta(ge=0)]
 
 
@@ -88,6 +89,48 @@ class FlushCacheReqOutput(Reply, kw_only=True):
     """KV token slots that were cached and are free now."""
     reserved_before: int | None = None
     reserved_after: int | None = None
+
+
+class ReleaseMemoryOccupationReqInput(ControlRequest, kw_only=True):
+    """Give device memory back to the system; answered when it is really free. Releasing what is released is harmless.
+
+    ``kv_cache`` needs that no live request holds KV, and drops the prefix cache. ``weights`` and ``cuda_graph`` need a
+    completed pause or an idle engine; weights are dropped without a copy, so they are invalid until a complete update.
+    """
+
+    tags: list[MemoryTag] | None = None
+    """None: all."""
+
+
+class ReleaseMemoryOccupationReqOutput(Reply, kw_only=True):
+    """Nothing is launched until everything is resident again."""
+
+    released_tags: list[MemoryTag]
+    """All that is released now."""
+    freed_bytes: dict[MemoryTag, int]
+    """What this call released, by tag: sizes of the components, resident or not."""
+    reserved_before: int
+    """Device memory around the release, bytes."""
+    reserved_after: int
+
+
+class ResumeMemoryOccupationReqInput(ControlRequest, kw_only=True):
+    """Take released memory back, all of ``tags`` or none: a shortage is ``out_of_memory`` with need and free bytes.
+
+    Weights come back without their values: send a complete update. Resuming what is resident is harmless.
+    """
+
+    tags: list[MemoryTag] | None = None
+    """None: all."""
+
+
+class ResumeMemoryOccupationReqOutput(Reply, kw_only=True):
+    """The memory is there."""
+
+    released_tags: list[MemoryTag]
+    """What is still released."""
+    resumed_bytes: dict[MemoryTag, int]
+    """What this call took back, by tag."""
 
 
 class RenewPauseLeaseReqInput(ControlRequest, kw_only=True):
@@ -169,7 +212,7 @@ class GetStatusReqOutput(Reply, kw_only=True):
     weights_detail: str | None = None
     """Why the weights are not valid; None when they are."""
     memory: MemoryState
-    released_tags: list[str] = []
+    released_tags: list[MemoryTag] = []
     weight_version: str
     weights_epoch: int
     session: SessionStatus | None = None

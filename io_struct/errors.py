@@ -47,6 +47,11 @@ class ErrorCode(StrEnum):
     """An update failed after its first written byte; only a complete update leaves this state."""
     WEIGHTS_INVALID = "weights_invalid"
     """Weights were released without a copy and not loaded again."""
+    MEMORY_RELEASED = "memory_released"
+    """Needs memory that is released; resume it first. ``detail``: released (tags)."""
+    GROUP_ERROR = "group_error"
+    """A weight update group: unknown, dead, or not joined by every rank in time. ``detail``: group_name, and where known
+    address, world_size, rank, ranks_seen."""
     CHECKPOINT_ERROR = "checkpoint_error"
     """A checkpoint cannot be read: missing, truncated, not safetensors. ``detail``: path, reason."""
     WEIGHT_MISMATCH = "weight_mismatch"
@@ -99,4 +104,16 @@ class CaesuraError(Exception):
 
     def to_reply(self, id: str) -> ErrorReply:
         """The wire form of this error, in answer to message ``id``."""
-        return ErrorReply(id=id, code=self.code, message=self.message, detail=self.detail)
+        return ErrorReply(id=id, code=self.code, message=self.message, detail=_sendable(self.detail))
+
+
+_INT64 = range(-(1 << 63), 1 << 63)
+
+
+def _sendable(value: Any) -> Any:
+    """``value`` with integers that no wire integer holds as text: they are what a client sent, or a product of it."""
+    if isinstance(value, dict):
+        return {key: _sendable(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_sendable(item) for item in value]
+    return str(value) if type(value) is int and value not in _INT64 else value

@@ -1,4 +1,4 @@
-"""Weight updates: sessions, the disk path and the checker (semantics: docs/lifecycle.md)."""
+"""Weight updates: sessions, the four transports and the checker (semantics: docs/lifecycle.md)."""
 
 from typing import Annotated, Literal
 
@@ -6,6 +6,9 @@ import msgspec
 
 from .base import Record, Reply, TensorSpec
 from .control import ControlRequest
+
+DEFAULT_GROUP_NAME = "weight_update_group"
+"""SGLang's."""
 
 DEFAULT_BUCKET_BYTES = 64 << 20
 """What a sender puts into one call of the tensor and ipc transports unless told otherwise."""
@@ -100,7 +103,7 @@ class UpdateWeightsFromTensorReqInput(WeightUpdateOptions, kw_only=True):
     specs: list[TensorSpec]
 
 
-class SharedMemoryHandle(Record, kw_only=True, frozen=True):
+class SharedMemoryHandle(Record, kw_only=True, frozen=True, tag=True):
     """A memfd of the sender, opened by the engine through ``/proc/{pid}/fd/{fd}``: nothing has a name to leave behind.
 
     It must be sealed against shrinking and growing, so that no later truncation can fault the engine.
@@ -112,11 +115,94 @@ class SharedMemoryHandle(Record, kw_only=True, frozen=True):
     nbytes: Annotated[int, msgspec.Meta(gt=0)]
 
 
+class CudaIPCHandle(Record, kw_only=True, frozen=True, tag=True):
+    """Memory of a CUDA device, exported by another process of the same host: what torch's IPC rebuilds a storage from.
+
+    Plain fields, checked before they reach the driver: the device must be the engine's own, sizes and offsets must fit.
+    """
+
+    device_uuid: Annotated[str, msgspec.Meta(max_length=64)]
+    """Of the device that holds the memory, as ``torch.cuda.get_device_properties(i).uuid`` prints it."""
+    handle: Annotated[bytes, msgspec.Meta(min_length=1, max_length=256)]
+    """Opaque to everybody but the driver."""
+    nbytes: Annotated[int, msgspec.Meta(gt=0)]
+    """Bytes of the storage."""
+    offset: Annotated[int, msgspec.Meta(ge=0)]
+    """Bytes from the start of the exported allocation to the storage."""
+    ref_counter_handle: Annotated[bytes, msgspec.Meta(max_length=256)]
+    """Name of the shared reference counter through which the exporting process learns that the storage was let go."""
+    ref_counter_offset: Annotated[int, msgspec.Meta(ge=0)]
+    event_handle: Annotated[bytes, msgspec.Meta(max_length=256)]
+    """Event to wait for before reading; empty: none."""
+    event_sync_required: bool
+
+
 class UpdateWeightsFromIPCReqInput(WeightUpdateOptions, kw_only=True):
     """Tensors in memory shared by a process of the same host and user; it may be reused once the reply is there."""
 
-    handle: SharedMemoryHandle
+    handle: SharedMemoryHandle | CudaIPCHandle
     specs: list[TensorSpec]
+
+
+class UpdateWeightsFromCheckpointEngineReqInput(WeightUpdateOptions, kw_only=True):
+    """Let a checkpoint-engine parameter server drive a whole update: SGLang's ``update_weights_from_ipc``.
+
+    The engine connects to the address of its own device, and answers when the server has sent its last bucket. Refused as
+    ``unsupported`` unless the engine was started with ``allow_legacy_pickle``: that protocol's messages are pickles, which
+    are parsed into plain fields, never executed.
+    """
+
+    zmq_handles: dict[str, str]
+    """Device uuid to ``ipc://`` address of the server's REQ socket; a CPU engine's device is ``"cpu"``."""
+    timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 300.0
+    """Longest silence of the server."""
+
+
+class InitWeightsUpdateGroupReqInput(ControlRequest, kw_only=True):
+    """Join the process group over which a trainer broadcasts weights; answered when every rank has joined.
+
+    The group is PyTorch's own: a ``tcp://`` rendezvous at the master's address with ``PrefixStore(group_name)``. The
+    trainer is rank 0, this engine is rank ``rank_offset``. The same group twice is answered at once.
+    """
+
+    master_address: Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
+    master_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+    rank_offset: Annotated[int, msgspec.Meta(ge=1)]
+    world_size: Annotated[int, msgspec.Meta(ge=2)]
+    group_name: Annotated[str, msgspec.Meta(min_length=1, max_length=128)] = DEFAULT_GROUP_NAME
+    backend: Literal["gloo", "nccl"] | None = None
+    """None: nccl on CUDA, else gloo. All ranks must use the same."""
+    timeout_s: Annotated[float, msgspec.Meta(gt=0, le=86400)] = 60.0
+    """Longest wait for the other ranks to join, and later for each broadcast. A broadcast that times out leaves the group
+    dead: destroy it and make it again."""
+
+
+class InitWeightsUpdateGroupReqOutput(Reply, kw_only=True):
+    """Every rank has joined."""
+
+    rank: int
+    world_size: int
+
+
+class DestroyWeightsUpdateGroupReqInput(ControlRequest, kw_only=True):
+    """Leave a group. One that does not exist is ``group_error``."""
+
+    group_name: Annotated[str, msgspec.Meta(min_length=1, max_length=128)] = DEFAULT_GROUP_NAME
+
+
+class DestroyWeightsUpdateGroupReqOutput(Reply, kw_only=True):
+    """The group is gone."""
+
+
+class UpdateWeightsFromDistributedReqInput(WeightUpdateOptions, kw_only=True):
+    """Tensors that rank 0 of a group broadcasts while this call runs, in the order of ``specs``."""
+
+    specs: list[TensorSpec]
+    """Names, shapes and dtypes; whole tensors only, offsets are not looked at."""
+    group_name: Annotated[str, msgspec.Meta(min_length=1, max_length=128)] = DEFAULT_GROUP_NAME
+    load_format: Literal["flattened_bucket"] | None = None
+    """None: one broadcast per tensor. ``flattened_bucket``: one broadcast of uint8, the tensors' bytes one after the other
+    without padding."""
 
 
 class WeightsCheckerReqInput(ControlRequest, kw_only=True):

@@ -1,7 +1,7 @@
 """Which tokens the next step computes: continuous batching with chunked prefill and preemption.
 
-One step mixes all decoding requests (one token each) with at most ``chunked_prefill_size`` prompt tokens, so a step,
-and with it a pause, stays short whatever the prompts are.
+One step mixes all decoding requests (one token each) with as many prompt tokens as :class:`~.chunking.ChunkSizer`
+allows, so a step, and with it a pause, stays short whatever the prompts are.
 
 Invariants:
 - KV pages for every known token are taken when a request is admitted; afterwards it asks for one page at a time, and
@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from .cache.manager import CacheManager
+from .chunking import ChunkSizer
 from .config import PAGE_SIZE
 from .forward import ForwardBatch, SamplingBatch
 from .request import Phase, Request, RequestTable
@@ -52,14 +53,14 @@ class Batcher:
         cache: CacheManager,
         waiting: WaitingQueue,
         *,
-        chunked_prefill_size: int,
+        chunks: ChunkSizer,
         share_prefixes: bool,
     ) -> None:
         self.table = table
         self.cache = cache
         self.waiting = waiting
         self.num_retractions = 0
-        self._chunk = chunked_prefill_size
+        self._sizer = chunks
         self._share = share_prefixes
         self._active: list[Request] = []  # in the order of admission: the last one is preempted first
         self._prefilling: list[Request] = []
@@ -104,8 +105,13 @@ class Batcher:
             return None
         return self._build(decode, chunks)
 
-    def landed(self, batch: ScheduledBatch, *, failed: bool = False) -> None:
-        """The step's results have been consumed: share new prefixes, release what only waited for it."""
+    def landed(self, batch: ScheduledBatch, seconds: float | None = None, *, failed: bool = False) -> None:
+        """The step's results have been consumed: share new prefixes, release what only waited for it.
+
+        ``seconds`` is how long it took. None: it failed.
+        """
+        if seconds is not None:
+            self._sizer.observe(batch.num_tokens - batch.forward.num_decode, seconds)
         self.table.inflight[batch.slots] -= 1
         for request in batch.completed:
             self._computing[request.prompt_key] -= 1
@@ -216,7 +222,7 @@ class Batcher:
 
     def _chunks(self) -> list[tuple[Request, int]]:
         """(request, prompt tokens to compute): prompts already begun first, then new admissions."""
-        budget = self._chunk
+        budget = self._sizer.budget()
         chunks: list[tuple[Request, int]] = []
         for request in self._prefilling:
             if budget == 0:

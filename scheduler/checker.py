@@ -4,16 +4,20 @@ Invariants: reading yields between slices and never runs beside an update; scram
 """
 
 import hashlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
+from math import prod
 
 import torch
+from torch import Tensor
 
 from ..io_struct import CaesuraError, ErrorCode, WeightsCheckerReqInput, WeightsCheckerReqOutput
 from .forward import Runner
+from .layers.parameters import WeightSlot
 from .lifecycle import Lifecycle, Operation, Wait
 from .models.base import CausalLM
 
 _HASH_SLICE = 8 << 20
+_RESET_ELEMENTS = 1 << 20
 
 
 class WeightsChecker:
@@ -30,13 +34,15 @@ class WeightsChecker:
 
     def check(self, request: WeightsCheckerReqInput) -> Operation:
         """Checksums of parameters and derived tensors, or scramble them to prove that an update lands."""
+        self._lifecycle.require_resident("weights")
         if request.action == "reset_tensors":
             self._lifecycle.start_writing()
             yield from self._lifecycle.barrier()
-            for _, tensor in self._model.named_storage():
-                with self._runner.on_stream():
-                    tensor.fill_(float("nan") if tensor.is_floating_point() else 0)
-                yield Wait.SLICE
+            for slot in self._model.weight_slots().values():
+                for start, rows in _garbage(slot):
+                    with self._runner.on_stream():
+                        slot.write(rows, start)
+                    yield Wait.SLICE
             self._runner.synchronize()
             self._poison("reset by weights_checker")
             return WeightsCheckerReqOutput(id=request.id)
@@ -66,3 +72,13 @@ class WeightsChecker:
                 yield Wait.SLICE
             found[name] = digest.hexdigest()
         return found
+
+
+def _garbage(slot: WeightSlot) -> Iterator[tuple[int, Tensor]]:
+    """(first row, rows) that overwrite all of ``slot``: NaN, so that no output can look right by chance."""
+    value = float("nan") if slot.dtype.is_floating_point else 0
+    row_elements = max(prod(slot.shape[1:]), 1)
+    total, step = (slot.shape[0] if slot.shape else 1), max(1, _RESET_ELEMENTS // row_elements)
+    for start in range(0, total, step):
+        shape = (min(step, total - start), *slot.shape[1:]) if slot.shape else ()
+        yield start, torch.full(shape, value, dtype=slot.dtype)

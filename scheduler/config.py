@@ -44,7 +44,9 @@ class EngineConfig:
     max_waiting_requests: int = 16384
     """Samples queued without KV; more are refused."""
     chunked_prefill_size: int = 512
-    """Prompt tokens per step, at most; bounds a step and hence a pause."""
+    """Prompt tokens per step, at most."""
+    target_step_s: float = 0.2
+    """Prompts are cut so that a step, and hence a pause, takes about this many seconds; inf: as chunked_prefill_size says."""
     prefix_cache: bool = True
     """Share KV of equal prefixes under equal weights."""
     pipeline_depth: int | None = None
@@ -59,6 +61,8 @@ class EngineConfig:
     """A weight session older than this is aborted, unless it set its own deadline."""
     load_bucket_bytes: int = 8 << 20
     """Bytes read between two looks at the inbox while weights load."""
+    allow_legacy_pickle: bool = False
+    """Accept checkpoint-engine's pickled messages, parsed into plain fields and never executed."""
     check_ledger: bool = False
     """Check free + cached + held = total after every control message; for tests."""
     log_level: str = "INFO"
@@ -78,7 +82,7 @@ class EngineConfig:
                 raise _invalid(name, value, "must be at least 1")
         if not 0.0 < self.kv_memory_fraction < 1.0:
             raise _invalid("kv_memory_fraction", self.kv_memory_fraction, "must be between 0 and 1")
-        for name in ("idle_empty_s", "result_ttl_s", "session_deadline_s"):
+        for name in ("idle_empty_s", "result_ttl_s", "session_deadline_s", "target_step_s"):
             if not getattr(self, name) >= 0:  # NaN fails, too
                 raise _invalid(name, getattr(self, name), "must be at least 0")
         if self.pipeline_depth not in (None, 0, 1):

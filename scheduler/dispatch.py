@@ -28,6 +28,7 @@ from ..io_struct import (
     CaesuraError,
     ContinueGenerationReqInput,
     ControlRequest,
+    DestroyWeightsUpdateGroupReqInput,
     EndWeightUpdateReqInput,
     ErrorCode,
     FetchResultReqInput,
@@ -37,14 +38,19 @@ from ..io_struct import (
     GenerateReqOutput,
     GetStatusReqInput,
     GetStatusReqOutput,
+    InitWeightsUpdateGroupReqInput,
     Message,
     PauseGenerationReqInput,
+    ReleaseMemoryOccupationReqInput,
     RenewPauseLeaseReqInput,
     RenewPauseLeaseReqOutput,
+    ResumeMemoryOccupationReqInput,
     ShutdownReqInput,
     ShutdownReqOutput,
     ToScheduler,
     UpdateWeightFromDiskReqInput,
+    UpdateWeightsFromCheckpointEngineReqInput,
+    UpdateWeightsFromDistributedReqInput,
     UpdateWeightsFromIPCReqInput,
     UpdateWeightsFromTensorReqInput,
     WeightsCheckerReqInput,
@@ -53,8 +59,11 @@ from ..io_struct import (
 )
 from .checker import WeightsChecker
 from .config import EngineConfig
+from .groups import GroupCommands
 from .kept import KeptResults
 from .lifecycle import Lifecycle, Operation, Wait
+from .occupation import MemoryOccupation
+from .parameter_server import ParameterServerUpdates
 from .request import Request
 from .results import Results
 from .updates import WeightUpdates
@@ -67,7 +76,12 @@ STORED_ANSWER_BYTES = 64 << 20
 SLICE_S = 0.010
 """Longest run of an operation between two looks at the inbox."""
 
-_EXCLUSIVE = (BeginWeightUpdateReqInput, UpdateWeightFromDiskReqInput)
+_EXCLUSIVE = (
+    BeginWeightUpdateReqInput,
+    ReleaseMemoryOccupationReqInput,
+    ResumeMemoryOccupationReqInput,
+    UpdateWeightFromDiskReqInput,
+)
 
 
 @dataclass(slots=True)
@@ -102,6 +116,9 @@ class Dispatcher:
         limits: AdmissionLimits,
         lifecycle: Lifecycle,
         updates: WeightUpdates,
+        parameter_server: ParameterServerUpdates,
+        groups: GroupCommands,
+        occupation: MemoryOccupation,
         checker: WeightsChecker,
         results: Results,
         waiting: WaitingQueue,
@@ -125,6 +142,7 @@ class Dispatcher:
         self._stored_bytes = 0
         self._kept = KeptResults(config.result_ttl_s)
         self._commands: deque[_Running] = deque()
+        self._outside = False
         self._gone: list[bytes] = []
         self._parked: list[_Running] = []
         self._operations: dict[type, Callable[[Any], Operation]] = {
@@ -135,13 +153,24 @@ class Dispatcher:
             EndWeightUpdateReqInput: updates.end,
             UpdateWeightFromDiskReqInput: updates.from_disk,
             UpdateWeightsFromIPCReqInput: updates.from_ipc,
+            UpdateWeightsFromDistributedReqInput: updates.from_distributed,
+            UpdateWeightsFromCheckpointEngineReqInput: parameter_server.update,
+            InitWeightsUpdateGroupReqInput: groups.init,
+            DestroyWeightsUpdateGroupReqInput: groups.destroy,
+            ReleaseMemoryOccupationReqInput: occupation.release,
+            ResumeMemoryOccupationReqInput: occupation.resume,
             WeightsCheckerReqInput: checker.check,
         }
 
     @property
     def has_commands(self) -> bool:
-        """Some operation wants to go on at the next tick."""
+        """Some operation is under way, or queued behind one."""
         return bool(self._commands)
+
+    @property
+    def wants_tick(self) -> bool:
+        """Some operation can go on at once: none waits for a thread."""
+        return bool(self._commands) and not self._outside
 
     @property
     def has_parked(self) -> bool:
@@ -175,14 +204,15 @@ class Dispatcher:
         for running in self._parked[:]:
             if self._step(running) is not Wait.CHANGE:
                 self._parked.remove(running)
-        started = perf_counter()
+        started, self._outside = perf_counter(), False
         while self._commands:
             wait = self._step(self._commands[0])
             if wait is None:
                 self._commands.popleft()
             elif wait is Wait.CHANGE:
                 self._parked.append(self._commands.popleft())
-            if wait is Wait.STEP or perf_counter() - started > SLICE_S:
+            self._outside = wait is Wait.OUTSIDE
+            if wait in (Wait.STEP, Wait.OUTSIDE) or perf_counter() - started > SLICE_S:
                 return
 
     def finished(self, request: Request, result: GenerateReqOutput) -> None:

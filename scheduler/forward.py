@@ -41,6 +41,20 @@ class SamplingBatch:
     want_raw: bool
     want_sampled: bool
 
+    def select(self, index: Tensor) -> "SamplingBatch":
+        """The rows ``index`` (int64)."""
+        return SamplingBatch(
+            temperature=self.temperature[index],
+            greedy=self.greedy[index],
+            top_k=self.top_k[index],
+            top_p=self.top_p[index],
+            uniforms=self.uniforms[index],
+            any_sampled=self.any_sampled,
+            any_filtered=self.any_filtered,
+            want_raw=self.want_raw,
+            want_sampled=self.want_sampled,
+        )
+
     def to(self, device: torch.device) -> "SamplingBatch":
         """A copy on ``device``; copies are asynchronous where the source is pinned."""
         return SamplingBatch(
@@ -151,8 +165,34 @@ class KVPool(Protocol):
         ...
 
 
+class FusedAttention(Protocol):
+    """Head norms, rotation, store and attention in one go; queries in ``qkv`` may be overwritten."""
+
+    def __call__(
+        self,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        layer: int,
+        norm: tuple[Tensor, Tensor, float] | None,
+    ) -> Tensor:
+        """
+        Args:
+            qkv: [T, query heads + 2 kv heads, head size]: queries, keys, values.
+            cos, sin: [T, 1, head size / 2].
+            norm: weights [head size] of query and key norms, and their epsilon. None: no head norms.
+
+        Returns:
+            [T, query heads * head size]
+        """
+        ...
+
+
 class AttentionBackend(Protocol):
     """Paged causal attention with grouped query heads."""
+
+    fused: FusedAttention | None
+    """None: the caller normalises and rotates, and calls :meth:`forward`."""
 
     def plan(self, batch: ForwardBatch) -> None:
         """Prepare what all layers of this step share (masks, gather indices)."""

@@ -26,6 +26,7 @@ from ..io_struct import (
     FlushCacheReqInput,
     FlushCacheReqOutput,
     GenerationState,
+    MemoryTag,
     PauseGenerationReqInput,
     PauseGenerationReqOutput,
     PauseMode,
@@ -52,6 +53,8 @@ class Wait(Enum):
     """The step in flight must land; the operation has already stopped further launches."""
     SLICE = "slice"
     """Nothing: it has more to do and lets the loop look at the inbox."""
+    OUTSIDE = "outside"
+    """A thread beside the loop (background.py), which will wake it; the operation keeps its place in the queue."""
     CHANGE = "change"
     """The engine must change (become idle); other operations may run meanwhile."""
 
@@ -96,6 +99,7 @@ class Lifecycle:
         self._weights: WeightsState = "valid"
         self._weights_detail: str | None = None
         self._stamp = stamp
+        self._released: frozenset[MemoryTag] = frozenset()
         self.step = 0
         """Steps launched; advanced by the loop."""
         self.explicit_session = False
@@ -106,7 +110,7 @@ class Lifecycle:
     @property
     def may_launch(self) -> bool:
         """The gate of every step."""
-        return self._generation == "running" and self._weights == "valid"
+        return self._generation == "running" and self._weights == "valid" and not self._released
 
     @property
     def generation(self) -> GenerationState:
@@ -147,6 +151,11 @@ class Lifecycle:
     def weights_detail(self) -> str | None:
         """Why the weights are not valid."""
         return self._weights_detail
+
+    @property
+    def released(self) -> frozenset[MemoryTag]:
+        """Tags whose memory was given back."""
+        return self._released
 
     @property
     def stamp(self) -> WeightStamp:
@@ -276,6 +285,11 @@ class Lifecycle:
             "held_tokens": self._cache.usage().held * PAGE_SIZE,
         }
 
+    @property
+    def serviceable(self) -> bool:
+        """The weights are valid, or will be when the update under way commits."""
+        return self._weights in ("valid", "updating")
+
     def require_serviceable(self, what: str) -> None:
         """Raise unless the weights could serve (an update may be under way)."""
         if self._weights == "poisoned":
@@ -286,6 +300,15 @@ class Lifecycle:
         if self._weights == "invalid":
             raise CaesuraError(
                 ErrorCode.WEIGHTS_INVALID, f"{what}: weights were released and not loaded again"
+            )
+
+    def require_resident(self, tag: MemoryTag) -> None:
+        """Raise if the memory of ``tag`` is released."""
+        if tag in self._released:
+            raise CaesuraError(
+                ErrorCode.MEMORY_RELEASED,
+                f"the memory of {tag} is released: resume it first",
+                released=sorted(self._released),
             )
 
     def start_writing(self) -> None:
@@ -302,6 +325,12 @@ class Lifecycle:
         """Weights may be half new; refuse to serve until a complete update commits."""
         self._weights, self._weights_detail = "poisoned", reason
         logger.error("weights are POISONED: %s", reason)
+
+    def set_released(self, released: frozenset[MemoryTag]) -> None:
+        """Memory was given back or taken; weights that lost theirs are invalid until a complete update."""
+        if "weights" in released - self._released:
+            self._weights, self._weights_detail = "invalid", "their memory was released"
+        self._released = released
 
     def commit_weights(self, version: str | None) -> None:
         """New weights serve from now on: next epoch, new label if one was sent; no KV crosses (I6)."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import zmq
 
+from .background import Wakeup
 from .batching import Batcher, ScheduledBatch
 from .channel import Router
 from .device.memory import empty_device_cache, empty_device_cache_with_report
@@ -26,6 +27,7 @@ from .updates import WeightUpdates
 logger = logging.getLogger(__name__)
 
 KEEPALIVE_S = 2.0
+"""How often those who must be alive are looked at: clients with live requests, owners of shared memory."""
 PARKED_POLL_S = 0.005
 """How often an operation that waits for idleness is looked at when nothing else happens."""
 MAX_POLL_S = 3600.0
@@ -42,6 +44,7 @@ class Step:
     """Counts launches from 1."""
     batch: ScheduledBatch
     output: ForwardOutput
+    launched_at: float
 
 
 class Scheduler:
@@ -60,6 +63,7 @@ class Scheduler:
         device_module: Any,
         pipeline_depth: int,
         idle_empty_s: float,
+        wakeup: Wakeup,
         stop_fds: tuple[int, ...] = (),
     ) -> None:
         """``stop_fds`` become readable when the process shall end (a signal, the launcher's death)."""
@@ -73,6 +77,7 @@ class Scheduler:
         self._device_module = device_module
         self._depth = pipeline_depth
         self._idle_empty_s = idle_empty_s
+        self._wakeup = wakeup
         self._stop_fds = stop_fds
         self._stopping = False
         self._idle_since: float | None = None
@@ -80,7 +85,7 @@ class Scheduler:
         self.last_step_at: float | None = None
         self._poller = zmq.Poller()
         self._poller.register(router.socket, zmq.POLLIN)
-        for fd in stop_fds:
+        for fd in (wakeup.fd, *stop_fds):
             self._poller.register(fd, zmq.POLLIN)
 
     def run(self) -> None:
@@ -113,6 +118,8 @@ class Scheduler:
         )
         if any(fd in events for fd in self._stop_fds):
             self._stopping = True
+        if self._wakeup.fd in events:
+            self._wakeup.clear()
         if self._router.socket in events:
             for client, header, buffers in self._router.receive():
                 self._dispatcher.handle(client, header, buffers)
@@ -123,7 +130,7 @@ class Scheduler:
     def _timeout(self, ongoing: Step | None) -> float | None:
         """Seconds to block: 0 with work at hand, else until the next timer; None without any."""
         runnable = self._lifecycle.may_launch and self._batcher.has_work
-        if ongoing is not None or runnable or self._dispatcher.has_commands:
+        if ongoing is not None or runnable or self._dispatcher.wants_tick:
             self._idle_since = None
             return 0
         now = monotonic()
@@ -132,7 +139,7 @@ class Scheduler:
             timers.append(PARKED_POLL_S)
         if self._router.has_backlog:
             timers.append(BACKLOG_POLL_S)
-        if self._results.live:
+        if self._results.live or self._updates.keeps_memory:
             timers.append(max(0.0, self._next_keepalive - now))
         if self._updates.deadline is not None:
             timers.append(max(0.0, self._updates.deadline - now))
@@ -147,9 +154,10 @@ class Scheduler:
 
     def _on_timers(self) -> None:
         now = monotonic()
-        if self._results.live and now >= self._next_keepalive:
+        if now >= self._next_keepalive and (self._results.live or self._updates.keeps_memory):
             self._next_keepalive = now + KEEPALIVE_S
             self._router.keepalive({r.client for r in self._results.live.values()}, self._lifecycle.step)
+            self._updates.collect()
         if self._updates.deadline is not None and now >= self._updates.deadline:
             self._updates.expire()
         lease_left = self._lifecycle.lease_left_s
@@ -167,7 +175,8 @@ class Scheduler:
             return None
         self._lifecycle.step += 1
         try:
-            return Step(self._lifecycle.step, batch, self._runner.launch(batch.forward))
+            launched_at = monotonic()
+            return Step(self._lifecycle.step, batch, self._runner.launch(batch.forward), launched_at)
         except Exception as error:  # noqa: BLE001  a batch may fail in any way; its requests must still end
             self._fail(batch, error)
             return None
@@ -178,9 +187,11 @@ class Scheduler:
         except Exception as error:  # noqa: BLE001  as in _launch: device errors surface here
             self._fail(step.batch, error)
             return
-        self._results.record(step.batch, output)
-        self._batcher.landed(step.batch)
+        # At depth 1 the device began with this step when it had done the one before.
+        began = max(step.launched_at, self.last_step_at or 0.0)
         self.last_step_at = monotonic()
+        self._results.record(step.batch, output)
+        self._batcher.landed(step.batch, self.last_step_at - began)
 
     def _fail(self, batch: ScheduledBatch, error: Exception) -> None:
         """End the requests of a failed step and return what it left allocated."""

@@ -24,23 +24,31 @@ import torch
 
 from .. import __version__
 from ..io_struct import CaesuraError, ErrorCode, GenerateReqOutput
+from .attention.paged_cpu import PagedCpuBackend
 from .attention.sdpa import SdpaBackend
+from .background import Wakeup
 from .batching import Batcher
 from .cache.manager import CacheManager
 from .cache.pool import MHAPool
 from .channel import Router
 from .checker import WeightsChecker
+from .chunking import ChunkSizer
 from .config import PAGE_SIZE, EngineConfig
 from .device.memory import device_module_for, empty_device_cache, get_available_memory
+from .device.residency import ComponentResidencyManager
 from .dispatch import Dispatcher
 from .distributed import ParallelState
-from .forward import Runner
+from .forward import AttentionBackend, Runner
+from .groups import GroupCommands
+from .kernels import TORCH, best
 from .lifecycle import Lifecycle
 from .loop import Scheduler
 from .models.base import CausalLM
 from .models.config import ModelConfig, load_model_config
 from .models.registry import build_model
 from .observability import log
+from .occupation import MemoryOccupation
+from .parameter_server import ParameterServerUpdates
 from .request import Request, RequestTable, WeightStamp
 from .results import Results
 from .runner.model_runner import ModelRunner
@@ -50,6 +58,7 @@ from .updates import WeightUpdates
 from .waiting import AdmissionLimits, WaitingQueue, pages_for
 from .weights.loader import WeightLoader
 from .weights.transports.disk import load_from_disk, open_checkpoint
+from .weights.transports.distributed import WeightsUpdateGroups
 
 logger = logging.getLogger(__name__)
 
@@ -121,10 +130,33 @@ def build_pool(config: EngineConfig, loaded: LoadedModel, context_len: int) -> M
     )
 
 
+def build_components(
+    config: EngineConfig, residency: ComponentResidencyManager
+) -> tuple[LoadedModel, MHAPool, AdmissionLimits]:
+    """What can be released, weights and KV pool, and the limits that follow from their sizes."""
+    with residency.component("weights"):
+        loaded = load_model(config)
+    context_len = min(
+        config.context_len or loaded.config.max_position_embeddings, loaded.config.max_position_embeddings
+    )
+    with residency.component("kv_cache"):
+        pool = build_pool(config, loaded, context_len)
+    limits = AdmissionLimits(
+        context_len=context_len,
+        pool_tokens=(pool.num_pages - 1) * PAGE_SIZE,
+        vocab_size=loaded.config.vocab_size,
+        max_waiting=config.max_waiting_requests,
+        eos_token_ids=loaded.config.eos_token_ids,
+    )
+    return loaded, pool, limits
+
+
 def build_runner(config: EngineConfig, loaded: LoadedModel, pool: MHAPool) -> ModelRunner:
     """The model with its attention backend and sampler."""
     model = loaded.config
-    backend = SdpaBackend(pool, model.num_heads, model.num_kv_heads, model.head_dim, model.head_dim**-0.5)
+    compiled = best("attention", loaded.device, loaded.dtype) != TORCH
+    make_backend: Callable[..., AttentionBackend] = PagedCpuBackend if compiled else SdpaBackend
+    backend = make_backend(pool, model.num_heads, model.num_kv_heads, model.head_dim, model.head_dim**-0.5)
     sampler = Sampler(model.vocab_size, config.max_running_requests, loaded.device, loaded.dtype)
     return ModelRunner(
         loaded.model,
@@ -152,6 +184,7 @@ class _Core:
     results: Results
     lifecycle: Lifecycle
     updates: WeightUpdates
+    occupation: MemoryOccupation
     checker: WeightsChecker
 
 
@@ -170,12 +203,20 @@ class Engine:
         """
         assert config.endpoint is not None
         assert config.pipeline_depth is not None
+        self._cleanup = contextlib.ExitStack()
         self.router = Router(config.endpoint, on_gone=self._client_gone)
+        self._cleanup.callback(self.router.close)
+        self.wakeup = Wakeup()
+        self._cleanup.callback(self.wakeup.close)
         try:
             self._build(config, stop_fds, make_runner or build_runner)
         except BaseException:
-            self.router.close()
+            self.close()
             raise
+
+    def close(self) -> None:
+        """Let go of the endpoint and of what runs beside the loop."""
+        self._cleanup.close()
 
     def _build(self, config: EngineConfig, stop_fds: tuple[int, ...], make_runner: MakeRunner) -> None:
         module = device_module_for(config.device)
@@ -200,11 +241,16 @@ class Engine:
             device_module=module,
             last_step_at=lambda: self.scheduler.last_step_at,
         )
+        parameter_server = ParameterServerUpdates(config=config, updates=core.updates, wake=self.wakeup.set)
+        self._cleanup.callback(parameter_server.close)
         self.dispatcher = Dispatcher(
             config=config,
             limits=core.limits,
             lifecycle=core.lifecycle,
             updates=core.updates,
+            parameter_server=parameter_server,
+            groups=GroupCommands(self.groups),
+            occupation=core.occupation,
             checker=core.checker,
             results=core.results,
             waiting=core.waiting,
@@ -223,34 +269,27 @@ class Engine:
             device_module=module,
             pipeline_depth=config.pipeline_depth or 0,
             idle_empty_s=config.idle_empty_s,
+            wakeup=self.wakeup,
             stop_fds=stop_fds,
         )
         empty_device_cache(module)  # what loading left behind
 
     def _build_core(self, config: EngineConfig, make_runner: MakeRunner, module: Any) -> _Core:
         """What computes and what it works on."""
-        loaded = load_model(config)
-        context_len = min(
-            config.context_len or loaded.config.max_position_embeddings, loaded.config.max_position_embeddings
-        )
-        pool = build_pool(config, loaded, context_len)
+        residency = ComponentResidencyManager(config.device)
+        loaded, pool, limits = build_components(config, residency)
         runner = make_runner(config, loaded, pool)
-        limits = AdmissionLimits(
-            context_len=context_len,
-            pool_tokens=(pool.num_pages - 1) * PAGE_SIZE,
-            vocab_size=loaded.config.vocab_size,
-            max_waiting=config.max_waiting_requests,
-            eos_token_ids=loaded.config.eos_token_ids,
-        )
         stamp = WeightStamp(0, INITIAL_VERSION)
-        table = RequestTable(config.max_running_requests, context_len, PAGE_SIZE, loaded.config.vocab_size)
+        table = RequestTable(
+            config.max_running_requests, limits.context_len, PAGE_SIZE, loaded.config.vocab_size
+        )
         self.cache = CacheManager(pool.num_pages, PAGE_SIZE, config.prefix_cache)
         waiting = WaitingQueue()
         batcher = Batcher(
             table,
             self.cache,
             waiting,
-            chunked_prefill_size=config.chunked_prefill_size,
+            chunks=ChunkSizer(config.chunked_prefill_size, config.target_step_s),
             share_prefixes=config.prefix_cache,
         )
         results = Results(
@@ -265,6 +304,8 @@ class Engine:
             device_module=module,
             stamp=stamp,
         )
+        self.groups = WeightsUpdateGroups(loaded.device, self.wakeup.set, runner.synchronize)
+        self._cleanup.callback(self.groups.close)
         updates = WeightUpdates(
             config=config,
             model=loaded.model,
@@ -275,11 +316,22 @@ class Engine:
             results=results,
             cache=self.cache,
             device_module=module,
+            groups=self.groups,
         )
         checker = WeightsChecker(
             model=loaded.model, runner=runner, lifecycle=lifecycle, poison=updates.poison
         )
-        return _Core(loaded, pool, runner, limits, waiting, batcher, results, lifecycle, updates, checker)
+        occupation = MemoryOccupation(
+            residency=residency,
+            lifecycle=lifecycle,
+            updates=updates,
+            cache=self.cache,
+            runner=runner,
+            device_module=module,
+        )
+        return _Core(
+            loaded, pool, runner, limits, waiting, batcher, results, lifecycle, updates, occupation, checker
+        )
 
     def _client_gone(self, client: bytes) -> None:
         self.dispatcher.client_gone(client)
@@ -306,7 +358,7 @@ def run(config: EngineConfig, ready_fd: int | None, lifeline_fd: int | None) -> 
             logger.error("cannot start: %s", error)
             tell(ready_fd, refusal(error))
             return 1
-        cleanup.callback(engine.router.close)
+        cleanup.callback(engine.close)
         logger.info(
             "serving %s on %s after %.2f s (%d threads)",
             config.model_path, engine.router.endpoint, time.monotonic() - started, torch.get_num_threads(),

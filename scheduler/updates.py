@@ -16,8 +16,9 @@ Invariants:
 - Loading yields after each bucket, so status and abort are answered meanwhile.
 """
 
+import contextlib
 import logging
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any, Literal
@@ -32,6 +33,7 @@ from ..io_struct import (
     StageTimes,
     UpdateProgress,
     UpdateWeightFromDiskReqInput,
+    UpdateWeightsFromDistributedReqInput,
     UpdateWeightsFromIPCReqInput,
     UpdateWeightsFromTensorReqInput,
     WeightUpdateOptions,
@@ -47,13 +49,16 @@ from .models.base import CausalLM
 from .models.config import config_difference, load_model_config
 from .observability.stage_profiler import StageProfiler
 from .results import Results
-from .weights.loader import LoadCounts, WeightLoader
+from .weights.loader import LoadCounts, WeightLoader, WeightPiece
 from .weights.source import WeightSource
 from .weights.transports.disk import DiskSource, open_checkpoint
+from .weights.transports.distributed import WeightsUpdateGroups
 from .weights.transports.ipc import SharedMemoryMaps
 from .weights.transports.tensor import open_frames
 
 logger = logging.getLogger(__name__)
+
+_END: Any = object()  # of a source's pieces, which may be None meanwhile
 
 SessionKind = Literal["explicit", "implicit", "single"]
 
@@ -94,6 +99,7 @@ class WeightUpdates:
         results: Results,
         cache: CacheManager,
         device_module: Any,
+        groups: WeightsUpdateGroups,
     ) -> None:
         self._config = config
         self._model = model
@@ -106,7 +112,8 @@ class WeightUpdates:
         self._device_module = device_module
         self._session: Session | None = None
         self._progress: UpdateProgress | None = None
-        self._maps = SharedMemoryMaps()
+        self._maps = SharedMemoryMaps(config.device)
+        self._groups = groups
         lifecycle.settle = self.settle
         self.model_path = config.model_path
         """The checkpoint folder last committed."""
@@ -115,6 +122,16 @@ class WeightUpdates:
     def deadline(self) -> float | None:
         """When the open session expires, on the monotonic clock."""
         return None if self._session is None else self._session.deadline
+
+    @property
+    def keeps_memory(self) -> bool:
+        """Shared memory is mapped, whose owner may go away at any time."""
+        return len(self._maps) > 0
+
+    def collect(self) -> None:
+        """Let go of shared memory whose owner is gone, unless a session may still read it."""
+        if self._session is None:
+            self._maps.collect()
 
     def session_status(self) -> SessionStatus | None:
         """The open session, for status."""
@@ -187,6 +204,14 @@ class WeightUpdates:
         """Tensors in shared memory."""
         return self._update(request, lambda: self._maps.open(request))
 
+    def from_distributed(self, request: UpdateWeightsFromDistributedReqInput) -> Operation:
+        """Tensors that a trainer broadcasts, whether this engine listens or not: a call that fails ends the group."""
+        try:
+            return (yield from self._update(request, lambda: self._groups.open(request)))
+        except BaseException as error:
+            self._groups.out_of_step(request.group_name, f"an update failed: {error}")
+            raise
+
     def settle(self) -> None:
         """Commit the implicit session, if one is open: before continue, and at an explicit flush.
 
@@ -207,7 +232,20 @@ class WeightUpdates:
         """One call of any transport: check everything, then write, then commit if the call is all there is."""
         stages, started = StageProfiler(), monotonic()
         with stages.stage("receive"):
-            source = self._open_checked(open_source)
+            source = self.open_checked(open_source)
+        session = self.enter(request, source.name)
+        session.model_path = model_path if model_path is not None else session.model_path
+        return (
+            yield from self.conclude(request.id, session, stages, started, self.load(source, session, stages))
+        )
+
+    def enter(self, request: WeightUpdateOptions, source_name: str) -> Session:
+        """The session that this call belongs to, opened if there is none; nothing is written yet.
+
+        Raises:
+            CaesuraError: ``memory_released``, the weights have no memory; ``not_idle``, its flush cannot be honoured.
+        """
+        self._lifecycle.require_resident("weights")
         self._require_flushable(request.flush_cache and not request.abort_all_requests)
         session = self._session or self._open(
             "single" if self._lifecycle.generation == "running" else "implicit", None, None
@@ -216,40 +254,82 @@ class WeightUpdates:
         session.flush |= request.flush_cache
         session.empty |= request.torch_empty_cache
         session.version = request.weight_version if request.weight_version is not None else session.version
-        session.model_path = model_path if model_path is not None else session.model_path
         if request.abort_all_requests:
-            self._results.abort_all(f"Aborted by a weight update from {source.name}")
+            self._results.abort_all(f"Aborted by a weight update from {source_name}")
+        return session
+
+    def load(
+        self, source: WeightSource, session: Session, stages: StageProfiler
+    ) -> Generator[Wait, None, None]:
+        """Write all of ``source``; steps are stopped once its first piece is there, and not for one that never comes."""
+        started = monotonic()
+        with contextlib.closing(source.pieces(self._config.load_bucket_bytes, self._loader.skip)) as pieces:
+            try:
+                self._report(source, started)
+                piece = yield from self._next_piece(pieces, session, stages)
+                yield from self._stop_steps(session)
+                if session.flush and self._lifecycle.generation == "running":
+                    self._batcher.retract_all()
+                while piece is not _END:
+                    session.touched = True
+                    with stages.stage("copy"), self._runner.on_stream():
+                        self._loader.write(piece)
+                    self._report(source, started)
+                    yield Wait.SLICE
+                    self.require_open(session)
+                    piece = yield from self._next_piece(pieces, session, stages)
+            finally:
+                self._progress = None
+        self._runner.synchronize()
+
+    def conclude(
+        self,
+        message_id: str,
+        session: Session,
+        stages: StageProfiler,
+        started: float,
+        work: Generator[Wait, None, None],
+        *,
+        whole: bool = False,
+    ) -> Operation:
+        """Run ``work``, which loads, then commit if nothing more can belong to the session; any failure abandons it.
+
+        ``whole``: the sender has said that this was everything, while paused, too.
+        """
+        self._loader.take_counts()
         try:
-            yield from self._stop_steps(session)
-            if session.flush and self._lifecycle.generation == "running":
-                self._batcher.retract_all()
-            yield from self._write(source, session, stages)
+            yield from work
             counts = self._loader.take_counts()
             session.counts.add(counts)
             session.stages.add(stages)
-            committed = self._is_all(session)
+            committed = self._is_all(session, whole)
             if committed:
                 self._commit(session, stages)
             elif session.kind == "single":
-                self._close_session()  # poisoned, and still incomplete: what was written counts
+                self._close_session()  # not serviceable, and still incomplete: what was written counts
         except BaseException as error:
-            self._abandon(session, f"update from {source.name} failed: {error}")
+            self._abandon(session, f"an update failed: {error}")
             raise
         return self._reply(
-            request.id, counts, stages, started, committed=committed, flushed=committed and session.flush
+            message_id, counts, stages, started, committed=committed, flushed=committed and session.flush
         )
 
-    def _is_all(self, session: Session) -> bool:
+    def _is_all(self, session: Session, whole: bool) -> bool:
         """Whether nothing more can belong to this session."""
         if session.kind == "explicit":
             return False
         covered = not self._loader.missing(self._loader.written)
-        return covered or (session.kind == "single" and self._lifecycle.weights != "poisoned")
+        return covered or ((whole or session.kind == "single") and self._lifecycle.serviceable)
 
     def expire(self) -> None:
         """The session's deadline has passed."""
         if self._session is not None:
             self._abandon(self._session, "the session's deadline passed")
+
+    def forget(self) -> None:
+        """The weights lose their memory: what an update that has not been committed wrote is gone with it."""
+        self._close_session()
+        self._loader.forget_written()
 
     def _open(self, kind: SessionKind, deadline_s: float | None, manifest: frozenset[str] | None) -> Session:
         now = monotonic()
@@ -268,7 +348,7 @@ class WeightUpdates:
             )
         return DiskSource(checkpoint)
 
-    def _open_checked(self, open_source: Callable[[], WeightSource]) -> WeightSource:
+    def open_checked(self, open_source: Callable[[], WeightSource]) -> WeightSource:
         """Everything that can be refused before this call's first byte; with bytes written before, that poisons."""
         try:
             source = open_source()
@@ -289,7 +369,8 @@ class WeightUpdates:
                 **self._lifecycle.pending(),
             )
 
-    def _require_open(self, session: Session) -> None:
+    def require_open(self, session: Session) -> None:
+        """Raise if the session has expired."""
         if self._session is not session:
             raise CaesuraError(ErrorCode.DEADLINE_EXCEEDED, "the session expired during the update")
 
@@ -298,46 +379,36 @@ class WeightUpdates:
         self._lifecycle.start_writing()
         for wait in self._lifecycle.barrier():
             yield wait
-            self._require_open(session)
+            self.require_open(session)
 
     def _require_complete(self, session: Session) -> None:
-        """A manifest must be fulfilled; leaving POISONED takes every parameter, over all calls since."""
+        """A manifest must be fulfilled; leaving POISONED or INVALID takes every parameter, over all calls since."""
         written = self._loader.written
         missing = sorted((session.manifest or frozenset()) - written)
-        if not missing and self._lifecycle.weights == "poisoned":
+        if not missing and not self._lifecycle.serviceable:
             missing = self._loader.missing(written)
         if missing:
             raise CaesuraError(
                 ErrorCode.WEIGHT_MISMATCH, f"the session lacks {len(missing)} tensors", missing=missing
             )
 
-    def _write(
-        self, source: WeightSource, session: Session, stages: StageProfiler
-    ) -> Generator[Wait, None, None]:
-        """Read and copy, bucket by bucket; a failure after the first byte poisons."""
-        pieces = source.pieces(self._config.load_bucket_bytes, self._loader.skip)
-        self._loader.take_counts()
-        started = monotonic()
-        try:
-            while True:
-                with stages.stage("receive"):
-                    piece = next(pieces, None)
-                if piece is None:
-                    break
-                session.touched = True
-                with stages.stage("copy"), self._runner.on_stream():
-                    self._loader.write(piece)
-                self._progress = UpdateProgress(
-                    source=source.name,
-                    written_bytes=self._loader.counts.written_bytes,
-                    total_bytes=source.total_bytes,
-                    age_s=monotonic() - started,
-                )
-                yield Wait.SLICE
-                self._require_open(session)
-        finally:
-            self._progress = None
-        self._runner.synchronize()
+    def _next_piece(
+        self, pieces: Iterator[WeightPiece | None], session: Session, stages: StageProfiler
+    ) -> Generator[Wait, None, Any]:
+        """The next piece, or ``_END``; waits for it beside the loop."""
+        with stages.stage("receive"):
+            while (piece := next(pieces, _END)) is None:
+                yield Wait.OUTSIDE
+                self.require_open(session)
+        return piece
+
+    def _report(self, source: WeightSource, started: float) -> None:
+        self._progress = UpdateProgress(
+            source=source.name,
+            written_bytes=self._loader.counts.written_bytes,
+            total_bytes=source.total_bytes,
+            age_s=monotonic() - started,
+        )
 
     def _commit(self, session: Session, stages: StageProfiler) -> None:
         """Derive, then make the new weights serve. Nothing here may fail half-way through the state changes."""
@@ -378,7 +449,7 @@ class WeightUpdates:
 
     def _close_session(self) -> None:
         self._session = None
-        self._maps.close()
+        self._maps.end_session()
         self._lifecycle.explicit_session = False
 
     def _reply(

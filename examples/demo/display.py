@@ -157,7 +157,7 @@ def _figures(history: History) -> Table:
     record, counts = history.updates[-1], history.counts
     table = Table.grid(padding=(0, 3))
     table.add_row(
-        f"update [bold]{record.update_ms:.1f}[/bold] ms",
+        f"update [bold]{record.update_ms:.1f}[/bold] ms by {history.transport}",
         f"in mid-answer at the pause [bold]{record.held_requests}[/bold]",
         f"answers across an update [bold]{counts.crossed:,}[/bold]",
     )

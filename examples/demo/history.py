@@ -5,11 +5,16 @@ Units: seconds, milliseconds and MB (2^20 bytes) as the names say; rewards and s
 
 import statistics
 from dataclasses import dataclass, field
+from typing import Any
+
+from caesura.io_struct import StageTimes
 
 from .messages import GapStats, Sample, StepStats, WarmupProgress
 from .rollout import Ledger, PoolCounts
 
 MB = 1 << 20
+STAGES = ("receive", "copy", "derive", "flush")
+"""What an update is made of, as the engine times it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +39,8 @@ class UpdateRecord:
     pause_ms: float
     update_ms: float
     continue_ms: float
+    stages: StageTimes
+    """The engine's own account of the update."""
     held_requests: int
     """Samples that kept their KV through the pause, in mid-answer."""
     waiting_requests: int
@@ -64,6 +71,7 @@ class History:
     """One run. ``phase`` is for the display."""
 
     updates_planned: int
+    transport: str
     phase: str = "starting"
     parameters: int = 0
     warmup: list[WarmupProgress] = field(default_factory=list)
@@ -79,7 +87,14 @@ class History:
     wall_s: float = 0.0
     exemplar: tuple[str, Sample] | None = None
 
-    def summary(self) -> dict[str, float | int | str]:
+    def stages_ms(self) -> dict[str, float]:
+        """Median milliseconds per stage of an update."""
+        return {
+            stage: round(1e3 * statistics.median(getattr(row.stages, stage) for row in self.updates), 3)
+            for stage in STAGES
+        }
+
+    def summary(self) -> dict[str, Any]:
         """``summary.json``. Rewards are exact-match shares on held-out words; the gap is over first spans."""
         pauses = [record.pause_ms for record in self.updates]
         return {
@@ -95,5 +110,6 @@ class History:
             "tokens_per_s": round(self.tokens / self.rl_s, 1),
             "max_logprob_gap": max(record.gap.first_max for record in self.updates),
             "requests_lost": self.ledger.submitted - self.ledger.ended,
-            "transport": "disk",
+            "transport": self.transport,
+            "update_stages_ms": self.stages_ms(),
         }

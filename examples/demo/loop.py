@@ -2,7 +2,7 @@
 
 One turn, pipelined (the engine samples all the time; the trainer steps on what came back meanwhile):
 
-    take a batch -> trainer steps, pool pumps -> pause in place -> update -> continue -> evaluate now and then
+    take a batch -> trainer steps, pool pumps -> pause in place -> trainer sends weights -> continue -> evaluate at times
 
 Invariants:
 - Weights are pushed only while the engine is paused, with requests in mid-answer; those keep their KV, and their
@@ -10,17 +10,27 @@ Invariants:
 - An evaluation runs under one version: the next push waits for it.
 """
 
-import shutil
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import pairwise
 
 from caesura.client import SchedulerClient, launch_scheduler
+from caesura.io_struct import WeightUpdateReqOutput
 
 from . import task
 from .history import MB, EvalRecord, History, UpdateRecord
-from .messages import Initialised, StepDone, TrainBatch, WarmupDone, WarmupProgress
+from .messages import (
+    Connect,
+    Initialised,
+    Push,
+    Pushed,
+    StepDone,
+    TrainBatch,
+    WarmupDone,
+    WarmupProgress,
+)
 from .rollout import Evaluation, Ledger, RolloutPool, ScoredGroup, exact_share
 from .settings import Settings
 from .trainer import TrainerError, TrainerProcess
@@ -50,7 +60,7 @@ def run(settings: Settings, history: History, notify: Notify) -> None:
         history.phase = "starting engine"
         notify()
         launched = time.perf_counter()
-        with launch_scheduler(
+        engine = launch_scheduler(
             initial.path,
             dtype="float32",
             device="cpu",
@@ -59,15 +69,16 @@ def run(settings: Settings, history: History, notify: Notify) -> None:
             kv_pool_tokens=settings.kv_pool_tokens,
             max_running_requests=settings.max_running_requests,
             log_path=settings.out_dir / "engine.log",
-        ) as client:
+        )
+        with engine as client, closing(trainer):  # the trainer takes leave of an engine that is still there
             history.engine_start_s = time.perf_counter() - launched
-            warm = follow_warmup(trainer, history, notify)
-            client.update_weights_from_disk(warm.path, weight_version="0", timeout=PATIENCE_S)
+            follow_warmup(trainer, history, notify)
+            trainer.send(Connect(endpoint=client.endpoint))
             Loop(client, trainer, settings, history, notify).run()
     history.wall_s = time.perf_counter() - began
 
 
-def follow_warmup(trainer: TrainerProcess, history: History, notify: Notify) -> WarmupDone:
+def follow_warmup(trainer: TrainerProcess, history: History, notify: Notify) -> None:
     """Record the supervised steps until the policy is ready."""
     history.phase = "supervised warm-up"
     while True:
@@ -76,7 +87,7 @@ def follow_warmup(trainer: TrainerProcess, history: History, notify: Notify) -> 
                 history.warmup.append(progress)
             case WarmupDone() as done:
                 history.warmup_s = done.seconds
-                return done
+                return
             case message:
                 raise TrainerError(f"{type(message).__name__} during the warm-up")
         notify()
@@ -100,11 +111,9 @@ class Loop:
         self.history.ledger, self.history.counts = ledger, self._pool.counts
 
     def run(self) -> None:
-        """All updates, the evaluations between them and the last one; ends with nothing in flight.
-
-        The last policy stays in ``out_dir / "model"``.
-        """
+        """All updates, the evaluations between them and the last one; ends with nothing in flight."""
         history, settings = self.history, self.settings
+        self._send_weights(0, flush_cache=True)
         history.phase = "reinforcement learning"
         self._pool.pump()
         self._evaluate(0, at_s=0.0)
@@ -124,7 +133,6 @@ class Loop:
             if update % settings.eval_every == 0 or update == settings.updates:
                 self._evaluate(update, at_s=record.at_s)
         history.phase = "last evaluation"
-        shutil.copytree(step.path, settings.out_dir / "model", dirs_exist_ok=True)
         self._finish_evaluation()
         self._pool.drain()
         history.phase = "done"
@@ -160,9 +168,7 @@ class Loop:
         times = [time.perf_counter()]
         paused = self.client.pause("in_place", timeout=PATIENCE_S)
         times.append(time.perf_counter())
-        updated = self.client.update_weights_from_disk(
-            done.path, weight_version=str(update), flush_cache=False, timeout=PATIENCE_S
-        )
+        updated = self._send_weights(update, flush_cache=False)
         times.append(time.perf_counter())
         resumed = self.client.continue_generation(timeout=PATIENCE_S)
         times.append(time.perf_counter())
@@ -184,6 +190,7 @@ class Loop:
             pause_ms=pause_ms,
             update_ms=update_ms,
             continue_ms=continue_ms,
+            stages=updated.stages,
             held_requests=paused.held_requests,
             waiting_requests=paused.waiting_requests,
             changed_tensors=updated.changed_tensors,
@@ -194,6 +201,15 @@ class Loop:
             step=done.step,
             gap=done.gap,
         )
+
+    def _send_weights(self, version: int, *, flush_cache: bool) -> WeightUpdateReqOutput:
+        """Have the trainer bring its policy into the engine, and wait for it."""
+        try:
+            self.trainer.send(Push(version=version, flush_cache=flush_cache))
+            return self.trainer.receive(Pushed).reply
+        except TrainerError:
+            self.client.status(timeout=PATIENCE_S)  # raises where the engine is gone: then that is the reason
+            raise
 
     def _evaluate(self, update: int, at_s: float) -> None:
         """Begin the held-out evaluation of the version that serves now."""

@@ -12,7 +12,7 @@ from caesura.client import CaesuraError
 from .display import open_display
 from .history import History
 from .loop import StalledError, run
-from .settings import Settings
+from .settings import TRANSPORTS, Settings
 from .trainer import TrainerError
 
 INTERRUPTED = 130
@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     settings = parse(arguments)
     settings.out_dir.mkdir(parents=True, exist_ok=True)
     console = Console()
-    history = History(settings.updates)
+    history = History(settings.updates, settings.transport)
     display = open_display(console, history)
     try:
         with display:
@@ -46,12 +46,17 @@ def parse(arguments: Sequence[str] | None) -> Settings:
     parser.add_argument("--out", type=Path, default=Path("demo_out"), help="folder for the report (demo_out)")
     parser.add_argument("--updates", type=int, help="updates to make")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--transport", choices=TRANSPORTS, help=f"how weights reach the engine ({Settings.transport})"
+    )
     options = parser.parse_args(arguments)
     changes: dict[str, Any] = {"out_dir": options.out, "seed": options.seed}
     if options.updates is not None:
         if options.updates < 1:
             parser.error("--updates must be at least 1")
         changes["updates"] = options.updates
+    if options.transport is not None:
+        changes["transport"] = options.transport
     return Settings.quick(**changes) if options.quick else Settings(**changes)
 
 
@@ -70,6 +75,6 @@ def _finish(console: Console, settings: Settings, history: History) -> int:
     summary = write_summary(history, settings.out_dir)
     report = write_report(history, settings, settings.out_dir)
     for name, value in history.summary().items():
-        console.print(f"  {name:18} {value}", highlight=False)
+        console.print(f"  {name:18} {value}", highlight=False, soft_wrap=True)
     console.print(f"{summary}\n{report}", highlight=False, soft_wrap=True)
     return 0

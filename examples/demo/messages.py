@@ -1,10 +1,13 @@
 """What crosses the pipe between the run and its trainer process: msgpack structs, nothing pickled.
 
-Order: ``Initialised``, then ``WarmupProgress`` …, then ``WarmupDone``, all unasked; from then on one ``StepDone`` for
-each ``TrainBatch``. The end of the pipe ends the trainer.
+Order: ``Initialised``, then ``WarmupProgress`` …, then ``WarmupDone``, all unasked. Then the run says ``Connect``; from
+then on there is one ``StepDone`` for each ``TrainBatch`` and one ``Pushed`` for each ``Push``. The end of the pipe ends
+the trainer.
 """
 
 import msgspec
+
+from caesura.io_struct import WeightUpdateReqOutput
 
 
 class Message(msgspec.Struct, kw_only=True, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -45,6 +48,19 @@ class TrainBatch(Message, kw_only=True, frozen=True):
     groups: list[Group]
 
 
+class Connect(Message, kw_only=True, frozen=True):
+    """The engine that weights go to."""
+
+    endpoint: str
+
+
+class Push(Message, kw_only=True, frozen=True):
+    """Bring the policy as it is now into the engine, as ``version``; everything but disk reads it where it lies."""
+
+    version: int
+    flush_cache: bool
+
+
 class Initialised(Message, kw_only=True, frozen=True):
     """The untrained policy lies at ``path``; the warm-up begins."""
 
@@ -61,9 +77,8 @@ class WarmupProgress(Message, kw_only=True, frozen=True):
 
 
 class WarmupDone(Message, kw_only=True, frozen=True):
-    """The policy that reinforcement learning starts from (version 0) lies at ``path``."""
+    """The policy that reinforcement learning starts from, version 0, is ready."""
 
-    path: str
     steps: int
     seconds: float
 
@@ -96,15 +111,22 @@ class GapStats(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class StepDone(Message, kw_only=True, frozen=True):
-    """Update ``update`` is done and lies at ``path``."""
+    """Update ``update`` is done and can be pushed."""
 
     update: int
-    path: str
     step: StepStats
     gap: GapStats
     train_s: float
     verify_s: float
     save_s: float
+    """Writing the checkpoint; 0 where the transport needs none."""
 
 
-FromTrainer = Initialised | WarmupProgress | WarmupDone | StepDone
+class Pushed(Message, kw_only=True, frozen=True):
+    """The engine serves the new weights."""
+
+    reply: WeightUpdateReqOutput
+
+
+ToTrainer = Connect | TrainBatch | Push
+FromTrainer = Initialised | WarmupProgress | WarmupDone | StepDone | Pushed

@@ -57,13 +57,18 @@ class CheckpointWriter:
         """Save ``model`` with its tokenizer; the folder written two calls ago is replaced."""
         aside = self._directory / "unfinished"
         shutil.rmtree(aside, ignore_errors=True)
-        model.save_pretrained(aside)
-        build_tokenizer().save(str(aside / "tokenizer.json"))
+        save_policy(model, aside)
         final = self._directory / f"checkpoint-{self._count % 2}"
         shutil.rmtree(final, ignore_errors=True)
         aside.rename(final)
         self._count += 1
         return final
+
+
+def save_policy(model: Qwen3ForCausalLM, folder: Path) -> None:
+    """``model`` with its tokenizer, as a folder that can be served."""
+    model.save_pretrained(folder)
+    build_tokenizer().save(str(folder / "tokenizer.json"))
 
 
 def token_logprobs(

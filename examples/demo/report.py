@@ -23,6 +23,13 @@ from .messages import Sample
 from .settings import Settings
 
 TEMPLATE = Path(__file__).with_name("report.html.j2")
+ROADS = {
+    "disk": "is read from the checkpoint that the trainer has written",
+    "tensor": "comes over the trainer's own socket",
+    "ipc": "is copied from memory that the trainer shares",
+    "distributed": "is broadcast by the trainer over gloo",
+}
+"""How each transport delivers, as the page says it."""
 SHOWN_EACH = 6
 """Random held-out words in the before/after table, beside the showcase."""
 
@@ -73,6 +80,7 @@ def write_report(history: History, settings: Settings, out_dir: Path) -> Path:
     page = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         summary=history.summary(),
         tiles=tiles(history),
+        road=ROADS[history.transport],
         charts=all_charts(history),
         answers=answers(history.evals[0], history.evals[-1]),
         held_out=len(history.evals[0].answers),
@@ -109,7 +117,9 @@ def tiles(history: History) -> list[Tile]:
         ),
         Tile(f"{summary['pause_ms_p50']:.1f} ms", "pause, median", f"{pauses}, in place, under load"),
         Tile(
-            f"{summary['update_ms_p50']:.1f} ms", "weight update, median", f"{summary['updates']} from disk"
+            f"{summary['update_ms_p50']:.1f} ms",
+            "weight update, median",
+            f"{summary['updates']} by {summary['transport']}: {_stages(summary['update_stages_ms'])}",
         ),
         Tile(
             f"{summary['tokens_per_s']:,.0f}", "tokens per second", f"{history.tokens:,} sampled, one thread"
@@ -126,6 +136,11 @@ def tiles(history: History) -> list[Tile]:
         Tile(f"{crossed:,}", "answers across an update", f"of {history.counts.finished:,} sampled"),
         Tile(f"{summary['requests_lost']}", "requests lost", f"of {history.ledger.submitted:,} submitted"),
     ]
+
+
+def _stages(stages_ms: dict[str, float]) -> str:
+    """The engine's stages, in ms, with what rounds to nothing left out."""
+    return ", ".join(f"{stage} {value:.1f}" for stage, value in stages_ms.items() if value >= 0.05) + " ms"
 
 
 def answers(first: EvalRecord, last: EvalRecord) -> list[Answer]:

@@ -2,7 +2,11 @@
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
+
+Transport = Literal["disk", "tensor", "ipc", "distributed"]
+TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
+"""How weights get from the trainer to the engine: files, the socket, shared memory, a gloo broadcast."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -11,6 +15,8 @@ class Settings:
 
     out_dir: Path = Path("demo_out")
     seed: int = 0
+    transport: Transport = "ipc"
+    """The default is the fastest on one host."""
 
     # Warm-up (trainer)
     warmup_max_steps: int = 400

@@ -1,7 +1,8 @@
 """The trainer's process, and the run's end of its pipe.
 
 Invariants:
-- The trainer talks to nobody but the run, in the order that :mod:`.messages` states; the end of the pipe ends it.
+- The trainer talks to the run, in the order that :mod:`.messages` states, and sends weights to the engine when the run
+  says so; the end of the pipe ends it.
 - Ctrl-C is the run's to handle: the trainer ignores it and leaves when the pipe closes.
 - A trainer that dies is an error with its log's last line, never a wait without end.
 """
@@ -18,12 +19,27 @@ from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import TYPE_CHECKING, Self, TypeVar
 
 import msgspec
 
-from .messages import FromTrainer, Initialised, StepDone, TrainBatch, WarmupDone, WarmupProgress
+from .messages import (
+    Connect,
+    FromTrainer,
+    Initialised,
+    Push,
+    Pushed,
+    StepDone,
+    ToTrainer,
+    TrainBatch,
+    WarmupDone,
+    WarmupProgress,
+)
 from .settings import Settings
+
+if TYPE_CHECKING:
+    from .learner import Learner
+    from .sender import WeightSender
 
 MessageT = TypeVar("MessageT", bound=FromTrainer)
 JOIN_S = 5.0
@@ -51,10 +67,10 @@ class TrainerProcess:
         theirs.close()
         self._decoder: msgspec.msgpack.Decoder[FromTrainer] = msgspec.msgpack.Decoder(FromTrainer)
 
-    def send(self, batch: TrainBatch) -> None:
-        """Hand over the next batch; the trainer works on it while the caller goes on."""
+    def send(self, message: ToTrainer) -> None:
+        """Hand over a message; the trainer works on it while the caller goes on."""
         try:
-            self._pipe.send_bytes(msgspec.msgpack.encode(batch))
+            self._pipe.send_bytes(msgspec.msgpack.encode(message))
         except OSError:
             raise TrainerError(self._reason()) from None
 
@@ -76,17 +92,21 @@ class TrainerProcess:
             raise TrainerError(f"{type(message).__name__} where {expected.__name__} was due")
         return message
 
+    def close(self) -> None:
+        """End the trainer; its checkpoints stay until the context ends. Idempotent."""
+        self._pipe.close()
+        self._process.join(JOIN_S)
+        if self._process.is_alive():
+            self._process.terminate()
+            self._process.join(JOIN_S)
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._pipe.close()
-        self._process.join(JOIN_S)
-        if self._process.is_alive():
-            self._process.terminate()
-            self._process.join(JOIN_S)
+        self.close()
         shutil.rmtree(self._checkpoints, ignore_errors=True)
 
     def _reason(self) -> str:
@@ -120,11 +140,9 @@ def _serve(pipe: Connection, settings: Settings, checkpoints: Path) -> None:
     import torch
     from transformers.utils.logging import disable_progress_bar
 
-    from .learner import Learner, collate
+    from .learner import Learner
     from .policy import CheckpointWriter, build_policy
-
-    def answer(message: FromTrainer) -> None:
-        pipe.send_bytes(msgspec.msgpack.encode(message))
+    from .sender import WeightSender
 
     disable_progress_bar()  # type: ignore[no-untyped-call]
     torch.set_num_threads(settings.trainer_threads)
@@ -132,43 +150,55 @@ def _serve(pipe: Connection, settings: Settings, checkpoints: Path) -> None:
     model = build_policy()
     writer = CheckpointWriter(checkpoints)
     learner = Learner(model, settings)
-    answer(
-        Initialised(
-            path=str(writer.write(model)), parameters=sum(value.numel() for value in model.parameters())
-        )
-    )
+    parameters = sum(value.numel() for value in model.parameters())
+    _answer(pipe, Initialised(path=str(writer.write(model)), parameters=parameters))
+    _warm_up(pipe, learner, settings)
 
+    decoder: msgspec.msgpack.Decoder[ToTrainer] = msgspec.msgpack.Decoder(ToTrainer)
+    connect = decoder.decode(pipe.recv_bytes())
+    assert isinstance(connect, Connect)
+    with WeightSender(settings.transport, connect.endpoint, writer) as sender:
+        sender.prepare(model)
+        while True:
+            match decoder.decode(pipe.recv_bytes()):
+                case TrainBatch() as batch:
+                    _answer(pipe, _train(batch, learner, sender, settings))
+                case Push() as push:
+                    _answer(pipe, Pushed(reply=sender.push(model, push)))
+
+
+def _answer(pipe: Connection, message: FromTrainer) -> None:
+    pipe.send_bytes(msgspec.msgpack.encode(message))
+
+
+def _warm_up(pipe: Connection, learner: "Learner", settings: Settings) -> None:
+    """Supervised steps until the policy is worth sampling from."""
     began = time.perf_counter()
     rng = random.Random(f"warm-up {settings.seed}")
     steps, window = 0, [0.0, 0.0]
     while steps < settings.warmup_max_steps and min(window) < settings.warmup_exact:
         loss, exact = learner.warmup_step(steps, rng)
         steps, window = steps + 1, [window[1], exact]
-        answer(WarmupProgress(step=steps, loss=loss, exact=exact))
+        _answer(pipe, WarmupProgress(step=steps, loss=loss, exact=exact))
     learner.remember(0)
-    answer(WarmupDone(path=str(writer.write(model)), steps=steps, seconds=time.perf_counter() - began))
+    _answer(pipe, WarmupDone(steps=steps, seconds=time.perf_counter() - began))
 
-    decoder = msgspec.msgpack.Decoder(TrainBatch)
-    while True:
-        job = decoder.decode(pipe.recv_bytes())
-        times = [time.perf_counter()]
-        batch = collate(job.groups)
-        gap = learner.verify(batch)
-        times.append(time.perf_counter())
-        step = learner.step(job.update, batch)
-        learner.remember(job.update)
-        times.append(time.perf_counter())
-        path = writer.write(model)
-        times.append(time.perf_counter())
-        verify_s, train_s, save_s = (after - before for before, after in pairwise(times))
-        answer(
-            StepDone(
-                update=job.update,
-                path=str(path),
-                step=step,
-                gap=gap,
-                train_s=train_s,
-                verify_s=verify_s,
-                save_s=save_s,
-            )
-        )
+
+def _train(job: TrainBatch, learner: "Learner", sender: "WeightSender", settings: Settings) -> StepDone:
+    """Check the batch, step, and get ready to push; the last policy stays in ``out_dir / "model"``."""
+    from .learner import collate
+    from .policy import save_policy
+
+    times = [time.perf_counter()]
+    batch = collate(job.groups)
+    gap = learner.verify(batch)
+    times.append(time.perf_counter())
+    step = learner.step(job.update, batch)
+    learner.remember(job.update)
+    times.append(time.perf_counter())
+    sender.prepare(learner.model)
+    times.append(time.perf_counter())
+    if job.update == settings.updates:
+        save_policy(learner.model, settings.out_dir / "model")
+    verify_s, train_s, save_s = (after - before for before, after in pairwise(times))
+    return StepDone(update=job.update, step=step, gap=gap, train_s=train_s, verify_s=verify_s, save_s=save_s)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from ..forward import ForwardBatch, KVPool
+from ..forward import ForwardBatch, FusedAttention, KVPool
 
 _WORKSPACE_BYTES = {"cpu": 4 << 20}
 """Gathered K (and V, each) of rows that are computed together, at most: on a CPU, what its caches keep until the
@@ -73,6 +73,7 @@ class SdpaBackend:
         scale: float | None = None,
     ) -> None:
         """``scale`` multiplies the scores. None: ``head_size ** -0.5``."""
+        self.fused: FusedAttention | None = None
         self._pool = pool
         self._kv_heads = num_kv_heads
         self._group = num_heads // num_kv_heads

@@ -2,18 +2,19 @@
 
 Invariants:
 - A page is [kv heads, page_size, head size], so that one head's keys within a page are contiguous.
-- Addresses never change while a pool lives: attention plans, kernels and captured graphs may keep them.
+- Addresses never change while the pool is resident: attention plans, kernels and captured graphs may keep them. What a
+  release does to them is in ``device/residency.py``; contents are lost with it.
 - A pool knows nothing of ownership; which page belongs to whom is the ledger's business (``manager.py``).
 - On the CPU the storage is zero pages of the kernel until first written, so an unused pool costs no memory.
 """
 
 import math
-import mmap
 
 import torch
 from torch import Tensor
 
 from ..config import PAGE_SIZE
+from ..device import residency
 
 
 class MHAPool:
@@ -37,7 +38,8 @@ class MHAPool:
         self.page_size = page_size
         self.num_pages = num_pages
         self._layers = [
-            (_zero_pages(shape, dtype, device), _zero_pages(shape, dtype, device)) for _ in range(num_layers)
+            (residency.allocate(shape, dtype, device), residency.allocate(shape, dtype, device))
+            for _ in range(num_layers)
         ]
         # Views [pages, page_size, kv heads, head size]: one index_put of (page, offset) then writes [heads, size]
         # rows straight from a strided slice of a fused qkv, without a contiguous copy or an index per head. Timed
@@ -82,11 +84,3 @@ class MHAPool:
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """K and V of ``layer``, each [pages, kv heads, page_size, head size]; the storage itself, not a copy."""
         return self._layers[layer]
-
-
-def _zero_pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """Zeroed storage; on the CPU a private mapping of its own, which ``torch.zeros`` would touch from end to end."""
-    if torch.device(device).type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    mapping = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(mapping, dtype=dtype).view(shape)

@@ -89,6 +89,10 @@ class Attention:
         shape = self._shape
         heads = shape.num_heads + 2 * shape.num_kv_heads
         qkv = self._qkv.forward(x).view(-1, heads, shape.head_dim)
+        if backend.fused is not None:
+            norms = self._qk_norms
+            weights = None if norms is None else (norms[0].weight, norms[1].weight, norms[0].eps)
+            return self._o.forward(backend.fused(qkv, cos, sin, self._layer, weights))
         qk, v = qkv[:, : -shape.num_kv_heads], qkv[:, -shape.num_kv_heads :]
         if self._qk_norms is not None:
             q_norm, k_norm = self._qk_norms

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from .linear import matmul_into
+from .matrix import Matrix
 from .parameters import Parameter, WeightSlot
 
 
@@ -23,23 +22,25 @@ class Embedding:
         vocab_size: int,
         hidden_size: int,
         *,
+        tied: bool,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
+        """``tied``: it is the output head, too."""
         self._checkpoint = checkpoint
-        self._weight = Parameter(f"{name}.weight", (vocab_size, hidden_size), dtype, device)
+        self._weight = Matrix(f"{name}.weight", vocab_size, hidden_size, dtype, device, packed=tied)
 
     def forward(self, ids: Tensor) -> Tensor:
         """int64 [T] to [T, hidden]: fresh memory, which the caller may overwrite."""
-        return functional.embedding(ids, self._weight.data)
+        return self._weight.gather(ids)
 
     def project(self, x: Tensor, out: Tensor) -> Tensor:
         """As a tied output head: [S, hidden] to ``out`` [S, vocab]; returns ``out``."""
-        return matmul_into(x, self._weight.data, None, out)
+        return self._weight.product(x, None, out)
 
     def read(self) -> Tensor:
         """The table as [vocab, hidden]."""
-        return self._weight.data
+        return self._weight.read()
 
     def slots(self) -> Iterator[WeightSlot]:
         """The table's slot."""
@@ -47,4 +48,4 @@ class Embedding:
 
     def parameters(self) -> Iterator[Parameter]:
         """The table."""
-        yield self._weight
+        yield self._weight.parameter

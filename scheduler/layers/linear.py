@@ -1,8 +1,8 @@
 """Matrix products with weights, fused where several share an input.
 
 Invariants:
-- A Linear owns the layout of its storage. The rest of the engine sees ``forward``, ``slots`` (writing) and ``read``
-  (the canonical [out, in] weight), so that a packed layout can replace the plain one behind them.
+- The rest of the engine sees ``forward``, ``slots`` (writing) and ``read`` (the canonical [out, in] weight); how the
+  weight is stored is ``matrix.py``'s business.
 - Fused weights are stacked along the output dimension in the order of their parts.
 """
 
@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
+from .matrix import Matrix
 from .parameters import Parameter, WeightSlot
 
 
@@ -36,18 +36,16 @@ class Linear:
         self.in_features = in_features
         self.out_features = sum(parts.values())
         self._parts = dict(parts)
-        self._weight = Parameter(f"{name}.weight", (self.out_features, in_features), dtype, device)
+        self._weight = Matrix(f"{name}.weight", self.out_features, in_features, dtype, device)
         self._bias = Parameter(f"{name}.bias", (self.out_features,), dtype, device) if bias else None
 
     def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """[T, in] to [T, out]; into ``out`` where given (preallocated, contiguous, same dtype)."""
-        if out is not None:
-            return matmul_into(x, self._weight.data, self._bias.data if self._bias else None, out)
-        return functional.linear(x, self._weight.data, self._bias.data if self._bias else None)
+        return self._weight.product(x, self._bias.data if self._bias else None, out)
 
     def read(self) -> Tensor:
         """The weight as [out, in]: a view where storage has that layout, else a copy."""
-        return self._weight.data
+        return self._weight.read()
 
     def slots(self) -> Iterator[WeightSlot]:
         """One slot per part for the weight, and one for the bias where there is one."""
@@ -60,7 +58,7 @@ class Linear:
 
     def parameters(self) -> Iterator[Parameter]:
         """Weight, then bias."""
-        yield self._weight
+        yield self._weight.parameter
         if self._bias is not None:
             yield self._bias
 
@@ -113,10 +111,3 @@ class MergedLinear(Linear):
             y.narrow(-1, start, self.part_features)
             for start in range(0, self.out_features, self.part_features)
         )
-
-
-def matmul_into(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
-    """``x @ weight.T + bias`` written to ``out`` [T, out]; returns ``out``."""
-    if bias is None:
-        return torch.mm(x, weight.t(), out=out)
-    return torch.addmm(bias, x, weight.t(), out=out)

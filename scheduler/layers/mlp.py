@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ..kernels import TORCH, best, elementwise
 from .linear import Linear, MergedLinear
 from .parameters import Parameter, WeightSlot
 
@@ -24,6 +25,7 @@ class GatedMLP:
         device: torch.device,
     ) -> None:
         """``prefix`` is the checkpoint's module, which holds ``gate_proj``, ``up_proj`` and ``down_proj``."""
+        self._compiled = best("elementwise", device, dtype) != TORCH
         gate_up = (f"{prefix}.gate_proj", f"{prefix}.up_proj")
         self._gate_up = MergedLinear(
             f"{name}.gate_up", gate_up, hidden_size, intermediate_size, dtype=dtype, device=device
@@ -38,7 +40,10 @@ class GatedMLP:
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, hidden] to [T, hidden]."""
-        gate, up = self._gate_up.split(self._gate_up.forward(x))
+        gate_up = self._gate_up.forward(x)
+        if self._compiled:
+            return self._down.forward(elementwise.silu_mul(gate_up))
+        gate, up = self._gate_up.split(gate_up)
         return self._down.forward(functional.silu(gate).mul_(up))
 
     def slots(self) -> Iterator[WeightSlot]:

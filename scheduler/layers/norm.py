@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ..kernels import TORCH, best, elementwise
 from .parameters import Parameter, WeightSlot
 
 
@@ -26,19 +27,29 @@ class RMSNorm:
     ) -> None:
         self.eps = eps
         self._checkpoint = checkpoint
+        self._compiled = best("elementwise", device, dtype) != TORCH
         self._weight = Parameter(f"{name}.weight", (size,), dtype, device)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., size], same shape and dtype out, in fresh memory."""
+        """[T, size], same shape and dtype out, in fresh memory."""
+        if self._compiled:
+            return elementwise.rms_norm(x, self._weight.data, self.eps)
         return self.scale_(normalize(x, self.eps))
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         """``residual += x`` in place, then the norm of the new residual."""
+        if self._compiled:
+            return elementwise.rms_norm(x, self._weight.data, self.eps, residual=residual)
         return self.forward(residual.add_(x))
 
     def scale_(self, normalized: Tensor) -> Tensor:
         """Multiply by the weight, in place; for callers that normalise several tensors at once."""
         return normalized.mul_(self._weight.data)
+
+    @property
+    def weight(self) -> Tensor:
+        """[size]"""
+        return self._weight.data
 
     def slots(self) -> Iterator[WeightSlot]:
         """The weight's slot."""

@@ -1,18 +1,22 @@
 """Where weights live, and the only door through which they are written.
 
 Invariants:
-- A parameter is allocated once, 64-byte aligned, and never re-assigned: its address is the same for ever, so whatever
-  captured it (a graph, a packed kernel) keeps seeing the current weights.
+- A parameter is allocated once, 64-byte aligned, and never re-assigned: while it is resident its address is the same, so
+  whatever captured it (a graph, a packed kernel) keeps seeing the current weights. A release that moves it says so
+  (``device/residency.py``).
 - A :class:`WeightSlot` maps one checkpoint tensor, in checkpoint layout, to its rows of one parameter. Nothing outside
   the layer that owns a parameter touches its storage in any other way.
 - A value is cast exactly as a cold load casts it, so writing the same checkpoint twice changes no byte.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from ..device import residency
 
 ALIGNMENT = 64
 """Bytes: a cache line, and the widest vector register."""
@@ -23,7 +27,7 @@ _COMPARE_ELEMENTS = 1 << 20  # bounds the transient of a cast comparison to a fe
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class WeightSlot:
+class WeightSlot(ABC):
     """Destination of one checkpoint tensor.
 
     Attributes:
@@ -33,25 +37,46 @@ class WeightSlot:
         parameter: name of the engine parameter that it is a part of.
     """
 
-    __slots__ = ("_rows", "dtype", "name", "parameter", "shape")
+    __slots__ = ("dtype", "name", "parameter", "shape")
 
-    def __init__(self, name: str, parameter: str, rows: Tensor) -> None:
-        """``rows`` is the contiguous part of the parameter's storage that holds this tensor."""
+    def __init__(self, name: str, parameter: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self.name = name
         self.parameter = parameter
-        self.shape = tuple(rows.shape)
-        self.dtype = rows.dtype
-        self._rows = rows
+        self.shape = shape
+        self.dtype = dtype
 
+    @abstractmethod
     def write(self, rows: Tensor, start: int) -> None:
         """Overwrite rows ``[start, start + len(rows))`` of dimension 0, in place, casting if needed.
 
         ``rows`` must not alias the parameter; the copy has been read from ``rows`` when this returns on the CPU.
         """
+
+    @abstractmethod
+    def differs(self, rows: Tensor, start: int) -> bool:
+        """Whether writing would change a byte; stops at the first difference, which is nearly always at once."""
+
+    @abstractmethod
+    def read(self) -> Tensor:
+        """The tensor in checkpoint layout: a view where storage has that layout, else a copy."""
+
+
+class PlainSlot(WeightSlot):
+    """Rows of a parameter that is stored as the checkpoint has it."""
+
+    __slots__ = ("_rows",)
+
+    def __init__(self, name: str, parameter: str, rows: Tensor) -> None:
+        """``rows`` is the contiguous part of the parameter's storage that holds this tensor."""
+        super().__init__(name, parameter, tuple(rows.shape), rows.dtype)
+        self._rows = rows
+
+    def write(self, rows: Tensor, start: int) -> None:
+        """See :meth:`WeightSlot.write`."""
         self._target(rows, start).copy_(rows)
 
     def differs(self, rows: Tensor, start: int) -> bool:
-        """Whether writing would change a byte; stops at the first difference, which is nearly always at once."""
+        """See :meth:`WeightSlot.differs`."""
         new, old = rows.reshape(-1), self._target(rows, start).reshape(-1)
         if not _same_bits(new[:_PROBE_ELEMENTS], old[:_PROBE_ELEMENTS]):
             return True
@@ -61,7 +86,7 @@ class WeightSlot:
         return not all(_same_bits(a, b) for a, b in pairs)
 
     def read(self) -> Tensor:
-        """The tensor in checkpoint layout: a view where storage has that layout, else a copy."""
+        """A view."""
         return self._rows
 
     def _target(self, rows: Tensor, start: int) -> Tensor:
@@ -84,15 +109,15 @@ class Parameter:
 
     def __init__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         self.name = name
-        self.data = torch.empty(shape, dtype=dtype, device=device)
+        self.data = residency.allocate(shape, dtype, device)
         assert self.data.data_ptr() % ALIGNMENT == 0, f"{name} is not {ALIGNMENT}-byte aligned"
 
     def slot(self, checkpoint_name: str, start: int = 0, length: int | None = None) -> WeightSlot:
         """The slot of the checkpoint tensor held in rows ``[start, start + length)``; None: to the end."""
         if self.data.dim() == 0:
-            return WeightSlot(checkpoint_name, self.name, self.data)
+            return PlainSlot(checkpoint_name, self.name, self.data)
         length = self.data.shape[0] - start if length is None else length
-        return WeightSlot(checkpoint_name, self.name, self.data.narrow(0, start, length))
+        return PlainSlot(checkpoint_name, self.name, self.data.narrow(0, start, length))
 
 
 class Layer(Protocol):

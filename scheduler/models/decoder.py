@@ -80,7 +80,10 @@ class DecoderForCausalLM:
     ) -> None:
         self.config = config
         vocab, hidden = config.vocab_size, config.hidden_size
-        self._embed = Embedding("embed", "model.embed_tokens", vocab, hidden, dtype=dtype, device=device)
+        self._embed = Embedding(
+            "embed", "model.embed_tokens", vocab, hidden,
+            tied=config.tie_word_embeddings, dtype=dtype, device=device,
+        )  # fmt: skip
         self._layers = [
             DecoderLayer(i, config, attention, dtype=dtype, device=device) for i in range(config.num_layers)
         ]

@@ -30,6 +30,8 @@ import torch
 from torch import Tensor
 
 from ..forward import SamplingBatch
+from ..kernels import TORCH, best
+from ..kernels.sampling import RowSampler
 
 _BLOCK = 256
 _CHUNK_BYTES_CPU = 5 << 20
@@ -130,6 +132,7 @@ class Sampler:
         # Filled, not empty: the pages are touched now instead of in the first step, and the padding stays -inf.
         self._scaled = torch.full((self._chunk_rows, width), -torch.inf, device=device)
         self._probs = torch.zeros((self._chunk_rows, width), device=device)
+        self._compiled = RowSampler(vocab_size) if best("sampler", device, dtype) != TORCH else None
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, batch: SamplingBatch) -> SamplerOutput:
@@ -147,16 +150,51 @@ class Sampler:
                 f"logits are {logits.dtype} {tuple(logits.shape)}, expected {self._dtype} [S, {self._vocab_size}]"
             )
         rows = logits.shape[0]
-        plan = _FilterPlan.of(batch, self._vocab_size) if batch.any_filtered else None
         out = SamplerOutput(
             token_ids=torch.empty(rows, dtype=torch.int64, device=logits.device),
             logprobs=torch.empty(rows, device=logits.device),
             raw_logprobs=torch.empty(rows, device=logits.device) if batch.want_raw else None,
             sampled_logprobs=torch.empty(rows, device=logits.device) if batch.want_sampled else None,
         )
+        if self._compiled is not None:
+            self._sample_compiled(self._compiled, logits, batch, out)
+        else:
+            self._sample_all(logits, batch, out)
+        return out
+
+    def _sample_compiled(
+        self, sampler: RowSampler, logits: Tensor, batch: SamplingBatch, out: SamplerOutput
+    ) -> None:
+        """Every row by the compiled sampler, then those that are filtered once more."""
+        temperature = batch.temperature if batch.any_sampled else None
+        sampler.sample(
+            logits, temperature, batch.greedy, batch.uniforms, out.token_ids, out.logprobs, out.raw_logprobs
+        )
+        if out.sampled_logprobs is not None:  # unfiltered: greedy rows are certain, the others as drawn
+            certain = batch.greedy & out.logprobs.isfinite()
+            out.sampled_logprobs.copy_(out.logprobs.where(~certain, 0.0))
+        if batch.any_filtered:
+            filtered = (batch.top_k < self._vocab_size) | (batch.top_p < 1.0)
+            index = (filtered & ~batch.greedy).nonzero().squeeze(1)
+            part = SamplerOutput(
+                token_ids=out.token_ids[index],
+                logprobs=out.logprobs[index],
+                raw_logprobs=None,
+                sampled_logprobs=None if out.sampled_logprobs is None else out.sampled_logprobs[index],
+            )
+            if out.raw_logprobs is not None:
+                part.raw_logprobs = out.raw_logprobs[index]
+            self._sample_all(logits[index], batch.select(index), part)
+            for name in ("token_ids", "logprobs", "raw_logprobs", "sampled_logprobs"):
+                if getattr(out, name) is not None:
+                    getattr(out, name)[index] = getattr(part, name)
+
+    def _sample_all(self, logits: Tensor, batch: SamplingBatch, out: SamplerOutput) -> None:
+        """Every row with torch, as many at a time as the workspaces hold."""
+        rows = logits.shape[0]
+        plan = _FilterPlan.of(batch, self._vocab_size) if batch.any_filtered else None
         for start in range(0, rows, self._chunk_rows):
             self._sample_chunk(logits, batch, plan, slice(start, min(rows, start + self._chunk_rows)), out)
-        return out
 
     def _sample_chunk(
         self,

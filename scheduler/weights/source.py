@@ -1,6 +1,6 @@
 """What a transport delivers: named tensors, in pieces; it never sees a model."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from math import prod
 from typing import Protocol
 
@@ -15,7 +15,7 @@ class WeightSource(Protocol):
     """One call's tensors."""
 
     name: str
-    """Of the transport: ``disk``, ``tensor``, ``ipc``."""
+    """Of the transport: ``disk``, ``tensor``, ``ipc``, ``checkpoint_engine``, ``distributed``."""
     total_bytes: int
     complete: bool
     """Every parameter must be among them."""
@@ -25,8 +25,14 @@ class WeightSource(Protocol):
         """All that will come, checked before the first piece is read."""
         ...
 
-    def pieces(self, bucket_bytes: int, skip: Callable[[str], bool]) -> Iterator[WeightPiece]:
-        """The tensors, in pieces of about ``bucket_bytes``; ``skip(name)`` is asked once per tensor."""
+    def pieces(
+        self, bucket_bytes: int, skip: Callable[[str], bool]
+    ) -> Generator[WeightPiece | None, None, None]:
+        """The tensors, in pieces of about ``bucket_bytes``; ``skip(name)`` is asked once per tensor.
+
+        None: nothing has come yet; ask again when a thread has woken the loop. A piece is valid until the next is asked for.
+        Closed when the update fails in between.
+        """
         ...
 
 
@@ -35,8 +41,11 @@ class BufferSource:
 
     complete = False
 
-    def __init__(self, name: str, specs: list[TensorSpec], buffers: Sequence[memoryview]) -> None:
+    def __init__(self, name: str, specs: list[TensorSpec], buffers: Sequence[memoryview | Tensor]) -> None:
         """
+        Args:
+            buffers: bytes, on the host or as uint8 [n] on a device.
+
         Raises:
             CaesuraError: ``invalid_request``, a spec does not fit its buffer.
         """
@@ -44,31 +53,48 @@ class BufferSource:
         self.specs = specs
         self.total_bytes = sum(spec.nbytes for spec in specs)
         self._buffers = buffers
-        self._rows = [_rows(spec, buffers) for spec in specs]
+        for spec in specs:
+            _require_fitting(spec, buffers)
 
-    def pieces(self, bucket_bytes: int, skip: Callable[[str], bool]) -> Iterator[WeightPiece]:
+    def pieces(self, bucket_bytes: int, skip: Callable[[str], bool]) -> Generator[WeightPiece, None, None]:
         """Views of the buffers, cut where a piece would be larger than ``bucket_bytes``."""
-        for spec, num_rows in zip(self.specs, self._rows, strict=True):
+        for spec in self.specs:
             if skip(spec.name):
                 continue
-            yield from _cut(spec, num_rows, self._buffers[spec.buffer], bucket_bytes)
+            data = _bytes(self._buffers[spec.buffer], spec.offset, spec.nbytes)
+            yield from cut(spec, data, bucket_bytes)
 
 
-def _cut(spec: TensorSpec, num_rows: int, buffer: memoryview, bucket_bytes: int) -> Iterator[WeightPiece]:
+def _bytes(buffer: memoryview | Tensor, offset: int, nbytes: int) -> Tensor:
+    if isinstance(buffer, Tensor):
+        return buffer[offset : offset + nbytes]
+    if not nbytes:  # frombuffer takes no empty ones
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(buffer, dtype=torch.uint8, count=nbytes, offset=offset)
+
+
+def cut(spec: TensorSpec, data: Tensor, bucket_bytes: int) -> Iterator[WeightPiece]:
+    """The rows of ``spec`` that ``data`` holds, in pieces of about ``bucket_bytes``.
+
+    Args:
+        data: uint8 [spec.nbytes], a whole number of rows. A piece that its dtype cannot view where it lies is a copy.
+    """
     dtype, shape = DTYPES[spec.dtype], tuple(spec.shape)
-    if spec.nbytes == 0:
+    row_bytes = prod(shape[1:]) * dtype.itemsize
+    if not data.numel():
         yield WeightPiece(spec.name, shape, dtype, spec.start_row, torch.empty(shape, dtype=dtype))
         return
-    data = torch.frombuffer(buffer, dtype=torch.uint8, count=spec.nbytes, offset=spec.offset)
-    rows: Tensor = data.view(dtype).view((num_rows, *shape[1:]) if shape else ())
-    step = max(1, bucket_bytes * num_rows // spec.nbytes)
-    for start in range(0, num_rows, step):
-        part = rows[start : start + step] if shape else rows
-        yield WeightPiece(spec.name, shape, dtype, spec.start_row + start, part)
+    step = max(1, bucket_bytes // row_bytes)
+    for start in range(0, data.numel() // row_bytes, step):
+        part = data[start * row_bytes : (start + step) * row_bytes]
+        if part.storage_offset() % dtype.itemsize:
+            part = part.clone()
+        rows = part.view(dtype).view((-1, *shape[1:]) if shape else ())
+        yield WeightPiece(spec.name, shape, dtype, spec.start_row + start, rows)
 
 
-def _rows(spec: TensorSpec, buffers: Sequence[memoryview]) -> int:
-    """Rows that this spec carries; 1 for a scalar."""
+def _require_fitting(spec: TensorSpec, buffers: Sequence[memoryview | Tensor]) -> None:
+    """Raise unless the spec lies in its buffer and is a whole number of rows."""
     dtype = DTYPES.get(spec.dtype)
     if dtype is None:
         raise _bad(spec, f"has the unknown dtype {spec.dtype!r}")
@@ -88,7 +114,6 @@ def _rows(spec: TensorSpec, buffers: Sequence[memoryview]) -> int:
         or (num_rows == 0 < total_rows)
     ):
         raise _bad(spec, f"of shape {spec.shape} has {spec.nbytes} bytes from row {spec.start_row} on")
-    return num_rows
 
 
 def _bad(spec: TensorSpec, problem: str) -> CaesuraError:

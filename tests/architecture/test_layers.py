@@ -20,15 +20,15 @@ ROWS = [
     ["config", "distributed"],
     ["device"],
     ["observability"],
-    ["request", "channel"],
+    ["request", "channel", "background"],
     ["cache"],
     ["kernels", "forward"],
     ["attention", "layers"],
     ["models"],
     ["weights"],
     ["runner"],
-    ["waiting", "batching", "results"],
-    ["lifecycle", "checker", "updates", "status"],
+    ["chunking", "waiting", "batching", "results"],
+    ["lifecycle", "checker", "updates", "parameter_server", "groups", "occupation", "status"],
     ["kept", "dispatch", "loop", "process", "__main__"],
 ]
 """The modules and packages of ``scheduler/``, from the ground up; the table of docs/structures.md."""
@@ -219,7 +219,7 @@ def test_io_struct_needs_msgspec_and_the_standard_library():
 
 def test_the_client_never_imports_torch_but_for_tensors():
     users = {file for file, names in outside("client").items() if names & {"torch", "numpy", "transformers"}}
-    assert users <= {"client/tensors.py"}
+    assert all(file.startswith("client/tensors/") for file in users)
 
 
 def test_the_engine_runs_without_what_only_tests_and_demos_need():
@@ -281,8 +281,6 @@ METHODS = {"recv_pyobj", "send_pyobj", "recv_json", "recv_serialized"}
 def test_nothing_is_ever_unpickled():
     wrong = []
     for path in FILES:
-        if str(path.relative_to(ROOT)) == "io_struct/legacy_pickle.py":
-            continue  # its find_class returns inert recorders only
         for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.Import):
                 names = {alias.name.split(".")[0] for alias in node.names} & PICKLES

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,6 +27,7 @@ FIELDS = {
     "max_logprob_gap",
     "requests_lost",
     "transport",
+    "update_stages_ms",
 }
 
 
@@ -60,10 +62,8 @@ def read_until(demo: subprocess.Popen[str], text: str) -> None:
     raise AssertionError(f"{text!r} was never printed")
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    out = tmp_path_factory.mktemp("demo")
-    demo = start_demo(out)
+def finish_demo(out: Path, *arguments: str) -> Path:
+    demo = start_demo(out, *arguments)
     try:
         output, _ = demo.communicate(timeout=150)
     finally:
@@ -72,9 +72,18 @@ def finished(tmp_path_factory):
     return out
 
 
+def summary_in(out: Path) -> dict[str, Any]:
+    return json.loads((out / "summary.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    return finish_demo(tmp_path_factory.mktemp("demo"))
+
+
 @pytest.fixture(scope="module")
 def summary(finished):
-    return json.loads((finished / "summary.json").read_text())
+    return summary_in(finished)
 
 
 @pytest.mark.slow
@@ -82,13 +91,26 @@ def test_summary_has_exactly_its_fields_and_the_loop_kept_its_promises(summary):
     assert set(summary) == FIELDS
     assert summary["updates"] == 6
     assert summary["requests_lost"] == 0
-    assert summary["transport"] == "disk"
+    assert summary["transport"] == "ipc"
+    assert set(summary["update_stages_ms"]) == {"receive", "copy", "derive", "flush"}
+    assert summary["update_stages_ms"]["copy"] > 0
     assert 0.0 < summary["max_logprob_gap"] <= 1e-3
     assert 0.5 < summary["ess_min"] <= 1.0
     assert 0.0 <= summary["reward_first"] <= 1.0
     assert summary["tokens_per_s"] > 0
     assert 0 < summary["pause_ms_p50"] <= summary["pause_ms_max"]
     assert summary["reserved_mb_last"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["disk", "tensor", "distributed"])
+def test_every_other_transport_brings_the_weights_of_each_update(tmp_path, transport):
+    """The logprob gap says so: it compares what the engine sampled with the weights that it should have had."""
+    summary = summary_in(finish_demo(tmp_path, "--updates", "2", "--transport", transport))
+    assert (summary["transport"], summary["updates"], summary["requests_lost"]) == (transport, 2, 0)
+    assert 0.0 < summary["max_logprob_gap"] <= 1e-3
+    assert transport in (tmp_path / "report.html").read_text()
+    assert (tmp_path / "trainer.log").read_text() == "", "the trainer process did not end well"
 
 
 @pytest.mark.slow

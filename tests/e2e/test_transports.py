@@ -1,4 +1,4 @@
-"""Weights over frames and through shared memory: the result is that of a cold load, whatever the road (I7)."""
+"""Weights by every transport: the result is that of a cold load, whatever the road (I7)."""
 
 import fcntl
 import os
@@ -12,10 +12,18 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from support.checkpoints import make_checkpoint
 from support.scripted import EngineDriver, assert_error
+from support.waiting import eventually
 
 from caesura.client import SamplingParams, SchedulerClient, launch_scheduler
 from caesura.client.exceptions import EngineError
-from caesura.client.tensors import SharedBucket, as_frames, buckets, manifest
+from caesura.client.tensors import (
+    SharedBucket,
+    SharedTensors,
+    WeightUpdateGroup,
+    as_frames,
+    buckets,
+    manifest,
+)
 from caesura.io_struct import (
     BeginWeightUpdateReqInput,
     CaesuraError,
@@ -28,6 +36,7 @@ from caesura.io_struct import (
     UpdateWeightsFromTensorReqInput,
     encode,
 )
+from caesura.scheduler.weights.transports.ipc import KEPT
 
 Weights = dict[str, torch.Tensor]
 
@@ -63,14 +72,34 @@ def weights_of(path: Path) -> Weights:
     return load_file(path / "model.safetensors")
 
 
-def push(client: SchedulerClient, transport: str, path: Path, order: list[str], bucket_bytes: int) -> None:
-    if transport == "disk":
-        client.update_weights_from_disk(path)
-        return
+@pytest.fixture(scope="module")
+def group(engine):
+    with WeightUpdateGroup.create([engine]) as group:
+        yield group
+
+
+def push(
+    client: SchedulerClient,
+    group: WeightUpdateGroup,
+    transport: str,
+    path: Path,
+    order: list[str],
+    bucket_bytes: int,
+) -> None:
     weights = weights_of(path)
     tensors = [(name, weights[name]) for name in order]
-    update = client.update_weights_from_tensor if transport == "tensor" else client.update_weights_from_ipc
-    assert update(tensors, bucket_bytes=bucket_bytes).committed
+    if transport == "disk":
+        reply = client.update_weights_from_disk(path)
+    elif transport == "tensor":
+        reply = client.update_weights_from_tensor(tensors, bucket_bytes=bucket_bytes)
+    elif transport == "ipc":
+        reply = client.update_weights_from_ipc(tensors, bucket_bytes=bucket_bytes)
+    elif transport == "ipc, shared":
+        with SharedTensors(tensors) as shared:
+            reply = client.update_weights_from_ipc(shared)
+    else:
+        reply = client.update_weights_from_distributed(tensors, group=group, bucket_bytes=bucket_bytes)
+    assert reply.committed
 
 
 @settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -79,7 +108,7 @@ def push(client: SchedulerClient, transport: str, path: Path, order: list[str], 
     steps=st.lists(
         st.tuples(
             st.integers(0, 2),
-            st.sampled_from(["disk", "tensor", "ipc"]),
+            st.sampled_from(["disk", "tensor", "ipc", "ipc, shared", "distributed"]),
             st.sampled_from([1, 64, 1000, 4096, 20_000, 1 << 20]),
         ),
         min_size=1,
@@ -88,13 +117,13 @@ def push(client: SchedulerClient, transport: str, path: Path, order: list[str], 
     twice=st.booleans(),
     paused=st.booleans(),
 )
-def test_update_equals_cold_load(engine, family, cold, data, steps, twice, paused):
+def test_update_equals_cold_load(engine, group, family, cold, data, steps, twice, paused):
     if paused:
         engine.pause("retract")
     for which, transport, bucket_bytes in steps:
         names = data.draw(st.permutations(sorted(weights_of(family[which]))))
         for _ in range(1 + twice):
-            push(engine, transport, family[which], names, bucket_bytes)
+            push(engine, group, transport, family[which], names, bucket_bytes)
         assert engine.check_weights("checksum").total == cold[which]
     engine.continue_generation(torch_empty_cache=False)
     assert engine.status().weights == "valid"
@@ -315,16 +344,38 @@ def test_shared_memory_is_reserved_when_it_is_made(monkeypatch):
     assert caught.value.code == "out_of_memory"
 
 
-def test_nothing_of_the_shared_memory_stays_mapped(engine, family):
-    pid = engine.status().pid
+def mapped(pid: int) -> int:
+    return Path(f"/proc/{pid}/maps").read_text().count("caesura-weights")
 
-    def maps() -> int:
-        return Path(f"/proc/{pid}/maps").read_text().count("caesura-weights")
 
-    for _ in range(3):
-        engine.update_weights_from_ipc(weights_of(family[0]).items(), bucket_bytes=4096)
-        assert engine.status().weights == "valid"
-        assert maps() == 0
+def test_one_mapping_serves_many_updates_and_goes_with_its_owner(family):
+    with launch_scheduler(str(family[0]), dtype="float32", num_threads=1, kv_pool_tokens=256) as client:
+        pid = client.status().pid
+        with SchedulerClient(client.endpoint) as trainer:
+            for _ in range(3):
+                trainer.update_weights_from_ipc(weights_of(family[0]).items(), bucket_bytes=4096)
+                assert mapped(pid) == 1
+            many = [SharedTensors(weights_of(family[1]).items()) for _ in range(KEPT + 1)]
+            for shared in many:  # what is kept is bounded, whoever sends
+                trainer.update_weights_from_ipc(shared)
+            assert mapped(pid) == KEPT
+            for shared in many:
+                shared.close()
+        eventually(lambda: mapped(pid) == 0)  # an idle engine lets go of memory whose owner is gone
+
+
+def test_shared_tensors_are_handed_over_in_place(engine, family, cold):
+    with SharedTensors(weights_of(family[1]).items()) as shared:
+        engine.update_weights_from_ipc(shared)
+        assert engine.check_weights("checksum").total == cold[1]
+        shared.copy_from(weights_of(family[2]).items())
+        assert engine.update_weights_from_ipc(shared).changed_tensors == len(shared)
+        assert engine.check_weights("checksum").total != cold[1]
+    with SharedTensors(weights_of(family[0]).items(), dtype=torch.bfloat16) as shared:
+        assert {tensor.dtype for _, tensor in shared} == {torch.bfloat16}
+        engine.update_weights_from_tensor(shared)
+        for name, tensor in weights_of(family[0]).items():
+            assert torch.equal(shared[name], tensor.bfloat16())
 
 
 def test_disk_after_tensor(driver, other_model):

@@ -17,6 +17,8 @@ from caesura.io_struct import (
     GetStatusReqInput,
     GetStatusReqOutput,
     PauseGenerationReqInput,
+    ReleaseMemoryOccupationReqInput,
+    ResumeMemoryOccupationReqInput,
     SamplingParams,
     UpdateWeightFromDiskReqInput,
     WeightsCheckerReqInput,
@@ -70,6 +72,13 @@ class Recipes:
             if state == "poisoned paused":
                 driver.call(PauseGenerationReqInput(mode="abort"))
             driver.call(WeightsCheckerReqInput(action="reset_tensors"))
+        if state == "kv released":
+            driver.call(ReleaseMemoryOccupationReqInput(tags=["kv_cache"]))
+        if state in ("weights released", "weights resumed"):
+            driver.call(PauseGenerationReqInput(mode="abort"))
+            driver.call(ReleaseMemoryOccupationReqInput())
+        if state == "weights resumed":
+            driver.call(ResumeMemoryOccupationReqInput())
 
     def message(self, command: str):
         return {
@@ -92,6 +101,9 @@ class Recipes:
                 model_path=self.other, flush_cache=False
             ),
             "update, broken": lambda: UpdateWeightFromDiskReqInput(model_path=self.broken, flush_cache=False),
+            "release kv_cache": lambda: ReleaseMemoryOccupationReqInput(tags=["kv_cache"]),
+            "release weights": lambda: ReleaseMemoryOccupationReqInput(tags=["weights"]),
+            "resume all": ResumeMemoryOccupationReqInput,
             "checksum": WeightsCheckerReqInput,
             "reset_tensors": lambda: WeightsCheckerReqInput(action="reset_tensors"),
         }[command]()
@@ -118,7 +130,8 @@ class Recipes:
             result = reply.code.value if isinstance(reply, ErrorReply) else "ok"
         generation = f"paused {status.pause_mode}" if status.generation == "paused" else status.generation
         session = ", session" if status.session is not None else ""
-        return f"{result} → {generation}, {status.weights}{session}"
+        released = ", released" if status.memory == "released" else ""
+        return f"{result} → {generation}, {status.weights}{session}{released}"
 
 
 @pytest.fixture(scope="module")
@@ -148,13 +161,14 @@ def test_cell(tiny_model, other_model, broken_model, command, state, depth, monk
 
 def test_the_table_is_complete():
     """Every command of the wire's control path and every state of the engine is there."""
-    assert len(TABLE) == 16
+    assert len(TABLE) == 19
     assert STATES == [
         "running", "busy", "paused abort", "paused retract", "paused in_place", "session", "session written",
-        "paused session", "updating", "poisoned", "poisoned paused",
+        "paused session", "updating", "poisoned", "poisoned paused", "kv released", "weights released",
+        "weights resumed",
     ]  # fmt: skip
     assert all(
-        re.fullmatch(r"[a-z_]+ → (running|paused \w+), \w+(, session)?", cell)
+        re.fullmatch(r"[a-z_]+ → (running|paused \w+), \w+(, session)?(, released)?", cell)
         for row in TABLE.values()
         for cell in row.values()
     )

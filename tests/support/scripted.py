@@ -180,6 +180,7 @@ class EngineDriver:
             "kv_pool_tokens": 1024,
             "check_ledger": True,
             "load_bucket_bytes": 4096,
+            "target_step_s": float("inf"),  # chunks must not depend on how fast this machine is
         }
         self.config = EngineConfig(model_path=model_path, **{**defaults, **options}).resolve()
         self.runner: ScriptedRunner | None = None
@@ -206,7 +207,7 @@ class EngineDriver:
         for socket in self.clients.values():
             socket.close(0)
         self._context.term()
-        self.engine.router.close()
+        self.engine.close()
         self._dir.cleanup()
 
     def client(self, name: str) -> zmq.Socket:

@@ -31,7 +31,18 @@ VALUES_OF_REQUIRED: dict[str, object] = {
     "model_path": "/é",
     "rid": "r",
     "specs": [{"name": "w", "dtype": "F32", "shape": [2, 3], "nbytes": 24}],
-    "handle": {"pid": 1, "fd": 3, "inode": 5, "nbytes": 24},
+    "handle": {"type": "SharedMemoryHandle", "pid": 1, "fd": 3, "inode": 5, "nbytes": 24},
+    "zmq_handles": {"cpu": "ipc://@server"},
+    "master_address": "127.0.0.1",
+    "master_port": 29500,
+    "rank_offset": 1,
+    "world_size": 2,
+    "rank": 1,
+    "released_tags": ["weights"],
+    "freed_bytes": {"weights": 7},
+    "resumed_bytes": {},
+    "reserved_before": 2,
+    "reserved_after": 1,
 }
 
 
@@ -228,3 +239,11 @@ def test_the_order_of_fields_does_not_matter():
     frame = packed(commit=False, weight_version="2", id="i", type="EndWeightUpdateReqInput")
     assert decode_request(frame) == EndWeightUpdateReqInput(id="i", commit=False, weight_version="2")
     assert decode_request(packed(type="PauseGenerationReqInput", id="p")) == PauseGenerationReqInput(id="p")
+
+
+def test_an_error_about_an_absurd_number_can_be_sent():
+    error = CaesuraError(
+        ErrorCode.OUT_OF_MEMORY, "no room", needed_bytes=1 << 80, shapes=[[1 << 64], {"n": -1}]
+    )
+    reply = decode_reply(encode(error.to_reply("i")))
+    assert reply.detail == {"needed_bytes": str(1 << 80), "shapes": [[str(1 << 64)], {"n": -1}]}

@@ -68,7 +68,8 @@ def test_every_slot_takes_its_checkpoint_tensor(model: CausalLM, tensors: dict[s
     for name, slot in model.weight_slots().items():
         assert torch.equal(slot.read(), tensors[name]), name
     assert loader.missing(loader.written) == []
-    fused = dict(model.named_storage())["layers.1.attention.qkv.weight"]
+    attention = model._layers[1].attention
+    fused = attention._qkv.read()
     parts = [tensors[f"model.layers.1.self_attn.{p}_proj.weight"] for p in "qkv"]
     assert torch.equal(fused, torch.cat(parts))
 

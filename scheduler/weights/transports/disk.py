@@ -12,7 +12,7 @@ format is described at https://huggingface.co/docs/safetensors.
 
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -111,7 +111,7 @@ class DiskSource:
         self.total_bytes = checkpoint.total_bytes
         self._checkpoint = checkpoint
 
-    def pieces(self, bucket_bytes: int, skip: Callable[[str], bool]) -> Iterator[WeightPiece]:
+    def pieces(self, bucket_bytes: int, skip: Callable[[str], bool]) -> Generator[WeightPiece, None, None]:
         """Read through one bucket of ``bucket_bytes``; see :meth:`Checkpoint.pieces`."""
         bucket = torch.empty(bucket_bytes, dtype=torch.uint8)
         yield from self._checkpoint.pieces(bucket, skip)

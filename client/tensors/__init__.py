@@ -1,0 +1,30 @@
+"""The trainer's half of a weight update; the only part of the client that imports torch, which a trainer has anyway."""
+
+from .buckets import Bucket, NamedTensors, Piece, as_frames, buckets, manifest
+from .group import WeightUpdateGroup
+from .names import checkpoint_tensors
+from .shared import SharedBucket, SharedBuckets, SharedTensors
+from .steps import Await, Run, Send, Steps, Ticket, call, in_one_session, ipc_steps, tensor_steps
+
+__all__ = [
+    "Await",
+    "Bucket",
+    "NamedTensors",
+    "Piece",
+    "Run",
+    "Send",
+    "SharedBucket",
+    "SharedBuckets",
+    "SharedTensors",
+    "Steps",
+    "Ticket",
+    "WeightUpdateGroup",
+    "as_frames",
+    "buckets",
+    "call",
+    "checkpoint_tensors",
+    "in_one_session",
+    "ipc_steps",
+    "manifest",
+    "tensor_steps",
+]

@@ -1,0 +1,131 @@
+"""Named torch tensors into buckets of bounded size.
+
+Invariants:
+- A bucket holds at most ``bucket_bytes``, except for a single row that is larger; bigger tensors are cut between rows.
+- Tensors are viewed, not copied, where they are contiguous and on the CPU.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ...io_struct import CaesuraError, ErrorCode, TensorSpec
+from ...io_struct.weights import DEFAULT_BUCKET_BYTES
+
+_ALIGNMENT = 64
+
+DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""torch dtype to its name on the wire, which is that of safetensors."""
+
+NamedTensors = Iterable[tuple[str, Tensor]]
+"""What ``model.state_dict().items()`` gives: checkpoint names and tensors."""
+
+
+@dataclass(slots=True)
+class Piece:
+    """Some rows of a tensor."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    start_row: int
+    rows: Tensor
+    """Contiguous, on whatever device the tensor is."""
+
+
+@dataclass(slots=True)
+class Bucket:
+    """Pieces that travel together."""
+
+    pieces: list[Piece] = field(default_factory=list)
+    nbytes: int = 0
+    """With the padding that shared memory puts between pieces."""
+
+
+def manifest(named_tensors: NamedTensors) -> list[TensorSpec]:
+    """Names, shapes and dtypes of all tensors, as ``begin_weight_update`` takes them."""
+    return [
+        TensorSpec(name=name, dtype=_dtype_name(name, t), shape=list(t.shape)) for name, t in named_tensors
+    ]
+
+
+def buckets(named_tensors: NamedTensors, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> Iterator[Bucket]:
+    """Tensors in their order, packed into buckets."""
+    bucket = Bucket()
+    for name, tensor in named_tensors:
+        _dtype_name(name, tensor)
+        for piece in _cut(name, tensor.detach(), bucket_bytes):
+            size = padded(piece.rows.nbytes)
+            if bucket.pieces and bucket.nbytes + size > bucket_bytes:
+                yield bucket
+                bucket = Bucket()
+            bucket.pieces.append(piece)
+            bucket.nbytes += size
+    if bucket.pieces:
+        yield bucket
+
+
+def as_frames(bucket: Bucket) -> tuple[list[TensorSpec], list[memoryview]]:
+    """One frame per piece, in place where it lies on the CPU."""
+    frames = [_bytes_of(piece.rows) for piece in bucket.pieces]
+    return [spec_of(piece, buffer=number) for number, piece in enumerate(bucket.pieces)], frames
+
+
+def _cut(name: str, tensor: Tensor, bucket_bytes: int) -> Iterator[Piece]:
+    shape = tuple(tensor.shape)
+    rows = shape[0] if shape else 1
+    step = rows if tensor.nbytes <= bucket_bytes else max(1, bucket_bytes * rows // tensor.nbytes)
+    for start in range(0, max(rows, 1), max(step, 1)):
+        part = tensor.narrow(0, start, min(step, rows - start)) if shape else tensor
+        yield Piece(name, tensor.dtype, shape, start, part.contiguous())
+
+
+def spec_of(piece: Piece, *, buffer: int = 0, offset: int = 0) -> TensorSpec:
+    """Where ``piece`` lies: ``offset`` bytes into buffer number ``buffer``."""
+    return TensorSpec(
+        name=piece.name,
+        dtype=DTYPE_NAMES[piece.dtype],
+        shape=list(piece.shape),
+        offset=offset,
+        nbytes=piece.rows.nbytes,
+        start_row=piece.start_row,
+        buffer=buffer,
+    )
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    flat = tensor.cpu().reshape(-1).view(torch.uint8)
+    view: memoryview = flat.numpy().data
+    return view
+
+
+def _dtype_name(name: str, tensor: Tensor) -> str:
+    found = DTYPE_NAMES.get(tensor.dtype)
+    if found is None:
+        raise CaesuraError(
+            ErrorCode.INVALID_REQUEST,
+            f"tensor {name!r} has the dtype {tensor.dtype}, which cannot be sent",
+            field=name,
+        )
+    return found
+
+
+def padded(nbytes: int) -> int:
+    """``nbytes`` rounded up so that what follows is aligned for every dtype and cache line."""
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT

@@ -1,0 +1,387 @@
+"""A trainer's end of a weight update group: rank 0 of a process group whose other ranks are engines.
+
+Invariants:
+- The trainer never waits for a broadcast that nobody takes: an engine's refusal comes over its socket, and ends the wait.
+- Once a broadcast was not taken the ranks are out of step. The group is then dead, on both sides; close it and create another.
+- Tensors travel whole and as bytes, so any dtype does. Buckets are filled one at a time, into one buffer that is kept.
+
+The group is an ordinary one of torch.distributed: TCPStore at the master, ``PrefixStore`` of the group's name, the backend's
+own prefixes. One that a trainer has made already is as good (:meth:`WeightUpdateGroup.__init__`).
+"""
+
+import contextlib
+import copy
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from datetime import timedelta
+from functools import partial
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+from ...io_struct import (
+    BeginWeightUpdateReqInput,
+    CaesuraError,
+    InitWeightsUpdateGroupReqInput,
+    InitWeightsUpdateGroupReqOutput,
+    UpdateWeightsFromDistributedReqInput,
+    WeightUpdateReqOutput,
+)
+from ...io_struct.weights import DEFAULT_BUCKET_BYTES, DEFAULT_GROUP_NAME
+from ..exceptions import EngineError, GroupError, Unsupported
+from ..handle import wait_for
+from ..options import UpdateOptions
+from .buckets import NamedTensors, manifest
+from .steps import Await, Run, Send, Steps, in_one_session
+
+if TYPE_CHECKING:
+    from ..control_client import ControlClient
+
+LoadFormat = Literal["flattened_bucket"] | None
+Backend = Literal["gloo", "nccl"]
+Named = tuple[str, Tensor]
+
+_PREFIXES = {"gloo": "cpu/", "nccl": "cuda/"}  # as torch: the first device that a backend registers for
+_POLL_S = 0.0005
+_GRACE_S = 5.0  # between one side's end of a broadcast and the other's
+
+
+class WeightUpdateGroup:
+    """A process group whose rank 0 is this trainer and whose other ranks are engines."""
+
+    def __init__(
+        self,
+        process_group: Any,
+        *,
+        group_name: str = DEFAULT_GROUP_NAME,
+        backend: Backend = "gloo",
+        clients: "Sequence[ControlClient]" = (),
+    ) -> None:
+        """A group that exists: this process is its rank 0, engines have joined it as ``group_name``.
+
+        Args:
+            process_group: a torch.distributed ProcessGroup, or a bare backend.
+            clients: of its engines, in the order of their ranks from 1; :meth:`close` has them leave.
+        """
+        self.group_name = group_name
+        self.clients = list(clients)
+        self._group = process_group
+        self._device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else "cpu"
+        self._buffer = torch.empty(0, dtype=torch.uint8, device=self._device)
+        self._dead: str | None = None
+        self._store: Any = None
+
+    @classmethod
+    def create(
+        cls,
+        clients: "Sequence[ControlClient]",
+        *,
+        master_address: str = "127.0.0.1",
+        master_port: int = 0,
+        group_name: str = DEFAULT_GROUP_NAME,
+        backend: Backend | None = None,
+        timeout_s: float = 60.0,
+    ) -> Self:
+        """Make a group of this process and the engines of ``clients``; returns when all have joined.
+
+        A group of the same name that an earlier trainer left behind is destroyed first.
+
+        Args:
+            master_address: under which the engines reach this process.
+            master_port: on which they do. 0: any that is free.
+            backend: None: nccl where every engine and this process have CUDA devices, else gloo.
+            timeout_s: bound of joining, and of every broadcast later.
+
+        Raises:
+            CaesuraError: what an engine answered; ``group_error`` where somebody did not join in time.
+        """
+        backend = backend or _common_backend(clients, timeout_s)
+        if backend == "nccl" and not torch.cuda.is_available():
+            raise Unsupported("the backend nccl needs a CUDA device")
+        for client in clients:
+            with contextlib.suppress(GroupError):  # there was none
+                client.destroy_weights_update_group(group_name, timeout=timeout_s)
+        limit, size = timedelta(seconds=timeout_s), 1 + len(clients)
+        try:
+            store = TCPStore(
+                master_address, master_port, size, is_master=True, timeout=limit, wait_for_workers=False
+            )
+        except RuntimeError as error:
+            raise GroupError(f"cannot serve on {master_address}:{master_port}: {error}") from error
+        tickets = [
+            client.start(
+                InitWeightsUpdateGroupReqInput(
+                    master_address=master_address,
+                    master_port=store.port,
+                    rank_offset=rank,
+                    world_size=size,
+                    group_name=group_name,
+                    backend=backend,
+                    timeout_s=timeout_s,
+                ),
+                InitWeightsUpdateGroupReqOutput,
+            )
+            for rank, client in enumerate(clients, start=1)
+        ]
+        joining = _beside(partial(_join, store, group_name, backend, size, limit))
+        done, late = wait([*tickets, joining], timeout_s + _GRACE_S, return_when=FIRST_EXCEPTION)
+        try:
+            for future in (*tickets, joining):
+                if future in done:
+                    future.result()
+            if late:
+                raise GroupError(f"{len(late)} of {size} ranks did not join within {timeout_s:g} s")
+        except (CaesuraError, RuntimeError) as error:
+            _leave(clients, group_name, timeout_s)
+            if isinstance(error, CaesuraError):
+                raise
+            raise GroupError(f"this process could not join its group: {error}") from error
+        group = cls(joining.result(), group_name=group_name, backend=backend, clients=clients)
+        group._store = store
+        return group
+
+    def steps(
+        self,
+        named_tensors: NamedTensors,
+        options: dict[str, Any],
+        *,
+        bucket_bytes: int,
+        in_session: bool,
+        load_format: LoadFormat = "flattened_bucket",
+    ) -> Steps:
+        """All messages of one update, and its broadcasts; ``options`` are fields of ``WeightUpdateOptions``.
+
+        More than one bucket makes a session of its own, unless one is open: the update is then all or nothing.
+        """
+        if self._dead is not None:
+            raise self._error(self._dead)
+        tensors = [(name, tensor.detach()) for name, tensor in named_tensors]
+        parts = list(_whole(tensors, bucket_bytes))
+        calls = self._calls(parts, options, load_format)
+        return (yield from in_one_session(tensors, options, len(parts), in_session, calls))
+
+    def update(
+        self,
+        named_tensors: NamedTensors,
+        *,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        load_format: LoadFormat = "flattened_bucket",
+        timeout: float | None = None,
+        **options: Unpack[UpdateOptions],
+    ) -> list[WeightUpdateReqOutput]:
+        """One update of all engines of the group, with one broadcast; their answers in the order of ranks.
+
+        Arguments as of ``ControlClient.update_weights_from_distributed``. If one engine fails, what it said is raised; the
+        others may have committed, so compare their ``weights_epoch``.
+        """
+        steps = self.steps(
+            named_tensors,
+            dict(options),
+            bucket_bytes=bucket_bytes,
+            in_session=all(client.in_session for client in self.clients),
+            load_format=load_format,
+        )
+        return _Fleet(self.clients, timeout).drive(steps)
+
+    def close(self) -> None:
+        """Leave the group, and have its engines leave. Idempotent."""
+        clients, self.clients = self.clients, []
+        _leave(clients, self.group_name, _GRACE_S)
+        self._die("it was closed")
+        self._store = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _calls(
+        self, parts: list[list[Named]], options: dict[str, Any], load_format: LoadFormat
+    ) -> Generator[Send | Await | Run, Any, Any]:
+        reply = None
+        for part in parts:
+            request = UpdateWeightsFromDistributedReqInput(
+                specs=manifest(part), group_name=self.group_name, load_format=load_format, **options
+            )
+            ticket = yield Send(request)
+            failure = yield Run(partial(self._send, part, load_format, ticket.done))
+            try:
+                reply = yield Await(ticket, request)
+            except CaesuraError as error:
+                self._die(f"an engine failed: {error.message}")
+                raise
+            if failure is not None:
+                raise self._error(failure)
+        return reply
+
+    def _send(self, part: list[Named], load_format: LoadFormat, answered: Callable[[], bool]) -> str | None:
+        """Broadcast ``part``; why it failed, or None. The engines' answers will tell more."""
+        try:
+            for flat in self._flat(part, load_format):
+                self._broadcast(flat, answered)
+        except (RuntimeError, TimeoutError) as error:
+            self._die(f"a broadcast failed: {error}")
+        except BaseException:
+            self._die("a broadcast was interrupted")
+            raise
+        return self._dead
+
+    def _flat(self, part: list[Named], load_format: LoadFormat) -> Iterator[Tensor]:
+        """The bytes of each broadcast, in one buffer; it is used again when the next is asked for."""
+        for batch in [part] if load_format is not None else [[named] for named in part]:
+            total = sum(tensor.nbytes for _, tensor in batch)
+            if self._buffer.numel() < total:
+                self._buffer = torch.empty(total, dtype=torch.uint8, device=self._device)
+            end = 0
+            for _, tensor in batch:
+                start, end = end, end + tensor.nbytes
+                self._buffer[start:end].copy_(tensor.contiguous().view(-1).view(torch.uint8))
+            yield self._buffer[:total]
+
+    def _broadcast(self, flat: Tensor, answered: Callable[[], bool]) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank = options.rootTensor = 0
+        work = self._group.broadcast([flat], options)
+        given_up = float("inf")
+        while not work.is_completed():
+            if answered():  # if well, the last bytes have arrived, and this end learns of it next
+                given_up = min(given_up, time.monotonic() + 1)
+            if time.monotonic() > given_up:
+                raise TimeoutError("an engine answered before it had everything")
+            time.sleep(_POLL_S)
+        work.wait()
+
+    def _die(self, reason: str) -> None:
+        """Close the connections, so that engines which wait for a broadcast hear of it. The first reason stays."""
+        self._dead = self._dead or reason
+        holder, self._group = [self._group], None
+        _beside(holder.clear)  # its end waits for a broadcast that nobody takes
+
+    def _error(self, reason: str) -> GroupError:
+        return GroupError(
+            f"weight update group {self.group_name!r} is dead ({reason}): close it and create it again",
+            group_name=self.group_name,
+        )
+
+
+class _Tickets:
+    """One message to several engines."""
+
+    def __init__(self, futures: list[Future[Any]]) -> None:
+        self.futures = futures
+
+    def done(self) -> bool:
+        """One of them failed, or all have answered."""
+        return any(f.done() and f.exception() is not None for f in self.futures) or all(
+            f.done() for f in self.futures
+        )
+
+
+class _Fleet:
+    """Drives the steps of one update on several engines at once."""
+
+    def __init__(self, clients: "list[ControlClient]", timeout: float | None) -> None:
+        self._clients = clients
+        self._timeout = timeout
+
+    def drive(self, steps: Steps) -> list[WeightUpdateReqOutput]:
+        """As the clients do it for one."""
+        try:
+            wanted = next(steps)
+            while True:
+                try:
+                    came = self._do(wanted)
+                except Exception as error:  # noqa: BLE001  the generator ends its session, and raises it again
+                    wanted = steps.throw(error)
+                else:
+                    wanted = steps.send(came)
+        except StopIteration as stop:
+            replies: list[WeightUpdateReqOutput] = stop.value
+            return replies
+
+    def _do(self, wanted: Send | Await | Run) -> Any:
+        if isinstance(wanted, Send):
+            return _Tickets(
+                [client.start(copy.copy(wanted.request), wanted.expects) for client in self._clients]
+            )
+        if isinstance(wanted, Run):
+            return wanted.work()
+        return self._replies(wanted)
+
+    def _replies(self, wanted: Await) -> list[Any]:
+        """Every engine's reply; the first error, once all have answered."""
+        replies: list[Any] = []
+        errors: list[EngineError] = []
+        for client, future in zip(self._clients, wanted.ticket.futures, strict=True):
+            try:
+                replies.append(wait_for(future, wanted.request.id, self._timeout))
+            except EngineError as error:
+                error.add_note(f"engine at {client.endpoint}")
+                errors.append(error)
+                replies.append(None)
+        if errors and isinstance(wanted.request, BeginWeightUpdateReqInput):
+            for client, reply in zip(self._clients, replies, strict=True):
+                if reply is not None:  # its session would stay open
+                    client.end_weight_update(commit=False, timeout=self._timeout)
+        if errors:
+            raise errors[0]
+        return replies
+
+
+def _whole(tensors: list[Named], bucket_bytes: int) -> Iterator[list[Named]]:
+    """Whole tensors in their order, as many as ``bucket_bytes`` hold, at least one."""
+    part: list[Named] = []
+    size = 0
+    for name, tensor in tensors:
+        if part and size + tensor.nbytes > bucket_bytes:
+            yield part
+            part, size = [], 0
+        part.append((name, tensor))
+        size += tensor.nbytes
+    if part:
+        yield part
+
+
+def _join(store: Any, name: str, backend: Backend, size: int, limit: timedelta) -> Any:
+    ranks = PrefixStore(_PREFIXES[backend], PrefixStore(f"{name}/", PrefixStore(name, store)))
+    if backend == "gloo":
+        return dist.ProcessGroupGloo(ranks, 0, size, limit)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = limit
+    return dist.ProcessGroupNCCL(ranks, 0, size, options)
+
+
+def _common_backend(clients: "Sequence[ControlClient]", timeout_s: float) -> Backend:
+    if not torch.cuda.is_available() or not dist.is_nccl_available():
+        return "gloo"
+    devices = [client.status(timeout=timeout_s).device for client in clients]
+    return "nccl" if all(device.startswith("cuda") for device in devices) else "gloo"
+
+
+def _leave(clients: "Sequence[ControlClient]", name: str, timeout_s: float) -> None:
+    for client in clients:
+        with contextlib.suppress(EngineError):  # it has left, or is gone
+            client.destroy_weights_update_group(name, timeout=timeout_s)
+
+
+def _beside(work: Callable[[], Any]) -> Future[Any]:
+    """Run ``work`` in a thread that does not keep the process alive."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except Exception as error:  # noqa: BLE001  it crosses to whoever waits
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="caesura-group", daemon=True).start()
+    return future

@@ -1,0 +1,160 @@
+"""Memory that a trainer shares with an engine of the same host.
+
+Invariants:
+- Shared memory has no name. It disappears with the last of its two owners, and cannot be exceeded: its pages are
+  reserved when it is made, so a full /dev/shm is an error here and not a fault later.
+"""
+
+import errno
+import fcntl
+import mmap
+import os
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from ...io_struct import CaesuraError, ErrorCode, SharedMemoryHandle, TensorSpec
+from .buckets import Bucket, NamedTensors, Piece, padded, spec_of
+from .cuda_ipc import CudaBucket
+
+
+class SharedBucket:
+    """Memory that the engine can map: a sealed memfd of ``nbytes`` bytes."""
+
+    def __init__(self, nbytes: int) -> None:
+        """
+        Raises:
+            CaesuraError: ``out_of_memory``, shared memory is full.
+        """
+        self.nbytes = padded(max(nbytes, 1))
+        self._fd = os.memfd_create("caesura-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.posix_fallocate(self._fd, 0, self.nbytes)
+            fcntl.fcntl(
+                self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+            )
+            mapping = mmap.mmap(self._fd, self.nbytes)
+        except OSError as error:
+            os.close(self._fd)
+            if error.errno not in (errno.ENOSPC, errno.ENOMEM):
+                raise
+            raise CaesuraError(
+                ErrorCode.OUT_OF_MEMORY,
+                f"no {self.nbytes} bytes of shared memory: {error.strerror}",
+                needed_bytes=self.nbytes,
+            ) from error
+        self._bytes = torch.frombuffer(mapping, dtype=torch.uint8)
+        self.handle = SharedMemoryHandle(
+            pid=os.getpid(), fd=self._fd, inode=os.fstat(self._fd).st_ino, nbytes=self.nbytes
+        )
+
+    def view(self, offset: int, nbytes: int) -> Tensor:
+        """uint8 [nbytes], in place."""
+        return self._bytes[offset : offset + nbytes]
+
+    def fill(self, bucket: Bucket, offset: int = 0) -> list[TensorSpec]:
+        """Copy the bucket's pieces in from byte ``offset`` on; what was there before is overwritten."""
+        specs = []
+        for piece in bucket.pieces:
+            end = offset + piece.rows.nbytes
+            self._bytes[offset:end].copy_(piece.rows.reshape(-1).view(torch.uint8))
+            specs.append(spec_of(piece, offset=offset))
+            offset = padded(end)
+        return specs
+
+    def close(self) -> None:
+        """Let the memory go; the engine's own mapping ends with its session."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+            del self._bytes  # with the last view of it the mapping goes
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class SharedTensors:
+    """Named tensors that live in memory shared with engines: an ipc update hands them over without copying them.
+
+    Iterating gives (name, tensor) pairs, so they are named tensors for every other transport, too. What a trainer writes
+    into them must be complete before it starts an update, and stay until that has returned.
+    """
+
+    def __init__(self, named_tensors: NamedTensors, *, dtype: torch.dtype | None = None) -> None:
+        """Copies the values in, cast to ``dtype`` where given and the tensor is floating point.
+
+        Raises:
+            CaesuraError: ``out_of_memory``, shared memory is full.
+        """
+        tensors = {name: tensor.detach() for name, tensor in named_tensors}
+        dtypes = {
+            name: dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+            for name, tensor in tensors.items()
+        }
+        sizes = {name: tensor.numel() * dtypes[name].itemsize for name, tensor in tensors.items()}
+        self.memory = SharedBucket(sum(padded(size) for size in sizes.values()))
+        self._tensors: dict[str, Tensor] = {}
+        self.specs: list[TensorSpec] = []
+        offset = 0
+        for name, tensor in tensors.items():
+            view = self.memory.view(offset, sizes[name]).view(dtypes[name]).view(tensor.shape)
+            self._tensors[name] = view
+            self.specs.append(spec_of(Piece(name, view.dtype, tuple(view.shape), 0, view), offset=offset))
+            offset += padded(sizes[name])
+        self.copy_from(tensors.items())
+
+    def copy_from(self, named_tensors: NamedTensors) -> None:
+        """Overwrite the values, casting where dtypes differ; names must be known."""
+        for name, tensor in named_tensors:
+            self._tensors[name].copy_(tensor.detach())
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return iter(self._tensors.items())
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+    def close(self) -> None:
+        """Let the memory go; tensors that are still referred to keep it."""
+        self._tensors.clear()
+        self.memory.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class SharedBuckets:
+    """The shared memory of one client: one bucket, kept between updates, replaced where another is needed."""
+
+    def __init__(self) -> None:
+        self._bucket: SharedBucket | CudaBucket | None = None
+
+    def get(self, nbytes: int, device: torch.device | None = None) -> SharedBucket | CudaBucket:
+        """At least ``nbytes``, on a CUDA device or (None) the host; raises as their classes do."""
+        bucket = self._bucket
+        if bucket is None or bucket.nbytes < nbytes or getattr(bucket, "device", None) != device:
+            self.close()
+            bucket = self._bucket = SharedBucket(nbytes) if device is None else CudaBucket(nbytes, device)
+        return bucket
+
+    def close(self) -> None:
+        """Let it go."""
+        if self._bucket is not None:
+            self._bucket.close()
+            self._bucket = None

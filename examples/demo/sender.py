@@ -1,0 +1,74 @@
+"""The trainer's half of a weight update: its policy into the engine, by one transport.
+
+Invariants:
+- ``prepare`` does what can be done while the engine generates; ``push`` is what a paused engine waits for.
+- The policy does not change before ``push`` has returned: every transport but disk reads it where it lies.
+"""
+
+import contextlib
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from transformers import Qwen3ForCausalLM
+
+from caesura.client import CaesuraError, ControlClient
+from caesura.client.tensors import WeightUpdateGroup
+from caesura.io_struct import WeightUpdateReqOutput
+
+from .messages import Push
+from .policy import CheckpointWriter
+from .settings import Transport
+
+PATIENCE_S = 60.0
+
+
+class WeightSender:
+    """A connection of the trainer's own to the engine; as a context manager it also ends it."""
+
+    def __init__(self, transport: Transport, endpoint: str, writer: CheckpointWriter) -> None:
+        self._transport = transport
+        self._writer = writer
+        self._checkpoint: Path | None = None
+        self._client = ControlClient(endpoint)
+        self._group = WeightUpdateGroup.create([self._client]) if transport == "distributed" else None
+
+    def prepare(self, model: Qwen3ForCausalLM) -> None:
+        """The next push is of ``model`` as it is now."""
+        if self._transport == "disk":
+            self._checkpoint = self._writer.write(model)
+
+    def push(self, model: Qwen3ForCausalLM, push: Push) -> WeightUpdateReqOutput:
+        """What was prepared, as the version that ``push`` names."""
+        client, tensors = self._client, model.state_dict().items()
+        version, flush = str(push.version), push.flush_cache
+        match self._transport:
+            case "disk":
+                assert self._checkpoint is not None
+                return client.update_weights_from_disk(
+                    self._checkpoint, weight_version=version, flush_cache=flush, timeout=PATIENCE_S
+                )
+            case "tensor":
+                return client.update_weights_from_tensor(
+                    tensors, weight_version=version, flush_cache=flush, timeout=PATIENCE_S
+                )
+            case "ipc":
+                return client.update_weights_from_ipc(
+                    tensors, weight_version=version, flush_cache=flush, timeout=PATIENCE_S
+                )
+            case "distributed":
+                assert self._group is not None
+                return client.update_weights_from_distributed(
+                    tensors, group=self._group, weight_version=version, flush_cache=flush, timeout=PATIENCE_S
+                )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with contextlib.suppress(CaesuraError):  # the engine may be gone
+            if self._group is not None:
+                self._group.close()
+        self._client.close()

@@ -1,0 +1,90 @@
+"""Paged attention by the compiled CPU kernel: decode and prefill with the same arithmetic, straight from the pages.
+
+Invariants:
+- A token's result has the same bits whether it is decoded or prefilled, however its prompt is cut, beside whatever other
+  requests, on whichever pages and number of threads.
+- A masked position contributes nothing, whatever it holds.
+- Results lie in one grow-only workspace; a call overwrites those of the call before it.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..forward import ForwardBatch, FusedAttention, KVPool
+from ..kernels.attention import PAGE_SIZE, PagedAttention, plan_tasks
+from ..kernels.elementwise import rope_store
+
+
+class PagedCpuBackend:
+    """An :class:`~..forward.AttentionBackend` over an MHA pool of bfloat16 or float32 on the CPU."""
+
+    def __init__(
+        self,
+        pool: KVPool,
+        num_heads: int,
+        num_kv_heads: int,
+        head_size: int,
+        scale: float | None = None,
+    ) -> None:
+        """``scale`` multiplies the scores. None: ``head_size ** -0.5``.
+
+        Raises:
+            ValueError: the pool's pages are not of 16 tokens.
+        """
+        if pool.page_size != PAGE_SIZE:
+            raise ValueError(f"the kernel takes pages of {PAGE_SIZE} tokens, not {pool.page_size}")
+        self.fused: FusedAttention | None = self.store_and_attend
+        self._pool = pool
+        self._num_heads, self._width = num_heads, num_heads * head_size
+        self._group = num_heads // num_kv_heads
+        scale = head_size**-0.5 if scale is None else scale
+        dtype = pool.layer(0)[0].dtype
+        self._attention = PagedAttention(dtype, num_kv_heads, self._group, head_size, scale)
+        self._workspace = torch.empty((0, self._width), dtype=dtype)
+        self._page_table = torch.empty((0, 0), dtype=torch.int32)
+        self._kv_slots = torch.empty(0, dtype=torch.int64)
+        self._tasks = np.empty((0, 4), dtype=np.int64)
+
+    def plan(self, batch: ForwardBatch) -> None:
+        """Divide the step's work."""
+        self._page_table, self._kv_slots = batch.page_table, batch.kv_slots
+        self._tasks = plan_tasks(batch.q_lens_host, batch.kv_lens_host, self._group)
+        tokens = batch.kv_slots.shape[0]
+        if tokens > self._workspace.shape[0]:
+            # Freed first, so that the peak is the larger of the two and not their sum.
+            dtype = self._workspace.dtype
+            self._workspace = torch.empty((0, self._width), dtype=dtype)
+            self._workspace = torch.empty((tokens, self._width), dtype=dtype)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+        """Store this step's K and V, then attend; shapes as in :class:`~..forward.AttentionBackend`."""
+        self._pool.store_at(layer, k, v, *self._pool.split_slots(self._kv_slots))
+        return self._attend(q, layer)
+
+    def store_and_attend(
+        self,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        layer: int,
+        norm: tuple[Tensor, Tensor, float] | None = None,
+    ) -> Tensor:
+        """:meth:`forward` straight from a projection: head norms, rotation and store in one pass.
+
+        Args:
+            qkv: [T, query heads + 2 kv heads, head size]: queries, keys, values; queries are overwritten.
+            cos, sin: [T, 1, head size / 2], or without the 1.
+            norm: weights [head size] of query and key norms, and their epsilon. None: no head norms.
+
+        Returns:
+            [T, query heads * head size]
+        """
+        q = qkv[:, : self._num_heads]
+        keys, values = self._pool.layer(layer)
+        rope_store(qkv, self._num_heads, cos, sin, self._kv_slots, keys, values, out=q, norm=norm)
+        return self._attend(q, layer)
+
+    def _attend(self, q: Tensor, layer: int) -> Tensor:
+        out = self._workspace[: q.shape[0]]
+        return self._attention(q, *self._pool.layer(layer), self._page_table, self._tasks, out)

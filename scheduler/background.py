@@ -1,0 +1,113 @@
+"""Work that may block, beside the loop: a thread that receives, and how it wakes the loop.
+
+Invariants:
+- The loop never waits for a thread. It takes what is there, and sleeps in ``poll`` until a message comes or a thread wakes it.
+- A thread never touches engine state: it fills buffers of its own and hands them over, at most ``ahead`` at a time.
+- A thread that was cancelled hands nothing over any more, however long its blocking call still takes.
+"""
+
+import contextlib
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Generic, TypeVar
+
+Item = TypeVar("Item")
+
+
+class Wakeup:
+    """A descriptor that is readable while somebody has something for the loop."""
+
+    def __init__(self) -> None:
+        self.fd, self._writer = os.pipe()
+        for end in (self.fd, self._writer):
+            os.set_blocking(end, False)
+        self._closed = False
+        self._lock = threading.Lock()
+
+    def set(self) -> None:
+        """From any thread; harmless after :meth:`close`."""
+        with (
+            self._lock,
+            contextlib.suppress(BlockingIOError),
+        ):  # full: it is readable, which is all that counts
+            if not self._closed:
+                os.write(self._writer, b"!")
+
+    def clear(self) -> None:
+        """By the loop, before it looks at what came."""
+        with contextlib.suppress(BlockingIOError):
+            os.read(self.fd, 65536)
+
+    def close(self) -> None:
+        """Idempotent."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                os.close(self.fd)
+                os.close(self._writer)
+
+
+class Feed(Generic[Item]):
+    """What an iterator yields in a thread of its own, taken by the loop without waiting.
+
+    The iterator runs at most ``ahead`` items before the loop: it goes on to the next one when an earlier one was *released*,
+    which says that its buffers may be used again.
+    """
+
+    def __init__(self, items: Iterator[Item], wake: Callable[[], None], *, ahead: int = 1) -> None:
+        self._items = items
+        self._wake = wake
+        self._room = threading.Semaphore(ahead)
+        self._ready: deque[Item] = deque()
+        self._error: BaseException | None = None
+        self._ended = False
+        self._cancelled = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="caesura-feed", daemon=True)
+        self._thread.start()
+
+    @property
+    def ended(self) -> bool:
+        """Nothing more will come and everything was taken."""
+        return self._ended and not self._ready
+
+    def take(self) -> Item | None:
+        """The next item, or None: nothing has come yet, or nothing more will.
+
+        Raises:
+            BaseException: what the iterator raised, once all items before it were taken.
+        """
+        ended = self._ended  # read before the queue: an item put in between is found next time
+        if self._ready:
+            return self._ready.popleft()
+        if ended and self._error is not None:
+            error, self._error = self._error, None
+            raise error
+        return None
+
+    def release(self) -> None:
+        """The oldest item that was taken is not needed any more."""
+        self._room.release()
+
+    def cancel(self) -> None:
+        """Nobody will take anything any more."""
+        self._cancelled.set()
+        self._room.release()
+
+    def _run(self) -> None:
+        try:
+            while True:
+                self._room.acquire()
+                if self._cancelled.is_set():
+                    break
+                item = next(self._items, None)
+                if item is None or self._cancelled.is_set():
+                    break
+                self._ready.append(item)
+                self._wake()
+        except BaseException as error:  # noqa: BLE001  it crosses to the loop, which raises it
+            self._error = error
+        finally:
+            self._ended = True
+            self._wake()

@@ -1,0 +1,137 @@
+"""Paged causal attention on the CPU, compiled (``cpu/attention.cpp``).
+
+Invariant: a query's result depends on its own request alone, to the last bit: decode or prefill, however chunked, beside
+whatever other rows, on any pages and number of threads.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from . import native
+from .native import FLOAT, INT, POINTER, SIZE
+
+PAGE_SIZE = 16
+"""Tokens of a KV page, the only size that the kernel takes."""
+
+_TASK_ROWS = 96
+"""Queries that share a packed block of KV: more would leave the second-level cache, fewer pack more often."""
+_PACKING = 16
+"""What a task costs beside its rows, in rows: a guess that only orders tasks."""
+_ALIGNMENT = 64
+_TASK_FIELDS = 4
+
+_ARGUMENTS = (
+    *(POINTER, SIZE, SIZE),  # queries, strides of a token and a head
+    *(POINTER, POINTER, SIZE, SIZE, SIZE),  # keys, values, kv heads, group, head size
+    *(POINTER, SIZE),  # page table, stride of a row
+    *(POINTER, SIZE),  # tasks
+    *(FLOAT, POINTER, SIZE),  # scale, output, stride of a token
+    *(POINTER, SIZE, INT),  # scratch, floats of it for each thread, threads
+)
+_ATTEND = {
+    torch.bfloat16: native.function("caesura_attention_bf16", *_ARGUMENTS),
+    torch.float32: native.function("caesura_attention_f32", *_ARGUMENTS),
+}
+_SCRATCH = {
+    torch.bfloat16: native.function("caesura_attention_scratch_bf16", SIZE, SIZE, result=SIZE),
+    torch.float32: native.function("caesura_attention_scratch_f32", SIZE, SIZE, result=SIZE),
+}
+
+
+def plan_tasks(q_lens: Sequence[int], kv_lens: Sequence[int], group: int) -> np.ndarray:
+    """How a step's work is divided: int64 [N, 4] of (row, first token, tokens, position of the first), longest first.
+
+    Args:
+        q_lens: query tokens of each row, at least 1, the last of its ``kv_lens`` positions.
+        kv_lens: KV length of each row after the step.
+        group: query heads per kv head.
+    """
+    q, kv = np.asarray(q_lens, dtype=np.int64), np.asarray(kv_lens, dtype=np.int64)
+    most = max(1, _TASK_ROWS // group)
+    parts = -(-q // most)
+    row = np.repeat(np.arange(len(q)), parts)
+    part = np.arange(len(row)) - np.repeat(np.cumsum(parts) - parts, parts)
+    begin, end = (q[row] * part) // parts[row], (q[row] * (part + 1)) // parts[row]
+    first, position, tokens = (np.cumsum(q) - q)[row] + begin, (kv - q)[row] + begin, end - begin
+    tasks = np.stack((row, first, tokens, position), axis=1)
+    cost = (position + tokens) * (tokens * group + _PACKING)
+    return np.ascontiguousarray(tasks[np.argsort(-cost, kind="stable")])
+
+
+class PagedAttention:
+    """The kernel and its memory, for one shape of attention."""
+
+    def __init__(self, dtype: torch.dtype, kv_heads: int, group: int, head_size: int, scale: float) -> None:
+        """``dtype`` is that of queries, pool and output: bfloat16 or float32. ``scale`` multiplies the scores."""
+        self._dtype, self._kv_heads, self._group, self._size = dtype, kv_heads, group, head_size
+        self._scale = scale
+        self._attend = _ATTEND[dtype]
+        rows = group * max(1, _TASK_ROWS // group)
+        self._thread_floats = _SCRATCH[dtype](head_size, rows)
+        self._scratch = torch.empty(0)
+        self._threads = 0
+
+    def __call__(
+        self, q: Tensor, keys: Tensor, values: Tensor, page_table: Tensor, tasks: np.ndarray, out: Tensor
+    ) -> Tensor:
+        """Attend; returns ``out``.
+
+        Args:
+            q: [T, query heads, head size], elements of a head contiguous.
+            keys, values: [pages, kv heads, 16, head size], contiguous; this step's K and V are in place.
+            page_table: int32 [R, P], rows contiguous.
+            tasks: of :func:`plan_tasks` with the lengths of these rows.
+            out: [T, query heads * head size], rows contiguous.
+
+        Raises:
+            ValueError: a tensor that the kernel would misread.
+        """
+        self._check(q, keys, values, page_table, out)
+        if tasks.dtype != np.int64 or tasks.shape[1] != _TASK_FIELDS or not tasks.flags.c_contiguous:
+            raise ValueError("tasks are as plan_tasks() makes them")
+        threads = native.num_threads()
+        if threads > self._threads:
+            self._scratch = torch.empty(threads * self._thread_floats + _ALIGNMENT // 4, dtype=torch.float32)
+            self._threads = threads
+        scratch = self._scratch.data_ptr()
+        self._attend(
+            q.data_ptr(),
+            q.stride(0),
+            q.stride(1),
+            keys.data_ptr(),
+            values.data_ptr(),
+            self._kv_heads,
+            self._group,
+            self._size,
+            page_table.data_ptr(),
+            page_table.stride(0),
+            tasks.ctypes.data,
+            len(tasks),
+            self._scale,
+            out.data_ptr(),
+            out.stride(0),
+            scratch + -scratch % _ALIGNMENT,
+            self._thread_floats,
+            threads,
+        )
+        return out
+
+    def _check(self, q: Tensor, keys: Tensor, values: Tensor, page_table: Tensor, out: Tensor) -> None:
+        heads, page = self._kv_heads * self._group, (self._kv_heads, PAGE_SIZE, self._size)
+        if not (q.dtype == keys.dtype == values.dtype == out.dtype == self._dtype):
+            raise ValueError(
+                f"expected {self._dtype}, got {q.dtype}, {keys.dtype}, {values.dtype}, {out.dtype}"
+            )
+        if q.shape[1:] != (heads, self._size) or out.shape != (q.shape[0], heads * self._size):
+            raise ValueError(f"{heads} heads of {self._size}: {tuple(q.shape)} to {tuple(out.shape)}")
+        if keys.shape[1:] != page or values.shape != keys.shape:
+            raise ValueError(f"pages of {page}: {tuple(keys.shape)} and {tuple(values.shape)}")
+        if not (keys.is_contiguous() and values.is_contiguous()):
+            raise ValueError("a pool is contiguous")
+        if q.stride(2) != 1 or out.stride(1) != 1 or page_table.stride(1) != 1:
+            raise ValueError("the last dimension is contiguous")
+        if page_table.dtype != torch.int32:
+            raise ValueError(f"page numbers are int32, got {page_table.dtype}")

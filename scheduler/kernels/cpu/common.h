@@ -1,0 +1,106 @@
+// What the kernels share: instruction sets, vectors of floats, splitting work over threads.
+//
+// Invariants:
+// - Raw pointers, int64 sizes and strides (in elements), a thread count and nothing else cross the C boundary. A kernel
+//   allocates nothing, keeps nothing, throws nothing, and never runs more threads than it was told.
+// - The library is one ordinary compile for the base instruction set. Code for more runs only after native.cpp has seen
+//   that processor and operating system have it. No function of the standard library is instantiated inside such code:
+//   the linker could choose that copy for everybody.
+// - Rounding and the order of additions never depend on how many rows there are, where they lie, or on the number of
+//   threads. `-ffp-contract=off` is part of this: what is fused is written as fma().
+//
+// An operation is one file, compiled once for the outside and once per instruction set:
+//
+//     #ifndef CAESURA_ISA
+//       #include "common.h"
+//       #define CAESURA_FILE "operation.cpp"
+//       #include "each_isa.h"                       // the part below, as avx2::, avx512:: and avx512bf16::
+//       CAESURA_API void operation(...) { CAESURA_DISPATCH(rows(...)); }
+//     #else
+//       namespace CAESURA_ISA { static void rows(...) { F x = load(p); ... } }
+//     #endif
+//
+// GCC inlines a function only into one whose target has all its instructions, so a template cannot take the instruction
+// set as a parameter: the compiler has to see the code once under each target.
+#pragma once
+
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#if !defined(__x86_64__) || !defined(__GNUC__)
+#error "these kernels are written for x86-64 and GCC; elsewhere the engine runs on torch"
+#endif
+
+#include <immintrin.h>
+
+#define CAESURA_API extern "C" __attribute__((visibility("default")))
+#define CAESURA_INLINE static inline __attribute__((always_inline, unused))
+
+// The code that serves, as numbered in native.py; more includes less.
+enum Isa : int { NONE = 0, AVX2 = 1, AVX512 = 2, AVX512BF16 = 3, AMX = 4 };
+
+namespace caesura {
+extern int active_isa;  // native.cpp: the best there is, or what caesura_use_isa() chose of it
+}
+
+// Calls the function of the active instruction set. What AMX is good for says so itself; the rest is AVX-512 there.
+#define CAESURA_DISPATCH(...)                                \
+    do {                                                     \
+        switch (caesura::active_isa) {                       \
+            case NONE:                                       \
+            case AVX2: avx2::__VA_ARGS__; break;             \
+            case AVX512: avx512::__VA_ARGS__; break;         \
+            default: avx512bf16::__VA_ARGS__; break;         \
+        }                                                    \
+    } while (0)
+
+struct bf16 {
+    uint16_t bits;
+};
+
+CAESURA_INLINE float to_float(bf16 x) {
+    const uint32_t bits = uint32_t(x.bits) << 16;
+    float y;
+    std::memcpy(&y, &bits, sizeof y);
+    return y;
+}
+
+CAESURA_INLINE float to_float(float x) { return x; }
+
+CAESURA_INLINE int64_t round_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
+CAESURA_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
+// exp(x) = 2^n * exp(r), n = round(x / ln 2), |r| <= ln(2) / 2: ln 2 is split so that n * LN2_HIGH is exact (Cody and
+// Waite: Software Manual for the Elementary Functions, 1980), exp(r) is a polynomial of degree 7 (coefficients of expf in
+// S. Moshier's Cephes library). Below EXP_MIN, the logarithm of the smallest normal float, the result is 0.
+constexpr float LOG2_E = 1.44269504088896341f, LN2_HIGH = 0.693359375f, LN2_LOW = -2.12194440e-4f;
+constexpr float EXP_MIN = -87.33654f, EXP_MAX = 88.0f;
+constexpr float EXP_P[] = {1.9875691500e-4f, 1.3981999507e-3f, 8.3334519073e-3f,
+                           4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f};
+
+#pragma GCC push_options
+#pragma GCC target("avx2,fma")
+namespace avx2 {
+#include "simd_avx2.h"
+}
+#pragma GCC pop_options
+
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma")
+namespace avx512 {
+#define CAESURA_HAS_BF16 0
+#include "simd_avx512.h"
+#undef CAESURA_HAS_BF16
+}
+#pragma GCC pop_options
+
+#pragma GCC push_options
+#pragma GCC target("avx512bf16,avx512f,avx512bw,avx512vl,avx512dq,avx2,fma")
+namespace avx512bf16 {
+#define CAESURA_HAS_BF16 1
+#include "simd_avx512.h"
+#undef CAESURA_HAS_BF16
+}
+#pragma GCC pop_options

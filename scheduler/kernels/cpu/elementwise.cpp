@@ -1,0 +1,229 @@
+// What lies between the matrix products, each in one pass over memory: normalisation, rotation with the store of K and V,
+// and the gate of the MLP.
+//
+// Invariants:
+// - Arithmetic is float; results are rounded where torch's sequence of operations rounds them, so that bfloat16 comes out
+//   as from layers/: after the residual, after normalisation, after the weight, after x * cos, after silu.
+// - A row's bits depend on that row alone.
+#ifndef CAESURA_ISA
+
+#include "common.h"
+
+namespace {
+
+constexpr int64_t PAGE = 16;
+// Elements that are worth waking the other threads.
+constexpr int64_t PARALLEL = 1 << 15;
+
+// Strides are in elements.
+struct Norm {
+    const void* x;
+    int64_t x_row;
+    void* residual;  // nullptr: none
+    int64_t residual_row;
+    const void* weight;
+    void* out;
+    int64_t out_row, size;
+    float eps;
+};
+
+struct Gate {
+    const void* gate_up;  // a row: gate, then up, `size` each
+    int64_t row;
+    void* out;
+    int64_t out_row, size;
+};
+
+struct Rope {
+    const void* qkv;  // a token: query heads, key heads, value heads, `size` each
+    int64_t qkv_token, heads, kv_heads, size;
+    const void *q_weight, *k_weight;  // nullptr: queries and keys are not normalised
+    float eps;
+    const void *cos, *sin;  // a token: size / 2
+    int64_t angles_token;
+    const int64_t* slots;
+    void *keys, *values;  // [page, kv head, 16, size]
+    void* q;
+    int64_t q_token;
+};
+
+}  // namespace
+
+#define CAESURA_FILE "elementwise.cpp"
+#include "each_isa.h"
+
+#define CAESURA_ROWS(call)                                                                           \
+    const bool parallel = threads > 1 && rows * width > PARALLEL;                                    \
+    _Pragma("omp parallel for schedule(static) num_threads(threads) if (parallel)")                  \
+    for (int64_t row = 0; row < rows; row++) CAESURA_DISPATCH(call);
+
+namespace {
+
+template <class E>
+void rms_norm(const Norm& a, int64_t rows, int threads) {
+    const int64_t width = a.size;
+    CAESURA_ROWS(norm_row<E>(a, row))
+}
+
+template <class E>
+void silu_mul(const Gate& a, int64_t rows, int threads) {
+    const int64_t width = 2 * a.size;
+    CAESURA_ROWS(gate_row<E>(a, row))
+}
+
+template <class E>
+void rope_store(const Rope& a, int64_t rows, int threads) {
+    const int64_t width = (a.heads + 2 * a.kv_heads) * a.size;
+    CAESURA_ROWS(rope_token<E>(a, row))
+}
+
+}  // namespace
+
+#define CAESURA_BOTH(NAME, E)                                                                                         \
+    CAESURA_API void caesura_rms_norm_##NAME(const void* x, int64_t x_row, void* residual, int64_t residual_row,      \
+                                             const void* weight, void* out, int64_t out_row, int64_t rows,            \
+                                             int64_t size, float eps, int threads) {                                  \
+        rms_norm<E>({x, x_row, residual, residual_row, weight, out, out_row, size, eps}, rows, threads);              \
+    }                                                                                                                 \
+    CAESURA_API void caesura_silu_mul_##NAME(const void* gate_up, int64_t row, void* out, int64_t out_row,            \
+                                             int64_t rows, int64_t size, int threads) {                               \
+        silu_mul<E>({gate_up, row, out, out_row, size}, rows, threads);                                               \
+    }                                                                                                                 \
+    CAESURA_API void caesura_rope_store_##NAME(                                                                       \
+        const void* qkv, int64_t qkv_token, int64_t heads, int64_t kv_heads, int64_t size, const void* q_weight,      \
+        const void* k_weight, float eps, const void* cos, const void* sin, int64_t angles_token, const int64_t* slots, \
+        void* keys, void* values, void* q, int64_t q_token, int64_t tokens, int threads) {                            \
+        rope_store<E>({qkv, qkv_token, heads, kv_heads, size, q_weight, k_weight, eps, cos, sin, angles_token, slots, \
+                       keys, values, q, q_token},                                                                     \
+                      tokens, threads);                                                                               \
+    }
+CAESURA_BOTH(bf16, bf16)
+CAESURA_BOTH(f32, float)
+
+#else
+
+namespace CAESURA_ISA {
+
+// A step works on a whole vector, or on the n lanes of a last one; the compiler sees which.
+template <bool WHOLE, class E>
+CAESURA_INLINE F get(const E* p, int64_t n) {
+    if constexpr (WHOLE) return load(p);
+    return load(p, n);
+}
+template <bool WHOLE, class E>
+CAESURA_INLINE void put(E* p, F x, int64_t n) {
+    if constexpr (WHOLE) return store(p, x);
+    store(p, x, n);
+}
+
+// x as an E holds it.
+CAESURA_INLINE F rounded(F x, float) { return x; }
+CAESURA_INLINE F rounded(F x, bf16) { return widen(narrow(x)); }
+
+template <bool WHOLE, class E>
+CAESURA_INLINE F square_step(const E* x, E* residual, int64_t n, F sum) {
+    F value = get<WHOLE>(x, n);
+    if (residual) {
+        value = rounded(add(get<WHOLE>(residual, n), value), E());
+        put<WHOLE>(residual, value, n);
+    }
+    return fma(value, value, sum);
+}
+
+// 1 / sqrt(mean of squares + eps) of x, or of residual += x. Four sums hide the latency of their additions.
+template <class E>
+static float inverse_rms(const E* x, E* residual, int64_t size, float eps) {
+    F sum[4] = {zero(), zero(), zero(), zero()};
+    int64_t c = 0;
+    for (int i = 0; c + LANES <= size; c += LANES, i = (i + 1) % 4)
+        sum[i] = square_step<true>(x + c, residual ? residual + c : nullptr, LANES, sum[i]);
+    if (c < size) sum[3] = square_step<false>(x + c, residual ? residual + c : nullptr, size - c, sum[3]);
+    const float total = reduce_add(add(add(sum[0], sum[1]), add(sum[2], sum[3])));
+    return 1.0f / std::sqrt(total / (float)size + eps);
+}
+
+template <bool WHOLE, class E>
+CAESURA_INLINE F normal(const E* x, const E* weight, float inverse, int64_t n) {
+    return rounded(mul(rounded(mul(get<WHOLE>(x, n), set1(inverse)), E()), get<WHOLE>(weight, n)), E());
+}
+
+template <class E>
+static void norm_row(const Norm& a, int64_t row) {
+    const E* x = (const E*)a.x + row * a.x_row;
+    E *residual = a.residual ? (E*)a.residual + row * a.residual_row : nullptr, *out = (E*)a.out + row * a.out_row;
+    const E *weight = (const E*)a.weight, *source = residual ? residual : x;
+    const float inverse = inverse_rms(x, residual, a.size, a.eps);
+    int64_t c = 0;
+    for (; c + LANES <= a.size; c += LANES) put<true>(out + c, normal<true>(source + c, weight + c, inverse, LANES), LANES);
+    if (c < a.size) put<false>(out + c, normal<false>(source + c, weight + c, inverse, a.size - c), a.size - c);
+}
+
+template <bool WHOLE, class E>
+CAESURA_INLINE void gate_step(const E* gate, const E* up, E* out, int64_t n) {
+    const F x = get<WHOLE>(gate, n);
+    // e^-x as a square: exp() ends at EXP_MAX, and here infinity has to be reached.
+    const F root = exp(mul(x, set1(-0.5f)));
+    const F silu = div(x, fma(root, root, set1(1.0f)));
+    put<WHOLE>(out, mul(rounded(silu, E()), get<WHOLE>(up, n)), n);
+}
+
+template <class E>
+static void gate_row(const Gate& a, int64_t row) {
+    const E *gate = (const E*)a.gate_up + row * a.row, *up = gate + a.size;
+    E* out = (E*)a.out + row * a.out_row;
+    int64_t c = 0;
+    for (; c + LANES <= a.size; c += LANES) gate_step<true>(gate + c, up + c, out + c, LANES);
+    if (c < a.size) gate_step<false>(gate + c, up + c, out + c, a.size - c);
+}
+
+// One head's elements i and half + i: x as it is, or normalised and weighted.
+template <bool WHOLE, bool NORM, class E>
+CAESURA_INLINE void rotate_step(const E* x, const E* weight, float inverse, const E* cos, const E* sin, E* out,
+                                int64_t half, int64_t n) {
+    F first, second;
+    if constexpr (NORM) {
+        first = normal<WHOLE>(x, weight, inverse, n), second = normal<WHOLE>(x + half, weight + half, inverse, n);
+    } else {
+        first = get<WHOLE>(x, n), second = get<WHOLE>(x + half, n);
+    }
+    const F c = get<WHOLE>(cos, n), s = get<WHOLE>(sin, n);
+    const F first_c = rounded(mul(first, c), E()), second_c = rounded(mul(second, c), E());
+    put<WHOLE>(out, fma(mul(second, set1(-1.0f)), s, first_c), n);
+    put<WHOLE>(out + half, fma(first, s, second_c), n);
+}
+
+template <bool NORM, class E>
+static void rotate_head(const E* x, const E* weight, float eps, const E* cos, const E* sin, E* out, int64_t size) {
+    const int64_t half = size / 2;
+    const float inverse = NORM ? inverse_rms<E>(x, nullptr, size, eps) : 1.0f;
+    int64_t i = 0;
+    for (; i + LANES <= half; i += LANES)
+        rotate_step<true, NORM>(x + i, weight + i, inverse, cos + i, sin + i, out + i, half, LANES);
+    if (i < half)
+        rotate_step<false, NORM>(x + i, weight + i, inverse, cos + i, sin + i, out + i, half, half - i);
+}
+
+// One token: queries to their buffer (which may be where they are), keys and values to their slot.
+template <class E>
+static void rope_token(const Rope& a, int64_t token) {
+    const E* x = (const E*)a.qkv + token * a.qkv_token;
+    const E *cos = (const E*)a.cos + token * a.angles_token, *sin = (const E*)a.sin + token * a.angles_token;
+    E* q = (E*)a.q + token * a.q_token;
+    const int64_t slot = a.slots[token], page = slot / PAGE * a.kv_heads, place = slot % PAGE;
+    for (int64_t head = 0; head < a.heads + a.kv_heads; head++, x += a.size) {
+        const bool query = head < a.heads;
+        E* out = query ? q + head * a.size : (E*)a.keys + ((page + head - a.heads) * PAGE + place) * a.size;
+        const E* weight = (const E*)(query ? a.q_weight : a.k_weight);
+        if (weight) {
+            rotate_head<true>(x, weight, a.eps, cos, sin, out, a.size);
+        } else {
+            rotate_head<false>(x, x, 0.0f, cos, sin, out, a.size);
+        }
+    }
+    for (int64_t head = 0; head < a.kv_heads; head++, x += a.size)
+        std::memcpy((E*)a.values + ((page + head) * PAGE + place) * a.size, x, a.size * sizeof(E));
+}
+
+}  // namespace CAESURA_ISA
+
+#endif

@@ -1,0 +1,280 @@
+// y[M, N] = x[M, K] @ w[N, K]^T + bias, the weight packed into storage of its own.
+//
+// The layout counts in *words* of four bytes: one float, or two neighbouring bfloat16 values of a row (so K is even
+// there). W words to a row, padded to tiles of 16; N outputs padded to panels of 32:
+//
+//     word w of output n:  [n / 32] [w / 16] [n / 16 % 2] [w % 16] [n % 16]
+//                           panel    tile     half         word     output
+//
+//     panel 0: | tile 0: 16 x 16 of outputs 0..15 | 16 x 16 of outputs 16..31 | tile 1: ... |
+//
+// One 64-byte line is one word of 16 outputs: what a vector register holds, to be multiplied by one broadcast word of x. A
+// panel is read from its first byte to its last, each line once per block of rows. Half a tile is what AMX calls one, too.
+//
+// Invariants:
+// - An element of y is one chain of sums over the words in ascending order, then the bias, then one rounding: the same
+//   bits whatever M, the block it falls into, or the thread.
+// - Padding is written by nobody: storage starts zeroed and stays so there, so that equal weights are equal bytes.
+#ifndef CAESURA_ISA
+
+#include "common.h"
+
+namespace {
+
+constexpr int64_t PANEL = 32, TILE = 16, HALF = 16 * TILE;  // words
+
+// How far ahead of its use a line of the weight is asked for, in words: four tiles, 8 KB. The processor's own prefetcher
+// loses the track where rows of x are read beside it.
+constexpr int64_t AHEAD = 4 * 2 * HALF;
+
+struct Linear {
+    const void* x;
+    int64_t x_stride;  // bytes
+    const void* weight;
+    const void* bias;  // nullptr: none
+    void* y;
+    int64_t y_stride;  // elements
+    int64_t rows, outputs, words;
+
+    const float* panel(int64_t number) const {
+        return (const float*)weight + number * PANEL * round_up(words, TILE);
+    }
+};
+
+}  // namespace
+
+#define CAESURA_FILE "linear.cpp"
+#include "each_isa.h"
+#include "linear_amx.h"
+
+namespace {
+
+// What of x a thread goes through before it comes to the next panel: it should stay in the second-level cache. With fewer
+// rows than these a weight would be read again before it has been made use of; AMX is done sooner.
+constexpr int64_t CHUNK_BYTES = 384 << 10, CHUNK_ROWS = 48, AMX_CHUNK_ROWS = 256;
+// Multiplications that are worth waking the other threads.
+constexpr int64_t PARALLEL = 1 << 16;
+
+// Tasks are (chunk of rows, panel), panels innermost; a thread takes a contiguous share of them. With few panels there are
+// more chunks, so that shares are nearly equal.
+int64_t chunk_rows(const Linear& a, int64_t panels, int threads) {
+    const int64_t least = caesura::active_isa == AMX ? AMX_CHUNK_ROWS : CHUNK_ROWS;
+    const int64_t fitting = CHUNK_BYTES / (a.words * 4), most = fitting < least ? least : fitting;
+    int64_t chunks = (a.rows + most - 1) / most;
+    const int64_t wanted = (4 * threads + panels - 1) / panels, possible = a.rows / CHUNK_ROWS;
+    if (chunks < wanted) chunks = wanted < possible ? wanted : possible;
+    return chunks <= 1 ? a.rows : (a.rows + chunks - 1) / chunks;
+}
+
+CAESURA_INLINE void panel_rows(const Linear& a, int64_t panel, int64_t row, int64_t end, float) {
+    CAESURA_DISPATCH(panel_rows<float>(a, panel, row, end));
+}
+
+CAESURA_INLINE void panel_rows(const Linear& a, int64_t panel, int64_t row, int64_t end, bf16) {
+    if (caesura::active_isa == AMX) return amx::panel_rows(a, panel, row, end);
+    CAESURA_DISPATCH(panel_rows<bf16>(a, panel, row, end));
+}
+
+template <class E>
+void linear(const Linear& a, int threads) {
+    if (a.rows == 0) return;
+    const int64_t panels = round_up(a.outputs, PANEL) / PANEL, chunk = chunk_rows(a, panels, threads);
+    const int64_t tasks = panels * ((a.rows + chunk - 1) / chunk);
+    const bool parallel = threads > 1 && a.rows * a.outputs * a.words > PARALLEL;
+#pragma omp parallel for schedule(static) num_threads(threads) if (parallel)
+    for (int64_t task = 0; task < tasks; task++) {
+        const int64_t row = task / panels * chunk, end = smaller(row + chunk, a.rows);
+        panel_rows(a, task % panels, row, end, E());
+    }
+}
+
+// Between the packed layout and rows [n, words]. Both directions and the comparison share one walk.
+enum Walk { PACK, UNPACK, EQUAL };
+
+CAESURA_INLINE void transpose(__m128 (&v)[16]) {
+    for (int i = 0; i < 16; i += 4) _MM_TRANSPOSE4_PS(v[i], v[i + 1], v[i + 2], v[i + 3]);
+}
+
+// Four words of sixteen outputs: four lines of `packed`. Whole lines are written past the caches, which then need not read
+// them first.
+template <Walk W>
+bool lines(float* packed, char* rows, int64_t stride) {
+    if constexpr (W != PACK)
+        for (int line = 0; line < 4; line++) _mm_prefetch((const char*)(packed + line * 16 + AHEAD), _MM_HINT_T0);
+    __m128 v[16];  // before or after the transposition: output i, or word i % 4 of outputs 4 * (i / 4) and on
+    for (int i = 0; i < 16; i++)
+        v[i] = W == UNPACK ? _mm_load_ps(packed + i % 4 * 16 + i / 4 * 4) : _mm_loadu_ps((const float*)(rows + i * stride));
+    transpose(v);
+    int same = 0xffff;
+    for (int line = 0; line < 4; line++) {
+        for (int i = 0; i < 4; i++) {
+            float* here = packed + line * 16 + i * 4;
+            if constexpr (W == PACK) _mm_stream_ps(here, v[i * 4 + line]);
+            if constexpr (W == UNPACK) _mm_storeu_ps((float*)(rows + (line * 4 + i) * stride), v[line * 4 + i]);
+            if constexpr (W == EQUAL) {
+                const __m128i packed_bits = _mm_load_si128((const __m128i*)here);
+                same &= _mm_movemask_epi8(_mm_cmpeq_epi32(_mm_castps_si128(v[i * 4 + line]), packed_bits));
+            }
+        }
+    }
+    return same == 0xffff;
+}
+
+// `lanes` outputs times `count` words of one half of a tile, from `packed` on; `rows` is the first of these outputs.
+template <Walk W>
+bool half_tile(float* packed, char* rows, int64_t stride, int64_t lanes, int64_t count) {
+    bool same = true;
+    if (lanes == 16 && count == TILE) {
+        for (int64_t word = 0; word < TILE; word += 4) same &= lines<W>(packed + word * 16, rows + word * 4, stride);
+        return same;
+    }
+    for (int64_t lane = 0; lane < lanes; lane++) {
+        for (int64_t word = 0; word < count; word++) {
+            float* here = packed + word * 16 + lane;
+            char* there = rows + lane * stride + word * 4;
+            if constexpr (W == PACK) std::memcpy(here, there, 4);
+            if constexpr (W == UNPACK) std::memcpy(there, here, 4);
+            if constexpr (W == EQUAL) same &= std::memcmp(here, there, 4) == 0;
+        }
+    }
+    return same;
+}
+
+// Outputs [start, start + n) against `rows`; stops soon after the first difference.
+template <Walk W>
+bool walk(float* packed, char* rows, int64_t stride, int64_t start, int64_t n, int64_t words, int threads) {
+    const int64_t end = start + n, row_words = round_up(words, TILE);
+    bool same = true;
+#pragma omp parallel for schedule(static) num_threads(threads) if (n * words > PARALLEL)
+    for (int64_t group = start / 16; group < (end + 15) / 16; group++) {
+        bool go_on;
+#pragma omp atomic read
+        go_on = same;
+        if (!go_on) continue;
+        const int64_t first = group * 16 > start ? group * 16 : start, last = smaller(end, group * 16 + 16);
+        float* tile = packed + group / 2 * PANEL * row_words + group % 2 * HALF + first % 16;
+        char* row = rows + (first - start) * stride;
+        bool equal = true;
+        for (int64_t word = 0; word < words; word += TILE, tile += 2 * HALF)
+            equal &= half_tile<W>(tile, row + word * 4, stride, last - first, smaller(TILE, words - word));
+        if constexpr (W == PACK) _mm_sfence();  // orders the streamed lines before what other threads see next
+        if (!equal) {
+#pragma omp atomic write
+            same = false;
+        }
+    }
+    return same;
+}
+
+}  // namespace
+
+CAESURA_API void caesura_linear_bf16(const void* x, int64_t x_stride, const void* weight, const void* bias, void* y,
+                                     int64_t y_stride, int64_t rows, int64_t outputs, int64_t inputs, int threads) {
+    linear<bf16>({x, x_stride * 2, weight, bias, y, y_stride, rows, outputs, inputs / 2}, threads);
+}
+
+CAESURA_API void caesura_linear_f32(const void* x, int64_t x_stride, const void* weight, const void* bias, void* y,
+                                    int64_t y_stride, int64_t rows, int64_t outputs, int64_t inputs, int threads) {
+    linear<float>({x, x_stride * 4, weight, bias, y, y_stride, rows, outputs, inputs}, threads);
+}
+
+// From here on strides are in bytes, and `words` is the length of a row.
+CAESURA_API void caesura_pack_rows(void* packed, const void* rows, int64_t stride, int64_t start, int64_t n,
+                                   int64_t words, int threads) {
+    walk<PACK>((float*)packed, (char*)rows, stride, start, n, words, threads);
+}
+
+CAESURA_API void caesura_unpack_rows(const void* packed, void* rows, int64_t stride, int64_t start, int64_t n,
+                                     int64_t words, int threads) {
+    walk<UNPACK>((float*)packed, (char*)rows, stride, start, n, words, threads);
+}
+
+// 1 where every byte is the same, else 0.
+CAESURA_API int caesura_equal_rows(const void* packed, const void* rows, int64_t stride, int64_t start, int64_t n,
+                                   int64_t words, int threads) {
+    return walk<EQUAL>((float*)packed, (char*)rows, stride, start, n, words, threads);
+}
+
+// out[i] = row ids[i] of `outputs` many. 0, and nothing written, where an id is out of range, else 1.
+CAESURA_API int caesura_gather_rows(const void* packed, const int64_t* ids, void* out, int64_t stride, int64_t n,
+                                    int64_t outputs, int64_t words, int threads) {
+    for (int64_t i = 0; i < n; i++)
+        if (ids[i] < 0 || ids[i] >= outputs) return 0;
+#pragma omp parallel for schedule(static) num_threads(threads) if (n * words > PARALLEL)
+    for (int64_t i = 0; i < n; i++)
+        walk<UNPACK>((float*)packed, (char*)out + i * stride, stride, ids[i], 1, words, 1);
+    return 1;
+}
+
+#else
+
+namespace CAESURA_ISA {
+
+// A block is R rows by two vectors of outputs: 2 R sums in registers, two of the weight, one of x (and without bfloat16
+// instructions the halves of each word).
+template <class E>
+constexpr int ROWS = LANES == 16 ? 12 : sizeof(E) == 4 ? 6 : 4;
+// From the first vector of outputs to the second, in words: the other half of the tile, or of the half.
+constexpr int64_t NEXT = LANES == 16 ? HALF : LANES;
+
+template <class E>
+CAESURA_INLINE void store_outputs(const Linear& a, int64_t row, int64_t output, F sum) {
+    const int64_t count = a.outputs - output;
+    if (count <= 0) return;
+    const E* bias = a.bias ? (const E*)a.bias + output : nullptr;
+    E* y = (E*)a.y + row * a.y_stride + output;
+    if (count >= LANES) {
+        store(y, bias ? add(sum, load(bias)) : sum);
+    } else {
+        store(y, bias ? add(sum, load(bias, count)) : sum, count);
+    }
+}
+
+// Rows [row, row + R) of the outputs [output, output + 2 LANES); `w` is the first line of these outputs.
+template <class E, int R>
+static void block(const Linear& a, int64_t row, const float* w, int64_t output) {
+    const char* x = (const char*)a.x + row * a.x_stride;
+    F sum[R][2];
+    for (int r = 0; r < R; r++) sum[r][0] = sum[r][1] = zero();
+    for (int64_t begin = 0; begin < a.words; begin += TILE, w += 2 * HALF) {
+        const int64_t count = smaller(a.words - begin, TILE);
+        for (int64_t i = 0; i < count; i++, x += 4) {
+            const F left = load_words(w + i * 16), right = load_words(w + i * 16 + NEXT);
+            _mm_prefetch((const char*)(w + i * 16 + AHEAD), _MM_HINT_T0);
+            _mm_prefetch((const char*)(w + i * 16 + AHEAD + HALF), _MM_HINT_T0);
+#pragma GCC unroll 12
+            for (int r = 0; r < R; r++) {
+                const F value = set1_word(x + r * a.x_stride);
+                sum[r][0] = dot(sum[r][0], value, left, E());
+                sum[r][1] = dot(sum[r][1], value, right, E());
+            }
+        }
+    }
+    for (int r = 0; r < R; r++) {
+        store_outputs<E>(a, row + r, output, sum[r][0]);
+        store_outputs<E>(a, row + r, output + LANES, sum[r][1]);
+    }
+}
+
+template <class E, int R>
+static void block_of(int rows, const Linear& a, int64_t row, const float* w, int64_t output) {
+    if (rows == R) return block<E, R>(a, row, w, output);
+    if constexpr (R > 1) block_of<E, R - 1>(rows, a, row, w, output);
+}
+
+// Rows [row, end) of one panel, in blocks of nearly equal size.
+template <class E>
+static void panel_rows(const Linear& a, int64_t panel, int64_t row, int64_t end) {
+    const int64_t rows = end - row, blocks = (rows + ROWS<E> - 1) / ROWS<E>;
+    for (int64_t column = 0; column < PANEL; column += 2 * LANES) {
+        const float* w = a.panel(panel) + column * TILE;
+        for (int64_t b = 0; b < blocks; b++) {
+            const int64_t first = rows * b / blocks, last = rows * (b + 1) / blocks;
+            block_of<E, ROWS<E>>((int)(last - first), a, row + first, w, panel * PANEL + column);
+        }
+    }
+}
+
+}  // namespace CAESURA_ISA
+
+#endif

@@ -1,0 +1,44 @@
+// Which instruction sets this machine permits, and which of them serves.
+#include "common.h"
+
+#include <sys/syscall.h>
+#include <unistd.h>
+
+namespace {
+
+// Linux gives the tile registers to a process that has asked for them: their state would not fit the signal frames of
+// programs that do not know of it.
+bool tiles_permitted() {
+    constexpr int ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
+    return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
+}
+
+// __builtin_cpu_supports asks the processor for the instructions and the operating system for the registers.
+int best_isa() {
+    __builtin_cpu_init();
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return NONE;
+    if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
+        !__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512dq"))
+        return AVX2;
+    if (!__builtin_cpu_supports("avx512bf16")) return AVX512;
+    return __builtin_cpu_supports("amx-bf16") && tiles_permitted() ? AMX : AVX512BF16;
+}
+
+}  // namespace
+
+namespace caesura {
+int active_isa = NONE;  // until caesura_use_isa(), which comes first
+}
+
+// Lets `isa` serve, at most what the machine permits; returns what serves now. Not while a kernel runs.
+CAESURA_API int caesura_use_isa(int isa) {
+    static const int best = best_isa();
+    caesura::active_isa = isa < best ? isa : best;
+    return caesura::active_isa;
+}
+
+CAESURA_API int caesura_isa() { return caesura::active_isa; }
+
+// Rises, with _ABI in native.py, whenever the arguments of a kernel change: a library left over from an earlier
+// installation is then seen, not called.
+CAESURA_API int caesura_abi() { return 1; }

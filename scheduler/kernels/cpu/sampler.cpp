@@ -1,0 +1,225 @@
+// One token per row of logits, with its log-probabilities: the unfiltered part of runner/sampler.py, whose docstring has the
+// definitions and why the cumulative sum has two levels.
+//
+//     logits   | block 0: 256 entries | block 1 | ...          read once from memory, then from the cache
+//     1. the largest of each block                              -> the row's largest, and where greedy rows look for it
+//     2. sums of exp(scaled - largest), cumulative by block     -> total, the block that holds u * total
+//     3. the entries of that block again, cumulative            -> the token
+//
+// Invariants:
+// - A row is one task: its result does not depend on other rows or on the number of threads.
+// - A token of probability 0 is never drawn: the target is kept below the total of the very sum that is searched, so the
+//   entry found has raised it.
+// - A row whose largest scaled logit is not finite, or that holds a NaN, gives token -1 and NaN.
+#ifndef CAESURA_ISA
+
+#include "common.h"
+
+#include <omp.h>
+
+namespace {
+
+constexpr int64_t BLOCK = 256;
+constexpr float NOT_A_NUMBER = __builtin_nanf("");
+
+struct Sampling {
+    const void* logits;
+    int64_t stride;
+    int64_t vocabulary;
+    const float* temperature;  // nullptr: all 1. Greedy rows do not use theirs.
+    const uint8_t* greedy;
+    const double* uniforms;
+    int64_t* tokens;
+    float* logprobs;
+    float* raw_logprobs;  // nullptr: not wanted
+
+    int64_t blocks() const { return (vocabulary + BLOCK - 1) / BLOCK; }
+};
+
+// fraction * total, and strictly below total even where that rounds up.
+CAESURA_INLINE double below(double fraction, double total) {
+    const double target = fraction * total;
+    return target < total ? target : std::nextafter(total, 0.0);
+}
+
+// First index whose cumulative sum exceeds `target`, which is below the last.
+CAESURA_INLINE int64_t search(const double* cumulative, int64_t count, double target) {
+    int64_t first = 0;
+    while (count > 1) {
+        const int64_t half = count / 2;
+        if (cumulative[first + half - 1] <= target) {
+            first += half;
+            count -= half;
+        } else {
+            count = half;
+        }
+    }
+    return first;
+}
+
+}  // namespace
+
+#define CAESURA_FILE "sampler.cpp"
+#include "each_isa.h"
+
+namespace {
+
+template <class E>
+void sample(const Sampling& a, int64_t rows, double* workspace, int threads) {
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (rows > 1 && rows * a.vocabulary > 1 << 14)
+    for (int64_t row = 0; row < rows; row++) {
+        double* sums = workspace + omp_get_thread_num() * a.blocks();
+        CAESURA_DISPATCH(sample_row<E>(a, row, sums));
+    }
+}
+
+}  // namespace
+
+// `workspace` holds ceil(vocabulary / 256) doubles for each thread.
+CAESURA_API void caesura_sample_bf16(const void* logits, int64_t stride, int64_t rows, int64_t vocabulary,
+                                     const float* temperature, const uint8_t* greedy, const double* uniforms,
+                                     int64_t* tokens, float* logprobs, float* raw_logprobs, double* workspace,
+                                     int threads) {
+    sample<bf16>({logits, stride, vocabulary, temperature, greedy, uniforms, tokens, logprobs, raw_logprobs}, rows,
+                 workspace, threads);
+}
+
+CAESURA_API void caesura_sample_f32(const void* logits, int64_t stride, int64_t rows, int64_t vocabulary,
+                                    const float* temperature, const uint8_t* greedy, const double* uniforms,
+                                    int64_t* tokens, float* logprobs, float* raw_logprobs, double* workspace,
+                                    int threads) {
+    sample<float>({logits, stride, vocabulary, temperature, greedy, uniforms, tokens, logprobs, raw_logprobs}, rows,
+                  workspace, threads);
+}
+
+#else
+
+namespace CAESURA_ISA {
+
+// The `count` (1 to BLOCK) entries of one block as floats, in whole vectors padded by -inf; a copy only where needed.
+template <class E>
+CAESURA_INLINE void widen_block(const E* logits, int64_t count, float* out) {
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES) store(out + i, load(logits + i));
+    if (i < count) {
+        store(out + i, set1(-INFINITY));
+        store(out + i, load(logits + i, count - i), count - i);
+    }
+}
+
+// exp(x / temperature - largest); UNIT: the temperature is 1.
+template <bool UNIT>
+CAESURA_INLINE F weight(F x, F temperature, F largest) {
+    return exp(sub(UNIT ? x : div(x, temperature), largest));
+}
+
+// The largest logit of the row, NaN aside; `maxima` receives those of the blocks.
+template <class E>
+static float largest_logit(const E* logits, int64_t count, double* maxima) {
+    float largest = -INFINITY;
+    for (int64_t begin = 0; begin < count; begin += BLOCK) {
+        const E* p = logits + begin;
+        const int64_t n = smaller(BLOCK, count - begin);
+        F first = set1(-INFINITY), second = first;
+        int64_t i = 0;
+        for (; i + 2 * LANES <= n; i += 2 * LANES) {
+            first = max(load(p + i), first);
+            second = max(load(p + i + LANES), second);
+        }
+        float block = reduce_max(max(first, second));
+        for (; i < n; i++) {
+            const float x = to_float(p[i]);
+            block = x > block ? x : block;
+        }
+        maxima[begin / BLOCK] = block;
+        largest = block > largest ? block : largest;
+    }
+    return largest;
+}
+
+// Sums of the weights over all blocks up to and including each, in double; returns the last. `cumulative` may be nullptr.
+template <class E, bool UNIT>
+static double sums(const E* logits, int64_t count, float temperature, float largest, double* cumulative) {
+    const F t = set1(temperature), m = set1(largest);
+    double total = 0;
+    int64_t begin = 0;
+    for (; begin + BLOCK <= count; begin += BLOCK) {
+        F first = zero(), second = zero();
+        for (int64_t i = begin; i < begin + BLOCK; i += 2 * LANES) {
+            first = add(first, weight<UNIT>(load(logits + i), t, m));
+            second = add(second, weight<UNIT>(load(logits + i + LANES), t, m));
+        }
+        total += reduce_add(add(first, second));
+        if (cumulative) cumulative[begin / BLOCK] = total;
+    }
+    if (begin < count) {
+        float rest[BLOCK];
+        widen_block(logits + begin, count - begin, rest);
+        F sum = zero();
+        for (int64_t i = 0; i < count - begin; i += LANES) sum = add(sum, weight<UNIT>(load(rest + i), t, m));
+        total += reduce_add(sum);
+        if (cumulative) cumulative[begin / BLOCK] = total;
+    }
+    return total;
+}
+
+template <class E>
+static double sums(const E* logits, int64_t count, float temperature, float largest, double* cumulative) {
+    return temperature == 1.0f ? sums<E, true>(logits, count, temperature, largest, cumulative)
+                               : sums<E, false>(logits, count, temperature, largest, cumulative);
+}
+
+// The inverse of the two-level cumulative distribution at `uniform`.
+template <class E>
+static int64_t draw(const Sampling& a, const E* logits, double uniform, float temperature, float largest,
+                    const double* cumulative) {
+    const double target = below(uniform, cumulative[a.blocks() - 1]);
+    const int64_t block = search(cumulative, a.blocks(), target), begin = block * BLOCK;
+    const int64_t count = smaller(BLOCK, a.vocabulary - begin);
+    float entries[BLOCK];
+    widen_block(logits + begin, count, entries);
+    const F t = set1(temperature), m = set1(largest);
+    for (int64_t i = 0; i < count; i += LANES) store(entries + i, weight<false>(load(entries + i), t, m));
+    double inner[BLOCK], total = 0;
+    for (int64_t i = 0; i < count; i++) inner[i] = total += entries[i];
+    // The block's own sum was added in another order: a fraction of it serves for this one, too.
+    const double before = block ? cumulative[block - 1] : 0.0;
+    const double fraction = (target - before) / (cumulative[block] - before);
+    return begin + search(inner, count, below(fraction, total));
+}
+
+template <class E>
+static void sample_row(const Sampling& a, int64_t row, double* workspace) {
+    const E* logits = (const E*)a.logits + row * a.stride;
+    const bool greedy = a.greedy[row];
+    const float temperature = greedy || !a.temperature ? 1.0f : a.temperature[row];
+    const float raw_largest = largest_logit(logits, a.vocabulary, workspace);
+    const float largest = raw_largest / temperature;  // division keeps the order, so this is the largest scaled logit
+    int64_t token = 0;
+    if (greedy) {
+        int64_t block = 0;
+        while (block + 1 < a.blocks() && workspace[block] != raw_largest) block++;
+        token = block * BLOCK;
+        while (token + 1 < a.vocabulary && to_float(logits[token]) != raw_largest) token++;
+    }
+    const double total = sums(logits, a.vocabulary, temperature, largest, workspace);
+    // A NaN among the logits shows in the total.
+    if (!std::isfinite(largest) || !std::isfinite(total)) {
+        a.tokens[row] = -1;
+        a.logprobs[row] = NOT_A_NUMBER;
+        if (a.raw_logprobs) a.raw_logprobs[row] = NOT_A_NUMBER;
+        return;
+    }
+    if (!greedy) token = draw(a, logits, a.uniforms[row], temperature, largest, workspace);
+    const float logit = to_float(logits[token]);
+    a.tokens[row] = token;
+    a.logprobs[row] = (float)((double)(logit / temperature) - (double)largest - std::log(total));
+    if (!a.raw_logprobs) return;
+    const double raw_total =
+        temperature == 1.0f ? total : sums(logits, a.vocabulary, 1.0f, raw_largest, (double*)nullptr);
+    a.raw_logprobs[row] = (float)((double)logit - (double)raw_largest - std::log(raw_total));
+}
+
+}  // namespace CAESURA_ISA
+
+#endif

@@ -1,0 +1,109 @@
+// Vectors of 8 floats; the same names as simd_avx512.h, which describes them.
+
+using F = __m256;
+constexpr int LANES = 8;
+
+CAESURA_INLINE F zero() { return _mm256_setzero_ps(); }
+CAESURA_INLINE F set1(float x) { return _mm256_set1_ps(x); }
+CAESURA_INLINE F load(const float* p) { return _mm256_loadu_ps(p); }
+CAESURA_INLINE void store(float* p, F x) { _mm256_storeu_ps(p, x); }
+CAESURA_INLINE F add(F a, F b) { return _mm256_add_ps(a, b); }
+CAESURA_INLINE F sub(F a, F b) { return _mm256_sub_ps(a, b); }
+CAESURA_INLINE F mul(F a, F b) { return _mm256_mul_ps(a, b); }
+CAESURA_INLINE F div(F a, F b) { return _mm256_div_ps(a, b); }
+CAESURA_INLINE F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
+CAESURA_INLINE F fms(F a, F b, F c) { return _mm256_fmsub_ps(a, b, c); }
+CAESURA_INLINE F max(F a, F b) { return _mm256_max_ps(a, b); }
+CAESURA_INLINE F min(F a, F b) { return _mm256_min_ps(a, b); }
+
+CAESURA_INLINE float reduce_add(F x) {
+    __m128 y = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    y = _mm_add_ps(y, _mm_movehl_ps(y, y));
+    return _mm_cvtss_f32(_mm_add_ss(y, _mm_movehdup_ps(y)));
+}
+CAESURA_INLINE float reduce_max(F x) {
+    __m128 y = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    y = _mm_max_ps(y, _mm_movehl_ps(y, y));
+    return _mm_cvtss_f32(_mm_max_ss(y, _mm_movehdup_ps(y)));
+}
+
+CAESURA_INLINE __m256i first(int64_t n) {
+    return _mm256_cmpgt_epi32(_mm256_set1_epi32((int)n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+}
+CAESURA_INLINE F load(const float* p, int64_t n) { return _mm256_maskload_ps(p, first(n)); }
+CAESURA_INLINE void store(float* p, F x, int64_t n) { _mm256_maskstore_ps(p, first(n), x); }
+
+CAESURA_INLINE F widen(__m128i x) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16)); }
+CAESURA_INLINE F load(const bf16* p) { return widen(_mm_loadu_si128((const __m128i*)p)); }
+CAESURA_INLINE F load(const bf16* p, int64_t n) {
+    bf16 buffer[LANES] = {};
+    std::memcpy(buffer, p, n * sizeof(bf16));
+    return load(buffer);
+}
+
+CAESURA_INLINE __m128i narrow(F x) {
+    const __m256i bits = _mm256_castps_si256(x);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+    const __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
+    const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+    const __m256i high = _mm256_srli_epi32(_mm256_blendv_epi8(rounded, quiet, nan), 16);
+    return _mm_packus_epi32(_mm256_castsi256_si128(high), _mm256_extracti128_si256(high, 1));
+}
+CAESURA_INLINE void store(bf16* p, F x) { _mm_storeu_si128((__m128i*)p, narrow(x)); }
+CAESURA_INLINE void store(bf16* p, F x, int64_t n) {
+    bf16 buffer[LANES];
+    store(buffer, x);
+    std::memcpy(p, buffer, n * sizeof(bf16));
+}
+
+CAESURA_INLINE F load_words(const void* p) { return _mm256_loadu_ps((const float*)p); }
+CAESURA_INLINE F set1_word(const void* p) {
+    int32_t word;
+    std::memcpy(&word, p, sizeof word);
+    return _mm256_castsi256_ps(_mm256_set1_epi32(word));
+}
+
+CAESURA_INLINE F dot(F sum, F a, F b, float) { return fma(a, b, sum); }
+CAESURA_INLINE F dot(F sum, F a, F b, bf16) {
+    const __m256i x = _mm256_castps_si256(a), y = _mm256_castps_si256(b), high = _mm256_set1_epi32((int)0xffff0000);
+    const F odd = fma(_mm256_castsi256_ps(_mm256_and_si256(x, high)), _mm256_castsi256_ps(_mm256_and_si256(y, high)), sum);
+    return fma(_mm256_castsi256_ps(_mm256_slli_epi32(x, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(y, 16)), odd);
+}
+
+CAESURA_INLINE F exp(F x) {
+    const F tiny = _mm256_cmp_ps(x, set1(EXP_MIN), _CMP_LT_OQ);
+    const F y = min(set1(EXP_MAX), max(set1(EXP_MIN), x));
+    const F n = _mm256_round_ps(mul(y, set1(LOG2_E)), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const F r = fma(n, set1(-LN2_LOW), fma(n, set1(-LN2_HIGH), y));
+    F p = set1(EXP_P[0]);
+    for (int i = 1; i < 6; i++) p = fma(p, r, set1(EXP_P[i]));
+    p = add(fma(p, mul(r, r), r), set1(1.0f));
+    const __m256i power = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
+    return _mm256_andnot_ps(tiny, mul(p, _mm256_castsi256_ps(power)));
+}
+
+CAESURA_INLINE F keep_first(F x, int64_t n, F rest) {
+    return _mm256_blendv_ps(rest, x, _mm256_castsi256_ps(first(n < LANES ? n : LANES)));
+}
+
+CAESURA_INLINE F keep_low(F words) { return _mm256_and_ps(words, _mm256_castsi256_ps(_mm256_set1_epi32(0xffff))); }
+CAESURA_INLINE void interleave(const bf16* first, const bf16* second, float* words) {
+    const __m256i a = _mm256_loadu_si256((const __m256i*)first), b = _mm256_loadu_si256((const __m256i*)second);
+    const __m256i low = _mm256_unpacklo_epi16(a, b), high = _mm256_unpackhi_epi16(a, b);
+    _mm256_storeu_si256((__m256i*)words, _mm256_permute2x128_si256(low, high, 0x20));
+    _mm256_storeu_si256((__m256i*)words + 1, _mm256_permute2x128_si256(low, high, 0x31));
+}
+
+CAESURA_INLINE void transpose(F (&x)[8]) {
+    F y[8];
+    for (int i = 0; i < 8; i += 4) {
+        const F a = _mm256_unpacklo_ps(x[i], x[i + 1]), b = _mm256_unpackhi_ps(x[i], x[i + 1]);
+        const F c = _mm256_unpacklo_ps(x[i + 2], x[i + 3]), d = _mm256_unpackhi_ps(x[i + 2], x[i + 3]);
+        y[i] = _mm256_shuffle_ps(a, c, 0x44), y[i + 1] = _mm256_shuffle_ps(a, c, 0xee);
+        y[i + 2] = _mm256_shuffle_ps(b, d, 0x44), y[i + 3] = _mm256_shuffle_ps(b, d, 0xee);
+    }
+    for (int i = 0; i < 4; i++) {
+        x[i] = _mm256_permute2f128_ps(y[i], y[i + 4], 0x20), x[i + 4] = _mm256_permute2f128_ps(y[i], y[i + 4], 0x31);
+    }
+}

@@ -1,0 +1,113 @@
+// Vectors of 16 floats. Included by common.h inside a namespace and a target region, hence no guard and no includes.
+// A count `n` of 1 to LANES limits what is read and written: nothing beyond is touched, reads give 0 there.
+
+using F = __m512;
+constexpr int LANES = 16;
+
+CAESURA_INLINE F zero() { return _mm512_setzero_ps(); }
+CAESURA_INLINE F set1(float x) { return _mm512_set1_ps(x); }
+CAESURA_INLINE F load(const float* p) { return _mm512_loadu_ps(p); }
+CAESURA_INLINE void store(float* p, F x) { _mm512_storeu_ps(p, x); }
+CAESURA_INLINE F add(F a, F b) { return _mm512_add_ps(a, b); }
+CAESURA_INLINE F sub(F a, F b) { return _mm512_sub_ps(a, b); }
+CAESURA_INLINE F mul(F a, F b) { return _mm512_mul_ps(a, b); }
+CAESURA_INLINE F div(F a, F b) { return _mm512_div_ps(a, b); }
+CAESURA_INLINE F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
+CAESURA_INLINE F fms(F a, F b, F c) { return _mm512_fmsub_ps(a, b, c); }
+// The second argument where either is NaN.
+CAESURA_INLINE F max(F a, F b) { return _mm512_max_ps(a, b); }
+CAESURA_INLINE F min(F a, F b) { return _mm512_min_ps(a, b); }
+CAESURA_INLINE float reduce_add(F x) { return _mm512_reduce_add_ps(x); }
+CAESURA_INLINE float reduce_max(F x) { return _mm512_reduce_max_ps(x); }
+
+CAESURA_INLINE __mmask16 first(int64_t n) { return (__mmask16)((1u << n) - 1); }
+CAESURA_INLINE F load(const float* p, int64_t n) { return _mm512_maskz_loadu_ps(first(n), p); }
+CAESURA_INLINE void store(float* p, F x, int64_t n) { _mm512_mask_storeu_ps(p, first(n), x); }
+
+CAESURA_INLINE F widen(__m256i x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16)); }
+CAESURA_INLINE F load(const bf16* p) { return widen(_mm256_loadu_si256((const __m256i*)p)); }
+CAESURA_INLINE F load(const bf16* p, int64_t n) { return widen(_mm256_maskz_loadu_epi16(first(n), p)); }
+
+// To the nearest bfloat16, ties to even. NaN stays NaN.
+CAESURA_INLINE __m256i narrow(F x) {
+#if CAESURA_HAS_BF16
+    return (__m256i)_mm512_cvtneps_pbh(x);
+#else
+    const __m512i bits = _mm512_castps_si512(x);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+    const __m512i quiet = _mm512_or_si512(bits, _mm512_set1_epi32(0x400000));
+    const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_mask_blend_epi32(nan, rounded, quiet), 16));
+#endif
+}
+CAESURA_INLINE void store(bf16* p, F x) { _mm256_storeu_si256((__m256i*)p, narrow(x)); }
+CAESURA_INLINE void store(bf16* p, F x, int64_t n) { _mm256_mask_storeu_epi16(p, first(n), narrow(x)); }
+
+// Words: what a dot product takes at once. One float, or two neighbouring bfloat16 values. `p` is aligned to 2 bytes.
+CAESURA_INLINE F load_words(const void* p) { return _mm512_loadu_ps(p); }
+CAESURA_INLINE F set1_word(const void* p) {
+    int32_t word;
+    std::memcpy(&word, p, sizeof word);
+    return _mm512_castsi512_ps(_mm512_set1_epi32(word));
+}
+
+// sum + a * b, per word. The last argument says of which type.
+CAESURA_INLINE F dot(F sum, F a, F b, float) { return fma(a, b, sum); }
+CAESURA_INLINE F dot(F sum, F a, F b, bf16) {
+#if CAESURA_HAS_BF16
+    return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
+#else
+    const __m512i x = _mm512_castps_si512(a), y = _mm512_castps_si512(b), high = _mm512_set1_epi32((int)0xffff0000);
+    const F odd = fma(_mm512_castsi512_ps(_mm512_and_si512(x, high)), _mm512_castsi512_ps(_mm512_and_si512(y, high)), sum);
+    return fma(_mm512_castsi512_ps(_mm512_slli_epi32(x, 16)), _mm512_castsi512_ps(_mm512_slli_epi32(y, 16)), odd);
+#endif
+}
+
+// Within 2 ulp up to EXP_MAX; 0 below EXP_MIN and for -inf; NaN stays NaN.
+CAESURA_INLINE F exp(F x) {
+    const __mmask16 tiny = _mm512_cmp_ps_mask(x, set1(EXP_MIN), _CMP_LT_OQ);
+    const F y = min(set1(EXP_MAX), x);
+    const F n = _mm512_roundscale_ps(mul(y, set1(LOG2_E)), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const F r = fma(n, set1(-LN2_LOW), fma(n, set1(-LN2_HIGH), y));
+    F p = set1(EXP_P[0]);
+    for (int i = 1; i < 6; i++) p = fma(p, r, set1(EXP_P[i]));
+    p = add(fma(p, mul(r, r), r), set1(1.0f));
+    return _mm512_mask_blend_ps(tiny, _mm512_scalef_ps(p, n), zero());
+}
+
+// The first n lanes of `x`, then those of `rest`; any n.
+CAESURA_INLINE F keep_first(F x, int64_t n, F rest) {
+    return _mm512_mask_blend_ps(n >= LANES ? 0xffff : n <= 0 ? 0 : first(n), rest, x);
+}
+
+// Words of pairs: (low, 0).
+CAESURA_INLINE F keep_low(F words) { return _mm512_and_ps(words, _mm512_castsi512_ps(_mm512_set1_epi32(0xffff))); }
+
+// 2 * LANES words (first[i], second[i]).
+CAESURA_INLINE void interleave(const bf16* first, const bf16* second, float* words) {
+    const __m512i order = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37,
+                                           5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+    const __m512i a = _mm512_loadu_si512(first), b = _mm512_loadu_si512(second);
+    _mm512_storeu_si512(words, _mm512_permutex2var_epi16(a, order, b));
+    _mm512_storeu_si512(words + LANES, _mm512_permutex2var_epi16(a, _mm512_or_si512(order, _mm512_set1_epi16(16)), b));
+}
+
+CAESURA_INLINE F unpack_low2(F a, F b) { return (F)_mm512_unpacklo_pd((__m512d)a, (__m512d)b); }
+CAESURA_INLINE F unpack_high2(F a, F b) { return (F)_mm512_unpackhi_pd((__m512d)a, (__m512d)b); }
+
+// Word j of line i becomes word i of line j: rows meet by one word, then by two, then quarters of a register are sorted.
+CAESURA_INLINE void transpose(F (&x)[16]) {
+    F y[16];
+    for (int i = 0; i < 16; i += 4) {
+        const F a = _mm512_unpacklo_ps(x[i], x[i + 1]), b = _mm512_unpackhi_ps(x[i], x[i + 1]);
+        const F c = _mm512_unpacklo_ps(x[i + 2], x[i + 3]), d = _mm512_unpackhi_ps(x[i + 2], x[i + 3]);
+        y[i] = unpack_low2(a, c), y[i + 1] = unpack_high2(a, c), y[i + 2] = unpack_low2(b, d), y[i + 3] = unpack_high2(b, d);
+    }
+    for (int i = 0; i < 4; i++) {
+        const F a = _mm512_shuffle_f32x4(y[i], y[i + 4], 0x88), b = _mm512_shuffle_f32x4(y[i + 8], y[i + 12], 0x88);
+        const F c = _mm512_shuffle_f32x4(y[i], y[i + 4], 0xdd), d = _mm512_shuffle_f32x4(y[i + 8], y[i + 12], 0xdd);
+        x[i] = _mm512_shuffle_f32x4(a, b, 0x88), x[i + 8] = _mm512_shuffle_f32x4(a, b, 0xdd);
+        x[i + 4] = _mm512_shuffle_f32x4(c, d, 0x88), x[i + 12] = _mm512_shuffle_f32x4(c, d, 0xdd);
+    }
+}

@@ -1,0 +1,171 @@
+"""What lies between the matrix products on the CPU, compiled (``cpu/elementwise.cpp``).
+
+Invariants:
+- Results are those of ``layers/`` but for the order of the sums inside a norm and the last bit of an exponential: they
+  are rounded to the dtype wherever torch's sequence of operations rounds.
+- A row's bits depend on that row alone.
+
+Everything is bfloat16 or everything float32, on the CPU.
+"""
+
+import torch
+from torch import Tensor
+
+from . import native
+from .attention import PAGE_SIZE
+from .native import FLOAT, INT, POINTER, SIZE
+
+_NAMES = {torch.bfloat16: "bf16", torch.float32: "f32"}
+_ROW = (POINTER, SIZE)
+_NORM = {
+    dtype: native.function(f"caesura_rms_norm_{name}", *_ROW, *_ROW, POINTER, *_ROW, SIZE, SIZE, FLOAT, INT)
+    for dtype, name in _NAMES.items()
+}
+_SILU_MUL = {
+    dtype: native.function(f"caesura_silu_mul_{name}", *_ROW, *_ROW, SIZE, SIZE, INT)
+    for dtype, name in _NAMES.items()
+}
+_ROPE_STORE = {
+    dtype: native.function(
+        f"caesura_rope_store_{name}",
+        *(*_ROW, SIZE, SIZE, SIZE),  # qkv, query heads, kv heads, head size
+        *(POINTER, POINTER, FLOAT),  # head norms
+        *(POINTER, POINTER, SIZE),  # cosines, sines, stride of a token
+        *(POINTER, POINTER, POINTER),  # slots, keys, values
+        *(*_ROW, SIZE, INT),  # queries, tokens, threads
+    )
+    for dtype, name in _NAMES.items()
+}
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
+    """``x / sqrt(mean(x^2) + eps) * weight`` of each row; with ``residual``, of ``residual += x``.
+
+    Args:
+        x: [T, size], elements of a row contiguous, as everywhere here.
+        weight: [size].
+        residual: [T, size], updated in place. None: ``x`` is normalised as it is.
+        out: [T, size]; it may be ``x``. None: fresh memory.
+
+    Raises:
+        ValueError: a tensor that the kernel would misread; likewise below.
+    """
+    rows, size = x.shape
+    out = torch.empty((rows, size), dtype=x.dtype) if out is None else out
+    addend = out if residual is None else residual
+    if not (
+        _readable(x.dtype, x, weight, addend, out)
+        and weight.shape == (size,)
+        and out.shape == addend.shape == x.shape
+    ):
+        raise ValueError(f"no norm: {_describe(x, weight, addend, out)}")
+    _NORM[x.dtype](
+        x.data_ptr(),
+        x.stride(0),
+        None if residual is None else residual.data_ptr(),
+        addend.stride(0),
+        weight.data_ptr(),
+        out.data_ptr(),
+        out.stride(0),
+        rows,
+        size,
+        eps,
+        native.num_threads(),
+    )
+    return out
+
+
+def silu_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
+    """``silu(gate) * up`` of rows (gate, up): [T, 2 I] to [T, I], into ``out`` where given."""
+    rows, width = gate_up.shape
+    out = torch.empty((rows, width // 2), dtype=gate_up.dtype) if out is None else out
+    if not _readable(gate_up.dtype, gate_up, out) or width % 2 or out.shape != (rows, width // 2):
+        raise ValueError(f"no gate: {_describe(gate_up, out)}")
+    _SILU_MUL[gate_up.dtype](
+        gate_up.data_ptr(),
+        gate_up.stride(0),
+        out.data_ptr(),
+        out.stride(0),
+        rows,
+        width // 2,
+        native.num_threads(),
+    )
+    return out
+
+
+def rope_store(
+    qkv: Tensor,
+    num_heads: int,
+    cos: Tensor,
+    sin: Tensor,
+    kv_slots: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    out: Tensor,
+    norm: tuple[Tensor, Tensor, float] | None = None,
+) -> Tensor:
+    """Normalise (if asked to) and rotate queries and keys, store keys and values; returns the queries, ``out``.
+
+    Args:
+        qkv: [T, query heads + 2 kv heads, head size], heads of a token contiguous.
+        num_heads: of these, query heads; they come first, then keys, then values.
+        cos, sin: [T, 1, head size / 2], of equal strides.
+        kv_slots: int64 [T], ``page * 16 + offset``: inside the pool, which is not checked.
+        keys, values: [pages, kv heads, 16, head size], contiguous.
+        out: [T, query heads, head size], heads of a token contiguous; it may be ``qkv[:, :num_heads]``.
+        norm: weights [head size] of queries and of keys, and epsilon. None: no head norms.
+    """
+    tokens, heads, size = qkv.shape
+    kv_heads = (heads - num_heads) // 2
+    q_weight, k_weight, eps = norm or (None, None, 0.0)
+    weights = [weight for weight in (q_weight, k_weight) if weight is not None]
+    if not (
+        _readable(qkv.dtype, qkv, cos, sin, keys, values, out, *weights)
+        and heads == num_heads + 2 * kv_heads
+        and size % 2 == 0
+        and qkv.stride(1) == out.stride(1) == size
+        and out.shape == (tokens, num_heads, size)
+        and cos.shape == sin.shape == (tokens, 1, size // 2)
+        and cos.stride(0) == sin.stride(0)
+        and keys.shape[1:] == values.shape[1:] == (kv_heads, PAGE_SIZE, size)
+        and keys.is_contiguous()
+        and values.is_contiguous()
+        and all(weight.shape == (size,) for weight in weights)
+        and kv_slots.dtype == torch.int64
+        and kv_slots.shape == (tokens,)
+        and kv_slots.is_contiguous()
+    ):
+        described = _describe(qkv, cos, sin, kv_slots, keys, values, out, *weights)
+        raise ValueError(f"no rotation of {num_heads} heads: {described}")
+    _ROPE_STORE[qkv.dtype](
+        qkv.data_ptr(),
+        qkv.stride(0),
+        num_heads,
+        kv_heads,
+        size,
+        None if q_weight is None else q_weight.data_ptr(),
+        None if k_weight is None else k_weight.data_ptr(),
+        eps,
+        cos.data_ptr(),
+        sin.data_ptr(),
+        cos.stride(0),
+        kv_slots.data_ptr(),
+        keys.data_ptr(),
+        values.data_ptr(),
+        out.data_ptr(),
+        out.stride(0),
+        tokens,
+        native.num_threads(),
+    )
+    return out
+
+
+def _readable(dtype: torch.dtype, *tensors: Tensor) -> bool:
+    return dtype in _NAMES and all(tensor.dtype == dtype and tensor.stride(-1) == 1 for tensor in tensors)
+
+
+def _describe(*tensors: Tensor) -> str:
+    return ", ".join(f"{tensor.dtype} {tuple(tensor.shape)} strides {tensor.stride()}" for tensor in tensors)

@@ -1,0 +1,147 @@
+"""Products with weights that lie in a packed layout, and the only functions that know it.
+
+Invariants:
+- Storage is one ordinary tensor of the weight's dtype and (padded) shape, allocated once as zeros by :func:`storage`.
+  Rows in checkpoint layout are written into it in any pieces and any order; the result depends on the rows alone, byte
+  for byte.
+- A row of a product has the same bits whatever the other rows, their number, and the number of threads.
+
+The layout is described in ``cpu/linear.cpp``.
+"""
+
+import torch
+from torch import Tensor
+
+from . import native
+from .native import INT, POINTER, SIZE
+
+_PRODUCTS = {
+    dtype: native.function(
+        f"caesura_linear_{name}", POINTER, SIZE, POINTER, POINTER, POINTER, *[SIZE] * 4, INT
+    )
+    for dtype, name in ((torch.bfloat16, "bf16"), (torch.float32, "f32"))
+}
+_ROWS = (POINTER, POINTER, SIZE, SIZE, SIZE, SIZE, INT)
+_pack = native.function("caesura_pack_rows", *_ROWS)
+_unpack = native.function("caesura_unpack_rows", *_ROWS)
+_equal = native.function("caesura_equal_rows", *_ROWS, result=INT)
+_gather = native.function("caesura_gather_rows", POINTER, POINTER, POINTER, *[SIZE] * 4, INT, result=INT)
+
+_PANEL = 32
+"""Outputs are padded to a multiple of this."""
+_TILE_BYTES = 64
+"""Rows are padded to a multiple of this."""
+
+
+def storage_shape(outputs: int, inputs: int, dtype: torch.dtype) -> tuple[int, int]:
+    """Shape of the storage of a weight [outputs, inputs]: padded to multiples of 32 and of 64 bytes."""
+    tile = _TILE_BYTES // dtype.itemsize
+    return -(-outputs // _PANEL) * _PANEL, -(-inputs // tile) * tile
+
+
+def packable(inputs: int, dtype: torch.dtype) -> bool:
+    """Whether rows of ``inputs`` elements can be packed: some of float32, or an even number of bfloat16."""
+    return inputs > 0 and (dtype == torch.float32 or (dtype == torch.bfloat16 and inputs % 2 == 0))
+
+
+def _is_storage(weight: Tensor) -> bool:
+    # Whole lines are streamed into it, which needs them aligned; allocations are.
+    return weight.is_contiguous() and weight.data_ptr() % _TILE_BYTES == 0
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+    """``x @ w.T + bias`` for the packed ``w`` [N, K]; sums in float32, rounded once.
+
+    Args:
+        x: [M, K] of the weight's dtype, columns contiguous.
+        weight: storage of ``w``.
+        bias: [N], or None.
+        out: [M, N], columns contiguous; overwritten and returned. It must not overlap the others.
+
+    Raises:
+        ValueError: shapes, dtypes or strides that do not fit together.
+    """
+    rows, inputs = x.shape
+    outputs = out.shape[1]
+    fits = (
+        out.shape[0] == rows
+        and outputs > 0
+        and weight.shape == storage_shape(outputs, inputs, weight.dtype)
+        and x.dtype == out.dtype == weight.dtype
+        and x.stride(1) == out.stride(1) == 1
+        and _is_storage(weight)
+        and packable(inputs, weight.dtype)
+        and (bias is None or (bias.shape == (outputs,) and bias.dtype == x.dtype and bias.is_contiguous()))
+    )
+    if not fits:
+        raise ValueError(
+            f"no product of {_described(x)} with {_described(weight)}, "
+            f"bias {None if bias is None else _described(bias)}, in {_described(out)}"
+        )
+    _PRODUCTS[x.dtype](
+        x.data_ptr(),
+        x.stride(0),
+        weight.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        out.data_ptr(),
+        out.stride(0),
+        rows,
+        outputs,
+        inputs,
+        native.num_threads(),
+    )
+    return out
+
+
+def pack_rows(weight: Tensor, rows: Tensor, start: int) -> None:
+    """Write ``rows`` [n, K] as rows ``[start, start + n)`` of the packed weight."""
+    _pack(*_walk(weight, rows, start))
+
+
+def unpack_rows(weight: Tensor, start: int, out: Tensor) -> Tensor:
+    """Read rows ``[start, start + n)`` of the packed weight into ``out`` [n, K]; returns it."""
+    _unpack(*_walk(weight, out, start))
+    return out
+
+
+def equal_rows(weight: Tensor, rows: Tensor, start: int) -> bool:
+    """Whether :func:`pack_rows` with the same arguments would change no byte; stops soon after a difference."""
+    return bool(_equal(*_walk(weight, rows, start)))
+
+
+def gather_rows(weight: Tensor, ids: Tensor, out: Tensor) -> Tensor:
+    """Rows ``ids`` (int64 [n], contiguous) of the packed weight into ``out`` [n, K]; returns it.
+
+    Raises:
+        IndexError: an id is not that of a row of the (padded) storage.
+    """
+    if ids.dtype != torch.int64 or ids.shape != out.shape[:1] or not ids.is_contiguous():
+        raise ValueError(f"ids are {_described(ids)} for {_described(out)}")
+    packed, target, stride, _, count, words, threads = _walk(weight, out, 0, indexed=True)
+    if not _gather(packed, ids.data_ptr(), target, stride, count, weight.shape[0], words, threads):
+        raise IndexError(f"row ids beyond [0, {weight.shape[0]})")
+    return out
+
+
+def _walk(
+    weight: Tensor, rows: Tensor, start: int, *, indexed: bool = False
+) -> tuple[int, int, int, int, int, int, int]:
+    """Arguments of the C functions, checked; ``indexed``: any number of rows."""
+    count, inputs = rows.shape
+    fits = (
+        rows.dtype == weight.dtype
+        and (rows.stride(1) == 1 or inputs == 1)
+        and _is_storage(weight)
+        and storage_shape(1, inputs, weight.dtype)[1] == weight.shape[1]
+        and packable(inputs, weight.dtype)
+        and (indexed or 0 <= start <= start + count <= weight.shape[0])
+    )
+    if not fits:
+        raise ValueError(f"rows {_described(rows)} from {start} do not fit {_described(weight)}")
+    words = inputs * rows.itemsize // 4
+    stride = rows.stride(0) * rows.itemsize
+    return weight.data_ptr(), rows.data_ptr(), stride, start, count, words, native.num_threads()
+
+
+def _described(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {tuple(tensor.shape)} strides {tensor.stride()}"

@@ -1,0 +1,118 @@
+"""The compiled kernels: found, loaded, and what they may use of this machine.
+
+Invariants:
+- Nothing here raises because kernels are missing. No compiler at installation, another processor, a library that does
+  not load: :func:`isa` says ``torch``, :func:`why_not` says why, and the engine computes with torch.
+- One OpenMP runtime per process. The library is linked without one; its symbols resolve to the runtime that torch has
+  loaded for everybody, so torch must be imported first, and one pool of threads serves both.
+- Every kernel is told its number of threads, :func:`torch.get_num_threads` of the moment.
+
+``CAESURA_KERNELS`` in the environment limits what is used: ``torch``, ``avx2``, ``avx512``, ``avx512bf16`` or ``amx``.
+Unset or empty: the best there is.
+"""
+
+import ctypes
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+from typing import Any
+
+import torch
+
+VARIABLE = "CAESURA_KERNELS"
+
+ISAS = ("torch", "avx2", "avx512", "avx512bf16", "amx")
+"""In the order of common.h's ``Isa``: each includes those before it."""
+
+_ABI = 1
+"""native.cpp has the same; both rise when an argument of a kernel changes."""
+
+POINTER = ctypes.c_void_p
+"""A tensor's ``data_ptr()``, or None."""
+SIZE = ctypes.c_int64
+INT = ctypes.c_int
+FLOAT = ctypes.c_float
+
+
+@cache
+def _library() -> ctypes.CDLL | str:
+    """The loaded library, or why there is none."""
+    limit = os.environ.get(VARIABLE) or ISAS[-1]
+    if limit not in ISAS:
+        raise ValueError(f"{VARIABLE}={limit}: expected one of {', '.join(ISAS)}")
+    if limit == ISAS[0]:
+        return f"{VARIABLE}={limit}"
+    path = _find()
+    if path is None:
+        return "the extension was not built (it needs an x86-64 machine with GCC at installation)"
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:  # another platform's file, or a torch without OpenMP
+        return f"{path.name} does not load: {error}"
+    if library.caesura_abi() != _ABI:
+        return f"{path.name} was built from other sources; install again"
+    return library if library.caesura_use_isa(ISAS.index(limit)) else "this processor has no AVX2"
+
+
+def _find() -> Path | None:
+    """The extension beside this file, built for this interpreter."""
+    folder = Path(__file__).parent
+    return next((file for suffix in EXTENSION_SUFFIXES if (file := folder / f"_cpu{suffix}").exists()), None)
+
+
+def isa() -> str:
+    """What compiled kernels use, one of :data:`ISAS`; ``torch`` where there are none.
+
+    Raises:
+        ValueError: the environment names an instruction set that does not exist.
+    """
+    library = _library()
+    return ISAS[0] if isinstance(library, str) else ISAS[library.caesura_isa()]
+
+
+def why_not() -> str | None:
+    """Why there are no compiled kernels; None where there are."""
+    library = _library()
+    return library if isinstance(library, str) else None
+
+
+@contextmanager
+def limited_to(name: str) -> Iterator[bool]:
+    """For comparisons: kernels called within the block use ``name``. False, and no change, where they cannot."""
+    library = _library()
+    if isinstance(library, str):
+        yield name == ISAS[0]
+        return
+    before, wanted = library.caesura_isa(), ISAS.index(name)
+    try:
+        possible = library.caesura_use_isa(wanted) == wanted
+        if not possible:
+            library.caesura_use_isa(before)
+        yield possible
+    finally:
+        library.caesura_use_isa(before)
+
+
+def function(name: str, *arguments: Any, result: Any = None) -> Callable[..., Any]:
+    """The library's function ``name``, resolved at its first call, which needs kernels to be there (:func:`why_not`)."""
+    resolved: list[Callable[..., Any]] = []
+
+    def call(*values: Any) -> Any:
+        if not resolved:
+            library = _library()
+            if isinstance(library, str):
+                raise RuntimeError(f"no compiled kernels: {library}")
+            native = library[name]
+            native.argtypes, native.restype = arguments, result
+            resolved.append(native)
+        return resolved[0](*values)
+
+    return call
+
+
+def num_threads() -> int:
+    """Threads for a kernel: torch's."""
+    return torch.get_num_threads()

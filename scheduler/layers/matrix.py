@@ -1,0 +1,101 @@
+"""Weights of matrix products, in the layout of whoever computes the product.
+
+Invariants:
+- A matrix is packed where compiled kernels serve its device and dtype, and plain otherwise; nobody outside asks which.
+- Packed storage is written through its slots only, row by row and in place: no second copy of a weight ever exists.
+- The product of a packed matrix is the same for a row whatever the other rows are, bit for bit.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ..kernels import TORCH, best
+from ..kernels import linear as kernel
+from .parameters import Parameter, WeightSlot
+
+
+class PackedSlot(WeightSlot):
+    """Rows of a packed matrix as a checkpoint tensor [rows, in]."""
+
+    __slots__ = ("_start", "_storage")
+
+    def __init__(
+        self, name: str, parameter: str, storage: Tensor, start: int, shape: tuple[int, int]
+    ) -> None:
+        super().__init__(name, parameter, shape, storage.dtype)
+        self._storage = storage
+        self._start = start
+
+    def write(self, rows: Tensor, start: int) -> None:
+        """Pack rows ``[start, start + len(rows))`` in place, cast if needed."""
+        kernel.pack_rows(self._storage, self._cast(rows), self._start + start)
+
+    def differs(self, rows: Tensor, start: int) -> bool:
+        """Whether writing would change a byte; stops soon after the first difference."""
+        return not kernel.equal_rows(self._storage, self._cast(rows), self._start + start)
+
+    def read(self) -> Tensor:
+        """The tensor in checkpoint layout: a copy."""
+        out = torch.empty(self.shape, dtype=self.dtype)
+        return kernel.unpack_rows(self._storage, self._start, out)
+
+    def _cast(self, rows: Tensor) -> Tensor:
+        return rows.to(device=self._storage.device, dtype=self.dtype).contiguous()
+
+
+class Matrix:
+    """One weight [out, in] and its product."""
+
+    def __init__(
+        self,
+        name: str,
+        out_features: int,
+        in_features: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        packed: bool = True,
+    ) -> None:
+        """``packed=False``: rows are gathered only, which a plain layout does faster."""
+        self._shape = (out_features, in_features)
+        self._packed = (
+            packed and best("linear", device, dtype) != TORCH and kernel.packable(in_features, dtype)
+        )
+        shape = kernel.storage_shape(*self._shape, dtype) if self._packed else self._shape
+        self.parameter = Parameter(name, shape, dtype, device)
+
+    def product(self, x: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        """``x @ weight.T + bias`` for ``x`` [T, in]; into ``out`` [T, out] where given (contiguous, same dtype)."""
+        data = self.parameter.data
+        if self._packed:
+            target = x.new_empty((x.shape[0], self._shape[0])) if out is None else out
+            return kernel.linear(x, data, bias, target)
+        if out is None:
+            return functional.linear(x, data, bias)
+        if bias is None:
+            return torch.mm(x, data.t(), out=out)
+        return torch.addmm(bias, x, data.t(), out=out)
+
+    def gather(self, ids: Tensor) -> Tensor:
+        """Rows ``ids`` (int64 [T]) as [T, in], in fresh memory."""
+        if self._packed:
+            return kernel.gather_rows(
+                self.parameter.data,
+                ids,
+                torch.empty((len(ids), self._shape[1]), dtype=self.parameter.data.dtype),
+            )
+        return functional.embedding(ids, self.parameter.data)
+
+    def read(self) -> Tensor:
+        """The weight as [out, in]: a view where storage has that layout, else a copy."""
+        return self.slot("").read()
+
+    def slot(self, checkpoint_name: str, start: int = 0, length: int | None = None) -> WeightSlot:
+        """The slot of the checkpoint tensor held in rows ``[start, start + length)``; None: to the end."""
+        length = self._shape[0] - start if length is None else length
+        if self._packed:
+            return PackedSlot(
+                checkpoint_name, self.parameter.name, self.parameter.data, start, (length, self._shape[1])
+            )
+        return self.parameter.slot(checkpoint_name, start, length)

@@ -1,0 +1,321 @@
+"""The engine's half of checkpoint-engine's protocol: a parameter server that pushes buckets through memory it shares.
+
+The server binds a REQ socket, the engine connects a REP socket. Server to engine are pickles, engine to server is text:
+
+    server                                            engine
+    its buffer: (rebuild_cuda_tensor, arguments)      ""  it is open            state: opening
+    a bucket: [{name, dtype, shape, offset}, …]       ""  loaded, synchronised  state: loading, repeated
+    None                                              ""  the buffer is let go  state: closing
+    None                                              ""  committed             the end
+
+    an exception, any time                            no answer                 the end: some rank has failed
+    anything that failed here                         what was wrong            state: refusing, until the server's exception
+
+On a host without accelerators the buffer is a memfd: ``{"pid", "fd", "inode", "nbytes"}``, as in ``SharedMemoryHandle``.
+
+Invariants:
+- Messages are parsed by ``legacy_pickle`` into plain fields, and every field is checked before it is used.
+- A thread talks to the server and touches nothing else. It hands over one turn at a time; the loop's verdict is the answer.
+- A server that waits for an answer gets one, also after the update has failed: it would block its own ranks otherwise.
+- Silence is bounded: by ``timeout_s`` between two messages, and for all of *refusing*.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from time import monotonic
+
+import msgspec
+import zmq
+
+from ....io_struct import CaesuraError, CudaIPCHandle, ErrorCode, SharedMemoryHandle, TensorSpec
+from ....io_struct.legacy_pickle import MAX_BYTES, Call, Global, parse
+from ...background import Wakeup
+from ..loader import DTYPES
+
+_ADDRESS = re.compile(r"ipc://.{1,107}|tcp://(127(\.\d{1,3}){3}|localhost|\[::1\]):\d{1,5}")
+_LINGER_MS = 1000
+_MAX_WAIT_S = 3600.0  # poll counts milliseconds in 32 bits
+_MAX_DIMENSIONS = 64
+_MAX_INT = (1 << 63) - 1
+_SIZE = Global("torch", "Size")
+_REBUILD = Global("torch.multiprocessing.reductions", "rebuild_cuda_tensor")
+_REBUILD_ARGUMENTS = (
+    "class", "size", "stride", "start", "storage_class", "dtype", "device", "handle", "nbytes", "offset",
+    "requires_grad", "ref_counter_handle", "ref_counter_offset", "event_handle", "event_sync_required",
+)  # fmt: skip
+"""torch's rebuild_cuda_tensor takes them in this order; where they are the same, named as in ``CudaIPCHandle``."""
+_DTYPE_NAMES = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """The server's buffer."""
+
+    handle: SharedMemoryHandle | CudaIPCHandle
+    start: int
+    """Where the buffer begins in the memory of ``handle``, in bytes."""
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Tensors that lie in the buffer now."""
+
+    specs: list[TensorSpec]
+
+
+@dataclass(frozen=True, slots=True)
+class Closing:
+    """The buffer is to be let go."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """Everything has come; to be answered after the commit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The server was silent, gave up, or sent what cannot be read."""
+
+    error: CaesuraError
+
+
+Turn = Opening | Bucket | Closing | Ending | Failed
+
+
+class _Refusing(Exception):  # noqa: N818  a jump to that state, not an error of its own
+    pass
+
+
+class Conversation:
+    """One update with one server. Made and told by the loop, held by a thread that runs :meth:`turns`."""
+
+    def __init__(self, address: str, device_uuid: str, timeout_s: float) -> None:
+        """
+        Args:
+            device_uuid: of the engine's device, which the buffer must be on.
+
+        Raises:
+            CaesuraError: ``invalid_request``, the address is not one of this host.
+        """
+        if not _ADDRESS.fullmatch(address) or not address.isprintable():
+            raise CaesuraError(
+                ErrorCode.INVALID_REQUEST,
+                f"a parameter server's address is ipc:// (107 bytes) or tcp:// with a loopback address, not {address!r}",
+                field="zmq_handles",
+                value=address,
+            )
+        self._address = address
+        self._device_uuid = device_uuid
+        self._timeout_s = timeout_s
+        self._refusal: str | None = None
+        self._refusing = False
+        self._closed = False
+        self._unanswered = False
+        self._wakeup = Wakeup()
+
+    def refuse(self, reason: str) -> None:
+        """The update has failed; the server hears ``reason`` in answer to whatever it has sent or will send."""
+        self._refusal = self._refusal or reason
+        self._wakeup.set()
+
+    def close(self) -> None:
+        """Do not talk any more. Idempotent."""
+        self._closed = True
+        self._wakeup.set()
+
+    def turns(self) -> Iterator[Turn]:
+        """The server's messages in the order of the protocol, in a thread. A turn is answered when the next one is asked for:
+        with consent, or with what :meth:`refuse` said meanwhile. After the last turn comes refusing, which yields nothing.
+        """
+        context = zmq.Context()
+        socket = context.socket(zmq.REP)
+        try:
+            socket.setsockopt(zmq.LINGER, _LINGER_MS)
+            socket.setsockopt(zmq.MAXMSGSIZE, MAX_BYTES)
+            socket.setsockopt(zmq.IPV6, int("[" in self._address))
+            try:
+                yield from self._protocol(socket)
+            except CaesuraError as error:
+                self._refusal = self._refusal or error.message
+                yield Failed(error)
+                self._refuse_all(socket)
+            except _Refusing:
+                self._refuse_all(socket)
+        finally:
+            socket.close()
+            context.term()
+            self._wakeup.close()
+
+    def _protocol(self, socket: zmq.Socket[bytes]) -> Iterator[Turn]:
+        try:
+            socket.connect(self._address)
+        except zmq.ZMQError as error:
+            self._closed = True
+            raise CaesuraError(
+                ErrorCode.INVALID_REQUEST,
+                f"cannot connect to {self._address}: {error}",
+                field="zmq_handles",
+                value=self._address,
+            ) from error
+        yield opening_of(self._hear(socket), self._device_uuid)
+        self._consent(socket)
+        while (message := self._hear(socket)) is not None:
+            yield Bucket(specs_of(message))
+            self._consent(socket)
+        yield Closing()
+        self._consent(socket)
+        if self._hear(socket) is not None:
+            raise _malformed("something follows the first None that is not another one")
+        yield Ending()
+        self._consent(socket)
+
+    def _hear(self, socket: zmq.Socket[bytes]) -> object:
+        frames = self._receive(socket, monotonic() + self._timeout_s)
+        if frames is None:
+            self._closed = True
+            raise CaesuraError(
+                ErrorCode.DEADLINE_EXCEEDED,
+                f"the parameter server at {self._address} was silent for {self._timeout_s:g} s",
+                pending=self._address,
+            )
+        message = _read(frames)
+        if isinstance(message, Call):
+            self._closed = True  # it expects no answer, and nothing more from us
+            raise CaesuraError(
+                ErrorCode.CHECKPOINT_ERROR,
+                f"the parameter server gave up: {_described(message)}",
+                path=self._address,
+                reason=_described(message),
+            )
+        return message
+
+    def _receive(self, socket: zmq.Socket[bytes], deadline: float) -> list[bytes] | None:
+        """The next message; None: none came in time, or nobody wants to hear it."""
+        poller = zmq.Poller()
+        poller.register(socket, zmq.POLLIN)
+        poller.register(self._wakeup.fd, zmq.POLLIN)
+        while not self._closed and (left := deadline - monotonic()) > 0:
+            if self._refusal is not None and not self._refusing:
+                raise _Refusing
+            events = dict(poller.poll(max(1, round(min(left, _MAX_WAIT_S) * 1000))))
+            self._wakeup.clear()
+            if socket in events:
+                self._unanswered = True
+                return socket.recv_multipart()
+        return None
+
+    def _consent(self, socket: zmq.Socket[bytes]) -> None:
+        if self._refusal is not None:
+            raise _Refusing
+        self._answer(socket, "")
+
+    def _answer(self, socket: zmq.Socket[bytes], text: str) -> None:
+        socket.send(text.encode())
+        self._unanswered = False
+
+    def _refuse_all(self, socket: zmq.Socket[bytes]) -> None:
+        """Until the server says that it knows."""
+        self._refusing, deadline = True, monotonic() + self._timeout_s
+        if self._unanswered and not self._closed:
+            self._answer(socket, self._refusal or "refused")
+        while (frames := self._receive(socket, deadline)) is not None:
+            try:
+                if isinstance(_read(frames), Call):
+                    return
+            except CaesuraError:  # as refused as anything else
+                pass
+            self._answer(socket, self._refusal or "refused")
+
+
+def opening_of(message: object, device_uuid: str) -> Opening:
+    """The first message of a server; raises CaesuraError ``malformed_message``."""
+    if type(message) is dict:
+        try:
+            memory = msgspec.convert(message, SharedMemoryHandle)
+        except msgspec.ValidationError as error:
+            raise _malformed(f"its buffer's description is wrong: {error}") from error
+        return Opening(memory, 0, memory.nbytes)
+    if not (type(message) is tuple and len(message) == 2 and message[0] == _REBUILD):
+        raise _malformed("its first message describes no buffer")
+    arguments = message[1]
+    if type(arguments) is not tuple or len(arguments) != len(_REBUILD_ARGUMENTS):
+        raise _malformed(f"a tensor is described by {len(_REBUILD_ARGUMENTS)} arguments")
+    found = dict(zip(_REBUILD_ARGUMENTS, arguments, strict=True))
+    shape = _shape_of(found["size"])
+    if found["dtype"] != Global("torch", "uint8") or len(shape) != 1 or found["stride"] not in ((1,), [1]):
+        raise _malformed("its buffer is no flat tensor of uint8")
+    fields = {name: found[name] for name in CudaIPCHandle.__struct_fields__ if name in found}
+    fields["device_uuid"] = (
+        device_uuid  # instead of "device", the server's own number of what must be the same one
+    )
+    try:
+        handle = msgspec.convert(fields, CudaIPCHandle, builtin_types=(bytes,))  # no base64
+    except msgspec.ValidationError as error:
+        raise _malformed(f"its buffer's description is wrong: {error}") from error
+    start = _natural(found["start"], "start")
+    if start + shape[0] > handle.nbytes:
+        raise _malformed(f"its buffer ends beyond the {handle.nbytes} bytes that it lies in")
+    return Opening(handle, start, shape[0])
+
+
+def specs_of(message: object) -> list[TensorSpec]:
+    """The tensors of one bucket; raises CaesuraError ``malformed_message``. Whether they fit the buffer is not known here."""
+    if type(message) is not list:
+        raise _malformed("it is neither a buffer, a bucket, None nor an exception")
+    return [_spec_of(item) for item in message]
+
+
+def _spec_of(item: object) -> TensorSpec:
+    if type(item) is not dict or item.keys() != {"name", "dtype", "shape", "offset"}:
+        raise _malformed("a tensor is described by name, dtype, shape and offset")
+    name, dtype = item["name"], item["dtype"]
+    if type(name) is not str:
+        raise _malformed("a tensor's name is no text")
+    if type(dtype) is not Global or dtype.module != "torch" or dtype.name not in _DTYPE_NAMES:
+        raise _malformed(f"tensor {name!r} is of no dtype of torch that weights have")
+    shape = _shape_of(item["shape"])
+    nbytes = DTYPES[_DTYPE_NAMES[dtype.name]].itemsize
+    for length in shape:
+        nbytes *= length
+    return TensorSpec(
+        name=name,
+        dtype=_DTYPE_NAMES[dtype.name],
+        shape=shape,
+        offset=_natural(item["offset"], "offset"),
+        nbytes=_natural(nbytes, "size"),
+    )
+
+
+def _shape_of(value: object) -> list[int]:
+    if type(value) is Call and value.function == _SIZE and len(value.args) == 1:
+        value = value.args[0]
+    if not isinstance(value, (list, tuple)) or len(value) > _MAX_DIMENSIONS:
+        raise _malformed("a shape is no list of lengths")
+    return [_natural(length, "length") for length in value]
+
+
+def _natural(value: object, what: str) -> int:
+    if type(value) is not int or not 0 <= value <= _MAX_INT:
+        raise _malformed(f"a tensor's {what} is no natural number of 63 bits")
+    return value
+
+
+def _read(frames: list[bytes]) -> object:
+    if len(frames) != 1:
+        raise _malformed(f"it has {len(frames)} frames")
+    return parse(frames[0])
+
+
+def _described(call: Call) -> str:
+    """An exception of another process, as far as it is text."""
+    texts = [text for text in call.args if isinstance(text, str)]
+    return f"{call.function.name}: {' '.join(texts)}"[:2000]
+
+
+def _malformed(problem: str) -> CaesuraError:
+    return CaesuraError(
+        ErrorCode.MALFORMED_MESSAGE, f"a parameter server's message cannot be understood: {problem}"
+    )

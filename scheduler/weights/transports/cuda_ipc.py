@@ -1,0 +1,146 @@
+"""Device memory of another process of this host, through CUDA's IPC handles.
+
+Invariants:
+- A handle is plain fields. Before the driver or torch sees one: it is of our device, of a kind that torch opens with one
+  driver call (no file descriptors to chase), its sizes fit the device, and torch's counter and event are within their bounds.
+- One export is opened once, however many messages name it, and closed when the session ends. Closing is checked: what
+  something still refers to is collected first, so that nothing of the exporting process stays mapped.
+- Reading is ordered: the exporting process has synchronised before it sends, and we have before we answer.
+"""
+
+import ctypes
+import gc
+import re
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ....io_struct import CaesuraError, CudaIPCHandle, ErrorCode
+
+_DRIVER_HANDLE_BYTES = 64
+_COUNTER_NAME = re.compile(rb"/torch_[0-9]+_[0-9]+_[0-9]+")
+_COUNTERS_PER_FILE = 10_000
+"""torch's CUDA_IPC_REF_COUNTER_FILE_SIZE; it writes to the counter at ``ref_counter_offset`` without looking."""
+
+
+def uuid_of(device: torch.device) -> str:
+    """As ``torch.cuda.get_device_properties`` has it: without the prefix ``GPU-`` of nvidia-smi."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def check_handle(handle: CudaIPCHandle, device_uuid: str, device_bytes: int) -> None:
+    """Everything that can be known before the handle is opened.
+
+    Args:
+        device_uuid: of the engine's device.
+        device_bytes: that device's whole memory.
+
+    Raises:
+        CaesuraError: ``invalid_request``.
+    """
+    if handle.device_uuid != device_uuid:
+        raise _bad(
+            "device_uuid",
+            handle.device_uuid,
+            f"is not the engine's device, {device_uuid}: export from that one",
+        )
+    _check_kind(handle.handle)
+    if handle.offset + handle.nbytes > device_bytes:
+        raise _bad("nbytes", handle.nbytes, f"from byte {handle.offset} on is more than the device has")
+    if not _COUNTER_NAME.fullmatch(handle.ref_counter_handle):
+        raise _bad("ref_counter_handle", handle.ref_counter_handle, "is not the name of a counter of torch")
+    if handle.ref_counter_offset >= _COUNTERS_PER_FILE:
+        raise _bad("ref_counter_offset", handle.ref_counter_offset, f"must be below {_COUNTERS_PER_FILE}")
+    if handle.event_sync_required and len(handle.event_handle) != _DRIVER_HANDLE_BYTES:
+        raise _bad("event_handle", len(handle.event_handle), f"must have {_DRIVER_HANDLE_BYTES} bytes")
+
+
+def _check_kind(handle: bytes) -> None:
+    """64 bytes of cudaIpcMemHandle_t, behind two of torch since 2.5: a version, and ``c`` for cudaMalloc."""
+    if len(handle) == _DRIVER_HANDLE_BYTES or (
+        len(handle) == _DRIVER_HANDLE_BYTES + 2 and handle[1:2] == b"c"
+    ):
+        return
+    if handle[1:2] == b"e":
+        raise _bad(
+            "handle", "e", "is of an expandable segment: allocate the bucket with expandable_segments:False"
+        )
+    raise _bad("handle", len(handle), "bytes are not a handle of cudaMalloc memory")
+
+
+class CudaMemories:
+    """The exports that are open now."""
+
+    def __init__(self, device: torch.device) -> None:
+        """``device`` is a CUDA device; without an index, the current one."""
+        self._device = device
+        self._open: dict[CudaIPCHandle, Tensor] = {}
+
+    def __len__(self) -> int:
+        """How many are open."""
+        return len(self._open)
+
+    def view(self, handle: CudaIPCHandle) -> Tensor:
+        """The exported storage: uint8 [handle.nbytes] on the engine's device, until :meth:`close`.
+
+        Raises:
+            CaesuraError: ``invalid_request``, it is refused by :func:`check_handle` or by the driver.
+        """
+        if handle not in self._open:
+            properties = torch.cuda.get_device_properties(self._device)
+            check_handle(handle, uuid_of(self._device), properties.total_memory)
+            self._open[handle] = self._map(handle)
+        return self._open[handle]
+
+    def close(self) -> None:
+        """Close all of them, also where a reference was left behind in a cycle. Idempotent."""
+        if not self._open:
+            return
+        storages = [StorageWeakRef(memory.untyped_storage()) for memory in self._open.values()]
+        self._open.clear()
+        if not all(storage.expired() for storage in storages):
+            gc.collect()
+        torch.cuda.ipc_collect()
+
+    def _map(self, handle: CudaIPCHandle) -> Tensor:
+        index = self._device.index
+        try:
+            storage: Any = torch.UntypedStorage._new_shared_cuda(
+                torch.cuda.current_device() if index is None else index,
+                handle.handle,
+                handle.nbytes,
+                handle.offset,
+                handle.ref_counter_handle,
+                handle.ref_counter_offset,
+                handle.event_handle,
+                handle.event_sync_required,
+            )
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0]
+            raise _bad("handle", len(handle.handle), f"bytes cannot be opened: {reason}") from error
+        room = _bytes_from(storage.data_ptr(), handle.offset)
+        if room is not None and handle.nbytes > room:
+            raise _bad("nbytes", handle.nbytes, f"are more than the {room} that were exported from there on")
+        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _bytes_from(pointer: int, offset: int) -> int | None:
+    """Bytes of an opened allocation from ``pointer`` on, ``offset`` bytes into it. None: the driver does not tell."""
+    base, size = ctypes.c_void_p(), ctypes.c_size_t()
+    try:
+        query = ctypes.CDLL("libcuda.so.1").cuMemGetAddressRange_v2
+    except (OSError, AttributeError):
+        return None
+    start = pointer - offset
+    if query(ctypes.byref(base), ctypes.byref(size), ctypes.c_void_p(start)) or base.value is None:
+        return None
+    return base.value + size.value - pointer
+
+
+def _bad(field: str, value: object, problem: str) -> CaesuraError:
+    shown = value.decode(errors="replace") if isinstance(value, bytes) else value
+    return CaesuraError(
+        ErrorCode.INVALID_REQUEST, f"CUDA IPC handle: {field} {shown!r} {problem}", field=field, value=shown
+    )

@@ -1,0 +1,273 @@
+"""Weights over a process group, from any trainer that builds one as the field does, and every way to fail."""
+
+import multiprocessing
+import signal
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.plain_trainer import PlainTrainer, broadcast_and_die, update_message, weights_of
+from support.scripted import EngineDriver, assert_error
+
+from caesura.io_struct import (
+    BeginWeightUpdateReqInput,
+    DestroyWeightsUpdateGroupReqInput,
+    Message,
+    PauseGenerationReqInput,
+    TensorSpec,
+    UpdateWeightFromDiskReqInput,
+    UpdateWeightsFromDistributedReqInput,
+    WeightsCheckerReqInput,
+)
+
+
+@pytest.fixture
+def trainer() -> Iterator[PlainTrainer]:
+    trainer = PlainTrainer()
+    yield trainer
+    trainer.close()
+
+
+@pytest.fixture
+def driver(tiny_model):
+    with EngineDriver(str(tiny_model), scripted=False) as driver:
+        yield driver
+
+
+def pump(driver: EngineDriver, message: Message, patience_s: float = 30) -> Message:
+    """Send and turn the loop until the answer is there."""
+    message_id, deadline = driver.send(message), time.monotonic() + patience_s
+    while time.monotonic() < deadline:
+        driver.tick()
+        if message_id in driver.replies:
+            return driver.replies.pop(message_id)
+    raise AssertionError(f"{message} was not answered")
+
+
+def join(driver: EngineDriver, trainer: PlainTrainer, **fields: object) -> Message:
+    trainer.beside(trainer.join)
+    reply = pump(driver, trainer.init_message(**fields))
+    trainer.finish()
+    return reply
+
+
+def checksum(driver: EngineDriver) -> str:
+    return driver.call(WeightsCheckerReqInput()).total
+
+
+@pytest.mark.parametrize("load_format", [None, "flattened_bucket"])
+def test_a_trainer_that_shares_no_code_with_us(driver, trainer, other_model, load_format):
+    """Init, update as one broadcast per tensor or as one bucket, destroy; the result is that of the files."""
+    reply = join(driver, trainer)
+    assert (reply.rank, reply.world_size) == (1, 2)
+    weights = weights_of(other_model)
+    send = trainer.broadcast_each if load_format is None else trainer.broadcast_flat
+    trainer.beside(lambda: send(weights))
+    reply = pump(driver, update_message(weights, load_format=load_format, weight_version="7"))
+    trainer.finish()
+    assert (reply.committed, reply.weight_version, reply.written_tensors) == (True, "7", len(weights))
+    total = checksum(driver)
+    driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_model)))
+    assert checksum(driver) == total
+    driver.call(DestroyWeightsUpdateGroupReqInput())
+    assert_error(driver.call(DestroyWeightsUpdateGroupReqInput()), "group_error")
+
+
+def send_while(
+    driver: EngineDriver, message: Message, until: Callable[[], bool], patience_s: float = 30
+) -> str:
+    """Send, then turn the loop until something has happened."""
+    message_id, deadline = driver.send(message), time.monotonic() + patience_s
+    while not until():
+        assert time.monotonic() < deadline
+        driver.tick()
+    return message_id
+
+
+def answer(driver: EngineDriver, message_id: str, patience_s: float = 30) -> Message:
+    deadline = time.monotonic() + patience_s
+    while message_id not in driver.replies:
+        assert time.monotonic() < deadline
+        driver.tick()
+    return driver.replies.pop(message_id)
+
+
+def test_pieces_that_lie_askew_in_a_bucket(driver, trainer, other_model):
+    """Nothing says that a trainer's bucket aligns its tensors; a tensor that the model ignores takes its room, too."""
+    join(driver, trainer)
+    weights = {"model.rotary_emb.inv_freq": torch.zeros(3, dtype=torch.uint8), **weights_of(other_model)}
+    trainer.beside(lambda: trainer.broadcast_flat(weights))
+    reply = pump(driver, update_message(weights, load_format="flattened_bucket"))
+    trainer.finish()
+    assert (reply.committed, reply.skipped_tensors) == (True, 1)
+    total = checksum(driver)
+    driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_model)))
+    assert checksum(driver) == total
+
+
+def test_two_groups_at_once_and_buffers_that_stay(driver, tiny_model, other_model):
+    """One group per pipeline rank of a trainer; the staging of a group is the same memory in every update."""
+    trainers = [PlainTrainer("pp_0"), PlainTrainer("pp_1")]
+    for trainer in trainers:
+        join(driver, trainer)
+    places = []
+    for trainer, path in [(t, p) for p in (other_model, tiny_model) for t in trainers]:
+        weights = weights_of(path)
+        trainer.beside(lambda send=trainer.broadcast_each, weights=weights: send(weights))
+        assert pump(driver, update_message(weights, group_name=trainer.name)).committed
+        trainer.finish()
+        buffers = driver.engine.groups._groups[trainer.name]._buffers
+        places.append([buffer.data_ptr() for buffer in buffers.values()])
+    assert places[:2] == places[2:]
+    for trainer in trainers:
+        driver.call(DestroyWeightsUpdateGroupReqInput(group_name=trainer.name))
+        trainer.close()
+
+
+def test_init_waits_beside_the_loop(driver, trainer):
+    """Until the trainer joins, everything else is answered, and the same init may be sent again."""
+    message_id = driver.send(trainer.init_message())
+    again = trainer.init_message()
+    again_id = driver.send(again)
+    assert driver.status().generation == "running"
+    driver.call(PauseGenerationReqInput())
+    assert_error(driver.call(update_message({})), "group_error")
+    other = trainer.init_message(rank=1, world_size=3)
+    assert "other parameters" in assert_error(driver.call(other), "group_error").message
+    trainer.beside(trainer.join)
+    assert answer(driver, message_id).rank == 1
+    assert answer(driver, again_id).rank == 1
+    trainer.finish()
+    assert driver.call(trainer.init_message()).rank == 1
+
+
+def test_a_trainer_that_never_comes(driver, trainer):
+    error = assert_error(pump(driver, trainer.init_message(timeout_s=0.3)), "group_error")
+    assert error.detail["address"] == f"127.0.0.1:{trainer.port}"
+    assert (error.detail["world_size"], error.detail["rank"], error.detail["ranks_seen"]) == (2, 1, [])
+    assert "rank 1 of 2" in error.message
+    assert_error(driver.call(DestroyWeightsUpdateGroupReqInput()), "group_error")  # forgotten
+    assert join(driver, trainer).rank == 1
+
+
+def test_ranks_that_are_missing_are_named(driver):
+    trainer = PlainTrainer(world_size=3)
+    store = dist.TCPStore("127.0.0.1", trainer.port, 3, is_master=True, wait_for_workers=False)
+    error = assert_error(pump(driver, trainer.init_message(rank=2, timeout_s=0.5)), "group_error")
+    assert error.detail["ranks_seen"] == [2]
+    assert "[2]" in error.message
+    del store
+
+
+def test_destroy_ends_an_init_that_waits(driver, trainer):
+    message_id = driver.send(trainer.init_message())
+    driver.call(DestroyWeightsUpdateGroupReqInput())
+    assert "destroyed" in assert_error(answer(driver, message_id), "group_error").message
+
+
+@pytest.mark.parametrize("fields,code", [
+    ({"rank": 2}, "invalid_request"), ({"world_size": 10**9}, "invalid_request"), ({"backend": "nccl"}, "unsupported"),
+])  # fmt: skip
+def test_inits_that_cannot_be_right_are_refused_at_once(driver, trainer, fields, code):
+    assert_error(driver.call(trainer.init_message(**fields), max_ticks=3), code)
+
+
+@pytest.mark.parametrize("fault", ["name", "shape", "dtype", "start_row", "unknown dtype", "room", "size"])
+def test_a_refused_call_never_joins_and_ends_the_group(driver, trainer, other_model, fault):
+    """The trainer is broadcasting to an engine that will not listen: it hears of that from its own broadcast, too."""
+    join(driver, trainer)
+    weights = weights_of(other_model)
+    name, tensor = next(iter(weights.items()))
+    fields = {"name": name, "dtype": "F32", "shape": list(tensor.shape)} | {
+        "name": {"name": "nobody"},
+        "shape": {"shape": [1]},
+        "dtype": {"dtype": "I32"},
+        "start_row": {"start_row": 1},
+        "unknown dtype": {"dtype": "F31"},
+        # Of a tensor that the model ignores, but whose bytes would come.
+        "room": {"name": "model.rotary_emb.inv_freq", "shape": [2**50]},
+        "size": {"name": "model.rotary_emb.inv_freq", "shape": [2**40, 2**40]},
+    }[fault]
+    failures: list[Exception] = []
+
+    def send() -> None:
+        try:
+            trainer.broadcast_each({name: tensor})
+        except RuntimeError as error:
+            failures.append(error)
+
+    trainer.beside(send)
+    reply = pump(driver, UpdateWeightsFromDistributedReqInput(specs=[TensorSpec(**fields)]))
+    assert reply.code in ("weight_mismatch", "invalid_request", "out_of_memory")
+    trainer.finish()
+    assert failures
+    assert driver.status().weights == "valid"
+    assert "init it again" in assert_error(driver.call(update_message(weights)), "group_error").message
+    driver.call(DestroyWeightsUpdateGroupReqInput())
+    trainer.close()
+    other = PlainTrainer()  # on a port of its own: the old store may live a little longer, with its keys
+    assert join(driver, other).rank == 1
+    other.close()
+
+
+def test_generation_goes_on_until_the_first_tensor_is_there(driver, trainer, other_model):
+    join(driver, trainer)
+    rid = driver.generate([5, 6, 7], max_new_tokens=100)
+    weights = weights_of(other_model)
+    driver.send(update_message(weights, flush_cache=False))
+    for _ in range(20):
+        driver.tick()
+    status = driver.status()
+    assert (status.weights, status.update.source, status.update.written_bytes) == ("valid", "distributed", 0)
+    step = status.step
+    assert step > 10
+    trainer.beside(lambda: trainer.broadcast_each(weights))
+    driver.run_until_idle()
+    trainer.finish()
+    spans = driver.result(rid).weight_versions
+    assert [span.epoch for span in spans] == [0, 1]
+    assert spans[0].end >= step - 1
+
+
+def test_a_session_that_expires_before_the_trainer_sends(driver, trainer, other_model):
+    join(driver, trainer)
+    driver.call(BeginWeightUpdateReqInput(deadline_s=0.2))
+    error = assert_error(pump(driver, update_message(weights_of(other_model))), "deadline_exceeded")
+    assert "expired" in error.message
+    status = driver.status()
+    assert (status.weights, status.session) == ("valid", None)
+    assert_error(driver.call(update_message(weights_of(other_model))), "group_error")
+
+
+def test_a_broadcast_that_never_comes_ends_with_the_groups_timeout(driver, trainer, other_model):
+    join(driver, trainer, timeout_s=0.5)
+    error = assert_error(pump(driver, update_message(weights_of(other_model))), "group_error")
+    assert "Timed out" in error.message
+    assert driver.status().weights == "valid"
+
+
+@pytest.mark.parametrize("tensors_before_death", [0, 2])
+def test_a_trainer_that_is_killed(driver, other_model, tensors_before_death):
+    """Poisoned if a byte was written, else as before; a complete update by another road recovers, and so does a new group."""
+    trainer = PlainTrainer()
+    weights = weights_of(other_model)
+    child = multiprocessing.get_context("spawn").Process(
+        target=broadcast_and_die, args=(trainer, other_model, tensors_before_death)
+    )
+    child.start()
+    assert pump(driver, trainer.init_message(timeout_s=30.0)).rank == 1
+    error = assert_error(pump(driver, update_message(weights)), "group_error")
+    assert "a broadcast failed" in error.message
+    child.join(timeout=30)
+    assert child.exitcode == -signal.SIGKILL
+    assert driver.status().weights == ("poisoned" if tensors_before_death else "valid")
+    assert driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_model))).committed
+    driver.call(DestroyWeightsUpdateGroupReqInput())
+    next_trainer = PlainTrainer()
+    assert join(driver, next_trainer).rank == 1
+    next_trainer.beside(lambda: next_trainer.broadcast_each(weights))
+    assert pump(driver, update_message(weights)).committed
+    next_trainer.finish()
+    next_trainer.close()

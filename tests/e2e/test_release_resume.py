@@ -1,0 +1,71 @@
+"""Release and resume in a process of its own: the system's count falls and comes back, and so do the tokens."""
+
+import psutil
+import pytest
+from safetensors.torch import load_file
+from support.checkpoints import make_checkpoint
+
+from caesura.client import SamplingParams, launch_scheduler
+from caesura.client.exceptions import EngineError, MemoryReleased
+
+MIB = 1 << 20
+SHAPE = {"vocab_size": 2048, "hidden_size": 256, "intermediate_size": 1024, "head_dim": 64}
+OPTIONS = {
+    "dtype": "float32", "device": "cpu", "num_threads": 1, "kv_pool_tokens": 16384, "check_ledger": True,
+    "log_level": "WARNING",
+}  # fmt: skip
+PROMPTS = [[3 + (31 * row + 7 * i) % 2000 for i in range(200)] for row in range(20)]
+PARAMS = SamplingParams(max_new_tokens=12, temperature=1.0, seed=5, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    paths = [tmp_path_factory.mktemp("release") / name for name in ("one", "two")]
+    for seed, path in enumerate(paths):
+        make_checkpoint(path, "qwen3", seed=seed, num_hidden_layers=6, **SHAPE)
+    return paths
+
+
+@pytest.fixture(scope="module")
+def cold(models):
+    """Tokens and checksum of an engine that was started from the second checkpoint."""
+    with launch_scheduler(models[1], **OPTIONS) as client:
+        outputs = client.generate(PROMPTS, PARAMS, timeout=60)
+        return [output.output_ids for output in outputs], client.check_weights(timeout=60).total
+
+
+@pytest.mark.slow
+def test_memory_and_tokens_come_back(models, cold):
+    with launch_scheduler(models[0], **OPTIONS) as client:
+        process = psutil.Process(client.status(timeout=60).pid)
+        client.generate(PROMPTS, PARAMS, timeout=60)
+        sizes = client.status(timeout=60).device_memory
+        used = len(PROMPTS) * 200 / 16384 * sizes.kv_cache  # what these prompts have written of the pool
+        expected = sizes.weights + used
+        assert expected > 40 * MIB
+        client.pause(timeout=60)
+        client.flush_cache(timeout=60)
+        before = process.memory_info().rss
+        for cycle in range(3):
+            released = client.release_memory(timeout=60)
+            assert released.reserved_before - released.reserved_after > 0.95 * expected
+            assert before - process.memory_info().rss > 0.95 * expected, f"cycle {cycle}"
+            with pytest.raises(MemoryReleased):
+                client.check_weights(timeout=60)
+            client.resume_memory(["weights"], timeout=60)
+            with pytest.raises(EngineError, match="weights were released") as caught:
+                client.generate(PROMPTS[0], PARAMS, timeout=60)
+            assert caught.value.code == "weights_invalid"
+            weights = load_file(models[1] / "model.safetensors").items()
+            assert client.update_weights_from_tensor(
+                weights, bucket_bytes=MIB, flush_cache=False, timeout=60
+            ).committed
+            client.continue_generation(timeout=60)
+            handles = [client.submit(prompt, PARAMS) for prompt in PROMPTS]
+            assert client.status(timeout=60).step == client.status(timeout=60).step, "nothing is launched"
+            assert client.resume_memory(timeout=60).released_tags == []
+            assert [handle.result(timeout=60).output_ids for handle in handles] == cold[0]
+            assert client.check_weights(timeout=60).total == cold[1]
+            client.pause(timeout=60)
+            client.flush_cache(timeout=60)
+            assert abs(process.memory_info().rss - before) < 0.1 * expected + 8 * MIB

@@ -1,0 +1,632 @@
+"""Release and resume by tag in one real engine: the orders trainers use, refusals, failures, and any order at all."""
+
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from support.checkpoints import make_checkpoint
+from support.scripted import EngineDriver, assert_error, expected_tokens, tokens_of
+
+from caesura.client.tensors import as_frames, buckets
+from caesura.io_struct import (
+    AbortReq,
+    BeginWeightUpdateReqInput,
+    ContinueGenerationReqInput,
+    EndWeightUpdateReqInput,
+    ErrorReply,
+    FlushCacheReqInput,
+    GenerateReqInput,
+    MemoryTag,
+    Message,
+    PauseGenerationReqInput,
+    SamplingParams,
+    UpdateWeightFromDiskReqInput,
+    UpdateWeightsFromTensorReqInput,
+    WeightsCheckerReqInput,
+    WeightUpdateReqOutput,
+    encode,
+)
+from caesura.io_struct import ReleaseMemoryOccupationReqInput as Release
+from caesura.io_struct import ResumeMemoryOccupationReqInput as Resume
+from caesura.scheduler.device import residency
+from caesura.scheduler.device.residency import MEMORY_TAGS, StorageComponent
+from caesura.scheduler.occupation import MemoryOccupation
+
+ALL = sorted(MEMORY_TAGS)
+VOCAB = 97
+PROMPT = [3 + 7 * i % 90 for i in range(40)]
+SAMPLED = SamplingParams(max_new_tokens=20, temperature=1.0, seed=7, ignore_eos=True)
+
+
+class Sender:
+    """A trainer's buckets, sent one call at a time."""
+
+    def __init__(self, driver: EngineDriver, path: Path, bucket_bytes: int = 20_000) -> None:
+        self.driver = driver
+        self.parts = list(buckets(load_file(path / "model.safetensors").items(), bucket_bytes))
+        assert len(self.parts) > 2
+
+    def send(self, number: int, **fields: object) -> Message:
+        specs, frames = as_frames(self.parts[number])
+        message = UpdateWeightsFromTensorReqInput(specs=specs, **fields)
+        self.driver.client("main").send_multipart([encode(message), *frames])
+        self.driver._inbox.await_one_more()
+        for _ in range(500):
+            self.driver.tick()
+            if message.id in self.driver.replies:
+                return self.driver.replies.pop(message.id)
+        raise AssertionError("not answered")
+
+    def send_all(self, **fields: object) -> list[WeightUpdateReqOutput]:
+        return [self.send(number, **fields) for number in range(len(self.parts))]
+
+
+def generate(driver: EngineDriver) -> list[int]:
+    rid = driver.generate(PROMPT, sampling_params=SAMPLED)
+    driver.run_until_idle()
+    return tokens_of(driver.result(rid))
+
+
+@pytest.fixture(params=["mapped", "storage"])
+def backend(request, monkeypatch):
+    """How the CPU releases memory, and how devices without a better way do."""
+    if request.param == "storage":
+        monkeypatch.setattr(residency, "_plain", lambda device: StorageComponent)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> list[Path]:
+    """Two sets of weights. Untied: a tied head repeats its input, whatever the rest of the model says."""
+    paths = [tmp_path_factory.mktemp("models") / name for name in ("first", "second")]
+    for seed, path in enumerate(paths):
+        make_checkpoint(path, "qwen3", tied=False, seed=seed)
+    return paths
+
+
+@pytest.fixture
+def real(models, backend):
+    with EngineDriver(str(models[0]), scripted=False) as driver:
+        yield driver
+
+
+@pytest.fixture
+def driver(tiny_model):
+    with EngineDriver(str(tiny_model)) as driver:
+        yield driver
+
+
+@pytest.fixture
+def cold(models) -> list[int]:
+    """What an engine says that was started from the second checkpoint."""
+    with EngineDriver(str(models[1]), scripted=False) as driver:
+        return generate(driver)
+
+
+def release(driver: EngineDriver, *tags: MemoryTag) -> list[MemoryTag]:
+    reply = driver.call(Release(tags=list(tags) or None))
+    assert not isinstance(reply, ErrorReply), reply
+    return reply.released_tags
+
+
+def resume(driver: EngineDriver, *tags: MemoryTag) -> list[MemoryTag]:
+    reply = driver.call(Resume(tags=list(tags) or None))
+    assert not isinstance(reply, ErrorReply), reply
+    return reply.released_tags
+
+
+def ok(reply: Message) -> Message:
+    assert not isinstance(reply, ErrorReply), reply
+    return reply
+
+
+# -- the orders that trainers use ----------------------------------------------------------------------------------
+
+
+def test_flush_release_all_then_weights_update_and_continue_before_the_cache_is_back(real, models, cold):
+    """slime: everything away while it trains; pause, flush, buckets and continue while the KV memory is still away."""
+    assert generate(real) != cold
+    ok(real.call(FlushCacheReqInput()))
+    assert release(real) == ALL
+    assert resume(real, "weights") == ["cuda_graph", "kv_cache"]
+    ok(real.call(PauseGenerationReqInput()))
+    ok(real.call(FlushCacheReqInput()))
+    replies = Sender(real, models[1]).send_all(flush_cache=False, weight_version="1")
+    assert [reply.committed for reply in replies] == [False] * (len(replies) - 1) + [True]
+    assert {reply.weights for reply in replies[:-1]} == {"invalid"}
+    ok(real.call(ContinueGenerationReqInput()))
+    rid = real.generate(PROMPT, sampling_params=SAMPLED)
+    real.tick(5)
+    status = real.status()
+    assert (status.generation, status.weights, status.memory, status.waiting_requests) == (
+        "running", "valid", "released", 1,
+    )  # fmt: skip
+    assert resume(real, "kv_cache", "cuda_graph") == []
+    real.run_until_idle()
+    assert tokens_of(real.result(rid)) == cold == generate(real)
+
+
+def test_buckets_fill_invalid_weights_of_a_running_engine(real, models, cold):
+    """verl: no pause and no session; each bucket asks for a flush; then the cache comes back."""
+    generate(real)
+    assert release(real, "kv_cache", "weights") == ["kv_cache", "weights"]
+    assert resume(real, "weights") == ["kv_cache"]
+    sender = Sender(real, models[1])
+    for number in range(len(sender.parts)):
+        assert_error(real.call(GenerateReqInput(input_ids=PROMPT)), "weights_invalid")
+        reply = sender.send(number, flush_cache=True)
+    assert (reply.committed, reply.weights, reply.weights_epoch, reply.flushed) == (True, "valid", 1, True)
+    ok(real.call(FlushCacheReqInput()))
+    assert resume(real, "kv_cache") == []
+    assert generate(real) == cold
+
+
+def test_only_the_cache_goes_and_comes(real):
+    """An asynchronous trainer: the weights stay, nothing cached survives."""
+    before = generate(real)
+    assert real.status().kv.cached > 0
+    assert release(real, "kv_cache") == ["kv_cache"]
+    assert real.status().kv.cached == 0
+    resume(real, "kv_cache")
+    assert generate(real) == before
+
+
+def test_a_frozen_request_goes_on_under_weights_that_were_released(driver, other_model):
+    """in_place holds its KV through the release of the weights."""
+    rid = driver.generate(PROMPT, 30)
+    driver.tick(5)
+    driver.call(PauseGenerationReqInput(mode="in_place"))
+    assert_error(driver.call(Release()), "not_idle")
+    assert release(driver, "weights", "cuda_graph") == ["cuda_graph", "weights"]
+    resume(driver)
+    ok(driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_model), flush_cache=False)))
+    ok(driver.call(ContinueGenerationReqInput()))
+    driver.run_until_idle()
+    result = driver.result(rid)
+    assert len(tokens_of(result)) == 30
+    assert tokens_of(result) == expected_tokens(PROMPT, result, VOCAB)
+    assert result.weight_versions[-1].stale_kv
+
+
+# -- replies and status --------------------------------------------------------------------------------------------
+
+
+def test_sizes_are_told_once_and_the_log_says_what_it_brought(driver, caplog):
+    sizes = driver.status().device_memory
+    with caplog.at_level(logging.INFO, logger="caesura"):
+        reply = driver.call(Release(tags=["weights", "kv_cache"]))
+    assert reply.freed_bytes == {"weights": sizes.weights, "kv_cache": sizes.kv_cache}
+    lines = [r.getMessage() for r in caplog.records if r.getMessage().startswith("release_memory: reserved ")]
+    assert len(lines) == 1
+    again = driver.call(Release())
+    assert (again.released_tags, again.freed_bytes) == (ALL, {"cuda_graph": 0})
+    assert driver.call(Release()).freed_bytes == {}
+    status = driver.status()
+    assert (status.memory, status.released_tags) == ("released", ALL)
+    assert (status.device_memory.weights, status.device_memory.kv_cache) == (sizes.weights, sizes.kv_cache)
+    reply = driver.call(Resume(tags=["kv_cache"]))
+    assert (reply.released_tags, reply.resumed_bytes) == (
+        ["cuda_graph", "weights"],
+        {"kv_cache": sizes.kv_cache},
+    )
+    assert driver.call(Resume(tags=["kv_cache"])).resumed_bytes == {}
+    assert resume(driver) == []
+    assert (driver.status().memory, driver.status().weights) == ("resident", "invalid")
+    assert driver.call(Resume()).resumed_bytes == {}
+
+
+def test_the_allocator_is_emptied_once_the_memory_has_gone(driver, monkeypatch, caplog):
+    """12 MB are reserved before, 8 MB afterwards; a release of nothing empties nothing."""
+    physics = Physics(driver)
+    emptied = []
+
+    class Allocator:
+        def memory_reserved(self) -> int:
+            return (8 if emptied else 12) << 20
+
+        def empty_cache(self) -> None:
+            emptied.append(set(physics.gone))
+
+    monkeypatch.setattr(_occupation(driver), "_device_module", Allocator())
+    ok(driver.call(Release(tags=[])))
+    assert not emptied
+    with caplog.at_level(logging.INFO, logger="caesura"):
+        reply = driver.call(Release(tags=["kv_cache"]))
+    assert emptied == [{"kv_cache"}]
+    assert (reply.reserved_before, reply.reserved_after) == (12 << 20, 8 << 20)
+    assert "release_memory: reserved 12.0 MB -> 8.0 MB (freed 4.0 MB)" in caplog.messages
+    ok(driver.call(Release(tags=["kv_cache"])))
+    assert len(emptied) == 1
+
+
+def test_no_tags_at_all_is_harmless_even_under_load(driver):
+    rid = driver.generate(PROMPT, 30)
+    driver.tick(3)
+    assert driver.call(Release(tags=[])).released_tags == []
+    assert driver.call(Resume(tags=[])).released_tags == []
+    assert driver.call(Resume()).released_tags == []
+    driver.run_until_idle()
+    assert len(tokens_of(driver.result(rid))) == 30
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_requests_wait_while_the_cache_is_away_and_the_loop_sleeps(tiny_model, depth):
+    with EngineDriver(str(tiny_model), pipeline_depth=depth) as driver:
+        release(driver, "kv_cache")
+        rid = driver.generate(PROMPT, 8)
+        driver.tick(5)
+        assert driver.runner.launches == []
+        assert driver.engine.scheduler._timeout(None) != 0
+        resume(driver)
+        driver.run_until_idle()
+        result = driver.result(rid)
+        assert tokens_of(result) == expected_tokens(PROMPT, result, VOCAB)
+
+
+def test_the_gate_closes_before_the_memory_goes_and_opens_after_it_is_back(driver, monkeypatch):
+    """Between two slices: status is answered, and says released from the first to the last of them."""
+    monkeypatch.setattr("caesura.scheduler.dispatch.SLICE_S", 0.0)
+    physics, synchronized = Physics(driver), []
+    monkeypatch.setattr(driver.runner, "synchronize", lambda: synchronized.append(set(physics.gone)))
+    message_id = driver.send(Release())
+    driver.tick(2)
+    assert synchronized == [set()], "the forward stream is idle before anything goes"
+    assert message_id not in driver.replies, "the release takes more than two ticks"
+    status = driver.status()
+    assert (status.memory, status.weights) == ("released", "invalid")
+    assert_error(driver.call(Release(tags=["kv_cache"])), "busy")
+    while message_id not in driver.replies:
+        driver.tick()
+    for component in _residency(driver)._components.values():  # whose mappings resume at once
+        component.resume = lambda: iter([None] * 5)
+    message_id = driver.send(Resume())
+    driver.tick(3)
+    assert message_id not in driver.replies
+    assert driver.status().released_tags == ALL
+    while message_id not in driver.replies:
+        driver.tick()
+    assert driver.status().released_tags == []
+    assert synchronized[1:] == [set()], "all of it is there before the reply"
+
+
+# -- refusals ------------------------------------------------------------------------------------------------------
+
+
+def test_kv_that_requests_hold_is_not_released(driver):
+    driver.generate(PROMPT, 50)
+    driver.tick(3)
+    for mode in (None, "in_place"):
+        if mode is not None:
+            driver.call(PauseGenerationReqInput(mode=mode))
+        error = assert_error(driver.call(Release(tags=["kv_cache"])), "not_idle")
+        assert error.detail["held_tokens"] > 0
+        assert driver.status().memory == "resident"
+    driver.call(PauseGenerationReqInput(mode="retract"))
+    assert release(driver, "kv_cache") == ["kv_cache"]
+
+
+@pytest.mark.parametrize("tag", ["weights", "cuda_graph"])
+def test_weights_need_a_pause_or_an_idle_engine(driver, tag):
+    release(driver, "kv_cache")
+    driver.generate(PROMPT, 50)  # waits: nothing is held, but the engine is not idle
+    driver.tick(2)
+    error = assert_error(driver.call(Release(tags=[tag])), "not_idle")
+    assert (error.detail["waiting"], error.detail["held_tokens"]) == (1, 0)
+    driver.call(PauseGenerationReqInput(mode="retract"))
+    assert tag in release(driver, tag)
+
+
+@pytest.mark.parametrize("tags", [["kv_cache"], ["weights"], None])
+def test_an_open_session_forbids_a_release(driver, other_model, tags):
+    driver.call(BeginWeightUpdateReqInput())
+    assert_error(driver.call(Release(tags=tags)), "session_open")
+    driver.call(EndWeightUpdateReqInput(commit=False))
+    driver.call(PauseGenerationReqInput())
+    assert not Sender(driver, other_model).send(0).committed
+    assert driver.status().weights == "updating"
+    assert_error(driver.call(Release(tags=tags)), "session_open")
+    assert driver.status().weights == "updating"
+    ok(driver.call(FlushCacheReqInput()))  # commits it
+    release(driver, *(tags or []))
+
+
+def test_released_weights_take_no_update_and_no_check(driver, other_model):
+    release(driver, "weights")
+    assert_error(Sender(driver, other_model).send(0), "memory_released")
+    assert_error(driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_model))), "memory_released")
+    for action in ("checksum", "snapshot", "compare", "reset_tensors"):
+        error = assert_error(driver.call(WeightsCheckerReqInput(action=action)), "memory_released")
+        assert error.detail["released"] == ["weights"]
+    status = driver.status()
+    assert (status.weights, status.session) == ("invalid", None)
+
+
+def test_poisoned_weights_become_invalid_and_one_complete_update_heals(driver, other_model):
+    driver.call(WeightsCheckerReqInput(action="reset_tensors"))
+    release(driver)
+    assert driver.status().weights == "invalid"
+    resume(driver)
+    assert ok(driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_model)))).committed
+    assert driver.status().weights == "valid"
+
+
+def test_what_an_unfinished_update_wrote_is_forgotten_with_the_memory(driver, other_model):
+    """A trainer died while it filled invalid weights; its successor starts over, and inherits neither bytes nor label."""
+    driver.call(PauseGenerationReqInput())
+    release(driver, "weights")
+    resume(driver)
+    sender = Sender(driver, other_model)
+    assert not sender.send(0, weight_version="lost").committed
+    assert driver.status().session is not None
+    release(driver, "weights")
+    assert driver.status().session is None
+    resume(driver)
+    for number in range(1, len(sender.parts)):
+        assert not sender.send(number).committed
+    reply = sender.send(0)
+    assert (reply.committed, reply.weight_version, reply.weights_epoch) == (True, "default", 1)
+
+
+def test_a_resume_without_enough_memory_changes_nothing(driver, monkeypatch):
+    driver.call(PauseGenerationReqInput())
+    release(driver)
+    before = driver.status()
+    monkeypatch.setattr(residency, "get_available_memory", lambda device, empty_cache: 100)
+    error = assert_error(driver.call(Resume()), "out_of_memory")
+    sizes = before.device_memory
+    assert error.detail == {"needed_bytes": sizes.weights + sizes.kv_cache, "free_bytes": 100}
+    after = driver.status()
+    assert (after.released_tags, after.weights, after.generation) == (ALL, "invalid", "paused")
+    assert driver.call(Resume(tags=["cuda_graph"])).released_tags == ["kv_cache", "weights"]
+    monkeypatch.undo()
+    assert resume(driver) == []
+
+
+# -- any order -----------------------------------------------------------------------------------------------------
+
+
+def _occupation(driver: EngineDriver) -> MemoryOccupation:
+    return driver.engine.dispatcher._operations[Release].__self__
+
+
+def _residency(driver: EngineDriver) -> residency.ComponentResidencyManager:
+    return _occupation(driver)._residency
+
+
+class Physics:
+    """Knows what has memory by watching it go and come, not by asking the lifecycle; KV is lost with its memory."""
+
+    def __init__(self, driver: EngineDriver) -> None:
+        self.gone: set[MemoryTag] = set()
+        self.invalid = False
+        self.violations: list[str] = []
+        manager, runner = _residency(driver), driver.runner
+        real_release, real_resume, real_launch = manager.release, manager.resume, runner.launch
+
+        def release(tags):
+            assert self.gone.isdisjoint(tags), "released twice"
+            self.gone |= set(tags)
+            self.invalid |= "weights" in tags
+            if "kv_cache" in tags:
+                runner.kv[:] = np.uint64(0xDEAD)
+            yield from real_release(tags)
+
+        def resume(tags):
+            assert set(tags) <= self.gone, "resumed twice"
+            yield from real_resume(tags)
+            self.gone -= set(tags)
+
+        def launch(batch):
+            if self.gone or self.invalid:
+                self.violations.append(f"launched with {sorted(self.gone)} gone, invalid: {self.invalid}")
+            return real_launch(batch)
+
+        manager.release, manager.resume, runner.launch = release, resume, launch
+
+
+TAGS = st.one_of(st.none(), st.lists(st.sampled_from(MEMORY_TAGS), max_size=3))
+COMMANDS = st.one_of(
+    st.tuples(st.just("release"), TAGS),
+    st.tuples(st.just("release"), st.just(["kv_cache"])),
+    st.tuples(st.just("resume"), TAGS),
+    st.tuples(st.just("pause"), st.sampled_from(["abort", "retract", "in_place"])),
+    st.tuples(st.just("continue"), st.none()),
+    st.tuples(st.just("flush"), st.none()),
+    st.tuples(st.just("generate"), st.tuples(st.integers(1, 60), st.integers(1, 20))),
+    st.tuples(st.just("generate"), st.tuples(st.integers(1, 60), st.integers(1, 20))),
+    st.tuples(st.just("abort"), st.none()),
+    st.tuples(st.just("update"), st.booleans()),
+    st.tuples(st.just("update"), st.booleans()),
+    st.tuples(st.just("reset"), st.none()),
+    st.tuples(st.just("tick"), st.integers(1, 6)),
+)
+
+
+class Trial:
+    """One engine, the requests it accepted, and what status must say."""
+
+    def __init__(self, driver: EngineDriver, other: Path) -> None:
+        self.driver, self.other = driver, str(other)
+        self.physics = Physics(driver)
+        self.accepted: dict[str, GenerateReqInput] = {}
+        self.released: set[MemoryTag] = set()
+        self.mode: str | None = None
+        self.weights = "valid"
+
+    def message(self, command: str, argument) -> Message:
+        if command == "generate":
+            length, count = argument
+            params = SamplingParams(max_new_tokens=count, temperature=0.0, ignore_eos=True)
+            return GenerateReqInput(
+                input_ids=PROMPT[:length] + PROMPT[: max(0, length - 40)], sampling_params=params
+            )
+        return {
+            "release": lambda: Release(tags=argument),
+            "resume": lambda: Resume(tags=argument),
+            "pause": lambda: PauseGenerationReqInput(mode=argument),
+            "continue": ContinueGenerationReqInput,
+            "flush": FlushCacheReqInput,
+            "abort": lambda: AbortReq(abort_all=True),
+            "update": lambda: UpdateWeightFromDiskReqInput(model_path=self.other, flush_cache=argument),
+            "reset": lambda: WeightsCheckerReqInput(action="reset_tensors"),
+        }[command]()
+
+    def probe(self):
+        return self.driver.engine.dispatcher._status("probe")
+
+    def expected(self, command: str, argument) -> str:
+        """The answer, from what is known before the command is sent."""
+        status = self.probe()
+        held = status.kv.held > 0
+        idle = (
+            not held
+            and self.driver.ongoing is None
+            and (self.mode is not None or not status.waiting_requests)
+        )
+        broken = {"valid": "ok", "invalid": "weights_invalid", "poisoned": "weights_poisoned"}[self.weights]
+        new = (
+            set(MEMORY_TAGS if argument is None else argument) - self.released
+            if command == "release"
+            else set()
+        )
+        if "kv_cache" in new and held:
+            return "not_idle"
+        if new - {"kv_cache"} and self.mode is None and not idle:
+            return "not_idle"
+        if command == "flush" and not idle:
+            return "not_idle"
+        if command in ("update", "reset") and "weights" in self.released:
+            return "memory_released"
+        if command == "update" and argument and self.mode is not None and held:
+            return "not_idle"
+        if command == "generate" or (command == "continue" and self.mode is not None):
+            return broken
+        return "ok"
+
+    def apply(self, command: str, argument) -> None:
+        tags = (
+            set(MEMORY_TAGS if argument is None else argument) if command in ("release", "resume") else set()
+        )
+        if command == "release":
+            self.weights = "invalid" if "weights" in tags - self.released else self.weights
+            self.released |= tags
+        elif command == "resume":
+            self.released -= tags
+        elif command == "pause":
+            self.mode = argument
+        elif command == "continue":
+            self.mode = None
+        elif command == "update":
+            self.weights, self.physics.invalid = "valid", False
+        elif command == "reset":
+            self.weights, self.physics.invalid = "poisoned", True
+
+    def step(self, command: str, argument) -> None:
+        driver = self.driver
+        if command == "tick":
+            driver.tick(argument)
+        else:
+            message, expected = self.message(command, argument), self.expected(command, argument)
+            if command == "generate" and expected == "ok":
+                self.accepted[driver.send(message)] = message
+                driver.tick()
+            elif expected == "ok":
+                # A commit is known to the watcher when the reply is: no step may come between.
+                self.commit_watch(command)
+                ok(driver.call(message))
+                self.apply(command, argument)
+            else:
+                assert_error(driver.call(message), expected)
+        self.check()
+
+    def commit_watch(self, command: str) -> None:
+        if command == "update":
+            lifecycle = self.driver.engine.scheduler._lifecycle
+            commit = type(lifecycle).commit_weights
+
+            def committed(version):
+                commit(lifecycle, version)
+                self.physics.invalid = False
+
+            lifecycle.commit_weights = committed
+
+    def check(self) -> None:
+        assert not self.physics.violations
+        self.driver.engine.cache.check()
+        status = self.probe()
+        assert status.released_tags == sorted(self.released) == sorted(self.physics.gone)
+        assert status.memory == ("released" if self.released else "resident")
+        assert (status.weights, status.pause_mode) == (self.weights, self.mode)
+
+    def bring_back(self) -> None:
+        driver = self.driver
+        self.step("resume", None)
+        if self.weights != "valid":
+            self.step("update", False)
+        self.step("continue", None)
+        driver.run_until_idle()
+        assert not self.physics.violations
+        for rid, message in self.accepted.items():
+            result = driver.result(rid)
+            assert result.finish_reason.type in ("length", "abort"), result
+            assert tokens_of(result) == expected_tokens(message.input_ids, result, VOCAB)
+        assert driver.status().kv.held == 0
+
+
+def a_driver(model: Path, depth: int) -> EngineDriver:
+    return EngineDriver(
+        str(model), pipeline_depth=depth, kv_pool_tokens=160, chunked_prefill_size=24, max_running_requests=4
+    )
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(commands=st.lists(COMMANDS, min_size=4, max_size=25), depth=st.integers(0, 1))
+def test_any_order_one_command_at_a_time(tiny_model, other_model, commands, depth):
+    with a_driver(tiny_model, depth) as driver:
+        trial = Trial(driver, other_model)
+        for command, argument in commands:
+            trial.step(command, argument)
+        trial.bring_back()
+
+
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(
+    commands=st.lists(st.lists(COMMANDS, min_size=1, max_size=5), min_size=2, max_size=6),
+    depth=st.integers(0, 1),
+)
+def test_any_order_without_waiting_for_answers(tiny_model, other_model, commands, depth):
+    """Whole bursts are sent before the loop turns, and it turns one slice at a time."""
+    with pytest.MonkeyPatch.context() as patch, a_driver(tiny_model, depth) as driver:
+        patch.setattr("caesura.scheduler.dispatch.SLICE_S", 0.0)
+        trial = Trial(driver, other_model)
+        trial.commit_watch("update")
+        sent: dict[str, Message] = {}
+        for burst in commands:
+            for command, argument in burst:
+                if command == "tick":
+                    driver.tick(argument)
+                    continue
+                message = trial.message(command, argument)
+                sent[driver.send(message)] = message
+            driver.tick()
+            assert not trial.physics.violations
+        while driver.engine.dispatcher.has_commands:
+            driver.tick()
+        driver.call(PauseGenerationReqInput(mode="abort"))
+        for message_id, message in sent.items():
+            reply = driver.replies.pop(message_id, None)
+            if isinstance(reply, ErrorReply):
+                assert reply.code in (
+                    "busy", "not_idle", "memory_released", "weights_invalid", "weights_poisoned", "session_open",
+                ), reply  # fmt: skip
+            elif isinstance(message, GenerateReqInput):
+                trial.accepted[message_id] = message
+            else:
+                assert reply is not None, message
+        status = driver.status()
+        trial.mode, trial.weights, trial.released = "abort", status.weights, set(status.released_tags)
+        trial.check()
+        trial.bring_back()

@@ -1,0 +1,63 @@
+"""Kernels rebuilt with sanitizers, and a program run on them: accesses out of bounds and undefined behaviour end it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from caesura.scheduler.kernels import native
+
+_SOURCES = Path(native.__file__).parent / "cpu"
+_FLAGS = ("-O1", "-g", "-std=c++17", "-fopenmp", "-ffp-contract=off", "-fPIC", "-w")
+_SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
+
+
+def run_sanitized(program: str, folder: Path, *operations: str, flags: tuple[str, ...] = ()) -> str:
+    """What ``program`` prints when ``native.cpp`` and these operations' files serve it, built in ``folder``; ``flags`` go to
+    the compiler.
+    """
+    objects = []
+    try:
+        runtime = subprocess.run(
+            ["g++", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True, timeout=60
+        ).stdout.strip()
+    except FileNotFoundError:
+        pytest.skip("no g++ to build with sanitizers")
+    for operation in ("native", *operations):
+        objects.append(folder / f"{operation}.o")
+        command = [
+            "g++",
+            *_FLAGS,
+            *_SANITIZERS,
+            *flags,
+            "-c",
+            _SOURCES / f"{operation}.cpp",
+            "-o",
+            objects[-1],
+        ]
+        subprocess.run(command, check=True, timeout=170)
+    library = folder / "_cpu.so"
+    subprocess.run(["g++", "-shared", *_SANITIZERS, *objects, "-o", library], check=True, timeout=60)
+    lines = (
+        "from caesura.scheduler.kernels import native",
+        f"native._find = lambda: native.Path({str(library)!r})",
+        "assert native.why_not() is None, native.why_not()",
+        program,
+    )
+    # The runtime has to be there before everything else; leaks at exit are the interpreter's.
+    environment = {
+        "LD_PRELOAD": runtime,
+        "ASAN_OPTIONS": "detect_leaks=0:detect_odr_violation=0",
+        native.VARIABLE: "",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=170,
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    return done.stdout

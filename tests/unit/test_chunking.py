@@ -1,0 +1,54 @@
+"""Prefill chunks on a simulated machine: base + cost * tokens seconds per step."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from caesura.scheduler.chunking import ChunkSizer
+from caesura.scheduler.config import PAGE_SIZE
+
+LARGEST = 2048
+
+
+def settle(sizer: ChunkSizer, base: float, cost: float, steps: int = 60) -> list[float]:
+    """Alternate steps with and without prompt tokens; the times of the former."""
+    times = []
+    for _ in range(steps):
+        tokens = sizer.budget()
+        assert tokens % PAGE_SIZE == 0
+        assert PAGE_SIZE <= tokens <= LARGEST
+        times.append(base + cost * tokens)
+        sizer.observe(tokens, times[-1])
+        sizer.observe(0, base)
+    return times
+
+
+@settings(derandomize=True, deadline=None)
+@given(base=st.floats(0.0, 0.1), cost=st.floats(1e-5, 1e-1))
+def test_steps_take_the_target_or_what_one_page_and_the_largest_chunk_allow(base, cost):
+    last = settle(ChunkSizer(LARGEST, 0.2), base, cost)[-1]
+    shortest, longest = base + cost * PAGE_SIZE, base + cost * LARGEST
+    assert min(shortest, 0.2) - 1e-9 <= last
+    assert last <= max(0.2, shortest) * 1.05
+    assert last >= min(0.2 - cost * PAGE_SIZE, longest) * 0.95
+
+
+def test_one_slow_step_does_not_shrink_chunks_for_long():
+    sizer = ChunkSizer(LARGEST, 0.2)
+    usual = settle(sizer, 0.01, 1e-3)[-1]
+    sizer.observe(sizer.budget(), 5.0)
+    assert settle(sizer, 0.01, 1e-3, steps=30)[-1] == pytest.approx(usual, rel=0.1)
+
+
+def test_a_machine_that_gets_busy_gets_smaller_chunks():
+    sizer = ChunkSizer(LARGEST, 0.2)
+    settle(sizer, 0.01, 5e-4)
+    before = sizer.budget()
+    settle(sizer, 0.01, 1e-3)
+    assert sizer.budget() < 0.6 * before
+
+
+def test_without_a_target_nothing_is_measured():
+    sizer = ChunkSizer(LARGEST, float("inf"))
+    sizer.observe(16, 100.0)
+    assert sizer.budget() == LARGEST

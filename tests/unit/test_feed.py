@@ -1,0 +1,137 @@
+"""Threads beside the loop: what they hand over, how far they run ahead, and how they wake the loop."""
+
+import select
+import threading
+from collections.abc import Iterator
+
+import pytest
+from support.waiting import eventually
+
+from caesura.scheduler.background import Feed, Wakeup
+
+
+class Source:
+    """An iterator that says how far it was asked, and blocks where told."""
+
+    def __init__(self, count: int, blocks_at: int | None = None, fails_at: int | None = None) -> None:
+        self.asked = 0
+        self.unblock = threading.Event()
+        self._count, self._blocks_at, self._fails_at = count, blocks_at, fails_at
+
+    def __iter__(self) -> Iterator[int]:
+        for number in range(self._count):
+            self.asked = number + 1
+            if number == self._blocks_at:
+                self.unblock.wait(10)
+            if number == self._fails_at:
+                raise OSError("the line is down")
+            yield number
+
+
+def start(source: Source, ahead: int = 1) -> tuple[Feed[int], threading.Event]:
+    woken = threading.Event()
+    return Feed(iter(source), woken.set, ahead=ahead), woken
+
+
+def take_all(feed: Feed[int]) -> list[int]:
+    taken = []
+    while not feed.ended:
+        item = feed.take()
+        if item is not None:
+            taken.append(item)
+            feed.release()
+    return taken
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 5])
+def test_everything_arrives_in_order(ahead):
+    feed, _ = start(Source(200), ahead)
+    assert take_all(feed) == list(range(200))
+    assert feed.take() is None
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 3])
+def test_never_further_ahead_than_allowed(ahead):
+    """Until an item is released its buffers are in use, whether it was taken or not."""
+    source = Source(10)
+    feed, woken = start(source, ahead)
+    eventually(lambda: source.asked == ahead)
+    for released in range(1, 4):
+        assert woken.wait(10)
+        assert eventually(lambda: (item := feed.take()) is not None and item + 1) == released
+        assert source.asked == ahead + released - 1
+        feed.release()
+        eventually(lambda expected=ahead + released: source.asked == expected)
+    feed.cancel()
+
+
+def test_take_never_waits():
+    source = Source(1, blocks_at=0)
+    feed, woken = start(source)
+    assert feed.take() is None
+    assert not feed.ended
+    assert not woken.is_set()
+    source.unblock.set()
+    assert woken.wait(10)
+    assert feed.take() == 0
+
+
+def test_an_error_comes_after_the_items_before_it():
+    feed, _ = start(Source(5, fails_at=2), ahead=5)
+    eventually(lambda: feed._ended)
+    assert [feed.take(), feed.take()] == [0, 1]
+    with pytest.raises(OSError, match="line is down"):
+        feed.take()
+    assert feed.ended
+    assert feed.take() is None
+
+
+def test_what_was_cancelled_hands_nothing_over_and_ends():
+    source = Source(5, blocks_at=0)
+    feed, _ = start(source)
+    eventually(lambda: source.asked == 1)
+    feed.cancel()
+    source.unblock.set()
+    feed._thread.join(10)
+    assert not feed._thread.is_alive()
+    assert feed.take() is None
+    assert source.asked == 1
+
+
+def test_a_thread_that_waits_for_room_ends_when_cancelled():
+    source = Source(5)
+    feed, _ = start(source)
+    eventually(lambda: source.asked == 1)
+    feed.cancel()
+    feed._thread.join(10)
+    assert not feed._thread.is_alive()
+    assert source.asked == 1
+
+
+def readable(wakeup: Wakeup) -> bool:
+    return bool(select.select([wakeup.fd], [], [], 0)[0])
+
+
+def test_wakeup_is_readable_from_set_to_clear():
+    wakeup = Wakeup()
+    assert not readable(wakeup)
+    wakeup.clear()  # of nothing: does not wait
+    threads = [threading.Thread(target=wakeup.set) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert readable(wakeup)
+    wakeup.clear()
+    assert not readable(wakeup)
+    wakeup.close()
+
+
+def test_wakeup_never_blocks_and_outlives_its_end():
+    wakeup = Wakeup()
+    for _ in range(100_000):  # more than the pipe holds
+        wakeup.set()
+    assert readable(wakeup)
+    wakeup.close()
+    wakeup.close()
+    wakeup.set()
