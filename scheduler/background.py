@@ -11,6 +11,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from queue import SimpleQueue
 from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
@@ -49,14 +50,47 @@ class Wakeup:
                 os.close(self._writer)
 
 
+class Worker:
+    """A thread that does one thing after the other. Threads are not free: gloo keeps something of every one that it has seen."""
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        threading.Thread(target=self._run, name="caesura-worker", daemon=True).start()
+
+    def submit(self, work: Callable[[], None]) -> None:
+        """Do ``work``, which must not raise, after what was submitted before."""
+        self._queue.put(work)
+
+    def close(self) -> None:
+        """End, after what was submitted before."""
+        self._queue.put(None)
+
+    def _run(self) -> None:
+        while (work := self._queue.get()) is not None:
+            work()
+
+
+def in_thread(work: Callable[[], None]) -> None:
+    """Do ``work`` in a thread of its own, which does not keep the process alive."""
+    threading.Thread(target=work, name="caesura-feed", daemon=True).start()
+
+
 class Feed(Generic[Item]):
-    """What an iterator yields in a thread of its own, taken by the loop without waiting.
+    """What an iterator yields in another thread, taken by the loop without waiting.
 
     The iterator runs at most ``ahead`` items before the loop: it goes on to the next one when an earlier one was *released*,
     which says that its buffers may be used again.
     """
 
-    def __init__(self, items: Iterator[Item], wake: Callable[[], None], *, ahead: int = 1) -> None:
+    def __init__(
+        self,
+        items: Iterator[Item],
+        wake: Callable[[], None],
+        *,
+        ahead: int = 1,
+        submit: Callable[[Callable[[], None]], None] = in_thread,
+    ) -> None:
+        """``submit`` runs a callable in a thread: one of its own, or a :class:`Worker`'s."""
         self._items = items
         self._wake = wake
         self._room = threading.Semaphore(ahead)
@@ -64,8 +98,7 @@ class Feed(Generic[Item]):
         self._error: BaseException | None = None
         self._ended = False
         self._cancelled = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="caesura-feed", daemon=True)
-        self._thread.start()
+        submit(self._run)
 
     @property
     def ended(self) -> bool:

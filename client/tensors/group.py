@@ -49,6 +49,7 @@ Named = tuple[str, Tensor]
 
 _PREFIXES = {"gloo": "cpu/", "nccl": "cuda/"}  # as torch: the first device that a backend registers for
 _POLL_S = 0.0005
+_CLOSE_S = 1.0
 _GRACE_S = 5.0  # between one side's end of a broadcast and the other's
 
 
@@ -264,7 +265,8 @@ class WeightUpdateGroup:
         """Close the connections, so that engines which wait for a broadcast hear of it. The first reason stays."""
         self._dead = self._dead or reason
         holder, self._group = [self._group], None
-        _beside(holder.clear)  # its end waits for a broadcast that nobody takes
+        # Its end waits for a broadcast that nobody takes, if there is one. A process that ended in between would abort.
+        wait([_beside(holder.clear)], _CLOSE_S)
 
     def _error(self, reason: str) -> GroupError:
         return GroupError(

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from support.waiting import eventually
 
-from caesura.scheduler.background import Feed, Wakeup
+from caesura.scheduler.background import Feed, Wakeup, Worker
 
 
 class Source:
@@ -92,8 +92,7 @@ def test_what_was_cancelled_hands_nothing_over_and_ends():
     eventually(lambda: source.asked == 1)
     feed.cancel()
     source.unblock.set()
-    feed._thread.join(10)
-    assert not feed._thread.is_alive()
+    eventually(lambda: feed._ended)
     assert feed.take() is None
     assert source.asked == 1
 
@@ -103,8 +102,7 @@ def test_a_thread_that_waits_for_room_ends_when_cancelled():
     feed, _ = start(source)
     eventually(lambda: source.asked == 1)
     feed.cancel()
-    feed._thread.join(10)
-    assert not feed._thread.is_alive()
+    eventually(lambda: feed._ended)
     assert source.asked == 1
 
 
@@ -135,3 +133,23 @@ def test_wakeup_never_blocks_and_outlives_its_end():
     wakeup.close()
     wakeup.close()
     wakeup.set()
+
+
+def test_a_worker_serves_feed_after_feed_in_one_thread():
+    worker, seen = Worker(), []
+
+    class Traced(Source):
+        def __iter__(self) -> Iterator[int]:
+            for item in super().__iter__():
+                seen.append(threading.current_thread())
+                yield item
+
+    first = Feed(iter(Traced(3)), lambda: None, ahead=1, submit=worker.submit)
+    second = Feed(iter(Traced(1)), lambda: None, ahead=1, submit=worker.submit)
+    assert eventually(lambda: [first.take()] == [0])
+    first.cancel()  # as when an update fails half-way: the next one is served all the same
+    eventually(lambda: second.take() == 0)
+    second.cancel()
+    worker.close()
+    eventually(lambda: not seen[0].is_alive())
+    assert len(set(seen)) == 1

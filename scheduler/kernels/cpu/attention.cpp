@@ -1,15 +1,15 @@
 // Causal attention over paged KV, for decode and for chunks of a prefill alike.
 //
 // K and V of a layer are [page, kv head, 16, head size]. A task is some consecutive query tokens of one request and one
-// kv head; its rows are (token, query head of the group), so that a group reads its K and V once. A task goes through the
-// request's positions in blocks of 64 and keeps, per row, the largest score m, the sum of weights l and the weighted sum
-// of values O (online softmax: Milakov and Gimelshein, 2018, arXiv:1805.02867):
+// kv head; its rows are (token, query head of the group), so that a group reads its K and V once. A task goes through
+// the request's positions in blocks of 64 and keeps, per row, the largest score m, the sum of weights l and the weighted
+// sum of values O (online softmax: Milakov and Gimelshein, 2018, arXiv:1805.02867):
 //
 //     S = q K^T * scale                m' = max(m, S)                P = exp(S - m')
 //     l = l exp(m - m') + sum P        O = O exp(m - m') + P V       at the end: O / l
 //
-// Both products are one routine, out[rows, columns] += a[rows, k] * b[k, columns], whose k counts *words* of four
-// bytes: one float, or two neighbouring bfloat16 values, which one instruction multiplies and adds. So a block is packed:
+// Both products are one routine, out[rows, columns] += a[rows, k] * b[k, columns], whose k counts *words* of four bytes:
+// a float, or two neighbouring bfloat16 values, which one instruction multiplies and adds. So a block is packed first:
 //
 //     keys    [head size / pair] [64 positions]        a page is transposed, word by word
 //     values  [64 / pair] [head size]                  two positions side by side
@@ -18,8 +18,8 @@
 //
 // Invariants:
 // - A row's result depends on its query and on the K and V of its positions alone, to the last bit: every element is
-//   one chain of additions over ascending words, blocks begin at multiples of 64, and what a row may not see is left out
-//   instead of multiplied by zero. So neither the number of rows, nor chunks, pages or threads can show.
+//   one chain of additions over ascending words, blocks begin at multiples of 64, and what a row may not see is left
+//   out instead of multiplied by zero. So neither the number of rows, nor chunks, pages or threads can show.
 // - For that reason a request's positions are never divided among threads; kv heads and blocks of queries are.
 // - What lies behind the last position of a request is never used, whatever it holds.
 // - bfloat16: weights P are rounded before they meet V, and l is the sum of the rounded ones; sums are float.
@@ -99,8 +99,8 @@ int64_t scratch_floats(int64_t size, int64_t rows) {
 
 namespace {
 
-// Every task for every kv head, taken one by one, because their lengths differ. A thread takes its next before it begins,
-// so that it can fetch what that one needs.
+// Every task for every kv head, taken one by one, because their lengths differ. A thread takes its next before it
+// begins, so that it can fetch what that one needs.
 template <class E>
 void attention(const Attention& a, const Task* tasks, int64_t num_tasks, float* scratch, int64_t thread_floats,
                int threads) {
@@ -242,7 +242,8 @@ static void pack_values(const E* value, const E* later, int64_t size, int64_t co
     }
 }
 
-// Packs positions [begin, begin + count) and fetches what comes a few pages later, in this task or at the start of the next.
+// Packs positions [begin, begin + count) and fetches what comes a few pages later, in this task or at the start of the
+// next.
 template <class E>
 static void pack_block(const Attention& a, const HeadTask& t, const HeadTask& next, int64_t begin, int64_t count,
                        const Scratch<E>& s) {
@@ -328,7 +329,8 @@ static void tile(const Attention& a, const Scratch<E>& s, int64_t row, int64_t v
 }
 
 template <class E, int R>
-static void tile_of(int64_t rows, const Attention& a, const Scratch<E>& s, int64_t row, int64_t visible, int64_t packed) {
+static void tile_of(int64_t rows, const Attention& a, const Scratch<E>& s, int64_t row, int64_t visible,
+                    int64_t packed) {
     if (rows >= R) return tile<E, R>(a, s, row, visible, packed);
     if constexpr (R > 1) tile_of<E, R - 1>(rows, a, s, row, visible, packed);
 }
@@ -337,7 +339,8 @@ template <class E>
 static void start(const Attention& a, const Task& t, int64_t head, const Scratch<E>& s) {
     const int64_t rows = t.tokens * a.group;
     for (int64_t row = 0; row < rows; row++) {
-        const E* q = (const E*)a.q + (t.token + row / a.group) * a.q_token + (head * a.group + row % a.group) * a.q_head;
+        const int64_t token = t.token + row / a.group, query_head = head * a.group + row % a.group;
+        const E* q = (const E*)a.q + token * a.q_token + query_head * a.q_head;
         float* query = s.queries + row * s.words;
         query[s.words - 1] = 0.0f;
         std::memcpy(query, q, a.size * sizeof(E));

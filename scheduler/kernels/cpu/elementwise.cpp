@@ -1,9 +1,9 @@
-// What lies between the matrix products, each in one pass over memory: normalisation, rotation with the store of K and V,
-// and the gate of the MLP.
+// What lies between the matrix products, each in one pass over memory: normalisation, rotation with the store of K and
+// V, and the gate of the MLP.
 //
 // Invariants:
-// - Arithmetic is float; results are rounded where torch's sequence of operations rounds them, so that bfloat16 comes out
-//   as from layers/: after the residual, after normalisation, after the weight, after x * cos, after silu.
+// - Arithmetic is float; results are rounded where torch's sequence of operations rounds them, so that bfloat16 comes
+//   out as from layers/: after the residual, after normalisation, after the weight, after x * cos, after silu.
 // - A row's bits depend on that row alone.
 #ifndef CAESURA_ISA
 
@@ -154,7 +154,8 @@ static void norm_row(const Norm& a, int64_t row) {
     const E *weight = (const E*)a.weight, *source = residual ? residual : x;
     const float inverse = inverse_rms(x, residual, a.size, a.eps);
     int64_t c = 0;
-    for (; c + LANES <= a.size; c += LANES) put<true>(out + c, normal<true>(source + c, weight + c, inverse, LANES), LANES);
+    for (; c + LANES <= a.size; c += LANES)
+        put<true>(out + c, normal<true>(source + c, weight + c, inverse, LANES), LANES);
     if (c < a.size) put<false>(out + c, normal<false>(source + c, weight + c, inverse, a.size - c), a.size - c);
 }
 

@@ -36,7 +36,7 @@ from ....io_struct import (
     TensorSpec,
     UpdateWeightsFromDistributedReqInput,
 )
-from ...background import Feed
+from ...background import Feed, Worker
 from ..loader import DTYPES, WeightPiece
 from ..source import cut
 
@@ -77,6 +77,7 @@ class Group:
         self._buffers: dict[int, Tensor] = {}
         self._joining: Feed[Any] = Feed(self._join(), wake)
         self._leaving: threading.Thread | None = None
+        self._receiver: Worker | None = None
         self.has_joined = False
         """Every rank was there once."""
 
@@ -107,6 +108,9 @@ class Group:
         """
         self._failure = self._failure or self.error(reason)
         self._joining.cancel()
+        if self._receiver is not None:
+            self._receiver.close()
+            self._receiver = None
         if self._backend is not None:
             holder, self._backend = [self._backend], None
             self._leaving = threading.Thread(
@@ -154,7 +158,8 @@ class Group:
                     ErrorCode.OUT_OF_MEMORY, f"no {needed} bytes to receive into", needed_bytes=needed
                 ) from error
         views = [self._buffers[number % 2][:size] for number, size in enumerate(sizes)]
-        return Feed(self._broadcasts(self._backend, views), self._wake, ahead=2)
+        self._receiver = self._receiver or Worker()
+        return Feed(self._broadcasts(self._backend, views), self._wake, ahead=2, submit=self._receiver.submit)
 
     def _broadcasts(self, backend: Any, buffers: list[Tensor]) -> Iterator[Tensor]:
         """In a thread: fill ``buffers``, one broadcast each."""
