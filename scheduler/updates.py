@@ -51,7 +51,7 @@ from .observability.stage_profiler import StageProfiler
 from .results import Results
 from .weights.loader import LoadCounts, WeightLoader, WeightPiece
 from .weights.source import WeightSource
-from .weights.transports.disk import DiskSource, open_checkpoint
+from .weights.transports.disk import DiskSource, ReadBucket, open_checkpoint
 from .weights.transports.distributed import WeightsUpdateGroups
 from .weights.transports.ipc import SharedMemoryMaps
 from .weights.transports.tensor import open_frames
@@ -112,6 +112,7 @@ class WeightUpdates:
         self._device_module = device_module
         self._session: Session | None = None
         self._progress: UpdateProgress | None = None
+        self._read_bucket = ReadBucket()
         self._maps = SharedMemoryMaps(config.device)
         self._groups = groups
         lifecycle.settle = self.settle
@@ -346,7 +347,7 @@ class WeightUpdates:
                 f"{path}/config.json differs in what the forward reads: {', '.join(differing)}",
                 config=differing,
             )
-        return DiskSource(checkpoint)
+        return DiskSource(checkpoint, self._read_bucket)
 
     def open_checked(self, open_source: Callable[[], WeightSource]) -> WeightSource:
         """Everything that can be refused before this call's first byte; with bytes written before, that poisons."""

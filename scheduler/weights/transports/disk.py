@@ -100,21 +100,34 @@ class Checkpoint:
                 os.close(descriptor)
 
 
+class ReadBucket:
+    """Memory to read into, kept between updates: fresh memory costs a page fault for every 4 KB of it, each time."""
+
+    def __init__(self) -> None:
+        self._bucket = torch.empty(0, dtype=torch.uint8)
+
+    def get(self, nbytes: int) -> Tensor:
+        """uint8 [nbytes]; the same memory as the last time where that had as much."""
+        if self._bucket.numel() < nbytes:
+            self._bucket = torch.empty(nbytes, dtype=torch.uint8)
+        return self._bucket[:nbytes]
+
+
 class DiskSource:
     """A checkpoint as the :class:`~..source.WeightSource` of an update: always complete."""
 
     name = "disk"
     complete = True
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint, bucket: ReadBucket) -> None:
         self.specs = checkpoint.specs
         self.total_bytes = checkpoint.total_bytes
         self._checkpoint = checkpoint
+        self._bucket = bucket
 
     def pieces(self, bucket_bytes: int, skip: Callable[[str], bool]) -> Generator[WeightPiece, None, None]:
         """Read through one bucket of ``bucket_bytes``; see :meth:`Checkpoint.pieces`."""
-        bucket = torch.empty(bucket_bytes, dtype=torch.uint8)
-        yield from self._checkpoint.pieces(bucket, skip)
+        yield from self._checkpoint.pieces(self._bucket.get(bucket_bytes), skip)
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
