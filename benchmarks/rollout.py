@@ -34,7 +34,7 @@ LOG_WIDTH = 132
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--shape", choices=(*WORKLOADS, "both"), default="tiny")
+    parser.add_argument("--shape", choices=(*WORKLOADS, "both", "all"), default="tiny")
     parser.add_argument("--engines", default=",".join(ENGINES), help="comma-separated (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=3, help="starts of every engine (default: 3)")
     parser.add_argument(
@@ -83,7 +83,7 @@ def run_shape(
     """All repeats of one shape, printed and returned."""
     with console.status(f"{workload.shape}: writing checkpoints"):
         folders = [
-            write_checkpoint(work / f"{workload.shape}-{seed}", workload.shape, seed=seed) for seed in (0, 1)
+            write_checkpoint(work / f"{workload.shape}-{seed}", workload.model, seed=seed) for seed in (0, 1)
         ]
         reference = plain_read_and_copy(folders[1])
     runs: list[dict[str, Any]] = []
@@ -130,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         chosen = choose_engines(options, Path(temporary) / "cache", console)
         if not chosen:
             return 1
-        shapes = list(WORKLOADS) if options.shape == "both" else [options.shape]
+        shapes = {"both": ["tiny", "0.6b"], "all": list(WORKLOADS)}.get(options.shape, [options.shape])
         results = [run_shape(WORKLOADS[shape], chosen, options, work, console) for shape in shapes]
     if options.json:
         options.json.write_text(json.dumps({"machine": facts, "shapes": results}, indent=1) + "\n")

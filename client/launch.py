@@ -259,6 +259,7 @@ def launch_scheduler(
     idle_empty_s: float | None = None,
     result_ttl_s: float | None = None,
     session_deadline_s: float | None = None,
+    deterministic: bool | None = None,
     load_bucket_bytes: int | None = None,
     allow_legacy_pickle: bool | None = None,
     check_ledger: bool | None = None,

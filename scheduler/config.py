@@ -63,6 +63,8 @@ class EngineConfig:
     """Bytes read between two looks at the inbox while weights load."""
     allow_legacy_pickle: bool = False
     """Accept checkpoint-engine's pickled messages, parsed into plain fields and never executed."""
+    deterministic: bool = False
+    """Start only where a request's tokens and logprobs are the same bits whatever runs beside it and however it is paused."""
     check_ledger: bool = False
     """Check free + cached + held = total after every control message; for tests."""
     log_level: str = "INFO"

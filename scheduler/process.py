@@ -40,7 +40,9 @@ from .dispatch import Dispatcher
 from .distributed import ParallelState
 from .forward import AttentionBackend, Runner
 from .groups import GroupCommands
-from .kernels import TORCH, best
+from .kernels import TORCH, best, serving
+from .kernels.linear import packable
+from .kernels.native import why_not
 from .lifecycle import Lifecycle
 from .loop import Scheduler
 from .models.base import CausalLM
@@ -151,9 +153,26 @@ def build_components(
     return loaded, pool, limits
 
 
+def require_deterministic(loaded: LoadedModel) -> None:
+    """Row-invariant kernels must serve everything that computes: torch's products change bits with the number of rows.
+
+    Raises:
+        CaesuraError: ``unsupported``, with what serves which operation.
+    """
+    found = serving(loaded.device, loaded.dtype)
+    if TORCH in found.values() or not packable(loaded.config.hidden_size, loaded.dtype):
+        raise CaesuraError(
+            ErrorCode.UNSUPPORTED,
+            f"deterministic needs the compiled CPU kernels for every operation: {why_not() or 'not on this device'}",
+            serving=found,
+        )
+
+
 def build_runner(config: EngineConfig, loaded: LoadedModel, pool: MHAPool) -> ModelRunner:
     """The model with its attention backend and sampler."""
     model = loaded.config
+    if config.deterministic:
+        require_deterministic(loaded)
     compiled = best("attention", loaded.device, loaded.dtype) != TORCH
     make_backend: Callable[..., AttentionBackend] = PagedCpuBackend if compiled else SdpaBackend
     backend = make_backend(pool, model.num_heads, model.num_kv_heads, model.head_dim, model.head_dim**-0.5)

@@ -143,12 +143,17 @@ def measure(
             )
             run["cold_start_s"] = time.perf_counter() - peer.started
             progress("rollout")
-            peer.call("rollout", OP_TIMEOUT_S, prompts=warm, max_new_tokens=max(8, workload.new_tokens // 8))
+            ask = {"samples": workload.samples}
+            peer.call(
+                "rollout", OP_TIMEOUT_S, prompts=warm, max_new_tokens=max(8, workload.new_tokens // 8), **ask
+            )
             for prompts in measured:
                 run["rollouts"].append(
-                    peer.call("rollout", OP_TIMEOUT_S, prompts=prompts, max_new_tokens=workload.new_tokens)
+                    peer.call(
+                        "rollout", OP_TIMEOUT_S, prompts=prompts, max_new_tokens=workload.new_tokens, **ask
+                    )
                 )
-            if not engine.no_pause_reason:
+            if workload.pause_cycles and not engine.no_pause_reason:
                 under = {"prompts": load, "max_new_tokens": workload.load_new_tokens}
                 progress("pause and resume")
                 cycles = workload.pause_cycles

@@ -173,7 +173,7 @@ def _what_is_wrong(name: str, runs: Sequence[Run], workload: Workload) -> list[N
     notes = [
         Note(f"{name}, repeat {run['repeat'] + 1}: {run['error']}", True) for run in runs if run["error"]
     ]
-    expected = workload.requests * workload.new_tokens
+    expected = workload.tokens
     if any(rollout["tokens"] != expected for run in runs for rollout in run["rollouts"]):
         notes.append(Note(f"{name}: a rollout did not return {expected} tokens.", True))
     late = sum(run["pauses"]["late_tokens"] for run in runs if run.get("pauses"))

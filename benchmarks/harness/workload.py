@@ -14,14 +14,19 @@ class Workload:
     """One row of the benchmark plan; lengths in tokens."""
 
     shape: str
+    model: str
+    """Which checkpoint: a key of ``checkpoints.SHAPES``."""
     requests: int
+    samples: int = 1
+    """Of each prompt; they share its prefix."""
     prompt_tokens: int
     new_tokens: int
     rollouts: int
     """Measured whole runs per start, after one that is not counted."""
-    pause_cycles: int
-    updates: int
-    load_new_tokens: int
+    pause_cycles: int = 0
+    """0: only rollouts are measured."""
+    updates: int = 0
+    load_new_tokens: int = 0
     """Length of the requests that are paused: long enough that few end while pauses are measured."""
     vocab_size: int
     kv_bytes_per_token: int
@@ -33,7 +38,12 @@ class Workload:
     @property
     def kv_tokens(self) -> int:
         """Room for the whole load at full length and a third more: nobody is preempted."""
-        return -(-self.requests * self.context_len * 4 // 3 // 1024) * 1024
+        return -(-self.requests * self.samples * self.context_len * 4 // 3 // 1024) * 1024
+
+    @property
+    def tokens(self) -> int:
+        """What one rollout samples."""
+        return self.requests * self.samples * self.new_tokens
 
     def prompts(self, seed: int) -> list[Prompt]:
         """One prompt per request; different for every seed."""
@@ -44,14 +54,16 @@ class Workload:
 
     def describe(self) -> str:
         return (
-            f"{self.requests} requests, {self.prompt_tokens} in, {self.new_tokens} out, "
-            "temperature 1, end of sequence ignored"
+            f"{self.requests} requests, {self.prompt_tokens} in, "
+            + (f"{self.samples} samples each, " if self.samples > 1 else "")
+            + f"{self.new_tokens} out, temperature 1, end of sequence ignored"
         )
 
 
 WORKLOADS = {
     "tiny": Workload(
         shape="tiny",
+        model="tiny",
         requests=64,
         prompt_tokens=32,
         new_tokens=128,
@@ -64,6 +76,7 @@ WORKLOADS = {
     ),
     "0.6b": Workload(
         shape="0.6b",
+        model="0.6b",
         requests=32,
         prompt_tokens=128,
         new_tokens=64,
@@ -71,6 +84,38 @@ WORKLOADS = {
         pause_cycles=10,
         updates=3,
         load_new_tokens=256,
+        vocab_size=151936,
+        kv_bytes_per_token=28 * 2 * 8 * 128 * 2,
+    ),
+    "long": Workload(
+        shape="long",
+        model="0.6b",
+        requests=8,
+        prompt_tokens=2000,
+        new_tokens=256,
+        rollouts=1,
+        vocab_size=151936,
+        kv_bytes_per_token=28 * 2 * 8 * 128 * 2,
+    ),
+    "rl": Workload(
+        shape="rl",
+        model="tiny",
+        requests=32,
+        samples=8,
+        prompt_tokens=512,
+        new_tokens=128,
+        rollouts=2,
+        vocab_size=4096,
+        kv_bytes_per_token=6 * 2 * 2 * 64 * 2,
+    ),
+    "rl-0.6b": Workload(
+        shape="rl-0.6b",
+        model="0.6b",
+        requests=4,
+        samples=8,
+        prompt_tokens=512,
+        new_tokens=128,
+        rollouts=1,
         vocab_size=151936,
         kv_bytes_per_token=28 * 2 * 8 * 128 * 2,
     ),

@@ -49,8 +49,8 @@ class AsyncPeer:
         self._engine, facts = self._loop.run_until_complete(first_token())
         return facts
 
-    def rollout(self, prompts: Sequence[Prompt], max_new_tokens: int) -> dict[str, Any]:
-        return self._loop.run_until_complete(measure_rollout(self.engine, prompts, max_new_tokens))
+    def rollout(self, prompts: Sequence[Prompt], max_new_tokens: int, samples: int) -> dict[str, Any]:
+        return self._loop.run_until_complete(measure_rollout(self.engine, prompts, max_new_tokens, samples))
 
     def pauses(self, **arguments: Any) -> dict[str, Any]:
         return self._loop.run_until_complete(measure_pauses(self.engine, **arguments))

@@ -42,8 +42,8 @@ class CaesuraEngine:
                 on_tokens()
         return (await handle.result()).output_ids
 
-    async def rollout(self, prompts: Sequence[Prompt], max_new_tokens: int) -> list[list[int]]:
-        outputs = await self._client.generate(prompts, _params(max_new_tokens))
+    async def rollout(self, prompts: Sequence[Prompt], max_new_tokens: int, samples: int) -> list[list[int]]:
+        outputs = await self._client.generate(prompts, _params(max_new_tokens, samples=samples))
         return [output.output_ids for output in outputs]
 
     async def pause(self) -> None:
@@ -63,8 +63,8 @@ class CaesuraEngine:
         await asyncio.to_thread(self._launched.close)
 
 
-def _params(max_new_tokens: int, temperature: float = 1.0) -> SamplingParams:
-    return SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, ignore_eos=True)
+def _params(max_new_tokens: int, temperature: float = 1.0, samples: int = 1) -> SamplingParams:
+    return SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, ignore_eos=True, n=samples)
 
 
 async def open_engine(options: EngineOptions) -> tuple[CaesuraEngine, dict[str, Any]]:

@@ -40,8 +40,8 @@ class PausableEngine(Protocol):
     ) -> list[int]:
         """Exactly ``max_new_tokens`` tokens; ``on_tokens`` is called as soon as some arrive."""
 
-    async def rollout(self, prompts: Sequence[Prompt], max_new_tokens: int) -> list[list[int]]:
-        """All prompts at once, by the means the engine's users would choose."""
+    async def rollout(self, prompts: Sequence[Prompt], max_new_tokens: int, samples: int) -> list[list[int]]:
+        """``samples`` outputs of each of all prompts at once, by the means the engine's users would choose."""
 
     async def pause(self) -> None:
         """Freeze every request with its KV; returns when the engine has acknowledged."""
@@ -113,11 +113,11 @@ class Load:
 
 
 async def measure_rollout(
-    engine: PausableEngine, prompts: Sequence[Prompt], max_new_tokens: int
+    engine: PausableEngine, prompts: Sequence[Prompt], max_new_tokens: int, samples: int = 1
 ) -> dict[str, Any]:
     """Whole run of all prompts: ``seconds`` and ``tokens``."""
     start = time.perf_counter()
-    outputs = await engine.rollout(prompts, max_new_tokens)
+    outputs = await engine.rollout(prompts, max_new_tokens, samples)
     seconds = time.perf_counter() - start
     return {"seconds": seconds, "tokens": sum(len(output) for output in outputs)}
 

@@ -29,13 +29,13 @@ class TransformersPeer:
         self._generate([prompt], 1)
         return {"versions": {name: version(name) for name in ("transformers", "torch")}}
 
-    def rollout(self, prompts: Sequence[Prompt], max_new_tokens: int) -> dict[str, Any]:
+    def rollout(self, prompts: Sequence[Prompt], max_new_tokens: int, samples: int) -> dict[str, Any]:
         """``seconds`` and ``tokens`` of one batch."""
         start = time.perf_counter()
-        tokens = self._generate(prompts, max_new_tokens)
+        tokens = self._generate(prompts, max_new_tokens, samples)
         return {"seconds": time.perf_counter() - start, "tokens": tokens}
 
-    def _generate(self, prompts: Sequence[Prompt], max_new_tokens: int) -> int:
+    def _generate(self, prompts: Sequence[Prompt], max_new_tokens: int, samples: int = 1) -> int:
         import torch
 
         inputs = torch.tensor(prompts)
@@ -48,6 +48,7 @@ class TransformersPeer:
                 top_k=0,
                 top_p=1.0,
                 max_new_tokens=max_new_tokens,
+                num_return_sequences=samples,
                 eos_token_id=None,  # ignore_eos
                 pad_token_id=0,
             )

@@ -53,8 +53,27 @@ class VllmEngine:
                 on_tokens()
         return tokens
 
-    async def rollout(self, prompts: Sequence[Prompt], max_new_tokens: int) -> list[list[int]]:
-        return await asyncio.gather(*(self.generate(prompt, max_new_tokens) for prompt in prompts))
+    async def rollout(self, prompts: Sequence[Prompt], max_new_tokens: int, samples: int) -> list[list[int]]:
+        groups = await asyncio.gather(*(self._group(prompt, max_new_tokens, samples) for prompt in prompts))
+        return [tokens for group in groups for tokens in group]
+
+    async def _group(self, prompt: Prompt, max_new_tokens: int, samples: int) -> list[list[int]]:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(
+            max_tokens=max_new_tokens,
+            temperature=1.0,
+            n=samples,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        outputs: list[list[int]] = []
+        inputs = {"prompt_token_ids": prompt}
+        async for output in self._engine.generate(inputs, params, str(next(self._ids))):
+            outputs += [list(each.token_ids) for each in output.outputs]
+        return outputs
 
     async def pause(self) -> None:
         await self._engine.pause_generation(mode="keep", clear_cache=False)

@@ -49,48 +49,71 @@ def _is_storage(weight: Tensor) -> bool:
     return weight.is_contiguous() and weight.data_ptr() % _TILE_BYTES == 0
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
-    """``x @ w.T + bias`` for the packed ``w`` [N, K]; sums in float32, rounded once.
+class Product:
+    """``x @ w.T + bias`` for one packed ``w`` [N, K]; sums in float32, rounded once. What never changes is checked once."""
 
-    Args:
-        x: [M, K] of the weight's dtype, columns contiguous.
-        weight: storage of ``w``.
-        bias: [N], or None.
-        out: [M, N], columns contiguous; overwritten and returned. It must not overlap the others.
+    def __init__(self, weight: Tensor, outputs: int, inputs: int) -> None:
+        """``weight`` is the storage of ``w``.
 
-    Raises:
-        ValueError: shapes, dtypes or strides that do not fit together.
-    """
-    rows, inputs = x.shape
-    outputs = out.shape[1]
-    fits = (
-        out.shape[0] == rows
-        and outputs > 0
-        and weight.shape == storage_shape(outputs, inputs, weight.dtype)
-        and x.dtype == out.dtype == weight.dtype
-        and x.stride(1) == out.stride(1) == 1
-        and _is_storage(weight)
-        and packable(inputs, weight.dtype)
-        and (bias is None or (bias.shape == (outputs,) and bias.dtype == x.dtype and bias.is_contiguous()))
-    )
-    if not fits:
-        raise ValueError(
-            f"no product of {_described(x)} with {_described(weight)}, "
-            f"bias {None if bias is None else _described(bias)}, in {_described(out)}"
+        Raises:
+            ValueError: it has another shape or cannot be packed.
+        """
+        if (
+            outputs < 1
+            or weight.shape != storage_shape(outputs, inputs, weight.dtype)
+            or not _is_storage(weight)
+            or not packable(inputs, weight.dtype)
+        ):
+            raise ValueError(f"{_described(weight)} does not hold {outputs} packed rows of {inputs}")
+        self._weight, self._outputs, self._inputs = weight, outputs, inputs
+        self._dtype = weight.dtype
+        self._compute = _PRODUCTS[weight.dtype]
+
+    def __call__(self, x: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        """
+        Args:
+            x: [M, K] of the weight's dtype, columns contiguous.
+            bias: [N], contiguous, or None.
+            out: [M, N], columns contiguous; overwritten. It must not overlap the others. None: fresh memory.
+
+        Returns:
+            ``out``.
+
+        Raises:
+            ValueError: shapes, dtypes or strides that do not fit together.
+        """
+        rows, outputs, dtype = x.shape[0], self._outputs, self._dtype
+        if out is None:
+            out = torch.empty((rows, outputs), dtype=dtype)
+        if not (
+            x.shape[1] == self._inputs
+            and out.shape == (rows, outputs)
+            and x.dtype == dtype == out.dtype
+            and x.stride(1) == 1 == out.stride(1)
+            and (bias is None or (bias.shape == (outputs,) and bias.dtype == dtype and bias.stride(0) == 1))
+        ):
+            raise ValueError(
+                f"no product of {_described(x)} with {outputs} packed rows of {self._inputs}, "
+                f"bias {None if bias is None else _described(bias)}, in {_described(out)}"
+            )
+        self._compute(
+            x.data_ptr(),
+            x.stride(0),
+            self._weight.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            out.data_ptr(),
+            out.stride(0),
+            rows,
+            outputs,
+            self._inputs,
+            native.num_threads(),
         )
-    _PRODUCTS[x.dtype](
-        x.data_ptr(),
-        x.stride(0),
-        weight.data_ptr(),
-        None if bias is None else bias.data_ptr(),
-        out.data_ptr(),
-        out.stride(0),
-        rows,
-        outputs,
-        inputs,
-        native.num_threads(),
-    )
-    return out
+        return out
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+    """:class:`Product` for once; N and K are those of ``out`` and ``x``."""
+    return Product(weight, out.shape[1], x.shape[1])(x, bias, out)
 
 
 def pack_rows(weight: Tensor, rows: Tensor, start: int) -> None:

@@ -59,18 +59,18 @@ class Matrix:
     ) -> None:
         """``packed=False``: rows are gathered only, which a plain layout does faster."""
         self._shape = (out_features, in_features)
-        self._packed = (
-            packed and best("linear", device, dtype) != TORCH and kernel.packable(in_features, dtype)
-        )
-        shape = kernel.storage_shape(*self._shape, dtype) if self._packed else self._shape
-        self.parameter = Parameter(name, shape, dtype, device)
+        self._product: kernel.Product | None = None
+        if packed and best("linear", device, dtype) != TORCH and kernel.packable(in_features, dtype):
+            self.parameter = Parameter(name, kernel.storage_shape(*self._shape, dtype), dtype, device)
+            self._product = kernel.Product(self.parameter.data, out_features, in_features)
+        else:
+            self.parameter = Parameter(name, self._shape, dtype, device)
 
     def product(self, x: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         """``x @ weight.T + bias`` for ``x`` [T, in]; into ``out`` [T, out] where given (contiguous, same dtype)."""
+        if self._product is not None:
+            return self._product(x, bias, out)
         data = self.parameter.data
-        if self._packed:
-            target = x.new_empty((x.shape[0], self._shape[0])) if out is None else out
-            return kernel.linear(x, data, bias, target)
         if out is None:
             return functional.linear(x, data, bias)
         if bias is None:
@@ -79,7 +79,7 @@ class Matrix:
 
     def gather(self, ids: Tensor) -> Tensor:
         """Rows ``ids`` (int64 [T]) as [T, in], in fresh memory."""
-        if self._packed:
+        if self._product is not None:
             return kernel.gather_rows(
                 self.parameter.data,
                 ids,
@@ -94,7 +94,7 @@ class Matrix:
     def slot(self, checkpoint_name: str, start: int = 0, length: int | None = None) -> WeightSlot:
         """The slot of the checkpoint tensor held in rows ``[start, start + length)``; None: to the end."""
         length = self._shape[0] - start if length is None else length
-        if self._packed:
+        if self._product is not None:
             return PackedSlot(
                 checkpoint_name, self.parameter.name, self.parameter.data, start, (length, self._shape[1])
             )

@@ -1,10 +1,11 @@
 """Rotary position embeddings (Su et al., 2021, arXiv:2104.09864), half-rotation convention.
 
 Invariants:
-- Angles are fp32 products of position and inverse frequency; cosine and sine are rounded to the model's dtype once per
-  step and shared by all layers.
-- They are computed for the step's positions rather than looked up: a table over a 131,072-token context is 64 MB that
-  a release of memory could lose, while a decode step needs a few kilobytes.
+- Angles are fp32 products of position and inverse frequency; cosine and sine are rounded to the model's dtype, and are
+  shared by all layers.
+- On the CPU they come from a table, computed in blocks of one size as far as positions have gone: a vector library rounds
+  the last elements of an array differently, and no bit may depend on which tokens share a step.
+- Elsewhere they are computed for the step's positions: nothing that a captured graph could hold on to, or a release lose.
 
 The Llama-3 frequency scaling is that of Meta's llama-models, as in transformers' ``rope_type: llama3``.
 """
@@ -15,6 +16,9 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+
+_BLOCK = 1024
+"""Positions that the table grows by."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,9 +67,22 @@ class RotaryEmbedding:
     ) -> None:
         self._inverse_frequencies = inverse_frequencies(rope, head_dim).to(device)
         self._dtype = dtype
+        self._table: tuple[Tensor, Tensor] | None = None
+        if device.type == "cpu":
+            self._table = self._compute(torch.arange(_BLOCK))
 
-    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """int64 [T] to cosine and sine, each [T, 1, head_dim / 2] in the model's dtype."""
+    def forward(self, positions: Tensor, longest: int) -> tuple[Tensor, Tensor]:
+        """int64 [T], all below ``longest``, to cosine and sine, each [T, 1, head_dim / 2] in the model's dtype."""
+        if self._table is None:
+            return self._compute(positions)
+        while longest > len(self._table[0]):
+            start = len(self._table[0])
+            block = self._compute(torch.arange(start, start + _BLOCK))
+            self._table = (torch.cat((self._table[0], block[0])), torch.cat((self._table[1], block[1])))
+        cosines, sines = self._table
+        return cosines.index_select(0, positions), sines.index_select(0, positions)
+
+    def _compute(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         angles = torch.outer(positions.float(), self._inverse_frequencies).unsqueeze(1)
         return angles.cos().to(self._dtype), angles.sin().to(self._dtype)
 

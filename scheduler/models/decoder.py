@@ -98,7 +98,7 @@ class DecoderForCausalLM:
 
     def forward(self, batch: ForwardBatch, backend: AttentionBackend) -> Tensor:
         """Hidden states of the sampled tokens, [S, hidden], after the final norm."""
-        rotary = self._rotary.forward(batch.positions)
+        rotary = self._rotary.forward(batch.positions, max(batch.kv_lens_host))
         residual = self._embed.forward(batch.input_ids)
         update: Tensor | None = None
         for layer in self._layers:

@@ -7,6 +7,7 @@ from harness import engines
 from harness.workload import Workload
 
 SMALL = Workload(
+    model="tiny",
     shape="tiny",
     requests=4,
     prompt_tokens=8,

@@ -55,7 +55,9 @@ class SteppingEngine:
             self.live -= 1
         return [ord(self.weights)] * max_new_tokens
 
-    async def rollout(self, prompts: Sequence[list[int]], max_new_tokens: int) -> list[list[int]]:
+    async def rollout(
+        self, prompts: Sequence[list[int]], max_new_tokens: int, samples: int
+    ) -> list[list[int]]:
         return [await self.generate(prompt, max_new_tokens) for prompt in prompts]
 
     async def pause(self) -> None:

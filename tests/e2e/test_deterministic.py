@@ -1,0 +1,156 @@
+"""Deterministic mode: a request's tokens and logprobs are the same bits, whatever happens around it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import pytest
+import torch
+from support.checkpoints import make_checkpoint
+from support.scripted import EngineDriver
+
+from caesura.client import Unsupported, launch_scheduler
+from caesura.io_struct import (
+    ContinueGenerationReqInput,
+    GenerateReqOutput,
+    PauseGenerationReqInput,
+    SamplingParams,
+)
+from caesura.scheduler.kernels import TORCH, best
+
+needs_kernels = pytest.mark.skipif(
+    best("linear", "cpu", torch.float32) == TORCH, reason="no compiled kernels on this machine"
+)
+NEW_TOKENS = 24
+
+
+@dataclass(frozen=True)
+class Work:
+    """One request."""
+
+    prompt: tuple[int, ...]
+    params: SamplingParams
+
+
+def _params(**fields: object) -> SamplingParams:
+    return SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True, **fields)
+
+
+def _prompt(length: int, seed: int) -> tuple[int, ...]:
+    return tuple(torch.randint(3, 60, (length,), generator=torch.Generator().manual_seed(seed)).tolist())
+
+
+WORK = [
+    Work(_prompt(1, 0), _params(temperature=0.0)),
+    Work(_prompt(17, 1), _params(temperature=1.0, seed=5)),
+    Work(_prompt(40, 2), _params(temperature=0.7, seed=6, top_p=0.9)),
+    Work(_prompt(100, 3), _params(temperature=1.3, seed=7, top_k=5)),
+    Work(_prompt(64, 4), _params(temperature=1.0, seed=8)),
+    Work(_prompt(33, 5), _params(temperature=0.0)),
+]
+Bits = list[tuple[bytes, bytes]]
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def dtype(request) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def model(request, tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("models") / "qwen3"
+    make_checkpoint(path, "qwen3", tied=request.param, seed=3, max_position_embeddings=512)
+    return str(path)
+
+
+@contextmanager
+def engine(model: str, dtype: str, **options: object) -> Iterator[EngineDriver]:
+    with EngineDriver(model, scripted=False, dtype=dtype, deterministic=True, **options) as driver:
+        yield driver
+
+
+def start(driver: EngineDriver, work: Work) -> str:
+    return driver.generate(list(work.prompt), sampling_params=work.params, return_logprob=True)
+
+
+def bits(result: GenerateReqOutput) -> tuple[bytes, bytes]:
+    assert len(result.output_ids) == 4 * NEW_TOKENS
+    return result.output_ids, result.output_logprobs
+
+
+def together(driver: EngineDriver) -> Bits:
+    rids = [start(driver, work) for work in WORK]
+    driver.run_until_idle()
+    return [bits(driver.result(rid)) for rid in rids]
+
+
+@pytest.fixture(scope="module")
+def alone(model, dtype) -> Bits:
+    """Each request by itself on an engine of its own."""
+    found = []
+    for work in WORK:
+        with engine(model, dtype) as driver:
+            rid = start(driver, work)
+            driver.run_until_idle()
+            found.append(bits(driver.result(rid)))
+    return found
+
+
+@needs_kernels
+@pytest.mark.parametrize("chunk", [16, 48, 512])
+@pytest.mark.parametrize("depth", [0, 1])
+def test_beside_others_however_prompts_are_cut(model, dtype, alone, chunk, depth):
+    with engine(model, dtype, chunked_prefill_size=chunk, pipeline_depth=depth) as driver:
+        assert together(driver) == alone
+
+
+@needs_kernels
+def test_on_a_cached_prefix(model, dtype, alone):
+    with engine(model, dtype) as driver:
+        assert together(driver) == alone
+        assert together(driver) == alone
+        cached = [result[-1].cached_tokens for result in driver.results.values()]
+        assert sum(cached) > 0, "nothing was shared"
+
+
+@needs_kernels
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+def test_across_pauses(model, dtype, alone, mode):
+    with engine(model, dtype, chunked_prefill_size=32) as driver:
+        rids = [start(driver, work) for work in WORK]
+        for ticks in (1, 2, 3, 5, 8):
+            driver.tick(ticks)
+            driver.call(PauseGenerationReqInput(mode=mode))
+            driver.call(ContinueGenerationReqInput(torch_empty_cache=False))
+        driver.run_until_idle()
+        results = [driver.result(rid) for rid in rids]
+        assert [bits(result) for result in results] == alone
+        assert any(result.num_retractions for result in results) == (mode == "retract")
+
+
+@needs_kernels
+def test_when_preempted_for_want_of_memory(model, dtype, alone):
+    with engine(model, dtype, kv_pool_tokens=208) as driver:
+        rids = [start(driver, work) for work in WORK]
+        driver.run_until_idle()
+        results = [driver.result(rid) for rid in rids]
+        assert [bits(result) for result in results] == alone
+        assert any(result.num_retractions for result in results), "nothing was preempted"
+
+
+@needs_kernels
+def test_on_any_number_of_threads(model, dtype, alone):
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            with engine(model, dtype) as driver:
+                assert together(driver) == alone
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_refused_where_torch_computes(model, monkeypatch):
+    monkeypatch.setenv("CAESURA_KERNELS", "torch")
+    with pytest.raises(Unsupported, match="deterministic needs the compiled"):
+        launch_scheduler(model, deterministic=True, device="cpu", log_level="ERROR")
