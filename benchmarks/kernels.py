@@ -165,6 +165,7 @@ def _sampling(logits: torch.Tensor, temperature: float) -> Case:
         want_sampled=False,
     )
     peer, kernel = Sampler(vocab_size, rows, "cpu", logits.dtype), RowSampler(vocab_size)
+    peer._compiled = None  # what it computes with torch
     tokens, logprobs = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
     return Case(
         "sample",

@@ -1,8 +1,8 @@
 """``AsyncControlClient``: everything but generation, from coroutines. Same methods, arguments and errors as
 the blocking :class:`~.control_client.ControlClient`.
 
-Invariants: no cancelled or timed-out call changes anything in the engine. All calls come from one event loop. No call
-can wait for ever on an engine that is gone.
+Invariants: no cancelled or timed-out call changes anything in the engine, except that a weight session which it made
+is aborted. All calls come from one event loop. No call can wait for ever on an engine that is gone.
 """
 # ruff: noqa: ASYNC109  (the same arguments as the blocking client's)
 
@@ -54,12 +54,16 @@ from ..io_struct.control import LeaseAction
 from ..io_struct.weights import DEFAULT_BUCKET_BYTES, DEFAULT_GROUP_NAME
 from .async_channel import LoopChannel
 from .async_handle import wait_for
+from .exceptions import NoSession, NotIdle, NotOwner, WeightMismatch, is_answer
 from .options import CheckerAction, UpdateOptions, WeightUpdate, id_of
 
 if TYPE_CHECKING:
     from .tensors import NamedTensors, SharedBuckets, Steps, WeightUpdateGroup
 
 ReplyT = TypeVar("ReplyT", bound=Message)
+
+_STILL_OPEN = (WeightMismatch, NotIdle, NotOwner)
+"""Refusals of an ``end`` that leave its session open."""
 
 
 class AsyncControlClient:
@@ -315,14 +319,21 @@ class AsyncControlClient:
         message_id: str | None = None,
         timeout: float | None = None,
     ) -> WeightUpdateReqOutput:
-        """Close the session: commit it, or abort it (weights stay valid only if nothing was written)."""
+        """Close the session: commit it, or abort it (weights stay valid only if nothing was written).
+
+        A commit that is refused (tensors are missing, frozen requests forbid its flush) leaves it open.
+        """
         request = EndWeightUpdateReqInput(
             id=id_of(message_id),
             commit=commit,
             weight_version=weight_version,
         )
         self._in_session = False
-        return await self._call(request, WeightUpdateReqOutput, timeout)
+        try:
+            return await self._call(request, WeightUpdateReqOutput, timeout)
+        except _STILL_OPEN:
+            self._in_session = True
+            raise
 
     @contextlib.asynccontextmanager
     async def weight_update(
@@ -333,22 +344,22 @@ class AsyncControlClient:
         deadline_s: float | None = None,
         timeout: float | None = None,
     ) -> AsyncIterator[WeightUpdate]:
-        """A session around a block: committed at its end (``.result`` then holds the reply), aborted if it raises.
+        """A session around a block: committed at its end (``.result`` then holds the reply), aborted if that or the block fails.
 
         ``timeout`` bounds each of the two calls, not the block.
         """
-        session = WeightUpdate(
-            await self.begin_weight_update(manifest=manifest, deadline_s=deadline_s, timeout=timeout)
-        )
+        begun = False
         try:
+            session = WeightUpdate(
+                await self.begin_weight_update(manifest=manifest, deadline_s=deadline_s, timeout=timeout)
+            )
+            begun = True
             yield session
+            session.result = await self.end_weight_update(weight_version=weight_version, timeout=timeout)
         except BaseException as error:
-            try:
-                await self.end_weight_update(commit=False, timeout=timeout)
-            except CaesuraError as second:
-                error.add_note(f"the weight session could not be aborted either: {second}")
+            if begun or not is_answer(error):  # a session that was refused to us may be another's
+                await self._abort_session(error, timeout)
             raise
-        session.result = await self.end_weight_update(weight_version=weight_version, timeout=timeout)
 
     async def check_weights(
         self,
@@ -414,13 +425,26 @@ class AsyncControlClient:
                         came = await wait_for(wanted.ticket, wanted.request.id, timeout)
                     else:
                         came = await asyncio.to_thread(wanted.work)
-                except Exception as error:  # noqa: BLE001  the generator ends its session, and raises it again
+                except BaseException as error:  # noqa: BLE001  the generator ends its session, and raises it again
                     wanted = steps.throw(error)
                 else:
                     wanted = steps.send(came)
         except StopIteration as stop:
             final: WeightUpdateReqOutput = stop.value
             return final
+
+    async def _abort_session(self, error: BaseException, timeout: float | None) -> None:
+        """End the session without a commit, whatever has become of it; waits for that only where something was answered."""
+        self._in_session = False
+        request = EndWeightUpdateReqInput(commit=False)
+        try:
+            answer = self.start(request, WeightUpdateReqOutput)
+            if is_answer(error):
+                await wait_for(answer, request.id, timeout)
+        except NoSession:  # it had ended before
+            pass
+        except CaesuraError as second:
+            error.add_note(f"the weight session could not be aborted either: {second}")
 
     async def _call(self, request: Request, expects: type[ReplyT], timeout: float | None) -> ReplyT:
         reply: ReplyT = await wait_for(self.start(request, expects), request.id, timeout)

@@ -56,6 +56,7 @@ from ..io_struct import (
 from ..io_struct.control import LeaseAction
 from ..io_struct.weights import DEFAULT_BUCKET_BYTES, DEFAULT_GROUP_NAME
 from .channel import ThreadChannel
+from .exceptions import NoSession, NotIdle, NotOwner, WeightMismatch, is_answer
 from .handle import wait_for
 from .options import CheckerAction, UpdateOptions, WeightUpdate, id_of
 
@@ -63,6 +64,9 @@ if TYPE_CHECKING:
     from .tensors import NamedTensors, SharedBuckets, Steps, WeightUpdateGroup
 
 ReplyT = TypeVar("ReplyT", bound=Message)
+
+_STILL_OPEN = (WeightMismatch, NotIdle, NotOwner)
+"""Refusals of an ``end`` that leave its session open."""
 
 
 class ControlClient:
@@ -318,14 +322,21 @@ class ControlClient:
         message_id: str | None = None,
         timeout: float | None = None,
     ) -> WeightUpdateReqOutput:
-        """Close the session: commit it, or abort it (weights stay valid only if nothing was written)."""
+        """Close the session: commit it, or abort it (weights stay valid only if nothing was written).
+
+        A commit that is refused (tensors are missing, frozen requests forbid its flush) leaves it open.
+        """
         request = EndWeightUpdateReqInput(
             id=id_of(message_id),
             commit=commit,
             weight_version=weight_version,
         )
         self._in_session = False
-        return self._call(request, WeightUpdateReqOutput, timeout)
+        try:
+            return self._call(request, WeightUpdateReqOutput, timeout)
+        except _STILL_OPEN:
+            self._in_session = True
+            raise
 
     @contextlib.contextmanager
     def weight_update(
@@ -336,22 +347,22 @@ class ControlClient:
         deadline_s: float | None = None,
         timeout: float | None = None,
     ) -> Iterator[WeightUpdate]:
-        """A session around a block: committed at its end (``.result`` then holds the reply), aborted if it raises.
+        """A session around a block: committed at its end (``.result`` then holds the reply), aborted if that or the block fails.
 
         ``timeout`` bounds each of the two calls, not the block.
         """
-        session = WeightUpdate(
-            self.begin_weight_update(manifest=manifest, deadline_s=deadline_s, timeout=timeout)
-        )
+        begun = False
         try:
+            session = WeightUpdate(
+                self.begin_weight_update(manifest=manifest, deadline_s=deadline_s, timeout=timeout)
+            )
+            begun = True
             yield session
+            session.result = self.end_weight_update(weight_version=weight_version, timeout=timeout)
         except BaseException as error:
-            try:
-                self.end_weight_update(commit=False, timeout=timeout)
-            except CaesuraError as second:
-                error.add_note(f"the weight session could not be aborted either: {second}")
+            if begun or not is_answer(error):  # a session that was refused to us may be another's
+                self._abort_session(error, timeout)
             raise
-        session.result = self.end_weight_update(weight_version=weight_version, timeout=timeout)
 
     def check_weights(
         self,
@@ -421,13 +432,26 @@ class ControlClient:
                         came = wait_for(wanted.ticket, wanted.request.id, timeout)
                     else:
                         came = wanted.work()
-                except Exception as error:  # noqa: BLE001  the generator ends its session, and raises it again
+                except BaseException as error:  # noqa: BLE001  the generator ends its session, and raises it again
                     wanted = steps.throw(error)
                 else:
                     wanted = steps.send(came)
         except StopIteration as stop:
             final: WeightUpdateReqOutput = stop.value
             return final
+
+    def _abort_session(self, error: BaseException, timeout: float | None) -> None:
+        """End the session without a commit, whatever has become of it; waits for that only where something was answered."""
+        self._in_session = False
+        request = EndWeightUpdateReqInput(commit=False)
+        try:
+            answer = self.start(request, WeightUpdateReqOutput)
+            if is_answer(error):
+                wait_for(answer, request.id, timeout)
+        except NoSession:  # it had ended before
+            pass
+        except CaesuraError as second:
+            error.add_note(f"the weight session could not be aborted either: {second}")
 
     def _call(self, request: Request, expects: type[ReplyT], timeout: float | None) -> ReplyT:
         reply: ReplyT = wait_for(self.start(request, expects), request.id, timeout)

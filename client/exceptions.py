@@ -225,6 +225,11 @@ def error_for(code: str, message: str, detail: dict[str, Any] | None = None) -> 
     return error
 
 
+def is_answer(error: BaseException) -> bool:
+    """Whether what failed is over; False where its caller has only stopped waiting: it may still happen."""
+    return isinstance(error, Exception) and not isinstance(error, TimedOut)
+
+
 def raise_for(reply: ErrorReply) -> NoReturn:
     """Raise the exception that ``reply`` stands for."""
     raise error_for(reply.code, reply.message, reply.detail)

@@ -1,7 +1,7 @@
 """The wire contract: every message that crosses it, and how it is framed (docs/wire.md)."""
 
 from .base import Identifier, Message, Record, Reply, Request, TensorSpec, new_id
-from .codec import ToClient, ToScheduler, decode_reply, decode_request, encode
+from .codec import ToClient, ToScheduler, decode_reply, decode_request, encode, encode_reply
 from .control import (
     ContinueGenerationReqInput,
     ContinueGenerationReqOutput,
@@ -141,5 +141,6 @@ __all__ = [
     "decode_reply",
     "decode_request",
     "encode",
+    "encode_reply",
     "new_id",
 ]

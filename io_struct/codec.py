@@ -1,5 +1,7 @@
 """Encode and decode headers; decide what a frame is before anything looks inside it."""
 
+from typing import Any
+
 import msgspec
 
 from .base import MAX_HEADER_BYTES, Message
@@ -111,8 +113,33 @@ _id_only = msgspec.msgpack.Decoder(_IdOnly)
 
 
 def encode(message: Message) -> bytes:
-    """The header frame of ``message``."""
+    """The header frame of ``message``; raises ``OverflowError`` or ``UnicodeEncodeError`` for values that no wire can hold."""
     return _encoder.encode(message)
+
+
+def encode_reply(message: Message) -> bytes:
+    """The header frame of an answer, which must not fail for what it quotes.
+
+    Text that UTF-8 cannot hold (file names) is escaped, integers of more than 64 bits (what a client asked for, multiplied)
+    become text.
+    """
+    try:
+        return _encoder.encode(message)
+    except (UnicodeEncodeError, OverflowError):
+        return _encoder.encode(_holdable(msgspec.to_builtins(message, builtin_types=(bytes,))))
+
+
+_INT64 = range(-(1 << 63), 1 << 63)
+
+
+def _holdable(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {_holdable(key): _holdable(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_holdable(item) for item in value]
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
+    return str(value) if type(value) is int and value not in _INT64 else value
 
 
 def decode_request(frame: bytes | memoryview) -> ToScheduler:

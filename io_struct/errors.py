@@ -104,16 +104,4 @@ class CaesuraError(Exception):
 
     def to_reply(self, id: str) -> ErrorReply:
         """The wire form of this error, in answer to message ``id``."""
-        return ErrorReply(id=id, code=self.code, message=self.message, detail=_sendable(self.detail))
-
-
-_INT64 = range(-(1 << 63), 1 << 63)
-
-
-def _sendable(value: Any) -> Any:
-    """``value`` with integers that no wire integer holds as text: they are what a client sent, or a product of it."""
-    if isinstance(value, dict):
-        return {key: _sendable(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_sendable(item) for item in value]
-    return str(value) if type(value) is int and value not in _INT64 else value
+        return ErrorReply(id=id, code=self.code, message=self.message, detail=self.detail)

@@ -6,7 +6,7 @@ Invariants:
   picklers emit since protocol 2; every other opcode is refused.
 - The result is finite and small: no cycles, at most :data:`MAX_DEPTH` levels, at most :data:`MAX_VALUES` values counted
   as often as they occur: walking it or comparing it is safe. A container that lies in another one is closed, and
-  dictionary keys are scalars, so neither cycles nor shared tuples can be built to blow up later.
+  dictionary keys are text, so neither cycles nor shared tuples can be built to blow up later.
 - Work and memory are proportional to the message, which is bounded.
 - Every failure is a :class:`CaesuraError` ``malformed_message``.
 """
@@ -101,7 +101,7 @@ _SCALARS = {
     "BINBYTES",
     "BINBYTES8",
 } | _TEXTS
-_KEYS = (str, bytes, int, type(None))
+_KEYS = (str,)  # their hashes are salted: other keys could be made to collide
 
 
 @dataclass(slots=True)
@@ -179,7 +179,7 @@ class _Machine:
         if type(target.value) is not dict or len(items) % 2:
             _refuse("items are set on what is no dictionary")
         if not all(isinstance(key.value, _KEYS) for key in items[::2]):
-            _refuse("a dictionary key is no scalar")
+            _refuse("a dictionary key is no text")
         _hold(target, items)
         target.value.update(zip((k.value for k in items[::2]), (v.value for v in items[1::2]), strict=True))
 

@@ -34,6 +34,7 @@ from ..io_struct import (
     Message,
     StreamDelta,
     encode,
+    encode_reply,
 )
 
 logger = logging.getLogger(__name__)
@@ -116,7 +117,7 @@ class Router:
         """Hand ``message`` to the socket, or to the client's queue where the socket is full."""
         backlog = self._backlogs.get(client)
         if backlog is None:
-            frame = encode(message)
+            frame = encode_reply(message)
             if not self._offer(client, frame):
                 self._backlogs[client] = _Backlog(frame)
             return
@@ -202,7 +203,7 @@ class _Backlog:
         """Put ``message`` behind everything else."""
         if not isinstance(message, BatchTokenOutput):
             self._seal()
-            self._frames.append((encode(message), 0))
+            self._frames.append((encode_reply(message), 0))
             return
         self._is_open = True
         self._step = message.step

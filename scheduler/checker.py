@@ -36,7 +36,9 @@ class WeightsChecker:
         """Checksums of parameters and derived tensors, or scramble them to prove that an update lands."""
         self._lifecycle.require_resident("weights")
         if request.action == "reset_tensors":
-            self._lifecycle.start_writing()
+            self._poison(
+                "reset by weights_checker"
+            )  # first: whatever happens meanwhile, these weights never serve
             yield from self._lifecycle.barrier()
             for slot in self._model.weight_slots().values():
                 for start, rows in _garbage(slot):
@@ -44,7 +46,6 @@ class WeightsChecker:
                         slot.write(rows, start)
                     yield Wait.SLICE
             self._runner.synchronize()
-            self._poison("reset by weights_checker")
             return WeightsCheckerReqOutput(id=request.id)
         found = yield from self._checksums()
         total = hashlib.blake2b(

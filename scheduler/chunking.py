@@ -30,7 +30,8 @@ class ChunkSizer:
             return self._largest
         if self._cost_s is None:
             return min(self._largest, _FIRST_TOKENS)
-        affordable = max(self._target_s - self._base_s, 0.0) / self._cost_s
+        # A quarter even where decoding alone takes the time: prompts must get on, too.
+        affordable = max(self._target_s - self._base_s, self._target_s / 4) / self._cost_s
         return int(min(max(affordable // PAGE_SIZE * PAGE_SIZE, PAGE_SIZE), self._largest))
 
     def observe(self, prompt_tokens: int, seconds: float) -> None:

@@ -163,9 +163,9 @@ class Dispatcher:
         }
 
     @property
-    def has_commands(self) -> bool:
-        """Some operation is under way, or queued behind one."""
-        return bool(self._commands)
+    def is_busy(self) -> bool:
+        """Some operation is under way, queued behind one, or waits: its sender is not silent."""
+        return bool(self._commands or self._parked)
 
     @property
     def wants_tick(self) -> bool:

@@ -102,6 +102,8 @@ class Lifecycle:
         self._released: frozenset[MemoryTag] = frozenset()
         self.step = 0
         """Steps launched; advanced by the loop."""
+        self.loading = False
+        """Weights are being written, piece by piece; written by updates.py and checker.py."""
         self.explicit_session = False
         """An explicit weight session is open; written by updates.py."""
         self.settle: Callable[[], None] = lambda: None
@@ -272,9 +274,10 @@ class Lifecycle:
         self._runner.synchronize()
 
     def is_idle(self) -> bool:
-        """Nothing running, prefilling, in flight or held; waiting requests count unless paused."""
+        """Nothing running, prefilling, in flight, held or half written; waiting requests count unless paused."""
         waiting_blocks = len(self._waiting) > 0 and self._generation != "paused"
-        return self._batcher.num_holding == 0 and not self.in_flight and not waiting_blocks
+        holding = self._batcher.num_holding > 0 or self.in_flight
+        return not (holding or waiting_blocks or self.loading)
 
     def pending(self) -> dict[str, int]:
         """What keeps the engine from being idle."""

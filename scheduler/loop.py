@@ -144,7 +144,7 @@ class Scheduler:
         if self._updates.deadline is not None:
             timers.append(max(0.0, self._updates.deadline - now))
         lease_left = self._lifecycle.lease_left_s
-        if lease_left is not None:
+        if lease_left is not None and not self._dispatcher.is_busy:
             timers.append(max(0.0, lease_left))
         if self._idle_since is None:
             self._idle_since = now
@@ -161,7 +161,7 @@ class Scheduler:
         if self._updates.deadline is not None and now >= self._updates.deadline:
             self._updates.expire()
         lease_left = self._lifecycle.lease_left_s
-        if lease_left is not None and lease_left <= 0 and not self._dispatcher.has_commands:
+        if lease_left is not None and lease_left <= 0 and not self._dispatcher.is_busy:
             if self._lifecycle.lease_expiry == "continue":
                 self._updates.expire()  # a session left open is aborted first
             self._lifecycle.expire_lease()

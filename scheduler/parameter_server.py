@@ -18,7 +18,8 @@ from .background import Feed
 from .config import EngineConfig
 from .lifecycle import Operation, Wait
 from .observability.stage_profiler import StageProfiler
-from .updates import Session, WeightUpdates
+from .updates import WeightUpdates
+from .weights.session import Session
 from .weights.source import BufferSource
 from .weights.transports.checkpoint_engine import Bucket, Closing, Conversation, Ending, Failed, Opening, Turn
 from .weights.transports.cuda_ipc import uuid_of

@@ -19,9 +19,8 @@ Invariants:
 import contextlib
 import logging
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass, field
 from time import monotonic
-from typing import Any, Literal
+from typing import Any
 
 from ..io_struct import (
     BeginWeightUpdateReqInput,
@@ -50,6 +49,7 @@ from .models.config import config_difference, load_model_config
 from .observability.stage_profiler import StageProfiler
 from .results import Results
 from .weights.loader import LoadCounts, WeightLoader, WeightPiece
+from .weights.session import Session, SessionKind
 from .weights.source import WeightSource
 from .weights.transports.disk import DiskSource, ReadBucket, open_checkpoint
 from .weights.transports.distributed import WeightsUpdateGroups
@@ -59,29 +59,6 @@ from .weights.transports.tensor import open_frames
 logger = logging.getLogger(__name__)
 
 _END: Any = object()  # of a source's pieces, which may be None meanwhile
-
-SessionKind = Literal["explicit", "implicit", "single"]
-
-
-@dataclass(slots=True)
-class Session:
-    """One update, from its first call to its commit or end."""
-
-    kind: SessionKind
-    opened: float
-    deadline: float | None
-    """On the monotonic clock; None: no deadline."""
-    manifest: frozenset[str] | None = None
-    """Names that must all come; None: unknown."""
-    counts: LoadCounts = field(default_factory=LoadCounts)
-    stages: StageProfiler = field(default_factory=StageProfiler)
-    touched: bool = False
-    """A byte has been written."""
-    version: str | None = None
-    model_path: str | None = None
-    """The folder that came last, if one did."""
-    flush: bool = False
-    empty: bool = False
 
 
 class WeightUpdates:
@@ -111,7 +88,7 @@ class WeightUpdates:
         self._cache = cache
         self._device_module = device_module
         self._session: Session | None = None
-        self._progress: UpdateProgress | None = None
+        self._progress: tuple[WeightSource, float] | None = None
         self._read_bucket = ReadBucket()
         self._maps = SharedMemoryMaps(config.device)
         self._groups = groups
@@ -148,7 +125,15 @@ class WeightUpdates:
 
     def progress(self) -> UpdateProgress | None:
         """The update that is running, for status."""
-        return self._progress
+        if self._progress is None:
+            return None
+        source, started = self._progress
+        return UpdateProgress(
+            source=source.name,
+            written_bytes=self._loader.counts.written_bytes,
+            total_bytes=source.total_bytes,
+            age_s=monotonic() - started,
+        )
 
     def begin(self, request: BeginWeightUpdateReqInput) -> Operation:
         """Open an explicit session; generation goes on until the first byte is written."""
@@ -161,8 +146,9 @@ class WeightUpdates:
             )
         manifest = None
         if request.manifest is not None:
-            self._loader.check(request.manifest, complete=True)
-            manifest = frozenset(spec.name for spec in request.manifest)
+            self._loader.check(request.manifest, complete=not self._lifecycle.serviceable)
+            names = (spec.name for spec in request.manifest)
+            manifest = frozenset(name for name in names if not self._model.is_skipped(name))
         self._session = self._open("explicit", request.deadline_s, manifest)
         self._lifecycle.explicit_session = True
         return BeginWeightUpdateReqOutput(id=request.id, weights_epoch=self._lifecycle.stamp.epoch)
@@ -232,9 +218,14 @@ class WeightUpdates:
     ) -> Operation:
         """One call of any transport: check everything, then write, then commit if the call is all there is."""
         stages, started = StageProfiler(), monotonic()
-        with stages.stage("receive"):
-            source = self.open_checked(open_source)
-        session = self.enter(request, source.name)
+        try:
+            with stages.stage("receive"):
+                source = self.open_checked(open_source)
+            session = self.enter(request, source.name)
+        except CaesuraError:
+            if self._session is None:  # nobody else will let go of what was opened
+                self._maps.end_session()
+            raise
         session.model_path = model_path if model_path is not None else session.model_path
         return (
             yield from self.conclude(request.id, session, stages, started, self.load(source, session, stages))
@@ -266,7 +257,7 @@ class WeightUpdates:
         started = monotonic()
         with contextlib.closing(source.pieces(self._config.load_bucket_bytes, self._loader.skip)) as pieces:
             try:
-                self._report(source, started)
+                self._progress = source, started
                 piece = yield from self._next_piece(pieces, session, stages)
                 yield from self._stop_steps(session)
                 if session.flush and self._lifecycle.generation == "running":
@@ -275,7 +266,6 @@ class WeightUpdates:
                     session.touched = True
                     with stages.stage("copy"), self._runner.on_stream():
                         self._loader.write(piece)
-                    self._report(source, started)
                     yield Wait.SLICE
                     self.require_open(session)
                     piece = yield from self._next_piece(pieces, session, stages)
@@ -298,6 +288,7 @@ class WeightUpdates:
         ``whole``: the sender has said that this was everything, while paused, too.
         """
         self._loader.take_counts()
+        self._lifecycle.loading = True  # a flush that waits for idleness must not commit what is half written
         try:
             yield from work
             counts = self._loader.take_counts()
@@ -311,6 +302,8 @@ class WeightUpdates:
         except BaseException as error:
             self._abandon(session, f"an update failed: {error}")
             raise
+        finally:
+            self._lifecycle.loading = False
         return self._reply(
             message_id, counts, stages, started, committed=committed, flushed=committed and session.flush
         )
@@ -402,14 +395,6 @@ class WeightUpdates:
                 yield Wait.OUTSIDE
                 self.require_open(session)
         return piece
-
-    def _report(self, source: WeightSource, started: float) -> None:
-        self._progress = UpdateProgress(
-            source=source.name,
-            written_bytes=self._loader.counts.written_bytes,
-            total_bytes=source.total_bytes,
-            age_s=monotonic() - started,
-        )
 
     def _commit(self, session: Session, stages: StageProfiler) -> None:
         """Derive, then make the new weights serve. Nothing here may fail half-way through the state changes."""

@@ -28,13 +28,16 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from ...io_struct import (
     BeginWeightUpdateReqInput,
     CaesuraError,
+    EndWeightUpdateReqInput,
     InitWeightsUpdateGroupReqInput,
     InitWeightsUpdateGroupReqOutput,
+    Message,
+    Request,
     UpdateWeightsFromDistributedReqInput,
     WeightUpdateReqOutput,
 )
 from ...io_struct.weights import DEFAULT_BUCKET_BYTES, DEFAULT_GROUP_NAME
-from ..exceptions import EngineError, GroupError, Unsupported
+from ..exceptions import EngineError, GroupError, Unsupported, is_answer
 from ..handle import wait_for
 from ..options import UpdateOptions
 from .buckets import NamedTensors, manifest
@@ -214,11 +217,11 @@ class WeightUpdateGroup:
                 specs=manifest(part), group_name=self.group_name, load_format=load_format, **options
             )
             ticket = yield Send(request)
-            failure = yield Run(partial(self._send, part, load_format, ticket.done))
             try:
+                failure = yield Run(partial(self._send, part, load_format, ticket.done))
                 reply = yield Await(ticket, request)
-            except CaesuraError as error:
-                self._die(f"an engine failed: {error.message}")
+            except BaseException as error:
+                self._die(f"a call failed: {error!r}")
                 raise
             if failure is not None:
                 raise self._error(failure)
@@ -302,7 +305,7 @@ class _Fleet:
             while True:
                 try:
                     came = self._do(wanted)
-                except Exception as error:  # noqa: BLE001  the generator ends its session, and raises it again
+                except BaseException as error:  # noqa: BLE001  the generator ends its session, and raises it again
                     wanted = steps.throw(error)
                 else:
                     wanted = steps.send(came)
@@ -313,30 +316,47 @@ class _Fleet:
     def _do(self, wanted: Send | Await | Run) -> Any:
         if isinstance(wanted, Send):
             return _Tickets(
-                [client.start(copy.copy(wanted.request), wanted.expects) for client in self._clients]
+                [_start(client, copy.copy(wanted.request), wanted.expects) for client in self._clients]
             )
         if isinstance(wanted, Run):
             return wanted.work()
         return self._replies(wanted)
 
     def _replies(self, wanted: Await) -> list[Any]:
-        """Every engine's reply; the first error, once all have answered."""
+        """Every engine's reply. Once all have answered, the first error, refusals first."""
         replies: list[Any] = []
         errors: list[EngineError] = []
+        opened: list[ControlClient] = []
         for client, future in zip(self._clients, wanted.ticket.futures, strict=True):
             try:
                 replies.append(wait_for(future, wanted.request.id, self._timeout))
+                opened.append(client)
             except EngineError as error:
                 error.add_note(f"engine at {client.endpoint}")
                 errors.append(error)
-                replies.append(None)
-        if errors and isinstance(wanted.request, BeginWeightUpdateReqInput):
-            for client, reply in zip(self._clients, replies, strict=True):
-                if reply is not None:  # its session would stay open
-                    client.end_weight_update(commit=False, timeout=self._timeout)
+                if not is_answer(error):
+                    opened.append(client)  # for all we know
+        refused = [error for error in errors if is_answer(error)]
+        if refused and isinstance(wanted.request, BeginWeightUpdateReqInput):
+            # The steps do not end a session that was refused; here some were opened. A refusal may mean another's session.
+            ends = [
+                _start(client, EndWeightUpdateReqInput(commit=False), WeightUpdateReqOutput)
+                for client in opened
+            ]
+            wait(ends, self._timeout)
         if errors:
-            raise errors[0]
+            raise (refused or errors)[0]
         return replies
+
+
+def _start(client: "ControlClient", request: Request, expects: type[Message]) -> Future[Any]:
+    """``client.start``, whose error is that engine's answer: what the others were sent is not forgotten for it."""
+    try:
+        return client.start(request, expects)
+    except EngineError as error:
+        future: Future[Any] = Future()
+        future.set_exception(error)
+        return future
 
 
 def _whole(tensors: list[Named], bucket_bytes: int) -> Iterator[list[Named]]:

@@ -3,12 +3,15 @@
 Invariants:
 - Shared memory has no name. It disappears with the last of its two owners, and cannot be exceeded: its pages are
   reserved when it is made, so a full /dev/shm is an error here and not a fault later.
+- Closed or merely dropped: its descriptor goes, and the engine then lets its mapping go.
 """
 
 import errno
 import fcntl
 import mmap
 import os
+import threading
+import weakref
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Self
@@ -17,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ...io_struct import CaesuraError, ErrorCode, SharedMemoryHandle, TensorSpec
-from .buckets import Bucket, NamedTensors, Piece, padded, spec_of
+from .buckets import Bucket, NamedTensors, Piece, manifest, padded, spec_of
 from .cuda_ipc import CudaBucket
 
 
@@ -31,6 +34,7 @@ class SharedBucket:
         """
         self.nbytes = padded(max(nbytes, 1))
         self._fd = os.memfd_create("caesura-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self._close_fd = weakref.finalize(self, os.close, self._fd)
         try:
             os.posix_fallocate(self._fd, 0, self.nbytes)
             fcntl.fcntl(
@@ -38,7 +42,7 @@ class SharedBucket:
             )
             mapping = mmap.mmap(self._fd, self.nbytes)
         except OSError as error:
-            os.close(self._fd)
+            self._close_fd()
             if error.errno not in (errno.ENOSPC, errno.ENOMEM):
                 raise
             raise CaesuraError(
@@ -67,9 +71,8 @@ class SharedBucket:
 
     def close(self) -> None:
         """Let the memory go; the engine's own mapping ends with its session."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        if self._close_fd.alive:
+            self._close_fd()
             del self._bytes  # with the last view of it the mapping goes
 
     def __enter__(self) -> Self:
@@ -85,20 +88,24 @@ class SharedTensors:
     """Named tensors that live in memory shared with engines: an ipc update hands them over without copying them.
 
     Iterating gives (name, tensor) pairs, so they are named tensors for every other transport, too. What a trainer writes
-    into them must be complete before it starts an update, and stay until that has returned.
+    into them must be complete before it starts an update, and stay until that has returned, or after ``TimedOut`` until the
+    engine has answered.
     """
 
     def __init__(self, named_tensors: NamedTensors, *, dtype: torch.dtype | None = None) -> None:
         """Copies the values in, cast to ``dtype`` where given and the tensor is floating point.
 
         Raises:
-            CaesuraError: ``out_of_memory``, shared memory is full.
+            CaesuraError: ``invalid_request``, a dtype cannot be sent; ``out_of_memory``, shared memory is full.
         """
         tensors = {name: tensor.detach() for name, tensor in named_tensors}
         dtypes = {
             name: dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
             for name, tensor in tensors.items()
         }
+        manifest(
+            (name, torch.empty(0, dtype=wanted)) for name, wanted in dtypes.items()
+        )  # raises for a bad dtype
         sizes = {name: tensor.numel() * dtypes[name].itemsize for name, tensor in tensors.items()}
         self.memory = SharedBucket(sum(padded(size) for size in sizes.values()))
         self._tensors: dict[str, Tensor] = {}
@@ -140,21 +147,37 @@ class SharedTensors:
 
 
 class SharedBuckets:
-    """The shared memory of one client: one bucket, kept between updates, replaced where another is needed."""
+    """The shared memory of one client: one bucket, kept between updates, replaced where another is needed.
+
+    An update has its bucket to itself, so that updates in several threads or tasks have one each.
+    """
 
     def __init__(self) -> None:
-        self._bucket: SharedBucket | CudaBucket | None = None
+        self._kept: SharedBucket | CudaBucket | None = None
+        self._lock = threading.Lock()
 
-    def get(self, nbytes: int, device: torch.device | None = None) -> SharedBucket | CudaBucket:
+    def take(self, nbytes: int, device: torch.device | None = None) -> SharedBucket | CudaBucket:
         """At least ``nbytes``, on a CUDA device or (None) the host; raises as their classes do."""
-        bucket = self._bucket
-        if bucket is None or bucket.nbytes < nbytes or getattr(bucket, "device", None) != device:
-            self.close()
-            bucket = self._bucket = SharedBucket(nbytes) if device is None else CudaBucket(nbytes, device)
-        return bucket
+        bucket = self._swap(None)
+        if bucket is not None and bucket.nbytes >= nbytes and getattr(bucket, "device", None) == device:
+            return bucket
+        if bucket is not None:
+            bucket.close()
+        return SharedBucket(nbytes) if device is None else CudaBucket(nbytes, device)
+
+    def give_back(self, bucket: SharedBucket | CudaBucket) -> None:
+        """Keep it for the next update. One that the engine may still read is not given back, but dropped."""
+        other = self._swap(bucket)
+        if other is not None:
+            other.close()
 
     def close(self) -> None:
-        """Let it go."""
-        if self._bucket is not None:
-            self._bucket.close()
-            self._bucket = None
+        """Let go of what is kept."""
+        bucket = self._swap(None)
+        if bucket is not None:
+            bucket.close()
+
+    def _swap(self, bucket: SharedBucket | CudaBucket | None) -> SharedBucket | CudaBucket | None:
+        with self._lock:
+            kept, self._kept = self._kept, bucket
+        return kept

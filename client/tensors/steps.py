@@ -8,12 +8,14 @@ client drive the same code:
 
 Invariants:
 - At most two buckets are under way: while the engine copies one, the next is made. A bucket's memory is not written again
-  before its own reply is there.
+  before its own reply is there, also where nobody waits for that any more: it is then left to the messages that name it.
+- An update that fails, whatever ends it, leaves no session open. Only ``close()`` of the generator cannot see to that: it may
+  ask for nothing then. Interrupts and cancellations are to be thrown into it, as errors are.
 - Tensors must not change until the update has returned.
 """
 
 import contextlib
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -30,6 +32,7 @@ from ...io_struct import (
     UpdateWeightsFromTensorReqInput,
     WeightUpdateReqOutput,
 )
+from ..exceptions import NoSession, is_answer
 from .buckets import Bucket, NamedTensors, as_frames, buckets, manifest
 from .cuda_ipc import common_cuda_device
 from .shared import SharedBuckets, SharedTensors
@@ -43,6 +46,10 @@ class Ticket(Protocol):
 
     def done(self) -> bool:
         """The answer has come."""
+        ...
+
+    def add_done_callback(self, callback: Callable[[Any], object], /) -> object:
+        """Called once it has come; referred to until then."""
         ...
 
 
@@ -93,11 +100,8 @@ def tensor_steps(
 ) -> Steps:
     """All messages of one update over frames; ``options`` are fields of ``WeightUpdateOptions``."""
     tensors = list(named_tensors)
-    requests = [
-        (UpdateWeightsFromTensorReqInput(specs=specs, **options), frames)
-        for specs, frames in map(as_frames, buckets(tensors, bucket_bytes))
-    ]
-    return (yield from in_one_session(tensors, options, len(requests), in_session, _each(iter(requests))))
+    parts = list(buckets(tensors, bucket_bytes))
+    return (yield from in_one_session(tensors, options, len(parts), in_session, _each(parts, options)))
 
 
 def ipc_steps(
@@ -141,27 +145,50 @@ def in_one_session(
         raise CaesuraError(ErrorCode.INVALID_REQUEST, "there are no tensors to send", field="named_tensors")
     if num_calls == 1 or in_session:
         return (yield from exchanges)
-    yield from call(BeginWeightUpdateReqInput(manifest=manifest(tensors)))
+    begun = False
     try:
+        yield from call(BeginWeightUpdateReqInput(manifest=manifest(tensors)))
+        begun = True
         yield from exchanges
-    except Exception as error:
-        try:
-            yield from call(EndWeightUpdateReqInput(commit=False))
-        except CaesuraError as second:
-            error.add_note(f"aborting the session: {second}")
+        final: WeightUpdateReqOutput = yield from call(
+            EndWeightUpdateReqInput(weight_version=options.get("weight_version"))
+        )
+    except GeneratorExit:
         raise
-    final: WeightUpdateReqOutput = yield from call(
-        EndWeightUpdateReqInput(weight_version=options.get("weight_version"))
-    )
+    except BaseException as error:
+        if begun or not is_answer(error):  # a session that was refused to us may be another's
+            yield from _abort(error)
+        raise
     return final
 
 
-def _each(messages: Iterator[tuple[ControlRequest, list[memoryview]]]) -> Steps:
-    """One after the other: the answer is the credit for the next."""
+def _abort(error: BaseException) -> Generator[Send | Await, Any, None]:
+    """End the session without a commit, whatever has become of it; waits for that only where something was answered."""
+    request = EndWeightUpdateReqInput(commit=False)
+    try:
+        ticket = yield Send(request)
+        if is_answer(error):
+            yield Await(ticket, request)
+    except NoSession:  # it had ended with the error
+        pass
+    except CaesuraError as second:
+        error.add_note(f"aborting the session: {second}")
+
+
+def _each(parts: list[Bucket], options: dict[str, Any]) -> Steps:
+    """One after the other: the answer is the credit for the next, whose copy on the host is made only then."""
     reply: WeightUpdateReqOutput | None = None
-    for request, buffers in messages:
-        reply = yield from call(request, buffers)
+    for part in parts:
+        reply = yield from _frames(part, options)
     assert reply is not None
+    return reply
+
+
+def _frames(part: Bucket, options: dict[str, Any]) -> Steps:
+    specs, frames = as_frames(part)
+    reply: WeightUpdateReqOutput = yield from call(
+        UpdateWeightsFromTensorReqInput(specs=specs, **options), frames
+    )
     return reply
 
 
@@ -169,22 +196,29 @@ def _shared(parts: list[Bucket], options: dict[str, Any], shared: SharedBuckets)
     """Fill one slot while the engine copies the other out; on the device where all tensors are on one."""
     slot = max(part.nbytes for part in parts)
     device = common_cuda_device(piece.rows for part in parts for piece in part.pieces)
-    memory = shared.get(slot * min(len(parts), 2), device)
+    memory = shared.take(slot * min(len(parts), 2), device)
     pending: list[tuple[Ticket, ControlRequest]] = []
     reply: WeightUpdateReqOutput | None = None
     try:
         for number, part in enumerate(parts):
             if len(pending) == 2:
-                reply = yield Await(*pending.pop(0))
+                reply = yield Await(*pending[0])
+                del pending[0]
             specs: list[TensorSpec] = yield Run(lambda part=part, at=number % 2 * slot: memory.fill(part, at))  # type: ignore[misc]
             request = UpdateWeightsFromIPCReqInput(handle=memory.handle, specs=specs, **options)
             pending.append(((yield Send(request)), request))
         while pending:
-            reply = yield Await(*pending.pop(0))
-    except Exception:
-        for sent in pending:  # the first error tells; the others are its consequences
-            with contextlib.suppress(CaesuraError):
-                yield Await(*sent)
+            reply = yield Await(*pending[0])
+            del pending[0]
+    except BaseException as error:
+        if is_answer(error):  # the first error tells; the others are its consequences
+            for sent in pending:
+                with contextlib.suppress(CaesuraError):
+                    yield Await(*sent)
+        for ticket, _ in pending:
+            if not ticket.done():  # the engine has yet to read this memory, which must live until then
+                ticket.add_done_callback(lambda _, memory=memory: None)  # type: ignore[misc]
         raise
+    shared.give_back(memory)
     assert reply is not None
     return reply

@@ -74,7 +74,7 @@ class PagedCpuBackend:
 
         Args:
             qkv: [T, query heads + 2 kv heads, head size]: queries, keys, values; queries are overwritten.
-            cos, sin: [T, 1, head size / 2], or without the 1.
+            cos, sin: [T, 1, head size / 2].
             norm: weights [head size] of query and key norms, and their epsilon. None: no head norms.
 
         Returns:

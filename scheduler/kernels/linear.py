@@ -90,7 +90,7 @@ class Product:
             and out.shape == (rows, outputs)
             and x.dtype == dtype == out.dtype
             and x.stride(1) == 1 == out.stride(1)
-            and (bias is None or (bias.shape == (outputs,) and bias.dtype == dtype and bias.stride(0) == 1))
+            and (bias is None or (bias.shape == (outputs,) and bias.dtype == dtype and bias.is_contiguous()))
         ):
             raise ValueError(
                 f"no product of {_described(x)} with {outputs} packed rows of {self._inputs}, "

@@ -117,7 +117,7 @@ def test_a_session_that_expires_before_the_first_byte(tiny_model, other_model, c
         scheduler = driver.engine.scheduler
         scheduler._hear(0)
         driver.engine.dispatcher.advance()
-        assert driver.engine.dispatcher.has_commands, "it was meant to wait for the step"
+        assert driver.engine.dispatcher.is_busy, "it was meant to wait for the step"
         scheduler._updates._session.deadline = 0.0
         driver.tick(2)
         assert_error(driver.replies.pop(waiting), "deadline_exceeded")

@@ -613,7 +613,7 @@ def test_any_order_without_waiting_for_answers(tiny_model, other_model, commands
                 sent[driver.send(message)] = message
             driver.tick()
             assert not trial.physics.violations
-        while driver.engine.dispatcher.has_commands:
+        while driver.engine.dispatcher.is_busy:
             driver.tick()
         driver.call(PauseGenerationReqInput(mode="abort"))
         for message_id, message in sent.items():

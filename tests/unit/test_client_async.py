@@ -4,6 +4,7 @@ import asyncio
 import inspect
 
 import pytest
+import torch
 from support.fake_scheduler import FakeScheduler, VanishError, answer, delta, echo, finished, results, rid_of
 
 from caesura.client import (
@@ -25,6 +26,7 @@ from caesura.io_struct import (
     ErrorReply,
     GenerateReqInput,
     GetStatusReqInput,
+    UpdateWeightsFromIPCReqInput,
 )
 
 PATIENCE = 30.0
@@ -202,6 +204,41 @@ def test_control_verbs_and_weight_sessions(endpoint):
         assert ends == [True, False]
 
     run(endpoint, body)
+
+
+def unanswered(*kinds):
+    return lambda request: [] if isinstance(request, kinds) else answer(request)
+
+
+def test_a_cancelled_update_aborts_its_session(endpoint):
+    async def body(client, fake):
+        tensors = [(name, torch.ones(16, 16)) for name in "abc"]
+        task = asyncio.create_task(client.update_weights_from_ipc(tensors, bucket_bytes=1024))
+        await asyncio.to_thread(fake.next_request, UpdateWeightsFromIPCReqInput)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        end = await asyncio.to_thread(fake.next_request, EndWeightUpdateReqInput)
+        assert not end.commit
+
+    run(endpoint, body, unanswered(UpdateWeightsFromIPCReqInput, EndWeightUpdateReqInput))
+
+
+def test_a_session_block_that_is_dropped_is_aborted_without_waiting(endpoint):
+    """A generator that is closed at a yield within the block."""
+
+    async def body(client, fake):
+        async def generator():
+            async with client.weight_update():
+                yield
+
+        opened = generator()
+        await anext(opened)
+        await opened.aclose()
+        end = await asyncio.to_thread(fake.next_request, EndWeightUpdateReqInput)
+        assert not end.commit
+
+    run(endpoint, body, unanswered(EndWeightUpdateReqInput))
 
 
 def test_an_engine_that_vanishes_fails_everything_pending(endpoint):

@@ -1,9 +1,12 @@
 """SchedulerClient against a ROUTER that speaks the wire."""
 
+import os
+import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 import zmq
 from support.fake_scheduler import (
     FakeScheduler,
@@ -29,6 +32,7 @@ from caesura.io_struct import (
     AbortReq,
     AbortReqOutput,
     BatchTokenOutput,
+    BeginWeightUpdateReqInput,
     EndWeightUpdateReqInput,
     ErrorCode,
     ErrorReply,
@@ -38,6 +42,7 @@ from caesura.io_struct import (
     GetStatusReqInput,
     PauseGenerationReqInput,
     UpdateWeightFromDiskReqInput,
+    UpdateWeightsFromIPCReqInput,
 )
 
 PATIENCE = 30.0
@@ -261,6 +266,23 @@ def test_a_weight_session_that_raises_is_aborted(endpoint):
     with FakeScheduler(endpoint) as fake, SchedulerClient(endpoint) as client:
         with pytest.raises(KeyError, match="mine"), client.weight_update(timeout=PATIENCE):
             raise KeyError("mine")
+        assert not fake.next_request(EndWeightUpdateReqInput).commit
+
+
+@pytest.mark.parametrize("at", [BeginWeightUpdateReqInput, UpdateWeightsFromIPCReqInput])
+def test_an_interrupted_update_aborts_its_session(endpoint, at):
+    """Ctrl-C while the answer is awaited; nobody waits for the abort's."""
+
+    def interrupt(request):
+        if isinstance(request, at):
+            os.kill(os.getpid(), signal.SIGINT)
+            return []
+        return [] if isinstance(request, EndWeightUpdateReqInput) else answer(request)
+
+    tensors = [(name, torch.ones(16, 16)) for name in "abc"]
+    with FakeScheduler(endpoint, interrupt) as fake, SchedulerClient(endpoint) as client:
+        with pytest.raises(KeyboardInterrupt):
+            client.update_weights_from_ipc(tensors, bucket_bytes=1024, timeout=PATIENCE)
         assert not fake.next_request(EndWeightUpdateReqInput).commit
 
 

@@ -24,6 +24,7 @@ from caesura.io_struct import (
     decode_reply,
     decode_request,
     encode,
+    encode_reply,
 )
 
 VALUES_OF_REQUIRED: dict[str, object] = {
@@ -245,5 +246,5 @@ def test_an_error_about_an_absurd_number_can_be_sent():
     error = CaesuraError(
         ErrorCode.OUT_OF_MEMORY, "no room", needed_bytes=1 << 80, shapes=[[1 << 64], {"n": -1}]
     )
-    reply = decode_reply(encode(error.to_reply("i")))
+    reply = decode_reply(encode_reply(error.to_reply("i")))
     assert reply.detail == {"needed_bytes": str(1 << 80), "shapes": [[str(1 << 64)], {"n": -1}]}

@@ -302,7 +302,7 @@ def _read_tensor(descriptor: int, file: _File, tensor: StoredTensor, bucket: Ten
 
 
 def _read_exactly(descriptor: int, file: _File, part: Tensor, offset: int, name: str) -> None:
-    # A file rewritten under us could be right in size and torn in content: compare before every read.
+    # A file rewritten under us could be right in size and torn in content: compare around every read.
     if _identity(descriptor) != file.identity:
         raise _error(file.path, "changed while it was being read")
     view = memoryview(part.numpy().data)
@@ -315,3 +315,5 @@ def _read_exactly(descriptor: int, file: _File, part: Tensor, offset: int, name:
         if count == 0:
             raise _error(file.path, f"ends within {name!r}: {done} of {len(view)} bytes were there")
         done += count
+    if _identity(descriptor) != file.identity:
+        raise _error(file.path, "changed while it was being read")

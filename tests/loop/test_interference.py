@@ -1,0 +1,129 @@
+"""Commands that meet in the middle: what waits, what expires and what is refused while weights are being written."""
+
+import os
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+from support.scripted import EngineDriver, assert_error
+
+from caesura.client.tensors import SharedTensors, as_frames, buckets, manifest
+from caesura.io_struct import (
+    BeginWeightUpdateReqInput,
+    EndWeightUpdateReqInput,
+    FlushCacheReqInput,
+    FlushCacheReqOutput,
+    InitWeightsUpdateGroupReqInput,
+    PauseGenerationReqInput,
+    UpdateWeightFromDiskReqInput,
+    UpdateWeightsFromIPCReqInput,
+    UpdateWeightsFromTensorReqInput,
+    WeightsCheckerReqInput,
+    encode,
+)
+from caesura.scheduler.weights.transports.ipc import KEPT
+
+
+@pytest.fixture
+def driver(tiny_model, monkeypatch):
+    monkeypatch.setattr("caesura.scheduler.dispatch.SLICE_S", 0.0)  # one piece per tick, as for a large model
+    with EngineDriver(str(tiny_model)) as driver:
+        yield driver
+
+
+def test_a_flush_that_waits_does_not_commit_half_an_update(driver, other_model):
+    """The update itself makes the engine idle, by aborting what was frozen; the flush still waits for its end."""
+    driver.generate(list(range(3, 23)), 50)
+    driver.tick(3)
+    driver.call(PauseGenerationReqInput(mode="in_place"))
+    flush = driver.send(FlushCacheReqInput(timeout_s=30.0))
+    driver.tick(2)
+    update = driver.send(
+        UpdateWeightFromDiskReqInput(
+            model_path=str(other_model), abort_all_requests=True, weight_version="new"
+        )
+    )
+    answered = []
+    for _ in range(200):
+        driver.tick()
+        answered += [each for each in (update, flush) if each in driver.replies and each not in answered]
+        if len(answered) == 2:
+            break
+    assert answered == [update, flush]
+    assert driver.replies[update].committed
+    assert isinstance(driver.replies[flush], FlushCacheReqOutput)
+    slots = driver.engine.scheduler._updates._model.weight_slots()
+    for name, tensor in load_file(other_model / "model.safetensors").items():
+        assert slots[name].read().equal(tensor), name
+
+
+def test_a_manifest_may_name_what_the_model_skips(driver, other_model):
+    """A tied model's state dict carries its head; the session must not wait for it."""
+    tensors = load_file(other_model / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    driver.call(BeginWeightUpdateReqInput(manifest=manifest(tensors.items())))
+    for part in buckets(tensors.items(), 20_000):
+        specs, frames = as_frames(part)
+        message = UpdateWeightsFromTensorReqInput(specs=specs)
+        driver.client("main").send_multipart([encode(message), *frames])
+        driver._inbox.await_one_more()
+        while message.id not in driver.replies:
+            driver.tick()
+    reply = driver.call(EndWeightUpdateReqInput())
+    assert (reply.committed, reply.skipped_tensors) == (True, 1)
+
+
+def test_an_answer_may_quote_what_is_no_text(driver, tmp_path, other_model):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_bytes((other_model / "config.json").read_bytes())
+    Path(os.fsdecode(bytes(folder) + b"/a\xff.safetensors")).write_bytes(b"bad")
+    error = assert_error(
+        driver.call(UpdateWeightFromDiskReqInput(model_path=str(folder))), "checkpoint_error"
+    )
+    assert "a\\udcff.safetensors" in error.message
+
+
+def test_a_session_that_expires_does_not_serve_scrambled_weights(driver, monkeypatch):
+    driver.call(BeginWeightUpdateReqInput(deadline_s=1000.0))
+    driver.generate([5, 6, 7], 50)
+    reset = driver.send(WeightsCheckerReqInput(action="reset_tensors"))
+    driver.tick(2)
+    launched = len(driver.runner.launches)
+    assert reset not in driver.replies
+    driver.engine.scheduler._updates.expire()
+    driver.tick(5)
+    assert len(driver.runner.launches) == launched
+    assert driver.status().weights == "poisoned"
+
+
+def test_refused_updates_do_not_gather_mappings(driver, other_model):
+    tensors = load_file(other_model / "model.safetensors")
+    wrong = {name: tensor[:1] for name, tensor in tensors.items()}
+    shared = [SharedTensors(wrong.items()) for _ in range(KEPT + 3)]
+    for each in shared:
+        message = UpdateWeightsFromIPCReqInput(handle=each.memory.handle, specs=each.specs)
+        assert_error(driver.call(message), "weight_mismatch")
+    assert len(driver.engine.scheduler._updates._maps) <= KEPT
+    for each in shared:
+        each.close()
+    driver.engine.scheduler._updates.collect()
+    assert not driver.engine.scheduler._updates.keeps_memory
+
+
+def test_a_command_that_waits_is_a_sign_of_life(driver, monkeypatch):
+    """Its owner is not silent; the lease that ran out meanwhile does not even wake the loop."""
+    now = [1000.0]
+    monkeypatch.setattr("caesura.scheduler.lifecycle.monotonic", lambda: now[0])
+    driver.call(PauseGenerationReqInput(mode="in_place", owner="trainer", lease_s=5.0))
+    driver.send(
+        InitWeightsUpdateGroupReqInput(
+            master_address="127.0.0.1", master_port=9, rank_offset=1, world_size=2, owner="trainer"
+        )
+    )
+    driver.tick(2)
+    assert driver.engine.dispatcher.is_busy
+    now[0] += 6.0
+    assert driver.engine.scheduler._timeout(None) > 0
+    driver.tick(3)
+    assert driver.status().generation == "paused"

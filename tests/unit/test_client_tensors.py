@@ -1,0 +1,147 @@
+"""The trainer's half of an update by itself: what is made when, and what is let go."""
+
+import gc
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from caesura.client import TimedOut
+from caesura.client.tensors import (
+    Await,
+    Run,
+    Send,
+    SharedBucket,
+    SharedBuckets,
+    SharedTensors,
+    ipc_steps,
+    steps,
+)
+from caesura.io_struct import (
+    BeginWeightUpdateReqInput,
+    CaesuraError,
+    EndWeightUpdateReqInput,
+    UpdateWeightsFromTensorReqInput,
+)
+
+TENSORS = [(f"w{number}", torch.full((16, 16), float(number))) for number in range(4)]
+BUCKET_BYTES = 1024
+"""Of one tensor."""
+
+
+def memories() -> int:
+    """How many shared memories this process has open, descriptors and mappings."""
+    gc.collect()
+    names = [os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.exists()]
+    maps = Path("/proc/self/maps").read_text()
+    return sum("caesura-weights" in name for name in names) + maps.count("caesura-weights")
+
+
+@pytest.mark.parametrize("dtype", [None, torch.complex64])
+def test_a_dtype_that_cannot_be_sent_is_refused_before_memory_is_made(monkeypatch, dtype):
+    monkeypatch.setattr(os, "memfd_create", None)
+    bad = torch.ones(4, dtype=torch.float32 if dtype else torch.complex64)
+    with pytest.raises(CaesuraError, match="'bad'") as caught:
+        SharedTensors([("bad", bad)], dtype=dtype)
+    assert caught.value.code == "invalid_request"
+
+
+def test_what_is_dropped_or_fails_leaves_no_memory_behind():
+    before = memories()
+    with pytest.raises(NotImplementedError):  # it has no values to copy
+        SharedTensors([("w", torch.ones(4, device="meta"))])
+    kept = SharedTensors(TENSORS)
+    bucket = SharedBucket(64)
+    assert memories() > before
+    del kept, bucket
+    assert memories() == before
+
+
+def test_a_closed_memory_is_closed_once():
+    bucket = SharedBucket(64)
+    bucket.close()
+    other = os.open("/dev/null", os.O_RDONLY)  # takes the descriptor's number
+    bucket.close()
+    del bucket
+    os.fstat(other)
+    os.close(other)
+
+
+def test_frames_are_made_one_bucket_at_a_time(monkeypatch):
+    """Of weights on a device each is a copy on the host."""
+    made = []
+    real = steps.as_frames
+    monkeypatch.setattr(steps, "as_frames", lambda part: made.append(part) or real(part))
+    update = steps.tensor_steps(TENSORS, {}, bucket_bytes=BUCKET_BYTES, in_session=False)
+    seen, wanted = [], next(update)
+    while True:
+        if isinstance(wanted, Send):
+            seen.append((type(wanted.request), len(made)))
+        try:
+            wanted = update.send("answer")
+        except StopIteration:
+            break
+    updates = [(UpdateWeightsFromTensorReqInput, number) for number in (1, 2, 3, 4)]
+    assert seen == [(BeginWeightUpdateReqInput, 0), *updates, (EndWeightUpdateReqInput, 4)]
+
+
+class Ticket:
+    """An answer that does not come until it is told to."""
+
+    def __init__(self) -> None:
+        self.callbacks: list = []
+
+    def done(self) -> bool:
+        return False
+
+    def add_done_callback(self, callback) -> None:
+        self.callbacks.append(callback)
+
+
+def start(shared: SharedBuckets):
+    """An update through ``shared`` in a session of another's, up to where it waits for its first answer."""
+    update = ipc_steps(TENSORS, {}, bucket_bytes=BUCKET_BYTES, in_session=True, shared=shared)
+    tickets, memory, wanted = [], None, next(update)
+    while not isinstance(wanted, Await):
+        if isinstance(wanted, Run):
+            wanted = update.send(wanted.work())
+        else:
+            memory = wanted.request.handle
+            tickets.append(Ticket())
+            wanted = update.send(tickets[-1])
+    return update, tickets, memory
+
+
+@pytest.mark.parametrize("error", [TimedOut("late"), KeyboardInterrupt(), None])
+def test_memory_lives_until_the_engine_has_answered_and_is_not_used_again(error):
+    """Also where the update is interrupted, or its generator closed."""
+    before, shared = memories(), SharedBuckets()
+    update, tickets, handle = start(shared)
+    assert len(tickets) == 2
+    if error is None:
+        update.close()
+    else:
+        with pytest.raises(type(error)):
+            update.throw(error)
+        error.__traceback__ = None
+    del update
+    gc.collect()
+    assert os.stat(f"/proc/self/fd/{handle.fd}").st_ino == handle.inode
+    _, others, other = start(shared)
+    assert other.inode != handle.inode
+    tickets.clear()
+    others.clear()
+    del _
+    shared.close()
+    assert memories() == before
+
+
+def test_updates_at_once_have_a_memory_each():
+    shared = SharedBuckets()
+    _first, _, one = start(shared)
+    _second, _, two = start(shared)
+    assert one.inode != two.inode
+    bucket = shared.take(64)
+    shared.give_back(bucket)
+    assert shared.take(64) is bucket
