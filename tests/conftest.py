@@ -1,5 +1,6 @@
 """Fixtures shared by all tests."""
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,8 @@ import torch
 from support.checkpoints import make_checkpoint
 
 torch.set_num_threads(1)  # tests, engines and trainers share two cores
+# Started in the background of a shell, this process would ignore Ctrl-C, and with it every process that it starts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
