@@ -18,7 +18,8 @@ class BeginWeightUpdateReqInput(ControlRequest, kw_only=True):
     """Open an explicit session; what follows is committed together by ``end``."""
 
     manifest: list[TensorSpec] | None = None
-    """All tensors that will come, checked at once and required by ``end``. None: each call is checked on its own."""
+    """All tensors of the checkpoint: checked at once, nothing may be missing, and required by ``end``. None: each call is
+    checked on its own, and a part of the checkpoint will do."""
     deadline_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
     """Abort the session after this long. None: the engine's default."""
 

@@ -146,7 +146,7 @@ class WeightUpdates:
             )
         manifest = None
         if request.manifest is not None:
-            self._loader.check(request.manifest, complete=not self._lifecycle.serviceable)
+            self._loader.check(request.manifest, complete=True)
             names = (spec.name for spec in request.manifest)
             manifest = frozenset(name for name in names if not self._model.is_skipped(name))
         self._session = self._open("explicit", request.deadline_s, manifest)

@@ -118,21 +118,7 @@ class WeightUpdateGroup:
             )
         except RuntimeError as error:
             raise GroupError(f"cannot serve on {master_address}:{master_port}: {error}") from error
-        tickets = [
-            client.start(
-                InitWeightsUpdateGroupReqInput(
-                    master_address=master_address,
-                    master_port=store.port,
-                    rank_offset=rank,
-                    world_size=size,
-                    group_name=group_name,
-                    backend=backend,
-                    timeout_s=timeout_s,
-                ),
-                InitWeightsUpdateGroupReqOutput,
-            )
-            for rank, client in enumerate(clients, start=1)
-        ]
+        tickets = _invite(clients, master_address, store.port, group_name, backend, timeout_s)
         joining = _beside(partial(_join, store, group_name, backend, size, limit))
         done, late = wait([*tickets, joining], timeout_s + _GRACE_S, return_when=FIRST_EXCEPTION)
         try:
@@ -371,6 +357,27 @@ def _whole(tensors: list[Named], bucket_bytes: int) -> Iterator[list[Named]]:
         size += tensor.nbytes
     if part:
         yield part
+
+
+def _invite(
+    clients: "Sequence[ControlClient]", address: str, port: int, name: str, backend: Backend, timeout_s: float
+) -> list[Future[Any]]:
+    """Have every engine join, in the order of ranks from 1; their answers are to come."""
+    return [
+        client.start(
+            InitWeightsUpdateGroupReqInput(
+                master_address=address,
+                master_port=port,
+                rank_offset=rank,
+                world_size=1 + len(clients),
+                group_name=name,
+                backend=backend,
+                timeout_s=timeout_s,
+            ),
+            InitWeightsUpdateGroupReqOutput,
+        )
+        for rank, client in enumerate(clients, start=1)
+    ]
 
 
 def _join(store: Any, name: str, backend: Backend, size: int, limit: timedelta) -> Any:

@@ -32,7 +32,7 @@ from ...io_struct import (
     UpdateWeightsFromTensorReqInput,
     WeightUpdateReqOutput,
 )
-from ..exceptions import NoSession, is_answer
+from ..exceptions import NoSession, WeightMismatch, is_answer
 from .buckets import Bucket, NamedTensors, as_frames, buckets, manifest
 from .cuda_ipc import common_cuda_device
 from .shared import SharedBuckets, SharedTensors
@@ -147,7 +147,7 @@ def in_one_session(
         return (yield from exchanges)
     begun = False
     try:
-        yield from call(BeginWeightUpdateReqInput(manifest=manifest(tensors)))
+        yield from _begin(tensors)
         begun = True
         yield from exchanges
         final: WeightUpdateReqOutput = yield from call(
@@ -160,6 +160,16 @@ def in_one_session(
             yield from _abort(error)
         raise
     return final
+
+
+def _begin(tensors: list[tuple[str, Any]]) -> Generator[Send | Await, Any, None]:
+    """Have everything checked before the first byte. A subset is no manifest, but fits if nothing else was wrong with it."""
+    try:
+        yield from call(BeginWeightUpdateReqInput(manifest=manifest(tensors)))
+    except WeightMismatch as error:
+        if error.detail.get("unexpected") or error.detail.get("mismatched"):
+            raise
+        yield from call(BeginWeightUpdateReqInput())
 
 
 def _abort(error: BaseException) -> Generator[Send | Await, Any, None]:

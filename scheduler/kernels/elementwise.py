@@ -121,25 +121,7 @@ def rope_store(
     tokens, heads, size = qkv.shape
     kv_heads = (heads - num_heads) // 2
     q_weight, k_weight, eps = norm or (None, None, 0.0)
-    weights = [weight for weight in (q_weight, k_weight) if weight is not None]
-    if not (
-        _readable(qkv.dtype, qkv, cos, sin, keys, values, out, *weights)
-        and heads == num_heads + 2 * kv_heads
-        and size % 2 == 0
-        and qkv.stride(1) == out.stride(1) == size
-        and out.shape == (tokens, num_heads, size)
-        and cos.shape == sin.shape == (tokens, 1, size // 2)
-        and cos.stride(0) == sin.stride(0)
-        and keys.shape[1:] == values.shape[1:] == (kv_heads, PAGE_SIZE, size)
-        and keys.is_contiguous()
-        and values.is_contiguous()
-        and all(weight.shape == (size,) for weight in weights)
-        and kv_slots.dtype == torch.int64
-        and kv_slots.shape == (tokens,)
-        and kv_slots.is_contiguous()
-    ):
-        described = _describe(qkv, cos, sin, kv_slots, keys, values, out, *weights)
-        raise ValueError(f"no rotation of {num_heads} heads: {described}")
+    _check_rotation(qkv, num_heads, cos, sin, kv_slots, keys, values, out, norm)
     _ROPE_STORE[qkv.dtype](
         qkv.data_ptr(),
         qkv.stride(0),
@@ -161,6 +143,41 @@ def rope_store(
         native.num_threads(),
     )
     return out
+
+
+def _check_rotation(
+    qkv: Tensor,
+    num_heads: int,
+    cos: Tensor,
+    sin: Tensor,
+    kv_slots: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    out: Tensor,
+    norm: tuple[Tensor, Tensor, float] | None,
+) -> None:
+    """Raise ValueError for whatever the kernel would read or write wrongly."""
+    tokens, heads, size = qkv.shape
+    kv_heads = (heads - num_heads) // 2
+    weights = [] if norm is None else [norm[0], norm[1]]
+    if not (
+        _readable(qkv.dtype, qkv, cos, sin, keys, values, out, *weights)
+        and heads == num_heads + 2 * kv_heads
+        and size % 2 == 0
+        and qkv.stride(1) == out.stride(1) == size
+        and out.shape == (tokens, num_heads, size)
+        and cos.shape == sin.shape == (tokens, 1, size // 2)
+        and cos.stride(0) == sin.stride(0)
+        and keys.shape[1:] == values.shape[1:] == (kv_heads, PAGE_SIZE, size)
+        and keys.is_contiguous()
+        and values.is_contiguous()
+        and all(weight.shape == (size,) for weight in weights)
+        and kv_slots.dtype == torch.int64
+        and kv_slots.shape == (tokens,)
+        and kv_slots.is_contiguous()
+    ):
+        described = _describe(qkv, cos, sin, kv_slots, keys, values, out, *weights)
+        raise ValueError(f"no rotation of {num_heads} heads: {described}")
 
 
 def _readable(dtype: torch.dtype, *tensors: Tensor) -> bool:

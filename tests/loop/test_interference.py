@@ -127,3 +127,15 @@ def test_a_command_that_waits_is_a_sign_of_life(driver, monkeypatch):
     assert driver.engine.scheduler._timeout(None) > 0
     driver.tick(3)
     assert driver.status().generation == "paused"
+
+
+def test_a_manifest_must_be_whole(driver, other_model):
+    """A trainer that forgets a tensor hears so before the first byte, not from what the model says later."""
+    tensors = load_file(other_model / "model.safetensors")
+    forgotten = sorted(tensors)[3]
+    del tensors[forgotten]
+    error = assert_error(
+        driver.call(BeginWeightUpdateReqInput(manifest=manifest(tensors.items()))), "weight_mismatch"
+    )
+    assert error.detail["missing"] == [forgotten]
+    assert driver.status().session is None
