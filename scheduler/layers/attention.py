@@ -3,13 +3,12 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from ..forward import AttentionBackend
 from .linear import Linear, QKVLinear
 from .norm import RMSNorm, normalize
-from .parameters import Parameter, WeightSlot
+from .parameters import Parameter, Placement, WeightSlot
 from .rotary import rotate
 
 
@@ -37,8 +36,7 @@ class Attention:
         layer: int,
         shape: AttentionShape,
         *,
-        dtype: torch.dtype,
-        device: torch.device,
+        place: Placement,
     ) -> None:
         """``prefix`` is the checkpoint's module (``model.layers.0.self_attn``)."""
         self._layer = layer
@@ -51,8 +49,7 @@ class Attention:
             num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
             bias=shape.qkv_bias,
-            dtype=dtype,
-            device=device,
+            place=place,
         )
         q_size = shape.num_heads * shape.head_dim
         self._o = Linear(
@@ -60,8 +57,7 @@ class Attention:
             q_size,
             {f"{prefix}.o_proj": shape.hidden_size},
             bias=shape.o_bias,
-            dtype=dtype,
-            device=device,
+            place=place,
         )
         self._qk_norms: tuple[RMSNorm, RMSNorm] | None = None
         if shape.qk_norm_eps is not None:
@@ -71,16 +67,14 @@ class Attention:
                     f"{prefix}.q_norm",
                     shape.head_dim,
                     shape.qk_norm_eps,
-                    dtype=dtype,
-                    device=device,
+                    place=place,
                 ),
                 RMSNorm(
                     f"{name}.k_norm",
                     f"{prefix}.k_norm",
                     shape.head_dim,
                     shape.qk_norm_eps,
-                    dtype=dtype,
-                    device=device,
+                    place=place,
                 ),
             )
 

@@ -5,11 +5,10 @@ Invariant: a tied head is the same storage with one owner, this class; an update
 
 from collections.abc import Iterator
 
-import torch
 from torch import Tensor
 
 from .matrix import Matrix
-from .parameters import Parameter, WeightSlot
+from .parameters import Parameter, Placement, WeightSlot
 
 
 class Embedding:
@@ -23,12 +22,11 @@ class Embedding:
         hidden_size: int,
         *,
         tied: bool,
-        dtype: torch.dtype,
-        device: torch.device,
+        place: Placement,
     ) -> None:
         """``tied``: it is the output head, too."""
         self._checkpoint = checkpoint
-        self._weight = Matrix(f"{name}.weight", vocab_size, hidden_size, dtype, device, packed=tied)
+        self._weight = Matrix(f"{name}.weight", vocab_size, hidden_size, place, packed=tied)
 
     def forward(self, ids: Tensor) -> Tensor:
         """int64 [T] to [T, hidden]: fresh memory, which the caller may overwrite."""

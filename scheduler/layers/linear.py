@@ -8,11 +8,10 @@ Invariants:
 
 from collections.abc import Iterator, Mapping
 
-import torch
 from torch import Tensor
 
 from .matrix import Matrix
-from .parameters import Parameter, WeightSlot
+from .parameters import Parameter, Placement, WeightSlot
 
 
 class Linear:
@@ -25,8 +24,7 @@ class Linear:
         parts: Mapping[str, int],
         *,
         bias: bool = False,
-        dtype: torch.dtype,
-        device: torch.device,
+        place: Placement,
     ) -> None:
         """
         Args:
@@ -36,8 +34,10 @@ class Linear:
         self.in_features = in_features
         self.out_features = sum(parts.values())
         self._parts = dict(parts)
-        self._weight = Matrix(f"{name}.weight", self.out_features, in_features, dtype, device)
-        self._bias = Parameter(f"{name}.bias", (self.out_features,), dtype, device) if bias else None
+        self._weight = Matrix(f"{name}.weight", self.out_features, in_features, place)
+        self._bias = (
+            Parameter(f"{name}.bias", (self.out_features,), place.dtype, place.device) if bias else None
+        )
 
     def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """[T, in] to [T, out]; into ``out`` where given (preallocated, contiguous, same dtype)."""
@@ -76,8 +76,7 @@ class QKVLinear(Linear):
         num_kv_heads: int,
         head_dim: int,
         bias: bool,
-        dtype: torch.dtype,
-        device: torch.device,
+        place: Placement,
     ) -> None:
         """``prefix`` is the checkpoint's attention module, which holds ``q_proj``, ``k_proj`` and ``v_proj``."""
         kv_size = num_kv_heads * head_dim
@@ -86,7 +85,7 @@ class QKVLinear(Linear):
             f"{prefix}.k_proj": kv_size,
             f"{prefix}.v_proj": kv_size,
         }
-        super().__init__(name, in_features, parts, bias=bias, dtype=dtype, device=device)
+        super().__init__(name, in_features, parts, bias=bias, place=place)
 
 
 class MergedLinear(Linear):
@@ -99,10 +98,9 @@ class MergedLinear(Linear):
         in_features: int,
         part_features: int,
         *,
-        dtype: torch.dtype,
-        device: torch.device,
+        place: Placement,
     ) -> None:
-        super().__init__(name, in_features, dict.fromkeys(parts, part_features), dtype=dtype, device=device)
+        super().__init__(name, in_features, dict.fromkeys(parts, part_features), place=place)
         self.part_features = part_features
 
     def split(self, y: Tensor) -> tuple[Tensor, ...]:

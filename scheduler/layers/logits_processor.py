@@ -9,6 +9,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from .parameters import Placement
+
 
 class LogitsProcessor:
     """Applies the output head to the sampled tokens."""
@@ -18,12 +20,11 @@ class LogitsProcessor:
         project: Callable[[Tensor, Tensor], Tensor],
         vocab_size: int,
         *,
-        dtype: torch.dtype,
-        device: torch.device,
+        place: Placement,
     ) -> None:
         """``project(hidden, out)`` writes the head's product to ``out`` and returns it."""
         self._project = project
-        self._workspace = torch.empty((0, vocab_size), dtype=dtype, device=device)
+        self._workspace = torch.empty((0, vocab_size), dtype=place.dtype, device=place.device)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[S, hidden] to logits [S, vocab] in the model's dtype, valid until the next call."""

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from ..kernels import TORCH, best
 from ..kernels import linear as kernel
-from .parameters import Parameter, WeightSlot
+from .parameters import Parameter, Placement, WeightSlot
 
 
 class PackedSlot(WeightSlot):
@@ -52,14 +52,14 @@ class Matrix:
         name: str,
         out_features: int,
         in_features: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        place: Placement,
         *,
         packed: bool = True,
     ) -> None:
         """``packed=False``: rows are gathered only, which a plain layout does faster."""
         self._shape = (out_features, in_features)
         self._product: kernel.Product | None = None
+        dtype, device = place.dtype, place.device
         if packed and best("linear", device, dtype) != TORCH and kernel.packable(in_features, dtype):
             self.parameter = Parameter(name, kernel.storage_shape(*self._shape, dtype), dtype, device)
             self._product = kernel.Product(self.parameter.data, out_features, in_features)

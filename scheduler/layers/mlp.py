@@ -2,13 +2,12 @@
 
 from collections.abc import Iterator
 
-import torch
 from torch import Tensor
 from torch.nn import functional
 
 from ..kernels import TORCH, best, elementwise
 from .linear import Linear, MergedLinear
-from .parameters import Parameter, WeightSlot
+from .parameters import Parameter, Placement, WeightSlot
 
 
 class GatedMLP:
@@ -21,21 +20,17 @@ class GatedMLP:
         hidden_size: int,
         intermediate_size: int,
         *,
-        dtype: torch.dtype,
-        device: torch.device,
+        place: Placement,
     ) -> None:
         """``prefix`` is the checkpoint's module, which holds ``gate_proj``, ``up_proj`` and ``down_proj``."""
-        self._compiled = best("elementwise", device, dtype) != TORCH
+        self._compiled = best("elementwise", place.device, place.dtype) != TORCH
         gate_up = (f"{prefix}.gate_proj", f"{prefix}.up_proj")
-        self._gate_up = MergedLinear(
-            f"{name}.gate_up", gate_up, hidden_size, intermediate_size, dtype=dtype, device=device
-        )
+        self._gate_up = MergedLinear(f"{name}.gate_up", gate_up, hidden_size, intermediate_size, place=place)
         self._down = Linear(
             f"{name}.down",
             intermediate_size,
             {f"{prefix}.down_proj": hidden_size},
-            dtype=dtype,
-            device=device,
+            place=place,
         )
 
     def forward(self, x: Tensor) -> Tensor:

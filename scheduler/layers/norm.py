@@ -6,12 +6,11 @@ weight. The order matters in bf16: it is the one that checkpoints were trained w
 
 from collections.abc import Iterator
 
-import torch
 from torch import Tensor
 from torch.nn import functional
 
 from ..kernels import TORCH, best, elementwise
-from .parameters import Parameter, WeightSlot
+from .parameters import Parameter, Placement, WeightSlot
 
 
 def normalize(x: Tensor, eps: float) -> Tensor:
@@ -22,13 +21,11 @@ def normalize(x: Tensor, eps: float) -> Tensor:
 class RMSNorm:
     """Normalisation over the last dimension, with a weight."""
 
-    def __init__(
-        self, name: str, checkpoint: str, size: int, eps: float, *, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, name: str, checkpoint: str, size: int, eps: float, *, place: Placement) -> None:
         self.eps = eps
         self._checkpoint = checkpoint
-        self._compiled = best("elementwise", device, dtype) != TORCH
-        self._weight = Parameter(f"{name}.weight", (size,), dtype, device)
+        self._compiled = best("elementwise", place.device, place.dtype) != TORCH
+        self._weight = Parameter(f"{name}.weight", (size,), place.dtype, place.device)
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, size], same shape and dtype out, in fresh memory."""

@@ -11,7 +11,8 @@ Invariants:
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -25,6 +26,15 @@ _PROBE_ELEMENTS = 1024
 _COMPARE_ELEMENTS = 1 << 20  # bounds the transient of a cast comparison to a few megabytes
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a model's weights live and what they are computed with; every layer passes it on to its parts."""
+
+    dtype: torch.dtype
+    """Of weights and activations."""
+    device: torch.device
 
 
 class WeightSlot(ABC):
@@ -129,4 +139,17 @@ class Layer(Protocol):
 
     def parameters(self) -> Iterator[Parameter]:
         """Every parameter that this layer owns, each once."""
+        ...
+
+
+@runtime_checkable
+class DerivingLayer(Layer, Protocol):
+    """A layer that computes with tensors which follow from several of its parameters."""
+
+    def finalize(self) -> None:
+        """Derive them from the parameters as they are now, into the storage that :meth:`derived` names; once, at commit."""
+        ...
+
+    def derived(self) -> Iterator[tuple[str, Tensor]]:
+        """Every derived tensor by engine name; preallocated, the same storage for ever."""
         ...

@@ -17,6 +17,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from .parameters import Placement
+
 _BLOCK = 1024
 """Positions that the table grows by."""
 
@@ -62,13 +64,11 @@ def _llama3(frequencies: Tensor, rope: RopeParameters) -> Tensor:
 class RotaryEmbedding:
     """Cosines and sines of a step's positions."""
 
-    def __init__(
-        self, rope: RopeParameters, head_dim: int, *, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self._inverse_frequencies = inverse_frequencies(rope, head_dim).to(device)
-        self._dtype = dtype
+    def __init__(self, rope: RopeParameters, head_dim: int, *, place: Placement) -> None:
+        self._inverse_frequencies = inverse_frequencies(rope, head_dim).to(place.device)
+        self._dtype = place.dtype
         self._table: tuple[Tensor, Tensor] | None = None
-        if device.type == "cpu":
+        if place.device.type == "cpu":
             self._table = self._compute(torch.arange(_BLOCK))
 
     def forward(self, positions: Tensor, longest: int) -> tuple[Tensor, Tensor]:

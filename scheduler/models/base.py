@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..forward import AttentionBackend, ForwardBatch
 from ..layers.parameters import WeightSlot
+from ..layers.routed_experts import RoutedExperts
 from .config import ModelConfig
 
 
@@ -14,6 +15,8 @@ class CausalLM(Protocol):
     """A causal language model over paged KV. Its parameters are allocated, and hold nothing, until it is loaded."""
 
     config: ModelConfig
+    routing: RoutedExperts | None
+    """Which experts the last forward chose. None: a model without experts."""
 
     def forward(self, batch: ForwardBatch, backend: AttentionBackend) -> Tensor:
         """Hidden states of the step's S sampled tokens, [S, hidden], after the final norm.

@@ -9,7 +9,6 @@ Invariants:
 """
 
 import stat
-import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +18,7 @@ import torch
 
 from ...io_struct import CaesuraError, ErrorCode
 from ..layers.rotary import RopeParameters
+from .config_reader import ConfigReader, checkpoint_error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +72,11 @@ class ModelConfig:
     dtype: torch.dtype
     """What the checkpoint was saved in; float32 where it does not say."""
 
+    @property
+    def rotary_dim(self) -> int:
+        """Elements of a head that are rotated."""
+        return self.head_dim
+
 
 def load_model_config(path: str | Path) -> ModelConfig:
     """Read the config.json (and generation_config.json, if any) in folder ``path``.
@@ -101,7 +106,7 @@ def parse_model_config(
             fields=unsupported,
         )
     family = FAMILIES[architecture]
-    reader = _Reader(config, source)
+    reader = ConfigReader(config, source)
     num_heads = reader.count("num_attention_heads")
     hidden_size = reader.count("hidden_size")
     bias = family.attention_bias
@@ -139,19 +144,15 @@ def config_difference(a: ModelConfig, b: ModelConfig) -> list[str]:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         if not stat.S_ISREG(path.stat().st_mode):  # reading a FIFO would never end
-            raise _checkpoint_error(path, "is not a regular file")
+            raise checkpoint_error(path, "is not a regular file")
         data = path.read_bytes()
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise _checkpoint_error(path, f"cannot be read: {reason}") from error
+        raise checkpoint_error(path, f"cannot be read: {reason}") from error
     try:
         return msgspec.json.decode(data, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise _checkpoint_error(path, f"is not a JSON object: {error}") from error
-
-
-def _checkpoint_error(path: str | Path, reason: str) -> CaesuraError:
-    return CaesuraError(ErrorCode.CHECKPOINT_ERROR, f"{path} {reason}", path=str(path), reason=reason)
+        raise checkpoint_error(path, f"is not a JSON object: {error}") from error
 
 
 def _architecture(config: dict[str, Any]) -> str:
@@ -223,7 +224,7 @@ def _rope_source(config: dict[str, Any]) -> str:
     return "rope_parameters" if config.get("rope_parameters") is not None else "rope_scaling"
 
 
-def _rope(config: dict[str, Any], reader: "_Reader") -> RopeParameters:
+def _rope(config: dict[str, Any], reader: ConfigReader) -> RopeParameters:
     parameters: dict[str, Any] = config.get(_rope_source(config)) or {}
     theta_from = parameters if parameters.get("rope_theta") is not None else config
     theta = reader.positive(theta_from, "rope_theta", 10_000.0)
@@ -250,7 +251,7 @@ def _dtype_name(config: dict[str, Any]) -> str:
     return str(name).removeprefix("torch.")
 
 
-def _eos(reader: "_Reader", *configs: dict[str, Any]) -> tuple[int, ...]:
+def _eos(reader: ConfigReader, *configs: dict[str, Any]) -> tuple[int, ...]:
     ids: dict[int, None] = {}
     for config in configs:
         value = config.get("eos_token_id")
@@ -261,41 +262,3 @@ def _eos(reader: "_Reader", *configs: dict[str, Any]) -> tuple[int, ...]:
                 raise reader.invalid("eos_token_id", f"= {token!r} is not a token id")
             ids[token] = None
     return tuple(ids)
-
-
-class _Reader:
-    """Typed access to one config; an invalid value is a CHECKPOINT_ERROR that names it."""
-
-    def __init__(self, config: dict[str, Any], source: str) -> None:
-        self._config = config
-        self._source = source
-
-    def count(self, name: str, default: int | None = None) -> int:
-        """A positive integer; absent or null gives ``default``, or an error without one."""
-        value = self._config.get(name)
-        if value is None:
-            value = default
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise self.invalid(name, f"= {value!r} is not a positive integer")
-        return value
-
-    def count_or(self, name: str, absent: int | None, null: int) -> int:
-        """A positive integer; ``absent`` (None: as null) where the config lacks it, ``null`` where it says null."""
-        return self.count(name, null if name in self._config or absent is None else absent)
-
-    def positive(self, where: dict[str, Any], name: str, default: float | None = None) -> float:
-        """A positive finite number in ``where``."""
-        value = where.get(name)
-        if value is None:
-            value = default
-        if (
-            not isinstance(value, int | float)
-            or isinstance(value, bool)
-            or not 0 < value <= sys.float_info.max
-        ):
-            raise self.invalid(name, f"= {value!r} is not a positive number")
-        return float(value)
-
-    def invalid(self, field: str, reason: str) -> CaesuraError:
-        """The error for ``field``."""
-        return _checkpoint_error(self._source, f"is not valid: {field} {reason}")

@@ -8,9 +8,9 @@ Invariants:
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from ..forward import AttentionBackend, ForwardBatch
@@ -20,40 +20,51 @@ from ..layers.linear import Linear
 from ..layers.logits_processor import LogitsProcessor
 from ..layers.mlp import GatedMLP
 from ..layers.norm import RMSNorm
-from ..layers.parameters import Layer, Parameter, WeightSlot
+from ..layers.parameters import DerivingLayer, Layer, Parameter, Placement, WeightSlot
 from ..layers.rotary import RotaryEmbedding
+from ..layers.routed_experts import RoutedExperts
 from .config import ModelConfig
 
 _ROTARY_BUFFER = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 """Old checkpoints carry it; it follows from the config."""
 
 
+class AttentionBlock(Layer, Protocol):
+    """A layer's attention: projections around what the backend does."""
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, backend: AttentionBackend) -> Tensor:
+        """[T, hidden] to [T, hidden]; ``cos`` and ``sin`` are [T, 1, rotated size / 2]."""
+        ...
+
+
+class FeedForward(Layer, Protocol):
+    """A layer's feed-forward block, dense or of experts."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, hidden] to [T, hidden], in fresh memory."""
+        ...
+
+
 class DecoderLayer:
-    """Pre-norm attention and MLP around one residual stream."""
+    """Pre-norm attention and feed-forward around one residual stream."""
 
     def __init__(
         self,
         layer: int,
         config: ModelConfig,
-        shape: AttentionShape,
+        attention: AttentionBlock,
+        mlp: FeedForward,
         *,
-        dtype: torch.dtype,
-        device: torch.device,
+        place: Placement,
     ) -> None:
         name, prefix = f"layers.{layer}", f"model.layers.{layer}"
         hidden, eps = config.hidden_size, config.rms_norm_eps
-        self.input_norm = RMSNorm(
-            f"{name}.input_norm", f"{prefix}.input_layernorm", hidden, eps, dtype=dtype, device=device
-        )
-        self.attention = Attention(
-            f"{name}.attention", f"{prefix}.self_attn", layer, shape, dtype=dtype, device=device
-        )
+        self.input_norm = RMSNorm(f"{name}.input_norm", f"{prefix}.input_layernorm", hidden, eps, place=place)
+        self.attention = attention
         self.mlp_norm = RMSNorm(
-            f"{name}.mlp_norm", f"{prefix}.post_attention_layernorm", hidden, eps, dtype=dtype, device=device
+            f"{name}.mlp_norm", f"{prefix}.post_attention_layernorm", hidden, eps, place=place
         )
-        self.mlp = GatedMLP(
-            f"{name}.mlp", f"{prefix}.mlp", hidden, config.intermediate_size, dtype=dtype, device=device
-        )
+        self.mlp = mlp
 
     def forward(
         self,
@@ -73,28 +84,39 @@ class DecoderLayer:
 
 
 class DecoderForCausalLM:
-    """A dense decoder-only language model; see :class:`~.base.CausalLM` for the contract."""
+    """A decoder-only language model; see :class:`~.base.CausalLM` for the contract."""
 
     def __init__(
-        self, config: ModelConfig, attention: AttentionShape, *, dtype: torch.dtype, device: torch.device
+        self,
+        config: ModelConfig,
+        attention: Sequence[AttentionBlock],
+        mlp: Sequence[FeedForward],
+        *,
+        place: Placement,
+        routing: RoutedExperts | None = None,
     ) -> None:
+        """
+        Args:
+            attention, mlp: the blocks, one per layer.
+            routing: where the ``mlp`` that have experts record which ones they chose. None: there are none.
+        """
         self.config = config
+        self.routing = routing
         vocab, hidden = config.vocab_size, config.hidden_size
-        self._embed = Embedding(
-            "embed", "model.embed_tokens", vocab, hidden,
-            tied=config.tie_word_embeddings, dtype=dtype, device=device,
-        )  # fmt: skip
+        tied = config.tie_word_embeddings
+        self._embed = Embedding("embed", "model.embed_tokens", vocab, hidden, tied=tied, place=place)
         self._layers = [
-            DecoderLayer(i, config, attention, dtype=dtype, device=device) for i in range(config.num_layers)
+            DecoderLayer(i, config, *blocks, place=place)
+            for i, blocks in enumerate(zip(attention, mlp, strict=True))
         ]
-        self._norm = RMSNorm("norm", "model.norm", hidden, config.rms_norm_eps, dtype=dtype, device=device)
+        self._norm = RMSNorm("norm", "model.norm", hidden, config.rms_norm_eps, place=place)
         self._head: Linear | None = None
         project = self._embed.project
-        if not config.tie_word_embeddings:
-            self._head = Linear("lm_head", hidden, {"lm_head": vocab}, dtype=dtype, device=device)
+        if not tied:
+            self._head = Linear("lm_head", hidden, {"lm_head": vocab}, place=place)
             project = self._head.forward
-        self._rotary = RotaryEmbedding(config.rope, config.head_dim, dtype=dtype, device=device)
-        self._logits = LogitsProcessor(project, vocab, dtype=dtype, device=device)
+        self._rotary = RotaryEmbedding(config.rope, config.rotary_dim, place=place)
+        self._logits = LogitsProcessor(project, vocab, place=place)
 
     def forward(self, batch: ForwardBatch, backend: AttentionBackend) -> Tensor:
         """Hidden states of the sampled tokens, [S, hidden], after the final norm."""
@@ -129,12 +151,18 @@ class DecoderForCausalLM:
         return _ROTARY_BUFFER.fullmatch(name) is not None
 
     def finalize_weights(self) -> None:
-        """Nothing: no tensor of a dense model depends on several parameters."""
+        """Have each layer derive what follows from several of its parameters."""
+        for layer in self._owners():
+            if isinstance(layer, DerivingLayer):
+                layer.finalize()
 
     def named_storage(self) -> Iterator[tuple[str, Tensor]]:
-        """Parameters by engine name, each once."""
+        """Parameters and derived tensors by engine name, each once."""
         for parameter in self._parameters():
             yield parameter.name, parameter.data
+        for layer in self._owners():
+            if isinstance(layer, DerivingLayer):
+                yield from layer.derived()
 
     def _parameters(self) -> Iterator[Parameter]:
         for layer in self._owners():
@@ -147,6 +175,28 @@ class DecoderForCausalLM:
         yield self._norm
         if self._head is not None:
             yield self._head
+
+
+def dense_attention(config: ModelConfig, shape: AttentionShape, place: Placement) -> list[Attention]:
+    """Ordinary (grouped-query) attention for every layer."""
+    return [
+        Attention(f"layers.{i}.attention", f"model.layers.{i}.self_attn", i, shape, place=place)
+        for i in range(config.num_layers)
+    ]
+
+
+def dense_mlp(config: ModelConfig, place: Placement) -> list[GatedMLP]:
+    """The gated block for every layer."""
+    return [
+        GatedMLP(
+            f"layers.{i}.mlp",
+            f"model.layers.{i}.mlp",
+            config.hidden_size,
+            config.intermediate_size,
+            place=place,
+        )
+        for i in range(config.num_layers)
+    ]
 
 
 def attention_shape(

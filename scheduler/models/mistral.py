@@ -1,14 +1,14 @@
 """Mistral (Jiang et al., 2023, arXiv:2310.06825), without its sliding window."""
 
-import torch
-
+from ..layers.parameters import Placement
 from .config import ModelConfig
-from .decoder import DecoderForCausalLM, attention_shape
+from .decoder import DecoderForCausalLM, attention_shape, dense_attention, dense_mlp
 
 
 class MistralForCausalLM(DecoderForCausalLM):
     """The plain skeleton: no biases, no head norms."""
 
-    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: ModelConfig, *, place: Placement) -> None:
         shape = attention_shape(config)
-        super().__init__(config, shape, dtype=dtype, device=device)
+        attention = dense_attention(config, shape, place)
+        super().__init__(config, attention, dense_mlp(config, place), place=place)

@@ -1,16 +1,16 @@
 """Qwen3 (Yang et al., 2025, arXiv:2505.09388)."""
 
-import torch
-
+from ..layers.parameters import Placement
 from .config import ModelConfig
-from .decoder import DecoderForCausalLM, attention_shape
+from .decoder import DecoderForCausalLM, attention_shape, dense_attention, dense_mlp
 
 
 class Qwen3ForCausalLM(DecoderForCausalLM):
     """Queries and keys are RMS-normalised per head before they are rotated."""
 
-    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: ModelConfig, *, place: Placement) -> None:
         shape = attention_shape(
             config, qkv_bias=config.attention_bias, o_bias=config.attention_bias, qk_norm=True
         )
-        super().__init__(config, shape, dtype=dtype, device=device)
+        attention = dense_attention(config, shape, place)
+        super().__init__(config, attention, dense_mlp(config, place), place=place)

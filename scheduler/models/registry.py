@@ -5,6 +5,7 @@ from typing import cast
 
 import torch
 
+from ..layers.parameters import Placement
 from .base import CausalLM
 from .config import ModelConfig
 
@@ -20,4 +21,4 @@ MODULES = {
 def build_model(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> CausalLM:
     """Allocate a model of this config; its weights hold nothing until they are loaded."""
     module = import_module(f".{MODULES[config.architecture]}", package=__package__)
-    return cast("CausalLM", getattr(module, config.architecture)(config, dtype=dtype, device=device))
+    return cast("CausalLM", getattr(module, config.architecture)(config, place=Placement(dtype, device)))

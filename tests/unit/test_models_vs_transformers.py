@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from caesura.scheduler.layers.norm import RMSNorm
+from caesura.scheduler.layers.parameters import Placement
 from caesura.scheduler.models.config import FAMILIES, load_model_config
 from caesura.scheduler.models.registry import MODULES, build_model
 
@@ -178,7 +179,7 @@ def test_norm_rounds_as_transformers_does() -> None:
     """Bit for bit in bf16, where the order of rounding and weight matters."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(50, 64, generator=generator).mul(3).bfloat16()
-    ours = RMSNorm("n", "n", 64, 1e-5, dtype=torch.bfloat16, device=torch.device("cpu"))
+    ours = RMSNorm("n", "n", 64, 1e-5, place=Placement(torch.bfloat16, torch.device("cpu")))
     theirs = LlamaRMSNorm(64, 1e-5).bfloat16()
     weight = torch.randn(64, generator=generator).bfloat16()
     next(ours.slots()).write(weight, 0)

@@ -1,0 +1,53 @@
+"""Typed access to a config.json whose values may be anything.
+
+Invariant: a value of the wrong type or range is a CHECKPOINT_ERROR that names its field.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from ...io_struct import CaesuraError, ErrorCode
+
+
+def checkpoint_error(path: str | Path, reason: str) -> CaesuraError:
+    """What is wrong with ``path``, for whoever named it."""
+    return CaesuraError(ErrorCode.CHECKPOINT_ERROR, f"{path} {reason}", path=str(path), reason=reason)
+
+
+class ConfigReader:
+    """Typed access to one config; an invalid value is a CHECKPOINT_ERROR that names it."""
+
+    def __init__(self, config: dict[str, Any], source: str) -> None:
+        self._config = config
+        self._source = source
+
+    def count(self, name: str, default: int | None = None) -> int:
+        """A positive integer; absent or null gives ``default``, or an error without one."""
+        value = self._config.get(name)
+        if value is None:
+            value = default
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise self.invalid(name, f"= {value!r} is not a positive integer")
+        return value
+
+    def count_or(self, name: str, absent: int | None, null: int) -> int:
+        """A positive integer; ``absent`` (None: as null) where the config lacks it, ``null`` where it says null."""
+        return self.count(name, null if name in self._config or absent is None else absent)
+
+    def positive(self, where: dict[str, Any], name: str, default: float | None = None) -> float:
+        """A positive finite number in ``where``."""
+        value = where.get(name)
+        if value is None:
+            value = default
+        if (
+            not isinstance(value, int | float)
+            or isinstance(value, bool)
+            or not 0 < value <= sys.float_info.max
+        ):
+            raise self.invalid(name, f"= {value!r} is not a positive number")
+        return float(value)
+
+    def invalid(self, field: str, reason: str) -> CaesuraError:
+        """The error for ``field``."""
+        return checkpoint_error(self._source, f"is not valid: {field} {reason}")
