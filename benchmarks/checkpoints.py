@@ -23,13 +23,39 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors.torch import save_file
 
 INIT_STD = 0.02
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+class CheckpointShape(Protocol):
+    """What a checkpoint is made from."""
+
+    @property
+    def bos_token_id(self) -> int:
+        """As in ``config.json``."""
+        ...
+
+    @property
+    def eos_token_id(self) -> int:
+        """As in ``config.json``."""
+        ...
+
+    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Checkpoint name to shape, in file order."""
+        ...
+
+    def tensor(self, name: str, *, seed: int, dtype: torch.dtype) -> torch.Tensor:
+        """What the checkpoint number ``seed`` holds under ``name``."""
+        ...
+
+    def config(self, dtype: str) -> dict[str, Any]:
+        """``config.json``."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +103,10 @@ class Shape:
         if not self.tie_word_embeddings:
             shapes["lm_head.weight"] = (self.vocab_size, hidden)
         return shapes
+
+    def tensor(self, name: str, *, seed: int, dtype: torch.dtype) -> torch.Tensor:
+        """What the checkpoint number ``seed`` holds under ``name``."""
+        return random_tensor(name, self.tensor_shapes()[name], seed=seed, dtype=dtype)
 
     def config(self, dtype: str) -> dict[str, Any]:
         """``config.json`` in the form of transformers 4, which transformers 5 and vLLM read as well."""
@@ -138,7 +168,7 @@ SHAPES: dict[str, Shape] = {
 
 
 def write_checkpoint(
-    path: str | Path, shape: str | Shape, *, seed: int = 0, shards: int = 1, dtype: str = "bfloat16"
+    path: str | Path, shape: str | CheckpointShape, *, seed: int = 0, shards: int = 1, dtype: str = "bfloat16"
 ) -> Path:
     """Write a loadable checkpoint folder and return its path; an existing one is overwritten.
 
@@ -170,7 +200,7 @@ def write_checkpoint(
     weight_map: dict[str, str] = {}
     for number, names in enumerate(_split(tensors, shards), start=1):
         file = "model.safetensors" if shards == 1 else f"model-{number:05d}-of-{shards:05d}.safetensors"
-        values = {name: random_tensor(name, tensors[name], seed=seed, dtype=DTYPES[dtype]) for name in names}
+        values = {name: shape.tensor(name, seed=seed, dtype=DTYPES[dtype]) for name in names}
         save_file(values, folder / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(names, file)
     if shards > 1:

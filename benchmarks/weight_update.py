@@ -6,11 +6,14 @@ with an answer for each bucket (tensor), a plain copy of the tensors (ipc), a ba
 engine's own figures, summed over all buckets; total is from the first message to the last answer, and so contains what
 the engine waits for the trainer. Turns are interleaved; medians.
 
+A model's ``commit`` line is what the commit alone takes: a session is filled, then ``end`` is sent. Its peak stands beside
+what the same derivations cost in fresh tensors (``harness/fresh.py``, measured in this process).
+
 ``peak`` is how far the engine's resident memory (shared memory included) rose above what it was before the update,
 the largest of all turns; with ipc-shared that is the trainer's own memory, mapped. The target is at most ``workspace``
 and 5 % of weights and KV. The first turn starts from a trimmed heap and is not timed.
 
-    python benchmarks/weight_update.py --gb 0.1 1.2 --json out.json
+    python benchmarks/weight_update.py --models dense dense-1.2 moe mla mla-fp8 --json out.json
 """
 
 import argparse
@@ -25,8 +28,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from checkpoints import SHAPES, Shape, write_checkpoint
+from architectures import ARCHITECTURES, LatentShape
+from checkpoints import SHAPES, CheckpointShape, Shape, write_checkpoint
 from harness.bare import BareGloo, BareZeroMQ, copy_seconds
+from harness.fresh import fresh_derivation_bytes
 from harness.machine import busy_share, describe, machine_facts
 from harness.process_memory import MB, read_memory, reset_peak
 from harness.reference import plain_read_and_copy
@@ -53,7 +58,12 @@ MEDIUM = Shape(
     eos_token_id=1,
 )
 """About 0.1 GB in bfloat16."""
-MODELS = {0.1: MEDIUM, 1.2: SHAPES["0.6b"]}
+MODELS: dict[str, CheckpointShape] = {
+    "dense": MEDIUM,
+    "dense-1.2": SHAPES["0.6b"],
+    **{name: ARCHITECTURES[name] for name in ("moe", "mla", "mla-fp8")},
+}
+COMMITS = 5
 
 Reference = Callable[[int], float]
 """Seconds that the weights number ``which`` take without an engine."""
@@ -147,12 +157,38 @@ def summarise(result: Measured, total: int, workspace: int) -> dict[str, float]:
     }
 
 
-def run_size(gigabytes: float, options: argparse.Namespace) -> dict[str, Any]:
+def measure_commit(client: SchedulerClient, trainer: Trainer, shape: CheckpointShape) -> dict[str, float]:
+    """The largest rise of resident memory and the median time of a commit alone, beside derivation into fresh tensors."""
+    pid, rises, seconds = client.status().pid, [], []
+    for turn in range(COMMITS):
+        client.begin_weight_update()
+        client.update_weights_from_tensor(trainer.weights[turn % 2].items())
+        client.flush_cache(torch_empty_cache=True)
+        reset_peak(pid)
+        before, start = read_memory(pid).resident, time.perf_counter()
+        reply = client.end_weight_update()
+        seconds.append(time.perf_counter() - start)
+        rises.append(read_memory(pid).peak - before)
+        assert reply.committed
+    latent = isinstance(shape, LatentShape)
+    fresh = fresh_derivation_bytes(
+        trainer.weights[0],
+        shape.num_attention_heads if latent else None,
+        shape.qk_nope_head_dim if latent else None,
+    )
+    return {
+        "commit_ms": 1e3 * statistics.median(seconds),
+        "commit_peak_mb": max(rises) / MB,
+        "fresh_peak_mb": fresh / MB,
+    }
+
+
+def run_model(model: str, options: argparse.Namespace) -> dict[str, Any]:
     """All transports on one model: sizes in bytes, and a row and every measurement per transport."""
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         folders = [
-            write_checkpoint(scratch / str(seed), MODELS[gigabytes], seed=seed, dtype="bfloat16")
+            write_checkpoint(scratch / str(seed), MODELS[model], seed=seed, dtype="bfloat16")
             for seed in (0, 1)
         ]
         client = stack.enter_context(
@@ -172,6 +208,7 @@ def run_size(gigabytes: float, options: argparse.Namespace) -> dict[str, Any]:
         return {
             "bytes": sum(sizes),
             "tensors": len(sizes),
+            "commit": measure_commit(client, trainer, MODELS[model]),
             "weights_and_kv_bytes": memory.weights + memory.kv_cache,
             "rows": {
                 name: summarise(one, sum(sizes), workspace_bytes(name, sizes, options.bucket_bytes))
@@ -181,11 +218,11 @@ def run_size(gigabytes: float, options: argparse.Namespace) -> dict[str, Any]:
         }
 
 
-def as_table(size: dict[str, Any], repeats: int) -> Table:
+def as_table(model: str, size: dict[str, Any], repeats: int) -> Table:
     """For people."""
     rows, resident = size["rows"], size["weights_and_kv_bytes"]
     table = Table(
-        title=f"{size['bytes'] / 1e9:.2f} GB, {size['tensors']} tensors, medians of {repeats}; "
+        title=f"{model}: {size['bytes'] / 1e9:.2f} GB, {size['tensors']} tensors, medians of {repeats}; "
         f"weights + KV {resident / MB:,.0f} MB, 5 % of it {0.05 * resident / MB:,.0f} MB"
     )
     table.add_column("transport")
@@ -207,7 +244,7 @@ def as_table(size: dict[str, Any], repeats: int) -> Table:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--gb", type=float, nargs="+", choices=tuple(MODELS), default=[0.1])
+    parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=["dense"])
     parser.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=TRANSPORTS)
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--threads", type=int, default=1, help="of the engine, and of the trainer")
@@ -219,12 +256,17 @@ def main() -> None:
     console.print(describe(facts))
     if (busy := busy_share()) > QUIET:
         console.print(f"somebody else uses {busy:.0%} of the cores: do not trust these figures")
-    sizes = {}
-    for gigabytes in options.gb:
-        sizes[gigabytes] = run_size(gigabytes, options)
-        console.print(as_table(sizes[gigabytes], options.repeats))
+    models = {}
+    for model in options.models:
+        models[model] = run_model(model, options)
+        console.print(as_table(model, models[model], options.repeats))
+        commit = models[model]["commit"]
+        console.print(
+            f"commit {commit['commit_ms']:.1f} ms, peak {commit['commit_peak_mb']:.1f} MB; "
+            f"into fresh tensors {commit['fresh_peak_mb']:.1f} MB"
+        )
     if options.json is not None:
-        options.json.write_text(json.dumps({"machine": facts, "sizes": sizes}, indent=2) + "\n")
+        options.json.write_text(json.dumps({"machine": facts, "models": models}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

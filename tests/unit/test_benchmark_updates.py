@@ -1,14 +1,17 @@
 """The update benchmarks measure what they say: references move every byte, peaks are seen, every transport is driven."""
 
 import argparse
+import dataclasses
 import os
 
 import memory_over_updates
 import pytest
 import torch
 import weight_update
+from architectures import ARCHITECTURES
 from checkpoints import SHAPES, write_checkpoint
 from harness.bare import BareGloo, BareZeroMQ, flat_bytes
+from harness.fresh import absorbed_halves, fresh_derivation_bytes, stacked_experts
 from harness.process_memory import MB, read_memory, reset_peak
 from harness.transports import TRANSPORTS
 from rich.console import Console
@@ -55,16 +58,32 @@ def test_growth_counts_from_the_tenth_turn_and_names_what_came_late():
 
 @pytest.mark.slow
 def test_every_transport_is_measured(monkeypatch):
-    monkeypatch.setitem(weight_update.MODELS, 0.1, SHAPES["tiny"])
+    monkeypatch.setitem(weight_update.MODELS, "dense", SHAPES["tiny"])
     options = argparse.Namespace(threads=1, transports=TRANSPORTS, bucket_bytes=4 << 20, repeats=1)
-    size = weight_update.run_size(0.1, options)
+    size = weight_update.run_model("dense", options)
     assert tuple(size["rows"]) == TRANSPORTS
     for transport, row in size["rows"].items():
         assert row["update_ms"] > 0 and row["reference_ms"] > 0, transport
         assert 0 < row["copy_ms"] < row["total_ms"], transport
     # The tensor transport cannot do without the message that it came in, nor can disk without its bucket.
     assert size["rows"]["tensor"]["peak_mb"] > 1
-    assert weight_update.as_table(size, 1).row_count == len(TRANSPORTS)
+    assert size["commit"]["commit_ms"] > 0
+    assert weight_update.as_table("dense", size, 1).row_count == len(TRANSPORTS)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_a_derivation_into_fresh_tensors_is_what_the_model_computes_with(fp8):
+    shape = dataclasses.replace(ARCHITECTURES["mla"], num_hidden_layers=2, vocab_size=64, fp8=fp8)
+    tensors = {name: shape.tensor(name, seed=3, dtype=torch.bfloat16) for name in shape.tensor_shapes()}
+    gate_up, down = stacked_experts(tensors)
+    last = tensors["model.layers.1.mlp.experts.15.up_proj.weight"]
+    assert torch.equal(gate_up[15, 256:].float(), last.float())
+    assert down.shape == (16, 512, 256)
+    keys, values, *_ = absorbed_halves(tensors, shape.num_attention_heads, shape.qk_nope_head_dim)
+    assert keys.shape == (16, 64, 256) == values.shape
+    assert 0.01 < keys.float().std() < 0.03  # as large as an unquantised weight
+    taken = fresh_derivation_bytes(tensors, shape.num_attention_heads, shape.qk_nope_head_dim)
+    assert taken > 0.8 * sum(tensor.nbytes for tensor in (gate_up, down))
 
 
 @pytest.mark.slow

@@ -1,0 +1,222 @@
+"""Shapes of models whose update is hard: experts, latent attention, block-quantised weights; for ``checkpoints.py``.
+
+- ``moe``: Qwen3-MoE, 4 layers of 32 experts, 0.11 GB.
+- ``mla``: DeepSeek V3, 6 layers, one dense, 16 experts and a shared one, 0.06 GB.
+- ``mla-fp8``: the same as DeepSeek publishes it: float8_e4m3fn in blocks of 128 x 128, each with a float32 scale.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from checkpoints import INIT_STD, SHAPES, Shape, random_tensor
+
+FP8_BLOCK = 128
+FP8_MAX = 448.0
+"""Largest finite value of float8_e4m3fn."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoeShape(Shape):
+    """Qwen3-MoE: every feed-forward block is a mixture."""
+
+    num_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+
+    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
+        """As the checkpoint has them: each expert apart."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name, shape in super().tensor_shapes().items():
+            if ".mlp." not in name:
+                shapes[name] = shape
+            elif name.endswith("gate_proj.weight"):
+                prefix = name.removesuffix(".gate_proj.weight")
+                shapes[f"{prefix}.gate.weight"] = (self.num_experts, self.hidden_size)
+                shapes |= experts(prefix, self.num_experts, self.hidden_size, self.moe_intermediate_size)
+        return shapes
+
+    def config(self, dtype: str) -> dict[str, Any]:
+        """``config.json``."""
+        return super().config(dtype) | {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+            "num_experts": self.num_experts,
+            "num_experts_per_tok": self.num_experts_per_tok,
+            "moe_intermediate_size": self.moe_intermediate_size,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentShape:
+    """DeepSeek V3; field names follow the checkpoint's ``config.json``."""
+
+    num_hidden_layers: int
+    hidden_size: int
+    intermediate_size: int
+    moe_intermediate_size: int
+    num_attention_heads: int
+    q_lora_rank: int
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    n_routed_experts: int
+    num_experts_per_tok: int
+    vocab_size: int
+    max_position_embeddings: int
+    bos_token_id: int
+    eos_token_id: int
+    fp8: bool = False
+
+    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Checkpoint name to shape, scales included."""
+        hidden, heads = self.hidden_size, self.num_attention_heads
+        query = self.qk_nope_head_dim + self.qk_rope_head_dim
+        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab_size, hidden)}
+        for layer in range(self.num_hidden_layers):
+            prefix = f"model.layers.{layer}"
+            attention = f"{prefix}.self_attn"
+            shapes |= {
+                f"{prefix}.input_layernorm.weight": (hidden,),
+                f"{attention}.q_a_proj.weight": (self.q_lora_rank, hidden),
+                f"{attention}.q_a_layernorm.weight": (self.q_lora_rank,),
+                f"{attention}.q_b_proj.weight": (heads * query, self.q_lora_rank),
+                f"{attention}.kv_a_proj_with_mqa.weight": (self.kv_lora_rank + self.qk_rope_head_dim, hidden),
+                f"{attention}.kv_a_layernorm.weight": (self.kv_lora_rank,),
+                f"{attention}.kv_b_proj.weight": (
+                    heads * (self.qk_nope_head_dim + self.v_head_dim),
+                    self.kv_lora_rank,
+                ),
+                f"{attention}.o_proj.weight": (hidden, heads * self.v_head_dim),
+                f"{prefix}.post_attention_layernorm.weight": (hidden,),
+            }
+            mlp = f"{prefix}.mlp"
+            if layer == 0:
+                shapes |= gated(mlp, hidden, self.intermediate_size)
+                continue
+            shapes[f"{mlp}.gate.weight"] = (self.n_routed_experts, hidden)
+            shapes[f"{mlp}.gate.e_score_correction_bias"] = (self.n_routed_experts,)
+            shapes |= experts(mlp, self.n_routed_experts, hidden, self.moe_intermediate_size)
+            shapes |= gated(f"{mlp}.shared_experts", hidden, self.moe_intermediate_size)
+        shapes["model.norm.weight"] = (hidden,)
+        shapes["lm_head.weight"] = (self.vocab_size, hidden)
+        if self.fp8:
+            for name in [name for name in shapes if is_quantised(name)]:
+                rows, columns = shapes[name]
+                shapes[f"{name}_scale_inv"] = (-(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK))
+        return shapes
+
+    def tensor(self, name: str, *, seed: int, dtype: torch.dtype) -> torch.Tensor:
+        """What the checkpoint number ``seed`` holds under ``name``."""
+        shape = self.tensor_shapes()[name]
+        if name.endswith("e_score_correction_bias"):
+            return torch.zeros(shape)
+        if name.endswith("_scale_inv"):  # the largest weight of a block is near four deviations
+            noise = random_tensor(name, (*shape, 1), seed=seed, dtype=torch.float32)[..., 0]
+            return 4 * INIT_STD / FP8_MAX * (1 + noise)
+        values = random_tensor(name, shape, seed=seed, dtype=dtype)
+        if self.fp8 and is_quantised(name):
+            return (
+                (values.float() * (FP8_MAX / 4 / INIT_STD)).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+            )
+        return values
+
+    def config(self, dtype: str) -> dict[str, Any]:
+        """``config.json``."""
+        sizes = {name: value for name, value in vars(self).items() if name != "fp8"}
+        config: dict[str, Any] = sizes | {
+            "architectures": ["DeepseekV3ForCausalLM"],
+            "model_type": "deepseek_v3",
+            "num_key_value_heads": self.num_attention_heads,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "moe_layer_freq": 1,
+            "n_group": 4,
+            "topk_group": 2,
+            "topk_method": "noaux_tc",
+            "scoring_func": "sigmoid",
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5,
+            "attention_bias": False,
+            "hidden_act": "silu",
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 10_000.0,
+            "rope_scaling": None,
+            "tie_word_embeddings": False,
+            "torch_dtype": dtype,
+        }
+        if self.fp8:
+            config["quantization_config"] = {
+                "quant_method": "fp8",
+                "fmt": "e4m3",
+                "activation_scheme": "dynamic",
+                "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
+            }
+        return config
+
+
+def is_quantised(name: str) -> bool:
+    """Whether DeepSeek quantises this tensor: projections, and neither embeddings, head, norms nor router."""
+    return name.endswith(("_proj.weight", "_proj_with_mqa.weight"))
+
+
+def gated(prefix: str, hidden: int, intermediate: int) -> dict[str, tuple[int, ...]]:
+    """The three projections of a gated block."""
+    return {
+        f"{prefix}.gate_proj.weight": (intermediate, hidden),
+        f"{prefix}.up_proj.weight": (intermediate, hidden),
+        f"{prefix}.down_proj.weight": (hidden, intermediate),
+    }
+
+
+def experts(prefix: str, count: int, hidden: int, intermediate: int) -> dict[str, tuple[int, ...]]:
+    """Those of every expert."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for number in range(count):
+        shapes |= gated(f"{prefix}.experts.{number}", hidden, intermediate)
+    return shapes
+
+
+_LATENT: dict[str, int] = {
+    "num_hidden_layers": 6,
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "moe_intermediate_size": 256,
+    "num_attention_heads": 16,
+    "q_lora_rank": 256,
+    "kv_lora_rank": 256,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 64,
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 4,
+    "vocab_size": 4096,
+    "max_position_embeddings": 4096,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+
+ARCHITECTURES: dict[str, Shape | LatentShape] = {
+    **SHAPES,
+    "moe": MoeShape(
+        num_hidden_layers=4,
+        hidden_size=512,
+        intermediate_size=1024,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
+        vocab_size=4096,
+        max_position_embeddings=4096,
+        bos_token_id=0,
+        eos_token_id=1,
+        num_experts=32,
+        num_experts_per_tok=4,
+        moe_intermediate_size=256,
+    ),
+    "mla": LatentShape(**_LATENT),
+    "mla-fp8": LatentShape(**_LATENT, fp8=True),
+}
