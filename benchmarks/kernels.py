@@ -2,16 +2,17 @@
 
 Every case runs its variants in turn, round by round, over enough copies of the weights that none is found in a cache; a
 figure is the median. ``of torch`` is the time of torch's best variant over that of the kernel, so above 1 the kernel is
-faster. GB/s counts the bytes that must be read once (weights, logits), to be held against the read bandwidth printed
-first; GFLOP/s are to be held against the largest product that torch can do at that moment.
+faster. GB/s counts the bytes that must be moved once (weights, K and V, logits); ``of limit`` is the time that these need
+at the read bandwidth, or the arithmetic at the rate of torch's largest product, whichever is longer, over the kernel's.
+Both limits are measured and printed first.
 
-    python benchmarks/kernels.py --threads 2 --isa avx512bf16 avx2 --operation linear
+    python benchmarks/kernels.py --threads 2 --isa avx512bf16 avx2 --operation linear attention
 """
 
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,10 +20,16 @@ import torch
 from harness.machine import describe, machine_facts
 from rich.console import Console
 from rich.table import Table
+from torch.nn import functional
 
+from caesura.scheduler.cache.pool import MHAPool
 from caesura.scheduler.forward import SamplingBatch
 from caesura.scheduler.kernels import linear, native
+from caesura.scheduler.kernels.attention import PAGE_SIZE, PagedAttention, plan_tasks
+from caesura.scheduler.kernels.elementwise import rms_norm, rope_store, silu_mul
 from caesura.scheduler.kernels.sampling import RowSampler
+from caesura.scheduler.layers.norm import normalize
+from caesura.scheduler.layers.rotary import rotate
 from caesura.scheduler.runner.sampler import Sampler, noise
 
 LINEAR_SHAPES = {
@@ -37,8 +44,20 @@ LINEAR_SHAPES = {
 """Outputs, inputs."""
 LOGITS_SHAPES = [(32, 151_936), (1, 151_936), (64, 4096)]
 
+HEADS, KV_HEADS, HEAD_SIZE, HIDDEN, INTERMEDIATE = 16, 8, 128, 1024, 3072
+ATTENTION_SHAPES = {
+    "decode": [(32, 1, 160), (8, 1, 2000), (1, 1, 2000)],
+    "prefill": [(1, 256, 256), (1, 256, 2256)],
+}
+"""Requests, new tokens of each, KV length of each after the step."""
+ELEMENTWISE_TOKENS = [32, 512]
+
 COLD_BYTES = 96 << 20
 """More than a last-level cache holds."""
+CACHE_BYTES = 32 << 20
+"""What a last-level cache may hold: with less, bandwidth limits nothing."""
+
+OPERATIONS = ("linear", "layout", "attention", "elementwise", "sampler")
 
 Run = Callable[[int], object]
 """One call; the argument numbers the copy of the data to take."""
@@ -143,6 +162,116 @@ def layout_cases(dtype: torch.dtype) -> Iterator[Case]:
         yield Case(name, f"{outputs}x{inputs}", {"torch": peer}, kernel, 1, size)
 
 
+def attention_cases(dtype: torch.dtype) -> Iterator[Case]:
+    """Paged attention, beside torch's on K and V that lie in one piece."""
+    for name, shapes in ATTENTION_SHAPES.items():
+        for requests, tokens, length in shapes:
+            yield _attention(name, requests, tokens, length, dtype)
+
+
+def _attention(name: str, requests: int, tokens: int, length: int, dtype: torch.dtype) -> Case:
+    pages = -(-length // PAGE_SIZE)
+    kv_bytes = 2 * requests * length * KV_HEADS * HEAD_SIZE * dtype.itemsize
+    copies = max(1, min(8, COLD_BYTES // kv_bytes))
+    pool = MHAPool(
+        num_layers=copies,
+        num_pages=requests * pages + 1,
+        kv_heads=KV_HEADS,
+        head_size=HEAD_SIZE,
+        dtype=dtype,
+    )
+    for copy in range(copies):
+        for storage in pool.layer(copy):
+            storage.copy_(torch.randn(storage.shape))
+    shuffled = 1 + torch.randperm(requests * pages, generator=torch.Generator().manual_seed(0))
+    table = shuffled.to(torch.int32).view(requests, pages)
+    q = torch.randn(requests * tokens, HEADS, HEAD_SIZE).to(dtype)
+    out = torch.empty(requests * tokens, HEADS * HEAD_SIZE, dtype=dtype)
+    kernel = PagedAttention(dtype, KV_HEADS, HEADS // KV_HEADS, HEAD_SIZE, HEAD_SIZE**-0.5)
+    tasks = plan_tasks([tokens] * requests, [length] * requests, HEADS // KV_HEADS)
+    dense = [torch.randn(2, requests, KV_HEADS, length, HEAD_SIZE).to(dtype) for _ in range(copies)]
+    queries = q.view(requests, tokens, HEADS, HEAD_SIZE).transpose(1, 2)
+    visible = torch.ones(tokens, length, dtype=torch.bool).tril(length - tokens)
+    seen = tokens * (length - tokens) + tokens * (tokens + 1) // 2
+    return Case(
+        name,
+        f"{requests} x {tokens} of {length}",
+        {
+            "torch": lambda i: functional.scaled_dot_product_attention(
+                queries, *dense[i], attn_mask=visible, enable_gqa=True
+            )
+        },
+        lambda i: kernel(q, *pool.layer(i), table, tasks, out),
+        copies,
+        kv_bytes,
+        4 * requests * seen * HEADS * HEAD_SIZE,
+    )
+
+
+def elementwise_cases(dtype: torch.dtype) -> Iterator[Case]:
+    """What lies between the products, beside torch's sequence of operations; everything stays in the caches."""
+    for tokens in ELEMENTWISE_TOKENS:
+        yield _norm(tokens, dtype)
+        yield _gate(tokens, dtype)
+        yield _rotation(tokens, dtype)
+
+
+def _norm(tokens: int, dtype: torch.dtype) -> Case:
+    x, residual = torch.randn(2, tokens, HIDDEN).to(dtype)
+    weight = torch.randn(HIDDEN).to(dtype)
+    return Case(
+        "add, norm",
+        f"[{tokens}, {HIDDEN}]",
+        {"torch": lambda _: normalize(residual.add_(x), 1e-6).mul_(weight)},
+        lambda _: rms_norm(x, weight, 1e-6, residual=residual),
+        1,
+        4 * x.nbytes,
+    )
+
+
+def _gate(tokens: int, dtype: torch.dtype) -> Case:
+    gate_up = torch.randn(tokens, 2 * INTERMEDIATE).to(dtype)
+    gate, up = gate_up.chunk(2, -1)
+    return Case(
+        "silu * up",
+        f"[{tokens}, {INTERMEDIATE}]",
+        {"torch": lambda _: functional.silu(gate).mul_(up)},
+        lambda _: silu_mul(gate_up),
+        1,
+        gate_up.nbytes * 3 // 2,
+    )
+
+
+def _rotation(tokens: int, dtype: torch.dtype) -> Case:
+    qkv = torch.randn(tokens, HEADS + 2 * KV_HEADS, HEAD_SIZE).to(dtype)
+    weight = torch.randn(HEAD_SIZE).to(dtype)
+    cos, sin = torch.rand(2, tokens, 1, HEAD_SIZE // 2).to(dtype)
+    slots = torch.arange(PAGE_SIZE, PAGE_SIZE + tokens)
+    out = torch.empty(tokens, HEADS, HEAD_SIZE, dtype=dtype)
+    pool = MHAPool(
+        num_layers=1,
+        num_pages=2 + tokens // PAGE_SIZE,
+        kv_heads=KV_HEADS,
+        head_size=HEAD_SIZE,
+        dtype=dtype,
+    )
+
+    def peer(_: int) -> None:
+        qk = rotate(normalize(qkv[:, :-KV_HEADS], 1e-6).mul_(weight), cos, sin)
+        pool.store(0, qk[:, HEADS:], qkv[:, -KV_HEADS:], slots)
+
+    return Case(
+        "rotate, store",
+        f"{tokens} tokens",
+        {"torch": peer},
+        lambda _: rope_store(
+            qkv, HEADS, cos, sin, slots, *pool.layer(0), out=out, norm=(weight, weight, 1e-6)
+        ),
+        1,
+        2 * qkv.nbytes,
+    )
+
+
 def sampling_cases(dtype: torch.dtype) -> Iterator[Case]:
     """Temperature, one token a row, its logprob."""
     for rows, vocab_size in LOGITS_SHAPES:
@@ -179,31 +308,35 @@ def _sampling(logits: torch.Tensor, temperature: float) -> Case:
     )
 
 
-def cases(operations: list[str], dtype: torch.dtype, rows: list[int]) -> Iterator[Case]:
+def cases(operations: Sequence[str], dtype: torch.dtype, rows: list[int]) -> Iterator[Case]:
     """The chosen ones, made when their turn comes."""
     if "linear" in operations:
         yield from linear_cases(dtype, rows)
     if "layout" in operations:
         yield from layout_cases(dtype)
+    if "attention" in operations:
+        yield from attention_cases(dtype)
+    if "elementwise" in operations:
+        yield from elementwise_cases(dtype)
     if "sampler" in operations:
         yield from sampling_cases(dtype)
 
 
-def limits() -> str:
-    """Read bandwidth and the matrix product's rate, as they are now."""
+def limits() -> tuple[float, float]:
+    """Bytes read and operations of a bfloat16 product in a second, as they are now."""
     data = torch.ones(64 << 20)  # 256 MB
     square = torch.randn(2048, 2048).bfloat16()
     best = in_turn({"read": lambda _: data.sum(), "product": lambda _: torch.mm(square, square)}, 1, 1.0)
-    return (
-        f"read bandwidth {data.nbytes / best['read'] / 1e9:.1f} GB/s, torch's product of 2048 x 2048 in bfloat16 "
-        f"{2 * 2048**3 / best['product'] / 1e9:.0f} GFLOP/s"
-    )
+    return data.nbytes / best["read"], 2 * 2048**3 / best["product"]
 
 
-def add_row(table: Table, case: Case, isas: list[str], times: dict[str, float]) -> None:
+def add_row(
+    table: Table, case: Case, isas: list[str], times: dict[str, float], limits: tuple[float, float]
+) -> None:
     """Milliseconds of all, rates of the last kernel."""
     torch_best = min(times[peer] for peer in case.peers)
-    kernel = times[isas[-1]]
+    kernel, (bandwidth, rate) = times[isas[-1]], limits
+    least = max(case.read_bytes / bandwidth, case.flops / rate)
     table.add_row(
         case.name,
         case.detail,
@@ -211,6 +344,7 @@ def add_row(table: Table, case: Case, isas: list[str], times: dict[str, float]) 
         *(f"{1e3 * times[isa]:.3f} ({torch_best / times[isa]:.2f}x)" for isa in isas),
         f"{case.read_bytes / kernel / 1e9:.1f}",
         f"{case.flops / kernel / 1e9:.0f}" if case.flops else "-",
+        f"{least / kernel:.0%}" if case.flops or case.copies * case.read_bytes >= CACHE_BYTES else "-",
     )
 
 
@@ -229,7 +363,7 @@ def main() -> None:
     parser.add_argument(
         "--isa", nargs="+", choices=native.ISAS[1:], help="default: the best this machine has"
     )
-    parser.add_argument("--operation", nargs="+", default=["linear", "layout", "sampler"])
+    parser.add_argument("--operation", nargs="+", default=OPERATIONS, choices=OPERATIONS)
     parser.add_argument(
         "--rows", type=int, nargs="+", default=[1, 8, 32, 64, 256, 1024], help="M of the products"
     )
@@ -240,11 +374,16 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     isas = options.isa or [native.isa()]
     console = Console(width=150)
-    console.print(describe(machine_facts()), f"\n{options.threads} threads, {limits()}")
-    table = Table("operation", "", *_peers(), *isas, "GB/s", "GFLOP/s")
+    bandwidth, rate = limits()
+    console.print(
+        describe(machine_facts()),
+        f"\n{options.threads} threads, read bandwidth {bandwidth / 1e9:.1f} GB/s, torch's product of 2048 x 2048 in "
+        f"bfloat16 {rate / 1e9:.0f} GFLOP/s",
+    )
+    table = Table("operation", "", *_peers(), *isas, "GB/s", "GFLOP/s", "of limit")
     for case in cases(options.operation, getattr(torch, options.dtype), options.rows):
         runs = case.peers | {isa: on(isa, case.kernel) for isa in isas}
-        add_row(table, case, isas, in_turn(runs, case.copies, options.seconds))
+        add_row(table, case, isas, in_turn(runs, case.copies, options.seconds), (bandwidth, rate))
     console.print(table, "ms (times faster than torch's best)")
 
 

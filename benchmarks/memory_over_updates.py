@@ -8,9 +8,11 @@ Two things grow first that are not the updates': answers kept for retries (the l
 follow the largest batch. Both are filled before the first turn, with requests like those that are in flight later.
 
     python benchmarks/memory_over_updates.py --updates 1000 --plot docs/memory_over_updates.svg
+    python benchmarks/memory_over_updates.py --model mla-fp8 --layers 2 --dtype bfloat16
 """
 
 import argparse
+import dataclasses
 import json
 import tempfile
 import time
@@ -20,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from checkpoints import write_checkpoint
+from architectures import ARCHITECTURES
+from checkpoints import DTYPES, write_checkpoint
 from harness.machine import describe, machine_facts
 from harness.process_memory import MB, read_memory
 from harness.transports import TRANSPORTS, Trainer, Transport
@@ -97,11 +100,13 @@ class Requests:
         return self._client.submit(prompt, params, return_logprob=True)
 
 
-def run(transport: Transport, folders: Sequence[Path], updates: int, console: Console) -> Series:
+def run(
+    transport: Transport, folders: Sequence[Path], updates: int, console: Console, dtype: str = "float32"
+) -> Series:
     """``updates`` turns by one transport, on an engine of its own."""
     engine = launch_scheduler(
         folders[0],
-        dtype="float32",
+        dtype=dtype,
         num_threads=1,
         kv_pool_tokens=4096,
         max_running_requests=IN_FLIGHT,
@@ -195,6 +200,11 @@ def plot(found: dict[Transport, Series], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--updates", type=int, default=1000)
+    parser.add_argument("--layers", type=int, help="of the model (default: as the shape says)")
+    parser.add_argument("--model", choices=tuple(ARCHITECTURES), default="tiny")
+    parser.add_argument(
+        "--dtype", choices=tuple(DTYPES), default="float32", help="that the engine computes in"
+    )
     parser.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=DEFAULT_TRANSPORTS)
     parser.add_argument(
         "--plot", type=Path, help="draw reserved memory there (.svg or .png; needs matplotlib)"
@@ -203,12 +213,17 @@ def main() -> None:
     options = parser.parse_args()
     if options.updates < 2 * SETTLED:
         parser.error(f"--updates must be at least {2 * SETTLED}")
+    shape = ARCHITECTURES[options.model]
+    if options.layers is not None:
+        shape = dataclasses.replace(shape, num_hidden_layers=options.layers)
     torch.set_num_threads(1)
     console, facts = Console(width=120), machine_facts()
     console.print(describe(facts))
     with tempfile.TemporaryDirectory() as scratch:
-        folders = [write_checkpoint(Path(scratch) / str(seed), "tiny", seed=seed) for seed in (0, 1)]
-        found = {name: run(name, folders, options.updates, console) for name in options.transports}
+        folders = [write_checkpoint(Path(scratch) / str(seed), shape, seed=seed) for seed in (0, 1)]
+        found = {
+            name: run(name, folders, options.updates, console, options.dtype) for name in options.transports
+        }
     console.print(as_table(found))
     if options.json is not None:
         readings = {name: asdict(series) for name, series in found.items()}

@@ -58,6 +58,9 @@ class NullRunner:
             sampled_logprobs=None,
         )
 
+    def set_last_tokens(self, slots: np.ndarray, tokens: np.ndarray) -> None:
+        pass
+
     def synchronize(self) -> None:
         pass
 

@@ -1,0 +1,257 @@
+"""Has anything become slower? A small fixed workload on a real engine, stage by stage against recorded times.
+
+    python benchmarks/check_baselines.py                               # exit status 1 where something is slower
+    python benchmarks/check_baselines.py --update --reason "new kernel for decode"
+
+The workload, on several engines of which the best times count: a start, a rollout on the tiny shape (bfloat16, one
+thread), pause / update from disk / continue in the midst of another, a release and a resume. What is compared is the time
+that each of the engine's stages took in sum (they are in its status), and each part of the workload from end to end, in
+milliseconds.
+
+A time is a regression beyond its baseline plus a tolerance: 120 ms, or for what is attributed asynchronously (on an
+accelerator a step is timed from one completion to the next, whatever ran there) 90 % of the baseline and at least
+250 ms. A stage that has disappeared is one too: nobody would notice otherwise. Baselines are of one machine, whose name
+they carry. ``--update`` records the present times and, for the next reader, why they are right.
+"""
+
+import argparse
+import datetime
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from checkpoints import SHAPES, write_checkpoint
+from harness.machine import busy_share, describe, machine_facts
+from rich.console import Console
+from rich.table import Table
+
+from caesura.client import SamplingParams, SchedulerClient, launch_scheduler
+
+BASELINES = Path(__file__).with_name("baselines.json")
+TOLERANCE_MS = 120.0
+ASYNCHRONOUS = frozenset({"stage.prefill", "stage.decode", "stage.sample", "end_to_end.rollout"})
+"""Times that are attributed when results arrive, not where they are spent; a rollout is little else."""
+ASYNCHRONOUS_SHARE, ASYNCHRONOUS_MS = 0.9, 250.0
+REASONS = 50
+"""How many of the last reasons are kept."""
+QUIET = 0.2
+WORKLOAD = {
+    "shape": "tiny", "threads": 1, "requests": 64, "prompt_tokens": 128, "new_tokens": 256, "cycles": 100,
+    "load_requests": 16, "load_tokens": 2000, "releases": 10,
+}  # fmt: skip
+"""Baselines of another workload are no baselines."""
+
+Times = dict[str, float]
+"""Name to milliseconds: ``stage.…`` and ``end_to_end.…``."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One time beside its baseline, in milliseconds."""
+
+    name: str
+    baseline: float | None
+    """None: there is none yet."""
+    measured: float | None
+    """None: it was not measured any more."""
+
+    @property
+    def tolerance(self) -> float:
+        """How much more than the baseline is still no regression."""
+        return 0.0 if self.baseline is None else tolerance_ms(self.name, self.baseline)
+
+    @property
+    def is_regression(self) -> bool:
+        """Slower than its baseline allows, or gone."""
+        if self.baseline is None:
+            return False
+        return self.measured is None or self.measured > self.baseline + self.tolerance
+
+    @property
+    def word(self) -> str:
+        """The verdict for the table."""
+        if self.baseline is None:
+            return "new"
+        if self.measured is None:
+            return "gone"
+        if self.is_regression:
+            return "slower"
+        return "faster: update?" if self.measured < self.baseline - self.tolerance else "ok"
+
+
+def tolerance_ms(name: str, baseline: float) -> float:
+    """How far above ``baseline`` a time of this name may be."""
+    if name in ASYNCHRONOUS:
+        return max(ASYNCHRONOUS_SHARE * baseline, ASYNCHRONOUS_MS)
+    return TOLERANCE_MS
+
+
+def compare(baselines: Mapping[str, float], measured: Mapping[str, float]) -> list[Verdict]:
+    """A verdict for each name on either side, in the order of the baselines, then of the measurement."""
+    return [
+        Verdict(name, baselines.get(name), measured.get(name))
+        for name in dict.fromkeys([*baselines, *measured])
+    ]
+
+
+def best_times(runs: Sequence[Times]) -> Times:
+    """The shortest of each, over the runs that have it: what disturbs a time only ever makes it longer."""
+    names = dict.fromkeys(name for run in runs for name in run)
+    return {name: min(run[name] for run in runs if name in run) for name in names}
+
+
+def updated(
+    old: Mapping[str, Any],
+    measured: Mapping[str, float],
+    *,
+    reason: str,
+    machine: Mapping[str, Any],
+    today: str,
+) -> dict[str, Any]:
+    """The baselines file with new times; the reasons of before are kept, newest first."""
+    entry = {"date": today, "reason": reason, "machine": describe(dict(machine))}
+    return {
+        "workload": WORKLOAD,
+        "machine": describe(dict(machine)),
+        "times_ms": {name: round(value, 1) for name, value in measured.items()},
+        "reasons": [entry, *old.get("reasons", [])][:REASONS],
+    }
+
+
+def measure(folders: Sequence[Path]) -> Times:
+    """One engine, the whole workload once."""
+    times: Times = {}
+
+    def timed(name: str, work: Callable[[], object]) -> None:
+        started = time.perf_counter()
+        work()
+        times[f"end_to_end.{name}"] = 1e3 * (time.perf_counter() - started)
+
+    count, length = WORKLOAD["requests"], WORKLOAD["prompt_tokens"]
+    prompts = [
+        [3 + (31 * row + 7 * column) % 4000 for column in range(int(length))] for row in range(int(count))
+    ]
+    params = SamplingParams(max_new_tokens=int(WORKLOAD["new_tokens"]), ignore_eos=True, seed=0)
+    started = time.perf_counter()
+    engine = launch_scheduler(
+        folders[0],
+        device="cpu",
+        num_threads=int(WORKLOAD["threads"]),
+        kv_pool_tokens=40960,
+        prefix_cache=False,
+        log_level="WARNING",
+    )
+    with engine as client:
+        client.generate(prompts[0], SamplingParams(max_new_tokens=1))
+        times["end_to_end.start"] = 1e3 * (time.perf_counter() - started)
+        client.generate(prompts, SamplingParams(max_new_tokens=4, ignore_eos=True))
+        before = stage_seconds(client)
+        timed("rollout", lambda: client.generate(prompts, params))
+        timed("cycles", lambda: cycles(client, prompts, folders))
+        timed("releases", lambda: releases(client, folders[0]))
+        after = stage_seconds(client)
+    times |= {f"stage.{name}": 1e3 * (total - before.get(name, 0.0)) for name, total in after.items()}
+    return times
+
+
+def cycles(client: SchedulerClient, prompts: list[list[int]], folders: Sequence[Path]) -> None:
+    """Pause, update, continue, again and again while requests run; then nothing runs."""
+    params = SamplingParams(max_new_tokens=int(WORKLOAD["load_tokens"]), ignore_eos=True, seed=1)
+    handles = [client.submit(prompt, params) for prompt in prompts[: int(WORKLOAD["load_requests"])]]
+    for number in range(int(WORKLOAD["cycles"])):
+        client.pause("in_place")
+        client.update_weights_from_disk(folders[(number + 1) % 2], flush_cache=False)
+        client.continue_generation()
+    client.abort(abort_all=True)
+    for handle in handles:
+        handle.result()
+
+
+def releases(client: SchedulerClient, folder: Path) -> None:
+    """Everything released, resumed and loaded again."""
+    for _ in range(int(WORKLOAD["releases"])):
+        client.pause()
+        client.release_memory()
+        client.resume_memory()
+        client.update_weights_from_disk(folder)
+        client.continue_generation()
+
+
+def stage_seconds(client: SchedulerClient) -> dict[str, float]:
+    """What each stage has taken since the engine's start."""
+    return {stage.name: stage.total_s for stage in client.status().stages}
+
+
+def as_table(verdicts: Sequence[Verdict]) -> Table:
+    """For people."""
+    table = Table(title="milliseconds against their baselines")
+    for column in ("time", "baseline", "measured", "allowed", ""):
+        table.add_column(column, justify="left" if column in ("time", "") else "right")
+    for verdict in verdicts:
+        allowed = "" if verdict.baseline is None else f"{verdict.baseline + verdict.tolerance:.1f}"
+        figures = ["" if value is None else f"{value:.1f}" for value in (verdict.baseline, verdict.measured)]
+        style = "red" if verdict.is_regression else None
+        table.add_row(verdict.name, *figures, allowed, verdict.word, style=style)
+    return table
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--baselines", type=Path, default=BASELINES, help="the JSON file (%(default)s)")
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="engines, of which the best times count (%(default)s)"
+    )
+    parser.add_argument("--update", action="store_true", help="record what is measured as the new baselines")
+    parser.add_argument("--reason", help="with --update: why these times are right")
+    options = parser.parse_args(argv)
+    if options.update != bool(options.reason and options.reason.strip()):
+        parser.error("--update and --reason go together: say why the new times are right")
+    if options.repeats < 1:
+        parser.error("--repeats must be at least 1")
+    return options
+
+
+def run(repeats: int) -> Times:
+    """The best of ``repeats`` engines."""
+    with tempfile.TemporaryDirectory() as scratch:
+        shape = SHAPES[str(WORKLOAD["shape"])]
+        folders = [write_checkpoint(Path(scratch) / str(seed), shape, seed=seed) for seed in (0, 1)]
+        return best_times([measure(folders) for _ in range(repeats)])
+
+
+def main(argv: Sequence[str] | None = None, measure_all: Callable[[int], Times] = run) -> int:
+    """Exit status: 1 where a time is a regression, 2 where there is nothing to compare with."""
+    options = parse(argv)
+    console, machine = Console(width=110), machine_facts()
+    old = json.loads(options.baselines.read_text()) if options.baselines.exists() else {}
+    comparable = old.get("workload") == WORKLOAD
+    if not (comparable or options.update):
+        console.print(f"{options.baselines} has no baselines of this workload: record them with --update")
+        return 2
+    console.print(describe(machine), highlight=False)
+    if (busy := busy_share()) > QUIET:
+        console.print(f"somebody else uses {busy:.0%} of the cores: do not trust these figures")
+    if old and old["machine"] != describe(machine):
+        console.print(f"the baselines are of another machine: {old['machine']}", highlight=False)
+    measured = measure_all(options.repeats)
+    verdicts = compare(old["times_ms"] if comparable else {}, measured)
+    console.print(as_table(verdicts))
+    if options.update:
+        today = datetime.datetime.now(datetime.UTC).date().isoformat()
+        new = updated(old, measured, reason=options.reason.strip(), machine=machine, today=today)
+        options.baselines.write_text(json.dumps(new, indent=1) + "\n")
+        return 0
+    slower = [verdict.name for verdict in verdicts if verdict.is_regression]
+    if slower:
+        console.print(f"slower or gone: {', '.join(slower)}", style="red")
+    return int(bool(slower))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

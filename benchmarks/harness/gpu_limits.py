@@ -1,0 +1,107 @@
+"""What a card can do, measured, and what a step of a dense decoder must at least take on it.
+
+The limit of a decode step is the time to read what it must read: every weight but the embedding table, of which it gathers
+a few rows, and the KV of every row. The limit of a prefill is the time of its products at the measured peak.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import torch
+from checkpoints import Shape
+
+Synchronize = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """Of one device, in this run."""
+
+    read_bytes_per_s: float
+    """A sum over a large tensor."""
+    copy_bytes_per_s: float
+    """A large copy, bytes read and written."""
+    flops: float
+    """A large square product in bfloat16, of random values."""
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes per second: the better of the two, so that nothing is held against too low a limit."""
+        return max(self.read_bytes_per_s, self.copy_bytes_per_s)
+
+    def as_dict(self) -> dict[str, float]:
+        """For the report."""
+        return asdict(self)
+
+
+def synchronizer(device: torch.device) -> Synchronize:
+    """Waits until ``device`` has done everything; on the CPU nothing is pending."""
+    return torch.get_device_module(device).synchronize if device.type != "cpu" else lambda: None
+
+
+def measure_ceilings(device: torch.device, buffer_bytes: int, product_size: int) -> Ceilings:
+    """
+    Args:
+        buffer_bytes: several times the caches.
+        product_size: rows and columns of the matrices.
+    """
+    synchronize = synchronizer(device)
+    read, copy = _bandwidth(device, buffer_bytes, synchronize)  # its buffers go before the matrices come
+    left, right = (
+        torch.randn(product_size, product_size, device=device, dtype=torch.bfloat16) for _ in range(2)
+    )
+    out = torch.empty_like(left)
+    product = _seconds(lambda: torch.mm(left, right, out=out), synchronize)
+    return Ceilings(read, copy, 2 * product_size**3 / product)
+
+
+def _bandwidth(device: torch.device, buffer_bytes: int, synchronize: Synchronize) -> tuple[float, float]:
+    """Of a sum, and of a copy."""
+    source = torch.ones(buffer_bytes // 4, dtype=torch.float32, device=device)
+    target = torch.empty_like(source)
+    read = source.nbytes / _seconds(lambda: source.sum(), synchronize)
+    return read, 2 * source.nbytes / _seconds(lambda: target.copy_(source), synchronize)
+
+
+def _seconds(work: Callable[[], object], synchronize: Synchronize, repeats: int = 10) -> float:
+    """Mean of ``repeats`` in a row, the best of three such rounds."""
+    for _ in range(3):
+        work()
+    rounds = []
+    for _ in range(3):
+        synchronize()
+        start = time.perf_counter()
+        for _ in range(repeats):
+            work()
+        synchronize()
+        rounds.append((time.perf_counter() - start) / repeats)
+    return min(rounds)
+
+
+def streamed_weight_bytes(shape: Shape, itemsize: int) -> int:
+    """Bytes of the weights that every decode step reads."""
+    sizes = {name: torch.Size(size).numel() for name, size in shape.tensor_shapes().items()}
+    if not shape.tie_word_embeddings:
+        sizes.pop("model.embed_tokens.weight")
+    return itemsize * sum(sizes.values())
+
+
+def kv_bytes_per_token(shape: Shape, itemsize: int) -> int:
+    """K and V of one token, over all layers."""
+    return 2 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim * itemsize
+
+
+def prefill_flops(shape: Shape, prompts: int, length: int) -> float:
+    """Of ``prompts`` prompts of ``length`` tokens: the blocks' products for each token, causal attention (half of the square),
+    and the head for the last token of each."""
+    head = shape.vocab_size * shape.hidden_size
+    tables = {"model.embed_tokens.weight", "lm_head.weight"}
+    weights = sum(
+        torch.Size(size).numel()
+        for name, size in shape.tensor_shapes().items()
+        if len(size) == 2 and name not in tables
+    )
+    heads = shape.num_attention_heads * shape.head_dim
+    attention = 4 * heads * shape.num_hidden_layers * length * (length + 1) / 2
+    return prompts * (2.0 * weights * length + attention + 2.0 * head)

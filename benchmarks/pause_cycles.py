@@ -1,0 +1,236 @@
+"""Pause, update and resume under load, by every transport and in every mode: whole distributions.
+
+A real engine process has as many live requests as the shape says, all the time, from a process of their own
+(``harness/load.py``). This process is the trainer. One cycle (``harness/cycles.py``): wait until all requests decode, and
+for a random phase of a step; pause, update to the other checkpoint, continue. Transports and both ways to continue,
+with and without the empty-cache step, take turns, so that a machine that slows down slows all of them.
+
+Each mode has an engine of its own. The time of a step without pauses is measured under the same load, half before the
+cycles and half after them; the targets are one such step and 2 ms for a pause, and for the first token after a plain continue.
+After ``abort`` and ``retract`` the first step computes prompts: there one step is what the engine lets such a step take.
+
+    python benchmarks/pause_cycles.py --shape tiny --cycles 200 --json out.json
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from checkpoints import write_checkpoint
+from harness.cycles import (
+    QUANTILES,
+    TARGET_STEP_S,
+    VARIANTS,
+    Cycle,
+    Cycles,
+    distribution,
+    summarise,
+    verdicts,
+)
+from harness.load import Load
+from harness.machine import busy_share, describe, machine_facts
+from harness.report import QUIET
+from harness.transports import TRANSPORTS, Trainer, Transport
+from harness.workload import WORKLOADS, Workload
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from caesura.client import launch_scheduler
+from caesura.io_struct import PauseMode
+
+MODES: tuple[PauseMode, ...] = get_args(PauseMode)
+SHAPES = [name for name, workload in WORKLOADS.items() if workload.load_new_tokens]
+BUCKET_BYTES = 64 << 20
+LABELS = {
+    "pause": "pause acknowledged",
+    "barrier": "  of it, after the last tokens",
+    "update": "update",
+    "resume, plain": "continue",
+    "resume, empty-cache": "  with the empty-cache step",
+    "first_token, plain": "continue to first token",
+    "first_token, empty-cache": "  with the empty-cache step",
+    "steps": "  steps until it (a number)",
+    "gap, plain": "last token to first token",
+    "gap, empty-cache": "  with the empty-cache step",
+}
+
+
+def chosen_from(allowed: Sequence[str], text: str) -> list[str]:
+    """Comma-separated names, in the order given."""
+    names = text.split(",")
+    if unknown := set(names) - set(allowed):
+        raise argparse.ArgumentTypeError(f"{', '.join(sorted(unknown))}: choose from {', '.join(allowed)}")
+    return names
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--shape", choices=SHAPES, default="tiny")
+    parser.add_argument(
+        "--transports",
+        type=lambda text: chosen_from(TRANSPORTS, text),
+        default=list(TRANSPORTS),
+        help=f"comma-separated (default: {','.join(TRANSPORTS)})",
+    )
+    parser.add_argument(
+        "--modes",
+        type=lambda text: chosen_from(MODES, text),
+        default=list(MODES),
+        help=f"comma-separated (default: {','.join(MODES)})",
+    )
+    parser.add_argument(
+        "--cycles",
+        type=int,
+        default=200,
+        help="of each transport, mode and way to continue (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--steps", type=int, default=1000, help="without pauses, in each mode (default: %(default)s)"
+    )
+    parser.add_argument("--threads", type=int, default=1, help="of the engine (default: %(default)s)")
+    parser.add_argument("--json", type=Path, help="write every measurement there")
+    options = parser.parse_args(argv)
+    if min(options.cycles, options.threads) < 1 or options.steps < 2:
+        parser.error("--cycles and --threads must be at least 1, --steps at least 2")
+    return options
+
+
+def run_mode(
+    mode: PauseMode,
+    workload: Workload,
+    folders: Sequence[Path],
+    options: argparse.Namespace,
+    console: Console,
+) -> dict[str, Any]:
+    """All cycles in one mode: seconds of the steps, and by transport the cycles."""
+    steps: list[float] = []
+    found: dict[Transport, list[Cycle]] = {transport: [] for transport in options.transports}
+    with ExitStack() as stack:
+        client = stack.enter_context(
+            launch_scheduler(
+                folders[0],
+                dtype="bfloat16",
+                num_threads=options.threads,
+                context_len=workload.context_len,
+                kv_pool_tokens=workload.kv_tokens,
+                max_running_requests=workload.requests,
+                target_step_s=TARGET_STEP_S,
+                log_level="WARNING",
+            )
+        )
+        trainer = stack.enter_context(Trainer(client, folders, options.transports, BUCKET_BYTES))
+        load = stack.enter_context(Load(client.endpoint, workload, seed=0))
+        cycles = Cycles(client, trainer, load, mode, seed=0)
+        load.steady(1)
+        steps += load.step_seconds(options.steps // 2)
+        step_s = statistics.median(steps)
+        for transport in found:  # buffers and mappings that the first update makes are not what is measured
+            cycles.run(transport, "plain", step_s)
+        turns = track(
+            range(options.cycles), mode, console=console, transient=True, disable=not console.is_terminal
+        )
+        for _ in turns:
+            for transport, done in found.items():
+                done += [cycles.run(transport, variant, step_s) for variant in VARIANTS]
+        load.steady(1)
+        steps += load.step_seconds(options.steps - options.steps // 2)
+    return {"steps": steps, "cycles": found}
+
+
+def report_mode(mode: PauseMode, raw: dict[str, Any]) -> dict[str, Any]:
+    """Distributions and verdicts of :func:`run_mode`'s measurements, and these as lists."""
+    step = distribution([1e3 * seconds for seconds in raw["steps"]])
+    transports = {}
+    for transport, cycles in raw["cycles"].items():
+        summary = summarise(cycles)
+        transports[transport] = {
+            "ms": summary,
+            "targets": verdicts(mode, summary, step),
+            "fewest_requests_met": min(cycle.met for cycle in cycles),
+            "cycles_s": [asdict(cycle) for cycle in cycles],
+        }
+    return {"step_ms": step, "steps_s": raw["steps"], "transports": transports}
+
+
+def as_table(mode: PauseMode, report: dict[str, Any]) -> Table:
+    """For people, in ms."""
+    step = report["step_ms"]
+    quantiles = ", ".join(f"{name} {step[name]:.1f}" for name in QUANTILES)
+    table = Table(
+        title=f"{mode}: ms. A step without pauses: {quantiles} (of {step['count']:,})", title_justify="left"
+    )
+    table.add_column("")
+    table.add_column("", no_wrap=True)
+    for title in (*QUANTILES, "cycles", "one step + 2 ms"):
+        table.add_column(title, justify="right")
+    for transport, found in report["transports"].items():
+        for part, label in LABELS.items():
+            row, target = found["ms"][part], found["targets"].get(part)
+            table.add_row(
+                transport if part == "pause" else "",
+                label,
+                *(f"{row[name]:.1f}" for name in QUANTILES),
+                str(row["count"]),
+                "" if target is None else _verdict(target),
+                end_section=part == list(LABELS)[-1],
+            )
+    return table
+
+
+def _verdict(target: dict[str, Any]) -> str:
+    word, style = ("met", "green") if target["met"] else ("missed", "red")
+    return f"p99 ≤ {target['limit_ms']:.1f}: [{style}]{word}[/{style}]"
+
+
+def footnote(modes: dict[str, dict[str, Any]]) -> str:
+    """How many targets were met, also against the median step."""
+    targets = [
+        target
+        for report in modes.values()
+        for found in report["transports"].values()
+        for target in found["targets"].values()
+    ]
+    met, strict = (sum(target[key] for target in targets) for key in ("met", "met_by_median_step"))
+    return (
+        f"Targets: p99 within the p99 of a step + 2 ms, {met} of {len(targets)} met; within the median step + 2 ms, "
+        f"{strict} of {len(targets)}."
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = parse(argv)
+    torch.set_num_threads(1)  # the trainer's
+    console, facts = Console(width=120), machine_facts() | {"threads": options.threads}
+    workload = WORKLOADS[options.shape]
+    console.print(f"{describe(facts)}; threads of the engine: {options.threads}", highlight=False)
+    if (busy := busy_share()) > QUIET:
+        console.print(f"somebody else uses {busy:.0%} of the cores: do not trust these figures")
+    console.print(
+        f"{workload.shape}: {workload.requests} live requests, {workload.prompt_tokens} in, "
+        f"{workload.load_new_tokens // 2} to {workload.load_new_tokens} out",
+        highlight=False,
+    )
+    modes = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        folders = [write_checkpoint(Path(scratch) / str(seed), workload.model, seed=seed) for seed in (0, 1)]
+        for mode in options.modes:
+            modes[mode] = report_mode(mode, run_mode(mode, workload, folders, options, console))
+            console.print(as_table(mode, modes[mode]))
+    console.print(footnote(modes), highlight=False)
+    if options.json is not None:
+        result = {"machine": facts, "shape": workload.shape, "requests": workload.requests, "modes": modes}
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
