@@ -11,7 +11,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 import torch
-from transformers import Qwen3ForCausalLM
+from transformers import PreTrainedModel
 
 from . import task
 from .messages import GapStats, Group, Sample, StepStats
@@ -90,7 +90,7 @@ def collate(groups: list[Group]) -> Batch:
 class Learner:
     """The policy, its optimiser and its recent versions."""
 
-    def __init__(self, model: Qwen3ForCausalLM, settings: Settings) -> None:
+    def __init__(self, model: PreTrainedModel, settings: Settings) -> None:
         self.model = model
         self._settings = settings
         # One optimiser for both phases: the second moments of the warm-up keep the first policy-gradient steps small.
@@ -178,13 +178,13 @@ def effective_sample_share(ratios: torch.Tensor) -> float:
 class VersionRing:
     """Copies of the last ``size`` versions, and a second model to put one into."""
 
-    def __init__(self, model: Qwen3ForCausalLM, temperature: float, size: int) -> None:
+    def __init__(self, model: PreTrainedModel, temperature: float, size: int) -> None:
         self._versions: OrderedDict[int, dict[str, torch.Tensor]] = OrderedDict()
         self._temperature = temperature
         self._size = size
-        self._scratch = Qwen3ForCausalLM(model.config)
+        self._scratch = type(model)(model.config)
 
-    def add(self, version: int, model: Qwen3ForCausalLM) -> None:
+    def add(self, version: int, model: PreTrainedModel) -> None:
         """Keep a copy of ``model`` as ``version``; the oldest beyond ``size`` goes."""
         self._versions[version] = {name: value.clone() for name, value in model.state_dict().items()}
         while len(self._versions) > self._size:

@@ -12,7 +12,7 @@ from caesura.client import CaesuraError
 from .display import open_display
 from .history import History
 from .loop import StalledError, run
-from .settings import TRANSPORTS, Settings
+from .settings import POLICIES, TRANSPORTS, Settings
 from .trainer import TrainerError
 
 INTERRUPTED = 130
@@ -49,6 +49,7 @@ def parse(arguments: Sequence[str] | None) -> Settings:
     parser.add_argument(
         "--transport", choices=TRANSPORTS, help=f"how weights reach the engine ({Settings.transport})"
     )
+    parser.add_argument("--policy", choices=POLICIES, help=f"what is trained ({Settings.policy})")
     options = parser.parse_args(arguments)
     changes: dict[str, Any] = {"out_dir": options.out, "seed": options.seed}
     if options.updates is not None:
@@ -57,6 +58,8 @@ def parse(arguments: Sequence[str] | None) -> Settings:
         changes["updates"] = options.updates
     if options.transport is not None:
         changes["transport"] = options.transport
+    if options.policy is not None:
+        changes["policy"] = options.policy
     return Settings.quick(**changes) if options.quick else Settings(**changes)
 
 

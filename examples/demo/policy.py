@@ -1,4 +1,4 @@
-"""The policy: a two-layer Qwen3 of transformers, and how it gets to disk.
+"""The policy: two layers of transformers' Qwen3, Qwen3-MoE or DeepSeek V3, and how it gets to disk.
 
 Invariant: a checkpoint folder appears under its final name complete or not at all (written aside, then renamed), so an
 engine that is told the name can never read half of one.
@@ -9,31 +9,60 @@ from pathlib import Path
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from . import task
+from .settings import Policy
 
 HIDDEN = 128
 LAYERS = 2
 
 
-def build_policy() -> Qwen3ForCausalLM:
-    """A randomly initialised policy in float32, 0.3 M parameters; torch's global seed decides."""
-    config = Qwen3Config(
-        vocab_size=task.VOCAB_SIZE,
-        hidden_size=HIDDEN,
-        intermediate_size=2 * HIDDEN,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=HIDDEN // 4,
-        max_position_embeddings=task.CONTEXT_LEN,
-        tie_word_embeddings=True,
-        pad_token_id=task.PAD,
-        bos_token_id=None,
-        eos_token_id=task.END,
-    )
-    return Qwen3ForCausalLM(config)  # float32 is torch's default
+def build_policy(kind: Policy = "dense") -> PreTrainedModel:
+    """A randomly initialised policy in float32, less than a million parameters; torch's global seed decides."""
+    common = {
+        "vocab_size": task.VOCAB_SIZE,
+        "hidden_size": HIDDEN,
+        "intermediate_size": 2 * HIDDEN,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4,
+        "max_position_embeddings": task.CONTEXT_LEN,
+        "tie_word_embeddings": True,
+        "pad_token_id": task.PAD,
+        "bos_token_id": None,
+        "eos_token_id": task.END,
+    }
+    grouped = {"num_key_value_heads": 2, "head_dim": HIDDEN // 4}
+    if kind == "dense":
+        return Qwen3ForCausalLM(Qwen3Config(**common, **grouped))
+    experts = {"num_experts_per_tok": 2, "moe_intermediate_size": HIDDEN, "norm_topk_prob": True}
+    if kind == "moe":
+        return Qwen3MoeForCausalLM(Qwen3MoeConfig(**common, **grouped, **experts, num_experts=8))
+    latent = {
+        "num_key_value_heads": 4,
+        "q_lora_rank": None,
+        "kv_lora_rank": HIDDEN // 2,
+        "qk_nope_head_dim": HIDDEN // 4,
+        "qk_rope_head_dim": HIDDEN // 8,
+        "v_head_dim": HIDDEN // 4,
+    }
+    chosen = {
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.0,
+    }
+    return DeepseekV3ForCausalLM(DeepseekV3Config(**common, **latent, **experts, **chosen))
 
 
 def build_tokenizer() -> Tokenizer:
@@ -53,7 +82,7 @@ class CheckpointWriter:
         self._directory = directory
         self._count = 0
 
-    def write(self, model: Qwen3ForCausalLM) -> Path:
+    def write(self, model: PreTrainedModel) -> Path:
         """Save ``model`` with its tokenizer; the folder written two calls ago is replaced."""
         aside = self._directory / "unfinished"
         shutil.rmtree(aside, ignore_errors=True)
@@ -65,14 +94,14 @@ class CheckpointWriter:
         return final
 
 
-def save_policy(model: Qwen3ForCausalLM, folder: Path) -> None:
+def save_policy(model: PreTrainedModel, folder: Path) -> None:
     """``model`` with its tokenizer, as a folder that can be served."""
     model.save_pretrained(folder)
     build_tokenizer().save(str(folder / "tokenizer.json"))
 
 
 def token_logprobs(
-    model: Qwen3ForCausalLM, tokens: torch.Tensor, temperature: float
+    model: PreTrainedModel, tokens: torch.Tensor, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probability of every token given those before it, and the entropy there, both at ``temperature``.
 

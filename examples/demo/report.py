@@ -30,6 +30,8 @@ ROADS = {
     "distributed": "is broadcast by the trainer over gloo",
 }
 """How each transport delivers, as the page says it."""
+FAMILIES = {"dense": "Qwen3", "moe": "Qwen3-MoE", "mla": "DeepSeek V3"}
+"""What each policy is, as the page says it."""
 SHOWN_EACH = 6
 """Random held-out words in the before/after table, beside the showcase."""
 
@@ -92,6 +94,7 @@ def write_report(history: History, settings: Settings, out_dir: Path) -> Path:
         later_max=max(record.gap.later_max for record in history.updates),
         task=task,
         settings=settings.as_dict(),
+        family=FAMILIES[settings.policy],
         machine=machine(),
     )
     found = re.search(r"(https?:)?//[\w.-]+\.\w|(?:src|href)=[\"'](?!#)", page)

@@ -10,10 +10,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from transformers import Qwen3ForCausalLM
+from transformers import PreTrainedModel
 
 from caesura.client import CaesuraError, ControlClient
-from caesura.client.tensors import WeightUpdateGroup
+from caesura.client.tensors import WeightUpdateGroup, checkpoint_tensors
 from caesura.io_struct import WeightUpdateReqOutput
 
 from .messages import Push
@@ -33,14 +33,14 @@ class WeightSender:
         self._client = ControlClient(endpoint)
         self._group = WeightUpdateGroup.create([self._client]) if transport == "distributed" else None
 
-    def prepare(self, model: Qwen3ForCausalLM) -> None:
+    def prepare(self, model: PreTrainedModel) -> None:
         """The next push is of ``model`` as it is now."""
         if self._transport == "disk":
             self._checkpoint = self._writer.write(model)
 
-    def push(self, model: Qwen3ForCausalLM, push: Push) -> WeightUpdateReqOutput:
+    def push(self, model: PreTrainedModel, push: Push) -> WeightUpdateReqOutput:
         """What was prepared, as the version that ``push`` names."""
-        client, tensors = self._client, model.state_dict().items()
+        client, tensors = self._client, list(checkpoint_tensors(model))
         version, flush = str(push.version), push.flush_cache
         match self._transport:
             case "disk":

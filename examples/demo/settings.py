@@ -8,6 +8,10 @@ Transport = Literal["disk", "tensor", "ipc", "distributed"]
 TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
 """How weights get from the trainer to the engine: files, the socket, shared memory, a gloo broadcast."""
 
+Policy = Literal["dense", "moe", "mla"]
+POLICIES: tuple[Policy, ...] = get_args(Policy)
+"""What is trained: Qwen3, Qwen3 with experts, DeepSeek V3 (experts and latent attention)."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
@@ -15,6 +19,7 @@ class Settings:
 
     out_dir: Path = Path("demo_out")
     seed: int = 0
+    policy: Policy = "dense"
     transport: Transport = "ipc"
     """The default is the fastest on one host."""
 

@@ -147,7 +147,7 @@ def _serve(pipe: Connection, settings: Settings, checkpoints: Path) -> None:
     disable_progress_bar()  # type: ignore[no-untyped-call]
     torch.set_num_threads(settings.trainer_threads)
     torch.manual_seed(settings.seed)
-    model = build_policy()
+    model = build_policy(settings.policy)
     writer = CheckpointWriter(checkpoints)
     learner = Learner(model, settings)
     parameters = sum(value.numel() for value in model.parameters())
