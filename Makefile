@@ -33,6 +33,7 @@ format: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/rollout.py
+	$(BIN)/python benchmarks/pause_cycles.py --modes in_place --cycles 50
 
 clean:
 	rm -rf $(VENV) .check build *.egg-info

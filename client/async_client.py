@@ -17,6 +17,7 @@ from ..io_struct import (
     FetchResultReqOutput,
     GenerateReqInput,
     SamplingParams,
+    ScoreReqOutput,
 )
 from .async_channel import Deltas, Result
 from .async_control_client import AsyncControlClient
@@ -26,6 +27,7 @@ from .exceptions import EngineError, TimedOut
 from .options import id_of
 from .prompts import Plan, plan, token_ids
 from .results import GenerateOutput, decode_output
+from .scoring import Scores
 
 
 class AsyncSchedulerClient(AsyncControlClient):
@@ -40,6 +42,8 @@ class AsyncSchedulerClient(AsyncControlClient):
         return_logprob: bool = ...,
         return_raw_logprob: bool = ...,
         return_sampled_logprob: bool = ...,
+        return_routed_experts: bool = ...,
+        routed_experts_start_len: int = ...,
         rid: str | Sequence[str] | None = ...,
         cache_salt: str = ...,
         min_weights_epoch: int | None = ...,
@@ -56,6 +60,8 @@ class AsyncSchedulerClient(AsyncControlClient):
         return_logprob: bool = ...,
         return_raw_logprob: bool = ...,
         return_sampled_logprob: bool = ...,
+        return_routed_experts: bool = ...,
+        routed_experts_start_len: int = ...,
         rid: str | Sequence[str] | None = ...,
         cache_salt: str = ...,
         min_weights_epoch: int | None = ...,
@@ -71,6 +77,8 @@ class AsyncSchedulerClient(AsyncControlClient):
         return_logprob: bool = False,
         return_raw_logprob: bool = False,
         return_sampled_logprob: bool = False,
+        return_routed_experts: bool = False,
+        routed_experts_start_len: int = 0,
         rid: str | Sequence[str] | None = None,
         cache_salt: str = "",
         min_weights_epoch: int | None = None,
@@ -92,6 +100,8 @@ class AsyncSchedulerClient(AsyncControlClient):
             return_logprob=return_logprob,
             return_raw_logprob=return_raw_logprob,
             return_sampled_logprob=return_sampled_logprob,
+            return_routed_experts=return_routed_experts,
+            routed_experts_start_len=routed_experts_start_len,
             cache_salt=cache_salt,
             min_weights_epoch=min_weights_epoch,
         )
@@ -105,6 +115,8 @@ class AsyncSchedulerClient(AsyncControlClient):
         return_logprob: bool = False,
         return_raw_logprob: bool = False,
         return_sampled_logprob: bool = False,
+        return_routed_experts: bool = False,
+        routed_experts_start_len: int = 0,
         stream: bool = False,
         rid: str | None = None,
         cache_salt: str = "",
@@ -120,11 +132,56 @@ class AsyncSchedulerClient(AsyncControlClient):
             return_logprob=return_logprob,
             return_raw_logprob=return_raw_logprob,
             return_sampled_logprob=return_sampled_logprob,
+            return_routed_experts=return_routed_experts,
+            routed_experts_start_len=routed_experts_start_len,
             stream=stream,
             cache_salt=cache_salt,
             min_weights_epoch=min_weights_epoch,
         )
         return AsyncGenerationHandle(self.abort, self._channel.start_generation(request))
+
+    @overload
+    async def score(
+        self,
+        input_ids: Sequence[Sequence[int]],
+        *,
+        start: int | Sequence[int],
+        temperature: float = ...,
+        message_id: str | None = ...,
+        timeout: float | None = ...,
+    ) -> list[list[float]]: ...
+
+    @overload
+    async def score(
+        self,
+        input_ids: Sequence[int],
+        *,
+        start: int,
+        temperature: float = ...,
+        message_id: str | None = ...,
+        timeout: float | None = ...,
+    ) -> list[float]: ...
+
+    async def score(
+        self,
+        input_ids: Sequence[int] | Sequence[Sequence[int]],
+        *,
+        start: int | Sequence[int],
+        temperature: float = 1.0,
+        message_id: str | None = None,
+        timeout: float | None = None,
+    ) -> Any:
+        """Log-probabilities of the tokens from ``start`` on (for all sequences, or one for each), given all before them, under
+        the engine's reference checkpoint: its log-softmax after ``temperature``, over the full vocabulary.
+
+        One sequence gives a list of floats, a list of sequences gives a list of lists.
+
+        Raises:
+            Unsupported: the engine has no reference.
+            EngineError: a sequence was refused (the message names it), and with it the whole call.
+        """
+        scores = Scores(input_ids, start, temperature, message_id)
+        return scores.decode(await self._call(scores.request, ScoreReqOutput, timeout))
 
     async def abort(
         self,

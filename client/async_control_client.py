@@ -25,6 +25,8 @@ from ..io_struct import (
     EndWeightUpdateReqInput,
     FlushCacheReqInput,
     FlushCacheReqOutput,
+    GetMemoryHistoryReqInput,
+    GetMemoryHistoryReqOutput,
     GetStatusReqInput,
     GetStatusReqOutput,
     InitWeightsUpdateGroupReqInput,
@@ -378,6 +380,13 @@ class AsyncControlClient:
     ) -> GetStatusReqOutput:
         """One consistent snapshot of the engine; answered during pauses and updates too."""
         return await self._call(GetStatusReqInput(id=id_of(message_id)), GetStatusReqOutput, timeout)
+
+    async def memory_history(
+        self, *, after: int = 0, message_id: str | None = None, timeout: float | None = None
+    ) -> GetMemoryHistoryReqOutput:
+        """The engine's memory events with a ``seq`` over ``after``, oldest first; where there are ``more``, ask again."""
+        request = GetMemoryHistoryReqInput(id=id_of(message_id), after=after)
+        return await self._call(request, GetMemoryHistoryReqOutput, timeout)
 
     async def shutdown(
         self, *, message_id: str | None = None, timeout: float | None = None

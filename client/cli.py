@@ -7,6 +7,7 @@ and exit status 1; a wrong command line is exit status 2.
 import os
 import sys
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any, NoReturn
 
 import click
@@ -164,6 +165,44 @@ def abort(endpoint: str, as_json: bool, timeout: float | None, rid: str | None, 
         _show(client.abort(rid, abort_all=abort_all, timeout=timeout), as_json)
 
 
+@cli.command()
+@_talks(10.0)
+@click.option("--html", "page", type=click.Path(path_type=Path), help="Write a page that needs nothing else.")
+@click.option("--live", is_flag=True, help="Keep showing; Ctrl-C ends.")
+@click.option(
+    "--interval", type=click.FloatRange(0.05), default=1.0, show_default=True, help="Seconds, with --live."
+)
+@click.option("--for", "seconds", type=click.FloatRange(0.0), help="End after so many seconds, with --live.")
+@click.option("--last", type=click.IntRange(1), default=30, show_default=True, help="Events to print.")
+def memory(
+    endpoint: str,
+    as_json: bool,
+    timeout: float | None,
+    page: Path | None,
+    live: bool,
+    interval: float,
+    seconds: float | None,
+    last: int,
+) -> None:
+    """What the engine's memory has been, and why."""
+    from .memory_view import fetch, watch, write_page
+    from .memory_view.live import events
+
+    with SchedulerClient(endpoint) as client:
+        record = fetch(client, timeout=timeout)
+        if page is not None:
+            write_page(record, page)
+            click.echo(f"wrote {page}: {len(record.events)} events", err=as_json)
+        if as_json:
+            for event in record.events:
+                click.echo(msgspec.json.encode(event))
+        elif live:
+            watch(client, Console(), interval_s=interval, seconds=seconds, timeout=timeout)
+        elif page is None:
+            terminal = Console()
+            (terminal if terminal.is_terminal else Console(width=140)).print(events(record, last))
+
+
 def _show(reply: Message, as_json: bool, rows: Iterable[tuple[str, str]] | None = None) -> None:
     if as_json:
         click.echo(msgspec.json.encode(reply))
@@ -226,6 +265,13 @@ def _status_rows(status: GetStatusReqOutput) -> Iterable[tuple[str, str]]:
         "steps",
         f"{status.step} ({age}), {status.generated_tokens} tokens, {status.num_retractions} retractions",
     )
+    failures = status.step_failures
+    if failures.failed:
+        limit = "" if failures.token_limit is None else f", at most {failures.token_limit} tokens for now"
+        yield (
+            "failures",
+            f"{failures.failed} steps, {failures.retried} computed again, {failures.splits} splits{limit}",
+        )
     kv = status.kv
     yield "KV tokens", f"{kv.free} free + {kv.cached} cached + {kv.held} held = {kv.total}"
     memory = status.device_memory

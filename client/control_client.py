@@ -28,6 +28,8 @@ from ..io_struct import (
     EndWeightUpdateReqInput,
     FlushCacheReqInput,
     FlushCacheReqOutput,
+    GetMemoryHistoryReqInput,
+    GetMemoryHistoryReqOutput,
     GetStatusReqInput,
     GetStatusReqOutput,
     InitWeightsUpdateGroupReqInput,
@@ -379,6 +381,13 @@ class ControlClient:
     def status(self, *, message_id: str | None = None, timeout: float | None = None) -> GetStatusReqOutput:
         """One consistent snapshot of the engine; answered during pauses and updates too."""
         return self._call(GetStatusReqInput(id=id_of(message_id)), GetStatusReqOutput, timeout)
+
+    def memory_history(
+        self, *, after: int = 0, message_id: str | None = None, timeout: float | None = None
+    ) -> GetMemoryHistoryReqOutput:
+        """The engine's memory events with a ``seq`` over ``after``, oldest first; where there are ``more``, ask again."""
+        request = GetMemoryHistoryReqInput(id=id_of(message_id), after=after)
+        return self._call(request, GetMemoryHistoryReqOutput, timeout)
 
     def shutdown(self, *, message_id: str | None = None, timeout: float | None = None) -> ShutdownReqOutput:
         """Stop the engine: it ends every request, answers this and exits."""

@@ -69,7 +69,7 @@ def plan(
     Raises:
         InvalidRequest: token ids that are not integers, or lists of different lengths.
     """
-    single = _is_single(input_ids)
+    single = is_single(input_ids)
     prompts: list[Any] = [input_ids] if single else list(input_ids)
     params = _per_prompt("sampling_params", sampling_params, SamplingParams, len(prompts))
     base = new_id() if message_id is None else message_id
@@ -102,7 +102,8 @@ def token_ids(prompt: Sequence[int]) -> list[int]:
     return ids
 
 
-def _is_single(input_ids: Sequence[int] | Sequence[Sequence[int]]) -> bool:
+def is_single(input_ids: Sequence[int] | Sequence[Sequence[int]]) -> bool:
+    """Whether these are the ids of one sequence, rather than several sequences."""
     if len(input_ids) == 0:
         return True  # an empty prompt, which the engine refuses
     first = input_ids[0]

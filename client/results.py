@@ -1,6 +1,6 @@
 """Typed results of a generation, decoded once from the wire's byte arrays.
 
-Invariant: tokens, logprobs and weight-version spans of one output have matching lengths. A message that breaks this
+Invariant: tokens, logprobs, weight-version spans and routed experts of one output have matching lengths. A message that breaks this
 is refused with :class:`InternalError` rather than handed on: a trainer would pair tokens with the wrong numbers.
 """
 
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from ..io_struct import (
     FinishReason,
     GenerateReqOutput,
+    RoutedExperts,
     WeightVersionSpan,
 )
 from .exceptions import InternalError
@@ -32,6 +33,9 @@ class GenerateOutput:
     """Log-softmax of the unedited logits; None unless ``return_raw_logprob``."""
     sampled_logprobs: list[float] | None
     """Under the distribution really sampled; None unless ``return_sampled_logprob``."""
+    routed_experts: RoutedExperts | None
+    """Which experts computed each position but the last: ``numpy.asarray`` gives [rows, layers, top_k] without a copy.
+    None unless ``return_routed_experts``, and where an error ended the sample."""
     finish_reason: FinishReason
     weight_versions: list[WeightVersionSpan]
     """Which weights sampled which tokens: contiguous, covering all of them."""
@@ -97,7 +101,7 @@ def decode_output(wire: GenerateReqOutput) -> GenerateOutput:
     """The typed form of a terminal result.
 
     Raises:
-        InternalError: lengths of tokens, logprobs and spans do not match.
+        InternalError: lengths of tokens, logprobs, spans and routed experts do not match.
     """
     output = GenerateOutput(
         rid=wire.rid,
@@ -106,6 +110,7 @@ def decode_output(wire: GenerateReqOutput) -> GenerateOutput:
         output_logprobs=_optional(wire.output_logprobs),
         raw_logprobs=_optional(wire.raw_logprobs),
         sampled_logprobs=_optional(wire.sampled_logprobs),
+        routed_experts=wire.routed_experts,
         finish_reason=wire.finish_reason,
         weight_versions=wire.weight_versions,
         prompt_tokens=wire.prompt_tokens,
@@ -116,6 +121,8 @@ def decode_output(wire: GenerateReqOutput) -> GenerateOutput:
         e2e_latency=wire.e2e_latency,
     )
     _check_lengths(output)
+    if output.routed_experts is not None:
+        _check_routing(output, output.routed_experts)
     return output
 
 
@@ -140,6 +147,16 @@ def _check_lengths(output: GenerateOutput) -> None:
     if covered != count:
         raise InternalError(
             f"{output.rid}: weight-version spans cover {covered} of {count} tokens", rid=output.rid
+        )
+
+
+def _check_routing(output: GenerateOutput, routed: RoutedExperts) -> None:
+    tokens = len(output.output_ids)
+    rows = output.prompt_tokens + tokens - 1 - routed.start if tokens else 0
+    if routed.shape[0] != rows or len(routed.data) != math.prod(routed.shape) * routed.itemsize:
+        raise InternalError(
+            f"{output.rid}: {len(routed.data)} bytes of routed experts in the shape {routed.shape} for {rows} positions",
+            rid=output.rid,
         )
 
 

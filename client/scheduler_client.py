@@ -16,6 +16,7 @@ from ..io_struct import (
     FetchResultReqOutput,
     GenerateReqInput,
     SamplingParams,
+    ScoreReqOutput,
 )
 from .channel import Deltas, Result
 from .connection import Generation
@@ -25,6 +26,7 @@ from .handle import GenerationHandle
 from .options import id_of
 from .prompts import Plan, plan, token_ids
 from .results import GenerateOutput, decode_output
+from .scoring import Scores
 
 
 class SchedulerClient(ControlClient):
@@ -39,6 +41,8 @@ class SchedulerClient(ControlClient):
         return_logprob: bool = ...,
         return_raw_logprob: bool = ...,
         return_sampled_logprob: bool = ...,
+        return_routed_experts: bool = ...,
+        routed_experts_start_len: int = ...,
         rid: str | Sequence[str] | None = ...,
         cache_salt: str = ...,
         min_weights_epoch: int | None = ...,
@@ -55,6 +59,8 @@ class SchedulerClient(ControlClient):
         return_logprob: bool = ...,
         return_raw_logprob: bool = ...,
         return_sampled_logprob: bool = ...,
+        return_routed_experts: bool = ...,
+        routed_experts_start_len: int = ...,
         rid: str | Sequence[str] | None = ...,
         cache_salt: str = ...,
         min_weights_epoch: int | None = ...,
@@ -70,6 +76,8 @@ class SchedulerClient(ControlClient):
         return_logprob: bool = False,
         return_raw_logprob: bool = False,
         return_sampled_logprob: bool = False,
+        return_routed_experts: bool = False,
+        routed_experts_start_len: int = 0,
         rid: str | Sequence[str] | None = None,
         cache_salt: str = "",
         min_weights_epoch: int | None = None,
@@ -91,6 +99,8 @@ class SchedulerClient(ControlClient):
             return_logprob=return_logprob,
             return_raw_logprob=return_raw_logprob,
             return_sampled_logprob=return_sampled_logprob,
+            return_routed_experts=return_routed_experts,
+            routed_experts_start_len=routed_experts_start_len,
             cache_salt=cache_salt,
             min_weights_epoch=min_weights_epoch,
         )
@@ -104,6 +114,8 @@ class SchedulerClient(ControlClient):
         return_logprob: bool = False,
         return_raw_logprob: bool = False,
         return_sampled_logprob: bool = False,
+        return_routed_experts: bool = False,
+        routed_experts_start_len: int = 0,
         stream: bool = False,
         rid: str | None = None,
         cache_salt: str = "",
@@ -119,11 +131,56 @@ class SchedulerClient(ControlClient):
             return_logprob=return_logprob,
             return_raw_logprob=return_raw_logprob,
             return_sampled_logprob=return_sampled_logprob,
+            return_routed_experts=return_routed_experts,
+            routed_experts_start_len=routed_experts_start_len,
             stream=stream,
             cache_salt=cache_salt,
             min_weights_epoch=min_weights_epoch,
         )
         return GenerationHandle(self.abort, self._channel.start_generation(request))
+
+    @overload
+    def score(
+        self,
+        input_ids: Sequence[Sequence[int]],
+        *,
+        start: int | Sequence[int],
+        temperature: float = ...,
+        message_id: str | None = ...,
+        timeout: float | None = ...,
+    ) -> list[list[float]]: ...
+
+    @overload
+    def score(
+        self,
+        input_ids: Sequence[int],
+        *,
+        start: int,
+        temperature: float = ...,
+        message_id: str | None = ...,
+        timeout: float | None = ...,
+    ) -> list[float]: ...
+
+    def score(
+        self,
+        input_ids: Sequence[int] | Sequence[Sequence[int]],
+        *,
+        start: int | Sequence[int],
+        temperature: float = 1.0,
+        message_id: str | None = None,
+        timeout: float | None = None,
+    ) -> Any:
+        """Log-probabilities of the tokens from ``start`` on (for all sequences, or one for each), given all before them, under
+        the engine's reference checkpoint: its log-softmax after ``temperature``, over the full vocabulary.
+
+        One sequence gives a list of floats, a list of sequences gives a list of lists.
+
+        Raises:
+            Unsupported: the engine has no reference.
+            EngineError: a sequence was refused (the message names it), and with it the whole call.
+        """
+        scores = Scores(input_ids, start, temperature, message_id)
+        return scores.decode(self._call(scores.request, ScoreReqOutput, timeout))
 
     def abort(
         self,

@@ -33,6 +33,8 @@ from .generate import (
     GenerateReqInput,
     Keepalive,
 )
+from .memory import GetMemoryHistoryReqInput, GetMemoryHistoryReqOutput
+from .score import ScoreReqInput, ScoreReqOutput
 from .weights import (
     BeginWeightUpdateReqInput,
     BeginWeightUpdateReqOutput,
@@ -53,11 +55,13 @@ from .weights import (
 
 ToScheduler = (
     GenerateReqInput
+    | ScoreReqInput
     | AbortReq
     | PauseGenerationReqInput
     | ContinueGenerationReqInput
     | FlushCacheReqInput
     | GetStatusReqInput
+    | GetMemoryHistoryReqInput
     | ReleaseMemoryOccupationReqInput
     | ResumeMemoryOccupationReqInput
     | RenewPauseLeaseReqInput
@@ -78,6 +82,7 @@ ToScheduler = (
 
 ToClient = (
     BatchTokenOutput
+    | ScoreReqOutput
     | Keepalive
     | ErrorReply
     | AbortReqOutput
@@ -85,6 +90,7 @@ ToClient = (
     | ContinueGenerationReqOutput
     | FlushCacheReqOutput
     | GetStatusReqOutput
+    | GetMemoryHistoryReqOutput
     | ReleaseMemoryOccupationReqOutput
     | ResumeMemoryOccupationReqOutput
     | RenewPauseLeaseReqOutput

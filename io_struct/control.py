@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from .base import Record, Reply, Request
+from .score import ReferenceStatus
 
 PauseMode = Literal["abort", "retract", "in_place"]
 GenerationState = Literal["running", "pausing", "paused"]
@@ -157,6 +158,9 @@ class KVUsage(Record, kw_only=True, frozen=True):
     total: int
     page_size: int
     bytes_per_token: int
+    """Of KV, over all layers."""
+    routing_bytes_per_token: int = 0
+    """Beside it, for the experts that computed it; 0 for a model without experts."""
 
 
 class DeviceMemory(Record, kw_only=True, frozen=True):
@@ -190,6 +194,31 @@ class SessionStatus(Record, kw_only=True, frozen=True):
     deadline_s: float | None
     """Seconds left; None: no deadline."""
     written_tensors: int
+
+
+class StageStatus(Record, kw_only=True, frozen=True):
+    """Where time goes: one named stage since start, in seconds. Stages may lie inside others."""
+
+    name: str
+    """``receive``, ``schedule``, ``prefill``, ``decode``, ``sample``, ``process``, ``pause``, ``update.…``, ``release.…``."""
+    count: int
+    total_s: float
+    median_s: float
+    """Of the last 64 runs."""
+    longest_s: float
+
+
+class StepFailures(Record, kw_only=True, frozen=True):
+    """What went wrong with steps, since start (docs/lifecycle.md, "After a failure")."""
+
+    failed: int = 0
+    """Steps that raised, while they were built, computed or taken in."""
+    retried: int = 0
+    """Steps that failed, or were lost with one that did, and whose requests went on."""
+    splits: int = 0
+    """Times that memory did not suffice for a step and the next ones were made smaller."""
+    token_limit: int | None = None
+    """Tokens that a step may have now, for want of memory. None: as many as it wants."""
 
 
 class GetStatusReqInput(ControlRequest, kw_only=True):
@@ -231,8 +260,14 @@ class GetStatusReqOutput(Reply, kw_only=True):
     """Tokens sampled since start."""
     num_retractions: int
     """Since start, for want of memory or by a pause."""
+    step_failures: StepFailures = StepFailures()
+    """What went wrong with steps, and whether they are small for want of memory."""
     kv: KVUsage
     device_memory: DeviceMemory
+    stages: list[StageStatus] = []
+    """In the order of their first run."""
+    reference: ReferenceStatus | None = None
+    """None: no reference is loaded."""
     model_path: str
     dtype: str
     device: str

@@ -59,7 +59,8 @@ class ErrorCode(StrEnum):
     UNSUPPORTED_MODEL = "unsupported_model"
     """The config asks for something this engine does not do. ``detail``: fields."""
     OUT_OF_MEMORY = "out_of_memory"
-    """``detail``: needed_bytes, free_bytes where known."""
+    """``detail``: needed_bytes, free_bytes where known. A sample ends with it when memory did not suffice for a single token of
+    it; a command, when an allocation of its own failed."""
     DEADLINE_EXCEEDED = "deadline_exceeded"
     """The operation's own deadline passed. ``detail``: what was pending."""
     ENDPOINT_IN_USE = "endpoint_in_use"

@@ -4,7 +4,7 @@ Token and logprob arrays cross the wire as little-endian bytes (int32, float32):
 more than everything else a step does (docs/performance.md).
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -72,6 +72,10 @@ class GenerateReqInput(Request, kw_only=True):
     """Per token: log-softmax of the unedited logits (temperature 1)."""
     return_sampled_logprob: bool = False
     """Per token: log-probability under the distribution really sampled (renormalised after top-k and top-p)."""
+    return_routed_experts: bool = False
+    """The experts that computed each position, prompt included (:class:`RoutedExperts`). ``unsupported`` where the model has none."""
+    routed_experts_start_len: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """First position whose experts are returned; at most the prompt's length."""
     stream: bool = False
     """True: deltas each step. The terminal result carries everything in both cases."""
     cache_salt: str = ""
@@ -110,6 +114,37 @@ class WeightVersionSpan(Record, kw_only=True, frozen=True):
     """True: sampled on a KV cache that holds entries of an older epoch (an ``in_place`` pause with an update)."""
 
 
+class RoutedExperts(Record, kw_only=True, frozen=True):
+    """Which experts computed the positions ``[start, seqlen - 1)`` of one sample; ``seqlen`` is prompt plus output.
+
+    The last token has no row: nothing was computed from it. A sample that ended before its first token has no rows at all.
+    A row is of the forward that first computed its position for this sample, or for the one whose cached prefix it shares,
+    and stays so when the position is computed again after a retraction, under newer weights perhaps.
+
+    ``numpy.asarray`` of this object is a read-only array of its shape over the same memory.
+    """
+
+    data: bytes
+    """Expert ids, little-endian, in C order."""
+    shape: Annotated[list[Annotated[int, msgspec.Meta(ge=0)]], msgspec.Meta(min_length=3, max_length=3)]
+    """[rows, layers of the model, experts per token]; layers without experts are zeros."""
+    dtype: Literal["U8", "U16"]
+    """``U8`` for models of up to 256 experts."""
+    start: int
+    """The position of the first row: ``routed_experts_start_len``."""
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per expert id."""
+        return 1 if self.dtype == "U8" else 2
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        """numpy's array interface, version 3: numpy itself is not needed to have one."""
+        typestr = "|u1" if self.dtype == "U8" else "<u2"
+        return {"version": 3, "shape": tuple(self.shape), "typestr": typestr, "data": self.data}
+
+
 class GenerateReqOutput(Record, kw_only=True, frozen=True):
     """The terminal result of one sample. All arrays have the same length: ``output_ids`` counts."""
 
@@ -124,6 +159,8 @@ class GenerateReqOutput(Record, kw_only=True, frozen=True):
     """float32; None unless ``return_raw_logprob``."""
     sampled_logprobs: bytes | None = None
     """float32; None unless ``return_sampled_logprob``."""
+    routed_experts: RoutedExperts | None = None
+    """None unless ``return_routed_experts``, and where an error ended the sample."""
     finish_reason: FinishReason
     weight_versions: list[WeightVersionSpan]
     """Contiguous, covering ``[0, len(output_ids))``."""

@@ -9,8 +9,11 @@ Invariants:
 - The oldest request always advances: admission refused whatever could not run alone.
 - A slot whose step is in flight keeps its pages: preemption and retraction wait for the step, release is deferred.
 - A prefix is computed once: a request whose prompt a running one is just computing waits for it to be shared.
+- A call that raises leaves every request where it was, or where a later call can take it from: a step is on the books
+  once all of it has been built.
 """
 
+import logging
 from collections import Counter
 from dataclasses import dataclass
 from time import monotonic
@@ -19,12 +22,15 @@ import numpy as np
 import torch
 
 from .cache.manager import CacheManager
+from .cache.routing import RoutingPool
 from .chunking import ChunkSizer
 from .config import PAGE_SIZE
 from .forward import ForwardBatch, SamplingBatch
-from .request import Phase, Request, RequestTable
+from .request import NO_SLOT, Phase, Request, RequestTable
 from .runner.sampler import noise
 from .waiting import WaitingQueue, pages_for
+
+logger = logging.getLogger(__name__)
 
 LOOK_AHEAD = 128
 """Queued requests considered for one admission; bounds the work when many wait for a shared prefix."""
@@ -55,17 +61,21 @@ class Batcher:
         *,
         chunks: ChunkSizer,
         share_prefixes: bool,
+        routing: RoutingPool | None = None,
     ) -> None:
+        """``routing`` holds the experts of what is computed. None: the model has none."""
         self.table = table
         self.cache = cache
         self.waiting = waiting
         self.num_retractions = 0
         self._sizer = chunks
         self._share = share_prefixes
+        self._routing = routing
         self._active: list[Request] = []  # in the order of admission: the last one is preempted first
         self._prefilling: list[Request] = []
         self._computing: Counter[int] = Counter()  # prompt keys whose prefix is not in the tree yet
         self._decode_slots: np.ndarray | None = None  # cached; None after a change of membership
+        self._turn = 0  # where the decoding rows of the next step begin, while not all of them fit into one
         # Finished, but their slot is in a step in flight; with whether their KV may be kept as a prefix.
         self._leaving: list[tuple[Request, bool]] = []
 
@@ -96,40 +106,81 @@ class Batcher:
 
     def choose(self) -> ScheduledBatch | None:
         """Build the next step; None when there is nothing to run, or a step in flight must land first."""
-        decode = self._decodable()
+        decode = self._in_turn(self._decodable())
         if not self._grow(decode):
             return None
-        decode = self._decodable()  # preemption may have taken rows
-        chunks = self._chunks()
+        if self._decode_slots is None:  # preemption has taken rows
+            decode = decode[np.isin(decode, self._decodable())]
+        chunks = self._chunks(self._sizer.budget(len(decode)))
         if not len(decode) and not chunks:
             return None
         return self._build(decode, chunks)
 
-    def landed(self, batch: ScheduledBatch, seconds: float | None = None, *, failed: bool = False) -> None:
-        """The step's results have been consumed: share new prefixes, release what only waited for it.
-
-        ``seconds`` is how long it took. None: it failed.
-        """
-        if seconds is not None:
-            self._sizer.observe(batch.num_tokens - batch.forward.num_decode, seconds)
+    def landed(self, batch: ScheduledBatch, seconds: float) -> None:
+        """The step, which took ``seconds``, is consumed: release what only waited for it, share new prefixes."""
+        self._sizer.observe(batch.num_tokens - batch.forward.num_decode, seconds)
+        self._sizer.succeeded(batch.num_tokens)
         self.table.inflight[batch.slots] -= 1
         for request in batch.completed:
-            self._computing[request.prompt_key] -= 1
-            if not self._computing[request.prompt_key]:
-                del self._computing[request.prompt_key]
-            if request.phase is Phase.DECODE and not failed and request.kv is not None:
+            self._has_computed(request.prompt_key)
+        self._let_go(trusted=True)
+        for request in batch.completed:
+            if request.phase is Phase.DECODE and request.kv is not None:
                 self.cache.donate(
                     request.kv, self.table.tokens[request.slot, : self.table.length[request.slot] - 1]
                 )
-        if self._leaving:
-            leaving, self._leaving = self._leaving, []
-            for request, keep_prefix in leaving:
-                self._release(request, keep_prefix=keep_prefix and not failed)
+
+    def withdraw(self, batch: ScheduledBatch) -> None:
+        """Take back a step whose results are lost, the last launched one first: its tokens are to be computed again.
+
+        What it wrote lies beyond what is known to be computed, and is overwritten by the step that computes it again.
+        """
+        table = self.table
+        table.inflight[batch.slots] -= 1
+        table.scheduled[batch.slots] -= np.asarray(batch.forward.q_lens_host, np.int64)
+        for request in batch.completed:
+            if request.phase is Phase.DECODE:
+                request.phase = Phase.PREFILL
+            else:
+                self._has_computed(request.prompt_key)
+        self._prefilling = [request for request in self._active if request.phase is Phase.PREFILL]
+        self._decode_slots = None
+        self._let_go(trusted=False)
+
+    def last_tokens(self) -> tuple[np.ndarray, np.ndarray]:
+        """``(slots, tokens)`` [n] of the decoding requests: what each has sampled last. No step may be in flight."""
+        slots = np.asarray([r.slot for r in self._active if r.phase is Phase.DECODE], np.int64)
+        return slots, self.table.tokens[slots, self.table.length[slots] - 1]
+
+    def next_to_run(self) -> list[Request]:
+        """Everybody whom a call of :meth:`choose` may touch first: those with KV, else the first that waits."""
+        return self._active.copy() or self.waiting.head()
 
     def requests_of(self, batch: ScheduledBatch) -> list[Request]:
         """The requests whose rows are in ``batch``."""
         rows = (self.table.by_slot[slot] for slot in batch.slots)
         return [request for request in rows if request is not None]
+
+    def routed_experts(self, request: Request) -> np.ndarray | None:
+        """Expert ids of positions [routed_from, known tokens - 1), [rows, layers, top_k]; None unless ``request`` asked.
+
+        Positions are recorded once: what was computed before a retraction is not looked up again, whatever computed it
+        since. That holds from the first sampled token on; before it nothing rests on the rows, and a prompt may
+        be computed from its start again under other weights, so there are none.
+        """
+        routing = self._routing
+        if routing is None or request.routed_from is None:
+            return None
+        rows = request.routed
+        if rows is None:
+            rows = np.empty((0, routing.num_layers, routing.top_k), routing.numpy_dtype)
+        slot = request.slot
+        if slot == NO_SLOT or self.table.length[slot] == self.table.prompt_len[slot]:
+            return rows
+        first, end = request.routed_from + len(rows), int(self.table.length[slot]) - 1
+        if first >= end:
+            return rows
+        return np.concatenate([rows, routing.read(self.table.page_table[slot], first, end)])
 
     def retire(self, request: Request, *, keep_prefix: bool = True) -> None:
         """``request`` is finished: give its slot and KV back, once no step in flight uses them.
@@ -163,6 +214,22 @@ class Batcher:
         for request in self._active:
             self.table.stale_kv[request.slot] = True
 
+    def _let_go(self, *, trusted: bool) -> None:
+        """Release those who only waited for the step that has just left."""
+        leaving, self._leaving = self._leaving, []
+        for request, keep_prefix in leaving:
+            self._release(request, keep_prefix=keep_prefix and trusted)
+
+    def _has_computed(self, prompt_key: int) -> None:
+        self._computing[prompt_key] -= 1
+        if not self._computing[prompt_key]:
+            del self._computing[prompt_key]
+
+    def _in_turn(self, decode: np.ndarray) -> np.ndarray:
+        """As many of the rows ``decode`` as a step may have, those first that have waited longest."""
+        limit = self._sizer.limit
+        return decode if limit is None or len(decode) <= limit else np.roll(decode, -self._turn)[:limit]
+
     def _decodable(self) -> np.ndarray:
         """Slots that can sample one more token; a request whose last token is in flight is left out."""
         if self._decode_slots is None:
@@ -189,6 +256,7 @@ class Batcher:
 
     def _requeue(self, request: Request, *, keep_prefix: bool, count: bool = True) -> None:
         assert not self.table.inflight[request.slot], "a request in flight cannot be retracted"
+        request.routed = self.routed_experts(request)
         self._remove(request)
         self._close(request, keep_prefix=keep_prefix)
         self.table.park(request)
@@ -202,9 +270,7 @@ class Batcher:
         self._decode_slots = None
         if request in self._prefilling:
             self._prefilling.remove(request)
-            self._computing[request.prompt_key] -= 1
-            if not self._computing[request.prompt_key]:
-                del self._computing[request.prompt_key]
+            self._has_computed(request.prompt_key)
 
     def _release(self, request: Request, *, keep_prefix: bool) -> None:
         if self.table.inflight[request.slot]:
@@ -217,12 +283,17 @@ class Batcher:
         assert request.kv is not None
         slot = request.slot
         known = min(int(self.table.scheduled[slot]), int(self.table.length[slot]))
-        self.cache.close(request.kv, self.table.tokens[slot, :known] if keep_prefix else None)
+        try:
+            self.cache.close(request.kv, self.table.tokens[slot, :known] if keep_prefix else None)
+        except Exception as error:
+            if not keep_prefix:
+                raise
+            logger.error("no prefix of request %s is kept", request.rid, exc_info=error)
+            self.cache.close(request.kv, None)
         request.kv = None
 
-    def _chunks(self) -> list[tuple[Request, int]]:
-        """(request, prompt tokens to compute): prompts already begun first, then new admissions."""
-        budget = self._sizer.budget()
+    def _chunks(self, budget: int) -> list[tuple[Request, int]]:
+        """(request, prompt tokens to compute), ``budget`` in all: prompts already begun first, then new admissions."""
         chunks: list[tuple[Request, int]] = []
         for request in self._prefilling:
             if budget == 0:
@@ -232,8 +303,13 @@ class Batcher:
             candidate = self.waiting.pop_admissible(self._may_start, LOOK_AHEAD)
             if candidate is None:
                 break
-            if not self._start(candidate):
-                self.waiting.push_front([candidate])
+            started = False
+            try:
+                started = self._start(candidate)
+            finally:
+                if not started:
+                    self.waiting.push_front([candidate])
+            if not started:
                 break
             budget -= self._take_chunk(candidate, budget, chunks)
         return chunks
@@ -255,15 +331,21 @@ class Batcher:
         slot = table.take_slot()
         row = table.page_table[slot]
         row[:] = 0
-        kv = cache.open(tokens, request.salt, row)
-        # One page of growth is left to everybody who runs: admitting more would only preempt them.
-        missing = pages_for(len(tokens)) - kv.num_pages
-        if missing > cache.available() - len(self._active) or not cache.extend(kv, len(tokens)):
-            cache.close(kv, None)
-            table.give_back_slot(slot)
-            return False
+        kv, seated = None, False
+        try:
+            kv = cache.open(tokens, request.salt, row)
+            # One page of growth is left to everybody who runs: admitting more would only preempt them.
+            missing = pages_for(len(tokens)) - kv.num_pages
+            if missing > cache.available() - len(self._active) or not cache.extend(kv, len(tokens)):
+                return False
+            table.seat(request, slot)
+            seated = True
+        finally:
+            if not seated:
+                if kv is not None:
+                    cache.close(kv, None)
+                table.give_back_slot(slot)
         request.kv = kv
-        table.seat(request, slot)
         cached = kv.num_shared * PAGE_SIZE
         table.scheduled[slot] = cached
         if request.first_scheduled is None:
@@ -291,15 +373,6 @@ class Batcher:
         pages = table.page_table[token_slots, positions // PAGE_SIZE]
         input_ids = table.tokens[token_slots, positions].astype(np.int64)
 
-        table.scheduled[slots] = ends
-        table.inflight[slots] += 1
-        completed = [
-            request for request, _ in chunks if table.scheduled[request.slot] == table.length[request.slot]
-        ]
-        for request in completed:
-            request.phase = Phase.DECODE
-            self._prefilling.remove(request)
-            self._decode_slots = None
         samples = np.concatenate(
             [
                 np.arange(num_decode),
@@ -322,13 +395,30 @@ class Batcher:
             sample_slots=torch.from_numpy(sample_slots),
             sampling=self._sampling(sample_slots, ends[samples]),
         )
-        return ScheduledBatch(
+        batch = ScheduledBatch(
             forward=forward,
             slots=slots,
             sample_slots=sample_slots,
-            completed=completed,
+            completed=[
+                request
+                for request, taken in chunks
+                if table.scheduled[request.slot] + taken == table.length[request.slot]
+            ],
             num_tokens=len(positions),
         )
+        self._book(batch, ends)
+        return batch
+
+    def _book(self, batch: ScheduledBatch, ends: np.ndarray) -> None:
+        """``batch`` is in flight from now on, and computes its rows up to the positions ``ends``."""
+        self.table.scheduled[batch.slots] = ends
+        self.table.inflight[batch.slots] += 1
+        for request in batch.completed:
+            request.phase = Phase.DECODE
+            self._prefilling.remove(request)
+            self._decode_slots = None
+        if self._sizer.limit is not None:
+            self._turn += batch.forward.num_decode
 
     def _sampling(self, slots: np.ndarray, positions: np.ndarray) -> SamplingBatch:
         """Sampling inputs of ``slots``; ``positions`` are the absolute positions of the tokens to be sampled."""

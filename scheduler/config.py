@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 
-from ..io_struct import CaesuraError, ErrorCode
+from ..io_struct import CaesuraError, ErrorCode, Residency
 
 DtypeName = Literal["auto", "float32", "bfloat16"]
 PAGE_SIZE = 16
@@ -51,6 +51,10 @@ class EngineConfig:
     """Share KV of equal prefixes under equal weights."""
     pipeline_depth: int | None = None
     """Steps in flight while the next is prepared. None: 0 on the CPU, 1 on accelerators."""
+    attention_backend: Literal["auto", "flashinfer", "triton", "sdpa"] = "auto"
+    """What computes attention; auto: compiled kernels on the CPU, on CUDA the first of flashinfer and triton that is there, else torch."""
+    cuda_graphs: bool = True
+    """Capture decode steps as graphs where device and attention can (flashinfer or triton, on CUDA)."""
     requests_while_paused: Literal["queue", "refuse"] = "queue"
     """What happens to generate requests that arrive during a pause."""
     idle_empty_s: float = 5.0
@@ -65,8 +69,16 @@ class EngineConfig:
     """Accept checkpoint-engine's pickled messages, parsed into plain fields and never executed."""
     deterministic: bool = False
     """Start only where a request's tokens and logprobs are the same bits whatever runs beside it and however it is paused."""
+    reference_model_path: str | None = None
+    """Hugging Face folder of a second checkpoint that score requests use. None: there is none."""
+    reference_residency: Residency = "resident"
+    """Where its weights are: on the device, there while something is scored (offload), or there layer by layer."""
+    reference_pool_tokens: int | None = None
+    """Size of its own KV pool in tokens. None: one sequence of full length."""
     check_ledger: bool = False
     """Check free + cached + held = total after every control message; for tests."""
+    log_stages: bool = False
+    """Log where each stage of a step, pause, update and release begins and ends; at log level DEBUG with the memory then."""
     log_level: str = "INFO"
     """Least severe log records to print."""
 
@@ -77,7 +89,7 @@ class EngineConfig:
             "chunked_prefill_size",
             "load_bucket_bytes",
         )
-        optional = ("num_threads", "context_len", "kv_pool_tokens")
+        optional = ("num_threads", "context_len", "kv_pool_tokens", "reference_pool_tokens")
         for name in (*positive, *optional):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -91,6 +103,15 @@ class EngineConfig:
             raise _invalid("pipeline_depth", self.pipeline_depth, "must be 0 or 1")
         if self.dtype not in ("auto", "float32", "bfloat16"):
             raise _invalid("dtype", self.dtype, "must be auto, float32 or bfloat16")
+        if self.attention_backend not in ("auto", "flashinfer", "triton", "sdpa"):
+            raise _invalid(
+                "attention_backend", self.attention_backend, "must be auto, flashinfer, triton or sdpa"
+            )
+        if self.reference_residency not in ("resident", "offload", "layerwise"):
+            requirement = "must be resident, offload or layerwise"
+            raise _invalid("reference_residency", self.reference_residency, requirement)
+        if self.deterministic and self.attention_backend != "auto":
+            raise _invalid("attention_backend", self.attention_backend, "must be auto with deterministic")
 
     def resolve(self) -> "EngineConfig":
         """A copy in which device, endpoint, depth and threads are decided; creates the endpoint's directory."""
@@ -101,6 +122,7 @@ class EngineConfig:
         endpoint = self.endpoint
         if endpoint is None:
             endpoint = f"ipc://{tempfile.mkdtemp(prefix='caesura-')}/scheduler.sock"  # mkdtemp makes it 0700
+        reference = self.reference_model_path
         depth = self.pipeline_depth if self.pipeline_depth is not None else int(device != "cpu")
         return replace(
             self,
@@ -109,6 +131,7 @@ class EngineConfig:
             pipeline_depth=depth,
             num_threads=self.num_threads or torch.get_num_threads(),
             model_path=str(Path(os.path.expanduser(self.model_path))),
+            reference_model_path=reference and str(Path(os.path.expanduser(reference))),
         )
 
 

@@ -36,6 +36,8 @@ from ..io_struct import (
     FlushCacheReqInput,
     GenerateReqInput,
     GenerateReqOutput,
+    GetMemoryHistoryReqInput,
+    GetMemoryHistoryReqOutput,
     GetStatusReqInput,
     GetStatusReqOutput,
     InitWeightsUpdateGroupReqInput,
@@ -45,6 +47,8 @@ from ..io_struct import (
     RenewPauseLeaseReqInput,
     RenewPauseLeaseReqOutput,
     ResumeMemoryOccupationReqInput,
+    ScoreReqInput,
+    ScoreReqOutput,
     ShutdownReqInput,
     ShutdownReqOutput,
     ToScheduler,
@@ -59,13 +63,16 @@ from ..io_struct import (
 )
 from .checker import WeightsChecker
 from .config import EngineConfig
+from .device.memory import is_out_of_memory
 from .groups import GroupCommands
-from .kept import KeptResults
+from .kept import KeptResults, result_bytes
 from .lifecycle import Lifecycle, Operation, Wait
+from .observability.memory_history import MemoryHistory
 from .occupation import MemoryOccupation
 from .parameter_server import ParameterServerUpdates
 from .request import Request
 from .results import Results
+from .scoring import Scoring
 from .updates import WeightUpdates
 from .waiting import AdmissionLimits, WaitingQueue, admit
 
@@ -120,22 +127,27 @@ class Dispatcher:
         groups: GroupCommands,
         occupation: MemoryOccupation,
         checker: WeightsChecker,
+        scoring: Scoring | None,
         results: Results,
         waiting: WaitingQueue,
         send: Callable[[bytes, Message], None],
         status: Callable[[str], GetStatusReqOutput],
+        history: MemoryHistory,
         check_ledger: Callable[[], None],
     ) -> None:
+        """``scoring`` None: no reference is loaded."""
         self.stop_requested = False
         """A shutdown message was accepted; the loop ends after this tick."""
         self._config = config
         self._limits = limits
         self._lifecycle = lifecycle
         self._updates = updates
+        self._scoring = scoring
         self._results = results
         self._waiting = waiting
         self._send = send
         self._status = status
+        self._history = history
         self._check_ledger = check_ledger
         self._exchanges: OrderedDict[str, _Exchange] = OrderedDict()
         self._done: OrderedDict[str, None] = OrderedDict()
@@ -169,13 +181,14 @@ class Dispatcher:
 
     @property
     def wants_tick(self) -> bool:
-        """Some operation can go on at once: none waits for a thread."""
-        return bool(self._commands) and not self._outside
+        """Something can go on at once: an operation that waits for no thread, or scoring."""
+        scores = self._scoring is not None and self._scoring.has_work and not self._scoring.waits
+        return scores or (bool(self._commands) and not self._outside)
 
     @property
     def has_parked(self) -> bool:
-        """Some operation waits for the engine to change, or for its deadline."""
-        return bool(self._parked)
+        """Some operation waits for the engine to change or for its deadline, or scoring for the device."""
+        return bool(self._parked) or (self._scoring is not None and self._scoring.waits)
 
     def handle(self, client: bytes, header: bytes, buffers: list[memoryview]) -> None:
         """One message from ``client``; never raises for anything a client can send."""
@@ -189,6 +202,9 @@ class Dispatcher:
             self._lifecycle.renew_lease(message.owner)
         if isinstance(message, GetStatusReqInput):  # changes nothing, so a retry needs no stored answer
             self._send(client, self._status(message.id))
+            return
+        if isinstance(message, GetMemoryHistoryReqInput):
+            self._send(client, self._memory_history(message))
             return
         if self._attach(client, message, header):
             return
@@ -215,12 +231,18 @@ class Dispatcher:
             if wait in (Wait.STEP, Wait.OUTSIDE) or perf_counter() - started > SLICE_S:
                 return
 
+    def score(self) -> None:
+        """Run what scores for a slice; it neither waits for commands nor makes them wait."""
+        if self._scoring is not None:
+            for answer in self._scoring.advance():
+                self._answer(answer.id, answer)
+
     def finished(self, request: Request, result: GenerateReqOutput) -> None:
         """A sample ended (called by results): remember its answer for retries."""
         exchange = self._exchanges.get(request.message_id)
         if exchange is not None:
             answer = BatchTokenOutput(step=self._lifecycle.step, finished=[result])
-            self._record(request.message_id, exchange, answer, len(result.output_ids) * 4 + 256)
+            self._record(request.message_id, exchange, answer, result_bytes(result))
             for client in exchange.clients:
                 if client != request.client:
                     self._send(client, answer)
@@ -260,7 +282,9 @@ class Dispatcher:
                         self._kept.add(result, exchange.generation)
 
     def refuse_rest(self, message: str) -> None:
-        """Shutdown: every command that is still under way ends with an error."""
+        """Shutdown: every command that is still under way ends with an error, scores included."""
+        for answer in self._scoring.end(message) if self._scoring is not None else ():
+            self._answer(answer.id, answer)
         for running in [*self._parked, *self._commands]:
             running.operation.close()
             error = CaesuraError(ErrorCode.SHUTTING_DOWN, message)
@@ -287,6 +311,11 @@ class Dispatcher:
     def _start(self, client: bytes, message: ToScheduler, buffers: list[memoryview]) -> None:
         if isinstance(message, GenerateReqInput):
             self._generate(client, message)
+        elif isinstance(message, ScoreReqInput):
+            if self._scoring is None:
+                reason = "no reference is loaded: start the engine with reference_model_path"
+                raise CaesuraError(ErrorCode.UNSUPPORTED, reason, field="reference_model_path")
+            self._scoring.accept(message)
         elif isinstance(message, AbortReq):
             self._answer(message.id, AbortReqOutput(id=message.id, aborted=self._abort(message)))
         elif isinstance(message, RenewPauseLeaseReqInput):
@@ -358,6 +387,11 @@ class Dispatcher:
             self._send(client, answer)
         return True
 
+    def _memory_history(self, message: GetMemoryHistoryReqInput) -> GetMemoryHistoryReqOutput:
+        events, more = self._history.events(message.after, message.limit)
+        older = self._history.older(message.after)
+        return GetMemoryHistoryReqOutput(id=message.id, events=events, more=more, older=older)
+
     def _abort(self, message: AbortReq) -> int:
         if message.abort_all:
             return self._results.abort_all("Aborted")
@@ -399,7 +433,8 @@ class Dispatcher:
         for client in exchange.clients:
             self._send(client, answer)
         exchange.remaining = 1
-        self._record(message_id, exchange, answer, 512)
+        nbytes = sum(map(len, answer.logprobs)) if isinstance(answer, ScoreReqOutput) else 0
+        self._record(message_id, exchange, answer, 512 + nbytes)
 
     def _record(self, message_id: str, exchange: _Exchange, answer: Message, nbytes: int) -> None:
         """Store an answer; forget the oldest exchanges that are complete beyond the bounds."""
@@ -424,7 +459,7 @@ def _defect(message: ToScheduler, error: Exception) -> Message:
     name = type(message).__name__
     logger.error("%s failed", name, exc_info=error)
     reply = CaesuraError(
-        ErrorCode.INTERNAL,
+        ErrorCode.OUT_OF_MEMORY if is_out_of_memory(error) else ErrorCode.INTERNAL,
         f"{name} failed: {type(error).__name__}: {error}",
         traceback="".join(traceback.format_exception(error)),
     )

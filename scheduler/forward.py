@@ -93,6 +93,8 @@ class ForwardBatch:
     """[R]: query tokens per row (1 for decode rows)."""
     kv_lens_host: Sequence[int]
     """[R]"""
+    page_table_host: np.ndarray | None = None
+    """``page_table`` on the host, valid while the step is planned. None: copied from ``page_table`` where it is needed."""
     slots: Tensor
     """int64 [R]: request slot of each row."""
     sample_tokens: Tensor
@@ -134,6 +136,10 @@ class Runner(Protocol):
 
     def launch(self, batch: ForwardBatch) -> ForwardOutput:
         """Enqueue one step on the forward stream."""
+        ...
+
+    def set_last_tokens(self, slots: np.ndarray, tokens: np.ndarray) -> None:
+        """Which token each of ``slots`` (int64 [n]) sampled last (int32 [n]): a step whose results are lost may have left others."""
         ...
 
     def synchronize(self) -> None:
@@ -202,9 +208,10 @@ class AttentionBackend(Protocol):
         """Store this step's K and V, then attend over each row's whole KV.
 
         Args:
-            q: [T, query heads, head size]; k, v: [T, kv heads, head size].
+            q: [T, query heads, head size]; k, v: [T, kv heads, head size]. With latent attention one kv head, whose v is
+                a view of the front of k.
 
         Returns:
-            [T, query heads * head size]
+            [T, query heads * v's head size]
         """
         ...

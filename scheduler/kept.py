@@ -33,7 +33,7 @@ class KeptResults:
     def add(self, result: GenerateReqOutput, generation: bytes) -> None:
         """Keep ``result`` beside the other samples of its rid; ``generation`` says of which request."""
         entry = self._entries.pop(result.rid, None) or _Entry(0.0, generation, {}, 0)
-        added = 0 if result.index in entry.results else _size(result)
+        added = 0 if result.index in entry.results else result_bytes(result)
         entry.results[result.index] = result
         entry.nbytes += added
         entry.expires = monotonic() + self._ttl_s
@@ -64,6 +64,8 @@ class KeptResults:
             self.forget(rid)
 
 
-def _size(result: GenerateReqOutput) -> int:
+def result_bytes(result: GenerateReqOutput) -> int:
+    """What remembering ``result`` takes, about."""
     arrays = (result.output_ids, result.output_logprobs, result.raw_logprobs, result.sampled_logprobs)
-    return _OVERHEAD_BYTES + sum(len(array) for array in arrays if array is not None)
+    routed = 0 if result.routed_experts is None else len(result.routed_experts.data)
+    return _OVERHEAD_BYTES + routed + sum(len(array) for array in arrays if array is not None)

@@ -39,6 +39,8 @@ from .cache.manager import CacheManager
 from .config import PAGE_SIZE
 from .device.memory import EmptyCacheReport, empty_device_cache_with_report
 from .forward import Runner
+from .observability.memory_history import MemoryHistory
+from .observability.stage_profiler import StageProfiler
 from .request import WeightStamp
 from .results import Results
 from .waiting import WaitingQueue
@@ -84,6 +86,8 @@ class Lifecycle:
         runner: Runner,
         device_module: Any,
         stamp: WeightStamp,
+        history: MemoryHistory,
+        stages: StageProfiler,
     ) -> None:
         self._batcher = batcher
         self._waiting = waiting
@@ -91,6 +95,8 @@ class Lifecycle:
         self._cache = cache
         self._runner = runner
         self._device_module = device_module
+        self._history = history
+        self._stages = stages
         self._generation: GenerationState = "running"
         self._mode: PauseMode | None = None
         self._paused_at: float | None = None
@@ -177,12 +183,13 @@ class Lifecycle:
             )
         if self._generation == "running":
             self._generation = "pausing"
-        yield from self.barrier()
         aborted = 0
-        if request.mode == "abort":
-            aborted = self._results.abort_all("Aborted by pause_generation")
-        elif request.mode == "retract":
-            self._batcher.retract_all()
+        with self._stages.stage("pause"):
+            yield from self.barrier()
+            if request.mode == "abort":
+                aborted = self._results.abort_all("Aborted by pause_generation")
+            elif request.mode == "retract":
+                self._batcher.retract_all()
         self._generation = "paused"
         self._mode = request.mode
         self._paused_at = self._paused_at if self._paused_at is not None else monotonic()
@@ -193,6 +200,7 @@ class Lifecycle:
             request.mode, self.step, self._batcher.num_holding, held_pages * PAGE_SIZE, len(self._waiting),
         )  # fmt: skip
         self._results.deliver(self.step)  # what the pause ended goes out before its reply
+        self._history.note("pause", f"{request.mode}, {self._batcher.num_holding} requests hold KV")
         return PauseGenerationReqOutput(
             id=request.id,
             mode=request.mode,
@@ -219,6 +227,7 @@ class Lifecycle:
         report = empty_device_cache_with_report(self._device_module) if request.torch_empty_cache else None
         if report is not None:
             logger.info("%s", report.describe("continue_generation"))
+        self._history.note("continue", self._mode or "", returned=_freed(report))
         self._run()
         return ContinueGenerationReqOutput(id=request.id, was_paused=True, **_bytes(report, freed=True))
 
@@ -238,6 +247,7 @@ class Lifecycle:
         report = empty_device_cache_with_report(self._device_module) if request.torch_empty_cache else None
         if report is not None:
             logger.info("%s", report.describe("flush_cache"))
+        self._history.note("flush", f"{freed * PAGE_SIZE} tokens", returned=_freed(report))
         return FlushCacheReqOutput(
             id=request.id, freed_tokens=freed * PAGE_SIZE, **_bytes(report, freed=False)
         )
@@ -263,6 +273,7 @@ class Lifecycle:
         elif lease.action == "continue" and self._weights == "valid" and not self.explicit_session:
             report = empty_device_cache_with_report(self._device_module)
             logger.info("%s", report.describe("lease_expiry"))
+            self._history.note("lease_expiry", f"of {owner!r}", returned=report.freed)
             self._run()
         elif lease.action == "continue":
             logger.error("cannot continue: weights are %s; staying paused", self._weights)
@@ -356,6 +367,10 @@ class Lifecycle:
     def _run(self) -> None:
         self._generation = "running"
         self._mode = self._paused_at = self._owner = self._lease = None
+
+
+def _freed(report: EmptyCacheReport | None) -> int | None:
+    return None if report is None else report.freed
 
 
 def _bytes(report: EmptyCacheReport | None, *, freed: bool) -> dict[str, int]:

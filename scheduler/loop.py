@@ -1,13 +1,15 @@
 """The tick: hear, advance commands, choose, launch, answer.
 
 Invariants:
-- Nothing a client sends or omits stops the loop (I11); a failed step ends the requests that were in it, nothing else.
+- Nothing a client sends or omits stops the loop (I11), nor does a step that fails (``failure.py``).
 - The loop blocks in ``poll`` whenever there is nothing to run, paused included: an idle or paused engine uses no CPU.
 - What a step launched is passed from tick to tick, not stored: at pipeline depth 0 it is answered in the same tick, at
-  depth 1 in the next one, while the device works on its successor.
+  depth 1 in the next one, while the device works on its successor. A launch that fails is a step whose results are the
+  failure: it is answered when it is due, after the one before it, and nothing is launched until then.
 """
 
 import logging
+from contextlib import suppress
 from dataclasses import dataclass
 from time import monotonic
 from typing import Any
@@ -17,10 +19,13 @@ import zmq
 from .background import Wakeup
 from .batching import Batcher, ScheduledBatch
 from .channel import Router
-from .device.memory import empty_device_cache, empty_device_cache_with_report
+from .device.memory import empty_device_cache_with_report
 from .dispatch import Dispatcher
-from .forward import ForwardOutput, HostOutput, Runner
+from .failure import Failure, Recovery
+from .forward import ForwardOutput, Runner
 from .lifecycle import Lifecycle
+from .observability.memory_history import MemoryHistory
+from .observability.stage_profiler import StageProfiler
 from .results import Results
 from .updates import WeightUpdates
 
@@ -43,8 +48,13 @@ class Step:
     number: int
     """Counts launches from 1."""
     batch: ScheduledBatch
-    output: ForwardOutput
+    output: ForwardOutput | Failure
     launched_at: float
+
+    @property
+    def is_lost(self) -> bool:
+        """Known to have failed already."""
+        return isinstance(self.output, Failure)
 
 
 class Scheduler:
@@ -59,7 +69,10 @@ class Scheduler:
         batcher: Batcher,
         results: Results,
         runner: Runner,
+        recovery: Recovery,
         updates: WeightUpdates,
+        history: MemoryHistory,
+        stages: StageProfiler,
         device_module: Any,
         pipeline_depth: int,
         idle_empty_s: float,
@@ -73,7 +86,10 @@ class Scheduler:
         self._batcher = batcher
         self._results = results
         self._runner = runner
+        self._recovery = recovery
         self._updates = updates
+        self._history = history
+        self._stages = stages
         self._device_module = device_module
         self._depth = pipeline_depth
         self._idle_empty_s = idle_empty_s
@@ -93,8 +109,8 @@ class Scheduler:
         ongoing: Step | None = None
         while not (self._stopping or self._dispatcher.stop_requested):
             ongoing = self.tick(ongoing)
-        if ongoing is not None:
-            self._answer(ongoing)
+        if ongoing is not None and (failure := self._answer(ongoing)) is not None:
+            self._discard(ongoing, failure, None)
         self._results.abort_all("the engine is shutting down")
         self._dispatcher.refuse_rest("the engine is shutting down")
         self._results.deliver(self._lifecycle.step)
@@ -103,10 +119,13 @@ class Scheduler:
         """One turn; returns the step that is still in flight, at depth 1."""
         self._hear(self._timeout(ongoing))
         self._dispatcher.advance()
-        launched = self._launch() if self._lifecycle.may_launch else None
+        self._dispatcher.score()
+        may_launch = self._lifecycle.may_launch and not (ongoing is not None and ongoing.is_lost)
+        launched = self._launch() if may_launch else None
         due, ongoing = (launched, None) if self._depth == 0 else (ongoing, launched)
-        if due is not None:
-            self._answer(due)
+        if due is not None and (failure := self._answer(due)) is not None:
+            self._discard(due, failure, ongoing)
+            ongoing = None
         self._results.deliver(self._lifecycle.step if due is None else due.number)
         self._dispatcher.reap()
         return ongoing
@@ -121,8 +140,9 @@ class Scheduler:
         if self._wakeup.fd in events:
             self._wakeup.clear()
         if self._router.socket in events:
-            for client, header, buffers in self._router.receive():
-                self._dispatcher.handle(client, header, buffers)
+            with self._stages.stage("receive"):
+                for client, header, buffers in self._router.receive():
+                    self._dispatcher.handle(client, header, buffers)
         if self._router.has_backlog:
             self._router.retry()
         self._on_timers()
@@ -137,7 +157,7 @@ class Scheduler:
         timers: list[float] = []
         if self._dispatcher.has_parked:
             timers.append(PARKED_POLL_S)
-        if self._router.has_backlog:
+        if self._router.has_backlog or self._results.has_undelivered:
             timers.append(BACKLOG_POLL_S)
         if self._results.live or self._updates.keeps_memory:
             timers.append(max(0.0, self._next_keepalive - now))
@@ -167,37 +187,60 @@ class Scheduler:
             self._lifecycle.expire_lease()
         if self._idle_since is not None and now >= self._idle_since + self._idle_empty_s:
             self._idle_since = float("inf")  # once per idle period
-            logger.debug("%s", empty_device_cache_with_report(self._device_module).describe("idle"))
+            report = empty_device_cache_with_report(self._device_module)
+            logger.debug("%s", report.describe("idle"))
+            self._history.note("idle", returned=report.freed)
 
     def _launch(self) -> Step | None:
-        batch = self._batcher.choose()
+        number = self._lifecycle.step + 1
+        try:
+            with self._stages.stage("schedule"):
+                batch = self._batcher.choose()
+        except Exception as error:  # noqa: BLE001  a step may fail in any way, and then the next one must not
+            self._recovery.not_built(Failure.of(error, number))
+            return None
+        self._recovery.built()
         if batch is None:
             return None
-        self._lifecycle.step += 1
+        self._lifecycle.step = number
+        self._stages.begin(_kind(batch))
+        launched_at = monotonic()
+        output: ForwardOutput | Failure
         try:
-            launched_at = monotonic()
-            return Step(self._lifecycle.step, batch, self._runner.launch(batch.forward), launched_at)
-        except Exception as error:  # noqa: BLE001  a batch may fail in any way; its requests must still end
-            self._fail(batch, error)
-            return None
+            output = self._runner.launch(batch.forward)
+        except Exception as error:  # noqa: BLE001  as above
+            output = Failure.of(error, number)
+        return Step(number, batch, output, launched_at)
 
-    def _answer(self, step: Step) -> None:
+    def _answer(self, step: Step) -> Failure | None:
+        """Take the results of a step in; a failure means that they are lost."""
+        if isinstance(step.output, Failure):
+            return step.output
         try:
-            output: HostOutput = step.output.fetch()
+            output = step.output.fetch()
         except Exception as error:  # noqa: BLE001  as in _launch: device errors surface here
-            self._fail(step.batch, error)
-            return
+            return Failure.of(error, step.number)
         # At depth 1 the device began with this step when it had done the one before.
         began = max(step.launched_at, self.last_step_at or 0.0)
         self.last_step_at = monotonic()
-        self._results.record(step.batch, output)
-        self._batcher.landed(step.batch, self.last_step_at - began)
+        self._stages.record(_kind(step.batch), self.last_step_at - began)
+        with self._stages.stage("process"):
+            with self._recovery.taking_in(step.batch, step.number):
+                self._results.record(step.batch, output)
+            with self._recovery.taking_in(step.batch, step.number):
+                self._batcher.landed(step.batch, self.last_step_at - began)
+            self._results.deliver(step.number)
+        self._history.sample()
+        return None
 
-    def _fail(self, batch: ScheduledBatch, error: Exception) -> None:
-        """End the requests of a failed step and return what it left allocated."""
-        logger.error("step %d failed", self._lifecycle.step, exc_info=error)
-        self._results.fail(
-            self._batcher.requests_of(batch), f"the batch failed: {type(error).__name__}: {error}"
-        )
-        self._batcher.landed(batch, failed=True)
-        empty_device_cache(self._device_module)
+    def _discard(self, step: Step, failure: Failure, later: Step | None) -> None:
+        """The results of ``step`` are lost, and with them those of the step that was launched after it."""
+        if later is not None and not isinstance(later.output, Failure):
+            with suppress(Exception):  # only that it is over, and its memory free, matters
+                later.output.fetch()
+        self._recovery.lost(step.batch, failure, None if later is None else later.batch)
+
+
+def _kind(batch: ScheduledBatch) -> str:
+    """The stage that a step counts as: with any prompt tokens in it, prefill."""
+    return "decode" if batch.forward.num_decode == len(batch.slots) else "prefill"

@@ -7,6 +7,8 @@ Invariants:
 - A release drops what it makes meaningless: the prefix cache with the KV, the account of what an unfinished update has
   written with the weights.
 - A resume that fails leaves everything as it was. Asking for what is there already is harmless.
+- Captured graphs go with the tag ``cuda_graph``, and with whatever they read once its release moves it. They are captured
+  again by the resume that makes everything resident, before anything is launched.
 """
 
 import logging
@@ -27,6 +29,9 @@ from .device.memory import DeviceMemoryReading, EmptyCacheReport, empty_device_c
 from .device.residency import MEMORY_TAGS, ComponentResidencyManager
 from .forward import Runner
 from .lifecycle import Lifecycle, Operation, Wait
+from .observability.memory_history import MemoryHistory
+from .observability.stage_profiler import StageProfiler
+from .runner.graphs import DecodeGraphs
 from .updates import WeightUpdates
 
 logger = logging.getLogger(__name__)
@@ -45,14 +50,21 @@ class MemoryOccupation:
         updates: WeightUpdates,
         cache: CacheManager,
         runner: Runner,
+        graphs: DecodeGraphs | None,
         device_module: Any,
+        history: MemoryHistory,
+        stages: StageProfiler,
     ) -> None:
+        """``graphs`` None: nothing is ever captured."""
         self._residency = residency
+        self._graphs = graphs
         self._lifecycle = lifecycle
         self._updates = updates
         self._cache = cache
         self._runner = runner
         self._device_module = device_module
+        self._history = history
+        self._stages = stages
 
     def release(self, request: ReleaseMemoryOccupationReqInput) -> Operation:
         """Give memory back; the reply comes when the system has it."""
@@ -67,10 +79,16 @@ class MemoryOccupation:
             if "weights" in tags:
                 self._updates.forget()
             lifecycle.set_released(lifecycle.released | tags)
-            for _ in self._residency.release(tags):
-                yield Wait.SLICE
-            empty_device_cache(self._device_module)
+            if self._graphs is not None and ("cuda_graph" in tags or self._residency.moves(tags)):
+                self._graphs.drop()
+            for tag in sorted(tags):
+                with self._stages.stage(f"release.{tag}"):
+                    for _ in self._residency.release([tag]):
+                        yield Wait.SLICE
+            with self._stages.stage("release.empty_cache"):
+                empty_device_cache(self._device_module)
             after = self._reserved()
+            self._history.note("release", ", ".join(sorted(tags)), returned=before - after)
             logger.info("%s", EmptyCacheReport(before, after).describe("release_memory"))
         return ReleaseMemoryOccupationReqOutput(
             id=request.id,
@@ -88,8 +106,12 @@ class MemoryOccupation:
             steps = self._residency.resume(tags)
             while self._advance(steps):
                 yield Wait.SLICE
+            if self._graphs is not None and lifecycle.released == tags:
+                for _ in self._graphs.capture():
+                    yield Wait.SLICE
             self._runner.synchronize()
             lifecycle.set_released(lifecycle.released - tags)
+            self._history.note("resume", ", ".join(sorted(tags)))
             logger.info("resume_memory: %s, weights are %s", ", ".join(sorted(tags)), lifecycle.weights)
         return ResumeMemoryOccupationReqOutput(
             id=request.id, released_tags=sorted(lifecycle.released), resumed_bytes=self._sizes(tags)
@@ -126,7 +148,10 @@ class MemoryOccupation:
         return DeviceMemoryReading.of(self._device_module).reserved
 
     def _sizes(self, tags: Collection[MemoryTag]) -> dict[MemoryTag, int]:
-        return {tag: self._residency.nbytes(tag) for tag in sorted(tags)}
+        sizes = {tag: self._residency.nbytes(tag) for tag in sorted(tags)}
+        if self._graphs is not None and "cuda_graph" in sizes:
+            sizes["cuda_graph"] = self._graphs.nbytes
+        return sizes
 
 
 def _asked(tags: list[MemoryTag] | None) -> frozenset[MemoryTag]:

@@ -45,7 +45,7 @@ class ParameterServerUpdates:
 
     def update(self, request: UpdateWeightsFromCheckpointEngineReqInput) -> Operation:
         """Connect to the server of this engine's device, and load what it sends until it is done."""
-        stages, started = StageProfiler(), monotonic()
+        stages, started = self._updates.profiler(), monotonic()
         conversation = self._connect(request)
         feed = Feed(conversation.turns(), self._wake)
         memory = SharedMemoryMaps(self._config.device)

@@ -15,7 +15,6 @@ import signal
 import socket
 import time
 import traceback
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,42 +23,42 @@ import torch
 
 from .. import __version__
 from ..io_struct import CaesuraError, ErrorCode, GenerateReqOutput
-from .attention.paged_cpu import PagedCpuBackend
-from .attention.sdpa import SdpaBackend
 from .background import Wakeup
 from .batching import Batcher
+from .build import (
+    LoadedModel,
+    MakeRunner,
+    build_components,
+    build_runner,
+    kv_bytes_per_token,
+    routing_bytes_per_token,
+)
 from .cache.manager import CacheManager
-from .cache.pool import MHAPool
 from .channel import Router
 from .checker import WeightsChecker
 from .chunking import ChunkSizer
 from .config import PAGE_SIZE, EngineConfig
-from .device.memory import device_module_for, empty_device_cache, get_available_memory
+from .device.memory import device_module_for, empty_device_cache
 from .device.residency import ComponentResidencyManager
 from .dispatch import Dispatcher
-from .distributed import ParallelState
-from .forward import AttentionBackend, Runner
+from .failure import Recovery
+from .forward import Runner
 from .groups import GroupCommands
-from .kernels import TORCH, best, serving
-from .kernels.linear import packable
-from .kernels.native import why_not
 from .lifecycle import Lifecycle
 from .loop import Scheduler
-from .models.base import CausalLM
-from .models.config import ModelConfig, load_model_config
-from .models.registry import build_model
 from .observability import log
+from .observability.memory_history import MemoryGauges, MemoryHistory
+from .observability.stage_profiler import StageProfiler
 from .occupation import MemoryOccupation
 from .parameter_server import ParameterServerUpdates
+from .reference import load_reference
 from .request import Request, RequestTable, WeightStamp
 from .results import Results
 from .runner.model_runner import ModelRunner
-from .runner.sampler import Sampler
+from .scoring import ReferenceModel, Scoring
 from .status import StaticFacts, StatusReporter
 from .updates import WeightUpdates
-from .waiting import AdmissionLimits, WaitingQueue, pages_for
-from .weights.loader import WeightLoader
-from .weights.transports.disk import load_from_disk, open_checkpoint
+from .waiting import AdmissionLimits, WaitingQueue
 from .weights.transports.distributed import WeightsUpdateGroups
 
 logger = logging.getLogger(__name__)
@@ -69,142 +68,30 @@ INITIAL_VERSION = "default"
 
 
 @dataclass(frozen=True, slots=True)
-class LoadedModel:
-    """A model with its weights in, and what follows from it."""
-
-    config: ModelConfig
-    model: CausalLM
-    loader: WeightLoader
-    dtype: torch.dtype
-    device: torch.device
-
-    @property
-    def weights_bytes(self) -> int:
-        """Bytes of parameters and derived tensors."""
-        return sum(tensor.nbytes for _, tensor in self.model.named_storage())
-
-
-def load_model(config: EngineConfig) -> LoadedModel:
-    """Read the checkpoint folder into freshly allocated parameters."""
-    model_config = load_model_config(config.model_path)
-    dtype = model_config.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
-    device = torch.device(config.device)
-    model = build_model(model_config, dtype, device)
-    loader = WeightLoader(model)
-    load_from_disk(loader, open_checkpoint(config.model_path), config.load_bucket_bytes)
-    loader.forget_written()
-    model.finalize_weights()
-    return LoadedModel(model_config, model, loader, dtype, device)
-
-
-def kv_bytes_per_token(loaded: LoadedModel) -> int:
-    """Bytes of KV that one token takes, over all layers."""
-    model = loaded.config
-    return MHAPool.bytes_per_token(model.num_layers, model.num_kv_heads, model.head_dim, loaded.dtype)
-
-
-def build_pool(config: EngineConfig, loaded: LoadedModel, context_len: int) -> MHAPool:
-    """The KV pool: as many tokens as asked for, else a share of what is free, never more than could be used."""
-    model = loaded.config
-    per_token = kv_bytes_per_token(loaded)
-    free = get_available_memory(config.device, empty_cache=True, group=ParallelState())
-    if config.kv_pool_tokens is not None:
-        pages = pages_for(config.kv_pool_tokens)
-    else:
-        usable = config.max_running_requests * pages_for(context_len)
-        pages = min(int(free * config.kv_memory_fraction) // (per_token * PAGE_SIZE), usable)
-    needed = max(pages, 1) * per_token * PAGE_SIZE
-    if needed > free:  # asked, not tried: an overcommitted allocation never fails, its first use does
-        raise CaesuraError(
-            ErrorCode.OUT_OF_MEMORY,
-            f"a KV pool of {max(pages, 1)} pages needs {needed} bytes, {free} are free",
-            needed_bytes=needed,
-            free_bytes=free,
-        )
-    return MHAPool(
-        num_layers=model.num_layers,
-        num_pages=pages + 1,  # page 0 is scratch
-        kv_heads=model.num_kv_heads,
-        head_size=model.head_dim,
-        dtype=loaded.dtype,
-        device=loaded.device,
-        page_size=PAGE_SIZE,
-    )
-
-
-def build_components(
-    config: EngineConfig, residency: ComponentResidencyManager
-) -> tuple[LoadedModel, MHAPool, AdmissionLimits]:
-    """What can be released, weights and KV pool, and the limits that follow from their sizes."""
-    with residency.component("weights"):
-        loaded = load_model(config)
-    context_len = min(
-        config.context_len or loaded.config.max_position_embeddings, loaded.config.max_position_embeddings
-    )
-    with residency.component("kv_cache"):
-        pool = build_pool(config, loaded, context_len)
-    limits = AdmissionLimits(
-        context_len=context_len,
-        pool_tokens=(pool.num_pages - 1) * PAGE_SIZE,
-        vocab_size=loaded.config.vocab_size,
-        max_waiting=config.max_waiting_requests,
-        eos_token_ids=loaded.config.eos_token_ids,
-    )
-    return loaded, pool, limits
-
-
-def require_deterministic(loaded: LoadedModel) -> None:
-    """Row-invariant kernels must serve everything that computes: torch's products change bits with the number of rows.
-
-    Raises:
-        CaesuraError: ``unsupported``, with what serves which operation.
-    """
-    found = serving(loaded.device, loaded.dtype)
-    if TORCH in found.values() or not packable(loaded.config.hidden_size, loaded.dtype):
-        raise CaesuraError(
-            ErrorCode.UNSUPPORTED,
-            f"deterministic needs the compiled CPU kernels for every operation: {why_not() or 'not on this device'}",
-            serving=found,
-        )
-
-
-def build_runner(config: EngineConfig, loaded: LoadedModel, pool: MHAPool) -> ModelRunner:
-    """The model with its attention backend and sampler."""
-    model = loaded.config
-    if config.deterministic:
-        require_deterministic(loaded)
-    compiled = best("attention", loaded.device, loaded.dtype) != TORCH
-    make_backend: Callable[..., AttentionBackend] = PagedCpuBackend if compiled else SdpaBackend
-    backend = make_backend(pool, model.num_heads, model.num_kv_heads, model.head_dim, model.head_dim**-0.5)
-    sampler = Sampler(model.vocab_size, config.max_running_requests, loaded.device, loaded.dtype)
-    return ModelRunner(
-        loaded.model,
-        backend,
-        sampler,
-        device=loaded.device,
-        max_slots=config.max_running_requests,
-        device_module=device_module_for(loaded.device),
-    )
-
-
-MakeRunner = Callable[[EngineConfig, LoadedModel, MHAPool], Runner]
-
-
-@dataclass(frozen=True, slots=True)
 class _Core:
-    """The parts below dispatch and loop."""
+    """What computes, and what it works on."""
 
     loaded: LoadedModel
-    pool: MHAPool
+    residency: ComponentResidencyManager
+    reference: ReferenceModel | None
     runner: Runner
     limits: AdmissionLimits
     waiting: WaitingQueue
     batcher: Batcher
     results: Results
+    recovery: Recovery
     lifecycle: Lifecycle
+
+
+@dataclass(frozen=True, slots=True)
+class _Commands:
+    """What carries commands out that take time."""
+
     updates: WeightUpdates
+    parameter_server: ParameterServerUpdates
     occupation: MemoryOccupation
     checker: WeightsChecker
+    scoring: Scoring | None
 
 
 class Engine:
@@ -239,42 +126,28 @@ class Engine:
 
     def _build(self, config: EngineConfig, stop_fds: tuple[int, ...], make_runner: MakeRunner) -> None:
         module = device_module_for(config.device)
-        core = self._build_core(config, make_runner, module)
-        facts = StaticFacts(
-            dtype=str(core.loaded.dtype).removeprefix("torch."),
-            weights_bytes=core.loaded.weights_bytes,
-            kv_bytes=core.pool.nbytes,
-            kv_bytes_per_token=kv_bytes_per_token(core.loaded),
-            version=__version__,
-        )
-        status = StatusReporter(
-            config=config,
-            limits=core.limits,
-            facts=facts,
-            lifecycle=core.lifecycle,
-            updates=core.updates,
-            batcher=core.batcher,
-            waiting=core.waiting,
-            results=core.results,
-            cache=self.cache,
-            device_module=module,
-            last_step_at=lambda: self.scheduler.last_step_at,
-        )
-        parameter_server = ParameterServerUpdates(config=config, updates=core.updates, wake=self.wakeup.set)
-        self._cleanup.callback(parameter_server.close)
+        residency = ComponentResidencyManager(config.device)
+        self._cleanup.callback(residency.close)
+        self._gauges = MemoryGauges(module, residency)  # before anything large is there
+        self._history = MemoryHistory(self._gauges)
+        self._stages = StageProfiler(log=config.log_stages, describe_memory=self._gauges.describe)
+        core = self._build_core(config, residency, make_runner, module)
+        commands = self._build_commands(config, core, module)
         self.dispatcher = Dispatcher(
             config=config,
             limits=core.limits,
             lifecycle=core.lifecycle,
-            updates=core.updates,
-            parameter_server=parameter_server,
+            updates=commands.updates,
+            parameter_server=commands.parameter_server,
             groups=GroupCommands(self.groups),
-            occupation=core.occupation,
-            checker=core.checker,
+            occupation=commands.occupation,
+            checker=commands.checker,
+            scoring=commands.scoring,
             results=core.results,
             waiting=core.waiting,
             send=self.router.send,
-            status=status,
+            status=self._build_status(config, core, commands, module),
+            history=self._history,
             check_ledger=self.cache.check,
         )
         self.scheduler = Scheduler(
@@ -284,7 +157,10 @@ class Engine:
             batcher=core.batcher,
             results=core.results,
             runner=core.runner,
-            updates=core.updates,
+            recovery=core.recovery,
+            updates=commands.updates,
+            history=self._history,
+            stages=self._stages,
             device_module=module,
             pipeline_depth=config.pipeline_depth or 0,
             idle_empty_s=config.idle_empty_s,
@@ -292,27 +168,43 @@ class Engine:
             stop_fds=stop_fds,
         )
         empty_device_cache(module)  # what loading left behind
+        self._history.note("start", config.model_path)
 
-    def _build_core(self, config: EngineConfig, make_runner: MakeRunner, module: Any) -> _Core:
-        """What computes and what it works on."""
-        residency = ComponentResidencyManager(config.device)
-        loaded, pool, limits = build_components(config, residency)
-        runner = make_runner(config, loaded, pool)
+    def _build_core(
+        self,
+        config: EngineConfig,
+        residency: ComponentResidencyManager,
+        make_runner: MakeRunner,
+        module: Any,
+    ) -> _Core:
+        reference = load_reference(config, residency)
+        loaded, pool, routing, limits = build_components(config, residency)
+        runner = make_runner(config, loaded, pool, routing)
         stamp = WeightStamp(0, INITIAL_VERSION)
         table = RequestTable(
             config.max_running_requests, limits.context_len, PAGE_SIZE, loaded.config.vocab_size
         )
         self.cache = CacheManager(pool.num_pages, PAGE_SIZE, config.prefix_cache)
         waiting = WaitingQueue()
+        chunks = ChunkSizer(config.chunked_prefill_size, config.target_step_s)
         batcher = Batcher(
             table,
             self.cache,
             waiting,
-            chunks=ChunkSizer(config.chunked_prefill_size, config.target_step_s),
+            chunks=chunks,
             share_prefixes=config.prefix_cache,
+            routing=routing,
         )
         results = Results(
             table, batcher, waiting, send=self.router.send, on_finished=self._finished, stamp=stamp
+        )
+        recovery = Recovery(
+            batcher=batcher,
+            results=results,
+            runner=runner,
+            chunks=chunks,
+            history=self._history,
+            device_module=module,
         )
         lifecycle = Lifecycle(
             batcher=batcher,
@@ -322,7 +214,16 @@ class Engine:
             runner=runner,
             device_module=module,
             stamp=stamp,
+            history=self._history,
+            stages=self._stages,
         )
+        self._history.where = lambda: (lifecycle.step, lifecycle.stamp.epoch)
+        return _Core(
+            loaded, residency, reference, runner, limits, waiting, batcher, results, recovery, lifecycle
+        )
+
+    def _build_commands(self, config: EngineConfig, core: _Core, module: Any) -> _Commands:
+        loaded, residency, runner, lifecycle = core.loaded, core.residency, core.runner, core.lifecycle
         self.groups = WeightsUpdateGroups(loaded.device, self.wakeup.set, runner.synchronize)
         self._cleanup.callback(self.groups.close)
         updates = WeightUpdates(
@@ -331,25 +232,68 @@ class Engine:
             loader=loaded.loader,
             runner=runner,
             lifecycle=lifecycle,
-            batcher=batcher,
-            results=results,
+            batcher=core.batcher,
+            results=core.results,
             cache=self.cache,
             device_module=module,
             groups=self.groups,
+            history=self._history,
+            stages=self._stages,
         )
-        checker = WeightsChecker(
-            model=loaded.model, runner=runner, lifecycle=lifecycle, poison=updates.poison
-        )
+        parameter_server = ParameterServerUpdates(config=config, updates=updates, wake=self.wakeup.set)
+        self._cleanup.callback(parameter_server.close)
+        graphs = None
+        if isinstance(runner, ModelRunner):
+            runner.stages, graphs = self._stages, runner.graphs
+        self._gauges.derived_bytes = loaded.derived_bytes
+        self._gauges.graphs_bytes = lambda: 0 if graphs is None else graphs.nbytes
         occupation = MemoryOccupation(
             residency=residency,
             lifecycle=lifecycle,
             updates=updates,
             cache=self.cache,
             runner=runner,
+            graphs=graphs,
             device_module=module,
+            history=self._history,
+            stages=self._stages,
         )
-        return _Core(
-            loaded, pool, runner, limits, waiting, batcher, results, lifecycle, updates, occupation, checker
+        checker = WeightsChecker(
+            model=loaded.model, runner=runner, lifecycle=lifecycle, poison=updates.poison
+        )
+        scoring = None
+        if core.reference is not None:
+            scoring = Scoring(
+                core.reference, residency=residency, lifecycle=lifecycle, runner=runner, device_module=module
+            )
+        return _Commands(updates, parameter_server, occupation, checker, scoring)
+
+    def _build_status(
+        self, config: EngineConfig, core: _Core, commands: _Commands, module: Any
+    ) -> StatusReporter:
+        facts = StaticFacts(
+            dtype=str(core.loaded.dtype).removeprefix("torch."),
+            weights_bytes=core.loaded.weights_bytes,
+            kv_bytes=core.residency.nbytes("kv_cache"),
+            kv_bytes_per_token=kv_bytes_per_token(core.loaded),
+            routing_bytes_per_token=routing_bytes_per_token(core.loaded),
+            version=__version__,
+        )
+        return StatusReporter(
+            config=config,
+            limits=core.limits,
+            facts=facts,
+            lifecycle=core.lifecycle,
+            updates=commands.updates,
+            batcher=core.batcher,
+            waiting=core.waiting,
+            results=core.results,
+            cache=self.cache,
+            scoring=commands.scoring,
+            recovery=core.recovery,
+            device_module=module,
+            stages=self._stages,
+            last_step_at=lambda: self.scheduler.last_step_at,
         )
 
     def _client_gone(self, client: bytes) -> None:
@@ -428,9 +372,8 @@ def _signal_fd() -> int:
     for end in (reader, writer):
         end.setblocking(False)
     signal.set_wakeup_fd(writer.fileno())
-    ignore: Callable[[int, Any], None] = lambda *_: None  # noqa: E731  the wake-up descriptor does the work
-    signal.signal(signal.SIGTERM, ignore)
-    signal.signal(signal.SIGINT, ignore)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)  # the wake-up descriptor does the work
     writer.detach()
     return reader.detach()
 

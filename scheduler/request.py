@@ -91,6 +91,8 @@ class Request:
     arrival: float
     prompt_key: int
     """Hash of salt and prompt, equal for the samples of one group."""
+    routed_from: int | None = None
+    """First position whose experts it wants to know; None: it did not ask."""
 
     # Written by batching.
     phase: Phase = Phase.WAITING
@@ -99,6 +101,12 @@ class Request:
     first_scheduled: float | None = None
     cached_tokens: int = 0
     num_retractions: int = 0
+    routed: np.ndarray | None = None
+    """Experts of the positions from ``routed_from`` on that were computed before its last retraction. None: it has none."""
+
+    # Written by failure.
+    failed_alone_at: int | None = None
+    """How much of it was computed when memory did not suffice for its next token alone. None: it always did."""
 
     # Written by results and by park/seat.
     parked: OutputArrays = field(default_factory=OutputArrays.empty)
@@ -116,6 +124,7 @@ class Request:
         return [
             WeightVersionSpan(version=stamp.version, epoch=stamp.epoch, start=start, end=end, stale_kv=stale)
             for (stamp, stale, start), end in zip(self.spans, ends, strict=True)
+            if start < end  # opened for a token that was never taken in
         ]
 
 
@@ -151,6 +160,7 @@ def make_requests(
             return_sampled=message.return_sampled_logprob,
             arrival=arrival,
             prompt_key=prompt_key,
+            routed_from=message.routed_experts_start_len if message.return_routed_experts else None,
         )
         for index in range(params.n)
     ]
@@ -216,6 +226,7 @@ class RequestTable:
     def seat(self, request: Request, slot: int) -> None:
         """Move ``request``'s tokens into row ``slot`` and set everything a step reads."""
         params, parked = request.params, request.parked
+        self._set_stop_ids(slot, request.stop_ids)  # allocates, so it comes before anything moves
         prompt_len = len(request.prompt)
         length = prompt_len + len(parked.tokens)
         request.slot = slot
@@ -229,7 +240,6 @@ class RequestTable:
         self.prompt_len[slot] = prompt_len
         self.length[slot] = length
         self.limit[slot] = request.limit
-        self._set_stop_ids(slot, request.stop_ids)
         greedy = params.temperature < GREEDY_BELOW
         self.greedy[slot] = greedy
         self.temperature[slot] = 1.0 if greedy else params.temperature
@@ -271,6 +281,14 @@ class RequestTable:
             self.raw[slot, window].copy(),
             self.sampled[slot, window].copy(),
         )
+
+    def forget_outputs(self, request: Request) -> None:
+        """Drop what ``request`` has produced so far, wherever it lives."""
+        request.parked = OutputArrays.empty()
+        request.spans.clear()
+        request.routed = None
+        if request.slot != NO_SLOT:
+            self.length[request.slot] = self.prompt_len[request.slot]
 
     def _set_stop_ids(self, slot: int, stop_ids: tuple[int, ...]) -> None:
         width = self.stop_ids.shape[1]

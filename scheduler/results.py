@@ -2,7 +2,8 @@
 
 Invariants:
 - I1: a request is finished here and nowhere else, once, with exactly one terminal record to its client.
-- I2: tokens, logprobs and weight-version spans of a terminal record have equal lengths; checked before it is handed on.
+- I2: tokens, logprobs and weight-version spans of a terminal record have equal lengths, and routed experts a row for each
+  position but the last; checked before it is handed on.
 - Recording a step is array work; Python loops only over requests that end, stream, or open a new span.
 - At most one message per client and step; :meth:`Results.deliver` hands them on.
 """
@@ -14,13 +15,24 @@ from time import monotonic
 
 import numpy as np
 
-from ..io_struct import BatchTokenOutput, ErrorCode, FinishReason, GenerateReqOutput, StreamDelta
+from ..io_struct import (
+    BatchTokenOutput,
+    ErrorCode,
+    FinishReason,
+    GenerateReqOutput,
+    RoutedExperts,
+    StreamDelta,
+)
 from .batching import Batcher, ScheduledBatch
+from .device.memory import is_out_of_memory
 from .forward import HostOutput
 from .request import NO_TOKEN, OutputArrays, Phase, Request, RequestTable, WeightStamp
 from .waiting import WaitingQueue
 
 logger = logging.getLogger(__name__)
+
+MAX_SENDS = 3
+"""Attempts to make a message of a client's results."""
 
 Send = Callable[[bytes, BatchTokenOutput], None]
 OnFinished = Callable[[Request, GenerateReqOutput], None]
@@ -29,7 +41,7 @@ OnFinished = Callable[[Request, GenerateReqOutput], None]
 class _Outbox:
     """What one client gets at the end of this step."""
 
-    __slots__ = ("counts", "finished", "indices", "logprobs", "rids", "starts", "tokens")
+    __slots__ = ("attempts", "counts", "finished", "indices", "logprobs", "rids", "starts", "tokens")
 
     def __init__(self) -> None:
         self.rids: list[str] = []
@@ -39,6 +51,7 @@ class _Outbox:
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.finished: list[GenerateReqOutput] = []
+        self.attempts = 0
 
     def message(self, step: int) -> BatchTokenOutput:
         delta = None
@@ -87,6 +100,11 @@ class Results:
             self._by_rid[request.rid].append(request)
             self._waiting.append(request)
 
+    @property
+    def has_undelivered(self) -> bool:
+        """Something has gathered for a client, and could not be sent."""
+        return bool(self._outboxes)
+
     def samples(self, rid: str) -> list[Request]:
         """The live samples of generation ``rid``."""
         return list(self._by_rid.get(rid, ()))
@@ -118,9 +136,9 @@ class Results:
             table.raw[slots, at] = output.raw_logprobs if everybody else output.raw_logprobs[keep]
         if output.sampled_logprobs is not None:
             table.sampled[slots, at] = output.sampled_logprobs if everybody else output.sampled_logprobs[keep]
-        table.length[slots] = at + 1
-        self.generated_tokens += len(slots)
         self._open_spans(slots, at)
+        table.length[slots] = at + 1  # nothing is taken in before this line, all of it after
+        self.generated_tokens += len(slots)
         self._end_finished(slots, tokens)
         streaming = table.stream[slots] & table.live[slots]
         if streaming.any():
@@ -129,8 +147,16 @@ class Results:
     def finish(self, request: Request, reason: FinishReason, *, keep_prefix: bool = True) -> None:
         """The terminal transition: build the result, free what the request holds."""
         assert request.phase is not Phase.FINISHED, "a request ends once"
-        outputs = self._table.outputs(request)
-        result = self._result(request, outputs, reason)
+        try:
+            result = self._result(request, self._table.outputs(request), reason)
+        except Exception as error:  # it must be answered, whatever is wrong with it
+            logger.error("request %s ends without its tokens", request.rid, exc_info=error)
+            self._table.forget_outputs(request)
+            message = f"its tokens cannot be told: {type(error).__name__}: {error}"
+            code = ErrorCode.OUT_OF_MEMORY if is_out_of_memory(error) else ErrorCode.INTERNAL
+            lost = FinishReason(type="error", message=message, code=code)
+            result = self._result(request, OutputArrays.empty(), lost)
+            keep_prefix = False
         waiting = request.phase is Phase.WAITING
         request.phase = Phase.FINISHED
         del self.live[request.key]
@@ -138,12 +164,12 @@ class Results:
         group.remove(request)
         if not group:
             del self._by_rid[request.rid]
+        self._outboxes[request.client].finished.append(result)
         if waiting:
             self._waiting.forget_finished()
         else:
             self._table.live[request.slot] = False
             self._batcher.retire(request, keep_prefix=keep_prefix)
-        self._outboxes[request.client].finished.append(result)
         self._on_finished(request, result)
 
     def abort(self, requests: list[Request], message: str) -> int:
@@ -156,19 +182,29 @@ class Results:
         """End every live request, queued ones too."""
         return self.abort(list(self.live.values()), message)
 
-    def fail(self, requests: list[Request], message: str) -> None:
+    def fail(self, requests: list[Request], message: str, code: ErrorCode = ErrorCode.INTERNAL) -> None:
         """End ``requests`` after a failed step; their KV is not trusted, their earlier tokens are kept."""
+        reason = FinishReason(type="error", message=message, code=code)
         for request in requests:
-            if request.phase is not Phase.FINISHED:
-                reason = FinishReason(type="error", message=message, code=ErrorCode.INTERNAL)
+            if request.phase is Phase.FINISHED:
+                continue
+            try:
                 self.finish(request, reason, keep_prefix=False)
+            except Exception as error:  # the others must be answered, too
+                logger.error("request %s has left something behind", request.rid, exc_info=error)
 
     def deliver(self, step: int) -> None:
         """Send each client what has gathered for it."""
-        if self._outboxes:
-            outboxes, self._outboxes = self._outboxes, defaultdict(_Outbox)
-            for client, outbox in outboxes.items():
+        for client in list(self._outboxes):
+            outbox = self._outboxes[client]
+            try:
                 self._send(client, outbox.message(step))
+            except Exception as error:  # the other clients must get theirs
+                outbox.attempts += 1
+                logger.error("client %s: its results make no message", client.hex(), exc_info=error)
+                if outbox.attempts < MAX_SENDS:
+                    continue  # it goes with what comes next
+            del self._outboxes[client]
 
     def _end_non_finite(self, slots: np.ndarray) -> None:
         for slot in slots:
@@ -236,6 +272,7 @@ class Results:
             output_logprobs=outputs.logprobs.astype("<f4").tobytes() if request.return_logprob else None,
             raw_logprobs=outputs.raw.astype("<f4").tobytes() if request.return_raw else None,
             sampled_logprobs=outputs.sampled.astype("<f4").tobytes() if request.return_sampled else None,
+            routed_experts=self._routed_experts(request, count) if reason.type != "error" else None,
             finish_reason=reason,
             weight_versions=spans,
             prompt_tokens=len(request.prompt),
@@ -244,4 +281,21 @@ class Results:
             num_retractions=request.num_retractions,
             queue_s=(request.first_scheduled or now) - request.arrival,
             e2e_latency=now - request.arrival,
+        )
+
+    def _routed_experts(self, request: Request, count: int) -> RoutedExperts | None:
+        rows = self._batcher.routed_experts(request)
+        start = request.routed_from
+        if rows is None or start is None:
+            return None
+        expected = len(request.prompt) + count - 1 - start if count else 0
+        assert len(rows) == expected, (
+            f"request {request.rid}: {len(rows)} rows of routed experts, {expected} positions"
+        )
+        narrow = rows.dtype.itemsize == 1
+        return RoutedExperts(
+            data=rows.astype("|u1" if narrow else "<u2", copy=False).tobytes(),
+            shape=list(rows.shape),
+            dtype="U8" if narrow else "U16",
+            start=start,
         )

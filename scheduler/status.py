@@ -9,13 +9,16 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Any
 
-from ..io_struct import DeviceMemory, GetStatusReqOutput, KVUsage
+from ..io_struct import DeviceMemory, GetStatusReqOutput, KVUsage, StageStatus
 from .batching import Batcher
 from .cache.manager import CacheManager
 from .config import PAGE_SIZE, EngineConfig
 from .device.memory import DeviceMemoryReading, get_available_memory
+from .failure import Recovery
 from .lifecycle import Lifecycle
+from .observability.stage_profiler import StageProfiler
 from .results import Results
+from .scoring import Scoring
 from .updates import WeightUpdates
 from .waiting import AdmissionLimits, WaitingQueue
 
@@ -28,6 +31,7 @@ class StaticFacts:
     weights_bytes: int
     kv_bytes: int
     kv_bytes_per_token: int
+    routing_bytes_per_token: int
     version: str
 
 
@@ -46,7 +50,10 @@ class StatusReporter:
         waiting: WaitingQueue,
         results: Results,
         cache: CacheManager,
+        scoring: Scoring | None,
+        recovery: Recovery,
         device_module: Any,
+        stages: StageProfiler,
         last_step_at: Callable[[], float | None],
     ) -> None:
         self._config = config
@@ -58,7 +65,10 @@ class StatusReporter:
         self._waiting = waiting
         self._results = results
         self._cache = cache
+        self._scoring = scoring
+        self._recovery = recovery
         self._device_module = device_module
+        self._stages = stages
         self._last_step_at = last_step_at
         self._started = monotonic()
 
@@ -87,8 +97,11 @@ class StatusReporter:
             last_step_age_s=None if last is None else now - last,
             generated_tokens=self._results.generated_tokens,
             num_retractions=self._batcher.num_retractions,
+            step_failures=self._recovery.counts(),
             kv=self._kv(),
             device_memory=self._memory(),
+            stages=self._stage_times(),
+            reference=None if self._scoring is None else self._scoring.status(),
             model_path=self._updates.model_path,
             dtype=self._facts.dtype,
             device=self._config.device,
@@ -100,6 +113,18 @@ class StatusReporter:
             version=self._facts.version,
         )
 
+    def _stage_times(self) -> list[StageStatus]:
+        return [
+            StageStatus(
+                name=name,
+                count=total.count,
+                total_s=total.seconds,
+                median_s=total.median,
+                longest_s=total.longest,
+            )
+            for name, total in self._stages.totals().items()
+        ]
+
     def _kv(self) -> KVUsage:
         usage = self._cache.usage()
         return KVUsage(
@@ -109,6 +134,7 @@ class StatusReporter:
             total=usage.total * PAGE_SIZE,
             page_size=PAGE_SIZE,
             bytes_per_token=self._facts.kv_bytes_per_token,
+            routing_bytes_per_token=self._facts.routing_bytes_per_token,
         )
 
     def _memory(self) -> DeviceMemory:

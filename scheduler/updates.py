@@ -41,11 +41,12 @@ from ..io_struct import (
 from .batching import Batcher
 from .cache.manager import CacheManager
 from .config import EngineConfig
-from .device.memory import empty_device_cache
+from .device.memory import empty_device_cache_with_report
 from .forward import Runner
 from .lifecycle import Lifecycle, Operation, Wait
 from .models.base import CausalLM
 from .models.config import config_difference, load_model_config
+from .observability.memory_history import MemoryHistory
 from .observability.stage_profiler import StageProfiler
 from .results import Results
 from .weights.loader import LoadCounts, WeightLoader, WeightPiece
@@ -77,6 +78,8 @@ class WeightUpdates:
         cache: CacheManager,
         device_module: Any,
         groups: WeightsUpdateGroups,
+        history: MemoryHistory,
+        stages: StageProfiler,
     ) -> None:
         self._config = config
         self._model = model
@@ -87,6 +90,8 @@ class WeightUpdates:
         self._results = results
         self._cache = cache
         self._device_module = device_module
+        self._history = history
+        self._stages = stages
         self._session: Session | None = None
         self._progress: tuple[WeightSource, float] | None = None
         self._read_bucket = ReadBucket()
@@ -217,7 +222,7 @@ class WeightUpdates:
         model_path: str | None = None,
     ) -> Operation:
         """One call of any transport: check everything, then write, then commit if the call is all there is."""
-        stages, started = StageProfiler(), monotonic()
+        stages, started = self.profiler(), monotonic()
         try:
             with stages.stage("receive"):
                 source = self.open_checked(open_source)
@@ -243,6 +248,7 @@ class WeightUpdates:
             "single" if self._lifecycle.generation == "running" else "implicit", None, None
         )
         self._session = session
+        session.source = source_name
         session.flush |= request.flush_cache
         session.empty |= request.torch_empty_cache
         session.version = request.weight_version if request.weight_version is not None else session.version
@@ -262,6 +268,8 @@ class WeightUpdates:
                 yield from self._stop_steps(session)
                 if session.flush and self._lifecycle.generation == "running":
                     self._batcher.retract_all()
+                if not session.touched:
+                    self._history.note("update_begin", str(session))
                 while piece is not _END:
                     session.touched = True
                     with stages.stage("copy"), self._runner.on_stream():
@@ -325,11 +333,16 @@ class WeightUpdates:
         self._close_session()
         self._loader.forget_written()
 
+    def profiler(self) -> StageProfiler:
+        """Of one call or session; the engine's counts with it."""
+        return StageProfiler(self._stages, "update.")
+
     def _open(self, kind: SessionKind, deadline_s: float | None, manifest: frozenset[str] | None) -> Session:
         now = monotonic()
         # A single call ends by itself; only a session that somebody must end can be forgotten.
         limit = deadline_s if deadline_s is not None else self._config.session_deadline_s
-        return Session(kind, now, None if kind == "single" else now + limit, manifest)
+        deadline = None if kind == "single" else now + limit
+        return Session(kind, now, deadline, manifest, stages=self.profiler())
 
     def _open_checkpoint(self, path: str) -> DiskSource:
         checkpoint = open_checkpoint(path)
@@ -397,25 +410,32 @@ class WeightUpdates:
         return piece
 
     def _commit(self, session: Session, stages: StageProfiler) -> None:
-        """Derive, then make the new weights serve. Nothing here may fail half-way through the state changes."""
+        """Derive, then make the new weights serve; a failure anywhere leaves them poisoned."""
+        report = None
         try:
             with stages.stage("derive"), self._runner.on_stream():
+                self._loader.require_whole()
                 self._model.finalize_weights()
             self._runner.synchronize()
+            with stages.stage("flush"):
+                if session.flush:
+                    self._batcher.retract_all()
+                self._lifecycle.commit_weights(session.version)
+                if session.flush:
+                    self._cache.flush()
+                if session.empty:
+                    report = empty_device_cache_with_report(self._device_module)
         except BaseException as error:
-            self._abandon(session, f"deriving failed: {error}")
+            self._abandon(session, f"the commit failed: {error}")
             raise
         self._close_session()
         self.model_path = session.model_path or self.model_path
         self._loader.forget_written()
-        with stages.stage("flush"):
-            if session.flush:
-                self._batcher.retract_all()
-            self._lifecycle.commit_weights(session.version)
-            if session.flush:
-                self._cache.flush()
-            if session.empty:
-                empty_device_cache(self._device_module)
+        self._history.note(
+            "update_commit",
+            f"{session}, {session.counts.written_tensors} tensors",
+            returned=None if report is None else report.freed,
+        )
         if session.counts.written_tensors and not session.counts.changed_tensors:
             logger.warning("weight update changed no tensor: is the trainer sending what it trained?")
 
@@ -425,6 +445,7 @@ class WeightUpdates:
         self._close_session()
         if session.touched:
             self.poison(reason)
+            self._history.note("update_failed", reason)
         else:
             self._lifecycle.stop_writing()
 

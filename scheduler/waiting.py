@@ -29,6 +29,8 @@ class AdmissionLimits:
     max_waiting: int
     """Samples."""
     eos_token_ids: tuple[int, ...]
+    has_experts: bool = False
+    """The model routes tokens to experts, so a request may ask which."""
 
 
 def admit(
@@ -37,7 +39,8 @@ def admit(
     """The requests of an acceptable message.
 
     Raises:
-        CaesuraError: ``invalid_request``, ``prompt_too_long``, ``exceeds_kv_pool`` or ``queue_full``; nothing changed.
+        CaesuraError: ``invalid_request``, ``unsupported``, ``prompt_too_long``, ``exceeds_kv_pool`` or ``queue_full``;
+            nothing changed.
     """
     params = message.sampling_params
     for field, value, requirement in params.problems():
@@ -52,6 +55,7 @@ def admit(
     prompt_len = len(message.input_ids)
     if prompt_len == 0:
         raise CaesuraError(ErrorCode.INVALID_REQUEST, "input_ids is empty", field="input_ids", value=[])
+    _check_routing(message, limits)
     if waiting + params.n > limits.max_waiting:
         raise CaesuraError(
             ErrorCode.QUEUE_FULL,
@@ -93,6 +97,24 @@ def _total_limit(prompt_len: int, max_new_tokens: int | None, limits: AdmissionL
             total_tokens=limits.pool_tokens,
         )
     return prompt_len + new_tokens
+
+
+def _check_routing(message: GenerateReqInput, limits: AdmissionLimits) -> None:
+    start, prompt_len = message.routed_experts_start_len, len(message.input_ids)
+    if message.return_routed_experts and not limits.has_experts:
+        raise CaesuraError(
+            ErrorCode.UNSUPPORTED,
+            "return_routed_experts: this model has no experts",
+            field="return_routed_experts",
+        )
+    if start > prompt_len:
+        raise CaesuraError(
+            ErrorCode.INVALID_REQUEST,
+            f"routed_experts_start_len = {start} is beyond the prompt of {prompt_len} tokens",
+            field="routed_experts_start_len",
+            value=start,
+            prompt_tokens=prompt_len,
+        )
 
 
 def _check_ids(field: str, ids: list[int], vocab_size: int) -> None:
@@ -137,6 +159,10 @@ class WaitingQueue:
         self._count -= 1
         if self._count == 0:
             self._queue.clear()
+
+    def head(self) -> list[Request]:
+        """The first live request, as a list; empty when there is none."""
+        return next(([request] for request in self._queue if request.phase is Phase.WAITING), [])
 
     def pop_admissible(self, admissible: Callable[[Request], bool], look_ahead: int) -> Request | None:
         """Remove and return the first request that ``admissible`` accepts among the first ``look_ahead`` live ones.

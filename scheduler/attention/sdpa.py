@@ -22,14 +22,12 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from ..forward import ForwardBatch, FusedAttention, KVPool
+from .rows import as_index, group_rows
 
 _WORKSPACE_BYTES = {"cpu": 4 << 20}
 """Gathered K (and V, each) of rows that are computed together, at most: on a CPU, what its caches keep until the
 product reads it. A single longer row takes what it needs."""
 _DEFAULT_WORKSPACE_BYTES = 64 << 20
-
-_SPLIT_PAGES = 64
-"""Padding pages worth a further round of kernel launches."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -96,7 +94,8 @@ class SdpaBackend:
         self._slots = self._pool.split_slots(batch.kv_slots)
         self._num_decode = batch.num_decode
         lengths = np.asarray(batch.kv_lens_host[: batch.num_decode], dtype=np.int64)
-        self._groups = [self._plan_group(batch, rows, lengths) for rows in self._group_rows(lengths)]
+        pages = -(-lengths // self._pool.page_size)
+        self._groups = [self._plan_group(batch, rows, lengths) for rows in group_rows(pages, self._max_pages)]
         self._runs = self._plan_runs(batch)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
@@ -118,30 +117,11 @@ class SdpaBackend:
 
     # Decode
 
-    def _group_rows(self, lengths: np.ndarray) -> list[np.ndarray]:
-        """Decode rows by descending length, cut where the workspace is full or padding costs more than a launch."""
-        pages = -(-lengths // self._pool.page_size)
-        order = np.argsort(-pages, kind="stable")
-        sorted_pages = pages[order].tolist()
-        total, first = len(sorted_pages), 0
-        groups = []
-        for row in range(1, total + 1):
-            longest = sorted_pages[first]
-            full = (row - first + 1) * longest > self._max_pages
-            if row < total and not full and (longest - sorted_pages[row]) * (total - row) < _SPLIT_PAGES:
-                continue
-            groups.append(order[first:row])
-            first = row
-        return groups
-
     def _plan_group(self, batch: ForwardBatch, rows: np.ndarray, lengths: np.ndarray) -> _DecodeGroup:
         n, lengths = len(rows), lengths[rows]
         num_pages = -(-int(lengths.max()) // self._pool.page_size)
         length = num_pages * self._pool.page_size
-        in_order = rows[-1] - rows[0] == n - 1 and bool((np.diff(rows) == 1).all())
-        index: Tensor | slice = slice(int(rows[0]), int(rows[0]) + n)
-        if not in_order:
-            index = torch.from_numpy(rows).to(self._device)
+        index = as_index(rows, self._device)
         masked = np.arange(length) >= lengths[:, None]
         row, position = np.nonzero(masked)
         cells = (row * self._kv_heads + np.arange(self._kv_heads)[:, None]) * length + position

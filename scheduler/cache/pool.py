@@ -1,7 +1,8 @@
-"""KV storage: per layer, one K and one V tensor of pages.
+"""KV storage: per layer, one K and one V tensor of pages, or one of latents.
 
 Invariants:
-- A page is [kv heads, page_size, head size], so that one head's keys within a page are contiguous.
+- A page is [kv heads, page_size, head size], so that one head's keys within a page are contiguous; a page of latents,
+  which all heads share, is [page_size, width].
 - Addresses never change while the pool is resident: attention plans, kernels and captured graphs may keep them. What a
   release does to them is in ``device/residency.py``; contents are lost with it.
 - A pool knows nothing of ownership; which page belongs to whom is the ledger's business (``manager.py``).
@@ -83,4 +84,53 @@ class MHAPool:
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """K and V of ``layer``, each [pages, kv heads, page_size, head size]; the storage itself, not a copy."""
+        return self._layers[layer]
+
+
+class MLAPool:
+    """Latents of multi-head latent attention: what all heads' keys and values follow from, and the shared rotated key.
+
+    DeepSeek-AI, 2024 (arXiv:2405.04434), section 2.1: a token takes (kv_lora_rank + qk_rope_head_dim) elements a layer.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_pages: int,
+        width: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        page_size: int = PAGE_SIZE,
+    ) -> None:
+        """``width`` is kv_lora_rank + qk_rope_head_dim; ``num_pages`` counts the scratch page 0."""
+        shape = (num_pages, page_size, width)
+        if min(num_layers, *shape) < 1:
+            raise ValueError(f"every size of a KV pool is at least 1, got {num_layers} layers of {shape}")
+        self.page_size = page_size
+        self.num_pages = num_pages
+        self.width = width
+        self._layers = [residency.allocate(shape, dtype, device) for _ in range(num_layers)]
+
+    @classmethod
+    def bytes_per_token(cls, num_layers: int, width: int, dtype: torch.dtype) -> int:
+        """Bytes that one token takes over all layers: what sizes a pool before it exists."""
+        return num_layers * width * dtype.itemsize
+
+    @property
+    def num_layers(self) -> int:
+        """Layers stored."""
+        return len(self._layers)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of address space over all layers, scratch page included."""
+        return sum(math.prod(t.shape) * t.element_size() for t in self._layers)
+
+    def store(self, layer: int, latents: Tensor, kv_slots: Tensor) -> None:
+        """Write ``latents`` ([T, width], pool dtype, any strides) to ``kv_slots`` (int64 [T]), as :meth:`MHAPool.store`."""
+        self._layers[layer].view(-1, self.width).index_copy_(0, kv_slots, latents)
+
+    def layer(self, layer: int) -> Tensor:
+        """Latents of ``layer``, [pages, page_size, width]; the storage itself, not a copy."""
         return self._layers[layer]

@@ -19,6 +19,7 @@ from ...io_struct import CaesuraError, ErrorCode
 from .host import HOST, HostDevice
 
 _MIB = 1 << 20
+_NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "bad_alloc", "ALLOC_FAILED")
 _ALLOC_CONF = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
@@ -102,6 +103,16 @@ def empty_device_cache_with_report(device_module: Any) -> EmptyCacheReport:
     before = DeviceMemoryReading.of(device_module)
     empty_device_cache(device_module)
     return EmptyCacheReport(before.reserved, DeviceMemoryReading.of(device_module).reserved)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation on a device or the host has failed, as far as an error says so.
+
+    Accelerators have an exception of their own; torch's CPU allocator and the libraries below it only have words.
+    """
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
 
 
 def get_available_memory(

@@ -44,8 +44,8 @@ def packable(inputs: int, dtype: torch.dtype) -> bool:
     return inputs > 0 and (dtype == torch.float32 or (dtype == torch.bfloat16 and inputs % 2 == 0))
 
 
-def _is_storage(weight: Tensor) -> bool:
-    # Whole lines are streamed into it, which needs them aligned; allocations are.
+def is_storage(weight: Tensor) -> bool:
+    """Whether it can hold a packed weight: whole lines are streamed into it, which needs them aligned; allocations are."""
     return weight.is_contiguous() and weight.data_ptr() % _TILE_BYTES == 0
 
 
@@ -61,7 +61,7 @@ class Product:
         if (
             outputs < 1
             or weight.shape != storage_shape(outputs, inputs, weight.dtype)
-            or not _is_storage(weight)
+            or not is_storage(weight)
             or not packable(inputs, weight.dtype)
         ):
             raise ValueError(f"{_described(weight)} does not hold {outputs} packed rows of {inputs}")
@@ -121,6 +121,15 @@ def pack_rows(weight: Tensor, rows: Tensor, start: int) -> None:
     _pack(*_walk(weight, rows, start))
 
 
+def update_rows(weight: Tensor, rows: Tensor, start: int) -> bool:
+    """:func:`pack_rows`, unless it would change no byte; returns whether it did."""
+    arguments = _walk(weight, rows, start)
+    if _equal(*arguments):
+        return False
+    _pack(*arguments)
+    return True
+
+
 def unpack_rows(weight: Tensor, start: int, out: Tensor) -> Tensor:
     """Read rows ``[start, start + n)`` of the packed weight into ``out`` [n, K]; returns it."""
     _unpack(*_walk(weight, out, start))
@@ -154,7 +163,7 @@ def _walk(
     fits = (
         rows.dtype == weight.dtype
         and (rows.stride(1) == 1 or inputs == 1)
-        and _is_storage(weight)
+        and is_storage(weight)
         and storage_shape(1, inputs, weight.dtype)[1] == weight.shape[1]
         and packable(inputs, weight.dtype)
         and (indexed or 0 <= start <= start + count <= weight.shape[0])

@@ -4,12 +4,15 @@ Invariants:
 - The rest of the engine sees ``forward``, ``slots`` (writing) and ``read`` (the canonical [out, in] weight); how the
   weight is stored is ``matrix.py``'s business.
 - Fused weights are stacked along the output dimension in the order of their parts.
+- A weight is FP8 where the checkpoint's config says so of all its parts; of some only is refused.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from torch import Tensor
 
+from ...io_struct import CaesuraError, ErrorCode
+from .fp8_block import Fp8Matrix
 from .matrix import Matrix
 from .parameters import Parameter, Placement, WeightSlot
 
@@ -34,7 +37,11 @@ class Linear:
         self.in_features = in_features
         self.out_features = sum(parts.values())
         self._parts = dict(parts)
-        self._weight = Matrix(f"{name}.weight", self.out_features, in_features, place)
+        self._weight: Matrix | Fp8Matrix
+        if all_fp8(parts, place):
+            self._weight = Fp8Matrix(f"{name}.weight", list(parts.values()), in_features, place)
+        else:
+            self._weight = Matrix(f"{name}.weight", self.out_features, in_features, place)
         self._bias = (
             Parameter(f"{name}.bias", (self.out_features,), place.dtype, place.device) if bias else None
         )
@@ -48,19 +55,37 @@ class Linear:
         return self._weight.read()
 
     def slots(self) -> Iterator[WeightSlot]:
-        """One slot per part for the weight, and one for the bias where there is one."""
+        """Per part its weight, its scales where it is FP8, and its bias where there is one."""
         start = 0
         for part, size in self._parts.items():
-            yield self._weight.slot(f"{part}.weight", start, size)
+            yield from self._weight.slots(part, start, size)
             if self._bias is not None:
                 yield self._bias.slot(f"{part}.bias", start, size)
             start += size
 
     def parameters(self) -> Iterator[Parameter]:
-        """Weight, then bias."""
-        yield self._weight.parameter
+        """Weight, its scales where it is FP8, then bias."""
+        yield from self._weight.parameters()
         if self._bias is not None:
             yield self._bias
+
+
+def all_fp8(modules: Iterable[str], place: Placement) -> bool:
+    """Whether the checkpoint holds these modules, which are stored as one, as FP8.
+
+    Raises:
+        CaesuraError: UNSUPPORTED_MODEL, some of them only.
+    """
+    if place.fp8 is None:
+        return False
+    converted = {module: place.fp8.converts(module) for module in modules}
+    if len(set(converted.values())) > 1:
+        raise CaesuraError(
+            ErrorCode.UNSUPPORTED_MODEL,
+            f"modules that are one product must be FP8 or not together: {converted}",
+            fields=["quantization_config.modules_to_not_convert"],
+        )
+    return all(converted.values())
 
 
 class QKVLinear(Linear):

@@ -6,6 +6,8 @@ Invariants:
 - The product of a packed matrix is the same for a row whatever the other rows are, bit for bit.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -26,6 +28,13 @@ class PackedSlot(WeightSlot):
         super().__init__(name, parameter, shape, storage.dtype)
         self._storage = storage
         self._start = start
+
+    def update(self, rows: Tensor, start: int, *, compare: bool = True) -> bool:
+        """See :meth:`WeightSlot.update`; cast and checked once."""
+        if compare:
+            return kernel.update_rows(self._storage, self._cast(rows), self._start + start)
+        self.write(rows, start)
+        return True
 
     def write(self, rows: Tensor, start: int) -> None:
         """Pack rows ``[start, start + len(rows))`` in place, cast if needed."""
@@ -90,6 +99,14 @@ class Matrix:
     def read(self) -> Tensor:
         """The weight as [out, in]: a view where storage has that layout, else a copy."""
         return self.slot("").read()
+
+    def slots(self, module: str, start: int, length: int) -> Iterator[WeightSlot]:
+        """Of the checkpoint module held in rows ``[start, start + length)``: its weight."""
+        yield self.slot(f"{module}.weight", start, length)
+
+    def parameters(self) -> Iterator[Parameter]:
+        """The one there is."""
+        yield self.parameter
 
     def slot(self, checkpoint_name: str, start: int = 0, length: int | None = None) -> WeightSlot:
         """The slot of the checkpoint tensor held in rows ``[start, start + length)``; None: to the end."""

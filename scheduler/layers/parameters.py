@@ -11,7 +11,9 @@ Invariants:
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache
+from math import prod
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -25,7 +27,60 @@ ALIGNMENT = 64
 _PROBE_ELEMENTS = 1024
 _COMPARE_ELEMENTS = 1 << 20  # bounds the transient of a cast comparison to a few megabytes
 
+CASTABLE = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
+"""Dtypes that are cast into each other where weights are written."""
+
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Blocks:
+    """Weights stored as float8_e4m3fn, one float32 scale per block (``fp8_block.py``)."""
+
+    rows: int = 128
+    columns: int = 128
+    skipped: frozenset[str] = field(default=frozenset(), compare=False)
+    """Checkpoint modules that keep the model's dtype: themselves and what lies below them, or as the end of a name.
+
+    Checkpoints of one model list more or fewer that would not be converted anyway, so equal blocks may differ here.
+    """
+
+    def converts(self, module: str) -> bool:
+        """Whether the checkpoint holds this module's weight as FP8."""
+        ends, starts = _not_converted(self.skipped)
+        return not (module.endswith(ends) or module.startswith(starts))
+
+
+_NEVER_FP8 = ("lm_head", "mlp.gate")  # output head and router: in no format that is in use
+
+
+@cache
+def _not_converted(skipped: frozenset[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What the name of a module ends with, or starts with, that is not converted."""
+    names = (*skipped, *_NEVER_FP8)
+    return names, tuple(f"{name}." for name in names)
+
+
+class Workspace:
+    """Scratch memory that a model's layers share, by purpose; it only grows.
+
+    Invariant: what lies in it is dead when the layer that took it returns, or as long as that layer says.
+    """
+
+    def __init__(self) -> None:
+        self._memory: dict[str, Tensor] = {}
+
+    def take(self, purpose: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Uninitialised; the same memory for every call with this purpose, which has one dtype and device."""
+        count = prod(shape)
+        memory = self._memory.get(purpose)
+        if memory is None or memory.shape[0] < count:
+            # Freed first, so that the peak is the larger of the two and not their sum.
+            self._memory.pop(purpose, None)
+            del memory
+            with torch.inference_mode(False):  # steps and updates use it, and only steps are in that mode
+                memory = self._memory[purpose] = torch.empty(count, dtype=dtype, device=device)
+        return memory[:count].view(shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +88,11 @@ class Placement:
     """Where a model's weights live and what they are computed with; every layer passes it on to its parts."""
 
     dtype: torch.dtype
-    """Of weights and activations."""
+    """Of activations, and of weights that are not quantised."""
     device: torch.device
+    fp8: Fp8Blocks | None = None
+    """How projections are stored. None: in ``dtype``."""
+    workspace: Workspace = field(default_factory=Workspace, compare=False, repr=False)
 
 
 class WeightSlot(ABC):
@@ -43,7 +101,7 @@ class WeightSlot(ABC):
     Attributes:
         name: the tensor's name in the checkpoint.
         shape: its shape there.
-        dtype: what it is stored as; other float dtypes are cast on writing.
+        dtype: what it is stored as; other dtypes that it accepts are cast on writing.
         parameter: name of the engine parameter that it is a part of.
     """
 
@@ -54,6 +112,24 @@ class WeightSlot(ABC):
         self.parameter = parameter
         self.shape = shape
         self.dtype = dtype
+
+    def accepts(self, dtype: torch.dtype) -> bool:
+        """Whether values of ``dtype`` can be written."""
+        return dtype == self.dtype or (dtype in CASTABLE and self.dtype in CASTABLE)
+
+    def fills(self, dtype: torch.dtype) -> str | None:
+        """Name of the other checkpoint tensor that writing this one in ``dtype`` writes, too. None: there is none."""
+        return None
+
+    def update(self, rows: Tensor, start: int, *, compare: bool = True) -> bool:
+        """Write, unless the same bytes are there; returns whether a byte changed, True where it did not ``compare``.
+
+        A tensor's rows come in order, from row 0 to its last.
+        """
+        if compare and not self.differs(rows, start):
+            return False
+        self.write(rows, start)
+        return True
 
     @abstractmethod
     def write(self, rows: Tensor, start: int) -> None:
@@ -88,6 +164,8 @@ class PlainSlot(WeightSlot):
     def differs(self, rows: Tensor, start: int) -> bool:
         """See :meth:`WeightSlot.differs`."""
         new, old = rows.reshape(-1), self._target(rows, start).reshape(-1)
+        if new.numel() <= _PROBE_ELEMENTS:
+            return not _same_bits(new, old)
         if not _same_bits(new[:_PROBE_ELEMENTS], old[:_PROBE_ELEMENTS]):
             return True
         pairs = zip(

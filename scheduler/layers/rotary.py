@@ -1,4 +1,4 @@
-"""Rotary position embeddings (Su et al., 2021, arXiv:2104.09864), half-rotation convention.
+"""Rotary position embeddings (Su et al., 2021, arXiv:2104.09864), half-rotation and interleaved conventions.
 
 Invariants:
 - Angles are fp32 products of position and inverse frequency; cosine and sine are rounded to the model's dtype, and are
@@ -7,7 +7,8 @@ Invariants:
   the last elements of an array differently, and no bit may depend on which tokens share a step.
 - Elsewhere they are computed for the step's positions: nothing that a captured graph could hold on to, or a release lose.
 
-The Llama-3 frequency scaling is that of Meta's llama-models, as in transformers' ``rope_type: llama3``.
+The Llama-3 frequency scaling is that of Meta's llama-models, as in transformers' ``rope_type: llama3``; YaRN is that of
+Peng et al., 2023 (arXiv:2309.00071), sections 3.2 to 3.4.
 """
 
 import math
@@ -28,15 +29,21 @@ class RopeParameters:
     """What a checkpoint says about its rotary embedding."""
 
     theta: float = 10_000.0
-    rope_type: Literal["default", "linear", "llama3"] = "default"
+    rope_type: Literal["default", "linear", "llama3", "yarn"] = "default"
     factor: float = 1.0
-    """linear, llama3: divisor of the (low) frequencies."""
+    """linear, llama3, yarn: divisor of the (low) frequencies."""
     low_freq_factor: float = 1.0
     """llama3"""
     high_freq_factor: float = 4.0
     """llama3"""
     original_max_position_embeddings: int = 8192
-    """llama3: context of the pre-training, in tokens."""
+    """llama3, yarn: context of the pre-training, in tokens."""
+    beta_fast: float = 32.0
+    """yarn: frequencies with more turns than this over the pre-training's context are kept."""
+    beta_slow: float = 1.0
+    """yarn: those with fewer are divided by ``factor``."""
+    attention_factor: float = 1.0
+    """yarn: multiplies cosines and sines."""
 
 
 def inverse_frequencies(rope: RopeParameters, head_dim: int) -> Tensor:
@@ -46,6 +53,8 @@ def inverse_frequencies(rope: RopeParameters, head_dim: int) -> Tensor:
         return frequencies / rope.factor
     if rope.rope_type == "llama3":
         return _llama3(frequencies, rope)
+    if rope.rope_type == "yarn":
+        return _yarn(frequencies, rope)
     return frequencies
 
 
@@ -61,11 +70,27 @@ def _llama3(frequencies: Tensor, rope: RopeParameters) -> Tensor:
     return torch.where(between, blended, scaled)
 
 
+def _yarn(frequencies: Tensor, rope: RopeParameters) -> Tensor:
+    """Keep frequencies of many turns, divide those of few, and go linearly from one to the other by dimension."""
+    size = 2 * len(frequencies)
+
+    def dimension(turns: float) -> float:
+        wavelength = rope.original_max_position_embeddings / turns
+        return size * math.log(wavelength / (2 * math.pi)) / (2 * math.log(rope.theta))
+
+    first = max(math.floor(dimension(rope.beta_fast)), 0)
+    last = min(math.ceil(dimension(rope.beta_slow)), size - 1)
+    ramp = (torch.arange(len(frequencies), dtype=torch.float32) - first) / ((last - first) or 0.001)
+    divided = ramp.clamp(0, 1)
+    return frequencies / rope.factor * divided + frequencies * (1 - divided)
+
+
 class RotaryEmbedding:
     """Cosines and sines of a step's positions."""
 
     def __init__(self, rope: RopeParameters, head_dim: int, *, place: Placement) -> None:
         self._inverse_frequencies = inverse_frequencies(rope, head_dim).to(place.device)
+        self._factor = rope.attention_factor
         self._dtype = place.dtype
         self._table: tuple[Tensor, Tensor] | None = None
         if place.device.type == "cpu":
@@ -84,13 +109,18 @@ class RotaryEmbedding:
 
     def _compute(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         angles = torch.outer(positions.float(), self._inverse_frequencies).unsqueeze(1)
-        return angles.cos().to(self._dtype), angles.sin().to(self._dtype)
+        cosines, sines = (x.mul_(self._factor).to(self._dtype) for x in (angles.cos(), angles.sin()))
+        return cosines, sines
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate each head of ``x`` [T, heads, head_dim] by its token's angles; fresh memory."""
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
+    """Rotate each head of ``x`` [T, heads, head_dim] by its token's angles; fresh memory.
+
+    A pair is elements (i, i + head_dim / 2), or (2 i, 2 i + 1) if ``interleaved``; the result has the former order
+    either way, which is the same to a scalar product of two rotated vectors.
+    """
     half = x.shape[-1] // 2
-    first, second = x[..., :half], x[..., half:]
+    first, second = (x[..., ::2], x[..., 1::2]) if interleaved else (x[..., :half], x[..., half:])
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin, value=-1)
     torch.mul(second, cos, out=out[..., half:]).addcmul_(first, sin)

@@ -14,7 +14,7 @@ class RoutedExperts:
 
     def __init__(self, num_layers: int, top_k: int, num_experts: int, *, place: Placement) -> None:
         self.num_layers, self.top_k = num_layers, top_k
-        self.dtype = torch.uint8 if num_experts <= 256 else torch.uint16
+        self.dtype = torch.uint8 if num_experts <= 256 else torch.int16
         self._device = place.device
         self._rows = self._allocate(0)
 

@@ -1,6 +1,6 @@
 """What the engine asks of a model."""
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Protocol
 
 from torch import Tensor
@@ -22,6 +22,16 @@ class CausalLM(Protocol):
         """Hidden states of the step's S sampled tokens, [S, hidden], after the final norm.
 
         ``backend.plan(batch)`` has been called. Runs under ``torch.inference_mode``.
+        """
+        ...
+
+    def forward_by_layer(
+        self, batch: ForwardBatch, backend: AttentionBackend
+    ) -> Generator[int, None, Tensor]:
+        """:meth:`forward` in pieces: yields each layer's number before it is computed, returns the hidden states.
+
+        For weights that are there layer by layer, and for work that must let others in between. Each step runs under
+        ``torch.inference_mode``.
         """
         ...
 

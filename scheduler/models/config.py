@@ -17,33 +17,24 @@ import msgspec
 import torch
 
 from ...io_struct import CaesuraError, ErrorCode
+from ..layers.parameters import Fp8Blocks
 from ..layers.rotary import RopeParameters
+from .config_mla import (
+    LATENT_ROPE_TYPES,
+    MlaConfig,
+    parse_mla,
+    parse_num_mtp_layers,
+    parse_yarn,
+)
+from .config_moe import MoeConfig
 from .config_reader import ConfigReader, checkpoint_error
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Family:
-    """What an architecture's config class assumes where config.json says nothing."""
-
-    num_kv_heads: int | None = None
-    """None: as many as query heads, which is also what null in a config means."""
-    head_dim: int | None = None
-    """None: hidden_size / num_heads, likewise."""
-    attention_bias: bool | None = None
-    """Fixed by the architecture. None: the config decides."""
-
-
-FAMILIES = {
-    "LlamaForCausalLM": _Family(),
-    "MistralForCausalLM": _Family(num_kv_heads=8, attention_bias=False),
-    "Qwen2ForCausalLM": _Family(num_kv_heads=32, attention_bias=True),
-    "Qwen3ForCausalLM": _Family(num_kv_heads=32, head_dim=128),
-}
-"""Supported architectures."""
+from .family import Family
+from .quantization import parse_quantization
+from .registry import families
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _ROPE_TYPES = ("default", "linear", "llama3")
-_NOT_FORWARD = ("eos_token_ids", "dtype", "max_position_embeddings")
+_NOT_FORWARD = ("eos_token_ids", "dtype", "max_position_embeddings", "num_mtp_layers")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,11 +62,19 @@ class ModelConfig:
     """Of config.json and generation_config.json, in that order, each once; empty where neither names one."""
     dtype: torch.dtype
     """What the checkpoint was saved in; float32 where it does not say."""
+    fp8: Fp8Blocks | None = None
+    """How projections are stored. None: not quantised."""
+    mla: MlaConfig | None = None
+    """None: grouped-query attention."""
+    num_mtp_layers: int = 0
+    """Layers behind the others, for multi-token prediction, whose weights are ignored."""
+    moe: MoeConfig | None = None
+    """None: every layer is dense."""
 
     @property
     def rotary_dim(self) -> int:
         """Elements of a head that are rotated."""
-        return self.head_dim
+        return self.head_dim if self.mla is None else self.mla.qk_rope_head_dim
 
 
 def load_model_config(path: str | Path) -> ModelConfig:
@@ -97,7 +96,8 @@ def parse_model_config(
 ) -> ModelConfig:
     """The same from decoded JSON; ``source`` is what errors call it."""
     architecture = _architecture(config)
-    unsupported = _unsupported_fields(config)
+    family = families()[architecture]
+    unsupported = _unsupported_fields(config, family)
     if unsupported:
         names = ", ".join(f"{name} = {config.get(name)!r}" for name in unsupported)
         raise CaesuraError(
@@ -105,11 +105,11 @@ def parse_model_config(
             f"{source} asks for what this engine does not do: {names}",
             fields=unsupported,
         )
-    family = FAMILIES[architecture]
     reader = ConfigReader(config, source)
     num_heads = reader.count("num_attention_heads")
     hidden_size = reader.count("hidden_size")
     bias = family.attention_bias
+    mla = parse_mla(config, reader, config.get(_rope_source(config)) or {}) if family.latent else None
     result = ModelConfig(
         architecture=architecture,
         vocab_size=reader.count("vocab_size"),
@@ -118,7 +118,9 @@ def parse_model_config(
         num_layers=reader.count("num_hidden_layers"),
         num_heads=num_heads,
         num_kv_heads=reader.count_or("num_key_value_heads", family.num_kv_heads, num_heads),
-        head_dim=reader.count_or("head_dim", family.head_dim, max(1, hidden_size // num_heads)),
+        head_dim=mla.qk_head_dim
+        if mla
+        else reader.count_or("head_dim", family.head_dim, max(1, hidden_size // num_heads)),
         rms_norm_eps=reader.positive(config, "rms_norm_eps", 1e-6),
         rope=_rope(config, reader),
         max_position_embeddings=reader.count("max_position_embeddings"),
@@ -127,17 +129,26 @@ def parse_model_config(
         hidden_act="silu",
         eos_token_ids=_eos(reader, config, generation or {}),
         dtype=_DTYPES[_dtype_name(config)],
+        fp8=parse_quantization(config, source),
+        mla=mla,
+        num_mtp_layers=parse_num_mtp_layers(config, reader) if family.latent else 0,
+        moe=None if family.moe is None else family.moe(config, reader, reader.count("num_hidden_layers")),
     )
     if result.num_heads % result.num_kv_heads:
         raise reader.invalid("num_key_value_heads", "does not divide num_attention_heads")
-    if result.head_dim % 2:
-        raise reader.invalid("head_dim", "is odd")
+    if result.rotary_dim % 2:
+        raise reader.invalid("qk_rope_head_dim" if mla else "head_dim", "is odd")
     return result
 
 
 def config_difference(a: ModelConfig, b: ModelConfig) -> list[str]:
-    """Names of the fields in which ``a`` and ``b`` differ and on which the forward pass depends."""
+    """Names of the fields in which ``a`` and ``b`` differ and on which the forward pass depends.
+
+    Weights of ``b`` that are not quantised are no difference: ``a`` quantises what comes.
+    """
     names = [field.name for field in fields(ModelConfig) if field.name not in _NOT_FORWARD]
+    if b.fp8 is None:
+        names.remove("fp8")
     return [name for name in names if getattr(a, name) != getattr(b, name)]
 
 
@@ -158,21 +169,20 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _architecture(config: dict[str, Any]) -> str:
     named = config.get("architectures")
     architecture = named[0] if isinstance(named, list) and named else None
-    if not isinstance(architecture, str) or architecture not in FAMILIES:
+    if not isinstance(architecture, str) or architecture not in families():
         raise CaesuraError(
             ErrorCode.UNSUPPORTED_MODEL,
-            f"architecture {architecture!r} is not supported; supported are {', '.join(FAMILIES)}",
+            f"architecture {architecture!r} is not supported; supported are {', '.join(families())}",
             fields=["architectures"],
         )
     return architecture
 
 
-def _unsupported_fields(config: dict[str, Any]) -> list[str]:
+def _unsupported_fields(config: dict[str, Any], family: Family) -> list[str]:
     found = [
         name
         for name, neutral in (
             ("mlp_bias", False),
-            ("quantization_config", None),
             ("partial_rotary_factor", 1.0),
             ("attn_logit_softcapping", None),
             ("final_logit_softcapping", None),
@@ -181,14 +191,15 @@ def _unsupported_fields(config: dict[str, Any]) -> list[str]:
     ]
     if config.get("hidden_act", "silu") not in ("silu", "swish"):
         found.append("hidden_act")
-    found += _sliding_fields(config)
-    found += _rope_fields(config)
+    found += _sliding_fields(config, family)
+    found += _rope_fields(config, family)
+    found += family.refused(config)
     if _dtype_name(config) not in _DTYPES:
         found.append("dtype" if config.get("dtype") is not None else "torch_dtype")
     return found
 
 
-def _sliding_fields(config: dict[str, Any]) -> list[str]:
+def _sliding_fields(config: dict[str, Any], family: Family) -> list[str]:
     """The fields that put a sliding window to use; a window as wide as the context is not one."""
     layer_types = config.get("layer_types")
     if isinstance(layer_types, list):
@@ -199,15 +210,15 @@ def _sliding_fields(config: dict[str, Any]) -> list[str]:
     window, context = config.get("sliding_window"), config.get("max_position_embeddings")
     if window is None or (isinstance(window, int) and isinstance(context, int) and window >= context):
         return []
-    family = config["architectures"][0]
-    if family.startswith("Qwen"):
-        first, layers = config.get("max_window_layers"), config.get("num_hidden_layers")
-        no_layer = isinstance(first, int) and isinstance(layers, int) and first >= layers
-        return ["use_sliding_window"] if config.get("use_sliding_window") and not no_layer else []
-    return ["sliding_window"] if family.startswith("Mistral") else []
+    if family.window in ("ignored", "always"):
+        return ["sliding_window"] if family.window == "always" else []
+    first, layers = config.get("max_window_layers"), config.get("num_hidden_layers")
+    no_layer = isinstance(first, int) and isinstance(layers, int) and first >= layers
+    unused = not config.get("use_sliding_window") or (family.window == "upper_layers" and no_layer)
+    return [] if unused else ["use_sliding_window"]
 
 
-def _rope_fields(config: dict[str, Any]) -> list[str]:
+def _rope_fields(config: dict[str, Any], family: Family) -> list[str]:
     name = _rope_source(config)
     scaling = config.get(name)
     if scaling is None:
@@ -217,7 +228,8 @@ def _rope_fields(config: dict[str, Any]) -> list[str]:
     # A mapping without a type whose values are mappings is one set of parameters per layer type.
     typed = scaling.get("rope_type", scaling.get("type", "default"))
     nested = any(isinstance(value, dict) for value in scaling.values())
-    return [name] if nested or typed not in _ROPE_TYPES else []
+    types = LATENT_ROPE_TYPES if family.latent else _ROPE_TYPES
+    return [name] if nested or typed not in types or scaling.get("truncate") is False else []
 
 
 def _rope_source(config: dict[str, Any]) -> str:
@@ -231,6 +243,8 @@ def _rope(config: dict[str, Any], reader: ConfigReader) -> RopeParameters:
     rope_type = parameters.get("rope_type", parameters.get("type", "default"))
     if rope_type == "linear":
         return RopeParameters(theta=theta, rope_type="linear", factor=reader.positive(parameters, "factor"))
+    if rope_type == "yarn":
+        return parse_yarn(parameters, reader, theta, config.get("max_position_embeddings"))
     if rope_type == "llama3":
         original = "original_max_position_embeddings"
         return RopeParameters(

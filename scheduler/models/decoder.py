@@ -8,8 +8,8 @@ Invariants:
 """
 
 import re
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+from collections.abc import Generator, Iterator, Sequence
+from typing import Protocol, cast
 
 from torch import Tensor
 
@@ -120,10 +120,22 @@ class DecoderForCausalLM:
 
     def forward(self, batch: ForwardBatch, backend: AttentionBackend) -> Tensor:
         """Hidden states of the sampled tokens, [S, hidden], after the final norm."""
+        steps = self.forward_by_layer(batch, backend)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                return cast("Tensor", end.value)
+
+    def forward_by_layer(
+        self, batch: ForwardBatch, backend: AttentionBackend
+    ) -> Generator[int, None, Tensor]:
+        """:meth:`forward`, stopping before each layer."""
         rotary = self._rotary.forward(batch.positions, max(batch.kv_lens_host))
         residual = self._embed.forward(batch.input_ids)
         update: Tensor | None = None
-        for layer in self._layers:
+        for number, layer in enumerate(self._layers):
+            yield number
             update = layer.forward(update, residual, rotary, backend)
         assert update is not None, "a model has at least one layer"
         sampled = batch.sample_tokens

@@ -3,6 +3,9 @@
 from ..layers.parameters import Placement
 from .config import ModelConfig
 from .decoder import DecoderForCausalLM, attention_shape, dense_attention, dense_mlp
+from .family import Family
+
+FAMILIES = {"MistralForCausalLM": Family(num_kv_heads=8, attention_bias=False, window="always")}
 
 
 class MistralForCausalLM(DecoderForCausalLM):

@@ -3,6 +3,9 @@
 from ..layers.parameters import Placement
 from .config import ModelConfig
 from .decoder import DecoderForCausalLM, attention_shape, dense_attention, dense_mlp
+from .family import Family
+
+FAMILIES = {"Qwen3ForCausalLM": Family(num_kv_heads=32, head_dim=128, window="upper_layers")}
 
 
 class Qwen3ForCausalLM(DecoderForCausalLM):

@@ -1,24 +1,40 @@
-"""Architecture name to model, imported when it is asked for."""
+"""Architecture name to model.
 
+Invariant: every file of this package that has ``FAMILIES`` is an architecture, or several; nothing else knows which there are.
+"""
+
+import pkgutil
+import sys
+from collections.abc import Mapping
+from functools import cache
 from importlib import import_module
-from typing import cast
+from types import ModuleType
+from typing import TYPE_CHECKING, cast
 
 import torch
 
 from ..layers.parameters import Placement
-from .base import CausalLM
-from .config import ModelConfig
+from .family import Family
 
-MODULES = {
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "mistral",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-}
-"""Architecture (also the name of its class) to the module of this package that holds it."""
+if TYPE_CHECKING:
+    from .base import CausalLM
+    from .config import ModelConfig
 
 
-def build_model(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> CausalLM:
+@cache
+def _modules() -> Mapping[str, ModuleType]:
+    # Imported when somebody asks: model files know ModelConfig, whose module asks here.
+    names = [module.name for module in pkgutil.iter_modules(sys.modules[__package__].__path__)]
+    modules = [import_module(f".{name}", package=__package__) for name in names]
+    return {architecture: module for module in modules for architecture in getattr(module, "FAMILIES", ())}
+
+
+def families() -> Mapping[str, Family]:
+    """Every architecture that there is a file for, by its name in config.json."""
+    return {name: module.FAMILIES[name] for name, module in _modules().items()}
+
+
+def build_model(config: "ModelConfig", dtype: torch.dtype, device: torch.device) -> "CausalLM":
     """Allocate a model of this config; its weights hold nothing until they are loaded."""
-    module = import_module(f".{MODULES[config.architecture]}", package=__package__)
-    return cast("CausalLM", getattr(module, config.architecture)(config, place=Placement(dtype, device)))
+    model = getattr(_modules()[config.architecture], config.architecture)
+    return cast("CausalLM", model(config, place=Placement(dtype, device, config.fp8)))

@@ -1,53 +1,107 @@
-"""Wall time per named stage of a longer operation.
+"""Wall time per named stage of a longer operation, and of the engine as a whole.
 
 Invariants: stages never synchronise a device, so on an accelerator they time the host's part; the time of a stage that
-raises counts; stages may nest, and then both count in full (seconds are not exclusive).
+raises counts; stages may nest, and then both count in full (seconds are not exclusive). Memory per stage is bounded.
 """
 
-from dataclasses import dataclass
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from statistics import median
 from time import perf_counter
 from types import TracebackType
+
+logger = logging.getLogger(__name__)
+
+RECENT = 64
+"""Runs of which the median is taken."""
 
 
 @dataclass(slots=True)
 class StageTotal:
-    """How often a stage ran and how long in sum, in seconds."""
+    """How often a stage ran and how long, in seconds."""
 
     count: int = 0
     seconds: float = 0.0
+    longest: float = 0.0
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+    """The last runs."""
+
+    @property
+    def median(self) -> float:
+        """Of the last :data:`RECENT` runs; 0.0 if there was none."""
+        return median(self.recent) if self.recent else 0.0
 
 
 class _Stage:
     """One run of a stage. A class, as a generator-based context manager costs several times as much."""
 
-    __slots__ = ("_started", "_total")
+    __slots__ = ("_name", "_profiler", "_started")
 
-    def __init__(self, total: StageTotal) -> None:
-        self._total = total
+    def __init__(self, profiler: "StageProfiler", name: str) -> None:
+        self._profiler = profiler
+        self._name = name
         self._started = 0.0
 
     def __enter__(self) -> None:
+        self._profiler.begin(self._name)
         self._started = perf_counter()
 
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
     ) -> None:
-        self._total.seconds += perf_counter() - self._started
-        self._total.count += 1
+        self._profiler.record(self._name, perf_counter() - self._started)
 
 
 class StageProfiler:
-    """Accumulates stages; one per operation, or one for ever with :meth:`reset` in between."""
+    """Accumulates stages: one for ever, and one per operation that reports to it."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        parent: "StageProfiler | None" = None,
+        prefix: str = "",
+        *,
+        log: bool = False,
+        describe_memory: Callable[[], str] | None = None,
+    ) -> None:
+        """
+        Args:
+            parent: counts every run, too, as ``prefix`` + name. None: nobody else does.
+            log: write a line at INFO where a stage begins and where it ends.
+            describe_memory: a look at the memory, without side effects; at DEBUG it ends the second line.
+        """
         self._totals: dict[str, StageTotal] = {}
+        self._parent = parent
+        self._prefix = prefix
+        self._log = log
+        self._describe_memory = describe_memory
 
     def stage(self, name: str) -> _Stage:
         """``with profiler.stage("copy"): …``"""
+        return _Stage(self, name)
+
+    def begin(self, name: str) -> None:
+        """A stage begins whose end :meth:`record` will tell; for the log only."""
+        if self._log:
+            logger.info("stage %s begins", name)
+        if self._parent is not None:
+            self._parent.begin(self._prefix + name)
+
+    def record(self, name: str, seconds: float) -> None:
+        """A stage has ended that took ``seconds``."""
         total = self._totals.get(name)
         if total is None:
             total = self._totals[name] = StageTotal()
-        return _Stage(total)
+        total.count += 1
+        total.seconds += seconds
+        total.recent.append(seconds)
+        if seconds > total.longest:
+            total.longest = seconds
+        if self._log:
+            self._log_end(name, seconds)
+        if self._parent is not None:
+            self._parent.record(self._prefix + name, seconds)
 
     def seconds(self, name: str) -> float:
         """Time spent in ``name``; 0.0 if it never ran."""
@@ -56,15 +110,26 @@ class StageProfiler:
 
     def totals(self) -> dict[str, StageTotal]:
         """Every stage in the order of its first run, as a copy."""
-        return {name: StageTotal(total.count, total.seconds) for name, total in self._totals.items()}
+        return {
+            name: StageTotal(total.count, total.seconds, total.longest, total.recent.copy())
+            for name, total in self._totals.items()
+        }
 
     def add(self, other: "StageProfiler") -> None:
-        """Count what ``other`` has measured, too."""
+        """Count what ``other`` has measured, too; a parent has heard of it already."""
         for name, total in other._totals.items():
             mine = self._totals.setdefault(name, StageTotal())
             mine.count += total.count
             mine.seconds += total.seconds
+            mine.longest = max(mine.longest, total.longest)
+            mine.recent.extend(total.recent)
 
     def reset(self) -> None:
         """Forget everything."""
         self._totals.clear()
+
+    def _log_end(self, name: str, seconds: float) -> None:
+        memory = ""
+        if self._describe_memory is not None and logger.isEnabledFor(logging.DEBUG):
+            memory = f", {self._describe_memory()}"
+        logger.info("stage %s ends after %.3f ms%s", name, 1e3 * seconds, memory)

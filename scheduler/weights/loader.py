@@ -5,6 +5,9 @@ Invariants:
 - A name counts as written only when all its rows are; a tensor that is being rewritten counts as not written until it
   is whole again.
 - The result depends on the tensors alone: not on how they were cut into pieces, nor on how often they were written.
+- A tensor may bring another one with it (a wide float its FP8 scales), which then counts as written and must not be among
+  the same specs. Of two that belong together the later form counts: what came in another form is due again, and nothing is
+  committed before it has come (:meth:`WeightLoader.require_whole`).
 """
 
 from collections.abc import Iterable
@@ -38,7 +41,6 @@ DTYPES = {
 }
 """safetensors dtype names, which are the wire's, too."""
 
-_CASTABLE = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -124,6 +126,10 @@ class WeightLoader:
         self._required = self._slots.keys() - model.optional_names
         self._is_skipped = model.is_skipped
         self._open: tuple[str, int, bool] | None = None  # name, rows written so far, changed so far
+        self._made_together: dict[
+            str, str
+        ] = {}  # each way: two tensors of the model, written by one that came
+        self._due: set[str] = set()  # begun, or one of two that no longer goes with the other
         self.written: set[str] = set()
         """Names that are whole since the last :meth:`forget_written`."""
         self.counts = LoadCounts()
@@ -141,6 +147,7 @@ class WeightLoader:
         """
         problems = _Problems()
         seen: set[str] = set()
+        filled: dict[str, str] = {}
         for spec in specs:
             if self._is_skipped(spec.name):
                 continue
@@ -148,14 +155,18 @@ class WeightLoader:
             if slot is None:
                 problems.unexpected.append(spec.name)
             else:
-                problems.mismatched += _mismatches(
-                    slot, tuple(spec.shape), DTYPES.get(spec.dtype), spec.dtype
-                )
+                dtype = DTYPES.get(spec.dtype)
+                problems.mismatched += _mismatches(slot, tuple(spec.shape), dtype, spec.dtype)
+                if dtype is not None and (fills := slot.fills(dtype)) is not None:
+                    filled[fills] = f"{spec.name} as {spec.dtype}"
             if spec.name in seen:
                 problems.mismatched.append({"name": spec.name, "reason": "named twice"})
             seen.add(spec.name)
+        problems.mismatched += [
+            {"name": name, "reason": f"{filled[name]} brings it"} for name in sorted(seen & filled.keys())
+        ]
         if complete:
-            problems.missing = self.missing(seen)
+            problems.missing = self.missing(seen | filled.keys())
         problems.raise_if_any()
 
     def skip(self, name: str) -> bool:
@@ -183,16 +194,15 @@ class WeightLoader:
             problem = {"name": piece.name, "reason": f"row {piece.start_row} came when row {due} was due"}
             _Problems(mismatched=[problem]).raise_if_any()
         self.written.discard(piece.name)
-        if changed or slot.differs(piece.rows, piece.start_row):
-            changed = True
-            slot.write(piece.rows, piece.start_row)
+        self._due.add(piece.name)
+        changed |= slot.update(piece.rows, piece.start_row, compare=not changed)
         self.counts.written_bytes += piece.rows.nbytes
         rows_done = piece.start_row + (piece.rows.shape[0] if piece.shape else 1)
         if rows_done < (piece.shape[0] if piece.shape else 1):
             self._open = (piece.name, rows_done, changed)
             return
         self._open = None
-        self.written.add(piece.name)
+        self._account(slot, piece.dtype)
         self.counts.written_tensors += 1
         self.counts.changed_tensors += changed
         self.counts.cast_tensors += piece.dtype != slot.dtype
@@ -200,6 +210,14 @@ class WeightLoader:
     def missing(self, written: set[str]) -> list[str]:
         """Required names that are not in ``written``, in the model's order: what a complete update still lacks."""
         return [name for name in self._slots if name in self._required and name not in written]
+
+    def require_whole(self) -> None:
+        """Raise unless every tensor begun since :meth:`forget_written` is whole, and goes with what belongs to it.
+
+        Raises:
+            CaesuraError: WEIGHT_MISMATCH with the names that must still come.
+        """
+        _Problems(missing=sorted(self._due)).raise_if_any()
 
     def take_counts(self) -> LoadCounts:
         """The counts so far; counting starts again from zero."""
@@ -210,20 +228,35 @@ class WeightLoader:
         """Start a new account of which names are whole, after a commit for instance."""
         self.written = set()
         self._open = None
+        self._made_together, self._due = {}, set()
+
+    def _account(self, slot: WeightSlot, dtype: torch.dtype) -> None:
+        """A tensor is whole, in ``dtype``; what it makes or leaves half new is due."""
+        name, fills = slot.name, slot.fills(dtype)
+        whole = {name} if fills is None else {name, fills}
+        partner = self._made_together.pop(name, None)
+        if partner is not None and partner != fills:
+            del self._made_together[partner]
+            self.written.discard(partner)
+            self._due.add(partner)
+        self.written |= whole
+        self._due -= whole
+        if fills is not None:
+            self._made_together |= {name: fills, fills: name}
 
     def _slot_for(self, piece: WeightPiece) -> WeightSlot:
         if piece.name not in self._slots:
             _Problems(unexpected=[piece.name]).raise_if_any()
-        slot = self._slots[piece.name]
-        got = _NAMES.get(piece.rows.dtype, str(piece.rows.dtype))
-        problems = _mismatches(slot, piece.shape, piece.rows.dtype, got)
-        end = piece.start_row + (piece.rows.shape[0] if piece.rows.dim() else 1)
-        same_dims = piece.rows.dim() == len(piece.shape) and piece.rows.shape[1:] == piece.shape[1:]
-        if not same_dims or end > prod(piece.shape[:1]):
-            got_rows = list(piece.rows.shape)
-            problems.append(
-                {"name": piece.name, "reason": f"rows {got_rows} at row {piece.start_row} do not fit"}
-            )
+        slot, rows = self._slots[piece.name], piece.rows
+        end = piece.start_row + (rows.shape[0] if rows.dim() else 1)
+        same_dims = rows.dim() == len(piece.shape) and rows.shape[1:] == piece.shape[1:]
+        fits = same_dims and end <= prod(piece.shape[:1])
+        if fits and piece.shape == slot.shape and slot.accepts(rows.dtype):
+            return slot
+        problems = _mismatches(slot, piece.shape, rows.dtype, _NAMES.get(rows.dtype, str(rows.dtype)))
+        if not fits:
+            reason = f"rows {list(rows.shape)} at row {piece.start_row} do not fit"
+            problems.append({"name": piece.name, "reason": reason})
         _Problems(mismatched=problems).raise_if_any()
         return slot
 
@@ -234,6 +267,6 @@ def _mismatches(
     found: list[dict[str, Any]] = []
     if shape != slot.shape:
         found.append({"name": slot.name, "expected_shape": list(slot.shape), "got_shape": list(shape)})
-    if dtype != slot.dtype and not (dtype in _CASTABLE and slot.dtype in _CASTABLE):
+    if dtype is None or not slot.accepts(dtype):
         found.append({"name": slot.name, "expected_dtype": _NAMES[slot.dtype], "got_dtype": dtype_name})
     return found

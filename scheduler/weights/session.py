@@ -26,5 +26,11 @@ class Session:
     version: str | None = None
     model_path: str | None = None
     """The folder that came last, if one did."""
+    source: str = ""
+    """The transport that came last."""
     flush: bool = False
     empty: bool = False
+
+    def __str__(self) -> str:
+        """Transport and label."""
+        return self.source if self.version is None else f"{self.source}, version {self.version!r}"

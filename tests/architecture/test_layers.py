@@ -27,9 +27,9 @@ ROWS = [
     ["models"],
     ["weights"],
     ["runner"],
-    ["chunking", "waiting", "batching", "results"],
-    ["lifecycle", "checker", "updates", "parameter_server", "groups", "occupation", "status"],
-    ["kept", "dispatch", "loop", "process", "__main__"],
+    ["chunking", "waiting", "batching", "results", "failure"],
+    ["lifecycle", "checker", "updates", "parameter_server", "groups", "occupation", "scoring", "status"],
+    ["kept", "dispatch", "loop", "build", "reference", "process", "__main__"],
 ]
 """The modules and packages of ``scheduler/``, from the ground up; the table of docs/structures.md."""
 
@@ -223,7 +223,7 @@ def test_the_client_never_imports_torch_but_for_tensors():
 
 
 def test_the_engine_runs_without_what_only_tests_and_demos_need():
-    allowed_names = {"click", "msgspec", "numpy", "safetensors", "torch", "zmq", "flashinfer"}
+    allowed_names = {"click", "msgspec", "numpy", "safetensors", "torch", "zmq", "flashinfer", "triton"}
     assert {name for names in outside("scheduler").values() for name in names} <= allowed_names
 
 

@@ -26,10 +26,12 @@ from caesura.io_struct import (
     control,
     errors,
     generate,
+    memory,
+    score,
     weights,
 )
 
-MODULES = [base, control, errors, generate, weights]
+MODULES = [base, control, errors, generate, memory, score, weights]
 SHARED_REPLY = re.compile("UpdateWeights?From[A-Za-z]+ReqInput|EndWeightUpdateReqInput")
 """Every update call and ``end`` are answered by one WeightUpdateReqOutput."""
 

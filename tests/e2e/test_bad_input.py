@@ -71,7 +71,7 @@ def state(client: SchedulerClient) -> dict[str, object]:
     """Everything in status that a refused request must not change."""
     status = msgspec.structs.asdict(client.status(timeout=PATIENCE))
     volatile = {
-        "id", "step", "last_step_age_s", "generated_tokens", "uptime_s", "device_memory", "pause_age_s", "kv",
+        "id", "step", "last_step_age_s", "generated_tokens", "uptime_s", "stages", "device_memory", "pause_age_s", "kv",
     }  # fmt: skip
     kept = {name: value for name, value in status.items() if name not in volatile}
     return {**kept, "held": status["kv"].held}

@@ -56,10 +56,11 @@ def dtype(request) -> str:
     return request.param
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+@pytest.fixture(scope="module", params=["tied", "untied", "experts"])
 def model(request, tmp_path_factory) -> str:
     path = tmp_path_factory.mktemp("models") / "qwen3"
-    make_checkpoint(path, "qwen3", tied=request.param, seed=3, max_position_embeddings=512)
+    family = "qwen3-moe" if request.param == "experts" else "qwen3"
+    make_checkpoint(path, family, tied=request.param == "tied", seed=3, max_position_embeddings=512)
     return str(path)
 
 
@@ -154,3 +155,18 @@ def test_refused_where_torch_computes(model, monkeypatch):
     monkeypatch.setenv("CAESURA_KERNELS", "torch")
     with pytest.raises(Unsupported, match="deterministic needs the compiled"):
         launch_scheduler(model, deterministic=True, device="cpu", log_level="ERROR")
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("family", "sizes", "reason"),
+    [
+        ("deepseek-v3", {}, "latent attention"),
+        ("qwen3", {"intermediate_size": 71}, "rows of 71"),
+        ("qwen3-moe", {"moe_intermediate_size": 23}, "rows of 23"),
+    ],
+)
+def test_refused_where_a_part_is_computed_by_torch(tmp_path, family, sizes, reason):
+    make_checkpoint(tmp_path, family, **sizes)
+    with pytest.raises(Unsupported, match=reason):
+        launch_scheduler(tmp_path, deterministic=True, dtype="bfloat16", device="cpu", log_level="ERROR")

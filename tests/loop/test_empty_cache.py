@@ -42,7 +42,7 @@ def driver(tiny_model):
 def allocator(driver):
     allocator = Allocator(driver)
     scheduler = driver.engine.scheduler
-    for part in (scheduler, scheduler._lifecycle, scheduler._updates):
+    for part in (scheduler, scheduler._lifecycle, scheduler._updates, scheduler._recovery):
         part._device_module = allocator
     return allocator
 

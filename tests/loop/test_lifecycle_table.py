@@ -14,12 +14,14 @@ from caesura.io_struct import (
     ErrorReply,
     FlushCacheReqInput,
     GenerateReqInput,
+    GetMemoryHistoryReqInput,
     GetStatusReqInput,
     GetStatusReqOutput,
     PauseGenerationReqInput,
     ReleaseMemoryOccupationReqInput,
     ResumeMemoryOccupationReqInput,
     SamplingParams,
+    ScoreReqInput,
     UpdateWeightFromDiskReqInput,
     WeightsCheckerReqInput,
 )
@@ -92,7 +94,9 @@ class Recipes:
             "pause in_place": lambda: PauseGenerationReqInput(mode="in_place"),
             "continue": ContinueGenerationReqInput,
             "flush_cache": FlushCacheReqInput,
+            "score": lambda: ScoreReqInput(input_ids=[PROMPT], start=[1]),
             "status": GetStatusReqInput,
+            "memory history": GetMemoryHistoryReqInput,
             "begin": BeginWeightUpdateReqInput,
             "end commit": EndWeightUpdateReqInput,
             "end abort": lambda: EndWeightUpdateReqInput(commit=False),
@@ -151,7 +155,8 @@ def test_cell(tiny_model, other_model, broken_model, command, state, depth, monk
     monkeypatch.setattr(
         "caesura.scheduler.dispatch.SLICE_S", 0.0
     )  # one bucket per tick: "updating" can be met
-    with EngineDriver(str(tiny_model), pipeline_depth=depth) as driver:
+    reference = {"reference_model_path": str(other_model)} if command == "score" else {}
+    with EngineDriver(str(tiny_model), pipeline_depth=depth, **reference) as driver:
         recipes = Recipes(driver, other_model, broken_model)
         recipes.enter(state)
         observed = recipes.observe(command)
@@ -161,7 +166,7 @@ def test_cell(tiny_model, other_model, broken_model, command, state, depth, monk
 
 def test_the_table_is_complete():
     """Every command of the wire's control path and every state of the engine is there."""
-    assert len(TABLE) == 19
+    assert len(TABLE) == 21
     assert STATES == [
         "running", "busy", "paused abort", "paused retract", "paused in_place", "session", "session written",
         "paused session", "updating", "poisoned", "poisoned paused", "kv released", "weights released",

@@ -424,7 +424,7 @@ def test_an_update_that_fails_in_the_middle_poisons(driver, other_model, monkeyp
     driver.tick(3)
     monkeypatch.setattr(loader, "write", failing)
     update = UpdateWeightFromDiskReqInput(model_path=str(other_model))
-    assert_error(driver.call(update), "internal")
+    assert_error(driver.call(update), "out_of_memory")
     status = driver.status()
     assert (status.weights, status.weights_epoch, status.session) == ("poisoned", 0, None)
     monkeypatch.undo()

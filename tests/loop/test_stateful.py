@@ -397,6 +397,17 @@ class EngineMachine(RuleBasedStateMachine):
         setattr(self.driver.runner, kind, True)
         self.errors_injected += 1
 
+    @rule(where=st.sampled_from(["before", "after", "on_fetch"]))
+    def run_out_of_memory(self, where):
+        """The next step does; it is computed again, and ends nobody unless it is a single token that fails twice."""
+
+        def refuse(batch: object) -> None:
+            setattr(self.driver.runner, where, lambda batch: None)
+            raise MemoryError
+
+        setattr(self.driver.runner, where, refuse)
+        self.errors_injected += 1
+
     # -- what must always hold --------------------------------------------------------------------------------------
 
     @invariant()
@@ -427,6 +438,7 @@ class EngineMachine(RuleBasedStateMachine):
     def bring_back(self) -> None:
         runner = self.driver.runner
         runner.fail_next = runner.fail_on_fetch = runner.non_finite_next = False
+        runner.before = runner.after = runner.on_fetch = lambda batch: None
         self.settle()
         if self.model.weights == "poisoned":
             # Also inside a session: its end then has everything.

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 ROPE_LLAMA3 = {
     "rope_type": "llama3",
@@ -16,6 +17,31 @@ ROPE_LLAMA3 = {
     "original_max_position_embeddings": 32,
 }
 ROPE_LINEAR = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 2.5}
+ROPE_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "mscale": 0.7,
+    "mscale_all_dim": 0.9,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 8,
+    "beta_slow": 1,
+}
+DEEPSEEK = {
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 3,
+    "n_group": 3,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 20,
+    "q_lora_rank": 22,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "head_dim": 6,  # as transformers' classes have it: of the rotated part
+    "v_head_dim": 14,
+}
 
 FAMILIES = {
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM, {}),
@@ -27,6 +53,17 @@ FAMILIES = {
     "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM, {"sliding_window": None}),
     "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, {}),
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, {}),
+    "qwen3-moe": (
+        transformers.Qwen3MoeConfig,
+        transformers.Qwen3MoeForCausalLM,
+        {"moe_intermediate_size": 24, "num_experts": 5, "num_experts_per_tok": 3, "norm_topk_prob": True},
+    ),
+    "deepseek-v2": (
+        transformers.DeepseekV2Config,
+        transformers.DeepseekV2ForCausalLM,
+        {**DEEPSEEK, "topk_method": "group_limited_greedy", "routed_scaling_factor": 1.7},
+    ),
+    "deepseek-v3": (transformers.DeepseekV3Config, transformers.DeepseekV3ForCausalLM, DEEPSEEK),
 }
 
 
@@ -60,7 +97,9 @@ def make_checkpoint(
         "pad_token_id": None,
     }
     config = config_class(**{**shape, **defaults, "tie_word_embeddings": tied, **overrides})
-    model = model_class._from_config(config, attn_implementation="eager").eval()
+    # Not "grouped_mm", which takes no odd sizes.
+    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    model = model_class._from_config(config, **eager).eval()
     randomize(model, seed)
     model = model.to(dtype)
     model.config.dtype = dtype
@@ -81,7 +120,10 @@ def randomize(model: torch.nn.Module, seed: int) -> None:
             elif "embed" in name:
                 parameter.copy_(noise)
             else:
-                parameter.copy_(noise / math.sqrt(parameter.shape[1]))
+                parameter.copy_(noise / math.sqrt(parameter.shape[-1]))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
 
 
 def rewrite_config_as_v4(path: str | Path) -> None:
@@ -91,6 +133,8 @@ def rewrite_config_as_v4(path: str | Path) -> None:
     config["torch_dtype"] = config.pop("dtype")
     rope = config.pop("rope_parameters")
     config["rope_theta"] = rope.pop("rope_theta")
+    if "num_local_experts" in config:
+        config["num_experts"] = config.pop("num_local_experts")
     config["rope_scaling"] = None if rope["rope_type"] == "default" else rope
     config["transformers_version"] = "4.51.0"
     file.write_text(json.dumps(config))
@@ -100,3 +144,77 @@ def edit_config(path: str | Path, **changes: object) -> None:
     """Set fields of config.json."""
     file = Path(path) / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def quantize_fp8(value: torch.Tensor, blocks: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weight and ``weight_scale_inv`` of one matrix, block by block."""
+    rows, columns = value.shape
+    grid = math.ceil(rows / blocks[0]), math.ceil(columns / blocks[1])
+    quantized, scales = torch.empty(rows, columns, dtype=torch.float8_e4m3fn), torch.empty(grid)
+    for i in range(grid[0]):
+        for j in range(grid[1]):
+            here = slice(i * blocks[0], (i + 1) * blocks[0]), slice(j * blocks[1], (j + 1) * blocks[1])
+            block = value[here].float()
+            factor = 448.0 * (1.0 / block.abs().max()) if block.any() else torch.tensor(1.0)
+            quantized[here] = (block * factor).clamp(-448, 448).to(torch.float8_e4m3fn)
+            scales[i, j] = 1.0 / factor
+    return quantized, scales
+
+
+def dequantize_fp8(
+    quantized: torch.Tensor, scales: torch.Tensor, blocks: tuple[int, int], dtype: torch.dtype
+) -> torch.Tensor:
+    """The matrix that weight and ``weight_scale_inv`` stand for."""
+    rows, columns = quantized.shape
+    spread = scales.float().repeat_interleave(blocks[0], 0).repeat_interleave(blocks[1], 1)
+    return (quantized.float() * spread[:rows, :columns]).to(dtype)
+
+
+def make_fp8_checkpoint(
+    source: str | Path, path: str | Path, blocks: tuple[int, int] = (128, 128), skipped: tuple[str, ...] = ()
+) -> None:
+    """Write the checkpoint ``source`` to ``path`` with its projections as FP8, as FP8 checkpoints of the hub are.
+
+    ``skipped``: modules that stay as they are, by the end of their name.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    for name, value in load_file(Path(source) / "model.safetensors").items():
+        module = name.removesuffix(".weight")
+        if name == module or "_proj" not in module.rsplit(".", 1)[-1] or module.endswith(skipped):
+            tensors[name] = value
+        else:
+            tensors[name], tensors[f"{name}_scale_inv"] = quantize_fp8(value, blocks)
+    _write_like(source, path, tensors)
+    edit_config(
+        path,
+        quantization_config={
+            "activation_scheme": "dynamic",
+            "fmt": "e4m3",
+            "quant_method": "fp8",
+            "weight_block_size": list(blocks),
+            "modules_to_not_convert": list(skipped) or None,
+        },
+    )
+
+
+def make_dequantized_checkpoint(
+    source: str | Path,
+    path: str | Path,
+    blocks: tuple[int, int] = (128, 128),
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Write what the FP8 checkpoint ``source`` stands for to ``path``, as an ordinary one."""
+    tensors = load_file(Path(source) / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("_scale_inv")]:
+        scales, weight = tensors.pop(name), name.removesuffix("_scale_inv")
+        tensors[weight] = dequantize_fp8(tensors[weight], scales, blocks, dtype)
+    _write_like(source, path, tensors)
+    edit_config(path, quantization_config=None)
+
+
+def _write_like(source: str | Path, path: str | Path, tensors: dict[str, torch.Tensor]) -> None:
+    """A checkpoint of these tensors, with the JSON files of ``source``."""
+    Path(path).mkdir(parents=True, exist_ok=True)
+    for file in Path(source).glob("*.json"):
+        (Path(path) / file.name).write_text(file.read_text())
+    save_file(tensors, Path(path) / "model.safetensors", metadata={"format": "pt"})

@@ -31,9 +31,14 @@ from caesura.io_struct import (
     FlushCacheReqOutput,
     GenerateReqInput,
     GenerateReqOutput,
+    GetMemoryHistoryReqInput,
+    GetMemoryHistoryReqOutput,
     GetStatusReqInput,
     GetStatusReqOutput,
     KVUsage,
+    MemoryByTag,
+    MemoryCause,
+    MemoryEvent,
     Message,
     PauseGenerationReqInput,
     PauseGenerationReqOutput,
@@ -174,6 +179,23 @@ def status_reply(request: Request) -> GetStatusReqOutput:
     )
 
 
+def memory_event(seq: int, cause: MemoryCause = "sample", **fields: object) -> MemoryEvent:
+    """Event ``seq`` of an engine that began at second 1,000 and looks every second; 3 MB are reserved."""
+    at = 1000.0 + seq
+    parts = dict.fromkeys(MemoryByTag.__struct_fields__, 0) | {"weights": 2 << 20, "kv": 1 << 20}
+    values: dict[str, object] = {
+        "until": at,
+        "detail": "",
+        "step": 10 * seq,
+        "weights_epoch": 0,
+        "reserved": 3 << 20,
+        "allocated": 1 << 20,
+        "by_tag": MemoryByTag(**parts),
+        **fields,
+    }
+    return MemoryEvent(seq=seq, at=at, cause=cause, **values)  # type: ignore[arg-type]
+
+
 def answer(request: Request) -> Iterable[Message]:
     """What a healthy engine would say to anything, at once."""
     match request:
@@ -207,6 +229,9 @@ def answer(request: Request) -> Iterable[Message]:
             return [FlushCacheReqOutput(id=request.id, freed_tokens=16)]
         case GetStatusReqInput():
             return [status_reply(request)]
+        case GetMemoryHistoryReqInput():
+            events = [memory_event(seq) for seq in (1, 2) if seq > request.after]
+            return [GetMemoryHistoryReqOutput(id=request.id, events=events, more=False)]
         case BeginWeightUpdateReqInput():
             return [BeginWeightUpdateReqOutput(id=request.id, weights_epoch=0)]
         case EndWeightUpdateReqInput():

@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from caesura.scheduler.attention.mla import LatentBackend
 from caesura.scheduler.attention.sdpa import SdpaBackend
-from caesura.scheduler.cache.pool import MHAPool
-from caesura.scheduler.forward import ForwardBatch, SamplingBatch
+from caesura.scheduler.cache.pool import MHAPool, MLAPool
+from caesura.scheduler.forward import AttentionBackend, ForwardBatch, SamplingBatch
 from caesura.scheduler.models.base import CausalLM
 from caesura.scheduler.models.config import load_model_config
 from caesura.scheduler.models.registry import build_model
@@ -91,23 +92,36 @@ def load_model(path: str, dtype: torch.dtype, bucket_bytes: int = 1 << 20) -> Ca
     return model
 
 
+def build_attention(
+    model: CausalLM, dtype: torch.dtype, num_pages: int
+) -> tuple[MHAPool | MLAPool, AttentionBackend]:
+    """What torch's own operations attend with."""
+    config, mla = model.config, model.config.mla
+    if mla is not None:
+        latents = MLAPool(
+            num_layers=config.num_layers, num_pages=num_pages, width=mla.latent_width, dtype=dtype
+        )
+        return latents, LatentBackend(latents, config.num_heads, mla.softmax_scale)
+    pool = MHAPool(
+        num_layers=config.num_layers,
+        num_pages=num_pages,
+        kv_heads=config.num_kv_heads,
+        head_size=config.head_dim,
+        dtype=dtype,
+    )
+    return pool, SdpaBackend(pool, config.num_heads, config.num_kv_heads, config.head_dim)
+
+
 class PagedModel:
     """A model with a pool and a backend; pages are handed out in a scrambled order and hold NaN at first."""
 
     def __init__(self, model: CausalLM, dtype: torch.dtype, num_pages: int = 200) -> None:
-        config = model.config
         self.model = model
-        self.pool = MHAPool(
-            num_layers=config.num_layers,
-            num_pages=num_pages,
-            kv_heads=config.num_kv_heads,
-            head_size=config.head_dim,
-            dtype=dtype,
-        )
-        for layer in range(config.num_layers):
-            for storage in self.pool.layer(layer):
-                storage.fill_(torch.nan)
-        self.backend = SdpaBackend(self.pool, config.num_heads, config.num_kv_heads, config.head_dim)
+        self.pool, self.backend = build_attention(model, dtype, num_pages)
+        for layer in range(model.config.num_layers):
+            storage = self.pool.layer(layer)
+            for tensor in storage if isinstance(storage, tuple) else (storage,):
+                tensor.fill_(torch.nan)
         self._free = list(range(1, num_pages))
         random.Random(0).shuffle(self._free)
 

@@ -10,9 +10,11 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Self
 
 import numpy as np
+import torch
 import zmq
 
 from caesura.io_struct import (
@@ -28,6 +30,7 @@ from caesura.io_struct import (
     decode_reply,
     encode,
 )
+from caesura.scheduler.cache.routing import RoutingPool
 from caesura.scheduler.config import PAGE_SIZE, EngineConfig
 from caesura.scheduler.forward import ForwardBatch, HostOutput
 from caesura.scheduler.loop import Step
@@ -67,14 +70,40 @@ def expected_tokens(prompt: list[int], result: GenerateReqOutput, vocab_size: in
     return tokens[len(prompt) :]
 
 
+def expert_rows(
+    tokens: np.ndarray, epochs: np.ndarray | int, positions: np.ndarray, layers: int, top_k: int
+) -> np.ndarray:
+    """The scripted router: expert ids [n, layers, top_k] of ``tokens`` at ``positions`` under the weights of ``epochs``."""
+    seeds = np.asarray(tokens) * 5 + np.asarray(epochs) * 83 + np.asarray(positions) * 7
+    return (seeds[:, None, None] + np.arange(layers)[:, None] * 31 + np.arange(top_k) * 3) % 251
+
+
+def expected_experts(prompt: list[int], result: GenerateReqOutput, layers: int, top_k: int) -> np.ndarray:
+    """What the scripted router said when each position of ``result`` was first computed.
+
+    The step that first computes a position samples the token after it, so both are of the same weights; a prompt is
+    computed under those of its first token. Nothing is recorded for a request without one.
+    """
+    tokens = [*prompt, *tokens_of(result)]
+    if len(tokens) == len(prompt):
+        return np.empty((0, layers, top_k), np.uint8)
+    epochs = [epoch for span in result.weight_versions for epoch in [span.epoch] * (span.end - span.start)]
+    positions = np.arange(len(tokens) - 1)
+    of_positions = np.asarray(epochs)[np.maximum(positions + 1 - len(prompt), 0)]
+    rows = expert_rows(np.asarray(tokens[:-1]), of_positions, positions, layers, top_k)
+    return rows[result.routed_experts.start :]
+
+
 @dataclass
 class _Launched:
     output: HostOutput
     fail: bool = False
+    on_fetch: Callable[[], None] = lambda: None
 
     def fetch(self) -> HostOutput:
         if self.fail:
             raise RuntimeError("scripted failure of the device")
+        self.on_fetch()
         return self.output
 
 
@@ -85,12 +114,17 @@ class ScriptedRunner:
     num_pages: int
     max_slots: int
     vocab_size: int
+    routing: RoutingPool | None = None
     read_epoch: Callable[[], int] = lambda: 0
     fail_next: bool = False
     fail_on_fetch: bool = False
     non_finite_next: bool = False
     launches: list[tuple[int, list[int]]] = field(default_factory=list)
     """(decode rows, query lengths) per step."""
+    before: Callable[[ForwardBatch], None] = lambda batch: None
+    """Called with each step before anything is computed, ``after`` when everything is, ``on_fetch`` when it is asked for."""
+    after: Callable[[ForwardBatch], None] = lambda batch: None
+    on_fetch: Callable[[ForwardBatch], None] = lambda batch: None
 
     def __post_init__(self) -> None:
         self.kv = np.zeros(self.num_pages * PAGE_SIZE, np.uint64)
@@ -101,6 +135,7 @@ class ScriptedRunner:
         if self.fail_next:
             self.fail_next = False
             raise RuntimeError("scripted failure of a batch")
+        self.before(batch)
         ids = batch.input_ids.numpy().copy()
         slots = batch.slots.numpy()
         ids[: batch.num_decode] = self.last[slots[: batch.num_decode]]
@@ -108,6 +143,10 @@ class ScriptedRunner:
         assert len(set(kv_slots.tolist())) == len(kv_slots), "two tokens of a step share a KV slot"
         assert (kv_slots >= PAGE_SIZE).all(), "the scratch page was written"
         self.kv[kv_slots] = [cell(int(token), self.read_epoch()) for token in ids]
+        if self.routing is not None:
+            shape = self.routing.num_layers, self.routing.top_k
+            rows = expert_rows(ids, self.read_epoch(), batch.positions.numpy(), *shape)
+            self.routing.store(batch.kv_slots, torch.from_numpy(rows).to(self.routing.dtype))
         row_ends = np.cumsum(batch.q_lens_host)
         tokens = []
         for sample in batch.sample_tokens.numpy():
@@ -124,6 +163,7 @@ class ScriptedRunner:
             self.non_finite_next = False
             token_ids[0] = -1
         self.last[batch.sample_slots.numpy()] = np.maximum(token_ids, 0)
+        self.after(batch)
         fail, self.fail_on_fetch = self.fail_on_fetch, False
         return _Launched(
             HostOutput(
@@ -133,7 +173,11 @@ class ScriptedRunner:
                 sampled_logprobs=np.zeros(len(tokens), np.float32) if batch.sampling.want_sampled else None,
             ),
             fail,
+            partial(self.on_fetch, batch),
         )
+
+    def set_last_tokens(self, slots: np.ndarray, tokens: np.ndarray) -> None:
+        self.last[slots] = tokens
 
     def synchronize(self) -> None:
         """Nothing is asynchronous here."""
@@ -196,8 +240,10 @@ class EngineDriver:
         self.outputs: list[tuple[str, BatchTokenOutput]] = []
         self.client("main")
 
-    def _make_runner(self, config, loaded, pool):
-        self.runner = ScriptedRunner(pool.num_pages, config.max_running_requests, loaded.config.vocab_size)
+    def _make_runner(self, config, loaded, pool, routing):
+        self.runner = ScriptedRunner(
+            pool.num_pages, config.max_running_requests, loaded.config.vocab_size, routing
+        )
         return self.runner
 
     def __enter__(self) -> Self:

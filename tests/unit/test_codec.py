@@ -44,14 +44,20 @@ VALUES_OF_REQUIRED: dict[str, object] = {
     "resumed_bytes": {},
     "reserved_before": 2,
     "reserved_after": 1,
+    "events": [],
+    "more": False,
+    "start": [1],
+    "logprobs": [b"0123"],
 }
+OF_KIND: dict[str, dict[str, object]] = {"ScoreReqInput": {"input_ids": [[1, 2, 3]]}}
 
 
 def sample(kind: type[Message]) -> Message:
     """A message with every required field set."""
     required = [field.name for field in msgspec.structs.fields(kind) if field.required]
+    values = VALUES_OF_REQUIRED | OF_KIND.get(kind.__name__, {})
     return msgspec.convert(
-        {"type": kind.__name__, "id": "i"} | {name: VALUES_OF_REQUIRED[name] for name in required}, kind
+        {"type": kind.__name__, "id": "i"} | {name: values[name] for name in required}, kind
     )
 
 

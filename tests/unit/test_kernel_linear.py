@@ -193,6 +193,32 @@ def test_equality_sees_every_bit_of_the_rows_and_no_other(case, data):
 
 
 @pytest.mark.usefixtures("kernels")
+def test_an_update_writes_what_differs_and_says_so(isa):
+    w = torch.randn(50, 70, generator=torch.Generator().manual_seed(4)).bfloat16()
+    storage = torch.zeros(linear.storage_shape(*w.shape, w.dtype), dtype=w.dtype)
+    assert linear.update_rows(storage, w[10:40], 10)
+    assert not linear.update_rows(storage, w[10:40], 10)
+    assert linear.update_rows(storage, w, 0)
+    assert torch.equal(storage, packed(w))
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_instruction_set_knows_the_layout(isa, dtype):
+    """Whole tiles, which go through registers, and the ends of rows and panels, which do not."""
+    w = torch.randn(85, 106, generator=torch.Generator().manual_seed(8)).to(dtype)
+    storage = packed(w)
+    assert torch.equal(storage.view(torch.int32), by_index(w).view(torch.int32))
+    assert torch.equal(linear.unpack_rows(storage, 0, torch.empty_like(w)), w)
+    assert linear.equal_rows(storage, w, 0)
+    for row, column in ((0, 0), (15, 31), (16, 32), (63, 95), (84, 105)):
+        w[row, column] += 1
+        assert not linear.equal_rows(storage, w, 0)
+        w[row, column] -= 1
+        linear.pack_rows(storage, w, 0)  # which adding and subtracting may have rounded
+
+
+@pytest.mark.usefixtures("kernels")
 def test_equality_is_of_bytes():
     w = torch.zeros(40, 32)
     w[3, 3] = torch.nan

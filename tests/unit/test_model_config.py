@@ -45,7 +45,7 @@ def save(path: Path, family: str, **fields: Any) -> Any:
 
 
 @pytest.mark.parametrize("v4", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [family for family in FAMILIES if not family.startswith("deepseek")])
 def test_fields_are_those_of_transformers(family: str, v4: bool, tmp_path: Path) -> None:
     theirs = save(
         tmp_path,
@@ -123,7 +123,7 @@ def test_eos_ids_of_both_files(tmp_path: Path) -> None:
 SLIDING = {"sliding_window": 128}
 UNSUPPORTED = [
     ({"mlp_bias": True}, ["mlp_bias"]),
-    ({"quantization_config": {"quant_method": "fp8"}}, ["quantization_config"]),
+    ({"quantization_config": "fp8"}, ["quantization_config"]),
     ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor"]),
     ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, ["rope_parameters"]),
     ({"attn_logit_softcapping": 50.0}, ["attn_logit_softcapping"]),

@@ -1,19 +1,29 @@
 """Logits against transformers, for every family and every way that a token can be computed."""
 
+import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.checkpoints import ROPE_LINEAR, make_checkpoint, rewrite_config_as_v4
+from support.checkpoints import (
+    ROPE_LINEAR,
+    ROPE_YARN,
+    edit_config,
+    make_checkpoint,
+    rewrite_config_as_v4,
+)
 from support.forward_batches import PagedModel, Row, Sequence, forward_batch, load_model
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from caesura.scheduler import models
 from caesura.scheduler.layers.norm import RMSNorm
 from caesura.scheduler.layers.parameters import Placement
-from caesura.scheduler.models.config import FAMILIES, load_model_config
-from caesura.scheduler.models.registry import MODULES, build_model
+from caesura.scheduler.models import registry
+from caesura.scheduler.models.config import load_model_config
+from caesura.scheduler.models.registry import build_model
 
 TOLERANCE = 1e-4
 
@@ -28,6 +38,16 @@ class Case:
 
 def heads(query: int, kv: int, size: int, hidden: int) -> dict[str, Any]:
     return {"num_attention_heads": query, "num_key_value_heads": kv, "head_dim": size, "hidden_size": hidden}
+
+
+def latent(query: int, hidden: int, kv: int, nope: int, rope: int, value: int) -> dict[str, Any]:
+    return {
+        **heads(query, query, rope, hidden),
+        "kv_lora_rank": kv,
+        "qk_nope_head_dim": nope,
+        "qk_rope_head_dim": rope,
+        "v_head_dim": value,
+    }
 
 
 CASES = {
@@ -45,6 +65,74 @@ CASES = {
     "qwen3": Case("qwen3", overrides=heads(6, 2, 16, 44)),
     "qwen3-tied": Case("qwen3", tied=True),
     "qwen3-one-kv-head": Case("qwen3", overrides=heads(5, 1, 8, 36)),
+    "qwen3-moe": Case("qwen3-moe", overrides=heads(6, 2, 16, 44)),
+    "qwen3-moe-every-second-layer-v4": Case(
+        "qwen3-moe",
+        v4=True,
+        overrides={
+            **heads(5, 1, 8, 36),
+            "num_hidden_layers": 3,
+            "decoder_sparse_step": 2,
+            "moe_intermediate_size": 33,
+            "num_experts": 7,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": False,
+        },
+    ),
+    "qwen3-moe-dense-layer-tied": Case(
+        "qwen3-moe",
+        tied=True,
+        overrides={
+            "num_hidden_layers": 3,
+            "mlp_only_layers": [1],
+            "moe_intermediate_size": 16,
+            "num_experts": 3,
+            "attention_bias": True,
+        },
+    ),
+    "qwen3-moe-one-of-many": Case(
+        "qwen3-moe",
+        overrides={
+            "moe_intermediate_size": 1,
+            "num_experts": 300,
+            "num_experts_per_tok": 1,
+            "norm_topk_prob": False,
+        },
+    ),
+    "deepseek-v2": Case("deepseek-v2", overrides=latent(3, 42, 20, 10, 6, 14)),
+    "deepseek-v2-lite": Case(
+        "deepseek-v2",
+        tied=True,
+        overrides={
+            **latent(5, 45, 18, 14, 4, 9),
+            "q_lora_rank": None,
+            "topk_method": "greedy",
+            "first_k_dense_replace": 0,
+            "n_shared_experts": 1,
+        },
+    ),
+    "deepseek-v2-yarn-bias-v4": Case(
+        "deepseek-v2",
+        v4=True,
+        overrides={"rope_parameters": ROPE_YARN, "attention_bias": True, "rms_norm_eps": 1e-3},
+    ),
+    "deepseek-v3": Case("deepseek-v3", overrides=latent(3, 43, 20, 10, 6, 14)),
+    "deepseek-v3-one-group-tied": Case(
+        "deepseek-v3",
+        tied=True,
+        overrides={**latent(7, 40, 9, 5, 2, 3), "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0},
+    ),
+    "deepseek-v3-halves-yarn-v4": Case(
+        "deepseek-v3",
+        v4=True,
+        overrides={
+            **latent(1, 40, 33, 4, 8, 17),
+            "rope_parameters": ROPE_YARN,
+            "rope_interleave": False,
+            "q_lora_rank": None,
+            "norm_topk_prob": False,
+        },
+    ),
 }
 
 
@@ -160,7 +248,7 @@ def test_only_sampled_tokens_reach_the_head(subject: Subject) -> None:
         assert paged.model.forward(batch, paged.backend).shape == (0, paged.model.config.hidden_size)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3-moe"])
 def test_bfloat16(family: str, tmp_path: Any) -> None:
     """Loose: roundings differ with the order of operations; far tighter than what a wrong operation would give."""
     reference = make_checkpoint(tmp_path, family, dtype=torch.bfloat16, sharded=True)
@@ -191,8 +279,27 @@ def test_norm_rounds_as_transformers_does() -> None:
         assert torch.equal(residual, x + update)
 
 
-def test_registry_and_config_know_the_same_architectures() -> None:
-    assert MODULES.keys() == FAMILIES.keys()
+def test_a_new_architecture_is_one_new_file(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file beside the others, which names its family, is served like them."""
+    (tmp_path / "renamed.py").write_text(
+        "from caesura.scheduler.models.family import Family\n"
+        "from caesura.scheduler.models.qwen3 import Qwen3ForCausalLM\n"
+        "FAMILIES = {'RenamedForCausalLM': Family(num_kv_heads=1, head_dim=6)}\n"
+        "class RenamedForCausalLM(Qwen3ForCausalLM):\n    pass\n"
+    )
+    known = set(registry.families())
+    assert "RenamedForCausalLM" not in known
+    make_checkpoint(tmp_path / "model", "qwen3")
+    edit_config(tmp_path / "model", architectures=["RenamedForCausalLM"])
+    monkeypatch.setattr(models, "__path__", [*models.__path__, str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "caesura.scheduler.models.renamed", raising=False)
+    registry._modules.cache_clear()
+    try:
+        assert set(registry.families()) - known == {"RenamedForCausalLM"}
+        model = build_model(load_model_config(tmp_path / "model"), torch.float32, torch.device("cpu"))
+        assert type(model).__name__ == "RenamedForCausalLM"
+    finally:
+        registry._modules.cache_clear()
 
 
 def test_parameters_are_aligned_and_stay_where_they_are(tmp_path: Any) -> None:
@@ -207,3 +314,8 @@ def test_parameters_are_aligned_and_stay_where_they_are(tmp_path: Any) -> None:
     assert {name: tuple(t.shape) for name, t in storage.items()} == {
         name: tuple(t.shape) for name, t in model.named_storage()
     }
+
+
+def test_the_documentation_shows_the_file_as_it_is() -> None:
+    code = Path(models.__file__).with_name("qwen3.py").read_text().partition("\n\n")[2]
+    assert code in (Path(__file__).parents[2] / "docs" / "models.md").read_text()

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from caesura.scheduler.observability import log, stage_profiler
-from caesura.scheduler.observability.stage_profiler import StageProfiler
+from caesura.scheduler.observability.stage_profiler import StageProfiler, StageTotal
 
 
 @pytest.fixture
@@ -113,3 +113,47 @@ def test_totals_are_a_copy(clock):
         clock[0] += 1.0
     profiler.totals()["copy"].seconds = 9.0
     assert profiler.seconds("copy") == 1.0
+
+
+def test_median_and_longest_are_told(clock):
+    profiler = StageProfiler()
+    for seconds in (*[9.0] * 40, *[1.0] * 33, *[3.0] * 31):
+        profiler.record("decode", seconds)
+    total = profiler.totals()["decode"]
+    assert (total.count, total.longest, total.median) == (104, 9.0, 1.0), "the median is of the last 64"
+    assert len(total.recent) == stage_profiler.RECENT
+    assert StageTotal().median == 0.0
+
+
+def test_an_operations_stages_count_for_the_engine_too_and_once(clock):
+    engine = StageProfiler()
+    call, session = StageProfiler(engine, "update."), StageProfiler(engine, "update.")
+    with call.stage("copy"):
+        clock[0] += 1.0
+    session.add(call)
+    with session.stage("derive"):
+        clock[0] += 2.0
+    assert (session.seconds("copy"), session.seconds("derive")) == (1.0, 2.0)
+    assert {name: total.count for name, total in engine.totals().items()} == {
+        "update.copy": 1,
+        "update.derive": 1,
+    }
+
+
+def test_stages_are_logged_by_option_with_the_memory_at_debug(clock, caplog):
+    looks = []
+    options = {"describe_memory": lambda: looks.append(1) or "reserved 5 MB"}
+    silent, loud = StageProfiler(**options), StageProfiler(log=True, **options)
+    with caplog.at_level(logging.DEBUG, logger="caesura"), silent.stage("copy"):
+        pass
+    assert (caplog.messages, looks) == ([], [])
+    with caplog.at_level(logging.INFO, logger="caesura"), StageProfiler(loud, "update.").stage("copy"):
+        clock[0] += 0.25
+    assert caplog.messages == ["stage update.copy begins", "stage update.copy ends after 250.000 ms"]
+    assert looks == [], "at INFO nobody looks at the memory"
+    caplog.clear()
+    with caplog.at_level(logging.DEBUG, logger="caesura"):
+        loud.begin("decode")
+        loud.record("decode", 0.5)
+    assert caplog.messages == ["stage decode begins", "stage decode ends after 500.000 ms, reserved 5 MB"]
+    assert {record.levelname for record in caplog.records} == {"INFO"}

@@ -13,7 +13,7 @@ from support.waiting import eventually
 from caesura.client import SamplingParams, SchedulerClient
 from caesura.io_struct import CaesuraError, ErrorCode
 from caesura.scheduler import __main__ as command_line
-from caesura.scheduler import process
+from caesura.scheduler import build
 from caesura.scheduler.config import EngineConfig
 from caesura.scheduler.process import _start, refusal, tell
 
@@ -142,11 +142,11 @@ def test_a_pool_that_cannot_be_had_is_refused_with_the_numbers(tiny_model):
 
 @pytest.mark.usefixtures("logger")
 def test_an_unforeseen_failure_at_start_is_told_with_its_traceback(tiny_model, monkeypatch):
-    monkeypatch.setattr(process, "load_model", lambda config: {}["defect"])
+    monkeypatch.setattr(build, "load_model", lambda config: {}["defect"])
     error = start_error(model_path=str(tiny_model))
     assert error.code == ErrorCode.INTERNAL
     assert "KeyError: 'defect'" in error.detail["traceback"]
-    monkeypatch.setattr(process, "load_model", lambda config: (_ for _ in ()).throw(MemoryError("17 GB")))
+    monkeypatch.setattr(build, "load_model", lambda config: (_ for _ in ()).throw(MemoryError("17 GB")))
     assert start_error(model_path=str(tiny_model)).code == ErrorCode.OUT_OF_MEMORY
 
 

@@ -8,18 +8,22 @@
 //     S = q K^T * scale                m' = max(m, S)                P = exp(S - m')
 //     l = l exp(m - m') + sum P        O = O exp(m - m') + P V       at the end: O / l
 //
-// Both products are one routine, out[rows, columns] += a[rows, k] * b[k, columns], whose k counts *words* of four bytes:
-// a float, or two neighbouring bfloat16 values, which one instruction multiplies and adds. So a block is packed first:
+// Both products count in *words* of four bytes: a float, or two neighbouring bfloat16 values, which one instruction
+// multiplies and adds.
 //
-//     keys    [head size / pair] [64 positions]        a page is transposed, word by word
-//     values  [64 / pair] [head size]                  two positions side by side
+//     q K^T    lanes are words. A query meets a key as both lie in memory; sixteen results are then summed over their lanes
+//              at once, by fold() and join().
+//     P V      lanes are columns. A word of P meets two positions side by side: a block is packed so for a prefill, whose
+//              rows share it; a decode step puts them together in registers.
 //
-// A decode step packs while it waits for memory, and a prefill shares the packed block among the rows of a task.
+// A decode step reads K and V once and has little to compute, so memory should never wait for it: what comes next is asked
+// for line by line between the instructions, not in bursts, which stall it (25 against 22 GB/s of one thread).
 //
 // Invariants:
-// - A row's result depends on its query and on the K and V of its positions alone, to the last bit: every element is
-//   one chain of additions over ascending words, blocks begin at multiples of 64, and what a row may not see is left
-//   out instead of multiplied by zero. So neither the number of rows, nor chunks, pages or threads can show.
+// - A row's result depends on its query and on the K and V of its positions alone, to the last bit: a score is a chain of
+//   additions for each lane and one tree over the lanes, an output one chain over ascending words, blocks begin at
+//   multiples of 64, and what a row may not see is left out instead of multiplied by zero. So neither the number of
+//   rows, nor chunks, pages or threads can show.
 // - For that reason a request's positions are never divided among threads; kv heads and blocks of queries are.
 // - What lies behind the last position of a request is never used, whatever it holds.
 // - bfloat16: weights P are rounded before they meet V, and l is the sum of the rounded ones; sums are float.
@@ -32,7 +36,6 @@
 namespace {
 
 constexpr int64_t PAGE = 16, BLOCK = 64;
-constexpr int64_t AHEAD = 8 << 10;  // bytes of K and V under way, between being asked for and being used
 constexpr int MAX_TILE = 6;  // rows computed together, at most
 
 struct Attention {
@@ -65,11 +68,11 @@ struct HeadTask {
 template <class E>
 struct Scratch {
     static constexpr int64_t PAIR = 4 / sizeof(E);
-    int64_t words, columns;  // of a query or key, of a value
+    int64_t words, columns;  // of a query or key, of a value; padded
     float *keys, *values, *queries, *sums, *largest, *weights, *scores, *probabilities, *end;
 
     Scratch(float* base, int64_t size, int64_t rows)
-        : words((size + PAIR - 1) / PAIR), columns(round_up(size, 16)), end(base) {
+        : words(round_up((size + PAIR - 1) / PAIR, 16)), columns(round_up(size, 16)), end(base) {
         keys = take(words * BLOCK);
         values = take(BLOCK / PAIR * columns);
         queries = take(rows * words);
@@ -150,14 +153,13 @@ template <class E>
 constexpr int TILE_ROWS = LANES == 16 || sizeof(E) == 4 ? 6 : 4;
 constexpr int TILE_VECTORS = LANES == 16 ? 4 : 2;
 
-// out[R, C vectors] = out * factor + a[R, k] * b[k, C vectors], in words; no `factors`: out = a * b.
+// out[R, C vectors] = out * factor + a[R, k] * b[k, C vectors], in words.
 template <class E, int R, int C>
 static void multiply_tile(const float* a, int64_t a_row, const float* b, int64_t b_row, int64_t k, const float* factors,
                           float* out, int64_t out_row) {
     F sum[R][C];
     for (int r = 0; r < R; r++)
-        for (int c = 0; c < C; c++)
-            sum[r][c] = factors ? mul(load(out + r * out_row + c * LANES), set1(factors[r])) : zero();
+        for (int c = 0; c < C; c++) sum[r][c] = mul(load(out + r * out_row + c * LANES), set1(factors[r]));
     for (int64_t i = 0; i < k; i++, a++, b += b_row) {
         F line[C];
         for (int c = 0; c < C; c++) line[c] = load_words(b + c * LANES);
@@ -182,109 +184,145 @@ static void multiply(const float* a, int64_t a_row, const float* b, int64_t b_ro
         if (columns > 0) multiply<E, R, C - 1>(a, a_row, b, b_row, k, factors, out, out_row, columns);
 }
 
-// Where a position of the task's request lies, in elements; its page holds the 15 after it if it is the first.
-static int64_t offset_of(const Attention& a, const HeadTask& t, int64_t position) {
-    const int64_t page = a.pages[t.task.row * a.pages_row + position / PAGE];
-    return ((page * a.kv_heads + t.head) * PAGE + position % PAGE) * a.size;
-}
+// A block of a task: its pages, and those that the thread needs afterwards, of this task or the next.
+template <class E>
+struct Block {
+    int64_t count;  // positions
+    const E *keys[BLOCK / PAGE], *values[BLOCK / PAGE], *later_keys[BLOCK / PAGE], *later_values[BLOCK / PAGE];
 
-// Asked for ahead of its use, because the processor's own prefetchers stop at the end of a page; a few lines at a time,
-// because only so many can be under way.
+    Block(const Attention& a, const HeadTask& t, const HeadTask& next, int64_t begin)
+        : count(smaller(t.task.end() - begin, BLOCK)) {
+        const bool last = begin + BLOCK >= t.task.end();
+        const HeadTask& after = last ? next : t;
+        for (int64_t i = 0; i < BLOCK / PAGE; i++) {
+            const int64_t position = begin + i * PAGE, ahead = last ? i * PAGE : position + BLOCK;
+            const int64_t here = offset_of(a, t, position < t.task.end() ? position : begin);
+            const int64_t later = ahead < after.task.end() ? offset_of(a, after, ahead) : here;
+            keys[i] = (const E*)a.keys + here, values[i] = (const E*)a.values + here;
+            later_keys[i] = (const E*)a.keys + later, later_values[i] = (const E*)a.values + later;
+        }
+    }
+
+    // Where the page of a position lies, in elements.
+    static int64_t offset_of(const Attention& a, const HeadTask& t, int64_t position) {
+        const int64_t page = a.pages[t.task.row * a.pages_row + position / PAGE];
+        return (page * a.kv_heads + t.head) * PAGE * a.size;
+    }
+};
+
+// Asked for ahead of its use, because the processor's own prefetchers stop at the end of a page.
 CAESURA_INLINE void prefetch(const void* p, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i += 64) _mm_prefetch((const char*)p + i, _MM_HINT_T0);
 }
 
-// The page at `key` becomes 16 of the 64 columns of `packed`; `later` is the page to prefetch.
+// Keys that are no whole number of lines are copied, and filled up with zeros.
 template <class E>
-static void pack_page(const E* key, const E* later, int64_t size, float* packed) {
-    const int64_t bytes = size * sizeof(E), line = LANES * 4;
-    const char* ahead = (const char*)later;
-    for (int64_t first = 0; first < PAGE; first += LANES, key += LANES * size, packed += LANES) {
-        for (int64_t begin = 0; begin < bytes; begin += line) {
-            const int64_t left = bytes - begin < line ? bytes - begin : line;
-            prefetch(ahead, LANES * left);
-            ahead += LANES * left;
-            F words[LANES];
-            for (int j = 0; j < LANES; j++) {
-                const char* row = (const char*)(key + j * size) + begin;
-                float padded[LANES] = {};
-                if (left < line) std::memcpy(padded, row, left);
-                words[j] = load_words(left < line ? (const char*)padded : row);
-            }
-            transpose(words);
-            for (int64_t i = 0; i < (left + 3) / 4; i++) store(packed + (begin / 4 + i) * BLOCK, words[i]);
-        }
+static void copy_keys(Block<E>& block, int64_t size, const Scratch<E>& s) {
+    for (int64_t i = 0; i * PAGE < block.count; i++) {
+        float* page = s.keys + i * PAGE * s.words;
+        std::memset(page, 0, PAGE * s.words * sizeof(float));
+        for (int64_t j = 0; j < PAGE; j++)
+            std::memcpy(page + j * s.words, block.keys[i] + j * size, size * sizeof(E));
+        block.keys[i] = (const E*)page;
     }
 }
 
 // A line of n columns: a position's values, or those of it and the next, side by side.
 static void pack_line(const float* value, int64_t n, float* line) { std::memcpy(line, value, n * 4); }
 static void pack_line(const bf16* value, int64_t n, float* line) {
+    F low, high;
     int64_t c = 0;
-    for (; c + 2 * LANES <= n; c += 2 * LANES) interleave(value + c, value + n + c, line + c);
+    for (; c + 2 * LANES <= n; c += 2 * LANES) {
+        interleave(value + c, value + n + c, low, high);
+        store(line + c, low), store(line + c + LANES, high);
+    }
     if (c == n) return;
     bf16 rest[2][2 * LANES] = {};
     float words[2 * LANES];
     std::memcpy(rest[0], value + c, (n - c) * 2);
     std::memcpy(rest[1], value + n + c, (n - c) * 2);
-    interleave(rest[0], rest[1], words);
+    interleave(rest[0], rest[1], low, high);
+    store(words, low), store(words + LANES, high);
     std::memcpy(line + c, words, (n - c) * 4);
 }
 
-// `count` positions at `value` become lines of `packed`; `later` is the page to prefetch. What comes beside an odd last
-// position, and what is in the padding columns, is not used.
+// The block's values become lines. What comes beside an odd last position, and what is in padding columns, is not used.
 template <class E>
-static void pack_values(const E* value, const E* later, int64_t size, int64_t count, float* packed, int64_t columns) {
-    constexpr int64_t PAIR = 4 / sizeof(E);
-    for (int64_t i = 0; i < PAGE; i += PAIR, value += PAIR * size, later += PAIR * size, packed += columns) {
-        prefetch(later, size * 4);
-        if (i < count) pack_line(value, size, packed);
+static void pack_values(const Block<E>& block, int64_t size, const Scratch<E>& s) {
+    float* line = s.values;
+    for (int64_t i = 0; i < block.count; i += s.PAIR, line += s.columns) {
+        const int64_t page = i / PAGE, offset = i % PAGE * size;
+        prefetch(block.later_keys[page] + offset, size * 4);
+        prefetch(block.later_values[page] + offset, size * 4);
+        pack_line(block.values[page] + offset, size, line);
     }
 }
 
-// Packs positions [begin, begin + count) and fetches what comes a few pages later, in this task or at the start of the
-// next.
-template <class E>
-static void pack_block(const Attention& a, const HeadTask& t, const HeadTask& next, int64_t begin, int64_t count,
-                       const Scratch<E>& s) {
-    const E *keys = (const E*)a.keys, *values = (const E*)a.values;
-    const int64_t end = round_up(t.task.end(), PAGE), pages_ahead = AHEAD / (2 * PAGE * a.size * (int64_t)sizeof(E));
-    const int64_t distance = PAGE * (pages_ahead < 1 ? 1 : pages_ahead < 4 ? pages_ahead : 4);
-    for (int64_t i = 0; i < count; i += PAGE) {
-        const int64_t here = offset_of(a, t, begin + i), ahead = begin + i + distance;
-        int64_t later = here;
-        if (ahead < end) {
-            later = offset_of(a, t, ahead);
-        } else if (ahead - end < next.task.end()) {
-            later = offset_of(a, next, ahead - end);
+// The scores of R queries and a page's keys, not yet scaled; meanwhile the page at `later` is fetched, if there is one.
+template <class E, int R, bool FETCH>
+static void score_page(const Scratch<E>& s, const float* queries, const E* keys, const E* later, float* scores) {
+    const float* key = (const float*)keys;
+    const char* ahead = (const char*)later;
+    for (int64_t first = 0; first < PAGE; first += LANES, scores += LANES) {
+        F folded[R][FOLDS];
+#pragma GCC unroll 1
+        for (int fours = 0; fours < FOLDS; fours++, key += 4 * s.words) {
+            F sum[R][4];
+            for (int r = 0; r < R; r++)
+                for (int k = 0; k < 4; k++) sum[r][k] = zero();
+            for (int64_t word = 0; word < s.words; word += LANES, ahead += 4 * LANES * 4) {
+                F line[4];
+                for (int k = 0; k < 4; k++) line[k] = load_words(key + k * s.words + word);
+#pragma GCC unroll 6
+                for (int r = 0; r < R; r++) {
+                    const F query = load_words(queries + r * s.words + word);
+                    for (int k = 0; k < 4; k++) {
+                        sum[r][k] = dot(sum[r][k], query, line[k], E());
+                        if (FETCH && r == 0 && k % (16 / LANES) == 0) prefetch(ahead + k * LANES * 4, 64);
+                    }
+                }
+            }
+            for (int r = 0; r < R; r++) folded[r][fours] = fold(sum[r]);
         }
-        pack_page(keys + here, keys + later, a.size, s.keys + i);
-        pack_values(values + here, values + later, a.size, count - i < PAGE ? count - i : PAGE,
-                    s.values + i / Scratch<E>::PAIR * s.columns, s.columns);
+        for (int r = 0; r < R; r++) store(scores + r * BLOCK, join(folded[r]));
     }
 }
+
+// x as an E holds it.
+CAESURA_INLINE F rounded(F x, float) { return x; }
+CAESURA_INLINE F rounded(F x, bf16) { return widen(narrow(x)); }
 
 // The weights of one row's scores, of which it sees the first `count`; returns m - m', for the sums so far.
 template <class E>
-static float weigh(float* scores, int64_t count, int64_t columns, float scale, float& largest, float& weights,
-                   E* probabilities) {
+static float weigh(const float* scores, int64_t count, F scale, float& largest, float& weights, E* probabilities) {
+    constexpr int N = BLOCK / LANES;
     const F lowest = set1(-INFINITY);
-    F top = lowest;
-    for (int64_t c = 0; c < columns; c += LANES) {
+    F x[N], top = lowest, total = zero();
+    for (int i = 0; i < N; i++) {
         // Overwritten, not added to: what lies there may be NaN.
-        const F score = keep_first(mul(load(scores + c), set1(scale)), count - c, lowest);
-        store(scores + c, score);
-        top = max(score, top);
+        x[i] = keep_first(mul(load(scores + i * LANES), scale), count - i * LANES, lowest);
+        top = max(x[i], top);
     }
     const float block_largest = reduce_max(top), before = largest;
     largest = block_largest > before ? block_largest : before;
-    F total = zero();
-    for (int64_t c = 0; c < columns; c += LANES) {
-        store(probabilities + c, exp(sub(load(scores + c), set1(largest))));
-        total = add(total, load(probabilities + c));
+    for (int i = 0; i < N; i++) {
+        x[i] = exp(sub(x[i], set1(largest)));
+        store(probabilities + i * LANES, x[i]);
+        total = add(total, rounded(x[i], E()));
     }
     weights = reduce_add(total);
     return before - largest;
+}
+
+// The weights of R rows, of which row r sees the first count[r] positions; `factors`: for the sums so far.
+template <class E, int R>
+static void weigh_rows(const Scratch<E>& s, float scale, int64_t row, const int64_t* count, float* factors) {
+    float falls[LANES] = {}, weights[R];
+    for (int r = 0; r < R; r++)
+        falls[r] = weigh(s.scores + r * BLOCK, count[r], set1(scale), s.largest[row + r], weights[r],
+                         (E*)s.probabilities + r * BLOCK);
+    store(factors, exp(load(falls)));
+    for (int r = 0; r < R; r++) s.weights[row + r] = s.weights[row + r] * factors[r] + weights[r];
 }
 
 // The rest of a row's values: lines [line, count / pair) and, if the last line is only half seen, that half.
@@ -302,37 +340,96 @@ static void add_rest(const Scratch<E>& s, int64_t row, const float* probabilitie
         store(sums + c, dot(load(sums + c), value, keep_low(load(s.values + whole * s.columns + c)), E()));
 }
 
-// R rows from `row` on take in the packed block; the first of them sees `visible` of its positions, were it longer.
-template <class E, int R>
-static void tile(const Attention& a, const Scratch<E>& s, int64_t row, int64_t visible, int64_t packed) {
-    constexpr int64_t PAIR = Scratch<E>::PAIR;
+CAESURA_INLINE void value_lines(const float* value, int64_t, F& low, F& high) {
+    low = load(value), high = load(value + LANES);
+}
+CAESURA_INLINE void value_lines(const bf16* value, int64_t size, F& low, F& high) {
+    interleave(value, value + size, low, high);
+}
+
+// C vectors of columns of R rows take in the block's values from where they lie; meanwhile the same part of `later_keys` is
+// fetched. All rows see the whole block.
+template <class E, int R, int C>
+static void add_values(const Scratch<E>& s, const Block<E>& block, int64_t size, const float* factors, int64_t row,
+                       int64_t column) {
+    F sum[R][C];
+    float* sums = s.sums + row * s.columns + column;
+    for (int r = 0; r < R; r++)
+        for (int c = 0; c < C; c++) sum[r][c] = mul(load(sums + r * s.columns + c * LANES), set1(factors[r]));
+    const float* weights = s.probabilities;
+    for (int64_t page = 0; page * PAGE < block.count; page++) {
+        const int64_t count = smaller(PAGE, block.count - page * PAGE);
+        const E* value = block.values[page] + column;
+        const char* ahead = (const char*)(block.later_keys[page] + column * PAGE);
+        for (int64_t i = 0; i < count; i += s.PAIR, value += s.PAIR * size, ahead += C * LANES * 4, weights++) {
+            F line[C];
+            for (int c = 0; c < C; c += 2) value_lines(value + c * LANES, size, line[c], line[c + 1]);
+            if (count - i < s.PAIR)
+                for (int c = 0; c < C; c++) line[c] = keep_low(line[c]);
+#pragma GCC unroll 6
+            for (int r = 0; r < R; r++) {
+                const F weight = set1_word(weights + r * (BLOCK / s.PAIR));
+#pragma GCC unroll 8
+                for (int c = 0; c < C; c++) {
+                    sum[r][c] = dot(sum[r][c], weight, line[c], E());
+                    if (r == 0 && c % (16 / LANES) == 0) prefetch(ahead + c * LANES * 4, 64);
+                }
+            }
+        }
+    }
+    for (int r = 0; r < R; r++)
+        for (int c = 0; c < C; c++) store(sums + r * s.columns + c * LANES, sum[r][c]);
+}
+
+// The same for the columns from `column` on.
+template <class E, int R, int C>
+static void add_all_values(const Scratch<E>& s, const Block<E>& block, int64_t size, const float* factors, int64_t row,
+                           int64_t column) {
+    for (; column + C * LANES <= size; column += C * LANES) add_values<E, R, C>(s, block, size, factors, row, column);
+    if constexpr (C > 2)
+        if (column < size) add_all_values<E, R, C / 2>(s, block, size, factors, row, column);
+}
+
+// R rows from `row` on take in a block; the first of them sees `visible` of its positions, were it longer. DIRECT: values
+// are not packed, and all rows see the whole block.
+template <class E, int R, bool DIRECT>
+static void tile(const Attention& a, const Scratch<E>& s, const Block<E>& block, int64_t row, int64_t visible) {
     int64_t count[R];
     for (int r = 0; r < R; r++) {
         const int64_t sees = visible + (row + r) / a.group - row / a.group;
-        count[r] = sees < 0 ? 0 : sees < packed ? sees : packed;
+        count[r] = sees < 0 ? 0 : smaller(sees, block.count);
     }
     if (count[R - 1] == 0) return;
-    const int64_t columns = round_up(count[R - 1], LANES), shared = count[0] / PAIR;
-    multiply<E, R>(s.queries + row * s.words, s.words, s.keys, BLOCK, s.words, nullptr, s.scores, BLOCK, columns);
-    float falls[LANES] = {}, factors[LANES], weights[R];
-    E* probabilities = (E*)s.probabilities;
-    for (int r = 0; r < R; r++)
-        falls[r] = weigh(s.scores + r * BLOCK, count[r], columns, a.scale, s.largest[row + r], weights[r],
-                         probabilities + r * BLOCK);
-    store(factors, exp(load(falls)));
-    for (int r = 0; r < R; r++) s.weights[row + r] = s.weights[row + r] * factors[r] + weights[r];
-    multiply<E, R>(s.probabilities, BLOCK / PAIR, s.values, s.columns, shared, factors, s.sums + row * s.columns,
+    for (int64_t i = 0; i < count[R - 1]; i += PAGE)
+        score_page<E, R, DIRECT>(s, s.queries + row * s.words, block.keys[i / PAGE], block.values[i / PAGE],
+                                 s.scores + i);
+    float factors[LANES];
+    weigh_rows<E, R>(s, a.scale, row, count, factors);
+    if constexpr (DIRECT)
+        return add_all_values<E, R, R <= 2 ? 2 * TILE_VECTORS : TILE_VECTORS>(s, block, a.size, factors, row, 0);
+    const int64_t shared = count[0] / s.PAIR;
+    multiply<E, R>(s.probabilities, BLOCK / s.PAIR, s.values, s.columns, shared, factors, s.sums + row * s.columns,
                    s.columns, s.columns);
     for (int r = 0; r < R; r++)
-        if (count[r] > shared * PAIR)
-            add_rest(s, row + r, s.probabilities + r * BLOCK / PAIR, shared, count[r]);
+        if (count[r] > shared * s.PAIR) add_rest(s, row + r, s.probabilities + r * BLOCK / s.PAIR, shared, count[r]);
 }
 
-template <class E, int R>
-static void tile_of(int64_t rows, const Attention& a, const Scratch<E>& s, int64_t row, int64_t visible,
-                    int64_t packed) {
-    if (rows >= R) return tile<E, R>(a, s, row, visible, packed);
-    if constexpr (R > 1) tile_of<E, R - 1>(rows, a, s, row, visible, packed);
+template <class E, int R, bool DIRECT>
+static void tile_of(int64_t rows, const Attention& a, const Scratch<E>& s, const Block<E>& block, int64_t row,
+                    int64_t visible) {
+    if (rows == R) return tile<E, R, DIRECT>(a, s, block, row, visible);
+    if constexpr (R > 1) tile_of<E, R - 1, DIRECT>(rows, a, s, block, row, visible);
+}
+
+// All rows of a task take in a block, in tiles of nearly equal size.
+template <class E, bool DIRECT>
+static void all_tiles(const Attention& a, const Scratch<E>& s, const Block<E>& block, const Task& t, int64_t begin) {
+    constexpr int R = TILE_ROWS<E>;
+    const int64_t rows = t.tokens * a.group, tiles = (rows + R - 1) / R;
+    for (int64_t i = 0; i < tiles; i++) {
+        const int64_t row = rows * i / tiles, end = rows * (i + 1) / tiles;
+        tile_of<E, R, DIRECT>(end - row, a, s, block, row, t.position + row / a.group + 1 - begin);
+    }
 }
 
 template <class E>
@@ -342,7 +439,7 @@ static void start(const Attention& a, const Task& t, int64_t head, const Scratch
         const int64_t token = t.token + row / a.group, query_head = head * a.group + row % a.group;
         const E* q = (const E*)a.q + token * a.q_token + query_head * a.q_head;
         float* query = s.queries + row * s.words;
-        query[s.words - 1] = 0.0f;
+        std::memset(query, 0, s.words * sizeof(float));
         std::memcpy(query, q, a.size * sizeof(E));
         s.largest[row] = -INFINITY;
         s.weights[row] = 0.0f;
@@ -367,18 +464,22 @@ static void finish(const Attention& a, const Task& t, int64_t head, const Scratc
     }
 }
 
-// One task; `next` is what this thread does afterwards.
+// One task; `next` is what this thread does afterwards. A single token's values are packed only if several tiles would
+// have to put the same ones together.
 template <class E>
 static void attend(const Attention& a, const HeadTask& t, const HeadTask& next, float* scratch) {
-    constexpr int R = TILE_ROWS<E>;
-    const int64_t rows = t.task.tokens * a.group, end = t.task.end();
-    const Scratch<E> s(scratch, a.size, rows);
+    const bool direct = t.task.tokens == 1 && a.group <= 2 * TILE_ROWS<E> && a.size % 32 == 0;
+    const Scratch<E> s(scratch, a.size, t.task.tokens * a.group);
     start(a, t.task, t.head, s);
-    for (int64_t begin = 0; begin < end; begin += BLOCK) {
-        const int64_t packed = end - begin < BLOCK ? end - begin : BLOCK;
-        pack_block(a, t, next, begin, packed, s);
-        for (int64_t row = 0; row < rows; row += R)
-            tile_of<E, R>(rows - row, a, s, row, t.task.position + row / a.group + 1 - begin, packed);
+    for (int64_t begin = 0; begin < t.task.end(); begin += BLOCK) {
+        Block<E> block(a, t, next, begin);
+        if (direct) {
+            all_tiles<E, true>(a, s, block, t.task, begin);
+            continue;
+        }
+        if (a.size * sizeof(E) != s.words * sizeof(float)) copy_keys(block, a.size, s);
+        pack_values(block, a.size, s);
+        all_tiles<E, false>(a, s, block, t.task, begin);
     }
     finish(a, t.task, t.head, s);
 }

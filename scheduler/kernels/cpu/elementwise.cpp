@@ -135,7 +135,12 @@ template <class E>
 static float inverse_rms(const E* x, E* residual, int64_t size, float eps) {
     F sum[4] = {zero(), zero(), zero(), zero()};
     int64_t c = 0;
-    for (int i = 0; c + LANES <= size; c += LANES, i = (i + 1) % 4)
+    for (; c + 4 * LANES <= size; c += 4 * LANES)
+        for (int i = 0; i < 4; i++) {
+            const int64_t at = c + i * LANES;
+            sum[i] = square_step<true>(x + at, residual ? residual + at : nullptr, LANES, sum[i]);
+        }
+    for (int i = 0; c + LANES <= size; c += LANES, i++)
         sum[i] = square_step<true>(x + c, residual ? residual + c : nullptr, LANES, sum[i]);
     if (c < size) sum[3] = square_step<false>(x + c, residual ? residual + c : nullptr, size - c, sum[3]);
     const float total = reduce_add(add(add(sum[0], sum[1]), add(sum[2], sum[3])));

@@ -41,6 +41,9 @@ struct Linear {
     }
 };
 
+// Between the packed layout and rows [n, words]. Both directions and the comparison share one walk.
+enum Walk { PACK, UNPACK, EQUAL };
+
 }  // namespace
 
 #define CAESURA_FILE "linear.cpp"
@@ -55,11 +58,16 @@ constexpr int64_t CHUNK_BYTES = 384 << 10, CHUNK_ROWS = 48, AMX_CHUNK_ROWS = 256
 // Multiplications that are worth waking the other threads.
 constexpr int64_t PARALLEL = 1 << 16;
 
+int64_t cached_rows(int64_t words) {
+    const int64_t least = caesura::active_isa == AMX ? AMX_CHUNK_ROWS : CHUNK_ROWS;
+    const int64_t fitting = CHUNK_BYTES / (words * 4);
+    return fitting < least ? least : fitting;
+}
+
 // Tasks are (chunk of rows, panel), panels innermost; a thread takes a contiguous share of them. With few panels there are
 // more chunks, so that shares are nearly equal.
 int64_t chunk_rows(const Linear& a, int64_t panels, int threads) {
-    const int64_t least = caesura::active_isa == AMX ? AMX_CHUNK_ROWS : CHUNK_ROWS;
-    const int64_t fitting = CHUNK_BYTES / (a.words * 4), most = fitting < least ? least : fitting;
+    const int64_t most = cached_rows(a.words);
     int64_t chunks = (a.rows + most - 1) / most;
     const int64_t wanted = (4 * threads + panels - 1) / panels, possible = a.rows / CHUNK_ROWS;
     if (chunks < wanted) chunks = wanted < possible ? wanted : possible;
@@ -88,56 +96,24 @@ void linear(const Linear& a, int threads) {
     }
 }
 
-// Between the packed layout and rows [n, words]. Both directions and the comparison share one walk.
-enum Walk { PACK, UNPACK, EQUAL };
-
-CAESURA_INLINE void transpose(__m128 (&v)[16]) {
-    for (int i = 0; i < 16; i += 4) _MM_TRANSPOSE4_PS(v[i], v[i + 1], v[i + 2], v[i + 3]);
-}
-
-// Four words of sixteen outputs: four lines of `packed`. Whole lines are written past the caches, which then need not read
-// them first.
-template <Walk W>
-bool lines(float* packed, char* rows, int64_t stride) {
-    if constexpr (W != PACK)
-        for (int line = 0; line < 4; line++) _mm_prefetch((const char*)(packed + line * 16 + AHEAD), _MM_HINT_T0);
-    __m128 v[16];  // before or after the transposition: output i, or word i % 4 of outputs 4 * (i / 4) and on
-    for (int i = 0; i < 16; i++)
-        v[i] = W == UNPACK ? _mm_load_ps(packed + i % 4 * 16 + i / 4 * 4) : _mm_loadu_ps((const float*)(rows + i * stride));
-    transpose(v);
-    int same = 0xffff;
-    for (int line = 0; line < 4; line++) {
-        for (int i = 0; i < 4; i++) {
-            float* here = packed + line * 16 + i * 4;
-            if constexpr (W == PACK) _mm_stream_ps(here, v[i * 4 + line]);
-            if constexpr (W == UNPACK) _mm_storeu_ps((float*)(rows + (line * 4 + i) * stride), v[line * 4 + i]);
-            if constexpr (W == EQUAL) {
-                const __m128i packed_bits = _mm_load_si128((const __m128i*)here);
-                same &= _mm_movemask_epi8(_mm_cmpeq_epi32(_mm_castps_si128(v[i * 4 + line]), packed_bits));
-            }
-        }
+// Rows in groups, each with a weight of its own: rows [starts[g], starts[g + 1]) and weight number experts[g] of those that
+// lie one after the other, each in whole panels. Groups differ in size, so threads take the next few panels when they are done.
+template <class E>
+void grouped_linear(const Linear& a, const int64_t* experts, const int64_t* starts, int64_t groups, int threads) {
+    const int64_t panels = round_up(a.outputs, PANEL) / PANEL, chunk = cached_rows(a.words);
+    int64_t most = 0;
+    for (int64_t g = 0; g < groups; g++) most = starts[g + 1] - starts[g] > most ? starts[g + 1] - starts[g] : most;
+    const int64_t chunks = (most + chunk - 1) / chunk, tasks = groups * chunks * panels;
+    const int64_t share = 1 + tasks / (16 * threads);
+    const bool parallel = threads > 1 && a.rows * a.outputs * a.words > PARALLEL;
+#pragma omp parallel for schedule(dynamic, share) num_threads(threads) if (parallel)
+    for (int64_t task = 0; task < tasks; task++) {
+        const int64_t g = task / (chunks * panels), row = starts[g] + task / panels % chunks * chunk;
+        const int64_t end = smaller(row + chunk, starts[g + 1]);
+        Linear of_group = a;
+        of_group.weight = a.panel(experts[g] * panels);
+        if (row < end) panel_rows(of_group, task % panels, row, end, E());
     }
-    return same == 0xffff;
-}
-
-// `lanes` outputs times `count` words of one half of a tile, from `packed` on; `rows` is the first of these outputs.
-template <Walk W>
-bool half_tile(float* packed, char* rows, int64_t stride, int64_t lanes, int64_t count) {
-    bool same = true;
-    if (lanes == 16 && count == TILE) {
-        for (int64_t word = 0; word < TILE; word += 4) same &= lines<W>(packed + word * 16, rows + word * 4, stride);
-        return same;
-    }
-    for (int64_t lane = 0; lane < lanes; lane++) {
-        for (int64_t word = 0; word < count; word++) {
-            float* here = packed + word * 16 + lane;
-            char* there = rows + lane * stride + word * 4;
-            if constexpr (W == PACK) std::memcpy(here, there, 4);
-            if constexpr (W == UNPACK) std::memcpy(there, here, 4);
-            if constexpr (W == EQUAL) same &= std::memcmp(here, there, 4) == 0;
-        }
-    }
-    return same;
 }
 
 // Outputs [start, start + n) against `rows`; stops soon after the first difference.
@@ -154,9 +130,10 @@ bool walk(float* packed, char* rows, int64_t stride, int64_t start, int64_t n, i
         const int64_t first = group * 16 > start ? group * 16 : start, last = smaller(end, group * 16 + 16);
         float* tile = packed + group / 2 * PANEL * row_words + group % 2 * HALF + first % 16;
         char* row = rows + (first - start) * stride;
+        // What this thread comes to next, if there is as much.
+        const char* later = end - last >= 16 ? row + (last - first) * stride : row;
         bool equal = true;
-        for (int64_t word = 0; word < words; word += TILE, tile += 2 * HALF)
-            equal &= half_tile<W>(tile, row + word * 4, stride, last - first, smaller(TILE, words - word));
+        CAESURA_DISPATCH(walk_halves<W>(tile, row, later, stride, last - first, words, equal));
         if constexpr (W == PACK) _mm_sfence();  // orders the streamed lines before what other threads see next
         if (!equal) {
 #pragma omp atomic write
@@ -176,6 +153,21 @@ CAESURA_API void caesura_linear_bf16(const void* x, int64_t x_stride, const void
 CAESURA_API void caesura_linear_f32(const void* x, int64_t x_stride, const void* weight, const void* bias, void* y,
                                     int64_t y_stride, int64_t rows, int64_t outputs, int64_t inputs, int threads) {
     linear<float>({x, x_stride * 4, weight, bias, y, y_stride, rows, outputs, inputs}, threads);
+}
+
+// Contiguous x and y, no bias.
+CAESURA_API void caesura_grouped_linear_bf16(const void* x, const void* weight, void* y, const int64_t* experts,
+                                             const int64_t* starts, int64_t groups, int64_t outputs, int64_t inputs,
+                                             int threads) {
+    grouped_linear<bf16>({x, inputs * 2, weight, nullptr, y, outputs, starts[groups], outputs, inputs / 2}, experts,
+                         starts, groups, threads);
+}
+
+CAESURA_API void caesura_grouped_linear_f32(const void* x, const void* weight, void* y, const int64_t* experts,
+                                            const int64_t* starts, int64_t groups, int64_t outputs, int64_t inputs,
+                                            int threads) {
+    grouped_linear<float>({x, inputs * 4, weight, nullptr, y, outputs, starts[groups], outputs, inputs}, experts,
+                          starts, groups, threads);
 }
 
 // From here on strides are in bytes, and `words` is the length of a row.
@@ -272,6 +264,59 @@ static void panel_rows(const Linear& a, int64_t panel, int64_t row, int64_t end)
             const int64_t first = rows * b / blocks, last = rows * (b + 1) / blocks;
             block_of<E, ROWS<E>>((int)(last - first), a, row + first, w, panel * PANEL + column);
         }
+    }
+}
+
+// 16 outputs times 16 words: a half of a tile. Whole lines are written past the caches, which then need not read them first.
+template <Walk W>
+static bool whole_half(float* packed, char* rows, int64_t stride) {
+    F differences = zero();
+    for (int64_t word = 0; word < TILE; word += LANES, packed += LANES * 16, rows += LANES * 4) {
+        for (int64_t output = 0; output < 16; output += LANES) {
+            F x[LANES];
+            float* line = packed + output;
+            char* row = rows + output * stride;
+            for (int i = 0; i < LANES; i++) x[i] = load_words(W == UNPACK ? (void*)(line + i * 16) : row + i * stride);
+            transpose(x);
+            for (int i = 0; i < LANES; i++) {
+                if constexpr (W == PACK) stream(line + i * 16, x[i]);
+                if constexpr (W == UNPACK) store((float*)(row + i * stride), x[i]);
+                if constexpr (W == EQUAL) differences = either(differences, difference(x[i], load_words(line + i * 16)));
+            }
+        }
+    }
+    return !any(differences);
+}
+
+template <Walk W>
+static bool part_of_half(float* packed, char* rows, int64_t stride, int64_t outputs, int64_t words) {
+    bool same = true;
+    for (int64_t output = 0; output < outputs; output++) {
+        for (int64_t word = 0; word < words; word++) {
+            float* here = packed + word * 16 + output;
+            char* there = rows + output * stride + word * 4;
+            if constexpr (W == PACK) std::memcpy(here, there, 4);
+            if constexpr (W == UNPACK) std::memcpy(there, here, 4);
+            if constexpr (W == EQUAL) same &= std::memcmp(here, there, 4) == 0;
+        }
+    }
+    return same;
+}
+
+// All words of at most 16 outputs that lie in one half of each tile, from `packed` on; stops after a difference. `later` are
+// the rows after these, asked for in the order in which they lie: sixteen rows read side by side are too many tracks for
+// the processor's own prefetchers.
+template <Walk W>
+static void walk_halves(float* packed, char* rows, const char* later, int64_t stride, int64_t outputs, int64_t words,
+                        bool& same) {
+    for (int64_t word = 0; word < words && same; word += TILE, packed += 2 * HALF, rows += TILE * 4) {
+        const int64_t count = smaller(TILE, words - word);
+        if constexpr (W != UNPACK)
+            for (int64_t i = 0; i < 16; i++) _mm_prefetch(later + word * 64 + i * 64, _MM_HINT_T0);
+        if constexpr (W != PACK)
+            for (int64_t i = 0; i < 16; i++) _mm_prefetch((const char*)(packed + AHEAD + i * 16), _MM_HINT_T0);
+        same = outputs == 16 && count == TILE ? whole_half<W>(packed, rows, stride)
+                                              : part_of_half<W>(packed, rows, stride, outputs, count);
     }
 }
 

@@ -88,11 +88,22 @@ CAESURA_INLINE F keep_first(F x, int64_t n, F rest) {
 }
 
 CAESURA_INLINE F keep_low(F words) { return _mm256_and_ps(words, _mm256_castsi256_ps(_mm256_set1_epi32(0xffff))); }
-CAESURA_INLINE void interleave(const bf16* first, const bf16* second, float* words) {
+CAESURA_INLINE void interleave(const bf16* first, const bf16* second, F& low, F& high) {
     const __m256i a = _mm256_loadu_si256((const __m256i*)first), b = _mm256_loadu_si256((const __m256i*)second);
-    const __m256i low = _mm256_unpacklo_epi16(a, b), high = _mm256_unpackhi_epi16(a, b);
-    _mm256_storeu_si256((__m256i*)words, _mm256_permute2x128_si256(low, high, 0x20));
-    _mm256_storeu_si256((__m256i*)words + 1, _mm256_permute2x128_si256(low, high, 0x31));
+    const __m256i even = _mm256_unpacklo_epi16(a, b), odd = _mm256_unpackhi_epi16(a, b);
+    low = (F)_mm256_permute2x128_si256(even, odd, 0x20);
+    high = (F)_mm256_permute2x128_si256(even, odd, 0x31);
+}
+
+constexpr int FOLDS = 2;
+
+CAESURA_INLINE F fold(const F (&x)[4]) {
+    const F low = add(_mm256_blend_ps(x[0], x[1], 0xcc), _mm256_shuffle_ps(x[0], x[1], 0x4e));
+    const F high = add(_mm256_blend_ps(x[2], x[3], 0xcc), _mm256_shuffle_ps(x[2], x[3], 0x4e));
+    return add(_mm256_shuffle_ps(low, high, 0x88), _mm256_shuffle_ps(low, high, 0xdd));
+}
+CAESURA_INLINE F join(const F (&x)[2]) {
+    return add(_mm256_permute2f128_ps(x[0], x[1], 0x20), _mm256_permute2f128_ps(x[0], x[1], 0x31));
 }
 
 CAESURA_INLINE void transpose(F (&x)[8]) {
@@ -107,3 +118,9 @@ CAESURA_INLINE void transpose(F (&x)[8]) {
         x[i] = _mm256_permute2f128_ps(y[i], y[i + 4], 0x20), x[i + 4] = _mm256_permute2f128_ps(y[i], y[i + 4], 0x31);
     }
 }
+
+CAESURA_INLINE void stream(float* p, F x) { _mm256_stream_ps(p, x); }
+
+CAESURA_INLINE F difference(F a, F b) { return _mm256_xor_ps(a, b); }
+CAESURA_INLINE F either(F a, F b) { return _mm256_or_ps(a, b); }
+CAESURA_INLINE bool any(F x) { return !_mm256_testz_si256((__m256i)x, (__m256i)x); }

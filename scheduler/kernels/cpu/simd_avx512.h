@@ -84,13 +84,28 @@ CAESURA_INLINE F keep_first(F x, int64_t n, F rest) {
 // Words of pairs: (low, 0).
 CAESURA_INLINE F keep_low(F words) { return _mm512_and_ps(words, _mm512_castsi512_ps(_mm512_set1_epi32(0xffff))); }
 
-// 2 * LANES words (first[i], second[i]).
-CAESURA_INLINE void interleave(const bf16* first, const bf16* second, float* words) {
+// 2 * LANES words (first[i], second[i]), the lower half first.
+CAESURA_INLINE void interleave(const bf16* first, const bf16* second, F& low, F& high) {
     const __m512i order = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37,
                                            5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
     const __m512i a = _mm512_loadu_si512(first), b = _mm512_loadu_si512(second);
-    _mm512_storeu_si512(words, _mm512_permutex2var_epi16(a, order, b));
-    _mm512_storeu_si512(words + LANES, _mm512_permutex2var_epi16(a, _mm512_or_si512(order, _mm512_set1_epi16(16)), b));
+    low = (F)_mm512_permutex2var_epi16(a, order, b);
+    high = (F)_mm512_permutex2var_epi16(a, _mm512_or_si512(order, _mm512_set1_epi16(16)), b);
+}
+
+// The sums over the lanes of LANES vectors, as one vector: join() of what fold() makes of every four in turn. Each sum is the
+// same tree: lanes 2 apart, then 1, then quarters of a register.
+constexpr int FOLDS = 4;
+
+CAESURA_INLINE F fold(const F (&x)[4]) {
+    const F low = add(_mm512_mask_blend_ps(0xcccc, x[0], x[1]), _mm512_shuffle_ps(x[0], x[1], 0x4e));
+    const F high = add(_mm512_mask_blend_ps(0xcccc, x[2], x[3]), _mm512_shuffle_ps(x[2], x[3], 0x4e));
+    return add(_mm512_shuffle_ps(low, high, 0x88), _mm512_shuffle_ps(low, high, 0xdd));
+}
+CAESURA_INLINE F join(const F (&x)[4]) {
+    const F low = add(_mm512_shuffle_f32x4(x[0], x[1], 0x88), _mm512_shuffle_f32x4(x[0], x[1], 0xdd));
+    const F high = add(_mm512_shuffle_f32x4(x[2], x[3], 0x88), _mm512_shuffle_f32x4(x[2], x[3], 0xdd));
+    return add(_mm512_shuffle_f32x4(low, high, 0x88), _mm512_shuffle_f32x4(low, high, 0xdd));
 }
 
 CAESURA_INLINE F unpack_low2(F a, F b) { return (F)_mm512_unpacklo_pd((__m512d)a, (__m512d)b); }
@@ -111,3 +126,11 @@ CAESURA_INLINE void transpose(F (&x)[16]) {
         x[i + 4] = _mm512_shuffle_f32x4(c, d, 0x88), x[i + 12] = _mm512_shuffle_f32x4(c, d, 0xdd);
     }
 }
+
+// Past the caches; 64-byte aligned.
+CAESURA_INLINE void stream(float* p, F x) { _mm512_stream_ps(p, x); }
+
+// Of bits.
+CAESURA_INLINE F difference(F a, F b) { return _mm512_xor_ps(a, b); }
+CAESURA_INLINE F either(F a, F b) { return _mm512_or_ps(a, b); }
+CAESURA_INLINE bool any(F x) { return _mm512_test_epi32_mask((__m512i)x, (__m512i)x) != 0; }

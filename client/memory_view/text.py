@@ -1,0 +1,51 @@
+"""Sizes, durations and causes in words; the same on the page and in the terminal."""
+
+from time import localtime, strftime
+
+from ...io_struct import MemoryCause, MemoryEvent
+
+MIB = 1 << 20
+MINUS = "\N{MINUS SIGN}"
+_WORDS: dict[MemoryCause, str] = {
+    "lease_expiry": "lease expiry",
+    "update_begin": "update begins",
+    "update_commit": "update commits",
+    "update_failed": "update failed",
+}
+
+
+def size(nbytes: float, *, sign: bool = False) -> str:
+    """In MB of 2^20 bytes, from 10 GB in GB; ``sign``: with a plus where it is one."""
+    unit, scale = ("GB", MIB << 10) if abs(nbytes) >= 10 * (MIB << 10) else ("MB", MIB)
+    value = round(nbytes / scale, 1) + 0.0  # no minus zero
+    text = f"{value:{'+' if sign and value else ''},.1f} {unit}"
+    return text.replace("-", MINUS)
+
+
+def span(seconds: float) -> str:
+    """A duration, short."""
+    if seconds < 1:
+        return f"{1e3 * seconds:.1f} ms"
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    if seconds < 7200:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h"
+
+
+def tick(seconds: float) -> str:
+    """A round duration, below a chart."""
+    for unit, scale in (("h", 3600), ("min", 60)):
+        if seconds >= 2 * scale and seconds % scale == 0:
+            return f"{seconds / scale:g} {unit}"
+    return f"{seconds:g} s"
+
+
+def clock(at: float) -> str:
+    """Time of day, here."""
+    return strftime("%H:%M:%S", localtime(at)) + f".{int(at % 1 * 10)}"
+
+
+def cause(event: MemoryEvent) -> str:
+    """What made the engine look."""
+    return _WORDS.get(event.cause, event.cause)

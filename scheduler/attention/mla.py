@@ -1,0 +1,168 @@
+"""Attention over latents (MLA with absorbed projections) from torch's own operations.
+
+All query heads share one key per token, the latent and the rotated part side by side, whose front is also the value
+(DeepSeek-AI, 2024, arXiv:2405.04434, section 2.1.2: the up-projections are absorbed into the queries and the output).
+
+Invariants:
+- Decode and prefill are the same arithmetic: rows with as many new tokens as each other are computed together, their
+  pages gathered once per layer into a grow-only workspace.
+- A masked position contributes nothing, whatever it holds. Scores are overwritten (not added to) by -inf, and gathered
+  latents beyond a row's end are zeroed, because 0 * NaN is NaN.
+- Both products read gathered latents as one contiguous block, because torch copies what is not: the rotated part takes part
+  in the second one, and is cut off its result. (32 rows of 160 tokens, 16 heads, bf16, one thread: 1.4 ms against 3.0.)
+- Scores are computed for as many queries at a time as a fixed number of bytes holds: no temporary grows with the prompt
+  times its context.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..cache.pool import MLAPool
+from ..forward import ForwardBatch, FusedAttention
+from .rows import as_index, group_rows
+
+_WORKSPACE_BYTES = {"cpu": 4 << 20}
+"""Gathered latents, and fp32 scores, of what is computed together, at most; a single longer row, or a single query of
+each row, takes what it needs."""
+_DEFAULT_WORKSPACE_BYTES = 64 << 20
+
+
+@dataclass(slots=True, kw_only=True)
+class _Queries:
+    """The same stretch of new tokens in each row of a group: c tokens of n rows."""
+
+    tokens: Tensor | slice
+    """Which of the step's tokens, row by row: n * c of them."""
+    length: int
+    """Latents to attend over: of one row what the last of them sees, of several all that were gathered."""
+    positions: Tensor
+    """int64 [n, c, 1]: the last position that each one sees."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Group:
+    """Rows with equally many new tokens, padded to P pages: L = P * page_size."""
+
+    num_rows: int
+    pages: Tensor
+    """int64 [n * P]: pages of the pool."""
+    unused: Tensor
+    """int64: positions beyond a row's end, in gathered latents seen as [n * L, width]."""
+    queries: list[_Queries]
+
+
+class LatentBackend:
+    """An :class:`~..forward.AttentionBackend` over an MLA pool."""
+
+    def __init__(self, pool: MLAPool, num_heads: int, scale: float) -> None:
+        """``scale`` multiplies the scores."""
+        self.fused: FusedAttention | None = None
+        self._pool = pool
+        self._heads = num_heads
+        self._scale = scale
+        storage = pool.layer(0)
+        self._device, self._dtype = storage.device, storage.dtype
+        self._page_cells = pool.page_size * pool.width
+        self._limit = _WORKSPACE_BYTES.get(self._device.type, _DEFAULT_WORKSPACE_BYTES)
+        self._workspace = torch.empty(0, dtype=self._dtype, device=self._device)
+        self._columns = torch.empty(0, dtype=torch.int64, device=self._device)
+        self._kv_slots = torch.empty(0, dtype=torch.int64, device=self._device)
+        self._groups: list[_Group] = []
+
+    def plan(self, batch: ForwardBatch) -> None:
+        """Group the rows; build their gather indices."""
+        self._kv_slots = batch.kv_slots
+        q_lens = np.asarray(batch.q_lens_host, dtype=np.int64)
+        kv_lens = np.asarray(batch.kv_lens_host, dtype=np.int64)
+        pages = -(-kv_lens // self._pool.page_size)
+        max_pages = self._limit // (self._page_cells * self._dtype.itemsize)
+        longest = int(pages.max(initial=0)) * self._pool.page_size
+        if longest > len(self._columns):
+            self._columns = torch.arange(2 * longest, device=self._device)
+        self._groups = []
+        for q_len in np.unique(q_lens):
+            (rows,) = np.nonzero(q_lens == q_len)
+            for chosen in group_rows(pages[rows], max_pages):
+                self._groups.append(self._plan_group(batch, rows[chosen], q_lens, kv_lens))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+        """Store this step's latents, then attend.
+
+        Args:
+            q: [T, heads, width]: absorbed queries, and rotated ones.
+            k: [T, 1, width]: latents, and rotated keys; ``v`` is their front.
+
+        Returns:
+            [T, heads * value size]: to be projected from latents to values, head by head.
+        """
+        self._pool.store(layer, k.squeeze(1), self._kv_slots)
+        pages = self._pool.layer(layer).view(-1, self._page_cells)
+        out = torch.empty((*q.shape[:2], v.shape[-1]), dtype=q.dtype, device=q.device)
+        for group in self._groups:
+            latents = self._gather(group, pages)
+            for queries in group.queries:
+                attended = self._attend(queries, q[queries.tokens], latents)
+                out[queries.tokens] = attended[..., : v.shape[-1]]
+        return out.flatten(1)
+
+    def _plan_group(
+        self, batch: ForwardBatch, rows: np.ndarray, q_lens: np.ndarray, kv_lens: np.ndarray
+    ) -> _Group:
+        first_tokens, lengths, q_len = (q_lens.cumsum() - q_lens)[rows], kv_lens[rows], int(q_lens[rows[0]])
+        num_pages = -(-int(lengths.max()) // self._pool.page_size)
+        row, position = np.nonzero(np.arange(num_pages * self._pool.page_size) >= lengths[:, None])
+        unused = row * (num_pages * self._pool.page_size) + position
+        pages = batch.page_table[as_index(rows, self._device), :num_pages]
+        return _Group(
+            num_rows=len(rows),
+            pages=pages.to(torch.int64).reshape(-1),
+            unused=torch.from_numpy(unused).to(self._device),
+            queries=list(self._plan_queries(batch, first_tokens, lengths, q_len)),
+        )
+
+    def _plan_queries(
+        self, batch: ForwardBatch, first_tokens: np.ndarray, lengths: np.ndarray, q_len: int
+    ) -> Iterator[_Queries]:
+        """Cut a group's new tokens into stretches whose scores fit."""
+        num_rows, longest, start = len(lengths), int(lengths.max()), 0
+        padded = -(-longest // self._pool.page_size) * self._pool.page_size
+        while start < q_len:
+            # Bounded by what the last token sees; the stretches before it could be a little longer.
+            count = max(1, self._limit // (num_rows * self._heads * padded * 4))
+            end = min(start + count, q_len)
+            tokens = as_index((first_tokens[:, None] + np.arange(start, end)).reshape(-1), self._device)
+            # One row's first latents are one block, those of several rows are not.
+            yield _Queries(
+                tokens=tokens,
+                length=longest - q_len + end if num_rows == 1 else padded,
+                positions=batch.positions[tokens].view(num_rows, end - start, 1),
+            )
+            start = end
+
+    def _gather(self, group: _Group, pages: Tensor) -> Tensor:
+        """Copies of the group's pages in the workspace, [n, L, width], zeroed beyond each row's end."""
+        count = group.pages.shape[0]
+        if count * self._page_cells > self._workspace.shape[0]:
+            # Freed first, so that the peak is the larger of the two and not their sum.
+            self._workspace = torch.empty(0, dtype=self._dtype, device=self._device)
+            self._workspace = torch.empty(count * self._page_cells, dtype=self._dtype, device=self._device)
+        gathered = self._workspace[: count * self._page_cells].view(count, -1)
+        torch.index_select(pages, 0, group.pages, out=gathered)
+        latents = gathered.view(-1, self._pool.width)
+        latents.index_fill_(0, group.unused, 0.0)
+        return latents.view(group.num_rows, -1, self._pool.width)
+
+    def _attend(self, queries: _Queries, q: Tensor, latents: Tensor) -> Tensor:
+        """``q`` is [n * c, heads, width]; returns the same shape, the rotated part to be cut off."""
+        seen = latents[:, : queries.length]
+        num_rows, count, _ = queries.positions.shape
+        scores = torch.bmm(q.reshape(num_rows, -1, self._pool.width), seen.transpose(1, 2))
+        scores = scores.float().mul_(self._scale)
+        masked = self._columns[: queries.length] > queries.positions
+        scores.view(num_rows, count, self._heads, -1).masked_fill_(masked.unsqueeze(2), -torch.inf)
+        weights = torch.softmax(scores, dim=-1).to(q.dtype)
+        return torch.bmm(weights, seen).view(num_rows * count, self._heads, -1)

@@ -1,0 +1,85 @@
+"""Paged attention whose decode steps can be captured with nothing but torch and Triton, which come together for CUDA.
+
+Invariants:
+- Eager steps are those of the torch backend; only captured decode steps use the kernel (``kernels/triton_decode.py``).
+- Captured steps of all sizes read one page table and one list of lengths that never move.
+"""
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..forward import AttentionBackend, ForwardBatch, FusedAttention, KVPool
+from .sdpa import SdpaBackend
+
+_MULTIPROCESSORS = 132
+"""Where the device does not tell."""
+
+
+def why_not(device: torch.device) -> str | None:
+    """Why Triton cannot serve here; None where it can."""
+    if device.type != "cuda":
+        return f"it is used on CUDA, not on {device.type}"
+    return None if find_spec("triton") else "it is not installed"
+
+
+class PagedTritonBackend(SdpaBackend):
+    """The torch backend, and decode steps that a graph can hold."""
+
+    def __init__(
+        self,
+        pool: KVPool,
+        num_heads: int,
+        num_kv_heads: int,
+        head_size: int,
+        scale: float | None = None,
+        *,
+        max_rows: int,
+        max_pages: int,
+    ) -> None:
+        """``scale`` multiplies the scores (None: ``head_size ** -0.5``); a step has ``max_rows`` rows of ``max_pages`` pages at most."""
+        super().__init__(pool, num_heads, num_kv_heads, head_size, scale)
+        self._kernels = import_module("..kernels.triton_decode", __package__)
+        self._sizes = {
+            "num_heads": num_heads,
+            "num_kv_heads": num_kv_heads,
+            "head_size": head_size,
+            "page_size": pool.page_size,
+            "scale": head_size**-0.5 if scale is None else scale,
+        }
+        device = pool.layer(0)[0].device
+        self._multiprocessors = _MULTIPROCESSORS
+        if device.type == "cuda":
+            self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+        self._table = torch.zeros((max_rows, max_pages), dtype=torch.int32, device=device)
+        self._kv_lens = torch.ones(max_rows, dtype=torch.int32, device=device)
+
+    def for_decode(self, rows: int) -> AttentionBackend:
+        """Attention for steps of exactly ``rows`` decode rows, to be captured."""
+        table, kv_lens = self._table[:rows], self._kv_lens[:rows]
+        splits = self._kernels.num_splits(rows, self._sizes["num_kv_heads"], self._multiprocessors)
+        kernel = self._kernels.PagedDecode(table, kv_lens, splits=splits, **self._sizes)
+        return _CapturedDecode(self._pool, kernel, table, kv_lens)
+
+
+class _CapturedDecode:
+    """Decode rows of one number."""
+
+    def __init__(self, pool: KVPool, kernel: Any, table: Tensor, kv_lens: Tensor) -> None:
+        self.fused: FusedAttention | None = None
+        self._pool, self._kernel = pool, kernel
+        self._table, self._kv_lens = table, kv_lens
+
+    def plan(self, batch: ForwardBatch) -> None:
+        """Copy what the kernel reads to where it reads it."""
+        assert batch.num_decode == batch.num_rows == len(self._kv_lens), "captured for another number of rows"
+        self._table[:, : batch.page_table.shape[1]] = batch.page_table
+        self._kv_lens.copy_(batch.kv_lens)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+        """Store this step's K and V, then attend; shapes as in :class:`~..forward.AttentionBackend`."""
+        out: Tensor = self._kernel(q, k, v, *self._pool.layer(layer))
+        return out

@@ -1,0 +1,42 @@
+"""Which rows of a step are worth computing together, for backends that gather pages.
+
+Invariant: every row is in exactly one group, and no group but one of a single row needs more pages than the limit.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_SPLIT_PAGES = 64
+"""Padding pages worth a further round of kernel launches."""
+
+
+def group_rows(pages: np.ndarray, max_pages: int) -> list[np.ndarray]:
+    """Rows by descending length, cut where the workspace is full or padding costs more than a launch.
+
+    Args:
+        pages: int64 [n]: pages of each row's KV.
+        max_pages: pages, padding included, that the workspace of one group holds.
+
+    Returns:
+        Row numbers of each group, the longest row first.
+    """
+    order = np.argsort(-pages, kind="stable")
+    sorted_pages = pages[order].tolist()
+    total, first = len(sorted_pages), 0
+    groups = []
+    for row in range(1, total + 1):
+        longest = sorted_pages[first]
+        full = (row - first + 1) * longest > max_pages
+        if row < total and not full and (longest - sorted_pages[row]) * (total - row) < _SPLIT_PAGES:
+            continue
+        groups.append(order[first:row])
+        first = row
+    return groups
+
+
+def as_index(rows: np.ndarray, device: torch.device) -> Tensor | slice:
+    """``rows`` as a range where they are one, since reading through it is a view; else as an index on ``device``."""
+    if rows[-1] - rows[0] == len(rows) - 1 and bool((np.diff(rows) == 1).all()):
+        return slice(int(rows[0]), int(rows[-1]) + 1)
+    return torch.from_numpy(rows).to(device)

@@ -1,0 +1,274 @@
+"""A configuration into what computes: model, KV pool, attention backend, runner.
+
+Invariants:
+- What can be released is allocated inside its component (``device/residency.py``).
+- Whether memory suffices is asked before it is taken.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ..io_struct import CaesuraError, ErrorCode
+from .attention import flashinfer, paged_triton
+from .attention.mla import LatentBackend
+from .attention.paged_cpu import PagedCpuBackend
+from .attention.sdpa import SdpaBackend
+from .cache.pool import MHAPool, MLAPool
+from .cache.routing import RoutingPool
+from .config import PAGE_SIZE, EngineConfig
+from .device.memory import device_module_for, get_available_memory
+from .device.residency import ComponentResidencyManager
+from .distributed import ParallelState
+from .forward import AttentionBackend, Runner
+from .kernels import TORCH, best, serving
+from .kernels.linear import packable
+from .kernels.native import why_not
+from .models.base import CausalLM
+from .models.config import ModelConfig, load_model_config
+from .models.registry import build_model
+from .runner.model_runner import ModelRunner
+from .runner.sampler import Sampler
+from .runner.staging import StepLimits
+from .waiting import AdmissionLimits, pages_for
+from .weights.loader import WeightLoader
+from .weights.transports.disk import load_from_disk, open_checkpoint
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model with its weights in, and what follows from it."""
+
+    config: ModelConfig
+    model: CausalLM
+    loader: WeightLoader
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def weights_bytes(self) -> int:
+        """Bytes of parameters and derived tensors."""
+        return sum(tensor.nbytes for _, tensor in self.model.named_storage())
+
+    @property
+    def derived_bytes(self) -> int:
+        """Bytes of derived tensors alone."""
+        written = {slot.parameter for slot in self.model.weight_slots().values()}
+        return sum(tensor.nbytes for name, tensor in self.model.named_storage() if name not in written)
+
+
+def load_model(config: EngineConfig) -> LoadedModel:
+    """Read the checkpoint folder into freshly allocated parameters."""
+    model_config = load_model_config(config.model_path)
+    dtype = model_config.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
+    device = torch.device(config.device)
+    model = build_model(model_config, dtype, device)
+    loader = WeightLoader(model)
+    load_from_disk(loader, open_checkpoint(config.model_path), config.load_bucket_bytes)
+    loader.forget_written()
+    model.finalize_weights()
+    return LoadedModel(model_config, model, loader, dtype, device)
+
+
+def kv_bytes_per_token(loaded: LoadedModel) -> int:
+    """Bytes of KV that one token takes, over all layers."""
+    model = loaded.config
+    if model.mla is not None:
+        return MLAPool.bytes_per_token(model.num_layers, model.mla.latent_width, loaded.dtype)
+    return MHAPool.bytes_per_token(model.num_layers, model.num_kv_heads, model.head_dim, loaded.dtype)
+
+
+def routing_bytes_per_token(loaded: LoadedModel) -> int:
+    """Bytes that the experts of one token take; 0 for a model without."""
+    routed = loaded.model.routing
+    return 0 if routed is None else RoutingPool.bytes_per_token(routed.num_layers, routed.top_k, routed.dtype)
+
+
+def build_pool(
+    config: EngineConfig, loaded: LoadedModel, context_len: int, *, kept_free: int = 0
+) -> MHAPool | MLAPool:
+    """The KV pool: as many tokens as asked for, else a share of what is free, never more than could be used.
+
+    ``kept_free`` bytes are not there for it.
+    """
+    per_token = kv_bytes_per_token(loaded) + routing_bytes_per_token(loaded)
+    free = get_available_memory(config.device, empty_cache=True, group=ParallelState()) - kept_free
+    if config.kv_pool_tokens is not None:
+        pages = pages_for(config.kv_pool_tokens)
+    else:
+        usable = config.max_running_requests * pages_for(context_len)
+        pages = min(int(free * config.kv_memory_fraction) // (per_token * PAGE_SIZE), usable)
+    needed = max(pages, 1) * per_token * PAGE_SIZE
+    if needed > free:  # asked, not tried: an overcommitted allocation never fails, its first use does
+        raise CaesuraError(
+            ErrorCode.OUT_OF_MEMORY,
+            f"a KV pool of {max(pages, 1)} pages needs {needed} bytes, {free} are free",
+            needed_bytes=needed,
+            free_bytes=free,
+        )
+    return make_pool(loaded, pages + 1)  # page 0 is scratch
+
+
+def make_pool(loaded: LoadedModel, num_pages: int) -> MHAPool | MLAPool:
+    """The KV storage that the model's attention reads, of ``num_pages`` pages."""
+    model = loaded.config
+    if model.mla is not None:
+        return MLAPool(
+            num_layers=model.num_layers,
+            num_pages=num_pages,
+            width=model.mla.latent_width,
+            dtype=loaded.dtype,
+            device=loaded.device,
+        )
+    return MHAPool(
+        num_layers=model.num_layers,
+        num_pages=num_pages,
+        kv_heads=model.num_kv_heads,
+        head_size=model.head_dim,
+        dtype=loaded.dtype,
+        device=loaded.device,
+        page_size=PAGE_SIZE,
+    )
+
+
+def build_routing_pool(loaded: LoadedModel, num_pages: int) -> RoutingPool | None:
+    """Beside the KV pool, for models with experts."""
+    routed = loaded.model.routing
+    if routed is None:
+        return None
+    return RoutingPool(
+        num_layers=routed.num_layers,
+        top_k=routed.top_k,
+        dtype=routed.dtype,
+        num_pages=num_pages,
+        device=loaded.device,
+        device_module=device_module_for(loaded.device),
+    )
+
+
+def longest_context(config: EngineConfig, loaded: LoadedModel) -> int:
+    """Prompt plus output of one request, at most, in tokens."""
+    possible = loaded.config.max_position_embeddings
+    return min(config.context_len or possible, possible)
+
+
+def build_components(
+    config: EngineConfig, residency: ComponentResidencyManager
+) -> tuple[LoadedModel, MHAPool | MLAPool, RoutingPool | None, AdmissionLimits]:
+    """What can be released, weights and KV pool, and the limits that follow from their sizes."""
+    with residency.component("weights"):
+        loaded = load_model(config)
+    context_len = longest_context(config, loaded)
+    with residency.component("kv_cache"):
+        pool = build_pool(config, loaded, context_len, kept_free=residency.still_to_come)
+        routing = build_routing_pool(loaded, pool.num_pages)
+    limits = AdmissionLimits(
+        context_len=context_len,
+        pool_tokens=(pool.num_pages - 1) * PAGE_SIZE,
+        vocab_size=loaded.config.vocab_size,
+        max_waiting=config.max_waiting_requests,
+        eos_token_ids=loaded.config.eos_token_ids,
+        has_experts=routing is not None,
+    )
+    return loaded, pool, routing, limits
+
+
+def require_deterministic(loaded: LoadedModel) -> None:
+    """Row-invariant kernels must serve everything that computes: torch's products change bits with the number of rows.
+
+    Raises:
+        CaesuraError: ``unsupported``, with what serves which operation.
+    """
+    config, found = loaded.config, serving(loaded.device, loaded.dtype)
+    sizes = {config.hidden_size, config.num_heads * config.head_dim}
+    if config.moe is None or not all(config.moe.sparse_layers):
+        sizes.add(config.intermediate_size)
+    if config.moe is not None:
+        sizes.add(config.moe.intermediate_size)
+    reason = None
+    if config.mla is not None:
+        reason = "latent attention is computed by torch"
+    elif config.fp8 is not None:
+        reason = "products with FP8 weights are torch's"
+    elif TORCH in found.values():
+        reason = why_not() or "there are none for this device and dtype"
+    elif not all(packable(size, loaded.dtype) for size in sizes):
+        reason = f"rows of {min(size for size in sizes if not packable(size, loaded.dtype))} cannot be packed"
+    if reason is not None:
+        raise CaesuraError(
+            ErrorCode.UNSUPPORTED,
+            f"deterministic needs the compiled CPU kernels for every operation: {reason}",
+            serving=found,
+        )
+
+
+def build_backend(
+    config: EngineConfig, loaded: LoadedModel, pool: MHAPool | MLAPool, limits: StepLimits
+) -> AttentionBackend:
+    """The best that there is for this model's attention, or what the configuration names.
+
+    Raises:
+        CaesuraError: ``unsupported``, what was named cannot serve this model here.
+    """
+    model, wanted = loaded.config, config.attention_backend
+    unfit = {
+        "flashinfer": flashinfer.why_not(loaded.device, loaded.dtype, model.head_dim),
+        "triton": paged_triton.why_not(loaded.device),
+    }
+    if model.mla is not None:
+        unfit = dict.fromkeys(unfit, "latent attention has a backend of its own")
+    if (reason := unfit.get(wanted)) is not None:
+        raise CaesuraError(
+            ErrorCode.UNSUPPORTED, f"attention_backend = {wanted!r}: {reason}", field="attention_backend"
+        )
+    possible = {name for name in unfit if unfit[name] is None and wanted in ("auto", name)}
+    if isinstance(pool, MLAPool):
+        assert model.mla is not None
+        return LatentBackend(pool, model.num_heads, model.mla.softmax_scale)
+    sizes = (model.num_heads, model.num_kv_heads, model.head_dim, model.head_dim**-0.5)
+    if "flashinfer" in possible:
+        return flashinfer.FlashInferBackend(
+            pool, *sizes, max_rows=limits.rows, max_tokens=limits.tokens, max_pages=limits.pages
+        )
+    if "triton" in possible:
+        return paged_triton.PagedTritonBackend(pool, *sizes, max_rows=limits.rows, max_pages=limits.pages)
+    if wanted == "auto" and best("attention", loaded.device, loaded.dtype) != TORCH:
+        return PagedCpuBackend(pool, *sizes)
+    return SdpaBackend(pool, *sizes)
+
+
+def build_runner(
+    config: EngineConfig, loaded: LoadedModel, pool: MHAPool | MLAPool, routing: RoutingPool | None
+) -> ModelRunner:
+    """The model with its attention backend and sampler; decode graphs are captured where they can be."""
+    model = loaded.config
+    if config.deterministic:
+        require_deterministic(loaded)
+    limits = StepLimits.of(
+        max_rows=config.max_running_requests,
+        chunk_tokens=config.chunked_prefill_size,
+        context_len=longest_context(config, loaded),
+    )
+    backend = build_backend(config, loaded, pool, limits)
+    logger.info("attention by %s", type(backend).__name__)
+    runner = ModelRunner(
+        loaded.model,
+        backend,
+        Sampler(model.vocab_size, config.max_running_requests, loaded.device, loaded.dtype),
+        limits=limits,
+        device=loaded.device,
+        device_module=device_module_for(loaded.device),
+        routing=routing,
+        use_graphs=config.cuda_graphs,
+    )
+    if runner.graphs is not None:
+        for _ in runner.graphs.capture():
+            pass
+    return runner
+
+
+MakeRunner = Callable[[EngineConfig, LoadedModel, MHAPool | MLAPool, RoutingPool | None], Runner]

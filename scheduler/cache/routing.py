@@ -1,0 +1,98 @@
+"""Expert ids by KV slot: which experts computed what the KV pool holds there.
+
+Invariants:
+- A slot's row is written by the step that writes the slot's KV, on the forward stream, so a row follows its KV: pages that
+  the prefix tree shares bring their rows along, and a stale page keeps the rows of the weights that computed it.
+- Only slots whose step has landed are read, and no step in flight writes those. So reading waits for nothing but itself:
+  on accelerators it has a stream of its own.
+- Reading allocates nothing on the device: rows pass through a staging buffer of fixed size.
+- A pool knows nothing of requests; which positions a request gets from here is ``batching.py``'s business.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..config import PAGE_SIZE
+from ..device import residency
+
+STAGED_PAGES = 256
+"""Pages that one copy to the host takes: 4,096 tokens, 1.5 MB for 48 layers of 8 experts in a byte each."""
+
+
+class RoutingPool:
+    """Rows [layers, top_k] of expert ids, one per KV slot, in the dtype of the model's record."""
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        top_k: int,
+        dtype: torch.dtype,
+        num_pages: int,
+        device: torch.device | str = "cpu",
+        device_module: Any = None,
+        page_size: int = PAGE_SIZE,
+    ) -> None:
+        """
+        Args:
+            dtype: uint8 or int16.
+            num_pages: those of the KV pool, scratch page included.
+            device_module: makes the stream of reads. None is for the CPU, which has none.
+        """
+        self.num_layers, self.top_k, self.dtype = num_layers, top_k, dtype
+        self.numpy_dtype = np.dtype(np.uint8 if dtype == torch.uint8 else np.int16)
+        self._page_size = page_size
+        self._module = device_module
+        self._stream = device_module.Stream() if torch.device(device).type != "cpu" else None
+        page = (page_size, num_layers, top_k)
+        self._pages = residency.allocate((num_pages, *page), dtype, device)
+        staged = min(STAGED_PAGES, num_pages)
+        self._staging = residency.allocate((staged, *page), dtype, device)
+        self._index = residency.allocate((staged,), torch.int64, device)
+        self._by_slot = self._pages.view(-1, num_layers, top_k)
+
+    @staticmethod
+    def bytes_per_token(num_layers: int, top_k: int, dtype: torch.dtype) -> int:
+        """Bytes that one token takes: what sizes a pool before it exists."""
+        return num_layers * top_k * dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of address space, staging included."""
+        return self._pages.nbytes + self._staging.nbytes + self._index.nbytes
+
+    def store(self, kv_slots: Tensor, rows: Tensor) -> None:
+        """Write ``rows`` [T, layers, top_k] to ``kv_slots`` (int64 [T]), which are distinct but for the scratch page's."""
+        self._by_slot.index_copy_(0, kv_slots, rows)
+
+    def read(self, pages: np.ndarray, start: int, end: int) -> np.ndarray:
+        """The rows of positions [start, end) of a request whose KV lies in ``pages`` (integers, from its position 0).
+
+        Returns:
+            [end - start, layers, top_k] of uint8 or int16, on the host.
+        """
+        size = self._page_size
+        first, last = start // size, -(-end // size)
+        rows = np.empty(((last - first) * size, self.num_layers, self.top_k), self.numpy_dtype)
+        for at in range(first, last, STAGED_PAGES):
+            run = pages[at : min(at + STAGED_PAGES, last)]
+            rows[(at - first) * size :][: len(run) * size] = self._read_pages(run)
+        return rows[start - first * size : end - first * size]
+
+    def _read_pages(self, pages: np.ndarray) -> np.ndarray:
+        with self._reading():
+            index, staged = self._index[: len(pages)], self._staging[: len(pages)]
+            index.copy_(torch.from_numpy(pages))
+            torch.index_select(self._pages, 0, index, out=staged)
+            host = staged.to("cpu", copy=True)  # waits for this stream
+        return host.view(-1, self.num_layers, self.top_k).numpy()
+
+    def _reading(self) -> AbstractContextManager[Any]:
+        if self._stream is None:
+            return nullcontext()
+        context: AbstractContextManager[Any] = self._module.stream(self._stream)
+        return context

@@ -1,0 +1,186 @@
+"""Routed experts on the CPU, compiled (``cpu/experts.cpp``, and the grouped product of ``cpu/linear.cpp``).
+
+Invariants:
+- What a token gets (its experts, their weights, its rows of a product, its sum) has the same bits whatever the other
+  tokens, their number, and the number of threads.
+- Ids that are not of an expert are refused before anything is read by them.
+
+Everything is bfloat16 or everything float32, on the CPU.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from . import native
+from .linear import is_storage, packable, storage_shape
+from .native import INT, POINTER, SIZE
+
+_NAMES = {torch.bfloat16: "bf16", torch.float32: "f32"}
+_ROUTE = {
+    dtype: native.function(f"caesura_route_{name}", *[POINTER] * 3, *[SIZE] * 3, INT, INT)
+    for dtype, name in _NAMES.items()
+}
+_PRODUCTS = {
+    dtype: native.function(f"caesura_grouped_linear_{name}", *[POINTER] * 5, *[SIZE] * 3, INT)
+    for dtype, name in _NAMES.items()
+}
+_COMBINE = {
+    dtype: native.function(f"caesura_combine_{name}", *[POINTER] * 4, *[SIZE] * 3, INT)
+    for dtype, name in _NAMES.items()
+}
+_group = native.function("caesura_group", POINTER, *[SIZE] * 3, *[POINTER] * 5, result=SIZE)
+
+
+def route(logits: Tensor, top_k: int, *, normalize: bool) -> tuple[Tensor, Tensor]:
+    """The experts of the largest logits [T, experts], best first, the lower id first of equal ones.
+
+    Returns:
+        Ids, int64 [T, top_k], and float32 weights [T, top_k]: softmax over all experts, divided by the sum of the chosen
+        ones' if ``normalize``, rounded to the logits' dtype. NaN, where a logit is.
+
+    Raises:
+        ValueError: more than there are, or logits that the kernel would misread.
+    """
+    tokens, experts = logits.shape
+    if not (0 < top_k <= experts and logits.dtype in _ROUTE and logits.is_contiguous()):
+        raise ValueError(f"no choice of {top_k} from {logits.dtype} {tuple(logits.shape)}")
+    ids = torch.empty((tokens, top_k), dtype=torch.int64)
+    weights = torch.empty((tokens, top_k), dtype=torch.float32)
+    threads = native.num_threads()
+    _ROUTE[logits.dtype](
+        logits.data_ptr(), ids.data_ptr(), weights.data_ptr(), tokens, experts, top_k, normalize, threads
+    )
+    return ids, weights
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Pairs of a token and one of its experts, sorted by expert."""
+
+    tokens: Tensor
+    """int64 [pairs]: the token of each sorted pair."""
+    places: Tensor
+    """int64 [T, k]: where each pair is."""
+    experts: Tensor
+    """int64 [experts]: of each group; only the first ``count`` are meant."""
+    starts: Tensor
+    """int64 [experts + 1]: the first sorted pair of each group, and the end of the last."""
+    count: int
+    """Experts that were chosen at all."""
+
+
+def group(ids: Tensor, num_experts: int) -> Groups:
+    """Sort the pairs of ``ids`` int64 [T, k].
+
+    Raises:
+        IndexError: an id outside [0, num_experts).
+    """
+    if ids.dtype != torch.int64 or ids.dim() != 2 or not ids.is_contiguous():
+        raise ValueError(f"ids are {ids.dtype} {tuple(ids.shape)} strides {ids.stride()}")
+    tokens, places = torch.empty(ids.numel(), dtype=torch.int64), torch.empty_like(ids)
+    experts, starts, scratch = torch.empty((3, num_experts + 1), dtype=torch.int64)
+    count = _group(
+        ids.data_ptr(),
+        ids.numel(),
+        ids.shape[1],
+        num_experts,
+        tokens.data_ptr(),
+        places.data_ptr(),
+        experts.data_ptr(),
+        starts.data_ptr(),
+        scratch.data_ptr(),
+    )
+    if count < 0:
+        raise IndexError(f"expert ids beyond [0, {num_experts})")
+    return Groups(tokens, places, experts, starts, count)
+
+
+class GroupedProduct:
+    """``x @ w[e].T`` for packed ``w`` [experts, N, K], e the expert of a row; sums in float32, rounded once."""
+
+    def __init__(self, weight: Tensor, num_experts: int, outputs: int, inputs: int) -> None:
+        """``weight`` is storage of ``num_experts`` times the rows that N are padded to.
+
+        Raises:
+            ValueError: it has another shape or cannot be packed.
+        """
+        rows, columns = storage_shape(outputs, inputs, weight.dtype)
+        if (
+            weight.shape != (num_experts * rows, columns)
+            or not is_storage(weight)
+            or not packable(inputs, weight.dtype)
+        ):
+            raise ValueError(
+                f"{weight.dtype} {tuple(weight.shape)} does not hold {num_experts} x {outputs} packed rows of {inputs}"
+            )
+        self._weight, self._outputs, self._inputs = weight, outputs, inputs
+        self._num_experts = num_experts
+        self._compute = _PRODUCTS[weight.dtype]
+
+    def __call__(self, x: Tensor, groups: Groups, out: Tensor | None = None) -> Tensor:
+        """[pairs, K], sorted as ``groups`` says, to [pairs, N], both contiguous; None: fresh memory. Returns ``out``.
+
+        Raises:
+            ValueError: shapes or dtypes that do not fit together.
+        """
+        pairs = len(groups.tokens)
+        out = torch.empty((pairs, self._outputs), dtype=x.dtype) if out is None else out
+        if not (
+            x.shape == (pairs, self._inputs)
+            and out.shape == (pairs, self._outputs)
+            and x.dtype == out.dtype == self._weight.dtype
+            and x.is_contiguous()
+            and out.is_contiguous()
+            and len(groups.starts) == self._num_experts + 1
+        ):
+            raise ValueError(
+                f"no product of {x.dtype} {tuple(x.shape)} strides {x.stride()} with packed rows of {self._inputs} "
+                f"in {out.dtype} {tuple(out.shape)} strides {out.stride()}"
+            )
+        self._compute(
+            x.data_ptr(),
+            self._weight.data_ptr(),
+            out.data_ptr(),
+            groups.experts.data_ptr(),
+            groups.starts.data_ptr(),
+            groups.count,
+            self._outputs,
+            self._inputs,
+            native.num_threads(),
+        )
+        return out
+
+
+def combine(y: Tensor, groups: Groups, weights: Tensor) -> Tensor:
+    """Each token's sum of ``weights`` (float32 [T, k]) times its rows of ``y`` [pairs, size]: [T, size], fresh memory.
+
+    Raises:
+        ValueError: shapes, dtypes or strides that do not fit together.
+    """
+    tokens, k = groups.places.shape
+    if not (
+        weights.shape == (tokens, k)
+        and weights.dtype == torch.float32
+        and weights.is_contiguous()
+        and y.dim() == 2
+        and y.shape[0] == tokens * k
+        and y.dtype in _COMBINE
+        and y.is_contiguous()
+    ):
+        raise ValueError(
+            f"no sum of {y.dtype} {tuple(y.shape)} by {weights.dtype} {tuple(weights.shape)} for {(tokens, k)}"
+        )
+    out = torch.empty((tokens, y.shape[1]), dtype=y.dtype)
+    _COMBINE[y.dtype](
+        y.data_ptr(),
+        groups.places.data_ptr(),
+        weights.data_ptr(),
+        out.data_ptr(),
+        tokens,
+        k,
+        y.shape[1],
+        native.num_threads(),
+    )
+    return out

@@ -1,0 +1,200 @@
+"""Routed experts: gated feed-forward blocks of which every token goes through a few (Shazeer et al., 2017, arXiv:1701.06538).
+
+Invariants:
+- The weights of all experts are one parameter each way, written in place from per-expert checkpoint tensors; no second copy
+  of a weight ever exists.
+- Pairs of a token and one of its experts are sorted by expert, and one product goes over all experts: no loop over tokens,
+  and none over experts where there is a grouped product for the shape.
+- A token's sum is taken in float32 in the order of its ``expert_ids`` and rounded once. With compiled kernels its bits
+  depend on the token alone, unless weights are FP8.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ..kernels import TORCH, best, elementwise
+from ..kernels import experts as kernel
+from ..kernels.linear import packable, storage_shape
+from .fp8_block import Fp8ExpertMatrix
+from .linear import all_fp8
+from .matrix import PackedSlot
+from .parameters import Parameter, Placement, PlainSlot, WeightSlot
+
+_COMBINED_ELEMENTS = 1 << 24
+"""Elements that are weighted at a time: bounds the float32 transient of torch's way to 64 MB."""
+
+
+class ExpertMatrix:
+    """One weight [out, in] of each expert: packed, each from a panel of its own on, or plain."""
+
+    def __init__(
+        self,
+        name: str,
+        num_experts: int,
+        out_features: int,
+        in_features: int,
+        place: Placement,
+        *,
+        packed: bool,
+    ) -> None:
+        self._out, self._in = out_features, in_features
+        self._rows = 0
+        self._product: kernel.GroupedProduct | None = None
+        if packed:
+            self._rows, columns = storage_shape(out_features, in_features, place.dtype)
+            shape: tuple[int, ...] = num_experts * self._rows, columns
+        else:
+            shape = num_experts, out_features, in_features
+        self.parameter = Parameter(name, shape, place.dtype, place.device)
+        if packed:
+            self._product = kernel.GroupedProduct(self.parameter.data, num_experts, out_features, in_features)
+
+    def packed_product(self, x: Tensor, groups: kernel.Groups, out: Tensor) -> Tensor:
+        """Each row of ``x`` [pairs, in] times its expert's weight, into ``out`` [pairs, out]."""
+        assert self._product is not None, "a plain weight"
+        return self._product(x, groups, out)
+
+    def plain_product(self, x: Tensor, ends: Tensor) -> Tensor:
+        """The same, in fresh memory; ``ends``: :func:`sort_by_expert`."""
+        return grouped_linear(x, self.parameter.data, ends)
+
+    def slots(self, module: str, expert: int, start: int, length: int) -> Iterator[WeightSlot]:
+        """Of the checkpoint module held in rows ``[start, start + length)`` of an expert's weight: its weight."""
+        data = self.parameter.data
+        if self._product is not None:
+            first, shape = expert * self._rows + start, (length, self._in)
+            yield PackedSlot(f"{module}.weight", self.parameter.name, data, first, shape)
+        else:
+            yield PlainSlot(f"{module}.weight", self.parameter.name, data[expert].narrow(0, start, length))
+
+    def parameters(self) -> Iterator[Parameter]:
+        """The one there is."""
+        yield self.parameter
+
+
+class Experts:
+    """The sum of ``weights[t, i] * down_e(silu(gate_e(x[t])) * up_e(x[t]))`` over i, where e is ``expert_ids[t, i]``."""
+
+    def __init__(
+        self,
+        name: str,
+        prefix: str,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        place: Placement,
+    ) -> None:
+        """
+        Args:
+            name: engine name; parameters are ``{name}.gate_up`` and ``{name}.down``.
+            prefix: the checkpoint's module, which holds ``{expert}.gate_proj``, ``.up_proj`` and ``.down_proj``.
+        """
+        self._prefix, self._num_experts = prefix, num_experts
+        self._hidden, self._width = hidden_size, intermediate_size
+        self._workspace = place.workspace
+        self._compiled = best("experts", place.device, place.dtype) != TORCH and all(
+            packable(size, place.dtype) for size in (hidden_size, intermediate_size)
+        )
+        gate_up, down = [intermediate_size] * 2, [hidden_size]
+        self._gate_up = self._matrix(f"{name}.gate_up", gate_up, hidden_size, place)
+        self._down = self._matrix(f"{name}.down", down, intermediate_size, place)
+
+    def _matrix(
+        self, name: str, part_rows: list[int], in_features: int, place: Placement
+    ) -> ExpertMatrix | Fp8ExpertMatrix:
+        projections = ("gate_proj", "up_proj", "down_proj")
+        modules = (f"{self._prefix}.{e}.{part}" for e in range(self._num_experts) for part in projections)
+        if all_fp8(modules, place):
+            return Fp8ExpertMatrix(name, self._num_experts, part_rows, in_features, place)
+        return ExpertMatrix(
+            name, self._num_experts, sum(part_rows), in_features, place, packed=self._compiled
+        )
+
+    def forward(self, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
+        """[T, hidden] to [T, hidden], in fresh memory.
+
+        Args:
+            expert_ids: int64 [T, k].
+            weights: [T, k], float32 or of ``x``'s dtype.
+        """
+        if self._compiled:
+            return self._forward_compiled(x, expert_ids, weights)
+        tokens, places, ends = sort_by_expert(expert_ids, self._num_experts)
+        gate, up = self._gate_up.plain_product(x.index_select(0, tokens), ends).chunk(2, dim=-1)
+        y = self._down.plain_product(functional.silu(gate).mul_(up), ends)
+        return combine(y, places, weights)
+
+    def _forward_compiled(self, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
+        groups = kernel.group(expert_ids.contiguous(), self._num_experts)
+        rows = torch.index_select(x, 0, groups.tokens, out=self._take("rows", expert_ids, self._hidden, x))
+        gate_up = self._take("gate_up", expert_ids, 2 * self._width, x)
+        self._gate_up.packed_product(rows, groups, gate_up)
+        gated = elementwise.silu_mul(gate_up, self._take("gated", expert_ids, self._width, x))
+        y = self._down.packed_product(gated, groups, rows)  # whose inputs are no longer needed
+        return kernel.combine(y, groups, weights.float().contiguous())
+
+    def _take(self, purpose: str, expert_ids: Tensor, width: int, x: Tensor) -> Tensor:
+        return self._workspace.take(f"experts.{purpose}", (expert_ids.numel(), width), x.dtype, x.device)
+
+    def slots(self) -> Iterator[WeightSlot]:
+        """Per expert gate, up, down."""
+        for expert in range(self._num_experts):
+            module = f"{self._prefix}.{expert}"
+            yield from self._gate_up.slots(f"{module}.gate_proj", expert, 0, self._width)
+            yield from self._gate_up.slots(f"{module}.up_proj", expert, self._width, self._width)
+            yield from self._down.slots(f"{module}.down_proj", expert, 0, self._hidden)
+
+    def parameters(self) -> Iterator[Parameter]:
+        """gate_up, down; after each its scales where it is FP8."""
+        yield from self._gate_up.parameters()
+        yield from self._down.parameters()
+
+
+def sort_by_expert(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Sort the pairs of ``expert_ids`` int64 [T, k], those of one expert in the order of their tokens; never waits for a device.
+
+    Returns:
+        The token of each sorted pair, int64 [T * k]; where each pair went, int64 [T, k]; the end of each expert's pairs,
+        int32 [num_experts].
+    """
+    device = expert_ids.device
+    ids, order = expert_ids.flatten().sort(stable=True)
+    ends = torch.searchsorted(ids, torch.arange(num_experts, device=device), right=True, out_int32=True)
+    places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=device))
+    return order // expert_ids.shape[1], places.view_as(expert_ids), ends
+
+
+def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """``x[t] @ weight[e].T`` for rows [pairs, in] sorted by expert and ``weight`` [experts, out, in]: [pairs, out]."""
+    if _groupable(x, weight):
+        return functional.grouped_mm(x, weight.transpose(-2, -1), offs=ends)
+    out = x.new_empty((x.shape[0], weight.shape[1]))
+    start = 0
+    for expert, end in enumerate(ends.tolist()):
+        if end > start:
+            torch.mm(x[start:end], weight[expert].t(), out=out[start:end])
+        start = end
+    return out
+
+
+def _groupable(x: Tensor, weight: Tensor) -> bool:
+    """Whether torch has a grouped product for these: strides in units of 16 bytes, and bfloat16 on accelerators."""
+    return (
+        hasattr(functional, "grouped_mm")  # older torch lacks it
+        and (x.device.type == "cpu" or x.dtype == torch.bfloat16)
+        and all(size * x.itemsize % 16 == 0 for size in weight.shape[1:])
+    )
+
+
+def combine(y: Tensor, places: Tensor, weights: Tensor) -> Tensor:
+    """Each token's sum of ``weights`` [T, k] times its rows ``places`` [T, k] of ``y`` [pairs, size]: [T, size]."""
+    tokens = max(1, _COMBINED_ELEMENTS // (places.shape[1] * y.shape[1]))
+    parts = [
+        (y.index_select(0, rows.flatten()).view(*rows.shape, -1) * factors.float().unsqueeze(-1)).sum(1)
+        for rows, factors in zip(places.split(tokens), weights.split(tokens))
+    ]
+    return torch.cat(parts).to(y.dtype)

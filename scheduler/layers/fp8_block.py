@@ -1,0 +1,282 @@
+"""Weights as FP8 in blocks, one float32 scale to a block (DeepSeek-V3: Liu et al., 2024, arXiv:2412.19437, section 3.3).
+
+A value is ``float8_e4m3fn * scale``. The checkpoint holds ``X.weight`` [out, in] and, of its grid of blocks,
+``X.weight_scale_inv`` [ceil(out / rows), ceil(in / columns)]; blocks at the edges are smaller.
+
+Invariants:
+- Storage is what the checkpoint holds, byte for byte. Parts of a fused weight keep a grid each, from their own first row.
+- A weight that comes in a wider float is quantised block by block, each when its rows are complete: the result depends
+  on the tensor alone, not on how it was cut. At most one row of blocks waits, in the model's workspace, as float32.
+- What is computed with does not outlive a product: weights are dequantised into the workspace, at most ``_CHUNK`` elements
+  (or one row) at a time. So nothing can mix a new weight with an old scale, in whatever order they come.
+- A dequantised element is ``float32(weight) * scale``, rounded once to the dtype of the product.
+
+Rounding of quantised weights is that of transformers' ``FineGrainedFP8Config`` bit for bit, where its result is finite.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ..kernels.experts import Groups
+from . import fp8_scaled
+from .parameters import CASTABLE, Fp8Blocks, Parameter, Placement, PlainSlot, WeightSlot, Workspace
+
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0
+
+_CHUNK = 1 << 20
+"""Elements that are dequantised or quantised at a time: 4 MB as float32."""
+_TINY = FP8_MAX / torch.finfo(torch.float32).max
+"""Blocks below are zero: the reciprocal of their scale would be infinite."""
+
+# e4m3fn to float16 by integers, several times faster than torch's conversion on the CPU: sign, exponent and mantissa moved
+# to their places give the value over 2^(15 - 7), subnormal ones included.
+_SHIFT, _PLACES, _REBIAS = 7, -0x4080, 2.0**8
+# 0x7F is NaN: one more carries into bit 7, times 255 that is 0x7F80, a NaN of float16.
+_MAGNITUDE, _CARRY, _NAN_BITS = 0x7F, 0x80, 0xFF
+
+
+def scale_shape(blocks: Fp8Blocks, rows: int, columns: int) -> tuple[int, int]:
+    """The grid of blocks of a weight [rows, columns]."""
+    return -(-rows // blocks.rows), -(-columns // blocks.columns)
+
+
+def quantize(values: Tensor, blocks: Fp8Blocks) -> tuple[Tensor, Tensor]:
+    """float32 [n, in] to FP8 [n, in] and the float32 scales of its grid: the largest magnitude of a block becomes 448.
+
+    Blocks of zeros have scale 1; NaN and infinities stay not finite.
+    """
+    size, grid = values.shape, scale_shape(blocks, *values.shape)
+    shape = (grid[0], blocks.rows, grid[1], blocks.columns)
+    rows, columns = grid[0] * blocks.rows, grid[1] * blocks.columns
+    if size != (rows, columns):
+        values = functional.pad(values, (0, columns - size[1], 0, rows - size[0]))
+    tiles = values.reshape(shape)
+    largest = tiles.abs().amax(dim=(1, 3), keepdim=True)
+    factors = torch.where(largest < _TINY, 1.0, largest.reciprocal() * FP8_MAX)  # a division rounds otherwise
+    quantized = (tiles * factors).clamp_(-FP8_MAX, FP8_MAX).to(FP8).view(rows, columns)
+    return quantized[: size[0], : size[1]], factors.reciprocal().view(grid)
+
+
+def dequantize(weight: Tensor, scales: Tensor, columns: int, out: Tensor, workspace: Workspace) -> Tensor:
+    """Write FP8 ``weight`` [n, in], times its scales, to ``out`` [n, in] and return it.
+
+    Args:
+        scales: float32 [n, ceil(in / columns)], one row to a row of the weight.
+    """
+    device = weight.device
+    values = out
+    if out.dtype != torch.float32:
+        values = workspace.take("fp8 values", tuple(weight.shape), torch.float32, device)
+    if device.type == "cpu":
+        scales = scales * _REBIAS
+        values.copy_(_shifted(weight, workspace))
+    else:
+        values.copy_(weight)
+    whole = weight.shape[1] // columns
+    values[:, : whole * columns].unflatten(1, (whole, columns)).mul_(scales[:, :whole, None])
+    if whole < scales.shape[1]:
+        values[:, whole * columns :].mul_(scales[:, whole:])
+    if values is not out:
+        out.copy_(values)
+    return out
+
+
+def _shifted(weight: Tensor, workspace: Workspace) -> Tensor:
+    """``weight * 2^-8`` as float16, exact; NaN stays NaN."""
+    scratch = workspace.take("fp8 bits", (2, *weight.shape), torch.int16, weight.device)
+    bits, nan = scratch[0], scratch[1]
+    bits.copy_(weight.view(torch.int8))
+    torch.bitwise_and(bits, _MAGNITUDE, out=nan).add_(1).bitwise_and_(_CARRY).mul_(_NAN_BITS)
+    return bits.bitwise_left_shift_(_SHIFT).bitwise_and_(_PLACES).bitwise_or_(nan).view(torch.float16)
+
+
+class Fp8Slot(PlainSlot):
+    """``X.weight``: FP8 as it comes, or any wider float, which brings its scales with it."""
+
+    __slots__ = ("_blocks", "_scales", "_workspace")
+
+    def __init__(self, name: str, parameter: str, rows: Tensor, scales: PlainSlot, place: Placement) -> None:
+        """``scales`` is where the scales of these ``rows`` go."""
+        super().__init__(name, parameter, rows)
+        assert place.fp8 is not None
+        self._blocks, self._workspace = place.fp8, place.workspace
+        self._scales = scales
+
+    def accepts(self, dtype: torch.dtype) -> bool:
+        """FP8, and floats that are quantised."""
+        return dtype == FP8 or dtype in CASTABLE
+
+    def fills(self, dtype: torch.dtype) -> str | None:
+        """The scales, unless they come by themselves."""
+        return None if dtype == FP8 else self._scales.name
+
+    def update(self, rows: Tensor, start: int, *, compare: bool = True) -> bool:
+        """Rows of a block that is not complete yet wait for the call that completes it."""
+        if rows.dtype == FP8:
+            return super().update(rows, start, compare=compare)
+        changed = not compare
+        for first, values in self._whole_blocks(rows, start):
+            weight, scales = quantize(values, self._blocks)
+            changed |= super().update(weight, first, compare=not changed)
+            changed |= self._scales.update(scales, first // self._blocks.rows, compare=not changed)
+        return changed
+
+    def write(self, rows: Tensor, start: int) -> None:
+        """See :meth:`update` for what is quantised."""
+        if rows.dtype == FP8:
+            super().write(rows, start)
+        else:
+            self.update(rows, start, compare=False)
+
+    def differs(self, rows: Tensor, start: int) -> bool:
+        """True for what is quantised: whether it does shows when a block is complete."""
+        return rows.dtype != FP8 or super().differs(rows, start)
+
+    def _whole_blocks(self, rows: Tensor, start: int) -> Iterator[tuple[int, Tensor]]:
+        """(first row, float32 rows) of all blocks that ``rows`` complete, some at a time."""
+        height, (total, width) = self._blocks.rows, self.shape
+        step = max(1, _CHUNK // (height * width)) * height
+        position, end = start, start + rows.shape[0]
+        while position < end:
+            block = position // height * height
+            block_end = min(block + height, total)
+            if position == block and end >= block_end:
+                until = min(position + step, total if end == total else end // height * height)
+                values = rows[position - start : until - start]
+                yield position, values.to(device=self._rows.device, dtype=torch.float32)
+            else:
+                until = min(end, block_end)
+                kept = self._workspace.take("fp8 rows", (height, width), torch.float32, self._rows.device)
+                kept[position - block : until - block].copy_(rows[position - start : until - start])
+                if until == block_end:
+                    yield block, kept[: until - block]
+            position = until
+
+
+class Fp8Matrix:
+    """One weight [out, in] and its product; as :class:`~.matrix.Matrix`, but FP8."""
+
+    def __init__(self, name: str, part_rows: Sequence[int], in_features: int, place: Placement) -> None:
+        """``part_rows``: output features of each checkpoint tensor that is stacked here."""
+        assert place.fp8 is not None
+        self._place, self._blocks = place, place.fp8
+        grids = [scale_shape(place.fp8, rows, in_features) for rows in part_rows]
+        self._weight = Parameter(name, (sum(part_rows), in_features), FP8, place.device)
+        self._scales = Parameter(
+            f"{name}_scale_inv", (sum(rows for rows, _ in grids), grids[0][1]), torch.float32, place.device
+        )
+        self._parts: dict[int, tuple[int, int]] = {}  # first row to the rows of the grid
+        of_row = []
+        start = first = 0
+        for rows, (length, _) in zip(part_rows, grids, strict=True):
+            self._parts[start] = first, length
+            of_row.append(first + torch.arange(rows, dtype=torch.int32) // place.fp8.rows)
+            start, first = start + rows, first + length
+        self._scaled = (
+            (place.fp8.rows, place.fp8.columns, place.dtype)
+            == (fp8_scaled.BLOCK, fp8_scaled.BLOCK, torch.bfloat16)
+            and not any(size % fp8_scaled.BLOCK for size in (*part_rows, in_features))
+            and fp8_scaled.serves(place.device)
+        )
+        self._scale_of_row = torch.cat(of_row).to(place.device)  # which row of scales is each row's
+
+    def product(
+        self, x: Tensor, bias: Tensor | None = None, out: Tensor | None = None, *, first: int = 0
+    ) -> Tensor:
+        """``x @ weight.T + bias`` for ``x`` [T, in]; into ``out`` [T, n] where given (contiguous, same dtype).
+
+        Of the n rows from ``first`` on, which are all of them without ``out``.
+        """
+        outputs, inputs = self._weight.data.shape
+        if out is None:
+            out = x.new_empty((x.shape[0], outputs))
+        if self._scaled:
+            rows = slice(first, first + out.shape[1])
+            grid = slice(rows.start // fp8_scaled.BLOCK, rows.stop // fp8_scaled.BLOCK)
+            y = fp8_scaled.product(x, self._weight.data[rows], self._scales.data[grid])
+            return out.copy_(y) if bias is None else torch.add(y, bias, out=out)
+        for start, end in _chunks(out.shape[1], inputs):
+            shape = end - start, inputs
+            weight = self._place.workspace.take("fp8 weight", shape, x.dtype, x.device)
+            self.dequantize(weight, first + start)
+            if bias is None:
+                torch.mm(x, weight.t(), out=out[:, start:end])
+            else:
+                torch.addmm(bias[start:end], x, weight.t(), out=out[:, start:end])
+        return out
+
+    def dequantize(self, out: Tensor, start: int = 0) -> Tensor:
+        """Rows ``[start, start + n)`` of the weight into ``out`` [n, in] of any float dtype; returns it."""
+        for first, last in _chunks(*out.shape):
+            here = slice(start + first, start + last)
+            scales = self._scales.data.index_select(0, self._scale_of_row[here])
+            part, columns = out[first:last], self._blocks.columns
+            dequantize(self._weight.data[here], scales, columns, part, self._place.workspace)
+        return out
+
+    def read(self) -> Tensor:
+        """The dequantised weight as [out, in] of the model's dtype: a copy."""
+        shape, place = self._weight.data.shape, self._place
+        return self.dequantize(torch.empty(shape, dtype=place.dtype, device=place.device))
+
+    def slots(self, module: str, start: int, length: int) -> Iterator[WeightSlot]:
+        """Of the part that begins at row ``start``: its weight, and its scales."""
+        first, grid_rows = self._parts[start]
+        scales = PlainSlot(
+            f"{module}.weight_scale_inv", self._scales.name, self._scales.data.narrow(0, first, grid_rows)
+        )
+        rows = self._weight.data.narrow(0, start, length)
+        yield Fp8Slot(f"{module}.weight", self._weight.name, rows, scales, self._place)
+        yield scales
+
+    def parameters(self) -> Iterator[Parameter]:
+        """The weight, then its scales."""
+        yield self._weight
+        yield self._scales
+
+
+class Fp8ExpertMatrix:
+    """One weight [out, in] of each expert; as :class:`~.experts.ExpertMatrix`, but FP8."""
+
+    def __init__(
+        self, name: str, num_experts: int, part_rows: Sequence[int], in_features: int, place: Placement
+    ) -> None:
+        """``part_rows``: output features of each checkpoint tensor that an expert's weight is stacked from."""
+        self._out = sum(part_rows)
+        self._matrix = Fp8Matrix(name, [*part_rows] * num_experts, in_features, place)
+
+    def packed_product(self, x: Tensor, groups: Groups, out: Tensor) -> Tensor:
+        """Each row of ``x`` [pairs, in] times its expert's weight, into ``out`` [pairs, out]."""
+        starts = groups.starts[: groups.count + 1].tolist()
+        return self._product(x, groups.experts[: groups.count].tolist(), starts, out)
+
+    def plain_product(self, x: Tensor, ends: Tensor) -> Tensor:
+        """The same, in fresh memory; ``ends`` [experts]: the end of each expert's rows, which are sorted."""
+        starts = [0, *ends.tolist()]
+        return self._product(x, range(len(ends)), starts, x.new_empty((x.shape[0], self._out)))
+
+    def _product(self, x: Tensor, experts: Sequence[int], starts: list[int], out: Tensor) -> Tensor:
+        for expert, (start, end) in zip(experts, pairwise(starts), strict=True):
+            if end > start:  # the others are not dequantised
+                self._matrix.product(x[start:end], out=out[start:end], first=expert * self._out)
+        return out
+
+    def slots(self, module: str, expert: int, start: int, length: int) -> Iterator[WeightSlot]:
+        """Of the checkpoint module held in rows ``[start, start + length)`` of an expert's weight."""
+        return self._matrix.slots(module, expert * self._out + start, length)
+
+    def parameters(self) -> Iterator[Parameter]:
+        """The weights of all experts, then their scales."""
+        return self._matrix.parameters()
+
+
+def _chunks(rows: int, width: int) -> Iterator[tuple[int, int]]:
+    """(start, end) of as many rows as are dequantised at a time."""
+    step = max(1, _CHUNK // width)
+    for start in range(0, rows, step):
+        yield start, min(start + step, rows)

@@ -1,0 +1,86 @@
+"""Routing by groups of experts (DeepSeek-V2: arXiv:2405.04434, section 2.2.2; V3: arXiv:2412.19437, section 2.1.2).
+
+Invariants:
+- Logits and scores are float32, products included: the choice is discrete, and a logit rounded to bf16 changes it.
+- The bias, which balances load without a loss, decides who is chosen and never how much an expert counts.
+"""
+
+from collections.abc import Iterator
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from .parameters import Parameter, Placement, WeightSlot
+
+
+class GroupedRouter:
+    """The k best experts of the best groups."""
+
+    def __init__(
+        self,
+        name: str,
+        module: str,
+        hidden_size: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        scoring: Literal["softmax", "sigmoid"],
+        num_groups: int,
+        top_groups: int,
+        group_score: Literal["max", "top2"],
+        normalize: bool,
+        scale: float,
+        bias: bool,
+        place: Placement,
+    ) -> None:
+        """
+        Args:
+            module: the checkpoint's, which holds ``weight`` [experts, hidden] and, with ``bias``,
+                ``e_score_correction_bias`` [experts], kept in float32.
+            num_groups: groups of neighbouring experts, of which ``top_groups`` are chosen from.
+            group_score: a group is as good as its best expert, or as the sum of its two best.
+            normalize: whether weights are divided by their sum, before they are multiplied by ``scale``.
+        """
+        self._module, self._top_k = module, top_k
+        self._scoring, self._normalize, self._scale = scoring, normalize, scale
+        self._num_groups, self._top_groups, self._group_score = num_groups, top_groups, group_score
+        self._weight = Parameter(f"{name}.weight", (num_experts, hidden_size), place.dtype, place.device)
+        self._bias: Parameter | None = None
+        if bias:
+            self._bias = Parameter(f"{name}.bias", (num_experts,), torch.float32, place.device)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """[T, hidden] to ids, int64 [T, k], and weights, float32 [T, k]."""
+        logits = functional.linear(x.float(), self._weight.data.float())
+        scores = logits.sigmoid() if self._scoring == "sigmoid" else logits.softmax(dim=-1)
+        choice = scores if self._bias is None else scores + self._bias.data
+        if self._num_groups > 1:
+            choice = self._in_top_groups(choice)
+        ids = choice.topk(self._top_k, dim=-1).indices
+        weights = scores.gather(1, ids)
+        if self._normalize:
+            weights /= weights.sum(dim=-1, keepdim=True) + 1e-20
+        return ids, weights.mul_(self._scale)
+
+    def _in_top_groups(self, choice: Tensor) -> Tensor:
+        """``choice`` [T, experts] with -inf outside the chosen groups."""
+        grouped = choice.unflatten(1, (self._num_groups, -1))
+        best = grouped.amax(-1) if self._group_score == "max" else grouped.topk(2, dim=-1).values.sum(-1)
+        chosen = best.topk(self._top_groups, dim=-1).indices
+        left_out = torch.ones_like(best, dtype=torch.bool).scatter_(1, chosen, False)
+        masked: Tensor = grouped.masked_fill(left_out.unsqueeze(-1), -torch.inf)
+        return masked.flatten(1)
+
+    def slots(self) -> Iterator[WeightSlot]:
+        """Weight, then bias."""
+        yield self._weight.slot(f"{self._module}.weight")
+        if self._bias is not None:
+            yield self._bias.slot(f"{self._module}.e_score_correction_bias")
+
+    def parameters(self) -> Iterator[Parameter]:
+        """Weight, then bias."""
+        yield self._weight
+        if self._bias is not None:
+            yield self._bias

@@ -1,0 +1,113 @@
+"""The feed-forward block of a layer with experts: a router, the experts it chooses, and those that everything goes through.
+
+Invariant: what a router has chosen is recorded before it is computed with, for whoever replays the routing.
+"""
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..kernels import TORCH, best
+from ..kernels import experts as kernel
+from .experts import Experts
+from .linear import Linear
+from .mlp import GatedMLP
+from .parameters import Layer, Parameter, Placement, WeightSlot
+from .routed_experts import RoutedExperts
+
+
+class Router(Layer, Protocol):
+    """Chooses the experts of a token."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """[T, hidden] to expert ids, int64 [T, k], and their weights [T, k], float32 or of ``x``'s dtype; fresh memory."""
+        ...
+
+
+class TopKRouter:
+    """The k experts of the highest probability, softmax in float32 over all of them."""
+
+    def __init__(
+        self,
+        name: str,
+        module: str,
+        hidden_size: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        normalize: bool,
+        place: Placement,
+    ) -> None:
+        """
+        Args:
+            module: the checkpoint's, which holds ``weight`` [experts, hidden].
+            normalize: whether weights are divided by their sum.
+        """
+        self._logits = Linear(name, hidden_size, {module: num_experts}, place=place)
+        self._top_k, self._normalize = top_k, normalize
+        self._compiled = best("experts", place.device, place.dtype) != TORCH
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Ids, best first, and float32 weights that have been rounded to ``x``'s dtype."""
+        logits = self._logits.forward(x)
+        if self._compiled:
+            return kernel.route(logits, self._top_k, normalize=self._normalize)
+        scores = torch.softmax(logits, dim=-1, dtype=torch.float32)
+        weights, ids = scores.topk(self._top_k, dim=-1)
+        if self._normalize:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        return ids, weights.to(x.dtype).float()
+
+    def slots(self) -> Iterator[WeightSlot]:
+        """The one weight."""
+        return self._logits.slots()
+
+    def parameters(self) -> Iterator[Parameter]:
+        """The one weight."""
+        return self._logits.parameters()
+
+
+class MoeBlock:
+    """``experts(x) + shared(x)``."""
+
+    def __init__(
+        self,
+        layer: int,
+        router: Router,
+        experts: Experts,
+        routing: RoutedExperts,
+        *,
+        shared: GatedMLP | None = None,
+    ) -> None:
+        """
+        Args:
+            layer: its number, under which the choice is recorded in ``routing``.
+            shared: what every token goes through. None: nothing.
+        """
+        self._layer, self._router, self._experts = layer, router, experts
+        self._routing, self._shared = routing, shared
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, hidden] to [T, hidden], in fresh memory."""
+        ids, weights = self._router.forward(x)
+        self._routing.record(self._layer, ids)
+        y = self._experts.forward(x, ids, weights)
+        return y if self._shared is None else y.add_(self._shared.forward(x))
+
+    def slots(self) -> Iterator[WeightSlot]:
+        """Those of the parts."""
+        for part in self._parts():
+            yield from part.slots()
+
+    def parameters(self) -> Iterator[Parameter]:
+        """Those of the parts."""
+        for part in self._parts():
+            yield from part.parameters()
+
+    def _parts(self) -> Iterator[Layer]:
+        yield self._router
+        yield self._experts
+        if self._shared is not None:
+            yield self._shared

@@ -1,0 +1,34 @@
+"""What an architecture's config class assumes, and what it may ask for: the part of a config that its model file knows."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from .config_moe import MoeConfig
+from .config_reader import ConfigReader
+
+
+def nothing_refused(config: dict[str, Any]) -> list[str]:
+    """Of an architecture that asks for nothing special."""
+    return []
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """One architecture. A model file names its own in ``FAMILIES``, by the name in config.json, which is that of its class."""
+
+    num_kv_heads: int | None = None
+    """Where config.json says nothing. None: as many as query heads, which is also what null in a config means."""
+    head_dim: int | None = None
+    """None: hidden_size / num_heads, likewise."""
+    attention_bias: bool | None = None
+    """Fixed by the architecture. None: the config decides."""
+    window: Literal["ignored", "always", "switched", "upper_layers"] = "ignored"
+    """When ``sliding_window`` is in use: never, where it is set, with ``use_sliding_window``, or with that from layer
+    ``max_window_layers`` on."""
+    moe: Callable[[dict[str, Any], ConfigReader, int], MoeConfig] | None = None
+    """Reads what is about experts, for a number of layers. None: there are none."""
+    latent: bool = False
+    """Multi-head latent attention: every query head has a key of its own, so the fields above say nothing."""
+    refused: Callable[[dict[str, Any]], list[str]] = nothing_refused
+    """Fields of a config that ask for what the model file does not do."""

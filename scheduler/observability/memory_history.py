@@ -1,0 +1,268 @@
+"""What the device's memory has been and why: a bounded record of memory events.
+
+Invariants:
+- Looking has no side effect, and nobody looks per step: at commands, at failures and, while steps run, every few seconds.
+- The record takes the same memory for ever, all of it from the start: it must not be what makes memory grow. Events that
+  no longer fit are folded into stretches of time, which get longer as there are more of them.
+- Looks at steady memory are one event, which is extended; a drift beyond :data:`STEADY_BYTES` begins another, however slow
+  it is.
+- The parts by tag add up to what is reserved.
+"""
+
+from collections.abc import Callable
+from time import monotonic, time
+from typing import Any, get_args
+
+import numpy as np
+
+from ...io_struct import MemoryByTag, MemoryCause, MemoryEvent, MemoryStretch
+from ..device.memory import DeviceMemoryReading
+from ..device.residency import ComponentResidencyManager
+
+EVENTS = 4096
+STRETCHES = 256
+SAMPLE_S = 5.0
+"""Between two looks while steps run."""
+STEADY_BYTES = 1 << 20
+DETAIL_BYTES = 96
+"""Longest detail, in UTF-8; more is cut."""
+
+_TAGS = MemoryByTag.__struct_fields__
+_CAUSES: tuple[MemoryCause, ...] = get_args(MemoryCause)
+_AWAITED: tuple[MemoryCause, ...] = ("pause", "continue", "lease_expiry")
+"""Somebody waits for the next token: these are looked at in microseconds."""
+_NONE = np.iinfo(np.int64).min
+_EVENT = np.dtype(
+    [
+        *((name, "i8") for name in ("seq", "step", "epoch", "reserved", "allocated", "returned", "residual")),
+        *((name, "i8") for name in _TAGS),
+        *((name, "f8") for name in ("at", "until")),
+        ("cause", "i8"),
+        ("detail", f"S{DETAIL_BYTES}"),
+    ]
+)
+_STRETCH = np.dtype(
+    [("start", "f8"), ("end", "f8")]
+    + [(name, "i8") for name in MemoryStretch.__struct_fields__ if name not in ("start", "end")]
+)
+
+
+class MemoryGauges:
+    """Reads the memory as a whole and by tag. Made before anything large is allocated: what is there then is ``runtime``."""
+
+    def __init__(self, device_module: Any, residency: ComponentResidencyManager) -> None:
+        self._module = device_module
+        self._residency = residency
+        self._before = DeviceMemoryReading.of(device_module)
+        self.derived_bytes = 0
+        """Size of the tensors that layers derive; they lie among the weights."""
+        self.graphs_bytes: Callable[[], int] = lambda: 0
+        """What captured graphs take now."""
+        self._occupied = (0, 0, 0)
+
+    def __call__(self, thorough: bool = True) -> tuple[DeviceMemoryReading, MemoryByTag]:
+        """Reserved and allocated bytes, and what holds the reserved ones.
+
+        ``thorough`` False: components count as of the last thorough look. On the CPU the kernel walks all pages of a mapping
+        to say how many are there, up to a millisecond a gigabyte; what has been touched since is among ``other``.
+        """
+        reading = DeviceMemoryReading.of(self._module)
+        if thorough:
+            memory = self._residency
+            self._occupied = (
+                memory.occupied_bytes("weights"),
+                memory.occupied_bytes("kv_cache"),
+                memory.movable_bytes,
+            )
+        weights, kv_cache, reference = self._occupied
+        derived = min(self.derived_bytes, weights)
+        # Mappings on the CPU are reserved, but nothing that the allocator has handed out.
+        components = sum(self._occupied) if self._residency.in_allocator else 0
+        sizes = {
+            "weights": weights - derived,
+            "derived": derived,
+            "kv": kv_cache,
+            "reference": reference,
+            "graphs": self.graphs_bytes(),
+            "runtime": self._before.reserved,
+            "workspace": reading.allocated - self._before.allocated - components,
+        }
+        rest = reading.reserved
+        for (
+            name,
+            nbytes,
+        ) in sizes.items():  # figures of different moments must not add up to more than there is
+            sizes[name] = max(0, min(nbytes, rest))
+            rest -= sizes[name]
+        return reading, MemoryByTag(**sizes, other=rest)
+
+    def describe(self) -> str:
+        """For a log line."""
+        reading = DeviceMemoryReading.of(self._module)
+        return f"reserved {reading.reserved / 2**20:.1f} MB, allocated {reading.allocated / 2**20:.1f} MB"
+
+
+class MemoryHistory:
+    """The events of one engine."""
+
+    def __init__(
+        self,
+        read: Callable[[bool], tuple[DeviceMemoryReading, MemoryByTag]],
+        *,
+        events: int = EVENTS,
+        stretches: int = STRETCHES,
+    ) -> None:
+        """``read`` looks at the memory, thoroughly or not; ``events`` and ``stretches`` are how many are kept."""
+        self.where: Callable[[], tuple[int, int]] = lambda: (0, 0)
+        """Steps launched and weights epoch."""
+        self._read = read
+        self._ring = np.zeros(events, _EVENT)
+        # Fresh zeros are not resident yet: these pages are taken now, and no more later.
+        self._ring.view("u1").fill(0)
+        self._seq = 0
+        self._older = _Stretches(stretches)
+        self._next_sample = 0.0
+        self._steady_at = 0
+        self._paused_at: int | None = None
+        # The wall clock may be set while the engine runs; events stay in order.
+        self._epoch = time() - monotonic()
+
+    def note(self, cause: MemoryCause, detail: str = "", *, returned: int | None = None) -> None:
+        """Something has happened to the memory.
+
+        Args:
+            detail: for people; cut at :data:`DETAIL_BYTES`.
+            returned: bytes that an emptying gave back. None: there was none.
+        """
+        now = monotonic()
+        thorough = cause not in _AWAITED
+        reading, tags = self._read(thorough)
+        if thorough:
+            self._next_sample = now + SAMPLE_S
+        residual = None
+        if cause == "pause" and self._paused_at is None:
+            self._paused_at = reading.reserved
+        elif cause in ("continue", "lease_expiry") and self._paused_at is not None:
+            residual, self._paused_at = reading.reserved - self._paused_at, None
+        self._append(now, cause, detail, reading, tags, returned, residual)
+
+    def sample(self) -> None:
+        """Steps are running: look, if it is time to. Costs a comparison otherwise."""
+        now = monotonic()
+        if now < self._next_sample:
+            return
+        self._next_sample = now + SAMPLE_S
+        reading, tags = self._read(True)
+        last = self._ring[(self._seq - 1) % len(self._ring)]
+        steady = self._seq and last["cause"] == _CAUSES.index("sample")
+        if steady and abs(reading.reserved - self._steady_at) <= STEADY_BYTES:
+            self._write(last, now, reading, tags)
+            return
+        self._steady_at = reading.reserved
+        self._append(now, "sample", "", reading, tags, None, None)
+
+    def events(self, after: int, limit: int) -> tuple[list[MemoryEvent], bool]:
+        """At most ``limit`` events whose number is over ``after``, oldest first, and whether there are newer ones."""
+        first = max(after + 1, self._oldest)
+        last = min(self._seq, first + limit - 1)
+        rows = self._ring[np.arange(first - 1, last) % len(self._ring)]
+        return [_event(row) for row in rows.tolist()], last < self._seq
+
+    def older(self, after: int) -> list[MemoryStretch]:
+        """What came before the oldest event that is kept, unless ``after`` is past it."""
+        return self._older.list() if after < self._oldest - 1 else []
+
+    @property
+    def _oldest(self) -> int:
+        return max(1, self._seq - len(self._ring) + 1)
+
+    def _append(
+        self,
+        now: float,
+        cause: MemoryCause,
+        detail: str,
+        reading: DeviceMemoryReading,
+        tags: MemoryByTag,
+        returned: int | None,
+        residual: int | None,
+    ) -> None:
+        row = self._ring[self._seq % len(self._ring)]
+        self._seq += 1
+        if row["seq"]:
+            self._older.add(row)
+        row["seq"], row["at"], row["cause"] = self._seq, self._epoch + now, _CAUSES.index(cause)
+        encoded = detail.encode("utf-8", "backslashreplace")[:DETAIL_BYTES]
+        row["detail"] = encoded.decode("utf-8", "ignore").encode()  # not in the midst of a character
+        row["returned"] = _NONE if returned is None else returned
+        row["residual"] = _NONE if residual is None else residual
+        self._write(row, now, reading, tags)
+
+    def _write(self, row: np.void, now: float, reading: DeviceMemoryReading, tags: MemoryByTag) -> None:
+        row["until"] = self._epoch + now
+        row["step"], row["epoch"] = self.where()
+        row["reserved"], row["allocated"] = reading.reserved, reading.allocated
+        for tag in _TAGS:
+            row[tag] = getattr(tags, tag)
+
+
+class _Stretches:
+    """Folded events. When the table is full, neighbours become one, and every later stretch holds twice as many events."""
+
+    def __init__(self, count: int) -> None:
+        assert count >= 2
+        assert count % 2 == 0
+        self._table = np.zeros(count, _STRETCH)
+        self._used = 0
+        self._per = 1
+
+    def add(self, event: np.void) -> None:
+        reserved, returned = event["reserved"], max(event["returned"], 0)
+        pauses = int(event["cause"] == _CAUSES.index("pause"))
+        fresh = (event["at"], event["until"], 1, reserved, reserved, reserved, pauses, returned)
+        one = np.array([fresh], _STRETCH)
+        if self._used and self._table[self._used - 1]["events"] < self._per:
+            self._table[self._used - 1] = _merged(self._table[self._used - 1 : self._used], one)[0]
+            return
+        if self._used == len(self._table):
+            self._used //= 2
+            self._table[: self._used] = _merged(self._table[0::2], self._table[1::2])
+            self._per *= 2
+        self._table[self._used] = one[0]
+        self._used += 1
+
+    def list(self) -> list[MemoryStretch]:
+        names = _STRETCH.names or ()
+        return [
+            MemoryStretch(**dict(zip(names, row.tolist(), strict=True))) for row in self._table[: self._used]
+        ]
+
+
+def _merged(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    """Stretches and their successors as one each."""
+    result = first.copy()
+    for name in ("end", "reserved_last"):
+        result[name] = second[name]
+    for name in ("events", "pauses", "returned"):
+        result[name] += second[name]
+    result["reserved_min"] = np.minimum(first["reserved_min"], second["reserved_min"])
+    result["reserved_max"] = np.maximum(first["reserved_max"], second["reserved_max"])
+    return result
+
+
+def _event(row: tuple[Any, ...]) -> MemoryEvent:
+    """A row of the ring, as ``tolist`` gives it."""
+    seq, step, epoch, reserved, allocated, returned, residual, *tags, at, until, cause, detail = row
+    return MemoryEvent(
+        seq=seq,
+        at=at,
+        until=until,
+        cause=_CAUSES[cause],
+        detail=detail.decode(),
+        step=step,
+        weights_epoch=epoch,
+        reserved=reserved,
+        allocated=allocated,
+        by_tag=MemoryByTag(**dict(zip(_TAGS, tags, strict=True))),
+        returned=None if returned == _NONE else returned,
+        residual=None if residual == _NONE else residual,
+    )

@@ -1,0 +1,221 @@
+"""Decode steps as captured graphs: one launch instead of some hundred.
+
+Invariants:
+- A graph computes the hidden states of a decode-only step, from the tokens that its slots sampled last. Prefill and mixed
+  steps run eagerly, and so do the output head and the sampler of every step: launching them takes less time than the
+  graph before them, so nothing would be gained, and every sampling option stays as it is.
+- A graph reads weights and KV where they were when it was captured. Weights are updated in place, so it stays right; when
+  a release moves them it is dropped (:meth:`DecodeGraphs.drop`) and captured again before the next step.
+- A graph reads its inputs where ``staging.py`` puts those of a step of its size, and what its attention's ``plan``
+  writes, outside of the graph, into buffers that never move.
+- Steps are padded to the next size of a ladder with rows that read and write the scratch page only.
+- Workspaces that grow have grown before anything is captured: the largest possible step runs first. A layer whose
+  workspace could still grow afterwards would leave a graph with memory that is somebody else's.
+
+A model or a backend that cannot be captured (it waits for the device, or there is no memory left) runs eagerly, with a
+warning that says why.
+"""
+
+import logging
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from ..config import PAGE_SIZE
+from ..device.memory import DeviceMemoryReading
+from ..forward import AttentionBackend, ForwardBatch, SamplingBatch
+from .staging import InputStaging, StepLimits
+
+logger = logging.getLogger(__name__)
+
+Forward = Callable[[ForwardBatch, AttentionBackend], Tensor]
+"""Hidden states of a planned step's sampled tokens."""
+
+
+@runtime_checkable
+class CapturableBackend(AttentionBackend, Protocol):
+    """A backend whose decode steps can be captured."""
+
+    def for_decode(self, rows: int) -> AttentionBackend:
+        """Attention for steps of exactly ``rows`` decode rows.
+
+        Its ``plan`` runs outside of the graph and writes into buffers that never move; its ``forward`` reads nothing else
+        of a step but its arguments, and neither waits for the device nor reads anything on the host.
+        """
+        ...
+
+
+def ladder(largest: int) -> list[int]:
+    """Batch sizes to capture: 1, 2, 4, then multiples of 8 up to 64, of 16 up to 256, of 64 beyond; ``largest`` is last.
+
+    At most an eighth of the rows of a step above 64 are padding, and a decode step that small reads the weights anyway.
+    """
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, largest + 64, 64)]
+    return [size for size in sizes if size < largest] + [largest]
+
+
+@dataclass(frozen=True, slots=True)
+class _Captured:
+    graph: Any
+    attention: AttentionBackend
+    hidden: Tensor
+    """[size, hidden]: written by every replay."""
+
+
+class DecodeGraphs:
+    """The graphs of one model, by batch size; everything here is called on the forward stream or enters it."""
+
+    def __init__(
+        self,
+        forward: Forward,
+        backend: CapturableBackend,
+        staging: InputStaging,
+        *,
+        limits: StepLimits,
+        device: torch.device,
+        device_module: Any,
+        on_stream: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        """
+        Args:
+            forward: what is captured.
+            on_stream: enters the forward stream.
+        """
+        self._forward = forward
+        self._backend = backend
+        self._staging = staging
+        self._limits = limits
+        self._device = device
+        self._module = device_module
+        self._on_stream = on_stream
+        self._captured: dict[int, _Captured] = {}
+        self._failed = False
+        self.sizes = ladder(limits.rows)
+        self.nbytes = 0
+        """What the graphs have taken from the device when they were captured last."""
+
+    @property
+    def are_captured(self) -> bool:
+        """Decode steps are replayed."""
+        return bool(self._captured)
+
+    def serves(self, batch: ForwardBatch) -> bool:
+        """Whether :meth:`replay` can compute this step."""
+        return self.are_captured and batch.num_decode == batch.num_rows
+
+    def replay(self, batch: ForwardBatch) -> tuple[ForwardBatch, Tensor]:
+        """Launch a decode-only step.
+
+        Returns:
+            The step as it is on the device, padded, and the hidden states of its sampled tokens [S, hidden], valid until
+            the next step.
+        """
+        rows = batch.num_rows
+        size = self.sizes[bisect_left(self.sizes, rows)]
+        captured = self._captured[size]
+        with self._staging.staged(batch, size) as staged:
+            captured.attention.plan(staged)
+        captured.graph.replay()
+        return staged, captured.hidden[:rows]
+
+    def drop(self) -> None:
+        """Give the graphs and their memory back to the allocator. The device is idle."""
+        self._captured.clear()
+
+    def capture(self) -> Iterator[None]:
+        """Capture the whole ladder, largest first, so that the smaller ones fit into the same memory; once per drop.
+
+        Yields between sizes, so the loop can answer meanwhile; no step may be launched before the end.
+        """
+        if self._captured or self._failed:
+            return
+        self._module.synchronize()
+        before = DeviceMemoryReading.of(self._module).reserved
+        try:
+            with torch.inference_mode(), self._on_stream():
+                self._run_largest()
+            pool = self._module.graph_pool_handle()
+            for size in reversed(self.sizes):
+                with torch.inference_mode(), self._on_stream():
+                    self._captured[size] = self._capture(size, pool)
+                yield
+        except RuntimeError as error:
+            self.drop()
+            # Out of memory may pass; what cannot be captured never can.
+            self._failed = not isinstance(error, torch.OutOfMemoryError)
+            logger.warning("decode steps are launched kernel by kernel: capturing them failed: %s", error)
+            return
+        self._module.synchronize()
+        self.nbytes = DeviceMemoryReading.of(self._module).reserved - before
+        logger.info(
+            "captured decode steps of %d sizes up to %d in %.1f MB",
+            len(self.sizes), self.sizes[-1], self.nbytes / 2**20,
+        )  # fmt: skip
+
+    def _run_largest(self) -> None:
+        """A prefill step of as many tokens as there can be: workspaces reach their size, libraries choose kernels."""
+        context, tokens = self._limits.context_len, self._limits.tokens
+        lengths = [context] * (tokens // context) + ([tokens % context] if tokens % context else [])
+        with self._staging.staged(_scratch_prefill(lengths)) as staged:
+            self._backend.plan(staged)
+        self._forward(staged, self._backend)
+
+    def _capture(self, size: int, pool: Any) -> _Captured:
+        attention = self._backend.for_decode(size)
+        with self._staging.staged(_scratch_prefill([]), size) as staged:
+            attention.plan(staged)
+        static = replace(
+            staged,
+            sample_tokens=torch.arange(size, device=self._device),
+            # Read on the host, if at all, to size what depends on the longest row; captured once, it must hold for all.
+            kv_lens_host=[self._limits.context_len] * size,
+        )
+        self._forward(static, attention)  # libraries choose kernels and allocate before anything is recorded
+        graph = self._module.CUDAGraph()
+        # Other threads (receivers of weights) may use the device meanwhile: only this one must not wait for it.
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            hidden = self._forward(static, attention)
+        except RuntimeError:
+            with suppress(RuntimeError):  # says only that the capture has failed; the error at hand says why
+                graph.capture_end()
+            raise
+        graph.capture_end()
+        return _Captured(graph, attention, hidden)
+
+
+def _scratch_prefill(lengths: list[int]) -> ForwardBatch:
+    """Prefill rows of these lengths on the scratch page, for slot 0, none of them sampled; none at all for []."""
+    tokens = sum(lengths)
+    pages = -(-max(lengths, default=1) // PAGE_SIZE)
+    none = torch.empty(0, dtype=torch.int64)
+    zeros = torch.zeros(tokens, dtype=torch.int64)
+    return ForwardBatch(
+        num_decode=0,
+        input_ids=zeros,
+        positions=torch.cat([torch.arange(length) for length in lengths]) if lengths else none,
+        kv_slots=zeros,
+        page_table=torch.zeros((len(lengths), pages), dtype=torch.int32),
+        kv_lens=torch.tensor(lengths, dtype=torch.int32),
+        q_lens_host=lengths,
+        kv_lens_host=lengths,
+        slots=torch.zeros(len(lengths), dtype=torch.int64),
+        sample_tokens=none,
+        sample_slots=none,
+        sampling=SamplingBatch(
+            temperature=torch.empty(0),
+            greedy=torch.empty(0, dtype=torch.bool),
+            top_k=none,
+            top_p=torch.empty(0),
+            uniforms=torch.empty(0, dtype=torch.float64),
+            any_sampled=False,
+            any_filtered=False,
+            want_raw=False,
+            want_sampled=False,
+        ),
+    )

@@ -1,0 +1,133 @@
+"""Scoring through a process and the clients: exact against transformers, memory that really goes, generation undisturbed."""
+
+import asyncio
+
+import numpy as np
+import psutil
+import pytest
+import torch
+import transformers
+from support.checkpoints import make_checkpoint
+
+from caesura.client import AsyncSchedulerClient, SamplingParams, launch_scheduler
+from caesura.client.exceptions import EngineError, InvalidRequest, PromptTooLong, Unsupported
+
+MIB = 1 << 20
+SHAPE = {"vocab_size": 2048, "hidden_size": 256, "intermediate_size": 1024, "head_dim": 64}
+OPTIONS = {
+    "dtype": "float32", "device": "cpu", "num_threads": 1, "kv_pool_tokens": 4096, "check_ledger": True,
+    "log_level": "WARNING",
+}  # fmt: skip
+RESIDENCIES = ["resident", "offload", "layerwise"]
+PROMPTS = [[3 + (31 * row + 7 * i) % 2000 for i in range(40 + 9 * row)] for row in range(6)]
+PARAMS = SamplingParams(max_new_tokens=30, temperature=0.8, seed=5, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory):
+    path = tmp_path_factory.mktemp("scoring") / "policy"
+    make_checkpoint(path, "qwen3", seed=1, num_hidden_layers=2, **SHAPE)
+    return path
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    path = tmp_path_factory.mktemp("scoring") / "reference"
+    make_checkpoint(path, "qwen3", seed=2, num_hidden_layers=8, **SHAPE)
+    return path
+
+
+@pytest.fixture(scope="module")
+def alone(policy):
+    """Anonymous memory of an engine without a reference."""
+    with launch_scheduler(policy, **OPTIONS) as client:
+        client.generate(PROMPTS[0], PARAMS, timeout=60)
+        return client.status(timeout=60).device_memory.reserved
+
+
+def by_transformers(path, ids: list[int], start: int, temperature: float) -> np.ndarray:
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    with torch.no_grad():
+        logprobs = torch.log_softmax(model(torch.tensor([ids])).logits[0] / temperature, -1)
+    return np.asarray([logprobs[i - 1, ids[i]].item() for i in range(start, len(ids))])
+
+
+@pytest.mark.parametrize("residency", RESIDENCIES)
+def test_finished_rollouts_are_scored(policy, reference, residency):
+    """What RL does with it: sample from the policy, score under the reference, also while the policy is paused."""
+    with launch_scheduler(
+        policy, reference_model_path=reference, reference_residency=residency, **OPTIONS
+    ) as client:
+        outputs = client.generate(PROMPTS, PARAMS, timeout=60)
+        rollouts = [prompt + out.output_ids for prompt, out in zip(PROMPTS, outputs, strict=True)]
+        starts = [len(prompt) for prompt in PROMPTS]
+        scores = client.score(rollouts, start=starts, temperature=0.8, timeout=60)
+        for ids, start, found in zip(rollouts, starts, scores, strict=True):
+            expected = by_transformers(reference, ids, start, 0.8)
+            np.testing.assert_allclose(found, expected, atol=1e-4, rtol=0)
+        client.pause(timeout=60)
+        assert client.score(rollouts[0], start=starts[0], temperature=0.8, timeout=60) == pytest.approx(
+            scores[0], abs=1e-5
+        )
+
+
+def test_the_policy_as_its_own_reference(policy):
+    """Where both are the same checkpoint, scores are the log-probabilities that the sampler gave."""
+    with launch_scheduler(policy, reference_model_path=policy, **OPTIONS) as client:
+        outputs = client.generate(PROMPTS, PARAMS, return_logprob=True, timeout=60)
+        rollouts = [prompt + out.output_ids for prompt, out in zip(PROMPTS, outputs, strict=True)]
+        scores = client.score(rollouts, start=[len(p) for p in PROMPTS], temperature=0.8, timeout=60)
+        for out, found in zip(outputs, scores, strict=True):
+            np.testing.assert_allclose(found, out.output_logprobs, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("residency", RESIDENCIES)
+def test_the_reference_is_in_memory_while_it_is_used(policy, reference, alone, residency):
+    """By the kernel's count of the process's anonymous memory, over three scores."""
+    with launch_scheduler(
+        policy, reference_model_path=reference, reference_residency=residency, **OPTIONS
+    ) as client:
+        client.generate(PROMPTS[0], PARAMS, timeout=60)
+        size = client.status(timeout=60).reference.weights
+        assert size > 30 * MIB
+        for _ in range(3):
+            rest = client.status(timeout=60)
+            while residency != "resident" and rest.reference.device_bytes:  # it leaves behind the answer
+                rest = client.status(timeout=60)
+            extra = rest.device_memory.reserved - alone
+            if residency == "resident":
+                assert rest.reference.device_bytes == size
+                assert extra > 0.9 * size
+            else:
+                assert extra < 0.4 * size, "what is left: workspaces, and Python's objects"
+            client.score(PROMPTS, start=1, timeout=60)
+        assert psutil.Process(rest.pid).num_threads() < 12
+
+
+def test_the_same_from_coroutines(policy, reference):
+    async def ask(endpoint: str) -> None:
+        async with AsyncSchedulerClient(endpoint) as client:
+            generating = asyncio.create_task(client.generate(PROMPTS, PARAMS))
+            one, many = await asyncio.gather(
+                client.score(PROMPTS[0], start=10), client.score(PROMPTS[:2], start=[10, 48])
+            )
+            assert len(one) == 30
+            assert [len(scores) for scores in many] == [30, 1]
+            assert one == pytest.approx(many[0], abs=1e-5)
+            assert len(await generating) == len(PROMPTS)
+            with pytest.raises(PromptTooLong, match="sequence 1 of 300 tokens"):
+                await client.score([[1, 2], [1] * 300], start=1)
+
+    with launch_scheduler(policy, reference_model_path=reference, **OPTIONS) as client:
+        asyncio.run(ask(client.endpoint))
+
+
+def test_what_a_caller_gets_wrong(policy, reference):
+    with launch_scheduler(policy, **OPTIONS) as client:
+        with pytest.raises(Unsupported, match="no reference is loaded"):
+            client.score([1, 2, 3], start=1, timeout=60)
+        with pytest.raises(InvalidRequest, match="2 start for 1 sequences"):
+            client.score([[1, 2, 3]], start=[1, 2], timeout=60)
+    with pytest.raises(EngineError, match="nowhere") as caught:
+        launch_scheduler(policy, reference_model_path=policy / "nowhere", **OPTIONS)
+    assert caught.value.code in ("checkpoint_error", "unsupported_model")

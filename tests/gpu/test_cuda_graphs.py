@@ -1,0 +1,127 @@
+"""Captured decode steps on a real device: the tokens of an eager engine, through updates, releases and many steps."""
+
+from importlib.util import find_spec
+
+import pytest
+import torch
+from support.checkpoints import make_checkpoint
+from support.scripted import EngineDriver, tokens_of
+
+from caesura.client.results import read_floats
+from caesura.io_struct import (
+    ContinueGenerationReqInput,
+    FlushCacheReqInput,
+    GenerateReqInput,
+    PauseGenerationReqInput,
+    ReleaseMemoryOccupationReqInput,
+    ResumeMemoryOccupationReqInput,
+    SamplingParams,
+    UpdateWeightFromDiskReqInput,
+)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+BACKENDS = [
+    pytest.param(name, marks=pytest.mark.skipif(find_spec(name) is None, reason=f"needs {name}"))
+    for name in ("flashinfer", "triton")
+]
+
+PROMPTS = [[5, 6, 7], [3 + i * 7 % 90 for i in range(75)], [9], [11, 3, 96, 40, 12, 4, 8, 31, 60, 2]]
+TOLERANCE = 0.05
+"""Of a logprob: another kernel, or another number of padding rows, rounds bfloat16 differently."""
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request):
+    """Those that can be captured."""
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory):
+    """bfloat16, heads of 64: the smallest that FlashInfer has kernels for."""
+    folders = [tmp_path_factory.mktemp("graphs") / str(seed) for seed in range(2)]
+    for seed, folder in enumerate(folders):
+        make_checkpoint(folder, "qwen3", seed=seed, dtype=torch.bfloat16, head_dim=64)
+    return [str(folder) for folder in folders]
+
+
+def engine(path: str, **options: object) -> EngineDriver:
+    return EngineDriver(
+        path,
+        scripted=False,
+        device="cuda",
+        dtype="bfloat16",
+        chunked_prefill_size=32,
+        max_running_requests=10,
+        **options,
+    )
+
+
+def graphs_of(driver: EngineDriver):
+    return driver.engine.scheduler._runner.graphs
+
+
+def generate(driver: EngineDriver) -> list[tuple[list[int], list[float]]]:
+    """Greedy; all prompts at once."""
+    driver.call(FlushCacheReqInput())
+    params = SamplingParams(max_new_tokens=24, temperature=0.0, ignore_eos=True)
+    rids = []
+    for prompt in PROMPTS:
+        message = GenerateReqInput(input_ids=prompt, sampling_params=params, return_logprob=True)
+        driver.send(message)
+        driver.engine.scheduler._hear(0)
+        rids.append(message.id)
+    driver.run_until_idle()
+    results = [driver.result(rid) for rid in rids]
+    return [(tokens_of(result), read_floats(result.output_logprobs)) for result in results]
+
+
+def assert_close(found, expected) -> None:
+    """The same tokens up to the first near tie, and the same logprobs up to there."""
+    for (ids, logprobs), (expected_ids, expected_logprobs) in zip(found, expected, strict=True):
+        same = [mine == theirs for mine, theirs in zip(ids, expected_ids, strict=True)]
+        agreed = same.index(False) if False in same else len(same)
+        assert agreed >= 2
+        assert logprobs[:agreed] == pytest.approx(expected_logprobs[:agreed], rel=0, abs=TOLERANCE)
+
+
+def test_replayed_steps_are_those_of_an_eager_engine_through_updates_and_releases(paths, backend):
+    expected = []
+    for path in paths:
+        with engine(path, cuda_graphs=False, attention_backend="sdpa") as driver:
+            assert graphs_of(driver) is None
+            expected.append(generate(driver))
+    with engine(paths[0], attention_backend=backend) as driver:
+        graphs = graphs_of(driver)
+        assert graphs.are_captured
+        assert graphs.nbytes > 0
+        assert_close(generate(driver), expected[0])
+        assert driver.call(UpdateWeightFromDiskReqInput(model_path=paths[1]), max_ticks=100_000).committed
+        assert_close(generate(driver), expected[1])
+        for tags in (["cuda_graph"], ["kv_cache"], None):
+            driver.call(PauseGenerationReqInput(mode="abort"))
+            driver.call(ReleaseMemoryOccupationReqInput(tags=tags))
+            driver.call(ResumeMemoryOccupationReqInput())
+            assert graphs.are_captured
+            if tags is None:
+                driver.call(UpdateWeightFromDiskReqInput(model_path=paths[0]), max_ticks=100_000)
+            driver.call(ContinueGenerationReqInput())
+            assert_close(generate(driver), expected[0 if tags is None else 1])
+
+
+def test_the_graphs_memory_goes_with_their_tag_and_steps_take_no_more(paths, backend):
+    with engine(paths[0], attention_backend=backend) as driver:
+        generate(driver)
+        reserved = []
+        for _ in range(10):
+            generate(driver)
+            driver.call(PauseGenerationReqInput(mode="in_place"))
+            reserved.append(driver.call(ContinueGenerationReqInput()).reserved_after)
+        assert max(reserved[5:]) <= max(reserved[:5]), reserved
+        driver.call(PauseGenerationReqInput(mode="abort"))
+        reply = driver.call(ReleaseMemoryOccupationReqInput(tags=["cuda_graph"]))
+        assert reply.reserved_after < reply.reserved_before
+        assert not graphs_of(driver).are_captured

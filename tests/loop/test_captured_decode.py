@@ -1,0 +1,182 @@
+"""A whole engine whose decode steps are captured graphs, against one without: on the CPU, over recorded operations."""
+
+import importlib
+
+import pytest
+from support import fake_flashinfer
+from support.checkpoints import make_checkpoint
+from support.recorded_graphs import RecordingDevice, without_compiled_kernels
+from support.scripted import EngineDriver, tokens_of
+
+from caesura.client.results import read_floats
+from caesura.io_struct import (
+    CaesuraError,
+    ContinueGenerationReqInput,
+    FlushCacheReqInput,
+    GenerateReqInput,
+    PauseGenerationReqInput,
+    ReleaseMemoryOccupationReqInput,
+    ResumeMemoryOccupationReqInput,
+    SamplingParams,
+    UpdateWeightFromDiskReqInput,
+)
+from caesura.scheduler import build
+from caesura.scheduler.attention import flashinfer
+from caesura.scheduler.config import EngineConfig
+from caesura.scheduler.device import residency
+
+PROMPTS = [[5, 6, 7], [3 + i * 7 % 90 for i in range(45)], [9], [11, 3, 96, 40, 12, 4, 8, 31, 60, 2]]
+SIZES = 5
+"""Of the ladder up to 10 rows."""
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory):
+    folders = [tmp_path_factory.mktemp("captured") / str(seed) for seed in range(2)]
+    for seed, folder in enumerate(folders):
+        make_checkpoint(folder, "qwen3", seed=seed)
+    return [str(folder) for folder in folders]
+
+
+@pytest.fixture(autouse=True)
+def torch_only(monkeypatch):
+    without_compiled_kernels(monkeypatch)
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """Engines built from now on compute on it: streams, staging, FlashInfer and graphs, all on the CPU's memory."""
+    made = RecordingDevice()
+    monkeypatch.setattr(build, "device_module_for", lambda device: made)
+    monkeypatch.setattr(flashinfer, "why_not", lambda *of: None)
+    monkeypatch.setattr(flashinfer, "_FLOAT_WORKSPACE_BYTES", 64)
+    monkeypatch.setattr(
+        flashinfer,
+        "import_module",
+        lambda name: fake_flashinfer if name == "flashinfer" else importlib.import_module(name),
+    )
+    return made
+
+
+def driver_of(path: str, **options: object) -> EngineDriver:
+    return EngineDriver(path, scripted=False, max_running_requests=10, chunked_prefill_size=32, **options)
+
+
+def submit(driver: EngineDriver) -> list[str]:
+    """All prompts at once, before the next step."""
+    params = SamplingParams(max_new_tokens=20, temperature=1.0, seed=5, ignore_eos=True)
+    rids = []
+    for prompt in PROMPTS:
+        message = GenerateReqInput(input_ids=prompt, sampling_params=params, return_logprob=True)
+        driver.send(message)
+        driver.engine.scheduler._hear(0)
+        rids.append(message.id)
+    return rids
+
+
+def outputs(driver: EngineDriver, rids: list[str]) -> list[tuple[list[int], list[float]]]:
+    driver.run_until_idle()
+    results = [driver.result(rid) for rid in rids]
+    return [(tokens_of(result), read_floats(result.output_logprobs)) for result in results]
+
+
+def assert_same(
+    found: list[tuple[list[int], list[float]]], expected: list[tuple[list[int], list[float]]]
+) -> None:
+    assert [ids for ids, _ in found] == [ids for ids, _ in expected]
+    for (_, mine), (_, theirs) in zip(found, expected, strict=True):
+        assert mine == pytest.approx(theirs, rel=0, abs=1e-4)
+
+
+@pytest.fixture
+def expected(paths):
+    """What the CPU's engine generates with each set of weights."""
+    found = []
+    for path in paths:
+        with driver_of(path) as driver:
+            found.append(outputs(driver, submit(driver)))
+    return found
+
+
+def test_generation_pause_and_update_are_those_of_an_eager_engine(paths, expected, device):
+    with driver_of(paths[0], pipeline_depth=1) as driver:
+        assert device.captures == SIZES
+        assert_same(outputs(driver, submit(driver)), expected[0])
+        assert device.replays > 15
+        driver.call(FlushCacheReqInput())
+        rids = submit(driver)
+        driver.tick(9)
+        driver.call(PauseGenerationReqInput(mode="retract"))
+        replays = device.replays
+        assert driver.call(
+            UpdateWeightFromDiskReqInput(model_path=paths[1]), max_ticks=10_000
+        ).written_tensors
+        driver.tick(3)
+        assert device.replays == replays, "a paused engine launches nothing"
+        driver.call(ContinueGenerationReqInput())
+        outputs(driver, rids)
+        driver.call(FlushCacheReqInput())
+        assert_same(outputs(driver, submit(driver)), expected[1])
+        assert device.captures == SIZES, "an update in place needs no new capture"
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_graphs_are_captured_again_once_everything_is_back(paths, expected, device, monkeypatch, moves):
+    if moves:
+        monkeypatch.setattr(residency, "_plain", lambda device: residency.StorageComponent)
+    with driver_of(paths[0], pipeline_depth=1) as driver:
+        outputs(driver, submit(driver))
+        driver.call(PauseGenerationReqInput(mode="abort"))
+        driver.call(ReleaseMemoryOccupationReqInput(tags=["weights", "kv_cache"]))
+        graphs = driver.engine.scheduler._runner.graphs
+        assert graphs.are_captured is not moves
+        driver.call(ResumeMemoryOccupationReqInput(tags=["weights"]))
+        assert graphs.are_captured is not moves, "the KV pool is still away"
+        driver.call(ResumeMemoryOccupationReqInput(tags=["kv_cache"]))
+        assert graphs.are_captured
+        assert device.captures == SIZES * (2 if moves else 1)
+        driver.call(UpdateWeightFromDiskReqInput(model_path=paths[1]), max_ticks=10_000)
+        driver.call(ContinueGenerationReqInput())
+        replays = device.replays
+        assert_same(outputs(driver, submit(driver)), expected[1])
+        assert device.replays > replays + 15
+
+
+def test_the_tag_of_graphs_releases_and_resumes_them(paths, expected, device):
+    with driver_of(paths[0], pipeline_depth=1) as driver:
+        driver.call(PauseGenerationReqInput(mode="abort"))
+        reply = driver.call(ReleaseMemoryOccupationReqInput(tags=["cuda_graph"]))
+        assert reply.freed_bytes == {"cuda_graph": 1000 * SIZES}
+        graphs = driver.engine.scheduler._runner.graphs
+        assert not graphs.are_captured
+        reply = driver.call(ResumeMemoryOccupationReqInput())
+        assert reply.resumed_bytes == {"cuda_graph": 1000 * SIZES}
+        assert graphs.are_captured
+        driver.call(ContinueGenerationReqInput())
+        assert_same(outputs(driver, submit(driver)), expected[0])
+
+
+def test_graphs_can_be_declined(paths, expected, device):
+    with driver_of(paths[0], pipeline_depth=1, cuda_graphs=False) as driver:
+        assert_same(outputs(driver, submit(driver)), expected[0])
+    assert (device.captures, device.replays) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    "wanted,found", [("auto", "SdpaBackend"), ("sdpa", "SdpaBackend"), ("flashinfer", None), ("triton", None)]
+)
+def test_the_configuration_chooses_the_backend(paths, wanted, found):
+    config = EngineConfig(
+        model_path=paths[0],
+        device="cpu",
+        endpoint="ipc:///unused",
+        kv_pool_tokens=64,
+        attention_backend=wanted,
+    )
+    loaded, pool, routing, _ = build.build_components(config, residency.ComponentResidencyManager("cpu"))
+    if found is not None:
+        assert type(build.build_runner(config, loaded, pool, routing)._backend).__name__ == found
+        return
+    with pytest.raises(CaesuraError, match="on CUDA, not on cpu") as caught:
+        build.build_runner(config, loaded, pool, routing)
+    assert (caught.value.code, caught.value.detail["field"]) == ("unsupported", "attention_backend")

@@ -1,0 +1,412 @@
+"""After a failed step: nobody is forgotten or answered twice, the ledger is exact, and the engine goes on.
+
+Failures are injected into a real engine over the scripted model, whose tokens depend on every slot of KV: what is computed
+again wrongly, or read from a step that was lost, gives other tokens. The same with the real model is in
+``test_failures_of_models.py``, failures of commands are in ``test_failures_of_commands.py``.
+"""
+
+import weakref
+from collections.abc import Callable
+from itertools import pairwise
+from math import log2
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.faults import (
+    BUG,
+    NO_MEMORY,
+    PROMPTS,
+    VOCAB,
+    Fault,
+    check_everybody,
+    check_nothing_is_left,
+    results_of,
+    submit,
+)
+from support.scripted import EngineDriver, expected_tokens, tokens_of
+
+from caesura.io_struct import (
+    ContinueGenerationReqInput,
+    FlushCacheReqInput,
+    GenerateReqInput,
+    PauseGenerationReqInput,
+    SamplingParams,
+    UpdateWeightFromDiskReqInput,
+)
+from caesura.scheduler import batching, failure
+from caesura.scheduler.config import PAGE_SIZE
+from caesura.scheduler.forward import ForwardBatch
+
+
+@pytest.fixture(params=[0, 1], ids=["depth0", "depth1"])
+def driver(tiny_model, request):
+    with EngineDriver(str(tiny_model), pipeline_depth=request.param, chunked_prefill_size=32) as driver:
+        yield driver
+
+
+STAGES: dict[str, Callable[[EngineDriver], tuple[object, str]]] = {
+    "choose": lambda driver: (driver.engine.scheduler._batcher, "choose"),
+    "open": lambda driver: (driver.engine.cache, "open"),
+    "extend": lambda driver: (driver.engine.cache, "extend"),
+    "seat": lambda driver: (driver.engine.scheduler._batcher.table, "seat"),
+    "noise": lambda driver: (batching, "noise"),
+    "build": lambda driver: (driver.engine.scheduler._batcher, "_build"),
+    "launch": lambda driver: (driver.runner, "before"),
+    "outputs": lambda driver: (driver.runner, "after"),
+    "fetch": lambda driver: (driver.runner, "on_fetch"),
+    "record": lambda driver: (driver.engine.scheduler._results, "record"),
+    "spans": lambda driver: (driver.engine.scheduler._results, "_open_spans"),
+    "ends": lambda driver: (driver.engine.scheduler._results, "_end_finished"),
+    "stream": lambda driver: (driver.engine.scheduler._results, "_stream"),
+    "result": lambda driver: (driver.engine.scheduler._results, "_result"),
+    "donate": lambda driver: (driver.engine.cache, "donate"),
+    "send": lambda driver: (driver.engine.scheduler._results, "_send"),
+}
+BUILDING = ("choose", "open", "extend", "seat", "noise", "build")
+COMPUTING = ("launch", "outputs", "fetch")
+
+
+@pytest.mark.parametrize("error", [BUG, NO_MEMORY[1]], ids=["bug", "memory"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_stage_that_fails_once(driver, monkeypatch, stage, error):
+    """At each of its first calls: a failure early in a prompt, beside decoding, and while a request ends."""
+    failures = 0
+    for number in (0, 1, 2, 4, 7):
+        with monkeypatch.context() as patch:
+            fault = Fault(patch, *STAGES[stage](driver), error, {number})
+            results = results_of(driver, submit(driver))
+        check_everybody(driver, {})
+        assert fault.raised or number > 2, "the stage was not reached"
+        failures += fault.raised
+        kinds = {result.finish_reason.type for result in results}
+        if stage in BUILDING or stage == "send" or (stage in COMPUTING and error is not BUG):
+            assert kinds == {"length"}, "what can be tried again ends nobody"
+        if stage in COMPUTING and error is BUG and fault.raised:
+            assert "error" in kinds
+        for result in results:
+            if result.finish_reason.type == "error":
+                expected = "internal" if error is BUG else "out_of_memory"
+                assert result.finish_reason.code == expected
+        driver.call(FlushCacheReqInput(torch_empty_cache=False))
+    counts = driver.status().step_failures
+    if stage in (*BUILDING, *COMPUTING, "record"):
+        assert counts.failed == failures
+    assert counts.splits == (failures if error is not BUG and stage in COMPUTING else 0)
+
+
+@pytest.mark.parametrize("stage", [*BUILDING, *COMPUTING, "record", "spans", "ends", "donate"])
+def test_a_stage_that_fails_for_some_time(driver, monkeypatch, stage):
+    """Attempts are bounded: requests end, each once, and those that come when it is over run."""
+    with monkeypatch.context() as patch:
+        Fault(patch, *STAGES[stage](driver), BUG, range(1000))
+        rids = submit(driver, n=2)
+        driver.run_until_idle(max_ticks=500)
+        for rid in rids:
+            for index in range(2):
+                assert driver.result(rid, index).finish_reason.type in ("error", "length")
+        assert driver.result(next(iter(rids)), 0).finish_reason.type == "error" or stage == "donate"
+    check_everybody(driver, {})
+
+
+@pytest.mark.parametrize("error", NO_MEMORY, ids=["accelerator", "allocator", "python"])
+@pytest.mark.parametrize("stage", COMPUTING)
+def test_memory_that_is_short_once_ends_nobody(driver, stage, error):
+    """Whatever step it hits; at depth 1 the one launched after it is lost, too, and computed again."""
+    for number in range(12):
+        raised, due = [], len(driver.runner.launches) + number
+
+        def fail(batch: ForwardBatch, raised=raised, due=due) -> None:
+            if len(driver.runner.launches) >= due and not raised:
+                raised.append(batch)
+                raise error
+
+        rids = submit(driver, new_tokens=10)
+        setattr(driver.runner, {"launch": "before", "outputs": "after", "fetch": "on_fetch"}[stage], fail)
+        results = check_everybody(driver, rids)
+        assert len(raised) == 1
+        assert {result.finish_reason.type for result in results} == {"length"}
+        driver.call(FlushCacheReqInput(torch_empty_cache=False))
+    failures = driver.status().step_failures
+    assert (failures.failed, failures.splits) == (12, 12)
+    lost_beside = driver.config.pipeline_depth == 1 and stage == "fetch"
+    assert failures.retried > 18 if lost_beside else failures.retried == 12
+
+
+def limited(driver: EngineDriver, tokens: int) -> None:
+    """Memory for steps of so many tokens from now on."""
+
+    def refuse(batch: ForwardBatch) -> None:
+        if sum(batch.q_lens_host) > tokens:
+            raise NO_MEMORY[0]
+
+    driver.runner.before = refuse
+
+
+@pytest.mark.parametrize("tokens", [1, 3, PAGE_SIZE, 31])
+def test_a_step_that_does_not_fit_is_divided(driver, tokens):
+    """Prompts are cut, decoding rows go first: everybody gets everything as long as one token fits."""
+    rids = submit(driver, new_tokens=30)
+    limited(driver, tokens)
+    driver.tick(14)
+    assert driver.status().step_failures.token_limit <= tokens
+    results = check_everybody(driver, rids)
+    assert {result.finish_reason.type for result in results} == {"length"}
+    assert sum(result.num_retractions for result in results) == 0
+    failures = driver.status().step_failures
+    assert 0 < failures.splits == failures.failed <= 12
+
+
+def test_decoding_rows_take_turns(driver):
+    """Memory for three of eight rows: nobody waits until the others have ended."""
+    rids = [driver.generate([5, 6, 7 + number], 40) for number in range(8)]
+    driver.engine.scheduler._hear(0)
+    driver.tick(5)
+    limited(driver, 3)
+    driver.tick(40)
+    table = driver.engine.scheduler._batcher.table
+    progress = (table.length - table.prompt_len)[table.live]
+    assert len(progress) == 8
+    assert progress.max() - progress.min() <= 4, progress
+    limited(driver, 1000)
+    driver.run_until_idle()
+    for number, rid in enumerate(rids):
+        result = driver.result(rid)
+        assert tokens_of(result) == expected_tokens([5, 6, 7 + number], result, VOCAB)
+        assert len(tokens_of(result)) == 40
+
+
+def test_a_prompt_waits_for_decoding_rows_and_then_ends_alone(driver):
+    """Memory for no prompt at all: those who decode go on, the prompt is tried alone and ends, with its reason."""
+    small = driver.generate([5, 6, 7], 30)
+    driver.tick(3)
+
+    def refuse(batch: ForwardBatch) -> None:
+        if batch.num_decode < batch.num_rows:
+            raise NO_MEMORY[0]
+
+    driver.runner.before = refuse
+    large = driver.generate(PROMPTS[1], 5)
+    driver.run_until_idle()
+    assert driver.result(small).finish_reason.type == "length"
+    assert tokens_of(driver.result(small)) == expected_tokens([5, 6, 7], driver.result(small), VOCAB)
+    reason = driver.result(large).finish_reason
+    assert (reason.type, reason.code) == ("error", "out_of_memory")
+    assert "Tried to allocate" in reason.message
+    assert tokens_of(driver.result(large)) == []
+    limited(driver, 1000)
+    check_everybody(driver, submit(driver))
+
+
+def test_without_any_memory_everybody_is_told_after_a_bounded_number_of_attempts(driver):
+    rids = submit(driver, new_tokens=30, n=2)
+    driver.tick(6)
+    running = driver.status().running_requests
+    assert running > 2
+    before = len(driver.runner.launches)
+    limited(driver, 0)
+    driver.run_until_idle()
+    attempts = driver.runner.launches[before:]
+    samples = 2 * len(PROMPTS)
+    assert len(attempts) <= 2 * samples + log2(sum(attempts[0][1])) + 2
+    sizes = [sum(lengths) for _, lengths in attempts]
+    shrinking = sizes[: sizes.index(1) + 1]
+    assert all(later < earlier for earlier, later in pairwise(shrinking)), "each attempt is smaller"
+    for rid in rids:
+        for index in range(2):
+            assert driver.result(rid, index).finish_reason.code == "out_of_memory"
+    limited(driver, 1000)
+    check_everybody(driver, submit(driver))
+
+
+def test_steps_grow_again(driver):
+    """The limit is doubled as steps of its size succeed, until it no longer matters; smaller ones prove nothing."""
+    limited(driver, 20)
+    rid = driver.generate(PROMPTS[1], 100)
+    driver.run_until_idle()
+    assert driver.status().step_failures.token_limit == 16
+    limited(driver, 1000)
+    for number in range(12):
+        driver.generate([3 + number, *PROMPTS[1]], 1)
+    driver.run_until_idle()
+    assert driver.status().step_failures.token_limit is None
+    driver.call(FlushCacheReqInput(torch_empty_cache=False))
+    before = len(driver.runner.launches)
+    driver.generate(PROMPTS[1], 1)
+    driver.run_until_idle()
+    assert [lengths for _, lengths in driver.runner.launches[before:]] == [[32], [32], [11]]
+    assert tokens_of(driver.result(rid)) == expected_tokens(PROMPTS[1], driver.result(rid), VOCAB)
+
+
+def test_the_step_after_a_lost_one_ends_nobody(tiny_model):
+    """A defect in one step: only its own requests end, though another one was launched after it."""
+    with EngineDriver(str(tiny_model), pipeline_depth=1, chunked_prefill_size=32) as driver:
+        guilty = driver.generate(PROMPTS[0], 20)
+        driver.tick(5)
+        steps = []
+
+        def fail(batch: ForwardBatch) -> None:
+            steps.append(batch)
+            if len(steps) == 1:
+                raise BUG
+
+        driver.runner.on_fetch = fail
+        driver.tick()  # launches the step that will fail
+        innocent = driver.generate(PROMPTS[1], 6)
+        driver.run_until_idle()
+        assert driver.result(guilty).finish_reason.type == "error"
+        result = driver.result(innocent)
+        assert result.finish_reason.type == "length"
+        assert tokens_of(result) == expected_tokens(PROMPTS[1], result, VOCAB)
+        assert driver.status().step_failures.retried == 1
+        check_nothing_is_left(driver)
+
+
+def test_a_device_that_cannot_be_told_the_last_tokens(driver, monkeypatch):
+    """Then nothing is read from it: everybody is computed again from what the host knows."""
+    rids = submit(driver)
+    driver.tick(6)
+    Fault(monkeypatch, driver.runner, "after", NO_MEMORY[0], {0})
+    fault = Fault(monkeypatch, driver.runner, "set_last_tokens", BUG, {0})
+    results = check_everybody(driver, rids)
+    assert fault.raised == 1
+    assert {result.finish_reason.type for result in results} == {"length"}
+    assert sum(result.num_retractions for result in results) > 0
+
+
+def test_the_cache_is_emptied_once_and_when_the_step_is_forgotten(driver, monkeypatch):
+    """An exception keeps the frames that it passed, and those the tensors of the step."""
+    rids = submit(driver)
+    driver.tick(4)
+    kept: list[weakref.ref] = []
+    emptied = []
+
+    def fail(batch: ForwardBatch) -> None:
+        if not kept:
+            temporary = torch.zeros(10)
+            kept.append(weakref.ref(temporary))
+            raise NO_MEMORY[0].__class__("out of memory")
+
+    original = failure.empty_device_cache_with_report
+
+    def empty(module):
+        emptied.append(kept[0]() is None)
+        return original(module)
+
+    monkeypatch.setattr(failure, "empty_device_cache_with_report", empty)
+    driver.runner.before = fail
+    check_everybody(driver, rids)
+    assert emptied == [True]
+
+
+def test_a_request_whose_tokens_do_not_fit_together_is_answered(driver, monkeypatch):
+    """Its terminal record cannot be built: it ends as an error without tokens, the others as they would have."""
+    rids = submit(driver)
+    victim = next(iter(rids))
+    original = driver.engine.scheduler._results._result
+
+    def result(request, outputs, reason):
+        if request.rid == victim and len(outputs.tokens):
+            raise AssertionError("lengths differ")
+        return original(request, outputs, reason)
+
+    monkeypatch.setattr(driver.engine.scheduler._results, "_result", result)
+    driver.run_until_idle()
+    reason = driver.result(victim).finish_reason
+    assert (reason.type, tokens_of(driver.result(victim))) == ("error", [])
+    check_nothing_is_left(driver)
+
+
+@pytest.mark.parametrize("failures", [2, 3])
+def test_results_that_make_no_message(driver, monkeypatch, failures):
+    """They are tried three times, while other clients get theirs; after that the stored answer is there for a retry."""
+    params = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
+    message = GenerateReqInput(input_ids=PROMPTS[0], sampling_params=params)
+    driver.send(message)
+    other = driver.generate(PROMPTS[0], 1, client="other")
+    driver.engine.scheduler._hear(0)
+    results = driver.engine.scheduler._results
+    identity = results.live[message.id, 0].client
+    original, attempts = results._send, []
+
+    def send(client, output):
+        if client == identity and len(attempts) < failures:
+            attempts.append(output)
+            raise BUG
+        original(client, output)
+
+    monkeypatch.setattr(results, "_send", send)
+    driver.tick(2)
+    driver.client("other").poll(1000)
+    driver.collect()
+    assert (other, 0) in driver.results
+    driver.run_until_idle()
+    driver.tick(3)
+    assert len(attempts) == failures
+    assert not results.has_undelivered
+    assert ((message.id, 0) in driver.results) == (failures < 3)
+    if failures == 3:
+        driver.send(message)
+        driver.run_until_idle()
+    assert tokens_of(driver.result(message.id)) == expected_tokens(
+        PROMPTS[0], driver.result(message.id), VOCAB
+    )
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract", "abort"])
+def test_a_pause_after_a_lost_step(driver, other_model, mode):
+    """The step is taken back before the pause is acknowledged; an update may come before it is computed again."""
+    for ticks in range(1, 7):
+        rids = submit(driver)
+        driver.tick(ticks)
+        failed = []
+
+        def fail(batch: ForwardBatch, failed=failed) -> None:
+            if not failed:
+                failed.append(batch)
+                raise NO_MEMORY[0]
+
+        driver.runner.on_fetch = fail
+        driver.tick()
+        reply = driver.call(PauseGenerationReqInput(mode=mode))
+        driver.runner.on_fetch = lambda batch: None
+        assert not driver.engine.scheduler._batcher.in_flight
+        assert reply.held_tokens == driver.status().kv.held
+        update = UpdateWeightFromDiskReqInput(model_path=str(other_model), flush_cache=mode != "in_place")
+        assert driver.call(update).committed
+        assert driver.call(ContinueGenerationReqInput(torch_empty_cache=False)).was_paused
+        results = check_everybody(driver, rids)
+        assert {result.finish_reason.type for result in results} <= {"length", "abort"}
+        assert len(failed) == 1
+
+
+@settings(
+    max_examples=60,
+    derandomize=True,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(
+    asks=st.lists(st.tuples(st.integers(1, 90), st.integers(1, 12)), min_size=1, max_size=7),
+    room=st.lists(st.sampled_from([1000, 1000, 40, 33, 16, 5, 1]), min_size=1, max_size=60),
+    where=st.sampled_from(["before", "after", "on_fetch"]),
+    data=st.data(),
+)
+def test_memory_that_comes_and_goes(driver, asks, room, where, data):
+    """As long as a single token fits, everybody gets every token, in whatever order memory is short."""
+    steps = iter(room)
+
+    def refuse(batch: ForwardBatch) -> None:
+        if sum(batch.q_lens_host) > next(steps, 1000):
+            raise NO_MEMORY[0]
+
+    rids = {}
+    for number, (length, new_tokens) in enumerate(asks):
+        prompt = [3 + (i * 5 + number) % 90 for i in range(length)]
+        rids[driver.generate(prompt, new_tokens)] = prompt
+    setattr(driver.runner, where, refuse)
+    results = check_everybody(driver, rids)
+    setattr(driver.runner, where, lambda batch: None)
+    assert {result.finish_reason.type for result in results} == {"length"}
+    driver.call(FlushCacheReqInput(torch_empty_cache=False))

@@ -1,0 +1,109 @@
+"""Commands that fail at any of their stages, beside requests that wait for them: nothing is lost, and a retry sets it right."""
+
+from collections.abc import Callable
+
+import pytest
+from support.faults import BUG, NO_MEMORY, Fault, check_everybody, submit
+from support.scripted import EngineDriver, assert_error
+
+from caesura.io_struct import (
+    BeginWeightUpdateReqInput,
+    ContinueGenerationReqInput,
+    EndWeightUpdateReqInput,
+    ErrorReply,
+    PauseGenerationReqInput,
+    ReleaseMemoryOccupationReqInput,
+    ResumeMemoryOccupationReqInput,
+    UpdateWeightFromDiskReqInput,
+)
+
+
+@pytest.fixture(params=[0, 1], ids=["depth0", "depth1"])
+def driver(tiny_model, request):
+    with EngineDriver(str(tiny_model), pipeline_depth=request.param, chunked_prefill_size=32) as driver:
+        yield driver
+
+
+UPDATE_STAGES: dict[str, Callable[[EngineDriver], tuple[object, str]]] = {
+    "open": lambda driver: (driver.engine.scheduler._updates, "_open_checkpoint"),
+    "check": lambda driver: (driver.engine.scheduler._updates._loader, "check"),
+    "write": lambda driver: (driver.engine.scheduler._updates._loader, "write"),
+    "derive": lambda driver: (driver.engine.scheduler._updates._model, "finalize_weights"),
+    "synchronize": lambda driver: (driver.runner, "synchronize"),
+    "retract": lambda driver: (driver.engine.scheduler._batcher, "retract_all"),
+    "commit": lambda driver: (driver.engine.scheduler._lifecycle, "commit_weights"),
+    "epoch": lambda driver: (driver.engine.cache, "commit_epoch"),
+    "restart": lambda driver: (driver.engine.scheduler._batcher, "restart_prefills"),
+    "flush": lambda driver: (driver.engine.cache, "flush"),
+}
+BEFORE_THE_FIRST_BYTE = ("open", "check", "synchronize", "retract")
+"""With a running engine, whose steps an update stops before it writes."""
+
+
+@pytest.mark.parametrize("error", [BUG, NO_MEMORY[1]], ids=["bug", "memory"])
+@pytest.mark.parametrize("stage", UPDATE_STAGES)
+def test_an_update_that_fails(driver, monkeypatch, tiny_model, other_model, stage, error):
+    """The weights are as before, or poisoned until a complete update commits; requests only wait."""
+    rids = submit(driver, new_tokens=25)
+    driver.tick(5)
+    with monkeypatch.context() as patch:
+        fault = Fault(patch, *UPDATE_STAGES[stage](driver), error, {0})
+        reply = driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_model)))
+        assert_error(reply, "internal" if error is BUG else "out_of_memory")
+        assert fault.raised == 1
+    status = driver.status()
+    assert status.session is None
+    assert status.weights == ("valid" if stage in BEFORE_THE_FIRST_BYTE else "poisoned")
+    if status.weights == "poisoned":
+        assert driver.call(UpdateWeightFromDiskReqInput(model_path=str(tiny_model))).committed
+    results = check_everybody(driver, rids)
+    assert {result.finish_reason.type for result in results} == {"length"}
+
+
+def test_an_explicit_session_whose_commit_fails(driver, monkeypatch, other_model):
+    driver.call(BeginWeightUpdateReqInput())
+    driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_model)))
+    with monkeypatch.context() as patch:
+        Fault(patch, driver.engine.scheduler._lifecycle, "commit_weights", BUG, {0})
+        assert_error(driver.call(EndWeightUpdateReqInput()), "internal")
+    assert driver.status().weights == "poisoned"
+    assert driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_model))).committed
+    check_everybody(driver, submit(driver))
+
+
+OCCUPATION_STAGES: dict[str, Callable[[EngineDriver], tuple[object, str]]] = {
+    "flush": lambda driver: (driver.engine.cache, "flush"),
+    "forget": lambda driver: (driver.engine.scheduler._updates, "forget"),
+    "release": lambda driver: (driver.engine.dispatcher._operations[Release].__self__._residency, "release"),
+    "resume": lambda driver: (driver.engine.dispatcher._operations[Release].__self__._residency, "resume"),
+    "synchronize": lambda driver: (driver.runner, "synchronize"),
+}
+Release = ReleaseMemoryOccupationReqInput
+
+
+@pytest.mark.parametrize("error", [BUG, NO_MEMORY[0]], ids=["bug", "memory"])
+@pytest.mark.parametrize("call", [0, 1])
+@pytest.mark.parametrize("stage", OCCUPATION_STAGES)
+def test_a_release_or_a_resume_that_fails(driver, monkeypatch, tiny_model, stage, call, error):
+    """Nothing is launched on memory that may not be there, and the same command sent again sets it right."""
+    rids = submit(driver, new_tokens=25)
+    driver.tick(5)
+    driver.call(PauseGenerationReqInput(mode="retract"))
+    with monkeypatch.context() as patch:
+        fault = Fault(patch, *OCCUPATION_STAGES[stage](driver), error, {call})
+        for command in (ReleaseMemoryOccupationReqInput(), ResumeMemoryOccupationReqInput()):
+            reply = driver.call(command)
+            if isinstance(reply, ErrorReply):
+                assert reply.code == ("internal" if error is BUG else "out_of_memory")
+                driver.tick(3)
+                assert not driver.engine.scheduler._batcher.in_flight
+                command = type(command)()
+                reply = driver.call(command)
+            assert not isinstance(reply, ErrorReply), reply
+        assert fault.raised or call == 1, "the stage was not reached"
+    status = driver.status()
+    assert (status.memory, status.weights) == ("resident", "invalid")
+    assert driver.call(UpdateWeightFromDiskReqInput(model_path=str(tiny_model))).committed
+    driver.call(ContinueGenerationReqInput(torch_empty_cache=False))
+    results = check_everybody(driver, rids)
+    assert {result.finish_reason.type for result in results} == {"length"}

@@ -1,0 +1,169 @@
+"""After a failure inside of a real model's step: what is computed again gives what would have been computed.
+
+Batches differ then (halves, other rows), which moves the last bits: tokens are compared, logprobs to 1e-4.
+"""
+
+import importlib
+from collections.abc import Callable
+
+import pytest
+from support import fake_flashinfer
+from support.checkpoints import make_checkpoint
+from support.faults import BUG, NO_MEMORY, Fault
+from support.recorded_graphs import RecordingDevice, without_compiled_kernels
+from support.scripted import EngineDriver, tokens_of
+
+from caesura.client.results import read_floats
+from caesura.io_struct import FlushCacheReqInput, GenerateReqInput, SamplingParams
+from caesura.scheduler import build
+from caesura.scheduler.attention import flashinfer
+from caesura.scheduler.runner import model_runner, staging
+
+PROMPTS = [[5, 6, 7], [3 + i * 7 % 90 for i in range(45)], [9], [11, 3, 96, 40, 12, 4, 8, 31, 60, 2]]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """Untied, so that the logits are flat enough for a wrong token to matter."""
+    path = tmp_path_factory.mktemp("failing") / "model"
+    make_checkpoint(path, "qwen3", seed=3)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def moe_model(tmp_path_factory):
+    path = tmp_path_factory.mktemp("failing") / "moe"
+    make_checkpoint(path, "qwen3-moe", seed=4)
+    return str(path)
+
+
+def submit(driver: EngineDriver, routed: bool) -> list[str]:
+    """All prompts at once, sampled and greedy ones."""
+    rids = []
+    for number, prompt in enumerate(PROMPTS):
+        temperature = 0.0 if number == 2 else 1.0
+        params = SamplingParams(max_new_tokens=14, temperature=temperature, seed=5 + number, ignore_eos=True)
+        message = GenerateReqInput(
+            input_ids=prompt, sampling_params=params, return_logprob=True, return_routed_experts=routed
+        )
+        driver.send(message)
+        driver.engine.scheduler._hear(0)
+        rids.append(message.id)
+    return rids
+
+
+def play(driver: EngineDriver, *, routed: bool = False) -> list[tuple[list[int], list[float], bytes]]:
+    driver.call(FlushCacheReqInput(torch_empty_cache=False))
+    rids = submit(driver, routed)
+    driver.run_until_idle()
+    results = [driver.result(rid) for rid in rids]
+    for result in results:
+        assert result.finish_reason.type == "length", result.finish_reason
+    driver.engine.cache.check()
+    assert driver.status().kv.held == 0
+    return [
+        (tokens_of(r), read_floats(r.output_logprobs), r.routed_experts.data if routed else b"")
+        for r in results
+    ]
+
+
+def assert_same(found, expected) -> None:
+    for (ids, logprobs, experts), (expected_ids, expected_logprobs, expected_experts) in zip(
+        found, expected, strict=True
+    ):
+        assert ids == expected_ids
+        assert logprobs == pytest.approx(expected_logprobs, rel=0, abs=1e-4)
+        assert experts == expected_experts
+
+
+def runner_of(driver: EngineDriver) -> model_runner.ModelRunner:
+    return driver.engine.scheduler._runner
+
+
+HOST_STAGES: dict[str, Callable[[EngineDriver], tuple[object, str]]] = {
+    "plan": lambda driver: (runner_of(driver)._backend, "plan"),
+    "forward": lambda driver: (runner_of(driver).model, "forward"),
+    "logits": lambda driver: (runner_of(driver).model, "logits"),
+    "sample": lambda driver: (runner_of(driver)._sampler, "sample"),
+    "output": lambda driver: (model_runner, "_host_output"),
+}
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("stage", HOST_STAGES)
+def test_a_stage_without_memory(model, monkeypatch, stage, depth):
+    with EngineDriver(model, scripted=False, pipeline_depth=depth, chunked_prefill_size=32) as driver:
+        expected = play(driver)
+        for number in (0, 1, 2, 9):
+            for after in (False, True):
+                with monkeypatch.context() as patch:
+                    fault = Fault(patch, *HOST_STAGES[stage](driver), NO_MEMORY[0], {number}, after=after)
+                    assert_same(play(driver), expected)
+                assert fault.raised
+        assert driver.status().step_failures.failed == 8
+        assert_same(play(driver), expected)
+
+
+@pytest.mark.parametrize("stage", HOST_STAGES)
+def test_a_stage_with_a_defect(model, monkeypatch, stage):
+    with EngineDriver(model, scripted=False, chunked_prefill_size=32) as driver:
+        expected = play(driver)
+        driver.call(FlushCacheReqInput(torch_empty_cache=False))
+        with monkeypatch.context() as patch:
+            Fault(patch, *HOST_STAGES[stage](driver), BUG, {4})
+            rids = submit(driver, False)
+            driver.run_until_idle()
+        for rid, (ids, _, _) in zip(rids, expected, strict=True):
+            result = driver.result(rid)
+            assert (result.finish_reason.type, result.finish_reason.code) == ("error", "internal")
+            assert tokens_of(result) == ids[: len(tokens_of(result))], "what was sampled before is kept"
+        assert any(tokens_of(driver.result(rid)) for rid in rids)
+        assert_same(play(driver), expected)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_experts_are_recorded_once(moe_model, monkeypatch, depth):
+    """A step that is computed again has written its rows already: the same ones, for the same tokens."""
+    with EngineDriver(moe_model, scripted=False, pipeline_depth=depth, chunked_prefill_size=32) as driver:
+        expected = play(driver, routed=True)
+        for number in (0, 1, 2, 9):
+            with monkeypatch.context() as patch:
+                Fault(patch, runner_of(driver)._sampler, "sample", NO_MEMORY[0], {number}, after=True)
+                assert_same(play(driver, routed=True), expected)
+
+
+DEVICE_STAGES: dict[str, Callable[[EngineDriver], tuple[object, str]]] = {
+    "staging": lambda driver: (runner_of(driver)._inputs, "_write"),
+    "copied": lambda driver: (staging, "_sampling"),
+    "replay": lambda driver: (runner_of(driver).graphs, "replay"),
+    "logits": lambda driver: (runner_of(driver).model, "logits"),
+    "results": lambda driver: (runner_of(driver)._outputs, "send"),
+    "fetch": lambda driver: (staging.PendingOutput, "fetch"),
+}
+
+
+@pytest.mark.parametrize("stage", DEVICE_STAGES)
+def test_a_stage_of_an_accelerator_without_memory(model, monkeypatch, stage):
+    """Depth 1, staged inputs and captured graphs: a stand-in device, which computes on the CPU's memory."""
+    without_compiled_kernels(monkeypatch)
+    device = RecordingDevice()
+    monkeypatch.setattr(build, "device_module_for", lambda _: device)
+    monkeypatch.setattr(flashinfer, "why_not", lambda *of: None)
+    monkeypatch.setattr(flashinfer, "_FLOAT_WORKSPACE_BYTES", 64)
+    monkeypatch.setattr(
+        flashinfer,
+        "import_module",
+        lambda name: fake_flashinfer if name == "flashinfer" else importlib.import_module(name),
+    )
+    options = {"max_running_requests": 10, "chunked_prefill_size": 32, "pipeline_depth": 1}
+    with EngineDriver(model, scripted=False, **options) as driver:
+        expected = play(driver)
+        for number in (0, 5):
+            for after in (False, True):
+                with monkeypatch.context() as patch:
+                    fault = Fault(patch, *DEVICE_STAGES[stage](driver), NO_MEMORY[0], {number}, after=after)
+                    assert_same(play(driver), expected)
+                assert fault.raised
+        blocks = len(runner_of(driver)._outputs._free)
+        assert blocks <= 6, "results that are never fetched keep their room"
+        assert_same(play(driver), expected)

@@ -1,0 +1,310 @@
+"""Which experts computed what, through the real loop over a scripted model: recorded once, never lost, never mixed up.
+
+The scripted router's choice names token, position and the weights of the moment, so a row that was taken from another
+request, from a recomputation or from another epoch is another row.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.checkpoints import make_checkpoint
+from support.scripted import EngineDriver, assert_error, expected_experts, expert_rows, tokens_of
+
+from caesura.io_struct import (
+    AbortReq,
+    ContinueGenerationReqInput,
+    GenerateReqInput,
+    GenerateReqOutput,
+    PauseGenerationReqInput,
+    ReleaseMemoryOccupationReqInput,
+    ResumeMemoryOccupationReqInput,
+    UpdateWeightFromDiskReqInput,
+)
+
+LAYERS, TOP_K = 2, 3
+POOL_TOKENS = 160
+
+
+@pytest.fixture(scope="module")
+def moe_models(tmp_path_factory):
+    paths = [tmp_path_factory.mktemp("moe") / name for name in ("one", "two")]
+    for seed, path in enumerate(paths):
+        make_checkpoint(
+            path, "qwen3-moe", seed=seed, num_hidden_layers=LAYERS, num_experts=5, num_experts_per_tok=TOP_K
+        )
+    return [str(path) for path in paths]
+
+
+@pytest.fixture(params=[0, 1], ids=["depth0", "depth1"])
+def depth(request):
+    return request.param
+
+
+def engine(model: str, depth: int, **options: object) -> EngineDriver:
+    return EngineDriver(model, pipeline_depth=depth, chunked_prefill_size=32, **options)
+
+
+@pytest.fixture
+def driver(moe_models, depth):
+    with engine(moe_models[0], depth) as driver:
+        yield driver
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    return [3 + (seed * 31 + i * 7) % 90 for i in range(length)]
+
+
+def rows_of(result: GenerateReqOutput) -> np.ndarray:
+    return np.asarray(result.routed_experts)
+
+
+def check(driver: EngineDriver, rid: str, prompt: list[int], index: int = 0) -> GenerateReqOutput:
+    result = driver.result(rid, index)
+    rows, count = rows_of(result), len(tokens_of(result))
+    expected = len(prompt) + count - 1 - result.routed_experts.start if count else 0
+    assert rows.shape == (expected, LAYERS, TOP_K)
+    np.testing.assert_array_equal(rows, expected_experts(prompt, result, LAYERS, TOP_K))
+    return result
+
+
+def ask(driver: EngineDriver, prompt: list[int], new_tokens: int, **fields: object) -> str:
+    return driver.generate(prompt, new_tokens, return_routed_experts=True, **fields)
+
+
+def update(driver: EngineDriver, model: str, mode: str | None) -> None:
+    if mode is not None:
+        driver.call(PauseGenerationReqInput(mode=mode))
+    driver.call(UpdateWeightFromDiskReqInput(model_path=model, flush_cache=False))
+    driver.call(ContinueGenerationReqInput())
+
+
+@pytest.mark.parametrize("length", [1, 16, 17, 100])
+@pytest.mark.parametrize("new_tokens", [1, 2, 20])
+def test_a_row_for_each_position_but_the_last(driver, length, new_tokens):
+    rid = ask(driver, prompt_of(length), new_tokens)
+    driver.run_until_idle()
+    result = check(driver, rid, prompt_of(length))
+    assert (result.routed_experts.dtype, result.routed_experts.start) == ("U8", 0)
+
+
+def test_none_for_those_who_did_not_ask(driver):
+    rid = driver.generate(prompt_of(5), 3)
+    driver.run_until_idle()
+    assert driver.result(rid).routed_experts is None
+
+
+@pytest.mark.parametrize("start", [0, 1, 15, 16, 33, 39, 40])
+def test_rows_from_a_position_on(driver, start):
+    rid = ask(driver, prompt_of(40), 5, routed_experts_start_len=start)
+    driver.run_until_idle()
+    assert check(driver, rid, prompt_of(40)).routed_experts.start == start
+
+
+def test_a_start_beyond_the_prompt_is_refused(driver):
+    message = GenerateReqInput(input_ids=prompt_of(5), return_routed_experts=True, routed_experts_start_len=6)
+    error = assert_error(driver.call(message), "invalid_request")
+    assert error.detail["field"] == "routed_experts_start_len"
+
+
+def test_a_model_without_experts_says_so(tiny_model):
+    with EngineDriver(str(tiny_model)) as driver:
+        message = GenerateReqInput(input_ids=prompt_of(5), return_routed_experts=True)
+        assert assert_error(driver.call(message), "unsupported").detail["field"] == "return_routed_experts"
+
+
+def test_a_prefix_hit_brings_its_rows(driver):
+    prompt = prompt_of(50)
+    samples = ask(driver, prompt, 20, n=3)
+    driver.run_until_idle()
+    assert [check(driver, samples, prompt, i).cached_tokens for i in range(3)] == [0, 48, 48]
+    longer = prompt + tokens_of(driver.result(samples)) + [5, 6, 7]
+    later = ask(driver, longer, 5)
+    driver.run_until_idle()
+    assert check(driver, later, longer).cached_tokens == 64
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract", None])
+def test_rows_stay_what_they_were_across_an_update(driver, moe_models, mode):
+    prompt = prompt_of(50)
+    rid = ask(driver, prompt, 30)
+    driver.tick(8)
+    update(driver, moe_models[1], mode)
+    driver.tick(4)
+    update(driver, moe_models[0], mode)
+    driver.run_until_idle()
+    result = check(driver, rid, prompt)
+    assert len({span.epoch for span in result.weight_versions}) == 3
+    assert result.num_retractions == (2 if mode == "retract" else 0)
+
+
+def test_what_recomputed_it_is_what_others_find(driver, moe_models):
+    """The prefix that a retracted request leaves is of the new weights, and so are the rows that come with it."""
+    prompt = prompt_of(50)
+    first = ask(driver, prompt, 20)
+    driver.tick(6)
+    update(driver, moe_models[1], "retract")
+    driver.tick(4)
+    second = ask(driver, prompt, 4)
+    driver.run_until_idle()
+    check(driver, first, prompt)
+    assert check(driver, second, prompt).cached_tokens == 48
+    assert (rows_of(driver.result(first))[:49] != rows_of(driver.result(second))[:49]).any(axis=(1, 2)).all()
+
+
+def test_a_prompt_that_is_half_computed_starts_again(driver, moe_models):
+    prompt = prompt_of(100)
+    rid = ask(driver, prompt, 3)
+    driver.tick(2)
+    update(driver, moe_models[1], "in_place")
+    driver.run_until_idle()
+    assert [span.epoch for span in check(driver, rid, prompt).weight_versions] == [1]
+
+
+def test_a_recomputation_that_is_cut_short(driver, moe_models):
+    """Retracted, half recomputed when the next update commits, recomputed once more."""
+    prompt = prompt_of(100)
+    rid = ask(driver, prompt, 20)
+    driver.tick(10)
+    update(driver, moe_models[1], "retract")
+    driver.tick(2)
+    update(driver, moe_models[0], "in_place")
+    driver.run_until_idle()
+    assert [span.epoch for span in check(driver, rid, prompt).weight_versions] == [0, 2]
+
+
+def test_preemption(moe_models, depth):
+    with engine(moe_models[0], depth, kv_pool_tokens=POOL_TOKENS) as driver:
+        prompts = [prompt_of(40, seed) for seed in range(3)]
+        rids = [ask(driver, prompt, 60) for prompt in prompts]
+        driver.run_until_idle()
+        results = [check(driver, rid, prompt) for rid, prompt in zip(rids, prompts, strict=True)]
+        assert sum(result.num_retractions for result in results) > 0
+
+
+def test_aborted_wherever_it_stands(driver):
+    prompt = prompt_of(70)
+    running, retracted = (ask(driver, prompt_of(20, seed), 60) for seed in (1, 2))
+    driver.tick(6)
+    driver.call(AbortReq(rid=running))
+    driver.call(PauseGenerationReqInput(mode="retract"))
+    driver.call(AbortReq(rid=retracted))
+    queued = ask(driver, prompt, 5)
+    driver.call(AbortReq(rid=queued))
+    driver.call(ContinueGenerationReqInput())
+    prefilling = ask(driver, prompt, 5)
+    driver.tick(2)
+    driver.call(AbortReq(rid=prefilling))
+    driver.run_until_idle()
+    for rid, text in ((running, prompt_of(20, 1)), (retracted, prompt_of(20, 2))):
+        assert len(rows_of(check(driver, rid, text))) > 20
+    for rid in (queued, prefilling):
+        assert check(driver, rid, prompt).routed_experts.shape == [0, LAYERS, TOP_K]
+
+
+def test_an_error_returns_none(driver):
+    rid = ask(driver, prompt_of(20), 30)
+    driver.tick(6)
+    driver.runner.fail_on_fetch = True
+    driver.run_until_idle()
+    result = driver.result(rid)
+    assert result.finish_reason.type == "error"
+    assert len(tokens_of(result)) > 0
+    assert result.routed_experts is None
+
+
+def test_rows_after_the_memory_came_back(driver):
+    ask(driver, prompt_of(40), 5)
+    driver.run_until_idle()
+    driver.call(PauseGenerationReqInput(mode="retract"))
+    driver.call(ReleaseMemoryOccupationReqInput(tags=["kv_cache"]))
+    driver.call(ResumeMemoryOccupationReqInput(tags=["kv_cache"]))
+    driver.call(ContinueGenerationReqInput())
+    rid = ask(driver, prompt_of(40), 5)
+    driver.run_until_idle()
+    assert check(driver, rid, prompt_of(40)).cached_tokens == 0
+
+
+def test_status_counts_them(driver):
+    status = driver.status()
+    assert status.kv.routing_bytes_per_token == LAYERS * TOP_K
+    per_token = status.kv.bytes_per_token + status.kv.routing_bytes_per_token
+    assert status.device_memory.kv_cache >= (status.kv.total + status.kv.page_size) * per_token
+
+
+def test_stored_answers_are_bounded_by_them_too(driver):
+    rid = ask(driver, prompt_of(100), 100)
+    driver.run_until_idle()
+    assert driver.engine.dispatcher._stored_bytes > len(driver.result(rid).routed_experts.data) > 0
+
+
+@dataclass(frozen=True)
+class Ask:
+    length: int
+    new_tokens: int
+    text: int
+    start: int
+    n: int
+
+
+ASKS = st.builds(
+    Ask,
+    length=st.one_of(st.integers(1, 70), st.sampled_from([15, 16, 17, 32, 48, 64])),
+    new_tokens=st.integers(1, 40),
+    text=st.integers(0, 2),
+    start=st.integers(0, 70),
+    n=st.integers(1, 2),
+)
+ACTIONS = st.one_of(
+    ASKS,
+    ASKS,
+    st.integers(1, 12),  # ticks
+    st.sampled_from(
+        ["in_place", "retract", "abort", "update", "update", "continue", "continue", "abort one"]
+    ),
+)
+
+
+def act(driver: EngineDriver, action: Ask | int | str, asked: dict[str, Ask], models: list[str]) -> None:
+    if isinstance(action, int):
+        driver.tick(action)
+    elif isinstance(action, Ask):
+        prompt = prompt_of(action.length, action.text)
+        start = min(action.start, action.length)
+        asked[ask(driver, prompt, action.new_tokens, n=action.n, routed_experts_start_len=start)] = action
+    elif action == "update":
+        epoch = driver.status().weights_epoch
+        driver.call(
+            UpdateWeightFromDiskReqInput(model_path=models[(epoch + 1) % 2], flush_cache=False),
+            max_ticks=5000,
+        )
+    elif action == "continue":
+        driver.call(ContinueGenerationReqInput(torch_empty_cache=False))
+    elif action == "abort one":
+        driver.call(AbortReq(rid=next(iter(asked), "nobody")))
+    else:
+        driver.call(PauseGenerationReqInput(mode=action))
+
+
+@settings(
+    max_examples=120, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+)
+@given(actions=st.lists(ACTIONS, min_size=4, max_size=25), depth=st.sampled_from([0, 1]))
+def test_no_order_of_events_changes_a_row(moe_models, actions, depth):
+    with engine(moe_models[0], depth, kv_pool_tokens=POOL_TOKENS, max_running_requests=4) as driver:
+        asked: dict[str, Ask] = {}
+        for action in actions:
+            act(driver, action, asked, moe_models)
+        driver.call(ContinueGenerationReqInput(torch_empty_cache=False))
+        driver.run_until_idle()
+        for rid, each in asked.items():
+            for index in range(each.n):
+                check(driver, rid, prompt_of(each.length, each.text), index)
+
+
+def test_the_account_tells_epochs_positions_and_tokens_apart():
+    """Two rows of one text are equal only if nothing that matters differs."""
+    rows = expert_rows(np.array([5, 5, 6, 5]), np.array([0, 1, 0, 0]), np.array([3, 3, 3, 4]), LAYERS, TOP_K)
+    assert len({row.tobytes() for row in rows}) == 4

@@ -1,0 +1,182 @@
+"""FlashInfer's interface as far as the engine uses it, computed by torch from what the documentation says it means.
+
+Attention and append are custom operators, so that a recorded graph holds them as one call each and runs them again on
+whatever the buffers hold then, as the kernels would. Page lists are all they know of a step: wrong ones give wrong numbers.
+Wrappers for graphs copy their plans into the buffers that they were given, and accept no other number of rows.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CALLS: list[str] = []
+"""What was planned and run since it was cleared."""
+
+
+@torch.library.custom_op("fake_flashinfer::attend", mutates_args=())
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    qo_indptr: Tensor,
+    indptr: Tensor,
+    indices: Tensor,
+    last_page_len: Tensor,
+    scale: float,
+) -> Tensor:
+    """Causal attention of [T, heads, size] over HND pages."""
+    out = torch.full_like(q, torch.nan).contiguous()
+    group = q.shape[1] // k.shape[1]
+    for row in range(len(last_page_len)):
+        pages = indices[int(indptr[row]) : int(indptr[row + 1])].long()
+        length = (len(pages) - 1) * k.shape[2] + int(last_page_len[row])
+        keys, values = (
+            x[pages].transpose(1, 2).flatten(0, 1)[:length].double().repeat_interleave(group, 1)
+            for x in (k, v)
+        )
+        queries = q[int(qo_indptr[row]) : int(qo_indptr[row + 1])].double()
+        scores = torch.einsum("thd,shd->hts", queries, keys) * scale
+        future = torch.arange(length) > torch.arange(length - len(queries), length)[:, None]
+        weights = scores.masked_fill(future, -torch.inf).softmax(-1)
+        attended = torch.einsum("hts,shd->thd", weights, values)
+        out[int(qo_indptr[row]) : int(qo_indptr[row + 1])] = attended.to(q.dtype)
+    return out
+
+
+@torch.library.custom_op("fake_flashinfer::append", mutates_args=("k_cache", "v_cache"))
+def _append(
+    k: Tensor,
+    v: Tensor,
+    batch_indices: Tensor,
+    positions: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    indices: Tensor,
+    indptr: Tensor,
+) -> None:
+    size = k_cache.shape[2]
+    pages = indices[indptr[batch_indices.long()].long() + positions.long() // size].long()
+    k_cache[pages, :, positions.long() % size] = k
+    v_cache[pages, :, positions.long() % size] = v
+
+
+def append_paged_kv_cache(
+    append_key: Tensor,
+    append_value: Tensor,
+    batch_indices: Tensor,
+    positions: Tensor,
+    paged_kv_cache: tuple[Tensor, Tensor],
+    kv_indices: Tensor,
+    kv_indptr: Tensor,
+    kv_last_page_len: Tensor,
+    kv_layout: str = "NHD",
+) -> None:
+    assert kv_layout == "HND"
+    assert len(kv_indptr) == len(kv_last_page_len) + 1
+    assert len(batch_indices) == len(positions) == len(append_key) == len(append_value)
+    for ints in (batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len):
+        assert ints.dtype == torch.int32
+        assert ints.is_contiguous()
+    _append(append_key, append_value, batch_indices, positions, *paged_kv_cache, kv_indices, kv_indptr)
+
+
+class _Wrapper:
+    """What both wrappers share: plans as tensors, and attention over them."""
+
+    def __init__(self, float_workspace_buffer: Tensor, kv_layout: str = "NHD") -> None:
+        assert kv_layout == "HND"
+        assert not float_workspace_buffer.any(), "must be zero at first"
+        self._plans: tuple[Tensor, ...] = ()
+        self._scale = 0.0
+
+    def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor) -> None:
+        assert float_workspace_buffer.dtype == int_workspace_buffer.dtype == torch.uint8
+
+    def _keep(self, plans: tuple[Tensor, ...], scale: float, dtypes: tuple[Any, Any]) -> None:
+        assert dtypes[0] == dtypes[1]
+        assert all(plan.dtype == torch.int32 for plan in plans)
+        indptr, indices = plans[1], plans[2]
+        assert int(indptr[0]) == 0
+        assert int(indptr[-1]) == len(indices)
+        assert bool(((plans[3] >= 1) & (plans[3] <= 16)).all())
+        self._scale = scale
+        self._plans = tuple(plan.clone() for plan in plans)  # they may be overwritten once the copy was made
+
+    def run(self, q: Tensor, paged_kv_cache: tuple[Tensor, Tensor], out: Tensor | None = None) -> Tensor:
+        assert q.stride(-1) == 1
+        attended = _attend(q, *paged_kv_cache, *self._plans, self._scale)
+        return attended if out is None else out.copy_(attended)
+
+
+class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
+    def plan(
+        self,
+        qo_indptr: Tensor,
+        paged_kv_indptr: Tensor,
+        paged_kv_indices: Tensor,
+        paged_kv_last_page_len: Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        page_size: int,
+        *,
+        causal: bool = False,
+        sm_scale: float,
+        q_data_type: torch.dtype,
+        kv_data_type: torch.dtype,
+    ) -> None:
+        assert causal
+        assert page_size == 16
+        CALLS.append(f"plan prefill {len(paged_kv_last_page_len)}")
+        plans = (qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
+        self._keep(plans, sm_scale, (q_data_type, kv_data_type))
+
+
+class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
+    def __init__(
+        self,
+        float_workspace_buffer: Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        use_tensor_cores: bool = False,
+        paged_kv_indptr_buffer: Tensor | None = None,
+        paged_kv_indices_buffer: Tensor | None = None,
+        paged_kv_last_page_len_buffer: Tensor | None = None,
+    ) -> None:
+        super().__init__(float_workspace_buffer, kv_layout)
+        self.use_tensor_cores = use_tensor_cores
+        self._buffers: tuple[Tensor, ...] | None = None
+        if use_cuda_graph:
+            indptr, indices = paged_kv_indptr_buffer, paged_kv_indices_buffer
+            last = paged_kv_last_page_len_buffer
+            assert indptr is not None
+            assert indices is not None
+            assert last is not None
+            assert len(indptr) == len(last) + 1
+            self._buffers = (torch.arange(len(indptr), dtype=torch.int32), indptr, indices, last)
+
+    def plan(
+        self,
+        indptr: Tensor,
+        indices: Tensor,
+        last_page_len: Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        *,
+        sm_scale: float,
+        q_data_type: torch.dtype,
+        kv_data_type: torch.dtype,
+    ) -> None:
+        assert page_size == 16
+        rows = len(last_page_len)
+        CALLS.append(f"plan decode {rows}{'' if self._buffers is None else ' for a graph'}")
+        plans = (torch.arange(rows + 1, dtype=torch.int32), indptr, indices, last_page_len)
+        self._keep(plans, sm_scale, (q_data_type, kv_data_type))
+        if self._buffers is not None:
+            assert len(self._buffers[3]) == rows, "the number of rows of a captured wrapper is fixed"
+            for buffer, plan in zip(self._buffers[1:], self._plans[1:], strict=True):
+                buffer[: len(plan)].copy_(plan)
+            self._plans = self._buffers

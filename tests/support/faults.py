@@ -1,0 +1,91 @@
+"""Failures injected into an engine, and what must be true of it afterwards."""
+
+from collections.abc import Collection
+
+import torch
+from support.scripted import EngineDriver, expected_tokens, tokens_of
+
+from caesura.io_struct import GenerateReqOutput
+
+VOCAB = 97
+PROMPTS = [
+    [3 + (i * 7 + number) % 90 for i in range(length)] for number, length in enumerate([5, 75, 17, 40])
+]
+BUG = RuntimeError("an injected defect")
+NO_MEMORY = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: you tried"),
+    MemoryError(),
+]
+
+
+def submit(driver: EngineDriver, new_tokens: int = 12, **fields: object) -> dict[str, list[int]]:
+    """All prompts at once: a step then decodes, finishes prompts and begins others."""
+    rids = {driver.generate(prompt, new_tokens, stream=True, **fields): prompt for prompt in PROMPTS}
+    driver.engine.scheduler._hear(0)
+    return rids
+
+
+def check_everybody(driver: EngineDriver, rids: dict[str, list[int]]) -> list[GenerateReqOutput]:
+    """Each sample has ended once; what it has are the model's tokens; nothing is held any more; new requests run."""
+    found = results_of(driver, rids)
+    again = driver.generate(PROMPTS[1], 5)
+    driver.run_until_idle()
+    assert tokens_of(driver.result(again)) == expected_tokens(PROMPTS[1], driver.result(again), VOCAB)
+    assert driver.result(again).finish_reason.type == "length"
+    check_nothing_is_left(driver)
+    return found
+
+
+def results_of(driver: EngineDriver, rids: dict[str, list[int]]) -> list[GenerateReqOutput]:
+    """Of everybody, when all have ended; their tokens are the model's."""
+    driver.run_until_idle()
+    found = [driver.result(rid) for rid in rids]
+    for prompt, result in zip(rids.values(), found, strict=True):
+        assert tokens_of(result) == expected_tokens(prompt, result, VOCAB)
+    return found
+
+
+def check_nothing_is_left(driver: EngineDriver) -> None:
+    scheduler = driver.engine.scheduler
+    driver.engine.cache.check()
+    status = driver.status()
+    assert (status.kv.held, status.running_requests, status.prefilling_requests) == (0, 0, 0)
+    assert status.waiting_requests == 0
+    assert not scheduler._results.live
+    assert not scheduler._batcher._leaving
+    assert not scheduler._batcher._computing
+    assert not scheduler._batcher.in_flight
+    table = scheduler._batcher.table
+    assert table.num_free == table.slots
+
+
+class Fault:
+    """Lets calls of ``owner.name`` raise: those in ``calls``, counted from 0, before or after what they do."""
+
+    def __init__(
+        self,
+        monkeypatch,
+        owner: object,
+        name: str,
+        error: Exception,
+        calls: Collection[int],
+        *,
+        after: bool = False,
+    ) -> None:
+        """``monkeypatch`` takes it back."""
+        self.count = self.raised = 0
+        self._original = getattr(owner, name)
+        self._error, self._calls, self._after = error, calls, after
+        # A function, so that it is a method where the owner is a class.
+        monkeypatch.setattr(owner, name, lambda *args, **kwargs: self(*args, **kwargs))
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        number, self.count = self.count, self.count + 1
+        result = None
+        if self._after or number not in self._calls:
+            result = self._original(*args, **kwargs)
+        if number in self._calls:
+            self.raised += 1
+            raise self._error
+        return result

@@ -1,0 +1,125 @@
+"""A device module whose streams do nothing and whose graphs record torch operations on the CPU.
+
+A replay runs the recorded operations again over the same tensors: what was a number on the host while it was captured stays
+that number, and what a buffer holds by then is read anew. That is what makes a wrong capture give wrong results here, too.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class Event:
+    """Complete as soon as it is recorded."""
+
+    def record(self) -> None:
+        """Nothing is pending."""
+
+    def synchronize(self) -> None:
+        """Nothing is pending."""
+
+
+class Stream:
+    def __init__(self, log: list[str]) -> None:
+        self._log = log
+
+    def wait_stream(self, other: "Stream") -> None:
+        self._log.append("wait")
+
+    def synchronize(self) -> None:
+        """Nothing is pending."""
+
+
+class Graph(TorchDispatchMode):
+    """Interface of ``torch.cuda.CUDAGraph``."""
+
+    def __init__(self, owner: "RecordingDevice") -> None:
+        super().__init__()
+        self._owner = owner
+        self._calls: list[tuple[Any, Any, Any, Any]] = []
+
+    def capture_begin(self, pool: object = None, capture_error_mode: str = "global") -> None:
+        assert capture_error_mode == "thread_local"
+        assert pool is self._owner.pool, "one pool for all"
+        self.__enter__()
+
+    def capture_end(self) -> None:
+        self.__exit__(None, None, None)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self._owner.forbidden:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        out = func(*args, **(kwargs or {}))
+        self._calls.append((func, args, kwargs or {}, out))
+        return out
+
+    def replay(self) -> None:
+        self._owner.replays += 1
+        for func, args, kwargs, out in self._calls:
+            again = func(*args, **kwargs)
+            for old, new in zip(tree_leaves(out), tree_leaves(again), strict=True):
+                if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+
+class RecordingDevice:
+    """As much of ``torch.cuda`` as a runner uses."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        """Waits of one stream for another, and ``enter`` and ``leave`` of the forward stream."""
+        self.pool: object = None
+        self.replays = 0
+        self.captures = 0
+        self.forbidden: tuple[Any, ...] = ()
+        """Operations that cannot be captured."""
+        self._current = Stream(self.log)
+
+    def Stream(self) -> Stream:  # noqa: N802 (torch's name)
+        return Stream(self.log)
+
+    def Event(self) -> Event:  # noqa: N802 (torch's name)
+        return Event()
+
+    def CUDAGraph(self) -> Graph:  # noqa: N802 (torch's name)
+        self.captures += 1
+        return Graph(self)
+
+    def graph_pool_handle(self) -> object:
+        self.pool = object()
+        return self.pool
+
+    def current_stream(self) -> Stream:
+        return self._current
+
+    def synchronize(self) -> None:
+        """Nothing is pending."""
+
+    def memory_reserved(self) -> int:
+        return 1000 * self.captures
+
+    def memory_allocated(self) -> int:
+        return 0
+
+    @contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        self.log.append("enter")
+        yield
+        self.log.append("leave")
+
+
+def without_compiled_kernels(monkeypatch: Any) -> None:
+    """Models built from now on compute with torch only: compiled kernels are no torch operations, so no graph has them."""
+    from caesura.scheduler.kernels import native
+
+    monkeypatch.setattr(native, "_library", lambda: "left out by a test")
+
+
+def assert_same(first: Tensor, second: Tensor) -> None:
+    """Equal but for rounding that depends on the number of rows."""
+    torch.testing.assert_close(first, second, atol=2e-5, rtol=1e-4)
