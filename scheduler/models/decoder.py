@@ -117,6 +117,7 @@ class DecoderForCausalLM:
             project = self._head.forward
         self._rotary = RotaryEmbedding(config.rope, config.rotary_dim, place=place)
         self._logits = LogitsProcessor(project, vocab, place=place)
+        self._deriving = [layer for layer in self._owners() if isinstance(layer, DerivingLayer)]
 
     def forward(self, batch: ForwardBatch, backend: AttentionBackend) -> Tensor:
         """Hidden states of the sampled tokens, [S, hidden], after the final norm."""
@@ -164,17 +165,15 @@ class DecoderForCausalLM:
 
     def finalize_weights(self) -> None:
         """Have each layer derive what follows from several of its parameters."""
-        for layer in self._owners():
-            if isinstance(layer, DerivingLayer):
-                layer.finalize()
+        for layer in self._deriving:
+            layer.finalize()
 
     def named_storage(self) -> Iterator[tuple[str, Tensor]]:
         """Parameters and derived tensors by engine name, each once."""
         for parameter in self._parameters():
             yield parameter.name, parameter.data
-        for layer in self._owners():
-            if isinstance(layer, DerivingLayer):
-                yield from layer.derived()
+        for layer in self._deriving:
+            yield from layer.derived()
 
     def _parameters(self) -> Iterator[Parameter]:
         for layer in self._owners():
