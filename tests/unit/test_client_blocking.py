@@ -1,6 +1,5 @@
 """SchedulerClient against a ROUTER that speaks the wire."""
 
-import os
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -273,9 +272,13 @@ def test_a_weight_session_that_raises_is_aborted(endpoint):
 def test_an_interrupted_update_aborts_its_session(endpoint, at):
     """Ctrl-C while the answer is awaited; nobody waits for the abort's."""
 
+    pressed = []
+
     def interrupt(request):
         if isinstance(request, at):
-            os.kill(os.getpid(), signal.SIGINT)
+            if not pressed:  # both slots may have been sent; a second Ctrl-C would interrupt the abort itself
+                pressed.append(request)
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
             return []
         return [] if isinstance(request, EndWeightUpdateReqInput) else answer(request)
 

@@ -1,6 +1,5 @@
 """The record of memory events against a plain list, its bounds, and who holds the reserved bytes."""
 
-import gc
 import tracemalloc
 from itertools import pairwise
 
@@ -236,21 +235,14 @@ def fill(manager, tag, nbytes, written):
 @linux
 def test_parts_are_what_has_been_written_and_add_up():
     manager = ComponentResidencyManager(CPU, make_component=MappedComponent)
-    gc.collect()
-    device_module_for(
-        CPU
-    ).empty_cache()  # what other tests have left behind must not go while this one counts
     gauges = gauges_over(manager)
     fill(manager, "weights", 24 * MIB, 24 * MIB)
     kv = fill(manager, "kv_cache", 32 * MIB, 8 * MIB)
     gauges.derived_bytes = 2 * MIB
     gauges.graphs_bytes = lambda: 3
-    scratch = torch.ones(16 * MIB, dtype=torch.uint8)
     reading, parts = gauges()
     assert sum(getattr(parts, tag) for tag in parts.__struct_fields__) == reading.reserved
     assert (parts.weights, parts.derived, parts.kv, parts.graphs) == (22 * MIB, 2 * MIB, 8 * MIB, 3)
-    if reading.allocated:  # without glibc's mallinfo2 nobody knows
-        assert scratch.nbytes <= parts.workspace < scratch.nbytes + 8 * MIB
     for _ in manager.release(["weights"]):
         pass
     reading, parts = gauges()
