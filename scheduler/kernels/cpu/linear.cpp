@@ -24,7 +24,8 @@ namespace {
 constexpr int64_t PANEL = 32, TILE = 16, HALF = 16 * TILE;  // words
 
 // How far ahead of its use a line of the weight is asked for, in words: four tiles, 8 KB. The processor's own prefetcher
-// loses the track where rows of x are read beside it.
+// loses the track where rows of x are read beside it. Where a panel is gone through several times, memory is idle after the
+// first: there the next panel is asked for meanwhile.
 constexpr int64_t AHEAD = 4 * 2 * HALF;
 
 struct Linear {
@@ -222,9 +223,10 @@ CAESURA_INLINE void store_outputs(const Linear& a, int64_t row, int64_t output, 
     }
 }
 
-// Rows [row, row + R) of the outputs [output, output + 2 LANES); `w` is the first line of these outputs.
-template <class E, int R>
-static void block(const Linear& a, int64_t row, const float* w, int64_t output) {
+// Rows [row, row + R) of the outputs [output, output + 2 LANES); `w` is the first line of these outputs. A line of `later` is
+// asked for with each word; ONCE: this is the only time that these lines are read.
+template <class E, int R, bool ONCE>
+static void block(const Linear& a, int64_t row, const float* w, int64_t output, const float* later) {
     const char* x = (const char*)a.x + row * a.x_stride;
     F sum[R][2];
     for (int r = 0; r < R; r++) sum[r][0] = sum[r][1] = zero();
@@ -232,8 +234,13 @@ static void block(const Linear& a, int64_t row, const float* w, int64_t output) 
         const int64_t count = smaller(a.words - begin, TILE);
         for (int64_t i = 0; i < count; i++, x += 4) {
             const F left = load_words(w + i * 16), right = load_words(w + i * 16 + NEXT);
-            _mm_prefetch((const char*)(w + i * 16 + AHEAD), _MM_HINT_T0);
-            _mm_prefetch((const char*)(w + i * 16 + AHEAD + HALF), _MM_HINT_T0);
+            if constexpr (ONCE) {
+                _mm_prefetch((const char*)(w + i * 16 + AHEAD), _MM_HINT_T0);
+                _mm_prefetch((const char*)(w + i * 16 + AHEAD + HALF), _MM_HINT_T0);
+            } else {
+                _mm_prefetch((const char*)later, _MM_HINT_T1);
+                later += 16;
+            }
 #pragma GCC unroll 12
             for (int r = 0; r < R; r++) {
                 const F value = set1_word(x + r * a.x_stride);
@@ -248,21 +255,26 @@ static void block(const Linear& a, int64_t row, const float* w, int64_t output) 
     }
 }
 
-template <class E, int R>
-static void block_of(int rows, const Linear& a, int64_t row, const float* w, int64_t output) {
-    if (rows == R) return block<E, R>(a, row, w, output);
-    if constexpr (R > 1) block_of<E, R - 1>(rows, a, row, w, output);
+template <class E, int R, bool ONCE>
+static void block_of(int rows, const Linear& a, int64_t row, const float* w, int64_t output, const float* later) {
+    if (rows == R) return block<E, R, ONCE>(a, row, w, output, later);
+    if constexpr (R > 1) block_of<E, R - 1, ONCE>(rows, a, row, w, output, later);
 }
 
 // Rows [row, end) of one panel, in blocks of nearly equal size.
 template <class E>
 static void panel_rows(const Linear& a, int64_t panel, int64_t row, int64_t end) {
     const int64_t rows = end - row, blocks = (rows + ROWS<E> - 1) / ROWS<E>;
+    if (blocks * PANEL == 2 * LANES) {
+        return block_of<E, ROWS<E>, true>((int)rows, a, row, a.panel(panel), panel * PANEL, nullptr);
+    }
+    const float* next = a.panel(panel + 1);  // two times `words` lines; beyond the last panel nothing is read
     for (int64_t column = 0; column < PANEL; column += 2 * LANES) {
         const float* w = a.panel(panel) + column * TILE;
         for (int64_t b = 0; b < blocks; b++) {
             const int64_t first = rows * b / blocks, last = rows * (b + 1) / blocks;
-            block_of<E, ROWS<E>>((int)(last - first), a, row + first, w, panel * PANEL + column);
+            const float* later = column == 0 && b == 0 ? next : next + a.words * 16;
+            block_of<E, ROWS<E>, false>((int)(last - first), a, row + first, w, panel * PANEL + column, later);
         }
     }
 }
