@@ -120,8 +120,8 @@ class PagedAttention:
         return out
 
     def _check(self, q: Tensor, keys: Tensor, values: Tensor, page_table: Tensor, out: Tensor) -> None:
-        heads, page = self._kv_heads * self._group, (self._kv_heads, PAGE_SIZE, self._size)
-        if not (q.dtype == keys.dtype == values.dtype == out.dtype == self._dtype):
+        heads, page, dtype = self._kv_heads * self._group, (self._kv_heads, PAGE_SIZE, self._size), self._dtype
+        if q.dtype != dtype or keys.dtype != dtype or values.dtype != dtype or out.dtype != dtype:
             raise ValueError(
                 f"expected {self._dtype}, got {q.dtype}, {keys.dtype}, {values.dtype}, {out.dtype}"
             )

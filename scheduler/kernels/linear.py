@@ -82,16 +82,16 @@ class Product:
         Raises:
             ValueError: shapes, dtypes or strides that do not fit together.
         """
-        rows, outputs, dtype = x.shape[0], self._outputs, self._dtype
+        rows, inputs = x.shape
+        outputs, dtype = self._outputs, self._dtype
+        fits = inputs == self._inputs and x.dtype == dtype and x.stride(1) == 1
         if out is None:
             out = torch.empty((rows, outputs), dtype=dtype)
-        if not (
-            x.shape[1] == self._inputs
-            and out.shape == (rows, outputs)
-            and x.dtype == dtype == out.dtype
-            and x.stride(1) == 1 == out.stride(1)
-            and (bias is None or (bias.shape == (outputs,) and bias.dtype == dtype and bias.is_contiguous()))
-        ):
+        else:
+            fits = fits and out.shape == (rows, outputs) and out.dtype == dtype and out.stride(1) == 1
+        if bias is not None:
+            fits = fits and bias.shape == (outputs,) and bias.dtype == dtype and bias.is_contiguous()
+        if not fits:
             raise ValueError(
                 f"no product of {_described(x)} with {outputs} packed rows of {self._inputs}, "
                 f"bias {None if bias is None else _described(bias)}, in {_described(out)}"

@@ -98,17 +98,18 @@ def limited_to(name: str) -> Iterator[bool]:
 
 def function(name: str, *arguments: Any, result: Any = None) -> Callable[..., Any]:
     """The library's function ``name``, resolved at its first call, which needs kernels to be there (:func:`why_not`)."""
-    resolved: list[Callable[..., Any]] = []
+    native: Callable[..., Any] | None = None
 
     def call(*values: Any) -> Any:
-        if not resolved:
+        nonlocal native
+        if native is None:
             library = _library()
             if isinstance(library, str):
                 raise RuntimeError(f"no compiled kernels: {library}")
-            native = library[name]
-            native.argtypes, native.restype = arguments, result
-            resolved.append(native)
-        return resolved[0](*values)
+            found = library[name]
+            found.argtypes, found.restype = arguments, result
+            native = found
+        return native(*values)
 
     return call
 
