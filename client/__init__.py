@@ -48,7 +48,7 @@ from .exceptions import (
 from .handle import GenerationHandle
 from .launch import LaunchedScheduler, launch_scheduler
 from .options import WeightUpdate
-from .results import GenerateOutput, TokenDelta
+from .results import GenerateOutput, TokenDelta, TokenLogprobs
 from .scheduler_client import SchedulerClient
 
 __all__ = [
@@ -91,6 +91,7 @@ __all__ = [
     "TensorSpec",
     "TimedOut",
     "TokenDelta",
+    "TokenLogprobs",
     "Unsupported",
     "UnsupportedModel",
     "WeightMismatch",

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..io_struct import GenerateReqInput, Message, Request
-from .connection import Connection, Generation
+from .connection import Connection, Generation, Sink
 from .exceptions import EngineDied
 from .link import Frames, Link, check_endpoint
 from .results import TokenDelta
@@ -37,10 +37,12 @@ class LoopChannel:
         self._timer: asyncio.TimerHandle | None = None
         self._turn_is_due = False
 
-    def start_generation(self, request: GenerateReqInput) -> Generation[Result, Deltas]:
+    def start_generation(
+        self, request: GenerateReqInput, sink: Sink | None = None
+    ) -> Generation[Result, Deltas]:
         """Send a generate request; raises what :meth:`Connection.start_generation` raises."""
         self._bind()
-        generation, frame = self._connection.start_generation(request)
+        generation, frame = self._connection.start_generation(request, sink)
         self._post((frame,))
         return generation
 

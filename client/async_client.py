@@ -25,7 +25,7 @@ from .async_handle import AsyncGenerationHandle
 from .connection import Generation
 from .exceptions import EngineError, TimedOut
 from .options import id_of
-from .prompts import Plan, plan, token_ids
+from .prompts import Plan, plan, token_ids, token_ids_or_none
 from .results import GenerateOutput, decode_output
 from .scoring import Scores
 
@@ -42,6 +42,9 @@ class AsyncSchedulerClient(AsyncControlClient):
         return_logprob: bool = ...,
         return_raw_logprob: bool = ...,
         return_sampled_logprob: bool = ...,
+        logprob_start_len: int = ...,
+        top_logprobs_num: int = ...,
+        token_ids_logprob: Sequence[int] | None = ...,
         return_routed_experts: bool = ...,
         routed_experts_start_len: int = ...,
         rid: str | Sequence[str] | None = ...,
@@ -60,6 +63,9 @@ class AsyncSchedulerClient(AsyncControlClient):
         return_logprob: bool = ...,
         return_raw_logprob: bool = ...,
         return_sampled_logprob: bool = ...,
+        logprob_start_len: int = ...,
+        top_logprobs_num: int = ...,
+        token_ids_logprob: Sequence[int] | None = ...,
         return_routed_experts: bool = ...,
         routed_experts_start_len: int = ...,
         rid: str | Sequence[str] | None = ...,
@@ -77,6 +83,9 @@ class AsyncSchedulerClient(AsyncControlClient):
         return_logprob: bool = False,
         return_raw_logprob: bool = False,
         return_sampled_logprob: bool = False,
+        logprob_start_len: int = -1,
+        top_logprobs_num: int = 0,
+        token_ids_logprob: Sequence[int] | None = None,
         return_routed_experts: bool = False,
         routed_experts_start_len: int = 0,
         rid: str | Sequence[str] | None = None,
@@ -100,6 +109,9 @@ class AsyncSchedulerClient(AsyncControlClient):
             return_logprob=return_logprob,
             return_raw_logprob=return_raw_logprob,
             return_sampled_logprob=return_sampled_logprob,
+            logprob_start_len=logprob_start_len,
+            top_logprobs_num=top_logprobs_num,
+            token_ids_logprob=token_ids_or_none(token_ids_logprob),
             return_routed_experts=return_routed_experts,
             routed_experts_start_len=routed_experts_start_len,
             cache_salt=cache_salt,
@@ -115,6 +127,9 @@ class AsyncSchedulerClient(AsyncControlClient):
         return_logprob: bool = False,
         return_raw_logprob: bool = False,
         return_sampled_logprob: bool = False,
+        logprob_start_len: int = -1,
+        top_logprobs_num: int = 0,
+        token_ids_logprob: Sequence[int] | None = None,
         return_routed_experts: bool = False,
         routed_experts_start_len: int = 0,
         stream: bool = False,
@@ -132,6 +147,9 @@ class AsyncSchedulerClient(AsyncControlClient):
             return_logprob=return_logprob,
             return_raw_logprob=return_raw_logprob,
             return_sampled_logprob=return_sampled_logprob,
+            logprob_start_len=logprob_start_len,
+            top_logprobs_num=top_logprobs_num,
+            token_ids_logprob=token_ids_or_none(token_ids_logprob),
             return_routed_experts=return_routed_experts,
             routed_experts_start_len=routed_experts_start_len,
             stream=stream,

@@ -85,6 +85,11 @@ class AsyncControlClient:
         self._shared: SharedBuckets | None = None
         self._channel = LoopChannel(endpoint, connect_timeout=connect_timeout)
 
+    @property
+    def channel(self) -> LoopChannel:
+        """What the messages go through, for callers that make their own (the tokenizer manager)."""
+        return self._channel
+
     async def pause(
         self,
         mode: PauseMode = "abort",

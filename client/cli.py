@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..io_struct import CaesuraError, GetStatusReqOutput, Message
+from .frontend.serve import serve
 from .scheduler_client import SchedulerClient
 
 MIB = 1 << 20
@@ -62,6 +63,9 @@ def scheduler(arguments: tuple[str, ...]) -> None:
     """Run a scheduler in the foreground; `caesura scheduler --help` lists its options."""
     command = [sys.executable, "-m", "caesura.scheduler", *arguments]
     os.execv(sys.executable, command)  # noqa: S606 (its own interpreter; replaces this process)
+
+
+cli.add_command(serve)
 
 
 @cli.command()
@@ -292,7 +296,7 @@ def _status_rows(status: GetStatusReqOutput) -> Iterable[tuple[str, str]]:
 def main() -> NoReturn:
     """Entry point of the ``caesura`` script."""
     try:
-        cli(standalone_mode=False)
+        status = cli(standalone_mode=False)
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
@@ -301,4 +305,4 @@ def main() -> NoReturn:
     except (CaesuraError, OSError) as error:
         click.echo(f"error: {error}", err=True)
         sys.exit(1)
-    sys.exit(0)
+    sys.exit(status if isinstance(status, int) else 0)

@@ -32,7 +32,16 @@ from ..io_struct import (
 )
 from ..io_struct.base import MAX_HEADER_BYTES
 from .exceptions import DuplicateRid, EngineError, IdConflict, InternalError, InvalidRequest, error_for
-from .results import GenerateOutput, TokenDelta, decode_output, known_logprobs, read_floats, read_ints
+from .results import (
+    GenerateOutput,
+    TokenDelta,
+    TokenLogprobs,
+    decode_output,
+    further_logprobs,
+    known_logprobs,
+    read_floats,
+    read_ints,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +60,15 @@ class DeltaQueue(Protocol):
     def put_nowait(self, item: TokenDelta | None, /) -> None: ...
 
 
+class Sink(Protocol):
+    """Takes what comes of a generation as it comes, instead of a queue. Called while messages are read: it must return soon,
+    and raise nothing."""
+
+    def on_tokens(self, delta: TokenDelta, /) -> None: ...
+    def on_finished(self, output: GenerateOutput, /) -> None:
+        """One sample has ended; all its tokens have been handed on before."""
+
+
 WaiterT = TypeVar("WaiterT", bound=Waiter)
 QueueT = TypeVar("QueueT", bound=DeltaQueue)
 
@@ -67,34 +85,52 @@ class _Call(Generic[WaiterT]):
 class Generation(Generic[WaiterT, QueueT]):
     """One prompt in flight: collects its ``n`` samples; the waiter gets them as a list in sample order.
 
-    ``deltas`` is None unless the request streams.
+    ``deltas`` is None unless the request streams, into no ``sink``.
     """
 
-    def __init__(self, request: GenerateReqInput, frame: bytes, waiter: WaiterT, deltas: QueueT) -> None:
+    def __init__(
+        self,
+        request: GenerateReqInput,
+        frame: bytes,
+        waiter: WaiterT,
+        deltas: QueueT | None,
+        sink: Sink | None = None,
+    ) -> None:
         self.message_id = request.id
         self.rid = request.id if request.rid is None else request.rid
         self.frame = frame
         self.waiter = waiter
-        self.deltas = deltas if request.stream else None
+        self.deltas = deltas
+        self.sink = sink
         count = request.sampling_params.n
         # A bad n (a string, 0) travels on: the engine refuses it with its own error, whatever we expect here.
         self.n = count if isinstance(count, int) else 1
         self._outputs: dict[int, GenerateOutput] = {}
         self._delivered: dict[int, int] = {}
 
-    def add_tokens(self, index: int, start: int, tokens: list[int], logprobs: list[float]) -> None:
+    def add_tokens(
+        self,
+        index: int,
+        start: int,
+        tokens: list[int],
+        logprobs: list[float],
+        top: TokenLogprobs | None = None,
+        given: TokenLogprobs | None = None,
+    ) -> None:
         """Hand on what is new in one row of a stream delta."""
         delivered = self._delivered.get(index, 0)
         seen = delivered - start
-        if self.deltas is None or index in self._outputs or seen < 0 or seen >= len(tokens):
+        if not self._streams or index in self._outputs or seen < 0 or seen >= len(tokens):
             return
         self._delivered[index] = start + len(tokens)
-        self.deltas.put_nowait(
+        self._hand_on(
             TokenDelta(
                 index=index,
                 start=delivered,
                 output_ids=tokens[seen:],
                 output_logprobs=known_logprobs(logprobs[seen:]),
+                output_top_logprobs=None if top is None else top.cut(seen),
+                output_token_ids_logprobs=None if given is None else given.cut(seen),
             )
         )
 
@@ -109,6 +145,8 @@ class Generation(Generic[WaiterT, QueueT]):
             return False
         self._outputs[output.index] = output
         self._deliver_tail(output)
+        if self.sink is not None:
+            self.sink.on_finished(output)
         if len(self._outputs) < self.n:
             return False
         outputs = [self._outputs[index] for index in sorted(self._outputs)]
@@ -130,9 +168,18 @@ class Generation(Generic[WaiterT, QueueT]):
 
     def _deliver_tail(self, output: GenerateOutput) -> None:
         delivered = self._delivered.get(output.index, 0)
-        if self.deltas is None or delivered >= len(output.output_ids):
-            return
-        self.deltas.put_nowait(output.as_delta(delivered))
+        if self._streams and delivered < len(output.output_ids):
+            self._hand_on(output.as_delta(delivered))
+
+    @property
+    def _streams(self) -> bool:
+        return self.deltas is not None or self.sink is not None
+
+    def _hand_on(self, delta: TokenDelta) -> None:
+        if self.sink is not None:
+            self.sink.on_tokens(delta)
+        elif self.deltas is not None:
+            self.deltas.put_nowait(delta)
 
     def _end(self, result: list[GenerateOutput] | EngineError) -> None:
         _resolve(self.waiter, result)
@@ -181,7 +228,9 @@ class Connection(Generic[WaiterT, QueueT]):
         self._calls[request.id] = call
         return call.waiter, frame
 
-    def start_generation(self, request: GenerateReqInput) -> tuple[Generation[WaiterT, QueueT], bytes]:
+    def start_generation(
+        self, request: GenerateReqInput, sink: Sink | None = None
+    ) -> tuple[Generation[WaiterT, QueueT], bytes]:
         """Register a generation; raises as :meth:`start_call`, and DuplicateRid when this client has that rid live."""
         frame = self._encode(request)
         known = self._generations.get(request.id)
@@ -190,7 +239,8 @@ class Connection(Generic[WaiterT, QueueT]):
             return known, frame
         if request.id in self._calls:
             raise IdConflict(f"message id {request.id!r} is pending with another body", id=request.id)
-        generation = Generation(request, frame, self._new_waiter(), self._new_queue())
+        deltas = self._new_queue() if request.stream and sink is None else None
+        generation = Generation(request, frame, self._new_waiter(), deltas, sink)
         if generation.rid in self._by_rid:
             raise DuplicateRid(f"rid {generation.rid!r} is live in this client", rid=generation.rid)
         self._generations[request.id] = generation
@@ -276,12 +326,17 @@ class Connection(Generic[WaiterT, QueueT]):
             raise InternalError(
                 f"a stream delta counts {sum(counts)} tokens but holds {len(tokens)} and {len(logprobs)} logprobs"
             )
+        top, given = further_logprobs(delta.top, counts), further_logprobs(delta.given, counts)
         offset = 0
-        for rid, index, start, count in zip(delta.rids, indices, starts, counts, strict=True):
+        for row, (rid, index, start, count) in enumerate(
+            zip(delta.rids, indices, starts, counts, strict=True)
+        ):
             end = offset + count
             generation = self._by_rid.get(rid)
             if generation is not None:
-                generation.add_tokens(index, start, tokens[offset:end], logprobs[offset:end])
+                generation.add_tokens(
+                    index, start, tokens[offset:end], logprobs[offset:end], top[row], given[row]
+                )
             offset = end
 
     def _take_error(self, reply: ErrorReply) -> None:

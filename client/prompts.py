@@ -91,15 +91,20 @@ def plan(
     return Plan(base, requests, single)
 
 
-def token_ids(prompt: Sequence[int]) -> list[int]:
-    """A prompt as plain integers; numpy's integers are taken too, booleans are not."""
+def token_ids(prompt: Sequence[int], field: str = "input_ids") -> list[int]:
+    """``field`` of a request as plain integers; numpy's integers are taken too, booleans are not."""
     try:
         ids = list(map(operator.index, prompt))
     except TypeError as error:
-        raise InvalidRequest(f"input_ids must be integers: {error}", field="input_ids") from error
+        raise InvalidRequest(f"{field} must be integers: {error}", field=field) from error
     if bool in set(map(type, prompt)):
-        raise InvalidRequest("input_ids must be integers, not bool", field="input_ids")
+        raise InvalidRequest(f"{field} must be integers, not bool", field=field)
     return ids
+
+
+def token_ids_or_none(ids: Sequence[int] | None) -> list[int] | None:
+    """``token_ids_logprob`` of a request."""
+    return None if ids is None else token_ids(ids, "token_ids_logprob")
 
 
 def is_single(input_ids: Sequence[int] | Sequence[Sequence[int]]) -> bool:

@@ -6,16 +6,43 @@ is refused with :class:`InternalError` rather than handed on: a trainer would pa
 
 import array
 import math
+import operator
 import sys
 from dataclasses import dataclass
 
 from ..io_struct import (
+    DeltaLogprobs,
     FinishReason,
     GenerateReqOutput,
+    LogprobRows,
     RoutedExperts,
     WeightVersionSpan,
 )
 from .exceptions import InternalError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprobs:
+    """Log-probabilities of ``k`` tokens at each of some positions, position by position; ``len`` counts positions."""
+
+    k: int
+    ids: list[int]
+    """[positions * k]"""
+    logprobs: list[float]
+    """[positions * k]; of the likeliest tokens in descending order."""
+
+    def __len__(self) -> int:
+        return len(self.logprobs) // self.k
+
+    def at(self, position: int) -> list[tuple[float, int]]:
+        """``(logprob, token id)`` of the ``k`` tokens there."""
+        part = slice(position * self.k, (position + 1) * self.k)
+        return list(zip(self.logprobs[part], self.ids[part], strict=True))
+
+    def cut(self, start: int, end: int | None = None) -> "TokenLogprobs":
+        """The positions [start, end); None: to the last."""
+        part = slice(start * self.k, None if end is None else end * self.k)
+        return TokenLogprobs(k=self.k, ids=self.ids[part], logprobs=self.logprobs[part])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +60,17 @@ class GenerateOutput:
     """Log-softmax of the unedited logits; None unless ``return_raw_logprob``."""
     sampled_logprobs: list[float] | None
     """Under the distribution really sampled; None unless ``return_sampled_logprob``."""
+    output_top_logprobs: TokenLogprobs | None = None
+    """The likeliest tokens at each position; None unless ``top_logprobs_num``."""
+    output_token_ids_logprobs: TokenLogprobs | None = None
+    """Those of ``token_ids_logprob``; None unless given."""
+    input_logprobs: list[float | None] | None = None
+    """Of the prompt's tokens from ``logprob_start_len`` on, without temperature or edits; the first is None. None unless
+    requested, and where the sample ended before its prompt was computed."""
+    input_top_logprobs: TokenLogprobs | None = None
+    """At each position of ``input_logprobs`` but the first."""
+    input_token_ids_logprobs: TokenLogprobs | None = None
+    """At each position of ``input_logprobs`` but the first."""
     routed_experts: RoutedExperts | None
     """Which experts computed each position but the last: ``numpy.asarray`` gives [rows, layers, top_k] without a copy.
     None unless ``return_routed_experts``, and where an error ended the sample."""
@@ -57,7 +95,13 @@ class GenerateOutput:
             start=start,
             output_ids=self.output_ids[start:],
             output_logprobs=None if logprobs is None else logprobs[start:],
+            output_top_logprobs=_from(self.output_top_logprobs, start),
+            output_token_ids_logprobs=_from(self.output_token_ids_logprobs, start),
         )
+
+
+def _from(values: TokenLogprobs | None, start: int) -> TokenLogprobs | None:
+    return None if values is None else values.cut(start)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +115,10 @@ class TokenDelta:
     output_ids: list[int]
     output_logprobs: list[float] | None
     """None unless ``return_logprob``."""
+    output_top_logprobs: TokenLogprobs | None = None
+    """None unless ``top_logprobs_num``."""
+    output_token_ids_logprobs: TokenLogprobs | None = None
+    """None unless ``token_ids_logprob``."""
 
 
 def read_ints(data: bytes) -> list[int]:
@@ -110,6 +158,11 @@ def decode_output(wire: GenerateReqOutput) -> GenerateOutput:
         output_logprobs=_optional(wire.output_logprobs),
         raw_logprobs=_optional(wire.raw_logprobs),
         sampled_logprobs=_optional(wire.sampled_logprobs),
+        output_top_logprobs=_optional_rows(wire.output_top_logprobs),
+        output_token_ids_logprobs=_optional_rows(wire.output_token_ids_logprobs),
+        input_logprobs=_input_logprobs(wire.input_logprobs),
+        input_top_logprobs=_optional_rows(wire.input_top_logprobs),
+        input_token_ids_logprobs=_optional_rows(wire.input_token_ids_logprobs),
         routed_experts=wire.routed_experts,
         finish_reason=wire.finish_reason,
         weight_versions=wire.weight_versions,
@@ -130,12 +183,35 @@ def _optional(data: bytes | None) -> list[float] | None:
     return None if data is None else read_floats(data)
 
 
+def _input_logprobs(data: bytes | None) -> list[float | None] | None:
+    return None if data is None else [None, *read_floats(data)[1:]]
+
+
+def _optional_rows(wire: LogprobRows | None) -> TokenLogprobs | None:
+    if wire is None:
+        return None
+    ids, logprobs = read_ints(wire.ids), read_floats(wire.logprobs)
+    rows, rest = divmod(len(logprobs), wire.k)
+    if len(ids) == wire.k:
+        ids *= rows
+    if rest or len(ids) != len(logprobs):
+        raise InternalError(f"{len(ids)} ids and {len(logprobs)} logprobs in rows of {wire.k}")
+    return TokenLogprobs(k=wire.k, ids=ids, logprobs=logprobs)
+
+
+_PER_TOKEN = (
+    "output_logprobs", "raw_logprobs", "sampled_logprobs", "output_top_logprobs", "output_token_ids_logprobs",
+)  # fmt: skip
+_PER_INPUT = ("input_top_logprobs", "input_token_ids_logprobs")
+
+
 def _check_lengths(output: GenerateOutput) -> None:
     count = len(output.output_ids)
-    for name in ("output_logprobs", "raw_logprobs", "sampled_logprobs"):
-        values: list[float] | None = getattr(output, name)
-        if values is not None and len(values) != count:
-            raise InternalError(f"{output.rid}: {count} tokens but {len(values)} {name}", rid=output.rid)
+    inputs = len(output.input_logprobs or [None]) - 1
+    for name, expected in (*((n, count) for n in _PER_TOKEN), *((n, inputs) for n in _PER_INPUT)):
+        values: list[float] | TokenLogprobs | None = getattr(output, name)
+        if values is not None and len(values) != expected:
+            raise InternalError(f"{output.rid}: {expected} tokens but {len(values)} {name}", rid=output.rid)
     covered = 0
     for span in output.weight_versions:
         if span.start != covered or span.end < span.start:
@@ -163,3 +239,22 @@ def _check_routing(output: GenerateOutput, routed: RoutedExperts) -> None:
 def known_logprobs(values: list[float]) -> list[float] | None:
     """Streamed logprobs, or None where the wire says "not requested" (NaN)."""
     return None if values and math.isnan(values[0]) else values
+
+
+def further_logprobs(wire: DeltaLogprobs | None, counts: list[int]) -> list[TokenLogprobs | None]:
+    """For each row of a stream delta, whose tokens are ``counts``: None where it did not ask.
+
+    Raises:
+        InternalError: columns of different lengths.
+    """
+    if wire is None:
+        return [None] * len(counts)
+    ks, ids, logprobs = read_ints(wire.ks), read_ints(wire.ids), read_floats(wire.logprobs)
+    if len(ks) != len(counts) or not len(ids) == len(logprobs) == sum(map(operator.mul, counts, ks)):
+        raise InternalError("a stream delta has columns of further logprobs of different lengths")
+    found: list[TokenLogprobs | None] = []
+    offset = 0
+    for k, count in zip(ks, counts, strict=True):
+        part = slice(offset, offset := offset + k * count)
+        found.append(TokenLogprobs(k=k, ids=ids[part], logprobs=logprobs[part]) if k else None)
+    return found

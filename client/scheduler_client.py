@@ -24,7 +24,7 @@ from .control_client import ControlClient
 from .exceptions import EngineError, TimedOut
 from .handle import GenerationHandle
 from .options import id_of
-from .prompts import Plan, plan, token_ids
+from .prompts import Plan, plan, token_ids, token_ids_or_none
 from .results import GenerateOutput, decode_output
 from .scoring import Scores
 
@@ -41,6 +41,9 @@ class SchedulerClient(ControlClient):
         return_logprob: bool = ...,
         return_raw_logprob: bool = ...,
         return_sampled_logprob: bool = ...,
+        logprob_start_len: int = ...,
+        top_logprobs_num: int = ...,
+        token_ids_logprob: Sequence[int] | None = ...,
         return_routed_experts: bool = ...,
         routed_experts_start_len: int = ...,
         rid: str | Sequence[str] | None = ...,
@@ -59,6 +62,9 @@ class SchedulerClient(ControlClient):
         return_logprob: bool = ...,
         return_raw_logprob: bool = ...,
         return_sampled_logprob: bool = ...,
+        logprob_start_len: int = ...,
+        top_logprobs_num: int = ...,
+        token_ids_logprob: Sequence[int] | None = ...,
         return_routed_experts: bool = ...,
         routed_experts_start_len: int = ...,
         rid: str | Sequence[str] | None = ...,
@@ -76,6 +82,9 @@ class SchedulerClient(ControlClient):
         return_logprob: bool = False,
         return_raw_logprob: bool = False,
         return_sampled_logprob: bool = False,
+        logprob_start_len: int = -1,
+        top_logprobs_num: int = 0,
+        token_ids_logprob: Sequence[int] | None = None,
         return_routed_experts: bool = False,
         routed_experts_start_len: int = 0,
         rid: str | Sequence[str] | None = None,
@@ -99,6 +108,9 @@ class SchedulerClient(ControlClient):
             return_logprob=return_logprob,
             return_raw_logprob=return_raw_logprob,
             return_sampled_logprob=return_sampled_logprob,
+            logprob_start_len=logprob_start_len,
+            top_logprobs_num=top_logprobs_num,
+            token_ids_logprob=token_ids_or_none(token_ids_logprob),
             return_routed_experts=return_routed_experts,
             routed_experts_start_len=routed_experts_start_len,
             cache_salt=cache_salt,
@@ -114,6 +126,9 @@ class SchedulerClient(ControlClient):
         return_logprob: bool = False,
         return_raw_logprob: bool = False,
         return_sampled_logprob: bool = False,
+        logprob_start_len: int = -1,
+        top_logprobs_num: int = 0,
+        token_ids_logprob: Sequence[int] | None = None,
         return_routed_experts: bool = False,
         routed_experts_start_len: int = 0,
         stream: bool = False,
@@ -131,6 +146,9 @@ class SchedulerClient(ControlClient):
             return_logprob=return_logprob,
             return_raw_logprob=return_raw_logprob,
             return_sampled_logprob=return_sampled_logprob,
+            logprob_start_len=logprob_start_len,
+            top_logprobs_num=top_logprobs_num,
+            token_ids_logprob=token_ids_or_none(token_ids_logprob),
             return_routed_experts=return_routed_experts,
             routed_experts_start_len=routed_experts_start_len,
             stream=stream,

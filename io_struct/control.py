@@ -221,6 +221,63 @@ class StepFailures(Record, kw_only=True, frozen=True):
     """Tokens that a step may have now, for want of memory. None: as many as it wants."""
 
 
+class MemoryByTag(Record, kw_only=True, frozen=True):
+    """Reserved memory by what holds it, in bytes; the parts add up to ``reserved``.
+
+    On the CPU only pages that have been written count. What is released counts 0.
+    """
+
+    weights: int
+    """Parameters of the policy."""
+    derived: int
+    """What its layers derive from them at commit."""
+    kv: int
+    """The paged KV pool, and the expert ids beside it."""
+    reference: int
+    """Other models, as far as they are on the device."""
+    graphs: int
+    """Captured decode steps."""
+    workspace: int
+    """What else the engine has asked of the allocator since it began to be built: workspaces, temporaries; on the CPU also
+    its own objects."""
+    runtime: int
+    """What the process held before: Python and torch; next to nothing on accelerators."""
+    other: int
+    """The rest: blocks that the allocator holds unused, and what nobody has asked it for."""
+
+
+class PauseTotal(Record, kw_only=True, frozen=True):
+    """Pauses in one mode since start, the one that lasts included. A pause whose mode was changed counts in both."""
+
+    mode: PauseMode
+    count: int
+    seconds: float
+    """From the acknowledgement to the continue, or to the change of mode."""
+
+
+class UpdateTotal(Record, kw_only=True, frozen=True):
+    """Weight updates from one source since start. What was refused before its first byte is not among them."""
+
+    source: str
+    """The transport that came last in the session: ``disk``, ``tensor``, …; empty: nothing came."""
+    committed: int
+    failed: int
+    """Left the weights poisoned."""
+
+
+class EngineTotals(Record, kw_only=True, frozen=True):
+    """What has been counted since start."""
+
+    prompt_tokens: int = 0
+    """Of requests that have begun to run."""
+    cached_tokens: int = 0
+    """How many of them came from the prefix cache."""
+    finished_requests: dict[str, int] = {}
+    """Samples that have ended, by the type of their finish reason."""
+    pauses: list[PauseTotal] = []
+    updates: list[UpdateTotal] = []
+
+
 class GetStatusReqInput(ControlRequest, kw_only=True):
     """Everything a supervisor asks. Answered by the control loop, during updates too; generates no token."""
 
@@ -264,6 +321,9 @@ class GetStatusReqOutput(Reply, kw_only=True):
     """What went wrong with steps, and whether they are small for want of memory."""
     kv: KVUsage
     device_memory: DeviceMemory
+    memory_by_tag: MemoryByTag | None = None
+    """As of the last memory event. None: there is none yet."""
+    totals: EngineTotals = EngineTotals()
     stages: list[StageStatus] = []
     """In the order of their first run."""
     reference: ReferenceStatus | None = None

@@ -16,6 +16,15 @@ Seed = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 MAX_SAMPLES = 1024
 """Largest ``n``: samples of one prompt in one request."""
 
+MAX_LOGIT_BIAS = 1024
+"""Most tokens in one ``logit_bias``."""
+
+MAX_TOP_LOGPROBS = 128
+"""Largest ``top_logprobs_num``."""
+
+MAX_TOKEN_IDS_LOGPROB = 1024
+"""Most ids in one ``token_ids_logprob``."""
+
 GREEDY_BELOW = 1e-6
 """Temperatures below this mean greedy decoding, as in SGLang."""
 
@@ -31,6 +40,18 @@ class SamplingParams(Record, kw_only=True, frozen=True):
     """In (0, 1]; 1 keeps all."""
     top_k: int = -1
     """-1 keeps all; otherwise at least 1."""
+    min_p: float = 0.0
+    """In [0, 1]: tokens less likely than ``min_p`` times the likeliest are dropped; 0 keeps all."""
+    frequency_penalty: float = 0.0
+    """In [-2, 2]: taken off a token's logit for each time it stands in the output."""
+    presence_penalty: float = 0.0
+    """In [-2, 2]: taken off the logit of each token that stands in the output."""
+    repetition_penalty: float = 1.0
+    """In (0, 2]: positive logits of tokens in prompt or output are divided by it, negative ones multiplied."""
+    logit_bias: dict[TokenId, float] | None = None
+    """Added to these tokens' logits; values in [-100, 100]. None: nothing."""
+    min_new_tokens: int = 0
+    """Before so many tokens neither the model's end-of-sequence ids nor ``stop_token_ids`` are sampled."""
     stop_token_ids: list[TokenId] = []
     """Generation ends after any of these; the token is kept in the output."""
     ignore_eos: bool = False
@@ -53,6 +74,34 @@ class SamplingParams(Record, kw_only=True, frozen=True):
             found.append(("top_k", self.top_k, "must be -1 (all) or at least 1"))
         if len(self.stop_token_ids) > 64:
             found.append(("stop_token_ids", len(self.stop_token_ids), "at most 64 ids"))
+        return found + self._edit_problems()
+
+    def _edit_problems(self) -> list[tuple[str, object, str]]:
+        found: list[tuple[str, object, str]] = []
+        if not 0.0 <= self.min_p <= 1.0:
+            found.append(("min_p", self.min_p, "must be in [0, 1]"))
+        if not 0.0 < self.repetition_penalty <= 2.0:
+            found.append(("repetition_penalty", self.repetition_penalty, "must be in (0, 2]"))
+        found += [
+            (name, value, "must be in [-2, 2]")
+            for name, value in (
+                ("frequency_penalty", self.frequency_penalty),
+                ("presence_penalty", self.presence_penalty),
+            )
+            if not -2.0 <= value <= 2.0
+        ]
+        if self.min_new_tokens < 0 or (
+            self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens
+        ):
+            found.append(("min_new_tokens", self.min_new_tokens, "must be in [0, max_new_tokens]"))
+        bias = self.logit_bias or {}
+        if len(bias) > MAX_LOGIT_BIAS:
+            found.append(("logit_bias", len(bias), f"at most {MAX_LOGIT_BIAS} tokens"))
+        found += [
+            (f"logit_bias[{token}]", value, "must be in [-100, 100]")
+            for token, value in bias.items()
+            if not -100.0 <= value <= 100.0
+        ]
         return found
 
 
@@ -72,6 +121,13 @@ class GenerateReqInput(Request, kw_only=True):
     """Per token: log-softmax of the unedited logits (temperature 1)."""
     return_sampled_logprob: bool = False
     """Per token: log-probability under the distribution really sampled (renormalised after top-k and top-p)."""
+    logprob_start_len: int = -1
+    """With ``return_logprob``: also those of the prompt's tokens from this position on, without temperature or edits. They are
+    recomputed where the prefix cache has them. -1, or the prompt's length and more: none."""
+    top_logprobs_num: int = 0
+    """With ``return_logprob``: at each position that has a logprob, also the so many likeliest tokens; at most 128."""
+    token_ids_logprob: list[TokenId] | None = None
+    """With ``return_logprob``: at each of these positions, also these tokens' logprobs; at most 1,024. None, or empty: no others."""
     return_routed_experts: bool = False
     """The experts that computed each position, prompt included (:class:`RoutedExperts`). ``unsupported`` where the model has none."""
     routed_experts_start_len: Annotated[int, msgspec.Meta(ge=0)] = 0
@@ -145,8 +201,18 @@ class RoutedExperts(Record, kw_only=True, frozen=True):
         return {"version": 3, "shape": tuple(self.shape), "typestr": typestr, "data": self.data}
 
 
+class LogprobRows(Record, kw_only=True, frozen=True):
+    """Log-probabilities of ``k`` tokens at each of some positions ("rows")."""
+
+    k: Annotated[int, msgspec.Meta(ge=1)]
+    ids: bytes
+    """int32 [rows, k]; [k] where they are the same in every row."""
+    logprobs: bytes
+    """float32 [rows, k]; of the likeliest tokens in descending order."""
+
+
 class GenerateReqOutput(Record, kw_only=True, frozen=True):
-    """The terminal result of one sample. All arrays have the same length: ``output_ids`` counts."""
+    """The terminal result of one sample. Everything about the output has as many entries or rows as ``output_ids``."""
 
     rid: str
     index: int = 0
@@ -159,6 +225,17 @@ class GenerateReqOutput(Record, kw_only=True, frozen=True):
     """float32; None unless ``return_raw_logprob``."""
     sampled_logprobs: bytes | None = None
     """float32; None unless ``return_sampled_logprob``."""
+    output_top_logprobs: LogprobRows | None = None
+    """None unless ``top_logprobs_num``."""
+    output_token_ids_logprobs: LogprobRows | None = None
+    """None unless ``token_ids_logprob``."""
+    input_logprobs: bytes | None = None
+    """float32 [prompt_tokens - logprob_start_len], the first NaN; None unless ``logprob_start_len``, and where the sample ended
+    before its prompt was computed."""
+    input_top_logprobs: LogprobRows | None = None
+    """A row for each of ``input_logprobs`` but the first; None without these, and unless ``top_logprobs_num``."""
+    input_token_ids_logprobs: LogprobRows | None = None
+    """A row for each of ``input_logprobs`` but the first; None without these, and unless ``token_ids_logprob``."""
     routed_experts: RoutedExperts | None = None
     """None unless ``return_routed_experts``, and where an error ended the sample."""
     finish_reason: FinishReason
@@ -174,6 +251,17 @@ class GenerateReqOutput(Record, kw_only=True, frozen=True):
     """Seconds from arrival to the first scheduled step; all of its life if it never ran."""
     e2e_latency: float = 0.0
     """Seconds from arrival to the end."""
+
+
+class DeltaLogprobs(Record, kw_only=True, frozen=True):
+    """Log-probabilities of further tokens at the positions of a :class:`StreamDelta`: ``ks[i]`` at each token of its row ``i``."""
+
+    ks: bytes
+    """int32 [rows]; 0 where not requested."""
+    ids: bytes
+    """int32 [sum(counts * ks)]"""
+    logprobs: bytes
+    """float32 [sum(counts * ks)]"""
 
 
 class StreamDelta(Record, kw_only=True, frozen=True):
@@ -195,6 +283,10 @@ class StreamDelta(Record, kw_only=True, frozen=True):
     """int32 [sum(counts)]"""
     logprobs: bytes
     """float32 [sum(counts)]; NaN where not requested."""
+    top: DeltaLogprobs | None = None
+    """The likeliest tokens. None: no row asked."""
+    given: DeltaLogprobs | None = None
+    """Those of ``token_ids_logprob``. None: no row asked."""
 
 
 class BatchTokenOutput(Message, kw_only=True):
@@ -216,7 +308,9 @@ class AbortReq(Request, kw_only=True):
     """End generations now, wherever they are; each answers with its partial output. Unknown rids are no error."""
 
     rid: str | None = None
-    """Exact match, all samples. None needs ``abort_all``."""
+    """Exact match. None needs ``abort_all``."""
+    index: int | None = None
+    """Only this one of its samples. None: all of them."""
     abort_all: bool = False
 
 

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from .base import Record, Reply
-from .control import ControlRequest
+from .control import ControlRequest, MemoryByTag
 
 MemoryCause = Literal[
     "start", "sample", "pause", "continue", "lease_expiry", "flush", "update_begin", "update_commit",
@@ -13,31 +13,6 @@ MemoryCause = Literal[
 ]  # fmt: skip
 MAX_HISTORY_EVENTS = 256
 """Events in one answer: a millisecond of the control loop."""
-
-
-class MemoryByTag(Record, kw_only=True, frozen=True):
-    """Reserved memory by what holds it, in bytes; the parts add up to ``reserved``.
-
-    On the CPU only pages that have been written count. What is released counts 0.
-    """
-
-    weights: int
-    """Parameters of the policy."""
-    derived: int
-    """What its layers derive from them at commit."""
-    kv: int
-    """The paged KV pool, and the expert ids beside it."""
-    reference: int
-    """Other models, as far as they are on the device."""
-    graphs: int
-    """Captured decode steps."""
-    workspace: int
-    """What else the engine has asked of the allocator since it began to be built: workspaces, temporaries; on the CPU also
-    its own objects."""
-    runtime: int
-    """What the process held before: Python and torch; next to nothing on accelerators."""
-    other: int
-    """The rest: blocks that the allocator holds unused, and what nobody has asked it for."""
 
 
 class MemoryEvent(Record, kw_only=True, frozen=True):

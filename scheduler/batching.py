@@ -25,9 +25,9 @@ from .cache.manager import CacheManager
 from .cache.routing import RoutingPool
 from .chunking import ChunkSizer
 from .config import PAGE_SIZE
-from .forward import ForwardBatch, SamplingBatch
+from .forward import ForwardBatch
 from .request import NO_SLOT, Phase, Request, RequestTable
-from .runner.sampler import noise
+from .sampling_inputs import InputSpan, input_spans, input_tokens, sampling_batch
 from .waiting import WaitingQueue, pages_for
 
 logger = logging.getLogger(__name__)
@@ -48,6 +48,8 @@ class ScheduledBatch:
     completed: list[Request]
     """Requests whose prompt this step finishes."""
     num_tokens: int
+    inputs: list[InputSpan]
+    """What ``forward.inputs`` is of, in its order."""
 
 
 class Batcher:
@@ -68,6 +70,9 @@ class Batcher:
         self.cache = cache
         self.waiting = waiting
         self.num_retractions = 0
+        self.prompt_tokens = 0
+        """Of all requests that have begun to run; with the next, the hit rate of the prefix cache."""
+        self.cached_tokens = 0
         self._sizer = chunks
         self._share = share_prefixes
         self._routing = routing
@@ -333,7 +338,9 @@ class Batcher:
         row[:] = 0
         kv, seated = None, False
         try:
-            kv = cache.open(tokens, request.salt, row)
+            first = None if request.record is None else request.record.first_uncached
+            # A cached prefix has no logits: it must end where some are wanted.
+            kv = cache.open(tokens if first is None else tokens[: first + 1], request.salt, row)
             # One page of growth is left to everybody who runs: admitting more would only preempt them.
             missing = pages_for(len(tokens)) - kv.num_pages
             if missing > cache.available() - len(self._active) or not cache.extend(kv, len(tokens)):
@@ -351,6 +358,8 @@ class Batcher:
         if request.first_scheduled is None:
             request.first_scheduled = monotonic()
             request.cached_tokens = cached
+            self.prompt_tokens += len(request.prompt)
+            self.cached_tokens += cached
         request.phase = Phase.PREFILL
         self._active.append(request)
         self._prefilling.append(request)
@@ -380,6 +389,7 @@ class Batcher:
             ]
         )
         sample_slots = slots[samples]
+        spans = input_spans(chunks, table) if chunks else []
         width = pages_for(int(ends.max()))
         forward = ForwardBatch(
             num_decode=num_decode,
@@ -393,7 +403,8 @@ class Batcher:
             slots=torch.from_numpy(slots),
             sample_tokens=torch.from_numpy((token_starts + q_lens - 1)[samples]),
             sample_slots=torch.from_numpy(sample_slots),
-            sampling=self._sampling(sample_slots, ends[samples]),
+            sampling=sampling_batch(table, sample_slots, ends[samples]),
+            inputs=input_tokens(spans, slots, token_starts - starts),
         )
         batch = ScheduledBatch(
             forward=forward,
@@ -405,8 +416,11 @@ class Batcher:
                 if table.scheduled[request.slot] + taken == table.length[request.slot]
             ],
             num_tokens=len(positions),
+            inputs=spans,
         )
         self._book(batch, ends)
+        if forward.sampling.special is not None:
+            table.extras.counted[sample_slots] = ends[samples] + 1
         return batch
 
     def _book(self, batch: ScheduledBatch, ends: np.ndarray) -> None:
@@ -419,18 +433,3 @@ class Batcher:
             self._decode_slots = None
         if self._sizer.limit is not None:
             self._turn += batch.forward.num_decode
-
-    def _sampling(self, slots: np.ndarray, positions: np.ndarray) -> SamplingBatch:
-        """Sampling inputs of ``slots``; ``positions`` are the absolute positions of the tokens to be sampled."""
-        table = self.table
-        return SamplingBatch(
-            temperature=torch.from_numpy(table.temperature[slots]),
-            greedy=torch.from_numpy(table.greedy[slots]),
-            top_k=torch.from_numpy(table.top_k[slots]),
-            top_p=torch.from_numpy(table.top_p[slots]),
-            uniforms=torch.from_numpy(noise(table.seed[slots], table.index[slots], positions)),
-            any_sampled=not bool(table.greedy[slots].all()),
-            any_filtered=bool(table.filtered[slots].any()),
-            want_raw=bool(table.want_raw[slots].any()),
-            want_sampled=bool(table.want_sampled[slots].any()),
-        )

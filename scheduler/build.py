@@ -8,6 +8,7 @@ Invariants:
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -29,6 +30,7 @@ from .kernels.native import why_not
 from .models.base import CausalLM
 from .models.config import ModelConfig, load_model_config
 from .models.registry import build_model
+from .runner.autotune import TuningCache, WarmUp, flashinfer_tuning, tuning_key
 from .runner.model_runner import ModelRunner
 from .runner.sampler import Sampler
 from .runner.staging import StepLimits
@@ -37,6 +39,9 @@ from .weights.loader import WeightLoader
 from .weights.transports.disk import load_from_disk, open_checkpoint
 
 logger = logging.getLogger(__name__)
+
+_CPU_WARM_UP_ROWS = 16
+"""Nothing is chosen by the number of rows there: a few meet every kernel, and take hardly longer than one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +249,7 @@ def build_backend(
 def build_runner(
     config: EngineConfig, loaded: LoadedModel, pool: MHAPool | MLAPool, routing: RoutingPool | None
 ) -> ModelRunner:
-    """The model with its attention backend and sampler; decode graphs are captured where they can be."""
+    """The model with its attention backend and sampler, warm; decode graphs are captured where they can be."""
     model = loaded.config
     if config.deterministic:
         require_deterministic(loaded)
@@ -265,10 +270,28 @@ def build_runner(
         routing=routing,
         use_graphs=config.cuda_graphs,
     )
+    if config.autotune:
+        runner.autotune(warm_up(config, loaded, backend))
     if runner.graphs is not None:
         for _ in runner.graphs.capture():
             pass
     return runner
+
+
+def warm_up(config: EngineConfig, loaded: LoadedModel, backend: AttentionBackend) -> WarmUp:
+    """How the runner of this model warms up: at the size of the request pool where kernels are chosen by size."""
+    rows = config.max_running_requests
+    if loaded.device.type == "cpu":
+        rows = min(rows, _CPU_WARM_UP_ROWS)
+    lm_head_rows = min(rows, config.autotune_lm_head_rows)
+    if not isinstance(backend, flashinfer.FlashInferBackend):
+        return WarmUp(rows=rows, lm_head_rows=lm_head_rows)
+    cache = None
+    if config.autotune_cache is not None:
+        module = device_module_for(loaded.device)
+        key = tuning_key(module, loaded.config, dtype=str(loaded.dtype), rows=rows, lm_head_rows=lm_head_rows)
+        cache = TuningCache(config.autotune_cache, key)
+    return WarmUp(rows=rows, lm_head_rows=lm_head_rows, tuning=partial(flashinfer_tuning, cache))
 
 
 MakeRunner = Callable[[EngineConfig, LoadedModel, MHAPool | MLAPool, RoutingPool | None], Runner]

@@ -28,6 +28,7 @@ import zmq
 from ..io_struct import (
     BatchTokenOutput,
     CaesuraError,
+    DeltaLogprobs,
     ErrorCode,
     GenerateReqOutput,
     Keepalive,
@@ -269,10 +270,7 @@ def _merge(deltas: list[StreamDelta], ended: set[tuple[str, int]]) -> StreamDelt
     samples, starts, row_counts = samples[order], starts[order], counts[order]
     continues = (samples[1:] == samples[:-1]) & (starts[1:] == starts[:-1] + row_counts[:-1])
     first = np.flatnonzero(np.concatenate([[True], ~continues]))
-    # Where each row's tokens lay before, in the new order of rows.
-    begins = (np.cumsum(counts) - counts)[order]
-    offsets = np.arange(row_counts.sum()) - np.repeat(np.cumsum(row_counts) - row_counts, row_counts)
-    places = np.repeat(begins, row_counts) + offsets
+    places = _places(counts, order)
     names = list(numbers)
     return StreamDelta(
         rids=[names[sample][0] for sample in samples[first].tolist()],
@@ -280,6 +278,42 @@ def _merge(deltas: list[StreamDelta], ended: set[tuple[str, int]]) -> StreamDelt
         starts=starts[first].astype("<i4").tobytes(),
         counts=np.add.reduceat(row_counts, first).astype("<i4").tobytes(),
         tokens=tokens[places].tobytes(),
+        logprobs=logprobs[places].tobytes(),
+        top=_merge_further([(delta, delta.top) for delta in deltas], counts, order, first),
+        given=_merge_further([(delta, delta.given) for delta in deltas], counts, order, first),
+    )
+
+
+def _places(lengths: np.ndarray, order: np.ndarray) -> np.ndarray:
+    """Where the values of the rows ``order`` lie, one row after the other, if all rows lie in a line with ``lengths`` each."""
+    begins, taken = (np.cumsum(lengths) - lengths)[order], lengths[order]
+    offsets = np.arange(taken.sum()) - np.repeat(np.cumsum(taken) - taken, taken)
+    places: np.ndarray = np.repeat(begins, taken) + offsets
+    return places
+
+
+def _merge_further(
+    deltas: list[tuple[StreamDelta, DeltaLogprobs | None]],
+    counts: np.ndarray,
+    order: np.ndarray,
+    first: np.ndarray,
+) -> DeltaLogprobs | None:
+    """The further logprobs of the rows ``order``, merged into runs that begin at its entries ``first``."""
+    if not any(further for _, further in deltas):
+        return None
+    ks = np.concatenate(
+        [
+            np.zeros(len(delta.rids), np.int32) if further is None else np.frombuffer(further.ks, "<i4")
+            for delta, further in deltas
+        ]
+    )
+    known = [further for _, further in deltas if further is not None]
+    ids = np.concatenate([np.frombuffer(further.ids, "<i4") for further in known])
+    logprobs = np.concatenate([np.frombuffer(further.logprobs, "<f4") for further in known])
+    places = _places(counts * ks, order)
+    return DeltaLogprobs(
+        ks=ks[order][first].astype("<i4").tobytes(),
+        ids=ids[places].tobytes(),
         logprobs=logprobs[places].tobytes(),
     )
 

@@ -55,6 +55,12 @@ class EngineConfig:
     """What computes attention; auto: compiled kernels on the CPU, on CUDA the first of flashinfer and triton that is there, else torch."""
     cuda_graphs: bool = True
     """Capture decode steps as graphs where device and attention can (flashinfer or triton, on CUDA)."""
+    autotune: bool = True
+    """Run the model for nobody at start: kernels are chosen, threads and workspaces are there before the first request."""
+    autotune_lm_head_rows: int = 64
+    """Rows of the output head and the sampler in that run, at most; 0 leaves both untuned."""
+    autotune_cache: str | None = None
+    """JSON file that keeps what FlashInfer's tuner found for the next start. None: it measures at every start."""
     requests_while_paused: Literal["queue", "refuse"] = "queue"
     """What happens to generate requests that arrive during a pause."""
     idle_empty_s: float = 5.0
@@ -96,7 +102,13 @@ class EngineConfig:
                 raise _invalid(name, value, "must be at least 1")
         if not 0.0 < self.kv_memory_fraction < 1.0:
             raise _invalid("kv_memory_fraction", self.kv_memory_fraction, "must be between 0 and 1")
-        for name in ("idle_empty_s", "result_ttl_s", "session_deadline_s", "target_step_s"):
+        for name in (
+            "autotune_lm_head_rows",
+            "idle_empty_s",
+            "result_ttl_s",
+            "session_deadline_s",
+            "target_step_s",
+        ):
             if not getattr(self, name) >= 0:  # NaN fails, too
                 raise _invalid(name, getattr(self, name), "must be at least 0")
         if self.pipeline_depth not in (None, 0, 1):

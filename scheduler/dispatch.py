@@ -399,7 +399,10 @@ class Dispatcher:
             raise CaesuraError(
                 ErrorCode.INVALID_REQUEST, "abort needs a rid, or abort_all", field="rid", value=None
             )
-        return self._results.abort(self._results.samples(message.rid), "Aborted")
+        samples = self._results.samples(message.rid)
+        if message.index is not None:
+            samples = [sample for sample in samples if sample.index == message.index]
+        return self._results.abort(samples, "Aborted")
 
     def _refuse_when_busy(self) -> None:
         for running in self._commands:

@@ -7,14 +7,111 @@ Invariants:
 - A masked KV position never contributes to an output, whatever it holds (stale KV may be NaN).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, fields, replace
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
+
+
+@dataclass(slots=True, kw_only=True)
+class SpecialRows:
+    """The E of a step's S rows whose logits are edited, or that want more than the sampled token's log-probability.
+
+    The first P of them have penalties, and with these a counter each: a row of the runner's table that says how often each
+    token stands in the sample. The runner counts what it samples; a counter that is not up to date is started anew.
+    """
+
+    rows: Tensor
+    """int64 [E]: which of the S rows; each once."""
+    repetition: Tensor
+    """float32 [P]; 1 where unused."""
+    frequency: Tensor
+    """float32 [P]"""
+    presence: Tensor
+    """float32 [P]"""
+    counters: Tensor
+    """int64 [P]"""
+    restarted: Tensor
+    """int64: counters that begin from zero, with the next two."""
+    prompt_at: Tensor
+    """int64: ``counter * vocabulary + token`` of every token of their prompts."""
+    output_at: Tensor
+    """int64: the same of every token of their outputs."""
+    bias_ids: Tensor
+    """int64 [E, B], padded with token 0."""
+    bias: Tensor
+    """float32 [E, B]: added to these tokens' logits; 0 where padded, -inf where forbidden."""
+    wants: Tensor
+    """int64 [N], ascending: which of the E rows want :class:`FurtherLogprobs`."""
+    wants_host: np.ndarray
+    """int64 [N]"""
+    top: int
+    """K: the likeliest tokens of each of these."""
+    given: Tensor
+    """int64 [N, M]: the given tokens of each of these, padded with token 0."""
+    num_counters: int
+    """Counters that the table must have."""
+
+    def to(self, device: torch.device) -> "SpecialRows":
+        """A copy on ``device``."""
+        return _moved(self, device)
+
+
+@dataclass(slots=True, kw_only=True)
+class InputTokens:
+    """Prompt tokens of a step whose log-probabilities are wanted: I of its T query tokens, each with the token after it."""
+
+    tokens: Tensor
+    """int64 [I]: index into [0, T) of the query tokens."""
+    targets: Tensor
+    """int64 [I]: the prompt's next token after each."""
+    top: int
+    """K: the likeliest tokens at each position."""
+    given: Tensor
+    """int64 [I, M]: the given tokens at each position, padded with token 0."""
+
+    def to(self, device: torch.device) -> "InputTokens":
+        """A copy on ``device``."""
+        return _moved(self, device)
+
+
+@dataclass(slots=True, kw_only=True)
+class FurtherLogprobs:
+    """Log-probabilities of N positions beyond that of the sampled token; float32, and int32 for ids."""
+
+    logprobs: Tensor
+    """[N]: of the prompt's token; [0] for sampled positions, whose logprobs the step has anyway."""
+    top_ids: Tensor
+    """[N, K]"""
+    top: Tensor
+    """[N, K], descending."""
+    given: Tensor
+    """[N, M]"""
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> "FurtherLogprobs":
+        """Each tensor through ``move``."""
+        return FurtherLogprobs(
+            logprobs=move(self.logprobs),
+            top_ids=move(self.top_ids),
+            top=move(self.top),
+            given=move(self.given),
+        )
+
+
+_Moved = TypeVar("_Moved", SpecialRows, InputTokens)
+
+
+def _moved(owner: _Moved, device: torch.device) -> _Moved:
+    tensors = {
+        field.name: getattr(owner, field.name).to(device, non_blocking=True)
+        for field in fields(owner)
+        if isinstance(getattr(owner, field.name), Tensor)
+    }
+    return replace(owner, **tensors)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -37,12 +134,16 @@ class SamplingBatch:
     any_sampled: bool
     """Some row is not greedy."""
     any_filtered: bool
-    """Some sampled row uses top-k or top-p."""
+    """Some sampled row uses top-k, top-p or min-p."""
     want_raw: bool
     want_sampled: bool
+    min_p: Tensor | None = None
+    """float32 [S]; None: 0 for all."""
+    special: SpecialRows | None = None
+    """None: no row is."""
 
     def select(self, index: Tensor) -> "SamplingBatch":
-        """The rows ``index`` (int64)."""
+        """The rows ``index`` (int64), none of them special any more."""
         return SamplingBatch(
             temperature=self.temperature[index],
             greedy=self.greedy[index],
@@ -53,6 +154,7 @@ class SamplingBatch:
             any_filtered=self.any_filtered,
             want_raw=self.want_raw,
             want_sampled=self.want_sampled,
+            min_p=None if self.min_p is None else self.min_p[index],
         )
 
     def to(self, device: torch.device) -> "SamplingBatch":
@@ -67,6 +169,8 @@ class SamplingBatch:
             any_filtered=self.any_filtered,
             want_raw=self.want_raw,
             want_sampled=self.want_sampled,
+            min_p=None if self.min_p is None else self.min_p.to(device, non_blocking=True),
+            special=None if self.special is None else self.special.to(device),
         )
 
 
@@ -102,6 +206,8 @@ class ForwardBatch:
     sample_slots: Tensor
     """int64 [S]: request slot that receives each sampled token."""
     sampling: SamplingBatch
+    inputs: InputTokens | None = None
+    """None: nobody wants log-probabilities of these prompts."""
 
     @property
     def num_rows(self) -> int:
@@ -121,6 +227,10 @@ class HostOutput:
     """float32: log-softmax of the unedited logits; None when no row asked."""
     sampled_logprobs: np.ndarray | None
     """float32: under the filtered, renormalised distribution; None when no row asked."""
+    further: FurtherLogprobs | None = None
+    """On the host: of the special rows that want them. None: there are none."""
+    inputs: FurtherLogprobs | None = None
+    """On the host: of ``ForwardBatch.inputs``. None: there are none."""
 
 
 class ForwardOutput(Protocol):

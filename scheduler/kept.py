@@ -66,6 +66,19 @@ class KeptResults:
 
 def result_bytes(result: GenerateReqOutput) -> int:
     """What remembering ``result`` takes, about."""
-    arrays = (result.output_ids, result.output_logprobs, result.raw_logprobs, result.sampled_logprobs)
+    arrays = (
+        result.output_ids,
+        result.output_logprobs,
+        result.raw_logprobs,
+        result.sampled_logprobs,
+        result.input_logprobs,
+    )
     routed = 0 if result.routed_experts is None else len(result.routed_experts.data)
-    return _OVERHEAD_BYTES + routed + sum(len(array) for array in arrays if array is not None)
+    rows = (
+        result.output_top_logprobs,
+        result.output_token_ids_logprobs,
+        result.input_top_logprobs,
+        result.input_token_ids_logprobs,
+    )
+    further = sum(len(row.ids) + len(row.logprobs) for row in rows if row is not None)
+    return _OVERHEAD_BYTES + routed + further + sum(len(array) for array in arrays if array is not None)

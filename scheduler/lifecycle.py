@@ -12,6 +12,7 @@ Invariants:
 """
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from enum import Enum
@@ -30,7 +31,9 @@ from ..io_struct import (
     PauseGenerationReqInput,
     PauseGenerationReqOutput,
     PauseMode,
+    PauseTotal,
     Reply,
+    UpdateTotal,
     WeightsState,
 )
 from ..io_struct.control import LeaseAction
@@ -105,6 +108,11 @@ class Lifecycle:
         self._weights: WeightsState = "valid"
         self._weights_detail: str | None = None
         self._stamp = stamp
+        self._mode_since = 0.0
+        self._pauses: Counter[PauseMode] = Counter()
+        self._pause_s: dict[PauseMode, float] = {}
+        self._commits: Counter[str] = Counter()
+        self._failures: Counter[str] = Counter()
         self._released: frozenset[MemoryTag] = frozenset()
         self.step = 0
         """Steps launched; advanced by the loop."""
@@ -191,7 +199,7 @@ class Lifecycle:
             elif request.mode == "retract":
                 self._batcher.retract_all()
         self._generation = "paused"
-        self._mode = request.mode
+        self._enter(request.mode)
         self._paused_at = self._paused_at if self._paused_at is not None else monotonic()
         self._own(request)
         held_pages = self._cache.usage().held
@@ -299,6 +307,24 @@ class Lifecycle:
             "held_tokens": self._cache.usage().held * PAGE_SIZE,
         }
 
+    def pause_totals(self) -> list[PauseTotal]:
+        """Pauses since start, by mode."""
+        return [
+            PauseTotal(mode=mode, count=count, seconds=self._seconds_in(mode))
+            for mode, count in self._pauses.items()
+        ]
+
+    def count_failed_update(self, source: str) -> None:
+        """An update from ``source`` has left the weights poisoned."""
+        self._failures[source] += 1
+
+    def update_totals(self) -> list[UpdateTotal]:
+        """Weight updates since start, by transport."""
+        return [
+            UpdateTotal(source=source, committed=self._commits[source], failed=self._failures[source])
+            for source in {**self._commits, **self._failures}
+        ]
+
     @property
     def serviceable(self) -> bool:
         """The weights are valid, or will be when the update under way commits."""
@@ -346,8 +372,9 @@ class Lifecycle:
             self._weights, self._weights_detail = "invalid", "their memory was released"
         self._released = released
 
-    def commit_weights(self, version: str | None) -> None:
+    def commit_weights(self, version: str | None, source: str) -> None:
         """New weights serve from now on: next epoch, new label if one was sent; no KV crosses (I6)."""
+        self._commits[source] += 1
         self._stamp = WeightStamp(
             self._stamp.epoch + 1, version if version is not None else self._stamp.version
         )
@@ -364,9 +391,22 @@ class Lifecycle:
         if request.lease_s is not None and request.owner == self._owner:
             self._lease = _Lease(request.lease_s, request.on_lease_expiry, monotonic() + request.lease_s)
 
+    def _enter(self, mode: PauseMode | None) -> None:
+        """Paused in ``mode`` from now on; None: paused no more."""
+        if self._mode is not None:
+            self._pause_s[self._mode] = self._seconds_in(self._mode)
+        if mode is not None and mode != self._mode:
+            self._pauses[mode] += 1
+        self._mode, self._mode_since = mode, monotonic()
+
+    def _seconds_in(self, mode: PauseMode) -> float:
+        lasting = monotonic() - self._mode_since if mode == self._mode else 0.0
+        return self._pause_s.get(mode, 0.0) + lasting
+
     def _run(self) -> None:
         self._generation = "running"
-        self._mode = self._paused_at = self._owner = self._lease = None
+        self._enter(None)
+        self._paused_at = self._owner = self._lease = None
 
 
 def _freed(report: EmptyCacheReport | None) -> int | None:

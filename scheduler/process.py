@@ -292,6 +292,7 @@ class Engine:
             scoring=commands.scoring,
             recovery=core.recovery,
             device_module=module,
+            history=self._history,
             stages=self._stages,
             last_step_at=lambda: self.scheduler.last_step_at,
         )

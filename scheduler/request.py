@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..io_struct import GREEDY_BELOW, GenerateReqInput, SamplingParams, WeightVersionSpan
+from .extras import LogprobRecord, SamplingExtras
 
 if TYPE_CHECKING:
     from .cache.manager import RequestKV
@@ -93,6 +94,8 @@ class Request:
     """Hash of salt and prompt, equal for the samples of one group."""
     routed_from: int | None = None
     """First position whose experts it wants to know; None: it did not ask."""
+    early_stops: tuple[int, ...] = ()
+    """What is not sampled before ``min_new_tokens``."""
 
     # Written by batching.
     phase: Phase = Phase.WAITING
@@ -109,6 +112,8 @@ class Request:
     """How much of it was computed when memory did not suffice for its next token alone. None: it always did."""
 
     # Written by results and by park/seat.
+    record: LogprobRecord | None = None
+    """Its further log-probabilities. None: it wants none."""
     parked: OutputArrays = field(default_factory=OutputArrays.empty)
     spans: list[tuple[WeightStamp, bool, int]] = field(default_factory=list)
     """(stamp, stale_kv, first output token)"""
@@ -161,6 +166,8 @@ def make_requests(
             arrival=arrival,
             prompt_key=prompt_key,
             routed_from=message.routed_experts_start_len if message.return_routed_experts else None,
+            early_stops=(*params.stop_token_ids, *eos_token_ids),
+            record=LogprobRecord.of(message),
         )
         for index in range(params.n)
     ]
@@ -195,6 +202,7 @@ class RequestTable:
         self.want_raw = np.zeros(slots, np.bool_)
         self.want_sampled = np.zeros(slots, np.bool_)
         self.stale_kv = np.zeros(slots, np.bool_)
+        self.extras = SamplingExtras(slots)
 
         # Advanced by steps.
         self.page_table = np.zeros((slots, pages), np.int32)
@@ -226,8 +234,10 @@ class RequestTable:
     def seat(self, request: Request, slot: int) -> None:
         """Move ``request``'s tokens into row ``slot`` and set everything a step reads."""
         params, parked = request.params, request.parked
-        self._set_stop_ids(slot, request.stop_ids)  # allocates, so it comes before anything moves
         prompt_len = len(request.prompt)
+        # Both allocate, so they come before anything moves.
+        self._set_stop_ids(slot, request.stop_ids)
+        self.extras.seat(slot, params, request.early_stops, prompt_len, request.record)
         length = prompt_len + len(parked.tokens)
         request.slot = slot
         self.by_slot[slot] = request
@@ -245,7 +255,9 @@ class RequestTable:
         self.temperature[slot] = 1.0 if greedy else params.temperature
         self.top_k[slot] = self.vocab_size if params.top_k == -1 else min(params.top_k, self.vocab_size)
         self.top_p[slot] = params.top_p
-        self.filtered[slot] = not greedy and (self.top_k[slot] < self.vocab_size or params.top_p < 1.0)
+        self.filtered[slot] = not greedy and (
+            self.top_k[slot] < self.vocab_size or params.top_p < 1.0 or params.min_p > 0.0
+        )
         self.seed[slot] = request.seed
         self.index[slot] = request.index
         self.stream[slot] = request.stream
@@ -261,6 +273,7 @@ class RequestTable:
         slot = request.slot
         self.by_slot[slot] = None
         self.live[slot] = False
+        self.extras.unseat(slot)
         request.slot = NO_SLOT
         self.give_back_slot(slot)
 

@@ -9,24 +9,29 @@ Invariants:
 """
 
 import logging
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from time import monotonic
+from typing import Any
 
 import numpy as np
 
 from ..io_struct import (
     BatchTokenOutput,
+    DeltaLogprobs,
     ErrorCode,
     FinishReason,
     GenerateReqOutput,
+    LogprobRows,
     RoutedExperts,
     StreamDelta,
 )
 from .batching import Batcher, ScheduledBatch
 from .device.memory import is_out_of_memory
-from .forward import HostOutput
+from .extras import LogprobRecord
+from .forward import FurtherLogprobs, HostOutput
 from .request import NO_TOKEN, OutputArrays, Phase, Request, RequestTable, WeightStamp
+from .sampling_inputs import InputSpan
 from .waiting import WaitingQueue
 
 logger = logging.getLogger(__name__)
@@ -41,7 +46,9 @@ OnFinished = Callable[[Request, GenerateReqOutput], None]
 class _Outbox:
     """What one client gets at the end of this step."""
 
-    __slots__ = ("attempts", "counts", "finished", "indices", "logprobs", "rids", "starts", "tokens")
+    __slots__ = (
+        "attempts", "counts", "finished", "given", "indices", "logprobs", "rids", "starts", "tokens", "top",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.rids: list[str] = []
@@ -50,6 +57,8 @@ class _Outbox:
         self.counts: list[int] = []
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
+        self.top: list[LogprobRows | None] = []
+        self.given: list[LogprobRows | None] = []
         self.finished: list[GenerateReqOutput] = []
         self.attempts = 0
 
@@ -63,8 +72,21 @@ class _Outbox:
                 counts=np.asarray(self.counts, "<i4").tobytes(),
                 tokens=np.asarray(self.tokens, "<i4").tobytes(),
                 logprobs=np.asarray(self.logprobs, "<f4").tobytes(),
+                top=_delta_logprobs(self.top),
+                given=_delta_logprobs(self.given),
             )
         return BatchTokenOutput(step=step, delta=delta, finished=self.finished)
+
+
+def _delta_logprobs(rows: list[LogprobRows | None]) -> DeltaLogprobs | None:
+    """Of the rows of a delta, one token each."""
+    if not any(rows):
+        return None
+    return DeltaLogprobs(
+        ks=np.asarray([0 if row is None else row.k for row in rows], "<i4").tobytes(),
+        ids=b"".join(row.ids for row in rows if row is not None),
+        logprobs=b"".join(row.logprobs for row in rows if row is not None),
+    )
 
 
 class Results:
@@ -83,6 +105,8 @@ class Results:
         self.live: dict[tuple[str, int], Request] = {}
         """Every accepted request that has not ended, by (rid, index)."""
         self.generated_tokens = 0
+        self.finished: Counter[str] = Counter()
+        """Requests that have ended, by the type of their finish reason."""
         self._table = table
         self._batcher = batcher
         self._waiting = waiting
@@ -117,6 +141,8 @@ class Results:
     def record(self, batch: ScheduledBatch, output: HostOutput) -> None:
         """Take a step's tokens in; end what is finished. Rows that ended while in flight are ignored."""
         table = self._table
+        if output.inputs is not None:
+            _record_inputs(batch.inputs, output.inputs)
         keep = table.live[batch.sample_slots]
         everybody = bool(keep.all())
         slots = batch.sample_slots if everybody else batch.sample_slots[keep]
@@ -136,6 +162,8 @@ class Results:
             table.raw[slots, at] = output.raw_logprobs if everybody else output.raw_logprobs[keep]
         if output.sampled_logprobs is not None:
             table.sampled[slots, at] = output.sampled_logprobs if everybody else output.sampled_logprobs[keep]
+        if output.further is not None:
+            self._record_further(batch, output.further)
         self._open_spans(slots, at)
         table.length[slots] = at + 1  # nothing is taken in before this line, all of it after
         self.generated_tokens += len(slots)
@@ -165,6 +193,7 @@ class Results:
         if not group:
             del self._by_rid[request.rid]
         self._outboxes[request.client].finished.append(result)
+        self.finished[result.finish_reason.type] += 1
         if waiting:
             self._waiting.forget_finished()
         else:
@@ -205,6 +234,17 @@ class Results:
                 if outbox.attempts < MAX_SENDS:
                     continue  # it goes with what comes next
             del self._outboxes[client]
+
+    def _record_further(self, batch: ScheduledBatch, further: FurtherLogprobs) -> None:
+        special, table = batch.forward.sampling.special, self._table
+        assert special is not None
+        rows = special.rows.numpy()[special.wants_host]
+        values = further.top_ids.numpy(), further.top.numpy(), further.given.numpy()
+        for row, *of_row in zip(rows.tolist(), *values, strict=True):
+            slot = batch.sample_slots[row]
+            request = table.by_slot[slot]
+            if request is not None and request.record is not None:
+                request.record.put_output(int(table.length[slot] - table.prompt_len[slot]), *of_row)
 
     def _end_non_finite(self, slots: np.ndarray) -> None:
         for slot in slots:
@@ -256,6 +296,10 @@ class Results:
             outbox.counts.append(1)
             outbox.tokens.append(token)
             outbox.logprobs.append(logprob if request.return_logprob else np.nan)
+            record = request.record
+            top, given = (None, None) if record is None else record.output_rows(start, start + 1)
+            outbox.top.append(top)
+            outbox.given.append(given)
 
     def _result(self, request: Request, outputs: OutputArrays, reason: FinishReason) -> GenerateReqOutput:
         count = len(outputs.tokens)
@@ -265,6 +309,7 @@ class Results:
             f"request {request.rid}: {count} tokens, {len(outputs.logprobs)} logprobs, {covered} in spans"
         )
         now = monotonic()
+        record = request.record
         return GenerateReqOutput(
             rid=request.rid,
             index=request.index,
@@ -272,6 +317,7 @@ class Results:
             output_logprobs=outputs.logprobs.astype("<f4").tobytes() if request.return_logprob else None,
             raw_logprobs=outputs.raw.astype("<f4").tobytes() if request.return_raw else None,
             sampled_logprobs=outputs.sampled.astype("<f4").tobytes() if request.return_sampled else None,
+            **({} if record is None else _further_fields(record, count)),
             routed_experts=self._routed_experts(request, count) if reason.type != "error" else None,
             finish_reason=reason,
             weight_versions=spans,
@@ -299,3 +345,24 @@ class Results:
             dtype="U8" if narrow else "U16",
             start=start,
         )
+
+
+def _further_fields(record: LogprobRecord, count: int) -> dict[str, Any]:
+    """The fields of a result that ``record`` has, for ``count`` output tokens."""
+    top, given = record.output_rows(0, count)
+    input_logprobs, input_top, input_given = record.input_rows()
+    return {
+        "output_top_logprobs": top,
+        "output_token_ids_logprobs": given,
+        "input_logprobs": input_logprobs,
+        "input_top_logprobs": input_top,
+        "input_token_ids_logprobs": input_given,
+    }
+
+
+def _record_inputs(spans: list[InputSpan], values: FurtherLogprobs) -> None:
+    columns = [column.numpy() for column in (values.logprobs, values.top_ids, values.top, values.given)]
+    offset = 0
+    for span in spans:
+        part = slice(offset, offset := offset + span.count)
+        span.record.put_inputs(span.first, *(column[part] for column in columns))

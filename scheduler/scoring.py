@@ -281,6 +281,7 @@ class Scoring:
         for begin in range(0, len(targets), rows):
             part = slice(begin, begin + rows)
             logits = model.logits(hidden[part])
+            assert logits is not None, "nothing is scored in a dummy run"
             scaled = self._workspace.take("scaled", (len(logits), vocab_size), torch.float32, device)
             torch.div(logits, scales[part, None], out=scaled)
             best = scaled.amax(1, keepdim=True)

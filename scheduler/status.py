@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Any
 
-from ..io_struct import DeviceMemory, GetStatusReqOutput, KVUsage, StageStatus
+from ..io_struct import DeviceMemory, EngineTotals, GetStatusReqOutput, KVUsage, StageStatus
 from .batching import Batcher
 from .cache.manager import CacheManager
 from .config import PAGE_SIZE, EngineConfig
 from .device.memory import DeviceMemoryReading, get_available_memory
 from .failure import Recovery
 from .lifecycle import Lifecycle
+from .observability.memory_history import MemoryHistory
 from .observability.stage_profiler import StageProfiler
 from .results import Results
 from .scoring import Scoring
@@ -53,6 +54,7 @@ class StatusReporter:
         scoring: Scoring | None,
         recovery: Recovery,
         device_module: Any,
+        history: MemoryHistory,
         stages: StageProfiler,
         last_step_at: Callable[[], float | None],
     ) -> None:
@@ -68,6 +70,7 @@ class StatusReporter:
         self._scoring = scoring
         self._recovery = recovery
         self._device_module = device_module
+        self._history = history
         self._stages = stages
         self._last_step_at = last_step_at
         self._started = monotonic()
@@ -100,6 +103,8 @@ class StatusReporter:
             step_failures=self._recovery.counts(),
             kv=self._kv(),
             device_memory=self._memory(),
+            memory_by_tag=self._history.by_tag,
+            totals=self._totals(),
             stages=self._stage_times(),
             reference=None if self._scoring is None else self._scoring.status(),
             model_path=self._updates.model_path,
@@ -111,6 +116,15 @@ class StatusReporter:
             uptime_s=now - self._started,
             pid=os.getpid(),
             version=self._facts.version,
+        )
+
+    def _totals(self) -> EngineTotals:
+        return EngineTotals(
+            prompt_tokens=self._batcher.prompt_tokens,
+            cached_tokens=self._batcher.cached_tokens,
+            finished_requests=dict(self._results.finished),
+            pauses=self._lifecycle.pause_totals(),
+            updates=self._lifecycle.update_totals(),
         )
 
     def _stage_times(self) -> list[StageStatus]:

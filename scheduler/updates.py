@@ -420,7 +420,7 @@ class WeightUpdates:
             with stages.stage("flush"):
                 if session.flush:
                     self._batcher.retract_all()
-                self._lifecycle.commit_weights(session.version)
+                self._lifecycle.commit_weights(session.version, session.source)
                 if session.flush:
                     self._cache.flush()
                 if session.empty:
@@ -445,6 +445,7 @@ class WeightUpdates:
         self._close_session()
         if session.touched:
             self.poison(reason)
+            self._lifecycle.count_failed_update(session.source)
             self._history.note("update_failed", reason)
         else:
             self._lifecycle.stop_writing()

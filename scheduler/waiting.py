@@ -12,9 +12,18 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..io_struct import CaesuraError, ErrorCode, GenerateReqInput
+from ..io_struct import (
+    MAX_TOKEN_IDS_LOGPROB,
+    MAX_TOP_LOGPROBS,
+    CaesuraError,
+    ErrorCode,
+    GenerateReqInput,
+)
 from .config import PAGE_SIZE
 from .request import Phase, Request, make_requests
+
+MAX_FURTHER_BYTES = 32 << 20
+"""Of one sample's top logprobs and those of given tokens, on the wire."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +61,7 @@ def admit(
         )
     _check_ids("input_ids", message.input_ids, limits.vocab_size)
     _check_ids("sampling_params.stop_token_ids", params.stop_token_ids, limits.vocab_size)
+    _check_ids("sampling_params.logit_bias", list(params.logit_bias or ()), limits.vocab_size)
     prompt_len = len(message.input_ids)
     if prompt_len == 0:
         raise CaesuraError(ErrorCode.INVALID_REQUEST, "input_ids is empty", field="input_ids", value=[])
@@ -64,6 +74,7 @@ def admit(
             limit=limits.max_waiting,
         )
     limit = _total_limit(prompt_len, params.max_new_tokens, limits)
+    _check_further_logprobs(message, limit, limits)
     return make_requests(
         message,
         client=client,
@@ -115,6 +126,26 @@ def _check_routing(message: GenerateReqInput, limits: AdmissionLimits) -> None:
             value=start,
             prompt_tokens=prompt_len,
         )
+
+
+def _check_further_logprobs(message: GenerateReqInput, limit: int, limits: AdmissionLimits) -> None:
+    """Ranges; and a result must fit into one message, with much room to spare for all else that is in it."""
+    top, given, start = message.top_logprobs_num, message.token_ids_logprob or [], message.logprob_start_len
+    prompt_len, most = len(message.input_ids), min(MAX_TOP_LOGPROBS, limits.vocab_size)
+    nbytes = (8 * top + 4 * len(given)) * (limit - (start if 0 <= start < prompt_len else prompt_len))
+    problems = (
+        ("top_logprobs_num", top, f"must be in [0, {most}]", 0 <= top <= most),
+        ("logprob_start_len", start, "must be a position, or -1", start >= -1),
+        ("token_ids_logprob", len(given), f"has at most {MAX_TOKEN_IDS_LOGPROB} ids", len(given) <= MAX_TOKEN_IDS_LOGPROB),
+        ("top_logprobs_num", top, f"and token_ids_logprob: up to {nbytes} bytes, the limit is {MAX_FURTHER_BYTES}",
+         nbytes <= MAX_FURTHER_BYTES or not message.return_logprob),
+    )  # fmt: skip
+    for field, value, requirement, holds in problems:
+        if not holds:
+            raise CaesuraError(
+                ErrorCode.INVALID_REQUEST, f"{field} = {value}: {requirement}", field=field, value=value
+            )
+    _check_ids("token_ids_logprob", given, limits.vocab_size)
 
 
 def _check_ids(field: str, ids: list[int], vocab_size: int) -> None:

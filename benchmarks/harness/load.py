@@ -61,9 +61,10 @@ class Steps:
 
 @dataclass(frozen=True)
 class Around:
-    """Answered with the last arrival up to ``step`` and the first one after it. Of what came since ``Steady`` was asked."""
+    """Answered with the last arrival up to ``step`` and the first ``count`` after it. Of what came since ``Steady`` was asked."""
 
     step: int
+    count: int = 1
 
 
 class LoadError(RuntimeError):
@@ -95,6 +96,11 @@ class Load:
         """The last tokens sampled up to step number ``step``, and the first ones after it, waiting for them."""
         last, first = self._ask(Around(step))
         return last, first
+
+    def following(self, step: int, count: int) -> list[Arrival]:
+        """The first ``count`` arrivals of tokens sampled after step number ``step``, waiting for them."""
+        arrivals: tuple[Arrival, ...] = self._ask(Around(step, count))
+        return list(arrivals[1:])
 
     def _ask(self, question: Steady | Steps | Around) -> Any:
         try:
@@ -176,9 +182,9 @@ class Feeder:
                 answer = (None,)
             case Steps(count) if len(self._arrivals) >= count:
                 answer = (self._arrivals[:count],)
-            case Around(step) if self._arrivals and self._arrivals[-1][0] > step:
+            case Around(step, count) if len(self._arrivals) >= count and self._arrivals[-count][0] > step:
                 after = next(place for place, (number, _) in enumerate(self._arrivals) if number > step)
-                answer = ((self._arrivals[after - 1], self._arrivals[after]),)
+                answer = (tuple(self._arrivals[after - 1 : after + count]),)
         if answer is not None:
             self._question = None
         return answer

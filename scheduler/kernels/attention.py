@@ -120,7 +120,11 @@ class PagedAttention:
         return out
 
     def _check(self, q: Tensor, keys: Tensor, values: Tensor, page_table: Tensor, out: Tensor) -> None:
-        heads, page, dtype = self._kv_heads * self._group, (self._kv_heads, PAGE_SIZE, self._size), self._dtype
+        heads, page, dtype = (
+            self._kv_heads * self._group,
+            (self._kv_heads, PAGE_SIZE, self._size),
+            self._dtype,
+        )
         if q.dtype != dtype or keys.dtype != dtype or values.dtype != dtype or out.dtype != dtype:
             raise ValueError(
                 f"expected {self._dtype}, got {q.dtype}, {keys.dtype}, {values.dtype}, {out.dtype}"

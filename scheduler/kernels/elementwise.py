@@ -183,7 +183,7 @@ def _check_rotation(
 
 
 def _readable(dtype: torch.dtype, *tensors: Tensor) -> bool:
-    for tensor in tensors:  # noqa: SIM110 (a generator takes twice as long, and this is called forty times a step)
+    for tensor in tensors:  # a generator takes twice as long, and this is called forty times a step
         if tensor.dtype != dtype or tensor.stride(-1) != 1:
             return False
     return dtype in _NAMES

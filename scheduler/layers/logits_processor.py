@@ -1,15 +1,32 @@
 """From hidden states to logits.
 
-Invariant: logits live in one grow-only workspace. A call overwrites the result of the call before it, which is safe
-because sampling follows on the same stream; whoever keeps logits longer copies them.
+Invariants:
+- Logits live in one grow-only workspace. A call overwrites the result of the call before it, which is safe because sampling
+  follows on the same stream; whoever keeps logits longer copies them.
+- In a dummy run there are none: neither the head nor what would gather its parts from other ranks is called, and the
+  workspace stays as it is. So warming up at the largest batch takes no memory by the vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor
 
 from .parameters import Placement
+
+_dummy_run: ContextVar[bool] = ContextVar("autotune_dummy_run", default=False)
+
+
+@contextmanager
+def autotune_dummy_run_mode() -> Iterator[None]:
+    """Within the block, in this thread, :meth:`LogitsProcessor.forward` returns None at once; blocks may be nested."""
+    outer = _dummy_run.set(True)
+    try:
+        yield
+    finally:
+        _dummy_run.reset(outer)
 
 
 class LogitsProcessor:
@@ -26,8 +43,10 @@ class LogitsProcessor:
         self._project = project
         self._workspace = torch.empty((0, vocab_size), dtype=place.dtype, device=place.device)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """[S, hidden] to logits [S, vocab] in the model's dtype, valid until the next call."""
+    def forward(self, hidden: Tensor) -> Tensor | None:
+        """[S, hidden] to logits [S, vocab] in the model's dtype, valid until the next call; None in a dummy run."""
+        if _dummy_run.get():
+            return None
         rows, vocab_size = hidden.shape[0], self._workspace.shape[1]
         if rows > self._workspace.shape[0]:
             # Freed first, so that the peak is the larger of the two and not their sum.

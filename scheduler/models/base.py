@@ -35,8 +35,11 @@ class CausalLM(Protocol):
         """
         ...
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[S, hidden] to [S, vocab] in the model's dtype, valid until the next call."""
+    def logits(self, hidden: Tensor) -> Tensor | None:
+        """[S, hidden] to [S, vocab] in the model's dtype, valid until the next call.
+
+        None within :func:`~..layers.logits_processor.autotune_dummy_run_mode`, and then the head was not called.
+        """
         ...
 
     def weight_slots(self) -> dict[str, WeightSlot]:

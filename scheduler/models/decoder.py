@@ -144,8 +144,8 @@ class DecoderForCausalLM:
             return residual[:0]
         return self._norm.add(update.index_select(0, sampled), residual.index_select(0, sampled))
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[S, hidden] to [S, vocab], valid until the next call."""
+    def logits(self, hidden: Tensor) -> Tensor | None:
+        """[S, hidden] to [S, vocab], valid until the next call; None in a dummy run."""
         return self._logits.forward(hidden)
 
     def weight_slots(self) -> dict[str, WeightSlot]:

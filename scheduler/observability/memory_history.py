@@ -161,6 +161,12 @@ class MemoryHistory:
         self._steady_at = reading.reserved
         self._append(now, "sample", "", reading, tags, None, None)
 
+    @property
+    def by_tag(self) -> MemoryByTag | None:
+        """What holds the memory, as of the last event; None: there is none yet."""
+        last = self._ring[(self._seq - 1) % len(self._ring)]
+        return MemoryByTag(**{tag: int(last[tag]) for tag in _TAGS}) if self._seq else None
+
     def events(self, after: int, limit: int) -> tuple[list[MemoryEvent], bool]:
         """At most ``limit`` events whose number is over ``after``, oldest first, and whether there are newer ones."""
         first = max(after + 1, self._oldest)

@@ -161,13 +161,13 @@ class DecodeGraphs:
         """A prefill step of as many tokens as there can be: workspaces reach their size, libraries choose kernels."""
         context, tokens = self._limits.context_len, self._limits.tokens
         lengths = [context] * (tokens // context) + ([tokens % context] if tokens % context else [])
-        with self._staging.staged(_scratch_prefill(lengths)) as staged:
+        with self._staging.staged(scratch_prefill(lengths)) as staged:
             self._backend.plan(staged)
         self._forward(staged, self._backend)
 
     def _capture(self, size: int, pool: Any) -> _Captured:
         attention = self._backend.for_decode(size)
-        with self._staging.staged(_scratch_prefill([]), size) as staged:
+        with self._staging.staged(scratch_prefill([]), size) as staged:
             attention.plan(staged)
         static = replace(
             staged,
@@ -189,7 +189,7 @@ class DecodeGraphs:
         return _Captured(graph, attention, hidden)
 
 
-def _scratch_prefill(lengths: list[int]) -> ForwardBatch:
+def scratch_prefill(lengths: list[int]) -> ForwardBatch:
     """Prefill rows of these lengths on the scratch page, for slot 0, none of them sampled; none at all for []."""
     tokens = sum(lengths)
     pages = -(-max(lengths, default=1) // PAGE_SIZE)

@@ -6,12 +6,16 @@ Invariants:
 - The stream waits for the scheduling stream before a step, and the scheduling stream waits for it after: ``wait_stream``
   both ways. Inputs and results travel on the forward stream itself (``staging.py``).
 - A decode row's input is the token that its slot sampled last, taken on the device: the host need not know it yet.
+- A warm-up goes the way of a step but for its rows, which are nobody's (``autotune.py``).
 - Decode-only steps are replayed where their graphs are captured (``graphs.py``), every other step runs eagerly; the
   head and the sampler follow in the same way after both.
 """
 
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+import logging
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -19,12 +23,19 @@ import torch
 from torch import Tensor
 
 from ..cache.routing import RoutingPool
-from ..forward import AttentionBackend, ForwardBatch, ForwardOutput, HostOutput
+from ..device.memory import is_out_of_memory
+from ..forward import AttentionBackend, ForwardBatch, ForwardOutput, HostOutput, SamplingBatch
+from ..layers.logits_processor import autotune_dummy_run_mode
 from ..models.base import CausalLM
 from ..observability.stage_profiler import StageProfiler
+from .autotune import WarmUp, dummy_decode
 from .graphs import CapturableBackend, DecodeGraphs
+from .input_logprobs import input_logprobs
+from .logit_edits import SpecialSampler
 from .sampler import Sampler, SamplerOutput
 from .staging import InputStaging, OutputStaging, StepLimits
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -69,6 +80,7 @@ class ModelRunner:
         self._routing = routing
         self._backend = backend
         self._sampler = sampler
+        self._special = SpecialSampler(sampler, model.config.vocab_size, device)
         self._module = device_module
         self._last_tokens = torch.zeros(limits.rows, dtype=torch.int64, device=device)
         self._stream = device_module.Stream() if hasattr(device_module, "Stream") else None
@@ -100,11 +112,8 @@ class ModelRunner:
         if self._stream is None:
             self._backend.plan(batch)
             return ReadyOutput(_host_output(self._sample(batch, self._forward(batch, self._backend))))
-        scheduling = self._module.current_stream()
-        self._stream.wait_stream(scheduling)
-        with self.on_stream():
+        with self._waiting_both_ways():
             output = self._outputs.send(self._step(batch))
-        scheduling.wait_stream(self._stream)
         return output
 
     @torch.inference_mode()
@@ -120,6 +129,59 @@ class ModelRunner:
         if self._stream is not None:
             self._stream.synchronize()
 
+    @torch.inference_mode()
+    def autotune(self, warm_up: WarmUp) -> None:
+        """Run the model for nobody, before any request and before graphs are captured."""
+        started = perf_counter()
+        try:
+            with self._waiting_both_ways(), warm_up.tuning():
+                with autotune_dummy_run_mode():
+                    batch, hidden = self._dummy_run(warm_up.rows)
+                self._run_head(batch, hidden[: warm_up.lm_head_rows])
+            self.synchronize()
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            logger.warning("the engine starts cold: warming up %d rows failed: %s", warm_up.rows, error)
+        else:
+            elapsed = 1e3 * (perf_counter() - started)
+            logger.info(
+                "warmed up %d rows, %d with head, in %.1f ms", warm_up.rows, warm_up.lm_head_rows, elapsed
+            )
+
+    def _dummy_run(self, batch_size: int) -> tuple[ForwardBatch, Tensor]:
+        """A decode step of ``batch_size`` rows up to its logits, which nobody reads; on the forward stream.
+
+        Returns:
+            The step as it is on the device, and the hidden states of its rows [batch_size, hidden].
+        """
+        batch = dummy_decode(batch_size, self.model.config.vocab_size)
+        with self._inputs.staged(batch) if self._stream is not None else nullcontext(batch) as staged:
+            self._backend.plan(staged)
+        hidden = self._forward(staged, self._backend)
+        self.model.logits(hidden)
+        return staged, hidden
+
+    def _run_head(self, batch: ForwardBatch, hidden: Tensor) -> None:
+        """Output head and sampler over the first rows of a dummy run; what they sample is dropped."""
+        if len(hidden):
+            logits = self.model.logits(hidden)
+            assert logits is not None, "the mode is off"
+            rows = torch.arange(len(hidden), device=hidden.device)
+            self._sampler.sample(logits, batch.sampling.select(rows))
+
+    @contextmanager
+    def _waiting_both_ways(self) -> Iterator[None]:
+        """Work inside goes to the forward stream, behind what the scheduling stream holds, which goes on behind it."""
+        if self._stream is None:
+            yield
+            return
+        scheduling = self._module.current_stream()
+        self._stream.wait_stream(scheduling)
+        with self.on_stream():
+            yield
+        scheduling.wait_stream(self._stream)
+
     def _step(self, batch: ForwardBatch) -> SamplerOutput:
         if self.graphs is not None and self.graphs.serves(batch):
             return self._sample(*self.graphs.replay(batch))
@@ -131,22 +193,38 @@ class ModelRunner:
         """What a graph captures: from the slots' last tokens to hidden states [S, hidden]."""
         decode = batch.num_decode
         torch.index_select(self._last_tokens, 0, batch.slots[:decode], out=batch.input_ids[:decode])
-        hidden = self.model.forward(batch, backend)
+        wanted = batch
+        if batch.inputs is not None:  # never captured: prompts are prefilled
+            wanted = replace(batch, sample_tokens=torch.cat([batch.sample_tokens, batch.inputs.tokens]))
+        hidden = self.model.forward(wanted, backend)
         if self._routing is not None and self.model.routing is not None:
             self._routing.store(batch.kv_slots, self.model.routing.rows(batch.kv_slots.shape[0]))
         return hidden
 
     def _sample(self, batch: ForwardBatch, hidden: Tensor) -> SamplerOutput:
-        if not len(batch.sample_tokens):
+        """From ``hidden``, of the S sampled tokens and then of ``batch.inputs``."""
+        count = len(batch.sample_tokens)
+        if count:
+            with self.stages.stage("sample"):
+                sampled = self._sample_rows(batch.sampling, hidden[:count])
+            # -1 marks a row without finite logits; its surplus step must still read a valid embedding.
+            self._last_tokens[batch.sample_slots] = sampled.token_ids.clamp_min(0)
+        else:
             none = torch.empty(0, device=hidden.device)
-            return SamplerOutput(
+            sampled = SamplerOutput(
                 token_ids=none.to(torch.int64), logprobs=none, raw_logprobs=None, sampled_logprobs=None
             )
-        with self.stages.stage("sample"):
-            sampled = self._sampler.sample(self.model.logits(hidden), batch.sampling)
-        # -1 marks a row without finite logits; its surplus step must still read a valid embedding.
-        self._last_tokens[batch.sample_slots] = sampled.token_ids.clamp_min(0)
+        if batch.inputs is not None:
+            vocab_size = self.model.config.vocab_size
+            sampled.inputs = input_logprobs(hidden[count:], batch.inputs, self.model.logits, vocab_size)
         return sampled
+
+    def _sample_rows(self, batch: SamplingBatch, hidden: Tensor) -> SamplerOutput:
+        logits = self.model.logits(hidden)
+        assert logits is not None, "a dummy run samples nothing"
+        if batch.special is None:
+            return self._sampler.sample(logits, batch)
+        return self._special.sample(logits, batch, batch.special)
 
 
 def _host_output(sampled: SamplerOutput) -> HostOutput:
@@ -156,4 +234,6 @@ def _host_output(sampled: SamplerOutput) -> HostOutput:
         logprobs=sampled.logprobs.numpy(),
         raw_logprobs=None if raw is None else raw.numpy(),
         sampled_logprobs=None if kept is None else kept.numpy(),
+        further=sampled.further,
+        inputs=sampled.inputs,
     )

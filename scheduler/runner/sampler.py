@@ -15,6 +15,7 @@ Definitions, in the order of the operations:
 - *top-k* keeps the k largest of those logits, of equal ones the ones of lower index;
 - *top-p* keeps, of what top-k left and renormalised, the shortest prefix in descending order whose probabilities
   reach top_p: at least one token;
+- *min-p* drops, of what is left, tokens less likely than min_p times the likeliest;
 - one uniform per row, and the inverse of the cumulative distribution.
 
 The cumulative sum has two levels, blocks of 256 and then the entries of one block: the vocabulary is read once more
@@ -29,7 +30,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ..forward import SamplingBatch
+from ..forward import FurtherLogprobs, SamplingBatch
 from ..kernels import TORCH, best
 from ..kernels.sampling import RowSampler
 
@@ -79,6 +80,10 @@ class SamplerOutput:
     """float32: log-softmax of the logits as given. None when not wanted."""
     sampled_logprobs: Tensor | None
     """float32: in the filtered, renormalised distribution; 0 for greedy rows. None when not wanted."""
+    further: FurtherLogprobs | None = None
+    """Of the special rows that want them (``logit_edits.py``). None: there are none."""
+    inputs: FurtherLogprobs | None = None
+    """Of the step's prompt tokens (``input_logprobs.py``). None: nobody wants them."""
 
 
 @dataclass(slots=True)
@@ -117,6 +122,9 @@ class Sampler:
         max_rows: S of the largest usual step; sizes the workspaces up to their bound. More rows go in chunks.
         device: where logits and the batch's tensors are.
         dtype: of the logits, bfloat16, float16 or float32.
+
+    Attributes:
+        dtype: as above.
     """
 
     def __init__(
@@ -124,7 +132,7 @@ class Sampler:
     ) -> None:
         device = torch.device(device)
         self._vocab_size = vocab_size
-        self._dtype = dtype
+        self.dtype = dtype
         self._num_blocks = -(-vocab_size // _BLOCK)
         width = self._num_blocks * _BLOCK
         bound = _CHUNK_BYTES_CPU if device.type == "cpu" else _CHUNK_BYTES
@@ -145,9 +153,9 @@ class Sampler:
         Raises:
             ValueError: logits of another width or dtype.
         """
-        if logits.shape[1:] != (self._vocab_size,) or logits.dtype != self._dtype:
+        if logits.shape[1:] != (self._vocab_size,) or logits.dtype != self.dtype:
             raise ValueError(
-                f"logits are {logits.dtype} {tuple(logits.shape)}, expected {self._dtype} [S, {self._vocab_size}]"
+                f"logits are {logits.dtype} {tuple(logits.shape)}, expected {self.dtype} [S, {self._vocab_size}]"
             )
         rows = logits.shape[0]
         out = SamplerOutput(
@@ -174,8 +182,7 @@ class Sampler:
             certain = batch.greedy & out.logprobs.isfinite()
             out.sampled_logprobs.copy_(out.logprobs.where(~certain, 0.0))
         if batch.any_filtered:
-            filtered = (batch.top_k < self._vocab_size) | (batch.top_p < 1.0)
-            index = (filtered & ~batch.greedy).nonzero().squeeze(1)
+            index = _filtered(batch, self._vocab_size).nonzero().squeeze(1)
             part = SamplerOutput(
                 token_ids=out.token_ids[index],
                 logprobs=out.logprobs[index],
@@ -263,26 +270,27 @@ def _draw(rows: _Probabilities, uniforms: Tensor) -> Tensor:
 
 @dataclass(slots=True)
 class _FilterPlan:
-    """Which rows of a batch use top-k or top-p, and how many of their best tokens to look at first."""
+    """Which rows of a batch use top-k, top-p or min-p, and how many of their best tokens to look at first."""
 
     shortlists: dict[int, list[int]]
     """Shortlist length to rows."""
     top_k: Tensor
     top_p: Tensor
+    min_p: Tensor | None
     uniforms: Tensor
     vocab_size: int
 
     @classmethod
     def of(cls, batch: SamplingBatch, vocab_size: int) -> "_FilterPlan":
         """Reads the parameters back to the host."""
-        filtered = ~batch.greedy & ((batch.top_k < vocab_size) | (batch.top_p < 1.0))
+        filtered = _filtered(batch, vocab_size).tolist()
         shortlists = defaultdict(list)
-        for row, (is_filtered, top_k) in enumerate(zip(filtered.tolist(), batch.top_k.tolist())):
+        for row, (is_filtered, top_k) in enumerate(zip(filtered, batch.top_k.tolist())):
             if is_filtered:
-                # Top-p alone mostly needs few tokens, too; whether they were enough is seen afterwards.
+                # Top-p and min-p mostly need few tokens, too; whether they were enough is seen afterwards.
                 needed = top_k if top_k < vocab_size else 1
                 shortlists[_shortlist(needed, vocab_size)].append(row)
-        return cls(dict(shortlists), batch.top_k, batch.top_p, batch.uniforms, vocab_size)
+        return cls(dict(shortlists), batch.top_k, batch.top_p, batch.min_p, batch.uniforms, vocab_size)
 
     def draw(self, rows: _Probabilities, start: int, tokens: Tensor, kept_mass: Tensor) -> None:
         """Redraw the filtered rows of the chunk that begins at row ``start``.
@@ -323,6 +331,11 @@ class _FilterPlan:
         before = torch.cat([torch.zeros_like(probs[:, :1]), cumulative[:, :-1]], 1)
         # top_p <= 1 puts the threshold at or below the sum of the k best, so this enforces top-k, too.
         last = ((before < threshold[:, None]).sum(1) - 1).clamp(min=0)
+        missing = cumulative[:, -1] < threshold
+        if self.min_p is not None:
+            likely = probs >= self.min_p[index + start].double()[:, None] * probs[:, :1]
+            last = torch.minimum(last, (likely.sum(1) - 1).clamp(min=0))
+            missing &= likely[:, -1]
         mass = _at(cumulative, last)
         # Beyond the kept prefix the sum exceeds its mass, so the search ends within it.
         drawn = torch.minimum(_search(cumulative, _below(self.uniforms[index + start], mass)), last)
@@ -330,7 +343,15 @@ class _FilterPlan:
         kept_mass[index] = mass
         if length == self.vocab_size:
             return index[:0]
-        return index[cumulative[:, -1] < threshold]
+        return index[missing]
+
+
+def _filtered(batch: SamplingBatch, vocab_size: int) -> Tensor:
+    """bool [S]: sampled from a part of the vocabulary."""
+    filtered = (batch.top_k < vocab_size) | (batch.top_p < 1.0)
+    if batch.min_p is not None:
+        filtered |= batch.min_p > 0.0
+    return filtered & ~batch.greedy
 
 
 def _shortlist(needed: int, vocab_size: int) -> int:

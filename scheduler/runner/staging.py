@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..config import PAGE_SIZE
-from ..forward import ForwardBatch, HostOutput, SamplingBatch
+from ..forward import ForwardBatch, FurtherLogprobs, HostOutput, SamplingBatch
 from .sampler import SamplerOutput
 
 _ALIGNMENT = 64
@@ -129,7 +129,8 @@ class InputStaging:
                 page_table_host=table,
                 q_lens_host=[*batch.q_lens_host, *[1] * added],
                 kv_lens_host=[*batch.kv_lens_host, *[1] * added],
-                sampling=_sampling(batch.sampling, moved),
+                sampling=_sampling(batch.sampling, moved, self._device.device),
+                inputs=None if batch.inputs is None else batch.inputs.to(self._device.device),
                 **{field.name: moved[field.name] for field in _STEP},
             )
         finally:
@@ -153,13 +154,16 @@ class InputStaging:
         return self._device[start:stop].view(field.dtype)
 
 
-def _sampling(sampling: SamplingBatch, moved: dict[str, Tensor]) -> SamplingBatch:
+def _sampling(sampling: SamplingBatch, moved: dict[str, Tensor], device: torch.device) -> SamplingBatch:
     return SamplingBatch(
         **{field.name: moved[field.name] for field in _SAMPLING},
         any_sampled=sampling.any_sampled,
         any_filtered=sampling.any_filtered,
         want_raw=sampling.want_raw,
         want_sampled=sampling.want_sampled,
+        # Rare, and of any size: these travel on their own.
+        min_p=None if sampling.min_p is None else sampling.min_p.to(device),
+        special=None if sampling.special is None else sampling.special.to(device),
     )
 
 
@@ -191,15 +195,31 @@ class OutputStaging:
             values = getattr(sampled, name)
             if values is not None:
                 getattr(block, name)[:rows].copy_(values, non_blocking=True)
+        further, inputs = (
+            None if values is None else values.moved(self._to_host)
+            for values in (sampled.further, sampled.inputs)
+        )
         block.arrived.record()
-        return PendingOutput(block, sampled, self._free)
+        return PendingOutput(block, sampled, self._free, further, inputs)
+
+    def _to_host(self, values: Tensor) -> Tensor:
+        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=self._pinned)
+        return host.copy_(values, non_blocking=True)
 
 
 class PendingOutput:
     """Results on their way; one that is never fetched keeps its block from everybody else."""
 
-    def __init__(self, block: _OutputBlock, sampled: SamplerOutput, free: list[_OutputBlock]) -> None:
+    def __init__(
+        self,
+        block: _OutputBlock,
+        sampled: SamplerOutput,
+        free: list[_OutputBlock],
+        further: FurtherLogprobs | None,
+        inputs: FurtherLogprobs | None,
+    ) -> None:
         self._block = block
+        self._further, self._inputs = further, inputs
         self._rows = sampled.token_ids.shape[0]
         self._raw = sampled.raw_logprobs is not None
         self._sampled = sampled.sampled_logprobs is not None
@@ -215,6 +235,8 @@ class PendingOutput:
             logprobs=block.logprobs[:rows].numpy().copy(),
             raw_logprobs=block.raw_logprobs[:rows].numpy().copy() if self._raw else None,
             sampled_logprobs=block.sampled_logprobs[:rows].numpy().copy() if self._sampled else None,
+            further=self._further,
+            inputs=self._inputs,
         )
         self._free.append(block)
         self._free = None

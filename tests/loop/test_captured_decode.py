@@ -14,6 +14,7 @@ from caesura.io_struct import (
     ContinueGenerationReqInput,
     FlushCacheReqInput,
     GenerateReqInput,
+    GenerateReqOutput,
     PauseGenerationReqInput,
     ReleaseMemoryOccupationReqInput,
     ResumeMemoryOccupationReqInput,
@@ -24,6 +25,7 @@ from caesura.scheduler import build
 from caesura.scheduler.attention import flashinfer
 from caesura.scheduler.config import EngineConfig
 from caesura.scheduler.device import residency
+from caesura.scheduler.device.memory import device_module_for
 
 PROMPTS = [[5, 6, 7], [3 + i * 7 % 90 for i in range(45)], [9], [11, 3, 96, 40, 12, 4, 8, 31, 60, 2]]
 SIZES = 5
@@ -180,3 +182,45 @@ def test_the_configuration_chooses_the_backend(paths, wanted, found):
     with pytest.raises(CaesuraError, match="on CUDA, not on cpu") as caught:
         build.build_runner(config, loaded, pool, routing)
     assert (caught.value.code, caught.value.detail["field"]) == ("unsupported", "attention_backend")
+
+
+def test_edits_and_further_logprobs_are_those_of_an_eager_engine(paths, device, monkeypatch):
+    """Through staging and beside captured graphs, one step ahead of what the host knows; ordinary steps stay ordinary."""
+
+    def run(driver: EngineDriver) -> list[GenerateReqOutput]:
+        params = SamplingParams(
+            max_new_tokens=20, temperature=0.8, seed=5, ignore_eos=True, min_p=0.02, frequency_penalty=0.9,
+            repetition_penalty=1.3, logit_bias={7: 1.5}, min_new_tokens=4, stop_token_ids=[11],
+        )  # fmt: skip
+        rids = [
+            driver.generate(
+                prompt, sampling_params=params, return_logprob=True, return_raw_logprob=True,
+                top_logprobs_num=number, token_ids_logprob=[4, 9], logprob_start_len=0,
+            )
+            for number, prompt in enumerate(PROMPTS)
+        ]  # fmt: skip
+        driver.run_until_idle()
+        return [driver.result(rid) for rid in rids]
+
+    with monkeypatch.context() as on_cpu:
+        on_cpu.setattr(build, "device_module_for", device_module_for)
+        on_cpu.setattr(flashinfer, "why_not", lambda *of: "not here")
+        with driver_of(paths[0], pipeline_depth=0) as driver:
+            expected = run(driver)
+    with driver_of(paths[0], pipeline_depth=1) as driver:
+        found = run(driver)
+        assert device.replays > 10
+        monkeypatch.setattr(driver.engine.scheduler._runner._special, "sample", None)
+        outputs(driver, submit(driver))  # which would fail, were anything special in these
+    for mine, theirs in zip(found, expected, strict=True):
+        assert tokens_of(mine) == tokens_of(theirs)
+        for name in ("output_logprobs", "raw_logprobs", "input_logprobs"):
+            values, others = read_floats(getattr(mine, name)), read_floats(getattr(theirs, name))
+            assert values == pytest.approx(others, abs=1e-4, nan_ok=True), name
+        for name in ("top", "token_ids"):
+            for kind in ("output", "input"):
+                field = f"{kind}_{name}_logprobs"
+                rows, others = getattr(mine, field), getattr(theirs, field)
+                assert (rows is None) == (others is None)
+                if rows is not None:
+                    assert read_floats(rows.logprobs) == pytest.approx(read_floats(others.logprobs), abs=1e-4)

@@ -35,7 +35,7 @@ from caesura.io_struct import (
     SamplingParams,
     UpdateWeightFromDiskReqInput,
 )
-from caesura.scheduler import batching, failure
+from caesura.scheduler import failure, sampling_inputs
 from caesura.scheduler.config import PAGE_SIZE
 from caesura.scheduler.forward import ForwardBatch
 
@@ -51,7 +51,7 @@ STAGES: dict[str, Callable[[EngineDriver], tuple[object, str]]] = {
     "open": lambda driver: (driver.engine.cache, "open"),
     "extend": lambda driver: (driver.engine.cache, "extend"),
     "seat": lambda driver: (driver.engine.scheduler._batcher.table, "seat"),
-    "noise": lambda driver: (batching, "noise"),
+    "noise": lambda driver: (sampling_inputs, "noise"),
     "build": lambda driver: (driver.engine.scheduler._batcher, "_build"),
     "launch": lambda driver: (driver.runner, "before"),
     "outputs": lambda driver: (driver.runner, "after"),

@@ -35,6 +35,7 @@ from caesura.scheduler.config import PAGE_SIZE, EngineConfig
 from caesura.scheduler.forward import ForwardBatch, HostOutput
 from caesura.scheduler.loop import Step
 from caesura.scheduler.process import Engine
+from caesura.scheduler.runner.sampler import SamplerOutput
 
 _MULTIPLIER = np.uint64(6364136223846793005)
 _INCREMENT = np.uint64(1442695040888963407)
@@ -125,6 +126,8 @@ class ScriptedRunner:
     """Called with each step before anything is computed, ``after`` when everything is, ``on_fetch`` when it is asked for."""
     after: Callable[[ForwardBatch], None] = lambda batch: None
     on_fetch: Callable[[ForwardBatch], None] = lambda batch: None
+    sample: Callable[[ForwardBatch, np.ndarray], SamplerOutput] | None = None
+    """Samples the step's tokens, given what the scripted model says (int64 [S]). None: these it is."""
 
     def __post_init__(self) -> None:
         self.kv = np.zeros(self.num_pages * PAGE_SIZE, np.uint64)
@@ -158,7 +161,8 @@ class ScriptedRunner:
                 pages[positions // PAGE_SIZE].astype(np.int64) * PAGE_SIZE + positions % PAGE_SIZE
             ]
             tokens.append(next_token(cells, self.vocab_size))
-        token_ids = np.asarray(tokens, np.int32)
+        sampled = None if self.sample is None else self.sample(batch, np.asarray(tokens, np.int64))
+        token_ids = np.asarray(tokens if sampled is None else sampled.token_ids.numpy(), np.int32)
         if self.non_finite_next and len(token_ids):
             self.non_finite_next = False
             token_ids[0] = -1
@@ -168,9 +172,10 @@ class ScriptedRunner:
         return _Launched(
             HostOutput(
                 token_ids=token_ids,
-                logprobs=(-token_ids).astype(np.float32),
+                logprobs=(-token_ids).astype(np.float32) if sampled is None else sampled.logprobs.numpy(),
                 raw_logprobs=(-2 * token_ids).astype(np.float32) if batch.sampling.want_raw else None,
                 sampled_logprobs=np.zeros(len(tokens), np.float32) if batch.sampling.want_sampled else None,
+                further=None if sampled is None else sampled.further,
             ),
             fail,
             partial(self.on_fetch, batch),

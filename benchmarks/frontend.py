@@ -1,0 +1,324 @@
+"""What the HTTP server costs: the same requests to one engine, through its socket and through the server, in turns.
+
+256 requests are in flight all the time on the tiny shape. *Direct* is ``AsyncSchedulerClient`` in this process; the others go
+through ``caesura serve --endpoint`` of the same engine: SGLang's ``/generate`` with token ids in, text, ids and
+log-probabilities out, whole or streamed, and OpenAI's ``/v1/completions``. Rounds take turns; figures are medians. The load
+is made by this process, which has the cores in common with engine and server, as a trainer would.
+
+A pause is timed under the same load, by the socket and by HTTP in turns. vLLM's server, where an interpreter that has it is
+given, gets the same requests at ``/v1/completions``.
+
+    python benchmarks/frontend.py --vllm-python /opt/peer-vllm/bin/python --json frontend.json
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from checkpoints import write_checkpoint
+from harness import engines
+from harness.http_load import Connection, flood
+from harness.machine import describe, machine_facts
+from harness.workload import WORKLOADS
+from rich.console import Console
+from rich.table import Table
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from caesura.client import AsyncSchedulerClient, LaunchedScheduler, SamplingParams, launch_scheduler
+
+SHAPE = WORKLOADS["tiny"]
+PROMPT_TOKENS, NEW_TOKENS = SHAPE.prompt_tokens, SHAPE.new_tokens
+START_TIMEOUT_S = 600.0
+Prompts = list[list[list[int]]]
+"""[connections][requests of one after the other][token ids]"""
+
+
+def write_tokenizer(folder: Path) -> None:
+    """A byte-level tokenizer of the model's size: token ``i`` of those beyond the bytes is a short word of its own."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {character: number for number, character in enumerate(alphabet)}
+    merges = []
+    for left in alphabet:
+        for right in alphabet:
+            if len(vocabulary) == SHAPE.vocab_size:
+                break
+            vocabulary[left + right] = len(vocabulary)
+            merges.append((left, right))
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+
+
+def make_prompts(connections: int, each: int, seed: int) -> Prompts:
+    rng = random.Random(seed)
+    return [
+        [[rng.randrange(SHAPE.vocab_size) for _ in range(PROMPT_TOKENS)] for _ in range(each)]
+        for _ in range(connections)
+    ]
+
+
+def native_body(prompt: list[int], *, stream: bool) -> bytes:
+    sampling = {"max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+    body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True, "stream": stream}
+    return json.dumps(body).encode()
+
+
+def openai_body(prompt: list[int]) -> bytes:
+    body = {
+        "model": "tiny",
+        "prompt": prompt,
+        "max_tokens": NEW_TOKENS,
+        "temperature": 1.0,
+        "ignore_eos": True,
+    }
+    return json.dumps(body).encode()
+
+
+def bodies(prompts: Prompts, make: Callable[[list[int]], bytes]) -> list[list[bytes]]:
+    return [[make(prompt) for prompt in mine] for mine in prompts]
+
+
+async def direct(client: AsyncSchedulerClient, prompts: Prompts) -> float:
+    """Seconds for all of them, as many at once as there are connections."""
+    params = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True)
+
+    async def work(mine: list[list[int]]) -> None:
+        for prompt in mine:
+            output = await client.generate(prompt, params, return_logprob=True)
+            assert len(output.output_ids) == NEW_TOKENS
+
+    start = time.perf_counter()
+    await asyncio.gather(*map(work, prompts))
+    return time.perf_counter() - start
+
+
+async def through(url: str, path: str, requests: Sequence[Sequence[bytes]]) -> float:
+    """Seconds for all of them through a server; every answer is checked to be whole."""
+    seconds, answers = await flood(url, path, requests)
+    for answer in answers:
+        assert re.search(rb'"(finish_reason|type)": ?"length"', answer), answer[-300:]
+    return seconds
+
+
+@contextlib.contextmanager
+def serving(
+    command: Sequence[str], environment: dict[str, str] | None, log: Path
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A server's process, ended with SIGINT."""
+    with (
+        log.open("wb") as file,
+        subprocess.Popen(command, stdout=file, stderr=file, env=environment) as process,
+    ):
+        try:
+            yield process
+        finally:
+            process.send_signal(signal.SIGINT)
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def wait_until_healthy(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline and process.poll() is None:
+        with (
+            contextlib.suppress(urllib.error.URLError, ConnectionError),
+            urllib.request.urlopen(f"{url}/health", timeout=5),  # noqa: S310 (our own address)
+        ):
+            return
+        time.sleep(0.2)
+    raise SystemExit(f"no server at {url}:\n{log.read_text()[-3000:]}")
+
+
+async def throughput(
+    client: AsyncSchedulerClient, url: str, options: argparse.Namespace, console: Console
+) -> dict[str, list[float]]:
+    """Tokens per second of every round, by way."""
+    ways: dict[str, Callable[[Prompts], Awaitable[float]]] = {
+        "direct": lambda prompts: direct(client, prompts),
+        "/generate": lambda prompts: through(
+            url, "/generate", bodies(prompts, lambda prompt: native_body(prompt, stream=False))
+        ),
+        "/generate, streamed": lambda prompts: through(
+            url, "/generate", bodies(prompts, lambda prompt: native_body(prompt, stream=True))
+        ),
+        "/v1/completions": lambda prompts: through(url, "/v1/completions", bodies(prompts, openai_body)),
+    }
+    results: dict[str, list[float]] = {way: [] for way in ways}
+    tokens = options.connections * options.each * NEW_TOKENS
+    for number in range(-1, options.rounds):
+        for place, (way, run) in enumerate(ways.items()):
+            seconds = await run(make_prompts(options.connections, options.each, 100 * number + place))
+            if number >= 0:  # the first round warms up
+                results[way].append(tokens / seconds)
+                console.print(f"  round {number + 1}: {way}: {tokens / seconds:,.0f} tok/s")
+    return results
+
+
+async def pauses(
+    client: AsyncSchedulerClient, url: str, options: argparse.Namespace
+) -> dict[str, list[float]]:
+    """Milliseconds until a pause is answered, under load, by socket and by HTTP in turns."""
+    rng = random.Random(7)
+    load = asyncio.ensure_future(direct(client, make_prompts(options.connections, 1000, 7)))
+    control = await Connection.open(url)
+    results: dict[str, list[float]] = {"direct": [], "HTTP": []}
+    try:
+        for number in range(2 * options.pauses):
+            await asyncio.sleep(0.03 + rng.random() / 50)  # any phase of a step
+            start = time.perf_counter()
+            if number % 2:
+                await control.post("/pause_generation", b'{"mode": "in_place"}')
+            else:
+                await client.pause("in_place")
+            results["HTTP" if number % 2 else "direct"].append(1e3 * (time.perf_counter() - start))
+            if number % 2:
+                await control.post("/continue_generation", b'{"torch_empty_cache": false}')
+            else:
+                await client.continue_generation(torch_empty_cache=False)
+    finally:
+        control.close()
+        load.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await load
+        await client.abort(abort_all=True)
+    return results
+
+
+async def on_caesura(
+    engine: LaunchedScheduler, url: str, options: argparse.Namespace, console: Console
+) -> dict[str, Any]:
+    async with AsyncSchedulerClient(engine.endpoint) as client:
+        rates = await throughput(client, url, options, console)
+        return {"tokens_per_s": rates, "pause_ms": await pauses(client, url, options)}
+
+
+def vllm_command(python: str, model: Path, port: int) -> list[str]:
+    command = [
+        python,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        str(model),
+        "--served-model-name",
+        "tiny",
+    ]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16", "--max-num-seqs", "256"]
+    return [*command, "--max-model-len", str(SHAPE.context_len), "--no-enable-log-requests"]
+
+
+def on_vllm(model: Path, options: argparse.Namespace, folder: Path, console: Console) -> list[float]:
+    """Tokens per second of every round at vLLM's ``/v1/completions``."""
+    port = options.port + 1
+    url, log = f"http://127.0.0.1:{port}", folder / "vllm.log"
+    environment = engines.vllm(options.vllm_python, options.threads, "auto", folder).environment
+    environment["VLLM_CPU_KVCACHE_SPACE"] = "2"
+    tokens = options.connections * options.each * NEW_TOKENS
+    rates = []
+    with serving(vllm_command(options.vllm_python, model, port), environment, log) as process:
+        wait_until_healthy(url, process, log)
+        for number in range(-1, options.rounds):
+            prompts = make_prompts(options.connections, options.each, 100 * number)
+            rate = tokens / asyncio.run(through(url, "/v1/completions", bodies(prompts, openai_body)))
+            if number >= 0:
+                rates.append(rate)
+                console.print(f"  round {number + 1}: vLLM's /v1/completions: {rate:,.0f} tok/s")
+    return rates
+
+
+def report(results: dict[str, Any], options: argparse.Namespace) -> list[Table]:
+    rates = {way: median(values) for way, values in results["tokens_per_s"].items()}
+    first = Table(
+        title=f"{options.connections} requests at once, {PROMPT_TOKENS} in, {NEW_TOKENS} out, tiny shape"
+    )
+    for column in ("way", "tok/s", "of direct", "pairwise"):
+        first.add_column(column, justify="left" if column == "way" else "right")
+    for way, rate in rates.items():
+        pairs = [
+            a / b
+            for a, b in zip(results["tokens_per_s"][way], results["tokens_per_s"]["direct"], strict=False)
+        ]
+        first.add_row(way, f"{rate:,.0f}", f"{rate / rates['direct']:.0%}", f"{median(pairs):.0%}")
+    second = Table(title="pause acknowledged under this load, ms")
+    for column in ("way", "p50", "p90", "max"):
+        second.add_column(column, justify="left" if column == "way" else "right")
+    for way, times in results["pause_ms"].items():
+        ordered = sorted(times)
+        second.add_row(
+            way,
+            *(f"{value:.1f}" for value in (median(ordered), ordered[len(ordered) * 9 // 10], ordered[-1])),
+        )
+    return [first, second]
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--connections", type=int, default=256)
+    parser.add_argument("--each", type=int, default=2, help="requests per connection and round (default: 2)")
+    parser.add_argument("--rounds", type=int, default=5, help="of each way (default: 5)")
+    parser.add_argument("--pauses", type=int, default=100, help="of each way (default: 100)")
+    parser.add_argument(
+        "--threads", type=int, default=len(os.sched_getaffinity(0)), help="the engine's (default: all cores)"
+    )
+    parser.add_argument("--port", type=int, default=31200)
+    parser.add_argument("--vllm-python", default=os.environ.get("CAESURA_BENCH_VLLM_PYTHON"))
+    parser.add_argument("--json", type=Path)
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    options, console, facts = parse(argv), Console(), machine_facts()
+    console.print(describe(facts), f"engine threads: {options.threads}")
+    url = f"http://127.0.0.1:{options.port}"
+    with tempfile.TemporaryDirectory() as folder:
+        model, log = Path(folder) / "tiny", Path(folder) / "serve.log"
+        write_checkpoint(model, "tiny", seed=0)
+        write_tokenizer(model)
+        launched = launch_scheduler(
+            str(model),
+            num_threads=options.threads,
+            max_running_requests=options.connections,
+            log_level="WARNING",
+        )
+        with launched as engine:
+            command = [
+                str(Path(sys.executable).with_name("caesura")),
+                "serve",
+                "--endpoint",
+                engine.endpoint,
+                "--served-model-name",
+                "tiny",
+            ]
+            with serving([*command, "--port", str(options.port)], None, log) as process:
+                wait_until_healthy(url, process, log)
+                results = asyncio.run(on_caesura(engine, url, options, console))
+        if options.vllm_python:
+            results["tokens_per_s"]["vLLM's /v1/completions"] = on_vllm(model, options, Path(folder), console)
+    for table in report(results, options):
+        console.print(table)
+    if options.json:
+        options.json.write_text(
+            json.dumps({"machine": facts, "options": vars(options), **results}, default=str, indent=1)
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""The application: all routes over one :class:`FrontEnd`, behind one check of keys and one limit on bodies.
+
+Invariant: a route without an access class is refused to everybody, so a forgotten one cannot open anything.
+"""
+
+from litestar import Litestar
+from litestar.datastructures import State
+from litestar.di import Provide
+from litestar.handlers import HTTPRouteHandler
+
+from . import (
+    control_routes,
+    dashboard,
+    generate_routes,
+    info_routes,
+    metrics,
+    openai_chat,
+    openai_completions,
+    openai_models,
+    update_routes,
+)
+from .auth import AuthMiddleware
+from .context import Front, FrontEnd, ServeOptions
+from .errors import EXCEPTION_HANDLERS
+from .limits import BodyLimit
+
+__all__ = ["Front", "FrontEnd", "ServeOptions", "create_app"]
+
+_MODULES = (
+    generate_routes,
+    control_routes,
+    update_routes,
+    info_routes,
+    openai_completions,
+    openai_chat,
+    openai_models,
+    metrics,
+    dashboard,
+)
+
+
+def create_app(front: FrontEnd) -> Litestar:
+    """The ASGI application; closing ``front.client`` is its caller's."""
+
+    async def provide() -> FrontEnd:
+        return front
+
+    return Litestar(
+        route_handlers=_routes(),
+        dependencies={"front": Provide(provide)},
+        middleware=[AuthMiddleware(front.options), BodyLimit(front.options)],
+        exception_handlers=EXCEPTION_HANDLERS,
+        state=State({"front": front}, deep_copy=False),
+        openapi_config=None,
+        logging_config=None,
+        request_max_body_size=None,  # limits.py does it, by route
+    )
+
+
+def _routes() -> list[HTTPRouteHandler]:
+    return [route for module in _MODULES for route in module.ROUTES]

@@ -1,0 +1,84 @@
+"""Who may call what: the one place where keys are checked.
+
+Invariants:
+- Every route says ``opt={"access": "open" | "user" | "admin"}``; what says nothing is treated as ``admin``.
+- ``admin`` (whatever changes the engine) needs the admin key; where none is set, the API key; where neither is set, nothing
+  (a server without keys binds loopback only). ``user`` needs the API key where one is set; the admin key opens it too.
+- Keys are compared in constant time and appear in no log, error or answer.
+- A page of another origin cannot use a server without keys through its reader's browser.
+"""
+
+import hmac
+import ipaddress
+from urllib.parse import urlsplit
+
+from litestar.middleware import ASGIMiddleware
+from litestar.types import ASGIApp, Receive, Scope, Send
+
+from .context import ServeOptions
+from .errors import send_error
+
+ACCESS_CLASSES = frozenset({"open", "user", "admin"})
+
+
+class AuthMiddleware(ASGIMiddleware):
+    """Answers 401 or 403 to whoever may not call a route."""
+
+    def __init__(self, options: ServeOptions) -> None:
+        api, admin = _key(options.api_key), _key(options.admin_key)
+        self._user_keys = [key for key in (api, admin) if key] if api else []
+        self._admin_keys = [key for key in (admin or api,) if key]
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send, next_app: ASGIApp) -> None:
+        refusal = self._refusal(scope)
+        if refusal is None:
+            await next_app(scope, receive, send)
+        else:
+            await send_error(send, *refusal)
+
+    def _refusal(self, scope: Scope) -> tuple[int, str] | None:
+        access = scope["route_handler"].opt.get("access", "admin")
+        if access == "open":
+            return None
+        keys = self._user_keys if access == "user" else self._admin_keys
+        headers = dict(scope["headers"])
+        if keys:
+            given = _bearer(headers.get(b"authorization", b""))
+            if not any([hmac.compare_digest(given, key) for key in keys]):  # noqa: C419 (all of them: constant time)
+                return 401, "Unauthorized"
+        elif _from_other_site(headers):
+            return 403, "Forbidden: this server has no key, so pages of other sites may not use it"
+        return None
+
+
+def _key(value: str | None) -> bytes:
+    return value.encode() if value else b""
+
+
+def _bearer(header: bytes) -> bytes:
+    scheme, _, token = header.partition(b" ")
+    return token.strip() if scheme.lower() == b"bearer" else b""
+
+
+def _from_other_site(headers: dict[bytes, bytes]) -> bool:
+    """Whether a browser sent this for a page that is not this machine's own."""
+    if headers.get(b"sec-fetch-site", b"none") == b"cross-site":
+        return True
+    origin = headers.get(b"origin")
+    if origin is None:
+        return False
+    try:
+        host = urlsplit(origin.decode("latin-1")).hostname or ""
+    except ValueError:
+        return True
+    return not is_loopback(host)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether ``host`` names this machine only."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,82 @@
+"""What every handler gets: the connection, the text side, the settings and the counters.
+
+Invariants: a :class:`ServeOptions` never prints its keys; a :class:`FrontEnd` is made once, before the first request.
+"""
+
+import os
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from litestar.di import NamedDependency
+
+from ..async_client import AsyncSchedulerClient
+from ..tokenizer_manager import TokenizerManager
+
+if TYPE_CHECKING:
+    from .metrics import Metrics
+
+OWNER = "http"
+"""Under which token the front end pauses and sends commands: all HTTP clients count as one owner."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeOptions:
+    """Settings of one front end."""
+
+    host: str = "127.0.0.1"
+    port: int = 30000
+    api_key: str | None = field(default=None, repr=False)
+    """None: generation needs no key."""
+    admin_key: str | None = field(default=None, repr=False)
+    """None: what changes the engine needs ``api_key``, if there is one."""
+    weights_root: str | None = None
+    """Directory under which every ``model_path`` of an update must lie. None: the parent of ``model_path``."""
+    allow_pickled_tensors: bool = False
+    """Read the base64 pickles of ``/update_weights_from_tensor`` (they are parsed, never unpickled)."""
+    max_body_bytes: int = 32 << 20
+    """Of every request but weight updates."""
+    max_update_bytes: int = 8 << 30
+    """Of a request that carries weights."""
+    max_batch: int = 4096
+    """Prompts times samples of one request."""
+    incremental_streaming: bool = False
+    """Native streams carry only what is new, instead of everything so far."""
+    served_model_name: str = ""
+    """Empty: ``model_path``."""
+    model_path: str = ""
+    tokenizer_path: str = ""
+    context_length: int = 0
+    vocab_size: int = 0
+
+    @property
+    def default_weights_root(self) -> str:
+        """Where no other is set: the directory that the model's own folder lies in."""
+        return os.path.dirname(os.path.realpath(self.model_path)) if self.model_path else ""
+
+    @property
+    def model_name(self) -> str:
+        """The id of the model for OpenAI clients."""
+        return self.served_model_name or self.model_path
+
+
+class FrontEnd:
+    """Everything that handlers need; ``front: Front`` in a handler's signature."""
+
+    __slots__ = ("client", "manager", "metrics", "options")
+
+    def __init__(
+        self,
+        *,
+        manager: TokenizerManager,
+        options: ServeOptions,
+        metrics: "Metrics",
+        client: AsyncSchedulerClient | None = None,
+    ) -> None:
+        self.manager = manager
+        self.client: AsyncSchedulerClient = manager.client if client is None else client
+        self.options = options
+        self.metrics = metrics
+
+
+Front = NamedDependency[FrontEnd]
+"""For handlers' signatures."""

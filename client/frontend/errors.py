@@ -1,0 +1,89 @@
+"""How failures look over HTTP: SGLang's bodies and statuses.
+
+Invariants: a request that is wrong is 400, never 422; 401 and 403 are keys; 503 means that the engine is not there or
+takes no more, and may be tried again; nothing answers with a traceback or a key.
+"""
+
+import logging
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+from litestar import Request, Response
+from litestar.exceptions import HTTPException
+from litestar.types import ExceptionHandlersMap, Send
+
+from ...io_struct import CaesuraError, ErrorCode
+
+logger = logging.getLogger(__name__)
+
+_STATUS = {
+    ErrorCode.ENGINE_DIED: 503,
+    ErrorCode.SHUTTING_DOWN: 503,
+    ErrorCode.QUEUE_FULL: 503,
+    ErrorCode.PAUSED: 503,
+    ErrorCode.WEIGHTS_POISONED: 503,
+    ErrorCode.WEIGHTS_INVALID: 503,
+    ErrorCode.OUT_OF_MEMORY: 503,
+    ErrorCode.TIMED_OUT: 504,
+    ErrorCode.DEADLINE_EXCEEDED: 504,
+    ErrorCode.INTERNAL: 500,
+}
+
+
+class BodyTooLarge(HTTPException):
+    """More bytes than this route takes."""
+
+    status_code = 413
+
+
+def status_of(error: CaesuraError) -> int:
+    """The HTTP status of a typed error: 400 unless it is the engine's condition rather than the request's fault."""
+    return _STATUS.get(error.code, 400)
+
+
+def json_response(value: Any, status: int = 200) -> Response[bytes]:
+    """``value`` as JSON, encoded once."""
+    return Response(msgspec.json.encode(value), status_code=status, media_type="application/json")
+
+
+def native_error(message: str, status: int = 400, code: str | None = None) -> Response[bytes]:
+    """``{"error": {"message"}}``, with the typed code beside it where there is one."""
+    error = {"message": message} if code is None else {"message": message, "code": code}
+    return json_response({"error": error}, status)
+
+
+def error_object(message: str, status: int) -> dict[str, Any]:
+    """SGLang's ``ErrorResponse``."""
+    phrase = HTTPStatus(status).phrase
+    return {"object": "error", "message": message, "type": phrase, "param": None, "code": status}
+
+
+async def send_error(send: Send, status: int, message: str) -> None:
+    """Answer with an error from below the handlers."""
+    body = msgspec.json.encode({"error": message} if status == 401 else error_object(message, status))
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    if status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+def _typed(_: Request[Any, Any, Any], error: CaesuraError) -> Response[bytes]:
+    return native_error(error.message, status_of(error), error.code)
+
+
+def _http(_: Request[Any, Any, Any], error: HTTPException) -> Response[bytes]:
+    return json_response(error_object(error.detail, error.status_code), error.status_code)
+
+
+def _defect(request: Request[Any, Any, Any], error: Exception) -> Response[bytes]:
+    logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    return json_response(error_object("internal error; the server's log says more", 500), 500)
+
+
+EXCEPTION_HANDLERS: ExceptionHandlersMap = {
+    CaesuraError: _typed,
+    HTTPException: _http,
+    Exception: _defect,
+}

@@ -1,0 +1,212 @@
+"""Weight updates and their groups, as SGLang's trainers send them.
+
+Invariants: no session is needed, and one may be used; an update is answered when its bytes are no longer needed; a path is
+looked at only under the weights root, with symbolic links resolved; no pickle is read unless that was asked for at start.
+"""
+
+import asyncio
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from litestar import Response, post
+from litestar.handlers import HTTPRouteHandler
+
+from ...io_struct import (
+    ControlRequest,
+    TensorSpec,
+    UpdateWeightsFromDistributedReqInput,
+    UpdateWeightsFromIPCReqInput,
+    UpdateWeightsFromTensorReqInput,
+    WeightUpdateReqOutput,
+)
+from ..exceptions import InvalidRequest, Unsupported
+from .context import Front, FrontEnd, ServeOptions
+from .control_schema import (
+    BeginBody,
+    DestroyGroupBody,
+    DiskBody,
+    DistributedBody,
+    EndBody,
+    InitGroupBody,
+    ParameterServerBody,
+    SafetensorsQuery,
+    TensorBody,
+    UpdateBody,
+)
+from .exchange import HTTPRequest, query_of, read_control, succeed
+from .tensor_payload import Frames, Part, dtype_of, read_pickled, read_safetensors
+
+_ONLINE = "Succeeded to update parameter online."
+_BINARY_TYPES = ("application/octet-stream", "application/x-safetensors")
+
+
+@post("/update_weights_from_disk", status_code=200, opt={"access": "admin"})
+async def update_weights_from_disk(request: HTTPRequest, front: Front) -> Response[bytes]:
+    """Load a checkpoint folder in place."""
+    body = await read_control(request, DiskBody)
+
+    async def update() -> WeightUpdateReqOutput:
+        if body.manifest:
+            raise Unsupported("manifest is not supported")
+        path = await asyncio.to_thread(allowed_path, body.model_path, front.options)
+        options = body.options()
+        return await front.client.update_weights_from_disk(path, load_format=body.load_format, **options)
+
+    message = "Succeeded to update model weights."
+    return await succeed(front, "update_weights_from_disk", message, update(), num_paused_requests=0)
+
+
+def allowed_path(path: str, options: ServeOptions) -> str:
+    """``path`` with its links resolved.
+
+    Raises:
+        InvalidRequest: it does not lie under the weights root.
+    """
+    root = options.weights_root or options.default_weights_root
+    real, real_root = os.path.realpath(path), os.path.realpath(root)
+    if not root or os.path.commonpath([real, real_root]) != real_root:
+        raise InvalidRequest(
+            "model_path is outside the directory that this server loads weights from (--weights-root)",
+            field="model_path",
+            value=path,
+        )
+    return real
+
+
+@post("/update_weights_from_distributed", status_code=200, opt={"access": "admin"})
+async def update_weights_from_distributed(request: HTTPRequest, front: Front) -> Response[bytes]:
+    """Take what rank 0 of a group broadcasts meanwhile: only names, dtypes and shapes pass here."""
+    body = await read_control(request, DistributedBody)
+
+    async def update() -> WeightUpdateReqOutput:
+        if not len(body.names) == len(body.dtypes) == len(body.shapes):
+            raise InvalidRequest("names, dtypes and shapes have different lengths", field="names")
+        described = zip(body.names, body.dtypes, body.shapes, strict=True)
+        wire = UpdateWeightsFromDistributedReqInput(
+            specs=[TensorSpec(name=n, dtype=dtype_of(dtype), shape=shape) for n, dtype, shape in described],
+            group_name=body.group_name,
+            load_format=body.load_format,
+            **body.options(),
+        )
+        return await _sent(front, wire)
+
+    return await succeed(front, "update_weights_from_distributed", _online(body), update())
+
+
+@post("/update_weights_from_tensor", status_code=200, opt={"access": "admin", "body": "weights"})
+async def update_weights_from_tensor(request: HTTPRequest, front: Front) -> Response[bytes]:
+    """Weights in the request: a safetensors file as body, or (if allowed at start) SGLang's pickles in JSON."""
+    if request.content_type[0] in _BINARY_TYPES:
+        options = query_of(request, SafetensorsQuery)
+        work = _binary(front, request, options)
+        return await succeed(front, "update_weights_from_tensor", _online(options), work)
+    body = await read_control(request, TensorBody)
+    return await succeed(front, "update_weights_from_tensor", _online(body), _pickled(front, body))
+
+
+async def _binary(front: FrontEnd, request: HTTPRequest, options: UpdateBody) -> WeightUpdateReqOutput:
+    return await _part(front, read_safetensors(await request.body()), options.options())
+
+
+async def _pickled(front: FrontEnd, body: TensorBody) -> WeightUpdateReqOutput | None:
+    if not front.options.allow_pickled_tensors:
+        raise Unsupported(
+            "pickled tensors are off: start with --allow-pickled-tensors, or send a safetensors file as application/octet-stream"
+        )
+    flattened = body.load_format == "flattened_bucket"
+    parts = await asyncio.to_thread(read_pickled, body.serialized_named_tensors, flattened=flattened)
+    if not parts:
+        return None  # a bucket without tensors, which slime sends as padding
+    if len(parts) == 1 or not await _commits_by_itself(front):
+        for part in parts:
+            reply = await _part(front, part, body.options())
+        return reply
+    async with front.client.weight_update(weight_version=body.weight_version) as session:
+        for part in parts:
+            await _part(front, part, body.options())
+    return session.result
+
+
+async def _commits_by_itself(front: FrontEnd) -> bool:
+    """Whether each call would be a commit of its own: then several need a session to be one."""
+    status = await front.client.status()
+    return status.session is None and status.generation == "running" and status.weights == "valid"
+
+
+async def _part(front: FrontEnd, part: Part, options: dict[str, Any]) -> WeightUpdateReqOutput:
+    if isinstance(part, Frames):
+        return await _sent(front, UpdateWeightsFromTensorReqInput(specs=part.specs, **options), part.buffers)
+    return await _sent(front, UpdateWeightsFromIPCReqInput(handle=part.handle, specs=part.specs, **options))
+
+
+async def _sent(
+    front: FrontEnd, request: ControlRequest, buffers: Sequence[memoryview] = ()
+) -> WeightUpdateReqOutput:
+    """The reply; the engine goes on where the client of this request leaves."""
+    reply: WeightUpdateReqOutput = await asyncio.shield(
+        front.client.start(request, WeightUpdateReqOutput, buffers)
+    )
+    return reply
+
+
+def _online(body: UpdateBody) -> str:
+    version = body.weight_version
+    return _ONLINE if version is None else f"{_ONLINE} Weight version updated to {version}."
+
+
+@post("/update_weights_from_ipc", status_code=200, opt={"access": "admin"})
+async def update_weights_from_ipc(request: HTTPRequest, front: Front) -> Response[bytes]:
+    """Let a checkpoint-engine parameter server drive an update."""
+    body = await read_control(request, ParameterServerBody)
+    work = front.client.update_weights_from_checkpoint_engine(
+        body.zmq_handles, timeout_s=body.timeout_s, **body.options()
+    )
+    return await succeed(front, "update_weights_from_ipc", _online(body), work)
+
+
+@post("/init_weights_update_group", status_code=200, opt={"access": "admin"})
+async def init_weights_update_group(request: HTTPRequest, front: Front) -> Response[bytes]:
+    """Join a trainer's process group; answered when every rank has joined."""
+    body = await read_control(request, InitGroupBody)
+    work = front.client.init_weights_update_group(**msgspec.structs.asdict(body))
+    message = "Succeeded to initialize custom process group."
+    return await succeed(front, "init_weights_update_group", message, work)
+
+
+@post("/destroy_weights_update_group", status_code=200, opt={"access": "admin"})
+async def destroy_weights_update_group(request: HTTPRequest, front: Front) -> Response[bytes]:
+    """Leave a group; one that does not exist is 400."""
+    body = await read_control(request, DestroyGroupBody)
+    work = front.client.destroy_weights_update_group(body.group_name)
+    message = "Succeeded to destroy custom process group."
+    return await succeed(front, "destroy_weights_update_group", message, work)
+
+
+@post("/begin_weight_update", status_code=200, opt={"access": "admin"})
+async def begin_weight_update(request: HTTPRequest, front: Front) -> Response[bytes]:
+    """Open a session: what follows is committed together by end."""
+    body = await read_control(request, BeginBody)
+    work = front.client.begin_weight_update(deadline_s=body.deadline_s)
+    return await succeed(front, "begin_weight_update", "Success", work)
+
+
+@post("/end_weight_update", status_code=200, opt={"access": "admin"})
+async def end_weight_update(request: HTTPRequest, front: Front) -> Response[bytes]:
+    """Commit the session, or abort it."""
+    body = await read_control(request, EndBody)
+    work = front.client.end_weight_update(commit=body.commit, weight_version=body.weight_version)
+    return await succeed(front, "end_weight_update", "Success", work)
+
+
+ROUTES: list[HTTPRouteHandler] = [
+    update_weights_from_disk,
+    update_weights_from_distributed,
+    update_weights_from_tensor,
+    update_weights_from_ipc,
+    init_weights_update_group,
+    destroy_weights_update_group,
+    begin_weight_update,
+    end_weight_update,
+]

@@ -1,0 +1,126 @@
+"""``Detokenizer``: text of one sample while its tokens come.
+
+Invariants:
+- The pieces put together are the text of all output ids: what decoding the last :data:`CONTEXT` tokens of the prompt and
+  all output ids adds to decoding the former (:func:`output_text`). The context decides, for instance, whether a first word
+  keeps the space before it; a character that the prompt left half belongs to the output that completes it.
+- A piece never holds half a character: U+FFFD at the end is held back until the next token shows whether it was one. What
+  then stays U+FFFD comes out. So does what is held at the end, by :meth:`Detokenizer.flush`.
+- Work per token is bounded: only the last tokens are decoded again.
+"""
+
+from collections.abc import Sequence
+
+from .tokenizer import TextTokenizer
+
+CONTEXT = 8
+"""Tokens that are kept when the window is cut. A token is at least one byte and a character at most four: the first three
+may be read as the wrong bytes, and the last three may still change, so what lies between is read as in the whole text."""
+
+WINDOW = 24
+"""Most decoded tokens that are kept. Larger: fewer cuts, each of which decodes twice; smaller: less to decode again."""
+
+_HALF = "\ufffd"
+
+
+class Detokenizer:
+    """One sample's ids as text, piece by piece."""
+
+    __slots__ = ("_open", "_prompt_text", "_sent", "_skipped", "_tokenizer", "_window", "settled")
+
+    def __init__(
+        self, tokenizer: TextTokenizer, prompt_ids: Sequence[int], *, skip_special_tokens: bool = True
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._skipped = tokenizer.skipped if skip_special_tokens else frozenset[int]()
+        self._window = _context(tokenizer, prompt_ids, self._skipped)
+        self._prompt_text: str | None = self._decode(self._window)  # None once the output has begun
+        self._sent = len(self._prompt_text or "")
+        self._open = 0  # tokens at the window's end whose bytes may go on: never decoded yet
+        self.settled = True
+        """Whether all ids fed so far are in the text given out."""
+
+    def copy(self) -> "Detokenizer":
+        """An independent detokenizer in the same state."""
+        twin = Detokenizer.__new__(Detokenizer)
+        for name in self.__slots__:
+            setattr(twin, name, getattr(self, name))
+        twin._window = list(self._window)
+        return twin
+
+    def feed(self, ids: Sequence[int]) -> str:
+        """The text that is settled by these ids; empty while a character is not complete."""
+        skipped, size = self._skipped, self._tokenizer.size
+        shown = [token for token in ids if token not in skipped and token < size]
+        if not shown:
+            return ""
+        self._window += shown
+        self._open = self._count_open(len(shown))
+        return self._advance(len(self._window) - self._open, final=False)
+
+    def peek(self) -> str:
+        """What :meth:`flush` would give now."""
+        return self.copy().flush()
+
+    def flush(self) -> str:
+        """The text that is held back; nothing may be fed after it."""
+        self._open = 0
+        return self._advance(len(self._window), final=True)
+
+    def _count_open(self, new: int) -> int:
+        """Bytes at the end form one run, valid or not as a whole, which only what follows it ends."""
+        byte_ids = self._tokenizer.byte_ids
+        if not byte_ids:
+            return 0
+        run = 0
+        while run < new and self._window[-1 - run] in byte_ids:
+            run += 1
+        return run + self._open if run == new else run
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=False)  # those to skip never enter the window
+
+    def _advance(self, end: int, *, final: bool) -> str:
+        known = self._window[:end]
+        text = self._decode(known)
+        if self._prompt_text is not None:
+            self._sent = _common(self._prompt_text, text)
+        settled = len(text) - (not final and text.endswith(_HALF))
+        piece = text[self._sent : settled]
+        if piece:
+            self._prompt_text = None
+            self._sent = settled
+        self.settled = settled == len(text) and not self._open
+        if end > WINDOW and self._prompt_text is None:
+            known = known[-CONTEXT:]
+            self._window = self._window[end - CONTEXT :]
+            self._sent = len(self._decode(known)) - (len(text) - self._sent)
+        return piece
+
+
+def output_text(
+    tokenizer: TextTokenizer,
+    prompt_ids: Sequence[int],
+    output_ids: Sequence[int],
+    *,
+    skip_special_tokens: bool = True,
+) -> str:
+    """The text of a finished output, in the context of its prompt."""
+    detokenizer = Detokenizer(tokenizer, prompt_ids, skip_special_tokens=skip_special_tokens)
+    return detokenizer.feed(output_ids) + detokenizer.flush()
+
+
+def _common(first: str, second: str) -> int:
+    """How many characters both begin with."""
+    shorter = min(len(first), len(second))
+    return next((at for at in range(shorter) if first[at] != second[at]), shorter)
+
+
+def _context(tokenizer: TextTokenizer, prompt_ids: Sequence[int], skipped: frozenset[int]) -> list[int]:
+    kept: list[int] = []
+    for token in reversed(prompt_ids):
+        if token not in skipped and token < tokenizer.size:
+            kept.append(token)
+            if len(kept) == CONTEXT:
+                break
+    return kept[::-1]

@@ -1,0 +1,162 @@
+"""``SampleText``: the text of one sample and its stop strings, as tokens come; and ``cut``, what a stop string leaves.
+
+Invariants:
+- What is shown is final: it begins no stop string, ends in no half character, and together it is the sample's text.
+- A stop string cuts the output behind the token that completes it: the first token up to which the output's text, by itself,
+  contains the match. How tokens were cut into messages makes no difference.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from msgspec import structs
+
+from ...io_struct import RoutedExperts
+from ..results import GenerateOutput
+from .detokenizer import Detokenizer
+from .stop_strings import StopMatcher, StopStrings
+from .tokenizer import TextTokenizer
+
+
+class SampleText:
+    """One sample on its way from ids to text.
+
+    Attributes:
+        length: tokens up to and including the one that completed a stop string; None while there is none.
+        settled: tokens whose text is known; without stop strings, all.
+    """
+
+    __slots__ = (
+        "_before",
+        "_checkpoint",
+        "_detokenizer",
+        "_matcher",
+        "_skip",
+        "_text",
+        "_unsettled",
+        "length",
+        "settled",
+    )
+
+    def __init__(
+        self,
+        tokenizer: TextTokenizer,
+        prompt_ids: Sequence[int],
+        stops: StopStrings | None = None,
+        *,
+        skip_special_tokens: bool = True,
+        min_new_tokens: int = 0,
+    ) -> None:
+        """Stop strings are not looked for in the text of the first ``min_new_tokens`` tokens."""
+        self._detokenizer = Detokenizer(tokenizer, prompt_ids, skip_special_tokens=skip_special_tokens)
+        self._matcher = None if stops is None else StopMatcher(stops)
+        self._skip = min_new_tokens
+        # What a match is traced back to its token with: the state after the last settled token, and what came since.
+        self._checkpoint = self._detokenizer if stops is None else self._detokenizer.copy()
+        self._before = 0  # characters up to the checkpoint
+        self._unsettled: list[int] = []
+        self._text = ""
+        self.settled = 0
+        self.length: int | None = None
+
+    @property
+    def stop(self) -> str | None:
+        """The stop string that was found."""
+        match = None if self._matcher is None else self._matcher.match
+        return None if match is None else match.stop
+
+    def feed(self, ids: Sequence[int]) -> str:
+        """The text that these ids make certain; what comes after a stop string is ignored."""
+        if self._matcher is None:
+            self.settled += len(ids)
+            return self._detokenizer.feed(ids)
+        if self.length is not None:
+            return ""
+        if self._skip:
+            early, ids = ids[: self._skip], ids[self._skip :]
+            self._skip -= len(early)
+            text = self._detokenizer.feed(early)
+            self._note(early, text)
+            return self._matcher.skip(text) + (self.feed(ids) if ids else "")
+        text = self._detokenizer.feed(ids)
+        shown = self._matcher.feed(text)
+        self._note(ids, text)
+        return shown
+
+    def finish(self, last: Sequence[int] = ()) -> str:
+        """The rest of the text, now that the output is complete. ``last``: ids to show without looking for stop strings in
+        them, such as a stop token that is to be kept."""
+        if self.length is not None:
+            return ""
+        if self._matcher is None:
+            return self._detokenizer.feed(last) + self._detokenizer.flush()
+        tail = self._detokenizer.peek()
+        shown = self._matcher.feed(tail)
+        self._note((), tail)
+        if self.stop is not None:
+            return shown
+        shown += self._matcher.flush()
+        return shown[: len(shown) - len(tail)] + self._detokenizer.feed(last) + self._detokenizer.flush()
+
+    def _note(self, ids: Sequence[int], text: str) -> None:
+        """Remember what a match in this text, or in text to come, would have to be traced through."""
+        self._unsettled += ids
+        self._text += text
+        if self.stop is not None:
+            self.length = self.settled = self.settled + self._trace()
+        elif self._detokenizer.settled:
+            self._checkpoint = self._detokenizer.copy()
+            self.settled += len(self._unsettled)
+            self._before += len(self._text)
+            self._unsettled = []
+            self._text = ""
+
+    def _trace(self) -> int:
+        """How many tokens after the checkpoint it took to complete the match."""
+        assert self._matcher is not None
+        assert self._matcher.match is not None
+        wanted = self._text[: self._matcher.match.end - self._before]
+        text = ""
+        for count, token in enumerate(self._unsettled, 1):
+            text += self._checkpoint.feed([token])
+            so_far = text + self._checkpoint.peek()
+            if len(so_far) >= len(wanted) and so_far.startswith(wanted):
+                return count
+        return len(self._unsettled)
+
+
+def cut(output: GenerateOutput, length: int) -> GenerateOutput:
+    """The output with its first ``length`` tokens only: everything that counts tokens is cut equally. What is about the prompt,
+    the finish reason and the times stay."""
+    if length >= len(output.output_ids):
+        return output
+    spans = [span for span in output.weight_versions if span.start < length]
+    if spans:
+        spans[-1] = structs.replace(spans[-1], end=min(spans[-1].end, length))
+    top, given = output.output_top_logprobs, output.output_token_ids_logprobs
+    return replace(
+        output,
+        output_ids=output.output_ids[:length],
+        output_logprobs=_first(output.output_logprobs, length),
+        raw_logprobs=_first(output.raw_logprobs, length),
+        sampled_logprobs=_first(output.sampled_logprobs, length),
+        output_top_logprobs=None if top is None else top.cut(0, length),
+        output_token_ids_logprobs=None if given is None else given.cut(0, length),
+        routed_experts=_first_rows(output.routed_experts, output.prompt_tokens + length - 1 if length else 0),
+        weight_versions=spans,
+    )
+
+
+def _first(values: list[float] | None, length: int) -> list[float] | None:
+    return None if values is None else values[:length]
+
+
+def _first_rows(routed: RoutedExperts | None, end: int) -> RoutedExperts | None:
+    """The rows of the positions before ``end``."""
+    if routed is None:
+        return None
+    _, *row = routed.shape
+    rows = max(0, end - routed.start)
+    size = rows * math.prod(row) * routed.itemsize
+    return structs.replace(routed, data=routed.data[:size], shape=[rows, *row])

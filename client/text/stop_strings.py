@@ -1,0 +1,124 @@
+"""Stop strings, found in text as it comes.
+
+Invariants:
+- The match that is complete first wins; of those complete at the same character, the longest. So how the text is cut into
+  tokens, and tokens into messages, changes nothing.
+- Text that could be the beginning of a stop string is held back until it is not, or is all there will be.
+- Linear: every character is looked at once, and no character twice for more stop strings (Aho and Corasick 1975).
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..exceptions import InvalidRequest
+
+
+class StopStrings:
+    """The stop strings of one request, as an automaton that all its samples share."""
+
+    __slots__ = ("depth", "fail", "first", "longest", "next")
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        """Raises InvalidRequest where a stop string is empty, or is none."""
+        if isinstance(stops, str) or not all(isinstance(stop, str) and stop for stop in stops):
+            raise InvalidRequest("stop strings must be strings that are not empty", field="stop")
+        self.next: list[dict[str, int]] = [{}]
+        self.fail = [0]
+        """Per state: the state of its longest proper suffix that begins a stop string."""
+        self.depth = [0]
+        """Per state: characters of a stop string that have been seen."""
+        self.longest = [0]
+        """Per state: length of the longest stop string that ends here; 0: none."""
+        for stop in stops:
+            self._add(stop)
+        self._link()
+        self.first = re.compile("[" + re.escape("".join({stop[0] for stop in stops})) + "]")
+
+    def _add(self, stop: str) -> None:
+        state = 0
+        for character in stop:
+            following = self.next[state].get(character)
+            if following is None:
+                following = self.next[state][character] = len(self.next)
+                self.next.append({})
+                self.fail.append(0)
+                self.depth.append(self.depth[state] + 1)
+                self.longest.append(0)
+            state = following
+        self.longest[state] = len(stop)
+
+    def _link(self) -> None:
+        by_depth = list(self.next[0].values())
+        for state in by_depth:  # grows while it is read: breadth first
+            for character, following in self.next[state].items():
+                self.fail[following] = self.step(self.fail[state], character)
+                by_depth.append(following)
+            self.longest[state] = self.longest[state] or self.longest[self.fail[state]]
+
+    def step(self, state: int, character: str) -> int:
+        """The state after one more character."""
+        while state and character not in self.next[state]:
+            state = self.fail[state]
+        return self.next[state].get(character, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """Where a stop string was found."""
+
+    stop: str
+    end: int
+    """Characters of the whole text up to and including it."""
+
+
+class StopMatcher:
+    """Looks for stop strings in the text of one sample."""
+
+    __slots__ = ("_held", "_seen", "_state", "_stops", "match")
+
+    def __init__(self, stops: StopStrings) -> None:
+        self._stops = stops
+        self._state = 0
+        self._held = ""
+        self._seen = 0
+        self.match: Match | None = None
+
+    def feed(self, text: str) -> str:
+        """The text that no stop string can begin in any more. Once there is a :attr:`match`, that is all before it, and
+        what comes later is ignored."""
+        if self.match is not None:
+            return ""
+        stops, state, at = self._stops, self._state, 0
+        while at < len(text):
+            if not state:  # the common case: nothing has begun
+                begin = stops.first.search(text, at)
+                if begin is None:
+                    break
+                at = begin.start()
+            state = stops.step(state, text[at])
+            at += 1
+            if stops.longest[state]:
+                return self._found(text[:at], stops.longest[state])
+        buffer = self._held + text
+        clear = len(buffer) - stops.depth[state]
+        self._state, self._held = state, buffer[clear:]
+        self._seen += len(text)
+        return buffer[:clear]
+
+    def skip(self, text: str) -> str:
+        """The same text, not looked at; only before the first :meth:`feed`."""
+        self._seen += len(text)
+        return text
+
+    def flush(self) -> str:
+        """What is held back, when no more text will come."""
+        held, self._held = self._held, ""
+        return held
+
+    def _found(self, text: str, length: int) -> str:
+        buffer = self._held + text
+        start = len(buffer) - length
+        self.match = Match(buffer[start:], self._seen + len(text))
+        self._held = ""
+        return buffer[:start]

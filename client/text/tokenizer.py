@@ -1,0 +1,198 @@
+"""``TextTokenizer``: the tokenizer of a Hugging Face model folder, as text in, ids out, and back.
+
+Invariants:
+- It gives what ``transformers.AutoTokenizer`` gives for the same folder, without importing it: ids of a text, text of
+  ids, prompt of a conversation. As there, spaces that some tokenizers once put between special tokens are never added,
+  and ``clean_up_tokenization_spaces``, which damages byte-level text, is not applied.
+- Immutable after loading, so threads may share it.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from tokenizers import AddedToken, Tokenizer
+
+from ..exceptions import CheckpointError, InvalidRequest
+
+if TYPE_CHECKING:
+    from .chat_template import ChatTemplate
+
+_SPECIAL_TOKENS = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+
+
+class TokenizerMissing(CheckpointError):  # noqa: N818  (named as its base is)
+    """The folder has no tokenizer."""
+
+
+class TextTokenizer:
+    """The tokenizer of one folder.
+
+    Attributes:
+        skipped: the ids that ``skip_special_tokens`` leaves out.
+        byte_ids: ids that stand for one byte each where the decoder joins runs of them into characters
+            (SentencePiece's byte fallback); empty for byte-level tokenizers.
+        size: ids from here on are unknown, and decode to nothing.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, special_tokens: Mapping[str, str], chat_templates: Mapping[str, str]
+    ) -> None:
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._tokenizer = tokenizer
+        self._special_tokens = dict(special_tokens)
+        self._chat_templates = dict(chat_templates)
+        self._compiled: ChatTemplate | None = None
+        added = tokenizer.get_added_tokens_decoder()
+        self.skipped = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.byte_ids = _byte_ids(tokenizer)
+        self.size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+
+    @classmethod
+    def from_folder(cls, path: str | Path) -> "TextTokenizer":
+        """Read ``tokenizer.json``, ``tokenizer_config.json`` (optional) and chat templates from ``path``. Whether a text gets a
+        BOS token is up to ``tokenizer.json``: ``add_bos_token`` of the config is not looked at, as in transformers.
+
+        Raises:
+            TokenizerMissing: there is no ``tokenizer.json``.
+            CheckpointError: a file cannot be read.
+        """
+        folder = Path(path)
+        file = folder / "tokenizer.json"
+        if not file.is_file():
+            raise TokenizerMissing(
+                f"{folder} has no tokenizer.json (transformers' save_pretrained writes one)", path=str(file)
+            )
+        try:
+            tokenizer = Tokenizer.from_str(file.read_text("utf-8"))
+        except Exception as error:  # the library raises plain Exception for whatever it cannot parse
+            raise CheckpointError(f"{file} cannot be read: {error}", path=str(file)) from error
+        config = _read_config(folder / "tokenizer_config.json")
+        fallback = _read_config(folder / "special_tokens_map.json")
+        special = {
+            name: text
+            for name in _SPECIAL_TOKENS
+            if (text := _token_text(config.get(name, fallback.get(name)))) is not None
+        }
+        _add_missing(tokenizer, special)
+        return cls(tokenizer, special, _chat_templates(folder, config))
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text; special tokens written out in it are recognised.
+
+        Raises:
+            InvalidRequest: not valid Unicode.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequest(f"text is not valid Unicode: {error}", field="text") from error
+        # Without offsets, which nobody asks for; and unlike ``encode`` it lets other threads run meanwhile.
+        return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of token ids; unknown ids are left out.
+
+        Raises:
+            InvalidRequest: an id is negative or not an integer.
+        """
+        try:
+            return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        except (OverflowError, TypeError) as error:
+            raise InvalidRequest(f"not token ids: {error}", field="tokens") from error
+
+    def decode_each(self, ids: Sequence[int]) -> list[str]:
+        """The text of every id by itself, special tokens included; half a character is U+FFFD."""
+        return self._tokenizer.decode_batch([[token] for token in ids], skip_special_tokens=False)
+
+    @property
+    def backend(self) -> Tokenizer:
+        """The library's object, for reading what has no method here."""
+        return self._tokenizer
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether :meth:`render_chat` can be used."""
+        return bool(self._chat_templates)
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> str:
+        """The prompt of a conversation; encode it without adding special tokens, the template has written them.
+
+        Raises:
+            InvalidRequest: the model has no chat template, or it refuses the messages.
+        """
+        if not self._chat_templates:
+            raise InvalidRequest("the model has no chat template", field="messages")
+        if self._compiled is None:
+            from .chat_template import ChatTemplate  # Jinja is needed by those who chat
+
+            self._compiled = ChatTemplate(self._chat_templates, self._special_tokens)
+        return self._compiled.render(
+            messages, tools=tools, add_generation_prompt=add_generation_prompt, **variables
+        )
+
+
+def _byte_ids(tokenizer: Tokenizer) -> frozenset[int]:
+    """Ids of ``<0x00>`` … ``<0xFF>``, if the decoder reads them as bytes."""
+    if tokenizer.decoder is None or tokenizer.decoder.decode(["<0x41>"]) != "A":
+        return frozenset()
+    found = (tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
+    return frozenset(token_id for token_id in found if token_id is not None)
+
+
+def _read_config(file: Path) -> dict[str, Any]:
+    """The JSON object of a file; empty where there is no file."""
+    if not file.is_file():
+        return {}
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
+    except msgspec.DecodeError as error:
+        raise CheckpointError(f"{file} cannot be read: {error}", path=str(file)) from error
+
+
+def _token_text(token: Any) -> str | None:
+    """A token of a config, written as text or as an object with ``content``."""
+    content = token.get("content") if isinstance(token, dict) else token
+    return content if isinstance(content, str) else None
+
+
+def _add_missing(tokenizer: Tokenizer, special: Mapping[str, str]) -> None:
+    known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    missing = dict.fromkeys(text for text in special.values() if text not in known)
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in missing])
+
+
+def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Templates by name. ``chat_template.jinja`` goes before ``chat_template.json`` and ``tokenizer_config.json``."""
+    in_config = config.get("chat_template")
+    templates: dict[str, str] = {}
+    if isinstance(in_config, str):
+        templates["default"] = in_config
+    elif isinstance(in_config, list):
+        templates.update({str(each["name"]): str(each["template"]) for each in in_config})
+    alone = _read_config(folder / "chat_template.json").get("chat_template")
+    if isinstance(alone, str):
+        templates["default"] = alone
+    for file in sorted(folder.glob("additional_chat_templates/*.jinja")):
+        templates[file.stem] = file.read_text("utf-8")
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        templates["default"] = file.read_text("utf-8")
+    return templates

@@ -1,0 +1,78 @@
+#!/usr/bin/env bash
+# One call of each route of `caesura serve`, in an order in which all succeed:
+#
+#     caesura serve --model DIR &
+#     MODEL=DIR bash examples/curl.sh
+#
+# URL, KEY and ADMIN_KEY may be set as well. Prints each route and what it answered.
+set -euo pipefail
+URL=${URL:-http://127.0.0.1:30000}
+KEY=${KEY:-none}
+ADMIN=${ADMIN_KEY:-$KEY}
+
+get() { echo "GET $1"; curl -sS --fail-with-body -H "Authorization: Bearer $ADMIN" "$URL$1" | head -c 300; echo; }
+post() {
+    echo "POST $1"
+    curl -sS --fail-with-body -H "Authorization: Bearer $ADMIN" -H 'Content-Type: application/json' "$URL$1" -d "$2" | head -c 300
+    echo
+}
+
+# Is it there, and what is it?
+get /health
+get /health_generate
+get /ping
+get /ready
+get /model_info
+get /get_model_info
+get /server_info
+get /get_server_info
+get /weight_version
+get /get_weight_version
+get '/v1/loads?include=core'
+get /get_load
+get /metrics
+
+# Generate: one answer, a stream, two prompts with two samples each
+post /generate '{"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 8}, "return_logprob": true}'
+post /generate '{"text": "Hello", "stream": true, "sampling_params": {"max_new_tokens": 8, "temperature": 0}}'
+post /generate '{"input_ids": [[1, 2], [3]], "rid": "batch", "sampling_params": {"n": 2, "max_new_tokens": 4}}'
+post /abort_request '{"rid": "batch_0"}'
+post /abort_request '{"abort_all": true}'
+
+# Text and tokens
+post /tokenize '{"prompt": "Hello"}'
+post /detokenize '{"tokens": [40, 41]}'
+
+# OpenAI
+get /v1/models
+post /v1/completions '{"prompt": "Hello", "max_tokens": 8}'
+post /v1/chat/completions '{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8}'
+
+# New weights from disk, as a trainer does it
+post /weights_checker '{"action": "snapshot"}'
+post /pause_generation '{}'
+get /flush_cache
+post /update_weights_from_disk "{\"model_path\": \"$MODEL\", \"weight_version\": \"1\"}"
+post /post_process_weights '{"restore_weights_before_load": false, "post_process_quantization": true}'
+post /continue_generation '{}'
+post /weights_checker '{"action": "compare"}'
+post /update_weight_version '{"new_version": "2"}'
+
+# New weights as a safetensors file, in a session, while generation goes on
+post /begin_weight_update '{}'
+echo "POST /update_weights_from_tensor"
+curl -sS --fail-with-body -H "Authorization: Bearer $ADMIN" -H 'Content-Type: application/octet-stream' \
+    "$URL/update_weights_from_tensor?flush_cache=true" --data-binary "@$MODEL/model.safetensors" | head -c 300
+echo
+post /end_weight_update '{"weight_version": "3"}'
+
+# Lend the memory of the KV cache to a trainer, and take it back
+post /release_memory_occupation '{"tags": ["kv_cache"]}'
+post /resume_memory_occupation '{"tags": ["kv_cache"]}'
+
+# With a trainer at the other end (it is rank 0 and broadcasts), or a checkpoint-engine server:
+#   post /init_weights_update_group '{"master_address": "10.0.0.1", "master_port": 29500, "rank_offset": 1, "world_size": 2, "backend": "nccl"}'
+#   post /update_weights_from_distributed '{"names": ["lm_head.weight"], "dtypes": ["bfloat16"], "shapes": [[32000, 4096]]}'
+#   post /destroy_weights_update_group '{}'
+#   post /update_weights_from_ipc '{"zmq_handles": {"GPU-…": "ipc://@checkpoint-engine-….sock"}}'
+echo "all done"

@@ -1,0 +1,418 @@
+"""The commands of a real server over a real engine, in the orders that trainers of the field send them."""
+
+import base64
+import io
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+
+import pytest
+import torch
+import torch.multiprocessing
+from safetensors.torch import save
+from support.http_serve import ServedEngine, served
+from support.plain_trainer import PlainTrainer, Weights, weights_of
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model) -> Iterator[ServedEngine]:
+    root = tiny_model.parents[1]
+    with served("--model", str(tiny_model), "--weights-root", str(root), "--allow-pickled-tensors") as engine:
+        yield engine
+
+
+@pytest.fixture(autouse=True)
+def as_at_start(server, tiny_model) -> Iterator[None]:
+    yield
+    server.post("/end_weight_update", {"commit": False})
+    server.post("/resume_memory_occupation", {})
+    server.ok("/update_weights_from_disk", {"model_path": str(tiny_model), "weight_version": "start"})
+    server.ok("/continue_generation")
+
+
+def checksum(server: ServedEngine) -> str:
+    return server.ok("/weights_checker")["per_engine_checksum"]
+
+
+def version(server: ServedEngine) -> str:
+    return server.get("/get_weight_version").json()["weight_version"]
+
+
+@pytest.fixture(scope="module")
+def others_checksum(server, tiny_model, other_model) -> str:
+    server.ok("/update_weights_from_disk", {"model_path": str(other_model)})
+    found = checksum(server)
+    server.ok("/update_weights_from_disk", {"model_path": str(tiny_model)})
+    assert checksum(server) != found
+    return found
+
+
+def described(weights: Weights) -> dict[str, list]:
+    return {
+        "names": list(weights),
+        "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in weights.values()],
+        "shapes": [list(tensor.shape) for tensor in weights.values()],
+    }
+
+
+def halves(weights: Weights) -> list[Weights]:
+    items = list(weights.items())
+    return [dict(items[: len(items) // 2]), dict(items[len(items) // 2 :])]
+
+
+def pickled(value: object) -> str:
+    buffer = io.BytesIO()
+    ForkingPickler(buffer).dump(value)
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+@dataclass
+class FlattenedTensorMetadata:
+    """As SGLang's, by name and fields."""
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    start_idx: int
+    end_idx: int
+    numel: int
+
+
+@dataclass
+class LocalSerializedTensor:
+    """As SGLang's, by name and fields."""
+
+    values: list[bytes]
+
+
+def flattened(weights: Weights) -> dict[str, object]:
+    metadata, end = [], 0
+    for name, tensor in weights.items():
+        start, end = end, end + tensor.nbytes
+        metadata.append(FlattenedTensorMetadata(name, tensor.shape, tensor.dtype, start, end, tensor.numel()))
+    flat = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in weights.values()]
+    return {"flattened_tensor": torch.cat(flat), "metadata": metadata}
+
+
+@pytest.fixture
+def by_file_name() -> Iterator[None]:
+    """Tensors are pickled as names of shared memory, which a process that is no child can read."""
+    before = torch.multiprocessing.get_sharing_strategy()
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    yield
+    torch.multiprocessing.set_sharing_strategy(before)
+
+
+def test_slime_from_disk(server, other_model, others_checksum):
+    server.ok("/pause_generation", {})
+    assert server.get("/flush_cache").status_code == 200
+    body = {"model_path": str(other_model), "weight_version": "7"}
+    reply = server.ok("/update_weights_from_disk", body)
+    assert (reply["success"], reply["num_paused_requests"]) == (True, 0)
+    assert version(server) == "7"
+    reply = server.ok("/continue_generation", {})
+    assert (reply["status"], reply["message"]) == ("ok", "Generation continued successfully.")
+    assert checksum(server) == others_checksum
+    spans = server.generate([5])["meta_info"]["weight_versions"]
+    assert [span["version"] for span in spans] == ["7"]
+
+
+@pytest.fixture
+def trainer() -> Iterator[PlainTrainer]:
+    trainer = PlainTrainer(name="slime-pp_0")
+    yield trainer
+    trainer.close()
+
+
+def join(server: ServedEngine, trainer: PlainTrainer, **fields: object) -> None:
+    trainer.beside(trainer.join)
+    body = {
+        "master_address": "127.0.0.1",
+        "master_port": str(trainer.port),  # AReaL sends text
+        "rank_offset": 1,
+        "world_size": 2,
+        "group_name": trainer.name,
+        "backend": "gloo",
+        **fields,
+    }
+    reply = server.ok("/init_weights_update_group", body)
+    assert reply["message"] == "Succeeded to initialize custom process group."
+    trainer.finish()
+
+
+@pytest.mark.parametrize("load_format", [None, "flattened_bucket"])
+def test_slime_distributed(server, trainer, other_model, others_checksum, load_format):
+    assert server.post("/destroy_weights_update_group", {"group_name": trainer.name}).status_code == 400
+    join(server, trainer)
+    server.ok("/pause_generation", {})
+    assert server.get("/flush_cache").status_code == 200
+    for bucket in halves(weights_of(other_model)):
+        send: Callable[[Weights], None] = trainer.broadcast_flat if load_format else trainer.broadcast_each
+        trainer.beside(lambda send=send, bucket=bucket: send(bucket))
+        options = {"group_name": trainer.name, "flush_cache": False, "weight_version": "8"}
+        body = {**described(bucket), **options, "load_format": load_format}
+        reply = server.ok("/update_weights_from_distributed", body)
+        assert reply["message"] == "Succeeded to update parameter online. Weight version updated to 8."
+        trainer.finish()
+    server.ok("/continue_generation", {})
+    assert (version(server), checksum(server)) == ("8", others_checksum)
+    server.ok("/destroy_weights_update_group", {"group_name": trainer.name})
+
+
+def test_areal_distributed(server, trainer, other_model, others_checksum):
+    """No label, each bucket flushes and aborts, a request in flight ends with what it has."""
+    join(server, trainer, pp_rank=0)
+    found: list = []
+    server.ok("/pause_generation", {"mode": "in_place"})
+    waiting = threading.Thread(target=lambda: found.append(server.generate([5], return_logprob=True)))
+    waiting.start()
+    server.ok("/pause_generation", {})
+    for bucket in halves(weights_of(other_model)):
+        trainer.beside(lambda bucket=bucket: trainer.broadcast_each(bucket))
+        body = {**described(bucket), "group_name": trainer.name, "abort_all_requests": True}
+        server.ok("/update_weights_from_distributed", body)
+        trainer.finish()
+    label = version(server)
+    server.ok("/continue_generation", {})
+    waiting.join(20)
+    assert checksum(server) == others_checksum
+    assert version(server) == label == "start"
+    server.ok("/destroy_weights_update_group", {"group_name": trainer.name})
+    (answer,) = found  # aborted, or generated after continue if it came that late
+    assert answer["meta_info"]["output_token_logprobs_length"] == len(answer["output_ids"])
+
+
+def test_slime_colocated(server, other_model, others_checksum, by_file_name):
+    """Everything released, weights resumed, pause and flush without KV memory, flattened buckets, continue, KV last."""
+    assert server.get("/flush_cache").status_code == 200
+    assert server.ok("/release_memory_occupation", {}) is None
+    assert server.ok("/release_memory_occupation", {}) is None
+    assert server.ok("/resume_memory_occupation", {"tags": ["weights"]}) is None
+    server.ok("/pause_generation", {})
+    assert server.get("/flush_cache").status_code == 200
+    for bucket in halves(weights_of(other_model)):
+        body = {"load_format": "flattened_bucket", "flush_cache": False, "weight_version": "9"}
+        payload = flattened(bucket)
+        server.ok("/update_weights_from_tensor", {"serialized_named_tensors": [pickled(payload)], **body})
+    padding = {"flattened_tensor": torch.empty(0, dtype=torch.uint8), "metadata": []}
+    server.ok("/update_weights_from_tensor", {"serialized_named_tensors": [pickled(padding)], **body})
+    server.ok("/continue_generation", {})
+    assert server.ok("/resume_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]}) is None
+    assert server.ok("/resume_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]}) is None
+    assert (version(server), checksum(server)) == ("9", others_checksum)
+    assert len(server.generate([5])["output_ids"]) == 8
+
+
+def test_verl(server, other_model, others_checksum, by_file_name):
+    """No pause, no label: tensor by tensor, each a pickle in the pickle, one for each rank; every call flushes."""
+    assert server.ok("/release_memory_occupation", {"tags": ["kv_cache", "weights"]}) is None
+    assert server.ok("/resume_memory_occupation", {"tags": ["weights"]}) is None
+    for bucket in halves(weights_of(other_model)):
+        keep = list(bucket.items())
+        wrapped = [
+            (name, LocalSerializedTensor([base64.b64decode(pickled(tensor))])) for name, tensor in keep
+        ]
+        body = {"serialized_named_tensors": [pickled(wrapped)], "load_format": None, "flush_cache": True}
+        server.ok("/update_weights_from_tensor", body)
+    assert server.get("/flush_cache").status_code == 200
+    assert server.ok("/resume_memory_occupation", {"tags": ["kv_cache"]}) is None
+    assert checksum(server) == others_checksum
+    assert len(server.generate([5])["output_ids"]) == 8
+
+
+def test_tensors_of_a_running_engine_are_one_commit(server, other_model, others_checksum, by_file_name):
+    """Many places in shared memory, one call: one new epoch, not one for each."""
+    before = server.get("/weight_version").json()["weights_epoch"]
+    weights = list(weights_of(other_model).items())
+    server.ok(
+        "/update_weights_from_tensor", {"serialized_named_tensors": [pickled(weights)], "weight_version": "t"}
+    )
+    after = server.get("/weight_version").json()
+    assert (after["weights_epoch"], after["weight_version"]) == (before + 1, "t")
+    assert checksum(server) == others_checksum
+
+
+def test_a_safetensors_body(server, other_model, others_checksum):
+    content = (other_model / "model.safetensors").read_bytes()
+    headers = {"content-type": "application/octet-stream"}
+    query = "weight_version=10&flush_cache=true&torch_empty_cache=1"
+    response = server.http.post(f"/update_weights_from_tensor?{query}", content=content, headers=headers)
+    assert response.json()["message"].endswith("Weight version updated to 10.")
+    assert (version(server), checksum(server)) == ("10", others_checksum)
+    for broken in (b"", content[:100], content[:-8], b"\xff" * 64):
+        response = server.http.post("/update_weights_from_tensor", content=broken, headers=headers)
+        assert (response.status_code, response.json()["success"]) == (400, False)
+    wrong = save({"no.such.weight": torch.zeros(2)})
+    headers = {"content-type": "application/x-safetensors"}
+    assert server.http.post("/update_weights_from_tensor", content=wrong, headers=headers).status_code == 400
+    assert checksum(server) == others_checksum
+
+
+def test_a_session_commits_at_its_end(server, other_model, others_checksum):
+    before = checksum(server)
+    assert server.post("/end_weight_update", {}).status_code == 400
+    assert server.ok("/begin_weight_update", {"selector": "all"})["message"] == "Success"
+    assert server.post("/begin_weight_update", {}).status_code == 400
+    assert server.post("/continue_generation", {}).status_code == 200  # it runs: nothing to do
+    headers = {"content-type": "application/octet-stream"}
+    for bucket in halves(weights_of(other_model)):
+        content = save(bucket)
+        path = "/update_weights_from_tensor?weight_version=s"
+        reply = server.http.post(path, content=content, headers=headers).json()
+        assert (reply["success"], reply["committed"], version(server)) == (True, False, "start")
+    assert server.ok("/end_weight_update", {})["committed"] is True
+    assert (version(server), checksum(server)) == ("s", others_checksum)
+    assert others_checksum != before
+
+
+def test_in_place_with_a_flush_is_refused_before_weights_change(server, other_model):
+    before = checksum(server)
+    sampling = {"max_new_tokens": 200, "ignore_eos": True}
+    body = {"input_ids": [5], "stream": True, "sampling_params": sampling}
+    with server.http.stream("POST", "/generate", json=body) as response:
+        lines = response.iter_lines()
+        next(lines)
+        reply = server.ok("/pause_generation", {"mode": "in_place"})
+        assert reply["held_requests"] == 1
+        refused = server.post("/update_weights_from_disk", {"model_path": str(other_model)})
+        assert (refused.status_code, refused.json()["success"]) == (400, False)
+        assert checksum(server) == before
+        flush = server.get("/flush_cache")
+        assert (flush.status_code, flush.text[:19]) == (400, "Flush cache failed.")
+        assert flush.headers["content-type"].startswith("text/plain")
+        late = server.get("/flush_cache?timeout=0.05")
+        assert late.text.startswith("Timed out waiting for idle state.")
+        options = {"model_path": str(other_model), "flush_cache": False, "weight_version": "mid"}
+        server.ok("/update_weights_from_disk", options)
+        assert server.post("/pause_generation", {"mode": "abort"}).json()["aborted_requests"] == 1
+    assert server.get("/flush_cache").status_code == 200
+
+
+def test_health_answers_in_every_state_and_costs_no_tokens(server, tiny_model):
+    def statuses() -> list[int]:
+        return [server.get(path).status_code for path in ("/health", "/health_generate", "/ping", "/ready")]
+
+    def tokens() -> int:
+        return server.get("/server_info").json()["internal_states"][0]["generated_tokens"]
+
+    before = tokens()
+    assert statuses() == [200, 200, 200, 200]
+    server.ok("/pause_generation", {})
+    assert statuses() == [200, 200, 200, 503]
+    server.ok("/release_memory_occupation", {})
+    assert statuses() == [200, 200, 200, 503]
+    server.ok("/resume_memory_occupation", {})
+    assert server.post("/generate", {"input_ids": [5]}).status_code == 503  # weights came back without values
+    server.ok("/update_weights_from_disk", {"model_path": str(tiny_model)})
+    server.ok("/continue_generation")
+    assert statuses() == [200, 200, 200, 200]
+    assert tokens() == before
+
+
+def test_what_waits_during_a_pause_counts_and_goes_on(server):
+    server.ok("/pause_generation", {"mode": "retract"})
+    found: list = []
+    thread = threading.Thread(target=lambda: found.append(server.generate([5])))
+    thread.start()
+    deadline = time.monotonic() + 20
+    while server.get("/get_load").json()[0]["num_waiting_reqs"] != 1:
+        assert time.monotonic() < deadline
+    server.ok("/continue_generation")
+    thread.join(20)
+    assert len(found[0]["output_ids"]) == 8
+
+
+def test_labels(server):
+    before = checksum(server)
+    reply = server.ok("/update_weight_version", {"new_version": "named"})
+    assert (reply["success"], reply["new_version"], version(server)) == (True, "named", "named")
+    info = server.get("/get_model_info").json()
+    assert (info["weight_version"], info["model_type"], info["is_generation"]) == ("named", "qwen3", True)
+    assert checksum(server) == before
+    assert server.post("/update_weight_version", {}).status_code == 400
+
+
+def test_checker(server, other_model):
+    answer = server.ok("/weights_checker", None)
+    assert len(answer["ranks"][0]["checksums"]) > 5
+    server.ok("/weights_checker", {"action": "snapshot"})
+    assert server.ok("/weights_checker", {"action": "compare"})["success"] is True
+    server.ok("/update_weights_from_disk", {"model_path": str(other_model)})
+    response = server.post("/weights_checker", {"action": "compare"})
+    assert (response.status_code, response.json()["success"]) == (400, False)
+    assert response.json()["changed"]
+
+
+def test_bodies_are_read_as_sglang_does(server):
+    """Missing ones, nulls, unknown keys and text for numbers are taken; the wrong rest is 400 in SGLang's shape."""
+    assert server.http.post("/pause_generation").status_code == 200
+    assert server.post("/continue_generation", {"torch_empty_cache": None, "foo": 1}).status_code == 200
+    assert server.post("/pause_generation", {"mode": None}).json()["mode"] == "abort"
+    for body in ({"mode": "keep"}, {"mode": 3}, [], "x", 3):
+        response = server.post("/pause_generation", body)
+        assert response.status_code == 400
+        assert set(response.json()) == {"object", "message", "type", "param", "code"}
+    assert server.get("/v1/loads?include=all,core").status_code == 200
+    assert server.get("/v1/loads?include=everything").status_code == 400
+    assert server.get("/flush_cache?timeout=-1").status_code == 400
+    assert (
+        server.post("/post_process_weights", {"restore_weights_before_load": True}).json()["success"] is True
+    )
+    assert server.post("/begin_weight_update", {"selector": "draft"}).status_code == 400
+
+
+def test_paths_outside_the_root_are_refused(server, tiny_model, tmp_path, tmp_path_factory):
+    root = tiny_model.parents[1]
+    outside = tmp_path_factory.getbasetemp().parent
+    link = root / f"link-{tmp_path.name}"
+    link.symlink_to(outside)
+    for path in ("/etc", str(outside), str(link), str(root / ".." / ".."), str(root) + "x"):
+        response = server.post("/update_weights_from_disk", {"model_path": path})
+        assert (response.status_code, response.json()["success"]) == (400, False)
+        assert "--weights-root" in response.json()["message"]
+    missing = server.post("/update_weights_from_disk", {"model_path": str(root / "missing")})
+    assert "--weights-root" not in missing.json()["message"]
+
+
+def test_tensors_that_cannot_be_read_are_refused_by_name(server, tiny_model):
+    weights = list(weights_of(tiny_model).items())[:1]
+    before = checksum(server)
+    name = weights[0][0]
+    for value, message in (
+        (weights, "rebuild_storage_fd"),
+        ([(name, 3)], "no tensor"),
+        ({"flattened_tensor": weights[0][1]}, "named tensors are a list"),
+        ([(name, LocalSerializedTensor([b"", b""]))], "one rank"),
+        (print, "named tensors are a list"),
+    ):
+        response = server.post("/update_weights_from_tensor", {"serialized_named_tensors": [pickled(value)]})
+        assert response.status_code == 400, response.text
+        assert message in response.json()["message"]
+    for payloads in ([], ["", ""], ["!!"], ["AAAA"]):
+        body = {"serialized_named_tensors": payloads}
+        assert server.post("/update_weights_from_tensor", body).status_code == 400
+    assert checksum(server) == before
+
+
+def test_a_pause_over_http_is_quick(server):
+    """Most of it is the engine's own; no polling, no grace period."""
+    durations = []
+    for _ in range(20):
+        began = time.perf_counter()
+        server.ok("/pause_generation", {"mode": "in_place"})
+        durations.append(time.perf_counter() - began)
+        server.ok("/continue_generation", {"torch_empty_cache": False})
+    assert sorted(durations)[10] < 0.25
+
+
+def test_pickled_tensors_are_off_by_default(tiny_model, other_model):
+    with served("--model", str(tiny_model)) as engine:
+        body = {"serialized_named_tensors": [pickled([])]}
+        response = engine.post("/update_weights_from_tensor", body)
+        assert response.status_code == 400
+        assert "--allow-pickled-tensors" in response.json()["message"]
+        outside = engine.post("/update_weights_from_disk", {"model_path": str(other_model)})
+        assert outside.status_code == (200 if Path(other_model).parent == Path(tiny_model).parent else 400)

@@ -1,0 +1,337 @@
+"""``/generate`` of a real server over a real engine, as SGLang's clients use it."""
+
+import asyncio
+import base64
+import itertools
+import json
+import math
+import threading
+import time
+from collections.abc import Iterator
+
+import httpx
+import numpy as np
+import pytest
+from support.checkpoints import make_checkpoint
+from support.http_serve import ServedEngine, make_text_model, served
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory) -> Iterator[ServedEngine]:
+    model = make_text_model(tmp_path_factory.mktemp("http") / "text")
+    with served("--model", str(model)) as engine:
+        yield engine
+
+
+def frames_of(response: httpx.Response) -> list:
+    assert response.headers["content-type"].startswith("text/event-stream")
+    texts = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+    assert texts[-1] == "[DONE]"
+    return [json.loads(text) for text in texts[:-1]]
+
+
+def stream(server: ServedEngine, **body: object) -> list:
+    sampling = {
+        "temperature": 0.0,
+        "max_new_tokens": 8,
+        "ignore_eos": True,
+        **body.pop("sampling_params", {}),
+    }
+    return frames_of(server.post("/generate", {**body, "stream": True, "sampling_params": sampling}))
+
+
+def test_one_prompt_gives_a_dictionary_with_every_key(server):
+    answer = server.generate([5, 6, 7], return_logprob=True, return_prompt_token_ids=True)
+    assert set(answer) == {"text", "output_ids", "meta_info", "prompt_token_ids"}
+    assert answer["prompt_token_ids"] == [5, 6, 7]
+    meta = answer["meta_info"]
+    assert meta["finish_reason"] == {"type": "length", "length": 8}
+    assert (meta["prompt_tokens"], meta["completion_tokens"], meta["num_retractions"]) == (3, 8, 0)
+    assert meta["weight_version"] == "default"
+    assert [(s["version"], s["start"], s["end"]) for s in meta["weight_versions"]] == [("default", 0, 8)]
+    assert [token for _, token, _ in meta["output_token_logprobs"]] == answer["output_ids"]
+    assert all(logprob <= 0 and text is None for logprob, _, text in meta["output_token_logprobs"])
+    assert meta["input_token_logprobs"] == []
+    for name in (
+        "id",
+        "cached_tokens",
+        "e2e_latency",
+        "reasoning_tokens",
+        "dp_rank",
+        "response_sent_to_client_ts",
+    ):
+        assert name in meta
+
+
+def test_text_in_and_out_and_what_ended_it(server):
+    whole = server.generate(text="Hello world", sampling_params={"max_new_tokens": 12})
+    ids = server.ok("/tokenize", {"prompt": "Hello world"})["tokens"]
+    assert server.generate(ids, sampling_params={"max_new_tokens": 12})["output_ids"] == whole["output_ids"]
+    stop = whole["text"][3:5]
+    cut = server.generate(text="Hello world", sampling_params={"max_new_tokens": 12, "stop": stop})
+    assert cut["text"] == whole["text"][: whole["text"].index(stop)]
+    assert cut["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
+    token = whole["output_ids"][4]
+    by_token = server.generate(ids, sampling_params={"max_new_tokens": 12, "stop_token_ids": [token]})
+    assert by_token["meta_info"]["finish_reason"] == {"type": "stop", "matched": token}
+    assert by_token["output_ids"][-1] == token
+
+
+def test_logprobs_of_the_prompt_and_of_other_tokens(server):
+    answer = server.generate(
+        [5, 6, 7, 8],
+        return_logprob=True,
+        logprob_start_len=1,
+        top_logprobs_num=3,
+        token_ids_logprob=[11, 12],
+        return_text_in_logprobs=True,
+    )
+    meta = answer["meta_info"]
+    assert [token for _, token, _ in meta["input_token_logprobs"]] == [6, 7, 8]
+    assert meta["input_token_logprobs"][0][0] is None
+    assert [len(row) if row else row for row in meta["input_top_logprobs"]] == [None, 3, 3]
+    assert [len(row) for row in meta["output_top_logprobs"]] == [3] * 8
+    assert [[token for _, token, _ in row] for row in meta["output_token_ids_logprobs"]] == [[11, 12]] * 8
+    assert all(isinstance(text, str) for _, _, text in meta["output_token_logprobs"])
+    # greedy: the likeliest is the one taken
+    assert [row[0][1] for row in meta["output_top_logprobs"]] == answer["output_ids"]
+
+
+def test_a_list_in_gives_a_list_out_in_order(server):
+    prompts = [[5, 6], [7], [8, 9, 10]]
+    answers = server.generate(prompts, rid="batch", sampling_params={"n": 2, "max_new_tokens": 3})
+    assert [each["meta_info"]["id"] for each in answers] == [f"batch_{i}" for i in (0, 0, 1, 1, 2, 2)]
+    assert [each["meta_info"]["prompt_tokens"] for each in answers] == [2, 2, 1, 1, 3, 3]
+    alone = [
+        server.generate(prompt, sampling_params={"max_new_tokens": 3})["output_ids"] for prompt in prompts
+    ]
+    assert [each["output_ids"] for each in answers[::2]] == alone
+    assert isinstance(server.generate([[5, 6]], sampling_params={"max_new_tokens": 1}), list)
+    each = server.ok(
+        "/generate",
+        {
+            "input_ids": [[5], [6]],
+            "rid": ["a", "b"],
+            "sampling_params": [
+                {"max_new_tokens": 1, "ignore_eos": True},
+                {"max_new_tokens": 2, "ignore_eos": True},
+            ],
+        },
+    )
+    assert [(a["meta_info"]["id"], len(a["output_ids"])) for a in each] == [("a", 1), ("b", 2)]
+
+
+def test_a_cumulative_stream_ends_with_the_whole_answer(server):
+    whole = server.generate(text="Hello", return_logprob=True)
+    frames = stream(server, text="Hello", return_logprob=True)
+    for earlier, later in itertools.pairwise(frames):
+        assert later["text"].startswith(earlier["text"])
+        assert later["output_ids"][: len(earlier["output_ids"])] == earlier["output_ids"]
+        assert earlier["meta_info"]["finish_reason"] is None
+        assert len(earlier["meta_info"]["output_token_logprobs"]) == len(earlier["output_ids"])
+    assert frames[-1]["text"] == whole["text"]
+    assert frames[-1]["output_ids"] == whole["output_ids"]
+    logprobs = [
+        [each[0] for each in answer["meta_info"]["output_token_logprobs"]] for answer in (frames[-1], whole)
+    ]
+    assert logprobs[0] == pytest.approx(logprobs[1], abs=1e-4)
+    assert len(frames) > 1
+
+
+def test_a_batched_stream_says_whose_each_event_is(server):
+    frames = stream(server, input_ids=[[5, 6], [7]], sampling_params={"n": 2})
+    last = {frame["index"]: frame for frame in frames}
+    assert sorted(last) == [0, 1, 2, 3]
+    assert all(frame["meta_info"]["finish_reason"]["type"] == "length" for frame in last.values())
+    assert last[0]["meta_info"]["prompt_tokens"] == 2
+    assert last[2]["meta_info"]["prompt_tokens"] == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"input_ids": [1], "sampling_params": {"max_tokens": 3}}, "max_tokens"),
+        ({"input_ids": [1], "sampling_params": {"top_k": 1.0}}, "top_k"),
+        ({"input_ids": [1], "sampling_params": {"top_p": 3}}, "top_p"),
+        ({"input_ids": [1.0]}, "input_ids"),
+        ({"input_ids": [1], "routed_experts_start_len": None}, "routed_experts_start_len"),
+        ({"input_ids": [1], "sampling_params": {"json_schema": "{}"}}, "json_schema"),
+        ({"input_ids": [1], "image_data": ["x"]}, "image_data"),
+        ({"input_ids": [[1], [2]], "rid": ["a"]}, "rid"),
+        ({"input_ids": [[1], [2]], "rid": ["a", "a"]}, "Duplicate request ID detected"),
+        ({"input_ids": [[1]] * 5000}, "limit"),
+        ({"input_ids": [1], "sampling_params": {"n": 5000}}, "n"),
+        ({}, "input_ids"),
+        ({"input_ids": [1] * 600}, "600"),
+        ({"input_ids": [1], "min_weights_epoch": 99}, "epoch"),
+    ],
+)
+def test_what_is_wrong_is_400_and_named(server, body, field):
+    for streamed in (False, True):
+        response = server.post("/generate", {**body, "stream": streamed})
+        assert response.status_code == 400, response.text
+        assert field in response.json()["error"]["message"]
+
+
+def test_what_is_no_json_is_400(server):
+    for content in (b"", b"{", b"[]", b"\xff"):
+        response = server.http.post("/generate", content=content)
+        assert response.status_code == 400
+        assert "message" in response.json()["error"]
+
+
+def test_nulls_and_unknown_top_level_keys_are_left_out(server):
+    answer = server.ok(
+        "/generate",
+        {
+            "input_ids": [5],
+            "text": None,
+            "foo": {"bar": 1},
+            "rid": None,
+            "stream": None,
+            "image_data": None,
+            "priority": 3,
+            "sampling_params": {"max_new_tokens": 2, "stop": None, "temperature": None, "n": None},
+        },
+    )
+    assert isinstance(answer, dict)
+    assert len(answer["output_ids"]) <= 2
+
+
+def in_background(call) -> tuple[threading.Thread, list]:
+    found: list = []
+    thread = threading.Thread(target=lambda: found.append(call()))
+    thread.start()
+    return thread, found
+
+
+def wait_for_load(server: ServedEngine, count: int) -> None:
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        (load,) = server.get("/v1/loads?include=core").json()["loads"]
+        if load["num_running_reqs"] + load["num_waiting_reqs"] == count:
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"{load} never was {count}")
+
+
+def test_an_abort_gives_what_there_is(server):
+    """By rid, exactly; then all; each waiting client gets 200 with its tokens, and the load falls to zero."""
+    server.ok("/pause_generation", {"mode": "in_place"})
+    try:
+        calls = [
+            in_background(lambda rid=rid: server.generate([5, 6], rid=rid, return_logprob=True))
+            for rid in ("a1", "a10", "b")
+        ]
+        wait_for_load(server, 3)
+        for rid in ("", "a", "nobody"):
+            response = server.post("/abort_request", {"rid": rid})
+            assert (response.status_code, response.content) == (200, b"")
+        assert server.post("/abort_request", {"rid": None}).status_code == 200
+        wait_for_load(server, 3)
+        server.post("/abort_request", {"rid": "a1"})
+        calls[0][0].join(20)
+        wait_for_load(server, 2)
+        server.post("/abort_request", {"abort_all": True})
+        for thread, _ in calls:
+            thread.join(20)
+        wait_for_load(server, 0)
+        for _, (answer,) in calls:
+            reason = answer["meta_info"]["finish_reason"]
+            assert (reason["type"], reason["status_code"]) == ("abort", None)
+            assert isinstance(reason["message"], str)
+            assert answer["meta_info"]["output_token_logprobs"] == []
+            assert answer["meta_info"]["weight_version"] == "default"
+    finally:
+        server.ok("/continue_generation")
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_client_that_leaves_aborts_its_generation(server, streamed):
+    async def leave() -> None:
+        body = {
+            "input_ids": [5, 6],
+            "stream": streamed,
+            "sampling_params": {"max_new_tokens": 400, "ignore_eos": True},
+        }
+        async with httpx.AsyncClient(base_url=server.url) as client:
+            task = asyncio.create_task(client.post("/generate", json=body))
+            while (await client.get("/v1/loads")).json()["loads"][0]["num_reqs"] == 0:
+                assert not task.done()
+            task.cancel()
+
+    server.ok("/pause_generation", {"mode": "in_place"})
+    try:
+        asyncio.run(leave())
+        wait_for_load(server, 0)
+    finally:
+        server.ok("/continue_generation")
+
+
+def test_a_stream_that_is_left_midway_aborts(server):
+    body = {"input_ids": [5], "stream": True, "sampling_params": {"max_new_tokens": 500, "ignore_eos": True}}
+    with (
+        httpx.Client(base_url=server.url) as client,
+        client.stream("POST", "/generate", json=body) as response,
+    ):
+        assert next(response.iter_lines()).startswith("data: {")
+    wait_for_load(server, 0)
+
+
+def test_cache_salt_and_extra_key_keep_prefixes_apart(server):
+    prompt = list(range(5, 45))
+    sampling = {"max_new_tokens": 1}
+
+    def cached(**fields: str) -> int:
+        return server.generate(prompt, sampling_params=sampling, **fields)["meta_info"]["cached_tokens"]
+
+    assert cached(cache_salt="s") == 0
+    assert cached(cache_salt="s") > 0
+    assert cached(cache_salt="s", extra_key="k") == 0
+    assert cached(extra_key="k") == 0
+
+
+def test_tokenize_and_detokenize(server):
+    both = server.ok("/tokenize", {"prompt": ["Hello", "a b"], "model": "ignored"})
+    assert both["count"] == [len(tokens) for tokens in both["tokens"]]
+    assert both["max_model_len"] == 512
+    assert server.ok("/v1/detokenize", {"tokens": both["tokens"]})["text"] == ["Hello", "a b"]
+    assert server.ok("/detokenize", {"tokens": both["tokens"][0]})["text"] == "Hello"
+    chat = server.ok("/v1/tokenize", {"messages": [{"role": "user", "content": "Hello"}]})
+    assert chat["count"] > len(both["tokens"][0])
+    for path, body in (
+        ("/tokenize", {}),
+        ("/tokenize", {"prompt": "a", "messages": []}),
+        ("/detokenize", {}),
+        ("/detokenize", {"tokens": [1, [2]]}),
+    ):
+        assert server.post(path, body).status_code == 400
+
+
+def test_routed_experts_are_int32_of_every_position_but_the_last(tmp_path):
+    make_checkpoint(tmp_path / "moe", "qwen3-moe", seed=4)
+    with served("--model", str(tmp_path / "moe")) as engine:
+        for start in (0, 2):
+            answer = engine.generate(
+                [5, 6, 7], return_routed_experts=True, routed_experts_start_len=start, return_logprob=True
+            )
+            assert "text" not in answer  # no tokenizer there
+            meta = answer["meta_info"]
+            flat = np.frombuffer(base64.b64decode(meta["routed_experts"]), dtype="<i4")
+            shape = (3 + len(answer["output_ids"]) - 1 - start, 2, 3)
+            assert flat.size == math.prod(shape)
+            assert set(flat.tolist()) <= set(range(5))
+        assert engine.post("/generate", {"text": "a"}).status_code == 400
+
+
+def test_incremental_streams_add_up(tmp_path):
+    model = make_text_model(tmp_path / "text")
+    with served("--model", str(model), "--incremental-streaming") as engine:
+        whole = engine.generate(text="Hello", return_logprob=True, top_logprobs_num=2)
+        frames = stream(engine, text="Hello", return_logprob=True, top_logprobs_num=2)
+        assert "".join(frame["text"] for frame in frames) == whole["text"]
+        assert [token for frame in frames for token in frame["output_ids"]] == whole["output_ids"]
+        for name in ("output_token_logprobs", "output_top_logprobs"):
+            found = [row for frame in frames for row in frame["meta_info"].get(name, [])]
+            assert len(found) == len(whole["output_ids"])
+        assert frames[-1]["meta_info"]["finish_reason"]["type"] == "length"

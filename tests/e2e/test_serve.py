@@ -1,0 +1,181 @@
+"""``caesura serve`` as a process: how it starts, ends, guards itself and tells what went wrong."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+from support.http_serve import ServedEngine, served
+
+from caesura.client import SchedulerClient, launch_scheduler
+
+API, ADMIN = "user-key-7f3a", "admin-key-91bc"
+
+
+def in_background(call) -> tuple[threading.Thread, list]:
+    found: list = []
+    thread = threading.Thread(target=lambda: found.append(call()))
+    thread.start()
+    return thread, found
+
+
+def wait_until_queued(server: ServedEngine) -> None:
+    deadline = time.monotonic() + 20
+    while server.get("/get_load").json()[0]["num_waiting_reqs"] == 0:
+        assert time.monotonic() < deadline
+
+
+def fails(*arguments: str, **options) -> str:
+    """stderr of a command that must fail soon."""
+    command = [sys.executable, "-c", "from caesura.client.cli import main; main()", "serve", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, **options)
+    assert done.returncode != 0
+    return done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_everything_and_every_request_is_answered(tiny_model, number):
+    with served("--model", str(tiny_model)) as engine:
+        pid = engine.engine_pid
+        folder = Path(engine.announced.split("ipc://")[1].split("/scheduler.sock")[0])
+        assert folder.is_dir()
+        engine.ok("/pause_generation", {"mode": "in_place"})
+        thread, found = in_background(
+            lambda: httpx.post(f"{engine.url}/generate", json={"input_ids": [5]}, timeout=30)
+        )
+        wait_until_queued(engine)
+        status, _ = engine.stop(number)
+        thread.join(20)
+    assert status == 0
+    (answer,) = found
+    assert answer.status_code == 200
+    assert answer.json()["meta_info"]["finish_reason"]["type"] == "abort"
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    assert not folder.exists()
+
+
+def test_a_scheduler_that_dies_is_told_to_every_client_at_once(tiny_model):
+    with served("--model", str(tiny_model)) as engine:
+        pid = engine.engine_pid
+        engine.ok("/pause_generation", {"mode": "in_place"})
+        bodies = [{"input_ids": [5], "stream": streamed} for streamed in (False, True)]
+        calls = [
+            in_background(lambda body=body: httpx.post(f"{engine.url}/generate", json=body, timeout=30))
+            for body in bodies
+        ]
+        wait_until_queued(engine)
+        os.kill(pid, signal.SIGKILL)
+        began = time.monotonic()
+        for thread, _ in calls:
+            thread.join(20)
+        assert time.monotonic() - began < 5.0
+        engine.http.close()
+        _, error = engine.process.communicate(timeout=20)
+    assert engine.process.returncode == 1
+    assert "the scheduler process has ended" in error
+    for _, (answer,) in calls:
+        assert answer.status_code == 503
+        assert "lost" in answer.json()["message"] or "ended" in answer.json()["message"]
+
+
+def test_a_parent_that_is_killed_leaves_nothing_behind(tiny_model):
+    with served("--model", str(tiny_model)) as engine:
+        pid = engine.engine_pid
+        engine.stop(signal.SIGKILL)
+        deadline = time.monotonic() + 20
+        with pytest.raises(ProcessLookupError):
+            while time.monotonic() < deadline:
+                os.kill(pid, 0)
+
+
+def test_an_engine_that_runs_already_is_served_and_left_alone(tiny_model):
+    with launch_scheduler(tiny_model, num_threads=1) as client:
+        with served("--endpoint", client.endpoint) as engine:
+            assert len(engine.generate([5])["output_ids"]) == 8
+            engine.ok("/pause_generation", {})
+            assert client.status().pause_owner == "http"
+            assert engine.stop()[0] == 0
+        assert client.status().generation == "paused"
+        client.continue_generation(force=True)
+
+
+def test_keys(tiny_model, tmp_path):
+    """From a file and from the environment; which opens what; and in no answer, output or child's environment."""
+    (tmp_path / "api").write_text(API + "\n")
+    arguments = ("--model", str(tiny_model), "--api-key-file", str(tmp_path / "api"))
+    with served(*arguments, env={"CAESURA_ADMIN_KEY": ADMIN}) as engine:
+
+        def status(path: str, key: str | None) -> int:
+            headers = {} if key is None else {"authorization": f"Bearer {key}"}
+            method = "GET" if path in ("/server_info", "/health") else "POST"
+            return engine.http.request(method, path, headers=headers, content="{}").status_code
+
+        assert [status("/health", key) for key in (None, API)] == [200, 200]
+        assert [status("/server_info", key) for key in (None, "x", API, ADMIN)] == [401, 401, 200, 200]
+        paused = [status("/pause_generation", key) for key in (None, API, ADMIN[:-1], ADMIN)]
+        assert paused == [401, 401, 401, 200]
+        assert [status("/continue_generation", key) for key in (API, ADMIN)] == [401, 200]
+        headers = {"authorization": f"Bearer {API}"}
+        info = engine.get("/server_info", headers=headers)
+        pid = info.json()["internal_states"][0]["pid"]
+        inherited = Path(f"/proc/{pid}/environ").read_text() + Path(f"/proc/{pid}/cmdline").read_text()
+        own = Path(f"/proc/{engine.process.pid}/cmdline").read_text()
+        metrics = engine.get("/metrics", headers=headers).text
+        _, error = engine.stop()
+        for key in (API, ADMIN):
+            for text in (info.text, inherited, own, metrics, engine.announced, error):
+                assert key not in text
+
+
+def test_an_address_beyond_loopback_needs_a_key(tiny_model, tmp_path):
+    (tmp_path / "empty").write_text("\n")
+    model = ("--model", str(tiny_model))
+    assert "--api-key-file" in fails(*model, "--host", "0.0.0.0")
+    assert "--api-key-file" in fails(*model, "--host", "::", env={**os.environ, "CAESURA_ADMIN_KEY": "x"})
+    assert "empty" in fails(*model, "--api-key-file", str(tmp_path / "empty"))
+    assert "cannot be read" in fails(*model, "--api-key-file", str(tmp_path / "missing"))
+
+
+def test_wrong_command_lines_say_why(tiny_model, tmp_path):
+    assert "either --model or --endpoint" in fails()
+    assert "takes no options" in fails("--endpoint", "ipc:///x", "--num-threads", "1")
+    assert "missing" in fails("--model", str(tmp_path / "missing"))
+    assert "no-such-option" in fails("--model", str(tiny_model), "--no-such-option", "1")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert "cannot listen" in fails("--model", str(tiny_model), "--port", port)
+
+
+def test_a_missing_extra_is_named():
+    code = "import sys; sys.modules['litestar'] = None; from caesura.client.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "serve", "--model", "x"], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1
+    assert "caesura[serve]" in done.stderr
+
+
+def test_the_client_needs_no_web_server():
+    code = (
+        "import sys, caesura.client, caesura.client.cli; "
+        "print([n for n in ('litestar', 'uvicorn', 'tokenizers', 'torch') if n in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_second_client_shares_the_engine(tiny_model):
+    """What a socket client pauses under its own name, HTTP continues by force only."""
+    with served("--model", str(tiny_model)) as engine:
+        endpoint = "ipc://" + engine.announced.split("ipc://")[1].rstrip(")\n")
+        with SchedulerClient(endpoint, owner="trainer") as client:
+            client.pause("in_place", owner="trainer")
+            assert engine.post("/continue_generation", {}).status_code == 400
+            assert engine.post("/continue_generation", {"force": True}).status_code == 200

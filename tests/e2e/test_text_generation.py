@@ -1,0 +1,216 @@
+"""Text from a real engine: stop strings cut what the engine would have said, and the engine stops saying it."""
+# ruff: noqa: ASYNC110  (another process's state is asked for)
+
+import asyncio
+import os
+import signal
+
+import pytest
+from support.checkpoints import make_checkpoint
+from support.tokenizers import make_byte_level, make_sentencepiece
+
+from caesura.client import AsyncSchedulerClient, EngineDied, SamplingParams, launch_scheduler
+from caesura.client.text import TextTokenizer, output_text
+from caesura.client.tokenizer_manager import GenerationRequest, TokenizerManager
+
+LONG = SamplingParams(max_new_tokens=48, temperature=1.0, ignore_eos=True, n=3, seed=11)
+
+
+def serve(path, **options):
+    return launch_scheduler(
+        path, dtype="float32", device="cpu", num_threads=1, kv_pool_tokens=8192, deterministic=True,
+        check_ledger=True, log_level="WARNING", **options,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=[make_byte_level, make_sentencepiece])
+def tokenizer(request, tmp_path_factory):
+    return TextTokenizer.from_folder(request.param(tmp_path_factory.mktemp("tokenizer")))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A random model with the tokenizers' vocabulary: it says bytes that make no characters, and special tokens."""
+    path = tmp_path_factory.mktemp("models") / "model"
+    make_checkpoint(path, "qwen3", seed=3, vocab_size=408, eos_token_id=1)
+    return path
+
+
+@pytest.fixture(scope="module")
+def engine(model):
+    with serve(model) as client:
+        yield client
+
+
+def run(engine, tokenizer, body):
+    async def main():
+        async with AsyncSchedulerClient(engine.endpoint) as client, asyncio.timeout(60):
+            await body(TokenizerManager(client, tokenizer))
+
+    asyncio.run(main())
+
+
+async def idle(client):
+    """Wait until the engine has nothing to do: whoever left has been told."""
+    while (status := await client.status()).running_requests + status.waiting_requests:
+        await asyncio.sleep(0.01)
+    assert status.kv.held == 0
+
+
+async def read(stream):
+    """Texts, tokens and logprobs of a stream by sample, and the samples."""
+    texts, tokens, logprobs, samples = {}, {}, {}, {}
+    async for chunk in stream:
+        texts[chunk.index] = texts.get(chunk.index, "") + chunk.text
+        if chunk.delta is not None:
+            assert chunk.delta.start == len(tokens.setdefault(chunk.index, []))
+            tokens[chunk.index] += chunk.delta.output_ids
+            logprobs.setdefault(chunk.index, []).extend(chunk.delta.output_logprobs)
+        if chunk.finished is not None:
+            samples[chunk.index] = chunk.finished
+    for index, sample in samples.items():
+        assert texts[index] == sample.text
+        assert tokens[index] == sample.output.output_ids
+        assert logprobs[index] == sample.output.output_logprobs
+    return [samples[index] for index in sorted(samples)]
+
+
+def test_stop_strings_cut_what_would_have_been_said(engine, tokenizer):
+    """Each of ``n`` samples is the beginning of what it is without stop strings: same noise, tokens and logprobs."""
+    options = {"prompt": "The pause", "return_logprob": True, "top_logprobs_num": 2}
+
+    async def body(manager):
+        whole = await manager.generate(GenerationRequest(sampling_params=LONG, **options))
+        assert [len(sample.output.output_ids) for sample in whole] == [48] * 3
+        for sample in whole:
+            assert sample.text == output_text(tokenizer, sample.prompt_ids, sample.output.output_ids)
+        stops = [sample.text[at : at + 5] for sample, at in zip(whole[:2], (5, 12), strict=True)]
+        request = GenerationRequest(sampling_params=LONG, stop=stops, **options)
+        found = await manager.generate(request)
+        assert [sample.matched for sample in found] == [
+            *stops,
+            None,
+        ]  # the third goes on when the others have stopped
+        for cut, full in zip(found, whole, strict=True):
+            count = len(cut.output.output_ids)
+            assert cut.output.output_ids == full.output.output_ids[:count]
+            assert cut.output.output_logprobs == full.output.output_logprobs[:count]
+            assert len(cut.output.output_top_logprobs) == count
+            assert cut.output.weight_versions[-1].end == count
+            assert full.text.startswith(cut.text + (cut.matched or ""))
+            assert not any(stop in cut.text for stop in stops)
+            assert cut.output.finish_reason.type == ("stop" if cut.matched else "length")
+        streamed = await read(manager.stream(request))
+        assert [(s.text, s.matched, s.output.output_ids) for s in streamed] == [
+            (s.text, s.matched, s.output.output_ids) for s in found
+        ]
+        await idle(manager.client)
+
+    run(engine, tokenizer, body)
+
+
+def test_the_engine_stops_at_a_stop_string(engine, tokenizer):
+    def request(count, stop=()):
+        params = SamplingParams(max_new_tokens=count, temperature=0.0, ignore_eos=True)
+        return GenerationRequest(prompt="on", sampling_params=params, stop=stop)
+
+    async def body(manager):
+        (short,) = await manager.generate(request(12))
+        before = (await manager.client.status()).generated_tokens
+        (sample,) = await manager.generate(request(240, stop=[short.text[4:]]))
+        assert (sample.text, sample.matched) == (short.text[:4], short.text[4:])
+        await idle(manager.client)
+        assert 12 <= (await manager.client.status()).generated_tokens - before < 240
+
+    run(engine, tokenizer, body)
+
+
+def test_hundreds_of_streams_say_what_single_calls_say(engine, tokenizer):
+    async def body(manager):
+        requests = [
+            GenerationRequest(
+                prompt=f"line {i}",
+                sampling_params=SamplingParams(max_new_tokens=16, seed=i, n=1 + i % 2),
+                stop=["e", "in"] if i % 3 else (),
+                return_logprob=True,
+            )
+            for i in range(120)
+        ]
+        streamed = await asyncio.gather(*(read(manager.stream(request)) for request in requests))
+        batch = await manager.generate_batch(requests)
+        for one, other in zip(streamed, batch, strict=True):
+            assert [(s.text, s.output.output_ids, s.matched) for s in one] == [
+                (s.text, s.output.output_ids, s.matched) for s in other
+            ]
+        await idle(manager.client)
+
+    run(engine, tokenizer, body)
+
+
+@pytest.mark.parametrize("stop", [(), ("never said",)])
+def test_nobody_generates_for_those_who_left(engine, tokenizer, stop):
+    params = SamplingParams(max_new_tokens=200, ignore_eos=True, n=4)
+
+    async def body(manager):
+        await manager.client.pause("in_place")
+        request = GenerationRequest(prompt="The", sampling_params=params, stop=stop)
+        waiting = asyncio.ensure_future(manager.generate(request))
+        stream = manager.stream(request)
+        reading = asyncio.ensure_future(anext(stream))
+        while (await manager.client.status()).waiting_requests < 8:
+            await asyncio.sleep(0.01)
+        waiting.cancel()
+        reading.cancel()
+        await asyncio.wait([waiting, reading])
+        await idle(manager.client)
+        await manager.client.continue_generation()
+        async for chunk in (stream := manager.stream(request)):
+            assert chunk.finished is None
+            break
+        await stream.aclose()
+        await idle(manager.client)
+
+    run(engine, tokenizer, body)
+
+
+def test_an_abort_from_outside_gives_the_text_so_far(engine, tokenizer):
+    params = SamplingParams(max_new_tokens=200, ignore_eos=True)
+
+    async def body(manager):
+        stream = manager.stream(
+            GenerationRequest(prompt="The", rid="r", sampling_params=params, return_logprob=True)
+        )
+        first = await anext(stream)
+        await manager.client.pause("abort")
+        rest = [chunk async for chunk in stream]
+        sample = rest[-1].finished if rest else first.finished
+        assert sample.text == first.text + "".join(chunk.text for chunk in rest)
+        assert sample.text == output_text(tokenizer, sample.prompt_ids, sample.output.output_ids)
+        assert (sample.output.finish_reason.type, sample.matched) == ("abort", None)
+        await manager.client.continue_generation()
+
+    run(engine, tokenizer, body)
+
+
+def test_a_dead_engine_is_told_to_every_waiter(model, tmp_path):
+    tokenizer = TextTokenizer.from_folder(make_byte_level(tmp_path))
+    params = SamplingParams(max_new_tokens=200, ignore_eos=True)
+
+    async def body(manager, engine):
+        await manager.client.pause("in_place")
+        request = GenerationRequest(prompt="The", sampling_params=params, stop=["never said"])
+        waiting = [asyncio.ensure_future(manager.generate(request)) for _ in range(50)]
+        waiting += [asyncio.ensure_future(anext(manager.stream(request))) for _ in range(50)]
+        while (await manager.client.status()).waiting_requests < 100:
+            await asyncio.sleep(0.01)
+        os.kill((await manager.client.status()).pid, signal.SIGKILL)
+        for result in await asyncio.gather(*waiting, return_exceptions=True):
+            assert isinstance(result, EngineDied)
+
+    async def main(engine):
+        client = AsyncSchedulerClient(engine.endpoint, connect_timeout=0.2)
+        async with client, asyncio.timeout(60):
+            await body(TokenizerManager(client, tokenizer), engine)
+
+    with serve(model) as engine:
+        asyncio.run(main(engine))

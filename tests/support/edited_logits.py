@@ -1,0 +1,40 @@
+"""What a sample's next token is computed from, in plain Python and float64: the definition that edits are tested against."""
+
+import math
+
+import numpy as np
+import torch
+
+from caesura.io_struct import SamplingParams
+
+
+def edited(
+    logits: np.ndarray, params: SamplingParams, prompt: list[int], output: list[int], eos: tuple[int, ...]
+) -> list[float]:
+    """``logits`` [V] after penalties, biases and masks, token by token."""
+    found = []
+    for token, value in enumerate(logits.tolist()):
+        times = output.count(token)
+        value -= params.frequency_penalty * times
+        value -= params.presence_penalty if times else 0.0
+        if times or token in prompt:
+            value = value / params.repetition_penalty if value > 0 else value * params.repetition_penalty
+        value += (params.logit_bias or {}).get(token, 0.0)
+        if len(output) < params.min_new_tokens and token in (*eos, *params.stop_token_ids):
+            value = -math.inf
+        found.append(value)
+    return found
+
+
+def log_softmax(values: list[float], temperature: float = 1.0) -> list[float]:
+    """After division by ``temperature``."""
+    scaled = [value / temperature for value in values]
+    best = max(scaled)
+    total = best + math.log(sum(math.exp(value - best) for value in scaled))
+    return [value - total for value in scaled]
+
+
+def logits_of(*key: int, vocab_size: int) -> np.ndarray:
+    """Float32 logits [V], a function of ``key``; no two are equal, about half are positive."""
+    generator = torch.Generator().manual_seed(hash(key) % 2**63)
+    return (2.0 * torch.randn(vocab_size, generator=generator)).numpy()

@@ -1,0 +1,167 @@
+"""TextTokenizer and ChatTemplate: what transformers gives for the same folder."""
+
+import json
+from pathlib import Path
+
+import pytest
+import transformers
+from hypothesis import given
+from hypothesis import strategies as st
+from support.tokenizers import CHAT_TEMPLATE, LINES, SPECIALS, make_byte_level, make_sentencepiece
+
+from caesura.client.exceptions import CheckpointError, InvalidRequest
+from caesura.client.text import TextTokenizer, TokenizerMissing
+
+MAKERS = {"byte_level": make_byte_level, "sentencepiece": make_sentencepiece}
+MESSAGES = [
+    {"role": "system", "content": "Be <brief>. 世界"},
+    {"role": "user", "content": "Stop? 🎉 <|im_end|>", "name": None},
+    {"role": "assistant", "content": "  yes "},
+]
+TOOLS = [{"type": "function", "function": {"name": "añadir", "parameters": {"x": {"type": "number"}}}}]
+
+texts = st.lists(
+    st.one_of(st.sampled_from([*LINES, *SPECIALS, "<think>", " ", "\n", "▁"]), st.text(max_size=8)),
+    max_size=5,
+).map("".join)
+
+
+@pytest.fixture(scope="module", params=MAKERS)
+def folder(request, tmp_path_factory):
+    return MAKERS[request.param](tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture(scope="module")
+def ours(folder):
+    return TextTokenizer.from_folder(folder)
+
+
+@pytest.fixture(scope="module")
+def theirs(folder):
+    return transformers.AutoTokenizer.from_pretrained(folder)
+
+
+def test_ids_and_text_are_those_of_transformers(ours, theirs):
+    @given(texts, st.booleans())
+    def compare(text, special):
+        ids = ours.encode(text, add_special_tokens=special)
+        assert ids == theirs.encode(text, add_special_tokens=special)
+        assert ours.decode(ids, skip_special_tokens=special) == theirs.decode(
+            ids, skip_special_tokens=special
+        )
+
+    compare()
+
+
+def test_any_ids_decode_as_with_transformers(ours, theirs):
+    @given(st.lists(st.integers(0, ours.size + 5)), st.booleans(), st.booleans())
+    def compare(ids, skip, spaces):
+        found = theirs.decode(ids, skip_special_tokens=skip, spaces_between_special_tokens=spaces)
+        assert ours.decode(ids, skip_special_tokens=skip) == found
+
+    compare()
+
+
+def test_each_token_by_itself(ours):
+    ids = ours.encode("a <think> 世</s>")
+    assert ours.decode_each(ids) == [ours.decode([token], skip_special_tokens=False) for token in ids]
+
+
+@pytest.mark.parametrize("variables", [{}, {"thinking": True}, {"tools": TOOLS}])
+@pytest.mark.parametrize("prompt", [True, False])
+def test_conversations_are_rendered_as_by_transformers(ours, theirs, prompt, variables):
+    found = ours.render_chat(MESSAGES, add_generation_prompt=prompt, **variables)
+    assert found == theirs.apply_chat_template(
+        MESSAGES, add_generation_prompt=prompt, tokenize=False, **variables
+    )
+
+
+def test_templates_in_files_of_their_own(ours, tmp_path):
+    folder = make_byte_level(tmp_path, chat_template="in the config")
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": "in JSON"}))
+    assert TextTokenizer.from_folder(folder).render_chat(MESSAGES) == "in JSON"
+    (folder / "chat_template.jinja").write_text("{{ messages | length }} {{ strftime_now('%Y') }}")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools | length }} tools")
+    both = TextTokenizer.from_folder(folder)
+    assert both.render_chat(MESSAGES).startswith("3 20")
+    assert both.render_chat(MESSAGES, tools=TOOLS) == "1 tools"
+    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "with tools"}]
+    listed = TextTokenizer.from_folder(make_byte_level(tmp_path / "listed", chat_template=named))
+    assert (listed.render_chat(MESSAGES), listed.render_chat(MESSAGES, tools=TOOLS)) == (
+        "plain",
+        "with tools",
+    )
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "says"),
+    [
+        (CHAT_TEMPLATE, [{"role": "robot", "content": "x"}], "unknown role robot"),
+        (CHAT_TEMPLATE, [], "must not be empty"),
+        ("{{ messages[0].content + 1 }}", MESSAGES, "refuses the messages"),
+        ("{{ messages[7].content.text }}", MESSAGES, "refuses the messages"),
+        ("{{ ''.__class__.__mro__ }}", MESSAGES, "unsafe"),
+        ("{{ messages.append(1) }}", MESSAGES, "unsafe"),
+        (None, MESSAGES, "no chat template"),
+        ([{"name": "rag", "template": "x"}], MESSAGES, "no default"),
+    ],
+)
+def test_what_a_template_refuses_is_the_callers_error(tmp_path, template, messages, says):
+    tokenizer = TextTokenizer.from_folder(make_byte_level(tmp_path, chat_template=template))
+    with pytest.raises(InvalidRequest, match=says) as caught:
+        tokenizer.render_chat(messages)
+    assert caught.value.detail["field"] == "messages"
+
+
+@pytest.mark.parametrize("config", [{"add_bos_token": True, "add_eos_token": True}, {"add_bos_token": False}])
+@pytest.mark.parametrize("make", MAKERS.values())
+def test_the_config_does_not_decide_on_bos_and_eos(make, tmp_path, config):
+    folder = make(tmp_path, **config)
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    assert TextTokenizer.from_folder(folder).encode("Stop!") == theirs.encode("Stop!")
+
+
+def test_special_tokens_of_the_config_that_the_tokenizer_lacks(tmp_path):
+    folder = make_byte_level(tmp_path, pad_token="<pad>")
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    ours = TextTokenizer.from_folder(folder)
+    assert ours.encode("a<pad>b") == theirs.encode("a<pad>b")
+    assert ours.decode(ours.encode("a<pad>b")) == "ab"
+
+
+def test_a_folder_without_tokenizer_says_which_file_is_missing(tmp_path):
+    with pytest.raises(TokenizerMissing, match=r"tokenizer\.json") as caught:
+        TextTokenizer.from_folder(tmp_path)
+    assert caught.value.detail["path"] == str(tmp_path / "tokenizer.json")
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json"])
+def test_broken_files_are_named(tmp_path, file):
+    folder = make_byte_level(tmp_path)
+    (folder / file).write_text("{")
+    with pytest.raises(CheckpointError, match=file.replace(".", r"\.")):
+        TextTokenizer.from_folder(folder)
+
+
+def test_a_template_that_is_not_jinja(tmp_path):
+    tokenizer = TextTokenizer.from_folder(make_byte_level(tmp_path, chat_template="{% if %}"))
+    with pytest.raises(CheckpointError, match="cannot be compiled"):
+        tokenizer.render_chat(MESSAGES)
+
+
+def test_what_is_no_text_and_no_id(ours):
+    with pytest.raises(InvalidRequest, match="Unicode"):
+        ours.encode("\ud800")
+    for ids in ([-1], ["a"]):
+        with pytest.raises(InvalidRequest, match="not token ids"):
+            ours.decode(ids)
+
+
+def test_padding_and_truncation_of_the_file_are_ignored(tmp_path: Path):
+    folder = make_byte_level(tmp_path)
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["truncation"] = {"max_length": 3, "strategy": "LongestFirst", "direction": "Right", "stride": 0}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    tokenizer = TextTokenizer.from_folder(folder)
+    assert tokenizer.decode(tokenizer.encode(LINES[0])) == LINES[0]

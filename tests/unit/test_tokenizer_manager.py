@@ -1,0 +1,603 @@
+"""TokenizerManager over a scripted engine: who gets what, when the engine is told, and what ends what."""
+
+import asyncio
+import threading
+
+import pytest
+from support.fake_scheduler import (
+    FakeScheduler,
+    VanishError,
+    answer,
+    delta,
+    finished,
+    floats,
+    results,
+    rid_of,
+)
+from support.tokenizers import LINES, make_byte_level, make_sentencepiece
+
+from caesura.client import AsyncSchedulerClient, EngineDied, InvalidRequest, QueueFull, SamplingParams
+from caesura.client.text import TextTokenizer, output_text
+from caesura.client.tokenizer_manager import ENCODE_INLINE, GenerationRequest, TokenizerManager
+from caesura.io_struct import (
+    AbortReq,
+    AbortReqOutput,
+    ErrorCode,
+    ErrorReply,
+    FinishReason,
+    GenerateReqInput,
+)
+
+PATIENCE = 30.0
+"""Seconds that no test should need."""
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return TextTokenizer.from_folder(make_byte_level(tmp_path_factory.mktemp("tokenizer")))
+
+
+@pytest.fixture
+def endpoint(tmp_path_factory):
+    return f"ipc://{tmp_path_factory.mktemp('s')}/s"
+
+
+def run(endpoint, tokenizer, body, handler, **options):
+    """Run ``body(manager, fake)`` against a scripted engine."""
+
+    async def main():
+        with FakeScheduler(endpoint, handler) as fake:
+            async with AsyncSchedulerClient(endpoint, **options) as client, asyncio.timeout(PATIENCE):
+                await body(TokenizerManager(client, tokenizer), fake)
+
+    asyncio.run(main(), debug=True)
+
+
+class Engine:
+    """Holds generations open; ``say`` streams tokens, an abort ends a sample with what was said and some more."""
+
+    def __init__(self, more=()):
+        self.more = list(more)
+        self.said = {}
+        self.fake = None
+
+    def __call__(self, request):
+        if isinstance(request, GenerateReqInput):
+            self.request = request
+            self.said = {index: [] for index in range(request.sampling_params.n)}
+            return []
+        if isinstance(request, AbortReq):
+            chosen = [i for i in self.said if request.index is None or i == request.index]
+            return [AbortReqOutput(id=request.id, aborted=len(chosen)), *map(self.end, chosen)]
+        return answer(request)
+
+    def end(self, index, reason=None, extra=None):
+        tokens = self.said.pop(index) + (self.more if extra is None else extra)
+        reason = reason or FinishReason(type="abort", message="Aborted")
+        return results(
+            finished(
+                rid_of(self.request),
+                tokens,
+                index,
+                finish_reason=reason,
+                output_logprobs=floats(map(float, tokens)) if self.request.return_logprob else None,
+            )
+        )
+
+    def say(self, fake, index, tokens):
+        start = len(self.said[index])
+        self.said[index] += tokens
+        fake.push(delta((rid_of(self.request), index, start, tokens)))
+
+    async def begun(self, fake):
+        """Wait until the engine has the request."""
+        return await asyncio.to_thread(fake.next_request, GenerateReqInput)
+
+
+async def until_abort(fake):
+    return await asyncio.to_thread(fake.next_request, AbortReq)
+
+
+def script(tokens, reason=None, **fields):
+    """An engine that gives every sample these tokens at once."""
+
+    def handler(request):
+        if not isinstance(request, GenerateReqInput):
+            return answer(request)
+        return [
+            results(
+                *(
+                    finished(
+                        rid_of(request),
+                        tokens,
+                        index,
+                        finish_reason=reason or FinishReason(type="length", length=len(tokens)),
+                        **fields,
+                    )
+                    for index in range(request.sampling_params.n)
+                )
+            )
+        ]
+
+    return handler
+
+
+def test_text_in_and_text_out(endpoint, tokenizer):
+    output = tokenizer.encode(" 世界🎉 goes on")
+
+    async def body(manager, fake):
+        request = GenerationRequest(
+            prompt="The pause",
+            rid="mine",
+            sampling_params=SamplingParams(n=2, seed=5),
+            return_logprob=True,
+            logprob_start_len=1,
+            top_logprobs_num=2,
+            token_ids_logprob=[3, 4],
+            cache_salt="salt",
+            min_weights_epoch=7,
+            return_routed_experts=True,
+            routed_experts_start_len=2,
+        )
+        samples = await manager.generate(request)
+        sent = fake.next_request(GenerateReqInput)
+        assert sent.input_ids == tokenizer.encode("The pause")
+        assert not sent.stream
+        for name in (
+            "rid",
+            "sampling_params",
+            "return_logprob",
+            "logprob_start_len",
+            "top_logprobs_num",
+            "token_ids_logprob",
+            "cache_salt",
+            "min_weights_epoch",
+            "return_routed_experts",
+            "routed_experts_start_len",
+        ):
+            assert getattr(sent, name) == getattr(request, name), name
+        assert [sample.index for sample in samples] == [0, 1]
+        for sample in samples:
+            assert sample.text == " 世界🎉 goes on"
+            assert sample.output.output_ids == output
+            assert sample.prompt_ids == sent.input_ids
+            assert (sample.rid, sample.matched) == ("mine", None)
+
+    run(endpoint, tokenizer, body, script(output))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("stop", [(), ("never",)])
+def test_a_stop_token_is_trimmed_from_the_text_only(endpoint, tokenizer, keep, stop, stream):
+    output = tokenizer.encode("on!")
+    reason = FinishReason(type="stop", matched=output[-1])
+
+    async def body(manager, fake):
+        request = GenerationRequest(prompt=[5], no_stop_trim=keep, stop=stop)
+        if stream:
+            chunks = [chunk async for chunk in manager.stream(request)]
+            samples = [chunk.finished for chunk in chunks if chunk.finished]
+            assert "".join(chunk.text for chunk in chunks) == samples[0].text
+            assert [t for chunk in chunks if chunk.delta for t in chunk.delta.output_ids] == output
+        else:
+            samples = await manager.generate(request)
+        assert [sample.text for sample in samples] == ["on!" if keep else "on"]
+        assert samples[0].matched == output[-1]
+        assert samples[0].output.output_ids == output
+
+    run(endpoint, tokenizer, body, script(output, reason))
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_stop_string_ends_its_sample_in_the_engine_and_cuts_what_came_late(endpoint, tokenizer, keep):
+    first, second = tokenizer.encode("Remark"), tokenizer.encode("able: 42")
+    engine = Engine(more=tokenizer.encode("late tokens"))
+
+    async def body(manager, fake):
+        request = GenerationRequest(prompt="x", stop=["zzz", "able:"], no_stop_trim=keep, return_logprob=True)
+        task = asyncio.create_task(manager.generate(request))
+        await engine.begun(fake)
+        engine.say(fake, 0, first)
+        engine.say(fake, 0, second)
+        abort = await until_abort(fake)
+        assert (abort.rid, abort.index) == (rid_of(engine.request), 0)
+        (sample,) = await task
+        assert sample.text == ("Remarkable:" if keep else "Remark")
+        assert (sample.matched, sample.output.finish_reason.type) == ("able:", "stop")
+        ids = sample.output.output_ids
+        assert tokenizer.decode(ids).startswith("Remarkable:")
+        assert "Remarkable:" not in tokenizer.decode(ids[:-1])
+        assert sample.output.output_logprobs == [float(token) for token in ids]
+        assert sample.output.weight_versions[-1].end == len(ids)
+
+    run(endpoint, tokenizer, body, engine)
+
+
+def test_the_engine_is_told_once(endpoint, tokenizer):
+    engine = Engine()
+
+    def slow(request):
+        return [] if isinstance(request, AbortReq) else engine(request)
+
+    async def body(manager, fake):
+        task = asyncio.create_task(manager.generate(GenerationRequest(prompt="x", stop=["."])))
+        await engine.begun(fake)
+        engine.say(fake, 0, tokenizer.encode("one."))
+        await until_abort(fake)
+        engine.say(fake, 0, tokenizer.encode(" more."))
+        engine.say(fake, 0, tokenizer.encode(" and more."))
+        fake.push(engine.end(0))
+        assert [sample.text for sample in await task] == ["one"]
+        status = asyncio.ensure_future(manager.client.status())
+        assert type(await asyncio.to_thread(fake.next_request)).__name__ == "GetStatusReqInput"
+        await status
+
+    run(endpoint, tokenizer, body, slow)
+
+
+def test_each_of_n_samples_stops_alone(endpoint, tokenizer):
+    engine = Engine()
+
+    async def body(manager, fake):
+        request = GenerationRequest(prompt="x", stop=["."], sampling_params=SamplingParams(n=3))
+        task = asyncio.create_task(manager.generate(request))
+        await engine.begun(fake)
+        engine.say(fake, 1, tokenizer.encode("one."))
+        assert (await until_abort(fake)).index == 1
+        engine.say(fake, 0, tokenizer.encode("zero goes on"))
+        engine.say(fake, 2, tokenizer.encode("two. no"))
+        assert (await until_abort(fake)).index == 2
+        assert not task.done()
+        fake.push(engine.end(0, FinishReason(type="length", length=9), tokenizer.encode(" to the end.")))
+        samples = await task
+        assert [sample.text for sample in samples] == ["zero goes on to the end", "one", "two"]
+        assert [sample.matched for sample in samples] == [".", ".", "."]
+        assert fake.requests.empty()  # sample 0 had ended: nothing to abort
+
+    run(endpoint, tokenizer, body, engine)
+
+
+def test_a_stream_holds_back_what_may_become_a_stop_string_or_a_character(endpoint, tokenizer):
+    parts = [tokenizer.encode(part) for part in ("on", " ST", "A", "B", "LE ")]
+    half = tokenizer.encode("🏽")
+    engine = Engine()
+
+    async def body(manager, fake):
+        stream = manager.stream(GenerationRequest(prompt="x", stop=["STOP", "ABBA"], return_logprob=True))
+        step = asyncio.ensure_future(anext(stream))
+        await engine.begun(fake)
+        texts, tokens = [], []
+        for tokens_said, text in [
+            (parts[0], "on"),
+            (parts[1], " "),
+            (parts[2], "ST"),
+            (parts[3], ""),
+            (parts[4], "ABLE "),
+            (half[:-1], None),
+            (half[-1:], "🏽"),
+        ]:
+            engine.say(fake, 0, tokens_said)
+            if text is None:
+                continue
+            chunk = await step
+            step = asyncio.ensure_future(anext(stream))
+            texts.append(chunk.text)
+            assert chunk.text == text
+            assert chunk.finished is None
+            assert chunk.delta.start == len(tokens)
+            assert len(chunk.delta.output_logprobs) == len(chunk.delta.output_ids)
+            tokens += chunk.delta.output_ids
+        fake.push(engine.end(0, FinishReason(type="length", length=1), tokenizer.encode(" S")))
+        last = await step
+        assert (last.text, last.finished.text) == (" S", "on STABLE 🏽 S")
+        assert tokens + last.delta.output_ids == last.finished.output.output_ids
+        with pytest.raises(StopAsyncIteration):
+            await anext(stream)
+
+    run(endpoint, tokenizer, body, engine)
+
+
+def test_a_stream_ends_at_the_stop_string_with_what_the_result_says(endpoint, tokenizer):
+    engine = Engine(more=tokenizer.encode("late"))
+
+    async def body(manager, fake):
+        stream = manager.stream(GenerationRequest(prompt="x", stop=["STOP"], no_stop_trim=True))
+        step = asyncio.ensure_future(anext(stream))
+        await engine.begun(fake)
+        engine.say(fake, 0, tokenizer.encode("go STOP and on"))
+        chunks = [await step]
+        chunks += [chunk async for chunk in stream]
+        sample = chunks[-1].finished
+        assert "".join(chunk.text for chunk in chunks) == sample.text == "go STOP"
+        ids = [token for chunk in chunks if chunk.delta for token in chunk.delta.output_ids]
+        assert ids == sample.output.output_ids
+        assert sample.output.finish_reason.type == "stop"
+
+    run(endpoint, tokenizer, body, engine)
+
+
+def test_a_slow_reader_gets_all_at_once_and_does_not_keep_the_engine_busy(endpoint, tokenizer):
+    engine = Engine()
+    words = [tokenizer.encode(f" word {i}") for i in range(50)]
+
+    async def body(manager, fake):
+        stream = manager.stream(GenerationRequest(prompt="x", stop=["word 40"]))
+        step = asyncio.ensure_future(anext(stream))
+        await engine.begun(fake)
+        engine.say(fake, 0, words[0])
+        assert (await step).text.startswith(" ")
+        for word in words[1:]:
+            engine.say(fake, 0, word)
+        await until_abort(fake)  # nobody has read: the stop string was found all the same
+        chunks = [chunk async for chunk in stream]
+        assert len(chunks) <= 2
+        assert chunks[-1].finished.text.endswith(" word 39 ")
+        assert len(chunks[0].delta.output_ids) > 100
+
+    run(endpoint, tokenizer, body, engine)
+
+
+def test_samples_of_a_stream_end_one_by_one(endpoint, tokenizer):
+    engine = Engine()
+
+    async def body(manager, fake):
+        stream = manager.stream(GenerationRequest(prompt=[1], sampling_params=SamplingParams(n=2)))
+        step = asyncio.ensure_future(anext(stream))
+        await engine.begun(fake)
+        fake.push(engine.end(1, FinishReason(type="length", length=1), tokenizer.encode("b")))
+        chunk = await step
+        assert (chunk.index, chunk.finished.text) == (1, "b")
+        fake.push(engine.end(0, FinishReason(type="length", length=1), tokenizer.encode("a")))
+        assert [(c.index, c.text, c.finished.text) async for c in stream] == [(0, "a", "a")]
+
+    run(endpoint, tokenizer, body, engine)
+
+
+@pytest.mark.parametrize("stop", [(), ("never",)])
+def test_a_cancelled_generate_is_aborted(endpoint, tokenizer, stop):
+    engine = Engine()
+
+    async def body(manager, fake):
+        task = asyncio.create_task(manager.generate(GenerationRequest(prompt="x", rid="r", stop=stop)))
+        await engine.begun(fake)
+        task.cancel()
+        abort = await until_abort(fake)
+        assert (abort.rid, abort.index) == ("r", None)
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    run(endpoint, tokenizer, body, engine)
+
+
+@pytest.mark.parametrize("reading", [True, False])
+def test_a_closed_stream_is_aborted(endpoint, tokenizer, reading):
+    engine = Engine()
+
+    async def body(manager, fake):
+        stream = manager.stream(GenerationRequest(prompt="x", rid="r"))
+        step = asyncio.ensure_future(anext(stream))
+        await engine.begun(fake)
+        if reading:
+            step.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await step
+        else:
+            engine.say(fake, 0, tokenizer.encode("a"))
+            await step
+            await stream.aclose()
+        assert (await until_abort(fake)).rid == "r"
+
+    run(endpoint, tokenizer, body, engine)
+
+
+def test_a_stream_read_to_its_end_aborts_nothing(endpoint, tokenizer):
+    async def body(manager, fake):
+        assert [c.text async for c in manager.stream(GenerationRequest(prompt="x"))] == ["a"]
+        fake.next_request(GenerateReqInput)
+        await manager.client.status()
+        assert type(fake.next_request()).__name__ == "GetStatusReqInput"
+
+    run(endpoint, tokenizer, body, script(tokenizer.encode("a")))
+
+
+def test_the_engines_errors_come_after_what_was_generated(endpoint, tokenizer):
+    engine = Engine()
+
+    async def body(manager, fake):
+        stream = manager.stream(GenerationRequest(prompt="x"))
+        step = asyncio.ensure_future(anext(stream))
+        await engine.begun(fake)
+        tokens = tokenizer.encode("partial")
+        reason = FinishReason(type="error", code=ErrorCode.OUT_OF_MEMORY, message="no memory")
+        engine.say(fake, 0, tokens)
+        fake.push(engine.end(0, reason))
+        assert (await step).text == "partial"
+        with pytest.raises(Exception, match="no memory") as caught:
+            await anext(stream)
+        assert caught.value.output.output_ids == tokens
+
+    run(endpoint, tokenizer, body, engine)
+
+
+def test_the_death_of_the_engine_reaches_every_waiter(endpoint, tokenizer):
+    def handler(request):
+        if isinstance(request, GenerateReqInput) and request.rid == "last":
+            raise VanishError
+        return []
+
+    async def body(manager, fake):
+        batch = [GenerationRequest(prompt=[i], rid=f"b{i}") for i in range(3)]
+        waiting = [
+            asyncio.ensure_future(manager.generate(GenerationRequest(prompt="x"))),
+            asyncio.ensure_future(manager.generate(GenerationRequest(prompt="x", stop=["a"]))),
+            asyncio.ensure_future(anext(manager.stream(GenerationRequest(prompt="x")))),
+            asyncio.ensure_future(manager.generate_batch(batch)),
+            asyncio.ensure_future(manager.generate(GenerationRequest(prompt="x", rid="last"))),
+        ]
+        for each in await asyncio.gather(*waiting, return_exceptions=True):
+            assert isinstance(each, EngineDied)
+
+    run(endpoint, tokenizer, body, handler, connect_timeout=0.2)
+
+
+def test_a_batch_is_answered_in_order(endpoint, tokenizer):
+    def handler(request):
+        tokens = tokenizer.encode(f"answer to {tokenizer.decode(request.input_ids)}")
+        return script(tokens)(request)
+
+    async def body(manager, fake):
+        prompts = [f"prompt {i}" for i in range(500)]
+        found = await manager.generate_batch([GenerationRequest(prompt=prompt) for prompt in prompts])
+        assert [samples[0].text for samples in found] == [f"answer to {prompt}" for prompt in prompts]
+        assert await manager.generate_batch([]) == []
+
+    run(endpoint, tokenizer, body, handler)
+
+
+def test_a_refused_prompt_aborts_the_rest_of_its_batch(endpoint, tokenizer):
+    def handler(request):
+        if isinstance(request, GenerateReqInput) and request.rid == "r1":
+            return [ErrorReply(id=request.id, code=ErrorCode.QUEUE_FULL, message="full")]
+        return [] if isinstance(request, GenerateReqInput) else answer(request)
+
+    async def body(manager, fake):
+        requests = [GenerationRequest(prompt=[i], rid=f"r{i}") for i in range(3)]
+        with pytest.raises(QueueFull, match="full") as caught:
+            await manager.generate_batch(requests)
+        assert caught.value.__notes__ == ["prompt 1 of 3"]
+        assert {(await until_abort(fake)).rid for _ in range(2)} == {"r0", "r2"}
+
+    run(endpoint, tokenizer, body, handler)
+
+
+def test_a_long_prompt_does_not_hold_up_the_loop(endpoint, tokenizer, monkeypatch):
+    threads = []
+    real = TextTokenizer.encode
+
+    def noting(self, text, **options):
+        threads.append(threading.current_thread())
+        return real(self, text, **options)
+
+    monkeypatch.setattr(TextTokenizer, "encode", noting)
+    text = (LINES[0] * 60)[: ENCODE_INLINE + 1]
+
+    async def body(manager, fake):
+        for prompt in (text, text[:-1]):
+            await manager.generate(GenerationRequest(prompt=prompt))
+            assert fake.next_request(GenerateReqInput).input_ids == real(tokenizer, prompt)
+        assert [thread is threading.main_thread() for thread in threads] == [False, True]
+
+    run(endpoint, tokenizer, body, script([5]))
+
+
+def test_ids_only(endpoint, tokenizer):
+    async def body(manager, fake):
+        for ids_only, request in (
+            (TokenizerManager(manager.client, None), GenerationRequest(prompt=[1, 2])),
+            (manager, GenerationRequest(prompt=[1, 2], detokenize=False)),
+        ):
+            (sample,) = await ids_only.generate(request)
+            assert (sample.text, sample.output.output_ids) == ("", [7, 8])
+            chunks = [chunk async for chunk in ids_only.stream(request)]
+            assert [chunk.delta.output_ids for chunk in chunks] == [[7, 8]]
+            assert chunks[0].finished.text == ""
+        bare = TokenizerManager(manager.client, None)
+        for field, call in {
+            "text": lambda: bare.tokenize("a"),
+            "tokens": lambda: bare.detokenize([1]),
+            "messages": lambda: bare.apply_chat_template([{"role": "user", "content": "a"}]),
+        }.items():
+            with pytest.raises(InvalidRequest, match="without a tokenizer") as caught:
+                call()
+            assert caught.value.detail["field"] == field
+        for field, request in (
+            ("text", GenerationRequest(prompt="a")),
+            ("stop", GenerationRequest(prompt=[1], stop=["a"])),
+        ):
+            with pytest.raises(InvalidRequest) as caught:
+                await bare.generate(request)
+            assert caught.value.detail["field"] == field
+
+    run(endpoint, tokenizer, body, script([7, 8]))
+
+
+@pytest.mark.parametrize(
+    ("field", "request_"),
+    [
+        ("stop", GenerationRequest(prompt=[1], stop=["a"], detokenize=False)),
+        ("stop", GenerationRequest(prompt=[1], stop=[""])),
+        ("input_ids", GenerationRequest(prompt=[1.5])),
+        ("text", GenerationRequest(prompt="\ud800")),
+    ],
+)
+def test_what_is_refused_here_never_reaches_the_engine(endpoint, tokenizer, field, request_):
+    async def body(manager, fake):
+        with pytest.raises(InvalidRequest) as caught:
+            await manager.generate(request_)
+        assert caught.value.detail["field"] == field
+        with pytest.raises(InvalidRequest):
+            await anext(manager.stream(request_))
+        await manager.client.status()
+        assert type(fake.next_request()).__name__ == "GetStatusReqInput"
+
+    run(endpoint, tokenizer, body, answer)
+
+
+def test_tokens_whose_bytes_may_go_on_wait_for_their_text(endpoint, tmp_path):
+    """With byte fallback a stop string may turn out to have ended tokens ago: those behind it were not given out."""
+    tokenizer = TextTokenizer.from_folder(make_sentencepiece(tmp_path))
+    owl = tokenizer.encode("🦉", add_special_tokens=False)[1:]
+    assert len(owl) == 4
+    word = tokenizer.encode("Stop", add_special_tokens=False)
+    engine = Engine()
+
+    async def body(manager, fake):
+        stream = manager.stream(GenerationRequest(prompt=word, stop=["🦉"]))
+        step = asyncio.ensure_future(anext(stream))
+        await engine.begun(fake)
+        engine.say(fake, 0, word)
+        first = await step
+        engine.say(fake, 0, owl)
+        engine.say(fake, 0, owl)
+        engine.say(fake, 0, word)
+        rest = [chunk async for chunk in stream]
+        ids = first.delta.output_ids + [t for c in rest if c.delta for t in c.delta.output_ids]
+        assert ids == word + owl == rest[-1].finished.output.output_ids
+        assert rest[-1].finished.text == first.text == " Stop"
+
+    run(endpoint, tokenizer, body, engine)
+
+
+def test_options_reach_the_text(endpoint, tmp_path):
+    tokenizer = TextTokenizer.from_folder(make_sentencepiece(tmp_path))
+    output = tokenizer.encode("pause</s> pause", add_special_tokens=False)
+
+    async def body(manager, fake):
+        request = GenerationRequest(
+            prompt="The",
+            add_special_tokens=False,
+            skip_special_tokens=False,
+            stop=["pause"],
+            sampling_params=SamplingParams(min_new_tokens=len(output)),
+        )
+        (sample,) = await manager.generate(request)
+        assert fake.next_request(GenerateReqInput).input_ids == tokenizer.encode(
+            "The", add_special_tokens=False
+        )
+        assert sample.text == output_text(tokenizer, sample.prompt_ids, output, skip_special_tokens=False)
+        assert "</s>" in sample.text
+        assert sample.matched is None
+
+    run(endpoint, tokenizer, body, script(output))
+
+
+def test_conversations_and_ids(endpoint, tokenizer):
+    async def body(manager, fake):
+        messages = [{"role": "user", "content": "Stop?"}]
+        prompt = tokenizer.render_chat(messages, add_generation_prompt=True)
+        assert manager.apply_chat_template(messages) == tokenizer.encode(prompt, add_special_tokens=False)
+        assert manager.detokenize(manager.tokenize("a</s>")) == "a"
+        assert manager.detokenize(manager.tokenize("a</s>"), skip_special_tokens=False) == "a</s>"
+
+    run(endpoint, tokenizer, body, answer)
