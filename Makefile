@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test lint format bench clean
+.PHONY: demo test lint format bench serve clean
 
 # pip, not another installer: the user's own index and wheel settings are honoured.
 $(STAMP): pyproject.toml constraints.txt $(wildcard scheduler/kernels/cpu/*)
@@ -30,6 +30,10 @@ lint: $(STAMP)
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# make serve MODEL=/path/to/model SERVE_ARGS="--port 8000"
+serve: $(STAMP)
+	$(BIN)/caesura serve --model '$(MODEL)' $(SERVE_ARGS)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/rollout.py

@@ -35,7 +35,7 @@ class ServeOptions:
     """Read the base64 pickles of ``/update_weights_from_tensor`` (they are parsed, never unpickled)."""
     max_body_bytes: int = 32 << 20
     """Of every request but weight updates."""
-    max_update_bytes: int = 8 << 30
+    max_update_bytes: int = 2 << 30
     """Of a request that carries weights."""
     max_batch: int = 4096
     """Prompts times samples of one request."""

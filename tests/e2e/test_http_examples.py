@@ -2,10 +2,12 @@
 
 import importlib.util
 import os
+import shutil
 import subprocess
 from pathlib import Path
 from types import ModuleType
 
+import pytest
 from support.http_serve import make_text_model, served
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -26,6 +28,7 @@ def load(name: str) -> ModuleType:
     return module
 
 
+@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
 def test_curl_for_each_route(tmp_path):
     model = make_text_model(tmp_path / "text")
     with served("--model", str(model), env={"CAESURA_API_KEY": "k1", "CAESURA_ADMIN_KEY": "k2"}) as engine:
