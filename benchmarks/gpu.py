@@ -35,7 +35,7 @@ from typing import Any
 
 import torch
 from checkpoints import INIT_STD, SHAPES, Shape, write_checkpoint
-from harness.gpu_limits import (
+from harness.limits import (
     Ceilings,
     kv_bytes_per_token,
     measure_ceilings,

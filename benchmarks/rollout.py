@@ -16,9 +16,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from checkpoints import write_checkpoint
+import torch
+from checkpoints import SHAPES, write_checkpoint
 from harness import engines as participants
 from harness.engines import Engine
+from harness.limits import least_seconds, measure_ceilings
 from harness.machine import describe, machine_facts
 from harness.reference import plain_read_and_copy
 from harness.report import footnotes, summarise, table
@@ -27,6 +29,9 @@ from rich.console import Console
 from rich.text import Text
 
 ENGINES = ("caesura", "vllm", "transformers")
+
+CEILING_BYTES, CEILING_PRODUCT = 256 << 20, 2048
+"""Of what measures the machine: a tensor that no cache holds, and a square product."""
 
 LOG_WIDTH = 132
 """Columns when the output is not a terminal: three engines and two ratios fit."""
@@ -86,6 +91,9 @@ def run_shape(
             write_checkpoint(work / f"{workload.shape}-{seed}", workload.model, seed=seed) for seed in (0, 1)
         ]
         reference = plain_read_and_copy(folders[1])
+        torch.set_num_threads(options.threads)
+        ceilings = measure_ceilings(torch.device("cpu"), CEILING_BYTES, CEILING_PRODUCT)
+    least_s = least_seconds(workload, SHAPES[workload.model], ceilings)
     runs: list[dict[str, Any]] = []
     for repeat in range(options.repeats):
         turn = repeat % len(chosen)
@@ -104,13 +112,20 @@ def run_shape(
             runs.append(run)
             console.print(f"[dim]{label}: {'failed' if run['error'] else 'done'}[/dim]")
     names = [engine.name for engine in chosen]
-    console.print(table(workload, runs, names))
+    console.print(table(workload, runs, names, least_s))
+    console.print(
+        f"The limit: {ceilings.bandwidth / 1e9:.1f} GB/s and {ceilings.flops / 1e9:.0f} GFLOP/s, measured before; "
+        f"prompts at the latter, each decode step at the longer of reading weights and KV and of its products: {least_s:.2f} s.",
+        style="dim",
+        highlight=False,
+    )
     for note in footnotes(workload, runs, reference):
         console.print(Text(f"* {note.text}", style="red" if note.alarming else "dim"))
     return {
         "shape": workload.shape,
         "requests": workload.describe(),
         "reference": reference,
+        "limit": {**ceilings.as_dict(), "least_s": least_s},
         "summary": summarise(runs, names),
         "runs": runs,
     }

@@ -104,8 +104,11 @@ def summarise(runs: Sequence[Run], engines: Sequence[str]) -> list[dict[str, Any
     return summary
 
 
-def table(workload: Workload, runs: Sequence[Run], engines: Sequence[str]) -> Table:
-    """The printed table of one shape; in brackets the number of measurements behind a figure."""
+def table(workload: Workload, runs: Sequence[Run], engines: Sequence[str], least_s: float) -> Table:
+    """The printed table of one shape; in brackets the number of measurements behind a figure.
+
+    ``least_s`` is what a rollout must take on this machine (``limits.py``).
+    """
     grid = Table(title=f"{workload.shape}: {workload.describe()}", title_justify="left")
     grid.add_column("", no_wrap=True)
     others = [name for name in engines if name != OURS]
@@ -123,6 +126,10 @@ def table(workload: Workload, runs: Sequence[Run], engines: Sequence[str]) -> Ta
         if OURS in engines:
             cells += [f"{ratios[name]:.2f}x" if name in ratios else DASH for name in others]
         grid.add_row(row.label, *cells)
+        if row is ROWS[0]:
+            limit = workload.tokens / least_s
+            shares = [f"{figures[name] / limit:.0%}" if name in figures else DASH for name in engines]
+            grid.add_row(f"  of the limit, {_rate(limit)}", *shares, *([DASH] * (len(cells) - len(shares))))
     return grid
 
 

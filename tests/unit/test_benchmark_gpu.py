@@ -3,12 +3,20 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from checkpoints import Shape
-from harness.gpu_limits import Ceilings, kv_bytes_per_token, prefill_flops, streamed_weight_bytes
+from harness.limits import (
+    Ceilings,
+    kv_bytes_per_token,
+    least_seconds,
+    prefill_flops,
+    streamed_weight_bytes,
+)
+from harness.workload import WORKLOADS
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
 
@@ -48,6 +56,18 @@ def test_prefill_counts_each_product_once():
 
 def test_the_limit_is_the_better_bandwidth():
     assert Ceilings(2.0, 3.0, 1.0).bandwidth == 3.0
+
+
+def test_a_rollout_takes_its_prompts_once_and_each_step_the_slower_of_reading_and_computing():
+    made = shape()
+    work = replace(WORKLOADS["rl"], requests=2, samples=3, prompt_tokens=5, new_tokens=3)
+    prompts, weights = prefill_flops(made, 2, 5), streamed_weight_bytes(made, 2)
+    kv = kv_bytes_per_token(made, 2)
+    reading = least_seconds(work, made, Ceilings(10.0, 1.0, 1e30))
+    assert reading == pytest.approx((2 * weights + kv * (2 * 2 * 5 + 6 * (1 + 2))) / 10)
+    computing = least_seconds(work, made, Ceilings(1e30, 1.0, 100.0))
+    scores = 4 * 4 * 6 * 3 * (5 + 1 + 5 + 2)
+    assert computing == pytest.approx((prompts + 6 * (2 * weights + scores)) / 100)
 
 
 def test_without_a_card_only_the_smoke_run_starts():

@@ -1,4 +1,4 @@
-"""What a card can do, measured, and what a step of a dense decoder must at least take on it.
+"""What a device can do, measured, and what a step of a dense decoder must at least take on it.
 
 The limit of a decode step is the time to read what it must read: every weight but the embedding table, of which it gathers
 a few rows, and the KV of every row. The limit of a prefill is the time of its products at the measured peak.
@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass
 
 import torch
 from checkpoints import Shape
+
+from .workload import Workload
 
 Synchronize = Callable[[], None]
 
@@ -105,3 +107,18 @@ def prefill_flops(shape: Shape, prompts: int, length: int) -> float:
     heads = shape.num_attention_heads * shape.head_dim
     attention = 4 * heads * shape.num_hidden_layers * length * (length + 1) / 2
     return prompts * (2.0 * weights * length + attention + 2.0 * head)
+
+
+def least_seconds(workload: Workload, shape: Shape, ceilings: Ceilings, itemsize: int = 2) -> float:
+    """What a whole rollout must take: the products of its prompts, each once, at the measured peak; then for every decode step the
+    longer of its reading (weights, and KV, that of a shared prompt once) and of its products."""
+    rows = workload.requests * workload.samples
+    seconds = prefill_flops(shape, workload.requests, workload.prompt_tokens) / ceilings.flops
+    weights = streamed_weight_bytes(shape, itemsize)
+    per_token = kv_bytes_per_token(shape, itemsize)
+    scores = 4 * shape.num_attention_heads * shape.head_dim * shape.num_hidden_layers
+    for step in range(1, workload.new_tokens):  # the first token is the prompt's
+        kv = per_token * (workload.requests * workload.prompt_tokens + rows * step)
+        flops = rows * (2.0 * weights / itemsize + scores * (workload.prompt_tokens + step))
+        seconds += max((weights + kv) / ceilings.bandwidth, flops / ceilings.flops)
+    return seconds
