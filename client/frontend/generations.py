@@ -1,0 +1,135 @@
+"""The generations of one HTTP call, whole or as they come: what SGLang's and OpenAI's routes share.
+
+Invariants:
+- Every prompt is counted when it begins and once when it ends, however it ends.
+- Nothing is queued here for a slow reader but one chunk: the tokenizer manager joins what is new.
+- Whoever stops reading ends what he did not wait for.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+
+from ...io_struct import CaesuraError
+from ..tokenizer_manager import Chunk, GenerationRequest, Sample
+from .context import FrontEnd
+from .metrics import Metrics
+
+_Queue = asyncio.Queue[tuple[int, Chunk | CaesuraError | None]]
+
+
+async def whole(front: FrontEnd, requests: Sequence[GenerationRequest]) -> list[list[Sample]]:
+    """All samples, prompt by prompt.
+
+    Raises:
+        EngineError: of the first that was refused or failed; the others are aborted.
+    """
+    counts = [_Count(front.metrics) for _ in requests]
+    try:
+        if len(requests) == 1:
+            results = [await front.manager.generate(requests[0])]
+        else:
+            results = await front.manager.generate_batch(requests)
+    except BaseException as error:
+        for count in counts:
+            count.failed(error)
+        raise
+    for count, samples in zip(counts, results, strict=True):
+        count.finished(samples)
+    return results
+
+
+async def merged(
+    front: FrontEnd, requests: Sequence[GenerationRequest]
+) -> AsyncGenerator[tuple[int, Chunk], None]:
+    """The chunks of all prompts as they come, with the prompt's position.
+
+    Raises:
+        EngineError: as of :func:`whole`.
+    """
+    if len(requests) == 1:
+        async with aclosing(_counted(front, requests[0])) as chunks:
+            async for chunk in chunks:
+                yield 0, chunk
+        return
+    queue: _Queue = asyncio.Queue(maxsize=1)
+    tasks = [asyncio.create_task(_pump(front, i, request, queue)) for i, request in enumerate(requests)]
+    try:
+        running = len(tasks)
+        while running:
+            position, item = await queue.get()
+            if item is None:
+                running -= 1
+            elif isinstance(item, CaesuraError):
+                raise item
+            else:
+                yield position, item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def label_for(front: FrontEnd, samples: Sequence[Sample]) -> str:
+    """The engine's weight version, which samples that ended without a token cannot say themselves; the last one known where the
+    engine has gone meanwhile. Empty where all have tokens."""
+    if all(sample.output.output_ids for sample in samples):
+        return ""
+    status = (await front.metrics.engine.look(front.client)).status
+    return "default" if status is None else status.weight_version
+
+
+async def _pump(front: FrontEnd, position: int, request: GenerationRequest, queue: _Queue) -> None:
+    try:
+        async with aclosing(_counted(front, request)) as chunks:
+            async for chunk in chunks:
+                await queue.put((position, chunk))
+    except CaesuraError as error:
+        await queue.put((position, error))
+    else:
+        await queue.put((position, None))
+
+
+async def _counted(front: FrontEnd, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
+    count = _Count(front.metrics)
+    samples: list[Sample] = []
+    try:
+        async with aclosing(front.manager.stream(request)) as chunks:
+            async for chunk in chunks:
+                count.heard()
+                if chunk.finished is not None:
+                    samples.append(chunk.finished)
+                yield chunk
+    except BaseException as error:
+        count.failed(error)
+        raise
+    count.finished(samples)
+
+
+class _Count:
+    """One generation in the metrics, from now until it has ended."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._began = time.monotonic()
+        self._first: float | None = None
+        metrics.request_started()
+
+    def heard(self) -> None:
+        """Something was generated."""
+        if self._first is None:
+            self._first = time.monotonic() - self._began
+
+    def finished(self, samples: Sequence[Sample]) -> None:
+        """All samples have ended."""
+        tokens = sum(len(sample.output.output_ids) for sample in samples)
+        kinds = {sample.output.finish_reason.type for sample in samples}
+        self._end(tokens, next((kind for kind in ("abort", "length") if kind in kinds), "stop"))
+
+    def failed(self, error: BaseException) -> None:
+        """It was refused, it failed, or its client left."""
+        self._end(0, "error" if isinstance(error, CaesuraError) else "abort")
+
+    def _end(self, tokens: int, kind: str) -> None:
+        self._metrics.request_finished(tokens, time.monotonic() - self._began, self._first, kind)
