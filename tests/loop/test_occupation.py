@@ -547,8 +547,8 @@ class Trial:
             lifecycle = self.driver.engine.scheduler._lifecycle
             commit = type(lifecycle).commit_weights
 
-            def committed(version):
-                commit(lifecycle, version)
+            def committed(version, source):
+                commit(lifecycle, version, source)
                 self.physics.invalid = False
 
             lifecycle.commit_weights = committed
