@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -217,6 +217,22 @@ class _Inbox:
         return [(self._socket, zmq.POLLIN)]
 
 
+class _Replies(dict[str, Message]):
+    """What has been answered, by message id; popping one waits until it has come, without a tick."""
+
+    def __init__(self, collect: Callable[[int], None]) -> None:
+        super().__init__()
+        self._collect = collect
+
+    def pop(self, message_id: str, *default: Any) -> Any:
+        if not default:
+            for _ in range(100):
+                if message_id in self:
+                    break
+                self._collect(50)
+        return super().pop(message_id, *default)
+
+
 class EngineDriver:
     """An engine in this process, its clients' sockets, and the power over when it ticks."""
 
@@ -240,7 +256,7 @@ class EngineDriver:
         self.ongoing: Step | None = None
         self._context = zmq.Context()
         self.clients: dict[str, zmq.Socket] = {}
-        self.replies: dict[str, Message] = {}
+        self.replies = _Replies(self.collect)
         self.results: dict[tuple[str, int], list[GenerateReqOutput]] = {}
         self.outputs: list[tuple[str, BatchTokenOutput]] = []
         self.client("main")
