@@ -7,6 +7,7 @@ Invariants:
 """
 
 import contextlib
+import gc
 import json
 import logging
 import os
@@ -323,6 +324,7 @@ def run(config: EngineConfig, ready_fd: int | None, lifeline_fd: int | None) -> 
             tell(ready_fd, refusal(error))
             return 1
         cleanup.callback(engine.close)
+        gc.freeze()  # imports and the engine live as long as the process: a full collection need not go through them
         logger.info(
             "serving %s on %s after %.2f s (%d threads)",
             config.model_path, engine.router.endpoint, time.monotonic() - started, torch.get_num_threads(),

@@ -10,6 +10,7 @@ Invariants:
 
 import asyncio
 import contextlib
+import gc
 import ipaddress
 import os
 import signal
@@ -225,6 +226,7 @@ async def _serve(
         server = server_class(create_app(front), lambda: _announce(front.options, endpoint))
         watch = _Watch(server, client, launched)
         watch.begin()
+        gc.freeze()  # imports and routes live as long as the process: a full collection need not go through them
         try:
             await server.serve(sockets=[listener])
         finally:
