@@ -54,13 +54,13 @@ class MappedComponent:
     """CPU on Linux: each tensor in an anonymous private mapping of its own. Addresses stay.
 
     The kernel gives a zero page for each one that was never touched or was given back with MADV_DONTNEED
-    (madvise(2)), so resuming has nothing to do and costs memory only as the tensors are written. All ask for huge
-    pages: they are released and filled several times faster, and read a little faster (docs/memory.md). A KV pool
-    commits up to one huge page per tensor more than was written for it.
+    (madvise(2)), so resuming has nothing to do and costs memory only as the tensors are written. Weights ask for huge
+    pages: they are released and filled several times faster, and read a little faster (docs/memory.md).
     """
 
     def __init__(self, tag: MemoryTag | None) -> None:
         self.moves = False
+        self._huge = tag == "weights"  # written whole; in a KV pool they would commit what nobody uses
         self.nbytes = 0
         self._maps: list[mmap.mmap] = []
         self._spans: list[tuple[int, int]] = []
@@ -72,8 +72,9 @@ class MappedComponent:
             return torch.zeros(shape, dtype=dtype)
         nbytes = count * dtype.itemsize
         mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with suppress(OSError):  # a kernel without them
-            mapping.madvise(mmap.MADV_HUGEPAGE)
+        if self._huge:
+            with suppress(OSError):  # a kernel without them
+                mapping.madvise(mmap.MADV_HUGEPAGE)
         self._maps.append(mapping)
         self.nbytes += nbytes
         tensor = torch.frombuffer(mapping, dtype=dtype, count=count)
