@@ -24,11 +24,13 @@ from ..io_struct import AbortReq, AbortReqOutput, FinishReason, GenerateReqInput
 from .async_channel import Deltas, LoopChannel, Result
 from .async_client import AsyncSchedulerClient
 from .connection import Generation
-from .exceptions import EngineError, InvalidRequest
+from .exceptions import EngineError, InvalidRequest, PromptTooLong
 from .prompts import token_ids
-from .results import GenerateOutput, TokenDelta, TokenLogprobs
+from .request_limits import check_limits
+from .results import GenerateOutput, TokenDelta
+from .text.deltas import joined, part
 from .text.sample_text import SampleText, cut
-from .text.stop_strings import StopStrings
+from .text.stop_strings import StopStrings, shared_stop_strings
 from .text.tokenizer import TextTokenizer
 
 ENCODE_INLINE = 2048
@@ -39,7 +41,7 @@ _DEFAULTS = SamplingParams()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """One prompt, ``sampling_params.n`` samples."""
+    """One prompt, ``sampling_params.n`` samples. Making one raises InvalidRequest where a field is over its size."""
 
     prompt: str | Sequence[int]
     """Text is tokenized here."""
@@ -64,6 +66,11 @@ class GenerationRequest:
     routed_experts_start_len: int = 0
     cache_salt: str = ""
     min_weights_epoch: int | None = None
+    scored: bool = False
+    """Only the prompt is of interest: the engine samples a token all the same, which is left out of everything."""
+
+    def __post_init__(self) -> None:
+        check_limits(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +100,7 @@ class Chunk:
     """New tokens; None where only text is new."""
     finished: Sample | None
     """Set in the last chunk of this sample."""
+    prompt_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +128,10 @@ class _Work:
 
     def finished(self, output: GenerateOutput, text: str, stopped: SampleText | None) -> Sample:
         """The terminal result; ``stopped`` is given where a stop string ended it."""
+        if self.request.scored:
+            ended = output.finish_reason.type in ("stop", "length")
+            reason = FinishReason(type="length", length=0) if ended else output.finish_reason
+            output = replace(cut(output, 0), finish_reason=reason)
         matched: int | str | None = output.finish_reason.matched
         if stopped is not None and stopped.length is not None:
             output = replace(cut(output, stopped.length), finish_reason=FinishReason(type="stop"))
@@ -152,7 +164,8 @@ class _Follower:
 
     def arrive(self, delta: TokenDelta) -> None:
         """More tokens."""
-        self._arrived.append(delta)
+        if not self._work.request.scored:
+            self._arrived.append(delta)
 
     def end(self, output: GenerateOutput) -> None:
         """The engine's terminal result; all tokens have arrived."""
@@ -202,7 +215,10 @@ class _Follower:
         self._given = self._ended
         if not text and delta is None and finished is None:
             return None
-        return Chunk(index=self._index, rid=rid, text=text, delta=delta, finished=finished)
+        prompt = len(self._work.prompt_ids)
+        return Chunk(
+            index=self._index, rid=rid, text=text, delta=delta, finished=finished, prompt_tokens=prompt
+        )
 
     def _show(self, text: str) -> None:
         if text:
@@ -213,13 +229,13 @@ class _Follower:
         """Tokens go out with their text: where a stop string may yet cut some off, they wait."""
         if not self._tokens:
             return None
-        delta = _joined(self._tokens)
+        delta = joined(self._tokens)
         known = len(delta.output_ids)
         if self._text is not None and (self.stopped or not self._ended):
             known = min(known, self._text.settled - self._read)
-        self._tokens = [_part(delta, known, None)] if known < len(delta.output_ids) else []
+        self._tokens = [part(delta, known, None)] if known < len(delta.output_ids) else []
         self._read += known
-        return _part(delta, 0, known) if known else None
+        return part(delta, 0, known) if known else None
 
 
 class _Flow:
@@ -287,53 +303,20 @@ def _abort(channel: LoopChannel, generation: Generation[Result, Deltas], index: 
         channel.start_call(AbortReq(rid=generation.rid, index=index), AbortReqOutput)
 
 
-def _joined(deltas: Sequence[TokenDelta]) -> TokenDelta:
-    """Contiguous deltas of one sample as one."""
-    first = deltas[0]
-    if len(deltas) == 1:
-        return first
-    logprobs = [delta.output_logprobs or () for delta in deltas]
-    return replace(
-        first,
-        output_ids=list(chain.from_iterable(delta.output_ids for delta in deltas)),
-        output_logprobs=None if first.output_logprobs is None else list(chain.from_iterable(logprobs)),
-        output_top_logprobs=_joined_further([delta.output_top_logprobs for delta in deltas]),
-        output_token_ids_logprobs=_joined_further([delta.output_token_ids_logprobs for delta in deltas]),
-    )
-
-
-def _joined_further(parts: Sequence[TokenLogprobs | None]) -> TokenLogprobs | None:
-    known = [part for part in parts if part is not None]
-    if not known:
-        return None
-    return TokenLogprobs(
-        k=known[0].k,
-        ids=list(chain.from_iterable(part.ids for part in known)),
-        logprobs=list(chain.from_iterable(part.logprobs for part in known)),
-    )
-
-
-def _part(delta: TokenDelta, start: int, end: int | None) -> TokenDelta:
-    """The tokens [start, end) of a delta."""
-    if start == 0 and end == len(delta.output_ids):
-        return delta
-    top, given = delta.output_top_logprobs, delta.output_token_ids_logprobs
-    return replace(
-        delta,
-        start=delta.start + start,
-        output_ids=delta.output_ids[start:end],
-        output_logprobs=None if delta.output_logprobs is None else delta.output_logprobs[start:end],
-        output_top_logprobs=None if top is None else top.cut(start, end),
-        output_token_ids_logprobs=None if given is None else given.cut(start, end),
-    )
-
-
 class TokenizerManager:
     """Generates text over one client. Without a tokenizer it takes and gives ids only, and texts are empty."""
 
-    def __init__(self, client: AsyncSchedulerClient, tokenizer: TextTokenizer | None) -> None:
+    def __init__(
+        self,
+        client: AsyncSchedulerClient,
+        tokenizer: TextTokenizer | None,
+        *,
+        context_length: int | None = None,
+    ) -> None:
+        """``context_length``: the engine's, in tokens; texts that must be longer are refused untokenized. None: none are."""
         self.client = client
         self.tokenizer = tokenizer
+        self._context_length = context_length
 
     async def generate(self, request: GenerationRequest) -> list[Sample]:
         """All samples of one prompt, in order. Cancelled: aborted.
@@ -388,8 +371,12 @@ class TokenizerManager:
         return [task.result() for task in tasks]
 
     def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text."""
-        return self._need_tokenizer("text").encode(text, add_special_tokens=add_special_tokens)
+        """Token ids of a text.
+
+        Raises:
+            PromptTooLong: it has more characters than the context has tokens, times those of the longest token.
+        """
+        return self._encoder(text).encode(text, add_special_tokens=add_special_tokens)
 
     def detokenize(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids, by themselves."""
@@ -408,7 +395,20 @@ class TokenizerManager:
         prompt = tokenizer.render_chat(
             messages, tools=tools, add_generation_prompt=add_generation_prompt, **kwargs
         )
-        return tokenizer.encode(prompt, add_special_tokens=False)
+        return self._encoder(prompt, "messages").encode(prompt, add_special_tokens=False)
+
+    def _encoder(self, text: str, field: str = "text") -> TextTokenizer:
+        """What encodes ``text``, which takes hundreds of bytes of memory for each character."""
+        tokenizer = self._need_tokenizer(field)
+        tokens = self._context_length
+        if tokens is not None and len(text) > tokens * tokenizer.longest:
+            raise PromptTooLong(
+                f"a text of {len(text)} characters is over the limit of {tokens * tokenizer.longest}: "
+                f"{tokens} tokens of at most {tokenizer.longest}",
+                field=field,
+                limit=tokens,
+            )
+        return tokenizer
 
     def _need_tokenizer(self, field: str) -> TextTokenizer:
         if self.tokenizer is None:
@@ -418,7 +418,7 @@ class TokenizerManager:
         return self.tokenizer
 
     async def _prepare(self, request: GenerationRequest, *, stream: bool) -> _Work:
-        stops = StopStrings(request.stop) if request.stop else None
+        stops = shared_stop_strings(request.stop) if request.stop else None
         if stops is not None:
             self._need_tokenizer("stop")
             if not request.detokenize:
@@ -446,7 +446,7 @@ class TokenizerManager:
         text = request.prompt
         if not isinstance(text, str):
             return token_ids(text)
-        encode = self._need_tokenizer("text").encode
+        encode = self._encoder(text).encode
         if len(text) <= ENCODE_INLINE:
             return encode(text, add_special_tokens=request.add_special_tokens)
         return await asyncio.to_thread(encode, text, add_special_tokens=request.add_special_tokens)

@@ -5,7 +5,8 @@ Invariants:
 - ``admin`` (whatever changes the engine) needs the admin key; where none is set, the API key; where neither is set, nothing
   (a server without keys binds loopback only). ``user`` needs the API key where one is set; the admin key opens it too.
 - Keys are compared in constant time and appear in no log, error or answer.
-- A page of another origin cannot use a server without keys through its reader's browser.
+- A page of another origin cannot use a server without keys through its reader's browser, also where its name has been made to
+  point at this machine (DNS rebinding): a request must then name this machine, or the address that the server was given.
 """
 
 import hmac
@@ -28,13 +29,14 @@ class AuthMiddleware(ASGIMiddleware):
         api, admin = _key(options.api_key), _key(options.admin_key)
         self._user_keys = [key for key in (api, admin) if key] if api else []
         self._admin_keys = [key for key in (admin or api,) if key]
+        self._host = options.host.lower()
 
     async def handle(self, scope: Scope, receive: Receive, send: Send, next_app: ASGIApp) -> None:
         refusal = self._refusal(scope)
         if refusal is None:
             await next_app(scope, receive, send)
         else:
-            await send_error(send, *refusal)
+            await send_error(scope, send, *refusal)
 
     def _refusal(self, scope: Scope) -> tuple[int, str] | None:
         access = scope["route_handler"].opt.get("access", "admin")
@@ -48,7 +50,16 @@ class AuthMiddleware(ASGIMiddleware):
                 return 401, "Unauthorized"
         elif _from_other_site(headers):
             return 403, "Forbidden: this server has no key, so pages of other sites may not use it"
+        elif not self._is_named(headers.get(b"host")):
+            return 403, "Forbidden: this server has no key, so requests must name it as this machine (Host)"
         return None
+
+    def _is_named(self, host: bytes | None) -> bool:
+        """Whether ``Host`` names this machine or the address listened on; every browser sends one."""
+        if host is None:
+            return True
+        name = _hostname("//" + host.decode("latin-1"))
+        return name is not None and (is_loopback(name) or name == self._host)
 
 
 def _key(value: str | None) -> bytes:
@@ -67,11 +78,16 @@ def _from_other_site(headers: dict[bytes, bytes]) -> bool:
     origin = headers.get(b"origin")
     if origin is None:
         return False
+    host = _hostname(origin.decode("latin-1"))
+    return host is None or not is_loopback(host)
+
+
+def _hostname(url: str) -> str | None:
+    """In lower case, without brackets and port; None where there is none."""
     try:
-        host = urlsplit(origin.decode("latin-1")).hostname or ""
+        return urlsplit(url).hostname
     except ValueError:
-        return True
-    return not is_loopback(host)
+        return None
 
 
 def is_loopback(host: str) -> bool:

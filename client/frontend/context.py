@@ -30,7 +30,7 @@ class ServeOptions:
     admin_key: str | None = field(default=None, repr=False)
     """None: what changes the engine needs ``api_key``, if there is one."""
     weights_root: str | None = None
-    """Directory under which every ``model_path`` of an update must lie. None: the parent of ``model_path``."""
+    """Directory under which every ``model_path`` of an update must lie. None: :attr:`default_weights_root`."""
     allow_pickled_tensors: bool = False
     """Read the base64 pickles of ``/update_weights_from_tensor`` (they are parsed, never unpickled)."""
     max_body_bytes: int = 32 << 20
@@ -50,8 +50,13 @@ class ServeOptions:
 
     @property
     def default_weights_root(self) -> str:
-        """Where no other is set: the directory that the model's own folder lies in."""
-        return os.path.dirname(os.path.realpath(self.model_path)) if self.model_path else ""
+        """Where no other is set: the directory that the model's own folder lies in; that folder alone where this is the root
+        of the file system."""
+        if not self.model_path:
+            return ""
+        folder = os.path.realpath(self.model_path)
+        parent = os.path.dirname(folder)
+        return folder if parent == os.path.dirname(parent) else parent
 
     @property
     def model_name(self) -> str:

@@ -4,6 +4,8 @@ Invariants: nothing here keeps state, the engine does; a refusal changes nothing
 them may continue what another has paused, and a pause of somebody else needs ``force``.
 """
 
+from typing import Annotated
+
 import msgspec
 from litestar import Response, post, route
 from litestar.exceptions import ClientException
@@ -14,7 +16,6 @@ from .context import Front, FrontEnd
 from .control_schema import (
     CheckerBody,
     ContinueBody,
-    NonNegative,
     PauseBody,
     PostProcessBody,
     TagsBody,
@@ -23,9 +24,12 @@ from .control_schema import (
 from .errors import json_response, native_error, status_of
 from .exchange import HTTPRequest, acknowledge, command, failure, query_of, read_control, succeed
 
+MAX_FLUSH_WAIT_S = 3600
+"""Longest that a flush may be asked to wait for idleness."""
+
 
 class _FlushQuery(msgspec.Struct, kw_only=True):
-    timeout: NonNegative = 0.0
+    timeout: Annotated[float, msgspec.Meta(ge=0, le=MAX_FLUSH_WAIT_S)] = 0.0
     torch_empty_cache: bool = True
 
 
@@ -104,10 +108,14 @@ async def update_weight_version(request: HTTPRequest, front: Front) -> Response[
 
 
 async def _relabel(front: FrontEnd, body: VersionBody) -> WeightUpdateReqOutput:
-    if body.abort_all_requests:
-        await front.client.abort(abort_all=True)
     async with front.client.weight_update(weight_version=body.new_version) as update:
-        pass
+        if body.abort_all_requests:
+            status = await front.client.status()
+            if status.weights != "valid":  # the commit would be refused, with the requests gone
+                raise CaesuraError(
+                    ErrorCode.WEIGHT_MISMATCH, f"the weights are {status.weights}: update all of them first"
+                )
+            await front.client.abort(abort_all=True)
     if update.result is None:
         raise CaesuraError(ErrorCode.INTERNAL, "the engine has not committed")
     return update.result

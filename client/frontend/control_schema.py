@@ -13,7 +13,9 @@ from ...io_struct.control import LeaseAction
 from ...io_struct.weights import DEFAULT_GROUP_NAME
 
 Selector = Literal["target", "all"]
-NonNegative = Annotated[float, msgspec.Meta(ge=0)]
+MAX_LABEL = 1024
+"""Characters of a weight version: it comes back with every answer."""
+Label = Annotated[str, msgspec.Meta(max_length=MAX_LABEL)]
 
 
 class PauseBody(msgspec.Struct, kw_only=True):
@@ -42,7 +44,7 @@ class TagsBody(msgspec.Struct, kw_only=True):
 class VersionBody(msgspec.Struct, kw_only=True):
     """``/update_weight_version``."""
 
-    new_version: str
+    new_version: Label
     abort_all_requests: bool = True
 
 
@@ -97,7 +99,7 @@ class EndBody(msgspec.Struct, kw_only=True):
 
     commit: bool = True
     """Ours: false aborts the session."""
-    weight_version: str | None = None
+    weight_version: Label | None = None
     """Ours: the new label."""
 
 
@@ -106,7 +108,7 @@ class UpdateBody(msgspec.Struct, kw_only=True):
 
     flush_cache: bool = True
     torch_empty_cache: bool = False
-    weight_version: str | None = None
+    weight_version: Label | None = None
     abort_all_requests: bool = False
 
     def options(self) -> dict[str, Any]:

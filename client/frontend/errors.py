@@ -1,7 +1,8 @@
 """How failures look over HTTP: SGLang's bodies and statuses.
 
 Invariants: a request that is wrong is 400, never 422; 401 and 403 are keys; 503 means that the engine is not there or
-takes no more, and may be tried again; nothing answers with a traceback or a key.
+takes no more, and may be tried again; nothing answers with a traceback or a key. Under ``/v1`` errors have OpenAI's shape,
+but for the native routes that live there.
 """
 
 import logging
@@ -11,7 +12,7 @@ from typing import Any
 import msgspec
 from litestar import Request, Response
 from litestar.exceptions import HTTPException
-from litestar.types import ExceptionHandlersMap, Send
+from litestar.types import ExceptionHandlersMap, Scope, Send
 
 from ...io_struct import CaesuraError, ErrorCode
 
@@ -59,9 +60,29 @@ def error_object(message: str, status: int) -> dict[str, Any]:
     return {"object": "error", "message": message, "type": phrase, "param": None, "code": status}
 
 
-async def send_error(send: Send, status: int, message: str) -> None:
+def openai_error(
+    message: str, status: int, *, param: str | None = None, code: str | None = None
+) -> dict[str, Any]:
+    """OpenAI's error object."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return {"error": {"message": message, "type": kind, "param": param, "code": code or str(status)}}
+
+
+_NATIVE_V1 = ("/v1/loads", "/v1/tokenize", "/v1/detokenize")
+
+
+def _plain_error(scope: Scope, message: str, status: int) -> dict[str, Any]:
+    """An error of whatever is asked for, routes that do not exist included."""
+    path = scope["path"]
+    if path.startswith("/v1/") and path.rstrip("/") not in _NATIVE_V1:
+        return openai_error(message, status, code="invalid_api_key" if status == 401 else None)
+    return error_object(message, status)
+
+
+async def send_error(scope: Scope, send: Send, status: int, message: str) -> None:
     """Answer with an error from below the handlers."""
-    body = msgspec.json.encode({"error": message} if status == 401 else error_object(message, status))
+    found = _plain_error(scope, message, status)
+    body = msgspec.json.encode({"error": message} if status == 401 and "object" in found else found)
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     if status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
@@ -73,13 +94,13 @@ def _typed(_: Request[Any, Any, Any], error: CaesuraError) -> Response[bytes]:
     return native_error(error.message, status_of(error), error.code)
 
 
-def _http(_: Request[Any, Any, Any], error: HTTPException) -> Response[bytes]:
-    return json_response(error_object(error.detail, error.status_code), error.status_code)
+def _http(request: Request[Any, Any, Any], error: HTTPException) -> Response[bytes]:
+    return json_response(_plain_error(request.scope, error.detail, error.status_code), error.status_code)
 
 
 def _defect(request: Request[Any, Any, Any], error: Exception) -> Response[bytes]:
     logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    return json_response(error_object("internal error; the server's log says more", 500), 500)
+    return json_response(_plain_error(request.scope, "internal error; the server's log says more", 500), 500)
 
 
 EXCEPTION_HANDLERS: ExceptionHandlersMap = {

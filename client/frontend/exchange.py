@@ -43,7 +43,7 @@ async def read_control(request: HTTPRequest, kind: type[StructT]) -> StructT:
             raise ClientException("the body must be a JSON object")
         given = {name: value for name, value in fields.items() if value is not None}
         return msgspec.convert(given, kind, strict=False)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ClientException(str(error)) from error
 
 

@@ -14,8 +14,10 @@ from typing import Any
 import msgspec
 
 from ...io_struct import RoutedExperts
+from ..exceptions import InvalidRequest
 from ..results import GenerateOutput, TokenDelta, TokenLogprobs
 from ..tokenizer_manager import Chunk, GenerationRequest, Sample, TokenizerManager
+from .generate_schema import ExpertsDtype
 
 Texts = Callable[[int], str | None]
 """The text of one token, where asked for."""
@@ -49,8 +51,19 @@ def rows(values: TokenLogprobs, texts: Texts | None) -> Iterator[list[Any]]:
         yield triples([value for value, _ in pairs], [token for _, token in pairs], texts)
 
 
-def routed_experts(routed: RoutedExperts) -> str:
-    """Little-endian int32 [rows, layers, experts per token] in base64."""
+def routed_experts(routed: RoutedExperts, dtype: ExpertsDtype = "int32") -> str:
+    """Little-endian [rows, layers, experts per token] in base64.
+
+    Raises:
+        InvalidRequest: ``uint8`` for a model of more than 256 experts.
+    """
+    if dtype == "uint8":
+        if routed.dtype != "U8":
+            raise InvalidRequest(
+                "routed_experts_dtype uint8: the model has more than 256 experts",
+                field="routed_experts_dtype",
+            )
+        return base64.b64encode(routed.data).decode()
     size = routed.itemsize
     wide = bytearray(len(routed.data) // size * 4)
     for place in range(size):  # the lowest bytes; the others are zero
@@ -68,7 +81,13 @@ def finish_reason(sample: Sample) -> dict[str, Any]:
     return {"type": "abort", "message": reason.message or "Aborted", "status_code": None, "err_type": None}
 
 
-def meta_info(sample: Sample, request: GenerationRequest, label: str, texts: Texts | None) -> dict[str, Any]:
+def meta_info(
+    sample: Sample,
+    request: GenerationRequest,
+    label: str,
+    texts: Texts | None,
+    experts_dtype: ExpertsDtype = "int32",
+) -> dict[str, Any]:
     """Everything about a finished sample but its tokens. ``label`` is for one that has none."""
     output = sample.output
     spans = output.weight_versions
@@ -93,7 +112,7 @@ def meta_info(sample: Sample, request: GenerationRequest, label: str, texts: Tex
         _add_output_logprobs(meta, output.as_delta(), texts)
         _add_input_logprobs(meta, sample, request, texts)
     if output.routed_experts is not None:
-        meta["routed_experts"] = routed_experts(output.routed_experts)
+        meta["routed_experts"] = routed_experts(output.routed_experts, experts_dtype)
         meta["routed_experts_start_len"] = request.routed_experts_start_len
     return meta
 
@@ -132,15 +151,22 @@ class Answer:
     prompt_token_ids: bool
     label: str = ""
     """The engine's weight version; filled in where a sample without tokens needs it."""
+    label_at_begin: str | None = None
+    """The same when a stream began, for its events before the last; None: unknown."""
+    experts_dtype: ExpertsDtype = "int32"
 
     def of(self, sample: Sample, request: GenerationRequest) -> dict[str, Any]:
         """One finished sample."""
         answer: dict[str, Any] = {"text": sample.text} if self.with_text else {}
         answer["output_ids"] = sample.output.output_ids
-        answer["meta_info"] = meta_info(sample, request, self.label, self.texts)
+        answer["meta_info"] = self.meta_of(sample, request)
         if self.prompt_token_ids:
             answer["prompt_token_ids"] = sample.prompt_ids
         return answer
+
+    def meta_of(self, sample: Sample, request: GenerationRequest) -> dict[str, Any]:
+        """``meta_info`` of one finished sample."""
+        return meta_info(sample, request, self.label, self.texts, self.experts_dtype)
 
 
 @dataclass(slots=True)
@@ -201,17 +227,16 @@ class EventWriter:
 
     def _meta(self, chunk: Chunk) -> dict[str, Any]:
         if chunk.finished is not None:
-            meta = meta_info(chunk.finished, self.request, self.answer.label, self.answer.texts)
+            meta = self.answer.meta_of(chunk.finished, self.request)
             for name in ("output_token_logprobs", *self.further):
                 meta.pop(name, None)
             return meta
-        prompt = self.request.prompt
         meta = {
             "id": chunk.rid,
             "finish_reason": None,
-            "prompt_tokens": None if isinstance(prompt, str) else len(prompt),
+            "prompt_tokens": chunk.prompt_tokens,
             "completion_tokens": self.count,
-            "weight_version": None,
+            "weight_version": self.answer.label_at_begin,
             "cached_tokens": None,
         }
         return {**meta, "output_token_logprobs_length": self.count} if self.request.return_logprob else meta

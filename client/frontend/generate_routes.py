@@ -18,7 +18,7 @@ from .errors import error_object, json_response, native_error, status_of
 from .exchange import ClientLeft, HTTPRequest, command, events, nobody, read_control, unless_left
 from .generate_answer import DONE, Answer, EventWriter, error_frame, token_texts
 from .generate_schema import Job, decode_body, plan_job
-from .generations import label_for, merged, whole
+from .generations import asking_label, label_for, merged, whole
 
 
 class AbortBody(msgspec.Struct, kw_only=True):
@@ -56,7 +56,12 @@ def refused(front: FrontEnd, error: CaesuraError) -> Response[bytes]:
 def _answer(front: FrontEnd, job: Job) -> Answer:
     tokenizer = front.manager.tokenizer
     texts = token_texts(front.manager, job.text_in_logprobs)
-    return Answer(texts=texts, with_text=tokenizer is not None, prompt_token_ids=job.prompt_token_ids)
+    return Answer(
+        texts=texts,
+        with_text=tokenizer is not None,
+        prompt_token_ids=job.prompt_token_ids,
+        experts_dtype=job.experts_dtype,
+    )
 
 
 async def _whole(request: HTTPRequest, front: FrontEnd, job: Job) -> Response[bytes]:
@@ -101,17 +106,22 @@ async def _frames(front: FrontEnd, job: Job) -> AsyncGenerator[bytes, None]:
     for each in job.requests:
         offsets.append(offsets[-1] + each.sampling_params.n)
     writers: dict[int, EventWriter] = {}
-    async with contextlib.aclosing(merged(front, job.requests)) as chunks:
-        async for prompt, chunk in chunks:
-            sample = offsets[prompt] + chunk.index
-            writer = writers.get(sample)
-            if writer is None:
-                index = sample if job.as_list else None
-                writer = EventWriter(answer, job.requests[prompt], index, front.options.incremental_streaming)
-                writers[sample] = writer
-            if chunk.finished is not None:
-                answer.label = answer.label or await label_for(front, [chunk.finished])
-            yield writer.event(chunk)
+    with asking_label(front) as label:
+        async with contextlib.aclosing(merged(front, job.requests)) as chunks:
+            async for prompt, chunk in chunks:
+                sample = offsets[prompt] + chunk.index
+                writer = writers.get(sample)
+                if writer is None:
+                    index = sample if job.as_list else None
+                    writer = EventWriter(
+                        answer, job.requests[prompt], index, front.options.incremental_streaming
+                    )
+                    writers[sample] = writer
+                if chunk.finished is None:
+                    answer.label_at_begin = await label
+                else:
+                    answer.label = answer.label or await label_for(front, [chunk.finished])
+                yield writer.event(chunk)
 
 
 @post("/abort_request", status_code=200, opt={"access": "user"})

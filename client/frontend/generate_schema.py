@@ -4,21 +4,32 @@ Invariants:
 - A field that would change the result and that this engine does not do is refused by name; what only hints is ignored, and
   so are unknown top-level keys, as SGLang does. Unknown sampling parameters are refused.
 - ``null`` means "left out" wherever that is not a value of its own (``max_new_tokens: null`` is "no limit").
+- What goes to the engine with every prompt is bounded before it is copied for each of them.
 - The structs' field groups are what ``docs/http.md`` lists; a test compares.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from ...io_struct import SamplingParams
+from ...io_struct.base import MAX_ID_LENGTH
+from ...io_struct.generate import MAX_SAMPLES, Seed, TokenId
 from ..exceptions import InvalidRequest
 from ..prompts import is_single
+from ..request_limits import MAX_SALT_CHARACTERS, MAX_STOP_CHARACTERS, characters, check_size
 from ..tokenizer_manager import GenerationRequest
 
 MAX_STOP_STRINGS = 32
 """SGLang's."""
+MAX_STOP_CHARACTERS_IN_ALL = 32 * MAX_STOP_CHARACTERS
+"""Of the different stop strings of one call, whose prompts may have each their own."""
+
+Samples = Annotated[int, msgspec.Meta(ge=1, le=MAX_SAMPLES)]
+Name = Annotated[str, msgspec.Meta(max_length=MAX_ID_LENGTH)]
+Count = Annotated[int, msgspec.Meta(ge=0)]
+ExpertsDtype = Literal["int32", "uint8"]
 
 
 class SamplingBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -26,7 +37,7 @@ class SamplingBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     max_new_tokens: int | None = 128
     stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: list[TokenId] | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -35,13 +46,13 @@ class SamplingBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     presence_penalty: float | None = None
     repetition_penalty: float | None = None
     min_new_tokens: int | None = None
-    n: int | None = None
+    n: Samples | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     no_stop_trim: bool | None = None
     logit_bias: dict[str, float] | None = None
-    sampling_seed: int | None = None
+    sampling_seed: Seed | None = None
     # accepted and ignored
     stream_interval: int | None = None
     custom_params: dict[str, Any] | None = None
@@ -65,18 +76,19 @@ class GenerateBody(msgspec.Struct, kw_only=True):
     """The top level. ``X | list`` fields take one value for all prompts, or a list of one each."""
 
     text: str | list[str] | None = None
-    input_ids: list[int | list[int]] | None = None
+    input_ids: list[TokenId | list[TokenId]] | None = None
     sampling_params: SamplingBody | list[SamplingBody] | None = None
-    rid: str | list[str] | None = None
+    rid: Name | list[Name] | None = None
     stream: bool | None = None
     return_logprob: bool | list[bool] | None = None
     logprob_start_len: int | list[int] | None = None
     top_logprobs_num: int | list[int] | None = None
-    token_ids_logprob: list[int | list[int]] | None = None
+    token_ids_logprob: list[TokenId | list[TokenId]] | None = None
     return_text_in_logprobs: bool | None = None
     return_prompt_token_ids: bool | None = None
     return_routed_experts: bool | list[bool] | None = None
-    routed_experts_start_len: int = 0
+    routed_experts_start_len: Count = 0
+    routed_experts_dtype: ExpertsDtype | None = None
     cache_salt: str | list[str] | None = None
     extra_key: str | list[str] | None = None
     min_weights_epoch: int | None = None
@@ -126,18 +138,22 @@ class Job(msgspec.Struct, kw_only=True):
     """The answer is a list: a batch, or more than one sample."""
     text_in_logprobs: bool
     prompt_token_ids: bool
+    experts_dtype: ExpertsDtype
 
 
 def decode_body(raw: bytes) -> GenerateBody:
     """The body of a request.
 
     Raises:
-        InvalidRequest: it is not JSON, a value is of the wrong type, a sampling parameter is unknown, or a field is refused.
+        InvalidRequest: it is not JSON or nested too deeply, a value is of the wrong type or range, a sampling parameter is
+            unknown, or a field is refused.
     """
     try:
         body = _decoder.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidRequest(str(error)) from error
+    except RecursionError as error:
+        raise InvalidRequest("the body is nested too deeply") from error
     _refuse(body, REFUSED, "")
     return body
 
@@ -152,7 +168,8 @@ def plan_job(body: GenerateBody, *, max_batch: int, detokenize: bool) -> Job:
     """One request for each prompt.
 
     Raises:
-        InvalidRequest: no prompt, lists of different lengths, duplicate rids, more than ``max_batch`` samples in all.
+        InvalidRequest: no prompt, lists of different lengths, duplicate rids, more than ``max_batch`` samples in all, a field
+            over its size.
     """
     prompts, single = _prompts(body)
     count = len(prompts)
@@ -163,6 +180,9 @@ def plan_job(body: GenerateBody, *, max_batch: int, detokenize: bool) -> Job:
     for each in params:
         if id(each) not in shared:
             shared[id(each)] = sampling_fields(each or SamplingBody())
+    different = {tuple(fields["stop"]) for fields in shared.values()}
+    size = sum(map(characters, different))
+    check_size("stop", size, MAX_STOP_CHARACTERS_IN_ALL, "characters of different prompts' stop strings")
     sampling = [shared[id(each)] for each in params]
     samples = sum(fields["sampling_params"].n for fields in sampling)
     if samples > max_batch:
@@ -183,6 +203,7 @@ def plan_job(body: GenerateBody, *, max_batch: int, detokenize: bool) -> Job:
         as_list=not single or samples > 1,
         text_in_logprobs=bool(body.return_text_in_logprobs),
         prompt_token_ids=bool(body.return_prompt_token_ids),
+        experts_dtype=body.routed_experts_dtype or "int32",
     )
 
 
@@ -191,6 +212,8 @@ def _prompts(body: GenerateBody) -> tuple[list[Any], bool]:
     if body.input_ids is None:
         if body.text is None:
             raise InvalidRequest("either text or input_ids is needed", field="text")
+        if body.text == []:
+            raise InvalidRequest("text is an empty list: there is no prompt", field="text")
         return ([body.text], True) if isinstance(body.text, str) else (list(body.text), False)
     one = is_single(body.input_ids)  # type: ignore[arg-type]  # which of the two it is
     kinds = set(map(type, body.input_ids))
@@ -252,11 +275,13 @@ def _rids(rid: str | list[str] | None, count: int, single: bool) -> list[str | N
 
 
 def _salts(body: GenerateBody, count: int) -> list[str]:
-    """``cache_salt`` and ``extra_key`` both keep prefixes apart."""
+    """``cache_salt`` and ``extra_key`` both keep prefixes apart; their sizes count together."""
     salts = _each("cache_salt", body.cache_salt, count, "")
     if body.extra_key is None:
         return salts
     keys = _each("extra_key", body.extra_key, count, "")
+    for field, values in (("cache_salt", salts), ("extra_key", keys)):
+        check_size(field, max(map(len, values)), MAX_SALT_CHARACTERS, "characters")
     return [f"{salt}\n{key}" if key else salt for salt, key in zip(salts, keys, strict=True)]
 
 
@@ -276,6 +301,7 @@ def sampling_fields(body: SamplingBody) -> dict[str, Any]:
         raise InvalidRequest(
             f"{len(stop)} stop strings are over the limit of {MAX_STOP_STRINGS}", field="stop"
         )
+    check_size("stop", characters(stop), MAX_STOP_CHARACTERS, "characters in all")
     given: dict[str, Any] = {
         "temperature": body.temperature,
         "top_p": body.top_p,
@@ -291,16 +317,16 @@ def sampling_fields(body: SamplingBody) -> dict[str, Any]:
         "n": body.n,
         "logit_bias": None if not body.logit_bias else bias_of(body.logit_bias),
     }
-    if body.n is not None and body.n < 1:
-        raise InvalidRequest("sampling_params.n must be at least 1", field="n", value=body.n)
     wire = {name: value for name, value in given.items() if value is not None}
     own = {
         "no_stop_trim": body.no_stop_trim,
         "skip_special_tokens": body.skip_special_tokens,
         "spaces_between_special_tokens": body.spaces_between_special_tokens,
     }
+    scored = body.max_new_tokens == 0  # the engine samples at least one token
     return {
-        "sampling_params": SamplingParams(max_new_tokens=body.max_new_tokens, **wire),
+        "sampling_params": SamplingParams(max_new_tokens=1 if scored else body.max_new_tokens, **wire),
+        "scored": scored,
         "stop": [each for each in stop if each],
         **{name: value for name, value in own.items() if value is not None},
     }
@@ -309,6 +335,6 @@ def sampling_fields(body: SamplingBody) -> dict[str, Any]:
 def bias_of(given: dict[str, float]) -> dict[int, float]:
     """``logit_bias`` with its keys as token ids: JSON has text keys only."""
     try:
-        return {int(token): bias for token, bias in given.items()}
-    except ValueError as error:
+        return msgspec.convert(given, dict[TokenId, float], str_keys=True)
+    except msgspec.ValidationError as error:
         raise InvalidRequest(f"logit_bias: {error}", field="logit_bias") from error

@@ -8,8 +8,8 @@ Invariants:
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Awaitable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 
 from ...io_struct import CaesuraError
 from ..tokenizer_manager import Chunk, GenerationRequest, Sample
@@ -78,6 +78,22 @@ async def label_for(front: FrontEnd, samples: Sequence[Sample]) -> str:
         return ""
     status = (await front.metrics.engine.look(front.client)).status
     return "default" if status is None else status.weight_version
+
+
+@contextmanager
+def asking_label(front: FrontEnd) -> Iterator[Awaitable[str | None]]:
+    """The engine's weight version as of now, asked for beside a generation: it comes before the first token does. None where
+    the engine has never answered."""
+
+    async def ask() -> str | None:
+        status = (await front.metrics.engine.look(front.client)).status
+        return None if status is None else status.weight_version
+
+    task = asyncio.ensure_future(ask())
+    try:
+        yield task
+    finally:
+        task.cancel()
 
 
 async def _pump(front: FrontEnd, position: int, request: GenerationRequest, queue: _Queue) -> None:

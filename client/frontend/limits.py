@@ -21,9 +21,8 @@ class BodyLimit(ASGIMiddleware):
         limit = self._weights if scope["route_handler"].opt.get("body") == "weights" else self._plain
         announced = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
         if not announced.isdigit() or int(announced) > limit:
-            await send_error(
-                send, 413, f"a body of {announced.decode('latin-1')} bytes is over the limit of {limit}"
-            )
+            length = announced[:32].decode("latin-1")
+            await send_error(scope, send, 413, f"a body of {length} bytes is over the limit of {limit}")
             return
         seen = 0
 

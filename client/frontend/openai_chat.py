@@ -106,7 +106,7 @@ def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, A
 
 def _message(name: str, message: Mapping[str, Any]) -> dict[str, Any]:
     role = message.get("role")
-    if role not in _ROLES:
+    if not isinstance(role, str) or role not in _ROLES:
         raise InvalidRequest(
             f"{name}.role is {role!r}; known are {', '.join(sorted(_ROLES))}", field="messages"
         )
@@ -146,7 +146,7 @@ def _with_object(name: str, function: dict[str, Any]) -> dict[str, Any]:
         return function
     try:
         return {**function, "arguments": msgspec.json.decode(arguments or "{}")}
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise InvalidRequest(f"{name}.function.arguments is not JSON: {error}", field="messages") from error
 
 
@@ -158,7 +158,7 @@ def _prompt(manager: TokenizerManager, request: ChatRequest) -> list[int]:
     if request.reasoning_effort is not None:
         variables.setdefault("reasoning_effort", request.reasoning_effort)
     generation_prompt = variables.pop("add_generation_prompt", request.add_generation_prompt)
-    for name in ("messages", "tools", "tokenize"):
+    for name in ("self", "messages", "tools", "tokenize"):
         if name in variables:
             raise InvalidRequest(f"chat_template_kwargs may not set {name}", field="chat_template_kwargs")
     return manager.apply_chat_template(

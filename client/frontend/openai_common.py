@@ -22,7 +22,7 @@ from ...io_struct import CaesuraError, ErrorCode, SamplingParams, new_id
 from ..exceptions import InvalidRequest
 from ..tokenizer_manager import ENCODE_INLINE, GenerationRequest, Sample
 from .context import FrontEnd
-from .errors import json_response, status_of
+from .errors import json_response, openai_error, status_of
 from .exchange import ClientLeft, HTTPRequest, nobody
 from .generate_answer import routed_experts
 from .openai_schema import Body, CommonRequest, TokenDetails, Usage
@@ -55,16 +55,9 @@ def check_model(front: FrontEnd, name: str | None) -> None:
 
 def error_body(error: CaesuraError) -> dict[str, Any]:
     """OpenAI's error object."""
-    wrong = status_of(error) < 500
     param = str(error.detail.get("field") or "").removeprefix("sampling_params.")
-    return {
-        "error": {
-            "message": error.message,
-            "type": "invalid_request_error" if wrong else "server_error",
-            "param": _FIELDS.get(param, param) or None,
-            "code": "context_length_exceeded" if error.code == ErrorCode.PROMPT_TOO_LONG else str(error.code),
-        }
-    }
+    code = "context_length_exceeded" if error.code == ErrorCode.PROMPT_TOO_LONG else str(error.code)
+    return openai_error(error.message, status_of(error), param=_FIELDS.get(param, param) or None, code=code)
 
 
 def _typed(request: HTTPRequest, error: CaesuraError) -> Response[bytes]:
@@ -74,15 +67,8 @@ def _typed(request: HTTPRequest, error: CaesuraError) -> Response[bytes]:
 
 
 def _http(_: HTTPRequest, error: HTTPException) -> Response[bytes]:
-    missing = isinstance(error, ModelNotFound)
-    status = error.status_code
-    body = {
-        "message": error.detail,
-        "type": "invalid_request_error" if status < 500 else "server_error",
-        "param": "model" if missing else None,
-        "code": "model_not_found" if missing else str(status),
-    }
-    return json_response({"error": body}, status)
+    missing = {"param": "model", "code": "model_not_found"} if isinstance(error, ModelNotFound) else {}
+    return json_response(openai_error(error.detail, error.status_code, **missing), error.status_code)
 
 
 def _left(_: HTTPRequest, __: ClientLeft) -> Response[bytes]:

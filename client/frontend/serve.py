@@ -46,7 +46,9 @@ _NEEDS_EXTRA = 'the HTTP server needs more packages: pip install "caesura[serve]
 @click.option("--api-key-file", type=click.Path(), help=f"Key of clients; or the environment's {API_KEY}.")
 @click.option("--admin-key-file", type=click.Path(), help=f"Key of what changes the engine; or {ADMIN_KEY}.")
 @click.option(
-    "--weights-root", type=click.Path(), help="Updates load from under it.  [default: the model's parent]"
+    "--weights-root",
+    type=click.Path(),
+    help="Updates load from under it.  [default: the model's parent, unless that is /]",
 )
 @click.option(
     "--allow-pickled-tensors", is_flag=True, help="Parse SGLang's pickled tensors; nothing is unpickled."
@@ -271,7 +273,8 @@ async def front_end(settings: Settings, client: AsyncSchedulerClient) -> "FrontE
         max_update_bytes=settings.max_update_bytes,
         max_batch=settings.max_batch,
     )
-    front = FrontEnd(manager=TokenizerManager(client, tokenizer), options=options, metrics=Metrics())
+    manager = TokenizerManager(client, tokenizer, context_length=status.context_len)
+    front = FrontEnd(manager=manager, options=options, metrics=Metrics())
     await front.metrics.engine.look(client)  # so that there is always a last one
     return front
 

@@ -8,7 +8,6 @@ Invariants:
 """
 
 import base64
-import binascii
 import itertools
 import math
 import os
@@ -87,7 +86,7 @@ def read_safetensors(body: bytes) -> Frames:
         fields = _header.decode(body[8 : 8 + size])
         fields.pop("__metadata__", None)
         entries = msgspec.convert(fields, dict[str, _Entry])
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequest(f"the body is no safetensors file: {error}", field="body") from error
     data = memoryview(body)[8 + size :]
     pieces = []
@@ -128,7 +127,7 @@ def read_pickled(payloads: list[str], *, flattened: bool) -> list[Part]:
         )
     try:
         pickled = base64.b64decode(payloads[0], validate=True)
-    except binascii.Error as error:
+    except ValueError as error:  # also of text that is not ASCII
         raise InvalidRequest(
             f"serialized_named_tensors: {error}", field="serialized_named_tensors"
         ) from error
@@ -283,6 +282,8 @@ def _inside(
 ) -> _Tensor:
     """A tensor of torch's view of a storage, in elements; it must be contiguous and lie inside."""
     shape, strides = _ints(size), _ints(stride)
+    if len(shape) != len(strides):
+        _refuse(f"tensor {name!r} has {len(shape)} lengths and {len(strides)} strides")
     expected = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
     if any(length > 1 and s != e for length, s, e in zip(shape, strides, expected, strict=True)):
         raise Unsupported(f"tensor {name!r} is not contiguous")

@@ -62,10 +62,13 @@ def allowed_path(path: str, options: ServeOptions) -> str:
     """``path`` with its links resolved.
 
     Raises:
-        InvalidRequest: it does not lie under the weights root.
+        InvalidRequest: it does not lie under the weights root, or is no path at all.
     """
     root = options.weights_root or options.default_weights_root
-    real, real_root = os.path.realpath(path), os.path.realpath(root)
+    try:
+        real, real_root = os.path.realpath(path), os.path.realpath(root)
+    except ValueError as error:  # a null byte
+        raise InvalidRequest(f"model_path is no path: {error}", field="model_path") from error
     if not root or os.path.commonpath([real, real_root]) != real_root:
         raise InvalidRequest(
             "model_path is outside the directory that this server loads weights from (--weights-root)",

@@ -10,6 +10,7 @@ Invariants:
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from ..exceptions import InvalidRequest
 
@@ -21,8 +22,7 @@ class StopStrings:
 
     def __init__(self, stops: Sequence[str]) -> None:
         """Raises InvalidRequest where a stop string is empty, or is none."""
-        if isinstance(stops, str) or not all(isinstance(stop, str) and stop for stop in stops):
-            raise InvalidRequest("stop strings must be strings that are not empty", field="stop")
+        _check(stops)
         self.next: list[dict[str, int]] = [{}]
         self.fail = [0]
         """Per state: the state of its longest proper suffix that begins a stop string."""
@@ -61,6 +61,22 @@ class StopStrings:
         while state and character not in self.next[state]:
             state = self.fail[state]
         return self.next[state].get(character, 0)
+
+
+def shared_stop_strings(stops: Sequence[str]) -> StopStrings:
+    """The automaton of these stop strings, one for all prompts that have the same. Raises as :class:`StopStrings`."""
+    _check(stops)
+    return _built(tuple(stops))
+
+
+def _check(stops: Sequence[str]) -> None:
+    if isinstance(stops, str) or not all(isinstance(stop, str) and stop for stop in stops):
+        raise InvalidRequest("stop strings must be strings that are not empty", field="stop")
+
+
+@lru_cache(maxsize=8)  # those of the prompts that are being sent: a batch has one or a few
+def _built(stops: tuple[str, ...]) -> StopStrings:
+    return StopStrings(stops)
 
 
 @dataclass(frozen=True, slots=True)

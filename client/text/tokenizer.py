@@ -42,6 +42,8 @@ class TextTokenizer:
         byte_ids: ids that stand for one byte each where the decoder joins runs of them into characters
             (SentencePiece's byte fallback); empty for byte-level tokenizers.
         size: ids from here on are unknown, and decode to nothing.
+        longest: characters of the longest entry of the vocabulary. A text of ``n`` characters is at least ``n / longest``
+            tokens, but where the tokenizer drops or joins characters (unknown ones, in SentencePiece).
     """
 
     def __init__(
@@ -56,7 +58,9 @@ class TextTokenizer:
         added = tokenizer.get_added_tokens_decoder()
         self.skipped = frozenset(token_id for token_id, token in added.items() if token.special)
         self.byte_ids = _byte_ids(tokenizer)
-        self.size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+        vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+        self.size = 1 + max(vocabulary.values(), default=-1)
+        self.longest = max(map(len, vocabulary), default=1)
 
     @classmethod
     def from_folder(cls, path: str | Path) -> "TextTokenizer":

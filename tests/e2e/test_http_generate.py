@@ -97,6 +97,23 @@ def test_logprobs_of_the_prompt_and_of_other_tokens(server):
     assert [row[0][1] for row in meta["output_top_logprobs"]] == answer["output_ids"]
 
 
+def test_no_new_tokens_scores_the_prompt(server):
+    asked = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2}
+    whole = server.generate([5, 6, 7], **asked)["meta_info"]
+    answer = server.generate([5, 6, 7], sampling_params={"max_new_tokens": 0}, **asked)
+    (event,) = stream(server, input_ids=[5, 6, 7], sampling_params={"max_new_tokens": 0}, **asked)
+    for told in (answer, event):
+        meta = told["meta_info"]
+        assert (told["text"], told["output_ids"]) == ("", [])
+        assert meta["finish_reason"] == {"type": "length", "length": 0}
+        assert (meta["completion_tokens"], meta["prompt_tokens"]) == (0, 3)
+        assert (meta["output_token_logprobs"], meta["output_top_logprobs"]) == ([], [])
+        assert meta["weight_version"] == "default"
+        scores = [[each[0] for each in of["input_token_logprobs"]] for of in (meta, whole)]
+        assert scores[0][0] is None
+        assert scores[0][1:] == pytest.approx(scores[1][1:], abs=1e-4)
+
+
 def test_a_list_in_gives_a_list_out_in_order(server):
     prompts = [[5, 6], [7], [8, 9, 10]]
     answers = server.generate(prompts, rid="batch", sampling_params={"n": 2, "max_new_tokens": 3})
@@ -128,6 +145,8 @@ def test_a_cumulative_stream_ends_with_the_whole_answer(server):
         assert later["text"].startswith(earlier["text"])
         assert later["output_ids"][: len(earlier["output_ids"])] == earlier["output_ids"]
         assert earlier["meta_info"]["finish_reason"] is None
+        for name in ("prompt_tokens", "weight_version"):
+            assert earlier["meta_info"][name] == whole["meta_info"][name]
         assert len(earlier["meta_info"]["output_token_logprobs"]) == len(earlier["output_ids"])
     assert frames[-1]["text"] == whole["text"]
     assert frames[-1]["output_ids"] == whole["output_ids"]
@@ -160,7 +179,9 @@ def test_a_batched_stream_says_whose_each_event_is(server):
         ({"input_ids": [[1], [2]], "rid": ["a"]}, "rid"),
         ({"input_ids": [[1], [2]], "rid": ["a", "a"]}, "Duplicate request ID detected"),
         ({"input_ids": [[1]] * 5000}, "limit"),
-        ({"input_ids": [1], "sampling_params": {"n": 5000}}, "n"),
+        ({"input_ids": [1], "sampling_params": {"n": 5000}}, "sampling_params.n"),
+        ({"text": []}, "text"),
+        ({"text": "a" * 200_000}, "200000 characters"),
         ({}, "input_ids"),
         ({"input_ids": [1] * 600}, "600"),
         ({"input_ids": [1], "min_weights_epoch": 99}, "epoch"),
@@ -304,6 +325,7 @@ def test_tokenize_and_detokenize(server):
         ("/tokenize", {"prompt": "a", "messages": []}),
         ("/detokenize", {}),
         ("/detokenize", {"tokens": [1, [2]]}),
+        ("/tokenize", {"prompt": "a" * 200_000}),
     ):
         assert server.post(path, body).status_code == 400
 
@@ -321,6 +343,14 @@ def test_routed_experts_are_int32_of_every_position_but_the_last(tmp_path):
             shape = (3 + len(answer["output_ids"]) - 1 - start, 2, 3)
             assert flat.size == math.prod(shape)
             assert set(flat.tolist()) <= set(range(5))
+            narrow = engine.generate(
+                [5, 6, 7],
+                return_routed_experts=True,
+                routed_experts_start_len=start,
+                routed_experts_dtype="uint8",
+            )["meta_info"]
+            found = np.frombuffer(base64.b64decode(narrow["routed_experts"]), dtype=np.uint8)
+            assert found.tolist() == flat.tolist()
         assert engine.post("/generate", {"text": "a"}).status_code == 400
 
 

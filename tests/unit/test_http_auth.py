@@ -45,7 +45,7 @@ def client_of(served: FrontEnd, **options: Any) -> TestClient[Litestar]:
     """A client of an application that closes its engine's connection when it ends."""
     app = create_app(served)
     app.on_shutdown.append(served.client.close)
-    return TestClient(app, **options)
+    return TestClient(app, **{"base_url": "http://127.0.0.1", **options})
 
 
 def all_routes() -> list[tuple[str, str, HTTPRouteHandler]]:
@@ -157,6 +157,61 @@ def test_pages_of_other_sites_cannot_use_a_server_without_keys(headers, allowed)
     with client_of(front(api_key="k")) as client:
         headers = {**headers, "authorization": "Bearer k"}
         assert client.post("/post_process_weights", headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("host", "allowed"),
+    [
+        ("localhost:30000", True),
+        ("LOCALHOST", True),
+        ("127.0.0.1:30000", True),
+        ("127.8.0.1", True),
+        ("[::1]:30000", True),
+        ("engine.internal:30000", True),  # what the server was told to listen on
+        ("evil.example:30000", False),
+        ("localhost.evil.example", False),
+        ("127.0.0.1.evil.example", False),
+        ("10.0.0.1", False),
+        ("[::1", False),
+        ("", False),
+    ],
+)
+def test_a_name_that_points_here_by_rebinding_opens_nothing_without_keys(host, allowed):
+    with client_of(front(host="Engine.internal")) as client:
+        for path in ("/post_process_weights", "/v1/completions"):
+            response = client.post(path, headers={"host": host}, content=b"[]")
+            assert (response.status_code != 403) == allowed, path
+        assert client.get("/dashboard", headers={"host": host}).status_code == 200
+    for keys in ({"api_key": "k"}, {"api_key": "k", "admin_key": "k"}):
+        with client_of(front(**keys)) as client:
+            headers = {"host": host, "authorization": "Bearer k"}
+            assert client.post("/post_process_weights", headers=headers).status_code == 200
+    with client_of(front(host="engine.internal", admin_key="a")) as client:  # user routes are without a key
+        assert (client.post("/tokenize", headers={"host": host}).status_code != 403) == allowed
+
+
+def test_under_v1_refusals_are_openais_but_on_the_native_routes():
+    def kinds(path: str, **request: Any) -> tuple[int, set[str]]:
+        response = client.request("POST", path, **request)
+        error = response.json().get("error")
+        return response.status_code, set(error) if isinstance(error, dict) else set(response.json())
+
+    openai, native = {"message", "type", "param", "code"}, {"object", "message", "type", "param", "code"}
+    bearer = {"authorization": "Bearer k"}
+    with client_of(front(api_key="k", max_body_bytes=100)) as client:
+        for path in ("/v1/completions", "/v1/chat/completions"):
+            assert kinds(path) == (401, openai)
+            assert kinds(path, headers=bearer, content=b" " * 101) == (413, openai)
+            assert kinds(path, headers=bearer, content=iter([b" " * 101])) == (413, openai)
+        assert client.get("/v1/models").json()["error"]["code"] == "invalid_api_key"
+        assert kinds("/v1/embeddings", headers=bearer) == (404, openai)
+        assert kinds("/v1/models", headers=bearer) == (405, openai)
+        for path in ("/v1/tokenize", "/v1/detokenize", "/generate"):
+            assert kinds(path) == (401, {"error"})
+            assert kinds(path, headers=bearer, content=b" " * 101) == (413, native)
+        assert kinds("/nowhere", headers=bearer) == (404, native)
+    with client_of(front()) as client:
+        assert kinds("/v1/completions", headers={"host": "evil.example"}) == (403, openai)
 
 
 def test_keys_are_in_no_text_of_the_options():

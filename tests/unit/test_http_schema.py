@@ -1,6 +1,8 @@
 """Bodies of the SGLang surface: what they become, and that docs/http.md tells of every field."""
 
+import base64
 import re
+import struct
 from pathlib import Path
 
 import msgspec
@@ -11,7 +13,9 @@ from caesura.client.frontend import control_schema as control
 from caesura.client.frontend import generate_routes
 from caesura.client.frontend import generate_schema as schema
 from caesura.client.frontend.context import ServeOptions
+from caesura.client.frontend.generate_answer import routed_experts
 from caesura.client.frontend.update_routes import allowed_path
+from caesura.io_struct import RoutedExperts
 
 DOCS = Path(__file__).parents[2] / "docs" / "http.md"
 DOCUMENTED = {
@@ -175,6 +179,86 @@ def test_limits_of_a_batch():
         plan(stops)
 
 
+MANY = [[1]] * 16
+
+
+@pytest.mark.parametrize(
+    ("field", "body"),
+    [
+        ("token_ids_logprob", {"return_logprob": True, "token_ids_logprob": [1] * 1025}),
+        ("stop_token_ids", {"sampling_params": {"stop_token_ids": [1] * 65}}),
+        ("logit_bias", {"sampling_params": {"logit_bias": {str(i): 1.0 for i in range(1025)}}}),
+        ("stop", {"sampling_params": {"stop": ["a" * 1025, "b" * 1024]}}),
+        ("cache_salt", {"cache_salt": "s" * 1025}),
+        ("cache_salt", {"cache_salt": "s" * 1025, "extra_key": "k"}),
+        ("cache_salt", {"cache_salt": "s" * 600, "extra_key": "k" * 600}),
+        ("extra_key", {"extra_key": "k" * 1025}),
+        ("rid", {"rid": "r" * 127}),
+    ],
+)
+def test_what_goes_with_every_prompt_is_bounded_before_it_is_copied(field, body):
+    with pytest.raises(InvalidRequest, match=field) as caught:
+        plan(msgspec.json.encode({"input_ids": MANY, **body}).decode())
+    assert caught.value.detail["field"] == field
+
+
+def test_stop_strings_of_all_prompts_are_bounded_where_they_differ():
+    def stops(different: int) -> str:
+        params = [{"stop": f"{i % different:02d}" * 1024} for i in range(40)]
+        return msgspec.json.encode({"input_ids": [[1]] * 40, "sampling_params": params}).decode()
+
+    assert len(plan(stops(32), max_batch=40).requests) == 40
+    with pytest.raises(InvalidRequest, match="different"):
+        plan(stops(33), max_batch=40)
+
+
+@pytest.mark.parametrize(
+    ("name", "body"),
+    [
+        ("sampling_params.n", {"input_ids": [1], "sampling_params": {"n": 1025}}),
+        ("sampling_params.n", {"input_ids": [1], "sampling_params": {"n": 0}}),
+        ("sampling_params.sampling_seed", {"input_ids": [1], "sampling_params": {"sampling_seed": -5}}),
+        ("sampling_params.stop_token_ids", {"input_ids": [1], "sampling_params": {"stop_token_ids": [-1]}}),
+        ("logit_bias", {"input_ids": [1], "sampling_params": {"logit_bias": {"-1": 1.0}}}),
+        ("input_ids", {"input_ids": [[1, -1]]}),
+        ("token_ids_logprob", {"input_ids": [1], "return_logprob": True, "token_ids_logprob": [2**31]}),
+        ("routed_experts_start_len", {"input_ids": [1], "routed_experts_start_len": -1}),
+        ("routed_experts_dtype", {"input_ids": [1], "routed_experts_dtype": "int8"}),
+        ("rid", {"input_ids": [1], "rid": "r" * 129}),
+        ("text", {"text": []}),
+        ("text", {"text": [], "stream": True}),
+    ],
+)
+def test_what_is_out_of_range_has_the_clients_name(name, body):
+    with pytest.raises(InvalidRequest, match=name.replace(".", r"\.")):
+        plan(msgspec.json.encode(body).decode(), max_batch=4096)
+
+
+def test_a_body_that_is_nested_too_deeply_is_refused():
+    deep = "[" * 100_000 + "]" * 100_000
+    for body in (f'{{"unknown": {deep}}}', f'{{"input_ids": [1], "image_data": {deep}}}'):
+        with pytest.raises(InvalidRequest, match="deep"):
+            plan(body)
+
+
+def test_no_new_tokens_is_a_request_to_score():
+    asked = plan('{"input_ids": [1], "sampling_params": {"max_new_tokens": 0}}').requests[0]
+    assert (asked.scored, asked.sampling_params.max_new_tokens) == (True, 1)
+    assert not plan('{"input_ids": [1], "sampling_params": {"max_new_tokens": 1}}').requests[0].scored
+
+
+def test_experts_as_bytes_or_as_int32():
+    bytes_ = RoutedExperts(data=bytes([1, 255]), shape=[1, 1, 2], dtype="U8", start=0)
+    words = RoutedExperts(data=b"\x01\x01\xff\x00", shape=[1, 1, 2], dtype="U16", start=0)
+    assert base64.b64decode(routed_experts(bytes_, "uint8")) == bytes([1, 255])
+    assert struct.unpack("<2i", base64.b64decode(routed_experts(bytes_))) == (1, 255)
+    assert struct.unpack("<2i", base64.b64decode(routed_experts(words, "int32"))) == (257, 255)
+    with pytest.raises(InvalidRequest, match="uint8"):
+        routed_experts(words, "uint8")
+    assert plan('{"input_ids": [1], "routed_experts_dtype": "uint8"}').experts_dtype == "uint8"
+    assert plan('{"input_ids": [1], "routed_experts_dtype": null}').experts_dtype == "int32"
+
+
 def test_allowed_paths(tmp_path):
     (tmp_path / "models" / "a").mkdir(parents=True)
     (tmp_path / "models" / "link").symlink_to(tmp_path)
@@ -195,3 +279,11 @@ def test_allowed_paths(tmp_path):
                 allowed_path(path, options)
     with pytest.raises(InvalidRequest):
         allowed_path("/tmp", ServeOptions())
+
+
+def test_the_whole_file_system_is_never_the_default_root():
+    options = ServeOptions(model_path="/model-that-is-not-there")
+    assert allowed_path("/model-that-is-not-there/new", options) == "/model-that-is-not-there/new"
+    for path in ("/etc", "/", "/model-that-is-not-there2"):
+        with pytest.raises(InvalidRequest, match="--weights-root"):
+            allowed_path(path, options)

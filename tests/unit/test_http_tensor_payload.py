@@ -200,6 +200,9 @@ def test_metadata_that_lies_is_refused(item):
     [
         (cuda(device=0), Unsupported),
         (cuda(stride=(1, 2)), Unsupported),
+        (cuda(stride=(3,)), InvalidRequest),
+        (cuda(size=(6,)), InvalidRequest),
+        (cuda(size=(), stride=(1,)), InvalidRequest),
         (cuda(start=30), InvalidRequest),
         (cuda(start=-1), InvalidRequest),
         (cuda(size=(1 << 40, 1 << 40), stride=(1 << 40, 1)), InvalidRequest),

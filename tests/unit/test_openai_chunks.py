@@ -22,7 +22,9 @@ def manager(tmp_path_factory) -> TokenizerManager:
 def chunk(text: str, ids: list[int], start: int = 0, index: int = 0) -> Chunk:
     logprobs = [-1.0] * len(ids)
     delta = TokenDelta(index=index, start=start, output_ids=ids, output_logprobs=logprobs)
-    return Chunk(index=index, rid="r", text=text, delta=delta if ids else None, finished=None)
+    return Chunk(
+        index=index, rid="r", text=text, delta=delta if ids else None, finished=None, prompt_tokens=2
+    )
 
 
 def completion_form(manager: TokenizerManager, **fields: object) -> CompletionForm:

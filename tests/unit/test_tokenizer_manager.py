@@ -1,6 +1,7 @@
 """TokenizerManager over a scripted engine: who gets what, when the engine is told, and what ends what."""
 
 import asyncio
+import math
 import threading
 
 import pytest
@@ -16,8 +17,17 @@ from support.fake_scheduler import (
 )
 from support.tokenizers import LINES, make_byte_level, make_sentencepiece
 
-from caesura.client import AsyncSchedulerClient, EngineDied, InvalidRequest, QueueFull, SamplingParams
+from caesura.client import (
+    AsyncSchedulerClient,
+    EngineDied,
+    InvalidRequest,
+    PromptTooLong,
+    QueueFull,
+    SamplingParams,
+)
+from caesura.client.request_limits import MAX_SALT_CHARACTERS, MAX_STOP_CHARACTERS
 from caesura.client.text import TextTokenizer, output_text
+from caesura.client.text.stop_strings import shared_stop_strings
 from caesura.client.tokenizer_manager import ENCODE_INLINE, GenerationRequest, TokenizerManager
 from caesura.io_struct import (
     AbortReq,
@@ -469,6 +479,82 @@ def test_a_refused_prompt_aborts_the_rest_of_its_batch(endpoint, tokenizer):
         assert {(await until_abort(fake)).rid for _ in range(2)} == {"r0", "r2"}
 
     run(endpoint, tokenizer, body, handler)
+
+
+@pytest.mark.parametrize("reason", ["stop", "length", "abort"])
+@pytest.mark.parametrize("stop", [(), ("never",)])
+def test_a_scored_prompt_has_no_output_whole_or_streamed(endpoint, tokenizer, stop, reason):
+    def handler(request):
+        if not isinstance(request, GenerateReqInput):
+            return answer(request)
+        ended = FinishReason(type=reason, matched=9 if reason == "stop" else None)
+        told = {"output_logprobs": floats([-1.0]), "input_logprobs": floats([math.nan, -2.0, -3.0])}
+        return [results(finished(rid_of(request), [9], 0, finish_reason=ended, **told))]
+
+    async def body(manager, fake):
+        request = GenerationRequest(
+            prompt=[1, 2, 3], scored=True, stop=stop, return_logprob=True, logprob_start_len=0
+        )
+        chunks = [chunk async for chunk in manager.stream(request)]
+        assert [(chunk.text, chunk.delta, chunk.prompt_tokens) for chunk in chunks] == [("", None, 3)]
+        for sample in (*await manager.generate(request), chunks[0].finished):
+            output = sample.output
+            assert (sample.text, sample.matched, output.output_ids, output.output_logprobs) == (
+                "",
+                None,
+                [],
+                [],
+            )
+            assert output.input_logprobs == [None, -2.0, -3.0]
+            assert (output.finish_reason.type, output.finish_reason.length) == (
+                ("abort", None) if reason == "abort" else ("length", 0)
+            )
+
+    run(endpoint, tokenizer, body, handler)
+
+
+def test_a_text_that_no_context_holds_is_refused_untokenized(endpoint, tokenizer, monkeypatch):
+    assert tokenizer.longest == max(map(len, tokenizer.backend.get_vocab()))
+    limit = 4 * tokenizer.longest
+    asked = []
+    monkeypatch.setattr(TextTokenizer, "encode", lambda self, text, **_: asked.append(text) or [1])
+
+    async def body(plain, fake):
+        manager = TokenizerManager(plain.client, tokenizer, context_length=4)
+        long = "a" * (limit + 1)
+        with pytest.raises(PromptTooLong, match=str(limit)):
+            await manager.generate(GenerationRequest(prompt=long))
+        with pytest.raises(PromptTooLong):
+            manager.tokenize(long)
+        with pytest.raises(PromptTooLong, match="characters"):
+            manager.apply_chat_template([{"role": "user", "content": "a" * limit}])
+        assert asked == []
+        await manager.generate(GenerationRequest(prompt=long[1:]))
+        assert plain.tokenize(long) == [1]
+        assert asked == [long[1:], long]
+
+    run(endpoint, tokenizer, body, answer)
+
+
+def test_prompts_with_the_same_stop_strings_share_what_looks_for_them():
+    one = shared_stop_strings(["shared", "stops"])
+    assert shared_stop_strings(("shared", "stops")) is one
+    assert shared_stop_strings(["shared"]) is not one
+    for wrong in ("abc", [""], [["a"]]):
+        with pytest.raises(InvalidRequest):
+            shared_stop_strings(wrong)
+
+
+def test_fields_over_their_size_are_refused_when_the_request_is_made():
+    for field, values in {
+        "stop": {"stop": ["a" * (MAX_STOP_CHARACTERS + 1)]},
+        "cache_salt": {"cache_salt": "a" * (MAX_SALT_CHARACTERS + 1)},
+        "rid": {"rid": "a" * 129},
+    }.items():
+        with pytest.raises(InvalidRequest) as caught:
+            GenerationRequest(prompt=[1], **values)
+        assert caught.value.detail["field"] == field
+    GenerationRequest(prompt=[1], stop=["a" * MAX_STOP_CHARACTERS], cache_salt="a" * MAX_SALT_CHARACTERS)
 
 
 def test_a_long_prompt_does_not_hold_up_the_loop(endpoint, tokenizer, monkeypatch):

@@ -1,0 +1,52 @@
+"""Deltas of one sample, joined and cut for a reader who takes them at his own pace.
+
+Invariant: a delta made here is one as the engine sends them: everything about its tokens has their number, and ``start`` is
+the position of the first.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
+
+from ..results import TokenDelta, TokenLogprobs
+
+
+def joined(deltas: Sequence[TokenDelta]) -> TokenDelta:
+    """Contiguous deltas of one sample as one."""
+    first = deltas[0]
+    if len(deltas) == 1:
+        return first
+    logprobs = [delta.output_logprobs or () for delta in deltas]
+    return replace(
+        first,
+        output_ids=list(chain.from_iterable(delta.output_ids for delta in deltas)),
+        output_logprobs=None if first.output_logprobs is None else list(chain.from_iterable(logprobs)),
+        output_top_logprobs=_joined_further([delta.output_top_logprobs for delta in deltas]),
+        output_token_ids_logprobs=_joined_further([delta.output_token_ids_logprobs for delta in deltas]),
+    )
+
+
+def _joined_further(parts: Sequence[TokenLogprobs | None]) -> TokenLogprobs | None:
+    known = [part for part in parts if part is not None]
+    if not known:
+        return None
+    return TokenLogprobs(
+        k=known[0].k,
+        ids=list(chain.from_iterable(part.ids for part in known)),
+        logprobs=list(chain.from_iterable(part.logprobs for part in known)),
+    )
+
+
+def part(delta: TokenDelta, start: int, end: int | None) -> TokenDelta:
+    """The tokens [start, end) of a delta."""
+    if start == 0 and end == len(delta.output_ids):
+        return delta
+    top, given = delta.output_top_logprobs, delta.output_token_ids_logprobs
+    return replace(
+        delta,
+        start=delta.start + start,
+        output_ids=delta.output_ids[start:end],
+        output_logprobs=None if delta.output_logprobs is None else delta.output_logprobs[start:end],
+        output_top_logprobs=None if top is None else top.cut(start, end),
+        output_token_ids_logprobs=None if given is None else given.cut(start, end),
+    )
