@@ -294,19 +294,24 @@ def launch_scheduler(
     if endpoint is None:
         directory = private_directory()
         endpoint = f"ipc://{directory}/scheduler.sock"
-    arguments = ["--model", os.fspath(model), "--endpoint", endpoint]
-    for name, value in options.items():
-        flag = name.replace("_", "-")
-        if isinstance(value, bool):
-            arguments.append(f"--{flag}" if value else f"--no-{flag}")
-        else:
-            arguments += [f"--{flag}", str(value)]
     return LaunchedScheduler(
-        [sys.executable, "-m", "caesura.scheduler", *arguments],
+        _command_line(model, endpoint, options),
         directory=directory,
         startup_timeout=startup_timeout,
         log_path=log_path,
     )
+
+
+def _command_line(model: str | os.PathLike[str], endpoint: str, options: dict[str, Any]) -> list[str]:
+    """What starts an engine with ``options``, named as its configuration's fields."""
+    command = [sys.executable, "-m", "caesura.scheduler", "--model", os.fspath(model), "--endpoint", endpoint]
+    for name, value in options.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            command.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            command += [f"--{flag}", str(value)]
+    return command
 
 
 def private_directory() -> Path:

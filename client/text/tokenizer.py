@@ -115,19 +115,10 @@ class TextTokenizer:
         except (OverflowError, TypeError) as error:
             raise InvalidRequest(f"not token ids: {error}", field="tokens") from error
 
-    def decode_each(self, ids: Sequence[int]) -> list[str]:
-        """The text of every id by itself, special tokens included; half a character is U+FFFD."""
-        return self._tokenizer.decode_batch([[token] for token in ids], skip_special_tokens=False)
-
     @property
     def backend(self) -> Tokenizer:
         """The library's object, for reading what has no method here."""
         return self._tokenizer
-
-    @property
-    def has_chat_template(self) -> bool:
-        """Whether :meth:`render_chat` can be used."""
-        return bool(self._chat_templates)
 
     def render_chat(
         self,

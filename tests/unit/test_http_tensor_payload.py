@@ -110,7 +110,7 @@ def dump(value: object) -> bytes:
         return pickle.EMPTY_DICT + inner + pickle.SETITEMS
     if isinstance(value, torch.dtype):
         return dump("torch") + dump(str(value).removeprefix("torch.")) + pickle.STACK_GLOBAL
-    return pickle.dumps(value, 4)[2:-1].lstrip(b"") if not isinstance(value, str) else _text(value)
+    return pickle.dumps(value, 4)[2:-1] if not isinstance(value, str) else _text(value)
 
 
 def _text(value: str) -> bytes:

@@ -62,11 +62,6 @@ def test_any_ids_decode_as_with_transformers(ours, theirs):
     compare()
 
 
-def test_each_token_by_itself(ours):
-    ids = ours.encode("a <think> 世</s>")
-    assert ours.decode_each(ids) == [ours.decode([token], skip_special_tokens=False) for token in ids]
-
-
 @pytest.mark.parametrize("variables", [{}, {"thinking": True}, {"tools": TOOLS}])
 @pytest.mark.parametrize("prompt", [True, False])
 def test_conversations_are_rendered_as_by_transformers(ours, theirs, prompt, variables):
