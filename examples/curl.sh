@@ -10,12 +10,10 @@ URL=${URL:-http://127.0.0.1:30000}
 KEY=${KEY:-none}
 ADMIN=${ADMIN_KEY:-$KEY}
 
-get() { echo "GET $1"; curl -sS --fail-with-body -H "Authorization: Bearer $ADMIN" "$URL$1" | head -c 300; echo; }
-post() {
-    echo "POST $1"
-    curl -sS --fail-with-body -H "Authorization: Bearer $ADMIN" -H 'Content-Type: application/json' "$URL$1" -d "$2" | head -c 300
-    echo
-}
+# The whole answer is read before its beginning is shown: a pipe that closes early is an error to curl.
+call() { local answer; answer=$(curl -sS --fail-with-body -H "Authorization: Bearer $ADMIN" "$@") && echo "${answer:0:300}"; }
+get() { echo "GET $1"; call "$URL$1"; }
+post() { echo "POST $1"; call -H 'Content-Type: application/json' "$URL$1" -d "$2"; }
 
 # Is it there, and what is it?
 get /health
@@ -61,9 +59,8 @@ post /update_weight_version '{"new_version": "2"}'
 # New weights as a safetensors file, in a session, while generation goes on
 post /begin_weight_update '{}'
 echo "POST /update_weights_from_tensor"
-curl -sS --fail-with-body -H "Authorization: Bearer $ADMIN" -H 'Content-Type: application/octet-stream' \
-    "$URL/update_weights_from_tensor?flush_cache=true" --data-binary "@$MODEL/model.safetensors" | head -c 300
-echo
+call -H 'Content-Type: application/octet-stream' \
+    "$URL/update_weights_from_tensor?flush_cache=true" --data-binary "@$MODEL/model.safetensors"
 post /end_weight_update '{"weight_version": "3"}'
 
 # Lend the memory of the KV cache to a trainer, and take it back
