@@ -1,6 +1,7 @@
 """Real tokenizers, trained on a few lines, in folders as models come with: for us and for transformers to read."""
 
 import json
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -72,9 +73,12 @@ def make_sentencepiece(folder: Path, *, vocab_size: int = 400, **config: object)
     """A BPE as Llama 2 has: ``▁`` for spaces, and bytes for the characters that the vocabulary lacks."""
     trained = Tokenizer(models.BPE(unk_token="<unk>"))
     trained.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    # The trainer itself would break ties between characters differently in each run.
+    counts = Counter("".join(LINES).replace(" ", "▁"))
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size - 256,
         special_tokens=["<unk>", *SPECIALS],
+        initial_alphabet=sorted(counts, key=lambda character: (-counts[character], character))[:70],
         limit_alphabet=70,
         show_progress=False,
     )
