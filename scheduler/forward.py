@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .kernels.attention import PagedStep
+
 
 @dataclass(slots=True, kw_only=True)
 class SpecialRows:
@@ -309,6 +311,11 @@ class AttentionBackend(Protocol):
 
     fused: FusedAttention | None
     """None: the caller normalises and rotates, and calls :meth:`forward`."""
+
+    @property
+    def paged(self) -> PagedStep | None:
+        """The planned step as a kernel takes it that computes whole layers. None: layers are computed part by part."""
+        ...
 
     def plan(self, batch: ForwardBatch) -> None:
         """Prepare what all layers of this step share (masks, gather indices)."""

@@ -151,6 +151,7 @@ class FlashInferBackend:
             library: the ``flashinfer`` module. None: the installed one.
         """
         self.fused: FusedAttention | None = None
+        self.paged = None
         self._library = import_module("flashinfer") if library is None else library
         self._pool = pool
         self._heads = (num_heads, num_kv_heads, head_size)
@@ -277,6 +278,7 @@ class _CapturedDecode:
 
     def __init__(self, parent: FlashInferBackend, wrapper: Any, lists: PageLists, rows: int) -> None:
         self.fused: FusedAttention | None = None
+        self.paged = None
         self._parent = parent
         self._wrapper = wrapper
         self._lists = lists

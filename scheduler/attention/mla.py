@@ -61,6 +61,7 @@ class LatentBackend:
     def __init__(self, pool: MLAPool, num_heads: int, scale: float) -> None:
         """``scale`` multiplies the scores."""
         self.fused: FusedAttention | None = None
+        self.paged = None
         self._pool = pool
         self._heads = num_heads
         self._scale = scale

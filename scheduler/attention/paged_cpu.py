@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..forward import ForwardBatch, FusedAttention, KVPool
-from ..kernels.attention import PAGE_SIZE, PagedAttention, plan_tasks
+from ..kernels.attention import PAGE_SIZE, PagedAttention, PagedStep, plan_tasks
 from ..kernels.elementwise import rope_store
 
 
@@ -35,6 +35,7 @@ class PagedCpuBackend:
         if pool.page_size != PAGE_SIZE:
             raise ValueError(f"the kernel takes pages of {PAGE_SIZE} tokens, not {pool.page_size}")
         self.fused: FusedAttention | None = self.store_and_attend
+        self.paged: PagedStep | None = None
         self._pool = pool
         self._num_heads, self._width = num_heads, num_heads * head_size
         self._group = num_heads // num_kv_heads
@@ -50,6 +51,9 @@ class PagedCpuBackend:
         """Divide the step's work."""
         self._page_table, self._kv_slots = batch.page_table, batch.kv_slots
         self._tasks = plan_tasks(batch.q_lens_host, batch.kv_lens_host, self._group)
+        self.paged = PagedStep(
+            self._attention, self._pool.layer, self._kv_slots, self._page_table, self._tasks
+        )
         tokens = batch.kv_slots.shape[0]
         if tokens > self._workspace.shape[0]:
             # Freed first, so that the peak is the larger of the two and not their sum.

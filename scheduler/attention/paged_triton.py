@@ -70,6 +70,7 @@ class _CapturedDecode:
 
     def __init__(self, pool: KVPool, kernel: Any, table: Tensor, kv_lens: Tensor) -> None:
         self.fused: FusedAttention | None = None
+        self.paged = None
         self._pool, self._kernel = pool, kernel
         self._table, self._kv_lens = table, kv_lens
 

@@ -72,6 +72,7 @@ class SdpaBackend:
     ) -> None:
         """``scale`` multiplies the scores. None: ``head_size ** -0.5``."""
         self.fused: FusedAttention | None = None
+        self.paged = None
         self._pool = pool
         self._kv_heads = num_kv_heads
         self._group = num_heads // num_kv_heads

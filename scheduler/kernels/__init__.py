@@ -16,6 +16,7 @@ _TABLE: dict[tuple[str, str], frozenset[torch.dtype]] = {
     ("attention", "cpu"): _FLOATS,
     ("elementwise", "cpu"): _FLOATS,
     ("experts", "cpu"): _FLOATS,
+    ("decoder", "cpu"): _FLOATS,
     ("sampler", "cpu"): _FLOATS,
 }
 """Operation and device type to the dtypes that compiled kernels take."""

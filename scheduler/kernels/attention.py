@@ -4,7 +4,8 @@ Invariant: a query's result depends on its own request alone, to the last bit: d
 whatever other rows, on any pages and number of threads.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -66,8 +67,8 @@ class PagedAttention:
 
     def __init__(self, dtype: torch.dtype, kv_heads: int, group: int, head_size: int, scale: float) -> None:
         """``dtype`` is that of queries, pool and output: bfloat16 or float32. ``scale`` multiplies the scores."""
-        self._dtype, self._kv_heads, self._group, self._size = dtype, kv_heads, group, head_size
-        self._scale = scale
+        self.dtype, self.kv_heads, self.group, self.head_size = dtype, kv_heads, group, head_size
+        self.scale = scale
         self._attend = _ATTEND[dtype]
         rows = group * max(1, _TASK_ROWS // group)
         self._thread_floats = _SCRATCH[dtype](head_size, rows)
@@ -93,44 +94,50 @@ class PagedAttention:
         if tasks.dtype != np.int64 or tasks.shape[1] != _TASK_FIELDS or not tasks.flags.c_contiguous:
             raise ValueError("tasks are as plan_tasks() makes them")
         threads = native.num_threads()
-        if threads > self._threads:
-            self._scratch = torch.empty(threads * self._thread_floats + _ALIGNMENT // 4, dtype=torch.float32)
-            self._threads = threads
-        scratch = self._scratch.data_ptr()
+        scratch, thread_floats = self.scratch(threads)
         self._attend(
             q.data_ptr(),
             q.stride(0),
             q.stride(1),
             keys.data_ptr(),
             values.data_ptr(),
-            self._kv_heads,
-            self._group,
-            self._size,
+            self.kv_heads,
+            self.group,
+            self.head_size,
             page_table.data_ptr(),
             page_table.stride(0),
             tasks.ctypes.data,
             len(tasks),
-            self._scale,
+            self.scale,
             out.data_ptr(),
             out.stride(0),
-            scratch + -scratch % _ALIGNMENT,
-            self._thread_floats,
+            scratch,
+            thread_floats,
             threads,
         )
         return out
 
+    def scratch(self, threads: int) -> tuple[int, int]:
+        """Address of the kernel's memory, valid until more threads ask, and how many floats of it each thread has."""
+        if threads > self._threads:
+            floats = threads * self._thread_floats + _ALIGNMENT // 4
+            self._scratch = torch.empty(floats, dtype=torch.float32)
+            self._threads = threads
+        address = self._scratch.data_ptr()
+        return address + -address % _ALIGNMENT, self._thread_floats
+
     def _check(self, q: Tensor, keys: Tensor, values: Tensor, page_table: Tensor, out: Tensor) -> None:
         heads, page, dtype = (
-            self._kv_heads * self._group,
-            (self._kv_heads, PAGE_SIZE, self._size),
-            self._dtype,
+            self.kv_heads * self.group,
+            (self.kv_heads, PAGE_SIZE, self.head_size),
+            self.dtype,
         )
         if q.dtype != dtype or keys.dtype != dtype or values.dtype != dtype or out.dtype != dtype:
             raise ValueError(
-                f"expected {self._dtype}, got {q.dtype}, {keys.dtype}, {values.dtype}, {out.dtype}"
+                f"expected {self.dtype}, got {q.dtype}, {keys.dtype}, {values.dtype}, {out.dtype}"
             )
-        if q.shape[1:] != (heads, self._size) or out.shape != (q.shape[0], heads * self._size):
-            raise ValueError(f"{heads} heads of {self._size}: {tuple(q.shape)} to {tuple(out.shape)}")
+        if q.shape[1:] != (heads, self.head_size) or out.shape != (q.shape[0], heads * self.head_size):
+            raise ValueError(f"{heads} heads of {self.head_size}: {tuple(q.shape)} to {tuple(out.shape)}")
         if keys.shape[1:] != page or values.shape != keys.shape:
             raise ValueError(f"pages of {page}: {tuple(keys.shape)} and {tuple(values.shape)}")
         if not (keys.is_contiguous() and values.is_contiguous()):
@@ -139,3 +146,18 @@ class PagedAttention:
             raise ValueError("the last dimension is contiguous")
         if page_table.dtype != torch.int32:
             raise ValueError(f"page numbers are int32, got {page_table.dtype}")
+
+
+@dataclass(slots=True)
+class PagedStep:
+    """The attention of a planned step, for whom computes it along with what surrounds it."""
+
+    attention: PagedAttention
+    kv: Callable[[int], tuple[Tensor, Tensor]]
+    """Keys and values of a layer, each [pages, kv heads, 16, head size], contiguous."""
+    kv_slots: Tensor
+    """int64 [T], contiguous: where a token's K and V go."""
+    page_table: Tensor
+    """int32 [R, P], rows contiguous."""
+    tasks: np.ndarray
+    """Of :func:`plan_tasks`."""

@@ -39,9 +39,9 @@ class Attention:
         place: Placement,
     ) -> None:
         """``prefix`` is the checkpoint's module (``model.layers.0.self_attn``)."""
+        self.shape = shape
         self._layer = layer
-        self._shape = shape
-        self._qkv = QKVLinear(
+        self.qkv = QKVLinear(
             f"{name}.qkv",
             prefix,
             shape.hidden_size,
@@ -52,16 +52,16 @@ class Attention:
             place=place,
         )
         q_size = shape.num_heads * shape.head_dim
-        self._o = Linear(
+        self.o = Linear(
             f"{name}.o",
             q_size,
             {f"{prefix}.o_proj": shape.hidden_size},
             bias=shape.o_bias,
             place=place,
         )
-        self._qk_norms: tuple[RMSNorm, RMSNorm] | None = None
+        self.qk_norms: tuple[RMSNorm, RMSNorm] | None = None
         if shape.qk_norm_eps is not None:
-            self._qk_norms = (
+            self.qk_norms = (
                 RMSNorm(
                     f"{name}.q_norm",
                     f"{prefix}.q_norm",
@@ -80,33 +80,33 @@ class Attention:
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, backend: AttentionBackend) -> Tensor:
         """[T, hidden] to [T, hidden]; ``cos`` and ``sin`` are [T, 1, head_dim / 2]."""
-        shape = self._shape
+        shape = self.shape
         heads = shape.num_heads + 2 * shape.num_kv_heads
-        qkv = self._qkv.forward(x).view(-1, heads, shape.head_dim)
+        qkv = self.qkv.forward(x).view(-1, heads, shape.head_dim)
         if backend.fused is not None:
-            norms = self._qk_norms
+            norms = self.qk_norms
             weights = None if norms is None else (norms[0].weight, norms[1].weight, norms[0].eps)
-            return self._o.forward(backend.fused(qkv, cos, sin, self._layer, weights))
+            return self.o.forward(backend.fused(qkv, cos, sin, self._layer, weights))
         qk, v = qkv[:, : -shape.num_kv_heads], qkv[:, -shape.num_kv_heads :]
-        if self._qk_norms is not None:
-            q_norm, k_norm = self._qk_norms
+        if self.qk_norms is not None:
+            q_norm, k_norm = self.qk_norms
             qk = normalize(qk, q_norm.eps)
             q_norm.scale_(qk[:, : shape.num_heads])
             k_norm.scale_(qk[:, shape.num_heads :])
         qk = rotate(qk, cos, sin)
         attended = backend.forward(qk[:, : shape.num_heads], qk[:, shape.num_heads :], v, self._layer)
-        return self._o.forward(attended)
+        return self.o.forward(attended)
 
     def slots(self) -> Iterator[WeightSlot]:
         """q, k, v, o, then the head norms where there are any."""
-        yield from self._qkv.slots()
-        yield from self._o.slots()
-        for norm in self._qk_norms or ():
+        yield from self.qkv.slots()
+        yield from self.o.slots()
+        for norm in self.qk_norms or ():
             yield from norm.slots()
 
     def parameters(self) -> Iterator[Parameter]:
         """qkv, o, then the head norms where there are any."""
-        yield from self._qkv.parameters()
-        yield from self._o.parameters()
-        for norm in self._qk_norms or ():
+        yield from self.qkv.parameters()
+        yield from self.o.parameters()
+        for norm in self.qk_norms or ():
             yield from norm.parameters()

@@ -185,6 +185,10 @@ class Fp8Matrix:
         )
         self._scale_of_row = torch.cat(of_row).to(place.device)  # which row of scales is each row's
 
+    @property
+    def packed(self) -> None:
+        """FP8 is never packed."""
+
     def product(
         self, x: Tensor, bias: Tensor | None = None, out: Tensor | None = None, *, first: int = 0
     ) -> Tensor:

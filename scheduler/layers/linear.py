@@ -48,7 +48,17 @@ class Linear:
 
     def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """[T, in] to [T, out]; into ``out`` where given (preallocated, contiguous, same dtype)."""
-        return self._weight.product(x, self._bias.data if self._bias else None, out)
+        return self._weight.product(x, self.bias, out)
+
+    @property
+    def packed(self) -> Tensor | None:
+        """The weight's packed storage. None: it is stored otherwise."""
+        return self._weight.packed
+
+    @property
+    def bias(self) -> Tensor | None:
+        """[out], where there is one."""
+        return None if self._bias is None else self._bias.data
 
     def read(self) -> Tensor:
         """The weight as [out, in]: a view where storage has that layout, else a copy."""

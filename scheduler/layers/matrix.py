@@ -86,6 +86,11 @@ class Matrix:
             return torch.mm(x, data.t(), out=out)
         return torch.addmm(bias, x, data.t(), out=out)
 
+    @property
+    def packed(self) -> Tensor | None:
+        """The storage that kernels take. None: it is plain."""
+        return None if self._product is None else self.parameter.data
+
     def gather(self, ids: Tensor) -> Tensor:
         """Rows ``ids`` (int64 [T]) as [T, in], in fresh memory."""
         if self._product is not None:

@@ -25,8 +25,8 @@ class GatedMLP:
         """``prefix`` is the checkpoint's module, which holds ``gate_proj``, ``up_proj`` and ``down_proj``."""
         self._compiled = best("elementwise", place.device, place.dtype) != TORCH
         gate_up = (f"{prefix}.gate_proj", f"{prefix}.up_proj")
-        self._gate_up = MergedLinear(f"{name}.gate_up", gate_up, hidden_size, intermediate_size, place=place)
-        self._down = Linear(
+        self.gate_up = MergedLinear(f"{name}.gate_up", gate_up, hidden_size, intermediate_size, place=place)
+        self.down = Linear(
             f"{name}.down",
             intermediate_size,
             {f"{prefix}.down_proj": hidden_size},
@@ -35,18 +35,18 @@ class GatedMLP:
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, hidden] to [T, hidden]."""
-        gate_up = self._gate_up.forward(x)
+        gate_up = self.gate_up.forward(x)
         if self._compiled:
-            return self._down.forward(elementwise.silu_mul(gate_up))
-        gate, up = self._gate_up.split(gate_up)
-        return self._down.forward(functional.silu(gate).mul_(up))
+            return self.down.forward(elementwise.silu_mul(gate_up))
+        gate, up = self.gate_up.split(gate_up)
+        return self.down.forward(functional.silu(gate).mul_(up))
 
     def slots(self) -> Iterator[WeightSlot]:
         """gate, up, down."""
-        yield from self._gate_up.slots()
-        yield from self._down.slots()
+        yield from self.gate_up.slots()
+        yield from self.down.slots()
 
     def parameters(self) -> Iterator[Parameter]:
         """gate_up, down."""
-        yield from self._gate_up.parameters()
-        yield from self._down.parameters()
+        yield from self.gate_up.parameters()
+        yield from self.down.parameters()

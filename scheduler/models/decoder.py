@@ -14,6 +14,8 @@ from typing import Protocol, cast
 from torch import Tensor
 
 from ..forward import AttentionBackend, ForwardBatch
+from ..kernels import TORCH, best
+from ..kernels.decoder import DecoderKernel, LayerShape, LayerTensors
 from ..layers.attention import Attention, AttentionShape
 from ..layers.embedding import Embedding
 from ..layers.linear import Linear
@@ -78,6 +80,29 @@ class DecoderLayer:
         x = self.attention.forward(x, *rotary, backend)
         return self.mlp.forward(self.mlp_norm.add(x, residual))
 
+    def packed(self) -> LayerTensors | None:
+        """As the kernel takes it that computes all layers. None: another kind of layer, or other storage."""
+        attention, mlp = self.attention, self.mlp
+        if not isinstance(attention, Attention) or not isinstance(mlp, GatedMLP):
+            return None
+        qkv, o = attention.qkv.packed, attention.o.packed
+        gate_up, down = mlp.gate_up.packed, mlp.down.packed
+        if qkv is None or o is None or gate_up is None or down is None:
+            return None
+        q_norm, k_norm = (norm.weight for norm in attention.qk_norms) if attention.qk_norms else (None, None)
+        return LayerTensors(
+            input_norm=self.input_norm.weight,
+            qkv=qkv,
+            qkv_bias=attention.qkv.bias,
+            q_norm=q_norm,
+            k_norm=k_norm,
+            o=o,
+            o_bias=attention.o.bias,
+            mlp_norm=self.mlp_norm.weight,
+            gate_up=gate_up,
+            down=down,
+        )
+
     def layers(self) -> tuple[Layer, ...]:
         """The parts that own parameters."""
         return (self.input_norm, self.attention, self.mlp_norm, self.mlp)
@@ -118,9 +143,13 @@ class DecoderForCausalLM:
         self._rotary = RotaryEmbedding(config.rope, config.rotary_dim, place=place)
         self._logits = LogitsProcessor(project, vocab, place=place)
         self._deriving = [layer for layer in self._owners() if isinstance(layer, DerivingLayer)]
+        self._kernel = _kernel(config, self._layers, place)
 
     def forward(self, batch: ForwardBatch, backend: AttentionBackend) -> Tensor:
         """Hidden states of the sampled tokens, [S, hidden], after the final norm."""
+        if self._kernel is not None and backend.paged is not None:
+            residual, rotary = self._begin(batch)
+            return self._end(batch, self._kernel(residual, *rotary, backend.paged), residual)
         steps = self.forward_by_layer(batch, backend)
         while True:
             try:
@@ -132,13 +161,20 @@ class DecoderForCausalLM:
         self, batch: ForwardBatch, backend: AttentionBackend
     ) -> Generator[int, None, Tensor]:
         """:meth:`forward`, stopping before each layer."""
-        rotary = self._rotary.forward(batch.positions, max(batch.kv_lens_host))
-        residual = self._embed.forward(batch.input_ids)
+        residual, rotary = self._begin(batch)
         update: Tensor | None = None
         for number, layer in enumerate(self._layers):
             yield number
             update = layer.forward(update, residual, rotary, backend)
         assert update is not None, "a model has at least one layer"
+        return self._end(batch, update, residual)
+
+    def _begin(self, batch: ForwardBatch) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """The residual stream, and the angles' cosines and sines."""
+        rotary = self._rotary.forward(batch.positions, max(batch.kv_lens_host))
+        return self._embed.forward(batch.input_ids), rotary
+
+    def _end(self, batch: ForwardBatch, update: Tensor, residual: Tensor) -> Tensor:
         sampled = batch.sample_tokens
         if sampled.shape[0] == 0:
             return residual[:0]
@@ -186,6 +222,24 @@ class DecoderForCausalLM:
         yield self._norm
         if self._head is not None:
             yield self._head
+
+
+def _kernel(config: ModelConfig, layers: Sequence[DecoderLayer], place: Placement) -> DecoderKernel | None:
+    """What computes all layers in one call, where all are dense and packed."""
+    packed = [tensors for layer in layers if (tensors := layer.packed()) is not None]
+    if best("decoder", place.device, place.dtype) == TORCH or len(packed) < len(layers):
+        return None
+    attention = layers[0].attention
+    assert isinstance(attention, Attention)
+    shape = attention.shape
+    sizes = LayerShape(
+        hidden=config.hidden_size,
+        heads=shape.num_heads,
+        kv_heads=shape.num_kv_heads,
+        head_size=shape.head_dim,
+        intermediate=config.intermediate_size,
+    )
+    return DecoderKernel(packed, sizes, eps=config.rms_norm_eps, head_eps=shape.qk_norm_eps)
 
 
 def dense_attention(config: ModelConfig, shape: AttentionShape, place: Placement) -> list[Attention]:

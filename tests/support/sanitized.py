@@ -3,7 +3,9 @@
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -14,30 +16,34 @@ _FLAGS = ("-O1", "-g", "-std=c++17", "-fopenmp", "-ffp-contract=off", "-fPIC", "
 _SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
 
 
+@cache
+def _object_folder() -> TemporaryDirectory[str]:
+    return TemporaryDirectory(prefix="sanitized-")  # goes with the interpreter
+
+
+@cache
+def _compiled(operation: str, flags: tuple[str, ...]) -> Path:
+    """The operation's object file, made once in this process."""
+    folder = Path(_object_folder().name)
+    target = folder / f"{operation}-{len(list(folder.iterdir()))}.o"
+    source = _SOURCES / f"{operation}.cpp"
+    subprocess.run(
+        ["g++", *_FLAGS, *_SANITIZERS, *flags, "-c", source, "-o", target], check=True, timeout=170
+    )
+    return target
+
+
 def run_sanitized(program: str, folder: Path, *operations: str, flags: tuple[str, ...] = ()) -> str:
-    """What ``program`` prints when ``native.cpp`` and these operations' files serve it, built in ``folder``; ``flags`` go to
+    """What ``program`` prints when ``native.cpp`` and these operations' files serve it, linked in ``folder``; ``flags`` go to
     the compiler.
     """
-    objects = []
     try:
         runtime = subprocess.run(
             ["g++", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True, timeout=60
         ).stdout.strip()
     except FileNotFoundError:
         pytest.skip("no g++ to build with sanitizers")
-    for operation in ("native", *operations):
-        objects.append(folder / f"{operation}.o")
-        command = [
-            "g++",
-            *_FLAGS,
-            *_SANITIZERS,
-            *flags,
-            "-c",
-            _SOURCES / f"{operation}.cpp",
-            "-o",
-            objects[-1],
-        ]
-        subprocess.run(command, check=True, timeout=170)
+    objects = [_compiled(operation, flags) for operation in ("native", *operations)]
     library = folder / "_cpu.so"
     subprocess.run(["g++", "-shared", *_SANITIZERS, *objects, "-o", library], check=True, timeout=60)
     lines = (

@@ -69,7 +69,7 @@ def test_every_slot_takes_its_checkpoint_tensor(model: CausalLM, tensors: dict[s
         assert torch.equal(slot.read(), tensors[name]), name
     assert loader.missing(loader.written) == []
     attention = model._layers[1].attention
-    fused = attention._qkv.read()
+    fused = attention.qkv.read()
     parts = [tensors[f"model.layers.1.self_attn.{p}_proj.weight"] for p in "qkv"]
     assert torch.equal(fused, torch.cat(parts))
 

@@ -29,35 +29,14 @@
 // - bfloat16: weights P are rounded before they meet V, and l is the sum of the rounded ones; sums are float.
 #ifndef CAESURA_ISA
 
-#include "common.h"
+#include "operations.h"
 
-#include <omp.h>
+using namespace caesura;
 
 namespace {
 
 constexpr int64_t PAGE = 16, BLOCK = 64;
 constexpr int MAX_TILE = 6;  // rows computed together, at most
-
-struct Attention {
-    const void* q;
-    int64_t q_token, q_head;  // strides
-    const void* keys;
-    const void* values;
-    int64_t kv_heads, group, size;
-    const int32_t* pages;
-    int64_t pages_row;  // stride
-    float scale;
-    void* out;
-    int64_t out_token;  // stride
-};
-
-// `tokens` query tokens from number `token` of the step on, of the request in row `row` of the page table; the first of
-// them stands at `position`.
-struct Task {
-    int64_t row, token, tokens, position;
-
-    int64_t end() const { return position + tokens; }
-};
 
 struct HeadTask {
     Task task;
@@ -102,24 +81,14 @@ int64_t scratch_floats(int64_t size, int64_t rows) {
 
 namespace {
 
-// Every task for every kv head, taken one by one, because their lengths differ. A thread takes its next before it
-// begins, so that it can fetch what that one needs.
+// Every task for every kv head. A thread knows its next before it begins, so that it can fetch what that one needs.
 template <class E>
-void attention(const Attention& a, const Task* tasks, int64_t num_tasks, float* scratch, int64_t thread_floats,
-               int threads) {
-    const int64_t total = num_tasks * a.kv_heads;
-    int64_t taken = 0;
-#pragma omp parallel num_threads(threads) if (threads > 1 && total > 1)
-    {
-        float* mine = scratch + omp_get_thread_num() * thread_floats;
-        int64_t now = __atomic_fetch_add(&taken, 1, __ATOMIC_RELAXED);
-        while (now < total) {
-            const int64_t next = __atomic_fetch_add(&taken, 1, __ATOMIC_RELAXED), last = next < total ? next : now;
-            const HeadTask task = {tasks[now / a.kv_heads], now % a.kv_heads};
-            CAESURA_DISPATCH(attend<E>(a, task, {tasks[last / a.kv_heads], last % a.kv_heads}, mine));
-            now = next;
-        }
-    }
+void all_tasks(const Attention& a, Team& team) {
+    float* mine = a.scratch + team.thread * a.thread_floats;
+    const auto of = [&](int64_t task) { return HeadTask{a.tasks[task / a.kv_heads], task % a.kv_heads}; };
+    team.each(a.num_tasks * a.kv_heads, [&](int64_t task, int64_t next) {
+        CAESURA_DISPATCH(attend<E>(a, of(task), of(next < 0 ? task : next), mine));
+    });
 }
 
 }  // namespace
@@ -133,13 +102,14 @@ CAESURA_API int64_t caesura_attention_scratch_f32(int64_t size, int64_t rows) {
 }
 
 #define CAESURA_ATTENTION(NAME, E)                                                                                     \
+    void caesura::attention(const Attention& a, Team& team, E) { all_tasks<E>(a, team); }                              \
     CAESURA_API void NAME(const void* q, int64_t q_token, int64_t q_head, const void* keys, const void* values,        \
                           int64_t kv_heads, int64_t group, int64_t size, const int32_t* pages, int64_t pages_row,      \
                           const int64_t* tasks, int64_t num_tasks, float scale, void* out, int64_t out_token,          \
                           float* scratch, int64_t thread_floats, int threads) {                                        \
-        const Attention a = {q, q_token, q_head, keys, values, kv_heads, group, size, pages, pages_row, scale, out,    \
-                             out_token};                                                                               \
-        attention<E>(a, (const Task*)tasks, num_tasks, scratch, thread_floats, threads);                               \
+        const Attention a = {q, q_token, q_head, keys, values, kv_heads, group, size, pages, pages_row,                \
+                             (const Task*)tasks, num_tasks, scale, out, out_token, scratch, thread_floats};            \
+        run_team(threads, num_tasks * kv_heads > 1, [&](Team& team) { attention(a, team, E()); });                     \
     }
 CAESURA_ATTENTION(caesura_attention_bf16, bf16)
 CAESURA_ATTENTION(caesura_attention_f32, float)

@@ -7,7 +7,9 @@
 // - A row's bits depend on that row alone.
 #ifndef CAESURA_ISA
 
-#include "common.h"
+#include "operations.h"
+
+using namespace caesura;
 
 namespace {
 
@@ -15,87 +17,40 @@ constexpr int64_t PAGE = 16;
 // Elements that are worth waking the other threads.
 constexpr int64_t PARALLEL = 1 << 15;
 
-// Strides are in elements.
-struct Norm {
-    const void* x;
-    int64_t x_row;
-    void* residual;  // nullptr: none
-    int64_t residual_row;
-    const void* weight;
-    void* out;
-    int64_t out_row, size;
-    float eps;
-};
-
-struct Gate {
-    const void* gate_up;  // a row: gate, then up, `size` each
-    int64_t row;
-    void* out;
-    int64_t out_row, size;
-};
-
-struct Rope {
-    const void* qkv;  // a token: query heads, key heads, value heads, `size` each
-    int64_t qkv_token, heads, kv_heads, size;
-    const void *q_weight, *k_weight;  // nullptr: queries and keys are not normalised
-    float eps;
-    const void *cos, *sin;  // a token: size / 2
-    int64_t angles_token;
-    const int64_t* slots;
-    void *keys, *values;  // [page, kv head, 16, size]
-    void* q;
-    int64_t q_token;
-};
-
 }  // namespace
 
 #define CAESURA_FILE "elementwise.cpp"
 #include "each_isa.h"
 
-#define CAESURA_ROWS(call)                                                                           \
-    const bool parallel = threads > 1 && rows * width > PARALLEL;                                    \
-    _Pragma("omp parallel for schedule(static) num_threads(threads) if (parallel)")                  \
-    for (int64_t row = 0; row < rows; row++) CAESURA_DISPATCH(call);
-
-namespace {
-
-template <class E>
-void rms_norm(const Norm& a, int64_t rows, int threads) {
-    const int64_t width = a.size;
-    CAESURA_ROWS(norm_row<E>(a, row))
-}
-
-template <class E>
-void silu_mul(const Gate& a, int64_t rows, int threads) {
-    const int64_t width = 2 * a.size;
-    CAESURA_ROWS(gate_row<E>(a, row))
-}
-
-template <class E>
-void rope_store(const Rope& a, int64_t rows, int threads) {
-    const int64_t width = (a.heads + 2 * a.kv_heads) * a.size;
-    CAESURA_ROWS(rope_token<E>(a, row))
-}
-
-}  // namespace
-
 #define CAESURA_BOTH(NAME, E)                                                                                         \
+    void caesura::rms_norm(const Norm& a, Team& team, E) {                                                            \
+        team.each(a.rows, [&](int64_t row, int64_t) { CAESURA_DISPATCH(norm_row<E>(a, row)); });                      \
+    }                                                                                                                 \
+    void caesura::silu_mul(const Gate& a, Team& team, E) {                                                            \
+        team.each(a.rows, [&](int64_t row, int64_t) { CAESURA_DISPATCH(gate_row<E>(a, row)); });                      \
+    }                                                                                                                 \
+    void caesura::rope_store(const Rope& a, Team& team, E) {                                                          \
+        team.each(a.tokens, [&](int64_t token, int64_t) { CAESURA_DISPATCH(rope_token<E>(a, token)); });              \
+    }                                                                                                                 \
     CAESURA_API void caesura_rms_norm_##NAME(const void* x, int64_t x_row, void* residual, int64_t residual_row,      \
                                              const void* weight, void* out, int64_t out_row, int64_t rows,            \
                                              int64_t size, float eps, int threads) {                                  \
-        rms_norm<E>({x, x_row, residual, residual_row, weight, out, out_row, size, eps}, rows, threads);              \
+        const Norm a = {x, x_row, residual, residual_row, weight, out, out_row, rows, size, eps};                     \
+        run_team(threads, rows * size > PARALLEL, [&](Team& team) { rms_norm(a, team, E()); });                       \
     }                                                                                                                 \
     CAESURA_API void caesura_silu_mul_##NAME(const void* gate_up, int64_t row, void* out, int64_t out_row,            \
                                              int64_t rows, int64_t size, int threads) {                               \
-        silu_mul<E>({gate_up, row, out, out_row, size}, rows, threads);                                               \
+        const Gate a = {gate_up, row, out, out_row, rows, size};                                                      \
+        run_team(threads, 2 * rows * size > PARALLEL, [&](Team& team) { silu_mul(a, team, E()); });                   \
     }                                                                                                                 \
     CAESURA_API void caesura_rope_store_##NAME(                                                                       \
         const void* qkv, int64_t qkv_token, int64_t heads, int64_t kv_heads, int64_t size, const void* q_weight,      \
         const void* k_weight, float eps, const void* cos, const void* sin, int64_t angles_token, const int64_t* slots, \
         void* keys, void* values, void* q, int64_t q_token, int64_t tokens, int threads) {                            \
-        rope_store<E>({qkv, qkv_token, heads, kv_heads, size, q_weight, k_weight, eps, cos, sin, angles_token, slots, \
-                       keys, values, q, q_token},                                                                     \
-                      tokens, threads);                                                                               \
+        const Rope a = {qkv, qkv_token, heads, kv_heads, size, q_weight, k_weight, eps, cos, sin, angles_token, slots, \
+                        keys, values, q, q_token, tokens};                                                            \
+        const bool worth_it = tokens * (heads + 2 * kv_heads) * size > PARALLEL;                                      \
+        run_team(threads, worth_it, [&](Team& team) { rope_store(a, team, E()); });                                   \
     }
 CAESURA_BOTH(bf16, bf16)
 CAESURA_BOTH(f32, float)

@@ -17,7 +17,9 @@
 // - Padding is written by nobody: storage starts zeroed and stays so there, so that equal weights are equal bytes.
 #ifndef CAESURA_ISA
 
-#include "common.h"
+#include "operations.h"
+
+using namespace caesura;
 
 namespace {
 
@@ -28,19 +30,9 @@ constexpr int64_t PANEL = 32, TILE = 16, HALF = 16 * TILE;  // words
 // first: there the next panel is asked for meanwhile.
 constexpr int64_t AHEAD = 4 * 2 * HALF;
 
-struct Linear {
-    const void* x;
-    int64_t x_stride;  // bytes
-    const void* weight;
-    const void* bias;  // nullptr: none
-    void* y;
-    int64_t y_stride;  // elements
-    int64_t rows, outputs, words;
-
-    const float* panel(int64_t number) const {
-        return (const float*)weight + number * PANEL * round_up(words, TILE);
-    }
-};
+CAESURA_INLINE const float* panel_start(const Linear& a, int64_t number) {
+    return (const float*)a.weight + number * PANEL * round_up(a.words, TILE);
+}
 
 // Between the packed layout and rows [n, words]. Both directions and the comparison share one walk.
 enum Walk { PACK, UNPACK, EQUAL };
@@ -65,8 +57,8 @@ int64_t cached_rows(int64_t words) {
     return fitting < least ? least : fitting;
 }
 
-// Tasks are (chunk of rows, panel), panels innermost; a thread takes a contiguous share of them. With few panels there are
-// more chunks, so that shares are nearly equal.
+// Tasks are (chunk of rows, panel), panels innermost. With few panels there are more chunks, so that the threads' shares are
+// nearly equal.
 int64_t chunk_rows(const Linear& a, int64_t panels, int threads) {
     const int64_t most = cached_rows(a.words);
     int64_t chunks = (a.rows + most - 1) / most;
@@ -85,16 +77,19 @@ CAESURA_INLINE void panel_rows(const Linear& a, int64_t panel, int64_t row, int6
 }
 
 template <class E>
-void linear(const Linear& a, int threads) {
-    if (a.rows == 0) return;
-    const int64_t panels = round_up(a.outputs, PANEL) / PANEL, chunk = chunk_rows(a, panels, threads);
+void all_panels(const Linear& a, Team& team) {
+    const int64_t panels = round_up(a.outputs, PANEL) / PANEL, chunk = chunk_rows(a, panels, team.size);
     const int64_t tasks = panels * ((a.rows + chunk - 1) / chunk);
-    const bool parallel = threads > 1 && a.rows * a.outputs * a.words > PARALLEL;
-#pragma omp parallel for schedule(static) num_threads(threads) if (parallel)
-    for (int64_t task = 0; task < tasks; task++) {
+    team.each(tasks, [&](int64_t task, int64_t) {
         const int64_t row = task / panels * chunk, end = smaller(row + chunk, a.rows);
         panel_rows(a, task % panels, row, end, E());
-    }
+    });
+}
+
+template <class E>
+void linear_alone(const Linear& a, int threads) {
+    if (a.rows == 0) return;
+    run_team(threads, a.rows * a.outputs * a.words > PARALLEL, [&](Team& team) { linear(a, team, E()); });
 }
 
 // Rows in groups, each with a weight of its own: rows [starts[g], starts[g + 1]) and weight number experts[g] of those that
@@ -112,7 +107,7 @@ void grouped_linear(const Linear& a, const int64_t* experts, const int64_t* star
         const int64_t g = task / (chunks * panels), row = starts[g] + task / panels % chunks * chunk;
         const int64_t end = smaller(row + chunk, starts[g + 1]);
         Linear of_group = a;
-        of_group.weight = a.panel(experts[g] * panels);
+        of_group.weight = panel_start(a, experts[g] * panels);
         if (row < end) panel_rows(of_group, task % panels, row, end, E());
     }
 }
@@ -146,14 +141,17 @@ bool walk(float* packed, char* rows, int64_t stride, int64_t start, int64_t n, i
 
 }  // namespace
 
+void caesura::linear(const Linear& a, Team& team, bf16) { all_panels<bf16>(a, team); }
+void caesura::linear(const Linear& a, Team& team, float) { all_panels<float>(a, team); }
+
 CAESURA_API void caesura_linear_bf16(const void* x, int64_t x_stride, const void* weight, const void* bias, void* y,
                                      int64_t y_stride, int64_t rows, int64_t outputs, int64_t inputs, int threads) {
-    linear<bf16>({x, x_stride * 2, weight, bias, y, y_stride, rows, outputs, inputs / 2}, threads);
+    linear_alone<bf16>({x, x_stride * 2, weight, bias, y, y_stride, rows, outputs, inputs / 2}, threads);
 }
 
 CAESURA_API void caesura_linear_f32(const void* x, int64_t x_stride, const void* weight, const void* bias, void* y,
                                     int64_t y_stride, int64_t rows, int64_t outputs, int64_t inputs, int threads) {
-    linear<float>({x, x_stride * 4, weight, bias, y, y_stride, rows, outputs, inputs}, threads);
+    linear_alone<float>({x, x_stride * 4, weight, bias, y, y_stride, rows, outputs, inputs}, threads);
 }
 
 // Contiguous x and y, no bias.
@@ -266,11 +264,11 @@ template <class E>
 static void panel_rows(const Linear& a, int64_t panel, int64_t row, int64_t end) {
     const int64_t rows = end - row, blocks = (rows + ROWS<E> - 1) / ROWS<E>;
     if (blocks * PANEL == 2 * LANES) {
-        return block_of<E, ROWS<E>, true>((int)rows, a, row, a.panel(panel), panel * PANEL, nullptr);
+        return block_of<E, ROWS<E>, true>((int)rows, a, row, panel_start(a, panel), panel * PANEL, nullptr);
     }
-    const float* next = a.panel(panel + 1);  // two times `words` lines; beyond the last panel nothing is read
+    const float* next = panel_start(a, panel + 1);  // two times `words` lines; beyond the last panel nothing is read
     for (int64_t column = 0; column < PANEL; column += 2 * LANES) {
-        const float* w = a.panel(panel) + column * TILE;
+        const float* w = panel_start(a, panel) + column * TILE;
         for (int64_t b = 0; b < blocks; b++) {
             const int64_t first = rows * b / blocks, last = rows * (b + 1) / blocks;
             const float* later = column == 0 && b == 0 ? next : next + a.words * 16;

@@ -67,7 +67,7 @@ static void panel_rows(const Linear& a, int64_t panel, int64_t row, int64_t end)
     _tile_loadconfig(&config);
     for (; row < end; row += 32) {
         const int64_t rows = smaller(32, end - row);
-        sum_block(a, row, rows, a.panel(panel), sums);
+        sum_block(a, row, rows, panel_start(a, panel), sums);
         for (int64_t r = 0; r < rows; r++)
             for (int half = 0; half < 2; half++)
                 avx512bf16::store_outputs<bf16>(a, row + r, panel * PANEL + half * 16,

@@ -1,0 +1,86 @@
+// The operations that decoder.cpp puts together. Strides are in elements where nothing else is said; the last argument says of
+// which type the elements are.
+#pragma once
+
+#include "team.h"
+
+namespace caesura {
+
+// y[rows, outputs] = x[rows, words] @ w[outputs, words]^T + bias: linear.cpp, which describes the weight.
+struct Linear {
+    const void* x;
+    int64_t x_stride;  // bytes
+    const void* weight;
+    const void* bias;  // nullptr: none
+    void* y;
+    int64_t y_stride;
+    int64_t rows, outputs, words;
+};
+
+struct Norm {
+    const void* x;
+    int64_t x_row;
+    void* residual;  // nullptr: none
+    int64_t residual_row;
+    const void* weight;
+    void* out;
+    int64_t out_row, rows, size;
+    float eps;
+};
+
+struct Gate {
+    const void* gate_up;  // a row: gate, then up, `size` each
+    int64_t row;
+    void* out;
+    int64_t out_row, rows, size;
+};
+
+struct Rope {
+    const void* qkv;  // a token: query heads, key heads, value heads, `size` each
+    int64_t qkv_token, heads, kv_heads, size;
+    const void *q_weight, *k_weight;  // nullptr: queries and keys are not normalised
+    float eps;
+    const void *cos, *sin;  // a token: size / 2
+    int64_t angles_token;
+    const int64_t* slots;
+    void *keys, *values;  // [page, kv head, 16, size]
+    void* q;
+    int64_t q_token, tokens;
+};
+
+// `tokens` query tokens from number `token` of the step on, of the request in row `row` of the page table; the first of
+// them stands at `position`.
+struct Task {
+    int64_t row, token, tokens, position;
+
+    int64_t end() const { return position + tokens; }
+};
+
+struct Attention {
+    const void* q;
+    int64_t q_token, q_head;
+    const void* keys;
+    const void* values;
+    int64_t kv_heads, group, size;
+    const int32_t* pages;
+    int64_t pages_row;
+    const Task* tasks;
+    int64_t num_tasks;
+    float scale;
+    void* out;
+    int64_t out_token;
+    float* scratch;
+    int64_t thread_floats;
+};
+
+#define CAESURA_OPERATIONS(E)                   \
+    void linear(const Linear&, Team&, E);       \
+    void rms_norm(const Norm&, Team&, E);       \
+    void silu_mul(const Gate&, Team&, E);       \
+    void rope_store(const Rope&, Team&, E);     \
+    void attention(const Attention&, Team&, E);
+CAESURA_OPERATIONS(bf16)
+CAESURA_OPERATIONS(float)
+#undef CAESURA_OPERATIONS
+
+}  // namespace caesura

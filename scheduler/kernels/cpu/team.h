@@ -1,0 +1,96 @@
+// Threads that go through stages of tasks together: an operation is a stage, or several.
+//
+// Invariants:
+// - Every thread of a team passes the same stages in the same order. A thread takes its own share of a stage from its
+//   beginning, so that neighbouring tasks are one thread's as long as all are equally fast, and then helps the others with
+//   theirs.
+// - A stage ends when its tasks are done, by whomever: nobody waits for a thread that has none. One that does not run because
+//   other processes want the cores holds up the task that it is at, not the team. (With barriers, a busy process beside
+//   two threads made a step five to ten times longer.)
+#pragma once
+
+#include "common.h"
+
+#include <omp.h>
+#include <time.h>
+
+namespace caesura {
+
+constexpr int MAX_TEAM = 128;
+
+struct alignas(64) Counter {
+    int64_t value;
+};
+
+class Team {
+   public:
+    // Counters that a stage needs; they start at zero.
+    static int64_t counters(int threads) { return threads + 1; }
+
+    // `stages`: counters of all stages that will be passed, the same for all threads.
+    Team(int thread, int size, Counter* stages) : thread(thread), size(size), stage(stages) {}
+
+    const int thread, size;
+
+    // A stage: work(task, next) for each of `tasks`; `next` is what this thread does afterwards, or -1.
+    template <class Work>
+    void each(int64_t tasks, const Work& work) {
+        int64_t mine = 0;
+        int helped = 0;
+        int64_t task = take(tasks, helped);
+        while (task >= 0) {
+            const int64_t next = take(tasks, helped);
+            work(task, next);
+            mine++;
+            task = next;
+        }
+        Counter& done = stage[size];
+        __atomic_fetch_add(&done.value, mine, __ATOMIC_RELEASE);
+        wait(done, tasks);
+        stage += counters(size);
+    }
+
+   private:
+    // A task of the share of the thread `helped` places further on, or of one after that; -1: none is left.
+    int64_t take(int64_t tasks, int& helped) {
+        for (; helped < size; helped++) {
+            const int owner = (thread + helped) % size;
+            const int64_t first = tasks * owner / size, end = tasks * (owner + 1) / size;
+            if (first == end || __atomic_load_n(&stage[owner].value, __ATOMIC_RELAXED) >= end - first) continue;
+            const int64_t task = first + __atomic_fetch_add(&stage[owner].value, 1, __ATOMIC_RELAXED);
+            if (task < end) return task;
+        }
+        return -1;
+    }
+
+    // Others are at their last tasks. Where that takes long they may not be running: asleep, this thread leaves them its core.
+    static void wait(const Counter& done, int64_t tasks) {
+        constexpr int SPINS = 4000;
+        constexpr timespec NAP = {0, 20000};
+        for (int spins = 0; __atomic_load_n(&done.value, __ATOMIC_ACQUIRE) < tasks; spins++) {
+            if (spins < SPINS) {
+                _mm_pause();
+            } else {
+                nanosleep(&NAP, nullptr);
+            }
+        }
+    }
+
+    Counter* stage;
+};
+
+// An operation of one stage: work(team) by `threads`, or, where that is not worth it, by the caller alone.
+template <class Work>
+void run_team(int threads, bool worth_it, const Work& work) {
+    if (threads > MAX_TEAM) threads = MAX_TEAM;
+    if (threads < 2 || !worth_it) threads = 1;
+    Counter stage[MAX_TEAM + 1];
+    for (int i = 0; i < Team::counters(threads); i++) stage[i].value = 0;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+        Team team(omp_get_thread_num(), omp_get_num_threads(), stage);
+        work(team);
+    }
+}
+
+}  // namespace caesura
