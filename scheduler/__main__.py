@@ -14,7 +14,7 @@ import click
 # OpenMP's threads spin for milliseconds between kernels by default. The engine shares its cores with a trainer and a
 # front end, and then a spinning thread holds the core that its partner needs. This short a spin costs 8 % on
 # idle cores (docs/performance.md).
-os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 # torch and oneDNN keep a compiled primitive for each shape they have met, up to 1,024 of them: with prompts of every
 # length, memory grew by half a gigabyte on the tiny model. 64 cost no measurable speed.
 os.environ.setdefault("LRU_CACHE_CAPACITY", "64")

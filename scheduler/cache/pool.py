@@ -6,7 +6,7 @@ Invariants:
 - Addresses never change while the pool is resident: attention plans, kernels and captured graphs may keep them. What a
   release does to them is in ``device/residency.py``; contents are lost with it.
 - A pool knows nothing of ownership; which page belongs to whom is the ledger's business (``manager.py``).
-- On the CPU the storage is zero pages of the kernel until first written, so an unused pool costs no memory.
+- On the CPU the storage is zero pages of the kernel until first written, so what is never used of a pool costs no memory.
 """
 
 import math
@@ -62,6 +62,13 @@ class MHAPool:
     def nbytes(self) -> int:
         """Bytes of address space over all layers, scratch page included."""
         return sum(math.prod(t.shape) * t.element_size() for pair in self._layers for t in pair)
+
+    def touch(self, nbytes: int) -> None:
+        """Write zeros to the pages that are handed out first, about ``nbytes`` of them: the system gives their memory now."""
+        pages = self.num_pages * nbytes // self.nbytes
+        for pair in self._layers:
+            for tensor in pair:
+                tensor[:pages].zero_()
 
     def split_slots(self, kv_slots: Tensor) -> tuple[Tensor, Tensor]:
         """``(pages, offsets)``, int64 [T] each, of ``kv_slots`` [T]: once per step, for :meth:`store_at`."""
@@ -126,6 +133,12 @@ class MLAPool:
     def nbytes(self) -> int:
         """Bytes of address space over all layers, scratch page included."""
         return sum(math.prod(t.shape) * t.element_size() for t in self._layers)
+
+    def touch(self, nbytes: int) -> None:
+        """As :meth:`MHAPool.touch`."""
+        pages = self.num_pages * nbytes // self.nbytes
+        for tensor in self._layers:
+            tensor[:pages].zero_()
 
     def store(self, layer: int, latents: Tensor, kv_slots: Tensor) -> None:
         """Write ``latents`` ([T, width], pool dtype, any strides) to ``kv_slots`` (int64 [T]), as :meth:`MHAPool.store`."""

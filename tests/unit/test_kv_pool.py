@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from caesura.scheduler.cache.pool import MHAPool
+from caesura.scheduler.cache.pool import MHAPool, MLAPool
+from caesura.scheduler.device.residency import ComponentResidencyManager
 from caesura.scheduler.forward import KVPool
 
 LAYERS, PAGES, HEADS, SIZE, PAGE = 3, 7, 2, 4, 16
@@ -75,3 +76,18 @@ def test_empty_sizes_are_refused(name):
     sizes = {"num_layers": 1, "num_pages": 2, "kv_heads": 1, "head_size": 4, "page_size": 16, name: 0}
     with pytest.raises(ValueError, match="at least 1"):
         MHAPool(**sizes, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("make", [
+    lambda: MHAPool(num_layers=3, num_pages=1001, kv_heads=2, head_size=64, dtype=torch.bfloat16),
+    lambda: MLAPool(num_layers=3, num_pages=1001, width=96, dtype=torch.bfloat16),
+])  # fmt: skip
+def test_the_first_pages_can_be_there_before_they_are_used(make):
+    residency = ComponentResidencyManager("cpu")
+    with residency.component("kv_cache"):
+        pool = make()
+    assert residency.occupied_bytes("kv_cache") == 0
+    pool.touch(pool.nbytes // 2)
+    assert residency.occupied_bytes("kv_cache") == pytest.approx(pool.nbytes / 2, rel=0.05)
+    pool.touch(10 * pool.nbytes)
+    assert residency.occupied_bytes("kv_cache") == pytest.approx(pool.nbytes, rel=0.05)
