@@ -27,7 +27,6 @@ from caesura.scheduler.forward import SamplingBatch
 from caesura.scheduler.kernels import linear, native
 from caesura.scheduler.kernels.attention import PAGE_SIZE, PagedAttention, plan_tasks
 from caesura.scheduler.kernels.elementwise import rms_norm, rope_store, silu_mul
-from caesura.scheduler.kernels.sampling import RowSampler
 from caesura.scheduler.layers.norm import normalize
 from caesura.scheduler.layers.rotary import rotate
 from caesura.scheduler.runner.sampler import Sampler, noise
@@ -43,6 +42,7 @@ LINEAR_SHAPES = {
 }
 """Outputs, inputs."""
 LOGITS_SHAPES = [(32, 151_936), (1, 151_936), (64, 4096)]
+FILTERED_SHAPES = [(64, 151_936), (64, 4096)]
 
 HEADS, KV_HEADS, HEAD_SIZE, HIDDEN, INTERMEDIATE = 16, 8, 128, 1024, 3072
 ATTENTION_SHAPES = {
@@ -273,36 +273,45 @@ def _rotation(tokens: int, dtype: torch.dtype) -> Case:
 
 
 def sampling_cases(dtype: torch.dtype) -> Iterator[Case]:
-    """Temperature, one token a row, its logprob."""
+    """Temperature, filters, one token a row, its logprob."""
     for rows, vocab_size in LOGITS_SHAPES:
         for temperature in (1.0, 0.7):
-            yield _sampling((torch.randn(rows, vocab_size) * 4).to(dtype), temperature)
+            yield _sampling((torch.randn(rows, vocab_size) * 4).to(dtype), f"T={temperature}", temperature)
+    for rows, vocab_size in FILTERED_SHAPES:
+        for spread in (1, 4):
+            logits = (torch.randn(rows, vocab_size) * spread).to(dtype)
+            yield _sampling(logits, f"x{spread} top-p 0.95", top_p=0.95)
+            yield _sampling(logits, f"x{spread} top-k 50", top_k=50)
 
 
-def _sampling(logits: torch.Tensor, temperature: float) -> Case:
+def _sampling(
+    logits: torch.Tensor,
+    detail: str,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+) -> Case:
     rows, vocab_size = logits.shape
     counter = np.arange(rows)
     batch = SamplingBatch(
         temperature=torch.full((rows,), temperature),
         greedy=torch.zeros(rows, dtype=torch.bool),
-        top_k=torch.full((rows,), vocab_size),
-        top_p=torch.ones(rows),
+        top_k=torch.full((rows,), vocab_size if top_k is None else top_k),
+        top_p=torch.full((rows,), top_p),
         uniforms=torch.from_numpy(noise(counter.astype(np.uint64), counter, counter)),
         any_sampled=True,
-        any_filtered=False,
+        any_filtered=top_k is not None or top_p < 1,
         want_raw=False,
         want_sampled=False,
     )
-    peer, kernel = Sampler(vocab_size, rows, "cpu", logits.dtype), RowSampler(vocab_size)
-    peer._compiled = None  # what it computes with torch
-    tokens, logprobs = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
+    kernel = Sampler(vocab_size, rows, "cpu", logits.dtype)
+    with native.limited_to("torch"):
+        peer = Sampler(vocab_size, rows, "cpu", logits.dtype)
     return Case(
         "sample",
-        f"[{rows}, {vocab_size}] T={temperature}",
+        f"[{rows}, {vocab_size}] {detail}",
         {"torch": lambda _: peer.sample(logits, batch)},
-        lambda _: kernel.sample(
-            logits, batch.temperature, batch.greedy, batch.uniforms, tokens, logprobs, None
-        ),
+        lambda _: kernel.sample(logits, batch),
         1,
         logits.nbytes,
     )

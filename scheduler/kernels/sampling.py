@@ -1,4 +1,4 @@
-"""Unfiltered sampling in one compiled pass per row; the definitions are those of ``runner/sampler.py``."""
+"""Sampling, filtered or not, in one compiled call; the definitions are those of ``runner/sampler.py``."""
 
 import torch
 from torch import Tensor
@@ -6,16 +6,15 @@ from torch import Tensor
 from . import native
 from .native import INT, POINTER, SIZE
 
-_BLOCK = 256
-
 _SAMPLE = {
-    dtype: native.function(f"caesura_sample_{name}", POINTER, SIZE, SIZE, SIZE, *[POINTER] * 7, INT)
+    dtype: native.function(f"caesura_sample_{name}", POINTER, SIZE, SIZE, SIZE, *[POINTER] * 11, INT)
     for dtype, name in ((torch.bfloat16, "bf16"), (torch.float32, "f32"))
 }
+_workspace_size = native.function("caesura_sample_workspace", SIZE, result=SIZE)
 
 
 class RowSampler:
-    """Greedy and inverse-CDF sampling over the whole vocabulary, with a workspace of its own.
+    """Greedy and inverse-CDF sampling, from the whole vocabulary or a part, with a workspace of its own.
 
     Invariant: a row's result depends on that row alone, bit for bit.
     """
@@ -33,8 +32,13 @@ class RowSampler:
         token_ids: Tensor,
         logprobs: Tensor,
         raw_logprobs: Tensor | None,
+        sampled_logprobs: Tensor | None = None,
+        *,
+        top_k: Tensor | None = None,
+        top_p: Tensor | None = None,
+        min_p: Tensor | None = None,
     ) -> None:
-        """Sample every row of ``logits`` into the last three arguments.
+        """Sample every row of ``logits`` into the last four positional arguments.
 
         Args:
             logits: [S, V] bfloat16 or float32, columns contiguous.
@@ -44,9 +48,13 @@ class RowSampler:
             token_ids: int64 [S]; -1 where a row was not finite.
             logprobs: float32 [S], of the scaled logits; NaN where a row was not finite.
             raw_logprobs: float32 [S], of the logits as given. None: not wanted.
+            sampled_logprobs: float32 [S], in the filtered, renormalised distribution; 0 for greedy rows. None: not wanted.
+            top_k: int64 [S], V where unused. Greedy rows use neither this nor the next two.
+            top_p: float32 [S], 1 where unused. None, as is ``top_k``: no row is filtered.
+            min_p: float32 [S], 0 where unused. None: 0 for all.
 
         Raises:
-            ValueError: shapes, dtypes or strides that do not fit together.
+            ValueError: shapes, dtypes or strides that do not fit together; a filter without ``top_k`` and ``top_p``.
         """
         rows = logits.shape[0]
         per_row = (
@@ -56,8 +64,14 @@ class RowSampler:
             (token_ids, torch.int64),
             (logprobs, torch.float32),
             (raw_logprobs, torch.float32),
+            (sampled_logprobs, torch.float32),
+            (top_k, torch.int64),
+            (top_p, torch.float32),
+            (min_p, torch.float32),
         )
         fits = logits.shape[1:] == (self._vocab_size,) and logits.dtype in _SAMPLE and logits.stride(1) == 1
+        if top_k is None or top_p is None:
+            fits = fits and top_k is top_p is min_p is None
         if not fits or not all(
             t is None or (t.shape == (rows,) and t.dtype == dtype and t.is_contiguous())
             for t, dtype in per_row
@@ -65,9 +79,9 @@ class RowSampler:
             given = [None if t is None else (t.dtype, tuple(t.shape)) for t, _ in per_row]
             raise ValueError(f"logits {logits.dtype} {tuple(logits.shape)} and per row {given} do not fit")
         threads = native.num_threads()
-        blocks = -(-self._vocab_size // _BLOCK)
-        if self._workspace.numel() < threads * blocks:
-            self._workspace = torch.empty(threads * blocks, dtype=torch.float64)
+        size = _workspace_size(self._vocab_size) * threads
+        if self._workspace.numel() < size:  # what no row needs is address space, not memory
+            self._workspace = torch.empty(size, dtype=torch.float64)
         _SAMPLE[logits.dtype](
             logits.data_ptr(),
             logits.stride(0),

@@ -137,10 +137,11 @@ class Sampler:
         width = self._num_blocks * _BLOCK
         bound = _CHUNK_BYTES_CPU if device.type == "cpu" else _CHUNK_BYTES
         self._chunk_rows = max(1, min(max_rows, bound // (width * 4)))
-        # Filled, not empty: the pages are touched now instead of in the first step, and the padding stays -inf.
-        self._scaled = torch.full((self._chunk_rows, width), -torch.inf, device=device)
-        self._probs = torch.zeros((self._chunk_rows, width), device=device)
         self._compiled = RowSampler(vocab_size) if best("sampler", device, dtype) != TORCH else None
+        held = 0 if self._compiled is not None else self._chunk_rows
+        # Filled, not empty: the pages are touched now instead of in the first step, and the padding stays -inf.
+        self._scaled = torch.full((held, width), -torch.inf, device=device)
+        self._probs = torch.zeros((held, width), device=device)
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, batch: SamplingBatch) -> SamplerOutput:
@@ -173,28 +174,21 @@ class Sampler:
     def _sample_compiled(
         self, sampler: RowSampler, logits: Tensor, batch: SamplingBatch, out: SamplerOutput
     ) -> None:
-        """Every row by the compiled sampler, then those that are filtered once more."""
-        temperature = batch.temperature if batch.any_sampled else None
+        """Every row in one call, filtered or not."""
+        filtered = batch.any_filtered
         sampler.sample(
-            logits, temperature, batch.greedy, batch.uniforms, out.token_ids, out.logprobs, out.raw_logprobs
+            logits,
+            batch.temperature if batch.any_sampled else None,
+            batch.greedy,
+            batch.uniforms,
+            out.token_ids,
+            out.logprobs,
+            out.raw_logprobs,
+            out.sampled_logprobs,
+            top_k=batch.top_k if filtered else None,
+            top_p=batch.top_p if filtered else None,
+            min_p=batch.min_p if filtered else None,
         )
-        if out.sampled_logprobs is not None:  # unfiltered: greedy rows are certain, the others as drawn
-            certain = batch.greedy & out.logprobs.isfinite()
-            out.sampled_logprobs.copy_(out.logprobs.where(~certain, 0.0))
-        if batch.any_filtered:
-            index = _filtered(batch, self._vocab_size).nonzero().squeeze(1)
-            part = SamplerOutput(
-                token_ids=out.token_ids[index],
-                logprobs=out.logprobs[index],
-                raw_logprobs=None,
-                sampled_logprobs=None if out.sampled_logprobs is None else out.sampled_logprobs[index],
-            )
-            if out.raw_logprobs is not None:
-                part.raw_logprobs = out.raw_logprobs[index]
-            self._sample_all(logits[index], batch.select(index), part)
-            for name in ("token_ids", "logprobs", "raw_logprobs", "sampled_logprobs"):
-                if getattr(out, name) is not None:
-                    getattr(out, name)[index] = getattr(part, name)
 
     def _sample_all(self, logits: Tensor, batch: SamplingBatch, out: SamplerOutput) -> None:
         """Every row with torch, as many at a time as the workspaces hold."""

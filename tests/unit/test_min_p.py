@@ -6,9 +6,19 @@ import torch
 from scipy import stats
 
 from caesura.scheduler.forward import SamplingBatch
+from caesura.scheduler.kernels import native
 from caesura.scheduler.runner.sampler import Sampler
 
 VOCAB = 700
+
+
+@pytest.fixture(params=["compiled", "torch"], autouse=True)
+def implementation(request):
+    """Every sampler that a test makes."""
+    if request.param == "compiled" and native.why_not():
+        pytest.skip(f"no compiled kernels: {native.why_not()}")
+    with native.limited_to(native.isa() if request.param == "compiled" else "torch"):
+        yield
 
 
 def batch_of(rows: int, uniforms: np.ndarray, **given: object) -> SamplingBatch:

@@ -1,4 +1,4 @@
-"""The sampler against exact distributions, its log-probabilities against float64, and its edge cases."""
+"""The sampler, compiled and in torch, against exact distributions, its log-probabilities against float64, and its edge cases."""
 
 from dataclasses import dataclass
 
@@ -10,10 +10,20 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from caesura.scheduler.forward import SamplingBatch
+from caesura.scheduler.kernels import native
 from caesura.scheduler.runner.sampler import Sampler, SamplerOutput, _splitmix64, noise
 
 DRAWS = 20_000
 LARGEST_UNIFORM = float(np.nextafter(1.0, 0.0))
+
+
+@pytest.fixture(params=["compiled", "torch"], autouse=True, scope="module")
+def implementation(request):
+    """Every sampler that a test makes."""
+    if request.param == "compiled" and native.why_not():
+        pytest.skip(f"no compiled kernels: {native.why_not()}")
+    with native.limited_to(native.isa() if request.param == "compiled" else "torch"):
+        yield
 
 
 def uniforms(count: int, seed: int = 1) -> np.ndarray:

@@ -1,5 +1,5 @@
-// One token per row of logits, with its log-probabilities: the unfiltered part of runner/sampler.py, whose docstring has the
-// definitions and why the cumulative sum has two levels.
+// One token per row of logits, with its log-probabilities: what runner/sampler.py does, whose docstring has the definitions and
+// why the cumulative sum has two levels. Rows with top-k, top-p or min-p take the steps of sampler_filter.h after the second.
 //
 //     logits   | block 0: 256 entries | block 1 | ...          read once from memory, then from the cache
 //     1. the largest of each block                              -> the row's largest, and where greedy rows look for it
@@ -31,7 +31,11 @@ struct Sampling {
     const double* uniforms;
     int64_t* tokens;
     float* logprobs;
-    float* raw_logprobs;  // nullptr: not wanted
+    float* raw_logprobs;      // nullptr: not wanted
+    float* sampled_logprobs;  // nullptr: not wanted. Of the kept tokens' distribution; 0 for greedy rows
+    const int64_t* top_k;     // nullptr: no row is filtered
+    const float* top_p;       // as top_k
+    const float* min_p;       // nullptr: all 0
 
     int64_t blocks() const { return (vocabulary + BLOCK - 1) / BLOCK; }
 };
@@ -59,6 +63,8 @@ CAESURA_INLINE int64_t search(const double* cumulative, int64_t count, double ta
 
 }  // namespace
 
+#include "sampler_filter.h"
+
 #define CAESURA_FILE "sampler.cpp"
 #include "each_isa.h"
 
@@ -66,30 +72,39 @@ namespace {
 
 template <class E>
 void sample(const Sampling& a, int64_t rows, double* workspace, int threads) {
+    const int64_t size = Workspace::size(a.vocabulary, a.blocks());
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (rows > 1 && rows * a.vocabulary > 1 << 14)
     for (int64_t row = 0; row < rows; row++) {
-        double* sums = workspace + omp_get_thread_num() * a.blocks();
-        CAESURA_DISPATCH(sample_row<E>(a, row, sums));
+        const Workspace work(workspace + omp_get_thread_num() * size, a.vocabulary, a.blocks());
+        CAESURA_DISPATCH(sample_row<E>(a, row, work));
     }
 }
 
 }  // namespace
 
-// `workspace` holds ceil(vocabulary / 256) doubles for each thread.
+// `workspace` holds caesura_sample_workspace(vocabulary) doubles for each thread.
 CAESURA_API void caesura_sample_bf16(const void* logits, int64_t stride, int64_t rows, int64_t vocabulary,
                                      const float* temperature, const uint8_t* greedy, const double* uniforms,
-                                     int64_t* tokens, float* logprobs, float* raw_logprobs, double* workspace,
+                                     int64_t* tokens, float* logprobs, float* raw_logprobs, float* sampled_logprobs,
+                                     const int64_t* top_k, const float* top_p, const float* min_p, double* workspace,
                                      int threads) {
-    sample<bf16>({logits, stride, vocabulary, temperature, greedy, uniforms, tokens, logprobs, raw_logprobs}, rows,
-                 workspace, threads);
+    sample<bf16>({logits, stride, vocabulary, temperature, greedy, uniforms, tokens, logprobs, raw_logprobs,
+                  sampled_logprobs, top_k, top_p, min_p},
+                 rows, workspace, threads);
 }
 
 CAESURA_API void caesura_sample_f32(const void* logits, int64_t stride, int64_t rows, int64_t vocabulary,
                                     const float* temperature, const uint8_t* greedy, const double* uniforms,
-                                    int64_t* tokens, float* logprobs, float* raw_logprobs, double* workspace,
+                                    int64_t* tokens, float* logprobs, float* raw_logprobs, float* sampled_logprobs,
+                                    const int64_t* top_k, const float* top_p, const float* min_p, double* workspace,
                                     int threads) {
-    sample<float>({logits, stride, vocabulary, temperature, greedy, uniforms, tokens, logprobs, raw_logprobs}, rows,
-                  workspace, threads);
+    sample<float>({logits, stride, vocabulary, temperature, greedy, uniforms, tokens, logprobs, raw_logprobs,
+                   sampled_logprobs, top_k, top_p, min_p},
+                  rows, workspace, threads);
+}
+
+CAESURA_API int64_t caesura_sample_workspace(int64_t vocabulary) {
+    return Workspace::size(vocabulary, (vocabulary + BLOCK - 1) / BLOCK);
 }
 
 #else
@@ -188,32 +203,51 @@ static int64_t draw(const Sampling& a, const E* logits, double uniform, float te
     return begin + search(inner, count, below(fraction, total));
 }
 
+#include "sampler_filter.h"
+
+static Filter filter_of(const Sampling& a, int64_t row) {
+    if (!a.top_k || a.greedy[row]) return {a.vocabulary, 1.0, 0.0f};
+    const int64_t top_k = a.top_k[row] > 1 ? a.top_k[row] : 1;
+    return {smaller(top_k, a.vocabulary), (double)a.top_p[row], a.min_p ? a.min_p[row] : 0.0f};
+}
+
 template <class E>
-static void sample_row(const Sampling& a, int64_t row, double* workspace) {
+static void sample_row(const Sampling& a, int64_t row, const Workspace& work) {
     const E* logits = (const E*)a.logits + row * a.stride;
     const bool greedy = a.greedy[row];
+    const Filter filter = filter_of(a, row);
+    const bool filtered = filter.active(a.vocabulary);
     const float temperature = greedy || !a.temperature ? 1.0f : a.temperature[row];
-    const float raw_largest = largest_logit(logits, a.vocabulary, workspace);
+    const float raw_largest = largest_logit(logits, a.vocabulary, work.blocks);
     const float largest = raw_largest / temperature;  // division keeps the order, so this is the largest scaled logit
     int64_t token = 0;
     if (greedy) {
         int64_t block = 0;
-        while (block + 1 < a.blocks() && workspace[block] != raw_largest) block++;
+        while (block + 1 < a.blocks() && work.blocks[block] != raw_largest) block++;
         token = block * BLOCK;
         while (token + 1 < a.vocabulary && to_float(logits[token]) != raw_largest) token++;
     }
-    const double total = sums(logits, a.vocabulary, temperature, largest, workspace);
+    // Filtered rows need their maxima yet.
+    const double total = sums(logits, a.vocabulary, temperature, largest, filtered ? nullptr : work.blocks);
     // A NaN among the logits shows in the total.
     if (!std::isfinite(largest) || !std::isfinite(total)) {
         a.tokens[row] = -1;
         a.logprobs[row] = NOT_A_NUMBER;
         if (a.raw_logprobs) a.raw_logprobs[row] = NOT_A_NUMBER;
+        if (a.sampled_logprobs) a.sampled_logprobs[row] = NOT_A_NUMBER;
         return;
     }
-    if (!greedy) token = draw(a, logits, a.uniforms[row], temperature, largest, workspace);
+    double kept = total;
+    if (filtered)
+        token = draw_filtered<E>({logits, a.vocabulary, work.blocks, temperature, largest, 0, 0, work}, filter, total,
+                                 a.uniforms[row], kept);
+    else if (!greedy)
+        token = draw(a, logits, a.uniforms[row], temperature, largest, work.blocks);
     const float logit = to_float(logits[token]);
+    const double distance = (double)(logit / temperature) - (double)largest;
     a.tokens[row] = token;
-    a.logprobs[row] = (float)((double)(logit / temperature) - (double)largest - std::log(total));
+    a.logprobs[row] = (float)(distance - std::log(total));
+    if (a.sampled_logprobs) a.sampled_logprobs[row] = greedy ? 0.0f : (float)(distance - std::log(kept));
     if (!a.raw_logprobs) return;
     const double raw_total =
         temperature == 1.0f ? total : sums(logits, a.vocabulary, 1.0f, raw_largest, (double*)nullptr);
