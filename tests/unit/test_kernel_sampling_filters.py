@@ -171,7 +171,7 @@ def test_agrees_with_torch(vocab_size, dtype, seed, spread, rounded):
         uniforms,
         temperature=rng.choice([0.05, 0.7, 1.0, 3.0, 50.0], count),
         top_k=rng.choice([1, 2, 50, vocab_size, vocab_size + 7], count),
-        top_p=rng.choice([1e-9, 0.1, 0.9, 0.999999, 1.0], count),
+        top_p=rng.choice([0.0, 1e-9, 0.1, 0.9, 0.999999, 1.0], count),
         min_p=rng.choice([0.0, 0.0, 1e-20, 0.003, 0.2, 1.0], count),
         greedy=rng.random(count) < 0.15,
     )
@@ -259,6 +259,20 @@ def test_no_token_of_probability_zero(parameters, fill):
         for u in (0.0, 1e-300, LARGEST_UNIFORM, 1.0):  # 1 is no uniform, and still harmless
             tokens = Rows.of(logits, u, **parameters).compiled().token_ids
             assert ((tokens >= 256) & (tokens < 300)).all(), (isa, u)
+
+
+def test_the_largest_uniform_draws_the_last_kept_token():
+    """Kept are whole groups of equal tokens, and others follow: the sums of groups and of their tokens round differently."""
+    rng = np.random.default_rng(4)
+    groups = np.stack([rng.permutation(np.arange(300) % 10) for _ in range(200)])
+    logits = torch.from_numpy(-1.7 * groups - rng.random((200, 1))).float()
+    weights = np.exp(-1.7 * np.arange(10))
+    for isa in instruction_sets():
+        for kept in (1, 3, 5):
+            last = [int(np.flatnonzero(row == kept - 1)[-1]) for row in groups]
+            assert Rows.of(logits, LARGEST_UNIFORM, top_k=30 * kept).tokens() == last, isa
+            half_of_it = (30 * weights[:kept].sum() - 0.5 * weights[kept - 1]) / (30 * weights.sum())
+            assert Rows.of(logits, LARGEST_UNIFORM, top_p=half_of_it).tokens() == last, isa
 
 
 def mixed(vocab_size: int, dtype: torch.dtype) -> Rows:
@@ -351,7 +365,7 @@ def samples(dtype, vocabulary, spread, temperature, top_k):
     tokens, logprobs = torch.empty(9, dtype=torch.int64), torch.empty(3, 9)
     RowSampler(vocabulary).sample(
         logits, torch.full((9,), temperature), torch.arange(9) % 5 == 0, torch.rand(9).double(), tokens, *logprobs,
-        top_k=torch.full((9,), top_k), top_p=torch.tensor([1.0, 1e-9, 0.5] * 3), min_p=torch.tensor([0.0] * 5 + [0.1] * 4),
+        top_k=torch.full((9,), top_k), top_p=torch.tensor([1.0, 0.0, 0.5] * 3), min_p=torch.tensor([0.0] * 5 + [0.1] * 4),
     )
 
 

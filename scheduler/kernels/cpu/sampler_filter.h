@@ -7,8 +7,8 @@
 //     2. one pass: how many tokens each bucket has, and the sum of their weights
 //     3. the bucket e in which the last kept token lies, and the bucket that holds u * kept mass: sorted, walked
 //
-// Nothing but these buckets is sorted, at worst the whole row once each (three times where top-p is relative to top-k), by a sort
-// that is linear.
+// Nothing but these buckets is sorted (and a third, that of the k-th, where top-p is relative to top-k), by a sort that is linear in
+// their size, which is at worst the row's.
 //
 // Invariants:
 // - The order is that of the scaled logits, of equal ones the lower index first: buckets never disagree with it, since a token's
@@ -274,10 +274,8 @@ static int64_t draw_filtered(FilteredRow<E> row, const Filter& filter, double to
     int64_t kept = take(items, buckets[opened].count, row.largest, most - end.count, threshold, mass);
 
     const double enough = above(below(uniform, mass));  // the sum is to exceed the target
-    Place drawn = find(buckets, row.num_buckets, most, enough);
-    if (drawn.bucket >= end.bucket) {
-        drawn = end;
-    } else {
+    const Place drawn = find(buckets, end.bucket + 1, most, enough);
+    if (drawn.bucket != end.bucket) {
         items = sorted_bucket(row, drawn.bucket);
         kept = buckets[drawn.bucket].count;
     }
