@@ -13,13 +13,13 @@ Invariants:
   dtypes, the config, whether the flush can be honoured. Refusals leave the weights as they were.
 - I5: between the first written byte and the commit nothing is launched; a failure there leaves POISONED.
 - I7: bytes are written in place, casts are those of a cold load, derivations run once, at commit.
-- Loading yields after each bucket, so status and abort are answered meanwhile.
+- Loading yields every few milliseconds, or pieces where one takes longer, so status and abort are answered meanwhile.
 """
 
 import contextlib
 import logging
 from collections.abc import Callable, Generator, Iterator, Sequence
-from time import monotonic
+from time import monotonic, perf_counter
 from typing import Any
 
 from ..io_struct import (
@@ -58,6 +58,9 @@ from .weights.transports.ipc import SharedMemoryMaps
 from .weights.transports.tensor import open_frames
 
 logger = logging.getLogger(__name__)
+
+WRITE_S = 0.002
+"""How long pieces are written before the loop may look elsewhere: a stage and a turn for each would cost as much as the piece."""
 
 _END: Any = object()  # of a source's pieces, which may be None meanwhile
 
@@ -272,11 +275,11 @@ class WeightUpdates:
                     self._history.note("update_begin", str(session))
                 while piece is not _END:
                     session.touched = True
-                    with stages.stage("copy"), self._runner.on_stream():
-                        self._loader.write(piece)
+                    piece = self._write_some(piece, pieces, stages)
                     yield Wait.SLICE
                     self.require_open(session)
-                    piece = yield from self._next_piece(pieces, session, stages)
+                    if piece is None:
+                        piece = yield from self._next_piece(pieces, session, stages)
             finally:
                 self._progress = None
         self._runner.synchronize()
@@ -408,6 +411,29 @@ class WeightUpdates:
                 yield Wait.OUTSIDE
                 self.require_open(session)
         return piece
+
+    def _write_some(
+        self, piece: WeightPiece, pieces: Iterator[WeightPiece | None], stages: StageProfiler
+    ) -> Any:
+        """Write ``piece`` and what follows at once, for :data:`WRITE_S`; returns what comes then: a piece, None, ``_END``."""
+        coming: Any = piece
+        copy = receive = 0.0
+        started = now = perf_counter()
+        try:
+            with self._runner.on_stream():
+                while True:
+                    self._loader.write(coming)
+                    written = perf_counter()
+                    copy += written - now
+                    coming = next(pieces, _END)
+                    now = perf_counter()
+                    receive += now - written
+                    if coming is None or coming is _END or now - started > WRITE_S:
+                        break
+        finally:
+            stages.record("copy", copy)
+            stages.record("receive", receive)
+        return coming
 
     def _commit(self, session: Session, stages: StageProfiler) -> None:
         """Derive, then make the new weights serve; a failure anywhere leaves them poisoned."""

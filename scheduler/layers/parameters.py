@@ -157,36 +157,53 @@ class PlainSlot(WeightSlot):
         super().__init__(name, parameter, tuple(rows.shape), rows.dtype)
         self._rows = rows
 
+    def update(self, rows: Tensor, start: int, *, compare: bool = True) -> bool:
+        """See :meth:`WeightSlot.update`."""
+        target = self._target(rows, start)
+        if compare and not _differ(rows, target):
+            return False
+        target.copy_(rows)
+        return True
+
     def write(self, rows: Tensor, start: int) -> None:
         """See :meth:`WeightSlot.write`."""
         self._target(rows, start).copy_(rows)
 
     def differs(self, rows: Tensor, start: int) -> bool:
         """See :meth:`WeightSlot.differs`."""
-        new, old = rows.reshape(-1), self._target(rows, start).reshape(-1)
-        if new.numel() <= _PROBE_ELEMENTS:
-            return not _same_bits(new, old)
-        if not _same_bits(new[:_PROBE_ELEMENTS], old[:_PROBE_ELEMENTS]):
-            return True
-        pairs = zip(
-            new[_PROBE_ELEMENTS:].split(_COMPARE_ELEMENTS), old[_PROBE_ELEMENTS:].split(_COMPARE_ELEMENTS)
-        )
-        return not all(_same_bits(a, b) for a, b in pairs)
+        return _differ(rows, self._target(rows, start))
 
     def read(self) -> Tensor:
         """A view."""
         return self._rows
 
     def _target(self, rows: Tensor, start: int) -> Tensor:
-        return self._rows.narrow(0, start, rows.shape[0]) if self._rows.dim() else self._rows
+        if rows.shape == self.shape:  # all of it
+            return self._rows
+        return self._rows.narrow(0, start, rows.shape[0])
+
+
+def _differ(rows: Tensor, target: Tensor) -> bool:
+    """Whether a copy of ``rows`` to ``target``, contiguous and of the same shape, would change a byte."""
+    new, old = rows.reshape(-1), target.view(-1)
+    if new.shape[0] <= _PROBE_ELEMENTS:
+        return not _same_bits(new, old)
+    if not _same_bits(new[:_PROBE_ELEMENTS], old[:_PROBE_ELEMENTS]):
+        return True
+    pairs = zip(
+        new[_PROBE_ELEMENTS:].split(_COMPARE_ELEMENTS), old[_PROBE_ELEMENTS:].split(_COMPARE_ELEMENTS)
+    )
+    return not all(_same_bits(a, b) for a, b in pairs)
 
 
 def _same_bits(new: Tensor, old: Tensor) -> bool:
     # As integers: NaN equals itself and -0.0 is not 0.0, as "the same bytes" demands. As the widest that fit, because
     # torch compares by element.
     cast = new.to(device=old.device, dtype=old.dtype)
-    wide = all((t.storage_offset() * t.itemsize) % 8 == 0 and t.nbytes % 8 == 0 for t in (cast, old))
-    bits = torch.int64 if wide else _BITS[old.element_size()]
+    size = old.itemsize
+    starts = cast.storage_offset() * size, old.storage_offset() * size
+    wide = old.nbytes % 8 == starts[0] % 8 == starts[1] % 8 == 0
+    bits = torch.int64 if wide else _BITS[size]
     return torch.equal(cast.view(bits), old.view(bits))
 
 

@@ -149,9 +149,9 @@ class WeightLoader:
         seen: set[str] = set()
         filled: dict[str, str] = {}
         for spec in specs:
-            if self._is_skipped(spec.name):
-                continue
             slot = self._slots.get(spec.name)
+            if slot is None and self._is_skipped(spec.name):
+                continue
             if slot is None:
                 problems.unexpected.append(spec.name)
             else:
@@ -171,7 +171,7 @@ class WeightLoader:
 
     def skip(self, name: str) -> bool:
         """Whether the model ignores this tensor; counts it if so. For transports that can pass over its bytes."""
-        skipped = self._is_skipped(name)
+        skipped = name not in self._slots and self._is_skipped(name)
         self.counts.skipped_tensors += skipped
         return skipped
 
@@ -183,7 +183,7 @@ class WeightLoader:
         Raises:
             CaesuraError: WEIGHT_MISMATCH, before a byte of this piece is written.
         """
-        if self._is_skipped(piece.name):
+        if piece.name not in self._slots and self._is_skipped(piece.name):
             self.counts.skipped_tensors += piece.start_row == 0
             return
         slot = self._slot_for(piece)
@@ -233,6 +233,10 @@ class WeightLoader:
     def _account(self, slot: WeightSlot, dtype: torch.dtype) -> None:
         """A tensor is whole, in ``dtype``; what it makes or leaves half new is due."""
         name, fills = slot.name, slot.fills(dtype)
+        if fills is None and name not in self._made_together:
+            self.written.add(name)
+            self._due.discard(name)
+            return
         whole = {name} if fills is None else {name, fills}
         partner = self._made_together.pop(name, None)
         if partner is not None and partner != fills:
@@ -248,6 +252,8 @@ class WeightLoader:
         if piece.name not in self._slots:
             _Problems(unexpected=[piece.name]).raise_if_any()
         slot, rows = self._slots[piece.name], piece.rows
+        if rows.shape == piece.shape == slot.shape and not piece.start_row and slot.accepts(rows.dtype):
+            return slot  # whole, as nearly all are
         end = piece.start_row + (rows.shape[0] if rows.dim() else 1)
         same_dims = rows.dim() == len(piece.shape) and rows.shape[1:] == piece.shape[1:]
         fits = same_dims and end <= prod(piece.shape[:1])

@@ -61,8 +61,17 @@ class BufferSource:
         for spec in self.specs:
             if skip(spec.name):
                 continue
-            data = _bytes(self._buffers[spec.buffer], spec.offset, spec.nbytes)
-            yield from cut(spec, data, bucket_bytes)
+            buffer = self._buffers[spec.buffer]
+            if isinstance(buffer, Tensor) or not 0 < spec.nbytes <= bucket_bytes:
+                yield from cut(spec, _bytes(buffer, spec.offset, spec.nbytes), bucket_bytes)
+                continue
+            dtype, shape = DTYPES[spec.dtype], tuple(spec.shape)
+            rows = torch.frombuffer(
+                buffer, dtype=dtype, count=spec.nbytes // dtype.itemsize, offset=spec.offset
+            )
+            if len(shape) != 1:
+                rows = rows.view((-1, *shape[1:]) if shape else ())
+            yield WeightPiece(spec.name, shape, dtype, spec.start_row, rows)
 
 
 def _bytes(buffer: memoryview | Tensor, offset: int, nbytes: int) -> Tensor:

@@ -94,8 +94,11 @@ class Checkpoint:
                 continue
             descriptor = _open(file.path)
             try:
-                for tensor in tensors:
-                    yield from _read_tensor(descriptor, file, tensor, bucket)
+                for run in _runs(tensors, len(bucket)):
+                    if len(run) == 1:
+                        yield from _read_tensor(descriptor, file, run[0], bucket)
+                    else:
+                        yield from _read_run(descriptor, file, run, bucket)
             finally:
                 os.close(descriptor)
 
@@ -283,6 +286,31 @@ def _check_names(
     says, has = index.get(name, "no file"), found.get(name, "no file")
     others = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
     raise _error(folder, f"has an index that puts {name!r} in {says} while it is in {has}{others}")
+
+
+def _runs(tensors: list[StoredTensor], limit: int) -> Iterator[list[StoredTensor]]:
+    """Tensors that lie one behind the other, at most ``limit`` bytes together, each aligned to its dtype from the first on."""
+    run: list[StoredTensor] = []
+    for tensor in tensors:
+        if run:
+            place = tensor.offset - run[0].offset
+            adjoins = run[-1].offset + run[-1].nbytes == tensor.offset
+            if not adjoins or place + tensor.nbytes > limit or place % DTYPES[tensor.dtype].itemsize:
+                yield run
+                run = []
+        run.append(tensor)
+    if run:
+        yield run
+
+
+def _read_run(descriptor: int, file: _File, run: list[StoredTensor], bucket: Tensor) -> Iterator[WeightPiece]:
+    """Small tensors by one read: a call and two looks at the file for each would take longer than their bytes."""
+    begin, end = run[0].offset, run[-1].offset + run[-1].nbytes
+    _read_exactly(descriptor, file, bucket[: end - begin], begin, run[0].name)
+    for tensor in run:
+        dtype, shape, place = DTYPES[tensor.dtype], tuple(tensor.shape), tensor.offset - begin
+        rows = bucket[place : place + tensor.nbytes].view(dtype).view(shape)
+        yield WeightPiece(tensor.name, shape, dtype, 0, rows)
 
 
 def _read_tensor(descriptor: int, file: _File, tensor: StoredTensor, bucket: Tensor) -> Iterator[WeightPiece]:
