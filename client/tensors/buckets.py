@@ -89,9 +89,12 @@ def as_frames(bucket: Bucket) -> tuple[list[TensorSpec], list[memoryview]]:
 
 def _cut(name: str, tensor: Tensor, bucket_bytes: int) -> Iterator[Piece]:
     shape = tuple(tensor.shape)
+    if tensor.nbytes <= bucket_bytes:
+        yield Piece(name, tensor.dtype, shape, 0, tensor.contiguous())
+        return
     rows = shape[0] if shape else 1
-    step = rows if tensor.nbytes <= bucket_bytes else max(1, bucket_bytes * rows // tensor.nbytes)
-    for start in range(0, max(rows, 1), max(step, 1)):
+    step = max(1, bucket_bytes * rows // tensor.nbytes)
+    for start in range(0, rows, step):
         part = tensor.narrow(0, start, min(step, rows - start)) if shape else tensor
         yield Piece(name, tensor.dtype, shape, start, part.contiguous())
 

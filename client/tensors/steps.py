@@ -7,8 +7,9 @@ client drive the same code:
     Run(work)              -> what ``work()`` returns; it may block
 
 Invariants:
-- At most two buckets are under way: while the engine copies one, the next is made. A bucket's memory is not written again
-  before its own reply is there, also where nobody waits for that any more: it is then left to the messages that name it.
+- At most two messages are under way, together of one bucket's bytes: while the engine copies one, the next is made. Memory
+  is not written again before the reply of its own message is there, also where nobody waits for that any more: it is then
+  left to the messages that name it.
 - An update that fails, whatever ends it, leaves no session open. Only ``close()`` of the generator cannot see to that: it may
   ask for nothing then. Interrupts and cancellations are to be thrown into it, as errors are.
 - Tensors must not change until the update has returned.
@@ -37,8 +38,10 @@ from .buckets import Bucket, NamedTensors, as_frames, buckets, manifest
 from .cuda_ipc import common_cuda_device
 from .shared import SharedBuckets, SharedTensors
 
-MIN_SLOT_BYTES = 8 << 20
-"""Shared memory is cut into slots so that copying in and copying out overlap, but no finer than this."""
+MIN_PART_BYTES = 8 << 20
+"""Tensors are cut into messages so that both sides have something to do, but no finer than this."""
+UNDER_WAY = 2
+"""Messages of one update that wait for their answers."""
 
 
 class Ticket(Protocol):
@@ -100,8 +103,13 @@ def tensor_steps(
 ) -> Steps:
     """All messages of one update over frames; ``options`` are fields of ``WeightUpdateOptions``."""
     tensors = list(named_tensors)
-    parts = list(buckets(tensors, bucket_bytes))
-    return (yield from in_one_session(tensors, options, len(parts), in_session, _each(parts, options)))
+    size = bucket_bytes
+    if (
+        total_bytes(tensors) > bucket_bytes
+    ):  # several messages, so that one can be sent while another is copied
+        size = part_bytes(tensors, bucket_bytes, 4)
+    parts = list(buckets(tensors, size))
+    return (yield from in_one_session(tensors, options, len(parts), in_session, _frames(parts, options)))
 
 
 def ipc_steps(
@@ -123,14 +131,24 @@ def ipc_steps(
         only: WeightUpdateReqOutput = yield from call(request)
         return only
     tensors = list(named_tensors)
-    total = sum(tensor.nbytes for _, tensor in tensors)
-    slot_bytes = (
-        bucket_bytes if total <= MIN_SLOT_BYTES else min(bucket_bytes // 2, max(total // 8, MIN_SLOT_BYTES))
-    )
-    parts = list(buckets(tensors, max(slot_bytes, 1)))
+    size = bucket_bytes
+    if total_bytes(tensors) > MIN_PART_BYTES:
+        size = part_bytes(tensors, bucket_bytes, 8)
+    parts = list(buckets(tensors, size))
     return (
         yield from in_one_session(tensors, options, len(parts), in_session, _shared(parts, options, shared))
     )
+
+
+def total_bytes(tensors: list[tuple[str, Any]]) -> int:
+    """Of all tensors."""
+    return sum(tensor.nbytes for _, tensor in tensors)
+
+
+def part_bytes(tensors: list[tuple[str, Any]], bucket_bytes: int, count: int) -> int:
+    """Bytes of a message where there are about ``count`` of them; what is under way is ``bucket_bytes`` at most."""
+    wanted = max(total_bytes(tensors) // count, MIN_PART_BYTES)
+    return max(min(bucket_bytes // UNDER_WAY, wanted), 1)
 
 
 def in_one_session(
@@ -185,38 +203,48 @@ def _abort(error: BaseException) -> Generator[Send | Await, Any, None]:
         error.add_note(f"aborting the session: {second}")
 
 
-def _each(parts: list[Bucket], options: dict[str, Any]) -> Steps:
-    """One after the other: the answer is the credit for the next, whose copy on the host is made only then."""
-    reply: WeightUpdateReqOutput | None = None
-    for part in parts:
-        reply = yield from _frames(part, options)
-    assert reply is not None
-    return reply
+def _frames(parts: list[Bucket], options: dict[str, Any]) -> Steps:
+    """Frames of the tensors' own memory; a copy on the host is made only when its bucket's turn has come."""
 
+    def send(number: int) -> Generator[Send, Any, tuple[Ticket, ControlRequest]]:
+        specs, frames = as_frames(parts[number])
+        request = UpdateWeightsFromTensorReqInput(specs=specs, **options)
+        return (yield Send(request, frames)), request
 
-def _frames(part: Bucket, options: dict[str, Any]) -> Steps:
-    specs, frames = as_frames(part)
-    reply: WeightUpdateReqOutput = yield from call(
-        UpdateWeightsFromTensorReqInput(specs=specs, **options), frames
-    )
-    return reply
+    return (yield from _two_at_a_time(len(parts), send))
 
 
 def _shared(parts: list[Bucket], options: dict[str, Any], shared: SharedBuckets) -> Steps:
     """Fill one slot while the engine copies the other out; on the device where all tensors are on one."""
     slot = max(part.nbytes for part in parts)
     device = common_cuda_device(piece.rows for part in parts for piece in part.pieces)
-    memory = shared.take(slot * min(len(parts), 2), device)
+    memory = shared.take(slot * min(len(parts), UNDER_WAY), device)
+
+    def send(number: int) -> Generator[Send | Run, Any, tuple[Ticket, ControlRequest]]:
+        specs: list[TensorSpec] = yield Run(lambda: memory.fill(parts[number], number % UNDER_WAY * slot))
+        request = UpdateWeightsFromIPCReqInput(handle=memory.handle, specs=specs, **options)
+        return (yield Send(request)), request
+
+    reply = yield from _two_at_a_time(len(parts), send, kept=memory)
+    shared.give_back(memory)
+    return reply
+
+
+def _two_at_a_time(
+    count: int, send: Callable[[int], Generator[Any, Any, tuple[Ticket, ControlRequest]]], kept: object = None
+) -> Steps:
+    """``send`` messages 0 to ``count - 1``, each when the one but one before it has been answered; the last reply.
+
+    ``kept`` is what the messages refer to: it lives until all of them are answered, whatever ends this.
+    """
     pending: list[tuple[Ticket, ControlRequest]] = []
     reply: WeightUpdateReqOutput | None = None
     try:
-        for number, part in enumerate(parts):
-            if len(pending) == 2:
+        for number in range(count):
+            if len(pending) == UNDER_WAY:
                 reply = yield Await(*pending[0])
                 del pending[0]
-            specs: list[TensorSpec] = yield Run(lambda part=part, at=number % 2 * slot: memory.fill(part, at))  # type: ignore[misc]
-            request = UpdateWeightsFromIPCReqInput(handle=memory.handle, specs=specs, **options)
-            pending.append(((yield Send(request)), request))
+            pending.append((yield from send(number)))
         while pending:
             reply = yield Await(*pending[0])
             del pending[0]
@@ -227,8 +255,7 @@ def _shared(parts: list[Bucket], options: dict[str, Any], shared: SharedBuckets)
                     yield Await(*sent)
         for ticket, _ in pending:
             if not ticket.done():  # the engine has yet to read this memory, which must live until then
-                ticket.add_done_callback(lambda _, memory=memory: None)  # type: ignore[misc]
+                ticket.add_done_callback(lambda _: kept)
         raise
-    shared.give_back(memory)
     assert reply is not None
     return reply

@@ -68,22 +68,38 @@ def test_a_closed_memory_is_closed_once():
     os.close(other)
 
 
-def test_frames_are_made_one_bucket_at_a_time(monkeypatch):
-    """Of weights on a device each is a copy on the host."""
+def test_frames_are_made_when_their_turn_comes(monkeypatch):
+    """Of weights on a device each is a copy on the host: two are under way, and no more than a bucket of bytes."""
     made = []
     real = steps.as_frames
     monkeypatch.setattr(steps, "as_frames", lambda part: made.append(part) or real(part))
     update = steps.tensor_steps(TENSORS, {}, bucket_bytes=BUCKET_BYTES, in_session=False)
-    seen, wanted = [], next(update)
+    sent, answered, wanted = [], 0, next(update)
     while True:
         if isinstance(wanted, Send):
-            seen.append((type(wanted.request), len(made)))
+            sent.append(type(wanted.request))
+            under_way = made[max(answered - 1, 0) :]  # the answer of begin is one of them
+            assert len(under_way) <= 2
+            assert sum(part.nbytes for part in under_way) <= BUCKET_BYTES
+        else:
+            answered += 1
         try:
             wanted = update.send("answer")
         except StopIteration:
             break
-    updates = [(UpdateWeightsFromTensorReqInput, number) for number in (1, 2, 3, 4)]
-    assert seen == [(BeginWeightUpdateReqInput, 0), *updates, (EndWeightUpdateReqInput, 4)]
+    updates = [UpdateWeightsFromTensorReqInput] * len(made)
+    assert len(made) > 2
+    assert sent == [BeginWeightUpdateReqInput, *updates, EndWeightUpdateReqInput]
+    assert answered == len(sent)
+
+
+def test_what_fits_into_a_bucket_is_one_message():
+    """Also where it would be cut otherwise: a call of its own joins whatever session is open."""
+    tensors = [("w", torch.zeros(3, 4 << 20, dtype=torch.uint8))]
+    wanted = next(steps.tensor_steps(tensors, {}, bucket_bytes=12 << 20, in_session=False))
+    assert isinstance(wanted, Send)
+    assert isinstance(wanted.request, UpdateWeightsFromTensorReqInput)
+    assert [spec.name for spec in wanted.request.specs] == ["w"]
 
 
 class Ticket:

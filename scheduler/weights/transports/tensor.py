@@ -1,8 +1,8 @@
 """Tensors in the frames of a ZeroMQ message.
 
 Invariants: frames are read where libzmq put them (8-byte aligned, enough for every dtype) and never unpickled; they are
-let go when the call has been answered. The sender waits for that answer before it sends the next bucket, so one bucket
-per sender is in memory.
+let go when the call has been answered. Of the messages of one update the sender has two under way, half a bucket each at
+most, so one bucket per sender is in memory.
 """
 
 from collections.abc import Sequence
