@@ -51,6 +51,13 @@ def plan_tasks(q_lens: Sequence[int], kv_lens: Sequence[int], group: int) -> np.
         group: query heads per kv head.
     """
     q, kv = np.asarray(q_lens, dtype=np.int64), np.asarray(kv_lens, dtype=np.int64)
+    if q.max(initial=1) == 1:  # they decode: nothing to divide, and the longest costs most
+        tasks = np.empty((len(kv), _TASK_FIELDS), dtype=np.int64)
+        order = np.argsort(-kv, kind="stable")
+        tasks[:, 0] = tasks[:, 1] = order
+        tasks[:, 2] = 1
+        tasks[:, 3] = kv[order] - 1
+        return tasks
     most = max(1, _TASK_ROWS // group)
     parts = -(-q // most)
     row = np.repeat(np.arange(len(q)), parts)

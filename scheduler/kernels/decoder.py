@@ -1,7 +1,7 @@
-"""All layers of a dense decoder in one call on the CPU, compiled (``cpu/decoder.cpp``).
+"""A dense decoder between its embeddings and its head in one call on the CPU, compiled (``cpu/decoder.cpp``).
 
 Invariants:
-- The bits are those of the same layers computed operation by operation (``layers/``) with compiled kernels.
+- The bits are those of the same model computed operation by operation (``layers/``) with compiled kernels.
 - Addresses are asked for at every step: a release of memory may move tensors.
 - Results lie in one grow-only workspace; a call overwrites those of the call before it.
 """
@@ -9,7 +9,7 @@ Invariants:
 import ctypes
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
-from itertools import accumulate, chain
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -71,23 +71,30 @@ class _Step(ctypes.Structure):
         *((name, SIZE) for name in ("tokens", "hidden", "heads", "kv_heads", "head_size", "intermediate")),
         *((name, POINTER) for name in ("residual", "update", "x", "qkv", "attended", "gate_up", "gated")),
         *((name, POINTER) for name in ("cos", "sin")),
-        ("angles_token", SIZE),
-        *(("slots", POINTER), ("pages", POINTER), ("pages_row", SIZE)),
-        *(("tasks", POINTER), ("num_tasks", SIZE)),
+        *(("angles_row", SIZE), ("positions", POINTER), ("slots", POINTER)),
+        *(("pages", POINTER), ("pages_row", SIZE), ("tasks", POINTER), ("num_tasks", SIZE)),
+        *(("sampled", POINTER), ("num_sampled", SIZE), ("last_norm", POINTER), ("out", POINTER)),
         *(("scratch", POINTER), ("thread_floats", SIZE)),
         *((name, FLOAT) for name in ("eps", "head_eps", "scale")),
     ]
 
 
 class DecoderKernel:
-    """The kernel and its memory, for the layers of one model."""
+    """The kernel and its memory, for one model."""
 
     def __init__(
-        self, layers: Sequence[LayerTensors], shape: LayerShape, *, eps: float, head_eps: float | None
+        self,
+        layers: Sequence[LayerTensors],
+        last_norm: Tensor,
+        shape: LayerShape,
+        *,
+        eps: float,
+        head_eps: float | None,
     ) -> None:
         """
         Args:
-            eps: of the norms of a layer.
+            last_norm: [hidden], the weight of the norm behind the layers.
+            eps: of the norms.
             head_eps: of the norms of queries and keys. None: there are none.
 
         Raises:
@@ -97,77 +104,82 @@ class DecoderKernel:
         self._dtype = layers[0].qkv.dtype
         for number, layer in enumerate(layers):
             _check_layer(number, layer, shape, self._dtype, head_norms=head_eps is not None)
+        if last_norm.shape != (shape.hidden,) or last_norm.dtype != self._dtype:
+            raise ValueError(
+                f"no last norm of {shape} in {self._dtype}: {last_norm.dtype} {tuple(last_norm.shape)}"
+            )
         self._eps, self._head_eps = eps, head_eps or 0.0
-        self._layers = layers
+        self._layers, self._last_norm = layers, last_norm
         self._compute = _DECODER[self._dtype]
         self._table = (POINTER * (len(layers) * (len(LayerTensors._fields) + 2)))()
         self._counters = torch.empty(0, dtype=torch.uint8)
         # Per token, each a multiple of a cache line: update, x, qkv, attended; gate_up and gated take the place of the
-        # latter two, which are dead by then.
+        # latter two, and the result that of x, which are dead by then.
         widths = [shape.hidden, shape.hidden, shape.qkv, shape.q, 2 * shape.intermediate, shape.intermediate]
         lane = _LINE // self._dtype.itemsize
         self._widths = [-(-width // lane) * lane for width in widths]
-        self._workspace = torch.empty((0, sum(self._widths[:2]) + self._shared_width()), dtype=self._dtype)
+        _, x, qkv, attended, gate_up, gated = self._widths
+        width = 2 * x + max(qkv + attended, gate_up + gated)
+        self._workspace = torch.empty((0, width), dtype=self._dtype)
 
-    def _shared_width(self) -> int:
-        *_, qkv, attended, gate_up, gated = self._widths
-        return max(qkv + attended, gate_up + gated)
-
-    def __call__(self, residual: Tensor, cos: Tensor, sin: Tensor, step: PagedStep) -> Tensor:
-        """All layers of a step of T tokens.
+    def __call__(
+        self,
+        residual: Tensor,
+        angles: tuple[Tensor, Tensor],
+        positions: Tensor,
+        sampled: Tensor,
+        step: PagedStep,
+    ) -> Tensor:
+        """A step of T tokens, S of them sampled.
 
         Args:
-            residual: [T, hidden], contiguous: the embeddings; updated in place.
-            cos, sin: [T, 1, head size / 2], of equal strides.
+            residual: [T, hidden], contiguous: the embeddings; overwritten.
+            angles: cosines and sines of at least the positions up to the largest, each [P, 1, head size / 2], contiguous.
+            positions: int64 [T], contiguous; inside the table of angles, which is not checked.
+            sampled: int64 [S], contiguous: which of the T tokens, likewise.
 
         Returns:
-            [T, hidden]: what the last layer adds to ``residual``, not yet added; valid until the next call.
+            [S, hidden] behind the last norm, valid until the next call.
 
         Raises:
             ValueError: a tensor that the kernel would misread.
         """
-        shape, attention, threads = self._shape, step.attention, native.num_threads()
-        tokens = len(residual)
-        self._check(residual, cos, sin, step)
-        if tokens > len(self._workspace):
-            # Freed first, so that the peak is the larger of the two and not their sum.
-            width = self._workspace.shape[1]
-            self._workspace = torch.empty((0, width), dtype=self._dtype)
-            self._workspace = torch.empty((tokens, width), dtype=self._dtype)
-        update, x, shared = accumulate(
-            (tokens * width * self._dtype.itemsize for width in self._widths[:2]),
-            initial=self._workspace.data_ptr(),
-        )
-        row = tokens * self._dtype.itemsize
+        attention, threads = step.attention, native.num_threads()
+        tokens, count = residual.shape[0], sampled.shape[0]
+        self._check(residual, *angles, positions, sampled, step)
+        update, x, qkv, attended, gate_up, gated = self._regions(max(tokens, count))
         scratch, thread_floats = attention.scratch(threads)
         arguments = _Step(
             tokens,
             *self._sizes,
-            residual.data_ptr(),
-            update,
-            x,
-            shared,
-            shared + row * self._widths[2],
-            shared,
-            shared + row * self._widths[4],
-            cos.data_ptr(),
-            sin.data_ptr(),
-            cos.stride(0),
-            step.kv_slots.data_ptr(),
-            step.page_table.data_ptr(),
-            step.page_table.stride(0),
-            step.tasks.ctypes.data,
-            len(step.tasks),
-            scratch,
-            thread_floats,
-            self._eps,
-            self._head_eps,
-            attention.scale,
+            *(residual.data_ptr(), update, x, qkv, attended, gate_up, gated),
+            *(angles[0].data_ptr(), angles[1].data_ptr(), angles[0].stride(0)),
+            *(positions.data_ptr(), step.kv_slots.data_ptr()),
+            *(step.page_table.data_ptr(), step.page_table.stride(0)),
+            *(step.tasks.ctypes.data, len(step.tasks)),
+            *(sampled.data_ptr(), count, self._last_norm.data_ptr(), x),
+            *(scratch, thread_floats),
+            *(self._eps, self._head_eps, attention.scale),
         )
         self._fill_table(step)
         counters = self._counters_for(threads)
         self._compute(self._table, len(self._layers), ctypes.byref(arguments), counters, threads)
-        return self._workspace.view(-1)[: tokens * shape.hidden].view(tokens, shape.hidden)
+        first, hidden = (x - update) // self._dtype.itemsize, self._shape.hidden
+        return self._workspace.view(-1)[first : first + count * hidden].view(count, hidden)
+
+    def _regions(self, rows: int) -> tuple[int, int, int, int, int, int]:
+        """Addresses of update, x, qkv, attended, gate_up and gated, with room for ``rows`` of each."""
+        if rows > self._workspace.shape[0]:
+            # Freed first, so that the peak is the larger of the two and not their sum.
+            width = self._workspace.shape[1]
+            self._workspace = torch.empty((0, width), dtype=self._dtype)
+            self._workspace = torch.empty((rows, width), dtype=self._dtype)
+        row = self._workspace.shape[0] * self._dtype.itemsize
+        update_width, x_width, qkv_width, _, gate_up_width, _ = self._widths
+        update = self._workspace.data_ptr()
+        x = update + row * update_width
+        shared = x + row * x_width
+        return update, x, shared, shared + row * qkv_width, shared, shared + row * gate_up_width
 
     def _counters_for(self, threads: int) -> int:
         """Address of what the threads count with."""
@@ -181,26 +193,30 @@ class DecoderKernel:
         tensors = chain.from_iterable((*layer, *step.kv(number)) for number, layer in enumerate(self._layers))
         self._table[:] = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
 
-    def _check(self, residual: Tensor, cos: Tensor, sin: Tensor, step: PagedStep) -> None:
+    def _check(
+        self, residual: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, sampled: Tensor, step: PagedStep
+    ) -> None:
         shape, attention, dtype = self._shape, step.attention, self._dtype
         keys, values = step.kv(0)  # all layers' are alike
-        tokens = len(residual)
+        tokens = residual.shape[0]
         fits = (
             residual.dtype == cos.dtype == sin.dtype == keys.dtype == values.dtype == attention.dtype == dtype
             and residual.shape == (tokens, shape.hidden)
             and residual.is_contiguous()
-            and cos.shape == sin.shape == (tokens, 1, shape.head_size // 2)
-            and cos.stride(0) == sin.stride(0)
-            and cos.stride(2) == sin.stride(2) == 1
+            and cos.shape == sin.shape == (cos.shape[0], 1, shape.head_size // 2)
+            and cos.is_contiguous()
+            and sin.is_contiguous()
             and attention.kv_heads == shape.kv_heads
             and attention.group * shape.kv_heads == shape.heads
             and attention.head_size == shape.head_size
             and keys.shape[1:] == values.shape[1:] == (shape.kv_heads, PAGE_SIZE, shape.head_size)
             and keys.is_contiguous()
             and values.is_contiguous()
-            and step.kv_slots.dtype == torch.int64
-            and step.kv_slots.shape == (tokens,)
-            and step.kv_slots.is_contiguous()
+            and positions.shape == step.kv_slots.shape == (tokens,)
+            and all(
+                index.dtype == torch.int64 and index.dim() == 1 and index.is_contiguous()
+                for index in (positions, sampled, step.kv_slots)
+            )
             and step.page_table.dtype == torch.int32
             and step.page_table.stride(1) == 1
         )

@@ -27,7 +27,7 @@ VARIABLE = "CAESURA_KERNELS"
 ISAS = ("torch", "avx2", "avx512", "avx512bf16", "amx")
 """In the order of common.h's ``Isa``: each includes those before it."""
 
-_ABI = 4
+_ABI = 5
 """native.cpp has the same; both rise when an argument of a kernel changes."""
 
 POINTER = ctypes.c_void_p

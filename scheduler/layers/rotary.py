@@ -100,12 +100,17 @@ class RotaryEmbedding:
         """int64 [T], all below ``longest``, to cosine and sine, each [T, 1, head_dim / 2] in the model's dtype."""
         if self._table is None:
             return self._compute(positions)
+        cosines, sines = self.table(longest)
+        return cosines.index_select(0, positions), sines.index_select(0, positions)
+
+    def table(self, longest: int) -> tuple[Tensor, Tensor]:
+        """Cosine and sine of at least the positions [0, longest), each [P, 1, head_dim / 2]; on the CPU only."""
+        assert self._table is not None
         while longest > len(self._table[0]):
             start = len(self._table[0])
             block = self._compute(torch.arange(start, start + _BLOCK))
             self._table = (torch.cat((self._table[0], block[0])), torch.cat((self._table[1], block[1])))
-        cosines, sines = self._table
-        return cosines.index_select(0, positions), sines.index_select(0, positions)
+        return self._table
 
     def _compute(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         angles = torch.outer(positions.float(), self._inverse_frequencies).unsqueeze(1)

@@ -143,13 +143,18 @@ class DecoderForCausalLM:
         self._rotary = RotaryEmbedding(config.rope, config.rotary_dim, place=place)
         self._logits = LogitsProcessor(project, vocab, place=place)
         self._deriving = [layer for layer in self._owners() if isinstance(layer, DerivingLayer)]
-        self._kernel = _kernel(config, self._layers, place)
+        self._kernel = _kernel(config, self._layers, self._norm, place)
 
     def forward(self, batch: ForwardBatch, backend: AttentionBackend) -> Tensor:
         """Hidden states of the sampled tokens, [S, hidden], after the final norm."""
         if self._kernel is not None and backend.paged is not None:
-            residual, rotary = self._begin(batch)
-            return self._end(batch, self._kernel(residual, *rotary, backend.paged), residual)
+            return self._kernel(
+                self._embed.forward(batch.input_ids),
+                self._rotary.table(max(batch.kv_lens_host)),
+                batch.positions,
+                batch.sample_tokens,
+                backend.paged,
+            )
         steps = self.forward_by_layer(batch, backend)
         while True:
             try:
@@ -161,20 +166,13 @@ class DecoderForCausalLM:
         self, batch: ForwardBatch, backend: AttentionBackend
     ) -> Generator[int, None, Tensor]:
         """:meth:`forward`, stopping before each layer."""
-        residual, rotary = self._begin(batch)
+        rotary = self._rotary.forward(batch.positions, max(batch.kv_lens_host))
+        residual = self._embed.forward(batch.input_ids)
         update: Tensor | None = None
         for number, layer in enumerate(self._layers):
             yield number
             update = layer.forward(update, residual, rotary, backend)
         assert update is not None, "a model has at least one layer"
-        return self._end(batch, update, residual)
-
-    def _begin(self, batch: ForwardBatch) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """The residual stream, and the angles' cosines and sines."""
-        rotary = self._rotary.forward(batch.positions, max(batch.kv_lens_host))
-        return self._embed.forward(batch.input_ids), rotary
-
-    def _end(self, batch: ForwardBatch, update: Tensor, residual: Tensor) -> Tensor:
         sampled = batch.sample_tokens
         if sampled.shape[0] == 0:
             return residual[:0]
@@ -224,7 +222,9 @@ class DecoderForCausalLM:
             yield self._head
 
 
-def _kernel(config: ModelConfig, layers: Sequence[DecoderLayer], place: Placement) -> DecoderKernel | None:
+def _kernel(
+    config: ModelConfig, layers: Sequence[DecoderLayer], last_norm: RMSNorm, place: Placement
+) -> DecoderKernel | None:
     """What computes all layers in one call, where all are dense and packed."""
     packed = [tensors for layer in layers if (tensors := layer.packed()) is not None]
     if best("decoder", place.device, place.dtype) == TORCH or len(packed) < len(layers):
@@ -239,7 +239,7 @@ def _kernel(config: ModelConfig, layers: Sequence[DecoderLayer], place: Placemen
         head_size=shape.head_dim,
         intermediate=config.intermediate_size,
     )
-    return DecoderKernel(packed, sizes, eps=config.rms_norm_eps, head_eps=shape.qk_norm_eps)
+    return DecoderKernel(packed, last_norm.weight, sizes, eps=config.rms_norm_eps, head_eps=shape.qk_norm_eps)
 
 
 def dense_attention(config: ModelConfig, shape: AttentionShape, place: Placement) -> list[Attention]:

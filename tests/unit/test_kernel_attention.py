@@ -234,6 +234,13 @@ def test_a_plan_covers_every_token_once(rows, group) -> None:
     assert sorted(seen) == list(range(sum(q_lens)))
 
 
+def test_rows_that_decode_are_planned_as_beside_a_prompt() -> None:
+    kv_lens = [5, 300, 300, 1, 64, 17]
+    beside = plan_tasks([1] * 6 + [2], [*kv_lens, 2], 3)
+    assert np.array_equal(plan_tasks([1] * 6, kv_lens, 3), beside[beside[:, 0] < 6])
+    assert plan_tasks([], [], 3).shape == (0, 4)
+
+
 def test_the_longest_task_comes_first() -> None:
     rows = [row for row, *_ in plan_tasks([1, 1, 90, 1], [10, 3000, 90, 200], 1).tolist()]
     assert rows == [1, 2, 3, 0]

@@ -175,27 +175,41 @@ def layer(**changed):
     return tensors._replace(**changed)
 
 
+def kernel_of(*layers, last_norm=None, head_eps=1e-6):
+    norm = torch.ones(24) if last_norm is None else last_norm
+    return DecoderKernel(layers, norm, SHAPE, eps=1e-6, head_eps=head_eps)
+
+
 @pytest.mark.parametrize("changed", [
     {"input_norm": torch.ones(23)}, {"input_norm": torch.ones(48)[::2]}, {"mlp_norm": None}, {"q_norm": None},
     {"qkv": torch.zeros(64, 24)}, {"qkv": None}, {"down": torch.zeros(32, 32)}, {"gate_up": torch.zeros(96, 32).bfloat16()},
     {"qkv_bias": torch.zeros(63)}, {"o_bias": torch.zeros(24).bfloat16()}, {"k_norm": torch.ones(16)},
 ])  # fmt: skip
 def test_layers_that_would_be_misread_are_refused(changed):
-    DecoderKernel([layer()], SHAPE, eps=1e-6, head_eps=1e-6)
+    kernel_of(layer())
     with pytest.raises(ValueError, match=f"no layer 1 of .*: {next(iter(changed))} is"):
-        DecoderKernel([layer(), layer(**changed)], SHAPE, eps=1e-6, head_eps=1e-6)
+        kernel_of(layer(), layer(**changed))
 
 
 def test_head_norms_without_an_epsilon_are_refused():
     with pytest.raises(ValueError, match="q_norm"):
-        DecoderKernel([layer()], SHAPE, eps=1e-6, head_eps=None)
+        kernel_of(layer(), head_eps=None)
+
+
+@pytest.mark.parametrize("norm", [torch.ones(23), torch.ones(24).bfloat16()])
+def test_a_last_norm_that_would_be_misread_is_refused(norm):
+    with pytest.raises(ValueError, match="no last norm"):
+        kernel_of(layer(), last_norm=norm)
 
 
 @pytest.mark.parametrize("change", [
     {"residual": torch.zeros(2, 25)}, {"residual": torch.zeros(2, 24).bfloat16()}, {"residual": torch.zeros(24, 2).T},
-    {"cos": torch.zeros(3, 1, 4)}, {"sin": torch.zeros(2, 1, 8)[..., ::2]}, {"slots": torch.zeros(3, dtype=torch.int64)},
-    {"slots": torch.zeros(2, dtype=torch.int32)}, {"table": torch.zeros(2, 1, dtype=torch.int64)},
-    {"keys": torch.zeros(3, 2, 16, 4)}, {"values": torch.zeros(3, 2, 8, 16).transpose(2, 3)},
+    {"cos": torch.zeros(9, 1, 8)}, {"sin": torch.zeros(9, 1, 8)[..., ::2]}, {"sin": torch.zeros(8, 1, 4)},
+    {"positions": torch.zeros(3, dtype=torch.int64)}, {"positions": torch.zeros(4, dtype=torch.int64)[::2]},
+    {"sampled": torch.zeros(1)}, {"sampled": torch.zeros(1, 1, dtype=torch.int64)},
+    {"slots": torch.zeros(3, dtype=torch.int64)}, {"slots": torch.zeros(2, dtype=torch.int32)},
+    {"table": torch.zeros(2, 1, dtype=torch.int64)}, {"keys": torch.zeros(3, 2, 16, 4)},
+    {"values": torch.zeros(3, 2, 8, 16).transpose(2, 3)},
 ])  # fmt: skip
 def test_steps_that_would_be_misread_are_refused(change):
     if native.why_not():
@@ -203,20 +217,20 @@ def test_steps_that_would_be_misread_are_refused(change):
     pool = MHAPool(num_layers=1, num_pages=3, kv_heads=2, head_size=8, dtype=torch.float32)
     backend = PagedCpuBackend(pool, 4, 2, 8)
     backend.plan(forward_batch([Row([1], 0, [1]), Row([1], 3, [2])], 2))
-    step, kernel = backend.paged, DecoderKernel([layer()], SHAPE, eps=1e-6, head_eps=1e-6)
-    arguments = {"residual": torch.zeros(2, 24), "cos": torch.ones(2, 1, 4), "sin": torch.ones(2, 1, 4)}
-    assert not kernel(*arguments.values(), step).any()
-    arguments |= {name: value for name, value in change.items() if name in arguments}
     keys, values = pool.layer(0)
-    keys, values = change.get("keys", keys), change.get("values", values)
-    step = replace(
-        step,
-        kv=lambda _: (keys, values),
-        kv_slots=change.get("slots", step.kv_slots),
-        page_table=change.get("table", step.page_table),
-    )
+    right = {
+        "residual": torch.zeros(2, 24), "cos": torch.ones(9, 1, 4), "sin": torch.ones(9, 1, 4),
+        "positions": torch.tensor([0, 3]), "sampled": torch.tensor([1]), "slots": backend.paged.kv_slots,
+        "table": backend.paged.page_table, "keys": keys, "values": values,
+    }  # fmt: skip
+
+    def compute(residual, cos, sin, positions, sampled, slots, table, keys, values):
+        step = replace(backend.paged, kv=lambda _: (keys, values), kv_slots=slots, page_table=table)
+        return kernel_of(layer())(residual, (cos, sin), positions, sampled, step)
+
+    assert not compute(**right).any()
     with pytest.raises(ValueError, match="no layers of"):
-        kernel(*arguments.values(), step)
+        compute(**(right | change))
 
 
 SANITIZED = """

@@ -1,4 +1,4 @@
-// Layers of a dense decoder in one call: what Python would otherwise ask for operation by operation, and one team of
+// A dense decoder between its embeddings and its head in one call: what Python would otherwise ask for operation by operation, and one team of
 // threads that goes through all of them. Between two calls a team falls asleep, and to wake it takes longer than many an
 // operation of a small model.
 //
@@ -15,21 +15,29 @@ struct Layer {
     void *keys, *values;
 };
 
-constexpr int64_t STAGES = 9;  // of a layer
+constexpr int64_t LAYER_STAGES = 9, LAST_STAGES = 1;
+
+int64_t counters_of(int64_t layers, int threads) {
+    return (layers * LAYER_STAGES + LAST_STAGES) * Team::counters(threads);
+}
 
 // A step, in the order of kernels/decoder.py. Rows are contiguous: residual, update and x of `hidden` elements, qkv of all
-// heads, attended of the query heads, gate_up of 2 * `intermediate`, gated of `intermediate`. What the last layer adds to
-// the residual stream is left in `update`.
+// heads, attended of the query heads, gate_up of 2 * `intermediate`, gated of `intermediate`, out, for each of the `sampled`
+// tokens, of `hidden`. Angles have a row for each position.
 struct Step {
     int64_t tokens, hidden, heads, kv_heads, head_size, intermediate;
     void *residual, *update, *x, *qkv, *attended, *gate_up, *gated;
     const void *cos, *sin;
-    int64_t angles_token;
-    const int64_t* slots;
+    int64_t angles_row;
+    const int64_t *positions, *slots;
     const int32_t* pages;
     int64_t pages_row;
     const Task* tasks;
     int64_t num_tasks;
+    const int64_t* sampled;
+    int64_t num_sampled;
+    const void* last_norm;
+    void* out;
     float* scratch;
     int64_t thread_floats;
     float eps, head_eps, scale;
@@ -49,8 +57,8 @@ void layer(const Layer& w, const Step& s, bool first, Team& team) {
     const int64_t q = s.heads * D, qkv = q + 2 * s.kv_heads * D;
     rms_norm({first ? s.residual : s.update, H, first ? nullptr : s.residual, H, w.input_norm, s.x, H, T, H, s.eps}, team, E());
     product<E>(s, s.x, H, w.qkv, w.qkv_bias, s.qkv, qkv, team);
-    rope_store({s.qkv, qkv, s.heads, s.kv_heads, D, w.q_norm, w.k_norm, s.head_eps, s.cos, s.sin, s.angles_token, s.slots,
-                w.keys, w.values, s.qkv, qkv, T}, team, E());
+    rope_store({s.qkv, qkv, s.heads, s.kv_heads, D, w.q_norm, w.k_norm, s.head_eps, s.cos, s.sin, s.angles_row,
+                s.positions, s.slots, w.keys, w.values, s.qkv, qkv, T}, team, E());
     attention({s.qkv, qkv, D, w.keys, w.values, s.kv_heads, s.heads / s.kv_heads, D, s.pages, s.pages_row, s.tasks,
                s.num_tasks, s.scale, s.attended, q, s.scratch, s.thread_floats}, team, E());
     product<E>(s, s.attended, q, w.o, w.o_bias, s.x, H, team);
@@ -62,11 +70,13 @@ void layer(const Layer& w, const Step& s, bool first, Team& team) {
 
 template <class E>
 void decoder(const Layer* layers, int64_t count, const Step& step, Counter* counters, int threads) {
-    std::memset(counters, 0, count * STAGES * Team::counters(threads) * sizeof(Counter));
+    std::memset(counters, 0, counters_of(count, threads) * sizeof(Counter));
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         Team team(omp_get_thread_num(), omp_get_num_threads(), counters);
         for (int64_t i = 0; i < count; i++) layer<E>(layers[i], step, i == 0, team);
+        const Step& s = step;
+        last_norm({s.residual, s.update, s.sampled, s.last_norm, s.out, s.num_sampled, s.hidden, s.eps}, team, E());
     }
 }
 
@@ -74,7 +84,7 @@ void decoder(const Layer* layers, int64_t count, const Step& step, Counter* coun
 
 // Bytes of counters that a call needs, from a multiple of 64 on.
 CAESURA_API int64_t caesura_decoder_counters(int64_t layers, int threads) {
-    return layers * STAGES * Team::counters(threads) * sizeof(Counter);
+    return counters_of(layers, threads) * sizeof(Counter);
 }
 
 CAESURA_API void caesura_decoder_bf16(const void* layers, int64_t count, const void* step, void* counters, int threads) {

@@ -26,6 +26,9 @@ constexpr int64_t PARALLEL = 1 << 15;
     void caesura::rms_norm(const Norm& a, Team& team, E) {                                                            \
         team.each(a.rows, [&](int64_t row, int64_t) { CAESURA_DISPATCH(norm_row<E>(a, row)); });                      \
     }                                                                                                                 \
+    void caesura::last_norm(const LastNorm& a, Team& team, E) {                                                       \
+        team.each(a.rows, [&](int64_t row, int64_t) { CAESURA_DISPATCH(last_norm_row<E>(a, row)); });                 \
+    }                                                                                                                 \
     void caesura::silu_mul(const Gate& a, Team& team, E) {                                                            \
         team.each(a.rows, [&](int64_t row, int64_t) { CAESURA_DISPATCH(gate_row<E>(a, row)); });                      \
     }                                                                                                                 \
@@ -47,8 +50,8 @@ constexpr int64_t PARALLEL = 1 << 15;
         const void* qkv, int64_t qkv_token, int64_t heads, int64_t kv_heads, int64_t size, const void* q_weight,      \
         const void* k_weight, float eps, const void* cos, const void* sin, int64_t angles_token, const int64_t* slots, \
         void* keys, void* values, void* q, int64_t q_token, int64_t tokens, int threads) {                            \
-        const Rope a = {qkv, qkv_token, heads, kv_heads, size, q_weight, k_weight, eps, cos, sin, angles_token, slots, \
-                        keys, values, q, q_token, tokens};                                                            \
+        const Rope a = {qkv, qkv_token, heads, kv_heads, size, q_weight, k_weight, eps, cos, sin, angles_token,  \
+                        nullptr, slots, keys, values, q, q_token, tokens};                                            \
         const bool worth_it = tokens * (heads + 2 * kv_heads) * size > PARALLEL;                                      \
         run_team(threads, worth_it, [&](Team& team) { rope_store(a, team, E()); });                                   \
     }
@@ -119,6 +122,14 @@ static void norm_row(const Norm& a, int64_t row) {
     if (c < a.size) put<false>(out + c, normal<false>(source + c, weight + c, inverse, a.size - c), a.size - c);
 }
 
+template <class E>
+static void last_norm_row(const LastNorm& a, int64_t row) {
+    const int64_t start = a.tokens[row] * a.size;
+    E* out = (E*)a.out + row * a.size;
+    std::memcpy(out, (const E*)a.residual + start, a.size * sizeof(E));
+    norm_row<E>({(const E*)a.update + start, 0, out, 0, a.weight, out, 0, 1, a.size, a.eps}, 0);
+}
+
 template <bool WHOLE, class E>
 CAESURA_INLINE void gate_step(const E* gate, const E* up, E* out, int64_t n) {
     const F x = get<WHOLE>(gate, n);
@@ -168,7 +179,8 @@ static void rotate_head(const E* x, const E* weight, float eps, const E* cos, co
 template <class E>
 static void rope_token(const Rope& a, int64_t token) {
     const E* x = (const E*)a.qkv + token * a.qkv_token;
-    const E *cos = (const E*)a.cos + token * a.angles_token, *sin = (const E*)a.sin + token * a.angles_token;
+    const int64_t angles = (a.positions ? a.positions[token] : token) * a.angles_row;
+    const E *cos = (const E*)a.cos + angles, *sin = (const E*)a.sin + angles;
     E* q = (E*)a.q + token * a.q_token;
     const int64_t slot = a.slots[token], page = slot / PAGE * a.kv_heads, place = slot % PAGE;
     for (int64_t head = 0; head < a.heads + a.kv_heads; head++, x += a.size) {

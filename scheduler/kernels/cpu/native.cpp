@@ -41,4 +41,4 @@ CAESURA_API int caesura_isa() { return caesura::active_isa; }
 
 // Rises, with _ABI in native.py, whenever the arguments of a kernel change: a library left over from an earlier
 // installation is then seen, not called.
-CAESURA_API int caesura_abi() { return 4; }
+CAESURA_API int caesura_abi() { return 5; }

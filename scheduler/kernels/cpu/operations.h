@@ -28,6 +28,16 @@ struct Norm {
     float eps;
 };
 
+// out[row] = norm(residual[t] + update[t]), t = tokens[row]. Rows are contiguous.
+struct LastNorm {
+    const void *residual, *update;
+    const int64_t* tokens;
+    const void* weight;
+    void* out;
+    int64_t rows, size;
+    float eps;
+};
+
 struct Gate {
     const void* gate_up;  // a row: gate, then up, `size` each
     int64_t row;
@@ -40,8 +50,9 @@ struct Rope {
     int64_t qkv_token, heads, kv_heads, size;
     const void *q_weight, *k_weight;  // nullptr: queries and keys are not normalised
     float eps;
-    const void *cos, *sin;  // a token: size / 2
-    int64_t angles_token;
+    const void *cos, *sin;  // a row: size / 2
+    int64_t angles_row;
+    const int64_t* positions;  // of a token: its row of angles; nullptr: they lie as tokens do
     const int64_t* slots;
     void *keys, *values;  // [page, kv head, 16, size]
     void* q;
@@ -76,6 +87,7 @@ struct Attention {
 #define CAESURA_OPERATIONS(E)                   \
     void linear(const Linear&, Team&, E);       \
     void rms_norm(const Norm&, Team&, E);       \
+    void last_norm(const LastNorm&, Team&, E);  \
     void silu_mul(const Gate&, Team&, E);       \
     void rope_store(const Rope&, Team&, E);     \
     void attention(const Attention&, Team&, E);
