@@ -19,7 +19,7 @@ Invariants:
 import contextlib
 import logging
 from collections.abc import Callable, Generator, Iterator, Sequence
-from time import monotonic, perf_counter
+from time import monotonic
 from typing import Any
 
 from ..io_struct import (
@@ -56,13 +56,9 @@ from .weights.transports.disk import DiskSource, ReadBucket, open_checkpoint
 from .weights.transports.distributed import WeightsUpdateGroups
 from .weights.transports.ipc import SharedMemoryMaps
 from .weights.transports.tensor import open_frames
+from .weights.writing import END, write_some
 
 logger = logging.getLogger(__name__)
-
-WRITE_S = 0.002
-"""How long pieces are written before the loop may look elsewhere: a stage and a turn for each would cost as much as the piece."""
-
-_END: Any = object()  # of a source's pieces, which may be None meanwhile
 
 
 class WeightUpdates:
@@ -273,9 +269,10 @@ class WeightUpdates:
                     self._batcher.retract_all()
                 if not session.touched:
                     self._history.note("update_begin", str(session))
-                while piece is not _END:
+                while piece is not END:
                     session.touched = True
-                    piece = self._write_some(piece, pieces, stages)
+                    with self._runner.on_stream():
+                        piece = write_some(self._loader.write, piece, pieces, stages)
                     yield Wait.SLICE
                     self.require_open(session)
                     if piece is None:
@@ -405,35 +402,12 @@ class WeightUpdates:
     def _next_piece(
         self, pieces: Iterator[WeightPiece | None], session: Session, stages: StageProfiler
     ) -> Generator[Wait, None, Any]:
-        """The next piece, or ``_END``; waits for it beside the loop."""
+        """The next piece, or ``END``; waits for it beside the loop."""
         with stages.stage("receive"):
-            while (piece := next(pieces, _END)) is None:
+            while (piece := next(pieces, END)) is None:
                 yield Wait.OUTSIDE
                 self.require_open(session)
         return piece
-
-    def _write_some(
-        self, piece: WeightPiece, pieces: Iterator[WeightPiece | None], stages: StageProfiler
-    ) -> Any:
-        """Write ``piece`` and what follows at once, for :data:`WRITE_S`; returns what comes then: a piece, None, ``_END``."""
-        coming: Any = piece
-        copy = receive = 0.0
-        started = now = perf_counter()
-        try:
-            with self._runner.on_stream():
-                while True:
-                    self._loader.write(coming)
-                    written = perf_counter()
-                    copy += written - now
-                    coming = next(pieces, _END)
-                    now = perf_counter()
-                    receive += now - written
-                    if coming is None or coming is _END or now - started > WRITE_S:
-                        break
-        finally:
-            stages.record("copy", copy)
-            stages.record("receive", receive)
-        return coming
 
     def _commit(self, session: Session, stages: StageProfiler) -> None:
         """Derive, then make the new weights serve; a failure anywhere leaves them poisoned."""

@@ -165,7 +165,7 @@ class TestPoisoned:
         monkeypatch.setattr(
             "caesura.scheduler.dispatch.SLICE_S", 0.0
         )  # a piece per tick, and a read for each
-        monkeypatch.setattr("caesura.scheduler.updates.WRITE_S", 0.0)
+        monkeypatch.setattr("caesura.scheduler.weights.writing.WRITE_S", 0.0)
         with engine(checkpoint("qwen3", 1), load_bucket_bytes=1000) as driver:
             yield driver
 

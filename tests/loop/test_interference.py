@@ -27,7 +27,7 @@ from caesura.scheduler.weights.transports.ipc import KEPT
 @pytest.fixture
 def driver(tiny_model, monkeypatch):
     monkeypatch.setattr("caesura.scheduler.dispatch.SLICE_S", 0.0)  # one piece per tick, as for a large model
-    monkeypatch.setattr("caesura.scheduler.updates.WRITE_S", 0.0)
+    monkeypatch.setattr("caesura.scheduler.weights.writing.WRITE_S", 0.0)
     with EngineDriver(str(tiny_model)) as driver:
         yield driver
 

@@ -155,7 +155,7 @@ def test_cell(tiny_model, other_model, broken_model, command, state, depth, monk
     monkeypatch.setattr(
         "caesura.scheduler.dispatch.SLICE_S", 0.0
     )  # one bucket per tick: "updating" can be met
-    monkeypatch.setattr("caesura.scheduler.updates.WRITE_S", 0.0)
+    monkeypatch.setattr("caesura.scheduler.weights.writing.WRITE_S", 0.0)
     reference = {"reference_model_path": str(other_model)} if command == "score" else {}
     with EngineDriver(str(tiny_model), pipeline_depth=depth, **reference) as driver:
         recipes = Recipes(driver, other_model, broken_model)

@@ -438,7 +438,7 @@ def test_an_update_that_fails_in_the_middle_poisons(driver, other_model, monkeyp
 
 def test_status_and_abort_are_answered_between_two_buckets_of_an_update(driver, other_model, monkeypatch):
     monkeypatch.setattr("caesura.scheduler.dispatch.SLICE_S", 0.0)
-    monkeypatch.setattr("caesura.scheduler.updates.WRITE_S", 0.0)
+    monkeypatch.setattr("caesura.scheduler.weights.writing.WRITE_S", 0.0)
     rid = driver.generate(prompt_of(4), 50)
     driver.tick(4)
     driver.call(PauseGenerationReqInput(mode="in_place"))
