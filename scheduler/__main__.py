@@ -12,8 +12,8 @@ import click
 
 # All four are read once, when torch loads these libraries, hence before the imports below. The user's own values win.
 # OpenMP's threads spin for milliseconds between kernels by default. The engine shares its cores with a trainer and a
-# front end, and then a spinning thread holds the core that its partner needs. This short a spin costs 8 % on
-# idle cores (docs/performance.md).
+# front end, and then a spinning thread holds the core that its partner needs: 5,000 to 20,000 turns cost 10 to 30 %
+# beside one busy process, and gain at most 4 % on idle cores (docs/performance.md).
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 # torch and oneDNN keep a compiled primitive for each shape they have met, up to 1,024 of them: with prompts of every
 # length, memory grew by half a gigabyte on the tiny model. 64 cost no measurable speed.

@@ -7,7 +7,7 @@ client drive the same code:
     Run(work)              -> what ``work()`` returns; it may block
 
 Invariants:
-- At most two messages are under way, together of one bucket's bytes: while the engine copies one, the next is made. Memory
+- Two or three messages are under way, together of one bucket's bytes at most: while the engine copies one, the next is made. Memory
   is not written again before the reply of its own message is there, also where nobody waits for that any more: it is then
   left to the messages that name it.
 - An update that fails, whatever ends it, leaves no session open. Only ``close()`` of the generator cannot see to that: it may
@@ -19,6 +19,8 @@ import contextlib
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+import torch
 
 from ...io_struct import (
     BeginWeightUpdateReqInput,
@@ -42,6 +44,9 @@ MIN_PART_BYTES = 8 << 20
 """Tensors are cut into messages so that both sides have something to do, but no finer than this."""
 UNDER_WAY = 2
 """Messages of one update that wait for their answers."""
+HOST_UNDER_WAY = 3
+"""The same through shared memory of the host, whose parts are of the smallest size: they stay in the last-level cache, where the
+engine finds what was just written, and the third hides the way of a message."""
 
 
 class Ticket(Protocol):
@@ -103,11 +108,9 @@ def tensor_steps(
 ) -> Steps:
     """All messages of one update over frames; ``options`` are fields of ``WeightUpdateOptions``."""
     tensors = list(named_tensors)
-    size = bucket_bytes
-    if (
-        total_bytes(tensors) > bucket_bytes
-    ):  # several messages, so that one can be sent while another is copied
-        size = part_bytes(tensors, bucket_bytes, 4)
+    size, total = bucket_bytes, total_bytes(tensors)
+    if total > bucket_bytes:  # several messages, so that one can be sent while another is copied
+        size = part_bytes(total // 4, bucket_bytes, UNDER_WAY)
     parts = list(buckets(tensors, size))
     return (yield from in_one_session(tensors, options, len(parts), in_session, _frames(parts, options)))
 
@@ -120,7 +123,7 @@ def ipc_steps(
     in_session: bool,
     shared: SharedBuckets,
 ) -> Steps:
-    """All messages of one update through shared memory of at most ``bucket_bytes``, in two slots.
+    """All messages of one update through shared memory of at most ``bucket_bytes``, in two or three slots.
 
     :class:`SharedTensors` are in such memory already: one message hands all of them over.
     """
@@ -131,13 +134,14 @@ def ipc_steps(
         only: WeightUpdateReqOutput = yield from call(request)
         return only
     tensors = list(named_tensors)
-    size = bucket_bytes
-    if total_bytes(tensors) > MIN_PART_BYTES:
-        size = part_bytes(tensors, bucket_bytes, 8)
+    size, total = bucket_bytes, total_bytes(tensors)
+    device = common_cuda_device(tensor for _, tensor in tensors)
+    under_way = HOST_UNDER_WAY if device is None else UNDER_WAY
+    if total > MIN_PART_BYTES:
+        size = part_bytes(0 if device is None else total // 8, bucket_bytes, under_way)
     parts = list(buckets(tensors, size))
-    return (
-        yield from in_one_session(tensors, options, len(parts), in_session, _shared(parts, options, shared))
-    )
+    work = _shared(parts, options, shared, device, under_way)
+    return (yield from in_one_session(tensors, options, len(parts), in_session, work))
 
 
 def total_bytes(tensors: list[tuple[str, Any]]) -> int:
@@ -145,10 +149,9 @@ def total_bytes(tensors: list[tuple[str, Any]]) -> int:
     return sum(tensor.nbytes for _, tensor in tensors)
 
 
-def part_bytes(tensors: list[tuple[str, Any]], bucket_bytes: int, count: int) -> int:
-    """Bytes of a message where there are about ``count`` of them; what is under way is ``bucket_bytes`` at most."""
-    wanted = max(total_bytes(tensors) // count, MIN_PART_BYTES)
-    return max(min(bucket_bytes // UNDER_WAY, wanted), 1)
+def part_bytes(wanted: int, bucket_bytes: int, under_way: int) -> int:
+    """Bytes of a message: ``wanted``, but neither too few nor so many that more than ``bucket_bytes`` are under way."""
+    return max(min(bucket_bytes // under_way, max(wanted, MIN_PART_BYTES)), 1)
 
 
 def in_one_session(
@@ -211,29 +214,37 @@ def _frames(parts: list[Bucket], options: dict[str, Any]) -> Steps:
         request = UpdateWeightsFromTensorReqInput(specs=specs, **options)
         return (yield Send(request, frames)), request
 
-    return (yield from _two_at_a_time(len(parts), send))
+    return (yield from _some_at_a_time(len(parts), send, UNDER_WAY))
 
 
-def _shared(parts: list[Bucket], options: dict[str, Any], shared: SharedBuckets) -> Steps:
-    """Fill one slot while the engine copies the other out; on the device where all tensors are on one."""
+def _shared(
+    parts: list[Bucket],
+    options: dict[str, Any],
+    shared: SharedBuckets,
+    device: torch.device | None,
+    under_way: int,
+) -> Steps:
+    """Fill one slot while the engine copies another out, of host memory or of ``device``'s."""
     slot = max(part.nbytes for part in parts)
-    device = common_cuda_device(piece.rows for part in parts for piece in part.pieces)
-    memory = shared.take(slot * min(len(parts), UNDER_WAY), device)
+    memory = shared.take(slot * min(len(parts), under_way), device)
 
     def send(number: int) -> Generator[Send | Run, Any, tuple[Ticket, ControlRequest]]:
-        specs: list[TensorSpec] = yield Run(lambda: memory.fill(parts[number], number % UNDER_WAY * slot))
+        specs: list[TensorSpec] = yield Run(lambda: memory.fill(parts[number], number % under_way * slot))
         request = UpdateWeightsFromIPCReqInput(handle=memory.handle, specs=specs, **options)
         return (yield Send(request)), request
 
-    reply = yield from _two_at_a_time(len(parts), send, kept=memory)
+    reply = yield from _some_at_a_time(len(parts), send, under_way, kept=memory)
     shared.give_back(memory)
     return reply
 
 
-def _two_at_a_time(
-    count: int, send: Callable[[int], Generator[Any, Any, tuple[Ticket, ControlRequest]]], kept: object = None
+def _some_at_a_time(
+    count: int,
+    send: Callable[[int], Generator[Any, Any, tuple[Ticket, ControlRequest]]],
+    under_way: int,
+    kept: object = None,
 ) -> Steps:
-    """``send`` messages 0 to ``count - 1``, each when the one but one before it has been answered; the last reply.
+    """``send`` messages 0 to ``count - 1``, each when that ``under_way`` places before it has been answered; the last reply.
 
     ``kept`` is what the messages refer to: it lives until all of them are answered, whatever ends this.
     """
@@ -241,7 +252,7 @@ def _two_at_a_time(
     reply: WeightUpdateReqOutput | None = None
     try:
         for number in range(count):
-            if len(pending) == UNDER_WAY:
+            if len(pending) == under_way:
                 reply = yield Await(*pending[0])
                 del pending[0]
             pending.append((yield from send(number)))

@@ -134,7 +134,7 @@ def test_memory_lives_until_the_engine_has_answered_and_is_not_used_again(error)
     """Also where the update is interrupted, or its generator closed."""
     before, shared = memories(), SharedBuckets()
     update, tickets, handle = start(shared)
-    assert len(tickets) == 2
+    assert len(tickets) == 3
     if error is None:
         update.close()
     else:
