@@ -56,7 +56,7 @@ class EngineConfig:
     cuda_graphs: bool = True
     """Capture decode steps as graphs where device and attention can (flashinfer or triton, on CUDA)."""
     autotune: bool = True
-    """Run the model for nobody at start: kernels are chosen, threads and workspaces are there before the first request."""
+    """Run the model for nobody at start: kernels are chosen; threads, workspaces and the first KV pages are there before the first request."""
     autotune_lm_head_rows: int = 64
     """Rows of the output head and the sampler in that run, at most; 0 leaves both untuned."""
     autotune_cache: str | None = None
