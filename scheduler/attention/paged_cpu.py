@@ -7,7 +7,6 @@ Invariants:
 - Results lie in one grow-only workspace; a call overwrites those of the call before it.
 """
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -43,17 +42,11 @@ class PagedCpuBackend:
         dtype = pool.layer(0)[0].dtype
         self._attention = PagedAttention(dtype, num_kv_heads, self._group, head_size, scale)
         self._workspace = torch.empty((0, self._width), dtype=dtype)
-        self._page_table = torch.empty((0, 0), dtype=torch.int32)
-        self._kv_slots = torch.empty(0, dtype=torch.int64)
-        self._tasks = np.empty((0, 4), dtype=np.int64)
 
     def plan(self, batch: ForwardBatch) -> None:
         """Divide the step's work."""
-        self._page_table, self._kv_slots = batch.page_table, batch.kv_slots
-        self._tasks = plan_tasks(batch.q_lens_host, batch.kv_lens_host, self._group)
-        self.paged = PagedStep(
-            self._attention, self._pool.layer, self._kv_slots, self._page_table, self._tasks
-        )
+        tasks = plan_tasks(batch.q_lens_host, batch.kv_lens_host, self._group)
+        self.paged = PagedStep(self._attention, self._pool.layer, batch.kv_slots, batch.page_table, tasks)
         tokens = batch.kv_slots.shape[0]
         if tokens > self._workspace.shape[0]:
             # Freed first, so that the peak is the larger of the two and not their sum.
@@ -63,8 +56,9 @@ class PagedCpuBackend:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         """Store this step's K and V, then attend; shapes as in :class:`~..forward.AttentionBackend`."""
-        self._pool.store_at(layer, k, v, *self._pool.split_slots(self._kv_slots))
-        return self._attend(q, layer)
+        step = self._planned()
+        self._pool.store_at(layer, k, v, *self._pool.split_slots(step.kv_slots))
+        return self._attend(q, layer, step)
 
     def store_and_attend(
         self,
@@ -84,11 +78,15 @@ class PagedCpuBackend:
         Returns:
             [T, query heads * head size]
         """
-        q = qkv[:, : self._num_heads]
+        step, q = self._planned(), qkv[:, : self._num_heads]
         keys, values = self._pool.layer(layer)
-        rope_store(qkv, self._num_heads, cos, sin, self._kv_slots, keys, values, out=q, norm=norm)
-        return self._attend(q, layer)
+        rope_store(qkv, self._num_heads, cos, sin, step.kv_slots, keys, values, out=q, norm=norm)
+        return self._attend(q, layer, step)
 
-    def _attend(self, q: Tensor, layer: int) -> Tensor:
+    def _planned(self) -> PagedStep:
+        assert self.paged is not None, "a step is planned before its layers are computed"
+        return self.paged
+
+    def _attend(self, q: Tensor, layer: int, step: PagedStep) -> Tensor:
         out = self._workspace[: q.shape[0]]
-        return self._attention(q, *self._pool.layer(layer), self._page_table, self._tasks, out)
+        return self._attention(q, *self._pool.layer(layer), step.page_table, step.tasks, out)

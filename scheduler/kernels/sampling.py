@@ -1,5 +1,7 @@
 """Sampling, filtered or not, in one compiled call; the definitions are those of ``runner/sampler.py``."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -22,6 +24,7 @@ class RowSampler:
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
         self._workspace = torch.empty(0, dtype=torch.float64)
+        self._threads = 0
 
     def sample(
         self,
@@ -56,7 +59,6 @@ class RowSampler:
         Raises:
             ValueError: shapes, dtypes or strides that do not fit together; a filter without ``top_k`` and ``top_p``.
         """
-        rows = logits.shape[0]
         per_row = (
             (temperature, torch.float32),
             (greedy, torch.bool),
@@ -69,25 +71,34 @@ class RowSampler:
             (top_p, torch.float32),
             (min_p, torch.float32),
         )
+        self._check(logits, per_row)
+        if (top_k is None or top_p is None) and not top_k is top_p is min_p is None:
+            raise ValueError("top_k, top_p and min_p do not fit together: a filter needs the first two")
+        threads = native.num_threads()
+        _SAMPLE[logits.dtype](
+            logits.data_ptr(),
+            logits.stride(0),
+            logits.shape[0],
+            self._vocab_size,
+            *(None if t is None else t.data_ptr() for t, _ in per_row),
+            self._memory(threads),
+            threads,
+        )
+
+    def _check(self, logits: Tensor, per_row: Sequence[tuple[Tensor | None, torch.dtype]]) -> None:
+        """Raise ValueError for whatever the kernel would misread."""
+        rows = logits.shape[0]
         fits = logits.shape[1:] == (self._vocab_size,) and logits.dtype in _SAMPLE and logits.stride(1) == 1
-        if top_k is None or top_p is None:
-            fits = fits and top_k is top_p is min_p is None
         if not fits or not all(
             t is None or (t.shape == (rows,) and t.dtype == dtype and t.is_contiguous())
             for t, dtype in per_row
         ):
             given = [None if t is None else (t.dtype, tuple(t.shape)) for t, _ in per_row]
             raise ValueError(f"logits {logits.dtype} {tuple(logits.shape)} and per row {given} do not fit")
-        threads = native.num_threads()
-        size = _workspace_size(self._vocab_size) * threads
-        if self._workspace.numel() < size:  # what no row needs is address space, not memory
-            self._workspace = torch.empty(size, dtype=torch.float64)
-        _SAMPLE[logits.dtype](
-            logits.data_ptr(),
-            logits.stride(0),
-            rows,
-            self._vocab_size,
-            *(None if t is None else t.data_ptr() for t, _ in per_row),
-            self._workspace.data_ptr(),
-            threads,
-        )
+
+    def _memory(self, threads: int) -> int:
+        """Address of the kernel's memory, made for the most threads that have asked."""
+        if threads > self._threads:  # what no row needs of it is address space, not memory
+            self._workspace = torch.empty(_workspace_size(self._vocab_size) * threads, dtype=torch.float64)
+            self._threads = threads
+        return self._workspace.data_ptr()

@@ -50,7 +50,7 @@ constexpr int64_t PARALLEL = 1 << 15;
         const void* qkv, int64_t qkv_token, int64_t heads, int64_t kv_heads, int64_t size, const void* q_weight,      \
         const void* k_weight, float eps, const void* cos, const void* sin, int64_t angles_token, const int64_t* slots, \
         void* keys, void* values, void* q, int64_t q_token, int64_t tokens, int threads) {                            \
-        const Rope a = {qkv, qkv_token, heads, kv_heads, size, q_weight, k_weight, eps, cos, sin, angles_token,  \
+        const Rope a = {qkv, qkv_token, heads, kv_heads, size, q_weight, k_weight, eps, cos, sin, angles_token,       \
                         nullptr, slots, keys, values, q, q_token, tokens};                                            \
         const bool worth_it = tokens * (heads + 2 * kv_heads) * size > PARALLEL;                                      \
         run_team(threads, worth_it, [&](Team& team) { rope_store(a, team, E()); });                                   \
