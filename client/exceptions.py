@@ -37,6 +37,12 @@ class MalformedMessage(EngineError):
     error_code = ErrorCode.MALFORMED_MESSAGE
 
 
+class VersionMismatch(EngineError):
+    """Client and engine speak wires of different major versions."""
+
+    error_code = ErrorCode.VERSION_MISMATCH
+
+
 class InvalidRequest(EngineError):
     """A value is out of its range."""
 

@@ -1,6 +1,6 @@
 """The wire contract: every message that crosses it, and how it is framed (docs/wire.md)."""
 
-from .base import Identifier, Message, Record, Reply, Request, TensorSpec, new_id
+from .base import WIRE_VERSION, Identifier, Message, Record, Reply, Request, TensorSpec, new_id
 from .codec import ToClient, ToScheduler, decode_reply, decode_request, encode, encode_reply
 from .control import (
     ContinueGenerationReqInput,
@@ -58,6 +58,7 @@ from .generate import (
     StreamDelta,
     WeightVersionSpan,
 )
+from .hello import HelloReqInput, HelloReqOutput
 from .memory import (
     MAX_HISTORY_EVENTS,
     GetMemoryHistoryReqInput,
@@ -95,6 +96,7 @@ __all__ = [
     "MAX_LOGIT_BIAS",
     "MAX_TOKEN_IDS_LOGPROB",
     "MAX_TOP_LOGPROBS",
+    "WIRE_VERSION",
     "AbortReq",
     "AbortReqOutput",
     "BatchTokenOutput",
@@ -125,6 +127,8 @@ __all__ = [
     "GetMemoryHistoryReqOutput",
     "GetStatusReqInput",
     "GetStatusReqOutput",
+    "HelloReqInput",
+    "HelloReqOutput",
     "Identifier",
     "InitWeightsUpdateGroupReqInput",
     "InitWeightsUpdateGroupReqOutput",

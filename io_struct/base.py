@@ -12,6 +12,9 @@ from typing import Annotated
 
 import msgspec
 
+WIRE_VERSION = (1, 0)
+"""(major, minor) of this wire. Equal majors understand each other: a newer minor only adds (docs/wire.md, "Versions")."""
+
 MAX_HEADER_BYTES = 64 << 20
 """Headers beyond this are refused before they are decoded: 64 MiB holds a 16-million-token prompt."""
 

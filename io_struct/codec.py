@@ -33,6 +33,7 @@ from .generate import (
     GenerateReqInput,
     Keepalive,
 )
+from .hello import HelloReqInput, HelloReqOutput
 from .memory import GetMemoryHistoryReqInput, GetMemoryHistoryReqOutput
 from .score import ScoreReqInput, ScoreReqOutput
 from .weights import (
@@ -54,7 +55,8 @@ from .weights import (
 )
 
 ToScheduler = (
-    GenerateReqInput
+    HelloReqInput
+    | GenerateReqInput
     | ScoreReqInput
     | AbortReq
     | PauseGenerationReqInput
@@ -85,6 +87,7 @@ ToClient = (
     | ScoreReqOutput
     | Keepalive
     | ErrorReply
+    | HelloReqOutput
     | AbortReqOutput
     | PauseGenerationReqOutput
     | ContinueGenerationReqOutput

@@ -190,6 +190,9 @@ class SessionStatus(Record, kw_only=True, frozen=True):
     """The open weight-update session."""
 
     kind: Literal["explicit", "implicit", "single"]
+    session_id: str
+    owner: str | None
+    """The owner token of the message that opened it. None: it carried none."""
     age_s: float
     deadline_s: float | None
     """Seconds left; None: no deadline."""
@@ -285,6 +288,8 @@ class GetStatusReqInput(ControlRequest, kw_only=True):
 class GetStatusReqOutput(Reply, kw_only=True):
     """One consistent snapshot, taken between two steps."""
 
+    incarnation: str
+    """Drawn at random at each start: epochs and message ids of another incarnation mean nothing to this one."""
     generation: GenerationState
     pause_mode: PauseMode | None = None
     """None unless paused."""

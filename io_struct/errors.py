@@ -17,6 +17,8 @@ class ErrorCode(StrEnum):
 
     MALFORMED_MESSAGE = "malformed_message"
     """The frames are not a message of this wire (garbage, wrong types, unknown fields). Nothing was done."""
+    VERSION_MISMATCH = "version_mismatch"
+    """Client and engine speak wires of different major versions. ``detail``: engine and client (``"major.minor"`` each)."""
     INVALID_REQUEST = "invalid_request"
     """A value is out of its range. ``detail``: field, value."""
     PROMPT_TOO_LONG = "prompt_too_long"
@@ -40,9 +42,10 @@ class ErrorCode(StrEnum):
     NOT_OWNER = "not_owner"
     """Another owner holds the pause; ``force`` overrides. ``detail``: owner."""
     NO_SESSION = "no_session"
-    """``end`` without ``begin``."""
+    """No such weight session is open: there is none, or the ``session_id`` is of one that has ended."""
     SESSION_OPEN = "session_open"
-    """Refused while an explicit weight session is open, or a second ``begin``. ``detail``: session age."""
+    """A weight session of somebody else is open: refused are a second ``begin``, calls without its ``session_id``, and
+    ``continue``. ``detail``: age_s, session_id where the caller may know it."""
     WEIGHTS_POISONED = "weights_poisoned"
     """An update failed after its first written byte; only a complete update leaves this state."""
     WEIGHTS_INVALID = "weights_invalid"

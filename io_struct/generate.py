@@ -166,6 +166,8 @@ class WeightVersionSpan(Record, kw_only=True, frozen=True):
     """The engine's commit counter at sampling time."""
     start: int
     end: int
+    incarnation: str = ""
+    """Which start of the engine sampled them (``HelloReqOutput.incarnation``)."""
     stale_kv: bool = False
     """True: sampled on a KV cache that holds entries of an older epoch (an ``in_place`` pause with an update)."""
 

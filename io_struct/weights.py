@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from .base import Record, Reply, TensorSpec
+from .base import Identifier, Record, Reply, TensorSpec
 from .control import ControlRequest
 
 DEFAULT_GROUP_NAME = "weight_update_group"
@@ -27,6 +27,8 @@ class BeginWeightUpdateReqInput(ControlRequest, kw_only=True):
 class BeginWeightUpdateReqOutput(Reply, kw_only=True):
     """The session is open."""
 
+    session_id: str
+    """Names the session: every call that belongs to it and its ``end`` carry it."""
     weights_epoch: int
     """The epoch before the session."""
 
@@ -38,6 +40,10 @@ class EndWeightUpdateReqInput(ControlRequest, kw_only=True):
     """
 
     commit: bool = True
+    session_id: Identifier | None = None
+    """Which session. None: the implicit session that this sender's own calls opened."""
+    force: bool = False
+    """Abort whatever session is open, whoever opened it; only with ``commit=False``. For the successor of a dead trainer."""
     weight_version: str | None = None
     """The new public label. None: the last one sent within the session, else unchanged."""
 
@@ -82,6 +88,8 @@ class WeightUpdateReqOutput(Reply, kw_only=True):
 class WeightUpdateOptions(ControlRequest, kw_only=True):
     """What every update call may say."""
 
+    session_id: Identifier | None = None
+    """The explicit session that this call belongs to. None: none; refused as ``session_open`` while one is open."""
     flush_cache: bool = True
     """Running: retract requests and clear the cache. False: freeze them in place and go on with their old KV."""
     torch_empty_cache: bool = False

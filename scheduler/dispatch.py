@@ -40,6 +40,7 @@ from ..io_struct import (
     GetMemoryHistoryReqOutput,
     GetStatusReqInput,
     GetStatusReqOutput,
+    HelloReqInput,
     InitWeightsUpdateGroupReqInput,
     Message,
     PauseGenerationReqInput,
@@ -65,6 +66,7 @@ from .checker import WeightsChecker
 from .config import EngineConfig
 from .device.memory import is_out_of_memory
 from .groups import GroupCommands
+from .hello import answer_hello
 from .kept import KeptResults, result_bytes
 from .lifecycle import Lifecycle, Operation, Wait
 from .observability.memory_history import MemoryHistory
@@ -200,6 +202,9 @@ class Dispatcher:
             return
         if isinstance(message, ControlRequest):
             self._lifecycle.renew_lease(message.owner)
+        if isinstance(message, HelloReqInput):
+            self._send(client, answer_hello(message, self._lifecycle.stamp.incarnation))
+            return
         if isinstance(message, GetStatusReqInput):  # changes nothing, so a retry needs no stored answer
             self._send(client, self._status(message.id))
             return

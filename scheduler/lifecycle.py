@@ -14,7 +14,7 @@ Invariants:
 import logging
 from collections import Counter
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from time import monotonic
 from typing import Any
@@ -375,9 +375,8 @@ class Lifecycle:
     def commit_weights(self, version: str | None, source: str) -> None:
         """New weights serve from now on: next epoch, new label if one was sent; no KV crosses (I6)."""
         self._commits[source] += 1
-        self._stamp = WeightStamp(
-            self._stamp.epoch + 1, version if version is not None else self._stamp.version
-        )
+        label = version if version is not None else self._stamp.version
+        self._stamp = replace(self._stamp, epoch=self._stamp.epoch + 1, version=label)
         self._cache.commit_epoch(self._stamp.epoch)
         self._batcher.restart_prefills()
         self._batcher.mark_stale()

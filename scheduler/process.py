@@ -11,6 +11,7 @@ import gc
 import json
 import logging
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -181,7 +182,7 @@ class Engine:
         reference = load_reference(config, residency)
         loaded, pool, routing, limits = build_components(config, residency)
         runner = make_runner(config, loaded, pool, routing)
-        stamp = WeightStamp(0, INITIAL_VERSION)
+        stamp = WeightStamp(0, INITIAL_VERSION, secrets.token_hex(8))
         table = RequestTable(
             config.max_running_requests, limits.context_len, PAGE_SIZE, loaded.config.vocab_size
         )

@@ -47,6 +47,8 @@ class WeightStamp:
 
     epoch: int
     version: str
+    incarnation: str = ""
+    """Of the engine, the same in all its stamps."""
 
 
 @dataclass(slots=True)
@@ -127,7 +129,14 @@ class Request:
         """The spans, contiguous over ``[0, num_outputs)``."""
         ends = [start for _, _, start in self.spans[1:]] + [num_outputs]
         return [
-            WeightVersionSpan(version=stamp.version, epoch=stamp.epoch, start=start, end=end, stale_kv=stale)
+            WeightVersionSpan(
+                version=stamp.version,
+                epoch=stamp.epoch,
+                incarnation=stamp.incarnation,
+                start=start,
+                end=end,
+                stale_kv=stale,
+            )
             for (stamp, stale, start), end in zip(self.spans, ends, strict=True)
             if start < end  # opened for a token that was never taken in
         ]

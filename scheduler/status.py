@@ -80,6 +80,7 @@ class StatusReporter:
         lifecycle, now, last = self._lifecycle, monotonic(), self._last_step_at()
         return GetStatusReqOutput(
             id=message_id,
+            incarnation=lifecycle.stamp.incarnation,
             generation=lifecycle.generation,
             pause_mode=lifecycle.pause_mode,
             pause_age_s=lifecycle.pause_age_s,

@@ -37,6 +37,7 @@ from ..io_struct import (
     UpdateWeightsFromTensorReqInput,
     WeightUpdateOptions,
     WeightUpdateReqOutput,
+    new_id,
 )
 from .batching import Batcher
 from .cache.manager import CacheManager
@@ -117,15 +118,7 @@ class WeightUpdates:
 
     def session_status(self) -> SessionStatus | None:
         """The open session, for status."""
-        session, now = self._session, monotonic()
-        if session is None:
-            return None
-        return SessionStatus(
-            kind=session.kind,
-            age_s=now - session.opened,
-            deadline_s=None if session.deadline is None else session.deadline - now,
-            written_tensors=session.counts.written_tensors,
-        )
+        return None if self._session is None else self._session.status()
 
     def progress(self) -> UpdateProgress | None:
         """The update that is running, for status."""
@@ -155,7 +148,9 @@ class WeightUpdates:
             manifest = frozenset(name for name in names if not self._model.is_skipped(name))
         self._session = self._open("explicit", request.deadline_s, manifest)
         self._lifecycle.explicit_session = True
-        return BeginWeightUpdateReqOutput(id=request.id, weights_epoch=self._lifecycle.stamp.epoch)
+        return BeginWeightUpdateReqOutput(
+            id=request.id, session_id=self._session.id, weights_epoch=self._lifecycle.stamp.epoch
+        )
 
     def end(self, request: EndWeightUpdateReqInput) -> Operation:
         """Commit or abort the explicit session."""
@@ -342,7 +337,7 @@ class WeightUpdates:
         # A single call ends by itself; only a session that somebody must end can be forgotten.
         limit = deadline_s if deadline_s is not None else self._config.session_deadline_s
         deadline = None if kind == "single" else now + limit
-        return Session(kind, now, deadline, manifest, stages=self.profiler())
+        return Session(kind, new_id(), now, deadline, manifest=manifest, stages=self.profiler())
 
     def _open_checkpoint(self, path: str) -> DiskSource:
         checkpoint = open_checkpoint(path)

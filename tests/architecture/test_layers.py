@@ -20,7 +20,7 @@ ROWS = [
     ["config", "distributed"],
     ["device"],
     ["observability"],
-    ["extras", "request", "channel", "background"],
+    ["extras", "request", "hello", "channel", "background"],
     ["cache"],
     ["kernels", "forward"],
     ["attention", "layers"],

@@ -149,6 +149,7 @@ def update_reply(request: Request, *, committed: bool = True, version: str = "v0
 
 def status_reply(request: Request) -> GetStatusReqOutput:
     return GetStatusReqOutput(
+        incarnation="fake",
         id=request.id,
         generation="paused",
         pause_mode="in_place",
@@ -233,7 +234,7 @@ def answer(request: Request) -> Iterable[Message]:
             events = [memory_event(seq) for seq in (1, 2) if seq > request.after]
             return [GetMemoryHistoryReqOutput(id=request.id, events=events, more=False)]
         case BeginWeightUpdateReqInput():
-            return [BeginWeightUpdateReqOutput(id=request.id, weights_epoch=0)]
+            return [BeginWeightUpdateReqOutput(id=request.id, session_id="s0", weights_epoch=0)]
         case EndWeightUpdateReqInput():
             return [update_reply(request, committed=request.commit, version=request.weight_version or "v0")]
         case UpdateWeightFromDiskReqInput():

@@ -28,6 +28,8 @@ from caesura.io_struct import (
 )
 
 VALUES_OF_REQUIRED: dict[str, object] = {
+    "wire_major": 1,
+    "wire_minor": 0,
     "input_ids": [1, 2, 3],
     "model_path": "/é",
     "rid": "r",
