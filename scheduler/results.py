@@ -253,7 +253,17 @@ class Results:
             logger.error(
                 "request %s: logits are not finite (weights epoch %d)", request.rid, self._stamp.epoch
             )
-            self.fail([request], "the model's logits are not finite: check the weights")
+            self.fail([request], self._non_finite(request))
+
+    def _non_finite(self, request: Request) -> str:
+        if not self._table.extras.special[request.slot]:
+            return "the model's logits are not finite: check the weights"
+        params = request.params
+        return (
+            f"the logits are not finite after repetition_penalty = {params.repetition_penalty:g}, frequency_penalty = "
+            f"{params.frequency_penalty:g}, presence_penalty = {params.presence_penalty:g}, {len(params.logit_bias or ())} "
+            f"biases and min_new_tokens = {params.min_new_tokens}: check these, and the weights"
+        )
 
     def _open_spans(self, slots: np.ndarray, at: np.ndarray) -> None:
         table = self._table
