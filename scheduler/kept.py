@@ -10,7 +10,8 @@ from time import monotonic
 from ..io_struct import GenerateReqOutput
 
 MAX_KEPT_BYTES = 64 << 20
-_OVERHEAD_BYTES = 512  # of a result's fields beside its arrays
+ANSWER_BYTES = 1536
+"""What an answer takes beside its arrays: its fields, ids and places in tables."""
 
 
 @dataclass(slots=True)
@@ -81,4 +82,4 @@ def result_bytes(result: GenerateReqOutput) -> int:
         result.input_token_ids_logprobs,
     )
     further = sum(len(row.ids) + len(row.logprobs) for row in rows if row is not None)
-    return _OVERHEAD_BYTES + routed + further + sum(len(array) for array in arrays if array is not None)
+    return ANSWER_BYTES + routed + further + sum(len(array) for array in arrays if array is not None)
