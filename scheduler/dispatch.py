@@ -48,7 +48,6 @@ from ..io_struct import (
     RenewPauseLeaseReqOutput,
     ResumeMemoryOccupationReqInput,
     ScoreReqInput,
-    ScoreReqOutput,
     ShutdownReqInput,
     ShutdownReqOutput,
     ToScheduler,
@@ -65,9 +64,9 @@ from .answers import Answers
 from .checker import WeightsChecker
 from .config import EngineConfig
 from .groups import GroupCommands
-from .guard import defect
+from .guard import checked, defect
 from .hello import answer_hello
-from .kept import ANSWER_BYTES, KeptResults, result_bytes
+from .kept import KeptResults, answer_bytes, result_bytes
 from .lifecycle import Lifecycle, Operation, Wait
 from .observability.memory_history import MemoryHistory
 from .occupation import MemoryOccupation
@@ -438,7 +437,7 @@ class Dispatcher:
         for client in exchange.clients:
             answer = self._say(client, answer, message_id)
         exchange.remaining = 1
-        self._answers.add(exchange, answer, _answer_bytes(answer))
+        self._answers.add(exchange, answer, answer_bytes(answer))
 
     def _say(self, client: bytes, answer: Message, message_id: str | None = None) -> Message:
         """Send ``answer``, or in its place that it cannot be sent; returns what it was. Never raises.
@@ -447,7 +446,7 @@ class Dispatcher:
             message_id: what it answers. None: the answer's own id says so.
         """
         try:
-            self._send(client, _checked(answer))
+            self._send(client, checked(answer))
         except Exception as error:  # noqa: BLE001  an answer that cannot be encoded, or no memory for it
             answered = message_id if message_id is not None else str(getattr(answer, "id", ""))
             answer = defect("answering", answered, error)
@@ -461,21 +460,6 @@ class Dispatcher:
 def _generation_body(message: GenerateReqInput) -> bytes:
     """What makes two generate requests the same but for their message ids."""
     return hashlib.blake2b(encode(msgspec.structs.replace(message, id="-")), digest_size=16).digest()
-
-
-def _checked(answer: object) -> Message:
-    if not isinstance(answer, Message):
-        raise TypeError(f"a handler has returned {type(answer).__name__}, which is no message")
-    return answer
-
-
-def _answer_bytes(answer: Message) -> int:
-    """What storing ``answer`` takes, about."""
-    if isinstance(answer, BatchTokenOutput):
-        return sum(map(result_bytes, answer.finished))
-    if isinstance(answer, FetchResultReqOutput):
-        return ANSWER_BYTES + sum(map(result_bytes, answer.results))
-    return ANSWER_BYTES + (sum(map(len, answer.logprobs)) if isinstance(answer, ScoreReqOutput) else 0)
 
 
 def _decode(header: bytes, buffers: list[memoryview]) -> ToScheduler:

@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from ..io_struct import CaesuraError, ErrorCode, ErrorReply
+from ..io_struct import CaesuraError, ErrorCode, ErrorReply, Message
 from .device.memory import is_out_of_memory
 
 logger = logging.getLogger(__name__)
@@ -47,3 +47,10 @@ def defect(what: str, message_id: str, error: Exception) -> ErrorReply:
         traceback="".join(traceback.format_exception(error)),
     )
     return reply.to_reply(message_id)
+
+
+def checked(answer: object) -> Message:
+    """What a handler has returned, if that can be an answer."""
+    if not isinstance(answer, Message):
+        raise TypeError(f"a handler has returned {type(answer).__name__}, which is no message")
+    return answer
