@@ -73,6 +73,12 @@ class IdConflict(EngineError):
     error_code = ErrorCode.ID_CONFLICT
 
 
+class AnswerForgotten(EngineError):
+    """The message was answered before, and the engine has not kept the answer; nothing was done again."""
+
+    error_code = ErrorCode.ANSWER_FORGOTTEN
+
+
 class QueueFull(EngineError):
     """Too many requests are waiting; try again later."""
 

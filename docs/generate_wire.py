@@ -45,8 +45,10 @@ LIMITS = (
     ("scheduler.channel", "MAX_PENDING_DELTA_TOKENS", "tokens", "streamed and not taken by one client; more are dropped"),
     ("scheduler.channel", "MAX_PENDING_FRAMES", "messages", "not taken by one client, which then counts as gone"),
     ("scheduler.channel", "MESSAGES_PER_DRAIN", "messages", "taken from the socket between two steps"),
-    ("scheduler.dispatch", "STORED_ANSWERS", "message ids", "whose answers are stored for retries"),
-    ("scheduler.dispatch", "STORED_ANSWER_BYTES", "bytes", "of stored answers"),
+    ("scheduler.dispatch", "MAX_PENDING_COMMANDS", "commands", "under way, queued or waiting; more are `queue_full`"),
+    ("scheduler.answers", "STORED_ANSWERS", "message ids", "whose answers are stored for retries, however old they are"),
+    ("scheduler.answers", "STORED_ANSWER_BYTES", "bytes", "of stored answers; the oldest go first"),
+    ("scheduler.answers", "REMEMBERED_IDS", "message ids", "answered before those, whose retries are `answer_forgotten`"),
     ("scheduler.kept", "MAX_KEPT_BYTES", "bytes", "of results kept for clients that could not be reached"),
 )  # fmt: skip
 

@@ -39,6 +39,7 @@ from .control import (
 from .errors import CaesuraError, ErrorCode, ErrorReply
 from .generate import (
     GREEDY_BELOW,
+    MAX_INT32,
     MAX_LOGIT_BIAS,
     MAX_TOKEN_IDS_LOGPROB,
     MAX_TOP_LOGPROBS,
@@ -93,6 +94,7 @@ from .weights import (
 __all__ = [
     "GREEDY_BELOW",
     "MAX_HISTORY_EVENTS",
+    "MAX_INT32",
     "MAX_LOGIT_BIAS",
     "MAX_TOKEN_IDS_LOGPROB",
     "MAX_TOP_LOGPROBS",

@@ -155,7 +155,8 @@ def decode_request(frame: bytes | memoryview) -> ToScheduler:
     """Decode a header that a client sent.
 
     Raises:
-        CaesuraError: ``malformed_message``, with ``detail["id"]`` set where the frame had a readable id.
+        CaesuraError: ``malformed_message``, or ``out_of_memory`` where there is none for it now; with ``detail["id"]`` set where
+            the frame had a readable id.
     """
     if len(frame) > MAX_HEADER_BYTES:
         raise CaesuraError(
@@ -168,6 +169,10 @@ def decode_request(frame: bytes | memoryview) -> ToScheduler:
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise CaesuraError(
             ErrorCode.MALFORMED_MESSAGE, f"not a Caesura message: {error}", id=_readable_id(frame)
+        ) from error
+    except MemoryError as error:
+        raise CaesuraError(
+            ErrorCode.OUT_OF_MEMORY, f"no memory for a message of {len(frame)} bytes", id=_readable_id(frame)
         ) from error
     return request
 
@@ -182,5 +187,5 @@ def _readable_id(frame: bytes | memoryview) -> str:
     """The id of a frame that is msgpack but not a valid message, so that the error finds its caller; else ``""``."""
     try:
         return _id_only.decode(frame).id
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, MemoryError):
         return ""

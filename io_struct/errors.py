@@ -29,6 +29,9 @@ class ErrorCode(StrEnum):
     """A live generation already has this rid. ``detail``: rid."""
     ID_CONFLICT = "id_conflict"
     """The message id was used before with another body."""
+    ANSWER_FORGOTTEN = "answer_forgotten"
+    """The message was answered before, so long ago that the answer is no longer stored. Nothing was done again: a new id does it
+    once more."""
     QUEUE_FULL = "queue_full"
     """Too many requests are waiting. ``detail``: waiting, limit."""
     EPOCH_BEHIND = "epoch_behind"

@@ -13,6 +13,12 @@ from .base import Identifier, Message, Record, Reply, Request
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Seed = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
+MAX_INT32 = 2**31 - 1
+"""Largest count of tokens, and largest position, that a request may name."""
+
+MIN_REPETITION_PENALTY = 1e-6
+"""Smallest ``repetition_penalty``: logits divided by it, and then by the smallest temperature, are float32 numbers still."""
+
 MAX_SAMPLES = 1024
 """Largest ``n``: samples of one prompt in one request."""
 
@@ -47,7 +53,7 @@ class SamplingParams(Record, kw_only=True, frozen=True):
     presence_penalty: float = 0.0
     """In [-2, 2]: taken off the logit of each token that stands in the output."""
     repetition_penalty: float = 1.0
-    """In (0, 2]: positive logits of tokens in prompt or output are divided by it, negative ones multiplied."""
+    """In [1e-6, 2]: positive logits of tokens in prompt or output are divided by it, negative ones multiplied."""
     logit_bias: dict[TokenId, float] | None = None
     """Added to these tokens' logits; values in [-100, 100]. None: nothing."""
     min_new_tokens: int = 0
@@ -70,7 +76,7 @@ class SamplingParams(Record, kw_only=True, frozen=True):
             found.append(("temperature", self.temperature, "must be finite and in [0, 10000]"))
         if not 0.0 < self.top_p <= 1.0:
             found.append(("top_p", self.top_p, "must be in (0, 1]"))
-        if not (self.top_k == -1 or 1 <= self.top_k <= 2**31 - 1):
+        if not (self.top_k == -1 or 1 <= self.top_k <= MAX_INT32):
             found.append(("top_k", self.top_k, "must be -1 (all) or at least 1"))
         if len(self.stop_token_ids) > 64:
             found.append(("stop_token_ids", len(self.stop_token_ids), "at most 64 ids"))
@@ -80,8 +86,9 @@ class SamplingParams(Record, kw_only=True, frozen=True):
         found: list[tuple[str, object, str]] = []
         if not 0.0 <= self.min_p <= 1.0:
             found.append(("min_p", self.min_p, "must be in [0, 1]"))
-        if not 0.0 < self.repetition_penalty <= 2.0:
-            found.append(("repetition_penalty", self.repetition_penalty, "must be in (0, 2]"))
+        if not MIN_REPETITION_PENALTY <= self.repetition_penalty <= 2.0:
+            requirement = f"must be in [{MIN_REPETITION_PENALTY:g}, 2]"
+            found.append(("repetition_penalty", self.repetition_penalty, requirement))
         found += [
             (name, value, "must be in [-2, 2]")
             for name, value in (
@@ -90,10 +97,10 @@ class SamplingParams(Record, kw_only=True, frozen=True):
             )
             if not -2.0 <= value <= 2.0
         ]
-        if self.min_new_tokens < 0 or (
-            self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens
-        ):
-            found.append(("min_new_tokens", self.min_new_tokens, "must be in [0, max_new_tokens]"))
+        most = MAX_INT32 if self.max_new_tokens is None else self.max_new_tokens
+        if not 0 <= self.min_new_tokens <= most:
+            requirement = f"must be in [0, {MAX_INT32 if self.max_new_tokens is None else 'max_new_tokens'}]"
+            found.append(("min_new_tokens", self.min_new_tokens, requirement))
         bias = self.logit_bias or {}
         if len(bias) > MAX_LOGIT_BIAS:
             found.append(("logit_bias", len(bias), f"at most {MAX_LOGIT_BIAS} tokens"))

@@ -104,15 +104,26 @@ class Router:
         """
         socket = self.socket
         for _ in range(MESSAGES_PER_DRAIN):
+            client, buffers = b"", list[memoryview]()
             try:
                 client = socket.recv(zmq.NOBLOCK)
+                header = socket.recv() if socket.rcvmore else b""
+                while socket.rcvmore:
+                    buffers.append(socket.recv(copy=False).buffer)
             except zmq.Again:
                 return
-            header = socket.recv() if socket.rcvmore else b""
-            buffers: list[memoryview] = []
-            while socket.rcvmore:
-                buffers.append(socket.recv(copy=False).buffer)
+            except MemoryError as error:
+                self._drop_rest(client, error)
+                continue
             yield client, header, buffers
+
+    def _drop_rest(self, client: bytes, error: MemoryError) -> None:
+        """Of a message that there is no memory for: what comes next on the socket is another message."""
+        while self.socket.rcvmore:
+            self.socket.recv(copy=False)
+        logger.error("no memory for a message of client %s", client.hex(), exc_info=error)
+        if client:
+            self.send(client, CaesuraError(ErrorCode.OUT_OF_MEMORY, "no memory for a message").to_reply(""))
 
     def send(self, client: bytes, message: Message) -> None:
         """Hand ``message`` to the socket, or to the client's queue where the socket is full."""
@@ -240,7 +251,7 @@ class _Backlog:
         delta = _merge(self._deltas, ended) if self._deltas else None
         if delta is not None or self._finished:
             output = BatchTokenOutput(step=self._step, finished=self._finished, delta=delta)
-            self._frames.append((encode(output), self._open_tokens))
+            self._frames.append((encode_reply(output), self._open_tokens))
         else:
             self._delta_tokens -= self._open_tokens
         self._is_open = False

@@ -66,7 +66,8 @@ class EngineConfig:
     idle_empty_s: float = 5.0
     """Return the allocator's unused blocks once after this long without work."""
     result_ttl_s: float = 60.0
-    """How long terminal results of a client that could not be reached are kept for fetching."""
+    """How long answers can be had again, within bounds of bytes: by messages sent again, and terminal results of a client that
+    could not be reached by fetching."""
     session_deadline_s: float = 600.0
     """A weight session older than this is aborted, unless it set its own deadline."""
     load_bucket_bytes: int = 8 << 20

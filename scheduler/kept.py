@@ -7,10 +7,11 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from time import monotonic
 
-from ..io_struct import GenerateReqOutput
+from ..io_struct import BatchTokenOutput, FetchResultReqOutput, GenerateReqOutput, Message, ScoreReqOutput
 
 MAX_KEPT_BYTES = 64 << 20
-_OVERHEAD_BYTES = 512  # of a result's fields beside its arrays
+ANSWER_BYTES = 1536
+"""What an answer takes beside its arrays: its fields, ids and places in tables."""
 
 
 @dataclass(slots=True)
@@ -81,4 +82,13 @@ def result_bytes(result: GenerateReqOutput) -> int:
         result.input_token_ids_logprobs,
     )
     further = sum(len(row.ids) + len(row.logprobs) for row in rows if row is not None)
-    return _OVERHEAD_BYTES + routed + further + sum(len(array) for array in arrays if array is not None)
+    return ANSWER_BYTES + routed + further + sum(len(array) for array in arrays if array is not None)
+
+
+def answer_bytes(answer: Message) -> int:
+    """What storing ``answer`` takes, about."""
+    if isinstance(answer, BatchTokenOutput):
+        return sum(map(result_bytes, answer.finished))
+    if isinstance(answer, FetchResultReqOutput):
+        return ANSWER_BYTES + sum(map(result_bytes, answer.results))
+    return ANSWER_BYTES + (sum(map(len, answer.logprobs)) if isinstance(answer, ScoreReqOutput) else 0)

@@ -1,7 +1,8 @@
 """The tick: hear, advance commands, choose, launch, answer.
 
 Invariants:
-- Nothing a client sends or omits stops the loop (I11), nor does a step that fails (``failure.py``).
+- Nothing a client sends or omits stops the loop (I11), nor does a timer (both run under ``guard.py``), nor a step that
+  fails (``failure.py``). Where it ends all the same, every live request still gets its terminal message.
 - The loop blocks in ``poll`` whenever there is nothing to run, paused included: an idle or paused engine uses no CPU.
 - What a step launched is passed from tick to tick, not stored: at pipeline depth 0 it is answered in the same tick, at
   depth 1 in the next one, while the device works on its successor. A launch that fails is a step whose results are the
@@ -11,6 +12,7 @@ Invariants:
 import logging
 from contextlib import suppress
 from dataclasses import dataclass
+from math import inf
 from time import monotonic
 from typing import Any
 
@@ -23,10 +25,12 @@ from .device.memory import empty_device_cache_with_report
 from .dispatch import Dispatcher
 from .failure import Failure, Recovery
 from .forward import ForwardOutput, Runner
+from .guard import Guard
 from .lifecycle import Lifecycle
 from .observability.memory_history import MemoryHistory
 from .observability.stage_profiler import StageProfiler
-from .results import Results
+from .results import MAX_SENDS, Results
+from .timers import Timer, Timers
 from .updates import WeightUpdates
 
 logger = logging.getLogger(__name__)
@@ -71,6 +75,7 @@ class Scheduler:
         runner: Runner,
         recovery: Recovery,
         updates: WeightUpdates,
+        guard: Guard,
         history: MemoryHistory,
         stages: StageProfiler,
         device_module: Any,
@@ -88,6 +93,7 @@ class Scheduler:
         self._runner = runner
         self._recovery = recovery
         self._updates = updates
+        self._guard = guard
         self._history = history
         self._stages = stages
         self._device_module = device_module
@@ -98,6 +104,15 @@ class Scheduler:
         self._stopping = False
         self._idle_since: float | None = None
         self._next_keepalive = 0.0
+        self._timers = Timers(
+            guard,
+            (
+                Timer("the keepalive", self._keepalive_due, self._keep_alive),
+                Timer("the end of a weight session", lambda: updates.deadline, updates.expire),
+                Timer("the end of a pause lease", self._lease_due, self._expire_lease),
+                Timer("emptying the idle engine", self._idle_due, self._empty_idle),
+            ),
+        )
         self.last_step_at: float | None = None
         self._poller = zmq.Poller()
         self._poller.register(router.socket, zmq.POLLIN)
@@ -105,21 +120,33 @@ class Scheduler:
             self._poller.register(fd, zmq.POLLIN)
 
     def run(self) -> None:
-        """Until told to stop; then every live request ends and every client is told."""
+        """Until told to stop; then every live request ends and every client is told, whatever the reason is."""
         ongoing: Step | None = None
-        while not (self._stopping or self._dispatcher.stop_requested):
-            ongoing = self.tick(ongoing)
-        if ongoing is not None and (failure := self._answer(ongoing)) is not None:
-            self._discard(ongoing, failure, None)
-        self._results.abort_all("the engine is shutting down")
-        self._dispatcher.refuse_rest("the engine is shutting down")
-        self._results.deliver(self._lifecycle.step)
+        try:
+            while not (self._stopping or self._dispatcher.stop_requested):
+                ongoing = self.tick(ongoing)
+            if ongoing is not None and (failure := self._answer(ongoing)) is not None:
+                self._discard(ongoing, failure, None)
+        except BaseException as error:
+            logger.critical("the loop has failed: the engine ends", exc_info=error)
+            self._end(f"the engine has failed: {type(error).__name__}: {error}", failed=True)
+            raise
+        self._end("the engine is shutting down", failed=False)
+
+    def _end(self, message: str, *, failed: bool) -> None:
+        """Every request and every command is answered, each of these steps whatever became of the one before."""
+        live, run = list(self._results.live.values()), self._guard.run
+        run("ending the requests", self._results.fail if failed else self._results.abort, live, message)
+        run("ending the commands", self._dispatcher.refuse_rest, message)
+        for _ in range(MAX_SENDS):
+            run("sending the last results", self._results.deliver, self._lifecycle.step)
 
     def tick(self, ongoing: Step | None) -> Step | None:
         """One turn; returns the step that is still in flight, at depth 1."""
+        run = self._guard.run
         self._hear(self._timeout(ongoing))
-        self._dispatcher.advance()
-        self._dispatcher.score()
+        run("a command", self._dispatcher.advance)
+        run("scoring", self._dispatcher.score)
         may_launch = self._lifecycle.may_launch and not (ongoing is not None and ongoing.is_lost)
         launched = self._launch() if may_launch else None
         due, ongoing = (launched, None) if self._depth == 0 else (ongoing, launched)
@@ -127,7 +154,7 @@ class Scheduler:
             self._discard(due, failure, ongoing)
             ongoing = None
         self._results.deliver(self._lifecycle.step if due is None else due.number)
-        self._dispatcher.reap()
+        run("ending the requests of a client that left", self._dispatcher.reap)
         return ongoing
 
     def _hear(self, timeout_s: float | None) -> None:
@@ -141,11 +168,14 @@ class Scheduler:
             self._wakeup.clear()
         if self._router.socket in events:
             with self._stages.stage("receive"):
-                for client, header, buffers in self._router.receive():
-                    self._dispatcher.handle(client, header, buffers)
+                self._guard.run("receiving", self._receive)
         if self._router.has_backlog:
-            self._router.retry()
-        self._on_timers()
+            self._guard.run("a client's backlog", self._router.retry)
+        self._timers.fire(monotonic())
+
+    def _receive(self) -> None:
+        for client, header, buffers in self._router.receive():
+            self._guard.run("a message", self._dispatcher.handle, client, header, buffers)
 
     def _timeout(self, ongoing: Step | None) -> float | None:
         """Seconds to block: 0 with work at hand, else until the next timer; None without any."""
@@ -154,42 +184,43 @@ class Scheduler:
             self._idle_since = None
             return 0
         now = monotonic()
-        timers: list[float] = []
-        if self._dispatcher.has_parked:
-            timers.append(PARKED_POLL_S)
-        if self._router.has_backlog or self._results.has_undelivered:
-            timers.append(BACKLOG_POLL_S)
-        if self._results.live or self._updates.keeps_memory:
-            timers.append(max(0.0, self._next_keepalive - now))
-        if self._updates.deadline is not None:
-            timers.append(max(0.0, self._updates.deadline - now))
-        lease_left = self._lifecycle.lease_left_s
-        if lease_left is not None and not self._dispatcher.is_busy:
-            timers.append(max(0.0, lease_left))
         if self._idle_since is None:
             self._idle_since = now
-        if self._idle_since != float("inf"):
-            timers.append(max(0.0, self._idle_since + self._idle_empty_s - now))
-        return min(timers) if timers else None
+        waits: list[float] = []
+        if self._dispatcher.has_parked:
+            waits.append(PARKED_POLL_S)
+        if self._router.has_backlog or self._results.has_undelivered:
+            waits.append(BACKLOG_POLL_S)
+        if (due := self._timers.next_due()) is not None:
+            waits.append(max(0.0, due - now))
+        return min(waits) if waits else None
 
-    def _on_timers(self) -> None:
-        now = monotonic()
-        if now >= self._next_keepalive and (self._results.live or self._updates.keeps_memory):
-            self._next_keepalive = now + KEEPALIVE_S
-            self._router.keepalive({r.client for r in self._results.live.values()}, self._lifecycle.step)
-            self._updates.collect()
-        if self._updates.deadline is not None and now >= self._updates.deadline:
-            self._updates.expire()
+    def _keepalive_due(self) -> float | None:
+        return self._next_keepalive if self._results.live or self._updates.keeps_memory else None
+
+    def _keep_alive(self) -> None:
+        self._next_keepalive = monotonic() + KEEPALIVE_S
+        self._router.keepalive({r.client for r in self._results.live.values()}, self._lifecycle.step)
+        self._updates.collect()
+
+    def _lease_due(self) -> float | None:
         lease_left = self._lifecycle.lease_left_s
-        if lease_left is not None and lease_left <= 0 and not self._dispatcher.is_busy:
-            if self._lifecycle.lease_expiry == "continue":
-                self._updates.expire()  # a session left open is aborted first
-            self._lifecycle.expire_lease()
-        if self._idle_since is not None and now >= self._idle_since + self._idle_empty_s:
-            self._idle_since = float("inf")  # once per idle period
-            report = empty_device_cache_with_report(self._device_module)
-            logger.debug("%s", report.describe("idle"))
-            self._history.note("idle", returned=report.freed)
+        return None if lease_left is None or self._dispatcher.is_busy else monotonic() + lease_left
+
+    def _expire_lease(self) -> None:
+        if self._lifecycle.lease_expiry == "continue":
+            self._updates.expire()  # a session left open is aborted first
+        self._lifecycle.expire_lease()
+
+    def _idle_due(self) -> float | None:
+        since = self._idle_since
+        return None if since is None or since == inf else since + self._idle_empty_s
+
+    def _empty_idle(self) -> None:
+        self._idle_since = inf  # once per idle period
+        report = empty_device_cache_with_report(self._device_module)
+        logger.debug("%s", report.describe("idle"))
+        self._history.note("idle", returned=report.freed)
 
     def _launch(self) -> Step | None:
         number = self._lifecycle.step + 1
@@ -230,7 +261,7 @@ class Scheduler:
             with self._recovery.taking_in(step.batch, step.number):
                 self._batcher.landed(step.batch, self.last_step_at - began)
             self._results.deliver(step.number)
-        self._history.sample()
+        self._guard.run("sampling the memory", self._history.sample)
         return None
 
     def _discard(self, step: Step, failure: Failure, later: Step | None) -> None:

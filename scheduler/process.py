@@ -35,7 +35,7 @@ from .build import (
     kv_bytes_per_token,
     routing_bytes_per_token,
 )
-from .cache.manager import CacheManager
+from .cache.manager import CacheManager, LedgerError
 from .channel import Router
 from .checker import WeightsChecker
 from .chunking import ChunkSizer
@@ -46,6 +46,7 @@ from .dispatch import Dispatcher
 from .failure import Recovery
 from .forward import Runner
 from .groups import GroupCommands
+from .guard import Guard
 from .lifecycle import Lifecycle
 from .loop import Scheduler
 from .observability import log
@@ -161,6 +162,7 @@ class Engine:
             runner=core.runner,
             recovery=core.recovery,
             updates=commands.updates,
+            guard=Guard(fatal=(LedgerError,) if config.check_ledger else ()),
             history=self._history,
             stages=self._stages,
             device_module=module,

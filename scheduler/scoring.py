@@ -186,9 +186,13 @@ class Scoring:
         while self._work is not None or self._queue:
             if self._work is None:
                 self._work = self._serve()
-            with torch.inference_mode(), self._runner.on_stream():
-                if next(self._work, _ENDED) is _ENDED:
-                    self._work = None
+            try:
+                with torch.inference_mode(), self._runner.on_stream():
+                    if next(self._work, _ENDED) is _ENDED:
+                        self._work = None
+            except Exception as error:  # noqa: BLE001  what is between chunks failed: nobody knows what is there of them
+                failure = _failure(error)
+                self._give_up(failure.message, failure.code)
             if self.waits or perf_counter() - started > SLICE_S:
                 break
         answers, self._answers = self._answers, []

@@ -94,6 +94,7 @@ def launch_engine(
         "context-len": workload.context_len,
         "kv-pool-tokens": workload.kv_tokens,
         "max-running-requests": workload.requests,
+        "result-ttl-s": 0.0,  # the store of answers is full when it has STORED_ANSWERS
         "log-level": "WARNING",
     }
     command = [sys.executable, str(ENGINE), "--emptyings", str(emptyings)]

@@ -20,6 +20,7 @@ from litestar.handlers import HTTPRouteHandler
 from litestar.params import FromQuery
 
 from ...io_struct import GetMemoryHistoryReqOutput, GetStatusReqOutput
+from ...io_struct.memory import MAX_EVENT_SEQ
 from ..async_control_client import AsyncControlClient
 from ..exceptions import EngineError
 from .context import Front
@@ -66,7 +67,8 @@ async def data(front: Front, after: FromQuery[int] = 0, since: FromQuery[float] 
     """News: memory events with a number over ``after`` (some of them: see ``more``), ticks later than ``since``."""
     engine = front.metrics.engine
     look = await engine.look(front.client)
-    history = await _history(front.client, max(0, after)) if look.answered else None
+    number = min(max(0, after), MAX_EVENT_SEQ)  # what no event has is past the newest, or before the oldest
+    history = await _history(front.client, number) if look.answered else None
     content = DashboardData(
         now=time(),
         answered=look.answered,

@@ -20,7 +20,7 @@ ROWS = [
     ["config", "distributed"],
     ["device"],
     ["observability"],
-    ["extras", "request", "hello", "channel", "background"],
+    ["extras", "request", "hello", "channel", "background", "guard"],
     ["cache"],
     ["kernels", "forward"],
     ["attention", "layers"],
@@ -29,7 +29,7 @@ ROWS = [
     ["runner"],
     ["chunking", "waiting", "sampling_inputs", "batching", "results", "failure"],
     ["lifecycle", "checker", "updates", "parameter_server", "groups", "occupation", "scoring", "status"],
-    ["kept", "dispatch", "loop", "build", "reference", "process", "__main__"],
+    ["kept", "answers", "dispatch", "timers", "loop", "build", "reference", "process", "__main__"],
 ]
 """The modules and packages of ``scheduler/``, from the ground up; the table of docs/structures.md."""
 

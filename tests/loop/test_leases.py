@@ -188,7 +188,9 @@ def finish_unread(driver: EngineDriver, rid: str) -> None:
     vanish(driver, "gone")
     driver.results.clear()
     router = driver.engine.router
-    client = next(e.clients[0] for e in driver.engine.dispatcher._exchanges.values() if e.generation)
+    client = next(
+        e.clients[0] for _, e in driver.engine.dispatcher._answers._exchanges.values() if e.generation
+    )
     for _ in range(5000):
         router.keepalive({client}, 0)
         if driver.call(FetchResultReqInput(rid=rid)).results:

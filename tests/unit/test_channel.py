@@ -5,8 +5,10 @@ import os
 import socket
 import stat
 
+import msgspec
 import numpy as np
 import pytest
+import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.raw_client import RawClient, rows
@@ -21,6 +23,7 @@ from caesura.io_struct import (
     GenerateReqOutput,
     GetStatusReqInput,
     StreamDelta,
+    decode_reply,
 )
 from caesura.scheduler import channel
 from caesura.scheduler.channel import Router, _merge
@@ -372,3 +375,51 @@ def test_merging_keeps_every_token_of_what_goes_on(steps, ended):
     for rid, index in {key[:2] for key in keys}:
         starts = [key[2] for key in keys if key[:2] == (rid, index)]
         assert starts == sorted(starts), "a sample's rows come in order"
+
+
+class ShortOfMemory:
+    """A socket whose ``fails``-th frame finds no memory, after it has been taken off the wire."""
+
+    def __init__(self, socket: zmq.Socket, fails: int) -> None:
+        self._socket, self._left = socket, fails
+
+    def recv(self, *flags: int, **options: bool) -> object:
+        frame = self._socket.recv(*flags, **options)
+        self._left -= 1
+        if self._left == 0:
+            raise MemoryError
+        return frame
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._socket, name)
+
+
+@pytest.mark.parametrize("frame", [1, 2, 3, 4])
+def test_a_message_that_there_is_no_memory_for_is_dropped_as_a_whole(router, monkeypatch, frame):
+    """What comes behind it on the socket is read as what it is, and its sender hears."""
+    with met(router, b"C1") as client:
+        monkeypatch.setattr(router, "socket", ShortOfMemory(router.socket, frame))
+        client.send(b"header", b"one", b"two")
+        client.send(b"next")
+        heard: list[tuple[bytes, bytes, int]] = []
+
+        def both_are_read() -> bool:
+            heard.extend((who, header, len(buffers)) for who, header, buffers in router.receive())
+            return bool(heard)
+
+        eventually(both_are_read)
+        assert heard == [(b"C1", b"next", 0)]
+        if frame > 1:  # else nobody knows whose it was
+            reply = client.receive()
+            assert (reply.code, reply.id) == ("out_of_memory", "")
+
+
+def test_text_that_utf8_cannot_hold_waits_for_a_slow_client_like_any_other(router):
+    """A result whose reason quotes a file name, say, behind others that the client has not taken."""
+    backlog = channel._Backlog(b"first")
+    reason = FinishReason(type="error", message="no \udc80")
+    result = msgspec.structs.replace(result_of("r"), finish_reason=reason)
+    backlog.append(BatchTokenOutput(step=1, finished=[result]))
+    backlog.pop()
+    frame = backlog.head()
+    assert decode_reply(frame).finished[0].finish_reason.message == "no \\udc80"

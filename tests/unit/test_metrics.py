@@ -283,9 +283,11 @@ def test_the_page_gets_only_news(tmp_path):
             first = (await it.http.get("/dashboard/data")).json()
             second = (await it.http.get("/dashboard/data", params={"after": 1, "since": first["now"]})).json()
             below = (await it.http.get("/dashboard/data", params={"after": -1})).json()
-            return first, second, below
+            beyond = [await it.http.get("/dashboard/data", params={"after": n}) for n in (2**63, 10**30)]
+            return first, second, below, beyond
 
-    first, second, below = asyncio.run(ask())
+    first, second, below, beyond = asyncio.run(ask())
+    assert [answer.json()["history"]["events"] for answer in beyond] == [[], []]
     assert [event["seq"] for event in first["history"]["events"]] == [1, 2]
     assert [event["seq"] for event in second["history"]["events"]] == [2]
     assert below["history"]["events"] == first["history"]["events"]
