@@ -28,7 +28,7 @@ class AbortBody(msgspec.Struct, kw_only=True):
     abort_all: bool = False
 
 
-@route("/generate", http_method=["POST", "PUT"], status_code=200, opt={"access": "user"})
+@route("/generate", http_method=["POST", "PUT"], status_code=200, opt={"access": "user", "body": "prompts"})
 async def generate(request: HTTPRequest, front: Front) -> Response[Any]:
     """One or many prompts, as one answer or as a stream of events."""
     try:

@@ -244,7 +244,7 @@ async def get_load(front: Front) -> Response[bytes]:
     )
 
 
-@post(["/tokenize", "/v1/tokenize"], status_code=200, opt={"access": "user"})
+@post(["/tokenize", "/v1/tokenize"], status_code=200, opt={"access": "user", "body": "text"})
 async def tokenize(request: HTTPRequest, front: Front) -> Response[bytes]:
     """Text, texts or a conversation to token ids."""
     body = await read_control(request, TokenizeBody)
@@ -273,7 +273,7 @@ def _tokens_of(front: FrontEnd, body: TokenizeBody) -> list[list[int]]:
     return [front.manager.tokenize(text, add_special_tokens=body.add_special_tokens) for text in texts]
 
 
-@post(["/detokenize", "/v1/detokenize"], status_code=200, opt={"access": "user"})
+@post(["/detokenize", "/v1/detokenize"], status_code=200, opt={"access": "user", "body": "text"})
 async def detokenize(request: HTTPRequest, front: Front) -> Response[bytes]:
     """Token ids to text, or lists of them to texts."""
     body = await read_control(request, DetokenizeBody)

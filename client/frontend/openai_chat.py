@@ -188,7 +188,12 @@ def _plan(front: FrontEnd, request: ChatRequest) -> tuple[Job, ChatForm]:
     return job, ChatForm(front.manager, request, prompt)
 
 
-@post("/v1/chat/completions", status_code=200, opt={"access": "user"}, exception_handlers=EXCEPTION_HANDLERS)
+@post(
+    "/v1/chat/completions",
+    status_code=200,
+    opt={"access": "user", "body": "text"},
+    exception_handlers=EXCEPTION_HANDLERS,
+)
 async def chat_completions(request: HTTPRequest, front: Front) -> Response[Any]:
     """Answer a conversation."""
     body = await request.body()

@@ -171,7 +171,12 @@ def _plan(front: FrontEnd, request: CompletionRequest) -> tuple[Job, CompletionF
     return job, CompletionForm(manager, request, prompts)
 
 
-@post("/v1/completions", status_code=200, opt={"access": "user"}, exception_handlers=EXCEPTION_HANDLERS)
+@post(
+    "/v1/completions",
+    status_code=200,
+    opt={"access": "user", "body": "prompts"},
+    exception_handlers=EXCEPTION_HANDLERS,
+)
 async def completions(request: HTTPRequest, front: Front) -> Response[Any]:
     """Continue one or several prompts."""
     body = await request.body()

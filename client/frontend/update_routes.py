@@ -36,10 +36,10 @@ from .control_schema import (
     UpdateBody,
 )
 from .exchange import HTTPRequest, query_of, read_control, succeed
+from .limits import is_binary
 from .tensor_payload import Frames, Part, dtype_of, read_pickled, read_safetensors
 
 _ONLINE = "Succeeded to update parameter online."
-_BINARY_TYPES = ("application/octet-stream", "application/x-safetensors")
 
 
 @post("/update_weights_from_disk", status_code=200, opt={"access": "admin"})
@@ -78,7 +78,7 @@ def allowed_path(path: str, options: ServeOptions) -> str:
     return real
 
 
-@post("/update_weights_from_distributed", status_code=200, opt={"access": "admin"})
+@post("/update_weights_from_distributed", status_code=200, opt={"access": "admin", "body": "specs"})
 async def update_weights_from_distributed(request: HTTPRequest, front: Front) -> Response[bytes]:
     """Take what rank 0 of a group broadcasts meanwhile: only names, dtypes and shapes pass here."""
     body = await read_control(request, DistributedBody)
@@ -101,7 +101,7 @@ async def update_weights_from_distributed(request: HTTPRequest, front: Front) ->
 @post("/update_weights_from_tensor", status_code=200, opt={"access": "admin", "body": "weights"})
 async def update_weights_from_tensor(request: HTTPRequest, front: Front) -> Response[bytes]:
     """Weights in the request: a safetensors file as body, or (if allowed at start) SGLang's pickles in JSON."""
-    if request.content_type[0] in _BINARY_TYPES:
+    if is_binary(request.content_type[0]):
         options = query_of(request, SafetensorsQuery)
         work = _binary(front, request, options)
         return await succeed(front, "update_weights_from_tensor", _online(options), work)

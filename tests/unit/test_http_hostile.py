@@ -4,18 +4,18 @@ import asyncio
 import json
 import socket
 import struct
-import threading
 from collections.abc import Iterable, Iterator
 
 import httpx
 import pytest
 from litestar.testing import TestClient
 from support.fake_scheduler import FakeScheduler, answer
+from support.http_server import listening
 
 from caesura.client import AsyncSchedulerClient
 from caesura.client.frontend.app import FrontEnd, ServeOptions, create_app
+from caesura.client.frontend.connections import MAX_HEAD_BYTES
 from caesura.client.frontend.metrics import Metrics
-from caesura.client.frontend.server import MAX_HEAD_BYTES, Server
 from caesura.client.tokenizer_manager import TokenizerManager
 from caesura.io_struct import (
     AbortReq,
@@ -128,29 +128,8 @@ def test_a_label_aborts_nobody_where_it_is_refused(tmp_path):
 @pytest.fixture(scope="module")
 def address() -> Iterator[tuple[str, int]]:
     """Where a real server listens, without an engine."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    listening = threading.Event()
-    servers: list[Server] = []
-
-    async def serve() -> None:
-        async with AsyncSchedulerClient(
-            "ipc:///tmp/caesura-there-is-nothing-here.sock", connect_timeout=0.0
-        ) as client:
-            front = FrontEnd(
-                manager=TokenizerManager(client, None),
-                options=ServeOptions(api_key="k"),
-                metrics=Metrics(),
-            )
-            servers.append(Server(create_app(front), listening.set))
-            await servers[0].serve(sockets=[listener])
-
-    thread = threading.Thread(target=lambda: asyncio.run(serve()))
-    thread.start()
-    assert listening.wait(20)
-    yield listener.getsockname()
-    servers[0].should_exit = True
-    thread.join(20)
-    listener.close()
+    with listening(api_key="k") as server:
+        yield server.address
 
 
 HEAD = b"POST /pause_generation HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer k\r\n"
