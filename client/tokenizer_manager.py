@@ -317,6 +317,7 @@ class TokenizerManager:
         self.client = client
         self.tokenizer = tokenizer
         self._context_length = context_length
+        self._live: set[Generation[Result, Deltas]] = set()
 
     async def generate(self, request: GenerationRequest) -> list[Sample]:
         """All samples of one prompt, in order. Cancelled: aborted.
@@ -327,9 +328,10 @@ class TokenizerManager:
         """
         work = await self._prepare(request, stream=False)
         if work.stops is None:
-            generation = self.client.channel.start_generation(work.wire)
+            generation = self._started(self.client.channel.start_generation(work.wire))
             return [_whole(work, output) for output in await self._outputs(generation)]
         flow = _Flow(work, self.client.channel)
+        self._started(flow.generation)
         outputs = await self._outputs(flow.generation)
         return [flow.follower(output.index).sample() for output in outputs]
 
@@ -338,7 +340,7 @@ class TokenizerManager:
         refusals at the first step, failures after what had been generated."""
         work = await self._prepare(request, stream=True)
         flow = _Flow(work, self.client.channel)
-        waiter = flow.generation.waiter
+        waiter = self._started(flow.generation).waiter
         try:
             while True:
                 flow.changed.clear()
@@ -369,6 +371,11 @@ class TokenizerManager:
                 error.add_note(f"prompt {position} of {len(requests)}")
                 raise error
         return [task.result() for task in tasks]
+
+    def abort_all(self) -> None:
+        """End every generation of this manager: each answers its caller with what it has. Others of the engine go on."""
+        for generation in self._live:
+            _abort(self.client.channel, generation)
 
     def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text.
@@ -450,6 +457,11 @@ class TokenizerManager:
         if len(text) <= ENCODE_INLINE:
             return encode(text, add_special_tokens=request.add_special_tokens)
         return await asyncio.to_thread(encode, text, add_special_tokens=request.add_special_tokens)
+
+    def _started(self, generation: Generation[Result, Deltas]) -> Generation[Result, Deltas]:
+        self._live.add(generation)
+        generation.waiter.add_done_callback(lambda _: self._live.discard(generation))
+        return generation
 
     async def _outputs(self, generation: Generation[Result, Deltas]) -> list[GenerateOutput]:
         try:

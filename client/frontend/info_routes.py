@@ -21,18 +21,16 @@ from .control_schema import DetokenizeBody, TokenizeBody
 from .errors import error_object, json_response, native_error, status_of
 from .exchange import HTTPRequest, query_of, read_control
 
-HEALTH_TIMEOUT_S = 10.0
-"""An engine that does not answer its status for so long is not healthy: it answers within a step or a bucket."""
 _SECTIONS = ("core", "memory", "spec", "lora", "disagg", "queues", "all")
 
 
 async def _status(front: FrontEnd) -> GetStatusReqOutput:
-    return await front.client.status(timeout=HEALTH_TIMEOUT_S)
+    return await front.health.status()
 
 
 async def _healthy(front: FrontEnd, *, ready: bool = False) -> Response[bytes]:
     try:
-        status = await _status(front)
+        status = await front.health.check()
     except CaesuraError as error:
         return json_response(error_object(error.message, 503), 503)
     serves = status.generation == "running" and status.weights == "valid" and status.memory == "resident"

@@ -47,6 +47,7 @@ def listening(
     *,
     endpoint: str = NO_ENGINE,
     connect_timeout: float = 0.0,
+    fails_fast: bool = False,
     connections: Connections | None = None,
     tls: ssl.SSLContext | None = None,
     tokenizer: TextTokenizer | None = None,
@@ -60,12 +61,17 @@ def listening(
 
     async def serve() -> None:
         async with AsyncSchedulerClient(endpoint, connect_timeout=connect_timeout) as client:
+            client.channel.fails_fast = fails_fast
             front = FrontEnd(
                 manager=TokenizerManager(client, tokenizer, context_length=context_length),
                 options=ServeOptions(**options),
                 metrics=Metrics(),
             )
-            servers.append(Server(create_app(front), ready.set, connections=connections, tls=tls))
+            if connections is not None:
+                front.metrics.connections = connections
+            servers.append(
+                Server(create_app(front), ready.set, connections=front.metrics.connections, tls=tls)
+            )
             await servers[0].serve(sockets=[listener])
 
     thread = threading.Thread(target=lambda: asyncio.run(serve()))
