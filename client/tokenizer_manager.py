@@ -36,6 +36,9 @@ from .text.tokenizer import TextTokenizer
 ENCODE_INLINE = 2048
 """Characters of the longest text that is tokenized on the event loop: about a millisecond. Longer ones take a thread."""
 
+START_SLICE = 32
+"""Generations of a batch that are started before others are served."""
+
 _DEFAULTS = SamplingParams()
 
 
@@ -357,10 +360,14 @@ class TokenizerManager:
     async def generate_batch(self, requests: Sequence[GenerationRequest]) -> list[list[Sample]]:
         """Many prompts at once, in order. Cancelled, or one refused or failed: the others are aborted, and the first such error
         is raised, with its position as a note."""
-        tasks = [asyncio.ensure_future(self.generate(request)) for request in requests]
-        if not tasks:
-            return []
+        tasks: list[asyncio.Task[list[Sample]]] = []
         try:
+            for request in requests:
+                tasks.append(asyncio.ensure_future(self.generate(request)))
+                if len(tasks) % START_SLICE == 0:
+                    await asyncio.sleep(0)
+            if not tasks:
+                return []
             await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         finally:
             for task in tasks:

@@ -12,6 +12,7 @@ from litestar.di import NamedDependency
 from ..async_client import AsyncSchedulerClient
 from ..tokenizer_manager import TokenizerManager
 from .health import EngineHealth
+from .workers import Workers
 
 if TYPE_CHECKING:
     from .metrics import Metrics
@@ -70,7 +71,7 @@ class ServeOptions:
 class FrontEnd:
     """Everything that handlers need; ``front: Front`` in a handler's signature."""
 
-    __slots__ = ("client", "health", "manager", "metrics", "options")
+    __slots__ = ("client", "health", "manager", "metrics", "options", "workers")
 
     def __init__(
         self,
@@ -84,6 +85,7 @@ class FrontEnd:
         self.client: AsyncSchedulerClient = manager.client if client is None else client
         self.options = options
         self.metrics = metrics
+        self.workers = Workers()
         self.health = EngineHealth(self.client, lambda: metrics.under_way > 0)
 
 

@@ -46,10 +46,13 @@ def status_of(error: CaesuraError) -> int:
 
 def json_response(value: Any, status: int = 200) -> Response[bytes]:
     """``value`` as JSON, encoded once."""
+    return json_bytes(msgspec.json.encode(value), status)
+
+
+def json_bytes(encoded: bytes, status: int = 200) -> Response[bytes]:
+    """What is JSON already."""
     headers = {"retry-after": str(RETRY_AFTER_S)} if status == 503 else None
-    return Response(
-        msgspec.json.encode(value), status_code=status, media_type="application/json", headers=headers
-    )
+    return Response(encoded, status_code=status, media_type="application/json", headers=headers)
 
 
 def native_error(message: str, status: int = 400, code: str | None = None) -> Response[bytes]:

@@ -249,7 +249,7 @@ async def tokenize(request: HTTPRequest, front: Front) -> Response[bytes]:
     if (body.prompt is None) == (body.messages is None):
         raise ClientException("exactly one of prompt and messages is needed")
     try:
-        tokens = await asyncio.to_thread(_tokens_of, front, body)
+        tokens = await front.workers.run(lambda: _tokens_of(front, body))
     except CaesuraError as error:
         return native_error(error.message, status_of(error), error.code)
     counts = [len(each) for each in tokens]
@@ -280,7 +280,7 @@ async def detokenize(request: HTTPRequest, front: Front) -> Response[bytes]:
         raise ClientException("tokens must be one list of integers, or a list of such lists")
     nested = kinds == {list}
     try:
-        texts = await asyncio.to_thread(_texts_of, front, body, nested)
+        texts = await front.workers.run(lambda: _texts_of(front, body, nested))
     except CaesuraError as error:
         return native_error(error.message, status_of(error), error.code)
     return json_response({"text": texts if nested else texts[0]})

@@ -30,6 +30,10 @@ _SPECIAL_TOKENS = (
 )
 
 
+DECODE_LONG = 4096
+"""Ids whose decoding takes about a millisecond."""
+
+
 class TokenizerMissing(CheckpointError):  # noqa: N818  (named as its base is)
     """The folder has no tokenizer."""
 
@@ -111,6 +115,8 @@ class TextTokenizer:
             InvalidRequest: an id is negative or not an integer.
         """
         try:
+            if len(ids) > DECODE_LONG:  # unlike ``decode`` this lets other threads run meanwhile
+                return self._tokenizer.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0]
             return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
         except (OverflowError, TypeError) as error:
             raise InvalidRequest(f"not token ids: {error}", field="tokens") from error
