@@ -33,14 +33,14 @@ class ClientLeft(Exception):  # noqa: N818  nothing went wrong here
     """The client closed its connection before the answer was there."""
 
 
-async def read_control(request: HTTPRequest, kind: type[StructT]) -> StructT:
-    """The body as ``kind``; none at all is ``{}``.
+async def read_control(request: HTTPRequest, kind: type[StructT], *, text: bool = False) -> StructT:
+    """The body as ``kind``; none at all is ``{}``. ``text``: it holds texts, with as many brackets as they like.
 
     Raises:
         ClientException: 400, the body is not JSON or a value is of no use.
     """
     raw = await request.body()
-    if len(raw) > INLINE:
+    if len(raw) > INLINE and not text:
         check_values(raw)
     try:
         fields = msgspec.json.decode(raw) if raw.strip() else None

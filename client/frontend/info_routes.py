@@ -245,9 +245,10 @@ async def get_load(front: Front) -> Response[bytes]:
 @post(["/tokenize", "/v1/tokenize"], status_code=200, opt={"access": "user", "body": "text"})
 async def tokenize(request: HTTPRequest, front: Front) -> Response[bytes]:
     """Text, texts or a conversation to token ids."""
-    body = await read_control(request, TokenizeBody)
+    body = await read_control(request, TokenizeBody, text=True)
     if (body.prompt is None) == (body.messages is None):
         raise ClientException("exactly one of prompt and messages is needed")
+    _check_rows(front, body.prompt)
     try:
         tokens = await front.workers.run(lambda: _tokens_of(front, body))
     except CaesuraError as error:
@@ -261,6 +262,11 @@ async def tokenize(request: HTTPRequest, front: Front) -> Response[bytes]:
             "max_model_len": front.options.context_length,
         }
     )
+
+
+def _check_rows(front: FrontEnd, rows: object) -> None:
+    if isinstance(rows, list) and len(rows) > front.options.max_batch:
+        raise ClientException(f"{len(rows)} texts are over the limit of {front.options.max_batch}")
 
 
 def _tokens_of(front: FrontEnd, body: TokenizeBody) -> list[list[int]]:
@@ -279,6 +285,7 @@ async def detokenize(request: HTTPRequest, front: Front) -> Response[bytes]:
     if len(kinds) > 1:
         raise ClientException("tokens must be one list of integers, or a list of such lists")
     nested = kinds == {list}
+    _check_rows(front, body.tokens if nested else None)
     try:
         texts = await front.workers.run(lambda: _texts_of(front, body, nested))
     except CaesuraError as error:

@@ -30,6 +30,7 @@ _SPECIAL_TOKENS = (
 )
 
 
+MAX_TEMPLATE_CHARACTERS = 1 << 20
 DECODE_LONG = 4096
 """Ids whose decoding takes about a millisecond."""
 
@@ -181,6 +182,16 @@ def _add_missing(tokenizer: Tokenizer, special: Mapping[str, str]) -> None:
 
 
 def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    templates = _found_templates(folder, config)
+    for name, source in templates.items():
+        if len(source) > MAX_TEMPLATE_CHARACTERS:
+            raise CheckpointError(
+                f"chat template {name!r} of {folder} is over the limit of {MAX_TEMPLATE_CHARACTERS} characters"
+            )
+    return templates
+
+
+def _found_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Templates by name. ``chat_template.jinja`` goes before ``chat_template.json`` and ``tokenizer_config.json``."""
     in_config = config.get("chat_template")
     templates: dict[str, str] = {}
