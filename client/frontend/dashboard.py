@@ -50,8 +50,8 @@ class DashboardData(msgspec.Struct):
 
 
 class _DataQuery(msgspec.Struct, kw_only=True):
-    after: Annotated[int, msgspec.Meta(ge=0, le=2**53)] = 0
-    """As far as a page's script counts."""
+    after: Annotated[int, msgspec.Meta(ge=-(2**53), le=2**53)] = 0
+    """As far as a page's script counts; below 0 is 0."""
     since: Annotated[float, msgspec.Meta(ge=0, le=1e12)] = 0.0
 
 
@@ -74,7 +74,7 @@ async def data(request: HTTPRequest, front: Front) -> Response[bytes]:
     query = query_of(request, _DataQuery)
     engine = front.metrics.engine
     look = await engine.look(front.client)
-    history = await _history(front.client, query.after) if look.answered else None
+    history = await _history(front.client, max(0, query.after)) if look.answered else None
     content = DashboardData(
         now=time(),
         answered=look.answered,

@@ -16,6 +16,7 @@ from litestar.types import ExceptionHandlersMap, Scope, Send
 
 from ...io_struct import CaesuraError, ErrorCode
 from .connections import RETRY_AFTER_S
+from .printable import printable
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +110,7 @@ def _http(request: Request[Any, Any, Any], error: HTTPException) -> Response[byt
 
 
 def _defect(request: Request[Any, Any, Any], error: Exception) -> Response[bytes]:
-    logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    logger.error("%s %s failed", request.method, printable(request.scope["path"]), exc_info=error)
     return json_response(_plain_error(request.scope, "internal error; the server's log says more", 500), 500)
 
 

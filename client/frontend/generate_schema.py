@@ -21,6 +21,7 @@ from ..prompts import is_single
 from ..request_limits import MAX_SALT_CHARACTERS, MAX_STOP_CHARACTERS, characters, check_size
 from ..tokenizer_manager import GenerationRequest
 from .bodies import INLINE, decode_large
+from .control_schema import VISIBLE
 
 MAX_STOP_STRINGS = 32
 """SGLang's."""
@@ -28,7 +29,7 @@ MAX_STOP_CHARACTERS_IN_ALL = 32 * MAX_STOP_CHARACTERS
 """Of the different stop strings of one call, whose prompts may have each their own."""
 
 Samples = Annotated[int, msgspec.Meta(ge=1, le=MAX_SAMPLES)]
-Name = Annotated[str, msgspec.Meta(max_length=MAX_ID_LENGTH)]
+Name = Annotated[str, msgspec.Meta(max_length=MAX_ID_LENGTH, pattern=VISIBLE)]
 Count = Annotated[int, msgspec.Meta(ge=0)]
 ExpertsDtype = Literal["int32", "uint8"]
 

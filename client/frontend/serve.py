@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import gc
 import ipaddress
+import logging
 import os
 import signal
 import socket
@@ -26,6 +27,7 @@ import click
 
 from ..async_client import AsyncSchedulerClient
 from ..launch import LaunchedScheduler, private_directory
+from .printable import PrintableFormatter
 from .tls import tls_context
 
 if TYPE_CHECKING:
@@ -224,6 +226,9 @@ class Settings:
 
 def run(settings: Settings, listener: socket.socket, server_class: "type[Server]") -> int:
     """Everything until the end; the exit status."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(PrintableFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
     with _interrupted_by_sigterm():
         launched = None if settings.model is None else _launch(settings)
     try:

@@ -40,6 +40,8 @@ from .limits import is_binary
 from .printable import printable
 from .tensor_payload import Frames, Part, dtype_of, read_pickled, read_safetensors
 
+_READ = ("config.json", "generation_config.json", "model.safetensors.index.json")
+"""Of a checkpoint, beside its safetensors files; an index can name no others."""
 _ONLINE = "Succeeded to update parameter online."
 
 
@@ -95,10 +97,10 @@ def _lies_under(path: str, root: str) -> bool:
 
 
 def _read_files(folder: str) -> list[str]:
-    """What a checkpoint may be read from: the scheduler takes no files of folders further down."""
+    """What is read of a checkpoint; nothing in folders further down."""
     try:
         with os.scandir(folder) as entries:
-            return [entry.name for entry in entries if entry.name.endswith((".json", ".safetensors"))]
+            return [e.name for e in entries if e.name in _READ or e.name.endswith(".safetensors")]
     except OSError:  # the scheduler says what is wrong with it
         return []
 
