@@ -185,11 +185,13 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         """Answered; the next request may be there already."""
         super().on_response_complete()
+        if not self._answered:  # one that came right behind it is
+            return
         if self._awaited is _Awaited.BODY:
             self._until = min(self._until, self.loop.time() + self._limits.linger)
         elif self._awaited is _Awaited.HEAD:
             self._since = self.loop.time()
-        elif not self.pipeline:
+        else:
             self._rest()
 
     def shutdown(self) -> None:

@@ -54,9 +54,10 @@ async def _planned(front: FrontEnd, raw: bytes) -> Job:
     def plan() -> Job:
         return plan_job(body, max_batch=most, detokenize=detokenize)
 
-    prompts = max(len(each) for each in (body.text, body.input_ids, ()) if isinstance(each, list | tuple))
-    few = prompts <= SLICE or isinstance((body.input_ids or [0])[0], int)
-    return plan() if few else await front.workers.run(plan)
+    many = isinstance(body.text, list) and len(body.text) > SLICE
+    rows = body.input_ids or []
+    many |= len(rows) > SLICE and isinstance(rows[0], list)
+    return await front.workers.run(plan) if many else plan()
 
 
 def refused(front: FrontEnd, error: CaesuraError) -> Response[bytes]:

@@ -90,15 +90,21 @@ def test_a_trickle_below_the_rate_is_cut_off_and_others_are_served_meanwhile(has
     assert httpx.get(f"{hasty.url}/health").status_code == 503
 
 
-def test_a_whole_request_has_no_deadline(tmp_path):
-    """Its answer comes long after every deadline, and the connection goes on."""
+@pytest.mark.parametrize("before", [0, 1])
+def test_a_whole_request_has_no_deadline(tmp_path, before):
+    """Its answer comes long after every deadline, also where others came before it in one piece, and the connection goes on."""
     held: list[GenerateReqInput] = []
 
     def slow(request: Request) -> Iterable[Message | bytes]:
-        if isinstance(request, GenerateReqInput) and not held:
+        if isinstance(request, GenerateReqInput) and request.input_ids == [9]:
             held.append(request)
             return []
         return answer(request)
+
+    def asking(prompt: list[int]) -> bytes:
+        body = json.dumps({"input_ids": prompt}).encode()
+        head = b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body)
+        return head + body
 
     with (
         FakeScheduler(f"ipc://{tmp_path}/engine", slow) as engine,
@@ -107,14 +113,15 @@ def test_a_whole_request_has_no_deadline(tmp_path):
         ) as server,
         server.connect() as peer,
     ):
-        body = json.dumps({"input_ids": [1, 2]}).encode()
-        peer.sendall(
-            b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body) + body
-        )
-        engine.next_request(GenerateReqInput)
+        peer.sendall(asking([1, 2]) * before + asking([9]))
+        eventually(lambda: held)
         peer.settimeout(3 * SOON.keep_alive)
+        found = b""
         with pytest.raises(TimeoutError):
-            peer.recv(1)
+            while piece := peer.recv(10_000):
+                found += piece
+            raise AssertionError("closed")
+        assert found.count(b"HTTP/1.1 200 ") == before
         (message,) = answer(held[0])
         engine.push(message)
         peer.settimeout(20)
