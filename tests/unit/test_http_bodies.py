@@ -37,7 +37,7 @@ given_fields = st.fixed_dictionaries(
         "input_ids": ids | st.lists(ids, max_size=4) | st.none(),
         "sampling_params": st.fixed_dictionaries({}, optional={"stop": texts, "n": st.integers(1, 4)})
         | st.none(),
-        "rid": texts,
+        "rid": st.text("ab é", max_size=6),
         "stream": st.booleans(),
         "no such field": st.lists(texts),
         "custom_labels": st.dictionaries(texts, texts, max_size=2),
