@@ -29,6 +29,9 @@ class LoopChannel:
 
     def __init__(self, endpoint: str, *, connect_timeout: float | None) -> None:
         check_endpoint(endpoint)
+        self.fails_fast = False
+        """Set: once the engine was lost, requests fail at once, rather than after ``connect_timeout``, until it is back."""
+        self._gone: EngineDied | None = None
         self._endpoint = endpoint
         self._connect_timeout = connect_timeout
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -42,6 +45,7 @@ class LoopChannel:
     ) -> Generation[Result, Deltas]:
         """Send a generate request; raises what :meth:`Connection.start_generation` raises."""
         self._bind()
+        self._check_gone()
         generation, frame = self._connection.start_generation(request, sink)
         self._post((frame,))
         return generation
@@ -51,6 +55,7 @@ class LoopChannel:
     ) -> Result:
         """Send a control message; raises what :meth:`Connection.start_call` raises."""
         self._bind()
+        self._check_gone()
         future, frame = self._connection.start_call(request, expects)
         self._post((frame, *buffers))
         return future
@@ -65,6 +70,13 @@ class LoopChannel:
         link, self._link = self._link, None
         if link is not None:
             link.close()
+
+    def _check_gone(self) -> None:
+        if self._gone is None or not self.fails_fast:
+            return
+        if self._link is None or not self._link.connected:
+            raise EngineDied(self._gone.message)
+        self._gone = None
 
     def _bind(self) -> asyncio.AbstractEventLoop:
         loop = asyncio.get_running_loop()
@@ -119,7 +131,7 @@ class LoopChannel:
             self._timer = self._bind().call_later(left, self._turn)
 
     def _on_lost(self, reason: str, final: bool) -> None:
-        error = EngineDied(reason)
+        error = self._gone = EngineDied(reason)
         if final:
             self._connection.failure = error
         self._connection.fail_all(error)

@@ -75,6 +75,11 @@ class Link:
         else:
             self._dealer.send_multipart(frames, zmq.NOBLOCK, copy=False)
 
+    @property
+    def connected(self) -> bool:
+        """Whether the engine's socket is there, as far as :meth:`pump` has seen."""
+        return self._connected and not self._disconnected
+
     def expect_exit(self) -> None:
         """The process behind this endpoint is watched: its exit will be reported, and explains a lost connection."""
         self._expects_exit = True

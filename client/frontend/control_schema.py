@@ -15,7 +15,10 @@ from ...io_struct.weights import DEFAULT_GROUP_NAME
 Selector = Literal["target", "all"]
 MAX_LABEL = 1024
 """Characters of a weight version: it comes back with every answer."""
-Label = Annotated[str, msgspec.Meta(max_length=MAX_LABEL)]
+VISIBLE = r"^[^\x00-\x1f\x7f-\x9f]*\Z"
+"""Names that come up in logs and at terminals have no control characters."""
+Label = Annotated[str, msgspec.Meta(max_length=MAX_LABEL, pattern=VISIBLE)]
+Group = Annotated[str, msgspec.Meta(max_length=MAX_LABEL, pattern=VISIBLE)]
 
 
 class PauseBody(msgspec.Struct, kw_only=True):
@@ -74,7 +77,7 @@ class InitGroupBody(msgspec.Struct, kw_only=True):
     master_port: int
     rank_offset: int
     world_size: int
-    group_name: str = DEFAULT_GROUP_NAME
+    group_name: Group = DEFAULT_GROUP_NAME
     backend: Literal["nccl", "gloo"] | None = None
     timeout_s: Annotated[float, msgspec.Meta(gt=0, le=86400)] = 60.0
     """Ours: longest wait for the other ranks, and for each broadcast."""
@@ -83,7 +86,7 @@ class InitGroupBody(msgspec.Struct, kw_only=True):
 class DestroyGroupBody(msgspec.Struct, kw_only=True):
     """``/destroy_weights_update_group``."""
 
-    group_name: str = DEFAULT_GROUP_NAME
+    group_name: Group = DEFAULT_GROUP_NAME
 
 
 class BeginBody(msgspec.Struct, kw_only=True):
@@ -136,7 +139,7 @@ class DistributedBody(UpdateBody, kw_only=True):
     names: list[str]
     dtypes: list[str]
     shapes: list[list[int]]
-    group_name: str = DEFAULT_GROUP_NAME
+    group_name: Group = DEFAULT_GROUP_NAME
     load_format: Literal["flattened_bucket"] | None = None
     selector: Selector = "all"
 

@@ -16,6 +16,7 @@ from ...io_struct import GenerationState, GetStatusReqOutput, MemoryTag, PauseMo
 from ..async_control_client import AsyncControlClient
 from ..exceptions import EngineError
 from .metric_families import Families
+from .printable import printable
 
 FRESH_S = 0.2
 """A status so young is not asked for again."""
@@ -142,6 +143,7 @@ def _state(families: Families, status: GetStatusReqOutput) -> None:
         "weight_version": status.weight_version, "model_path": status.model_path, "dtype": status.dtype,
         "device": status.device, "engine_version": status.version,
     }  # fmt: skip
+    words = {name: printable(word, 1024) for name, word in words.items()}
     families.info("engine", "What the engine serves.", words)
 
 

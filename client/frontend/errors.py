@@ -15,6 +15,8 @@ from litestar.exceptions import HTTPException
 from litestar.types import ExceptionHandlersMap, Scope, Send
 
 from ...io_struct import CaesuraError, ErrorCode
+from .connections import RETRY_AFTER_S
+from .printable import printable
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +47,13 @@ def status_of(error: CaesuraError) -> int:
 
 def json_response(value: Any, status: int = 200) -> Response[bytes]:
     """``value`` as JSON, encoded once."""
-    return Response(msgspec.json.encode(value), status_code=status, media_type="application/json")
+    return json_bytes(msgspec.json.encode(value), status)
+
+
+def json_bytes(encoded: bytes, status: int = 200) -> Response[bytes]:
+    """What is JSON already."""
+    headers = {"retry-after": str(RETRY_AFTER_S)} if status == 503 else None
+    return Response(encoded, status_code=status, media_type="application/json", headers=headers)
 
 
 def native_error(message: str, status: int = 400, code: str | None = None) -> Response[bytes]:
@@ -55,9 +63,10 @@ def native_error(message: str, status: int = 400, code: str | None = None) -> Re
 
 
 def error_object(message: str, status: int) -> dict[str, Any]:
-    """SGLang's ``ErrorResponse``."""
+    """SGLang's ``ErrorResponse``; what may be tried again says so."""
     phrase = HTTPStatus(status).phrase
-    return {"object": "error", "message": message, "type": phrase, "param": None, "code": status}
+    error = {"object": "error", "message": message, "type": phrase, "param": None, "code": status}
+    return {**error, "retryable": True} if status == 503 else error
 
 
 def openai_error(
@@ -86,6 +95,8 @@ async def send_error(scope: Scope, send: Send, status: int, message: str) -> Non
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     if status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
+    if status == 503:
+        headers.append((b"retry-after", str(RETRY_AFTER_S).encode()))
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body, "more_body": False})
 
@@ -99,7 +110,7 @@ def _http(request: Request[Any, Any, Any], error: HTTPException) -> Response[byt
 
 
 def _defect(request: Request[Any, Any, Any], error: Exception) -> Response[bytes]:
-    logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    logger.error("%s %s failed", request.method, printable(request.scope["path"]), exc_info=error)
     return json_response(_plain_error(request.scope, "internal error; the server's log says more", 500), 500)
 
 

@@ -3,7 +3,7 @@
 Invariants:
 - The server listens only when the engine is ready, and says where once it has answered.
 - Keys come from files or the environment, never from the command line, and the scheduler does not inherit them.
-- An address beyond loopback needs an API key.
+- An address beyond loopback needs an API key, or the explicit word that everybody who can reach it may use it.
 - A signal ends the engine first, so that every request in flight is answered, then the server; status 0. An engine that ends by
   itself ends the server with status 1, after every waiting client has got its error.
 """
@@ -12,9 +12,11 @@ import asyncio
 import contextlib
 import gc
 import ipaddress
+import logging
 import os
 import signal
 import socket
+import ssl
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -25,6 +27,8 @@ import click
 
 from ..async_client import AsyncSchedulerClient
 from ..launch import LaunchedScheduler, private_directory
+from .printable import PrintableFormatter
+from .tls import tls_context
 
 if TYPE_CHECKING:
     from .context import FrontEnd, ServeOptions
@@ -33,18 +37,39 @@ if TYPE_CHECKING:
 API_KEY, ADMIN_KEY = "CAESURA_API_KEY", "CAESURA_ADMIN_KEY"
 EXIT_GRACE_S = 0.3
 """Between the engine's unexpected end and the server's: the answers that this causes are written meanwhile."""
+DRAIN_S = 5.0
+"""How long generations on an engine that is not ours may go on after a signal, before they are aborted."""
 _NEEDS_EXTRA = 'the HTTP server needs more packages: pip install "caesura[serve]"'
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
 @click.option("--model", type=click.Path(), help="Hugging Face folder. Needed unless --endpoint is given.")
 @click.option("--endpoint", help="Serve a scheduler that runs already, instead of starting one.")
-@click.option("--host", default="127.0.0.1", show_default=True, help="Beyond loopback an API key is needed.")
+@click.option(
+    "--host",
+    default="127.0.0.1",
+    show_default=True,
+    help="Beyond loopback: see --api-key-file, --insecure-bind.",
+)
 @click.option(
     "--port", type=click.IntRange(0, 65535), default=30000, show_default=True, help="0: any free one."
 )
 @click.option("--api-key-file", type=click.Path(), help=f"Key of clients; or the environment's {API_KEY}.")
 @click.option("--admin-key-file", type=click.Path(), help=f"Key of what changes the engine; or {ADMIN_KEY}.")
+@click.option(
+    "--insecure-bind",
+    is_flag=True,
+    help="Listen beyond loopback without an API key: whoever reaches the port can generate, read others' answers, pause, stop "
+    "and replace the weights, and have files under the weights root read. For private networks only.",
+)
+@click.option("--ssl-certfile", type=click.Path(), help="PEM: HTTPS with this certificate.")
+@click.option(
+    "--ssl-keyfile", type=click.Path(), help="PEM: its key, unless that is in the certificate's file."
+)
+@click.option("--ssl-keyfile-password-file", type=click.Path(), help="Holds the key's password.")
+@click.option(
+    "--ssl-ca-certs", type=click.Path(), help="PEM: clients need a certificate that one of these signed."
+)
 @click.option(
     "--weights-root",
     type=click.Path(),
@@ -69,6 +94,13 @@ _NEEDS_EXTRA = 'the HTTP server needs more packages: pip install "caesura[serve]
 @click.option(
     "--max-batch", type=click.IntRange(1), default=4096, show_default=True, help="Samples of one request."
 )
+@click.option(
+    "--max-connections",
+    type=click.IntRange(1),
+    default=4096,
+    show_default=True,
+    help="With requests; fewer where the process may not have so many descriptors.",
+)
 @click.option("--startup-timeout", type=float, default=600.0, show_default=True, help="Seconds.")
 @click.pass_context
 def serve(context: click.Context, /, **given: Any) -> None:
@@ -87,10 +119,15 @@ def serve(context: click.Context, /, **given: Any) -> None:
     if given["endpoint"] is not None and context.args:
         raise click.UsageError(f"a running scheduler takes no options: {' '.join(context.args)}")
     keys = _Keys.take(given.pop("api_key_file"), given.pop("admin_key_file"))
-    _check_host(given["host"], keys)
+    _check_host(given["host"], keys, insecure=given["insecure_bind"])
+    names = ("ssl_certfile", "ssl_keyfile", "ssl_keyfile_password_file", "ssl_ca_certs")
+    tls = tls_context(*(given.pop(name) for name in names))
+    _warn(given["host"], keys, tls)
     with contextlib.closing(_bound(given["host"], given["port"])) as listener:
         given["port"] = listener.getsockname()[1]
-        context.exit(run(Settings(keys=keys, scheduler_arguments=context.args, **given), listener, Server))
+        context.exit(
+            run(Settings(keys=keys, tls=tls, scheduler_arguments=context.args, **given), listener, Server)
+        )
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -123,14 +160,30 @@ def _key(variable: str, file: str | None) -> str | None:
     return key
 
 
-def _check_host(host: str, keys: _Keys) -> None:
+def _is_loopback(host: str) -> bool:
     with contextlib.suppress(ValueError):
-        if ipaddress.ip_address(host).is_loopback:
-            return
-    if host != "localhost" and keys.api is None:
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
+
+
+def _check_host(host: str, keys: _Keys, *, insecure: bool) -> None:
+    if not _is_loopback(host) and keys.api is None and not insecure:
         raise click.UsageError(
-            f"--host {host} can be reached by others: give --api-key-file (or {API_KEY}), and better an admin key too"
+            f"--host {host} can be reached by others: give --api-key-file (or {API_KEY}), and better an admin key too; or "
+            "--insecure-bind, where everybody who can reach it may do everything"
         )
+
+
+def _warn(host: str, keys: _Keys, tls: ssl.SSLContext | None) -> None:
+    if _is_loopback(host):
+        return
+    if keys.api is None:
+        what = "no API key: whoever reaches it can generate, pause, stop and replace the weights"
+    elif tls is None:
+        what = "no TLS: keys, prompts and answers can be read on their way"
+    else:
+        return
+    click.echo(f"warning: insecure: {host} can be reached by others, and there is {what}", err=True)
 
 
 def _bound(host: str, port: int) -> socket.socket:
@@ -152,6 +205,9 @@ class Settings:
     """What the command line said."""
 
     keys: _Keys
+    tls: ssl.SSLContext | None
+    insecure_bind: bool
+    max_connections: int
     scheduler_arguments: list[str]
     model: str | None
     endpoint: str | None
@@ -170,6 +226,9 @@ class Settings:
 
 def run(settings: Settings, listener: socket.socket, server_class: "type[Server]") -> int:
     """Everything until the end; the exit status."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(PrintableFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
     with _interrupted_by_sigterm():
         launched = None if settings.model is None else _launch(settings)
     try:
@@ -225,8 +284,14 @@ async def _serve(
     client = AsyncSchedulerClient(endpoint, owner=OWNER)
     try:
         front = await front_end(settings, client)
-        server = server_class(create_app(front), lambda: _announce(front.options, endpoint))
-        watch = _Watch(server, client, launched)
+        client.channel.fails_fast = True
+        server = server_class(
+            create_app(front),
+            lambda: _announce(front.options, endpoint, "http" if settings.tls is None else "https"),
+            connections=front.metrics.connections,
+            tls=settings.tls,
+        )
+        watch = _Watch(server, front, launched)
         watch.begin()
         gc.freeze()  # imports and routes live as long as the process: a full collection need not go through them
         try:
@@ -264,6 +329,7 @@ async def front_end(settings: Settings, client: AsyncSchedulerClient) -> "FrontE
         context_length=status.context_len,
         vocab_size=status.vocab_size,
         host=settings.host,
+        any_host=settings.insecure_bind,
         port=settings.port,
         weights_root=settings.weights_root,
         allow_pickled_tensors=settings.allow_pickled_tensors,
@@ -274,27 +340,25 @@ async def front_end(settings: Settings, client: AsyncSchedulerClient) -> "FrontE
         max_batch=settings.max_batch,
     )
     manager = TokenizerManager(client, tokenizer, context_length=status.context_len)
-    front = FrontEnd(manager=manager, options=options, metrics=Metrics())
+    front = FrontEnd(manager=manager, options=options, metrics=Metrics(settings.max_connections))
     await front.metrics.engine.look(client)  # so that there is always a last one
     return front
 
 
-def _announce(options: "ServeOptions", endpoint: str) -> None:
+def _announce(options: "ServeOptions", endpoint: str, scheme: str) -> None:
     host = f"[{options.host}]" if ":" in options.host else options.host
     keys = " with keys" if options.api_key or options.admin_key else ""
-    click.echo(f"serving {options.model_name} on http://{host}:{options.port}{keys} (engine {endpoint})")
+    click.echo(f"serving {options.model_name} on {scheme}://{host}:{options.port}{keys} (engine {endpoint})")
     sys.stdout.flush()
 
 
 class _Watch:
     """Ends the server on a signal, or when the engine has ended."""
 
-    def __init__(
-        self, server: "Server", client: AsyncSchedulerClient, launched: LaunchedScheduler | None
-    ) -> None:
+    def __init__(self, server: "Server", front: "FrontEnd", launched: LaunchedScheduler | None) -> None:
         self.status = 0
         self._server = server
-        self._client = client
+        self._front = front
         self._launched = launched
         self._stopping: asyncio.Task[None] | None = None
         self._process = -1
@@ -333,6 +397,8 @@ class _Watch:
         if self._launched is not None:
             self._forget_process()
             await asyncio.to_thread(self._launched.close)
+        else:  # the engine stays: what does not end by itself is ended, and answered with what it has
+            asyncio.get_running_loop().call_later(DRAIN_S, self._front.manager.abort_all)
         self._server.should_exit = True
 
     def _on_exit(self) -> None:
@@ -343,4 +409,6 @@ class _Watch:
 
     def _leave(self) -> None:
         self._server.should_exit = True
-        self._stopping = asyncio.ensure_future(self._client.close())  # whatever still waits gets its error
+        self._stopping = asyncio.ensure_future(
+            self._front.client.close()
+        )  # whatever still waits gets its error

@@ -1,7 +1,7 @@
 """Weight updates and their groups, as SGLang's trainers send them.
 
 Invariants: no session is needed, and one may be used; an update is answered when its bytes are no longer needed; a path is
-looked at only under the weights root, with symbolic links resolved; no pickle is read unless that was asked for at start.
+looked at only under the weights root, with symbolic links resolved, its own and those of its files; no pickle is read unless that was asked for at start.
 """
 
 import asyncio
@@ -36,10 +36,13 @@ from .control_schema import (
     UpdateBody,
 )
 from .exchange import HTTPRequest, query_of, read_control, succeed
+from .limits import is_binary
+from .printable import printable
 from .tensor_payload import Frames, Part, dtype_of, read_pickled, read_safetensors
 
+_READ = ("config.json", "generation_config.json", "model.safetensors.index.json")
+"""Of a checkpoint, beside its safetensors files; an index can name no others."""
 _ONLINE = "Succeeded to update parameter online."
-_BINARY_TYPES = ("application/octet-stream", "application/x-safetensors")
 
 
 @post("/update_weights_from_disk", status_code=200, opt={"access": "admin"})
@@ -61,24 +64,48 @@ async def update_weights_from_disk(request: HTTPRequest, front: Front) -> Respon
 def allowed_path(path: str, options: ServeOptions) -> str:
     """``path`` with its links resolved.
 
+    The scheduler opens the files later, and follows links then: who may write under the root can still put a link there in
+    between. What cannot pass is a link that lies there already.
+
     Raises:
-        InvalidRequest: it does not lie under the weights root, or is no path at all.
+        InvalidRequest: it does not lie under the weights root with every file that a checkpoint is read from, or is no path at all.
     """
     root = options.weights_root or options.default_weights_root
     try:
         real, real_root = os.path.realpath(path), os.path.realpath(root)
     except ValueError as error:  # a null byte
         raise InvalidRequest(f"model_path is no path: {error}", field="model_path") from error
-    if not root or os.path.commonpath([real, real_root]) != real_root:
+    if not root or not _lies_under(real, real_root):
         raise InvalidRequest(
             "model_path is outside the directory that this server loads weights from (--weights-root)",
             field="model_path",
             value=path,
         )
+    for name in _read_files(real):
+        if not _lies_under(os.path.realpath(os.path.join(real, name)), real_root):
+            raise InvalidRequest(
+                f"{printable(name)} in model_path is a link out of the directory that this server loads weights from "
+                "(--weights-root)",
+                field="model_path",
+                value=path,
+            )
     return real
 
 
-@post("/update_weights_from_distributed", status_code=200, opt={"access": "admin"})
+def _lies_under(path: str, root: str) -> bool:
+    return os.path.commonpath([path, root]) == root
+
+
+def _read_files(folder: str) -> list[str]:
+    """What is read of a checkpoint; nothing in folders further down."""
+    try:
+        with os.scandir(folder) as entries:
+            return [e.name for e in entries if e.name in _READ or e.name.endswith(".safetensors")]
+    except OSError:  # the scheduler says what is wrong with it
+        return []
+
+
+@post("/update_weights_from_distributed", status_code=200, opt={"access": "admin", "body": "specs"})
 async def update_weights_from_distributed(request: HTTPRequest, front: Front) -> Response[bytes]:
     """Take what rank 0 of a group broadcasts meanwhile: only names, dtypes and shapes pass here."""
     body = await read_control(request, DistributedBody)
@@ -101,7 +128,7 @@ async def update_weights_from_distributed(request: HTTPRequest, front: Front) ->
 @post("/update_weights_from_tensor", status_code=200, opt={"access": "admin", "body": "weights"})
 async def update_weights_from_tensor(request: HTTPRequest, front: Front) -> Response[bytes]:
     """Weights in the request: a safetensors file as body, or (if allowed at start) SGLang's pickles in JSON."""
-    if request.content_type[0] in _BINARY_TYPES:
+    if is_binary(request.content_type[0]):
         options = query_of(request, SafetensorsQuery)
         work = _binary(front, request, options)
         return await succeed(front, "update_weights_from_tensor", _online(options), work)

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Self
 
+import msgspec
 import zmq
 
 from caesura.io_struct import (
@@ -26,6 +27,8 @@ from caesura.io_struct import (
     ContinueGenerationReqOutput,
     DeviceMemory,
     EndWeightUpdateReqInput,
+    ErrorCode,
+    ErrorReply,
     FinishReason,
     FlushCacheReqInput,
     FlushCacheReqOutput,
@@ -292,7 +295,11 @@ class FakeScheduler:
                     self._send(peer, self._outgoing.get())
                 if self._router.poll(5):
                     peer, header = self._router.recv_multipart()
-                    request = decode_request(header)
+                    try:
+                        request = decode_request(header)
+                    except msgspec.DecodeError as error:
+                        self._send(peer, self._malformed(header, error))
+                        continue
                     replies = self._handler(request)
                     self.requests.put(request)
                     for reply in replies:
@@ -305,6 +312,11 @@ class FakeScheduler:
             # Linger so that replies sent just before a close arrive, as a real engine's do.
             self._router.close(linger=1000)
             self._context.term()
+
+    @staticmethod
+    def _malformed(header: bytes, error: Exception) -> ErrorReply:
+        given = msgspec.msgpack.decode(header)
+        return ErrorReply(id=given["id"], code=ErrorCode.MALFORMED_MESSAGE, message=str(error))
 
     def _send(self, peer: bytes, reply: Message | bytes) -> None:
         self._router.send_multipart([peer, reply if isinstance(reply, bytes) else encode(reply)])
