@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from .base import Record, Reply
+from .base import Reply, ReplyRecord
 from .control import ControlRequest, MemoryByTag
 
 MemoryCause = Literal[
@@ -15,7 +15,7 @@ MAX_HISTORY_EVENTS = 256
 """Events in one answer: a millisecond of the control loop."""
 
 
-class MemoryEvent(Record, kw_only=True, frozen=True):
+class MemoryEvent(ReplyRecord, kw_only=True, frozen=True):
     """One look at the memory, and why somebody looked."""
 
     seq: int
@@ -43,7 +43,7 @@ class MemoryEvent(Record, kw_only=True, frozen=True):
     """``continue`` and ``lease_expiry``: reserved bytes more than when the pause began. None: otherwise."""
 
 
-class MemoryStretch(Record, kw_only=True, frozen=True):
+class MemoryStretch(ReplyRecord, kw_only=True, frozen=True):
     """What is left of events that are no longer kept one by one: a stretch of time."""
 
     start: float
