@@ -182,6 +182,16 @@ class Dispatcher:
         return bool(self._commands or self._parked)
 
     @property
+    def has_unanswered(self) -> bool:
+        """Some command or score is under way; generations are counted by the results."""
+        return self.is_busy or (self._scoring is not None and self._scoring.has_work)
+
+    def awaiting_clients(self) -> set[bytes]:
+        """Who waits for anything: a command, a score, a generation."""
+        waiting = (exchange.clients for exchange in self._exchanges.values() if exchange.remaining > 0)
+        return {client for clients in waiting for client in clients}
+
+    @property
     def wants_tick(self) -> bool:
         """Something can go on at once: an operation that waits for no thread, or scoring."""
         scores = self._scoring is not None and self._scoring.has_work and not self._scoring.waits

@@ -32,7 +32,8 @@ from .updates import WeightUpdates
 logger = logging.getLogger(__name__)
 
 KEEPALIVE_S = 2.0
-"""How often those who must be alive are looked at: clients with live requests, owners of shared memory."""
+"""How often those who must be alive are looked at, and are told that this engine is: clients that wait for an answer, owners
+of shared memory."""
 PARKED_POLL_S = 0.005
 """How often an operation that waits for idleness is looked at when nothing else happens."""
 MAX_POLL_S = 3600.0
@@ -159,7 +160,7 @@ class Scheduler:
             timers.append(PARKED_POLL_S)
         if self._router.has_backlog or self._results.has_undelivered:
             timers.append(BACKLOG_POLL_S)
-        if self._results.live or self._updates.keeps_memory:
+        if self._results.live or self._dispatcher.has_unanswered or self._updates.keeps_memory:
             timers.append(max(0.0, self._next_keepalive - now))
         if self._updates.deadline is not None:
             timers.append(max(0.0, self._updates.deadline - now))
@@ -174,9 +175,11 @@ class Scheduler:
 
     def _on_timers(self) -> None:
         now = monotonic()
-        if now >= self._next_keepalive and (self._results.live or self._updates.keeps_memory):
+        if now >= self._next_keepalive and (
+            self._results.live or self._dispatcher.has_unanswered or self._updates.keeps_memory
+        ):
             self._next_keepalive = now + KEEPALIVE_S
-            self._router.keepalive({r.client for r in self._results.live.values()}, self._lifecycle.step)
+            self._router.keepalive(self._dispatcher.awaiting_clients(), self._lifecycle.step)
             self._updates.collect()
         if self._updates.deadline is not None and now >= self._updates.deadline:
             self._updates.expire()
