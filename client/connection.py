@@ -12,7 +12,7 @@ loop's future).
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -277,14 +277,18 @@ class Connection(Generic[WaiterT, QueueT]):
                 ),
             )
 
-    def fail_all(self, error: EngineError) -> None:
-        """Resolve every waiter with an error of the class and text of ``error``, one instance each."""
-        calls, self._calls = self._calls, {}
-        generations, self._generations = self._generations, {}
-        self._by_rid = {}
-        for call in calls.values():
+    def awaits(self, message_id: str) -> bool:
+        """Whether that message has no final answer yet."""
+        return message_id in self._calls or message_id in self._generations
+
+    def fail_all(self, error: EngineError, spare: Collection[str] = ()) -> None:
+        """Resolve every waiter but those of the messages ``spare`` with an error of the class and text of ``error``, one
+        instance each."""
+        for message_id in [each for each in self._calls if each not in spare]:
+            call = self._calls.pop(message_id)
             _resolve(call.waiter, error_for(error.code, error.message, error.detail))
-        for generation in generations.values():
+        for generation in [each for each in self._generations.values() if each.message_id not in spare]:
+            self._forget(generation)
             generation.fail(error_for(error.code, error.message, error.detail))
 
     def _encode(self, request: Request) -> bytes:
