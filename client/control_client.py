@@ -82,7 +82,7 @@ class ControlClient:
     """A connection to one engine.
 
     ``connect_timeout`` (seconds) bounds how long a call waits for a scheduler to appear at ``endpoint``; None waits for
-    ever. After one was lost, calls wait a second at most, and no longer than it takes to see that nobody listens.
+    ever. After that was in vain, and a second after an engine was lost, calls fail as soon as one try to connect has.
     An engine that says nothing for ``keepalive_timeout`` seconds while something is unanswered counts as hung: what is
     pending fails with :class:`EngineDied`; None: never (docs/lifecycle.md, "Clients").
     Every method's ``timeout`` (seconds) bounds that call; None waits until the engine answers or dies.
