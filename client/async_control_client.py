@@ -57,7 +57,14 @@ from ..io_struct.weights import DEFAULT_BUCKET_BYTES, DEFAULT_GROUP_NAME
 from .async_channel import LoopChannel
 from .async_handle import wait_for
 from .exceptions import NoSession, NotIdle, NotOwner, WeightMismatch, is_answer
-from .options import CheckerAction, UpdateOptions, WeightUpdate, id_of
+from .options import (
+    DEFAULT_KEEPALIVE_TIMEOUT_S,
+    CheckerAction,
+    UpdateOptions,
+    WeightUpdate,
+    id_of,
+    seconds,
+)
 
 if TYPE_CHECKING:
     from .tensors import NamedTensors, SharedBuckets, Steps, WeightUpdateGroup
@@ -72,23 +79,40 @@ class AsyncControlClient:
     """A connection to one engine.
 
     ``connect_timeout`` (seconds) bounds how long a call waits for a scheduler to appear at ``endpoint``; None waits for
-    ever. Every method's ``timeout`` (seconds) bounds that call; None waits until the engine answers or dies.
+    ever. After that was in vain, and a second after an engine was lost, calls fail as soon as one try to connect has.
+    An engine that says nothing for ``keepalive_timeout`` seconds while something is unanswered counts as hung: what is
+    pending fails with :class:`EngineDied`; None: never (docs/lifecycle.md, "Clients").
+    Every method's ``timeout`` (seconds) bounds that call; None waits until the engine answers or dies.
     ``owner`` is the token under which this client pauses and sends commands; it renews the lease of its pause.
     """
 
     def __init__(
-        self, endpoint: str, *, connect_timeout: float | None = 10.0, owner: str | None = None
+        self,
+        endpoint: str,
+        *,
+        connect_timeout: float | None = 10.0,
+        keepalive_timeout: float | None = DEFAULT_KEEPALIVE_TIMEOUT_S,
+        owner: str | None = None,
     ) -> None:
         self.endpoint = endpoint
         self.owner = owner
         self._in_session = False
         self._shared: SharedBuckets | None = None
-        self._channel = LoopChannel(endpoint, connect_timeout=connect_timeout)
+        self._channel = LoopChannel(
+            endpoint,
+            connect_timeout=seconds("connect_timeout", connect_timeout),
+            keepalive_timeout=seconds("keepalive_timeout", keepalive_timeout),
+        )
 
     @property
     def channel(self) -> LoopChannel:
         """What the messages go through, for callers that make their own (the tokenizer manager)."""
         return self._channel
+
+    @property
+    def incarnation(self) -> str | None:
+        """Which start of the engine answered last, 16 hex digits; None before the first connection."""
+        return self._channel.incarnation
 
     async def pause(
         self,
@@ -429,6 +453,7 @@ class AsyncControlClient:
         """Do what ``steps`` asks for (tensors/steps.py); ``timeout`` bounds each wait for an answer."""
         from .tensors import Await, Send
 
+        timeout = seconds("timeout", timeout)
         try:
             wanted = next(steps)
             while True:
@@ -461,6 +486,7 @@ class AsyncControlClient:
             error.add_note(f"the weight session could not be aborted either: {second}")
 
     async def _call(self, request: Request, expects: type[ReplyT], timeout: float | None) -> ReplyT:
+        timeout = seconds("timeout", timeout)
         reply: ReplyT = await wait_for(self.start(request, expects), request.id, timeout)
         return reply
 

@@ -60,7 +60,14 @@ from ..io_struct.weights import DEFAULT_BUCKET_BYTES, DEFAULT_GROUP_NAME
 from .channel import ThreadChannel
 from .exceptions import NoSession, NotIdle, NotOwner, WeightMismatch, is_answer
 from .handle import wait_for
-from .options import CheckerAction, UpdateOptions, WeightUpdate, id_of
+from .options import (
+    DEFAULT_KEEPALIVE_TIMEOUT_S,
+    CheckerAction,
+    UpdateOptions,
+    WeightUpdate,
+    id_of,
+    seconds,
+)
 
 if TYPE_CHECKING:
     from .tensors import NamedTensors, SharedBuckets, Steps, WeightUpdateGroup
@@ -75,18 +82,35 @@ class ControlClient:
     """A connection to one engine.
 
     ``connect_timeout`` (seconds) bounds how long a call waits for a scheduler to appear at ``endpoint``; None waits for
-    ever. Every method's ``timeout`` (seconds) bounds that call; None waits until the engine answers or dies.
+    ever. After that was in vain, and a second after an engine was lost, calls fail as soon as one try to connect has.
+    An engine that says nothing for ``keepalive_timeout`` seconds while something is unanswered counts as hung: what is
+    pending fails with :class:`EngineDied`; None: never (docs/lifecycle.md, "Clients").
+    Every method's ``timeout`` (seconds) bounds that call; None waits until the engine answers or dies.
     ``owner`` is the token under which this client pauses and sends commands; it renews the lease of its pause.
     """
 
     def __init__(
-        self, endpoint: str, *, connect_timeout: float | None = 10.0, owner: str | None = None
+        self,
+        endpoint: str,
+        *,
+        connect_timeout: float | None = 10.0,
+        keepalive_timeout: float | None = DEFAULT_KEEPALIVE_TIMEOUT_S,
+        owner: str | None = None,
     ) -> None:
         self.endpoint = endpoint
         self.owner = owner
         self._in_session = False
         self._shared: SharedBuckets | None = None
-        self._channel = ThreadChannel(endpoint, connect_timeout=connect_timeout)
+        self._channel = ThreadChannel(
+            endpoint,
+            connect_timeout=seconds("connect_timeout", connect_timeout),
+            keepalive_timeout=seconds("keepalive_timeout", keepalive_timeout),
+        )
+
+    @property
+    def incarnation(self) -> str | None:
+        """Which start of the engine answered last, 16 hex digits; None before the first connection."""
+        return self._channel.incarnation
 
     def pause(
         self,
@@ -431,6 +455,7 @@ class ControlClient:
         """Do what ``steps`` asks for (tensors/steps.py); ``timeout`` bounds each wait for an answer."""
         from .tensors import Await, Send
 
+        timeout = seconds("timeout", timeout)
         try:
             wanted = next(steps)
             while True:
@@ -463,6 +488,7 @@ class ControlClient:
             error.add_note(f"the weight session could not be aborted either: {second}")
 
     def _call(self, request: Request, expects: type[ReplyT], timeout: float | None) -> ReplyT:
+        timeout = seconds("timeout", timeout)
         reply: ReplyT = wait_for(self.start(request, expects), request.id, timeout)
         return reply
 

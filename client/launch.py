@@ -2,7 +2,7 @@
 
 Invariants:
 - The child never outlives its parent: it polls a pipe whose write end only the parent holds, so even a parent that was
-  killed ends it.
+  killed ends it. Forked children of the parent do not hold it, and end nothing when they end.
 - A start either yields a client whose engine is ready, or raises the engine's own typed error; nothing is left behind
   (no process, no socket directory) in the second case.
 - ``close`` ends the process whatever its state, in bounded time: shutdown message, then SIGTERM, then SIGKILL.
@@ -29,10 +29,14 @@ from typing import Any, Literal
 
 from ..io_struct import CaesuraError
 from .exceptions import EngineDied, TimedOut, error_for
+from .fork import Process, close_sign_of_life, keep_from_children, not_forking
 from .link import MAX_IPC_PATH
+from .options import LONGEST_S, seconds
 from .scheduler_client import SchedulerClient
 
 STDERR_TAIL_BYTES = 4096
+MAX_WAIT_S = 3600.0
+"""Longest single wait for the ready line: select counts in 32 bits on some systems."""
 SHUTDOWN_S = 5.0
 """How long each stage of closing (message, SIGTERM) may take before the next."""
 
@@ -74,7 +78,9 @@ class LaunchedScheduler:
         return self._child.process.poll()
 
     def close(self) -> None:
-        """Stop the engine and close the client. Idempotent."""
+        """Stop the engine and close the client. Idempotent; a forked child of the launcher stops nothing."""
+        if not self._child.launcher.is_here:
+            return
         if self._finalizer.alive and self.returncode is None:
             with contextlib.suppress(CaesuraError):  # gone, stuck or already stopping: the signals follow
                 self.client.shutdown(timeout=SHUTDOWN_S)
@@ -97,7 +103,7 @@ class _Child:
     def __init__(
         self, command: Sequence[str], directory: Path | None, log_path: str | os.PathLike[str] | None
     ) -> None:
-        self._owner_pid = os.getpid()
+        self.launcher = Process("engine")
         self._directory = directory
         self._log_path = log_path
         self._tail = b""
@@ -110,7 +116,9 @@ class _Child:
             self._remove_directory()
             raise
         self._ready_read, ready_write = os.pipe()
-        lifeline_read, self._lifeline_write = os.pipe()
+        with not_forking():
+            lifeline_read, self._lifeline_write = os.pipe()
+            keep_from_children(self._lifeline_write)
         try:
             self.process = subprocess.Popen(  # noqa: S603 (our own interpreter and module)
                 [*command, "--ready-fd", str(ready_write), "--lifeline-fd", str(lifeline_read)],
@@ -123,7 +131,7 @@ class _Child:
             )
         except OSError:
             os.close(self._ready_read)
-            os.close(self._lifeline_write)
+            close_sign_of_life(self._lifeline_write)
             self._remove_directory()
             raise
         finally:
@@ -143,7 +151,8 @@ class _Child:
         Raises:
             EngineError: the typed reason it gave; EngineDied if it gave none; TimedOut after ``timeout`` seconds.
         """
-        line = self._read_line(time.monotonic() + timeout)
+        patience = seconds("startup_timeout", timeout)
+        line = self._read_line(time.monotonic() + (LONGEST_S if patience is None else patience))
         if line is None:
             raise TimedOut(f"the scheduler was not ready within {timeout} s", timeout=timeout)
         if not line.endswith(b"\n"):
@@ -172,9 +181,11 @@ class _Child:
 
     def end(self) -> None:
         """Terminate, kill if need be, close the pipes and remove the directory."""
-        if os.getpid() != self._owner_pid:
+        if not self.launcher.is_here:
             return  # a forked copy of the parent is exiting: the engine is not its own
-        os.close(self._lifeline_write)  # what a dead parent would do; the child stops by itself on it
+        close_sign_of_life(
+            self._lifeline_write
+        )  # what a dead parent would do; the child stops by itself on it
         if not self.wait(0.0):
             self.process.terminate()
             if not self.wait(SHUTDOWN_S):
@@ -193,8 +204,10 @@ class _Child:
         line = b""
         while not line.endswith(b"\n"):
             left = deadline - time.monotonic()
-            if left <= 0 or not select.select([self._ready_read], [], [], left)[0]:
+            if left <= 0:
                 return None
+            if not select.select([self._ready_read], [], [], min(left, MAX_WAIT_S))[0]:
+                continue
             chunk = os.read(self._ready_read, 65536)
             if not chunk:
                 break
@@ -285,6 +298,7 @@ def launch_scheduler(
     Raises:
         EngineError: the engine's own reason for not starting; EngineDied or TimedOut where it gave none.
     """
+    seconds("startup_timeout", startup_timeout)  # refused before anything is made
     options = {
         name: value
         for name, value in locals().items()

@@ -20,7 +20,7 @@ from msgspec import inspect as wire_types
 
 from caesura import io_struct
 from caesura.io_struct import ErrorCode, ToClient, ToScheduler
-from caesura.io_struct.base import Message, Record
+from caesura.io_struct.base import Message, Record, ReplyRecord
 
 DOCUMENT = Path(__file__).with_name("wire.md")
 ANSWERS = {
@@ -133,7 +133,7 @@ def section(cls: Any) -> Iterator[str]:
     yield f"### {cls.__name__}"
     yield markdown(inspect.getdoc(cls))
     base = next(each for each in cls.__mro__[1:] if each.__module__.startswith("caesura."))
-    known = () if base in (Message, Record) else base.__struct_fields__
+    known = () if base in (Message, Record, ReplyRecord) else base.__struct_fields__
     info = wire_types.type_info(cls)
     assert isinstance(info, wire_types.StructType)
     docs = field_docs(cls)
@@ -184,7 +184,9 @@ def records() -> str:
     """The plain values inside messages."""
     found = (getattr(io_struct, name) for name in io_struct.__all__)
     return sections(
-        cls for cls in found if isinstance(cls, type) and issubclass(cls, Record) and cls is not Record
+        cls
+        for cls in found
+        if isinstance(cls, type) and issubclass(cls, Record) and cls not in (Record, ReplyRecord)
     )
 
 

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from .base import Record, Reply, Request
+from .base import Reply, ReplyRecord, Request
 from .score import ReferenceStatus
 
 PauseMode = Literal["abort", "retract", "in_place"]
@@ -147,7 +147,7 @@ class RenewPauseLeaseReqOutput(Reply, kw_only=True):
     """Seconds until it expires. None: no lease."""
 
 
-class KVUsage(Record, kw_only=True, frozen=True):
+class KVUsage(ReplyRecord, kw_only=True, frozen=True):
     """The KV ledger in token slots: ``free + cached + held == total``, always."""
 
     free: int
@@ -163,7 +163,7 @@ class KVUsage(Record, kw_only=True, frozen=True):
     """Beside it, for the experts that computed it; 0 for a model without experts."""
 
 
-class DeviceMemory(Record, kw_only=True, frozen=True):
+class DeviceMemory(ReplyRecord, kw_only=True, frozen=True):
     """The device allocator's view, in bytes. On the CPU: glibc's heap and the process's anonymous pages."""
 
     reserved: int
@@ -176,7 +176,7 @@ class DeviceMemory(Record, kw_only=True, frozen=True):
     """The paged KV pool."""
 
 
-class UpdateProgress(Record, kw_only=True, frozen=True):
+class UpdateProgress(ReplyRecord, kw_only=True, frozen=True):
     """A weight update that is running now."""
 
     source: str
@@ -186,7 +186,7 @@ class UpdateProgress(Record, kw_only=True, frozen=True):
     age_s: float
 
 
-class SessionStatus(Record, kw_only=True, frozen=True):
+class SessionStatus(ReplyRecord, kw_only=True, frozen=True):
     """The open weight-update session."""
 
     kind: Literal["explicit", "implicit", "single"]
@@ -199,7 +199,7 @@ class SessionStatus(Record, kw_only=True, frozen=True):
     written_tensors: int
 
 
-class StageStatus(Record, kw_only=True, frozen=True):
+class StageStatus(ReplyRecord, kw_only=True, frozen=True):
     """Where time goes: one named stage since start, in seconds. Stages may lie inside others."""
 
     name: str
@@ -211,7 +211,7 @@ class StageStatus(Record, kw_only=True, frozen=True):
     longest_s: float
 
 
-class StepFailures(Record, kw_only=True, frozen=True):
+class StepFailures(ReplyRecord, kw_only=True, frozen=True):
     """What went wrong with steps, since start (docs/lifecycle.md, "After a failure")."""
 
     failed: int = 0
@@ -224,7 +224,7 @@ class StepFailures(Record, kw_only=True, frozen=True):
     """Tokens that a step may have now, for want of memory. None: as many as it wants."""
 
 
-class MemoryByTag(Record, kw_only=True, frozen=True):
+class MemoryByTag(ReplyRecord, kw_only=True, frozen=True):
     """Reserved memory by what holds it, in bytes; the parts add up to ``reserved``.
 
     On the CPU only pages that have been written count. What is released counts 0.
@@ -249,7 +249,7 @@ class MemoryByTag(Record, kw_only=True, frozen=True):
     """The rest: blocks that the allocator holds unused, and what nobody has asked it for."""
 
 
-class PauseTotal(Record, kw_only=True, frozen=True):
+class PauseTotal(ReplyRecord, kw_only=True, frozen=True):
     """Pauses in one mode since start, the one that lasts included. A pause whose mode was changed counts in both."""
 
     mode: PauseMode
@@ -258,7 +258,7 @@ class PauseTotal(Record, kw_only=True, frozen=True):
     """From the acknowledgement to the continue, or to the change of mode."""
 
 
-class UpdateTotal(Record, kw_only=True, frozen=True):
+class UpdateTotal(ReplyRecord, kw_only=True, frozen=True):
     """Weight updates from one source since start. What was refused before its first byte is not among them."""
 
     source: str
@@ -268,7 +268,7 @@ class UpdateTotal(Record, kw_only=True, frozen=True):
     """Left the weights poisoned."""
 
 
-class EngineTotals(Record, kw_only=True, frozen=True):
+class EngineTotals(ReplyRecord, kw_only=True, frozen=True):
     """What has been counted since start."""
 
     prompt_tokens: int = 0

@@ -86,7 +86,8 @@ class ErrorCode(StrEnum):
 class ErrorReply(Reply, kw_only=True):
     """The answer to a request that failed or was refused. ``id`` is ``""`` when the frame had no readable id."""
 
-    code: ErrorCode
+    code: str
+    """One of the error codes; one that a client does not know means what ``internal`` means to it."""
     message: str
     detail: dict[str, Any] = msgspec.field(default_factory=dict)
 
@@ -95,12 +96,12 @@ class CaesuraError(Exception):
     """Base of every error of this package, on both sides of the wire.
 
     Attributes:
-        code: the :class:`ErrorCode`.
+        code: the :class:`ErrorCode`; as text where an engine of a newer minor version has sent one that is unknown here.
         message: one sentence for a person.
         detail: the numbers, keys by code.
     """
 
-    def __init__(self, code: ErrorCode, message: str, **detail: Any) -> None:
+    def __init__(self, code: ErrorCode | str, message: str, **detail: Any) -> None:
         super().__init__(message)
         self.code = code
         self.message = message

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from .base import Identifier, Message, Record, Reply, Request
+from .base import Identifier, Message, Record, Reply, ReplyRecord, Request
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Seed = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -150,7 +150,7 @@ class GenerateReqInput(Request, kw_only=True):
 FinishType = Literal["stop", "length", "abort", "error"]
 
 
-class FinishReason(Record, kw_only=True, frozen=True):
+class FinishReason(ReplyRecord, kw_only=True, frozen=True):
     """Why a generation ended."""
 
     type: FinishType
@@ -164,7 +164,7 @@ class FinishReason(Record, kw_only=True, frozen=True):
     """``error``: an :class:`~caesura.io_struct.errors.ErrorCode`."""
 
 
-class WeightVersionSpan(Record, kw_only=True, frozen=True):
+class WeightVersionSpan(ReplyRecord, kw_only=True, frozen=True):
     """Output tokens ``[start, end)`` were sampled under these weights."""
 
     version: str
@@ -179,7 +179,7 @@ class WeightVersionSpan(Record, kw_only=True, frozen=True):
     """True: sampled on a KV cache that holds entries of an older epoch (an ``in_place`` pause with an update)."""
 
 
-class RoutedExperts(Record, kw_only=True, frozen=True):
+class RoutedExperts(ReplyRecord, kw_only=True, frozen=True):
     """Which experts computed the positions ``[start, seqlen - 1)`` of one sample; ``seqlen`` is prompt plus output.
 
     The last token has no row: nothing was computed from it. A sample that ended before its first token has no rows at all.
@@ -210,7 +210,7 @@ class RoutedExperts(Record, kw_only=True, frozen=True):
         return {"version": 3, "shape": tuple(self.shape), "typestr": typestr, "data": self.data}
 
 
-class LogprobRows(Record, kw_only=True, frozen=True):
+class LogprobRows(ReplyRecord, kw_only=True, frozen=True):
     """Log-probabilities of ``k`` tokens at each of some positions ("rows")."""
 
     k: Annotated[int, msgspec.Meta(ge=1)]
@@ -220,7 +220,7 @@ class LogprobRows(Record, kw_only=True, frozen=True):
     """float32 [rows, k]; of the likeliest tokens in descending order."""
 
 
-class GenerateReqOutput(Record, kw_only=True, frozen=True):
+class GenerateReqOutput(ReplyRecord, kw_only=True, frozen=True):
     """The terminal result of one sample. Everything about the output has as many entries or rows as ``output_ids``."""
 
     rid: str
@@ -262,7 +262,7 @@ class GenerateReqOutput(Record, kw_only=True, frozen=True):
     """Seconds from arrival to the end."""
 
 
-class DeltaLogprobs(Record, kw_only=True, frozen=True):
+class DeltaLogprobs(ReplyRecord, kw_only=True, frozen=True):
     """Log-probabilities of further tokens at the positions of a :class:`StreamDelta`: ``ks[i]`` at each token of its row ``i``."""
 
     ks: bytes
@@ -273,7 +273,7 @@ class DeltaLogprobs(Record, kw_only=True, frozen=True):
     """float32 [sum(counts * ks)]"""
 
 
-class StreamDelta(Record, kw_only=True, frozen=True):
+class StreamDelta(ReplyRecord, kw_only=True, frozen=True):
     """New tokens of all streaming requests of one client at one step, as a struct of arrays.
 
     Row ``i`` belongs to sample ``indices[i]`` of ``rids[i]`` and holds ``counts[i]`` tokens, the first of which is
@@ -298,7 +298,7 @@ class StreamDelta(Record, kw_only=True, frozen=True):
     """Those of ``token_ids_logprob``. None: no row asked."""
 
 
-class BatchTokenOutput(Message, kw_only=True):
+class BatchTokenOutput(Message, kw_only=True, forbid_unknown_fields=False):
     """Scheduler to one client, at most one per step: stream deltas and the results of samples that ended."""
 
     step: int
@@ -307,7 +307,7 @@ class BatchTokenOutput(Message, kw_only=True):
     finished: list[GenerateReqOutput] = []
 
 
-class Keepalive(Message, kw_only=True):
+class Keepalive(Message, kw_only=True, forbid_unknown_fields=False):
     """Scheduler to clients with live requests, every two seconds; finds out who is gone. Carries nothing to answer."""
 
     step: int
@@ -323,7 +323,7 @@ class AbortReq(Request, kw_only=True):
     abort_all: bool = False
 
 
-class AbortReqOutput(Message, kw_only=True):
+class AbortReqOutput(Message, kw_only=True, forbid_unknown_fields=False):
     """``aborted``: how many samples this call ended."""
 
     id: str

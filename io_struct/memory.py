@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from .base import Record, Reply
+from .base import Reply, ReplyRecord
 from .control import ControlRequest, MemoryByTag
 
 MemoryCause = Literal[
@@ -17,7 +17,7 @@ MAX_EVENT_SEQ = 2**63 - 1
 """Largest number of an event."""
 
 
-class MemoryEvent(Record, kw_only=True, frozen=True):
+class MemoryEvent(ReplyRecord, kw_only=True, frozen=True):
     """One look at the memory, and why somebody looked."""
 
     seq: int
@@ -45,7 +45,7 @@ class MemoryEvent(Record, kw_only=True, frozen=True):
     """``continue`` and ``lease_expiry``: reserved bytes more than when the pause began. None: otherwise."""
 
 
-class MemoryStretch(Record, kw_only=True, frozen=True):
+class MemoryStretch(ReplyRecord, kw_only=True, frozen=True):
     """What is left of events that are no longer kept one by one: a stretch of time."""
 
     start: float

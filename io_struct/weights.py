@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from .base import Identifier, Record, Reply, TensorSpec
+from .base import Identifier, Record, Reply, ReplyRecord, TensorSpec
 from .control import ControlRequest
 
 DEFAULT_GROUP_NAME = "weight_update_group"
@@ -48,7 +48,7 @@ class EndWeightUpdateReqInput(ControlRequest, kw_only=True):
     """The new public label. None: the last one sent within the session, else unchanged."""
 
 
-class StageTimes(Record, kw_only=True, frozen=True):
+class StageTimes(ReplyRecord, kw_only=True, frozen=True):
     """Seconds spent per stage of an update."""
 
     receive: float = 0.0

@@ -97,6 +97,11 @@ class Answers:
             self._done.append(exchange)
         self._forget_old()
 
+    def awaited_by(self) -> set[bytes]:
+        """Every client that waits for an answer."""
+        awaited = (exchange for _, exchange in self._exchanges.values() if exchange.remaining > 0)
+        return {client for exchange in awaited for client in exchange.clients}
+
     def done_for(self, client: bytes) -> Iterator[Exchange]:
         """Stored ones that nobody but ``client`` has waited for."""
         return (exchange for exchange in self._done if exchange.clients == [client])

@@ -171,6 +171,15 @@ class Dispatcher:
         return bool(self._commands or self._parked)
 
     @property
+    def has_unanswered(self) -> bool:
+        """Some command or score is under way; generations are counted by the results."""
+        return self.is_busy or (self._scoring is not None and self._scoring.has_work)
+
+    def awaiting_clients(self) -> set[bytes]:
+        """Who waits for anything: a command, a score, a generation."""
+        return self._answers.awaited_by()
+
+    @property
     def wants_tick(self) -> bool:
         """Something can go on at once: an operation that waits for no thread, or scoring."""
         scores = self._scoring is not None and self._scoring.has_work and not self._scoring.waits

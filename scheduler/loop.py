@@ -36,7 +36,8 @@ from .updates import WeightUpdates
 logger = logging.getLogger(__name__)
 
 KEEPALIVE_S = 2.0
-"""How often those who must be alive are looked at: clients with live requests, owners of shared memory."""
+"""How often those who must be alive are looked at, and are told that this engine is: clients that wait for an answer, owners
+of shared memory."""
 PARKED_POLL_S = 0.005
 """How often an operation that waits for idleness is looked at when nothing else happens."""
 MAX_POLL_S = 3600.0
@@ -196,11 +197,12 @@ class Scheduler:
         return min(waits) if waits else None
 
     def _keepalive_due(self) -> float | None:
-        return self._next_keepalive if self._results.live or self._updates.keeps_memory else None
+        watched = self._results.live or self._dispatcher.has_unanswered or self._updates.keeps_memory
+        return self._next_keepalive if watched else None
 
     def _keep_alive(self) -> None:
         self._next_keepalive = monotonic() + KEEPALIVE_S
-        self._router.keepalive({r.client for r in self._results.live.values()}, self._lifecycle.step)
+        self._router.keepalive(self._dispatcher.awaiting_clients(), self._lifecycle.step)
         self._updates.collect()
 
     def _lease_due(self) -> float | None:

@@ -49,7 +49,7 @@ async def continue_generation(request: HTTPRequest, front: Front) -> Response[by
     return await acknowledge(front, "continue_generation", "Generation continued successfully.", work)
 
 
-_FLUSH_REFUSALS = {
+_FLUSH_REFUSALS: dict[str, str] = {
     ErrorCode.NOT_IDLE: "Flush cache failed.",
     ErrorCode.BUSY: "Another flush_cache is already in progress.",
     ErrorCode.DEADLINE_EXCEEDED: "Timed out waiting for idle state.",

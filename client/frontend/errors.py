@@ -20,8 +20,9 @@ from .printable import printable
 
 logger = logging.getLogger(__name__)
 
-_STATUS = {
+_STATUS: dict[str, int] = {
     ErrorCode.ENGINE_DIED: 503,
+    ErrorCode.VERSION_MISMATCH: 503,
     ErrorCode.SHUTTING_DOWN: 503,
     ErrorCode.QUEUE_FULL: 503,
     ErrorCode.PAUSED: 503,
@@ -42,7 +43,10 @@ class BodyTooLarge(HTTPException):
 
 def status_of(error: CaesuraError) -> int:
     """The HTTP status of a typed error: 400 unless it is the engine's condition rather than the request's fault."""
-    return _STATUS.get(error.code, 400)
+    unknown = (
+        400 if isinstance(error.code, ErrorCode) else 500
+    )  # a code of a newer engine: not the request's fault
+    return _STATUS.get(error.code, unknown)
 
 
 def json_response(value: Any, status: int = 200) -> Response[bytes]:

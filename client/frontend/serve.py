@@ -284,7 +284,6 @@ async def _serve(
     client = AsyncSchedulerClient(endpoint, owner=OWNER)
     try:
         front = await front_end(settings, client)
-        client.channel.fails_fast = True
         server = server_class(
             create_app(front),
             lambda: _announce(front.options, endpoint, "http" if settings.tls is None else "https"),

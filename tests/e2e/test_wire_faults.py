@@ -26,10 +26,12 @@ from caesura.client import (
     InvalidRequest,
     SamplingParams,
     SchedulerClient,
+    VersionMismatch,
     launch_scheduler,
 )
 from caesura.client.launch import LaunchedScheduler
 from caesura.io_struct import (
+    WIRE_VERSION,
     AbortReqOutput,
     BatchTokenOutput,
     ContinueGenerationReqInput,
@@ -217,6 +219,19 @@ def test_a_second_scheduler_is_refused_and_the_first_keeps_serving(client, launc
     finally:
         fresh.close()
     assert len(client.generate([5, 6], SHORT, timeout=PATIENCE).output_ids) == 40
+
+
+def test_a_client_of_another_major_version_is_told_both(client, launched, monkeypatch):
+    assert client.incarnation == client.status(timeout=PATIENCE).incarnation
+    monkeypatch.setattr("caesura.client.hello.WIRE_VERSION", (WIRE_VERSION[0] + 1, 0))
+    ours = ".".join(map(str, WIRE_VERSION))
+    with SchedulerClient(launched.endpoint) as other:
+        for call in (other.status, other.pause):
+            with pytest.raises(
+                VersionMismatch, match=rf"speaks wire 2\.0, the engine at .* speaks wire {ours} "
+            ):
+                call(timeout=PATIENCE)
+    assert client.status(timeout=PATIENCE).generation == "running"
 
 
 def test_a_killed_scheduler_leaves_its_endpoint_to_the_next(tmp_path, tiny_model):

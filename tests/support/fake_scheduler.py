@@ -8,6 +8,7 @@ import argparse
 import json
 import os
 import queue
+import secrets
 import struct
 import sys
 import threading
@@ -18,6 +19,7 @@ import msgspec
 import zmq
 
 from caesura.io_struct import (
+    WIRE_VERSION,
     AbortReq,
     AbortReqOutput,
     BatchTokenOutput,
@@ -38,6 +40,8 @@ from caesura.io_struct import (
     GetMemoryHistoryReqOutput,
     GetStatusReqInput,
     GetStatusReqOutput,
+    HelloReqInput,
+    HelloReqOutput,
     KVUsage,
     MemoryByTag,
     MemoryCause,
@@ -249,11 +253,32 @@ def answer(request: Request) -> Iterable[Message]:
     raise AssertionError(f"unexpected {request}")
 
 
-class FakeScheduler:
-    """Answers every request through ``handler``; ``requests`` holds what arrived, in order."""
+def welcome(hello: HelloReqInput, incarnation: str) -> Iterable[Message]:
+    """How an engine of this release answers a hello."""
+    major, minor = WIRE_VERSION
+    return [
+        HelloReqOutput(
+            id=hello.id,
+            wire_major=major,
+            wire_minor=minor,
+            incarnation=incarnation,
+            version="0",
+            pid=os.getpid(),
+        )
+    ]
 
-    def __init__(self, endpoint: str, handler: Handler = answer) -> None:
+
+class FakeScheduler:
+    """Answers every request through ``handler``; ``requests`` holds what arrived, in order.
+
+    Hellos are answered through ``greet`` and counted in ``hellos`` alone; None: as this release does.
+    """
+
+    def __init__(self, endpoint: str, handler: Handler = answer, greet: Handler | None = None) -> None:
         self.endpoint = endpoint
+        self.incarnation = secrets.token_hex(8)
+        self.hellos = 0
+        self._greet = greet
         self.requests: queue.Queue[Request] = queue.Queue()
         self._handler = handler
         self._outgoing: queue.Queue[Message | bytes] = queue.Queue()
@@ -300,8 +325,12 @@ class FakeScheduler:
                     except msgspec.DecodeError as error:
                         self._send(peer, self._malformed(header, error))
                         continue
-                    replies = self._handler(request)
-                    self.requests.put(request)
+                    if isinstance(request, HelloReqInput):
+                        self.hellos += 1
+                        replies = self._greet(request) if self._greet else welcome(request, self.incarnation)
+                    else:
+                        replies = self._handler(request)
+                        self.requests.put(request)
                     for reply in replies:
                         self._send(peer, reply)
                     if isinstance(request, ShutdownReqInput):
@@ -332,7 +361,7 @@ def main() -> None:
     parser.add_argument("--lifeline-fd", type=int, required=True)
     parser.add_argument(
         "--behave",
-        choices=["well", "refuse", "crash", "hang", "die-on-generate", "ignore-signals"],
+        choices=["well", "refuse", "crash", "hang", "die-on-generate", "ignore-signals", "silent"],
         default="well",
     )
     options = parser.parse_args()
@@ -354,6 +383,8 @@ def main() -> None:
             print("last words", file=sys.stderr, flush=True)
             os._exit(3)
         if isinstance(request, ShutdownReqInput) and options.behave == "ignore-signals":
+            return []
+        if isinstance(request, GenerateReqInput) and options.behave == "silent":
             return []
         return answer(request)
 

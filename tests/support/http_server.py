@@ -47,7 +47,6 @@ def listening(
     *,
     endpoint: str = NO_ENGINE,
     connect_timeout: float = 0.0,
-    fails_fast: bool = False,
     connections: Connections | None = None,
     tls: ssl.SSLContext | None = None,
     tokenizer: TextTokenizer | None = None,
@@ -61,7 +60,6 @@ def listening(
 
     async def serve() -> None:
         async with AsyncSchedulerClient(endpoint, connect_timeout=connect_timeout) as client:
-            client.channel.fails_fast = fails_fast
             front = FrontEnd(
                 manager=TokenizerManager(client, tokenizer, context_length=context_length),
                 options=ServeOptions(**options),

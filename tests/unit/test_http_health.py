@@ -39,7 +39,7 @@ def moody(tmp_path) -> Iterator[tuple[Moody, Listening, FakeScheduler]]:
     engine = Moody()
     with (
         FakeScheduler(f"ipc://{tmp_path}/engine", engine) as fake,
-        listening(endpoint=fake.endpoint, connect_timeout=10, fails_fast=True) as server,
+        listening(endpoint=fake.endpoint, connect_timeout=10) as server,
     ):
         yield engine, server, fake
 
@@ -79,7 +79,7 @@ def test_an_engine_with_work_may_be_silent_for_a_step(tmp_path):
 def test_without_an_engine_everything_fails_at_once_until_it_is_back(tmp_path):
     body = {"input_ids": [1, 2]}
     with FakeScheduler(f"ipc://{tmp_path}/engine") as first:
-        server_context = listening(endpoint=first.endpoint, connect_timeout=30, fails_fast=True)
+        server_context = listening(endpoint=first.endpoint, connect_timeout=30)
         server = server_context.__enter__()
         assert httpx.post(f"{server.url}/generate", json=body).status_code == 200
     try:
