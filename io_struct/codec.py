@@ -167,7 +167,7 @@ def decode_request(frame: bytes | memoryview) -> ToScheduler:
         request: ToScheduler = _to_scheduler.decode(frame)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise CaesuraError(
-            ErrorCode.MALFORMED_MESSAGE, f"not a Caesura message: {error}", id=_readable_id(frame)
+            ErrorCode.MALFORMED_MESSAGE, f"not a Caesura message: {error}", id=readable_id(frame)
         ) from error
     return request
 
@@ -178,8 +178,10 @@ def decode_reply(frame: bytes | memoryview) -> ToClient:
     return reply
 
 
-def _readable_id(frame: bytes | memoryview) -> str:
+def readable_id(frame: bytes | memoryview) -> str:
     """The id of a frame that is msgpack but not a valid message, so that the error finds its caller; else ``""``."""
+    if len(frame) > MAX_HEADER_BYTES:
+        return ""
     try:
         return _id_only.decode(frame).id
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):

@@ -62,12 +62,13 @@ from ..io_struct import (
     decode_request,
     encode,
 )
+from .backlog import result_bytes
 from .checker import WeightsChecker
 from .config import EngineConfig
 from .device.memory import is_out_of_memory
 from .groups import GroupCommands
 from .hello import answer_hello
-from .kept import KeptResults, result_bytes
+from .kept import KeptResults
 from .lifecycle import Lifecycle, Operation, Wait
 from .observability.memory_history import MemoryHistory
 from .occupation import MemoryOccupation
