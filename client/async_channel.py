@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..io_struct import GenerateReqInput, Message, Request
 from .connection import Connection, Generation, Sink
+from .curve import ClientKeys
 from .exceptions import EngineDied
 from .link import Frames, Link, check_endpoint
 from .results import TokenDelta
@@ -27,10 +28,13 @@ Deltas = asyncio.Queue[TokenDelta | None]
 class LoopChannel:
     """Requests in from coroutines, answers out through the loop's futures. Connects at the first request."""
 
-    def __init__(self, endpoint: str, *, connect_timeout: float | None) -> None:
+    def __init__(
+        self, endpoint: str, *, connect_timeout: float | None, keys: ClientKeys | None = None
+    ) -> None:
         check_endpoint(endpoint)
         self._endpoint = endpoint
         self._connect_timeout = connect_timeout
+        self._keys = keys
         self._loop: asyncio.AbstractEventLoop | None = None
         self._link: Link | None = None
         self._connection: Connection[Result, Deltas] = Connection(self._new_future, asyncio.Queue)
@@ -100,6 +104,7 @@ class LoopChannel:
         return Link(
             self._endpoint,
             connect_timeout=self._connect_timeout,
+            keys=self._keys,
             receive=self._connection.receive,
             lost=self._on_lost,
             watch=watch,

@@ -56,6 +56,7 @@ from ..io_struct.control import LeaseAction
 from ..io_struct.weights import DEFAULT_BUCKET_BYTES, DEFAULT_GROUP_NAME
 from .async_channel import LoopChannel
 from .async_handle import wait_for
+from .curve import ClientKeys, KeyOrFile
 from .exceptions import NoSession, NotIdle, NotOwner, WeightMismatch, is_answer
 from .options import CheckerAction, UpdateOptions, WeightUpdate, id_of
 
@@ -74,16 +75,25 @@ class AsyncControlClient:
     ``connect_timeout`` (seconds) bounds how long a call waits for a scheduler to appear at ``endpoint``; None waits for
     ever. Every method's ``timeout`` (seconds) bounds that call; None waits until the engine answers or dies.
     ``owner`` is the token under which this client pauses and sends commands; it renews the lease of its pause.
+    An engine with keys wants ``curve_server_key``, its public key or a file of it, and ``curve_client_key_file``, the
+    client's own pair; both are as ``caesura keygen`` writes them.
     """
 
     def __init__(
-        self, endpoint: str, *, connect_timeout: float | None = 10.0, owner: str | None = None
+        self,
+        endpoint: str,
+        *,
+        connect_timeout: float | None = 10.0,
+        owner: str | None = None,
+        curve_server_key: KeyOrFile | None = None,
+        curve_client_key_file: KeyOrFile | None = None,
     ) -> None:
+        keys = ClientKeys.read(curve_server_key, curve_client_key_file)
         self.endpoint = endpoint
         self.owner = owner
         self._in_session = False
         self._shared: SharedBuckets | None = None
-        self._channel = LoopChannel(endpoint, connect_timeout=connect_timeout)
+        self._channel = LoopChannel(endpoint, connect_timeout=connect_timeout, keys=keys)
 
     @property
     def channel(self) -> LoopChannel:

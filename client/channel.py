@@ -22,6 +22,7 @@ import zmq
 
 from ..io_struct import GenerateReqInput, Message, Request
 from .connection import Connection, Generation
+from .curve import ClientKeys
 from .exceptions import EngineDied
 from .link import Frames, Link
 from .results import TokenDelta
@@ -33,7 +34,9 @@ Deltas = queue.SimpleQueue[TokenDelta | None]
 class ThreadChannel:
     """Requests in from any thread, answers out through futures."""
 
-    def __init__(self, endpoint: str, *, connect_timeout: float | None) -> None:
+    def __init__(
+        self, endpoint: str, *, connect_timeout: float | None, keys: ClientKeys | None = None
+    ) -> None:
         self._lock = threading.Lock()
         # Under the lock.
         self._connection: Connection[Result, Deltas] = Connection(Future, queue.SimpleQueue)
@@ -45,6 +48,7 @@ class ThreadChannel:
         self._link = Link(
             endpoint,
             connect_timeout=connect_timeout,
+            keys=keys,
             receive=self._on_message,
             lost=self._on_lost,
             watch=lambda socket: self._poller.register(socket, zmq.POLLIN),

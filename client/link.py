@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from .curve import HANDSHAKE_FAILURES, ClientKeys, configure, why_refused
 from .exceptions import InvalidRequest
 
 MAX_IPC_PATH = 107
@@ -42,6 +43,7 @@ class Link:
         endpoint: str,
         *,
         connect_timeout: float | None,
+        keys: ClientKeys | None = None,
         receive: Callable[[list[bytes]], None],
         lost: Callable[[str, bool], None],
         watch: Callable[["zmq.Socket[bytes]"], None],
@@ -52,12 +54,15 @@ class Link:
         self.deadline: float | None = None
         """When :meth:`pump` must be called next, on time.monotonic's clock; None: only when a socket is readable."""
         self._connect_timeout = connect_timeout
+        self._keys = keys
         self._receive = receive
         self._lost = lost
         self._watch = watch
         self._unwatch = unwatch
         self._connected = False
         self._disconnected = False
+        self._refusal: str | None = None
+        """Why the last handshake failed, where that can be told."""
         self._exit_reason: str | None = None
         self._expects_exit = False
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -69,6 +74,9 @@ class Link:
         Buffers behind the header are not copied: they must stay as they are until the answer is there.
         """
         if not self._connected and self.deadline is None and self._connect_timeout is not None:
+            if self._refusal is not None:  # while nothing was pending; ZeroMQ does not try again by itself
+                self._close_sockets()
+                self._open(connect=True)
             self.deadline = time.monotonic() + self._connect_timeout
         if len(frames) == 1:
             self._dealer.send(frames[0], zmq.NOBLOCK)
@@ -88,18 +96,25 @@ class Link:
     def pump(self) -> None:
         """Deliver what has arrived and notice what has gone."""
         self._drain()
-        for event in self._events():
+        for event, value in self._events():
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._connected = True
+                self._refusal = None
                 self.deadline = None
             elif event == zmq.EVENT_DISCONNECTED and self._connected:
                 self._disconnected = True
                 self.deadline = time.monotonic() + (EXIT_GRACE_S if self._expects_exit else 0.0)
+            elif event & HANDSHAKE_FAILURES:
+                self._refusal = why_refused(event, value, self._keys) or self._refusal
+                if event != zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and self.deadline is not None:
+                    self.deadline = time.monotonic()  # ZeroMQ does not try again by itself
         due = self.deadline is not None and time.monotonic() >= self.deadline
         if self._disconnected and (due or self._exit_reason is not None):
             self._give_up(self._exit_reason or f"the connection to {self.endpoint} was lost")
         elif due:
             waited = f"no scheduler answered at {self.endpoint} within {self._connect_timeout} s"
+            if self._refusal is not None:
+                waited = f"the scheduler at {self.endpoint} cannot be used: {self._refusal}"
             self._give_up(self._exit_reason or waited)
 
     def close(self) -> None:
@@ -109,6 +124,7 @@ class Link:
 
     def _open(self, *, connect: bool) -> None:
         self._connected = self._disconnected = False
+        self._refusal = None
         self.deadline = None
         self._dealer = self._context.socket(zmq.DEALER)
         self._dealer.linger = 0
@@ -119,8 +135,9 @@ class Link:
         # libzmq reserves identities that begin with a zero byte.
         self._dealer.setsockopt(zmq.ROUTING_ID, b"C" + os.urandom(15))
         self._monitor = self._dealer.get_monitor_socket(
-            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | HANDSHAKE_FAILURES
         )
+        configure(self._dealer, self.endpoint, self._keys)
         self._dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         if connect:
             self._dealer.connect(self.endpoint)
@@ -142,14 +159,16 @@ class Link:
                 return
             self._receive(frames)
 
-    def _events(self) -> list[int]:
-        events: list[int] = []
+    def _events(self) -> list[tuple[int, int]]:
+        """(event, value) of what the monitor has reported."""
+        events: list[tuple[int, int]] = []
         while True:
             try:
                 frames = self._monitor.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return events
-            events.append(parse_monitor_message(frames)["event"])
+            report = parse_monitor_message(frames)
+            events.append((report["event"], report["value"]))
 
     def _give_up(self, reason: str) -> None:
         self._drain()  # libzmq reports the disconnect after the last message, not before it

@@ -42,7 +42,7 @@ LIMITS = (
     ("scheduler.channel", "OVERLONG_MESSAGES", "messages", "over these limits, from one client; then it counts as gone"),
     ("io_struct.base", "MAX_ID_LENGTH", "characters", "a message id or request id"),
     ("io_struct.generate", "MAX_SAMPLES", "samples", "`n` of one request"),
-    ("scheduler.channel", "MAX_IPC_PATH", "bytes", "the path of an `ipc://` endpoint"),
+    ("scheduler.endpoint", "MAX_IPC_PATH", "bytes", "the path of an `ipc://` endpoint"),
     ("scheduler.channel", "HIGH_WATER_MARK", "messages", "unsent to one client inside ZeroMQ (`ZMQ_SNDHWM`)"),
     ("scheduler.channel", "RECEIVE_HIGH_WATER_MARK", "messages", "unread from one client (`ZMQ_RCVHWM`)"),
     ("scheduler.backlog", "MAX_PENDING_DELTA_TOKENS", "tokens", "streamed and not taken by one client; more are dropped"),

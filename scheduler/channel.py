@@ -7,18 +7,11 @@ Invariants:
   more frames or bytes than a message may have is refused, its rest is read and dropped, and a client that sends such
   messages again and again counts as gone and is not heard any more.
 - One slow client costs the others nothing: whatever waits is merged and encoded once, however often it is offered.
-- One scheduler per endpoint: an ``flock`` on a sidecar file is taken first, since a second bind on the same ipc path
-  would succeed and steal the traffic.
-- ipc paths fit ``sockaddr_un`` (107 bytes) and never replace a file that is no socket; tcp binds loopback addresses only.
+- What may be bound is decided in ``endpoint.py``, who may connect in ``access.py``.
 """
 
 import contextlib
-import errno
-import fcntl
-import ipaddress
 import logging
-import os
-import stat
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -29,12 +22,12 @@ import zmq
 from ..io_struct import CaesuraError, ErrorCode, Keepalive, Message, encode, encode_reply
 from ..io_struct.base import MAX_FRAME_BYTES, MAX_FRAMES, MAX_MESSAGE_BYTES
 from ..io_struct.codec import readable_id
+from .access import Access, ServerKeys
 from .backlog import Backlogs
+from .endpoint import Endpoint
 
 logger = logging.getLogger(__name__)
 
-MAX_IPC_PATH = 107
-MAX_PORT = 65535
 HIGH_WATER_MARK = 1000
 """Messages queued inside ZeroMQ per client, before our own queue begins."""
 RECEIVE_HIGH_WATER_MARK = 8192
@@ -55,8 +48,13 @@ _REMEMBERED_OFFENDERS = 1024
 class Router:
     """Non-blocking sends to any number of clients, and their messages in the order of arrival."""
 
-    def __init__(self, endpoint: str, on_gone: Callable[[bytes], None]) -> None:
+    def __init__(
+        self, endpoint: str, on_gone: Callable[[bytes], None], keys: ServerKeys | None = None
+    ) -> None:
         """Bind ``endpoint``; ``on_gone(client)`` is called whenever something cannot be sent because a client has left.
+
+        Args:
+            keys: only clients with an authorized key are heard. None: whoever can open the socket is.
 
         Raises:
             CaesuraError: ``endpoint_in_use`` or ``invalid_request``.
@@ -66,29 +64,29 @@ class Router:
         self._incoming: _Incoming | None = None
         self._offenders: OrderedDict[bytes, int] = OrderedDict()
         """How many over-long messages clients have sent."""
-        self._path: str | None = None
-        self._lock = _lock_endpoint(endpoint)
-        self._context = zmq.Context()
-        self.socket = self._context.socket(zmq.ROUTER)
+        self._cleanup = contextlib.ExitStack()
+        try:
+            self._endpoint = Endpoint(endpoint, has_keys=keys is not None)
+            self._cleanup.callback(self._endpoint.close)
+            self._open(keys)
+        except BaseException:
+            self._cleanup.close()
+            raise
+        self.endpoint = self._endpoint.address
+
+    def _open(self, keys: ServerKeys | None) -> None:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._cleanup.callback(context.term)
+        self.socket = context.socket(zmq.ROUTER)
+        self._cleanup.callback(self.socket.close)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.socket.setsockopt(zmq.LINGER, round(LINGER_S * 1000))
         self.socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
         self.socket.setsockopt(zmq.RCVHWM, RECEIVE_HIGH_WATER_MARK)
-        self.socket.setsockopt(zmq.IPV6, int("[" in endpoint))
         self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-        try:
-            self.socket.bind(endpoint)
-        except zmq.ZMQError as error:
-            self.close()
-            if error.errno != errno.EADDRINUSE:
-                raise _bad_endpoint(endpoint, f"cannot be bound: {error}") from error
-            raise CaesuraError(
-                ErrorCode.ENDPOINT_IN_USE, f"cannot bind {endpoint}: {error}", endpoint=endpoint
-            ) from error
-        self.endpoint: str = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        if self.endpoint.startswith("ipc://"):
-            self._path = self.endpoint.removeprefix("ipc://")
-            os.chmod(self._path, 0o600)
+        self._access = Access(self.socket, context, self._endpoint, keys)
+        self._cleanup.callback(self._access.close)
+        self._endpoint.bind(self.socket)
 
     @property
     def has_backlog(self) -> bool:
@@ -202,15 +200,7 @@ class Router:
             for _ in self.receive():
                 pass  # too late
             self.retry()
-        self.socket.close()
-        self._context.term()
-        if self._path is not None:  # ZeroMQ leaves it; ours as long as we hold the lock
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self._path)
-            self._path = None
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        self._cleanup.close()
 
     def _offer(self, client: bytes, frame: bytes) -> bool:
         """False: the client's pipe is full. A client that is gone counts as having taken it."""
@@ -250,59 +240,3 @@ class _Incoming:
     def is_too_long(self) -> bool:
         """It has more frames or bytes than a message may have."""
         return len(self.buffers) >= MAX_FRAMES or self.nbytes + len(self.header) > MAX_MESSAGE_BYTES
-
-
-def _lock_endpoint(endpoint: str) -> int | None:
-    """Check the address and, for ipc, take its lock; the descriptor holds it."""
-    if endpoint.startswith("tcp://"):
-        _check_loopback(endpoint)
-        return None
-    path = endpoint.removeprefix("ipc://")
-    if not endpoint.startswith("ipc://") or not os.path.isabs(path):
-        raise _bad_endpoint(endpoint, "must be ipc:///absolute/path or tcp://loopback:port")
-    if len(os.fsencode(path)) > MAX_IPC_PATH:
-        raise _bad_endpoint(endpoint, f"ipc paths are limited to {MAX_IPC_PATH} bytes")
-    try:
-        # Neither truncated nor removed: what lies there under this name may be somebody's, and the lock is on its inode.
-        lock = os.open(path + ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise _bad_endpoint(endpoint, f"cannot create its lock file: {error.strerror}") from error
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        _refuse_other_files(endpoint, path)
-    except BlockingIOError as error:
-        os.close(lock)
-        raise CaesuraError(
-            ErrorCode.ENDPOINT_IN_USE, f"another scheduler owns {endpoint}", endpoint=endpoint
-        ) from error
-    except CaesuraError:
-        os.close(lock)
-        raise
-    return lock
-
-
-def _refuse_other_files(endpoint: str, path: str) -> None:
-    """Binding unlinks whatever is there: only a socket that a former run left may go."""
-    with contextlib.suppress(FileNotFoundError):
-        if not stat.S_ISSOCK(os.lstat(path).st_mode):
-            raise _bad_endpoint(endpoint, "a file that is not a socket lies there")
-
-
-def _check_loopback(endpoint: str) -> None:
-    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-    if not (port.isascii() and port.isdigit() and int(port) <= MAX_PORT):  # ZeroMQ takes 99999 modulo 65536
-        raise _bad_endpoint(endpoint, f"needs a port from 0 (any free one) to {MAX_PORT}")
-    if host == "localhost":
-        return
-    try:
-        loopback = ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        loopback = False
-    if not loopback:
-        raise _bad_endpoint(endpoint, "tcp endpoints bind loopback addresses only")
-
-
-def _bad_endpoint(endpoint: str, reason: str) -> CaesuraError:
-    return CaesuraError(
-        ErrorCode.INVALID_REQUEST, f"endpoint {endpoint!r}: {reason}", field="endpoint", value=endpoint
-    )

@@ -20,7 +20,7 @@ ROWS = [
     ["config", "distributed"],
     ["device"],
     ["observability"],
-    ["extras", "request", "hello", "backlog", "channel", "background"],
+    ["extras", "request", "hello", "backlog", "endpoint", "access", "channel", "background"],
     ["cache"],
     ["kernels", "forward"],
     ["attention", "layers"],
