@@ -145,13 +145,13 @@ class Access:
 
     def _count(self) -> bool:
         """Take the events of connections in; False when these end."""
-        accepted = 0
+        self._crowd.came(0)
         while self._events.poll(0):
             event = parse_monitor_message(self._events.recv_multipart())["event"]
             if event == zmq.EVENT_MONITOR_STOPPED:
                 return False
-            accepted += event == zmq.EVENT_ACCEPTED
-        self._crowd.came(accepted)
+            if event == zmq.EVENT_ACCEPTED:
+                self._crowd.came(1)
         return True
 
     def _answer_all(self) -> None:
@@ -183,6 +183,10 @@ class _Crowd:
         """So many connections more; looks at the descriptors when these may have become few."""
         self._since += accepted
         if not self.is_shut_out and 4 * self._since < self._room:
+            return
+        if (
+            self.is_shut_out and accepted
+        ):  # they were on their way; it is looked again when something has ended
             return
         used, limit = len(os.listdir("/proc/self/fd")), resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         reserve = min(limit // 4, MAX_RESERVE)

@@ -25,7 +25,7 @@ from ..io_struct import CaesuraError, ErrorCode
 
 MAX_IPC_PATH = 107
 MAX_PORT = 65535
-LISTEN_BACKLOG = 32
+LISTEN_BACKLOG = 128
 """Connections that the kernel has made and ZeroMQ has not taken: they come even when the endpoint is shut."""
 SHUT_SUFFIX = ".full"
 _SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27  # asm-generic/socket.h
