@@ -34,6 +34,7 @@ from caesura.io_struct import (
     BatchTokenOutput,
     ContinueGenerationReqInput,
     ErrorReply,
+    FetchResultReqInput,
     GenerateReqInput,
     GetStatusReqInput,
     GetStatusReqOutput,
@@ -402,6 +403,26 @@ def test_a_client_that_does_not_read_costs_others_nothing(driver, monkeypatch):
         assert tokens_of(ended[name]) == expected_tokens(prompt, ended[name], 97)
         assert len(tokens_of(ended[name])) == 200
     assert sum(delivered.values()) < 200 * len(prompts)
+
+
+def test_results_of_a_client_that_leaves_too_much_unread_can_be_fetched(driver, monkeypatch):
+    params = SamplingParams(max_new_tokens=2, temperature=0.0, ignore_eos=True)
+    router = driver.engine.router
+    with RawClient(driver.config.endpoint, identity=b"slow", receive_hwm=1) as slow:
+        slow.send(GetStatusReqInput())
+        eventually(lambda: driver.tick() or slow.socket.poll(0))
+        for _ in range(200):  # more than the kernel takes
+            router.send(b"slow", AbortReqOutput(id="." * 50_000, aborted=0))
+        limit = router._backlogs.load.messages + 20
+        monkeypatch.setattr(backlog, "MAX_PENDING_MESSAGES", limit)
+        for number in range(30):
+            slow.send(GenerateReqInput(rid=f"r{number}", input_ids=[5, 6, 7], sampling_params=params))
+        done = driver.engine.dispatcher._done
+        eventually(lambda: driver.tick() or len(done) >= 30)
+        eventually(lambda: driver.tick() or not driver.engine.scheduler._results.live)
+        kept = [driver.call(FetchResultReqInput(rid=f"r{number}")).results for number in range(30)]
+    assert len([results for results in kept if results]) >= 15
+    assert router._backlogs.load.messages <= limit
 
 
 def test_a_client_that_vanishes_takes_its_queue_along(driver):
