@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..io_struct import GenerateReqInput, Message, Request
 from .connection import Connection, Generation, Sink
+from .curve import ClientKeys
 from .exceptions import EngineDied, EngineError
 from .fork import Process
 from .link import Frames, Link, check_endpoint
@@ -33,13 +34,19 @@ class LoopChannel:
     """Requests in from coroutines, answers out through the loop's futures. Connects at the first request."""
 
     def __init__(
-        self, endpoint: str, *, connect_timeout: float | None, keepalive_timeout: float | None
+        self,
+        endpoint: str,
+        *,
+        connect_timeout: float | None,
+        keepalive_timeout: float | None,
+        keys: ClientKeys | None = None,
     ) -> None:
         check_endpoint(endpoint)
         self._process = Process("client")
         self._endpoint = endpoint
         self._connect_timeout = connect_timeout
         self._keepalive_timeout = keepalive_timeout
+        self._keys = keys
         self._loop: asyncio.AbstractEventLoop | None = None
         self._link: Link | None = None
         self._connection: Connection[Result, Deltas] = Connection(self._new_future, asyncio.Queue)
@@ -126,6 +133,7 @@ class LoopChannel:
             connect_timeout=self._connect_timeout,
             keepalive_timeout=self._keepalive_timeout,
             pending=lambda: self._connection.pending > 0,
+            keys=self._keys,
             receive=self._connection.receive,
             lost=self._on_lost,
             watch=watch,

@@ -56,6 +56,7 @@ from ..io_struct.control import LeaseAction
 from ..io_struct.weights import DEFAULT_BUCKET_BYTES, DEFAULT_GROUP_NAME
 from .async_channel import LoopChannel
 from .async_handle import wait_for
+from .curve import ClientKeys, KeyOrFile
 from .exceptions import NoSession, NotIdle, NotOwner, WeightMismatch, is_answer
 from .options import (
     DEFAULT_KEEPALIVE_TIMEOUT_S,
@@ -84,6 +85,8 @@ class AsyncControlClient:
     pending fails with :class:`EngineDied`; None: never (docs/lifecycle.md, "Clients").
     Every method's ``timeout`` (seconds) bounds that call; None waits until the engine answers or dies.
     ``owner`` is the token under which this client pauses and sends commands; it renews the lease of its pause.
+    An engine with keys wants ``curve_server_key``, its public key or a file of it, and ``curve_client_key_file``, the
+    client's own pair; both are as ``caesura keygen`` writes them.
     """
 
     def __init__(
@@ -93,7 +96,10 @@ class AsyncControlClient:
         connect_timeout: float | None = 10.0,
         keepalive_timeout: float | None = DEFAULT_KEEPALIVE_TIMEOUT_S,
         owner: str | None = None,
+        curve_server_key: KeyOrFile | None = None,
+        curve_client_key_file: KeyOrFile | None = None,
     ) -> None:
+        keys = ClientKeys.read(curve_server_key, curve_client_key_file)
         self.endpoint = endpoint
         self.owner = owner
         self._in_session = False
@@ -102,6 +108,7 @@ class AsyncControlClient:
             endpoint,
             connect_timeout=seconds("connect_timeout", connect_timeout),
             keepalive_timeout=seconds("keepalive_timeout", keepalive_timeout),
+            keys=keys,
         )
 
     @property

@@ -23,6 +23,7 @@ import zmq
 
 from ..io_struct import GenerateReqInput, Message, Request
 from .connection import Connection, Generation
+from .curve import ClientKeys
 from .exceptions import EngineDied, EngineError
 from .fork import Process
 from .link import Frames, Link
@@ -39,7 +40,12 @@ class ThreadChannel:
     """Requests in from any thread, answers out through futures."""
 
     def __init__(
-        self, endpoint: str, *, connect_timeout: float | None, keepalive_timeout: float | None
+        self,
+        endpoint: str,
+        *,
+        connect_timeout: float | None,
+        keepalive_timeout: float | None,
+        keys: ClientKeys | None = None,
     ) -> None:
         self._process = Process("client")
         self._lock = threading.Lock()
@@ -56,6 +62,7 @@ class ThreadChannel:
             connect_timeout=connect_timeout,
             keepalive_timeout=keepalive_timeout,
             pending=lambda: self._connection.pending > 0,
+            keys=keys,
             receive=self._on_message,
             lost=self._on_lost,
             watch=lambda socket: self._poller.register(socket, zmq.POLLIN),

@@ -16,7 +16,9 @@ from rich.console import Console
 from rich.table import Table
 
 from ..io_struct import CaesuraError, GetStatusReqOutput, Message
+from .curve import CLIENT_KEY_VARIABLE, SERVER_KEY_VARIABLE
 from .frontend.serve import serve
+from .keygen import keygen
 from .scheduler_client import SchedulerClient
 
 MIB = 1 << 20
@@ -26,6 +28,22 @@ Command = Callable[..., None]
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 def cli() -> None:
     """Caesura: a rollout engine that can be paused at any step."""
+
+
+def _key_option(name: str, variable: str, text: str) -> Callable[[Command], Command]:
+    """An option that every verb hands to its client, and does nothing else with."""
+
+    def keep(context: click.Context, option: click.Parameter, value: str | None) -> None:
+        context.ensure_object(dict)[option.name] = value
+
+    return click.option(
+        name, envvar=variable, expose_value=False, callback=keep, help=f"{text}  [env: {variable}]"
+    )
+
+
+def _client(endpoint: str) -> SchedulerClient:
+    """A client with the keys of the command line."""
+    return SchedulerClient(endpoint, **click.get_current_context().ensure_object(dict))
 
 
 def _talks(default_timeout: float | None) -> Callable[[Command], Command]:
@@ -39,6 +57,8 @@ def _talks(default_timeout: float | None) -> Callable[[Command], Command]:
                 required=True,
                 help="ipc:// path or tcp:// address of the scheduler.  [env: CAESURA_ENDPOINT]",
             ),
+            _key_option("--curve-server-key", SERVER_KEY_VARIABLE, "Its public key, or the file of it."),
+            _key_option("--curve-client-key-file", CLIENT_KEY_VARIABLE, "Our keys, for an engine with keys."),
             click.option("--json", "as_json", is_flag=True, help="Print the reply as one line of JSON."),
             click.option(
                 "--timeout",
@@ -66,13 +86,14 @@ def scheduler(arguments: tuple[str, ...]) -> None:
 
 
 cli.add_command(serve)
+cli.add_command(keygen)
 
 
 @cli.command()
 @_talks(10.0)
 def status(endpoint: str, as_json: bool, timeout: float | None) -> None:
     """What the engine is doing."""
-    with SchedulerClient(endpoint) as client:
+    with _client(endpoint) as client:
         reply = client.status(timeout=timeout)
     _show(reply, as_json, _status_rows(reply))
 
@@ -85,7 +106,7 @@ def status(endpoint: str, as_json: bool, timeout: float | None) -> None:
 @click.option("--owner", help="Owner token: continue then needs it, or --force.")
 def pause(endpoint: str, as_json: bool, timeout: float | None, mode: Any, owner: str | None) -> None:
     """Stop at the next step; returns when no step is in flight."""
-    with SchedulerClient(endpoint) as client:
+    with _client(endpoint) as client:
         _show(client.pause(mode, owner=owner, timeout=timeout), as_json)
 
 
@@ -105,7 +126,7 @@ def continue_(
     force: bool,
 ) -> None:
     """Go on after a pause."""
-    with SchedulerClient(endpoint) as client:
+    with _client(endpoint) as client:
         reply = client.continue_generation(
             torch_empty_cache=torch_empty_cache, owner=owner, force=force, timeout=timeout
         )
@@ -122,7 +143,7 @@ def flush(
     endpoint: str, as_json: bool, timeout: float | None, torch_empty_cache: bool, timeout_s: float
 ) -> None:
     """Clear the prefix cache of an idle engine."""
-    with SchedulerClient(endpoint) as client:
+    with _client(endpoint) as client:
         reply = client.flush_cache(torch_empty_cache=torch_empty_cache, timeout_s=timeout_s, timeout=timeout)
     _show(reply, as_json)
 
@@ -145,7 +166,7 @@ def update(
     abort_all_requests: bool,
 ) -> None:
     """Load new weights from the checkpoint folder MODEL_PATH."""
-    with SchedulerClient(endpoint) as client:
+    with _client(endpoint) as client:
         reply = client.update_weights_from_disk(
             os.path.abspath(model_path),  # the engine has its own working directory
             weight_version=weight_version,
@@ -165,7 +186,7 @@ def abort(endpoint: str, as_json: bool, timeout: float | None, rid: str | None, 
     """End the generation RID, or --all."""
     if (rid is None) != abort_all:
         raise click.UsageError("give either a RID or --all")
-    with SchedulerClient(endpoint) as client:
+    with _client(endpoint) as client:
         _show(client.abort(rid, abort_all=abort_all, timeout=timeout), as_json)
 
 
@@ -192,7 +213,7 @@ def memory(
     from .memory_view import fetch, watch, write_page
     from .memory_view.live import events
 
-    with SchedulerClient(endpoint) as client:
+    with _client(endpoint) as client:
         record = fetch(client, timeout=timeout)
         if page is not None:
             write_page(record, page)

@@ -28,6 +28,7 @@ from types import TracebackType
 from typing import Any, Literal
 
 from ..io_struct import CaesuraError
+from .curve import ClientKeys, KeyOrFile
 from .exceptions import EngineDied, TimedOut, error_for
 from .fork import Process, close_sign_of_life, keep_from_children, not_forking
 from .link import MAX_IPC_PATH
@@ -39,12 +40,14 @@ MAX_WAIT_S = 3600.0
 """Longest single wait for the ready line: select counts in 32 bits on some systems."""
 SHUTDOWN_S = 5.0
 """How long each stage of closing (message, SIGTERM) may take before the next."""
+_CLIENT_KEYS = ("curve_server_key", "curve_client_key_file")
 
 
 class LaunchedScheduler:
     """A scheduler process and a client of it. As a context manager it yields the client.
 
-    ``command`` gets ``--ready-fd N --lifeline-fd M`` appended. ``directory`` is removed at close, if given.
+    ``command`` gets ``--ready-fd N --lifeline-fd M`` appended. ``directory`` is removed at close, if given. The client
+    has the CURVE keys that are given.
     """
 
     def __init__(
@@ -54,11 +57,16 @@ class LaunchedScheduler:
         directory: Path | None = None,
         startup_timeout: float = 300.0,
         log_path: str | os.PathLike[str] | None = None,
+        curve_server_key: KeyOrFile | None = None,
+        curve_client_key_file: KeyOrFile | None = None,
     ) -> None:
+        ClientKeys.read(curve_server_key, curve_client_key_file)  # refused before anything is started
         self._child = _Child(command, directory, log_path)
         try:
             self.endpoint = self._child.wait_ready(startup_timeout)
-            self.client = SchedulerClient(self.endpoint)
+            self.client = SchedulerClient(
+                self.endpoint, curve_server_key=curve_server_key, curve_client_key_file=curve_client_key_file
+            )
         except BaseException:
             self._child.end()
             raise
@@ -256,6 +264,10 @@ def launch_scheduler(
     model: str | os.PathLike[str],
     *,
     endpoint: str | None = None,
+    curve_secret_key_file: str | os.PathLike[str] | None = None,
+    curve_authorized_clients: str | os.PathLike[str] | None = None,
+    curve_server_key: KeyOrFile | None = None,
+    curve_client_key_file: KeyOrFile | None = None,
     dtype: Literal["auto", "float32", "bfloat16"] | None = None,
     device: str | None = None,
     num_threads: int | None = None,
@@ -293,7 +305,8 @@ def launch_scheduler(
 
     Use it as ``with launch_scheduler(...) as client:``, or keep the result and call ``.client`` and ``.close()``. The
     options are the engine's own (``caesura scheduler --help``); None leaves each at its default. The engine's stderr
-    goes to this process's, or with its stdout to ``log_path``. ``startup_timeout`` is in seconds.
+    goes to this process's, or with its stdout to ``log_path``. ``startup_timeout`` is in seconds. ``curve_server_key`` and
+    ``curve_client_key_file`` are the returned client's, for an engine with keys.
 
     Raises:
         EngineError: the engine's own reason for not starting; EngineDied or TimedOut where it gave none.
@@ -302,7 +315,8 @@ def launch_scheduler(
     options = {
         name: value
         for name, value in locals().items()
-        if value is not None and name not in ("model", "endpoint", "startup_timeout", "log_path")
+        if value is not None
+        and name not in ("model", "endpoint", "startup_timeout", "log_path", *_CLIENT_KEYS)
     }
     directory = None
     if endpoint is None:
@@ -313,6 +327,8 @@ def launch_scheduler(
         directory=directory,
         startup_timeout=startup_timeout,
         log_path=log_path,
+        curve_server_key=curve_server_key,
+        curve_client_key_file=curve_client_key_file,
     )
 
 

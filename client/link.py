@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from .curve import HANDSHAKE_FAILURES, ClientKeys, configure, why_refused
 from .exceptions import EngineDied, EngineError, InvalidRequest, VersionMismatch
 from .hello import hello_frame, incarnation_in
 
@@ -57,9 +58,7 @@ MONITORED = (
     | zmq.EVENT_DISCONNECTED
     | zmq.EVENT_CLOSED
     | zmq.EVENT_CONNECT_RETRIED
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | HANDSHAKE_FAILURES
 )
 """Beside the first two, each says that a try has failed."""
 
@@ -88,6 +87,7 @@ class Link:
         connect_timeout: float | None,
         keepalive_timeout: float | None,
         pending: Callable[[], bool],
+        keys: ClientKeys | None = None,
         receive: Callable[[list[bytes]], None],
         lost: Callable[[EngineError, bool], None],
         watch: Callable[["zmq.Socket[bytes]"], None],
@@ -99,6 +99,7 @@ class Link:
         self._connect_timeout = connect_timeout
         self._keepalive_timeout = keepalive_timeout
         self._pending = pending
+        self._keys = keys
         self._receive = receive
         self._lost = lost
         self._watch = watch
@@ -167,7 +168,8 @@ class Link:
             if self._drain():
                 self._listen_from_now()
             while _is_readable(self._monitor):
-                self._take_event(parse_monitor_message(self._monitor.recv_multipart())["event"])
+                report = parse_monitor_message(self._monitor.recv_multipart())
+                self._take_event(report["event"], report["value"])
             self._look_at_the_clock()
         finally:
             self._pumping = False
@@ -180,6 +182,8 @@ class Link:
     def _open(self, *, connect: bool) -> None:
         self._connected = self._disconnected = self._ready = False
         self._refusal: EngineError | None = None
+        self._unheard: str | None = None
+        """Why the handshake failed, where that can be told."""
         self._try_failed = False
         self._tried_at = time.monotonic()
         self._dealer = self._context.socket(zmq.DEALER)
@@ -192,6 +196,7 @@ class Link:
         self._dealer.setsockopt(zmq.ROUTING_ID, b"C" + os.urandom(15))
         self._monitor = self._dealer.get_monitor_socket(MONITORED)
         self._dealer.setsockopt(zmq.RECONNECT_IVL, NEVER_MS)
+        configure(self._dealer, self.endpoint, self._keys)
         if connect:
             self._dealer.connect(self.endpoint)
             self._dealer.send(hello_frame(), zmq.NOBLOCK)
@@ -239,9 +244,15 @@ class Link:
             self._hand_over(frames)
         self._held.clear()
 
-    def _take_event(self, event: int) -> None:
+    def _take_event(self, event: int, value: int) -> None:
         if self._disconnected:
             return
+        if event & HANDSHAKE_FAILURES:
+            self._unheard = why_refused(event, value, self._keys) or self._unheard
+            if self._unheard is not None and event != zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+                self._patience = (
+                    time.monotonic() if self._held else None
+                )  # another try would end the same way
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._connected = True
             self._retry_at = None
@@ -319,6 +330,8 @@ class Link:
         return None if self._keepalive_timeout is None else time.monotonic() + STARTING_S
 
     def _vain_wait(self) -> str:
+        if self._unheard is not None:
+            return f"the scheduler at {self.endpoint} cannot be used: {self._unheard}"
         if self._connected:
             return f"the engine at {self.endpoint} accepted the connection and then said nothing"
         if self._grace_until is not None:

@@ -19,6 +19,15 @@ WIRE_VERSION = (1, 0)
 MAX_HEADER_BYTES = 64 << 20
 """Headers beyond this are refused before they are decoded: 64 MiB holds a 16-million-token prompt."""
 
+MAX_FRAMES = 16_384
+"""Of one message, the header included; more is refused. A sender with more tensors makes several messages of them."""
+
+MAX_FRAME_BYTES = 1 << 30
+"""ZeroMQ drops the connection of whoever sends a longer frame."""
+
+MAX_MESSAGE_BYTES = 4 << 30
+"""Of all frames of one message together; more is refused."""
+
 MAX_ID_LENGTH = 128
 """Longest message id or request id, in characters."""
 

@@ -172,11 +172,11 @@ def decode_request(frame: bytes | memoryview) -> ToScheduler:
         request: ToScheduler = _to_scheduler.decode(frame)
     except _UNREADABLE as error:
         raise CaesuraError(
-            ErrorCode.MALFORMED_MESSAGE, f"not a Caesura message: {error}", id=_readable_id(frame)
+            ErrorCode.MALFORMED_MESSAGE, f"not a Caesura message: {error}", id=readable_id(frame)
         ) from error
     except MemoryError as error:
         raise CaesuraError(
-            ErrorCode.OUT_OF_MEMORY, f"no memory for a message of {len(frame)} bytes", id=_readable_id(frame)
+            ErrorCode.OUT_OF_MEMORY, f"no memory for a message of {len(frame)} bytes", id=readable_id(frame)
         ) from error
     return request
 
@@ -222,9 +222,9 @@ def salvage_reply(frame: bytes | memoryview) -> UnreadReply:
     return _readable(_unread, frame, UnreadReply())
 
 
-def _readable_id(frame: bytes | memoryview) -> str:
+def readable_id(frame: bytes | memoryview) -> str:
     """The id of a frame that is msgpack but not a valid message, so that the error finds its caller; else ``""``."""
-    return _readable(_id_only, frame, _IdOnly()).id
+    return "" if len(frame) > MAX_HEADER_BYTES else _readable(_id_only, frame, _IdOnly()).id
 
 
 def _readable(

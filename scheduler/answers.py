@@ -15,11 +15,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from time import monotonic
 
-from ..io_struct import CaesuraError, ErrorCode, Message
+from ..io_struct import (
+    BatchTokenOutput,
+    CaesuraError,
+    ErrorCode,
+    FetchResultReqOutput,
+    Message,
+    ScoreReqOutput,
+)
+from .backlog import result_bytes
 
 STORED_ANSWERS = 1024
 STORED_ANSWER_BYTES = 64 << 20
 REMEMBERED_IDS = 1 << 15
+ANSWER_BYTES = 1536
+"""What an answer takes beside its arrays: its fields, ids and places in tables."""
 
 _BUCKETS, _WAYS = 1 << 13, 16
 """Of the table of forgotten ids: a bucket sees four of :data:`REMEMBERED_IDS`, and hardly ever more than sixteen."""
@@ -150,3 +160,12 @@ class ForgottenIds:
 def _key(message_id: str) -> tuple[int, int]:
     number = hash(message_id) & (1 << 64) - 1
     return number or 1, number % _BUCKETS
+
+
+def answer_bytes(answer: Message) -> int:
+    """What storing ``answer`` takes, about."""
+    if isinstance(answer, BatchTokenOutput):
+        return sum(map(result_bytes, answer.finished))
+    if isinstance(answer, FetchResultReqOutput):
+        return ANSWER_BYTES + sum(map(result_bytes, answer.results))
+    return ANSWER_BYTES + (sum(map(len, answer.logprobs)) if isinstance(answer, ScoreReqOutput) else 0)

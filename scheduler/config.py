@@ -26,7 +26,11 @@ class EngineConfig:
     model_path: str
     """Hugging Face folder: config.json and *.safetensors."""
     endpoint: str | None = None
-    """ipc:// path or tcp:// loopback address. None: a fresh ipc:// socket in a private directory."""
+    """ipc:// path or tcp:// address, beyond loopback only with keys. None: a fresh ipc:// socket in a private directory."""
+    curve_secret_key_file: str | None = None
+    """The engine's key pair, as caesura keygen writes it: only clients with authorized keys are heard, encrypted. None: all are."""
+    curve_authorized_clients: str | None = None
+    """Public keys of these clients: a file, or a folder of *.key files, read afresh at each connect."""
     dtype: DtypeName = "auto"
     """Compute dtype; auto takes the checkpoint's."""
     device: str = "auto"

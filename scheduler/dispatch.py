@@ -60,13 +60,14 @@ from ..io_struct import (
     decode_request,
     encode,
 )
-from .answers import Answers
+from .answers import Answers, answer_bytes
+from .backlog import result_bytes
 from .checker import WeightsChecker
 from .config import EngineConfig
 from .groups import GroupCommands
 from .guard import checked, defect
 from .hello import answer_hello
-from .kept import KeptResults, answer_bytes, result_bytes
+from .kept import KeptResults
 from .lifecycle import Lifecycle, Operation, Wait
 from .observability.memory_history import MemoryHistory
 from .occupation import MemoryOccupation

@@ -7,11 +7,10 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from time import monotonic
 
-from ..io_struct import BatchTokenOutput, FetchResultReqOutput, GenerateReqOutput, Message, ScoreReqOutput
+from ..io_struct import GenerateReqOutput
+from .backlog import result_bytes
 
 MAX_KEPT_BYTES = 64 << 20
-ANSWER_BYTES = 1536
-"""What an answer takes beside its arrays: its fields, ids and places in tables."""
 
 
 @dataclass(slots=True)
@@ -63,32 +62,3 @@ class KeptResults:
             if entry.expires > now and self._nbytes <= self._max_bytes:
                 return
             self.forget(rid)
-
-
-def result_bytes(result: GenerateReqOutput) -> int:
-    """What remembering ``result`` takes, about."""
-    arrays = (
-        result.output_ids,
-        result.output_logprobs,
-        result.raw_logprobs,
-        result.sampled_logprobs,
-        result.input_logprobs,
-    )
-    routed = 0 if result.routed_experts is None else len(result.routed_experts.data)
-    rows = (
-        result.output_top_logprobs,
-        result.output_token_ids_logprobs,
-        result.input_top_logprobs,
-        result.input_token_ids_logprobs,
-    )
-    further = sum(len(row.ids) + len(row.logprobs) for row in rows if row is not None)
-    return ANSWER_BYTES + routed + further + sum(len(array) for array in arrays if array is not None)
-
-
-def answer_bytes(answer: Message) -> int:
-    """What storing ``answer`` takes, about."""
-    if isinstance(answer, BatchTokenOutput):
-        return sum(map(result_bytes, answer.finished))
-    if isinstance(answer, FetchResultReqOutput):
-        return ANSWER_BYTES + sum(map(result_bytes, answer.results))
-    return ANSWER_BYTES + (sum(map(len, answer.logprobs)) if isinstance(answer, ScoreReqOutput) else 0)

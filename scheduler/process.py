@@ -25,6 +25,7 @@ import torch
 
 from .. import __version__
 from ..io_struct import CaesuraError, ErrorCode, GenerateReqOutput
+from .access import ServerKeys
 from .background import Wakeup
 from .batching import Batcher
 from .build import (
@@ -113,7 +114,8 @@ class Engine:
         assert config.endpoint is not None
         assert config.pipeline_depth is not None
         self._cleanup = contextlib.ExitStack()
-        self.router = Router(config.endpoint, on_gone=self._client_gone)
+        keys = ServerKeys.read(config.curve_secret_key_file, config.curve_authorized_clients)
+        self.router = Router(config.endpoint, on_gone=self._client_gone, keys=keys)
         self._cleanup.callback(self.router.close)
         self.wakeup = Wakeup()
         self._cleanup.callback(self.wakeup.close)

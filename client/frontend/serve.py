@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..async_client import AsyncSchedulerClient
+from ..curve import CLIENT_KEY_VARIABLE, SERVER_KEY_VARIABLE
 from ..launch import LaunchedScheduler, private_directory
 from .printable import PrintableFormatter
 from .tls import tls_context
@@ -45,6 +46,14 @@ _NEEDS_EXTRA = 'the HTTP server needs more packages: pip install "caesura[serve]
 @click.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
 @click.option("--model", type=click.Path(), help="Hugging Face folder. Needed unless --endpoint is given.")
 @click.option("--endpoint", help="Serve a scheduler that runs already, instead of starting one.")
+@click.option(
+    "--curve-server-key",
+    envvar=SERVER_KEY_VARIABLE,
+    help="The scheduler's public key or its file, if it has keys.",
+)
+@click.option(
+    "--curve-client-key-file", envvar=CLIENT_KEY_VARIABLE, help="The server's own keys, for such a scheduler."
+)
 @click.option(
     "--host",
     default="127.0.0.1",
@@ -211,6 +220,8 @@ class Settings:
     scheduler_arguments: list[str]
     model: str | None
     endpoint: str | None
+    curve_server_key: str | None
+    curve_client_key_file: str | None
     host: str
     port: int
     weights_root: str | None
@@ -268,7 +279,13 @@ def _launch(settings: Settings) -> LaunchedScheduler:
     directory = private_directory()
     command = [sys.executable, "-m", "caesura.scheduler", "--model", str(settings.model)]
     command += ["--endpoint", f"ipc://{directory}/scheduler.sock", *settings.scheduler_arguments]
-    return LaunchedScheduler(command, directory=directory, startup_timeout=settings.startup_timeout)
+    return LaunchedScheduler(
+        command,
+        directory=directory,
+        startup_timeout=settings.startup_timeout,
+        curve_server_key=settings.curve_server_key,
+        curve_client_key_file=settings.curve_client_key_file,
+    )
 
 
 async def _serve(
@@ -281,7 +298,12 @@ async def _serve(
     from .app import create_app
     from .context import OWNER
 
-    client = AsyncSchedulerClient(endpoint, owner=OWNER)
+    client = AsyncSchedulerClient(
+        endpoint,
+        owner=OWNER,
+        curve_server_key=settings.curve_server_key,
+        curve_client_key_file=settings.curve_client_key_file,
+    )
     try:
         front = await front_end(settings, client)
         server = server_class(

@@ -35,6 +35,7 @@ from ...io_struct import (
     UpdateWeightsFromTensorReqInput,
     WeightUpdateReqOutput,
 )
+from ...io_struct.base import MAX_FRAME_BYTES
 from ..exceptions import NoSession, WeightMismatch, is_answer
 from .buckets import Bucket, NamedTensors, as_frames, buckets, manifest
 from .cuda_ipc import common_cuda_device
@@ -108,6 +109,7 @@ def tensor_steps(
 ) -> Steps:
     """All messages of one update over frames; ``options`` are fields of ``WeightUpdateOptions``."""
     tensors = list(named_tensors)
+    bucket_bytes = min(bucket_bytes, MAX_FRAME_BYTES)
     size, total = bucket_bytes, total_bytes(tensors)
     if total > bucket_bytes:  # several messages, so that one can be sent while another is copied
         size = part_bytes(total // 4, bucket_bytes, UNDER_WAY)

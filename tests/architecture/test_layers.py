@@ -20,7 +20,7 @@ ROWS = [
     ["config", "distributed"],
     ["device"],
     ["observability"],
-    ["extras", "request", "hello", "channel", "background", "guard"],
+    ["extras", "request", "hello", "backlog", "endpoint", "access", "channel", "background", "guard"],
     ["cache"],
     ["kernels", "forward"],
     ["attention", "layers"],

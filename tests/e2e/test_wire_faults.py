@@ -36,6 +36,7 @@ from caesura.io_struct import (
     BatchTokenOutput,
     ContinueGenerationReqInput,
     ErrorReply,
+    FetchResultReqInput,
     GenerateReqInput,
     GetStatusReqInput,
     GetStatusReqOutput,
@@ -44,7 +45,7 @@ from caesura.io_struct import (
     WeightUpdateReqOutput,
     encode,
 )
-from caesura.scheduler import channel
+from caesura.scheduler import backlog, channel
 
 PATIENCE = 60.0
 LONG = SamplingParams(max_new_tokens=3000, temperature=0.0, ignore_eos=True)
@@ -377,7 +378,7 @@ def driver(tiny_model, monkeypatch):
 
 def test_a_client_that_does_not_read_costs_others_nothing(driver, monkeypatch):
     """It streams 10,000 tokens unread; another client is served meanwhile; then it finds all of its results."""
-    monkeypatch.setattr(channel, "MAX_PENDING_DELTA_TOKENS", 2000)
+    monkeypatch.setattr(backlog, "MAX_PENDING_DELTA_TOKENS", 2000)
     params = SamplingParams(max_new_tokens=200, temperature=0.0, ignore_eos=True)
     prompts = {f"s{i}": [5, 6, 7 + i] for i in range(50)}
     with RawClient(driver.config.endpoint, receive_hwm=1) as slow:
@@ -391,7 +392,9 @@ def test_a_client_that_does_not_read_costs_others_nothing(driver, monkeypatch):
                 driver.tick()
             assert len(tokens_of(driver.result(rid))) == 5
             quick += 1
-            largest = max([largest, *(len(each) for each in driver.engine.router._backlogs.values())])
+            largest = max(
+                [largest, *(len(queue._frames) for _, queue in driver.engine.router._backlogs.items())]
+            )
         assert driver.engine.router.has_backlog, "the slow client was meant to be full"
         assert quick >= 20
         assert largest <= 2
@@ -415,6 +418,26 @@ def test_a_client_that_does_not_read_costs_others_nothing(driver, monkeypatch):
         assert tokens_of(ended[name]) == expected_tokens(prompt, ended[name], 97)
         assert len(tokens_of(ended[name])) == 200
     assert sum(delivered.values()) < 200 * len(prompts)
+
+
+def test_results_of_a_client_that_leaves_too_much_unread_can_be_fetched(driver, monkeypatch):
+    params = SamplingParams(max_new_tokens=2, temperature=0.0, ignore_eos=True)
+    router = driver.engine.router
+    with RawClient(driver.config.endpoint, identity=b"slow", receive_hwm=1) as slow:
+        slow.send(GetStatusReqInput())
+        eventually(lambda: driver.tick() or slow.socket.poll(0))
+        for _ in range(200):  # more than the kernel takes
+            router.send(b"slow", AbortReqOutput(id="." * 50_000, aborted=0))
+        limit = router._backlogs.load.messages + 20
+        monkeypatch.setattr(backlog, "MAX_PENDING_MESSAGES", limit)
+        for number in range(30):
+            slow.send(GenerateReqInput(rid=f"r{number}", input_ids=[5, 6, 7], sampling_params=params))
+        done = driver.engine.dispatcher._done
+        eventually(lambda: driver.tick() or len(done) >= 30)
+        eventually(lambda: driver.tick() or not driver.engine.scheduler._results.live)
+        kept = [driver.call(FetchResultReqInput(rid=f"r{number}")).results for number in range(30)]
+    assert len([results for results in kept if results]) >= 15
+    assert router._backlogs.load.messages <= limit
 
 
 def test_a_client_that_vanishes_takes_its_queue_along(driver):
@@ -457,7 +480,8 @@ def test_a_reconnecting_client_gets_its_result(driver):
     eventually(lambda: driver.tick() or driver.engine.scheduler._results.live)
     with RawClient(driver.config.endpoint, identity=b"trainer-2") as second:
         second.send(request)
-        driver.tick(3)
+        exchanges = driver.engine.dispatcher._exchanges
+        eventually(lambda: driver.tick() or len(exchanges["g"].clients) == 2)
         first.close()
         eventually(lambda: _keepalive(driver) or _owners(driver) == {b"trainer-2"})
         driver.call(ContinueGenerationReqInput())

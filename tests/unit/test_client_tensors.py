@@ -18,12 +18,14 @@ from caesura.client.tensors import (
     ipc_steps,
     steps,
 )
+from caesura.client.tensors.buckets import buckets
 from caesura.io_struct import (
     BeginWeightUpdateReqInput,
     CaesuraError,
     EndWeightUpdateReqInput,
     UpdateWeightsFromTensorReqInput,
 )
+from caesura.io_struct.base import MAX_FRAMES
 
 TENSORS = [(f"w{number}", torch.full((16, 16), float(number))) for number in range(4)]
 BUCKET_BYTES = 1024
@@ -161,3 +163,9 @@ def test_updates_at_once_have_a_memory_each():
     bucket = shared.take(64)
     shared.give_back(bucket)
     assert shared.take(64) is bucket
+
+
+def test_a_bucket_never_has_more_pieces_than_a_message_may_have_frames():
+    tensors = [(f"t{number}", torch.zeros(1)) for number in range(MAX_FRAMES + 5)]
+    sizes = [len(bucket.pieces) for bucket in buckets(tensors)]
+    assert sizes == [MAX_FRAMES - 1, 6]
