@@ -19,6 +19,8 @@ class UpdateOptions(TypedDict, total=False):
     """Also return the allocator's unused blocks; default False."""
     abort_all_requests: bool
     """End every request first; default False."""
+    session_id: str | None
+    """The open session that the update belongs to. Left out: that which this client began, if one is open."""
 
 
 @dataclass(slots=True)

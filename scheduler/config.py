@@ -69,6 +69,8 @@ class EngineConfig:
     """How long terminal results of a client that could not be reached are kept for fetching."""
     session_deadline_s: float = 600.0
     """A weight session older than this is aborted, unless it set its own deadline."""
+    session_orphan_s: float = 10.0
+    """A weight session whose client is gone is aborted after this long, unless a message of it arrives."""
     load_bucket_bytes: int = 8 << 20
     """Bytes read between two looks at the inbox while weights load."""
     allow_legacy_pickle: bool = False
@@ -107,6 +109,7 @@ class EngineConfig:
             "idle_empty_s",
             "result_ttl_s",
             "session_deadline_s",
+            "session_orphan_s",
             "target_step_s",
         ):
             if not getattr(self, name) >= 0:  # NaN fails, too

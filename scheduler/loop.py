@@ -32,7 +32,7 @@ from .updates import WeightUpdates
 logger = logging.getLogger(__name__)
 
 KEEPALIVE_S = 2.0
-"""How often those who must be alive are looked at: clients with live requests, owners of shared memory."""
+"""How often those who must be alive are looked at: clients with live requests or a session, owners of shared memory."""
 PARKED_POLL_S = 0.005
 """How often an operation that waits for idleness is looked at when nothing else happens."""
 MAX_POLL_S = 3600.0
@@ -159,12 +159,12 @@ class Scheduler:
             timers.append(PARKED_POLL_S)
         if self._router.has_backlog or self._results.has_undelivered:
             timers.append(BACKLOG_POLL_S)
-        if self._results.live or self._updates.keeps_memory:
+        if self._keeps_watch:
             timers.append(max(0.0, self._next_keepalive - now))
-        if self._updates.deadline is not None:
-            timers.append(max(0.0, self._updates.deadline - now))
+        if (expires := self._updates.sessions.expires) is not None:
+            timers.append(max(0.0, expires - now))
         lease_left = self._lifecycle.lease_left_s
-        if lease_left is not None and not self._dispatcher.is_busy:
+        if lease_left is not None and not self._dispatcher.defers_lease:
             timers.append(max(0.0, lease_left))
         if self._idle_since is None:
             self._idle_since = now
@@ -172,18 +172,28 @@ class Scheduler:
             timers.append(max(0.0, self._idle_since + self._idle_empty_s - now))
         return min(timers) if timers else None
 
+    @property
+    def _keeps_watch(self) -> bool:
+        """Somebody must be alive: clients that wait for results, the client of a session, owners of shared memory."""
+        waiting = self._results.live or self._updates.sessions.client is not None
+        return bool(waiting) or self._updates.keeps_memory
+
     def _on_timers(self) -> None:
         now = monotonic()
-        if now >= self._next_keepalive and (self._results.live or self._updates.keeps_memory):
+        if now >= self._next_keepalive and self._keeps_watch:
             self._next_keepalive = now + KEEPALIVE_S
-            self._router.keepalive({r.client for r in self._results.live.values()}, self._lifecycle.step)
+            clients = {request.client for request in self._results.live.values()}
+            if self._updates.sessions.client is not None:
+                clients.add(self._updates.sessions.client)
+            self._router.keepalive(clients, self._lifecycle.step)
             self._updates.collect()
-        if self._updates.deadline is not None and now >= self._updates.deadline:
+        if (expires := self._updates.sessions.expires) is not None and now >= expires:
             self._updates.expire()
         lease_left = self._lifecycle.lease_left_s
-        if lease_left is not None and lease_left <= 0 and not self._dispatcher.is_busy:
-            if self._lifecycle.lease_expiry == "continue":
-                self._updates.expire()  # a session left open is aborted first
+        if lease_left is not None and lease_left <= 0 and not self._dispatcher.defers_lease:
+            lease, owner = self._lifecycle.ownership.lease, self._lifecycle.ownership.sender
+            if lease is not None and owner is not None and lease.action == "continue":
+                self._updates.expire_with_lease(owner)  # a session left open is aborted first
             self._lifecycle.expire_lease()
         if self._idle_since is not None and now >= self._idle_since + self._idle_empty_s:
             self._idle_since = float("inf")  # once per idle period

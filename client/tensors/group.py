@@ -26,13 +26,9 @@ from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from ...io_struct import (
-    BeginWeightUpdateReqInput,
     CaesuraError,
-    EndWeightUpdateReqInput,
     InitWeightsUpdateGroupReqInput,
     InitWeightsUpdateGroupReqOutput,
-    Message,
-    Request,
     UpdateWeightsFromDistributedReqInput,
     WeightUpdateReqOutput,
 )
@@ -142,19 +138,21 @@ class WeightUpdateGroup:
         options: dict[str, Any],
         *,
         bucket_bytes: int,
-        in_session: bool,
         load_format: LoadFormat = "flattened_bucket",
     ) -> Steps:
         """All messages of one update, and its broadcasts; ``options`` are fields of ``WeightUpdateOptions``.
 
-        More than one bucket makes a session of its own, unless one is open: the update is then all or nothing.
+        More than one bucket makes a session of its own, unless the options name one: the update is then all or nothing.
         """
         if self._dead is not None:
             raise self._error(self._dead)
         tensors = [(name, tensor.detach()) for name, tensor in named_tensors]
         parts = list(_whole(tensors, bucket_bytes))
-        calls = self._calls(parts, options, load_format)
-        return (yield from in_one_session(tensors, options, len(parts), in_session, calls))
+        return (
+            yield from in_one_session(
+                tensors, options, len(parts), lambda named: self._calls(parts, named, load_format)
+            )
+        )
 
     def update(
         self,
@@ -167,17 +165,16 @@ class WeightUpdateGroup:
     ) -> list[WeightUpdateReqOutput]:
         """One update of all engines of the group, with one broadcast; their answers in the order of ranks.
 
-        Arguments as of ``ControlClient.update_weights_from_distributed``. If one engine fails, what it said is raised; the
+        Arguments as of ``ControlClient.update_weights_from_distributed``. Where every client has begun a session, the update belongs
+        to these. If one engine fails, what it said is raised; the
         others may have committed, so compare their ``weights_epoch``.
         """
-        steps = self.steps(
-            named_tensors,
-            dict(options),
-            bucket_bytes=bucket_bytes,
-            in_session=all(client.in_session for client in self.clients),
-            load_format=load_format,
+        begun = all(client.session_id is not None for client in self.clients)
+        named = (
+            {**options, "session_id": self.clients[0].session_id} if begun and self.clients else {**options}
         )
-        return _Fleet(self.clients, timeout).drive(steps)
+        steps = self.steps(named_tensors, named, bucket_bytes=bucket_bytes, load_format=load_format)
+        return _Fleet(self.clients, timeout, begun=begun).drive(steps)
 
     def close(self) -> None:
         """Leave the group, and have its engines leave. Idempotent."""
@@ -280,9 +277,11 @@ class _Tickets:
 class _Fleet:
     """Drives the steps of one update on several engines at once."""
 
-    def __init__(self, clients: "list[ControlClient]", timeout: float | None) -> None:
+    def __init__(self, clients: "list[ControlClient]", timeout: float | None, *, begun: bool) -> None:
+        """``begun``: every client has a session of its own, which the calls belong to."""
         self._clients = clients
         self._timeout = timeout
+        self._begun = begun
 
     def drive(self, steps: Steps) -> list[WeightUpdateReqOutput]:
         """As the clients do it for one."""
@@ -301,48 +300,37 @@ class _Fleet:
 
     def _do(self, wanted: Send | Await | Run) -> Any:
         if isinstance(wanted, Send):
-            return _Tickets(
-                [_start(client, copy.copy(wanted.request), wanted.expects) for client in self._clients]
-            )
+            return _Tickets([self._start(client, wanted) for client in self._clients])
         if isinstance(wanted, Run):
             return wanted.work()
         return self._replies(wanted)
+
+    def _start(self, client: "ControlClient", wanted: Send) -> Future[Any]:
+        """``client.start``, whose error is that engine's answer: what the others were sent is not forgotten for it."""
+        request = copy.copy(wanted.request)
+        if self._begun and isinstance(request, UpdateWeightsFromDistributedReqInput):
+            request.session_id = client.session_id
+        try:
+            return client.start(request, wanted.expects)
+        except EngineError as error:
+            future: Future[Any] = Future()
+            future.set_exception(error)
+            return future
 
     def _replies(self, wanted: Await) -> list[Any]:
         """Every engine's reply. Once all have answered, the first error, refusals first."""
         replies: list[Any] = []
         errors: list[EngineError] = []
-        opened: list[ControlClient] = []
         for client, future in zip(self._clients, wanted.ticket.futures, strict=True):
             try:
                 replies.append(wait_for(future, wanted.request.id, self._timeout))
-                opened.append(client)
             except EngineError as error:
                 error.add_note(f"engine at {client.endpoint}")
                 errors.append(error)
-                if not is_answer(error):
-                    opened.append(client)  # for all we know
         refused = [error for error in errors if is_answer(error)]
-        if refused and isinstance(wanted.request, BeginWeightUpdateReqInput):
-            # The steps do not end a session that was refused; here some were opened. A refusal may mean another's session.
-            ends = [
-                _start(client, EndWeightUpdateReqInput(commit=False), WeightUpdateReqOutput)
-                for client in opened
-            ]
-            wait(ends, self._timeout)
         if errors:
             raise (refused or errors)[0]
         return replies
-
-
-def _start(client: "ControlClient", request: Request, expects: type[Message]) -> Future[Any]:
-    """``client.start``, whose error is that engine's answer: what the others were sent is not forgotten for it."""
-    try:
-        return client.start(request, expects)
-    except EngineError as error:
-        future: Future[Any] = Future()
-        future.set_exception(error)
-        return future
 
 
 def _whole(tensors: list[Named], bucket_bytes: int) -> Iterator[list[Named]]:

@@ -20,7 +20,7 @@ ROWS = [
     ["config", "distributed"],
     ["device"],
     ["observability"],
-    ["extras", "request", "hello", "channel", "background"],
+    ["extras", "request", "ownership", "hello", "channel", "background"],
     ["cache"],
     ["kernels", "forward"],
     ["attention", "layers"],
@@ -28,8 +28,18 @@ ROWS = [
     ["weights"],
     ["runner"],
     ["chunking", "waiting", "sampling_inputs", "batching", "results", "failure"],
-    ["lifecycle", "checker", "updates", "parameter_server", "groups", "occupation", "scoring", "status"],
-    ["kept", "dispatch", "loop", "build", "reference", "process", "__main__"],
+    [
+        "sessions",
+        "lifecycle",
+        "checker",
+        "updates",
+        "parameter_server",
+        "groups",
+        "occupation",
+        "scoring",
+        "status",
+    ],
+    ["kept", "commands", "dispatch", "loop", "build", "reference", "process", "__main__"],
 ]
 """The modules and packages of ``scheduler/``, from the ground up; the table of docs/structures.md."""
 

@@ -12,7 +12,6 @@ from support.plain_trainer import PlainTrainer, broadcast_and_die, update_messag
 from support.scripted import EngineDriver, assert_error
 
 from caesura.io_struct import (
-    BeginWeightUpdateReqInput,
     DestroyWeightsUpdateGroupReqInput,
     Message,
     PauseGenerationReqInput,
@@ -233,8 +232,9 @@ def test_generation_goes_on_until_the_first_tensor_is_there(driver, trainer, oth
 
 def test_a_session_that_expires_before_the_trainer_sends(driver, trainer, other_model):
     join(driver, trainer)
-    driver.call(BeginWeightUpdateReqInput(deadline_s=0.2))
-    error = assert_error(pump(driver, update_message(weights_of(other_model))), "deadline_exceeded")
+    message = update_message(weights_of(other_model))
+    message.session_id = driver.begin(deadline_s=0.2)
+    error = assert_error(pump(driver, message), "deadline_exceeded")
     assert "expired" in error.message
     status = driver.status()
     assert (status.weights, status.session) == ("valid", None)

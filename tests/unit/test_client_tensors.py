@@ -72,8 +72,10 @@ def test_frames_are_made_when_their_turn_comes(monkeypatch):
     """Of weights on a device each is a copy on the host: two are under way, and no more than a bucket of bytes."""
     made = []
     real = steps.as_frames
-    monkeypatch.setattr(steps, "as_frames", lambda part: made.append(part) or real(part))
-    update = steps.tensor_steps(TENSORS, {}, bucket_bytes=BUCKET_BYTES, in_session=False)
+    monkeypatch.setattr(
+        steps, "as_frames", lambda part, **options: made.append(part) or real(part, **options)
+    )
+    update = steps.tensor_steps(TENSORS, {}, bucket_bytes=BUCKET_BYTES)
     sent, answered, wanted = [], 0, next(update)
     while True:
         if isinstance(wanted, Send):
@@ -96,7 +98,7 @@ def test_frames_are_made_when_their_turn_comes(monkeypatch):
 def test_what_fits_into_a_bucket_is_one_message():
     """Also where it would be cut otherwise: a call of its own joins whatever session is open."""
     tensors = [("w", torch.zeros(3, 4 << 20, dtype=torch.uint8))]
-    wanted = next(steps.tensor_steps(tensors, {}, bucket_bytes=12 << 20, in_session=False))
+    wanted = next(steps.tensor_steps(tensors, {}, bucket_bytes=12 << 20))
     assert isinstance(wanted, Send)
     assert isinstance(wanted.request, UpdateWeightsFromTensorReqInput)
     assert [spec.name for spec in wanted.request.specs] == ["w"]
@@ -117,7 +119,7 @@ class Ticket:
 
 def start(shared: SharedBuckets):
     """An update through ``shared`` in a session of another's, up to where it waits for its first answer."""
-    update = ipc_steps(TENSORS, {}, bucket_bytes=BUCKET_BYTES, in_session=True, shared=shared)
+    update = ipc_steps(TENSORS, {"session_id": "s"}, bucket_bytes=BUCKET_BYTES, shared=shared)
     tickets, memory, wanted = [], None, next(update)
     while not isinstance(wanted, Await):
         if isinstance(wanted, Run):

@@ -18,6 +18,7 @@ from caesura.scheduler.config import EngineConfig
         ("idle_empty_s", float("nan")),
         ("result_ttl_s", float("nan")),
         ("session_deadline_s", -0.5),
+        ("session_orphan_s", float("nan")),
         ("pipeline_depth", 2),
         ("dtype", "int8"),
     ],
