@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..io_struct import EndWeightUpdateReqInput, Request, WeightUpdateOptions
-from .exceptions import EngineDied, NoSession, NotIdle, NotOwner, WeightMismatch, is_answer
+from .exceptions import DeadlineExceeded, EngineDied, NoSession, NotIdle, NotOwner, WeightMismatch, is_answer
 
 _STILL_OPEN = (WeightMismatch, NotIdle, NotOwner)
 """Refusals of an ``end`` that leave its session open."""
@@ -37,5 +37,7 @@ class OpenSession:
             self.id = None
         elif isinstance(request, WeightUpdateOptions | EndWeightUpdateReqInput):
             over = isinstance(request, EndWeightUpdateReqInput) and is_answer(error)
-            if isinstance(error, NoSession) or (over and not isinstance(error, _STILL_OPEN)):
+            if isinstance(error, NoSession | DeadlineExceeded) or (
+                over and not isinstance(error, _STILL_OPEN)
+            ):
                 self.ended(request.session_id)

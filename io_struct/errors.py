@@ -30,7 +30,7 @@ class ErrorCode(StrEnum):
     ID_CONFLICT = "id_conflict"
     """The message id was used before with another body."""
     QUEUE_FULL = "queue_full"
-    """Too many requests are waiting. ``detail``: waiting, limit."""
+    """Too many requests are waiting, or weight update groups are being joined. ``detail``: waiting, limit."""
     EPOCH_BEHIND = "epoch_behind"
     """``min_weights_epoch`` is above the engine's. ``detail``: weights_epoch, min_weights_epoch."""
     PAUSED = "paused"

@@ -176,7 +176,8 @@ class InitWeightsUpdateGroupReqInput(ControlRequest, kw_only=True):
     """Join the process group over which a trainer broadcasts weights; answered when every rank has joined.
 
     The group is PyTorch's own: a ``tcp://`` rendezvous at the master's address with ``PrefixStore(group_name)``. The
-    trainer is rank 0, this engine is rank ``rank_offset``. The same group twice is answered at once.
+    trainer is rank 0, this engine is rank ``rank_offset``. The same group twice is answered at once. Too many groups that
+    wait for their ranks are ``queue_full``.
     """
 
     master_address: Annotated[str, msgspec.Meta(min_length=1, max_length=255)]

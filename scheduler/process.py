@@ -224,7 +224,9 @@ class Engine:
 
     def _build_commands(self, config: EngineConfig, core: _Core, module: Any) -> _Commands:
         loaded, residency, runner, lifecycle = core.loaded, core.residency, core.runner, core.lifecycle
-        self.groups = WeightsUpdateGroups(loaded.device, self.wakeup.set, runner.synchronize)
+        self.groups = WeightsUpdateGroups(
+            loaded.device, self.wakeup.set, runner.synchronize, config.group_interface
+        )
         self._cleanup.callback(self.groups.close)
         updates = WeightUpdates(
             config=config,

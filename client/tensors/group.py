@@ -11,6 +11,9 @@ own prefixes. One that a trainer has made already is as good (:meth:`WeightUpdat
 
 import contextlib
 import copy
+import errno
+import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -47,6 +50,7 @@ Backend = Literal["gloo", "nccl"]
 Named = tuple[str, Tensor]
 
 _PREFIXES = {"gloo": "cpu/", "nccl": "cuda/"}  # as torch: the first device that a backend registers for
+_LISTEN_BACKLOG = 128
 _POLL_S = 0.0005
 _CLOSE_S = 1.0
 _GRACE_S = 5.0  # between one side's end of a broadcast and the other's
@@ -93,7 +97,8 @@ class WeightUpdateGroup:
         A group of the same name that an earlier trainer left behind is destroyed first.
 
         Args:
-            master_address: under which the engines reach this process.
+            master_address: under which the engines reach this process. Where it is an address of this host, nothing else is
+                listened on; else (behind a translated address, say) the rendezvous listens on all addresses.
             master_port: on which they do. 0: any that is free.
             backend: None: nccl where every engine and this process have CUDA devices, else gloo.
             timeout_s: bound of joining, and of every broadcast later.
@@ -108,14 +113,10 @@ class WeightUpdateGroup:
             with contextlib.suppress(GroupError):  # there was none
                 client.destroy_weights_update_group(group_name, timeout=timeout_s)
         limit, size = timedelta(seconds=timeout_s), 1 + len(clients)
-        try:
-            store = TCPStore(
-                master_address, master_port, size, is_master=True, timeout=limit, wait_for_workers=False
-            )
-        except RuntimeError as error:
-            raise GroupError(f"cannot serve on {master_address}:{master_port}: {error}") from error
+        store, is_local = _rendezvous(master_address, master_port, size, limit)
         tickets = _invite(clients, master_address, store.port, group_name, backend, timeout_s)
-        joining = _beside(partial(_join, store, group_name, backend, size, limit))
+        listen = master_address if is_local else None
+        joining = _beside(partial(_join, store, group_name, backend, size, limit, listen))
         done, late = wait([*tickets, joining], timeout_s + _GRACE_S, return_when=FIRST_EXCEPTION)
         try:
             for future in (*tickets, joining):
@@ -368,10 +369,48 @@ def _invite(
     ]
 
 
-def _join(store: Any, name: str, backend: Backend, size: int, limit: timedelta) -> Any:
+def _rendezvous(address: str, port: int, size: int, limit: timedelta) -> tuple[Any, bool]:
+    """The store of a new group, and whether ``address`` is one of this host's: then the store listens there alone.
+
+    By itself torch listens on all addresses of the host, so it is given a socket that listens already.
+    """
+    options: dict[str, Any] = {"is_master": True, "timeout": limit, "wait_for_workers": False}
+    try:
+        listener = _listening(address, port)
+        if listener is None:
+            return TCPStore(address, port, size, **options), False
+        port = listener.getsockname()[1]
+        return TCPStore(address, port, size, master_listen_fd=listener.detach(), **options), True
+    except (OSError, RuntimeError) as error:
+        raise GroupError(f"cannot serve on {address}:{port}: {error}") from error
+
+
+def _listening(address: str, port: int) -> socket.socket | None:
+    """A socket that listens at ``address``; None where that is no address of this host."""
+    family, kind, protocol, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(place)
+        listener.listen(_LISTEN_BACKLOG)
+    except OSError as error:
+        listener.close()
+        if error.errno != errno.EADDRNOTAVAIL:
+            raise
+        return None
+    return listener
+
+
+def _join(store: Any, name: str, backend: Backend, size: int, limit: timedelta, listen: str | None) -> Any:
+    """This process's end of the group; gloo listens at ``listen`` (None: where it would by itself)."""
     ranks = PrefixStore(_PREFIXES[backend], PrefixStore(f"{name}/", PrefixStore(name, store)))
     if backend == "gloo":
-        return dist.ProcessGroupGloo(ranks, 0, size, limit)
+        own: Any = dist.ProcessGroupGloo
+        if listen is None or "GLOO_SOCKET_IFNAME" in os.environ:
+            return own(ranks, 0, size, limit)
+        gloo = own._Options()
+        gloo._timeout, gloo._devices = limit, [own.create_device(hostname=listen)]
+        return own(ranks, 0, size, gloo)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = limit
     return dist.ProcessGroupNCCL(ranks, 0, size, options)

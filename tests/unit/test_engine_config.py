@@ -19,6 +19,7 @@ from caesura.scheduler.config import EngineConfig
         ("result_ttl_s", float("nan")),
         ("session_deadline_s", -0.5),
         ("session_orphan_s", float("nan")),
+        ("group_interface", "no-such-interface"),
         ("pipeline_depth", 2),
         ("dtype", "int8"),
     ],
