@@ -177,7 +177,12 @@ class AsyncControlClient:
         """
         from .tensors import tensor_steps
 
-        steps = tensor_steps(named_tensors, self._session.named(options), bucket_bytes=bucket_bytes)
+        steps = tensor_steps(
+            named_tensors,
+            self._session.named(options),
+            bucket_bytes=bucket_bytes,
+            shared=self._shared_buckets(),
+        )
         return await self._drive(steps, timeout)
 
     async def update_weights_from_ipc(
@@ -192,15 +197,13 @@ class AsyncControlClient:
 
         Arguments as of :meth:`update_weights_from_tensor`. Needs torch.
         """
-        from .tensors import SharedBuckets, ipc_steps
+        from .tensors import ipc_steps
 
-        if self._shared is None:
-            self._shared = SharedBuckets()
         steps = ipc_steps(
             named_tensors,
             self._session.named(options),
             bucket_bytes=bucket_bytes,
-            shared=self._shared,
+            shared=self._shared_buckets(),
         )
         return await self._drive(steps, timeout)
 
@@ -482,6 +485,13 @@ class AsyncControlClient:
             self._session.failed(request, error)
             raise
         return reply
+
+    def _shared_buckets(self) -> "SharedBuckets":
+        from .tensors import SharedBuckets
+
+        if self._shared is None:
+            self._shared = SharedBuckets()
+        return self._shared
 
     def _sign(self, request: Request) -> None:
         if isinstance(request, ControlRequest) and request.owner is None:

@@ -81,9 +81,9 @@ def buckets(named_tensors: NamedTensors, bucket_bytes: int = DEFAULT_BUCKET_BYTE
         yield bucket
 
 
-def as_frames(bucket: Bucket, *, copy: bool = False) -> tuple[list[TensorSpec], list[memoryview]]:
-    """One frame per piece, in place where it lies on the CPU, or with ``copy`` in memory of its own."""
-    frames = [_bytes_of(piece.rows, copy) for piece in bucket.pieces]
+def as_frames(bucket: Bucket) -> tuple[list[TensorSpec], list[memoryview]]:
+    """One frame per piece, in place where it lies on the CPU."""
+    frames = [_bytes_of(piece.rows) for piece in bucket.pieces]
     return [spec_of(piece, buffer=number) for number, piece in enumerate(bucket.pieces)], frames
 
 
@@ -112,8 +112,8 @@ def spec_of(piece: Piece, *, buffer: int = 0, offset: int = 0) -> TensorSpec:
     )
 
 
-def _bytes_of(tensor: Tensor, copy: bool) -> memoryview:
-    flat = tensor.to("cpu", copy=copy).reshape(-1).view(torch.uint8)
+def _bytes_of(tensor: Tensor) -> memoryview:
+    flat = tensor.cpu().reshape(-1).view(torch.uint8)
     view: memoryview = flat.numpy().data
     return view
 

@@ -105,13 +105,20 @@ def call(
     return (yield Await(ticket, request))
 
 
-def tensor_steps(named_tensors: NamedTensors, options: dict[str, Any], *, bucket_bytes: int) -> Steps:
-    """All messages of one update over frames; ``options`` are fields of ``WeightUpdateOptions``."""
+def tensor_steps(
+    named_tensors: NamedTensors, options: dict[str, Any], *, bucket_bytes: int, shared: SharedBuckets
+) -> Steps:
+    """All messages of one update over frames; ``options`` are fields of ``WeightUpdateOptions``.
+
+    A single message is sent from a copy, in memory of ``shared``: it may commit by itself when its sender has long given up waiting.
+    """
     tensors = list(named_tensors)
     size, total = bucket_bytes, total_bytes(tensors)
     if total > bucket_bytes:  # several messages, so that one can be sent while another is copied
         size = part_bytes(total // 4, bucket_bytes, UNDER_WAY)
     parts = list(buckets(tensors, size))
+    if len(parts) == 1:
+        return (yield from _copied(parts[0], options, shared))
     return (yield from in_one_session(tensors, options, len(parts), lambda named: _frames(parts, named)))
 
 
@@ -232,17 +239,25 @@ def _abort(begin: BeginWeightUpdateReqInput, error: BaseException) -> Generator[
 
 
 def _frames(parts: list[Bucket], options: dict[str, Any]) -> Steps:
-    """Frames of the tensors' own memory; a copy on the host is made only when its bucket's turn has come.
-
-    A single message is always copied: it commits by itself, maybe when its sender has long given up waiting.
-    """
+    """Frames of the tensors' own memory; a copy on the host is made only when its bucket's turn has come."""
 
     def send(number: int) -> Generator[Send, Any, tuple[Ticket, ControlRequest]]:
-        specs, frames = as_frames(parts[number], copy=len(parts) == 1)
+        specs, frames = as_frames(parts[number])
         request = UpdateWeightsFromTensorReqInput(specs=specs, **options)
         return (yield Send(request, frames)), request
 
     return (yield from _some_at_a_time(len(parts), send, UNDER_WAY))
+
+
+def _copied(part: Bucket, options: dict[str, Any], shared: SharedBuckets) -> Steps:
+    """One message of one frame, from memory that stays as it is until the answer is there, or for ever."""
+    memory = shared.take(part.nbytes, None)
+    specs: list[TensorSpec] = yield Run(lambda: memory.fill(part))
+    frame: memoryview = memory.view(0, part.nbytes).numpy().data
+    request = UpdateWeightsFromTensorReqInput(specs=specs, **options)
+    reply: WeightUpdateReqOutput = yield from call(request, [frame])
+    shared.give_back(memory)
+    return reply
 
 
 def _shared(

@@ -24,7 +24,7 @@ from caesura.client import (
     WeightMismatch,
     launch_scheduler,
 )
-from caesura.client.tensors import SharedTensors, WeightUpdateGroup, manifest
+from caesura.client.tensors import SharedBuckets, SharedTensors, WeightUpdateGroup, manifest
 from caesura.client.tensors.steps import tensor_steps
 
 PATIENCE = 30.0
@@ -161,9 +161,10 @@ def test_what_changes_after_a_timeout_is_never_committed(engine, trainer, tiny_m
 def test_single_messages_are_copies(tiny_model):
     """However soon the memory changes after the update was given up."""
     tensors = [("w", torch.ones(8))]
-    wanted = next(tensor_steps(tensors, {}, bucket_bytes=1 << 20))
+    update = tensor_steps(tensors, {}, bucket_bytes=1 << 20, shared=SharedBuckets())
+    wanted = update.send(next(update).work())
     tensors[0][1].fill_(7.0)
-    assert torch.frombuffer(wanted.buffers[0], dtype=torch.float32).tolist() == [1.0] * 8
+    assert torch.frombuffer(wanted.buffers[0], dtype=torch.float32, count=8).tolist() == [1.0] * 8
 
 
 def test_shared_tensors_of_a_part_commit_and_belong_to_a_block(engine, trainer, tiny_model, other_model):

@@ -72,10 +72,8 @@ def test_frames_are_made_when_their_turn_comes(monkeypatch):
     """Of weights on a device each is a copy on the host: two are under way, and no more than a bucket of bytes."""
     made = []
     real = steps.as_frames
-    monkeypatch.setattr(
-        steps, "as_frames", lambda part, **options: made.append(part) or real(part, **options)
-    )
-    update = steps.tensor_steps(TENSORS, {}, bucket_bytes=BUCKET_BYTES)
+    monkeypatch.setattr(steps, "as_frames", lambda part: made.append(part) or real(part))
+    update = steps.tensor_steps(TENSORS, {}, bucket_bytes=BUCKET_BYTES, shared=SharedBuckets())
     sent, answered, wanted = [], 0, next(update)
     while True:
         if isinstance(wanted, Send):
@@ -98,7 +96,8 @@ def test_frames_are_made_when_their_turn_comes(monkeypatch):
 def test_what_fits_into_a_bucket_is_one_message():
     """Also where it would be cut otherwise: a call of its own joins whatever session is open."""
     tensors = [("w", torch.zeros(3, 4 << 20, dtype=torch.uint8))]
-    wanted = next(steps.tensor_steps(tensors, {}, bucket_bytes=12 << 20))
+    update = steps.tensor_steps(tensors, {}, bucket_bytes=12 << 20, shared=SharedBuckets())
+    wanted = update.send(next(update).work())  # it is copied first
     assert isinstance(wanted, Send)
     assert isinstance(wanted.request, UpdateWeightsFromTensorReqInput)
     assert [spec.name for spec in wanted.request.specs] == ["w"]
