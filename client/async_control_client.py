@@ -56,60 +56,40 @@ from ..io_struct.control import LeaseAction
 from ..io_struct.weights import DEFAULT_BUCKET_BYTES, DEFAULT_GROUP_NAME
 from .async_channel import LoopChannel
 from .async_handle import wait_for
-from .curve import ClientKeys, KeyOrFile
-from .exceptions import NoSession, NotIdle, NotOwner, WeightMismatch, is_answer
+from .exceptions import NoSession, is_answer
 from .options import (
-    DEFAULT_KEEPALIVE_TIMEOUT_S,
     CheckerAction,
+    ConnectionOptions,
     UpdateOptions,
     WeightUpdate,
+    channel_options,
     id_of,
     seconds,
 )
+from .sessions import OpenSession
 
 if TYPE_CHECKING:
     from .tensors import NamedTensors, SharedBuckets, Steps, WeightUpdateGroup
 
 ReplyT = TypeVar("ReplyT", bound=Message)
 
-_STILL_OPEN = (WeightMismatch, NotIdle, NotOwner)
-"""Refusals of an ``end`` that leave its session open."""
-
 
 class AsyncControlClient:
     """A connection to one engine.
 
-    ``connect_timeout`` (seconds) bounds how long a call waits for a scheduler to appear at ``endpoint``; None waits for
-    ever. After that was in vain, and a second after an engine was lost, calls fail as soon as one try to connect has.
-    An engine that says nothing for ``keepalive_timeout`` seconds while something is unanswered counts as hung: what is
-    pending fails with :class:`EngineDied`; None: never (docs/lifecycle.md, "Clients").
     Every method's ``timeout`` (seconds) bounds that call; None waits until the engine answers or dies.
     ``owner`` is the token under which this client pauses and sends commands; it renews the lease of its pause.
-    An engine with keys wants ``curve_server_key``, its public key or a file of it, and ``curve_client_key_file``, the
-    client's own pair; both are as ``caesura keygen`` writes them.
+    The other keywords are :class:`~caesura.client.options.ConnectionOptions`.
     """
 
     def __init__(
-        self,
-        endpoint: str,
-        *,
-        connect_timeout: float | None = 10.0,
-        keepalive_timeout: float | None = DEFAULT_KEEPALIVE_TIMEOUT_S,
-        owner: str | None = None,
-        curve_server_key: KeyOrFile | None = None,
-        curve_client_key_file: KeyOrFile | None = None,
+        self, endpoint: str, *, owner: str | None = None, **connection: Unpack[ConnectionOptions]
     ) -> None:
-        keys = ClientKeys.read(curve_server_key, curve_client_key_file)
         self.endpoint = endpoint
         self.owner = owner
-        self._in_session = False
+        self._session = OpenSession()
         self._shared: SharedBuckets | None = None
-        self._channel = LoopChannel(
-            endpoint,
-            connect_timeout=seconds("connect_timeout", connect_timeout),
-            keepalive_timeout=seconds("keepalive_timeout", keepalive_timeout),
-            keys=keys,
-        )
+        self._channel = LoopChannel(endpoint, **channel_options(connection))
 
     @property
     def channel(self) -> LoopChannel:
@@ -164,12 +144,16 @@ class AsyncControlClient:
         *,
         torch_empty_cache: bool = True,
         timeout_s: float = 0.0,
+        force: bool = False,
         message_id: str | None = None,
         timeout: float | None = None,
     ) -> FlushCacheReqOutput:
-        """Clear the engine's prefix cache; the engine waits up to ``timeout_s`` seconds to become idle."""
+        """Clear the engine's prefix cache; the engine waits up to ``timeout_s`` seconds to become idle.
+
+        ``force`` commits an implicit weight session that somebody else opened.
+        """
         request = FlushCacheReqInput(
-            id=id_of(message_id), torch_empty_cache=torch_empty_cache, timeout_s=timeout_s
+            id=id_of(message_id), torch_empty_cache=torch_empty_cache, timeout_s=timeout_s, force=force
         )
         return await self._call(request, FlushCacheReqOutput, timeout)
 
@@ -184,7 +168,10 @@ class AsyncControlClient:
     ) -> WeightUpdateReqOutput:
         """Load a checkpoint folder of the same architecture in place. The path is read by the engine's process."""
         request = UpdateWeightFromDiskReqInput(
-            id=id_of(message_id), model_path=os.fspath(model_path), load_format=load_format, **options
+            id=id_of(message_id),
+            model_path=os.fspath(model_path),
+            load_format=load_format,
+            **self._session.named(options),
         )
         return await self._call(request, WeightUpdateReqOutput, timeout)
 
@@ -204,7 +191,10 @@ class AsyncControlClient:
         from .tensors import tensor_steps
 
         steps = tensor_steps(
-            named_tensors, dict(options), bucket_bytes=bucket_bytes, in_session=self._in_session
+            named_tensors,
+            self._session.named(options),
+            bucket_bytes=bucket_bytes,
+            shared=self._shared_buckets(),
         )
         return await self._drive(steps, timeout)
 
@@ -220,16 +210,13 @@ class AsyncControlClient:
 
         Arguments as of :meth:`update_weights_from_tensor`. Needs torch.
         """
-        from .tensors import SharedBuckets, ipc_steps
+        from .tensors import ipc_steps
 
-        if self._shared is None:
-            self._shared = SharedBuckets()
         steps = ipc_steps(
             named_tensors,
-            dict(options),
+            self._session.named(options),
             bucket_bytes=bucket_bytes,
-            in_session=self._in_session,
-            shared=self._shared,
+            shared=self._shared_buckets(),
         )
         return await self._drive(steps, timeout)
 
@@ -246,9 +233,7 @@ class AsyncControlClient:
 
         Other arguments as of :meth:`update_weights_from_tensor`. Needs torch. :meth:`WeightUpdateGroup.update` does this for several engines.
         """
-        steps = group.steps(
-            named_tensors, dict(options), bucket_bytes=bucket_bytes, in_session=self._in_session
-        )
+        steps = group.steps(named_tensors, self._session.named(options), bucket_bytes=bucket_bytes)
         return await self._drive(steps, timeout)
 
     async def update_weights_from_checkpoint_engine(
@@ -265,7 +250,10 @@ class AsyncControlClient:
         The engine gives up after ``timeout_s`` seconds of silence. It must have been started with ``allow_legacy_pickle``.
         """
         request = UpdateWeightsFromCheckpointEngineReqInput(
-            id=id_of(message_id), zmq_handles=zmq_handles, timeout_s=timeout_s, **options
+            id=id_of(message_id),
+            zmq_handles=zmq_handles,
+            timeout_s=timeout_s,
+            **self._session.named(options),
         )
         return await self._call(request, WeightUpdateReqOutput, timeout)
 
@@ -343,35 +331,38 @@ class AsyncControlClient:
         message_id: str | None = None,
         timeout: float | None = None,
     ) -> BeginWeightUpdateReqOutput:
-        """Open an explicit session: what follows is committed together by :meth:`end_weight_update`."""
+        """Open an explicit session: what follows is committed together by :meth:`end_weight_update`.
+
+        This client's updates belong to it until then; those of others name the reply's ``session_id``.
+        """
         request = BeginWeightUpdateReqInput(id=id_of(message_id), manifest=manifest, deadline_s=deadline_s)
-        reply = await self._call(request, BeginWeightUpdateReqOutput, timeout)
-        self._in_session = True
-        return reply
+        return await self._begin(request, timeout)
 
     async def end_weight_update(
         self,
         *,
         commit: bool = True,
+        session_id: str | None = None,
+        force: bool = False,
         weight_version: str | None = None,
         message_id: str | None = None,
         timeout: float | None = None,
     ) -> WeightUpdateReqOutput:
-        """Close the session: commit it, or abort it (weights stay valid only if nothing was written).
+        """Close a session: commit it, or abort it (weights stay valid only if nothing was written).
 
-        A commit that is refused (tensors are missing, frozen requests forbid its flush) leaves it open.
+        ``session_id`` None means the session that this client began, else the implicit one of its calls. ``force`` aborts
+        whatever is open. A commit that is refused (tensors are missing, frozen requests forbid its flush) leaves it open.
         """
         request = EndWeightUpdateReqInput(
             id=id_of(message_id),
             commit=commit,
+            session_id=session_id if session_id is not None else self._session.id,
+            force=force,
             weight_version=weight_version,
         )
-        self._in_session = False
-        try:
-            return await self._call(request, WeightUpdateReqOutput, timeout)
-        except _STILL_OPEN:
-            self._in_session = True
-            raise
+        reply = await self._call(request, WeightUpdateReqOutput, timeout)
+        self._session.ended(self._session.id if force else request.session_id)
+        return reply
 
     @contextlib.asynccontextmanager
     async def weight_update(
@@ -386,17 +377,17 @@ class AsyncControlClient:
 
         ``timeout`` bounds each of the two calls, not the block.
         """
-        begun = False
+        begin = BeginWeightUpdateReqInput(manifest=manifest, deadline_s=deadline_s)
+        session = None
         try:
-            session = WeightUpdate(
-                await self.begin_weight_update(manifest=manifest, deadline_s=deadline_s, timeout=timeout)
-            )
-            begun = True
+            session = WeightUpdate(await self._begin(begin, timeout))
             yield session
-            session.result = await self.end_weight_update(weight_version=weight_version, timeout=timeout)
+            session.result = await self.end_weight_update(
+                session_id=session.opened.session_id, weight_version=weight_version, timeout=timeout
+            )
         except BaseException as error:
-            if begun or not is_answer(error):  # a session that was refused to us may be another's
-                await self._abort_session(error, timeout)
+            if session is not None or not is_answer(error):  # else nothing was opened
+                await self._abort_session(begin.id, error, timeout)
             raise
 
     async def check_weights(
@@ -445,9 +436,9 @@ class AsyncControlClient:
         await self.close()
 
     @property
-    def in_session(self) -> bool:
-        """A weight session that this client began is open."""
-        return self._in_session
+    def session_id(self) -> str | None:
+        """The weight session that this client began and that is open, for all that it knows; None: there is none."""
+        return self._session.id
 
     def start(
         self, request: Request, expects: type[Message], buffers: Sequence[memoryview] = ()
@@ -458,44 +449,51 @@ class AsyncControlClient:
 
     async def _drive(self, steps: "Steps", timeout: float | None) -> WeightUpdateReqOutput:
         """Do what ``steps`` asks for (tensors/steps.py); ``timeout`` bounds each wait for an answer."""
-        from .tensors import Await, Send
+        from .tensors.driving import drive_async
 
         timeout = seconds("timeout", timeout)
-        try:
-            wanted = next(steps)
-            while True:
-                try:
-                    if isinstance(wanted, Send):
-                        came = self.start(wanted.request, wanted.expects, wanted.buffers)
-                    elif isinstance(wanted, Await):
-                        came = await wait_for(wanted.ticket, wanted.request.id, timeout)
-                    else:
-                        came = await asyncio.to_thread(wanted.work)
-                except BaseException as error:  # noqa: BLE001  the generator ends its session, and raises it again
-                    wanted = steps.throw(error)
-                else:
-                    wanted = steps.send(came)
-        except StopIteration as stop:
-            final: WeightUpdateReqOutput = stop.value
-            return final
+        return await drive_async(
+            steps,
+            lambda send: self.start(send.request, send.expects, send.buffers),
+            lambda wanted: wait_for(wanted.ticket, wanted.request.id, timeout),
+            self._session.failed,
+        )
 
-    async def _abort_session(self, error: BaseException, timeout: float | None) -> None:
-        """End the session without a commit, whatever has become of it; waits for that only where something was answered."""
-        self._in_session = False
-        request = EndWeightUpdateReqInput(commit=False)
+    async def _begin(
+        self, request: BeginWeightUpdateReqInput, timeout: float | None
+    ) -> BeginWeightUpdateReqOutput:
+        reply = await self._call(request, BeginWeightUpdateReqOutput, timeout)
+        self._session.id = reply.session_id
+        return reply
+
+    async def _abort_session(self, name: str, error: BaseException, timeout: float | None) -> None:
+        """End the session ``name`` without a commit, whatever has become of it; waits for that only where something was answered."""
+        self._session.id = None
+        request = EndWeightUpdateReqInput(commit=False, session_id=name)
         try:
             answer = self.start(request, WeightUpdateReqOutput)
             if is_answer(error):
                 await wait_for(answer, request.id, timeout)
-        except NoSession:  # it had ended before
+        except NoSession:  # it had ended before, or was never opened
             pass
         except CaesuraError as second:
             error.add_note(f"the weight session could not be aborted either: {second}")
 
     async def _call(self, request: Request, expects: type[ReplyT], timeout: float | None) -> ReplyT:
         timeout = seconds("timeout", timeout)
-        reply: ReplyT = await wait_for(self.start(request, expects), request.id, timeout)
+        try:
+            reply: ReplyT = await wait_for(self.start(request, expects), request.id, timeout)
+        except CaesuraError as error:
+            self._session.failed(request, error)
+            raise
         return reply
+
+    def _shared_buckets(self) -> "SharedBuckets":
+        from .tensors import SharedBuckets
+
+        if self._shared is None:
+            self._shared = SharedBuckets()
+        return self._shared
 
     def _sign(self, request: Request) -> None:
         if isinstance(request, ControlRequest) and request.owner is None:

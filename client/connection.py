@@ -277,9 +277,9 @@ class Connection(Generic[WaiterT, QueueT]):
                 ),
             )
 
-    def awaits(self, message_id: str) -> bool:
-        """Whether that message has no final answer yet."""
-        return message_id in self._calls or message_id in self._generations
+    def awaits(self, message_id: Any) -> bool:
+        """Whether a message of that id has no final answer yet; no id of another type than text ever has."""
+        return isinstance(message_id, str) and (message_id in self._calls or message_id in self._generations)
 
     def fail_all(self, error: EngineError, spare: Collection[str] = ()) -> None:
         """Resolve every waiter but those of the messages ``spare`` with an error of the class and text of ``error``, one

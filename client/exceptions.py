@@ -116,13 +116,13 @@ class NotOwner(EngineError):
 
 
 class NoSession(EngineError):
-    """``end_weight_update`` without ``begin_weight_update``."""
+    """No such weight session is open: none was begun, or it has ended or expired."""
 
     error_code = ErrorCode.NO_SESSION
 
 
 class SessionOpen(EngineError):
-    """Refused while an explicit weight session is open."""
+    """A weight session is open that the command does not belong to."""
 
     error_code = ErrorCode.SESSION_OPEN
 

@@ -289,6 +289,8 @@ def launch_scheduler(
     idle_empty_s: float | None = None,
     result_ttl_s: float | None = None,
     session_deadline_s: float | None = None,
+    session_orphan_s: float | None = None,
+    group_interface: str | None = None,
     deterministic: bool | None = None,
     reference_model_path: str | os.PathLike[str] | None = None,
     reference_residency: Literal["resident", "offload", "layerwise"] | None = None,

@@ -13,7 +13,10 @@ WeightsState = Literal["valid", "updating", "poisoned", "invalid"]
 MemoryState = Literal["resident", "released"]
 LeaseAction = Literal["continue", "abort", "stay"]
 MemoryTag = Literal["weights", "kv_cache", "cuda_graph"]
-NonNegative = Annotated[float, msgspec.Meta(ge=0)]
+MAX_DURATION_S = 86400.0
+"""Longest time that a command may ask for: a day. Infinity and NaN are refused with it."""
+Duration = Annotated[float, msgspec.Meta(ge=0, le=MAX_DURATION_S)]
+PositiveDuration = Annotated[float, msgspec.Meta(gt=0, le=MAX_DURATION_S)]
 
 
 class ControlRequest(Request, kw_only=True):
@@ -31,7 +34,7 @@ class PauseGenerationReqInput(ControlRequest, kw_only=True):
     """
 
     mode: PauseMode = "abort"
-    lease_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    lease_s: PositiveDuration | None = None
     """Seconds without a sign of life from the owner, after which ``on_lease_expiry`` happens; needs ``owner``. None: the
     pause lasts until continue."""
     on_lease_expiry: LeaseAction = "continue"
@@ -60,7 +63,7 @@ class ContinueGenerationReqInput(ControlRequest, kw_only=True):
 
     torch_empty_cache: bool = True
     force: bool = False
-    """Continue a pause that somebody else owns."""
+    """Continue a pause that somebody else owns, and commit an implicit session that somebody else opened."""
 
 
 class ContinueGenerationReqOutput(Reply, kw_only=True):
@@ -79,8 +82,11 @@ class FlushCacheReqInput(ControlRequest, kw_only=True):
 
     torch_empty_cache: bool = True
     """Also return the allocator's unused blocks to the system."""
-    timeout_s: NonNegative = 0.0
+    timeout_s: Duration = 0.0
     """Wait this long for the engine to become idle. 0: answer at once."""
+    force: bool = False
+    """Commit an implicit session that somebody else opened. Else the flush is refused while one is open, unless its sender
+    owns the pause."""
 
 
 class FlushCacheReqOutput(Reply, kw_only=True):

@@ -33,7 +33,7 @@ class ErrorCode(StrEnum):
     """The message was answered before, so long ago that the answer is no longer stored. Nothing was done again: a new id does it
     once more."""
     QUEUE_FULL = "queue_full"
-    """Too many requests are waiting. ``detail``: waiting, limit."""
+    """Too many requests are waiting, or weight update groups are being joined. ``detail``: waiting, limit."""
     EPOCH_BEHIND = "epoch_behind"
     """``min_weights_epoch`` is above the engine's. ``detail``: weights_epoch, min_weights_epoch."""
     PAUSED = "paused"
@@ -47,8 +47,8 @@ class ErrorCode(StrEnum):
     NO_SESSION = "no_session"
     """No such weight session is open: there is none, or the ``session_id`` is of one that has ended."""
     SESSION_OPEN = "session_open"
-    """A weight session of somebody else is open: refused are a second ``begin``, calls without its ``session_id``, and
-    ``continue``. ``detail``: age_s, session_id where the caller may know it."""
+    """A weight session is open: refused are a second ``begin``, calls and ends that do not name it or disagree with it, and
+    whatever would commit it for somebody else. ``detail``: kind, age_s, and session_id where it is the sender's own."""
     WEIGHTS_POISONED = "weights_poisoned"
     """An update failed after its first written byte; only a complete update leaves this state."""
     WEIGHTS_INVALID = "weights_invalid"

@@ -105,6 +105,11 @@ class Feed(Generic[Item]):
         """Nothing more will come and everything was taken."""
         return self._ended and not self._ready
 
+    @property
+    def is_running(self) -> bool:
+        """Its thread works, or waits; also after :meth:`cancel`, until a blocking call returns."""
+        return not self._ended
+
     def take(self) -> Item | None:
         """The next item, or None: nothing has come yet, or nothing more will.
 

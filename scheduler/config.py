@@ -5,6 +5,7 @@ decide for me" has been decided; an impossible value is refused by field name be
 """
 
 import os
+import socket
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -74,8 +75,12 @@ class EngineConfig:
     could not be reached by fetching."""
     session_deadline_s: float = 600.0
     """A weight session older than this is aborted, unless it set its own deadline."""
+    session_orphan_s: float = 10.0
+    """A weight session whose client is gone is aborted after this long, unless a message of it arrives."""
     load_bucket_bytes: int = 8 << 20
     """Bytes read between two looks at the inbox while weights load."""
+    group_interface: str | None = None
+    """Network interface (eth0, say) on which weight update groups listen. None: loopback where the master is there, else the address of the host's name."""
     allow_legacy_pickle: bool = False
     """Accept checkpoint-engine's pickled messages, parsed into plain fields and never executed."""
     deterministic: bool = False
@@ -112,10 +117,13 @@ class EngineConfig:
             "idle_empty_s",
             "result_ttl_s",
             "session_deadline_s",
+            "session_orphan_s",
             "target_step_s",
         ):
             if not getattr(self, name) >= 0:  # NaN fails, too
                 raise _invalid(name, getattr(self, name), "must be at least 0")
+        if self.group_interface is not None and self.group_interface not in _interfaces():
+            raise _invalid("group_interface", self.group_interface, f"must be one of {sorted(_interfaces())}")
         if self.pipeline_depth not in (None, 0, 1):
             raise _invalid("pipeline_depth", self.pipeline_depth, "must be 0 or 1")
         if self.dtype not in ("auto", "float32", "bfloat16"):
@@ -150,6 +158,10 @@ class EngineConfig:
             model_path=str(Path(os.path.expanduser(self.model_path))),
             reference_model_path=reference and str(Path(os.path.expanduser(reference))),
         )
+
+
+def _interfaces() -> set[str]:
+    return {name for _, name in socket.if_nameindex()}
 
 
 def _invalid(field: str, value: object, requirement: str) -> CaesuraError:

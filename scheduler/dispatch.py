@@ -25,14 +25,11 @@ from ..io_struct import (
     BatchTokenOutput,
     BeginWeightUpdateReqInput,
     CaesuraError,
-    ContinueGenerationReqInput,
     ControlRequest,
-    DestroyWeightsUpdateGroupReqInput,
     EndWeightUpdateReqInput,
     ErrorCode,
     FetchResultReqInput,
     FetchResultReqOutput,
-    FlushCacheReqInput,
     GenerateReqInput,
     GenerateReqOutput,
     GetMemoryHistoryReqInput,
@@ -40,9 +37,7 @@ from ..io_struct import (
     GetStatusReqInput,
     GetStatusReqOutput,
     HelloReqInput,
-    InitWeightsUpdateGroupReqInput,
     Message,
-    PauseGenerationReqInput,
     ReleaseMemoryOccupationReqInput,
     RenewPauseLeaseReqInput,
     RenewPauseLeaseReqOutput,
@@ -52,30 +47,25 @@ from ..io_struct import (
     ShutdownReqOutput,
     ToScheduler,
     UpdateWeightFromDiskReqInput,
-    UpdateWeightsFromCheckpointEngineReqInput,
-    UpdateWeightsFromDistributedReqInput,
-    UpdateWeightsFromIPCReqInput,
     UpdateWeightsFromTensorReqInput,
-    WeightsCheckerReqInput,
+    WeightUpdateOptions,
     decode_request,
     encode,
 )
 from .answers import Answers, answer_bytes
 from .backlog import result_bytes
-from .checker import WeightsChecker
+from .commands import Commands
 from .config import EngineConfig
-from .groups import GroupCommands
 from .guard import checked, defect
 from .hello import answer_hello
 from .kept import KeptResults
 from .lifecycle import Lifecycle, Operation, Wait
 from .observability.memory_history import MemoryHistory
-from .occupation import MemoryOccupation
-from .parameter_server import ParameterServerUpdates
+from .ownership import Sender
 from .request import Request
 from .results import Results
 from .scoring import Scoring
-from .updates import WeightUpdates
+from .sessions import Sessions
 from .waiting import AdmissionLimits, WaitingQueue, admit
 
 logger = logging.getLogger(__name__)
@@ -99,6 +89,7 @@ class _Running:
 
     message: ToScheduler
     operation: Operation
+    has_begun: bool = False
 
 
 class Dispatcher:
@@ -110,11 +101,8 @@ class Dispatcher:
         config: EngineConfig,
         limits: AdmissionLimits,
         lifecycle: Lifecycle,
-        updates: WeightUpdates,
-        parameter_server: ParameterServerUpdates,
-        groups: GroupCommands,
-        occupation: MemoryOccupation,
-        checker: WeightsChecker,
+        sessions: Sessions,
+        handlers: Commands,
         scoring: Scoring | None,
         results: Results,
         waiting: WaitingQueue,
@@ -129,7 +117,8 @@ class Dispatcher:
         self._config = config
         self._limits = limits
         self._lifecycle = lifecycle
-        self._updates = updates
+        self._sessions = sessions
+        self._handlers = handlers
         self._scoring = scoring
         self._results = results
         self._waiting = waiting
@@ -149,26 +138,10 @@ class Dispatcher:
             GetStatusReqInput: lambda request: self._status(request.id),
             GetMemoryHistoryReqInput: self._memory_history,
         }
-        self._operations: dict[type, Callable[[Any], Operation]] = {
-            PauseGenerationReqInput: lifecycle.pause,
-            ContinueGenerationReqInput: lifecycle.continue_generation,
-            FlushCacheReqInput: lifecycle.flush,
-            BeginWeightUpdateReqInput: updates.begin,
-            EndWeightUpdateReqInput: updates.end,
-            UpdateWeightFromDiskReqInput: updates.from_disk,
-            UpdateWeightsFromIPCReqInput: updates.from_ipc,
-            UpdateWeightsFromDistributedReqInput: updates.from_distributed,
-            UpdateWeightsFromCheckpointEngineReqInput: parameter_server.update,
-            InitWeightsUpdateGroupReqInput: groups.init,
-            DestroyWeightsUpdateGroupReqInput: groups.destroy,
-            ReleaseMemoryOccupationReqInput: occupation.release,
-            ResumeMemoryOccupationReqInput: occupation.resume,
-            WeightsCheckerReqInput: checker.check,
-        }
 
     @property
     def is_busy(self) -> bool:
-        """Some operation is under way, queued behind one, or waits: its sender is not silent."""
+        """Some operation is under way, queued behind one, or waits."""
         return bool(self._commands or self._parked)
 
     @property
@@ -179,6 +152,18 @@ class Dispatcher:
     def awaiting_clients(self) -> set[bytes]:
         """Who waits for anything: a command, a score, a generation."""
         return self._answers.awaited_by()
+
+    @property
+    def defers_lease(self) -> bool:
+        """The lease of the pause must not expire now: a command of its owner is a sign of life, and one that has begun, whoever
+        sent it, is not interrupted."""
+        if self._commands and self._commands[0].has_begun:
+            return True
+        owner = self._lifecycle.pause_owner
+        return any(
+            isinstance(running.message, ControlRequest) and running.message.owner == owner
+            for running in (*self._commands, *self._parked)
+        )
 
     @property
     def wants_tick(self) -> bool:
@@ -205,6 +190,8 @@ class Dispatcher:
         try:
             if isinstance(message, ControlRequest):
                 self._lifecycle.renew_lease(message.owner)
+            if isinstance(message, WeightUpdateOptions | EndWeightUpdateReqInput):
+                self._sessions.heard(message, Sender(client, message.owner))
             answers = self._attach(client, message, header)
         except CaesuraError as error:
             answers = [error.to_reply(message.id)]
@@ -262,6 +249,7 @@ class Dispatcher:
         gone, self._gone = self._gone, []
         for client in dict.fromkeys(gone):
             self._end_generations_of(client)
+            self._sessions.client_gone(client)
 
     def _end_generations_of(self, client: bytes) -> None:
         orphans = [request for request in self._results.live.values() if request.client == client]
@@ -331,10 +319,8 @@ class Dispatcher:
             self._refuse_when_full()
             if isinstance(message, _EXCLUSIVE):
                 self._refuse_when_busy()
-            if isinstance(message, UpdateWeightsFromTensorReqInput):
-                operation = self._updates.from_tensor(message, buffers)
-            else:
-                operation = self._operations[type(message)](message)
+            assert isinstance(message, ControlRequest)  # whatever is none was answered above
+            operation = self._handlers.operation(client, message, buffers)
             self._commands.append(_Running(message, operation))
 
     def _generate(self, client: bytes, message: GenerateReqInput) -> None:
@@ -421,6 +407,7 @@ class Dispatcher:
     def _step(self, running: _Running) -> Wait | None:
         """Advance an operation; None when it has ended and is answered."""
         message_id = running.message.id
+        running.has_begun = True
         try:
             return next(running.operation)
         except StopIteration as stop:

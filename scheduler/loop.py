@@ -36,8 +36,8 @@ from .updates import WeightUpdates
 logger = logging.getLogger(__name__)
 
 KEEPALIVE_S = 2.0
-"""How often those who must be alive are looked at, and are told that this engine is: clients that wait for an answer, owners
-of shared memory."""
+"""How often those who must be alive are looked at, and are told that this engine is: clients that wait for an answer or have a
+session open, owners of shared memory."""
 PARKED_POLL_S = 0.005
 """How often an operation that waits for idleness is looked at when nothing else happens."""
 MAX_POLL_S = 3600.0
@@ -109,7 +109,7 @@ class Scheduler:
             guard,
             (
                 Timer("the keepalive", self._keepalive_due, self._keep_alive),
-                Timer("the end of a weight session", lambda: updates.deadline, updates.expire),
+                Timer("the end of a weight session", lambda: updates.sessions.expires, updates.expire),
                 Timer("the end of a pause lease", self._lease_due, self._expire_lease),
                 Timer("emptying the idle engine", self._idle_due, self._empty_idle),
             ),
@@ -197,21 +197,27 @@ class Scheduler:
         return min(waits) if waits else None
 
     def _keepalive_due(self) -> float | None:
-        watched = self._results.live or self._dispatcher.has_unanswered or self._updates.keeps_memory
-        return self._next_keepalive if watched else None
+        waiting = (
+            self._results.live or self._dispatcher.has_unanswered or self._updates.sessions.client is not None
+        )
+        return self._next_keepalive if waiting or self._updates.keeps_memory else None
 
     def _keep_alive(self) -> None:
         self._next_keepalive = monotonic() + KEEPALIVE_S
-        self._router.keepalive(self._dispatcher.awaiting_clients(), self._lifecycle.step)
+        clients = self._dispatcher.awaiting_clients()
+        if self._updates.sessions.client is not None:
+            clients.add(self._updates.sessions.client)
+        self._router.keepalive(clients, self._lifecycle.step)
         self._updates.collect()
 
     def _lease_due(self) -> float | None:
         lease_left = self._lifecycle.lease_left_s
-        return None if lease_left is None or self._dispatcher.is_busy else monotonic() + lease_left
+        return None if lease_left is None or self._dispatcher.defers_lease else monotonic() + lease_left
 
     def _expire_lease(self) -> None:
-        if self._lifecycle.lease_expiry == "continue":
-            self._updates.expire()  # a session left open is aborted first
+        lease, owner = self._lifecycle.ownership.lease, self._lifecycle.ownership.sender
+        if lease is not None and owner is not None and lease.action == "continue":
+            self._updates.expire_with_lease(owner)  # a session left open is aborted first
         self._lifecycle.expire_lease()
 
     def _idle_due(self) -> float | None:

@@ -123,7 +123,7 @@ class MemoryOccupation:
 
     def _require_releasable(self, tags: Collection[MemoryTag]) -> None:
         lifecycle = self._lifecycle
-        if lifecycle.explicit_session or lifecycle.weights == "updating":
+        if self._updates.sessions.is_explicit or lifecycle.weights == "updating":
             raise CaesuraError(
                 ErrorCode.SESSION_OPEN,
                 "cannot release memory: a weight update is open; end it (an implicit one: continue, or flush_cache)",

@@ -40,6 +40,7 @@ from .cache.manager import CacheManager, LedgerError
 from .channel import Router
 from .checker import WeightsChecker
 from .chunking import ChunkSizer
+from .commands import Commands
 from .config import PAGE_SIZE, EngineConfig
 from .device.memory import device_module_for, empty_device_cache
 from .device.residency import ComponentResidencyManager
@@ -60,6 +61,7 @@ from .request import Request, RequestTable, WeightStamp
 from .results import Results
 from .runner.model_runner import ModelRunner
 from .scoring import ReferenceModel, Scoring
+from .sessions import Sessions
 from .status import StaticFacts, StatusReporter
 from .updates import WeightUpdates
 from .waiting import AdmissionLimits, WaitingQueue
@@ -92,9 +94,7 @@ class _Commands:
     """What carries commands out that take time."""
 
     updates: WeightUpdates
-    parameter_server: ParameterServerUpdates
-    occupation: MemoryOccupation
-    checker: WeightsChecker
+    handlers: Commands
     scoring: Scoring | None
 
 
@@ -142,11 +142,8 @@ class Engine:
             config=config,
             limits=core.limits,
             lifecycle=core.lifecycle,
-            updates=commands.updates,
-            parameter_server=commands.parameter_server,
-            groups=GroupCommands(self.groups),
-            occupation=commands.occupation,
-            checker=commands.checker,
+            sessions=commands.updates.sessions,
+            handlers=commands.handlers,
             scoring=commands.scoring,
             results=core.results,
             waiting=core.waiting,
@@ -213,6 +210,7 @@ class Engine:
             device_module=module,
         )
         lifecycle = Lifecycle(
+            sessions=Sessions(deadline_s=config.session_deadline_s, orphan_s=config.session_orphan_s),
             batcher=batcher,
             waiting=waiting,
             results=results,
@@ -230,7 +228,9 @@ class Engine:
 
     def _build_commands(self, config: EngineConfig, core: _Core, module: Any) -> _Commands:
         loaded, residency, runner, lifecycle = core.loaded, core.residency, core.runner, core.lifecycle
-        self.groups = WeightsUpdateGroups(loaded.device, self.wakeup.set, runner.synchronize)
+        self.groups = WeightsUpdateGroups(
+            loaded.device, self.wakeup.set, runner.synchronize, config.group_interface
+        )
         self._cleanup.callback(self.groups.close)
         updates = WeightUpdates(
             config=config,
@@ -238,6 +238,7 @@ class Engine:
             loader=loaded.loader,
             runner=runner,
             lifecycle=lifecycle,
+            sessions=lifecycle.sessions,
             batcher=core.batcher,
             results=core.results,
             cache=self.cache,
@@ -272,7 +273,15 @@ class Engine:
             scoring = Scoring(
                 core.reference, residency=residency, lifecycle=lifecycle, runner=runner, device_module=module
             )
-        return _Commands(updates, parameter_server, occupation, checker, scoring)
+        handlers = Commands(
+            lifecycle=lifecycle,
+            updates=updates,
+            parameter_server=parameter_server,
+            groups=GroupCommands(self.groups),
+            occupation=occupation,
+            checker=checker,
+        )
+        return _Commands(updates, handlers, scoring)
 
     def _build_status(
         self, config: EngineConfig, core: _Core, commands: _Commands, module: Any

@@ -92,7 +92,7 @@ class StatusReporter:
             released_tags=sorted(lifecycle.released),
             weight_version=lifecycle.stamp.version,
             weights_epoch=lifecycle.stamp.epoch,
-            session=self._updates.session_status(),
+            session=self._updates.sessions.status(),
             update=self._updates.progress(),
             running_requests=self._batcher.num_running,
             prefilling_requests=self._batcher.num_prefilling,

@@ -6,7 +6,6 @@ from support.scripted import EngineDriver, assert_error, expected_tokens, tokens
 
 from caesura.io_struct import (
     AbortReq,
-    BeginWeightUpdateReqInput,
     ContinueGenerationReqInput,
     EndWeightUpdateReqInput,
     GenerateReqInput,
@@ -97,8 +96,9 @@ def test_a_session_commits_while_the_engine_is_busy(driver):
     """Its barrier holds back new steps; otherwise one would always be in flight."""
     rid = driver.generate(SHORT, 200)
     driver.tick(3)
-    driver.call(BeginWeightUpdateReqInput())
-    assert driver.call(EndWeightUpdateReqInput(weight_version="v1"), max_ticks=5).committed
+    session_id = driver.begin()
+    end = EndWeightUpdateReqInput(session_id=session_id, weight_version="v1")
+    assert driver.call(end, max_ticks=5).committed
     driver.run_until_idle()
     spans = check(driver, rid, SHORT).weight_versions
     assert [span.version for span in spans] == ["default", "v1"]
@@ -110,15 +110,19 @@ def test_a_session_that_expires_before_the_first_byte(tiny_model, other_model, c
     with EngineDriver(str(tiny_model), pipeline_depth=1) as driver:
         rid = driver.generate(SHORT, 50)
         driver.tick(3)
-        driver.call(BeginWeightUpdateReqInput())
+        session_id = driver.begin()
         before = driver.call(WeightsCheckerReqInput()).total
-        update = UpdateWeightFromDiskReqInput(model_path=str(other_model), flush_cache=False)
-        waiting = driver.send(update if command == "update" else EndWeightUpdateReqInput())
+        update = UpdateWeightFromDiskReqInput(
+            model_path=str(other_model), flush_cache=False, session_id=session_id
+        )
+        waiting = driver.send(
+            update if command == "update" else EndWeightUpdateReqInput(session_id=session_id)
+        )
         scheduler = driver.engine.scheduler
         scheduler._hear(0)
         driver.engine.dispatcher.advance()
         assert driver.engine.dispatcher.is_busy, "it was meant to wait for the step"
-        scheduler._updates._session.deadline = 0.0
+        scheduler._updates.sessions.current.deadline = 0.0
         driver.tick(2)
         assert_error(driver.replies.pop(waiting), "deadline_exceeded")
         status = driver.status()

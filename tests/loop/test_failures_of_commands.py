@@ -7,7 +7,6 @@ from support.faults import BUG, NO_MEMORY, Fault, check_everybody, submit
 from support.scripted import EngineDriver, assert_error
 
 from caesura.io_struct import (
-    BeginWeightUpdateReqInput,
     ContinueGenerationReqInput,
     EndWeightUpdateReqInput,
     ErrorReply,
@@ -61,11 +60,11 @@ def test_an_update_that_fails(driver, monkeypatch, tiny_model, other_model, stag
 
 
 def test_an_explicit_session_whose_commit_fails(driver, monkeypatch, other_model):
-    driver.call(BeginWeightUpdateReqInput())
-    driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_model)))
+    session_id = driver.begin()
+    driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_model), session_id=session_id))
     with monkeypatch.context() as patch:
         Fault(patch, driver.engine.scheduler._lifecycle, "commit_weights", BUG, {0})
-        assert_error(driver.call(EndWeightUpdateReqInput()), "internal")
+        assert_error(driver.call(EndWeightUpdateReqInput(session_id=session_id)), "internal")
     assert driver.status().weights == "poisoned"
     assert driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_model))).committed
     check_everybody(driver, submit(driver))
@@ -74,8 +73,14 @@ def test_an_explicit_session_whose_commit_fails(driver, monkeypatch, other_model
 OCCUPATION_STAGES: dict[str, Callable[[EngineDriver], tuple[object, str]]] = {
     "flush": lambda driver: (driver.engine.cache, "flush"),
     "forget": lambda driver: (driver.engine.scheduler._updates, "forget"),
-    "release": lambda driver: (driver.engine.dispatcher._operations[Release].__self__._residency, "release"),
-    "resume": lambda driver: (driver.engine.dispatcher._operations[Release].__self__._residency, "resume"),
+    "release": lambda driver: (
+        driver.engine.dispatcher._handlers._of_anybody[Release].__self__._residency,
+        "release",
+    ),
+    "resume": lambda driver: (
+        driver.engine.dispatcher._handlers._of_anybody[Release].__self__._residency,
+        "resume",
+    ),
     "synchronize": lambda driver: (driver.runner, "synchronize"),
 }
 Release = ReleaseMemoryOccupationReqInput

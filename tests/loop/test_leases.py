@@ -5,7 +5,6 @@ from support.scripted import EngineDriver, assert_error, tokens_of
 
 from caesura.io_struct import (
     AbortReq,
-    BeginWeightUpdateReqInput,
     ContinueGenerationReqInput,
     FetchResultReqInput,
     FlushCacheReqInput,
@@ -129,14 +128,16 @@ def test_expiry_stays(driver, clock):
 
 def test_expiry_with_an_open_session_aborts_it_first(driver, clock, other_model):
     pause(driver, "continue")
-    driver.call(BeginWeightUpdateReqInput(owner="trainer"))
+    driver.begin(owner="trainer")
     clock.now += 11
     driver.tick(2)
     status = driver.status()
     assert (status.generation, status.weights, status.session) == ("running", "valid", None)
     pause(driver, "continue")
-    driver.call(BeginWeightUpdateReqInput(owner="trainer"))
-    driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_model), owner="trainer"))
+    session_id = driver.begin(owner="trainer")
+    driver.call(
+        UpdateWeightFromDiskReqInput(model_path=str(other_model), owner="trainer", session_id=session_id)
+    )
     clock.now += 11
     driver.tick(2)
     status = driver.status()

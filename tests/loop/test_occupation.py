@@ -14,7 +14,6 @@ from support.scripted import EngineDriver, assert_error, expected_tokens, tokens
 from caesura.client.tensors import as_frames, buckets
 from caesura.io_struct import (
     AbortReq,
-    BeginWeightUpdateReqInput,
     ContinueGenerationReqInput,
     EndWeightUpdateReqInput,
     ErrorReply,
@@ -321,9 +320,9 @@ def test_weights_need_a_pause_or_an_idle_engine(driver, tag):
 
 @pytest.mark.parametrize("tags", [["kv_cache"], ["weights"], None])
 def test_an_open_session_forbids_a_release(driver, other_model, tags):
-    driver.call(BeginWeightUpdateReqInput())
+    session_id = driver.begin()
     assert_error(driver.call(Release(tags=tags)), "session_open")
-    driver.call(EndWeightUpdateReqInput(commit=False))
+    driver.call(EndWeightUpdateReqInput(commit=False, session_id=session_id))
     driver.call(PauseGenerationReqInput())
     assert not Sender(driver, other_model).send(0).committed
     assert driver.status().weights == "updating"
@@ -389,7 +388,7 @@ def test_a_resume_without_enough_memory_changes_nothing(driver, monkeypatch):
 
 
 def _occupation(driver: EngineDriver) -> MemoryOccupation:
-    return driver.engine.dispatcher._operations[Release].__self__
+    return driver.engine.dispatcher._handlers._of_anybody[Release].__self__
 
 
 def _residency(driver: EngineDriver) -> residency.ComponentResidencyManager:

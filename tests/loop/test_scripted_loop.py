@@ -5,7 +5,6 @@ from support.scripted import EngineDriver, assert_error, expected_tokens, tokens
 
 from caesura.io_struct import (
     AbortReq,
-    BeginWeightUpdateReqInput,
     ContinueGenerationReqInput,
     EndWeightUpdateReqInput,
     FlushCacheReqInput,
@@ -386,15 +385,17 @@ def test_streams_and_terminal_results_agree(driver):
 def test_an_explicit_session_on_a_busy_engine(driver, other_model):
     """Generation goes on until the first byte, stops until the commit, and goes on by itself."""
     rid = driver.generate(prompt_of(4), 60)
-    driver.call(BeginWeightUpdateReqInput())
+    session_id = driver.begin()
     driver.tick(5)
     assert driver.status().step >= 5
-    driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_model), flush_cache=False))
+    driver.call(
+        UpdateWeightFromDiskReqInput(model_path=str(other_model), flush_cache=False, session_id=session_id)
+    )
     step = driver.status().step
     driver.tick(5)
     status = driver.status()
     assert (status.step, status.weights, status.generation) == (step, "updating", "running")
-    assert driver.call(EndWeightUpdateReqInput(weight_version="v1")).committed
+    assert driver.call(EndWeightUpdateReqInput(session_id=session_id, weight_version="v1")).committed
     driver.run_until_idle()
     spans = check(driver, rid, prompt_of(4)).weight_versions
     assert [(s.version, s.stale_kv) for s in spans] == [("default", False), ("v1", True)]
@@ -403,15 +404,15 @@ def test_an_explicit_session_on_a_busy_engine(driver, other_model):
 def test_an_empty_session_commits_on_a_busy_engine(driver):
     rid = driver.generate(prompt_of(4), 60)
     driver.tick(3)
-    driver.call(BeginWeightUpdateReqInput())
-    assert driver.call(EndWeightUpdateReqInput(weight_version="v1")).weights_epoch == 1
+    end = EndWeightUpdateReqInput(session_id=driver.begin(), weight_version="v1")
+    assert driver.call(end).weights_epoch == 1
     driver.run_until_idle()
     assert [s.version for s in check(driver, rid, prompt_of(4)).weight_versions] == ["default", "v1"]
 
 
 def test_an_update_that_fails_in_the_middle_poisons(driver, other_model, monkeypatch):
     """Any failure after the first byte, not only those that were foreseen."""
-    loader = driver.engine.dispatcher._updates._loader
+    loader = driver.engine.scheduler._updates._loader
     write, calls = loader.write, []
 
     def failing(piece):

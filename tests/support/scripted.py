@@ -19,6 +19,8 @@ import zmq
 
 from caesura.io_struct import (
     BatchTokenOutput,
+    BeginWeightUpdateReqInput,
+    BeginWeightUpdateReqOutput,
     ErrorReply,
     GenerateReqInput,
     GenerateReqOutput,
@@ -323,6 +325,12 @@ class EngineDriver:
             if message_id in self.replies:
                 return self.replies.pop(message_id)
         raise AssertionError(f"{message} was not answered in {max_ticks} ticks")
+
+    def begin(self, client: str = "main", **fields: Any) -> str:
+        """Open an explicit session; its id."""
+        reply = self.call(BeginWeightUpdateReqInput(**fields), client)
+        assert isinstance(reply, BeginWeightUpdateReqOutput), reply
+        return reply.session_id
 
     def status(self) -> GetStatusReqOutput:
         """Status, without a step in between: the engine answers it before it launches one."""

@@ -284,7 +284,7 @@ def test_what_waits_is_encoded_once(router, monkeypatch):
     with met(router, b"slow", receive_hwm=1):
         fill(router, b"slow")
         encoded = []
-        monkeypatch.setattr(backlog, "encode", lambda message: encoded.append(message) or b"\x80")
+        monkeypatch.setattr(backlog, "encode_reply", lambda message: encoded.append(message) or b"\x80")
         for step in range(50):
             router.send(b"slow", BatchTokenOutput(step=step, delta=delta_of(("r", 0, step, [step]))))
             router.retry()

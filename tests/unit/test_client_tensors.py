@@ -75,7 +75,7 @@ def test_frames_are_made_when_their_turn_comes(monkeypatch):
     made = []
     real = steps.as_frames
     monkeypatch.setattr(steps, "as_frames", lambda part: made.append(part) or real(part))
-    update = steps.tensor_steps(TENSORS, {}, bucket_bytes=BUCKET_BYTES, in_session=False)
+    update = steps.tensor_steps(TENSORS, {}, bucket_bytes=BUCKET_BYTES, shared=SharedBuckets())
     sent, answered, wanted = [], 0, next(update)
     while True:
         if isinstance(wanted, Send):
@@ -98,7 +98,8 @@ def test_frames_are_made_when_their_turn_comes(monkeypatch):
 def test_what_fits_into_a_bucket_is_one_message():
     """Also where it would be cut otherwise: a call of its own joins whatever session is open."""
     tensors = [("w", torch.zeros(3, 4 << 20, dtype=torch.uint8))]
-    wanted = next(steps.tensor_steps(tensors, {}, bucket_bytes=12 << 20, in_session=False))
+    update = steps.tensor_steps(tensors, {}, bucket_bytes=12 << 20, shared=SharedBuckets())
+    wanted = update.send(next(update).work())  # it is copied first
     assert isinstance(wanted, Send)
     assert isinstance(wanted.request, UpdateWeightsFromTensorReqInput)
     assert [spec.name for spec in wanted.request.specs] == ["w"]
@@ -119,7 +120,7 @@ class Ticket:
 
 def start(shared: SharedBuckets):
     """An update through ``shared`` in a session of another's, up to where it waits for its first answer."""
-    update = ipc_steps(TENSORS, {}, bucket_bytes=BUCKET_BYTES, in_session=True, shared=shared)
+    update = ipc_steps(TENSORS, {"session_id": "s"}, bucket_bytes=BUCKET_BYTES, shared=shared)
     tickets, memory, wanted = [], None, next(update)
     while not isinstance(wanted, Await):
         if isinstance(wanted, Run):

@@ -18,6 +18,8 @@ from caesura.scheduler.config import EngineConfig
         ("idle_empty_s", float("nan")),
         ("result_ttl_s", float("nan")),
         ("session_deadline_s", -0.5),
+        ("session_orphan_s", float("nan")),
+        ("group_interface", "no-such-interface"),
         ("pipeline_depth", 2),
         ("dtype", "int8"),
     ],
