@@ -389,9 +389,23 @@ class ControlClient:
         request = GetMemoryHistoryReqInput(id=id_of(message_id), after=after)
         return self._call(request, GetMemoryHistoryReqOutput, timeout)
 
-    def shutdown(self, *, message_id: str | None = None, timeout: float | None = None) -> ShutdownReqOutput:
-        """Stop the engine: it ends every request, answers this and exits."""
-        return self._call(ShutdownReqInput(id=id_of(message_id)), ShutdownReqOutput, timeout)
+    def shutdown(
+        self,
+        *,
+        drain: bool | None = None,
+        drain_s: float | None = None,
+        message_id: str | None = None,
+        timeout: float | None = None,
+    ) -> ShutdownReqOutput:
+        """Stop the engine: it answers this, ends every request and exits.
+
+        Args:
+            drain: True lets the requests that are there go on for up to ``drain_s`` seconds, False ends them at once. None:
+                as the engine's ``shutdown_mode`` says.
+            drain_s: None: the engine's ``drain_timeout_s``.
+        """
+        request = ShutdownReqInput(id=id_of(message_id), drain=drain, timeout_s=drain_s)
+        return self._call(request, ShutdownReqOutput, timeout)
 
     def close(self) -> None:
         """Close the connection; whoever still waits gets :class:`EngineDied`. The engine goes on. Idempotent."""

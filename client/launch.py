@@ -5,7 +5,8 @@ Invariants:
   killed ends it.
 - A start either yields a client whose engine is ready, or raises the engine's own typed error; nothing is left behind
   (no process, no socket directory) in the second case.
-- ``close`` ends the process whatever its state, in bounded time: shutdown message, then SIGTERM, then SIGKILL.
+- ``close`` ends the process whatever its state, in bounded time: shutdown message, as long as the engine says that it
+  drains, then SIGTERM, then SIGKILL.
 
 Ready handshake: the child writes one JSON line to the ``--ready-fd`` pipe, ``{"ready": true, "endpoint": …}`` or
 ``{"ready": false, "code": …, "message": …, "detail": {…}}``. The end of that pipe without a line means that it died.
@@ -15,10 +16,8 @@ import contextlib
 import json
 import os
 import select
-import shutil
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import weakref
@@ -27,9 +26,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-from ..io_struct import CaesuraError
+from ..io_struct import CaesuraError, private_directory
 from .exceptions import EngineDied, TimedOut, error_for
-from .link import MAX_IPC_PATH
 from .scheduler_client import SchedulerClient
 
 STDERR_TAIL_BYTES = 4096
@@ -73,14 +71,26 @@ class LaunchedScheduler:
         """The child's exit status; None while it runs."""
         return self._child.process.poll()
 
-    def close(self) -> None:
-        """Stop the engine and close the client. Idempotent."""
+    def close(self, *, drain: bool | None = None, drain_s: float | None = None) -> None:
+        """Stop the engine and close the client. Idempotent.
+
+        Args:
+            drain: requests that are there go on until they end, or for ``drain_s`` seconds. None: as the engine's
+                ``shutdown_mode`` says.
+            drain_s: None: the engine's ``drain_timeout_s``.
+        """
         if self._finalizer.alive and self.returncode is None:
+            patience = SHUTDOWN_S
             with contextlib.suppress(CaesuraError):  # gone, stuck or already stopping: the signals follow
-                self.client.shutdown(timeout=SHUTDOWN_S)
-            self._child.wait(SHUTDOWN_S)
+                patience += self.client.shutdown(drain=drain, drain_s=drain_s, timeout=SHUTDOWN_S).drain_s
+            self._child.wait(patience)
         self._finalizer()
         self.client.close()
+
+    def hurry(self) -> None:
+        """A drain that :meth:`close` waits for in another thread ends now."""
+        with contextlib.suppress(ProcessLookupError):
+            self._child.process.terminate()
 
     def __enter__(self) -> SchedulerClient:
         return self.client
@@ -186,7 +196,7 @@ class _Child:
 
     def _remove_directory(self) -> None:
         if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
+            private_directory.remove(self._directory)
 
     def _read_line(self, deadline: float) -> bytes | None:
         """Up to and including a newline; what there was if the pipe ended; None at the deadline."""
@@ -273,6 +283,9 @@ def launch_scheduler(
     check_ledger: bool | None = None,
     log_stages: bool | None = None,
     log_level: str | None = None,
+    shutdown_mode: Literal["abort", "drain"] | None = None,
+    drain_timeout_s: float | None = None,
+    watchdog_timeout_s: float | None = None,
     startup_timeout: float = 300.0,
     log_path: str | os.PathLike[str] | None = None,
 ) -> LaunchedScheduler:
@@ -292,8 +305,8 @@ def launch_scheduler(
     }
     directory = None
     if endpoint is None:
-        directory = private_directory()
-        endpoint = f"ipc://{directory}/scheduler.sock"
+        directory = private_directory.make()
+        endpoint = f"ipc://{directory}/{private_directory.SOCKET}"
     return LaunchedScheduler(
         _command_line(model, endpoint, options),
         directory=directory,
@@ -312,12 +325,3 @@ def _command_line(model: str | os.PathLike[str], endpoint: str, options: dict[st
         else:
             command += [f"--{flag}", str(value)]
     return command
-
-
-def private_directory() -> Path:
-    """A fresh 0700 directory whose socket path fits into an ipc:// address."""
-    directory = tempfile.mkdtemp(prefix="caesura-")
-    if len(os.fsencode(directory)) + len("/scheduler.sock") > MAX_IPC_PATH:
-        os.rmdir(directory)
-        directory = tempfile.mkdtemp(prefix="caesura-", dir="/tmp")
-    return Path(directory)

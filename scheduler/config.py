@@ -5,14 +5,13 @@ decide for me" has been decided; an impossible value is refused by field name be
 """
 
 import os
-import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 import torch
 
-from ..io_struct import CaesuraError, ErrorCode, Residency
+from ..io_struct import CaesuraError, ErrorCode, Residency, private_directory
 
 DtypeName = Literal["auto", "float32", "bfloat16"]
 PAGE_SIZE = 16
@@ -87,6 +86,12 @@ class EngineConfig:
     """Log where each stage of a step, pause, update and release begins and ends; at log level DEBUG with the memory then."""
     log_level: str = "INFO"
     """Least severe log records to print."""
+    shutdown_mode: Literal["abort", "drain"] = "abort"
+    """What a signal or a shutdown message does to live requests: end them at once, or let them go on for a while."""
+    drain_timeout_s: float = 30.0
+    """How long they may go on, in seconds; then they end as aborted."""
+    watchdog_timeout_s: float = 300.0
+    """A loop that has not ticked for so many seconds, though it should, ends the process with exit status 70. 0: never."""
 
     def __post_init__(self) -> None:
         positive = (
@@ -108,11 +113,15 @@ class EngineConfig:
             "result_ttl_s",
             "session_deadline_s",
             "target_step_s",
+            "drain_timeout_s",
+            "watchdog_timeout_s",
         ):
             if not getattr(self, name) >= 0:  # NaN fails, too
                 raise _invalid(name, getattr(self, name), "must be at least 0")
         if self.pipeline_depth not in (None, 0, 1):
             raise _invalid("pipeline_depth", self.pipeline_depth, "must be 0 or 1")
+        if self.shutdown_mode not in ("abort", "drain"):
+            raise _invalid("shutdown_mode", self.shutdown_mode, "must be abort or drain")
         if self.dtype not in ("auto", "float32", "bfloat16"):
             raise _invalid("dtype", self.dtype, "must be auto, float32 or bfloat16")
         if self.attention_backend not in ("auto", "flashinfer", "triton", "sdpa"):
@@ -133,7 +142,7 @@ class EngineConfig:
             device = accelerator.type if accelerator is not None else "cpu"
         endpoint = self.endpoint
         if endpoint is None:
-            endpoint = f"ipc://{tempfile.mkdtemp(prefix='caesura-')}/scheduler.sock"  # mkdtemp makes it 0700
+            endpoint = f"ipc://{private_directory.make()}/{private_directory.SOCKET}"
         reference = self.reference_model_path
         depth = self.pipeline_depth if self.pipeline_depth is not None else int(device != "cpu")
         return replace(

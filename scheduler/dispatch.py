@@ -75,6 +75,7 @@ from .parameter_server import ParameterServerUpdates
 from .request import Request
 from .results import Results
 from .scoring import Scoring
+from .stopping import Shutdown
 from .updates import WeightUpdates
 from .waiting import AdmissionLimits, WaitingQueue, admit
 
@@ -136,10 +137,9 @@ class Dispatcher:
         status: Callable[[str], GetStatusReqOutput],
         history: MemoryHistory,
         check_ledger: Callable[[], None],
+        shutdown: Shutdown,
     ) -> None:
         """``scoring`` None: no reference is loaded."""
-        self.stop_requested = False
-        """A shutdown message was accepted; the loop ends after this tick."""
         self._config = config
         self._limits = limits
         self._lifecycle = lifecycle
@@ -151,6 +151,7 @@ class Dispatcher:
         self._status = status
         self._history = history
         self._check_ledger = check_ledger
+        self._shutdown = shutdown
         self._exchanges: OrderedDict[str, _Exchange] = OrderedDict()
         self._done: OrderedDict[str, None] = OrderedDict()
         self._stored_bytes = 0
@@ -180,6 +181,11 @@ class Dispatcher:
     def is_busy(self) -> bool:
         """Some operation is under way, queued behind one, or waits: its sender is not silent."""
         return bool(self._commands or self._parked)
+
+    @property
+    def has_work(self) -> bool:
+        """Some operation or score is under way."""
+        return self.is_busy or (self._scoring is not None and self._scoring.has_work)
 
     @property
     def wants_tick(self) -> bool:
@@ -317,6 +323,7 @@ class Dispatcher:
         if isinstance(message, GenerateReqInput):
             self._generate(client, message)
         elif isinstance(message, ScoreReqInput):
+            self._shutdown.refuse_work()
             if self._scoring is None:
                 reason = "no reference is loaded: start the engine with reference_model_path"
                 raise CaesuraError(ErrorCode.UNSUPPORTED, reason, field="reference_model_path")
@@ -333,8 +340,8 @@ class Dispatcher:
             kept, live = self._kept.get(message.rid), len(self._results.samples(message.rid))
             self._answer(message.id, FetchResultReqOutput(id=message.id, results=kept, live=live))
         elif isinstance(message, ShutdownReqInput):
-            self.stop_requested = True
-            self._answer(message.id, ShutdownReqOutput(id=message.id))
+            self._shutdown.request("a client asked for it", drain=message.drain, timeout_s=message.timeout_s)
+            self._answer(message.id, ShutdownReqOutput(id=message.id, drain_s=self._shutdown.left_s))
         else:
             if isinstance(message, _EXCLUSIVE):
                 self._refuse_when_busy()
@@ -348,6 +355,7 @@ class Dispatcher:
         rid = message.rid if message.rid is not None else message.id
         if self._join_generation(client, message, rid):
             return
+        self._shutdown.refuse_work()
         self._lifecycle.require_serviceable("cannot generate")
         if self._lifecycle.generation != "running" and self._config.requests_while_paused == "refuse":
             raise CaesuraError(ErrorCode.PAUSED, "the engine is paused and configured to refuse requests")

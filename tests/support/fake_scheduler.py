@@ -12,6 +12,7 @@ import struct
 import sys
 import threading
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Self
 
 import zmq
@@ -320,7 +321,7 @@ def main() -> None:
     parser.add_argument("--lifeline-fd", type=int, required=True)
     parser.add_argument(
         "--behave",
-        choices=["well", "refuse", "crash", "hang", "die-on-generate", "ignore-signals"],
+        choices=["well", "refuse", "crash", "hang", "die-on-generate", "ignore-signals", "drain"],
         default="well",
     )
     options = parser.parse_args()
@@ -343,6 +344,9 @@ def main() -> None:
             os._exit(3)
         if isinstance(request, ShutdownReqInput) and options.behave == "ignore-signals":
             return []
+        if isinstance(request, ShutdownReqInput) and options.behave == "drain":
+            Path(options.endpoint.removeprefix("ipc://")).with_name("draining").touch()
+            return [ShutdownReqOutput(id=request.id, drain_s=request.timeout_s or 0.0)]
         return answer(request)
 
     if options.behave == "ignore-signals":
@@ -356,6 +360,8 @@ def main() -> None:
     threading.Thread(target=lambda: (os.read(options.lifeline_fd, 1), os._exit(0)), daemon=True).start()
     say(ready=True, endpoint=options.endpoint, pid=os.getpid())
     fake.wait()
+    if options.behave == "drain":
+        threading.Event().wait()
 
 
 if __name__ == "__main__":
