@@ -41,7 +41,7 @@ from .checker import WeightsChecker
 from .chunking import ChunkSizer
 from .config import PAGE_SIZE, EngineConfig
 from .descriptors import DescriptorCheck, raise_limit
-from .device.memory import device_module_for, empty_device_cache
+from .device.memory import device_module_for, empty_device_cache, is_out_of_memory
 from .device.residency import ComponentResidencyManager
 from .dispatch import Dispatcher
 from .failure import Recovery
@@ -406,7 +406,7 @@ def _start(config: EngineConfig, shutdown: Shutdown, cleanup: contextlib.ExitSta
         raise CaesuraError(ErrorCode.OUT_OF_MEMORY, f"out of memory at start: {error}") from error
     except Exception as error:
         raise CaesuraError(
-            ErrorCode.INTERNAL,
+            ErrorCode.OUT_OF_MEMORY if is_out_of_memory(error) else ErrorCode.INTERNAL,
             f"the engine could not be built: {type(error).__name__}: {error}",
             traceback="".join(traceback.format_exception(error)),
         ) from error

@@ -41,9 +41,12 @@ class Started:
         )
         os.close(writer)
 
-    def ready(self) -> str:
+    def heard(self) -> dict:
         assert select.select([self._ready], [], [], PATIENCE)[0]
-        return json.loads(os.read(self._ready, 65536))["endpoint"]
+        return json.loads(os.read(self._ready, 65536))
+
+    def ready(self) -> str:
+        return self.heard()["endpoint"]
 
     def end(self) -> tuple[int, str]:
         """Exit status and stderr, once it has ended."""
@@ -257,14 +260,24 @@ def test_an_end_that_hangs_is_cut_off(tiny_model, endpoint):
 
 
 def test_too_little_memory_to_start_is_an_end_too(tiny_model, endpoint):
-    limit = 1 << 30
-    with started(
-        tiny_model,
-        "--endpoint",
-        endpoint,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)),
-    ) as engine:
-        assert engine.end()[0] != 0
+    prelude = """
+        import resource
+        from caesura.scheduler import build
+        load_model = build.load_model
+        def load_with_little_left(config):
+            with open("/proc/self/statm") as statm:
+                limit = int(statm.read().split()[0]) * resource.getpagesize() + (1 << 20)
+            resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+            return load_model(config)
+        build.load_model = load_with_little_left
+    """
+    options = ("--endpoint", endpoint, "--load-bucket-bytes", str(1 << 30))
+    with started(tiny_model, *options, prelude=prelude) as engine:
+        message = engine.heard()
+        status, error = engine.end()
+    assert (message["ready"], message["code"]) == (False, "out_of_memory")
+    assert status == 1
+    assert "cannot start" in error
     assert not socket_of(endpoint).exists()
 
 
