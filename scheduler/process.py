@@ -249,6 +249,7 @@ class Engine:
             groups=self.groups,
             history=self._history,
             stages=self._stages,
+            wake=self.wakeup.set,
         )
         parameter_server = ParameterServerUpdates(config=config, updates=updates, wake=self.wakeup.set)
         self._cleanup.callback(parameter_server.close)

@@ -39,6 +39,7 @@ from ..io_struct import (
     WeightUpdateReqOutput,
     new_id,
 )
+from .background import Task
 from .batching import Batcher
 from .cache.manager import CacheManager
 from .config import EngineConfig
@@ -46,14 +47,13 @@ from .device.memory import empty_device_cache_with_report
 from .forward import Runner
 from .lifecycle import Lifecycle, Operation, Wait
 from .models.base import CausalLM
-from .models.config import config_difference, load_model_config
 from .observability.memory_history import MemoryHistory
 from .observability.stage_profiler import StageProfiler
 from .results import Results
 from .weights.loader import LoadCounts, WeightLoader, WeightPiece
 from .weights.session import Session, SessionKind
 from .weights.source import WeightSource
-from .weights.transports.disk import DiskSource, ReadBucket, open_checkpoint
+from .weights.transports.disk import ReadBucket, open_fitting
 from .weights.transports.distributed import WeightsUpdateGroups
 from .weights.transports.ipc import SharedMemoryMaps
 from .weights.transports.tensor import open_frames
@@ -80,7 +80,10 @@ class WeightUpdates:
         groups: WeightsUpdateGroups,
         history: MemoryHistory,
         stages: StageProfiler,
+        wake: Callable[[], None],
     ) -> None:
+        """``wake`` ends the loop's sleep."""
+        self._wake = wake
         self._config = config
         self._model = model
         self._loader = loader
@@ -178,7 +181,17 @@ class WeightUpdates:
                 field="load_format",
                 value=request.load_format,
             )
-        return self._update(request, lambda: self._open_checkpoint(request.model_path), request.model_path)
+        return self._from_disk(request)
+
+    def _from_disk(self, request: UpdateWeightFromDiskReqInput) -> Operation:
+        path = request.model_path
+        # Beside the loop: the folder may be on a slow disk, and its headers anybody's.
+        opening = Task(
+            lambda: open_fitting(path, self._model.config, self._loader, self._read_bucket), self._wake
+        )
+        while not opening.done:
+            yield Wait.OUTSIDE
+        return (yield from self._update(request, opening.result, path, opening.seconds))
 
     def from_tensor(
         self, request: UpdateWeightsFromTensorReqInput, frames: Sequence[memoryview]
@@ -214,9 +227,12 @@ class WeightUpdates:
         request: WeightUpdateOptions,
         open_source: Callable[[], WeightSource],
         model_path: str | None = None,
+        opening_s: float = 0.0,
     ) -> Operation:
         """One call of any transport: check everything, then write, then commit if the call is all there is."""
-        stages, started = self.profiler(), monotonic()
+        stages, started = self.profiler(), monotonic() - opening_s
+        if opening_s:
+            stages.record("receive", opening_s)
         try:
             with stages.stage("receive"):
                 source = self.open_checked(open_source)
@@ -338,17 +354,6 @@ class WeightUpdates:
         limit = deadline_s if deadline_s is not None else self._config.session_deadline_s
         deadline = None if kind == "single" else now + limit
         return Session(kind, new_id(), now, deadline, manifest=manifest, stages=self.profiler())
-
-    def _open_checkpoint(self, path: str) -> DiskSource:
-        checkpoint = open_checkpoint(path)
-        differing = config_difference(self._model.config, load_model_config(path))
-        if differing:
-            raise CaesuraError(
-                ErrorCode.WEIGHT_MISMATCH,
-                f"{path}/config.json differs in what the forward reads: {', '.join(differing)}",
-                config=differing,
-            )
-        return DiskSource(checkpoint, self._read_bucket)
 
     def open_checked(self, open_source: Callable[[], WeightSource]) -> WeightSource:
         """Everything that can be refused before this call's first byte; with bytes written before, that poisons."""

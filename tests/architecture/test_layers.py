@@ -20,7 +20,7 @@ ROWS = [
     ["config", "distributed"],
     ["device"],
     ["observability"],
-    ["extras", "request", "hello", "stopping", "descriptors", "channel", "background"],
+    ["files", "extras", "request", "hello", "stopping", "descriptors", "channel", "background"],
     ["cache"],
     ["kernels", "forward"],
     ["attention", "layers"],
