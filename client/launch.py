@@ -31,6 +31,7 @@ from .exceptions import EngineDied, TimedOut, error_for
 from .scheduler_client import SchedulerClient
 
 STDERR_TAIL_BYTES = 4096
+_MAX_POLL_MS = 1e9
 SHUTDOWN_S = 5.0
 """How long each stage of closing (message, SIGTERM) may take before the next."""
 
@@ -201,9 +202,11 @@ class _Child:
     def _read_line(self, deadline: float) -> bytes | None:
         """Up to and including a newline; what there was if the pipe ended; None at the deadline."""
         line = b""
+        poller = select.poll()  # select() takes no descriptor beyond 1023
+        poller.register(self._ready_read, select.POLLIN)
         while not line.endswith(b"\n"):
             left = deadline - time.monotonic()
-            if left <= 0 or not select.select([self._ready_read], [], [], left)[0]:
+            if left <= 0 or not poller.poll(min(left * 1000, _MAX_POLL_MS)):
                 return None
             chunk = os.read(self._ready_read, 65536)
             if not chunk:
