@@ -9,6 +9,7 @@ Invariants:
 """
 
 import contextlib
+import faulthandler
 import gc
 import json
 import logging
@@ -323,6 +324,7 @@ def run(config: EngineConfig, ready_fd: int | None, lifeline_fd: int | None) -> 
         ready_fd: gets one JSON line: ``{"ready": true, "endpoint", "pid"}`` or ``{"ready": false, "code", …}``.
         lifeline_fd: the process ends when this becomes readable, which it does when its other end closes.
     """
+    faulthandler.enable()  # a fault in a library says where
     signals = StopSignals()
     shutdown = _shutdown_of(config, signal_fd=signals.fd, lifeline_fd=lifeline_fd)
     with contextlib.ExitStack() as cleanup:
