@@ -181,16 +181,15 @@ class WeightUpdates:
                 field="load_format",
                 value=request.load_format,
             )
-        return self._from_disk(request)
-
-    def _from_disk(self, request: UpdateWeightFromDiskReqInput) -> Operation:
-        path = request.model_path
+        path, session = request.model_path, self._session
         # Beside the loop: the folder may be on a slow disk, and its headers anybody's.
         opening = Task(
             lambda: open_fitting(path, self._model.config, self._loader, self._read_bucket), self._wake
         )
         while not opening.done:
             yield Wait.OUTSIDE
+        if session is not None:
+            self.require_open(session)
         return (yield from self._update(request, opening.result, path, opening.seconds))
 
     def from_tensor(
