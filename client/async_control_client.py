@@ -13,45 +13,7 @@ from collections.abc import AsyncIterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack
 
-from ..io_struct import (
-    BeginWeightUpdateReqInput,
-    BeginWeightUpdateReqOutput,
-    CaesuraError,
-    ContinueGenerationReqInput,
-    ContinueGenerationReqOutput,
-    ControlRequest,
-    DestroyWeightsUpdateGroupReqInput,
-    DestroyWeightsUpdateGroupReqOutput,
-    EndWeightUpdateReqInput,
-    FlushCacheReqInput,
-    FlushCacheReqOutput,
-    GetMemoryHistoryReqInput,
-    GetMemoryHistoryReqOutput,
-    GetStatusReqInput,
-    GetStatusReqOutput,
-    InitWeightsUpdateGroupReqInput,
-    InitWeightsUpdateGroupReqOutput,
-    MemoryTag,
-    Message,
-    PauseGenerationReqInput,
-    PauseGenerationReqOutput,
-    PauseMode,
-    ReleaseMemoryOccupationReqInput,
-    ReleaseMemoryOccupationReqOutput,
-    RenewPauseLeaseReqInput,
-    RenewPauseLeaseReqOutput,
-    Request,
-    ResumeMemoryOccupationReqInput,
-    ResumeMemoryOccupationReqOutput,
-    ShutdownReqInput,
-    ShutdownReqOutput,
-    TensorSpec,
-    UpdateWeightFromDiskReqInput,
-    UpdateWeightsFromCheckpointEngineReqInput,
-    WeightsCheckerReqInput,
-    WeightsCheckerReqOutput,
-    WeightUpdateReqOutput,
-)
+from .. import io_struct as wire
 from ..io_struct.control import LeaseAction
 from ..io_struct.weights import DEFAULT_BUCKET_BYTES, DEFAULT_GROUP_NAME
 from .async_channel import LoopChannel
@@ -71,7 +33,7 @@ from .sessions import OpenSession
 if TYPE_CHECKING:
     from .tensors import NamedTensors, SharedBuckets, Steps, WeightUpdateGroup
 
-ReplyT = TypeVar("ReplyT", bound=Message)
+ReplyT = TypeVar("ReplyT", bound=wire.Message)
 
 
 class AsyncControlClient:
@@ -103,19 +65,19 @@ class AsyncControlClient:
 
     async def pause(
         self,
-        mode: PauseMode = "abort",
+        mode: wire.PauseMode = "abort",
         *,
         owner: str | None = None,
         lease_s: float | None = None,
         on_lease_expiry: LeaseAction = "continue",
         message_id: str | None = None,
         timeout: float | None = None,
-    ) -> PauseGenerationReqOutput:
+    ) -> wire.PauseGenerationReqOutput:
         """Stop at the next step boundary; when this returns, no step is in flight."""
-        request = PauseGenerationReqInput(
+        request = wire.PauseGenerationReqInput(
             id=id_of(message_id), mode=mode, owner=owner, lease_s=lease_s, on_lease_expiry=on_lease_expiry
         )
-        return await self._call(request, PauseGenerationReqOutput, timeout)
+        return await self._call(request, wire.PauseGenerationReqOutput, timeout)
 
     async def continue_generation(
         self,
@@ -125,19 +87,19 @@ class AsyncControlClient:
         force: bool = False,
         message_id: str | None = None,
         timeout: float | None = None,
-    ) -> ContinueGenerationReqOutput:
+    ) -> wire.ContinueGenerationReqOutput:
         """Go on; the device allocator's unused blocks are returned first. A no-op on a running engine."""
-        request = ContinueGenerationReqInput(
+        request = wire.ContinueGenerationReqInput(
             id=id_of(message_id), torch_empty_cache=torch_empty_cache, owner=owner, force=force
         )
-        return await self._call(request, ContinueGenerationReqOutput, timeout)
+        return await self._call(request, wire.ContinueGenerationReqOutput, timeout)
 
     async def renew_pause_lease(
         self, owner: str | None = None, *, message_id: str | None = None, timeout: float | None = None
-    ) -> RenewPauseLeaseReqOutput:
+    ) -> wire.RenewPauseLeaseReqOutput:
         """A sign of life from the pause's owner; every other command of the owner renews the lease as well."""
-        request = RenewPauseLeaseReqInput(id=id_of(message_id), owner=owner)
-        return await self._call(request, RenewPauseLeaseReqOutput, timeout)
+        request = wire.RenewPauseLeaseReqInput(id=id_of(message_id), owner=owner)
+        return await self._call(request, wire.RenewPauseLeaseReqOutput, timeout)
 
     async def flush_cache(
         self,
@@ -147,15 +109,15 @@ class AsyncControlClient:
         force: bool = False,
         message_id: str | None = None,
         timeout: float | None = None,
-    ) -> FlushCacheReqOutput:
+    ) -> wire.FlushCacheReqOutput:
         """Clear the engine's prefix cache; the engine waits up to ``timeout_s`` seconds to become idle.
 
         ``force`` commits an implicit weight session that somebody else opened.
         """
-        request = FlushCacheReqInput(
+        request = wire.FlushCacheReqInput(
             id=id_of(message_id), torch_empty_cache=torch_empty_cache, timeout_s=timeout_s, force=force
         )
-        return await self._call(request, FlushCacheReqOutput, timeout)
+        return await self._call(request, wire.FlushCacheReqOutput, timeout)
 
     async def update_weights_from_disk(
         self,
@@ -165,15 +127,15 @@ class AsyncControlClient:
         message_id: str | None = None,
         timeout: float | None = None,
         **options: Unpack[UpdateOptions],
-    ) -> WeightUpdateReqOutput:
+    ) -> wire.WeightUpdateReqOutput:
         """Load a checkpoint folder of the same architecture in place. The path is read by the engine's process."""
-        request = UpdateWeightFromDiskReqInput(
+        request = wire.UpdateWeightFromDiskReqInput(
             id=id_of(message_id),
             model_path=os.fspath(model_path),
             load_format=load_format,
             **self._session.named(options),
         )
-        return await self._call(request, WeightUpdateReqOutput, timeout)
+        return await self._call(request, wire.WeightUpdateReqOutput, timeout)
 
     async def update_weights_from_tensor(
         self,
@@ -182,7 +144,7 @@ class AsyncControlClient:
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         timeout: float | None = None,
         **options: Unpack[UpdateOptions],
-    ) -> WeightUpdateReqOutput:
+    ) -> wire.WeightUpdateReqOutput:
         """Send weights over the socket.
 
         ``named_tensors`` are checkpoint names and tensors; more than ``bucket_bytes`` of them are sent in a session of
@@ -205,7 +167,7 @@ class AsyncControlClient:
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         timeout: float | None = None,
         **options: Unpack[UpdateOptions],
-    ) -> WeightUpdateReqOutput:
+    ) -> wire.WeightUpdateReqOutput:
         """Hand weights over through shared memory; the engine runs on this host under the same user.
 
         Arguments as of :meth:`update_weights_from_tensor`. Needs torch.
@@ -228,7 +190,7 @@ class AsyncControlClient:
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         timeout: float | None = None,
         **options: Unpack[UpdateOptions],
-    ) -> WeightUpdateReqOutput:
+    ) -> wire.WeightUpdateReqOutput:
         """Broadcast weights over ``group``, whose only other rank is this engine.
 
         Other arguments as of :meth:`update_weights_from_tensor`. Needs torch. :meth:`WeightUpdateGroup.update` does this for several engines.
@@ -244,18 +206,18 @@ class AsyncControlClient:
         message_id: str | None = None,
         timeout: float | None = None,
         **options: Unpack[UpdateOptions],
-    ) -> WeightUpdateReqOutput:
+    ) -> wire.WeightUpdateReqOutput:
         """Let a checkpoint-engine parameter server drive an update; ``zmq_handles`` is device uuid to its address.
 
         The engine gives up after ``timeout_s`` seconds of silence. It must have been started with ``allow_legacy_pickle``.
         """
-        request = UpdateWeightsFromCheckpointEngineReqInput(
+        request = wire.UpdateWeightsFromCheckpointEngineReqInput(
             id=id_of(message_id),
             zmq_handles=zmq_handles,
             timeout_s=timeout_s,
             **self._session.named(options),
         )
-        return await self._call(request, WeightUpdateReqOutput, timeout)
+        return await self._call(request, wire.WeightUpdateReqOutput, timeout)
 
     async def init_weights_update_group(
         self,
@@ -269,12 +231,12 @@ class AsyncControlClient:
         timeout_s: float = 60.0,
         message_id: str | None = None,
         timeout: float | None = None,
-    ) -> InitWeightsUpdateGroupReqOutput:
+    ) -> wire.InitWeightsUpdateGroupReqOutput:
         """Have the engine join a process group as rank ``rank_offset``; returns when every rank has joined.
 
         Blocks until the trainer, rank 0, joins as well: call it beside that, or let ``WeightUpdateGroup.create`` do both.
         """
-        request = InitWeightsUpdateGroupReqInput(
+        request = wire.InitWeightsUpdateGroupReqInput(
             id=id_of(message_id),
             master_address=master_address,
             master_port=master_port,
@@ -284,7 +246,7 @@ class AsyncControlClient:
             backend=backend,
             timeout_s=timeout_s,
         )
-        return await self._call(request, InitWeightsUpdateGroupReqOutput, timeout)
+        return await self._call(request, wire.InitWeightsUpdateGroupReqOutput, timeout)
 
     async def destroy_weights_update_group(
         self,
@@ -292,50 +254,52 @@ class AsyncControlClient:
         *,
         message_id: str | None = None,
         timeout: float | None = None,
-    ) -> DestroyWeightsUpdateGroupReqOutput:
+    ) -> wire.DestroyWeightsUpdateGroupReqOutput:
         """Have the engine leave a process group."""
-        request = DestroyWeightsUpdateGroupReqInput(id=id_of(message_id), group_name=group_name)
-        return await self._call(request, DestroyWeightsUpdateGroupReqOutput, timeout)
+        request = wire.DestroyWeightsUpdateGroupReqInput(id=id_of(message_id), group_name=group_name)
+        return await self._call(request, wire.DestroyWeightsUpdateGroupReqOutput, timeout)
 
     async def release_memory(
         self,
-        tags: Sequence[MemoryTag] | None = None,
+        tags: Sequence[wire.MemoryTag] | None = None,
         *,
         message_id: str | None = None,
         timeout: float | None = None,
-    ) -> ReleaseMemoryOccupationReqOutput:
+    ) -> wire.ReleaseMemoryOccupationReqOutput:
         """Give device memory back, by tag (None: all); weights come back without their values."""
-        request = ReleaseMemoryOccupationReqInput(
+        request = wire.ReleaseMemoryOccupationReqInput(
             id=id_of(message_id), tags=None if tags is None else list(tags)
         )
-        return await self._call(request, ReleaseMemoryOccupationReqOutput, timeout)
+        return await self._call(request, wire.ReleaseMemoryOccupationReqOutput, timeout)
 
     async def resume_memory(
         self,
-        tags: Sequence[MemoryTag] | None = None,
+        tags: Sequence[wire.MemoryTag] | None = None,
         *,
         message_id: str | None = None,
         timeout: float | None = None,
-    ) -> ResumeMemoryOccupationReqOutput:
+    ) -> wire.ResumeMemoryOccupationReqOutput:
         """Take released memory back, all of ``tags`` (None: of what is released) or none."""
-        request = ResumeMemoryOccupationReqInput(
+        request = wire.ResumeMemoryOccupationReqInput(
             id=id_of(message_id), tags=None if tags is None else list(tags)
         )
-        return await self._call(request, ResumeMemoryOccupationReqOutput, timeout)
+        return await self._call(request, wire.ResumeMemoryOccupationReqOutput, timeout)
 
     async def begin_weight_update(
         self,
         *,
-        manifest: list[TensorSpec] | None = None,
+        manifest: list[wire.TensorSpec] | None = None,
         deadline_s: float | None = None,
         message_id: str | None = None,
         timeout: float | None = None,
-    ) -> BeginWeightUpdateReqOutput:
+    ) -> wire.BeginWeightUpdateReqOutput:
         """Open an explicit session: what follows is committed together by :meth:`end_weight_update`.
 
         This client's updates belong to it until then; those of others name the reply's ``session_id``.
         """
-        request = BeginWeightUpdateReqInput(id=id_of(message_id), manifest=manifest, deadline_s=deadline_s)
+        request = wire.BeginWeightUpdateReqInput(
+            id=id_of(message_id), manifest=manifest, deadline_s=deadline_s
+        )
         return await self._begin(request, timeout)
 
     async def end_weight_update(
@@ -347,20 +311,20 @@ class AsyncControlClient:
         weight_version: str | None = None,
         message_id: str | None = None,
         timeout: float | None = None,
-    ) -> WeightUpdateReqOutput:
+    ) -> wire.WeightUpdateReqOutput:
         """Close a session: commit it, or abort it (weights stay valid only if nothing was written).
 
         ``session_id`` None means the session that this client began, else the implicit one of its calls. ``force`` aborts
         whatever is open. A commit that is refused (tensors are missing, frozen requests forbid its flush) leaves it open.
         """
-        request = EndWeightUpdateReqInput(
+        request = wire.EndWeightUpdateReqInput(
             id=id_of(message_id),
             commit=commit,
             session_id=session_id if session_id is not None else self._session.id,
             force=force,
             weight_version=weight_version,
         )
-        reply = await self._call(request, WeightUpdateReqOutput, timeout)
+        reply = await self._call(request, wire.WeightUpdateReqOutput, timeout)
         self._session.ended(self._session.id if force else request.session_id)
         return reply
 
@@ -369,7 +333,7 @@ class AsyncControlClient:
         self,
         *,
         weight_version: str | None = None,
-        manifest: list[TensorSpec] | None = None,
+        manifest: list[wire.TensorSpec] | None = None,
         deadline_s: float | None = None,
         timeout: float | None = None,
     ) -> AsyncIterator[WeightUpdate]:
@@ -377,7 +341,7 @@ class AsyncControlClient:
 
         ``timeout`` bounds each of the two calls, not the block.
         """
-        begin = BeginWeightUpdateReqInput(manifest=manifest, deadline_s=deadline_s)
+        begin = wire.BeginWeightUpdateReqInput(manifest=manifest, deadline_s=deadline_s)
         session = None
         try:
             session = WeightUpdate(await self._begin(begin, timeout))
@@ -396,30 +360,46 @@ class AsyncControlClient:
         *,
         message_id: str | None = None,
         timeout: float | None = None,
-    ) -> WeightsCheckerReqOutput:
+    ) -> wire.WeightsCheckerReqOutput:
         """Prove what the weights are: checksums, or a comparison with an earlier snapshot."""
         return await self._call(
-            WeightsCheckerReqInput(id=id_of(message_id), action=action), WeightsCheckerReqOutput, timeout
+            wire.WeightsCheckerReqInput(id=id_of(message_id), action=action),
+            wire.WeightsCheckerReqOutput,
+            timeout,
         )
 
     async def status(
         self, *, message_id: str | None = None, timeout: float | None = None
-    ) -> GetStatusReqOutput:
+    ) -> wire.GetStatusReqOutput:
         """One consistent snapshot of the engine; answered during pauses and updates too."""
-        return await self._call(GetStatusReqInput(id=id_of(message_id)), GetStatusReqOutput, timeout)
+        return await self._call(
+            wire.GetStatusReqInput(id=id_of(message_id)), wire.GetStatusReqOutput, timeout
+        )
 
     async def memory_history(
         self, *, after: int = 0, message_id: str | None = None, timeout: float | None = None
-    ) -> GetMemoryHistoryReqOutput:
+    ) -> wire.GetMemoryHistoryReqOutput:
         """The engine's memory events with a ``seq`` over ``after``, oldest first; where there are ``more``, ask again."""
-        request = GetMemoryHistoryReqInput(id=id_of(message_id), after=after)
-        return await self._call(request, GetMemoryHistoryReqOutput, timeout)
+        request = wire.GetMemoryHistoryReqInput(id=id_of(message_id), after=after)
+        return await self._call(request, wire.GetMemoryHistoryReqOutput, timeout)
 
     async def shutdown(
-        self, *, message_id: str | None = None, timeout: float | None = None
-    ) -> ShutdownReqOutput:
-        """Stop the engine: it ends every request, answers this and exits."""
-        return await self._call(ShutdownReqInput(id=id_of(message_id)), ShutdownReqOutput, timeout)
+        self,
+        *,
+        drain: bool | None = None,
+        drain_s: float | None = None,
+        message_id: str | None = None,
+        timeout: float | None = None,
+    ) -> wire.ShutdownReqOutput:
+        """Stop the engine: it answers this, ends every request and exits.
+
+        Args:
+            drain: True lets the requests that are there go on for up to ``drain_s`` seconds, False ends them at once. None:
+                as the engine's ``shutdown_mode`` says.
+            drain_s: None: the engine's ``drain_timeout_s``.
+        """
+        request = wire.ShutdownReqInput(id=id_of(message_id), drain=drain, timeout_s=drain_s)
+        return await self._call(request, wire.ShutdownReqOutput, timeout)
 
     async def close(self) -> None:
         """Close the connection; whoever still waits gets :class:`EngineDied`. The engine goes on. Idempotent."""
@@ -441,13 +421,13 @@ class AsyncControlClient:
         return self._session.id
 
     def start(
-        self, request: Request, expects: type[Message], buffers: Sequence[memoryview] = ()
+        self, request: wire.Request, expects: type[wire.Message], buffers: Sequence[memoryview] = ()
     ) -> asyncio.Future[Any]:
         """Send a message and go on; the future gets its reply, or raises the typed error."""
         self._sign(request)
         return self._channel.start_call(request, expects, buffers)
 
-    async def _drive(self, steps: "Steps", timeout: float | None) -> WeightUpdateReqOutput:
+    async def _drive(self, steps: "Steps", timeout: float | None) -> wire.WeightUpdateReqOutput:
         """Do what ``steps`` asks for (tensors/steps.py); ``timeout`` bounds each wait for an answer."""
         from .tensors.driving import drive_async
 
@@ -460,30 +440,30 @@ class AsyncControlClient:
         )
 
     async def _begin(
-        self, request: BeginWeightUpdateReqInput, timeout: float | None
-    ) -> BeginWeightUpdateReqOutput:
-        reply = await self._call(request, BeginWeightUpdateReqOutput, timeout)
+        self, request: wire.BeginWeightUpdateReqInput, timeout: float | None
+    ) -> wire.BeginWeightUpdateReqOutput:
+        reply = await self._call(request, wire.BeginWeightUpdateReqOutput, timeout)
         self._session.id = reply.session_id
         return reply
 
     async def _abort_session(self, name: str, error: BaseException, timeout: float | None) -> None:
         """End the session ``name`` without a commit, whatever has become of it; waits for that only where something was answered."""
         self._session.id = None
-        request = EndWeightUpdateReqInput(commit=False, session_id=name)
+        request = wire.EndWeightUpdateReqInput(commit=False, session_id=name)
         try:
-            answer = self.start(request, WeightUpdateReqOutput)
+            answer = self.start(request, wire.WeightUpdateReqOutput)
             if is_answer(error):
                 await wait_for(answer, request.id, timeout)
         except NoSession:  # it had ended before, or was never opened
             pass
-        except CaesuraError as second:
+        except wire.CaesuraError as second:
             error.add_note(f"the weight session could not be aborted either: {second}")
 
-    async def _call(self, request: Request, expects: type[ReplyT], timeout: float | None) -> ReplyT:
+    async def _call(self, request: wire.Request, expects: type[ReplyT], timeout: float | None) -> ReplyT:
         timeout = seconds("timeout", timeout)
         try:
             reply: ReplyT = await wait_for(self.start(request, expects), request.id, timeout)
-        except CaesuraError as error:
+        except wire.CaesuraError as error:
             self._session.failed(request, error)
             raise
         return reply
@@ -495,6 +475,6 @@ class AsyncControlClient:
             self._shared = SharedBuckets()
         return self._shared
 
-    def _sign(self, request: Request) -> None:
-        if isinstance(request, ControlRequest) and request.owner is None:
+    def _sign(self, request: wire.Request) -> None:
+        if isinstance(request, wire.ControlRequest) and request.owner is None:
             request.owner = self.owner

@@ -1,7 +1,8 @@
 """The ``caesura`` command: an engine for a person at a terminal.
 
 Every verb prints one table, or with ``--json`` the reply as it came over the wire. A typed error is one line on stderr
-and exit status 1; a wrong command line is exit status 2.
+and exit status 1; a wrong command line is exit status 2. What others chose (owners, labels, paths) is shown as text: it
+can neither move the cursor nor style anything.
 """
 
 import os
@@ -14,8 +15,10 @@ import click
 import msgspec
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from ..io_struct import CaesuraError, GetStatusReqOutput, Message
+from ..io_struct.text import printable
 from .curve import CLIENT_KEY_VARIABLE, SERVER_KEY_VARIABLE
 from .frontend.serve import serve
 from .keygen import keygen
@@ -236,7 +239,7 @@ def _show(reply: Message, as_json: bool, rows: Iterable[tuple[str, str]] | None 
     table.add_column(style="bold")
     table.add_column()
     for name, value in rows if rows is not None else _rows(msgspec.to_builtins(reply)):
-        table.add_row(name, value)
+        table.add_row(name, Text(printable(value)))
     Console().print(table)
 
 
@@ -324,6 +327,6 @@ def main() -> NoReturn:
     except click.Abort:
         sys.exit(130)
     except (CaesuraError, OSError) as error:
-        click.echo(f"error: {error}", err=True)
+        click.echo(f"error: {printable(str(error))}", err=True)
         sys.exit(1)
     sys.exit(status if isinstance(status, int) else 0)

@@ -5,7 +5,8 @@ Invariants:
   killed ends it. Forked children of the parent do not hold it, and end nothing when they end.
 - A start either yields a client whose engine is ready, or raises the engine's own typed error; nothing is left behind
   (no process, no socket directory) in the second case.
-- ``close`` ends the process whatever its state, in bounded time: shutdown message, then SIGTERM, then SIGKILL.
+- ``close`` ends the process whatever its state, in bounded time: shutdown message, as long as the engine says that it
+  drains, then SIGTERM, then SIGKILL.
 
 Ready handshake: the child writes one JSON line to the ``--ready-fd`` pipe, ``{"ready": true, "endpoint": …}`` or
 ``{"ready": false, "code": …, "message": …, "detail": {…}}``. The end of that pipe without a line means that it died.
@@ -15,10 +16,8 @@ import contextlib
 import json
 import os
 import select
-import shutil
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import weakref
@@ -27,17 +26,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-from ..io_struct import CaesuraError
+from ..io_struct import CaesuraError, private_directory
 from .curve import ClientKeys, KeyOrFile
 from .exceptions import EngineDied, TimedOut, error_for
 from .fork import Process, close_sign_of_life, keep_from_children, not_forking
-from .link import MAX_IPC_PATH
 from .options import LONGEST_S, seconds
 from .scheduler_client import SchedulerClient
 
 STDERR_TAIL_BYTES = 4096
-MAX_WAIT_S = 3600.0
-"""Longest single wait for the ready line: select counts in 32 bits on some systems."""
+_MAX_POLL_MS = 1e9
 SHUTDOWN_S = 5.0
 """How long each stage of closing (message, SIGTERM) may take before the next."""
 _CLIENT_KEYS = ("curve_server_key", "curve_client_key_file")
@@ -85,16 +82,28 @@ class LaunchedScheduler:
         """The child's exit status; None while it runs."""
         return self._child.process.poll()
 
-    def close(self) -> None:
-        """Stop the engine and close the client. Idempotent; a forked child of the launcher stops nothing."""
+    def close(self, *, drain: bool | None = None, drain_s: float | None = None) -> None:
+        """Stop the engine and close the client. Idempotent; a forked child of the launcher stops nothing.
+
+        Args:
+            drain: requests that are there go on until they end, or for ``drain_s`` seconds. None: as the engine's
+                ``shutdown_mode`` says.
+            drain_s: None: the engine's ``drain_timeout_s``.
+        """
         if not self._child.launcher.is_here:
             return
         if self._finalizer.alive and self.returncode is None:
+            patience = SHUTDOWN_S
             with contextlib.suppress(CaesuraError):  # gone, stuck or already stopping: the signals follow
-                self.client.shutdown(timeout=SHUTDOWN_S)
-            self._child.wait(SHUTDOWN_S)
+                patience += self.client.shutdown(drain=drain, drain_s=drain_s, timeout=SHUTDOWN_S).drain_s
+            self._child.wait(patience)
         self._finalizer()
         self.client.close()
+
+    def hurry(self) -> None:
+        """A drain that :meth:`close` waits for in another thread ends now."""
+        with contextlib.suppress(ProcessLookupError):
+            self._child.process.terminate()
 
     def __enter__(self) -> SchedulerClient:
         return self.client
@@ -205,17 +214,17 @@ class _Child:
 
     def _remove_directory(self) -> None:
         if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
+            private_directory.remove(self._directory)
 
     def _read_line(self, deadline: float) -> bytes | None:
         """Up to and including a newline; what there was if the pipe ended; None at the deadline."""
         line = b""
+        poller = select.poll()  # select() takes no descriptor beyond 1023
+        poller.register(self._ready_read, select.POLLIN)
         while not line.endswith(b"\n"):
             left = deadline - time.monotonic()
-            if left <= 0:
+            if left <= 0 or not poller.poll(min(left * 1000, _MAX_POLL_MS)):
                 return None
-            if not select.select([self._ready_read], [], [], min(left, MAX_WAIT_S))[0]:
-                continue
             chunk = os.read(self._ready_read, 65536)
             if not chunk:
                 break
@@ -300,6 +309,9 @@ def launch_scheduler(
     check_ledger: bool | None = None,
     log_stages: bool | None = None,
     log_level: str | None = None,
+    shutdown_mode: Literal["abort", "drain"] | None = None,
+    drain_timeout_s: float | None = None,
+    watchdog_timeout_s: float | None = None,
     startup_timeout: float = 300.0,
     log_path: str | os.PathLike[str] | None = None,
 ) -> LaunchedScheduler:
@@ -322,8 +334,8 @@ def launch_scheduler(
     }
     directory = None
     if endpoint is None:
-        directory = private_directory()
-        endpoint = f"ipc://{directory}/scheduler.sock"
+        directory = private_directory.make()
+        endpoint = f"ipc://{directory}/{private_directory.SOCKET}"
     return LaunchedScheduler(
         _command_line(model, endpoint, options),
         directory=directory,
@@ -344,12 +356,3 @@ def _command_line(model: str | os.PathLike[str], endpoint: str, options: dict[st
         else:
             command += [f"--{flag}", str(value)]
     return command
-
-
-def private_directory() -> Path:
-    """A fresh 0700 directory whose socket path fits into an ipc:// address."""
-    directory = tempfile.mkdtemp(prefix="caesura-")
-    if len(os.fsencode(directory)) + len("/scheduler.sock") > MAX_IPC_PATH:
-        os.rmdir(directory)
-        directory = tempfile.mkdtemp(prefix="caesura-", dir="/tmp")
-    return Path(directory)

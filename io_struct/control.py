@@ -351,8 +351,20 @@ class GetStatusReqOutput(Reply, kw_only=True):
 
 
 class ShutdownReqInput(Request, kw_only=True):
-    """Stop the process after ending every request. Answered before the socket closes."""
+    """Stop the process after ending every request. Answered at once; every request gets its terminal message first.
+
+    Sent again, it can bring the end nearer, and never put it off.
+    """
+
+    drain: bool | None = None
+    """Let the requests that are there go on, and refuse new ones with ``shutting_down``. False: end them at once. None: as
+    the engine's ``shutdown_mode`` says."""
+    timeout_s: Duration | None = None
+    """With drain: after so many seconds what is left ends as aborted. None: the engine's ``drain_timeout_s``."""
 
 
 class ShutdownReqOutput(Reply, kw_only=True):
-    """Acknowledged; the process exits next."""
+    """Acknowledged; the process exits next, or when it has drained."""
+
+    drain_s: float = 0.0
+    """How much longer requests may go on, at most, in seconds; 0: they have ended."""

@@ -6,14 +6,13 @@ decide for me" has been decided; an impossible value is refused by field name be
 
 import os
 import socket
-import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
-from ..io_struct import CaesuraError, ErrorCode, Residency
+from ..io_struct import CaesuraError, ErrorCode, Residency, private_directory
 
 DtypeName = Literal["auto", "float32", "bfloat16"]
 PAGE_SIZE = 16
@@ -97,6 +96,12 @@ class EngineConfig:
     """Log where each stage of a step, pause, update and release begins and ends; at log level DEBUG with the memory then."""
     log_level: str = "INFO"
     """Least severe log records to print."""
+    shutdown_mode: Literal["abort", "drain"] = "abort"
+    """What a signal or a shutdown message does to live requests: end them at once, or let them go on for a while."""
+    drain_timeout_s: float = 30.0
+    """How long they may go on, in seconds; then they end as aborted."""
+    watchdog_timeout_s: float = 300.0
+    """A loop that has not ticked for so many seconds, though it should, ends the process with exit status 70. 0: never."""
 
     def __post_init__(self) -> None:
         positive = (
@@ -119,22 +124,16 @@ class EngineConfig:
             "session_deadline_s",
             "session_orphan_s",
             "target_step_s",
+            "drain_timeout_s",
+            "watchdog_timeout_s",
         ):
             if not getattr(self, name) >= 0:  # NaN fails, too
                 raise _invalid(name, getattr(self, name), "must be at least 0")
         if self.group_interface is not None and self.group_interface not in _interfaces():
             raise _invalid("group_interface", self.group_interface, f"must be one of {sorted(_interfaces())}")
-        if self.pipeline_depth not in (None, 0, 1):
-            raise _invalid("pipeline_depth", self.pipeline_depth, "must be 0 or 1")
-        if self.dtype not in ("auto", "float32", "bfloat16"):
-            raise _invalid("dtype", self.dtype, "must be auto, float32 or bfloat16")
-        if self.attention_backend not in ("auto", "flashinfer", "triton", "sdpa"):
-            raise _invalid(
-                "attention_backend", self.attention_backend, "must be auto, flashinfer, triton or sdpa"
-            )
-        if self.reference_residency not in ("resident", "offload", "layerwise"):
-            requirement = "must be resident, offload or layerwise"
-            raise _invalid("reference_residency", self.reference_residency, requirement)
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise _invalid(name, getattr(self, name), f"must be {_listed(choices)}")
         if self.deterministic and self.attention_backend != "auto":
             raise _invalid("attention_backend", self.attention_backend, "must be auto with deterministic")
 
@@ -146,7 +145,7 @@ class EngineConfig:
             device = accelerator.type if accelerator is not None else "cpu"
         endpoint = self.endpoint
         if endpoint is None:
-            endpoint = f"ipc://{tempfile.mkdtemp(prefix='caesura-')}/scheduler.sock"  # mkdtemp makes it 0700
+            endpoint = f"ipc://{private_directory.make()}/{private_directory.SOCKET}"
         reference = self.reference_model_path
         depth = self.pipeline_depth if self.pipeline_depth is not None else int(device != "cpu")
         return replace(
@@ -162,6 +161,20 @@ class EngineConfig:
 
 def _interfaces() -> set[str]:
     return {name for _, name in socket.if_nameindex()}
+
+
+_CHOICES: dict[str, tuple[object, ...]] = {
+    "pipeline_depth": (None, 0, 1),
+    "shutdown_mode": ("abort", "drain"),
+    "dtype": get_args(DtypeName),
+    "attention_backend": ("auto", "flashinfer", "triton", "sdpa"),
+    "reference_residency": get_args(Residency),
+}
+
+
+def _listed(choices: tuple[object, ...]) -> str:
+    *others, last = (str(choice) for choice in choices if choice is not None)
+    return f"{', '.join(others)} or {last}"
 
 
 def _invalid(field: str, value: object, requirement: str) -> CaesuraError:

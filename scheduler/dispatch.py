@@ -66,6 +66,7 @@ from .request import Request
 from .results import Results
 from .scoring import Scoring
 from .sessions import Sessions
+from .stopping import Shutdown
 from .waiting import AdmissionLimits, WaitingQueue, admit
 
 logger = logging.getLogger(__name__)
@@ -110,10 +111,9 @@ class Dispatcher:
         status: Callable[[str], GetStatusReqOutput],
         history: MemoryHistory,
         check_ledger: Callable[[], None],
+        shutdown: Shutdown,
     ) -> None:
         """``scoring`` None: no reference is loaded."""
-        self.stop_requested = False
-        """A shutdown message was accepted; the loop ends after this tick."""
         self._config = config
         self._limits = limits
         self._lifecycle = lifecycle
@@ -127,6 +127,7 @@ class Dispatcher:
         self._history = history
         self._check_ledger = check_ledger
         self._answers = Answers(config.result_ttl_s)
+        self._shutdown = shutdown
         self._kept = KeptResults(config.result_ttl_s)
         self._commands: deque[_Running] = deque()
         self._outside = False
@@ -297,6 +298,7 @@ class Dispatcher:
         if isinstance(message, GenerateReqInput):
             self._generate(client, message)
         elif isinstance(message, ScoreReqInput):
+            self._shutdown.refuse_work()
             if self._scoring is None:
                 reason = "no reference is loaded: start the engine with reference_model_path"
                 raise CaesuraError(ErrorCode.UNSUPPORTED, reason, field="reference_model_path")
@@ -313,8 +315,8 @@ class Dispatcher:
             kept, live = self._kept.get(message.rid), len(self._results.samples(message.rid))
             self._answer(message.id, FetchResultReqOutput(id=message.id, results=kept, live=live))
         elif isinstance(message, ShutdownReqInput):
-            self.stop_requested = True
-            self._answer(message.id, ShutdownReqOutput(id=message.id))
+            self._shutdown.request("a client asked for it", drain=message.drain, timeout_s=message.timeout_s)
+            self._answer(message.id, ShutdownReqOutput(id=message.id, drain_s=self._shutdown.left_s))
         else:
             self._refuse_when_full()
             if isinstance(message, _EXCLUSIVE):
@@ -327,6 +329,7 @@ class Dispatcher:
         rid = message.rid if message.rid is not None else message.id
         if self._join_generation(client, message, rid):
             return
+        self._shutdown.refuse_work()
         self._lifecycle.require_serviceable("cannot generate")
         if self._lifecycle.generation != "running" and self._config.requests_while_paused == "refuse":
             raise CaesuraError(ErrorCode.PAUSED, "the engine is paused and configured to refuse requests")

@@ -29,7 +29,9 @@ from .guard import Guard
 from .lifecycle import Lifecycle
 from .observability.memory_history import MemoryHistory
 from .observability.stage_profiler import StageProfiler
+from .observability.watchdog import Heartbeat
 from .results import MAX_SENDS, Results
+from .stopping import Shutdown
 from .timers import Timer, Timers
 from .updates import WeightUpdates
 
@@ -83,9 +85,10 @@ class Scheduler:
         pipeline_depth: int,
         idle_empty_s: float,
         wakeup: Wakeup,
-        stop_fds: tuple[int, ...] = (),
+        shutdown: Shutdown,
+        heartbeat: Heartbeat,
     ) -> None:
-        """``stop_fds`` become readable when the process shall end (a signal, the launcher's death)."""
+        """``shutdown`` says when to end, ``heartbeat`` is told of every tick."""
         self._router = router
         self._dispatcher = dispatcher
         self._lifecycle = lifecycle
@@ -101,8 +104,8 @@ class Scheduler:
         self._depth = pipeline_depth
         self._idle_empty_s = idle_empty_s
         self._wakeup = wakeup
-        self._stop_fds = stop_fds
-        self._stopping = False
+        self._shutdown = shutdown
+        self._heartbeat = heartbeat
         self._idle_since: float | None = None
         self._next_keepalive = 0.0
         self._timers = Timers(
@@ -117,14 +120,14 @@ class Scheduler:
         self.last_step_at: float | None = None
         self._poller = zmq.Poller()
         self._poller.register(router.socket, zmq.POLLIN)
-        for fd in (wakeup.fd, *stop_fds):
+        for fd in (wakeup.fd, *shutdown.fds):
             self._poller.register(fd, zmq.POLLIN)
 
     def run(self) -> None:
         """Until told to stop; then every live request ends and every client is told, whatever the reason is."""
         ongoing: Step | None = None
         try:
-            while not (self._stopping or self._dispatcher.stop_requested):
+            while not self._shutdown.requested or self._drains(ongoing):
                 ongoing = self.tick(ongoing)
             if ongoing is not None and (failure := self._answer(ongoing)) is not None:
                 self._discard(ongoing, failure, None)
@@ -141,6 +144,11 @@ class Scheduler:
         run("ending the commands", self._dispatcher.refuse_rest, message)
         for _ in range(MAX_SENDS):
             run("sending the last results", self._results.deliver, self._lifecycle.step)
+
+    def _drains(self, ongoing: Step | None) -> bool:
+        """Whether the end waits for something that is under way."""
+        busy = ongoing is not None or self._results.live or self._results.has_undelivered
+        return self._shutdown.is_draining and bool(busy or self._dispatcher.has_unanswered)
 
     def tick(self, ongoing: Step | None) -> Step | None:
         """One turn; returns the step that is still in flight, at depth 1."""
@@ -160,16 +168,23 @@ class Scheduler:
 
     def _hear(self, timeout_s: float | None) -> None:
         """Drain the inbox; block up to ``timeout_s`` for it (None: until something comes)."""
+        blocks = timeout_s != 0
+        if blocks:
+            self._heartbeat.asleep = True
         events = dict(
             self._poller.poll(None if timeout_s is None else round(min(timeout_s, MAX_POLL_S) * 1000))
         )
-        if any(fd in events for fd in self._stop_fds):
-            self._stopping = True
+        if blocks:
+            self._heartbeat.asleep = False
+        self._heartbeat.ticked = True
         if self._wakeup.fd in events:
             self._wakeup.clear()
         if self._router.socket in events:
             with self._stages.stage("receive"):
                 self._guard.run("receiving", self._receive)
+        for fd in self._shutdown.fds:  # what came before the end is still begun
+            if fd in events:
+                self._shutdown.heard(fd)
         if self._router.has_backlog:
             self._guard.run("a client's backlog", self._router.retry)
         self._timers.fire(monotonic())
@@ -187,7 +202,7 @@ class Scheduler:
         now = monotonic()
         if self._idle_since is None:
             self._idle_since = now
-        waits: list[float] = []
+        waits: list[float] = [self._shutdown.left_s] if self._shutdown.requested else []
         if self._dispatcher.has_parked:
             waits.append(PARKED_POLL_S)
         if self._router.has_backlog or self._results.has_undelivered:

@@ -36,6 +36,7 @@ from ..io_struct import (
     WeightUpdateOptions,
     WeightUpdateReqOutput,
 )
+from .background import Task
 from .batching import Batcher
 from .cache.manager import CacheManager
 from .config import EngineConfig
@@ -43,7 +44,6 @@ from .device.memory import empty_device_cache_with_report
 from .forward import Runner
 from .lifecycle import Lifecycle, Operation, Wait
 from .models.base import CausalLM
-from .models.config import config_difference, load_model_config
 from .observability.memory_history import MemoryHistory
 from .observability.stage_profiler import StageProfiler
 from .ownership import Sender
@@ -52,7 +52,7 @@ from .sessions import Sessions
 from .weights.loader import LoadCounts, WeightLoader, WeightPiece
 from .weights.session import Route, Session
 from .weights.source import WeightSource
-from .weights.transports.disk import DiskSource, ReadBucket, open_checkpoint
+from .weights.transports.disk import ReadBucket, open_fitting
 from .weights.transports.distributed import WeightsUpdateGroups
 from .weights.transports.ipc import SharedMemoryMaps
 from .weights.transports.tensor import open_frames
@@ -80,7 +80,10 @@ class WeightUpdates:
         groups: WeightsUpdateGroups,
         history: MemoryHistory,
         stages: StageProfiler,
+        wake: Callable[[], None],
     ) -> None:
+        """``wake`` ends the loop's sleep."""
+        self._wake = wake
         self._config = config
         self._model = model
         self._loader = loader
@@ -161,8 +164,17 @@ class WeightUpdates:
                 field="load_format",
                 value=request.load_format,
             )
-        path = request.model_path
-        return self._update(request, sender, ("disk", None), lambda: self._open_checkpoint(path), path)
+        path, session = request.model_path, self.sessions.admitted(request, sender, ("disk", None))
+        # Beside the loop: the folder may be on a slow disk, and its headers anybody's.
+        opening = Task(
+            lambda: open_fitting(path, self._model.config, self._loader, self._read_bucket), self._wake
+        )
+        while not opening.done:
+            yield Wait.OUTSIDE
+        if session is not None:
+            self.require_open(session)
+        route = ("disk", None)
+        return (yield from self._update(request, sender, route, opening.result, path, opening.seconds))
 
     def from_tensor(
         self, request: UpdateWeightsFromTensorReqInput, sender: Sender, frames: Sequence[memoryview]
@@ -202,9 +214,12 @@ class WeightUpdates:
         route: Route,
         open_source: Callable[[], WeightSource],
         model_path: str | None = None,
+        opening_s: float = 0.0,
     ) -> Operation:
         """One call of any transport: check everything, then write, then commit if the call is all there is."""
-        stages, started = self.profiler(), monotonic()
+        stages, started = self.profiler(), monotonic() - opening_s
+        if opening_s:
+            stages.record("receive", opening_s)
         session = self.sessions.admitted(request, sender, route)
         try:
             with stages.stage("receive"):
@@ -328,17 +343,6 @@ class WeightUpdates:
     def profiler(self) -> StageProfiler:
         """Of one call or session; the engine's counts with it."""
         return StageProfiler(self._stages, "update.")
-
-    def _open_checkpoint(self, path: str) -> DiskSource:
-        checkpoint = open_checkpoint(path)
-        differing = config_difference(self._model.config, load_model_config(path))
-        if differing:
-            raise CaesuraError(
-                ErrorCode.WEIGHT_MISMATCH,
-                f"{path}/config.json differs in what the forward reads: {', '.join(differing)}",
-                config=differing,
-            )
-        return DiskSource(checkpoint, self._read_bucket)
 
     def open_checked(self, open_source: Callable[[], WeightSource], session: Session | None) -> WeightSource:
         """Everything that can be refused before this call's first byte; with bytes written by ``session`` before, that poisons.

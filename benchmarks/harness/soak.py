@@ -19,8 +19,8 @@ import torch
 from safetensors import safe_open
 
 from caesura.client import SamplingParams, SchedulerClient
-from caesura.client.launch import LaunchedScheduler, private_directory
-from caesura.io_struct import PauseMode
+from caesura.client.launch import LaunchedScheduler
+from caesura.io_struct import PauseMode, private_directory
 
 from .load import Load
 from .transports import Trainer
@@ -84,7 +84,7 @@ def launch_engine(
     folder: Path, workload: Workload, options: EngineOptions, *, fragment: bool, emptyings: Path
 ) -> LaunchedScheduler:
     """An engine of ``soak_engine.py``; seconds of its emptyings go into the file ``emptyings``."""
-    directory = private_directory()
+    directory = private_directory.make()
     engine = {
         "model": folder,
         "endpoint": f"ipc://{directory}/scheduler.sock",

@@ -4,8 +4,9 @@ Invariants:
 - The server listens only when the engine is ready, and says where once it has answered.
 - Keys come from files or the environment, never from the command line, and the scheduler does not inherit them.
 - An address beyond loopback needs an API key, or the explicit word that everybody who can reach it may use it.
-- A signal ends the engine first, so that every request in flight is answered, then the server; status 0. An engine that ends by
-  itself ends the server with status 1, after every waiting client has got its error.
+- A signal ends the engine first, so that every request in flight is answered, then the server; status 0. The engine drains if it
+  was started so; a second signal ends that, and the server with it. An engine that ends by itself ends the server with status 1,
+  after every waiting client has got its error.
 """
 
 import asyncio
@@ -14,6 +15,7 @@ import gc
 import ipaddress
 import logging
 import os
+import resource
 import signal
 import socket
 import ssl
@@ -25,9 +27,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ...io_struct import private_directory
 from ..async_client import AsyncSchedulerClient
 from ..curve import CLIENT_KEY_VARIABLE, SERVER_KEY_VARIABLE
-from ..launch import LaunchedScheduler, private_directory
+from ..launch import LaunchedScheduler
 from .printable import PrintableFormatter
 from .tls import tls_context
 
@@ -40,6 +43,8 @@ EXIT_GRACE_S = 0.3
 """Between the engine's unexpected end and the server's: the answers that this causes are written meanwhile."""
 DRAIN_S = 5.0
 """How long generations on an engine that is not ours may go on after a signal, before they are aborted."""
+MAX_DESCRIPTORS = 1 << 20
+"""Of the limit of open descriptors, which is raised no further."""
 _NEEDS_EXTRA = 'the HTTP server needs more packages: pip install "caesura[serve]"'
 
 
@@ -235,12 +240,21 @@ class Settings:
     startup_timeout: float
 
 
+def _raise_descriptor_limit() -> None:
+    """As far as allowed: each connection is one, and the usual soft limit is 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
 def run(settings: Settings, listener: socket.socket, server_class: "type[Server]") -> int:
     """Everything until the end; the exit status."""
+    _raise_descriptor_limit()
     handler = logging.StreamHandler()
     handler.setFormatter(PrintableFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
-    with _interrupted_by_sigterm():
+    with _interrupted_by_signals():
         launched = None if settings.model is None else _launch(settings)
     try:
         endpoint = launched.endpoint if launched is not None else str(settings.endpoint)
@@ -259,26 +273,33 @@ def _event_loop() -> Callable[[Any], int]:
     return run_with
 
 
+def _stop_signals() -> list[signal.Signals]:
+    """What ends the command; SIGHUP not where it was ignored when the command began, as under ``nohup``."""
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [signal.SIGINT, signal.SIGTERM, *([] if ignored else [signal.SIGHUP])]
+
+
 @contextlib.contextmanager
-def _interrupted_by_sigterm() -> Iterator[None]:
-    """SIGTERM like Ctrl-C, so that a start that is waited for is cleaned up."""
+def _interrupted_by_signals() -> Iterator[None]:
+    """Signals that end like Ctrl-C, so that a start that is waited for is cleaned up."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    before = {number: signal.signal(number, interrupt) for number in _stop_signals()}
     try:
         yield
     except KeyboardInterrupt:
         raise click.Abort from None
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _launch(settings: Settings) -> LaunchedScheduler:
-    directory = private_directory()
+    directory = private_directory.make()
     command = [sys.executable, "-m", "caesura.scheduler", "--model", str(settings.model)]
-    command += ["--endpoint", f"ipc://{directory}/scheduler.sock", *settings.scheduler_arguments]
+    command += ["--endpoint", f"ipc://{directory}/{private_directory.SOCKET}", *settings.scheduler_arguments]
     return LaunchedScheduler(
         command,
         directory=directory,
@@ -383,11 +404,13 @@ class _Watch:
         self._launched = launched
         self._stopping: asyncio.Task[None] | None = None
         self._process = -1
+        self._signals: list[signal.Signals] = []
 
     def begin(self) -> None:
         """From now on."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
+        self._signals = _stop_signals()
+        for number in self._signals:
             loop.add_signal_handler(number, self._on_signal)
         if self._launched is not None:
             self._process = os.pidfd_open(self._launched.pid)
@@ -396,7 +419,7 @@ class _Watch:
     def end(self) -> None:
         """No longer."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in self._signals:
             loop.remove_signal_handler(number)
         self._forget_process()
 
@@ -409,6 +432,8 @@ class _Watch:
     def _on_signal(self) -> None:
         if self._stopping is not None:
             self._server.force_exit = True  # the second one
+            if self._launched is not None:
+                self._launched.hurry()
             return
         self._stopping = asyncio.ensure_future(self._stop())
 

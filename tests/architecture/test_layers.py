@@ -21,10 +21,13 @@ ROWS = [
     ["device"],
     ["observability"],
     [
+        "files",
         "extras",
         "request",
         "ownership",
         "hello",
+        "stopping",
+        "descriptors",
         "backlog",
         "endpoint",
         "access",

@@ -15,8 +15,9 @@ from pathlib import Path
 import httpx
 import pytest
 from support.http_serve import ServedEngine, served
+from support.waiting import eventually
 
-from caesura.client import SchedulerClient, launch_scheduler
+from caesura.client import SchedulerClient, ShuttingDown, launch_scheduler
 
 API, ADMIN = "user-key-7f3a", "admin-key-91bc"
 
@@ -42,7 +43,7 @@ def fails(*arguments: str, **options) -> str:
     return done.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_ends_everything_and_every_request_is_answered(tiny_model, number):
     with served("--model", str(tiny_model)) as engine:
         pid = engine.engine_pid
@@ -62,6 +63,43 @@ def test_a_signal_ends_everything_and_every_request_is_answered(tiny_model, numb
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
     assert not folder.exists()
+
+
+def test_a_drain_answers_requests_in_full_and_a_second_signal_ends_it(tiny_model):
+    """What is in flight goes on; a second signal cuts it off, with what it has."""
+    options = ("--shutdown-mode", "drain", "--drain-timeout-s", "3600")
+    for signals, reason in ((1, "length"), (2, "abort")):
+        with served("--model", str(tiny_model), *options) as engine:
+            engine.ok("/pause_generation", {"mode": "in_place"})
+            body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 8, "ignore_eos": True}}
+            thread, found = in_background(
+                lambda engine=engine, body=body: httpx.post(f"{engine.url}/generate", json=body, timeout=60)
+            )
+            wait_until_queued(engine)
+            engine.process.send_signal(signal.SIGTERM)
+            with SchedulerClient(engine.announced.split("engine ")[1].strip().rstrip(")")) as client:
+                eventually(lambda client=client: refuses(client))
+                if signals == 1:
+                    client.continue_generation(force=True)
+                else:
+                    engine.process.send_signal(signal.SIGTERM)
+                thread.join(60)
+                assert found[0].json()["meta_info"]["finish_reason"]["type"] == reason
+            engine.http.close()
+            engine.process.communicate(timeout=60)
+            assert engine.process.returncode == 0
+
+
+def refuses(client: SchedulerClient) -> bool:
+    """Whether the engine begins nothing any more."""
+    handle = client.submit([5])
+    client.status(timeout=20)  # answered after it
+    if handle.done():
+        with pytest.raises(ShuttingDown):
+            handle.result(timeout=20)
+        return True
+    handle.abort(timeout=20)
+    return False
 
 
 def test_a_scheduler_that_dies_is_told_to_every_client_at_once(tiny_model):

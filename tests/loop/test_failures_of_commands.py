@@ -15,6 +15,7 @@ from caesura.io_struct import (
     ResumeMemoryOccupationReqInput,
     UpdateWeightFromDiskReqInput,
 )
+from caesura.scheduler import updates
 
 
 @pytest.fixture(params=[0, 1], ids=["depth0", "depth1"])
@@ -24,7 +25,7 @@ def driver(tiny_model, request):
 
 
 UPDATE_STAGES: dict[str, Callable[[EngineDriver], tuple[object, str]]] = {
-    "open": lambda driver: (driver.engine.scheduler._updates, "_open_checkpoint"),
+    "open": lambda driver: (updates, "open_fitting"),
     "check": lambda driver: (driver.engine.scheduler._updates._loader, "check"),
     "write": lambda driver: (driver.engine.scheduler._updates._loader, "write"),
     "derive": lambda driver: (driver.engine.scheduler._updates._model, "finalize_weights"),

@@ -117,7 +117,7 @@ class Odd:
 def returns(value):
     """An operation that ends at once."""
 
-    def operation(request):
+    def operation(request, sender):
         yield from ()
         return value
 
@@ -125,7 +125,7 @@ def returns(value):
 
 
 def raises(error):
-    def operation(request):
+    def operation(request, sender):
         yield from ()
         raise error
 
@@ -139,13 +139,13 @@ def raises(error):
     raises(CaesuraError(ErrorCode.NOT_IDLE, "no", what=Odd())),
     raises(CaesuraError(ErrorCode.NOT_IDLE, "no", what={1, 2, Odd()})),
     raises(CaesuraError(ErrorCode.NOT_IDLE, "no", what=BUG)),
-    lambda request: 5,
-    lambda request: iter([3]),
+    lambda request, sender: 5,
+    lambda request, sender: iter([3]),
 ], ids=["none", "text", "odd", "odd-detail", "odd-set", "exception-detail", "no-generator", "odd-iterator"])  # fmt: skip
 def test_what_cannot_be_answered_is_answered_so(driver, operation):
     """And stays answered, for a retry."""
     rid = one_lives(driver)
-    driver.engine.dispatcher._operations[FlushCacheReqInput] = operation
+    driver.engine.dispatcher._handlers._of_sender[FlushCacheReqInput] = operation
     message = FlushCacheReqInput()
     assert_error(driver.call(message), "internal")
     again = driver.call(message)
@@ -157,7 +157,7 @@ def test_what_cannot_be_answered_is_answered_so(driver, operation):
 @pytest.mark.parametrize("detail", [2**64, -(2**70), {"n": [2**80]}, "\udc80", float("nan")], ids=str)
 def test_numbers_and_text_that_no_wire_holds_reach_the_client(driver, detail):
     error = CaesuraError(ErrorCode.NOT_IDLE, "no \udc80", value=detail)
-    driver.engine.dispatcher._operations[FlushCacheReqInput] = raises(error)
+    driver.engine.dispatcher._handlers._of_sender[FlushCacheReqInput] = raises(error)
     assert_error(driver.call(FlushCacheReqInput()), "not_idle")
 
 
@@ -197,8 +197,8 @@ def test_a_group_is_aborted_though_one_of_it_cannot_be_retired(driver, monkeypat
 def test_commands_that_wait_are_limited(driver, monkeypatch):
     monkeypatch.setattr(dispatch, "MAX_PENDING_COMMANDS", 4)
     rid = one_lives(driver)
-    waiting = [driver.send(FlushCacheReqInput(timeout_s=1e6)) for _ in range(4)]
-    error = assert_error(driver.call(FlushCacheReqInput(timeout_s=1e6)), "queue_full")
+    waiting = [driver.send(FlushCacheReqInput(timeout_s=86400.0)) for _ in range(4)]
+    error = assert_error(driver.call(FlushCacheReqInput(timeout_s=86400.0)), "queue_full")
     assert error.detail == {"waiting": 4, "limit": 4}
     driver.run_until_idle()
     driver.tick(2)
@@ -304,7 +304,7 @@ def test_a_loop_that_ends_tells_everybody(driver, monkeypatch, error):
     """Whoever runs, waits or is half computed; and commands that are under way."""
     runs, group = driver.generate([5, 6, 7], 60), driver.generate([3 + i % 80 for i in range(100)], 9, n=3)
     driver.tick(3)
-    parked = driver.send(FlushCacheReqInput(timeout_s=1e6))
+    parked = driver.send(FlushCacheReqInput(timeout_s=86400.0))
     scheduler, calls = driver.engine.scheduler, []
 
     def tick(ongoing, tick=scheduler.tick):

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from support.scripted import EngineDriver
+from support.waiting import eventually
 
 from caesura.io_struct import (
     AbortReq,
@@ -72,8 +73,7 @@ class Recipes:
             driver.call(self.update(self.other, flush_cache=False))
         if state == "updating":
             driver.send(UpdateWeightFromDiskReqInput(model_path=self.other))
-            driver.tick(2)
-            assert driver.status().update is not None
+            eventually(lambda: driver.status().update)  # its headers are read beside the loop
         if state.startswith("poisoned"):
             if state == "poisoned paused":
                 driver.call(PauseGenerationReqInput(mode="abort"))

@@ -1,7 +1,11 @@
 """The real loop over a scripted model: batching, pausing and updates judged by the tokens that come out."""
 
+import threading
+
 import pytest
+import zmq
 from support.scripted import EngineDriver, assert_error, expected_tokens, tokens_of
+from support.waiting import eventually
 
 from caesura.io_struct import (
     AbortReq,
@@ -13,6 +17,7 @@ from caesura.io_struct import (
     SamplingParams,
     UpdateWeightFromDiskReqInput,
 )
+from caesura.scheduler import updates
 
 VOCAB = 97
 
@@ -437,6 +442,41 @@ def test_an_update_that_fails_in_the_middle_poisons(driver, other_model, monkeyp
     assert len(tokens_of(check(driver, rid, prompt_of(4)))) == 20
 
 
+def test_everything_is_answered_while_a_checkpoint_is_looked_at(driver, other_model, monkeypatch):
+    """However slow its disk is, or large its headers: steps go on, too."""
+    looked, go_on, open_fitting = threading.Event(), threading.Event(), updates.open_fitting
+
+    def slow(*arguments):
+        looked.set()
+        assert go_on.wait(60)
+        return open_fitting(*arguments)
+
+    monkeypatch.setattr(updates, "open_fitting", slow)
+    rid = driver.generate(prompt_of(4), 200)
+    update = driver.send(UpdateWeightFromDiskReqInput(model_path=str(other_model)))
+    driver.tick()
+    assert looked.wait(60)
+    before = driver.status().generated_tokens
+    driver.tick(3)
+    assert driver.status().generated_tokens > before
+    assert driver.call(AbortReq(rid=rid)).aborted == 1
+    assert update not in driver.replies
+    go_on.set()
+    eventually(lambda: driver.tick() or update in driver.replies)
+    assert driver.replies.pop(update).committed
+
+
+def test_an_idle_loop_sleeps_while_a_checkpoint_is_looked_at(driver, other_model):
+    """The thread wakes it."""
+    update = driver.send(UpdateWeightFromDiskReqInput(model_path=str(other_model)))
+    driver.tick()
+    if update not in driver.replies and not driver.engine.dispatcher.wants_tick:
+        poller = zmq.Poller()
+        poller.register(driver.engine.wakeup.fd, zmq.POLLIN)
+        assert poller.poll(60_000)
+    eventually(lambda: driver.tick() or update in driver.replies)
+
+
 def test_status_and_abort_are_answered_between_two_buckets_of_an_update(driver, other_model, monkeypatch):
     monkeypatch.setattr("caesura.scheduler.dispatch.SLICE_S", 0.0)
     monkeypatch.setattr("caesura.scheduler.weights.writing.WRITE_S", 0.0)
@@ -444,7 +484,7 @@ def test_status_and_abort_are_answered_between_two_buckets_of_an_update(driver, 
     driver.tick(4)
     driver.call(PauseGenerationReqInput(mode="in_place"))
     update = driver.send(UpdateWeightFromDiskReqInput(model_path=str(other_model), flush_cache=False))
-    driver.tick(2)
+    eventually(lambda: driver.status().update)
     written = [driver.status().update.written_bytes for _ in range(3)]
     assert 0 < written[0] < written[1] < written[2]
     assert driver.call(AbortReq(rid=rid)).aborted == 1

@@ -13,6 +13,7 @@ import struct
 import sys
 import threading
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Self
 
 import msgspec
@@ -361,7 +362,7 @@ def main() -> None:
     parser.add_argument("--lifeline-fd", type=int, required=True)
     parser.add_argument(
         "--behave",
-        choices=["well", "refuse", "crash", "hang", "die-on-generate", "ignore-signals", "silent"],
+        choices=["well", "refuse", "crash", "hang", "die-on-generate", "ignore-signals", "silent", "drain"],
         default="well",
     )
     options = parser.parse_args()
@@ -386,6 +387,9 @@ def main() -> None:
             return []
         if isinstance(request, GenerateReqInput) and options.behave == "silent":
             return []
+        if isinstance(request, ShutdownReqInput) and options.behave == "drain":
+            Path(options.endpoint.removeprefix("ipc://")).with_name("draining").touch()
+            return [ShutdownReqOutput(id=request.id, drain_s=request.timeout_s or 0.0)]
         return answer(request)
 
     if options.behave == "ignore-signals":
@@ -399,6 +403,8 @@ def main() -> None:
     threading.Thread(target=lambda: (os.read(options.lifeline_fd, 1), os._exit(0)), daemon=True).start()
     say(ready=True, endpoint=options.endpoint, pid=os.getpid())
     fake.wait()
+    if options.behave == "drain":
+        threading.Event().wait()
 
 
 if __name__ == "__main__":
