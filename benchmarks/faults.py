@@ -31,7 +31,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--faults", type=int, default=200, help="how many (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
-    parser.add_argument("--first", type=int, default=0, help="number of the first fault (default: %(default)s)")
+    parser.add_argument(
+        "--first", type=int, default=0, help="number of the first fault (default: %(default)s)"
+    )
     parser.add_argument("--only", nargs="+", choices=tuple(KINDS), metavar="KIND", help=", ".join(KINDS))
     parser.add_argument("--json", type=Path, help="write every fault there")
     parser.add_argument("--log", type=Path, help="append what the engines log there")
@@ -79,11 +81,9 @@ def write_json(options: argparse.Namespace, outcomes: Sequence[Outcome]) -> None
     options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
-def run(options: argparse.Namespace, versions_in: Path) -> list[Outcome]:
-    campaign = Campaign(
-        make_versions(versions_in), seed=options.seed, kinds=options.only, log=options.log
-    )
-    outcomes: list[Outcome] = []
+def run(options: argparse.Namespace, versions_in: Path, outcomes: list[Outcome]) -> None:
+    """All faults, each of which goes to ``outcomes`` and, where there is something to say, to the terminal."""
+    campaign = Campaign(make_versions(versions_in), seed=options.seed, kinds=options.only, log=options.log)
     try:
         for outcome in campaign.run(options.first, options.faults):
             outcomes.append(outcome)
@@ -98,17 +98,19 @@ def run(options: argparse.Namespace, versions_in: Path) -> list[Outcome]:
         print("interrupted; this is what there is")
     finally:
         campaign.close()
-    return outcomes
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
-    with tempfile.TemporaryDirectory(prefix="caesura-faults-") as folder:
-        outcomes = run(options, Path(folder))
-    if outcomes:
-        print(table(outcomes))
-    if options.json is not None:
-        write_json(options, outcomes)
+    outcomes: list[Outcome] = []
+    try:
+        with tempfile.TemporaryDirectory(prefix="caesura-faults-") as folder:
+            run(options, Path(folder), outcomes)
+    finally:  # a run of hours that ends with a defect of its own has found something too
+        if outcomes:
+            print(table(outcomes), flush=True)
+        if options.json is not None:
+            write_json(options, outcomes)
     return int(any(outcome.problems for outcome in outcomes))
 
 

@@ -145,17 +145,13 @@ def _push(errand: Errand, client: SchedulerClient, group: WeightUpdateGroup | No
     if errand.transport == "disk":
         _again(
             errand,
-            lambda mid: client.update_weights_from_disk(
-                folder, message_id=mid, timeout=patience, **options
-            ),
+            lambda mid: client.update_weights_from_disk(folder, message_id=mid, timeout=patience, **options),
         )
         return
     tensors = load_file(folder / "model.safetensors").items()
     match errand.transport:
         case "tensor":
-            client.update_weights_from_tensor(
-                tensors, bucket_bytes=BUCKET_BYTES, timeout=patience, **options
-            )
+            client.update_weights_from_tensor(tensors, bucket_bytes=BUCKET_BYTES, timeout=patience, **options)
         case "ipc":
             client.update_weights_from_ipc(tensors, bucket_bytes=BUCKET_BYTES, timeout=patience, **options)
         case "distributed":
@@ -178,9 +174,7 @@ def _pause(errand: Errand, client: SchedulerClient, pipe: Connection) -> None:
 def _continue(errand: Errand, client: SchedulerClient, pipe: Connection) -> None:
     _tell(pipe, "at", "continue")
     if errand.mode is not None:
-        _again(
-            errand, lambda mid: client.continue_generation(message_id=mid, timeout=errand.timeout_s)
-        )
+        _again(errand, lambda mid: client.continue_generation(message_id=mid, timeout=errand.timeout_s))
 
 
 def _only_pause(errand: Errand, pipe: Connection) -> dict[str, Any]:
@@ -266,7 +260,7 @@ def _mute(errand: Errand, pipe: Connection) -> dict[str, Any]:
 def _write(errand: Errand, pipe: Connection) -> dict[str, Any]:
     """Writes a checkpoint to a disk that is too small for it, does not notice, and has the engine load it."""
     assert errand.folder is not None
-    target = Path(os.environ.get("TMPDIR", "/tmp")) / f"caesura-faults-{os.getpid()}"
+    target = Path(errand.endpoint.removeprefix("ipc://")).with_name(f"written-{os.getpid()}")
     target.mkdir()
     seen_by_engine = target
     try:

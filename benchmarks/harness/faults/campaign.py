@@ -165,12 +165,12 @@ class Campaign:
         self._check_handles(scene, ())
         scene.problems += life.check_weights()
         for name in shared_files_of(pids | {life.pid}):
-            scene.problem("leaked", f"/dev/shm/{name}")
+            scene.problem("leaked", name)
         if life.baseline is not None:
-            for text in wait_until_within(
-                life.baseline, life.pid, FOOTPRINT_S, lambda: life.sleep(0.05)
-            ):
-                scene.problem("leaked", text)
+            over = wait_until_within(life.baseline, life.pid, FOOTPRINT_S, lambda: life.sleep(0.05))
+            if over:
+                scene.problem("leaked", "; ".join(over))
+                life.baseline = life.footprint()  # said once
         return recovery
 
     def _serves(self, scene: Scene, name: str) -> None:
@@ -199,7 +199,7 @@ class Campaign:
         if life.directory.exists():
             scene.problem("leaked", f"{life.directory} is still there")
         for name in shared_files_of(pids):
-            scene.problem("leaked", f"/dev/shm/{name}")
+            scene.problem("leaked", name)
 
     def _check_handles(self, scene: Scene, allowed: tuple[type[EngineError], ...]) -> None:
         """The library's callers have got a result, or an error that the fault explains."""

@@ -11,7 +11,7 @@ from ..process_memory import MB, read_memory
 
 RESIDENT_SLACK = 96 * MB
 """Allocators keep some of what was used once; more than this is a leak."""
-SHARED_MEMORY = "/dev/shm"
+SHARED_MEMORY = "/dev/shm"  # noqa: S108  where Linux keeps shared memory
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Footprint:
     """Mappings and descriptors of memfds and of files in /dev/shm."""
     resident: int
     kinds: str = ""
-    """What the descriptors are, for the report."""
+    """What descriptors and threads are, for the report."""
 
     def over(self, baseline: "Footprint") -> list[str]:
         """What is more than in ``baseline``, as text; empty if nothing is."""
@@ -36,7 +36,7 @@ class Footprint:
             if mine > theirs + slack:
                 found.append(f"{name} {theirs} -> {mine}")
         if found and self.kinds != baseline.kinds:
-            found.append(f"descriptors were {baseline.kinds}, are {self.kinds}")
+            found.append(f"was {baseline.kinds}; is {self.kinds}")
         return found
 
 
@@ -49,6 +49,7 @@ def footprint(pid: int) -> Footprint:
         except OSError:
             continue  # closed meanwhile
     kinds = Counter(link.split(":")[0].split("/")[-1] if ":" in link else "file" for link in links)
+    waits = Counter(f"thread in {_waits_in(pid, task)}" for task in os.listdir(f"/proc/{pid}/task"))
     maps = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace").splitlines()
     shared = sum("/memfd:" in line or SHARED_MEMORY in line for line in maps)
     shared += sum("memfd:" in link or link.startswith(SHARED_MEMORY) for link in links)
@@ -59,8 +60,15 @@ def footprint(pid: int) -> Footprint:
         children=len(children),
         shared=shared,
         resident=read_memory(pid).resident,
-        kinds=", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items())),
+        kinds=", ".join(f"{count} {kind}" for kind, count in sorted((kinds + waits).items())),
     )
+
+
+def _waits_in(pid: int, task: str) -> str:
+    try:
+        return Path(f"/proc/{pid}/task/{task}/wchan").read_text(encoding="utf-8") or "?"
+    except OSError:
+        return "?"
 
 
 def wait_until_within(
@@ -76,7 +84,10 @@ def wait_until_within(
 def shared_files_of(pids: set[int]) -> list[str]:
     """Names in /dev/shm that carry one of ``pids``."""
     return [
-        name
+        f"{SHARED_MEMORY}/{name}"
         for name in os.listdir(SHARED_MEMORY)
-        if any(part.isdigit() and int(part) in pids for part in name.replace("-", "_").replace(".", "_").split("_"))
+        if any(
+            part.isdigit() and int(part) in pids
+            for part in name.replace("-", "_").replace(".", "_").split("_")
+        )
     ]

@@ -33,11 +33,11 @@ class Span(Protocol):
     """As in ``WeightVersionSpan``."""
 
     @property
-    def version(self) -> str: ...  # noqa: D102
+    def version(self) -> str: ...
     @property
-    def start(self) -> int: ...  # noqa: D102
+    def start(self) -> int: ...
     @property
-    def end(self) -> int: ...  # noqa: D102
+    def end(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,11 @@ class Account:
 
 
 def check_tokens(
-    name: str, last_token: int, tokens: Sequence[int], spans: Sequence[Span], versions: Mapping[str, Successors]
+    name: str,
+    last_token: int,
+    tokens: Sequence[int],
+    spans: Sequence[Span],
+    versions: Mapping[str, Successors],
 ) -> list[Problem]:
     """Whether ``spans`` cover ``tokens`` and each token follows the one before it under its span's version."""
     covered = 0
@@ -102,7 +106,10 @@ class Ledger:
     def streamed(self, delta: StreamDelta) -> None:
         """A delta arrived; gaps are allowed, contradictions are not."""
         counts = np.frombuffer(delta.counts, "<i4").tolist()
-        starts, indices = np.frombuffer(delta.starts, "<i4").tolist(), np.frombuffer(delta.indices, "<i4").tolist()
+        starts, indices = (
+            np.frombuffer(delta.starts, "<i4").tolist(),
+            np.frombuffer(delta.indices, "<i4").tolist(),
+        )
         tokens = iter(np.frombuffer(delta.tokens, "<i4").tolist())
         for rid, index, start, count in zip(delta.rids, indices, starts, counts, strict=True):
             account = self._accounts.get((rid, index))
@@ -124,7 +131,9 @@ class Ledger:
                 break
         reason = result.finish_reason
         if reason.type == "error" or (reason.type == "length" and len(tokens) != account.new_tokens):
-            self._add("failed", f"{result.rid}: ended as {reason} with {len(tokens)} of {account.new_tokens} tokens")
+            self._add(
+                "failed", f"{result.rid}: ended as {reason} with {len(tokens)} of {account.new_tokens} tokens"
+            )
 
     def refused(self, reply: ErrorReply, *, allowed: Sequence[str] = ()) -> None:
         """An error arrived; as the answer to a generate request it ends all of its samples."""
@@ -159,7 +168,9 @@ class Ledger:
     def _end(self, rid: str, index: int) -> Account | None:
         account = self._accounts.get((rid, index))
         if account is None:
-            self._add("doubled", f"{rid}[{index}]: a terminal message that nobody asked for, or asked for long ago")
+            self._add(
+                "doubled", f"{rid}[{index}]: a terminal message that nobody asked for, or asked for long ago"
+            )
             return None
         account.ends += 1
         if account.ends > 1:

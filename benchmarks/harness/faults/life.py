@@ -20,6 +20,7 @@ from caesura.client.launch import LaunchedScheduler, private_directory
 from caesura.io_struct import EndWeightUpdateReqInput, GetStatusReqOutput, WeightUpdateReqOutput
 
 from .actors import Errand, perform
+from .fault_engine import set_clock
 from .footprint import Footprint, footprint
 from .known import CONTEXT, Version
 from .ledger import Ledger, Problem
@@ -109,6 +110,7 @@ class Life:
             **{version.label: version for version in versions},
         }
         self.directory = private_directory()
+        self._clock = self.directory / "clock"
         self.engine = self._launch(log)
         self.ledger = Ledger(self.by_label)
         self.witness = Witness(self.endpoint, self.ledger)
@@ -200,6 +202,10 @@ class Life:
             return [Problem("torn", f"status says {label!r}, the checksum is that of {really}")]
         return []
 
+    def set_clock(self, offset_s: float) -> None:
+        """Let the engine's wall clock jump."""
+        set_clock(self._clock, offset_s)
+
     def leave_groups(self) -> None:
         """As a successor does: the engine keeps the process group of a dead trainer until then (docs/lifecycle.md)."""
         with suppress(GroupError):
@@ -228,7 +234,8 @@ class Life:
             "result-ttl-s": 1.0,
             "log-level": "INFO" if log is not None else "ERROR",
         }
-        command = [sys.executable, str(ENGINE), "--check-ledger"]
+        set_clock(self._clock, 0.0)
+        command = [sys.executable, str(ENGINE), str(self._clock), "--check-ledger"]
         for name, value in options.items():
             command += [f"--{name}", str(value)]
         return LaunchedScheduler(command, directory=self.directory, log_path=log)

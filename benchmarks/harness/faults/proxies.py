@@ -144,9 +144,7 @@ class FrameProxy:
     ``sent(frames)`` is called with every message of the engine, in the proxy's thread.
     """
 
-    def __init__(
-        self, endpoint: str, target: str, sent: Callable[[list[bytes]], None] | None = None
-    ) -> None:
+    def __init__(self, endpoint: str, target: str, sent: Callable[[list[bytes]], None] | None = None) -> None:
         self.endpoint = endpoint
         self._target, self._sent = target, sent
         self._harmful: Harmful | None = None

@@ -3,15 +3,15 @@
 import os
 import resource
 import shutil
-import signal
 from pathlib import Path
 
 import zmq
 
+from .fault_engine import DAY_S
 from .known import Version
 from .life import DEADLINE_S
 from .registry import kind
-from .scene import Scene
+from .scene import Scene, outcome_text
 
 MUTE_TOKENS = 3000
 SHARES = (0.0, 0.01, 0.3, 0.9, 0.999)
@@ -79,7 +79,7 @@ def client_descriptors(scene: Scene) -> None:
     """A client or trainer may open hardly anything; whatever becomes of it, the engine must not mind."""
     actor = scene.somebody(descriptors=scene.rng.choice((0, 3, 8, 12, 20)))
     scene.life.wait(lambda: actor.outcome is not None or not actor.alive())
-    scene.facts["outcome"] = "none" if actor.outcome is None else " ".join(map(str, actor.outcome[:2]))[:200]
+    scene.facts["outcome"] = outcome_text(actor)
     scene.cleared()
 
 
@@ -118,10 +118,10 @@ def slow_reader(scene: Scene) -> None:
 
 @kind("clock-jump", 8)
 def clock_jump(scene: Scene) -> None:
-    """The engine's wall clock moves by a day and, at the next such fault, back."""
+    """The engine's wall clock moves by a day, forwards or backwards, and perhaps back again."""
     actor = scene.somebody()
     scene.meet(actor)
-    scene.signal(scene.life.pid, signal.SIGUSR2)
+    scene.life.set_clock(scene.rng.choice((DAY_S, -DAY_S, 0.0)))
     scene.cleared()
     scene.must_end(actor, well=True)
 

@@ -180,7 +180,7 @@ class Scene:
         """``actor`` comes to an end that it can tell; ``well``: without an error."""
         self.life.wait(lambda: actor.outcome is not None or not actor.alive())
         outcome = actor.outcome
-        self.facts["outcome"] = "none" if outcome is None else " ".join(map(str, outcome[:2]))[:200]
+        self.facts["outcome"] = outcome_text(actor)
         work = f"the {actor.errand.work} by {actor.errand.transport}"
         if outcome is None:
             self.problem("stuck" if actor.alive() else "failed", f"{work} did not end, or without a word")
@@ -214,3 +214,11 @@ class Scene:
             label = self.life.status().weight_version
             if label != errand.label:
                 self.problem("failed", f"the trainer was told {errand.label!r} serves, status says {label!r}")
+
+
+def outcome_text(actor: Actor) -> str:
+    """How it ended, in a word or two."""
+    outcome = actor.outcome
+    if outcome is None:
+        return "still there" if actor.alive() else "gone without a word"
+    return f"refused {outcome[1]}" if outcome[0] == "refused" else str(outcome[0])
