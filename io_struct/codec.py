@@ -174,7 +174,10 @@ def decode_request(frame: bytes | memoryview) -> ToScheduler:
 
 def decode_reply(frame: bytes | memoryview) -> ToClient:
     """Decode a header that the scheduler sent; raises ``msgspec.DecodeError`` on anything else."""
-    reply: ToClient = _to_client.decode(frame)
+    try:
+        reply: ToClient = _to_client.decode(frame)
+    except (RecursionError, UnicodeDecodeError) as error:
+        raise msgspec.DecodeError(str(error)) from error
     return reply
 
 

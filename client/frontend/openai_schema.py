@@ -226,7 +226,7 @@ def decode_chat(body: bytes) -> ChatRequest:
 def _decode(decoder: msgspec.json.Decoder[RequestT], body: bytes) -> RequestT:
     try:
         request = decoder.decode(body)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequest(f"the body: {error}", field=_field_of(str(error))) from error
     for name in _REFUSED_OF[type(request)]:
         value = getattr(request, name)

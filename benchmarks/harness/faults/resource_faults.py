@@ -93,8 +93,8 @@ def engine_descriptors(scene: Scene) -> None:
     context = zmq.Context()
     try:
         actor = scene.somebody(timeout_s=SHORT_PATIENCE_S)
-        for _ in range(8):
-            stranger = context.socket(zmq.DEALER)
+        strangers = [context.socket(zmq.DEALER) for _ in range(8)]
+        for stranger in strangers:
             stranger.linger = 0
             stranger.connect(scene.life.endpoint)
         scene.hold()
