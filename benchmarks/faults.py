@@ -35,15 +35,20 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--first", type=int, default=0, help="number of the first fault (default: %(default)s)"
     )
     parser.add_argument("--only", nargs="+", choices=tuple(KINDS), metavar="KIND", help=", ".join(KINDS))
+    parser.add_argument("--skip", nargs="+", choices=tuple(KINDS), metavar="KIND", default=[])
     parser.add_argument("--json", type=Path, help="write every fault there")
     parser.add_argument("--log", type=Path, help="append what the engines log there")
     parser.add_argument("--verbose", action="store_true", help="a line for each fault")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    options.kinds = [name for name in options.only or KINDS if name not in options.skip]
+    if not options.kinds:
+        parser.error("no kind of fault is left")
+    return options
 
 
 def again(options: argparse.Namespace, outcome: Outcome) -> str:
     """The command that repeats just this fault."""
-    only = f" --only {' '.join(options.only)}" if options.only else ""
+    only = f" --only {' '.join(options.kinds)}" if len(options.kinds) < len(KINDS) else ""
     return f"python benchmarks/faults.py --seed {options.seed} --first {outcome.number} --faults 1{only}"
 
 
@@ -74,7 +79,7 @@ def write_json(options: argparse.Namespace, outcomes: Sequence[Outcome]) -> None
     found = {
         "seed": options.seed,
         "first": options.first,
-        "only": options.only,
+        "kinds": options.kinds,
         "machine": machine_facts(),
         "faults": [outcome.to_json() for outcome in outcomes],
     }
@@ -83,7 +88,7 @@ def write_json(options: argparse.Namespace, outcomes: Sequence[Outcome]) -> None
 
 def run(options: argparse.Namespace, versions_in: Path, outcomes: list[Outcome]) -> None:
     """All faults, each of which goes to ``outcomes`` and, where there is something to say, to the terminal."""
-    campaign = Campaign(make_versions(versions_in), seed=options.seed, kinds=options.only, log=options.log)
+    campaign = Campaign(make_versions(versions_in), seed=options.seed, kinds=options.kinds, log=options.log)
     try:
         for outcome in campaign.run(options.first, options.faults):
             outcomes.append(outcome)

@@ -221,4 +221,6 @@ def outcome_text(actor: Actor) -> str:
     outcome = actor.outcome
     if outcome is None:
         return "still there" if actor.alive() else "gone without a word"
+    if outcome[0] == "crashed":
+        return f"crashed {str(outcome[1]).strip().splitlines()[-1]}"
     return f"refused {outcome[1]}" if outcome[0] == "refused" else str(outcome[0])
