@@ -27,7 +27,8 @@ def main() -> None:
     print(f"new inputs: {found}", file=sys.stderr)
     seeds = HERE / "corpus" / name
     options = [f"-dict={words}", f"-artifact_prefix={found.parent}/{found.name}-", *sys.argv[2:]]
-    atheris.Setup([sys.argv[0], str(found), str(seeds), *options], module.target)
+    mutator = {"custom_mutator": module.mutate} if hasattr(module, "mutate") else {}
+    atheris.Setup([sys.argv[0], str(found), str(seeds), *options], module.target, **mutator)
     atheris.Fuzz()
 
 
