@@ -19,7 +19,7 @@ from .footprint import shared_files_of, wait_until_within
 from .kinds import KINDS
 from .known import Version
 from .ledger import Problem, check_tokens
-from .life import DEADLINE_S, Gone, Life, alive
+from .life import DEADLINE_S, PATIENT_LEASE_S, Gone, Life, alive
 from .scene import Scene
 from .witness import draw_prompt
 
@@ -125,6 +125,7 @@ class Campaign:
                 transport=transport,
                 mode="retract",
                 explicit=False,
+                lease_s=PATIENT_LEASE_S,
                 folder=version.folder,
                 label=version.label,
             )

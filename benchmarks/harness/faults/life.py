@@ -27,7 +27,8 @@ from .ledger import Ledger, Problem
 from .witness import Witness, greedy
 
 ENGINE = Path(__file__).with_name("fault_engine.py")
-LEASE_S = 1.0
+PATIENT_LEASE_S = 30.0
+"""Of a trainer that nothing happens to: a busy machine must not let it expire."""
 SESSION_DEADLINE_S = 2.0
 HEALING_S = 15.0
 """In which leases and deadlines must have run out, on a busy machine too."""

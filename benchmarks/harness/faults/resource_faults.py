@@ -9,7 +9,7 @@ import zmq
 
 from .fault_engine import DAY_S
 from .known import Version
-from .life import DEADLINE_S
+from .life import DEADLINE_S, PATIENT_LEASE_S
 from .registry import kind
 from .scene import Scene, outcome_text
 
@@ -119,7 +119,7 @@ def slow_reader(scene: Scene) -> None:
 @kind("clock-jump", 8)
 def clock_jump(scene: Scene) -> None:
     """The engine's wall clock moves by a day, forwards or backwards, and perhaps back again."""
-    actor = scene.somebody()
+    actor = scene.client() if scene.rng.random() < 0.3 else scene.trainer(lease_s=PATIENT_LEASE_S)
     scene.meet(actor)
     scene.life.set_clock(scene.rng.choice((DAY_S, -DAY_S, 0.0)))
     scene.cleared()
