@@ -97,10 +97,14 @@ def _tell(pipe: Connection, *event: Any) -> None:
 
 def _limit(errand: Errand) -> None:
     if errand.file_bytes is not None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (errand.file_bytes, resource.RLIM_INFINITY))
+        _lower(resource.RLIMIT_FSIZE, errand.file_bytes)
     if errand.descriptors is not None:
         used = max(int(name) for name in os.listdir("/proc/self/fd"))
-        resource.setrlimit(resource.RLIMIT_NOFILE, (used + errand.descriptors, resource.RLIM_INFINITY))
+        _lower(resource.RLIMIT_NOFILE, used + errand.descriptors)
+
+
+def _lower(limit: int, value: int) -> None:
+    resource.setrlimit(limit, (value, resource.getrlimit(limit)[1]))
 
 
 def _again(errand: Errand, call: Callable[[str], T]) -> T:
