@@ -1,5 +1,6 @@
 """Weights over a process group, from any trainer that builds one as the field does, and every way to fail."""
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -258,16 +259,26 @@ def test_a_broadcast_that_never_comes_ends_with_the_groups_timeout(driver, train
     assert driver.status().weights == "valid"
 
 
+def num_threads() -> int:
+    """Of this process, a backend's own included."""
+    return len(os.listdir("/proc/self/task"))
+
+
 @pytest.mark.parametrize("tensors_before_death", [0, 2])
 def test_a_trainer_that_is_killed(driver, other_model, tensors_before_death):
     """Poisoned if a byte was written, else as before; a complete update by another road recovers, and so does a new group."""
     trainer = PlainTrainer()
     weights = weights_of(other_model)
-    child = multiprocessing.get_context("spawn").Process(
-        target=broadcast_and_die, args=(trainer, other_model, tensors_before_death)
+    context = multiprocessing.get_context("spawn")
+    joined = context.Event()
+    child = context.Process(
+        target=broadcast_and_die, args=(trainer, other_model, tensors_before_death, joined)
     )
     child.start()
+    threads = num_threads()
     assert pump(driver, trainer.init_message(timeout_s=30.0)).rank == 1
+    joined.set()
+    assert num_threads() > threads
     error = assert_error(pump(driver, update_message(weights)), "group_error")
     assert "a broadcast failed" in error.message
     child.join(timeout=30)
@@ -275,6 +286,11 @@ def test_a_trainer_that_is_killed(driver, other_model, tensors_before_death):
     assert driver.status().weights == ("poisoned" if tensors_before_death else "valid")
     assert driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_model))).committed
     driver.call(DestroyWeightsUpdateGroupReqInput())
+    gc.disable()  # an idle engine collects nothing
+    try:
+        eventually(lambda: num_threads() <= threads)
+    finally:
+        gc.enable()
     next_trainer = PlainTrainer()
     assert join(driver, next_trainer).rank == 1
     next_trainer.beside(lambda: next_trainer.broadcast_each(weights))

@@ -183,13 +183,16 @@ class Group:
         options = dist.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
         options.timeout = timedelta(seconds=self._timeout_s)
-        for buffer in buffers:
-            if buffer.is_cuda:
-                torch.cuda.set_device(buffer.device)
-            backend.broadcast([buffer], options).wait()
-            if buffer.is_cuda:
-                torch.cuda.current_stream().synchronize()
-            yield buffer
+        try:
+            for buffer in buffers:
+                if buffer.is_cuda:
+                    torch.cuda.set_device(buffer.device)
+                backend.broadcast([buffer], options).wait()
+                if buffer.is_cuda:
+                    torch.cuda.current_stream().synchronize()
+                yield buffer
+        finally:
+            del backend  # the traceback of a broadcast that failed keeps this frame, and would keep its threads and sockets
 
     def _join(self) -> Iterator[Any]:
         """In a thread: find the store, then the other ranks."""
