@@ -20,7 +20,8 @@ from .attention.sdpa import SdpaBackend
 from .cache.pool import MHAPool, MLAPool
 from .cache.routing import RoutingPool
 from .config import PAGE_SIZE, EngineConfig
-from .device.memory import device_module_for, get_available_memory
+from .device.memory import get_available_memory
+from .device.module import device_module_for
 from .device.residency import ComponentResidencyManager
 from .distributed import ParallelState
 from .forward import AttentionBackend, Runner

@@ -40,7 +40,8 @@ from .channel import Router
 from .checker import WeightsChecker
 from .chunking import ChunkSizer
 from .config import PAGE_SIZE, EngineConfig
-from .device.memory import device_module_for, empty_device_cache
+from .device.memory import empty_device_cache
+from .device.module import device_module_for
 from .device.residency import ComponentResidencyManager
 from .dispatch import Dispatcher
 from .failure import Recovery
