@@ -146,6 +146,18 @@ def get_available_memory(
     return available if group is None else group.all_reduce_min(available)
 
 
+def available_memory_if_known(
+    device: torch.device | str, empty_cache: bool = False, group: MinReduce | None = None
+) -> int | None:
+    """:func:`get_available_memory`, or None where the backend does not tell."""
+    try:
+        return get_available_memory(device, empty_cache, group)
+    except CaesuraError as error:
+        if error.code != ErrorCode.UNSUPPORTED:
+            raise
+        return None
+
+
 def refuse_defeating_settings(
     device: torch.device | str, memory_saver: bool, environ: Mapping[str, str] = os.environ
 ) -> None:

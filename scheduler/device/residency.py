@@ -37,7 +37,11 @@ import torch
 from torch import Tensor
 
 from ...io_struct import CaesuraError, ErrorCode, MemoryTag
-from .memory import empty_device_cache_with_report, get_available_memory, refuse_defeating_settings
+from .memory import (
+    available_memory_if_known,
+    empty_device_cache_with_report,
+    refuse_defeating_settings,
+)
 from .module import device_module_for
 from .offload import FileCopy, HostCopy, Movable, PinnedCopy, Strategy
 from .storage import Component, MappedComponent, SavedComponent, StorageComponent
@@ -219,7 +223,7 @@ class ComponentResidencyManager:
                     yield from self._traced("arrive", component, component.strategy.arrive(component))
                 except RuntimeError as error:
                     needed = component.strategy.peak_bytes(component)
-                    free = get_available_memory(self._device)
+                    free = available_memory_if_known(self._device)
                     raise _shortage(f"bringing {use.name} failed: {error}", needed, free) from error
 
     def use(self, request: str, use: ComponentUse) -> Callable[[int], None]:
@@ -277,8 +281,8 @@ class ComponentResidencyManager:
             CaesuraError: ``out_of_memory`` with ``needed_bytes`` and ``free_bytes``; everything is as it was.
         """
         needed = sum(map(self.nbytes, tags)) + sum(c.nbytes for tag in tags for c in self._residents(tag))
-        free = get_available_memory(self._device, empty_cache=True)
-        if needed > free:
+        free = available_memory_if_known(self._device, empty_cache=True)
+        if free is not None and needed > free:
             raise _shortage(f"resuming {_names(tags)} needs {needed} bytes, {free} are free", needed, free)
         begun: list[MemoryTag] = []
         try:
@@ -310,11 +314,10 @@ class ComponentResidencyManager:
     def _require_room(self, component: Movable) -> None:
         """On the CPU an allocation never fails, its first use does; elsewhere the allocator says so itself."""
         needed = component.strategy.peak_bytes(component) - component.device_bytes
-        if (
-            self._device.type == "cpu"
-            and needed > 0
-            and needed > (free := get_available_memory(self._device))
-        ):
+        if self._device.type != "cpu" or needed <= 0:
+            return
+        free = available_memory_if_known(self._device)
+        if free is not None and needed > free:
             raise _shortage(f"{component.name} needs {needed} bytes, {free} are free", needed, free)
 
     def _leave(self, components: Sequence[Movable]) -> Iterator[None]:
@@ -392,5 +395,5 @@ def _names(tags: Collection[MemoryTag]) -> str:
     return ", ".join(sorted(tags))
 
 
-def _shortage(message: str, needed: int, free: int) -> CaesuraError:
+def _shortage(message: str, needed: int, free: int | None) -> CaesuraError:
     return CaesuraError(ErrorCode.OUT_OF_MEMORY, message, needed_bytes=needed, free_bytes=free)

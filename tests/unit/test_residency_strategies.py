@@ -463,7 +463,7 @@ def test_resuming_counts_what_comes_back_with_the_tag(monkeypatch):
         allocate((1000,), torch.float32, CPU)
     exhaust(manager.release(["weights"]))
     needed = manager.nbytes("model") + 4000
-    monkeypatch.setattr(residency_module, "get_available_memory", lambda *_, **__: needed - 1)
+    monkeypatch.setattr(residency_module, "available_memory_if_known", lambda *_, **__: needed - 1)
     with pytest.raises(CaesuraError) as caught:
         exhaust(manager.resume(["weights"]))
     assert caught.value.detail == {"needed_bytes": needed, "free_bytes": needed - 1}
@@ -474,7 +474,7 @@ def test_a_shortage_is_found_before_anything_is_brought(monkeypatch):
     manager = host()
     model = Model(manager, ComponentOffloadStrategy())
     model.request()
-    monkeypatch.setattr(residency_module, "get_available_memory", lambda *_, **__: 1234)
+    monkeypatch.setattr(residency_module, "available_memory_if_known", lambda *_, **__: 1234)
     manager.begin_request("r")
     with pytest.raises(CaesuraError) as caught:
         exhaust(manager.before_stage("r", [USE]))
