@@ -303,11 +303,12 @@ def _status_rows(status: GetStatusReqOutput) -> Iterable[tuple[str, str]]:
     kv = status.kv
     yield "KV tokens", f"{kv.free} free + {kv.cached} cached + {kv.held} held = {kv.total}"
     memory = status.device_memory
+    available = "unknown" if memory.available is None else f"{memory.available / MIB:.1f}"
     yield (
         "device",
         (
             f"{status.device}: {memory.reserved / MIB:.1f} MB reserved, {memory.allocated / MIB:.1f} allocated, "
-            f"{memory.available / MIB:.1f} available; weights {memory.weights / MIB:.1f}, KV {memory.kv_cache / MIB:.1f}"
+            f"{available} available; weights {memory.weights / MIB:.1f}, KV {memory.kv_cache / MIB:.1f}"
         ),
     )
     yield (

@@ -174,8 +174,8 @@ class DeviceMemory(ReplyRecord, kw_only=True, frozen=True):
 
     reserved: int
     allocated: int
-    available: int
-    """Free on the device (CPU: the smaller of MemAvailable and what the cgroup leaves)."""
+    available: int | None
+    """Free on the device (CPU: the smaller of MemAvailable and what the cgroup leaves). None: its backend does not tell."""
     weights: int
     """Parameters and buffers of the model."""
     kv_cache: int

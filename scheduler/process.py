@@ -44,7 +44,8 @@ from .chunking import ChunkSizer
 from .commands import Commands
 from .config import PAGE_SIZE, EngineConfig
 from .descriptors import DescriptorCheck, raise_limit
-from .device.memory import device_module_for, empty_device_cache, is_out_of_memory
+from .device.memory import empty_device_cache, is_out_of_memory
+from .device.module import device_module_for
 from .device.residency import ComponentResidencyManager
 from .dispatch import Dispatcher
 from .failure import Recovery

@@ -170,7 +170,8 @@ def _memory(families: Families, status: GetStatusReqOutput) -> None:
     memory, gauge = status.device_memory, families.gauge
     gauge("memory_reserved_bytes", "What the device allocator holds.", memory.reserved)
     gauge("memory_allocated_bytes", "What it has handed out.", memory.allocated)
-    gauge("memory_available_bytes", "Free on the device.", memory.available)
+    if memory.available is not None:
+        gauge("memory_available_bytes", "Free on the device.", memory.available)
     if status.memory_by_tag is not None:
         text = "Reserved memory by what holds it, as of the last memory event."
         gauge("memory_bytes", text, msgspec.structs.asdict(status.memory_by_tag), ("tag",))

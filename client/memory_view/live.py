@@ -126,7 +126,7 @@ def screen(record: MemoryRecord, looks: Sequence[int]) -> RenderableType:
     figures = Text.assemble(
         (size(memory.reserved), "bold"), " reserved   ",
         (size(memory.allocated), "bold"), " allocated   ",
-        (size(memory.available), "bold"), " available", *_growth(record),
+        ("?" if memory.available is None else size(memory.available), "bold"), " available", *_growth(record),
     )  # fmt: skip
     low, high = min(looks), max(looks)
     curve = Group(*curve_lines(looks, low, high))

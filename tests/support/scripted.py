@@ -251,7 +251,11 @@ class EngineDriver:
         }
         self.config = EngineConfig(model_path=model_path, **{**defaults, **options}).resolve()
         self.runner: ScriptedRunner | None = None
-        self.engine = Engine(self.config, make_runner=self._make_runner if scripted else None)
+        try:
+            self.engine = Engine(self.config, make_runner=self._make_runner if scripted else None)
+        except BaseException:
+            self._dir.cleanup()
+            raise
         if self.runner is not None:
             self.runner.read_epoch = lambda: self.engine.scheduler._lifecycle.stamp.epoch
         self._inbox = _Inbox(self.engine)
