@@ -70,7 +70,10 @@ def channel_options(given: ConnectionOptions) -> ChannelOptions:
 
     Raises:
         InvalidRequest: a time is no number; a key or its file cannot be used.
+        TypeError: an option that there is not.
     """
+    if unknown := given.keys() - ConnectionOptions.__annotations__.keys():
+        raise TypeError(f"a client has no option {', '.join(sorted(unknown))}")
     keys = ClientKeys.read(given.get("curve_server_key"), given.get("curve_client_key_file"))
     connect = given.get("connect_timeout", DEFAULT_CONNECT_TIMEOUT_S)
     keepalive = given.get("keepalive_timeout", DEFAULT_KEEPALIVE_TIMEOUT_S)

@@ -13,7 +13,7 @@ from caesura.io_struct.codec import decode_reply, decode_request, encode, encode
 
 
 def target(data: bytes) -> None:
-    assert isinstance(codec._readable_id(data), str)
+    assert isinstance(codec.readable_id(data), str)
     _request(data)
     _reply(data)
 

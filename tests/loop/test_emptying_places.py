@@ -71,7 +71,7 @@ def test_an_expired_lease_empties_before_it_continues(driver, allocator, monkeyp
     monkeypatch.setattr(
         driver.engine.scheduler._lifecycle, "_run", lambda: (allocator.log.append("runs"), run())
     )
-    driver.engine.scheduler._lifecycle._lease.expires = 0.0
+    driver.engine.scheduler._lifecycle.ownership.lease.expires = 0.0
     with caplog.at_level(logging.INFO, logger="caesura"):
         driver.tick()
     assert allocator.log == ["emptied", "runs"]

@@ -332,7 +332,7 @@ def test_an_end_that_fails_in_part_tells_the_others(driver, monkeypatch, stage):
     scheduler = driver.engine.scheduler
     owner = driver.engine.dispatcher if stage == "refuse_rest" else scheduler._results
     Fault(monkeypatch, owner, stage, BUG, {0})
-    driver.engine.dispatcher.stop_requested = True
+    scheduler._shutdown.request("the test", drain=False)
     scheduler.run()
     driver.collect(patience_ms=50)
     ended = [rid for rid in rids if (rid, 0) in driver.results]
