@@ -200,7 +200,9 @@ class Scheduler:
             self._idle_since = None
             return 0
         now = monotonic()
-        if self._idle_since is None:
+        if self._lifecycle.generation != "running":
+            self._idle_since = None  # a pause empties nothing: its continue says whether that is wanted
+        elif self._idle_since is None:
             self._idle_since = now
         waits: list[float] = [self._shutdown.left_s] if self._shutdown.requested else []
         if self._dispatcher.has_parked:

@@ -123,6 +123,27 @@ def test_idle_sleep_empties_once_per_idle_period(driver, allocator, monkeypatch)
     assert len(allocator.emptied_while) == 2
 
 
+@pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
+def test_a_pause_is_never_emptied_however_long_it_lasts(driver, allocator, monkeypatch, mode):
+    """Nor is a continue that opted out, before the engine has been idle for as long as ever."""
+    now = [1000.0]
+    monkeypatch.setattr("caesura.scheduler.loop.monotonic", lambda: now[0])
+    idle = driver.config.idle_empty_s
+    driver.tick(2)
+    driver.call(Pause(mode=mode))
+    now[0] += 10 * idle
+    driver.tick(3)
+    assert allocator.emptied_while == []
+    driver.call(Continue(torch_empty_cache=False))
+    driver.tick(3)
+    now[0] += idle - 0.1
+    driver.tick(3)
+    assert allocator.emptied_while == [], "time counts from the continue"
+    now[0] += 0.2
+    driver.tick(3)
+    assert allocator.emptied_while == ["running"]
+
+
 def test_status_reads_memory_without_emptying(driver, allocator):
     driver.status()
     assert allocator.emptied_while == []
