@@ -7,7 +7,13 @@ nothing that was refused has written, nothing that was written is lost.
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from safetensors.torch import load_file
 from support.protocol_model import Protocol, Sender
 from support.scripted import EngineDriver, assert_error
@@ -85,7 +91,10 @@ class ProtocolMachine(RuleBasedStateMachine):
     def pause(self, sender, mode, lease):
         expected = self.model.pause(sender, mode, lease)
         message = PauseGenerationReqInput(
-            owner=sender.owner, mode=mode, lease_s=None if lease is None else 600.0, on_lease_expiry=lease or "stay"
+            owner=sender.owner,
+            mode=mode,
+            lease_s=None if lease is None else 600.0,
+            on_lease_expiry=lease or "stay",
         )
         self.check(self.driver.call(message, sender.client), expected)
 
@@ -173,7 +182,11 @@ class ProtocolMachine(RuleBasedStateMachine):
         assert status.pause_mode == model.mode
         assert status.pause_owner == (None if model.pauser is None else model.pauser.owner)
         assert (status.lease_left_s is not None) == (model.lease is not None)
-        assert (status.weights, status.weights_epoch, status.weight_version) == (model.weights, model.epoch, model.label)
+        assert (status.weights, status.weights_epoch, status.weight_version) == (
+            model.weights,
+            model.epoch,
+            model.label,
+        )
         if model.session is None:
             assert status.session is None
         else:

@@ -86,7 +86,13 @@ class Protocol:
         return "ok"
 
     def piece(
-        self, sender: Sender, name: str | None, route: str, label: str | None, tensors: frozenset[str], which: int
+        self,
+        sender: Sender,
+        name: str | None,
+        route: str,
+        label: str | None,
+        tensors: frozenset[str],
+        which: int,
     ) -> str:
         """``name`` is the session id that the message carries."""
         session = self.session
@@ -107,7 +113,9 @@ class Protocol:
         self.contents |= dict.fromkeys(tensors, which)
         self.weights = "updating" if self.weights == "valid" else self.weights
         covered = self.written >= self.names
-        if session.kind != "explicit" and (covered or (session.kind == "single" and self.weights != "poisoned")):
+        if session.kind != "explicit" and (
+            covered or (session.kind == "single" and self.weights != "poisoned")
+        ):
             self._commit(session.label)
         elif session.kind == "single":
             self.session = None
