@@ -128,7 +128,7 @@ class WeightsPoisoned(EngineError):
 
 
 class WeightsInvalid(EngineError):
-    """Weights were released and not loaded again."""
+    """Weights were released and not loaded again, or lost in a restart; a complete update helps."""
 
     error_code = ErrorCode.WEIGHTS_INVALID
 

@@ -263,6 +263,8 @@ def launch_scheduler(
     requests_while_paused: Literal["queue", "refuse"] | None = None,
     idle_empty_s: float | None = None,
     result_ttl_s: float | None = None,
+    state_file: str | os.PathLike[str] | None = None,
+    on_lost_weights: Literal["refuse", "serve_initial"] | None = None,
     session_deadline_s: float | None = None,
     deterministic: bool | None = None,
     reference_model_path: str | os.PathLike[str] | None = None,

@@ -49,7 +49,7 @@ class ErrorCode(StrEnum):
     WEIGHTS_POISONED = "weights_poisoned"
     """An update failed after its first written byte; only a complete update leaves this state."""
     WEIGHTS_INVALID = "weights_invalid"
-    """Weights were released without a copy and not loaded again."""
+    """Weights were released without a copy and not loaded again, or lost in a restart; only a complete update leaves this state."""
     MEMORY_RELEASED = "memory_released"
     """Needs memory that is released; resume it first. ``detail``: released (tags)."""
     GROUP_ERROR = "group_error"

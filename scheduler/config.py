@@ -67,6 +67,10 @@ class EngineConfig:
     """Return the allocator's unused blocks once after this long without work."""
     result_ttl_s: float = 60.0
     """How long terminal results of a client that could not be reached are kept for fetching."""
+    state_file: str | None = None
+    """JSON file that says which weights were committed last; a start with it goes on from there. None: a start knows of none before it."""
+    on_lost_weights: Literal["refuse", "serve_initial"] = "refuse"
+    """When the weights that state_file names cannot be had again: serve nothing until a complete update, or serve those of model_path."""
     session_deadline_s: float = 600.0
     """A weight session older than this is aborted, unless it set its own deadline."""
     load_bucket_bytes: int = 8 << 20
@@ -122,6 +126,8 @@ class EngineConfig:
         if self.reference_residency not in ("resident", "offload", "layerwise"):
             requirement = "must be resident, offload or layerwise"
             raise _invalid("reference_residency", self.reference_residency, requirement)
+        if self.on_lost_weights not in ("refuse", "serve_initial"):
+            raise _invalid("on_lost_weights", self.on_lost_weights, "must be refuse or serve_initial")
         if self.deterministic and self.attention_backend != "auto":
             raise _invalid("attention_backend", self.attention_backend, "must be auto with deterministic")
 
@@ -143,6 +149,7 @@ class EngineConfig:
             pipeline_depth=depth,
             num_threads=self.num_threads or torch.get_num_threads(),
             model_path=str(Path(os.path.expanduser(self.model_path))),
+            state_file=self.state_file and os.path.abspath(os.path.expanduser(self.state_file)),
             reference_model_path=reference and str(Path(os.path.expanduser(reference))),
         )
 

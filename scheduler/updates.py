@@ -58,6 +58,7 @@ from .weights.transports.distributed import WeightsUpdateGroups
 from .weights.transports.ipc import SharedMemoryMaps
 from .weights.transports.tensor import open_frames
 from .weights.writing import END, write_some
+from .weights_record import WeightsFile
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +81,8 @@ class WeightUpdates:
         groups: WeightsUpdateGroups,
         history: MemoryHistory,
         stages: StageProfiler,
+        weights_file: WeightsFile,
+        model_path: str,
     ) -> None:
         self._config = config
         self._model = model
@@ -98,7 +101,8 @@ class WeightUpdates:
         self._maps = SharedMemoryMaps(config.device)
         self._groups = groups
         lifecycle.settle = self.settle
-        self.model_path = config.model_path
+        self._weights_file = weights_file
+        self.model_path = model_path
         """The checkpoint folder last committed."""
 
     @property
@@ -178,7 +182,7 @@ class WeightUpdates:
                 field="load_format",
                 value=request.load_format,
             )
-        return self._update(request, lambda: self._open_checkpoint(request.model_path), request.model_path)
+        return self._update(request, lambda: self._open_checkpoint(request.model_path))
 
     def from_tensor(
         self, request: UpdateWeightsFromTensorReqInput, frames: Sequence[memoryview]
@@ -213,7 +217,6 @@ class WeightUpdates:
         self,
         request: WeightUpdateOptions,
         open_source: Callable[[], WeightSource],
-        model_path: str | None = None,
     ) -> Operation:
         """One call of any transport: check everything, then write, then commit if the call is all there is."""
         stages, started = self.profiler(), monotonic()
@@ -225,7 +228,8 @@ class WeightUpdates:
             if self._session is None:  # nobody else will let go of what was opened
                 self._maps.end_session()
             raise
-        session.model_path = model_path if model_path is not None else session.model_path
+        if isinstance(source, DiskSource):
+            session.model_path, session.digest = source.path, source.digest
         return (
             yield from self.conclude(request.id, session, stages, started, self.load(source, session, stages))
         )
@@ -423,6 +427,7 @@ class WeightUpdates:
         except BaseException as error:
             self._abandon(session, f"the commit failed: {error}")
             raise
+        self._weights_file.committed(self._lifecycle.stamp, session)
         self._close_session()
         self.model_path = session.model_path or self.model_path
         self._loader.forget_written()

@@ -32,6 +32,8 @@ class Session:
     version: str | None = None
     model_path: str | None = None
     """The folder that came last, if one did."""
+    digest: str | None = None
+    """What tells that folder's files from others (``Checkpoint.digest``)."""
     source: str = ""
     """The transport that came last."""
     flush: bool = False

@@ -28,7 +28,17 @@ ROWS = [
     ["weights"],
     ["runner"],
     ["chunking", "waiting", "sampling_inputs", "batching", "results", "failure"],
-    ["lifecycle", "checker", "updates", "parameter_server", "groups", "occupation", "scoring", "status"],
+    [
+        "lifecycle",
+        "checker",
+        "weights_record",
+        "updates",
+        "parameter_server",
+        "groups",
+        "occupation",
+        "scoring",
+        "status",
+    ],
     ["kept", "dispatch", "loop", "build", "reference", "process", "__main__"],
 ]
 """The modules and packages of ``scheduler/``, from the ground up; the table of docs/structures.md."""
