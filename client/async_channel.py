@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..io_struct import GenerateReqInput, Message, Request
 from .connection import Connection, Generation, Sink
-from .exceptions import EngineDied
+from .exceptions import EngineDied, EngineError
 from .link import Frames, Link, check_endpoint
 from .results import TokenDelta
 
@@ -36,6 +36,7 @@ class LoopChannel:
         self._connection: Connection[Result, Deltas] = Connection(self._new_future, asyncio.Queue)
         self._timer: asyncio.TimerHandle | None = None
         self._turn_is_due = False
+        self._refusal: EngineError | None = None
 
     def start_generation(
         self, request: GenerateReqInput, sink: Sink | None = None
@@ -55,9 +56,15 @@ class LoopChannel:
         self._post((frame, *buffers))
         return future
 
+    def refuse(self, error: EngineError | None) -> None:
+        """From now on every new request raises ``error``; None: no longer. For who knows that the engine is away for a
+        while. What is pending is the link's to fail, after what the engine had still sent."""
+        if self._connection.failure is self._refusal:
+            self._connection.failure = self._refusal = error
+
     def close(self) -> None:
         """Close the socket and fail what is pending. Idempotent."""
-        if self._connection.failure is None:
+        if self._connection.failure is self._refusal:
             self._connection.failure = EngineDied("this client is closed")
         self._connection.fail_all(EngineDied("the client was closed before the answer came"))
         if self._timer is not None:

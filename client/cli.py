@@ -18,6 +18,7 @@ from rich.table import Table
 from ..io_struct import CaesuraError, GetStatusReqOutput, Message
 from .frontend.serve import serve
 from .scheduler_client import SchedulerClient
+from .supervise import supervise
 
 MIB = 1 << 20
 Command = Callable[..., None]
@@ -66,6 +67,7 @@ def scheduler(arguments: tuple[str, ...]) -> None:
 
 
 cli.add_command(serve)
+cli.add_command(supervise)
 
 
 @cli.command()

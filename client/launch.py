@@ -51,7 +51,7 @@ class LaunchedScheduler:
         startup_timeout: float = 300.0,
         log_path: str | os.PathLike[str] | None = None,
     ) -> None:
-        self._child = _Child(command, directory, log_path)
+        self._child = Child(command, directory, log_path)
         try:
             self.endpoint = self._child.wait_ready(startup_timeout)
             self.client = SchedulerClient(self.endpoint)
@@ -91,8 +91,8 @@ class LaunchedScheduler:
         self.close()
 
 
-class _Child:
-    """The process, its pipes and the threads that watch it."""
+class Child:
+    """A scheduler's process, its pipes and the threads that watch it; ``supervisor.py`` runs one after the other."""
 
     def __init__(
         self, command: Sequence[str], directory: Path | None, log_path: str | os.PathLike[str] | None
@@ -212,10 +212,16 @@ class _Child:
         if listener is not None:
             listener(self._exit_reason("while it was in use"))
 
-    def _exit_reason(self, when: str) -> str:
+    def last_line(self) -> str:
+        """What an ended process has said last; empty: nothing."""
         tail = self._stderr_tail().strip()
-        last = f": {tail.splitlines()[-1]}" if tail else ""
-        return f"the scheduler process ended {when} (exit code {self.process.returncode}){last}"
+        return tail.splitlines()[-1] if tail else ""
+
+    def _exit_reason(self, when: str) -> str:
+        last = self.last_line()
+        return f"the scheduler process ended {when} (exit code {self.process.returncode})" + (
+            last and f": {last}"
+        )
 
     def _stderr_tail(self) -> str:
         if self._log_path is not None:

@@ -76,6 +76,8 @@ class ErrorCode(StrEnum):
     """A defect or a failed batch. ``detail``: traceback (text) where there is one."""
     ENGINE_DIED = "engine_died"
     """Raised by clients only: the scheduler process or its socket is gone."""
+    ENGINE_RESTARTING = "engine_restarting"
+    """Raised by front ends only: the scheduler process is gone and another one is being started. ``detail``: reason."""
     TIMED_OUT = "timed_out"
     """Raised by clients only: no answer within the caller's timeout. The command may still complete."""
 

@@ -15,11 +15,13 @@ from litestar.exceptions import HTTPException
 from litestar.types import ExceptionHandlersMap, Scope, Send
 
 from ...io_struct import CaesuraError, ErrorCode
+from ..exceptions import RETRYABLE
 
 logger = logging.getLogger(__name__)
 
 _STATUS = {
     ErrorCode.ENGINE_DIED: 503,
+    ErrorCode.ENGINE_RESTARTING: 503,
     ErrorCode.SHUTTING_DOWN: 503,
     ErrorCode.QUEUE_FULL: 503,
     ErrorCode.PAUSED: 503,
@@ -30,6 +32,10 @@ _STATUS = {
     ErrorCode.DEADLINE_EXCEEDED: 504,
     ErrorCode.INTERNAL: 500,
 }
+
+
+RETRY_AFTER_S = {ErrorCode.ENGINE_DIED: 2, ErrorCode.ENGINE_RESTARTING: 2}
+"""What ``Retry-After`` says, in seconds; 1 where nothing else is known."""
 
 
 class BodyTooLarge(HTTPException):
@@ -43,15 +49,35 @@ def status_of(error: CaesuraError) -> int:
     return _STATUS.get(error.code, 400)
 
 
-def json_response(value: Any, status: int = 200) -> Response[bytes]:
-    """``value`` as JSON, encoded once."""
-    return Response(msgspec.json.encode(value), status_code=status, media_type="application/json")
+def json_response(value: Any, status: int = 200, code: str | None = None) -> Response[bytes]:
+    """``value`` as JSON, encoded once; of the error ``code``, if it is one's."""
+    headers = {} if code is None else retry_header(code, status)
+    return Response(
+        msgspec.json.encode(value), status_code=status, media_type="application/json", headers=headers
+    )
+
+
+def retry_header(code: str, status: int) -> dict[str, str]:
+    """``Retry-After``, where the engine's condition is what refuses."""
+    wait = status == 503 and code in RETRYABLE
+    return {"retry-after": str(RETRY_AFTER_S.get(ErrorCode(code), 1))} if wait else {}
+
+
+def error_fields(message: str, code: str | None = None) -> dict[str, Any]:
+    """``message``, the typed code where there is one, and ``retryable`` where the same request may succeed later."""
+    fields: dict[str, Any] = {"message": message} if code is None else {"message": message, "code": code}
+    return {**fields, "retryable": True} if code in RETRYABLE else fields
 
 
 def native_error(message: str, status: int = 400, code: str | None = None) -> Response[bytes]:
     """``{"error": {"message"}}``, with the typed code beside it where there is one."""
-    error = {"message": message} if code is None else {"message": message, "code": code}
-    return json_response({"error": error}, status)
+    return json_response({"error": error_fields(message, code)}, status, code)
+
+
+def engine_error(error: CaesuraError, status: int) -> Response[bytes]:
+    """A failure of the engine's: SGLang's ``ErrorResponse``, and the typed error beside it."""
+    body = {**error_object(error.message, status), "error": error_fields(error.message, error.code)}
+    return json_response(body, status, error.code)
 
 
 def error_object(message: str, status: int) -> dict[str, Any]:

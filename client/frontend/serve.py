@@ -6,6 +6,7 @@ Invariants:
 - An address beyond loopback needs an API key.
 - A signal ends the engine first, so that every request in flight is answered, then the server; status 0. An engine that ends by
   itself ends the server with status 1, after every waiting client has got its error.
+- With ``--restart`` the server outlives the engine: while there is none, requests are refused at once.
 """
 
 import asyncio
@@ -24,7 +25,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..async_client import AsyncSchedulerClient
+from ..exceptions import EngineError, EngineRestarting
 from ..launch import LaunchedScheduler, private_directory
+from ..notify import notify
+from ..supervise import restart_options, status_of, supervised
+from ..supervisor import Down, RestartPolicy, Serving, State, Supervisor
 
 if TYPE_CHECKING:
     from .context import FrontEnd, ServeOptions
@@ -70,6 +75,8 @@ _NEEDS_EXTRA = 'the HTTP server needs more packages: pip install "caesura[serve]
     "--max-batch", type=click.IntRange(1), default=4096, show_default=True, help="Samples of one request."
 )
 @click.option("--startup-timeout", type=float, default=600.0, show_default=True, help="Seconds.")
+@click.option("--restart", is_flag=True, help="Bring the scheduler back when it dies or hangs.")
+@restart_options
 @click.pass_context
 def serve(context: click.Context, /, **given: Any) -> None:
     """Start a scheduler and an HTTP server that speaks SGLang's and OpenAI's endpoints.
@@ -84,6 +91,8 @@ def serve(context: click.Context, /, **given: Any) -> None:
         raise click.UsageError("give either --model or --endpoint")
     if given["model"] is not None:
         given["model"] = os.path.abspath(given["model"])
+    if given["restart"] and given["model"] is None:
+        raise click.UsageError("--restart needs --model: a scheduler that runs already is not this command's")
     if given["endpoint"] is not None and context.args:
         raise click.UsageError(f"a running scheduler takes no options: {' '.join(context.args)}")
     keys = _Keys.take(given.pop("api_key_file"), given.pop("admin_key_file"))
@@ -166,6 +175,10 @@ class Settings:
     max_update_bytes: int
     max_batch: int
     startup_timeout: float
+    restart: bool
+    max_restarts: int
+    restart_window: float
+    hang_timeout: float
 
 
 def run(settings: Settings, listener: socket.socket, server_class: "type[Server]") -> int:
@@ -205,17 +218,39 @@ def _interrupted_by_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _launch(settings: Settings) -> LaunchedScheduler:
+def _launch(settings: Settings) -> LaunchedScheduler | Supervisor:
+    if settings.restart:
+        return _supervise(settings)
     directory = private_directory()
     command = [sys.executable, "-m", "caesura.scheduler", "--model", str(settings.model)]
     command += ["--endpoint", f"ipc://{directory}/scheduler.sock", *settings.scheduler_arguments]
     return LaunchedScheduler(command, directory=directory, startup_timeout=settings.startup_timeout)
 
 
+def _supervise(settings: Settings) -> Supervisor:
+    policy = RestartPolicy(
+        max_restarts=settings.max_restarts,
+        window_s=settings.restart_window,
+        hang_timeout_s=settings.hang_timeout,
+        startup_timeout_s=settings.startup_timeout,
+    )
+    arguments = ["--model", str(settings.model), *settings.scheduler_arguments]
+    supervisor = supervised(arguments, None, policy)
+    try:
+        supervisor.start()
+    except EngineError as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(status_of(error))
+    except BaseException:
+        supervisor.close()
+        raise
+    return supervisor
+
+
 async def _serve(
     settings: Settings,
     endpoint: str,
-    launched: LaunchedScheduler | None,
+    launched: LaunchedScheduler | Supervisor | None,
     listener: socket.socket,
     server_class: "type[Server]",
 ) -> int:
@@ -284,27 +319,34 @@ def _announce(options: "ServeOptions", endpoint: str) -> None:
     keys = " with keys" if options.api_key or options.admin_key else ""
     click.echo(f"serving {options.model_name} on http://{host}:{options.port}{keys} (engine {endpoint})")
     sys.stdout.flush()
+    notify("READY=1", f"STATUS=serving on http://{host}:{options.port}")
 
 
 class _Watch:
-    """Ends the server on a signal, or when the engine has ended."""
+    """Ends the server on a signal, or when the engine has ended for good."""
 
     def __init__(
-        self, server: "Server", client: AsyncSchedulerClient, launched: LaunchedScheduler | None
+        self,
+        server: "Server",
+        client: AsyncSchedulerClient,
+        launched: LaunchedScheduler | Supervisor | None,
     ) -> None:
         self.status = 0
         self._server = server
         self._client = client
         self._launched = launched
         self._stopping: asyncio.Task[None] | None = None
+        self._loop = asyncio.get_running_loop()
         self._process = -1
 
     def begin(self) -> None:
         """From now on."""
-        loop = asyncio.get_running_loop()
+        loop = self._loop
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal)
-        if self._launched is not None:
+        if isinstance(self._launched, Supervisor):
+            self._launched.subscribe(self._hear)
+        elif self._launched is not None:
             self._process = os.pidfd_open(self._launched.pid)
             loop.add_reader(self._process, self._on_exit)
 
@@ -329,11 +371,34 @@ class _Watch:
 
     async def _stop(self) -> None:
         """The engine first: it answers every request with what it has."""
+        notify("STOPPING=1")
         self._server.stop_accepting()
         if self._launched is not None:
             self._forget_process()
             await asyncio.to_thread(self._launched.close)
         self._server.should_exit = True
+
+    def _hear(self, state: State) -> None:
+        """In the supervisor's thread."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the server has ended before the engine
+            self._loop.call_soon_threadsafe(self._on_state, state)
+
+    def _on_state(self, state: State) -> None:
+        """What has become of a supervised engine."""
+        if self._stopping is not None:
+            return
+        if isinstance(state, Down):
+            message = f"the scheduler {state.reason}; another one is being started"
+            self._client.channel.refuse(EngineRestarting(message, reason=state.reason))
+            notify(f"STATUS={message}")
+        elif isinstance(state, Serving):
+            self._client.channel.refuse(None)
+            notify(f"STATUS=serving, {state.restarts} restarts")
+        else:
+            self.status = status_of(state.error)
+            reason = "the scheduler was told to end" if state.error is None else f"error: {state.error}"
+            click.echo(f"{reason}; the server ends with it", err=True)
+            asyncio.get_running_loop().call_later(EXIT_GRACE_S, self._leave)
 
     def _on_exit(self) -> None:
         self._forget_process()
