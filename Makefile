@@ -38,6 +38,7 @@ serve: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python benchmarks/rollout.py
 	$(BIN)/python benchmarks/pause_cycles.py --modes in_place --cycles 50
+	$(BIN)/python benchmarks/check_baselines.py
 
 clean:
 	rm -rf $(VENV) .check build *.egg-info

@@ -1,17 +1,18 @@
-"""Has anything become slower? A small fixed workload on a real engine, stage by stage against recorded times.
+"""Has anything become slower? A small fixed workload on a real engine, stage by stage against recorded ratios.
 
     python benchmarks/check_baselines.py                               # exit status 1 where something is slower
     python benchmarks/check_baselines.py --update --reason "new kernel for decode"
 
 The workload, on several engines of which the best times count: a start, a rollout on the tiny shape (bfloat16, one
 thread), pause / update from disk / continue in the midst of another, a release and a resume. What is compared is the time
-that each of the engine's stages took in sum (they are in its status), and each part of the workload from end to end, in
-milliseconds.
+that each of the engine's stages took in sum (they are in its status), and each part of the workload from end to end.
 
-A time is a regression beyond its baseline plus a tolerance: 120 ms, or for what is attributed asynchronously (on an
-accelerator a step is timed from one completion to the next, whatever ran there) 90 % of the baseline and at least
-250 ms. A stage that has disappeared is one too: nobody would notice otherwise. Baselines are of one machine, whose name
-they carry. ``--update`` records the present times and, for the next reader, why they are right.
+Invariants:
+- Times are compared as ratios to a loop of the same machine that resembles them (``harness/yardstick.py``), measured before
+  each engine: a baseline holds on another machine, and on this one when it is slower today.
+- A time is a regression beyond :data:`SHARE` of its baseline and :data:`SLACK_MS`, however short its stage is. A stage that has
+  disappeared is one too: nobody would notice otherwise.
+- ``--update`` adds to the history what was measured and why that is right; nothing in it is ever changed.
 """
 
 import argparse
@@ -27,24 +28,30 @@ from typing import Any
 
 from checkpoints import SHAPES, write_checkpoint
 from harness.machine import busy_share, describe, machine_facts
+from harness.yardstick import KINDS, Kind, measure_yardsticks
 from rich.console import Console
 from rich.table import Table
 
 from caesura.client import SamplingParams, SchedulerClient, launch_scheduler
 
 BASELINES = Path(__file__).with_name("baselines.json")
-TOLERANCE_MS = 120.0
-ASYNCHRONOUS = frozenset({"stage.prefill", "stage.decode", "stage.sample", "end_to_end.rollout"})
-"""Times that are attributed when results arrive, not where they are spent; a rollout is little else."""
-ASYNCHRONOUS_SHARE, ASYNCHRONOUS_MS = 0.9, 250.0
-REASONS = 50
-"""How many of the last reasons are kept."""
+SHARE, SLACK_MS = 0.5, 2.0
+"""A time may be longer than its baseline by this share of it, and by milliseconds of a machine as fast as the recorded one."""
+HISTORY = 50
+"""How many of the last records are kept."""
 QUIET = 0.2
 WORKLOAD = {
     "shape": "tiny", "threads": 1, "requests": 64, "prompt_tokens": 128, "new_tokens": 256, "cycles": 100,
     "load_requests": 16, "load_tokens": 2000, "releases": 10,
 }  # fmt: skip
 """Baselines of another workload are no baselines."""
+
+RESEMBLES: dict[str, Kind] = {
+    "stage.prefill": "product", "stage.decode": "product", "stage.sample": "product", "end_to_end.rollout": "product",
+    "stage.update.receive": "copy", "stage.update.copy": "copy", "end_to_end.cycles": "copy",
+    "stage.release.kv_cache": "copy", "stage.release.weights": "copy", "end_to_end.releases": "copy",
+}  # fmt: skip
+"""Which loop a time is held against; ``interpreter`` where nothing is said."""
 
 Times = dict[str, float]
 """Name to milliseconds: ``stage.…`` and ``end_to_end.…``."""
@@ -63,7 +70,7 @@ class Verdict:
     @property
     def tolerance(self) -> float:
         """How much more than the baseline is still no regression."""
-        return 0.0 if self.baseline is None else tolerance_ms(self.name, self.baseline)
+        return 0.0 if self.baseline is None else SHARE * self.baseline + SLACK_MS
 
     @property
     def is_regression(self) -> bool:
@@ -84,11 +91,13 @@ class Verdict:
         return "faster: update?" if self.measured < self.baseline - self.tolerance else "ok"
 
 
-def tolerance_ms(name: str, baseline: float) -> float:
-    """How far above ``baseline`` a time of this name may be."""
-    if name in ASYNCHRONOUS:
-        return max(ASYNCHRONOUS_SHARE * baseline, ASYNCHRONOUS_MS)
-    return TOLERANCE_MS
+def at_the_speed_of(recorded: Mapping[str, float], now: Mapping[str, float], measured: Times) -> Times:
+    """``measured`` as the machine with the yardsticks ``recorded`` would have taken, if it were as fast as that; ``now`` are ours."""
+    scaled = {}
+    for name, value in measured.items():
+        kind = RESEMBLES.get(name, "interpreter")
+        scaled[name] = value * recorded[kind] / now[kind]
+    return scaled
 
 
 def compare(baselines: Mapping[str, float], measured: Mapping[str, float]) -> list[Verdict]:
@@ -108,19 +117,22 @@ def best_times(runs: Sequence[Times]) -> Times:
 def updated(
     old: Mapping[str, Any],
     measured: Mapping[str, float],
+    yardsticks: Mapping[str, float],
     *,
     reason: str,
     machine: Mapping[str, Any],
     today: str,
 ) -> dict[str, Any]:
-    """The baselines file with new times; the reasons of before are kept, newest first."""
-    entry = {"date": today, "reason": reason, "machine": describe(dict(machine))}
-    return {
-        "workload": WORKLOAD,
+    """The baselines file with one more record, which is the baseline from now on; newest first."""
+    record = {
+        "date": today,
+        "reason": reason,
         "machine": describe(dict(machine)),
+        "workload": WORKLOAD,
+        "yardsticks_ms": {name: round(value, 2) for name, value in yardsticks.items()},
         "times_ms": {name: round(value, 1) for name, value in measured.items()},
-        "reasons": [entry, *old.get("reasons", [])][:REASONS],
     }
+    return {"history": [record, *old.get("history", [])][:HISTORY]}
 
 
 def measure(folders: Sequence[Path]) -> Times:
@@ -189,7 +201,7 @@ def stage_seconds(client: SchedulerClient) -> dict[str, float]:
 
 def as_table(verdicts: Sequence[Verdict]) -> Table:
     """For people."""
-    table = Table(title="milliseconds against their baselines")
+    table = Table(title="milliseconds, at the recorded machine's speed, against their baselines")
     for column in ("time", "baseline", "measured", "allowed", ""):
         table.add_column(column, justify="left" if column in ("time", "") else "right")
     for verdict in verdicts:
@@ -207,7 +219,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--repeats", type=int, default=3, help="engines, of which the best times count (%(default)s)"
     )
-    parser.add_argument("--update", action="store_true", help="record what is measured as the new baselines")
+    parser.add_argument("--update", action="store_true", help="record what is measured as the new baseline")
     parser.add_argument("--reason", help="with --update: why these times are right")
     options = parser.parse_args(argv)
     if options.update != bool(options.reason and options.reason.strip()):
@@ -217,34 +229,40 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def run(repeats: int) -> Times:
-    """The best of ``repeats`` engines."""
+def run(repeats: int) -> tuple[Times, Times]:
+    """The best of ``repeats`` engines, and of the yardsticks."""
     with tempfile.TemporaryDirectory() as scratch:
         shape = SHAPES[str(WORKLOAD["shape"])]
         folders = [write_checkpoint(Path(scratch) / str(seed), shape, seed=seed) for seed in (0, 1)]
-        return best_times([measure(folders) for _ in range(repeats)])
+        yardsticks, times = [], []
+        for _ in range(repeats):
+            yardsticks.append({str(kind): value for kind, value in measure_yardsticks().items()})
+            times.append(measure(folders))
+        return best_times(times), best_times(yardsticks)
 
 
-def main(argv: Sequence[str] | None = None, measure_all: Callable[[int], Times] = run) -> int:
+def main(argv: Sequence[str] | None = None, measure_all: Callable[[int], tuple[Times, Times]] = run) -> int:
     """Exit status: 1 where a time is a regression, 2 where there is nothing to compare with."""
     options = parse(argv)
     console, machine = Console(width=110), machine_facts()
     old = json.loads(options.baselines.read_text()) if options.baselines.exists() else {}
-    comparable = old.get("workload") == WORKLOAD
-    if not (comparable or options.update):
+    last = next((record for record in old.get("history", []) if record["workload"] == WORKLOAD), None)
+    if last is None and not options.update:
         console.print(f"{options.baselines} has no baselines of this workload: record them with --update")
         return 2
     console.print(describe(machine), highlight=False)
     if (busy := busy_share()) > QUIET:
         console.print(f"somebody else uses {busy:.0%} of the cores: do not trust these figures")
-    if old and old["machine"] != describe(machine):
-        console.print(f"the baselines are of another machine: {old['machine']}", highlight=False)
-    measured = measure_all(options.repeats)
-    verdicts = compare(old["times_ms"] if comparable else {}, measured)
-    console.print(as_table(verdicts))
+    measured, yardsticks = measure_all(options.repeats)
+    if last is not None:
+        scaled = at_the_speed_of(last["yardsticks_ms"], yardsticks, measured)
+        verdicts = compare(last["times_ms"], scaled)
+        console.print(as_table(verdicts))
+        speeds = ", ".join(f"{kind} {last['yardsticks_ms'][kind] / yardsticks[kind]:.2f}" for kind in KINDS)
+        console.print(f"this machine's speed, the recorded one's is 1: {speeds}", highlight=False)
     if options.update:
         today = datetime.datetime.now(datetime.UTC).date().isoformat()
-        new = updated(old, measured, reason=options.reason.strip(), machine=machine, today=today)
+        new = updated(old, measured, yardsticks, reason=options.reason.strip(), machine=machine, today=today)
         options.baselines.write_text(json.dumps(new, indent=1) + "\n")
         return 0
     slower = [verdict.name for verdict in verdicts if verdict.is_regression]

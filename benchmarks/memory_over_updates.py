@@ -110,6 +110,7 @@ def run(
         num_threads=1,
         kv_pool_tokens=4096,
         max_running_requests=IN_FLIGHT,
+        result_ttl_s=0.0,  # the store of answers is full when it has STORED_ANSWERS
         log_level="WARNING",
     )
     series = Series()

@@ -38,7 +38,8 @@ from rich.table import Table
 from caesura.client import SamplingParams, launch_scheduler
 from caesura.scheduler.build import build_components, build_runner
 from caesura.scheduler.config import EngineConfig
-from caesura.scheduler.device.memory import device_module_for, empty_device_cache, is_out_of_memory
+from caesura.scheduler.device.memory import empty_device_cache, is_out_of_memory
+from caesura.scheduler.device.module import device_module_for
 from caesura.scheduler.device.residency import ComponentResidencyManager
 from caesura.scheduler.layers.logits_processor import autotune_dummy_run_mode
 from caesura.scheduler.runner.autotune import WarmUp

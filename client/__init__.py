@@ -13,6 +13,7 @@ from .async_control_client import AsyncControlClient
 from .async_handle import AsyncGenerationHandle
 from .control_client import ControlClient
 from .exceptions import (
+    AnswerForgotten,
     Busy,
     CheckpointError,
     DeadlineExceeded,
@@ -54,6 +55,7 @@ from .results import GenerateOutput, TokenDelta, TokenLogprobs
 from .scheduler_client import SchedulerClient
 
 __all__ = [
+    "AnswerForgotten",
     "AsyncControlClient",
     "AsyncGenerationHandle",
     "AsyncSchedulerClient",

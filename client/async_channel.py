@@ -1,7 +1,8 @@
 """The socket of an asyncio client, driven by its event loop.
 
 Invariants:
-- Everything runs on the loop of the first call; another loop is refused.
+- Everything runs on the loop of the first call; another loop is refused, and so is a forked child.
+- Before a request is registered, a connection that has gone meanwhile is reported: the request is not lost with it.
 - libzmq's descriptor says "something happened", once: so every wake-up, and every send (which may have eaten the
   signal), drains the socket until it is empty.
 """
@@ -13,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..io_struct import GenerateReqInput, Message, Request
 from .connection import Connection, Generation, Sink
+from .curve import ClientKeys
 from .exceptions import EngineDied, EngineError
+from .fork import Process
 from .link import Frames, Link, check_endpoint
 from .results import TokenDelta
 
@@ -23,26 +26,45 @@ if TYPE_CHECKING:
 Result = asyncio.Future[Any]
 Deltas = asyncio.Queue[TokenDelta | None]
 
+MAX_SLEEP_S = 3600.0
+"""Longest timer: an event loop refuses to sleep for years."""
+
 
 class LoopChannel:
     """Requests in from coroutines, answers out through the loop's futures. Connects at the first request."""
 
-    def __init__(self, endpoint: str, *, connect_timeout: float | None) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        connect_timeout: float | None,
+        keepalive_timeout: float | None,
+        keys: ClientKeys | None = None,
+    ) -> None:
         check_endpoint(endpoint)
+        self._process = Process("client")
         self._endpoint = endpoint
         self._connect_timeout = connect_timeout
+        self._keepalive_timeout = keepalive_timeout
+        self._keys = keys
         self._loop: asyncio.AbstractEventLoop | None = None
         self._link: Link | None = None
         self._connection: Connection[Result, Deltas] = Connection(self._new_future, asyncio.Queue)
         self._timer: asyncio.TimerHandle | None = None
+        self._wakes_at = 0.0
         self._turn_is_due = False
         self._refusal: EngineError | None = None
+
+    @property
+    def incarnation(self) -> str | None:
+        """Of the engine that answered last; None before the first."""
+        return None if self._link is None else self._link.incarnation
 
     def start_generation(
         self, request: GenerateReqInput, sink: Sink | None = None
     ) -> Generation[Result, Deltas]:
         """Send a generate request; raises what :meth:`Connection.start_generation` raises."""
-        self._bind()
+        self._prepare()
         generation, frame = self._connection.start_generation(request, sink)
         self._post((frame,))
         return generation
@@ -51,7 +73,7 @@ class LoopChannel:
         self, request: Request, expects: type[Message], buffers: Sequence[memoryview] = ()
     ) -> Result:
         """Send a control message; raises what :meth:`Connection.start_call` raises."""
-        self._bind()
+        self._prepare()
         future, frame = self._connection.start_call(request, expects)
         self._post((frame, *buffers))
         return future
@@ -63,7 +85,9 @@ class LoopChannel:
             self._connection.failure = self._refusal = error
 
     def close(self) -> None:
-        """Close the socket and fail what is pending. Idempotent."""
+        """Close the socket and fail what is pending. Idempotent; in a forked child there is nothing to close."""
+        if not self._process.is_here:
+            return
         if self._connection.failure is self._refusal:
             self._connection.failure = EngineDied("this client is closed")
         self._connection.fail_all(EngineDied("the client was closed before the answer came"))
@@ -72,6 +96,13 @@ class LoopChannel:
         link, self._link = self._link, None
         if link is not None:
             link.close()
+
+    def _prepare(self) -> None:
+        """Before a request is registered."""
+        self._process.require()
+        self._bind()
+        if self._link is not None:
+            self._link.notice_loss()
 
     def _bind(self) -> asyncio.AbstractEventLoop:
         loop = asyncio.get_running_loop()
@@ -107,6 +138,9 @@ class LoopChannel:
         return Link(
             self._endpoint,
             connect_timeout=self._connect_timeout,
+            keepalive_timeout=self._keepalive_timeout,
+            pending=lambda: self._connection.pending > 0,
+            keys=self._keys,
             receive=self._connection.receive,
             lost=self._on_lost,
             watch=watch,
@@ -118,15 +152,22 @@ class LoopChannel:
         if self._link is None:
             return  # closed since this turn was asked for
         self._link.pump()
+        self._set_timer(self._link.deadline)
+
+    def _set_timer(self, deadline: float | None) -> None:
+        """Wake up at ``deadline`` at the latest: a timer that comes earlier is left alone, most deadlines only move on."""
+        now = time.monotonic()
         if self._timer is not None:
+            if deadline is None or now < self._wakes_at <= deadline:
+                return
             self._timer.cancel()
             self._timer = None
-        if self._link.deadline is not None:
-            left = max(0.0, self._link.deadline - time.monotonic())
+        if deadline is not None:
+            left = min(max(0.0, deadline - now), MAX_SLEEP_S)
+            self._wakes_at = now + left
             self._timer = self._bind().call_later(left, self._turn)
 
-    def _on_lost(self, reason: str, final: bool) -> None:
-        error = EngineDied(reason)
+    def _on_lost(self, error: EngineError, final: bool) -> None:
         if final:
             self._connection.failure = error
         self._connection.fail_all(error)

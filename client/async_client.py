@@ -24,7 +24,7 @@ from .async_control_client import AsyncControlClient
 from .async_handle import AsyncGenerationHandle
 from .connection import Generation
 from .exceptions import EngineError, TimedOut
-from .options import id_of
+from .options import id_of, seconds
 from .prompts import Plan, plan, token_ids, token_ids_or_none
 from .results import GenerateOutput, decode_output
 from .scoring import Scores
@@ -101,6 +101,7 @@ class AsyncSchedulerClient(AsyncControlClient):
             TimedOut: not everything ended within ``timeout``; the generations go on.
             EngineError: the first prompt that was refused or failed; the others of this call are aborted.
         """
+        timeout = seconds("timeout", timeout)
         work = plan(
             input_ids,
             sampling_params,

@@ -13,98 +13,71 @@ from collections.abc import AsyncIterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack
 
-from ..io_struct import (
-    BeginWeightUpdateReqInput,
-    BeginWeightUpdateReqOutput,
-    CaesuraError,
-    ContinueGenerationReqInput,
-    ContinueGenerationReqOutput,
-    ControlRequest,
-    DestroyWeightsUpdateGroupReqInput,
-    DestroyWeightsUpdateGroupReqOutput,
-    EndWeightUpdateReqInput,
-    FlushCacheReqInput,
-    FlushCacheReqOutput,
-    GetMemoryHistoryReqInput,
-    GetMemoryHistoryReqOutput,
-    GetStatusReqInput,
-    GetStatusReqOutput,
-    InitWeightsUpdateGroupReqInput,
-    InitWeightsUpdateGroupReqOutput,
-    MemoryTag,
-    Message,
-    PauseGenerationReqInput,
-    PauseGenerationReqOutput,
-    PauseMode,
-    ReleaseMemoryOccupationReqInput,
-    ReleaseMemoryOccupationReqOutput,
-    RenewPauseLeaseReqInput,
-    RenewPauseLeaseReqOutput,
-    Request,
-    ResumeMemoryOccupationReqInput,
-    ResumeMemoryOccupationReqOutput,
-    ShutdownReqInput,
-    ShutdownReqOutput,
-    TensorSpec,
-    UpdateWeightFromDiskReqInput,
-    UpdateWeightsFromCheckpointEngineReqInput,
-    WeightsCheckerReqInput,
-    WeightsCheckerReqOutput,
-    WeightUpdateReqOutput,
-)
+from .. import io_struct as wire
 from ..io_struct.control import LeaseAction
 from ..io_struct.weights import DEFAULT_BUCKET_BYTES, DEFAULT_GROUP_NAME
 from .async_channel import LoopChannel
 from .async_handle import wait_for
-from .exceptions import NoSession, NotIdle, NotOwner, WeightMismatch, is_answer
-from .options import CheckerAction, UpdateOptions, WeightUpdate, id_of
+from .exceptions import NoSession, is_answer
+from .options import (
+    CheckerAction,
+    ConnectionOptions,
+    UpdateOptions,
+    WeightUpdate,
+    channel_options,
+    id_of,
+    seconds,
+)
+from .sessions import OpenSession
 
 if TYPE_CHECKING:
     from .tensors import NamedTensors, SharedBuckets, Steps, WeightUpdateGroup
 
-ReplyT = TypeVar("ReplyT", bound=Message)
-
-_STILL_OPEN = (WeightMismatch, NotIdle, NotOwner)
-"""Refusals of an ``end`` that leave its session open."""
+ReplyT = TypeVar("ReplyT", bound=wire.Message)
 
 
 class AsyncControlClient:
     """A connection to one engine.
 
-    ``connect_timeout`` (seconds) bounds how long a call waits for a scheduler to appear at ``endpoint``; None waits for
-    ever. Every method's ``timeout`` (seconds) bounds that call; None waits until the engine answers or dies.
+    Every method's ``timeout`` (seconds) bounds that call; None waits until the engine answers or dies.
     ``owner`` is the token under which this client pauses and sends commands; it renews the lease of its pause.
+    The other keywords are :class:`~caesura.client.options.ConnectionOptions`.
     """
 
     def __init__(
-        self, endpoint: str, *, connect_timeout: float | None = 10.0, owner: str | None = None
+        self, endpoint: str, *, owner: str | None = None, **connection: Unpack[ConnectionOptions]
     ) -> None:
         self.endpoint = endpoint
         self.owner = owner
-        self._in_session = False
+        self._session = OpenSession()
         self._shared: SharedBuckets | None = None
-        self._channel = LoopChannel(endpoint, connect_timeout=connect_timeout)
+        self._channel = LoopChannel(endpoint, **channel_options(connection))
 
     @property
     def channel(self) -> LoopChannel:
         """What the messages go through, for callers that make their own (the tokenizer manager)."""
         return self._channel
 
+    @property
+    def incarnation(self) -> str | None:
+        """Which start of the engine answered last, 16 hex digits; None before the first connection."""
+        return self._channel.incarnation
+
     async def pause(
         self,
-        mode: PauseMode = "abort",
+        mode: wire.PauseMode = "abort",
         *,
         owner: str | None = None,
         lease_s: float | None = None,
         on_lease_expiry: LeaseAction = "continue",
         message_id: str | None = None,
         timeout: float | None = None,
-    ) -> PauseGenerationReqOutput:
+    ) -> wire.PauseGenerationReqOutput:
         """Stop at the next step boundary; when this returns, no step is in flight."""
-        request = PauseGenerationReqInput(
+        request = wire.PauseGenerationReqInput(
             id=id_of(message_id), mode=mode, owner=owner, lease_s=lease_s, on_lease_expiry=on_lease_expiry
         )
-        return await self._call(request, PauseGenerationReqOutput, timeout)
+        return await self._call(request, wire.PauseGenerationReqOutput, timeout)
 
     async def continue_generation(
         self,
@@ -114,33 +87,37 @@ class AsyncControlClient:
         force: bool = False,
         message_id: str | None = None,
         timeout: float | None = None,
-    ) -> ContinueGenerationReqOutput:
+    ) -> wire.ContinueGenerationReqOutput:
         """Go on; the device allocator's unused blocks are returned first. A no-op on a running engine."""
-        request = ContinueGenerationReqInput(
+        request = wire.ContinueGenerationReqInput(
             id=id_of(message_id), torch_empty_cache=torch_empty_cache, owner=owner, force=force
         )
-        return await self._call(request, ContinueGenerationReqOutput, timeout)
+        return await self._call(request, wire.ContinueGenerationReqOutput, timeout)
 
     async def renew_pause_lease(
         self, owner: str | None = None, *, message_id: str | None = None, timeout: float | None = None
-    ) -> RenewPauseLeaseReqOutput:
+    ) -> wire.RenewPauseLeaseReqOutput:
         """A sign of life from the pause's owner; every other command of the owner renews the lease as well."""
-        request = RenewPauseLeaseReqInput(id=id_of(message_id), owner=owner)
-        return await self._call(request, RenewPauseLeaseReqOutput, timeout)
+        request = wire.RenewPauseLeaseReqInput(id=id_of(message_id), owner=owner)
+        return await self._call(request, wire.RenewPauseLeaseReqOutput, timeout)
 
     async def flush_cache(
         self,
         *,
         torch_empty_cache: bool = True,
         timeout_s: float = 0.0,
+        force: bool = False,
         message_id: str | None = None,
         timeout: float | None = None,
-    ) -> FlushCacheReqOutput:
-        """Clear the engine's prefix cache; the engine waits up to ``timeout_s`` seconds to become idle."""
-        request = FlushCacheReqInput(
-            id=id_of(message_id), torch_empty_cache=torch_empty_cache, timeout_s=timeout_s
+    ) -> wire.FlushCacheReqOutput:
+        """Clear the engine's prefix cache; the engine waits up to ``timeout_s`` seconds to become idle.
+
+        ``force`` commits an implicit weight session that somebody else opened.
+        """
+        request = wire.FlushCacheReqInput(
+            id=id_of(message_id), torch_empty_cache=torch_empty_cache, timeout_s=timeout_s, force=force
         )
-        return await self._call(request, FlushCacheReqOutput, timeout)
+        return await self._call(request, wire.FlushCacheReqOutput, timeout)
 
     async def update_weights_from_disk(
         self,
@@ -150,12 +127,15 @@ class AsyncControlClient:
         message_id: str | None = None,
         timeout: float | None = None,
         **options: Unpack[UpdateOptions],
-    ) -> WeightUpdateReqOutput:
+    ) -> wire.WeightUpdateReqOutput:
         """Load a checkpoint folder of the same architecture in place. The path is read by the engine's process."""
-        request = UpdateWeightFromDiskReqInput(
-            id=id_of(message_id), model_path=os.fspath(model_path), load_format=load_format, **options
+        request = wire.UpdateWeightFromDiskReqInput(
+            id=id_of(message_id),
+            model_path=os.fspath(model_path),
+            load_format=load_format,
+            **self._session.named(options),
         )
-        return await self._call(request, WeightUpdateReqOutput, timeout)
+        return await self._call(request, wire.WeightUpdateReqOutput, timeout)
 
     async def update_weights_from_tensor(
         self,
@@ -164,7 +144,7 @@ class AsyncControlClient:
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         timeout: float | None = None,
         **options: Unpack[UpdateOptions],
-    ) -> WeightUpdateReqOutput:
+    ) -> wire.WeightUpdateReqOutput:
         """Send weights over the socket.
 
         ``named_tensors`` are checkpoint names and tensors; more than ``bucket_bytes`` of them are sent in a session of
@@ -173,7 +153,10 @@ class AsyncControlClient:
         from .tensors import tensor_steps
 
         steps = tensor_steps(
-            named_tensors, dict(options), bucket_bytes=bucket_bytes, in_session=self._in_session
+            named_tensors,
+            self._session.named(options),
+            bucket_bytes=bucket_bytes,
+            shared=self._shared_buckets(),
         )
         return await self._drive(steps, timeout)
 
@@ -184,21 +167,18 @@ class AsyncControlClient:
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         timeout: float | None = None,
         **options: Unpack[UpdateOptions],
-    ) -> WeightUpdateReqOutput:
+    ) -> wire.WeightUpdateReqOutput:
         """Hand weights over through shared memory; the engine runs on this host under the same user.
 
         Arguments as of :meth:`update_weights_from_tensor`. Needs torch.
         """
-        from .tensors import SharedBuckets, ipc_steps
+        from .tensors import ipc_steps
 
-        if self._shared is None:
-            self._shared = SharedBuckets()
         steps = ipc_steps(
             named_tensors,
-            dict(options),
+            self._session.named(options),
             bucket_bytes=bucket_bytes,
-            in_session=self._in_session,
-            shared=self._shared,
+            shared=self._shared_buckets(),
         )
         return await self._drive(steps, timeout)
 
@@ -210,14 +190,12 @@ class AsyncControlClient:
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         timeout: float | None = None,
         **options: Unpack[UpdateOptions],
-    ) -> WeightUpdateReqOutput:
+    ) -> wire.WeightUpdateReqOutput:
         """Broadcast weights over ``group``, whose only other rank is this engine.
 
         Other arguments as of :meth:`update_weights_from_tensor`. Needs torch. :meth:`WeightUpdateGroup.update` does this for several engines.
         """
-        steps = group.steps(
-            named_tensors, dict(options), bucket_bytes=bucket_bytes, in_session=self._in_session
-        )
+        steps = group.steps(named_tensors, self._session.named(options), bucket_bytes=bucket_bytes)
         return await self._drive(steps, timeout)
 
     async def update_weights_from_checkpoint_engine(
@@ -228,15 +206,18 @@ class AsyncControlClient:
         message_id: str | None = None,
         timeout: float | None = None,
         **options: Unpack[UpdateOptions],
-    ) -> WeightUpdateReqOutput:
+    ) -> wire.WeightUpdateReqOutput:
         """Let a checkpoint-engine parameter server drive an update; ``zmq_handles`` is device uuid to its address.
 
         The engine gives up after ``timeout_s`` seconds of silence. It must have been started with ``allow_legacy_pickle``.
         """
-        request = UpdateWeightsFromCheckpointEngineReqInput(
-            id=id_of(message_id), zmq_handles=zmq_handles, timeout_s=timeout_s, **options
+        request = wire.UpdateWeightsFromCheckpointEngineReqInput(
+            id=id_of(message_id),
+            zmq_handles=zmq_handles,
+            timeout_s=timeout_s,
+            **self._session.named(options),
         )
-        return await self._call(request, WeightUpdateReqOutput, timeout)
+        return await self._call(request, wire.WeightUpdateReqOutput, timeout)
 
     async def init_weights_update_group(
         self,
@@ -250,12 +231,12 @@ class AsyncControlClient:
         timeout_s: float = 60.0,
         message_id: str | None = None,
         timeout: float | None = None,
-    ) -> InitWeightsUpdateGroupReqOutput:
+    ) -> wire.InitWeightsUpdateGroupReqOutput:
         """Have the engine join a process group as rank ``rank_offset``; returns when every rank has joined.
 
         Blocks until the trainer, rank 0, joins as well: call it beside that, or let ``WeightUpdateGroup.create`` do both.
         """
-        request = InitWeightsUpdateGroupReqInput(
+        request = wire.InitWeightsUpdateGroupReqInput(
             id=id_of(message_id),
             master_address=master_address,
             master_port=master_port,
@@ -265,7 +246,7 @@ class AsyncControlClient:
             backend=backend,
             timeout_s=timeout_s,
         )
-        return await self._call(request, InitWeightsUpdateGroupReqOutput, timeout)
+        return await self._call(request, wire.InitWeightsUpdateGroupReqOutput, timeout)
 
     async def destroy_weights_update_group(
         self,
@@ -273,81 +254,86 @@ class AsyncControlClient:
         *,
         message_id: str | None = None,
         timeout: float | None = None,
-    ) -> DestroyWeightsUpdateGroupReqOutput:
+    ) -> wire.DestroyWeightsUpdateGroupReqOutput:
         """Have the engine leave a process group."""
-        request = DestroyWeightsUpdateGroupReqInput(id=id_of(message_id), group_name=group_name)
-        return await self._call(request, DestroyWeightsUpdateGroupReqOutput, timeout)
+        request = wire.DestroyWeightsUpdateGroupReqInput(id=id_of(message_id), group_name=group_name)
+        return await self._call(request, wire.DestroyWeightsUpdateGroupReqOutput, timeout)
 
     async def release_memory(
         self,
-        tags: Sequence[MemoryTag] | None = None,
+        tags: Sequence[wire.MemoryTag] | None = None,
         *,
         message_id: str | None = None,
         timeout: float | None = None,
-    ) -> ReleaseMemoryOccupationReqOutput:
+    ) -> wire.ReleaseMemoryOccupationReqOutput:
         """Give device memory back, by tag (None: all); weights come back without their values."""
-        request = ReleaseMemoryOccupationReqInput(
+        request = wire.ReleaseMemoryOccupationReqInput(
             id=id_of(message_id), tags=None if tags is None else list(tags)
         )
-        return await self._call(request, ReleaseMemoryOccupationReqOutput, timeout)
+        return await self._call(request, wire.ReleaseMemoryOccupationReqOutput, timeout)
 
     async def resume_memory(
         self,
-        tags: Sequence[MemoryTag] | None = None,
+        tags: Sequence[wire.MemoryTag] | None = None,
         *,
         message_id: str | None = None,
         timeout: float | None = None,
-    ) -> ResumeMemoryOccupationReqOutput:
+    ) -> wire.ResumeMemoryOccupationReqOutput:
         """Take released memory back, all of ``tags`` (None: of what is released) or none."""
-        request = ResumeMemoryOccupationReqInput(
+        request = wire.ResumeMemoryOccupationReqInput(
             id=id_of(message_id), tags=None if tags is None else list(tags)
         )
-        return await self._call(request, ResumeMemoryOccupationReqOutput, timeout)
+        return await self._call(request, wire.ResumeMemoryOccupationReqOutput, timeout)
 
     async def begin_weight_update(
         self,
         *,
-        manifest: list[TensorSpec] | None = None,
+        manifest: list[wire.TensorSpec] | None = None,
         deadline_s: float | None = None,
         message_id: str | None = None,
         timeout: float | None = None,
-    ) -> BeginWeightUpdateReqOutput:
-        """Open an explicit session: what follows is committed together by :meth:`end_weight_update`."""
-        request = BeginWeightUpdateReqInput(id=id_of(message_id), manifest=manifest, deadline_s=deadline_s)
-        reply = await self._call(request, BeginWeightUpdateReqOutput, timeout)
-        self._in_session = True
-        return reply
+    ) -> wire.BeginWeightUpdateReqOutput:
+        """Open an explicit session: what follows is committed together by :meth:`end_weight_update`.
+
+        This client's updates belong to it until then; those of others name the reply's ``session_id``.
+        """
+        request = wire.BeginWeightUpdateReqInput(
+            id=id_of(message_id), manifest=manifest, deadline_s=deadline_s
+        )
+        return await self._begin(request, timeout)
 
     async def end_weight_update(
         self,
         *,
         commit: bool = True,
+        session_id: str | None = None,
+        force: bool = False,
         weight_version: str | None = None,
         message_id: str | None = None,
         timeout: float | None = None,
-    ) -> WeightUpdateReqOutput:
-        """Close the session: commit it, or abort it (weights stay valid only if nothing was written).
+    ) -> wire.WeightUpdateReqOutput:
+        """Close a session: commit it, or abort it (weights stay valid only if nothing was written).
 
-        A commit that is refused (tensors are missing, frozen requests forbid its flush) leaves it open.
+        ``session_id`` None means the session that this client began, else the implicit one of its calls. ``force`` aborts
+        whatever is open. A commit that is refused (tensors are missing, frozen requests forbid its flush) leaves it open.
         """
-        request = EndWeightUpdateReqInput(
+        request = wire.EndWeightUpdateReqInput(
             id=id_of(message_id),
             commit=commit,
+            session_id=session_id if session_id is not None else self._session.id,
+            force=force,
             weight_version=weight_version,
         )
-        self._in_session = False
-        try:
-            return await self._call(request, WeightUpdateReqOutput, timeout)
-        except _STILL_OPEN:
-            self._in_session = True
-            raise
+        reply = await self._call(request, wire.WeightUpdateReqOutput, timeout)
+        self._session.ended(self._session.id if force else request.session_id)
+        return reply
 
     @contextlib.asynccontextmanager
     async def weight_update(
         self,
         *,
         weight_version: str | None = None,
-        manifest: list[TensorSpec] | None = None,
+        manifest: list[wire.TensorSpec] | None = None,
         deadline_s: float | None = None,
         timeout: float | None = None,
     ) -> AsyncIterator[WeightUpdate]:
@@ -355,17 +341,17 @@ class AsyncControlClient:
 
         ``timeout`` bounds each of the two calls, not the block.
         """
-        begun = False
+        begin = wire.BeginWeightUpdateReqInput(manifest=manifest, deadline_s=deadline_s)
+        session = None
         try:
-            session = WeightUpdate(
-                await self.begin_weight_update(manifest=manifest, deadline_s=deadline_s, timeout=timeout)
-            )
-            begun = True
+            session = WeightUpdate(await self._begin(begin, timeout))
             yield session
-            session.result = await self.end_weight_update(weight_version=weight_version, timeout=timeout)
+            session.result = await self.end_weight_update(
+                session_id=session.opened.session_id, weight_version=weight_version, timeout=timeout
+            )
         except BaseException as error:
-            if begun or not is_answer(error):  # a session that was refused to us may be another's
-                await self._abort_session(error, timeout)
+            if session is not None or not is_answer(error):  # else nothing was opened
+                await self._abort_session(begin.id, error, timeout)
             raise
 
     async def check_weights(
@@ -374,30 +360,46 @@ class AsyncControlClient:
         *,
         message_id: str | None = None,
         timeout: float | None = None,
-    ) -> WeightsCheckerReqOutput:
+    ) -> wire.WeightsCheckerReqOutput:
         """Prove what the weights are: checksums, or a comparison with an earlier snapshot."""
         return await self._call(
-            WeightsCheckerReqInput(id=id_of(message_id), action=action), WeightsCheckerReqOutput, timeout
+            wire.WeightsCheckerReqInput(id=id_of(message_id), action=action),
+            wire.WeightsCheckerReqOutput,
+            timeout,
         )
 
     async def status(
         self, *, message_id: str | None = None, timeout: float | None = None
-    ) -> GetStatusReqOutput:
+    ) -> wire.GetStatusReqOutput:
         """One consistent snapshot of the engine; answered during pauses and updates too."""
-        return await self._call(GetStatusReqInput(id=id_of(message_id)), GetStatusReqOutput, timeout)
+        return await self._call(
+            wire.GetStatusReqInput(id=id_of(message_id)), wire.GetStatusReqOutput, timeout
+        )
 
     async def memory_history(
         self, *, after: int = 0, message_id: str | None = None, timeout: float | None = None
-    ) -> GetMemoryHistoryReqOutput:
+    ) -> wire.GetMemoryHistoryReqOutput:
         """The engine's memory events with a ``seq`` over ``after``, oldest first; where there are ``more``, ask again."""
-        request = GetMemoryHistoryReqInput(id=id_of(message_id), after=after)
-        return await self._call(request, GetMemoryHistoryReqOutput, timeout)
+        request = wire.GetMemoryHistoryReqInput(id=id_of(message_id), after=after)
+        return await self._call(request, wire.GetMemoryHistoryReqOutput, timeout)
 
     async def shutdown(
-        self, *, message_id: str | None = None, timeout: float | None = None
-    ) -> ShutdownReqOutput:
-        """Stop the engine: it ends every request, answers this and exits."""
-        return await self._call(ShutdownReqInput(id=id_of(message_id)), ShutdownReqOutput, timeout)
+        self,
+        *,
+        drain: bool | None = None,
+        drain_s: float | None = None,
+        message_id: str | None = None,
+        timeout: float | None = None,
+    ) -> wire.ShutdownReqOutput:
+        """Stop the engine: it answers this, ends every request and exits.
+
+        Args:
+            drain: True lets the requests that are there go on for up to ``drain_s`` seconds, False ends them at once. None:
+                as the engine's ``shutdown_mode`` says.
+            drain_s: None: the engine's ``drain_timeout_s``.
+        """
+        request = wire.ShutdownReqInput(id=id_of(message_id), drain=drain, timeout_s=drain_s)
+        return await self._call(request, wire.ShutdownReqOutput, timeout)
 
     async def close(self) -> None:
         """Close the connection; whoever still waits gets :class:`EngineDied`. The engine goes on. Idempotent."""
@@ -414,56 +416,65 @@ class AsyncControlClient:
         await self.close()
 
     @property
-    def in_session(self) -> bool:
-        """A weight session that this client began is open."""
-        return self._in_session
+    def session_id(self) -> str | None:
+        """The weight session that this client began and that is open, for all that it knows; None: there is none."""
+        return self._session.id
 
     def start(
-        self, request: Request, expects: type[Message], buffers: Sequence[memoryview] = ()
+        self, request: wire.Request, expects: type[wire.Message], buffers: Sequence[memoryview] = ()
     ) -> asyncio.Future[Any]:
         """Send a message and go on; the future gets its reply, or raises the typed error."""
         self._sign(request)
         return self._channel.start_call(request, expects, buffers)
 
-    async def _drive(self, steps: "Steps", timeout: float | None) -> WeightUpdateReqOutput:
+    async def _drive(self, steps: "Steps", timeout: float | None) -> wire.WeightUpdateReqOutput:
         """Do what ``steps`` asks for (tensors/steps.py); ``timeout`` bounds each wait for an answer."""
-        from .tensors import Await, Send
+        from .tensors.driving import drive_async
 
-        try:
-            wanted = next(steps)
-            while True:
-                try:
-                    if isinstance(wanted, Send):
-                        came = self.start(wanted.request, wanted.expects, wanted.buffers)
-                    elif isinstance(wanted, Await):
-                        came = await wait_for(wanted.ticket, wanted.request.id, timeout)
-                    else:
-                        came = await asyncio.to_thread(wanted.work)
-                except BaseException as error:  # noqa: BLE001  the generator ends its session, and raises it again
-                    wanted = steps.throw(error)
-                else:
-                    wanted = steps.send(came)
-        except StopIteration as stop:
-            final: WeightUpdateReqOutput = stop.value
-            return final
+        timeout = seconds("timeout", timeout)
+        return await drive_async(
+            steps,
+            lambda send: self.start(send.request, send.expects, send.buffers),
+            lambda wanted: wait_for(wanted.ticket, wanted.request.id, timeout),
+            self._session.failed,
+        )
 
-    async def _abort_session(self, error: BaseException, timeout: float | None) -> None:
-        """End the session without a commit, whatever has become of it; waits for that only where something was answered."""
-        self._in_session = False
-        request = EndWeightUpdateReqInput(commit=False)
-        try:
-            answer = self.start(request, WeightUpdateReqOutput)
-            if is_answer(error):
-                await wait_for(answer, request.id, timeout)
-        except NoSession:  # it had ended before
-            pass
-        except CaesuraError as second:
-            error.add_note(f"the weight session could not be aborted either: {second}")
-
-    async def _call(self, request: Request, expects: type[ReplyT], timeout: float | None) -> ReplyT:
-        reply: ReplyT = await wait_for(self.start(request, expects), request.id, timeout)
+    async def _begin(
+        self, request: wire.BeginWeightUpdateReqInput, timeout: float | None
+    ) -> wire.BeginWeightUpdateReqOutput:
+        reply = await self._call(request, wire.BeginWeightUpdateReqOutput, timeout)
+        self._session.id = reply.session_id
         return reply
 
-    def _sign(self, request: Request) -> None:
-        if isinstance(request, ControlRequest) and request.owner is None:
+    async def _abort_session(self, name: str, error: BaseException, timeout: float | None) -> None:
+        """End the session ``name`` without a commit, whatever has become of it; waits for that only where something was answered."""
+        self._session.id = None
+        request = wire.EndWeightUpdateReqInput(commit=False, session_id=name)
+        try:
+            answer = self.start(request, wire.WeightUpdateReqOutput)
+            if is_answer(error):
+                await wait_for(answer, request.id, timeout)
+        except NoSession:  # it had ended before, or was never opened
+            pass
+        except wire.CaesuraError as second:
+            error.add_note(f"the weight session could not be aborted either: {second}")
+
+    async def _call(self, request: wire.Request, expects: type[ReplyT], timeout: float | None) -> ReplyT:
+        timeout = seconds("timeout", timeout)
+        try:
+            reply: ReplyT = await wait_for(self.start(request, expects), request.id, timeout)
+        except wire.CaesuraError as error:
+            self._session.failed(request, error)
+            raise
+        return reply
+
+    def _shared_buckets(self) -> "SharedBuckets":
+        from .tensors import SharedBuckets
+
+        if self._shared is None:
+            self._shared = SharedBuckets()
+        return self._shared
+
+    def _sign(self, request: wire.Request) -> None:
+        if isinstance(request, wire.ControlRequest) and request.owner is None:
             request.owner = self.owner

@@ -1,11 +1,12 @@
 """The I/O thread of a blocking client.
 
 Invariants:
-- Registering a request and queueing its frame happen under one lock, and so do failing everything and emptying the
-  queue: a request that was failed is never sent afterwards.
+- Registering a request and queueing its frame happen under one lock, and so do failing what was sent and keeping what was
+  not: when a connection is lost, requests that were handed to its socket fail, those still queued go to the next one.
 - The socket belongs to the thread. Waiters are resolved under the lock, so nothing that runs at that moment may call
   back into the channel.
 - Whatever ends the thread, all waiters are resolved.
+- A forked child has neither the thread nor the socket: it is told so at once, without taking the lock.
 """
 
 import contextlib
@@ -22,22 +23,36 @@ import zmq
 
 from ..io_struct import GenerateReqInput, Message, Request
 from .connection import Connection, Generation
-from .exceptions import EngineDied
+from .curve import ClientKeys
+from .exceptions import EngineDied, EngineError
+from .fork import Process
 from .link import Frames, Link
 from .results import TokenDelta
 
 Result = Future[Any]
 Deltas = queue.SimpleQueue[TokenDelta | None]
 
+MAX_POLL_S = 3600.0
+"""Longest sleep: poll counts milliseconds in an int."""
+
 
 class ThreadChannel:
     """Requests in from any thread, answers out through futures."""
 
-    def __init__(self, endpoint: str, *, connect_timeout: float | None) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        connect_timeout: float | None,
+        keepalive_timeout: float | None,
+        keys: ClientKeys | None = None,
+    ) -> None:
+        self._process = Process("client")
         self._lock = threading.Lock()
         # Under the lock.
         self._connection: Connection[Result, Deltas] = Connection(Future, queue.SimpleQueue)
-        self._outbox: deque[Frames] = deque()
+        self._outbox: deque[tuple[str | None, Frames]] = deque()
+        """With the message id where that is not another copy of a message that was sent before."""
         self._exit_reason: str | None = None
         self._closing = False
         # The thread's own, once it runs.
@@ -45,6 +60,9 @@ class ThreadChannel:
         self._link = Link(
             endpoint,
             connect_timeout=connect_timeout,
+            keepalive_timeout=keepalive_timeout,
+            pending=lambda: self._connection.pending > 0,
+            keys=keys,
             receive=self._on_message,
             lost=self._on_lost,
             watch=lambda socket: self._poller.register(socket, zmq.POLLIN),
@@ -57,20 +75,29 @@ class ThreadChannel:
         self._thread = threading.Thread(target=self._run, name="caesura-client", daemon=True)
         self._thread.start()
 
+    @property
+    def incarnation(self) -> str | None:
+        """Of the engine that answered last; None before the first."""
+        return self._link.incarnation
+
     def start_generation(self, request: GenerateReqInput) -> Generation[Result, Deltas]:
         """Send a generate request; raises what :meth:`Connection.start_generation` raises."""
+        self._process.require()
         with self._lock:
+            again = self._connection.awaits(request.id)
             generation, frame = self._connection.start_generation(request)
-            self._post((frame,))
+            self._post(None if again else request.id, (frame,))
         return generation
 
     def start_call(
         self, request: Request, expects: type[Message], buffers: Sequence[memoryview] = ()
     ) -> Result:
         """Send a control message; raises what :meth:`Connection.start_call` raises."""
+        self._process.require()
         with self._lock:
+            again = self._connection.awaits(request.id)
             future, frame = self._connection.start_call(request, expects)
-            self._post((frame, *buffers))
+            self._post(None if again else request.id, (frame, *buffers))
         return future
 
     def expect_exit(self) -> None:
@@ -84,14 +111,16 @@ class ThreadChannel:
             self._wake()
 
     def close(self) -> None:
-        """End the thread and fail what is pending. Idempotent."""
+        """End the thread and fail what is pending. Idempotent; in a forked child there is nothing to close."""
+        if not self._process.is_here:
+            return
         with self._lock:
             self._closing = True
             self._wake()
         self._thread.join()
 
-    def _post(self, frames: Frames) -> None:
-        self._outbox.append(frames)
+    def _post(self, message_id: str | None, frames: Frames) -> None:
+        self._outbox.append((message_id, frames))
         self._wake()
 
     def _wake(self) -> None:
@@ -103,24 +132,26 @@ class ThreadChannel:
         try:
             while self._turn():
                 deadline = self._link.deadline
-                left = None if deadline is None else max(0, int((deadline - time.monotonic()) * 1000) + 1)
-                self._poller.poll(left)
+                left = MAX_POLL_S if deadline is None else deadline - time.monotonic()
+                self._poller.poll(max(0, int(min(left, MAX_POLL_S) * 1000) + 1))
         finally:
             self._end()
 
     def _turn(self) -> bool:
-        """Send what was posted, deliver what has come; False when the client is closing."""
+        """Deliver what has come, then send what was posted; False when the client is closing."""
         with contextlib.suppress(BlockingIOError):
             os.read(self._wake_read, 65536)
         with self._lock:
-            messages = list(self._outbox)
-            self._outbox.clear()
-            closing, exit_reason, self._exit_reason = self._closing, self._exit_reason, None
-        for frames in messages:
-            self._link.send(frames)
+            exit_reason, self._exit_reason = self._exit_reason, None
         if exit_reason is not None:
             self._link.engine_exited(exit_reason)
-        self._link.pump()
+        self._link.pump()  # first: nothing is handed to a socket that is known to have lost its engine
+        with self._lock:
+            messages = list(self._outbox)
+            self._outbox.clear()
+            closing = self._closing
+        for _, frames in messages:
+            self._link.send(frames)
         return not closing
 
     def _end(self) -> None:
@@ -137,10 +168,11 @@ class ThreadChannel:
         with self._lock:
             self._connection.receive(frames)
 
-    def _on_lost(self, reason: str, final: bool) -> None:
+    def _on_lost(self, error: EngineError, final: bool) -> None:
         with self._lock:
-            error = EngineDied(reason)
             if final:
                 self._connection.failure = error
-            self._outbox.clear()
-            self._connection.fail_all(error)
+                self._outbox.clear()
+            unsent = [(message_id, frames) for message_id, frames in self._outbox if message_id is not None]
+            self._outbox = deque(unsent)
+            self._connection.fail_all(error, spare={message_id for message_id, _ in unsent})

@@ -1,7 +1,8 @@
 """The ``caesura`` command: an engine for a person at a terminal.
 
 Every verb prints one table, or with ``--json`` the reply as it came over the wire. A typed error is one line on stderr
-and exit status 1; a wrong command line is exit status 2.
+and exit status 1; a wrong command line is exit status 2. What others chose (owners, labels, paths) is shown as text: it
+can neither move the cursor nor style anything.
 """
 
 import os
@@ -14,9 +15,13 @@ import click
 import msgspec
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from ..io_struct import CaesuraError, GetStatusReqOutput, Message
+from ..io_struct.text import printable
+from .curve import CLIENT_KEY_VARIABLE, SERVER_KEY_VARIABLE
 from .frontend.serve import serve
+from .keygen import keygen
 from .scheduler_client import SchedulerClient
 from .supervise import supervise
 
@@ -27,6 +32,22 @@ Command = Callable[..., None]
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 def cli() -> None:
     """Caesura: a rollout engine that can be paused at any step."""
+
+
+def _key_option(name: str, variable: str, text: str) -> Callable[[Command], Command]:
+    """An option that every verb hands to its client, and does nothing else with."""
+
+    def keep(context: click.Context, option: click.Parameter, value: str | None) -> None:
+        context.ensure_object(dict)[option.name] = value
+
+    return click.option(
+        name, envvar=variable, expose_value=False, callback=keep, help=f"{text}  [env: {variable}]"
+    )
+
+
+def _client(endpoint: str) -> SchedulerClient:
+    """A client with the keys of the command line."""
+    return SchedulerClient(endpoint, **click.get_current_context().ensure_object(dict))
 
 
 def _talks(default_timeout: float | None) -> Callable[[Command], Command]:
@@ -40,6 +61,8 @@ def _talks(default_timeout: float | None) -> Callable[[Command], Command]:
                 required=True,
                 help="ipc:// path or tcp:// address of the scheduler.  [env: CAESURA_ENDPOINT]",
             ),
+            _key_option("--curve-server-key", SERVER_KEY_VARIABLE, "Its public key, or the file of it."),
+            _key_option("--curve-client-key-file", CLIENT_KEY_VARIABLE, "Our keys, for an engine with keys."),
             click.option("--json", "as_json", is_flag=True, help="Print the reply as one line of JSON."),
             click.option(
                 "--timeout",
@@ -67,6 +90,7 @@ def scheduler(arguments: tuple[str, ...]) -> None:
 
 
 cli.add_command(serve)
+cli.add_command(keygen)
 cli.add_command(supervise)
 
 
@@ -74,7 +98,7 @@ cli.add_command(supervise)
 @_talks(10.0)
 def status(endpoint: str, as_json: bool, timeout: float | None) -> None:
     """What the engine is doing."""
-    with SchedulerClient(endpoint) as client:
+    with _client(endpoint) as client:
         reply = client.status(timeout=timeout)
     _show(reply, as_json, _status_rows(reply))
 
@@ -87,7 +111,7 @@ def status(endpoint: str, as_json: bool, timeout: float | None) -> None:
 @click.option("--owner", help="Owner token: continue then needs it, or --force.")
 def pause(endpoint: str, as_json: bool, timeout: float | None, mode: Any, owner: str | None) -> None:
     """Stop at the next step; returns when no step is in flight."""
-    with SchedulerClient(endpoint) as client:
+    with _client(endpoint) as client:
         _show(client.pause(mode, owner=owner, timeout=timeout), as_json)
 
 
@@ -107,7 +131,7 @@ def continue_(
     force: bool,
 ) -> None:
     """Go on after a pause."""
-    with SchedulerClient(endpoint) as client:
+    with _client(endpoint) as client:
         reply = client.continue_generation(
             torch_empty_cache=torch_empty_cache, owner=owner, force=force, timeout=timeout
         )
@@ -124,7 +148,7 @@ def flush(
     endpoint: str, as_json: bool, timeout: float | None, torch_empty_cache: bool, timeout_s: float
 ) -> None:
     """Clear the prefix cache of an idle engine."""
-    with SchedulerClient(endpoint) as client:
+    with _client(endpoint) as client:
         reply = client.flush_cache(torch_empty_cache=torch_empty_cache, timeout_s=timeout_s, timeout=timeout)
     _show(reply, as_json)
 
@@ -147,7 +171,7 @@ def update(
     abort_all_requests: bool,
 ) -> None:
     """Load new weights from the checkpoint folder MODEL_PATH."""
-    with SchedulerClient(endpoint) as client:
+    with _client(endpoint) as client:
         reply = client.update_weights_from_disk(
             os.path.abspath(model_path),  # the engine has its own working directory
             weight_version=weight_version,
@@ -167,7 +191,7 @@ def abort(endpoint: str, as_json: bool, timeout: float | None, rid: str | None, 
     """End the generation RID, or --all."""
     if (rid is None) != abort_all:
         raise click.UsageError("give either a RID or --all")
-    with SchedulerClient(endpoint) as client:
+    with _client(endpoint) as client:
         _show(client.abort(rid, abort_all=abort_all, timeout=timeout), as_json)
 
 
@@ -194,7 +218,7 @@ def memory(
     from .memory_view import fetch, watch, write_page
     from .memory_view.live import events
 
-    with SchedulerClient(endpoint) as client:
+    with _client(endpoint) as client:
         record = fetch(client, timeout=timeout)
         if page is not None:
             write_page(record, page)
@@ -217,7 +241,7 @@ def _show(reply: Message, as_json: bool, rows: Iterable[tuple[str, str]] | None 
     table.add_column(style="bold")
     table.add_column()
     for name, value in rows if rows is not None else _rows(msgspec.to_builtins(reply)):
-        table.add_row(name, value)
+        table.add_row(name, Text(printable(value)))
     Console().print(table)
 
 
@@ -281,11 +305,12 @@ def _status_rows(status: GetStatusReqOutput) -> Iterable[tuple[str, str]]:
     kv = status.kv
     yield "KV tokens", f"{kv.free} free + {kv.cached} cached + {kv.held} held = {kv.total}"
     memory = status.device_memory
+    available = "unknown" if memory.available is None else f"{memory.available / MIB:.1f}"
     yield (
         "device",
         (
             f"{status.device}: {memory.reserved / MIB:.1f} MB reserved, {memory.allocated / MIB:.1f} allocated, "
-            f"{memory.available / MIB:.1f} available; weights {memory.weights / MIB:.1f}, KV {memory.kv_cache / MIB:.1f}"
+            f"{available} available; weights {memory.weights / MIB:.1f}, KV {memory.kv_cache / MIB:.1f}"
         ),
     )
     yield (
@@ -305,6 +330,6 @@ def main() -> NoReturn:
     except click.Abort:
         sys.exit(130)
     except (CaesuraError, OSError) as error:
-        click.echo(f"error: {error}", err=True)
+        click.echo(f"error: {printable(str(error))}", err=True)
         sys.exit(1)
     sys.exit(status if isinstance(status, int) else 0)

@@ -12,7 +12,7 @@ loop's future).
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -27,8 +27,10 @@ from ..io_struct import (
     Message,
     Request,
     StreamDelta,
+    UnreadReply,
     decode_reply,
     encode,
+    salvage_reply,
 )
 from ..io_struct.base import MAX_HEADER_BYTES
 from .exceptions import DuplicateRid, EngineError, IdConflict, InternalError, InvalidRequest, error_for
@@ -248,23 +250,19 @@ class Connection(Generic[WaiterT, QueueT]):
         return generation, frame
 
     def receive(self, frames: list[bytes]) -> None:
-        """Take one message from the scheduler. One that breaks the contract fails everything that is pending: its
-        answer may have been in there, and nobody should wait for it for ever."""
+        """Take one message from the scheduler. One that cannot be read harms whom it names, and nobody else."""
         try:
             message = decode_reply(frames[0])
-            if isinstance(message, BatchTokenOutput):
-                self._take_tokens(message)
-                return
         except msgspec.DecodeError as broken:
-            self.fail_all(InternalError(f"the scheduler sent something that is not a reply: {broken}"))
+            self._take_unread(salvage_reply(frames[0]), broken)
             return
-        except InternalError as broken:
-            self.fail_all(broken)
+        if isinstance(message, BatchTokenOutput):
+            self._take_tokens(message)
             return
         if isinstance(message, Keepalive):
             return
         if isinstance(message, ErrorReply):
-            self._take_error(message)
+            self._take_error(message.id, error_for(message.code, message.message, message.detail))
             return
         call = self._calls.pop(message.id, None)
         if call is None:
@@ -279,14 +277,18 @@ class Connection(Generic[WaiterT, QueueT]):
                 ),
             )
 
-    def fail_all(self, error: EngineError) -> None:
-        """Resolve every waiter with an error of the class and text of ``error``, one instance each."""
-        calls, self._calls = self._calls, {}
-        generations, self._generations = self._generations, {}
-        self._by_rid = {}
-        for call in calls.values():
+    def awaits(self, message_id: Any) -> bool:
+        """Whether a message of that id has no final answer yet; no id of another type than text ever has."""
+        return isinstance(message_id, str) and (message_id in self._calls or message_id in self._generations)
+
+    def fail_all(self, error: EngineError, spare: Collection[str] = ()) -> None:
+        """Resolve every waiter but those of the messages ``spare`` with an error of the class and text of ``error``, one
+        instance each."""
+        for message_id in [each for each in self._calls if each not in spare]:
+            call = self._calls.pop(message_id)
             _resolve(call.waiter, error_for(error.code, error.message, error.detail))
-        for generation in generations.values():
+        for generation in [each for each in self._generations.values() if each.message_id not in spare]:
+            self._forget(generation)
             generation.fail(error_for(error.code, error.message, error.detail))
 
     def _encode(self, request: Request) -> bytes:
@@ -308,12 +310,32 @@ class Connection(Generic[WaiterT, QueueT]):
 
     def _take_tokens(self, message: BatchTokenOutput) -> None:
         if message.delta is not None:
-            self._take_delta(message.delta)
+            try:
+                self._take_delta(message.delta)
+            except InternalError as broken:  # the terminal results carry every token
+                logger.warning("dropped a stream delta: %s", broken)
         for wire in message.finished:
-            generation = self._by_rid.get(wire.rid)
-            if generation is None:
-                logger.debug("dropped a result for unknown rid %s", wire.rid)
-            elif generation.finish(wire):
+            self._take_result(wire)
+
+    def _take_result(self, wire: GenerateReqOutput) -> None:
+        generation = self._by_rid.get(wire.rid)
+        if generation is None:
+            logger.debug("dropped a result for unknown rid %s", wire.rid)
+        elif generation.finish(wire):
+            self._forget(generation)
+
+    def _take_unread(self, reply: UnreadReply, broken: msgspec.DecodeError) -> None:
+        """A message of a newer minor version, perhaps: it ends only what it is the answer to."""
+        what = reply.type or "message without a type"
+        error = InternalError(f"the engine sent a {what} that this client cannot read: {broken}", type=what)
+        logger.warning("%s", error.message)
+        if reply.id:
+            self._take_error(reply.id, error)
+        for result in reply.results():
+            if isinstance(result, GenerateReqOutput):
+                self._take_result(result)
+            elif (generation := self._by_rid.get(result)) is not None:
+                generation.fail(error)
                 self._forget(generation)
 
     def _take_delta(self, delta: StreamDelta) -> None:
@@ -339,17 +361,16 @@ class Connection(Generic[WaiterT, QueueT]):
                 )
             offset = end
 
-    def _take_error(self, reply: ErrorReply) -> None:
-        error = error_for(reply.code, reply.message, reply.detail)
-        call = self._calls.pop(reply.id, None)
-        generation = self._generations.get(reply.id)
+    def _take_error(self, message_id: str, error: EngineError) -> None:
+        call = self._calls.pop(message_id, None)
+        generation = self._generations.get(message_id)
         if call is not None:
             _resolve(call.waiter, error)
         elif generation is not None:
             generation.fail(error)
             self._forget(generation)
         else:
-            logger.warning("the scheduler refused a message that nobody waits for: %s", error)
+            logger.warning("an error for message id %r, which nobody waits for: %s", message_id, error)
 
     def _forget(self, generation: Generation[WaiterT, QueueT]) -> None:
         del self._generations[generation.message_id]

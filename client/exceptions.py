@@ -2,7 +2,7 @@
 
 Invariants:
 - Every code of :class:`~caesura.io_struct.ErrorCode` has exactly one class here (checked at import); an unknown code
-  from a newer engine becomes :class:`InternalError`.
+  from a newer engine becomes :class:`InternalError`, whose ``code`` is then that text.
 - ``detail`` carries the engine's numbers untouched; its keys are listed beside each code in ``io_struct/errors.py``.
 """
 # ruff: noqa: N818  (the names say what happened, as the codes do; the common base carries the suffix)
@@ -98,6 +98,12 @@ class IdConflict(EngineError):
     error_code = ErrorCode.ID_CONFLICT
 
 
+class AnswerForgotten(EngineError):
+    """The message was answered before, and the engine has not kept the answer; nothing was done again."""
+
+    error_code = ErrorCode.ANSWER_FORGOTTEN
+
+
 class QueueFull(EngineError):
     """Too many requests are waiting; try again later."""
 
@@ -135,13 +141,13 @@ class NotOwner(EngineError):
 
 
 class NoSession(EngineError):
-    """``end_weight_update`` without ``begin_weight_update``."""
+    """No such weight session is open: none was begun, or it has ended or expired."""
 
     error_code = ErrorCode.NO_SESSION
 
 
 class SessionOpen(EngineError):
-    """Refused while an explicit weight session is open."""
+    """A weight session is open that the command does not belong to."""
 
     error_code = ErrorCode.SESSION_OPEN
 
@@ -251,13 +257,16 @@ class TimedOut(EngineError, TimeoutError):
 
 
 _CLASSES: dict[ErrorCode, type[EngineError]] = {cls.error_code: cls for cls in EngineError.__subclasses__()}
+_CODES = {code.value: code for code in ErrorCode}
 assert set(_CLASSES) == set(ErrorCode), f"codes without a class: {set(ErrorCode) - set(_CLASSES)}"
 
 
 def error_for(code: str, message: str, detail: dict[str, Any] | None = None) -> EngineError:
     """The exception of ``code``, not raised; :class:`InternalError` for a code this client does not know."""
-    known = ErrorCode(code) if code in set(ErrorCode) else ErrorCode.INTERNAL
+    known = _CODES.get(code, ErrorCode.INTERNAL)
     error = _CLASSES[known](message)
+    if code and known != code:
+        error.code = code
     error.detail = dict(detail or {})
     return error
 

@@ -11,6 +11,8 @@ from typing import Any
 from ..io_struct import AbortReqOutput
 from .channel import Deltas, Result
 from .connection import Generation
+from .fork import Process
+from .options import seconds
 from .prompts import timed_out
 from .results import GenerateOutput, TokenDelta
 
@@ -25,13 +27,16 @@ class GenerationHandle:
         self._abort = abort
         self._future = generation.waiter
         self._deltas = generation.deltas
+        self._process = Process("generation")
 
     def done(self) -> bool:
         """Whether all samples have ended, in whatever way."""
+        self._process.require()
         return self._future.done()
 
     def result(self, timeout: float | None = None) -> GenerateOutput:
         """The output of the only sample; raises as :meth:`results`, and ValueError where ``n`` is not 1."""
+        self._process.require()
         if self.n != 1:
             raise ValueError(f"n = {self.n}: use results()")
         return self.results(timeout)[0]
@@ -43,6 +48,8 @@ class GenerationHandle:
             TimedOut: not all ended within ``timeout`` seconds; they go on.
             EngineError: refused or failed; what was generated is in ``.output`` and ``.outputs``.
         """
+        self._process.require()
+        timeout = seconds("timeout", timeout)
         outputs: list[GenerateOutput] = wait_for(self._future, self.message_id, timeout)
         return outputs
 
@@ -55,6 +62,8 @@ class GenerationHandle:
 
         Raises as :meth:`results` once the stream has ended.
         """
+        self._process.require()
+        timeout = seconds("timeout", timeout)
         if self._deltas is None:
             for output in self.results(timeout):
                 yield output.as_delta()

@@ -2,10 +2,11 @@
 
 Invariants:
 - The child never outlives its parent: it polls a pipe whose write end only the parent holds, so even a parent that was
-  killed ends it.
+  killed ends it. Forked children of the parent do not hold it, and end nothing when they end.
 - A start either yields a client whose engine is ready, or raises the engine's own typed error; nothing is left behind
   (no process, no socket directory) in the second case.
-- ``close`` ends the process whatever its state, in bounded time: shutdown message, then SIGTERM, then SIGKILL.
+- ``close`` ends the process whatever its state, in bounded time: shutdown message, as long as the engine says that it
+  drains, then SIGTERM, then SIGKILL.
 
 Ready handshake: the child writes one JSON line to the ``--ready-fd`` pipe, ``{"ready": true, "endpoint": …}`` or
 ``{"ready": false, "code": …, "message": …, "detail": {…}}``. The end of that pipe without a line means that it died.
@@ -15,10 +16,8 @@ import contextlib
 import json
 import os
 import select
-import shutil
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import weakref
@@ -27,20 +26,25 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-from ..io_struct import CaesuraError
+from ..io_struct import CaesuraError, private_directory
+from .curve import ClientKeys, KeyOrFile
 from .exceptions import EngineDied, TimedOut, error_for
-from .link import MAX_IPC_PATH
+from .fork import Process, close_sign_of_life, keep_from_children, not_forking
+from .options import LONGEST_S, seconds
 from .scheduler_client import SchedulerClient
 
 STDERR_TAIL_BYTES = 4096
+_MAX_POLL_MS = 1e9
 SHUTDOWN_S = 5.0
 """How long each stage of closing (message, SIGTERM) may take before the next."""
+_CLIENT_KEYS = ("curve_server_key", "curve_client_key_file")
 
 
 class LaunchedScheduler:
     """A scheduler process and a client of it. As a context manager it yields the client.
 
-    ``command`` gets ``--ready-fd N --lifeline-fd M`` appended. ``directory`` is removed at close, if given.
+    ``command`` gets ``--ready-fd N --lifeline-fd M`` appended. ``directory`` is removed at close, if given. The client
+    has the CURVE keys that are given.
     """
 
     def __init__(
@@ -50,11 +54,16 @@ class LaunchedScheduler:
         directory: Path | None = None,
         startup_timeout: float = 300.0,
         log_path: str | os.PathLike[str] | None = None,
+        curve_server_key: KeyOrFile | None = None,
+        curve_client_key_file: KeyOrFile | None = None,
     ) -> None:
+        ClientKeys.read(curve_server_key, curve_client_key_file)  # refused before anything is started
         self._child = Child(command, directory, log_path)
         try:
             self.endpoint = self._child.wait_ready(startup_timeout)
-            self.client = SchedulerClient(self.endpoint)
+            self.client = SchedulerClient(
+                self.endpoint, curve_server_key=curve_server_key, curve_client_key_file=curve_client_key_file
+            )
         except BaseException:
             self._child.end()
             raise
@@ -73,14 +82,28 @@ class LaunchedScheduler:
         """The child's exit status; None while it runs."""
         return self._child.process.poll()
 
-    def close(self) -> None:
-        """Stop the engine and close the client. Idempotent."""
+    def close(self, *, drain: bool | None = None, drain_s: float | None = None) -> None:
+        """Stop the engine and close the client. Idempotent; a forked child of the launcher stops nothing.
+
+        Args:
+            drain: requests that are there go on until they end, or for ``drain_s`` seconds. None: as the engine's
+                ``shutdown_mode`` says.
+            drain_s: None: the engine's ``drain_timeout_s``.
+        """
+        if not self._child.launcher.is_here:
+            return
         if self._finalizer.alive and self.returncode is None:
+            patience = SHUTDOWN_S
             with contextlib.suppress(CaesuraError):  # gone, stuck or already stopping: the signals follow
-                self.client.shutdown(timeout=SHUTDOWN_S)
-            self._child.wait(SHUTDOWN_S)
+                patience += self.client.shutdown(drain=drain, drain_s=drain_s, timeout=SHUTDOWN_S).drain_s
+            self._child.wait(patience)
         self._finalizer()
         self.client.close()
+
+    def hurry(self) -> None:
+        """A drain that :meth:`close` waits for in another thread ends now."""
+        with contextlib.suppress(ProcessLookupError):
+            self._child.process.terminate()
 
     def __enter__(self) -> SchedulerClient:
         return self.client
@@ -97,7 +120,7 @@ class Child:
     def __init__(
         self, command: Sequence[str], directory: Path | None, log_path: str | os.PathLike[str] | None
     ) -> None:
-        self._owner_pid = os.getpid()
+        self.launcher = Process("engine")
         self._directory = directory
         self._log_path = log_path
         self._tail = b""
@@ -110,7 +133,9 @@ class Child:
             self._remove_directory()
             raise
         self._ready_read, ready_write = os.pipe()
-        lifeline_read, self._lifeline_write = os.pipe()
+        with not_forking():
+            lifeline_read, self._lifeline_write = os.pipe()
+            keep_from_children(self._lifeline_write)
         try:
             self.process = subprocess.Popen(  # noqa: S603 (our own interpreter and module)
                 [*command, "--ready-fd", str(ready_write), "--lifeline-fd", str(lifeline_read)],
@@ -123,7 +148,7 @@ class Child:
             )
         except OSError:
             os.close(self._ready_read)
-            os.close(self._lifeline_write)
+            close_sign_of_life(self._lifeline_write)
             self._remove_directory()
             raise
         finally:
@@ -143,7 +168,8 @@ class Child:
         Raises:
             EngineError: the typed reason it gave; EngineDied if it gave none; TimedOut after ``timeout`` seconds.
         """
-        line = self._read_line(time.monotonic() + timeout)
+        patience = seconds("startup_timeout", timeout)
+        line = self._read_line(time.monotonic() + (LONGEST_S if patience is None else patience))
         if line is None:
             raise TimedOut(f"the scheduler was not ready within {timeout} s", timeout=timeout)
         if not line.endswith(b"\n"):
@@ -172,9 +198,11 @@ class Child:
 
     def end(self) -> None:
         """Terminate, kill if need be, close the pipes and remove the directory."""
-        if os.getpid() != self._owner_pid:
+        if not self.launcher.is_here:
             return  # a forked copy of the parent is exiting: the engine is not its own
-        os.close(self._lifeline_write)  # what a dead parent would do; the child stops by itself on it
+        close_sign_of_life(
+            self._lifeline_write
+        )  # what a dead parent would do; the child stops by itself on it
         if not self.wait(0.0):
             self.process.terminate()
             if not self.wait(SHUTDOWN_S):
@@ -186,14 +214,16 @@ class Child:
 
     def _remove_directory(self) -> None:
         if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
+            private_directory.remove(self._directory)
 
     def _read_line(self, deadline: float) -> bytes | None:
         """Up to and including a newline; what there was if the pipe ended; None at the deadline."""
         line = b""
+        poller = select.poll()  # select() takes no descriptor beyond 1023
+        poller.register(self._ready_read, select.POLLIN)
         while not line.endswith(b"\n"):
             left = deadline - time.monotonic()
-            if left <= 0 or not select.select([self._ready_read], [], [], left)[0]:
+            if left <= 0 or not poller.poll(min(left * 1000, _MAX_POLL_MS)):
                 return None
             chunk = os.read(self._ready_read, 65536)
             if not chunk:
@@ -249,6 +279,10 @@ def launch_scheduler(
     model: str | os.PathLike[str],
     *,
     endpoint: str | None = None,
+    curve_secret_key_file: str | os.PathLike[str] | None = None,
+    curve_authorized_clients: str | os.PathLike[str] | None = None,
+    curve_server_key: KeyOrFile | None = None,
+    curve_client_key_file: KeyOrFile | None = None,
     dtype: Literal["auto", "float32", "bfloat16"] | None = None,
     device: str | None = None,
     num_threads: int | None = None,
@@ -272,6 +306,8 @@ def launch_scheduler(
     state_file: str | os.PathLike[str] | None = None,
     on_lost_weights: Literal["refuse", "serve_initial"] | None = None,
     session_deadline_s: float | None = None,
+    session_orphan_s: float | None = None,
+    group_interface: str | None = None,
     deterministic: bool | None = None,
     reference_model_path: str | os.PathLike[str] | None = None,
     reference_residency: Literal["resident", "offload", "layerwise"] | None = None,
@@ -281,6 +317,9 @@ def launch_scheduler(
     check_ledger: bool | None = None,
     log_stages: bool | None = None,
     log_level: str | None = None,
+    shutdown_mode: Literal["abort", "drain"] | None = None,
+    drain_timeout_s: float | None = None,
+    watchdog_timeout_s: float | None = None,
     startup_timeout: float = 300.0,
     log_path: str | os.PathLike[str] | None = None,
 ) -> LaunchedScheduler:
@@ -288,25 +327,30 @@ def launch_scheduler(
 
     Use it as ``with launch_scheduler(...) as client:``, or keep the result and call ``.client`` and ``.close()``. The
     options are the engine's own (``caesura scheduler --help``); None leaves each at its default. The engine's stderr
-    goes to this process's, or with its stdout to ``log_path``. ``startup_timeout`` is in seconds.
+    goes to this process's, or with its stdout to ``log_path``. ``startup_timeout`` is in seconds. ``curve_server_key`` and
+    ``curve_client_key_file`` are the returned client's, for an engine with keys.
 
     Raises:
         EngineError: the engine's own reason for not starting; EngineDied or TimedOut where it gave none.
     """
+    seconds("startup_timeout", startup_timeout)  # refused before anything is made
     options = {
         name: value
         for name, value in locals().items()
-        if value is not None and name not in ("model", "endpoint", "startup_timeout", "log_path")
+        if value is not None
+        and name not in ("model", "endpoint", "startup_timeout", "log_path", *_CLIENT_KEYS)
     }
     directory = None
     if endpoint is None:
-        directory = private_directory()
-        endpoint = f"ipc://{directory}/scheduler.sock"
+        directory = private_directory.make()
+        endpoint = f"ipc://{directory}/{private_directory.SOCKET}"
     return LaunchedScheduler(
         _command_line(model, endpoint, options),
         directory=directory,
         startup_timeout=startup_timeout,
         log_path=log_path,
+        curve_server_key=curve_server_key,
+        curve_client_key_file=curve_client_key_file,
     )
 
 
@@ -320,12 +364,3 @@ def _command_line(model: str | os.PathLike[str], endpoint: str, options: dict[st
         else:
             command += [f"--{flag}", str(value)]
     return command
-
-
-def private_directory() -> Path:
-    """A fresh 0700 directory whose socket path fits into an ipc:// address."""
-    directory = tempfile.mkdtemp(prefix="caesura-")
-    if len(os.fsencode(directory)) + len("/scheduler.sock") > MAX_IPC_PATH:
-        os.rmdir(directory)
-        directory = tempfile.mkdtemp(prefix="caesura-", dir="/tmp")
-    return Path(directory)

@@ -23,7 +23,7 @@ from .connection import Generation
 from .control_client import ControlClient
 from .exceptions import EngineError, TimedOut
 from .handle import GenerationHandle
-from .options import id_of
+from .options import id_of, seconds
 from .prompts import Plan, plan, token_ids, token_ids_or_none
 from .results import GenerateOutput, decode_output
 from .scoring import Scores
@@ -100,6 +100,7 @@ class SchedulerClient(ControlClient):
             TimedOut: not everything ended within ``timeout``; the generations go on.
             EngineError: the first prompt that was refused or failed; the others of this call are aborted.
         """
+        timeout = seconds("timeout", timeout)
         work = plan(
             input_ids,
             sampling_params,

@@ -14,8 +14,9 @@ from typing import Any, TypeVar
 
 import click
 
+from ..io_struct import private_directory
+from .curve import CLIENT_KEY_VARIABLE, SERVER_KEY_VARIABLE, ClientKeys, KeyOrFile
 from .exceptions import EngineDied, EngineError
-from .launch import private_directory
 from .notify import notify, watchdog_interval_s
 from .supervisor import USAGE_STATUS, Ended, RestartPolicy, Serving, State, Supervisor
 
@@ -51,18 +52,45 @@ def restart_options(command: CommandT) -> CommandT:
     return command
 
 
-def supervised(arguments: Sequence[str], endpoint: str | None, policy: RestartPolicy) -> Supervisor:
-    """A supervisor of ``caesura scheduler ARGUMENTS``, not started; endpoint and state file are private where none is given."""
+def supervised(
+    arguments: Sequence[str],
+    endpoint: str | None,
+    policy: RestartPolicy,
+    *,
+    curve_server_key: KeyOrFile | None = None,
+    curve_client_key_file: KeyOrFile | None = None,
+) -> Supervisor:
+    """A supervisor of ``caesura scheduler ARGUMENTS``, not started; endpoint and state file are private where none is given.
+
+    Raises:
+        click.UsageError: the scheduler has keys, and there are none to ask it with.
+        InvalidRequest: the keys that are given cannot be used.
+    """
+    ClientKeys.read(curve_server_key, curve_client_key_file)  # before a directory is made
+    if curve_server_key is None and policy.hang_timeout_s > 0 and _has(arguments, "--curve-secret-key-file"):
+        raise click.UsageError(
+            "a scheduler with keys answers only clients with keys: give --curve-server-key and --curve-client-key-file, or "
+            "--hang-timeout 0"
+        )
     command = [sys.executable, "-m", "caesura.scheduler", *arguments]
-    has_state_file = any(each == "--state-file" or each.startswith("--state-file=") for each in arguments)
+    has_state_file = _has(arguments, "--state-file")
     directory = None
     if endpoint is None or not has_state_file:
-        directory = private_directory()
+        directory = private_directory.make()
     if not has_state_file:
         command += ["--state-file", f"{directory}/weights.json"]
     return Supervisor(
-        command, endpoint or f"ipc://{directory}/scheduler.sock", policy=policy, directory=directory
+        command,
+        endpoint or f"ipc://{directory}/{private_directory.SOCKET}",
+        policy=policy,
+        directory=directory,
+        curve_server_key=curve_server_key,
+        curve_client_key_file=curve_client_key_file,
     )
+
+
+def _has(arguments: Sequence[str], option: str) -> bool:
+    return any(each.partition("=")[0] == option for each in arguments)
 
 
 def status_of(error: EngineError | None) -> int:
@@ -76,6 +104,16 @@ def status_of(error: EngineError | None) -> int:
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
 @click.option("--endpoint", help="ipc:// path or tcp:// loopback address.  [default: a private one]")
+@click.option(
+    "--curve-server-key",
+    envvar=SERVER_KEY_VARIABLE,
+    help="The scheduler's public key or its file, if it has keys: it is asked how it is.",
+)
+@click.option(
+    "--curve-client-key-file",
+    envvar=CLIENT_KEY_VARIABLE,
+    help="This command's own keys, for such a scheduler.",
+)
 @restart_options
 @click.option(
     "--startup-timeout", type=click.FloatRange(0), default=600.0, show_default=True, help="Seconds."
@@ -92,6 +130,8 @@ def supervise(
     context: click.Context,
     /,
     endpoint: str | None,
+    curve_server_key: str | None,
+    curve_client_key_file: str | None,
     max_restarts: int,
     restart_window: float,
     hang_timeout: float,
@@ -110,7 +150,14 @@ def supervise(
         startup_timeout_s=startup_timeout,
         stop_timeout_s=stop_timeout,
     )
-    context.exit(_run(supervised(context.args, endpoint, policy)))
+    supervisor = supervised(
+        context.args,
+        endpoint,
+        policy,
+        curve_server_key=curve_server_key,
+        curve_client_key_file=curve_client_key_file,
+    )
+    context.exit(_run(supervisor))
 
 
 class _Inbox:

@@ -16,7 +16,6 @@ One thread starts and watches, whoever calls only signals it.
 
 import logging
 import queue
-import shutil
 import signal
 import subprocess
 import threading
@@ -28,8 +27,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..io_struct import CaesuraError, ErrorCode
+from ..io_struct import CaesuraError, ErrorCode, private_directory
 from .control_client import ControlClient
+from .curve import ClientKeys, KeyOrFile
 from .exceptions import EngineDied, EngineError, InternalError, TimedOut
 from .launch import Child
 
@@ -106,7 +106,7 @@ class _Failure(Exception):  # noqa: N818  (it says what happened to the schedule
 class Supervisor:
     """Runs ``command`` with ``--endpoint``, ``--ready-fd`` and ``--lifeline-fd`` appended, again and again.
 
-    ``directory`` is removed at the end, if given.
+    ``directory`` is removed at the end, if given. A scheduler with CURVE keys is asked how it is with those that are given.
     """
 
     def __init__(
@@ -116,12 +116,16 @@ class Supervisor:
         *,
         policy: RestartPolicy | None = None,
         directory: Path | None = None,
+        curve_server_key: KeyOrFile | None = None,
+        curve_client_key_file: KeyOrFile | None = None,
     ) -> None:
+        ClientKeys.read(curve_server_key, curve_client_key_file)  # refused before anything is started
         self.endpoint = endpoint
         """Where clients connect, restarts or not; exact once a scheduler has served (port 0 is a real one then)."""
         self._command = list(command)
         self._policy = policy or RestartPolicy()
         self._directory = directory
+        self._keys = curve_server_key, curve_client_key_file
         self._lock = threading.Lock()
         self._state: State | None = None
         self._listeners: list[Listener] = []
@@ -194,7 +198,7 @@ class Supervisor:
 
     def _remove_directory(self) -> None:
         if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
+            private_directory.remove(self._directory)
 
     def _run(self) -> None:
         error: EngineError | None = None
@@ -305,7 +309,10 @@ class Supervisor:
         at once when both go on.
         """
         each = patience / _PROBES_PER_HANG
-        with ControlClient(self.endpoint, connect_timeout=each) as client:
+        server_key, own_keys = self._keys
+        with ControlClient(
+            self.endpoint, connect_timeout=each, curve_server_key=server_key, curve_client_key_file=own_keys
+        ) as client:
             client.expect_exit()
             child.report_exit_to(weakref.WeakMethod(client.engine_exited))
             answered, missed = time.monotonic(), 0

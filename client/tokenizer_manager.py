@@ -36,6 +36,9 @@ from .text.tokenizer import TextTokenizer
 ENCODE_INLINE = 2048
 """Characters of the longest text that is tokenized on the event loop: about a millisecond. Longer ones take a thread."""
 
+START_SLICE = 32
+"""Generations of a batch that are started before others are served."""
+
 _DEFAULTS = SamplingParams()
 
 
@@ -317,6 +320,7 @@ class TokenizerManager:
         self.client = client
         self.tokenizer = tokenizer
         self._context_length = context_length
+        self._live: set[Generation[Result, Deltas]] = set()
 
     async def generate(self, request: GenerationRequest) -> list[Sample]:
         """All samples of one prompt, in order. Cancelled: aborted.
@@ -327,9 +331,10 @@ class TokenizerManager:
         """
         work = await self._prepare(request, stream=False)
         if work.stops is None:
-            generation = self.client.channel.start_generation(work.wire)
+            generation = self._started(self.client.channel.start_generation(work.wire))
             return [_whole(work, output) for output in await self._outputs(generation)]
         flow = _Flow(work, self.client.channel)
+        self._started(flow.generation)
         outputs = await self._outputs(flow.generation)
         return [flow.follower(output.index).sample() for output in outputs]
 
@@ -338,7 +343,7 @@ class TokenizerManager:
         refusals at the first step, failures after what had been generated."""
         work = await self._prepare(request, stream=True)
         flow = _Flow(work, self.client.channel)
-        waiter = flow.generation.waiter
+        waiter = self._started(flow.generation).waiter
         try:
             while True:
                 flow.changed.clear()
@@ -355,10 +360,14 @@ class TokenizerManager:
     async def generate_batch(self, requests: Sequence[GenerationRequest]) -> list[list[Sample]]:
         """Many prompts at once, in order. Cancelled, or one refused or failed: the others are aborted, and the first such error
         is raised, with its position as a note."""
-        tasks = [asyncio.ensure_future(self.generate(request)) for request in requests]
-        if not tasks:
-            return []
+        tasks: list[asyncio.Task[list[Sample]]] = []
         try:
+            for request in requests:
+                tasks.append(asyncio.ensure_future(self.generate(request)))
+                if len(tasks) % START_SLICE == 0:
+                    await asyncio.sleep(0)
+            if not tasks:
+                return []
             await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         finally:
             for task in tasks:
@@ -369,6 +378,11 @@ class TokenizerManager:
                 error.add_note(f"prompt {position} of {len(requests)}")
                 raise error
         return [task.result() for task in tasks]
+
+    def abort_all(self) -> None:
+        """End every generation of this manager: each answers its caller with what it has. Others of the engine go on."""
+        for generation in self._live:
+            _abort(self.client.channel, generation)
 
     def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text.
@@ -450,6 +464,11 @@ class TokenizerManager:
         if len(text) <= ENCODE_INLINE:
             return encode(text, add_special_tokens=request.add_special_tokens)
         return await asyncio.to_thread(encode, text, add_special_tokens=request.add_special_tokens)
+
+    def _started(self, generation: Generation[Result, Deltas]) -> Generation[Result, Deltas]:
+        self._live.add(generation)
+        generation.waiter.add_done_callback(lambda _: self._live.discard(generation))
+        return generation
 
     async def _outputs(self, generation: Generation[Result, Deltas]) -> list[GenerateOutput]:
         try:

@@ -20,7 +20,7 @@ from msgspec import inspect as wire_types
 
 from caesura import io_struct
 from caesura.io_struct import ErrorCode, ToClient, ToScheduler
-from caesura.io_struct.base import Message, Record
+from caesura.io_struct.base import Message, Record, ReplyRecord
 
 DOCUMENT = Path(__file__).with_name("wire.md")
 ANSWERS = {
@@ -36,17 +36,25 @@ ANSWERS = {
 """Where the answer to ``XReqInput`` is not ``XReqOutput``."""
 LIMITS = (
     ("io_struct.base", "MAX_HEADER_BYTES", "bytes", "a header; more is `malformed_message`"),
-    ("scheduler.channel", "MAX_MESSAGE_BYTES", "bytes", "a frame (`ZMQ_MAXMSGSIZE`); ZeroMQ drops the connection"),
+    ("io_struct.base", "MAX_FRAME_BYTES", "bytes", "a frame (`ZMQ_MAXMSGSIZE`); ZeroMQ drops the connection"),
+    ("io_struct.base", "MAX_MESSAGE_BYTES", "bytes", "all frames of a message; more is `malformed_message`"),
+    ("io_struct.base", "MAX_FRAMES", "frames", "of a message, header included; more is `malformed_message`"),
+    ("scheduler.channel", "OVERLONG_MESSAGES", "messages", "over these limits, from one client; then it counts as gone"),
     ("io_struct.base", "MAX_ID_LENGTH", "characters", "a message id or request id"),
     ("io_struct.generate", "MAX_SAMPLES", "samples", "`n` of one request"),
-    ("scheduler.channel", "MAX_IPC_PATH", "bytes", "the path of an `ipc://` endpoint"),
+    ("scheduler.endpoint", "MAX_IPC_PATH", "bytes", "the path of an `ipc://` endpoint"),
     ("scheduler.channel", "HIGH_WATER_MARK", "messages", "unsent to one client inside ZeroMQ (`ZMQ_SNDHWM`)"),
     ("scheduler.channel", "RECEIVE_HIGH_WATER_MARK", "messages", "unread from one client (`ZMQ_RCVHWM`)"),
-    ("scheduler.channel", "MAX_PENDING_DELTA_TOKENS", "tokens", "streamed and not taken by one client; more are dropped"),
-    ("scheduler.channel", "MAX_PENDING_FRAMES", "messages", "not taken by one client, which then counts as gone"),
+    ("scheduler.backlog", "MAX_PENDING_DELTA_TOKENS", "tokens", "streamed and not taken by one client; more are dropped"),
+    ("scheduler.backlog", "MAX_PENDING_MESSAGES", "replies and results", "not taken by one client; then it is gone"),
+    ("scheduler.backlog", "MAX_PENDING_BYTES", "bytes", "of them; then the client counts as gone"),
+    ("scheduler.backlog", "MAX_ALL_PENDING_BYTES", "bytes", "not taken by all clients; who has the most counts as gone"),
     ("scheduler.channel", "MESSAGES_PER_DRAIN", "messages", "taken from the socket between two steps"),
-    ("scheduler.dispatch", "STORED_ANSWERS", "message ids", "whose answers are stored for retries"),
-    ("scheduler.dispatch", "STORED_ANSWER_BYTES", "bytes", "of stored answers"),
+    ("scheduler.channel", "FRAMES_PER_DRAIN", "frames", "behind headers, taken from the socket between two steps"),
+    ("scheduler.dispatch", "MAX_PENDING_COMMANDS", "commands", "under way, queued or waiting; more are `queue_full`"),
+    ("scheduler.answers", "STORED_ANSWERS", "message ids", "whose answers are stored for retries, however old they are"),
+    ("scheduler.answers", "STORED_ANSWER_BYTES", "bytes", "of stored answers; the oldest go first"),
+    ("scheduler.answers", "REMEMBERED_IDS", "message ids", "answered before those, whose retries are `answer_forgotten`"),
     ("scheduler.kept", "MAX_KEPT_BYTES", "bytes", "of results kept for clients that could not be reached"),
 )  # fmt: skip
 
@@ -131,7 +139,7 @@ def section(cls: Any) -> Iterator[str]:
     yield f"### {cls.__name__}"
     yield markdown(inspect.getdoc(cls))
     base = next(each for each in cls.__mro__[1:] if each.__module__.startswith("caesura."))
-    known = () if base in (Message, Record) else base.__struct_fields__
+    known = () if base in (Message, Record, ReplyRecord) else base.__struct_fields__
     info = wire_types.type_info(cls)
     assert isinstance(info, wire_types.StructType)
     docs = field_docs(cls)
@@ -182,7 +190,9 @@ def records() -> str:
     """The plain values inside messages."""
     found = (getattr(io_struct, name) for name in io_struct.__all__)
     return sections(
-        cls for cls in found if isinstance(cls, type) and issubclass(cls, Record) and cls is not Record
+        cls
+        for cls in found
+        if isinstance(cls, type) and issubclass(cls, Record) and cls not in (Record, ReplyRecord)
     )
 
 

@@ -1,7 +1,16 @@
 """The wire contract: every message that crosses it, and how it is framed (docs/wire.md)."""
 
-from .base import WIRE_VERSION, Identifier, Message, Record, Reply, Request, TensorSpec, new_id
-from .codec import ToClient, ToScheduler, decode_reply, decode_request, encode, encode_reply
+from .base import WIRE_VERSION, Identifier, Message, Record, Reply, ReplyRecord, Request, TensorSpec, new_id
+from .codec import (
+    ToClient,
+    ToScheduler,
+    UnreadReply,
+    decode_reply,
+    decode_request,
+    encode,
+    encode_reply,
+    salvage_reply,
+)
 from .control import (
     ContinueGenerationReqInput,
     ContinueGenerationReqOutput,
@@ -39,6 +48,7 @@ from .control import (
 from .errors import CaesuraError, ErrorCode, ErrorReply
 from .generate import (
     GREEDY_BELOW,
+    MAX_INT32,
     MAX_LOGIT_BIAS,
     MAX_TOKEN_IDS_LOGPROB,
     MAX_TOP_LOGPROBS,
@@ -93,6 +103,7 @@ from .weights import (
 __all__ = [
     "GREEDY_BELOW",
     "MAX_HISTORY_EVENTS",
+    "MAX_INT32",
     "MAX_LOGIT_BIAS",
     "MAX_TOKEN_IDS_LOGPROB",
     "MAX_TOP_LOGPROBS",
@@ -153,6 +164,7 @@ __all__ = [
     "RenewPauseLeaseReqInput",
     "RenewPauseLeaseReqOutput",
     "Reply",
+    "ReplyRecord",
     "Request",
     "Residency",
     "ResumeMemoryOccupationReqInput",
@@ -172,6 +184,7 @@ __all__ = [
     "TensorSpec",
     "ToClient",
     "ToScheduler",
+    "UnreadReply",
     "UpdateProgress",
     "UpdateTotal",
     "UpdateWeightFromDiskReqInput",
@@ -190,4 +203,5 @@ __all__ = [
     "encode",
     "encode_reply",
     "new_id",
+    "salvage_reply",
 ]

@@ -3,7 +3,8 @@
 Invariants:
 - A message is one msgpack-encoded tagged struct (the header), then zero or more raw buffers described by
   :class:`TensorSpec` fields in the header. Nothing on this wire is ever unpickled.
-- Structs are keyword-only and map-encoded: reordering fields cannot swap values, and an unknown field is refused.
+- Structs are keyword-only and map-encoded: reordering fields cannot swap values. An unknown field of a request is refused,
+  since it asks for something; one of a reply is skipped, since it only tells more.
 - This package imports msgspec and the standard library only; ``tests/architecture`` checks it.
 """
 
@@ -17,6 +18,15 @@ WIRE_VERSION = (1, 0)
 
 MAX_HEADER_BYTES = 64 << 20
 """Headers beyond this are refused before they are decoded: 64 MiB holds a 16-million-token prompt."""
+
+MAX_FRAMES = 16_384
+"""Of one message, the header included; more is refused. A sender with more tensors makes several messages of them."""
+
+MAX_FRAME_BYTES = 1 << 30
+"""ZeroMQ drops the connection of whoever sends a longer frame."""
+
+MAX_MESSAGE_BYTES = 4 << 30
+"""Of all frames of one message together; more is refused."""
 
 MAX_ID_LENGTH = 128
 """Longest message id or request id, in characters."""
@@ -39,14 +49,18 @@ class Request(Message, kw_only=True):
     id: Identifier = msgspec.field(default_factory=new_id)
 
 
-class Reply(Message, kw_only=True):
-    """Scheduler to client, in answer to the request with the same ``id``."""
+class Reply(Message, kw_only=True, forbid_unknown_fields=False):
+    """Scheduler to client, in answer to the request with the same ``id``. Fields of a newer minor version are skipped."""
 
     id: str
 
 
 class Record(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
     """A plain value inside a message."""
+
+
+class ReplyRecord(Record, kw_only=True, frozen=True, forbid_unknown_fields=False):
+    """A plain value inside a reply: fields of a newer minor version are skipped."""
 
 
 class TensorSpec(Record, kw_only=True, frozen=True):

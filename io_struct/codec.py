@@ -1,6 +1,7 @@
 """Encode and decode headers; decide what a frame is before anything looks inside it."""
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -31,6 +32,7 @@ from .generate import (
     FetchResultReqInput,
     FetchResultReqOutput,
     GenerateReqInput,
+    GenerateReqOutput,
     Keepalive,
 )
 from .hello import HelloReqInput, HelloReqOutput
@@ -107,6 +109,8 @@ ToClient = (
 )
 """What a client accepts."""
 
+T = TypeVar("T")
+
 _encoder = msgspec.msgpack.Encoder()
 _to_scheduler = msgspec.msgpack.Decoder(ToScheduler)
 _to_client = msgspec.msgpack.Decoder(ToClient)
@@ -155,7 +159,8 @@ def decode_request(frame: bytes | memoryview) -> ToScheduler:
     """Decode a header that a client sent.
 
     Raises:
-        CaesuraError: ``malformed_message``, with ``detail["id"]`` set where the frame had a readable id.
+        CaesuraError: ``malformed_message``, or ``out_of_memory`` where there is none for it now; with ``detail["id"]`` set where
+            the frame had a readable id.
     """
     if len(frame) > MAX_HEADER_BYTES:
         raise CaesuraError(
@@ -165,22 +170,67 @@ def decode_request(frame: bytes | memoryview) -> ToScheduler:
         )
     try:
         request: ToScheduler = _to_scheduler.decode(frame)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+    except _UNREADABLE as error:
         raise CaesuraError(
-            ErrorCode.MALFORMED_MESSAGE, f"not a Caesura message: {error}", id=_readable_id(frame)
+            ErrorCode.MALFORMED_MESSAGE, f"not a Caesura message: {error}", id=readable_id(frame)
+        ) from error
+    except MemoryError as error:
+        raise CaesuraError(
+            ErrorCode.OUT_OF_MEMORY, f"no memory for a message of {len(frame)} bytes", id=readable_id(frame)
         ) from error
     return request
 
 
 def decode_reply(frame: bytes | memoryview) -> ToClient:
     """Decode a header that the scheduler sent; raises ``msgspec.DecodeError`` on anything else."""
-    reply: ToClient = _to_client.decode(frame)
+    try:
+        reply: ToClient = _to_client.decode(frame)
+    except (RecursionError, UnicodeDecodeError) as error:
+        raise msgspec.DecodeError(str(error)) from error
     return reply
 
 
-def _readable_id(frame: bytes | memoryview) -> str:
+class UnreadReply(msgspec.Struct):
+    """Whom a reply that cannot be decoded is for; nothing else of it is built."""
+
+    type: str = ""
+    id: str = ""
+    finished: list[msgspec.Raw] = []
+    """:class:`BatchTokenOutput`: the terminal results, each to be read by itself."""
+
+    def results(self) -> Iterator[GenerateReqOutput | str]:
+        """The terminal results, or the rid of one that cannot be read (empty: nor can that)."""
+        for raw in self.finished:
+            try:
+                yield _result.decode(raw)
+            except _UNREADABLE:
+                yield _readable(_rid_only, raw, _RidOnly()).rid
+
+
+class _RidOnly(msgspec.Struct):
+    rid: str = ""
+
+
+_UNREADABLE = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
+_unread = msgspec.msgpack.Decoder(UnreadReply)
+_rid_only = msgspec.msgpack.Decoder(_RidOnly)
+_result = msgspec.msgpack.Decoder(GenerateReqOutput)
+
+
+def salvage_reply(frame: bytes | memoryview) -> UnreadReply:
+    """What can be said of a frame that :func:`decode_reply` refuses: empty fields where it is no message at all."""
+    return _readable(_unread, frame, UnreadReply())
+
+
+def readable_id(frame: bytes | memoryview) -> str:
     """The id of a frame that is msgpack but not a valid message, so that the error finds its caller; else ``""``."""
+    return "" if len(frame) > MAX_HEADER_BYTES else _readable(_id_only, frame, _IdOnly()).id
+
+
+def _readable(
+    decoder: msgspec.msgpack.Decoder[T], frame: bytes | memoryview | msgspec.Raw, otherwise: T
+) -> T:
     try:
-        return _id_only.decode(frame).id
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
-        return ""
+        return decoder.decode(frame)
+    except (*_UNREADABLE, MemoryError):
+        return otherwise

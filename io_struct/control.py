@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from .base import Record, Reply, Request
+from .base import Reply, ReplyRecord, Request
 from .score import ReferenceStatus
 
 PauseMode = Literal["abort", "retract", "in_place"]
@@ -13,7 +13,10 @@ WeightsState = Literal["valid", "updating", "poisoned", "invalid"]
 MemoryState = Literal["resident", "released"]
 LeaseAction = Literal["continue", "abort", "stay"]
 MemoryTag = Literal["weights", "kv_cache", "cuda_graph"]
-NonNegative = Annotated[float, msgspec.Meta(ge=0)]
+MAX_DURATION_S = 86400.0
+"""Longest time that a command may ask for: a day. Infinity and NaN are refused with it."""
+Duration = Annotated[float, msgspec.Meta(ge=0, le=MAX_DURATION_S)]
+PositiveDuration = Annotated[float, msgspec.Meta(gt=0, le=MAX_DURATION_S)]
 
 
 class ControlRequest(Request, kw_only=True):
@@ -31,7 +34,7 @@ class PauseGenerationReqInput(ControlRequest, kw_only=True):
     """
 
     mode: PauseMode = "abort"
-    lease_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    lease_s: PositiveDuration | None = None
     """Seconds without a sign of life from the owner, after which ``on_lease_expiry`` happens; needs ``owner``. None: the
     pause lasts until continue."""
     on_lease_expiry: LeaseAction = "continue"
@@ -60,7 +63,7 @@ class ContinueGenerationReqInput(ControlRequest, kw_only=True):
 
     torch_empty_cache: bool = True
     force: bool = False
-    """Continue a pause that somebody else owns."""
+    """Continue a pause that somebody else owns, and commit an implicit session that somebody else opened."""
 
 
 class ContinueGenerationReqOutput(Reply, kw_only=True):
@@ -79,8 +82,11 @@ class FlushCacheReqInput(ControlRequest, kw_only=True):
 
     torch_empty_cache: bool = True
     """Also return the allocator's unused blocks to the system."""
-    timeout_s: NonNegative = 0.0
+    timeout_s: Duration = 0.0
     """Wait this long for the engine to become idle. 0: answer at once."""
+    force: bool = False
+    """Commit an implicit session that somebody else opened. Else the flush is refused while one is open, unless its sender
+    owns the pause."""
 
 
 class FlushCacheReqOutput(Reply, kw_only=True):
@@ -147,7 +153,7 @@ class RenewPauseLeaseReqOutput(Reply, kw_only=True):
     """Seconds until it expires. None: no lease."""
 
 
-class KVUsage(Record, kw_only=True, frozen=True):
+class KVUsage(ReplyRecord, kw_only=True, frozen=True):
     """The KV ledger in token slots: ``free + cached + held == total``, always."""
 
     free: int
@@ -163,20 +169,20 @@ class KVUsage(Record, kw_only=True, frozen=True):
     """Beside it, for the experts that computed it; 0 for a model without experts."""
 
 
-class DeviceMemory(Record, kw_only=True, frozen=True):
+class DeviceMemory(ReplyRecord, kw_only=True, frozen=True):
     """The device allocator's view, in bytes. On the CPU: glibc's heap and the process's anonymous pages."""
 
     reserved: int
     allocated: int
-    available: int
-    """Free on the device (CPU: the smaller of MemAvailable and what the cgroup leaves)."""
+    available: int | None
+    """Free on the device (CPU: the smaller of MemAvailable and what the cgroup leaves). None: its backend does not tell."""
     weights: int
     """Parameters and buffers of the model."""
     kv_cache: int
     """The paged KV pool."""
 
 
-class UpdateProgress(Record, kw_only=True, frozen=True):
+class UpdateProgress(ReplyRecord, kw_only=True, frozen=True):
     """A weight update that is running now."""
 
     source: str
@@ -186,7 +192,7 @@ class UpdateProgress(Record, kw_only=True, frozen=True):
     age_s: float
 
 
-class SessionStatus(Record, kw_only=True, frozen=True):
+class SessionStatus(ReplyRecord, kw_only=True, frozen=True):
     """The open weight-update session."""
 
     kind: Literal["explicit", "implicit", "single"]
@@ -199,7 +205,7 @@ class SessionStatus(Record, kw_only=True, frozen=True):
     written_tensors: int
 
 
-class StageStatus(Record, kw_only=True, frozen=True):
+class StageStatus(ReplyRecord, kw_only=True, frozen=True):
     """Where time goes: one named stage since start, in seconds. Stages may lie inside others."""
 
     name: str
@@ -211,7 +217,7 @@ class StageStatus(Record, kw_only=True, frozen=True):
     longest_s: float
 
 
-class StepFailures(Record, kw_only=True, frozen=True):
+class StepFailures(ReplyRecord, kw_only=True, frozen=True):
     """What went wrong with steps, since start (docs/lifecycle.md, "After a failure")."""
 
     failed: int = 0
@@ -224,7 +230,7 @@ class StepFailures(Record, kw_only=True, frozen=True):
     """Tokens that a step may have now, for want of memory. None: as many as it wants."""
 
 
-class MemoryByTag(Record, kw_only=True, frozen=True):
+class MemoryByTag(ReplyRecord, kw_only=True, frozen=True):
     """Reserved memory by what holds it, in bytes; the parts add up to ``reserved``.
 
     On the CPU only pages that have been written count. What is released counts 0.
@@ -249,7 +255,7 @@ class MemoryByTag(Record, kw_only=True, frozen=True):
     """The rest: blocks that the allocator holds unused, and what nobody has asked it for."""
 
 
-class PauseTotal(Record, kw_only=True, frozen=True):
+class PauseTotal(ReplyRecord, kw_only=True, frozen=True):
     """Pauses in one mode since start, the one that lasts included. A pause whose mode was changed counts in both."""
 
     mode: PauseMode
@@ -258,7 +264,7 @@ class PauseTotal(Record, kw_only=True, frozen=True):
     """From the acknowledgement to the continue, or to the change of mode."""
 
 
-class UpdateTotal(Record, kw_only=True, frozen=True):
+class UpdateTotal(ReplyRecord, kw_only=True, frozen=True):
     """Weight updates from one source since start. What was refused before its first byte is not among them."""
 
     source: str
@@ -268,7 +274,7 @@ class UpdateTotal(Record, kw_only=True, frozen=True):
     """Left the weights poisoned."""
 
 
-class EngineTotals(Record, kw_only=True, frozen=True):
+class EngineTotals(ReplyRecord, kw_only=True, frozen=True):
     """What has been counted since start."""
 
     prompt_tokens: int = 0
@@ -345,8 +351,20 @@ class GetStatusReqOutput(Reply, kw_only=True):
 
 
 class ShutdownReqInput(Request, kw_only=True):
-    """Stop the process after ending every request. Answered before the socket closes."""
+    """Stop the process after ending every request. Answered at once; every request gets its terminal message first.
+
+    Sent again, it can bring the end nearer, and never put it off.
+    """
+
+    drain: bool | None = None
+    """Let the requests that are there go on, and refuse new ones with ``shutting_down``. False: end them at once. None: as
+    the engine's ``shutdown_mode`` says."""
+    timeout_s: Duration | None = None
+    """With drain: after so many seconds what is left ends as aborted. None: the engine's ``drain_timeout_s``."""
 
 
 class ShutdownReqOutput(Reply, kw_only=True):
-    """Acknowledged; the process exits next."""
+    """Acknowledged; the process exits next, or when it has drained."""
+
+    drain_s: float = 0.0
+    """How much longer requests may go on, at most, in seconds; 0: they have ended."""

@@ -29,8 +29,11 @@ class ErrorCode(StrEnum):
     """A live generation already has this rid. ``detail``: rid."""
     ID_CONFLICT = "id_conflict"
     """The message id was used before with another body."""
+    ANSWER_FORGOTTEN = "answer_forgotten"
+    """The message was answered before, so long ago that the answer is no longer stored. Nothing was done again: a new id does it
+    once more."""
     QUEUE_FULL = "queue_full"
-    """Too many requests are waiting. ``detail``: waiting, limit."""
+    """Too many requests are waiting, or weight update groups are being joined. ``detail``: waiting, limit."""
     EPOCH_BEHIND = "epoch_behind"
     """``min_weights_epoch`` is above the engine's. ``detail``: weights_epoch, min_weights_epoch."""
     PAUSED = "paused"
@@ -44,8 +47,8 @@ class ErrorCode(StrEnum):
     NO_SESSION = "no_session"
     """No such weight session is open: there is none, or the ``session_id`` is of one that has ended."""
     SESSION_OPEN = "session_open"
-    """A weight session of somebody else is open: refused are a second ``begin``, calls without its ``session_id``, and
-    ``continue``. ``detail``: age_s, session_id where the caller may know it."""
+    """A weight session is open: refused are a second ``begin``, calls and ends that do not name it or disagree with it, and
+    whatever would commit it for somebody else. ``detail``: kind, age_s, and session_id where it is the sender's own."""
     WEIGHTS_POISONED = "weights_poisoned"
     """An update failed after its first written byte; only a complete update leaves this state."""
     WEIGHTS_INVALID = "weights_invalid"
@@ -85,7 +88,8 @@ class ErrorCode(StrEnum):
 class ErrorReply(Reply, kw_only=True):
     """The answer to a request that failed or was refused. ``id`` is ``""`` when the frame had no readable id."""
 
-    code: ErrorCode
+    code: str
+    """One of the error codes; one that a client does not know means what ``internal`` means to it."""
     message: str
     detail: dict[str, Any] = msgspec.field(default_factory=dict)
 
@@ -94,12 +98,12 @@ class CaesuraError(Exception):
     """Base of every error of this package, on both sides of the wire.
 
     Attributes:
-        code: the :class:`ErrorCode`.
+        code: the :class:`ErrorCode`; as text where an engine of a newer minor version has sent one that is unknown here.
         message: one sentence for a person.
         detail: the numbers, keys by code.
     """
 
-    def __init__(self, code: ErrorCode, message: str, **detail: Any) -> None:
+    def __init__(self, code: ErrorCode | str, message: str, **detail: Any) -> None:
         super().__init__(message)
         self.code = code
         self.message = message

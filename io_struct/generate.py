@@ -8,10 +8,16 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from .base import Identifier, Message, Record, Reply, Request
+from .base import Identifier, Message, Record, Reply, ReplyRecord, Request
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Seed = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+
+MAX_INT32 = 2**31 - 1
+"""Largest count of tokens, and largest position, that a request may name."""
+
+MIN_REPETITION_PENALTY = 1e-6
+"""Smallest ``repetition_penalty``: logits divided by it, and then by the smallest temperature, are float32 numbers still."""
 
 MAX_SAMPLES = 1024
 """Largest ``n``: samples of one prompt in one request."""
@@ -47,7 +53,7 @@ class SamplingParams(Record, kw_only=True, frozen=True):
     presence_penalty: float = 0.0
     """In [-2, 2]: taken off the logit of each token that stands in the output."""
     repetition_penalty: float = 1.0
-    """In (0, 2]: positive logits of tokens in prompt or output are divided by it, negative ones multiplied."""
+    """In [1e-6, 2]: positive logits of tokens in prompt or output are divided by it, negative ones multiplied."""
     logit_bias: dict[TokenId, float] | None = None
     """Added to these tokens' logits; values in [-100, 100]. None: nothing."""
     min_new_tokens: int = 0
@@ -70,7 +76,7 @@ class SamplingParams(Record, kw_only=True, frozen=True):
             found.append(("temperature", self.temperature, "must be finite and in [0, 10000]"))
         if not 0.0 < self.top_p <= 1.0:
             found.append(("top_p", self.top_p, "must be in (0, 1]"))
-        if not (self.top_k == -1 or 1 <= self.top_k <= 2**31 - 1):
+        if not (self.top_k == -1 or 1 <= self.top_k <= MAX_INT32):
             found.append(("top_k", self.top_k, "must be -1 (all) or at least 1"))
         if len(self.stop_token_ids) > 64:
             found.append(("stop_token_ids", len(self.stop_token_ids), "at most 64 ids"))
@@ -80,8 +86,9 @@ class SamplingParams(Record, kw_only=True, frozen=True):
         found: list[tuple[str, object, str]] = []
         if not 0.0 <= self.min_p <= 1.0:
             found.append(("min_p", self.min_p, "must be in [0, 1]"))
-        if not 0.0 < self.repetition_penalty <= 2.0:
-            found.append(("repetition_penalty", self.repetition_penalty, "must be in (0, 2]"))
+        if not MIN_REPETITION_PENALTY <= self.repetition_penalty <= 2.0:
+            requirement = f"must be in [{MIN_REPETITION_PENALTY:g}, 2]"
+            found.append(("repetition_penalty", self.repetition_penalty, requirement))
         found += [
             (name, value, "must be in [-2, 2]")
             for name, value in (
@@ -90,10 +97,10 @@ class SamplingParams(Record, kw_only=True, frozen=True):
             )
             if not -2.0 <= value <= 2.0
         ]
-        if self.min_new_tokens < 0 or (
-            self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens
-        ):
-            found.append(("min_new_tokens", self.min_new_tokens, "must be in [0, max_new_tokens]"))
+        most = MAX_INT32 if self.max_new_tokens is None else self.max_new_tokens
+        if not 0 <= self.min_new_tokens <= most:
+            requirement = f"must be in [0, {MAX_INT32 if self.max_new_tokens is None else 'max_new_tokens'}]"
+            found.append(("min_new_tokens", self.min_new_tokens, requirement))
         bias = self.logit_bias or {}
         if len(bias) > MAX_LOGIT_BIAS:
             found.append(("logit_bias", len(bias), f"at most {MAX_LOGIT_BIAS} tokens"))
@@ -143,7 +150,7 @@ class GenerateReqInput(Request, kw_only=True):
 FinishType = Literal["stop", "length", "abort", "error"]
 
 
-class FinishReason(Record, kw_only=True, frozen=True):
+class FinishReason(ReplyRecord, kw_only=True, frozen=True):
     """Why a generation ended."""
 
     type: FinishType
@@ -157,7 +164,7 @@ class FinishReason(Record, kw_only=True, frozen=True):
     """``error``: an :class:`~caesura.io_struct.errors.ErrorCode`."""
 
 
-class WeightVersionSpan(Record, kw_only=True, frozen=True):
+class WeightVersionSpan(ReplyRecord, kw_only=True, frozen=True):
     """Output tokens ``[start, end)`` were sampled under these weights."""
 
     version: str
@@ -172,7 +179,7 @@ class WeightVersionSpan(Record, kw_only=True, frozen=True):
     """True: sampled on a KV cache that holds entries of an older epoch (an ``in_place`` pause with an update)."""
 
 
-class RoutedExperts(Record, kw_only=True, frozen=True):
+class RoutedExperts(ReplyRecord, kw_only=True, frozen=True):
     """Which experts computed the positions ``[start, seqlen - 1)`` of one sample; ``seqlen`` is prompt plus output.
 
     The last token has no row: nothing was computed from it. A sample that ended before its first token has no rows at all.
@@ -203,7 +210,7 @@ class RoutedExperts(Record, kw_only=True, frozen=True):
         return {"version": 3, "shape": tuple(self.shape), "typestr": typestr, "data": self.data}
 
 
-class LogprobRows(Record, kw_only=True, frozen=True):
+class LogprobRows(ReplyRecord, kw_only=True, frozen=True):
     """Log-probabilities of ``k`` tokens at each of some positions ("rows")."""
 
     k: Annotated[int, msgspec.Meta(ge=1)]
@@ -213,7 +220,7 @@ class LogprobRows(Record, kw_only=True, frozen=True):
     """float32 [rows, k]; of the likeliest tokens in descending order."""
 
 
-class GenerateReqOutput(Record, kw_only=True, frozen=True):
+class GenerateReqOutput(ReplyRecord, kw_only=True, frozen=True):
     """The terminal result of one sample. Everything about the output has as many entries or rows as ``output_ids``."""
 
     rid: str
@@ -255,7 +262,7 @@ class GenerateReqOutput(Record, kw_only=True, frozen=True):
     """Seconds from arrival to the end."""
 
 
-class DeltaLogprobs(Record, kw_only=True, frozen=True):
+class DeltaLogprobs(ReplyRecord, kw_only=True, frozen=True):
     """Log-probabilities of further tokens at the positions of a :class:`StreamDelta`: ``ks[i]`` at each token of its row ``i``."""
 
     ks: bytes
@@ -266,7 +273,7 @@ class DeltaLogprobs(Record, kw_only=True, frozen=True):
     """float32 [sum(counts * ks)]"""
 
 
-class StreamDelta(Record, kw_only=True, frozen=True):
+class StreamDelta(ReplyRecord, kw_only=True, frozen=True):
     """New tokens of all streaming requests of one client at one step, as a struct of arrays.
 
     Row ``i`` belongs to sample ``indices[i]`` of ``rids[i]`` and holds ``counts[i]`` tokens, the first of which is
@@ -291,7 +298,7 @@ class StreamDelta(Record, kw_only=True, frozen=True):
     """Those of ``token_ids_logprob``. None: no row asked."""
 
 
-class BatchTokenOutput(Message, kw_only=True):
+class BatchTokenOutput(Message, kw_only=True, forbid_unknown_fields=False):
     """Scheduler to one client, at most one per step: stream deltas and the results of samples that ended."""
 
     step: int
@@ -300,7 +307,7 @@ class BatchTokenOutput(Message, kw_only=True):
     finished: list[GenerateReqOutput] = []
 
 
-class Keepalive(Message, kw_only=True):
+class Keepalive(Message, kw_only=True, forbid_unknown_fields=False):
     """Scheduler to clients with live requests, every two seconds; finds out who is gone. Carries nothing to answer."""
 
     step: int
@@ -316,7 +323,7 @@ class AbortReq(Request, kw_only=True):
     abort_all: bool = False
 
 
-class AbortReqOutput(Message, kw_only=True):
+class AbortReqOutput(Message, kw_only=True, forbid_unknown_fields=False):
     """``aborted``: how many samples this call ended."""
 
     id: str

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from .base import Record, Reply
+from .base import Reply, ReplyRecord
 from .control import ControlRequest, MemoryByTag
 
 MemoryCause = Literal[
@@ -13,9 +13,11 @@ MemoryCause = Literal[
 ]  # fmt: skip
 MAX_HISTORY_EVENTS = 256
 """Events in one answer: a millisecond of the control loop."""
+MAX_EVENT_SEQ = 2**63 - 1
+"""Largest number of an event."""
 
 
-class MemoryEvent(Record, kw_only=True, frozen=True):
+class MemoryEvent(ReplyRecord, kw_only=True, frozen=True):
     """One look at the memory, and why somebody looked."""
 
     seq: int
@@ -43,7 +45,7 @@ class MemoryEvent(Record, kw_only=True, frozen=True):
     """``continue`` and ``lease_expiry``: reserved bytes more than when the pause began. None: otherwise."""
 
 
-class MemoryStretch(Record, kw_only=True, frozen=True):
+class MemoryStretch(ReplyRecord, kw_only=True, frozen=True):
     """What is left of events that are no longer kept one by one: a stretch of time."""
 
     start: float
@@ -61,7 +63,7 @@ class MemoryStretch(Record, kw_only=True, frozen=True):
 class GetMemoryHistoryReqInput(ControlRequest, kw_only=True):
     """The engine's memory events. Answered by the control loop like status, in every state; reads nothing anew."""
 
-    after: Annotated[int, msgspec.Meta(ge=0)] = 0
+    after: Annotated[int, msgspec.Meta(ge=0, le=MAX_EVENT_SEQ)] = 0
     """Only events with a higher ``seq``."""
     limit: Annotated[int, msgspec.Meta(ge=1, le=MAX_HISTORY_EVENTS)] = MAX_HISTORY_EVENTS
     """At most so many events, the oldest first."""

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from .base import Record, Reply, Request
+from .base import Reply, ReplyRecord, Request
 from .generate import TokenId
 
 Residency = Literal["resident", "offload", "layerwise"]
@@ -34,7 +34,7 @@ class ScoreReqOutput(Reply, kw_only=True):
     all tokens before it."""
 
 
-class ReferenceStatus(Record, kw_only=True, frozen=True):
+class ReferenceStatus(ReplyRecord, kw_only=True, frozen=True):
     """The reference checkpoint of an engine."""
 
     model_path: str

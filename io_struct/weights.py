@@ -4,8 +4,8 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from .base import Identifier, Record, Reply, TensorSpec
-from .control import ControlRequest
+from .base import Identifier, Record, Reply, ReplyRecord, TensorSpec
+from .control import ControlRequest, PositiveDuration
 
 DEFAULT_GROUP_NAME = "weight_update_group"
 """SGLang's."""
@@ -20,7 +20,7 @@ class BeginWeightUpdateReqInput(ControlRequest, kw_only=True):
     manifest: list[TensorSpec] | None = None
     """All tensors of the checkpoint: checked at once, nothing may be missing, and required by ``end``. None: each call is
     checked on its own, and a part of the checkpoint will do."""
-    deadline_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    deadline_s: PositiveDuration | None = None
     """Abort the session after this long. None: the engine's default."""
 
 
@@ -28,7 +28,8 @@ class BeginWeightUpdateReqOutput(Reply, kw_only=True):
     """The session is open."""
 
     session_id: str
-    """Names the session: every call that belongs to it and its ``end`` carry it."""
+    """Names the session: every call that belongs to it and its ``end`` carry it. The ``id`` of the ``begin`` message names it, too,
+    for those who gave up waiting for this answer."""
     weights_epoch: int
     """The epoch before the session."""
 
@@ -41,14 +42,15 @@ class EndWeightUpdateReqInput(ControlRequest, kw_only=True):
 
     commit: bool = True
     session_id: Identifier | None = None
-    """Which session. None: the implicit session that this sender's own calls opened."""
+    """Which session, explicit or implicit. None: the implicit session that this sender's own calls opened."""
     force: bool = False
-    """Abort whatever session is open, whoever opened it; only with ``commit=False``. For the successor of a dead trainer."""
+    """Abort whatever session is open, whoever opened it and whatever ``session_id`` says; only with ``commit=False``. For the
+    successor of a dead trainer."""
     weight_version: str | None = None
     """The new public label. None: the last one sent within the session, else unchanged."""
 
 
-class StageTimes(Record, kw_only=True, frozen=True):
+class StageTimes(ReplyRecord, kw_only=True, frozen=True):
     """Seconds spent per stage of an update."""
 
     receive: float = 0.0
@@ -68,6 +70,8 @@ class WeightUpdateReqOutput(Reply, kw_only=True):
 
     committed: bool
     """True: these weights serve now. False: the session is still open, or was aborted."""
+    session_id: str | None = None
+    """The session that is still open for more, by explicit ``begin`` or implicitly. None: none is."""
     weights: Literal["valid", "updating", "poisoned", "invalid"]
     weights_epoch: int
     weight_version: str
@@ -89,7 +93,8 @@ class WeightUpdateOptions(ControlRequest, kw_only=True):
     """What every update call may say."""
 
     session_id: Identifier | None = None
-    """The explicit session that this call belongs to. None: none; refused as ``session_open`` while one is open."""
+    """The open session that this call belongs to. None: refused as ``session_open`` while an explicit one is open; while paused,
+    such calls of one sender (``owner``, else its socket) make an implicit one."""
     flush_cache: bool = True
     """Running: retract requests and clear the cache. False: freeze them in place and go on with their old KV."""
     torch_empty_cache: bool = False
@@ -163,7 +168,7 @@ class UpdateWeightsFromCheckpointEngineReqInput(WeightUpdateOptions, kw_only=Tru
 
     zmq_handles: dict[str, str]
     """Device uuid to ``ipc://`` address of the server's REQ socket; a CPU engine's device is ``"cpu"``."""
-    timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 300.0
+    timeout_s: PositiveDuration = 300.0
     """Longest silence of the server."""
 
 
@@ -171,7 +176,8 @@ class InitWeightsUpdateGroupReqInput(ControlRequest, kw_only=True):
     """Join the process group over which a trainer broadcasts weights; answered when every rank has joined.
 
     The group is PyTorch's own: a ``tcp://`` rendezvous at the master's address with ``PrefixStore(group_name)``. The
-    trainer is rank 0, this engine is rank ``rank_offset``. The same group twice is answered at once.
+    trainer is rank 0, this engine is rank ``rank_offset``. The same group twice is answered at once. Too many groups that
+    wait for their ranks are ``queue_full``.
     """
 
     master_address: Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
@@ -181,7 +187,7 @@ class InitWeightsUpdateGroupReqInput(ControlRequest, kw_only=True):
     group_name: Annotated[str, msgspec.Meta(min_length=1, max_length=128)] = DEFAULT_GROUP_NAME
     backend: Literal["gloo", "nccl"] | None = None
     """None: nccl on CUDA, else gloo. All ranks must use the same."""
-    timeout_s: Annotated[float, msgspec.Meta(gt=0, le=86400)] = 60.0
+    timeout_s: PositiveDuration = 60.0
     """Longest wait for the other ranks to join, and later for each broadcast. A broadcast that times out leaves the group
     dead: destroy it and make it again."""
 

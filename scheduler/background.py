@@ -12,6 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from queue import SimpleQueue
+from time import monotonic
 from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
@@ -75,6 +76,42 @@ def in_thread(work: Callable[[], None]) -> None:
     threading.Thread(target=work, name="caesura-feed", daemon=True).start()
 
 
+class Task(Generic[Item]):
+    """One call in a thread of its own; the loop sleeps until it is done."""
+
+    def __init__(self, work: Callable[[], Item], wake: Callable[[], None]) -> None:
+        began = monotonic()
+        self.seconds = 0.0
+        """How long it took."""
+        self._outcome: tuple[Item] | BaseException | None = None
+
+        def run() -> None:
+            try:
+                self._outcome = (work(),)
+            except BaseException as error:  # noqa: BLE001  it crosses to the loop, which raises it
+                self._outcome = error
+            self.seconds = monotonic() - began
+            wake()
+
+        in_thread(run)
+
+    @property
+    def done(self) -> bool:
+        """There is a result, or an error."""
+        return self._outcome is not None
+
+    def result(self) -> Item:
+        """What the call returned, once it is done.
+
+        Raises:
+            BaseException: what it raised.
+        """
+        assert self._outcome is not None
+        if isinstance(self._outcome, BaseException):
+            raise self._outcome
+        return self._outcome[0]
+
+
 class Feed(Generic[Item]):
     """What an iterator yields in another thread, taken by the loop without waiting.
 
@@ -104,6 +141,11 @@ class Feed(Generic[Item]):
     def ended(self) -> bool:
         """Nothing more will come and everything was taken."""
         return self._ended and not self._ready
+
+    @property
+    def is_running(self) -> bool:
+        """Its thread works, or waits; also after :meth:`cancel`, until a blocking call returns."""
+        return not self._ended
 
     def take(self) -> Item | None:
         """The next item, or None: nothing has come yet, or nothing more will.

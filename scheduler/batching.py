@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 LOOK_AHEAD = 128
 """Queued requests considered for one admission; bounds the work when many wait for a shared prefix."""
+PAGES_OVERTAKEN = 2
+"""That who overtakes leaves to each of those: the end of its prompt, which is not shared, and a page to grow."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -79,6 +81,7 @@ class Batcher:
         self._active: list[Request] = []  # in the order of admission: the last one is preempted first
         self._prefilling: list[Request] = []
         self._computing: Counter[int] = Counter()  # prompt keys whose prefix is not in the tree yet
+        self._starting: Request | None = None  # while it is tried, and afterwards where that has raised
         self._decode_slots: np.ndarray | None = None  # cached; None after a change of membership
         self._turn = 0  # where the decoding rows of the next step begin, while not all of them fit into one
         # Finished, but their slot is in a step in flight; with whether their KV may be kept as a prefix.
@@ -111,6 +114,7 @@ class Batcher:
 
     def choose(self) -> ScheduledBatch | None:
         """Build the next step; None when there is nothing to run, or a step in flight must land first."""
+        self._starting = None
         decode = self._in_turn(self._decodable())
         if not self._grow(decode):
             return None
@@ -127,7 +131,7 @@ class Batcher:
         self._sizer.succeeded(batch.num_tokens)
         self.table.inflight[batch.slots] -= 1
         for request in batch.completed:
-            self._has_computed(request.prompt_key)
+            self._has_computed(request)
         self._let_go(trusted=True)
         for request in batch.completed:
             if request.phase is Phase.DECODE and request.kv is not None:
@@ -147,7 +151,7 @@ class Batcher:
             if request.phase is Phase.DECODE:
                 request.phase = Phase.PREFILL
             else:
-                self._has_computed(request.prompt_key)
+                self._has_computed(request)
         self._prefilling = [request for request in self._active if request.phase is Phase.PREFILL]
         self._decode_slots = None
         self._let_go(trusted=False)
@@ -157,8 +161,14 @@ class Batcher:
         slots = np.asarray([r.slot for r in self._active if r.phase is Phase.DECODE], np.int64)
         return slots, self.table.tokens[slots, self.table.length[slots] - 1]
 
-    def next_to_run(self) -> list[Request]:
-        """Everybody whom a call of :meth:`choose` may touch first: those with KV, else the first that waits."""
+    def suspects(self) -> list[Request]:
+        """Who may be the reason that a call of :meth:`choose` has raised.
+
+        Whom it was starting, alone; else those with KV, else the first that waits.
+        """
+        starting = self._starting
+        if starting is not None and starting.phase is Phase.WAITING:
+            return [starting]
         return self._active.copy() or self.waiting.head()
 
     def requests_of(self, batch: ScheduledBatch) -> list[Request]:
@@ -207,11 +217,15 @@ class Batcher:
         """After a commit: requests whose KV is not complete compute all of it under the new weights.
 
         Those that have sampled nothing, and those that were being recomputed after a retraction: no KV of theirs has
-        been used under the old weights, so mixing the two would gain nothing.
+        been used under the old weights, so mixing the two would gain nothing. Log-probabilities of a prompt go with the
+        tokens that follow it: where there are none yet, those of the old weights are forgotten, also of who waits.
         """
         unfinished = list(self._prefilling)
         for request in reversed(unfinished):
             self._requeue(request, keep_prefix=False, count=False)
+        for request in self.waiting.live():
+            if request.record is not None and not len(request.parked.tokens):
+                request.record.forget_inputs()
         return len(unfinished)
 
     def mark_stale(self) -> None:
@@ -225,10 +239,13 @@ class Batcher:
         for request, keep_prefix in leaving:
             self._release(request, keep_prefix=keep_prefix and trusted)
 
-    def _has_computed(self, prompt_key: int) -> None:
-        self._computing[prompt_key] -= 1
-        if not self._computing[prompt_key]:
-            del self._computing[prompt_key]
+    def _has_computed(self, request: Request) -> None:
+        """Nobody waits for what ``request`` computes of its prompt any more."""
+        if request.shares_prefix:
+            request.shares_prefix = False
+            self._computing[request.prompt_key] -= 1
+            if not self._computing[request.prompt_key]:
+                del self._computing[request.prompt_key]
 
     def _in_turn(self, decode: np.ndarray) -> np.ndarray:
         """As many of the rows ``decode`` as a step may have, those first that have waited longest."""
@@ -275,7 +292,7 @@ class Batcher:
         self._decode_slots = None
         if request in self._prefilling:
             self._prefilling.remove(request)
-            self._has_computed(request.prompt_key)
+            self._has_computed(request)
 
     def _release(self, request: Request, *, keep_prefix: bool) -> None:
         if self.table.inflight[request.slot]:
@@ -305,18 +322,10 @@ class Batcher:
                 return chunks
             budget -= self._take_chunk(request, budget, chunks)
         while budget > 0 and self.table.num_free and len(self.waiting):
-            candidate = self.waiting.pop_admissible(self._may_start, LOOK_AHEAD)
-            if candidate is None:
+            started = self.waiting.start_next(self._may_start, self._start, LOOK_AHEAD)
+            if started is None:
                 break
-            started = False
-            try:
-                started = self._start(candidate)
-            finally:
-                if not started:
-                    self.waiting.push_front([candidate])
-            if not started:
-                break
-            budget -= self._take_chunk(candidate, budget, chunks)
+            budget -= self._take_chunk(started, budget, chunks)
         return chunks
 
     def _take_chunk(self, request: Request, budget: int, chunks: list[tuple[Request, int]]) -> int:
@@ -326,11 +335,28 @@ class Batcher:
         return taken
 
     def _may_start(self, request: Request) -> bool:
-        """Not while the same prompt is being computed: its prefix will be shared in a step or two."""
-        return not (self._share and self._computing[request.prompt_key] and len(request.prompt) > PAGE_SIZE)
+        """Not while a prefix is being computed that it will share in a step or two."""
+        return not self._computing[request.prompt_key] or not self._shareable_pages(request)
 
-    def _start(self, request: Request) -> bool:
-        """Seat ``request`` with KV pages for all it knows; False (nothing changed) when they cannot be had now."""
+    def _shareable_pages(self, request: Request) -> int:
+        """Pages of its prompt that may come from the prefix cache."""
+        if not self._share:
+            return 0
+        first = None if request.record is None else request.record.first_uncached
+        return (len(request.prompt) - 1 if first is None else first) // PAGE_SIZE
+
+    def _start(self, request: Request, overtaken: int) -> bool:
+        """Seat ``request`` with KV pages for all it knows; False (nothing changed) when they cannot be had now.
+
+        Args:
+            overtaken: who came before it, and waits for a prefix; they find room for what is their own.
+        """
+        self._starting = request
+        started = self._seat(request, overtaken)
+        self._starting = None
+        return started
+
+    def _seat(self, request: Request, overtaken: int) -> bool:
         table, cache = self.table, self.cache
         tokens = np.concatenate([request.prompt, request.parked.tokens])
         slot = table.take_slot()
@@ -342,8 +368,9 @@ class Batcher:
             # A cached prefix has no logits: it must end where some are wanted.
             kv = cache.open(tokens if first is None else tokens[: first + 1], request.salt, row)
             # One page of growth is left to everybody who runs: admitting more would only preempt them.
+            left = len(self._active) + PAGES_OVERTAKEN * overtaken
             missing = pages_for(len(tokens)) - kv.num_pages
-            if missing > cache.available() - len(self._active) or not cache.extend(kv, len(tokens)):
+            if missing > cache.available() - left or not cache.extend(kv, len(tokens)):
                 return False
             table.seat(request, slot)
             seated = True
@@ -363,7 +390,9 @@ class Batcher:
         request.phase = Phase.PREFILL
         self._active.append(request)
         self._prefilling.append(request)
-        self._computing[request.prompt_key] += 1
+        request.shares_prefix = kv.num_shared < self._shareable_pages(request)
+        if request.shares_prefix:
+            self._computing[request.prompt_key] += 1
         return True
 
     def _build(self, decode: np.ndarray, chunks: list[tuple[Request, int]]) -> ScheduledBatch:

@@ -20,7 +20,8 @@ from .attention.sdpa import SdpaBackend
 from .cache.pool import MHAPool, MLAPool
 from .cache.routing import RoutingPool
 from .config import PAGE_SIZE, EngineConfig
-from .device.memory import device_module_for, get_available_memory
+from .device.memory import available_memory_if_known
+from .device.module import device_module_for
 from .device.residency import ComponentResidencyManager
 from .distributed import ParallelState
 from .forward import AttentionBackend, Runner
@@ -106,19 +107,28 @@ def build_pool(
     ``kept_free`` bytes are not there for it.
     """
     per_token = kv_bytes_per_token(loaded) + routing_bytes_per_token(loaded)
-    free = get_available_memory(config.device, empty_cache=True, group=ParallelState()) - kept_free
+    free = available_memory_if_known(config.device, empty_cache=True, group=ParallelState())
+    if free is None and config.kv_pool_tokens is None:
+        raise CaesuraError(
+            ErrorCode.UNSUPPORTED,
+            f"device {config.device} does not report its free memory: set kv_pool_tokens",
+            field="kv_pool_tokens",
+            value=None,
+        )
+    left = None if free is None else free - kept_free
     if config.kv_pool_tokens is not None:
         pages = pages_for(config.kv_pool_tokens)
     else:
+        assert left is not None
         usable = config.max_running_requests * pages_for(context_len)
-        pages = min(int(free * config.kv_memory_fraction) // (per_token * PAGE_SIZE), usable)
+        pages = min(int(left * config.kv_memory_fraction) // (per_token * PAGE_SIZE), usable)
     needed = max(pages, 1) * per_token * PAGE_SIZE
-    if needed > free:  # asked, not tried: an overcommitted allocation never fails, its first use does
+    if left is not None and needed > left:  # an overcommitted allocation never fails, its first use does
         raise CaesuraError(
             ErrorCode.OUT_OF_MEMORY,
-            f"a KV pool of {max(pages, 1)} pages needs {needed} bytes, {free} are free",
+            f"a KV pool of {max(pages, 1)} pages needs {needed} bytes, {left} are free",
             needed_bytes=needed,
-            free_bytes=free,
+            free_bytes=left,
         )
     return make_pool(loaded, pages + 1)  # page 0 is scratch
 

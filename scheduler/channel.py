@@ -2,95 +2,91 @@
 
 Invariants:
 - A send never blocks and never drops silently: what a full client cannot take waits in its queue here, in order.
-- A client's queue is bounded: stream deltas coalesce and are dropped beyond a limit (the terminal result carries
-  everything); terminal results and replies are kept until the client takes them or is gone, and a client that leaves
-  :data:`MAX_PENDING_FRAMES` of them unread counts as gone.
+- A client's queue is bounded (``backlog.py``); a client that leaves more than that unread counts as gone.
+- Receiving is bounded per tick, in messages and in frames: a message of many frames is read on in the next ticks. One of
+  more frames or bytes than a message may have is refused, its rest is read and dropped, and a client that sends such
+  messages again and again counts as gone and is not heard any more.
 - One slow client costs the others nothing: whatever waits is merged and encoded once, however often it is offered.
-- One scheduler per endpoint: an ``flock`` on a sidecar file is taken first, since a second bind on the same ipc path
-  would succeed and steal the traffic.
-- ipc paths fit ``sockaddr_un`` (107 bytes) and never replace a file that is no socket; tcp binds loopback addresses only.
+- What may be bound is decided in ``endpoint.py``, who may connect in ``access.py``.
 """
 
 import contextlib
-import errno
-import fcntl
-import ipaddress
 import logging
-import os
-import stat
 import time
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
-import numpy as np
 import zmq
 
-from ..io_struct import (
-    BatchTokenOutput,
-    CaesuraError,
-    DeltaLogprobs,
-    ErrorCode,
-    GenerateReqOutput,
-    Keepalive,
-    Message,
-    StreamDelta,
-    encode,
-    encode_reply,
-)
+from ..io_struct import CaesuraError, ErrorCode, Keepalive, Message, encode, encode_reply
+from ..io_struct.base import MAX_FRAME_BYTES, MAX_FRAMES, MAX_MESSAGE_BYTES
+from ..io_struct.codec import readable_id
+from .access import Access, ServerKeys
+from .backlog import Backlogs
+from .endpoint import Endpoint
 
 logger = logging.getLogger(__name__)
 
-MAX_IPC_PATH = 107
-MAX_PORT = 65535
-MAX_MESSAGE_BYTES = 1 << 30
 HIGH_WATER_MARK = 1000
 """Messages queued inside ZeroMQ per client, before our own queue begins."""
 RECEIVE_HIGH_WATER_MARK = 8192
 """Messages of one client that ZeroMQ takes in before it holds the client back."""
-MAX_PENDING_DELTA_TOKENS = 1 << 16
-"""Per client: beyond this, stream deltas are dropped (a gap in ``starts``); results are not."""
-MAX_PENDING_FRAMES = 1 << 16
-"""Per client: one that leaves more replies than this unread counts as gone."""
 LINGER_S = 1.0
 """How long closing waits for slow clients to take their last messages."""
 MESSAGES_PER_DRAIN = 512
 """Messages taken per tick, so that a flood cannot stop generation."""
+FRAMES_PER_DRAIN = 4096
+"""Frames taken per tick behind headers; they cost about 2 us each."""
+DISCARDED_PER_DRAIN = 16_384
+"""Frames dropped per tick of a message that is refused: nothing else can be heard before its end, so more of them."""
+OVERLONG_MESSAGES = 3
+"""Messages over the limit that a client may send; with the next one it counts as gone."""
+_REMEMBERED_OFFENDERS = 1024
 
 
 class Router:
     """Non-blocking sends to any number of clients, and their messages in the order of arrival."""
 
-    def __init__(self, endpoint: str, on_gone: Callable[[bytes], None]) -> None:
+    def __init__(
+        self, endpoint: str, on_gone: Callable[[bytes], None], keys: ServerKeys | None = None
+    ) -> None:
         """Bind ``endpoint``; ``on_gone(client)`` is called whenever something cannot be sent because a client has left.
+
+        Args:
+            keys: only clients with an authorized key are heard. None: whoever can open the socket is.
 
         Raises:
             CaesuraError: ``endpoint_in_use`` or ``invalid_request``.
         """
         self._on_gone = on_gone
-        self._backlogs: dict[bytes, _Backlog] = {}
-        self._path: str | None = None
-        self._lock = _lock_endpoint(endpoint)
-        self._context = zmq.Context()
-        self.socket = self._context.socket(zmq.ROUTER)
+        self._backlogs = Backlogs()
+        self._incoming: _Incoming | None = None
+        self._offenders: OrderedDict[bytes, int] = OrderedDict()
+        """How many over-long messages clients have sent."""
+        self._cleanup = contextlib.ExitStack()
+        try:
+            self._endpoint = Endpoint(endpoint, has_keys=keys is not None)
+            self._cleanup.callback(self._endpoint.close)
+            self._open(keys)
+        except BaseException:
+            self._cleanup.close()
+            raise
+        self.endpoint = self._endpoint.address
+
+    def _open(self, keys: ServerKeys | None) -> None:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._cleanup.callback(context.term)
+        self.socket = context.socket(zmq.ROUTER)
+        self._cleanup.callback(self.socket.close)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.socket.setsockopt(zmq.LINGER, round(LINGER_S * 1000))
         self.socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
         self.socket.setsockopt(zmq.RCVHWM, RECEIVE_HIGH_WATER_MARK)
-        self.socket.setsockopt(zmq.IPV6, int("[" in endpoint))
-        self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        try:
-            self.socket.bind(endpoint)
-        except zmq.ZMQError as error:
-            self.close()
-            if error.errno != errno.EADDRINUSE:
-                raise _bad_endpoint(endpoint, f"cannot be bound: {error}") from error
-            raise CaesuraError(
-                ErrorCode.ENDPOINT_IN_USE, f"cannot bind {endpoint}: {error}", endpoint=endpoint
-            ) from error
-        self.endpoint: str = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        if self.endpoint.startswith("ipc://"):
-            self._path = self.endpoint.removeprefix("ipc://")
-            os.chmod(self._path, 0o600)
+        self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        self._access = Access(self.socket, context, self._endpoint, keys)
+        self._cleanup.callback(self._access.close)
+        self._endpoint.bind(self.socket)
 
     @property
     def has_backlog(self) -> bool:
@@ -102,43 +98,107 @@ class Router:
 
         Buffers are views of libzmq's own memory, valid while they are referenced.
         """
-        socket = self.socket
+        socket, frames = self.socket, FRAMES_PER_DRAIN
         for _ in range(MESSAGES_PER_DRAIN):
-            try:
-                client = socket.recv(zmq.NOBLOCK)
-            except zmq.Again:
+            message = self._incoming
+            if message is None:
+                client = b""
+                try:
+                    client = socket.recv(zmq.NOBLOCK)
+                    header = socket.recv() if socket.rcvmore else b""
+                except zmq.Again:
+                    return
+                except MemoryError as error:
+                    self._incoming = self._without_memory(client, error)
+                    continue
+                is_muted = bool(self._offenders) and self._offenders.get(client, 0) > OVERLONG_MESSAGES
+                if not socket.rcvmore:
+                    if not is_muted:
+                        yield client, header, []
+                    continue
+                message = self._incoming = _Incoming(client, header, is_refused=is_muted)
+            if frames == 0:
                 return
-            header = socket.recv() if socket.rcvmore else b""
-            buffers: list[memoryview] = []
-            while socket.rcvmore:
-                buffers.append(socket.recv(copy=False).buffer)
-            yield client, header, buffers
+            frames = self._read_on(message, frames)
+            if socket.rcvmore:
+                return
+            self._incoming = None
+            if not message.is_refused:
+                yield message.client, message.header, message.buffers
+
+    def _read_on(self, message: "_Incoming", frames: int) -> int:
+        """Up to ``frames`` further frames of ``message``; how many are left of them."""
+        socket = self.socket
+        while not message.is_refused and frames and socket.rcvmore:
+            try:
+                message.add(socket.recv(copy=False).buffer)
+            except MemoryError as error:
+                self._without_memory(message.client, error)
+                message.is_refused, message.buffers = True, []
+                break
+            frames -= 1
+            if message.is_too_long:
+                self._refuse(message)
+        if message.is_refused:
+            for _ in range(DISCARDED_PER_DRAIN):
+                if not socket.rcvmore:
+                    break
+                socket.recv(zmq.NOBLOCK)
+            frames = 0
+        return frames
+
+    def _without_memory(self, client: bytes, error: MemoryError) -> "_Incoming":
+        """Answer a message that there is no memory for; what comes of it is to be dropped."""
+        logger.error("no memory for a message of client %s", client.hex(), exc_info=error)
+        if client:
+            self.send(client, CaesuraError(ErrorCode.OUT_OF_MEMORY, "no memory for a message").to_reply(""))
+        return _Incoming(client, b"", is_refused=True)
+
+    def _refuse(self, message: "_Incoming") -> None:
+        """Answer an over-long message, and let go of what was read of it."""
+        client = message.client
+        message.is_refused, message.buffers = True, []
+        offences = self._offenders.pop(client, 0) + 1
+        self._offenders[client] = offences
+        if len(self._offenders) > _REMEMBERED_OFFENDERS:
+            self._offenders.popitem(last=False)
+        reason = f"a message has at most {MAX_FRAMES} frames and {MAX_MESSAGE_BYTES} bytes"
+        logger.warning("client %s: %s; it sent more, %d times so far", client.hex(), reason, offences)
+        self.send(
+            client, CaesuraError(ErrorCode.MALFORMED_MESSAGE, reason).to_reply(readable_id(message.header))
+        )
+        if offences > OVERLONG_MESSAGES:
+            self._forget(client)
 
     def send(self, client: bytes, message: Message) -> None:
         """Hand ``message`` to the socket, or to the client's queue where the socket is full."""
-        backlog = self._backlogs.get(client)
-        if backlog is None:
+        if client in self._backlogs:
+            over = self._backlogs.append(client, message)
+        else:
             frame = encode_reply(message)
-            if not self._offer(client, frame):
-                self._backlogs[client] = _Backlog(frame)
-            return
-        backlog.append(message)
-        if len(backlog) > MAX_PENDING_FRAMES:
+            if self._offer(client, frame):
+                return
+            over = self._backlogs.begin(client, frame)
+        for each in over:
+            load = self._backlogs[each].load
             logger.warning(
-                "client %s has left %d replies unread: treated as gone", client.hex(), len(backlog)
+                "client %s has left %d replies and results unread, %d bytes: treated as gone",
+                each.hex(),
+                load.messages,
+                load.nbytes,
             )
-            self._forget(client)
+            self._forget(each)
 
     def retry(self) -> None:
         """Try again what clients could not take."""
-        for client, backlog in list(self._backlogs.items()):
+        for client, backlog in self._backlogs.items():
             while (frame := backlog.head()) is not None and self._offer(client, frame):
-                if self._backlogs.get(client) is not backlog:
+                if client not in self._backlogs:
                     break  # gone
                 backlog.pop()
             else:
                 if frame is None:
-                    self._backlogs.pop(client, None)
+                    self._backlogs.forget(client)
 
     def keepalive(self, clients: set[bytes], step: int) -> None:
         """Find out which of ``clients`` are gone; ZeroMQ never says so by itself."""
@@ -156,15 +216,7 @@ class Router:
             for _ in self.receive():
                 pass  # too late
             self.retry()
-        self.socket.close()
-        self._context.term()
-        if self._path is not None:  # ZeroMQ leaves it; ours as long as we hold the lock
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self._path)
-            self._path = None
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        self._cleanup.close()
 
     def _offer(self, client: bytes, frame: bytes) -> bool:
         """False: the client's pipe is full. A client that is gone counts as having taken it."""
@@ -179,196 +231,28 @@ class Router:
         return True
 
     def _forget(self, client: bytes) -> None:
-        self._backlogs.pop(client, None)
+        self._backlogs.forget(client)
         self._on_gone(client)
 
 
-class _Backlog:
-    """What one client has not taken yet, in order: encoded frames, then token outputs that still coalesce."""
+@dataclass(slots=True)
+class _Incoming:
+    """A message of several frames while it is read."""
 
-    def __init__(self, first: bytes) -> None:
-        self._frames: deque[tuple[bytes, int]] = deque([(first, 0)])
-        self._delta_tokens = 0
-        """In frames and open deltas together."""
-        self._is_open = False
-        self._step = 0
-        self._finished: list[GenerateReqOutput] = []
-        self._deltas: list[StreamDelta] = []
-        self._open_tokens = 0
+    client: bytes
+    header: bytes
+    buffers: list[memoryview] = field(default_factory=list)
+    nbytes: int = 0
+    """Of the buffers."""
+    is_refused: bool = False
+    """What is left of it is read and dropped."""
 
-    def __len__(self) -> int:
-        """Frames; token outputs that still coalesce count for nothing, since they are bounded by live requests."""
-        return len(self._frames)
+    def add(self, buffer: memoryview) -> None:
+        """The next frame."""
+        self.buffers.append(buffer)
+        self.nbytes += len(buffer)
 
-    def append(self, message: Message) -> None:
-        """Put ``message`` behind everything else."""
-        if not isinstance(message, BatchTokenOutput):
-            self._seal()
-            self._frames.append((encode_reply(message), 0))
-            return
-        self._is_open = True
-        self._step = message.step
-        self._finished += message.finished
-        if message.delta is not None:
-            self._add_delta(message.delta)
-
-    def head(self) -> bytes | None:
-        """The frame to send next; None when there is none."""
-        if not self._frames:
-            self._seal()
-        return self._frames[0][0] if self._frames else None
-
-    def pop(self) -> None:
-        """The client has taken :meth:`head`."""
-        self._delta_tokens -= self._frames.popleft()[1]
-
-    def _add_delta(self, delta: StreamDelta) -> None:
-        tokens = len(delta.tokens) // 4
-        if self._delta_tokens + tokens > MAX_PENDING_DELTA_TOKENS:
-            self._delta_tokens -= self._open_tokens
-            self._deltas, self._open_tokens = [], 0
-            return
-        self._deltas.append(delta)
-        self._open_tokens += tokens
-        self._delta_tokens += tokens
-
-    def _seal(self) -> None:
-        """Merge and encode the token outputs gathered so far: once, whatever happens to the frame afterwards."""
-        if not self._is_open:
-            return
-        ended = {(result.rid, result.index) for result in self._finished}
-        delta = _merge(self._deltas, ended) if self._deltas else None
-        if delta is not None or self._finished:
-            output = BatchTokenOutput(step=self._step, finished=self._finished, delta=delta)
-            self._frames.append((encode(output), self._open_tokens))
-        else:
-            self._delta_tokens -= self._open_tokens
-        self._is_open = False
-        self._finished, self._deltas, self._open_tokens = [], [], 0
-
-
-def _merge(deltas: list[StreamDelta], ended: set[tuple[str, int]]) -> StreamDelta | None:
-    """One delta for several: a row per unbroken run of a sample's tokens, none for samples whose result follows.
-
-    None when nothing is left.
-    """
-    numbers: dict[tuple[str, int], int] = {}
-    indices = np.concatenate([np.frombuffer(delta.indices, "<i4") for delta in deltas])
-    rids = [rid for delta in deltas for rid in delta.rids]
-    keys = list(zip(rids, indices.tolist(), strict=True))
-    samples = np.fromiter((numbers.setdefault(key, len(numbers)) for key in keys), np.int64, len(keys))
-    starts = np.concatenate([np.frombuffer(delta.starts, "<i4") for delta in deltas])
-    counts = np.concatenate([np.frombuffer(delta.counts, "<i4") for delta in deltas])
-    tokens = np.concatenate([np.frombuffer(delta.tokens, "<i4") for delta in deltas])
-    logprobs = np.concatenate([np.frombuffer(delta.logprobs, "<f4") for delta in deltas])
-
-    dead = np.fromiter((key in ended for key in numbers), np.bool_, len(numbers))
-    order = np.argsort(samples, kind="stable")  # by sample, and within it by time
-    order = order[~dead[samples[order]]]
-    if not len(order):
-        return None
-    samples, starts, row_counts = samples[order], starts[order], counts[order]
-    continues = (samples[1:] == samples[:-1]) & (starts[1:] == starts[:-1] + row_counts[:-1])
-    first = np.flatnonzero(np.concatenate([[True], ~continues]))
-    places = _places(counts, order)
-    names = list(numbers)
-    return StreamDelta(
-        rids=[names[sample][0] for sample in samples[first].tolist()],
-        indices=np.asarray([names[sample][1] for sample in samples[first].tolist()], "<i4").tobytes(),
-        starts=starts[first].astype("<i4").tobytes(),
-        counts=np.add.reduceat(row_counts, first).astype("<i4").tobytes(),
-        tokens=tokens[places].tobytes(),
-        logprobs=logprobs[places].tobytes(),
-        top=_merge_further([(delta, delta.top) for delta in deltas], counts, order, first),
-        given=_merge_further([(delta, delta.given) for delta in deltas], counts, order, first),
-    )
-
-
-def _places(lengths: np.ndarray, order: np.ndarray) -> np.ndarray:
-    """Where the values of the rows ``order`` lie, one row after the other, if all rows lie in a line with ``lengths`` each."""
-    begins, taken = (np.cumsum(lengths) - lengths)[order], lengths[order]
-    offsets = np.arange(taken.sum()) - np.repeat(np.cumsum(taken) - taken, taken)
-    places: np.ndarray = np.repeat(begins, taken) + offsets
-    return places
-
-
-def _merge_further(
-    deltas: list[tuple[StreamDelta, DeltaLogprobs | None]],
-    counts: np.ndarray,
-    order: np.ndarray,
-    first: np.ndarray,
-) -> DeltaLogprobs | None:
-    """The further logprobs of the rows ``order``, merged into runs that begin at its entries ``first``."""
-    if not any(further for _, further in deltas):
-        return None
-    ks = np.concatenate(
-        [
-            np.zeros(len(delta.rids), np.int32) if further is None else np.frombuffer(further.ks, "<i4")
-            for delta, further in deltas
-        ]
-    )
-    known = [further for _, further in deltas if further is not None]
-    ids = np.concatenate([np.frombuffer(further.ids, "<i4") for further in known])
-    logprobs = np.concatenate([np.frombuffer(further.logprobs, "<f4") for further in known])
-    places = _places(counts * ks, order)
-    return DeltaLogprobs(
-        ks=ks[order][first].astype("<i4").tobytes(),
-        ids=ids[places].tobytes(),
-        logprobs=logprobs[places].tobytes(),
-    )
-
-
-def _lock_endpoint(endpoint: str) -> int | None:
-    """Check the address and, for ipc, take its lock; the descriptor holds it."""
-    if endpoint.startswith("tcp://"):
-        _check_loopback(endpoint)
-        return None
-    path = endpoint.removeprefix("ipc://")
-    if not endpoint.startswith("ipc://") or not os.path.isabs(path):
-        raise _bad_endpoint(endpoint, "must be ipc:///absolute/path or tcp://loopback:port")
-    if len(os.fsencode(path)) > MAX_IPC_PATH:
-        raise _bad_endpoint(endpoint, f"ipc paths are limited to {MAX_IPC_PATH} bytes")
-    try:
-        # Neither truncated nor removed: what lies there under this name may be somebody's, and the lock is on its inode.
-        lock = os.open(path + ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise _bad_endpoint(endpoint, f"cannot create its lock file: {error.strerror}") from error
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        _refuse_other_files(endpoint, path)
-    except BlockingIOError as error:
-        os.close(lock)
-        raise CaesuraError(
-            ErrorCode.ENDPOINT_IN_USE, f"another scheduler owns {endpoint}", endpoint=endpoint
-        ) from error
-    except CaesuraError:
-        os.close(lock)
-        raise
-    return lock
-
-
-def _refuse_other_files(endpoint: str, path: str) -> None:
-    """Binding unlinks whatever is there: only a socket that a former run left may go."""
-    with contextlib.suppress(FileNotFoundError):
-        if not stat.S_ISSOCK(os.lstat(path).st_mode):
-            raise _bad_endpoint(endpoint, "a file that is not a socket lies there")
-
-
-def _check_loopback(endpoint: str) -> None:
-    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-    if not (port.isascii() and port.isdigit() and int(port) <= MAX_PORT):  # ZeroMQ takes 99999 modulo 65536
-        raise _bad_endpoint(endpoint, f"needs a port from 0 (any free one) to {MAX_PORT}")
-    if host == "localhost":
-        return
-    try:
-        loopback = ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        loopback = False
-    if not loopback:
-        raise _bad_endpoint(endpoint, "tcp endpoints bind loopback addresses only")
-
-
-def _bad_endpoint(endpoint: str, reason: str) -> CaesuraError:
-    return CaesuraError(
-        ErrorCode.INVALID_REQUEST, f"endpoint {endpoint!r}: {reason}", field="endpoint", value=endpoint
-    )
+    @property
+    def is_too_long(self) -> bool:
+        """It has more frames or bytes than a message may have."""
+        return len(self.buffers) >= MAX_FRAMES or self.nbytes + len(self.header) > MAX_MESSAGE_BYTES

@@ -5,14 +5,14 @@ decide for me" has been decided; an impossible value is refused by field name be
 """
 
 import os
-import tempfile
+import socket
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
-from ..io_struct import CaesuraError, ErrorCode, Residency
+from ..io_struct import CaesuraError, ErrorCode, Residency, private_directory
 
 DtypeName = Literal["auto", "float32", "bfloat16"]
 PAGE_SIZE = 16
@@ -26,7 +26,11 @@ class EngineConfig:
     model_path: str
     """Hugging Face folder: config.json and *.safetensors."""
     endpoint: str | None = None
-    """ipc:// path or tcp:// loopback address. None: a fresh ipc:// socket in a private directory."""
+    """ipc:// path or tcp:// address, beyond loopback only with keys. None: a fresh ipc:// socket in a private directory."""
+    curve_secret_key_file: str | None = None
+    """The engine's key pair, as caesura keygen writes it: only clients with authorized keys are heard, encrypted. None: all are."""
+    curve_authorized_clients: str | None = None
+    """Public keys of these clients: a file, or a folder of *.key files, read afresh at each connect."""
     dtype: DtypeName = "auto"
     """Compute dtype; auto takes the checkpoint's."""
     device: str = "auto"
@@ -66,15 +70,20 @@ class EngineConfig:
     idle_empty_s: float = 5.0
     """Return the allocator's unused blocks once after this long without work."""
     result_ttl_s: float = 60.0
-    """How long terminal results of a client that could not be reached are kept for fetching."""
+    """How long answers can be had again, within bounds of bytes: by messages sent again, and terminal results of a client that
+    could not be reached by fetching."""
     state_file: str | None = None
     """JSON file that says which weights were committed last; a start with it goes on from there. None: a start knows of none before it."""
     on_lost_weights: Literal["refuse", "serve_initial"] = "refuse"
     """When the weights that state_file names cannot be had again: serve nothing until a complete update, or serve those of model_path."""
     session_deadline_s: float = 600.0
     """A weight session older than this is aborted, unless it set its own deadline."""
+    session_orphan_s: float = 10.0
+    """A weight session whose client is gone is aborted after this long, unless a message of it arrives."""
     load_bucket_bytes: int = 8 << 20
     """Bytes read between two looks at the inbox while weights load."""
+    group_interface: str | None = None
+    """Network interface (eth0, say) on which weight update groups listen. None: loopback where the master is there, else the address of the host's name."""
     allow_legacy_pickle: bool = False
     """Accept checkpoint-engine's pickled messages, parsed into plain fields and never executed."""
     deterministic: bool = False
@@ -91,6 +100,12 @@ class EngineConfig:
     """Log where each stage of a step, pause, update and release begins and ends; at log level DEBUG with the memory then."""
     log_level: str = "INFO"
     """Least severe log records to print."""
+    shutdown_mode: Literal["abort", "drain"] = "abort"
+    """What a signal or a shutdown message does to live requests: end them at once, or let them go on for a while."""
+    drain_timeout_s: float = 30.0
+    """How long they may go on, in seconds; then they end as aborted."""
+    watchdog_timeout_s: float = 300.0
+    """A loop that has not ticked for so many seconds, though it should, ends the process with exit status 70. 0: never."""
 
     def __post_init__(self) -> None:
         positive = (
@@ -111,23 +126,18 @@ class EngineConfig:
             "idle_empty_s",
             "result_ttl_s",
             "session_deadline_s",
+            "session_orphan_s",
             "target_step_s",
+            "drain_timeout_s",
+            "watchdog_timeout_s",
         ):
             if not getattr(self, name) >= 0:  # NaN fails, too
                 raise _invalid(name, getattr(self, name), "must be at least 0")
-        if self.pipeline_depth not in (None, 0, 1):
-            raise _invalid("pipeline_depth", self.pipeline_depth, "must be 0 or 1")
-        if self.dtype not in ("auto", "float32", "bfloat16"):
-            raise _invalid("dtype", self.dtype, "must be auto, float32 or bfloat16")
-        if self.attention_backend not in ("auto", "flashinfer", "triton", "sdpa"):
-            raise _invalid(
-                "attention_backend", self.attention_backend, "must be auto, flashinfer, triton or sdpa"
-            )
-        if self.reference_residency not in ("resident", "offload", "layerwise"):
-            requirement = "must be resident, offload or layerwise"
-            raise _invalid("reference_residency", self.reference_residency, requirement)
-        if self.on_lost_weights not in ("refuse", "serve_initial"):
-            raise _invalid("on_lost_weights", self.on_lost_weights, "must be refuse or serve_initial")
+        if self.group_interface is not None and self.group_interface not in _interfaces():
+            raise _invalid("group_interface", self.group_interface, f"must be one of {sorted(_interfaces())}")
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise _invalid(name, getattr(self, name), f"must be {_listed(choices)}")
         if self.deterministic and self.attention_backend != "auto":
             raise _invalid("attention_backend", self.attention_backend, "must be auto with deterministic")
 
@@ -139,7 +149,7 @@ class EngineConfig:
             device = accelerator.type if accelerator is not None else "cpu"
         endpoint = self.endpoint
         if endpoint is None:
-            endpoint = f"ipc://{tempfile.mkdtemp(prefix='caesura-')}/scheduler.sock"  # mkdtemp makes it 0700
+            endpoint = f"ipc://{private_directory.make()}/{private_directory.SOCKET}"
         reference = self.reference_model_path
         depth = self.pipeline_depth if self.pipeline_depth is not None else int(device != "cpu")
         return replace(
@@ -152,6 +162,25 @@ class EngineConfig:
             state_file=self.state_file and os.path.abspath(os.path.expanduser(self.state_file)),
             reference_model_path=reference and str(Path(os.path.expanduser(reference))),
         )
+
+
+def _interfaces() -> set[str]:
+    return {name for _, name in socket.if_nameindex()}
+
+
+_CHOICES: dict[str, tuple[object, ...]] = {
+    "pipeline_depth": (None, 0, 1),
+    "shutdown_mode": ("abort", "drain"),
+    "on_lost_weights": ("refuse", "serve_initial"),
+    "dtype": get_args(DtypeName),
+    "attention_backend": ("auto", "flashinfer", "triton", "sdpa"),
+    "reference_residency": get_args(Residency),
+}
+
+
+def _listed(choices: tuple[object, ...]) -> str:
+    *others, last = (str(choice) for choice in choices if choice is not None)
+    return f"{', '.join(others)} or {last}"
 
 
 def _invalid(field: str, value: object, requirement: str) -> CaesuraError:

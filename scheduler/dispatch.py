@@ -2,19 +2,18 @@
 
 Invariants:
 - Every readable request gets exactly one answer: its reply, or an ``ErrorReply``. Unreadable frames get an
-  ``ErrorReply`` with the id that could be found; they never disturb the loop (I11).
-- One message id, one effect: the same id and body attaches to what is running or gets the stored answer; the same id
-  with another body is refused.
+  ``ErrorReply`` with the id that could be found; they never disturb the loop (I11). An answer that cannot be sent is
+  replaced by one that says so.
+- One message id, one effect (``answers.py``).
 - Commands that take time are :data:`Operation` generators. They run one at a time in the order of arrival; one that
   waits for the engine to change steps aside. Status and abort never wait.
 """
 
 import hashlib
 import logging
-import traceback
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from time import monotonic, perf_counter
 from typing import Any
 
@@ -26,14 +25,11 @@ from ..io_struct import (
     BatchTokenOutput,
     BeginWeightUpdateReqInput,
     CaesuraError,
-    ContinueGenerationReqInput,
     ControlRequest,
-    DestroyWeightsUpdateGroupReqInput,
     EndWeightUpdateReqInput,
     ErrorCode,
     FetchResultReqInput,
     FetchResultReqOutput,
-    FlushCacheReqInput,
     GenerateReqInput,
     GenerateReqOutput,
     GetMemoryHistoryReqInput,
@@ -41,49 +37,44 @@ from ..io_struct import (
     GetStatusReqInput,
     GetStatusReqOutput,
     HelloReqInput,
-    InitWeightsUpdateGroupReqInput,
     Message,
-    PauseGenerationReqInput,
     ReleaseMemoryOccupationReqInput,
     RenewPauseLeaseReqInput,
     RenewPauseLeaseReqOutput,
     ResumeMemoryOccupationReqInput,
     ScoreReqInput,
-    ScoreReqOutput,
     ShutdownReqInput,
     ShutdownReqOutput,
     ToScheduler,
     UpdateWeightFromDiskReqInput,
-    UpdateWeightsFromCheckpointEngineReqInput,
-    UpdateWeightsFromDistributedReqInput,
-    UpdateWeightsFromIPCReqInput,
     UpdateWeightsFromTensorReqInput,
-    WeightsCheckerReqInput,
+    WeightUpdateOptions,
     decode_request,
     encode,
 )
-from .checker import WeightsChecker
+from .answers import Answers, answer_bytes
+from .backlog import result_bytes
+from .commands import Commands
 from .config import EngineConfig
-from .device.memory import is_out_of_memory
-from .groups import GroupCommands
+from .guard import checked, defect
 from .hello import answer_hello
-from .kept import KeptResults, result_bytes
+from .kept import KeptResults
 from .lifecycle import Lifecycle, Operation, Wait
 from .observability.memory_history import MemoryHistory
-from .occupation import MemoryOccupation
-from .parameter_server import ParameterServerUpdates
+from .ownership import Sender
 from .request import Request
 from .results import Results
 from .scoring import Scoring
-from .updates import WeightUpdates
+from .sessions import Sessions
+from .stopping import Shutdown
 from .waiting import AdmissionLimits, WaitingQueue, admit
 
 logger = logging.getLogger(__name__)
 
-STORED_ANSWERS = 1024
-STORED_ANSWER_BYTES = 64 << 20
 SLICE_S = 0.010
 """Longest run of an operation between two looks at the inbox."""
+MAX_PENDING_COMMANDS = 1024
+"""Commands under way, queued or waiting for the engine to change."""
 
 _EXCLUSIVE = (
     BeginWeightUpdateReqInput,
@@ -94,25 +85,12 @@ _EXCLUSIVE = (
 
 
 @dataclass(slots=True)
-class _Exchange:
-    """One message id: who asked, and what was answered."""
-
-    body: bytes
-    clients: list[bytes]
-    remaining: int = 1
-    """Answers still to come; a generation has one per sample."""
-    answers: list[Message] = field(default_factory=list)
-    nbytes: int = 0
-    generation: bytes = b""
-    """Digest of a generate request without its message id."""
-
-
-@dataclass(slots=True)
 class _Running:
     """An operation under way."""
 
     message: ToScheduler
     operation: Operation
+    has_begun: bool = False
 
 
 class Dispatcher:
@@ -124,11 +102,8 @@ class Dispatcher:
         config: EngineConfig,
         limits: AdmissionLimits,
         lifecycle: Lifecycle,
-        updates: WeightUpdates,
-        parameter_server: ParameterServerUpdates,
-        groups: GroupCommands,
-        occupation: MemoryOccupation,
-        checker: WeightsChecker,
+        sessions: Sessions,
+        handlers: Commands,
         scoring: Scoring | None,
         results: Results,
         waiting: WaitingQueue,
@@ -136,14 +111,14 @@ class Dispatcher:
         status: Callable[[str], GetStatusReqOutput],
         history: MemoryHistory,
         check_ledger: Callable[[], None],
+        shutdown: Shutdown,
     ) -> None:
         """``scoring`` None: no reference is loaded."""
-        self.stop_requested = False
-        """A shutdown message was accepted; the loop ends after this tick."""
         self._config = config
         self._limits = limits
         self._lifecycle = lifecycle
-        self._updates = updates
+        self._sessions = sessions
+        self._handlers = handlers
         self._scoring = scoring
         self._results = results
         self._waiting = waiting
@@ -151,35 +126,45 @@ class Dispatcher:
         self._status = status
         self._history = history
         self._check_ledger = check_ledger
-        self._exchanges: OrderedDict[str, _Exchange] = OrderedDict()
-        self._done: OrderedDict[str, None] = OrderedDict()
-        self._stored_bytes = 0
+        self._answers = Answers(config.result_ttl_s)
+        self._shutdown = shutdown
         self._kept = KeptResults(config.result_ttl_s)
         self._commands: deque[_Running] = deque()
         self._outside = False
         self._gone: list[bytes] = []
         self._parked: list[_Running] = []
-        self._operations: dict[type, Callable[[Any], Operation]] = {
-            PauseGenerationReqInput: lifecycle.pause,
-            ContinueGenerationReqInput: lifecycle.continue_generation,
-            FlushCacheReqInput: lifecycle.flush,
-            BeginWeightUpdateReqInput: updates.begin,
-            EndWeightUpdateReqInput: updates.end,
-            UpdateWeightFromDiskReqInput: updates.from_disk,
-            UpdateWeightsFromIPCReqInput: updates.from_ipc,
-            UpdateWeightsFromDistributedReqInput: updates.from_distributed,
-            UpdateWeightsFromCheckpointEngineReqInput: parameter_server.update,
-            InitWeightsUpdateGroupReqInput: groups.init,
-            DestroyWeightsUpdateGroupReqInput: groups.destroy,
-            ReleaseMemoryOccupationReqInput: occupation.release,
-            ResumeMemoryOccupationReqInput: occupation.resume,
-            WeightsCheckerReqInput: checker.check,
+        # What changes nothing: a retry is answered afresh.
+        self._queries: dict[type, Callable[[Any], Message]] = {
+            HelloReqInput: self._hello,
+            GetStatusReqInput: lambda request: self._status(request.id),
+            GetMemoryHistoryReqInput: self._memory_history,
         }
 
     @property
     def is_busy(self) -> bool:
-        """Some operation is under way, queued behind one, or waits: its sender is not silent."""
+        """Some operation is under way, queued behind one, or waits."""
         return bool(self._commands or self._parked)
+
+    @property
+    def has_unanswered(self) -> bool:
+        """Some command or score is under way; generations are counted by the results."""
+        return self.is_busy or (self._scoring is not None and self._scoring.has_work)
+
+    def awaiting_clients(self) -> set[bytes]:
+        """Who waits for anything: a command, a score, a generation."""
+        return self._answers.awaited_by()
+
+    @property
+    def defers_lease(self) -> bool:
+        """The lease of the pause must not expire now: a command of its owner is a sign of life, and one that has begun, whoever
+        sent it, is not interrupted."""
+        if self._commands and self._commands[0].has_begun:
+            return True
+        owner = self._lifecycle.pause_owner
+        return any(
+            isinstance(running.message, ControlRequest) and running.message.owner == owner
+            for running in (*self._commands, *self._parked)
+        )
 
     @property
     def wants_tick(self) -> bool:
@@ -198,27 +183,31 @@ class Dispatcher:
             message = _decode(header, buffers)
         except CaesuraError as error:
             logger.warning("dropped a malformed message: %s", error)
-            self._send(client, error.to_reply(str(error.detail.pop("id", ""))))
+            self._say(client, error.to_reply(str(error.detail.pop("id", ""))))
             return
-        if isinstance(message, ControlRequest):
-            self._lifecycle.renew_lease(message.owner)
-        if isinstance(message, HelloReqInput):
-            self._send(client, answer_hello(message, self._lifecycle.stamp.incarnation))
+        except Exception as error:  # noqa: BLE001  whatever a frame does to its decoder, its sender must hear
+            self._say(client, defect("decoding a message", "", error))
             return
-        if isinstance(message, GetStatusReqInput):  # changes nothing, so a retry needs no stored answer
-            self._send(client, self._status(message.id))
-            return
-        if isinstance(message, GetMemoryHistoryReqInput):
-            self._send(client, self._memory_history(message))
-            return
-        if self._attach(client, message, header):
+        try:
+            if isinstance(message, ControlRequest):
+                self._lifecycle.renew_lease(message.owner)
+            if isinstance(message, WeightUpdateOptions | EndWeightUpdateReqInput):
+                self._sessions.heard(message, Sender(client, message.owner))
+            answers = self._attach(client, message, header)
+        except CaesuraError as error:
+            answers = [error.to_reply(message.id)]
+        except Exception as error:  # noqa: BLE001  a defect, whatever it is: its caller must hear, the loop must go on
+            answers = [defect(type(message).__name__, message.id, error)]
+        if answers is not None:
+            for answer in answers:
+                self._say(client, answer, message.id)
             return
         try:
             self._start(client, message, buffers)
         except CaesuraError as error:
             self._answer(message.id, error.to_reply(message.id))
-        except Exception as error:  # noqa: BLE001  a defect in one handler: its caller must hear, the loop must go on
-            self._answer(message.id, _defect(message, error))
+        except Exception as error:  # noqa: BLE001  as above
+            self._answer(message.id, defect(type(message).__name__, message.id, error))
 
     def advance(self) -> None:
         """Run the oldest command for at most a slice, and look at the parked ones."""
@@ -244,13 +233,13 @@ class Dispatcher:
 
     def finished(self, request: Request, result: GenerateReqOutput) -> None:
         """A sample ended (called by results): remember its answer for retries."""
-        exchange = self._exchanges.get(request.message_id)
+        exchange = self._answers.get(request.message_id)
         if exchange is not None:
             answer = BatchTokenOutput(step=self._lifecycle.step, finished=[result])
-            self._record(request.message_id, exchange, answer, result_bytes(result))
+            self._answers.add(exchange, answer, result_bytes(result))
             for client in exchange.clients:
                 if client != request.client:
-                    self._send(client, answer)
+                    self._say(client, answer, request.message_id)
 
     def client_gone(self, client: bytes) -> None:
         """A send to ``client`` has failed. Sends happen while results are being made: :meth:`reap` does the rest."""
@@ -261,14 +250,15 @@ class Dispatcher:
         gone, self._gone = self._gone, []
         for client in dict.fromkeys(gone):
             self._end_generations_of(client)
+            self._sessions.client_gone(client)
 
     def _end_generations_of(self, client: bytes) -> None:
         orphans = [request for request in self._results.live.values() if request.client == client]
         aborted = 0
         for request in orphans:
-            exchange = self._exchanges[request.message_id]
-            others = [other for other in exchange.clients if other != client]
-            if others:
+            exchange = self._answers.get(request.message_id)
+            others = [] if exchange is None else [other for other in exchange.clients if other != client]
+            if exchange is not None and others:
                 request.client = others[-1]
                 exchange.clients = others
             else:
@@ -279,44 +269,36 @@ class Dispatcher:
 
     def _keep_results_of(self, client: bytes) -> None:
         """Which of its last results the client has read is not known: keep all that nobody else waited for."""
-        for message_id in self._done:
-            exchange = self._exchanges[message_id]
-            if exchange.clients == [client]:
-                for answer in exchange.answers:
-                    for result in answer.finished if isinstance(answer, BatchTokenOutput) else ():
-                        self._kept.add(result, exchange.generation)
+        for exchange in self._answers.done_for(client):
+            for answer in exchange.answers:
+                for result in answer.finished if isinstance(answer, BatchTokenOutput) else ():
+                    self._kept.add(result, exchange.generation)
 
     def refuse_rest(self, message: str) -> None:
         """Shutdown: every command that is still under way ends with an error, scores included."""
         for answer in self._scoring.end(message) if self._scoring is not None else ():
             self._answer(answer.id, answer)
         for running in [*self._parked, *self._commands]:
-            running.operation.close()
-            error = CaesuraError(ErrorCode.SHUTTING_DOWN, message)
-            self._answer(running.message.id, error.to_reply(running.message.id))
+            try:
+                running.operation.close()
+            except Exception as error:  # the others must be answered, too
+                logger.error("%s has left something behind", type(running.message).__name__, exc_info=error)
+            refusal = CaesuraError(ErrorCode.SHUTTING_DOWN, message)
+            self._answer(running.message.id, refusal.to_reply(running.message.id))
         self._parked, self._commands = [], deque()
 
-    def _attach(self, client: bytes, message: ToScheduler, frame: bytes) -> bool:
-        """Whether this id is known: then the retry attaches, or gets what was answered."""
-        body = hashlib.blake2b(frame, digest_size=16).digest()
-        exchange = self._exchanges.get(message.id)
-        if exchange is None:
-            self._exchanges[message.id] = _Exchange(body, [client])
-            return False
-        if exchange.body != body:
-            error = CaesuraError(ErrorCode.ID_CONFLICT, f"message id {message.id} was used with another body")
-            self._send(client, error.to_reply(message.id))
-            return True
-        if exchange.remaining and client not in exchange.clients:
-            exchange.clients.append(client)
-        for answer in exchange.answers:
-            self._send(client, answer)
-        return True
+    def _attach(self, client: bytes, message: ToScheduler, frame: bytes) -> list[Message] | None:
+        """What there is to say at once: the answer to a query, or what was answered to this id. None: the id is new."""
+        query = self._queries.get(type(message))
+        if query is not None:
+            return [query(message)]
+        return self._answers.attach(client, message.id, frame)
 
     def _start(self, client: bytes, message: ToScheduler, buffers: list[memoryview]) -> None:
         if isinstance(message, GenerateReqInput):
             self._generate(client, message)
         elif isinstance(message, ScoreReqInput):
+            self._shutdown.refuse_work()
             if self._scoring is None:
                 reason = "no reference is loaded: start the engine with reference_model_path"
                 raise CaesuraError(ErrorCode.UNSUPPORTED, reason, field="reference_model_path")
@@ -333,21 +315,21 @@ class Dispatcher:
             kept, live = self._kept.get(message.rid), len(self._results.samples(message.rid))
             self._answer(message.id, FetchResultReqOutput(id=message.id, results=kept, live=live))
         elif isinstance(message, ShutdownReqInput):
-            self.stop_requested = True
-            self._answer(message.id, ShutdownReqOutput(id=message.id))
+            self._shutdown.request("a client asked for it", drain=message.drain, timeout_s=message.timeout_s)
+            self._answer(message.id, ShutdownReqOutput(id=message.id, drain_s=self._shutdown.left_s))
         else:
+            self._refuse_when_full()
             if isinstance(message, _EXCLUSIVE):
                 self._refuse_when_busy()
-            if isinstance(message, UpdateWeightsFromTensorReqInput):
-                operation = self._updates.from_tensor(message, buffers)
-            else:
-                operation = self._operations[type(message)](message)
+            assert isinstance(message, ControlRequest)  # whatever is none was answered above
+            operation = self._handlers.operation(client, message, buffers)
             self._commands.append(_Running(message, operation))
 
     def _generate(self, client: bytes, message: GenerateReqInput) -> None:
         rid = message.rid if message.rid is not None else message.id
         if self._join_generation(client, message, rid):
             return
+        self._shutdown.refuse_work()
         self._lifecycle.require_serviceable("cannot generate")
         if self._lifecycle.generation != "running" and self._config.requests_while_paused == "refuse":
             raise CaesuraError(ErrorCode.PAUSED, "the engine is paused and configured to refuse requests")
@@ -355,7 +337,8 @@ class Dispatcher:
         requests = admit(
             message, client=client, limits=self._limits, waiting=len(self._waiting), now=monotonic()
         )
-        exchange = self._exchanges[message.id]
+        exchange = self._answers.get(message.id)
+        assert exchange is not None, "it was attached"
         exchange.remaining = len(requests)
         exchange.generation = _generation_body(message)
         self._kept.forget(rid)
@@ -368,22 +351,21 @@ class Dispatcher:
             CaesuraError: ``duplicate_rid``, the live generation of this rid is another.
         """
         live = self._results.samples(rid)
-        if live:
-            exchange = self._exchanges[live[0].message_id]
+        exchange = self._answers.get(live[0].message_id) if live else None
+        if exchange is not None:
             if exchange.generation != _generation_body(message):
                 raise CaesuraError(ErrorCode.DUPLICATE_RID, f"generation {rid!r} is still running", rid=rid)
-            if client not in exchange.clients:
-                exchange.clients.append(client)
-            answers = exchange.answers
-        else:
-            kept = self._kept.get(rid, _generation_body(message))
-            if len(kept) < message.sampling_params.n or any(r.finish_reason.type == "abort" for r in kept):
-                return False
-            answers = [BatchTokenOutput(step=self._lifecycle.step, finished=kept)]
-        del self._exchanges[message.id]  # answered as the generation's own message is
-        for answer in answers:
-            self._send(client, answer)
+            for answer in self._answers.join(client, message.id, exchange):
+                self._say(client, answer, message.id)
+            return True
+        kept = self._kept.get(rid, _generation_body(message))
+        if len(kept) < message.sampling_params.n or any(r.finish_reason.type == "abort" for r in kept):
+            return False
+        self._answer(message.id, BatchTokenOutput(step=self._lifecycle.step, finished=kept))
         return True
+
+    def _hello(self, request: HelloReqInput) -> Message:
+        return answer_hello(request, self._lifecycle.stamp.incarnation)
 
     def _memory_history(self, message: GetMemoryHistoryReqInput) -> GetMemoryHistoryReqOutput:
         events, more = self._history.events(message.after, message.limit)
@@ -402,6 +384,16 @@ class Dispatcher:
             samples = [sample for sample in samples if sample.index == message.index]
         return self._results.abort(samples, "Aborted")
 
+    def _refuse_when_full(self) -> None:
+        pending = len(self._commands) + len(self._parked)
+        if pending >= MAX_PENDING_COMMANDS:
+            raise CaesuraError(
+                ErrorCode.QUEUE_FULL,
+                f"{pending} commands are pending, the limit is {MAX_PENDING_COMMANDS}",
+                waiting=pending,
+                limit=MAX_PENDING_COMMANDS,
+            )
+
     def _refuse_when_busy(self) -> None:
         for running in self._commands:
             if isinstance(running.message, _EXCLUSIVE):
@@ -411,6 +403,7 @@ class Dispatcher:
     def _step(self, running: _Running) -> Wait | None:
         """Advance an operation; None when it has ended and is answered."""
         message_id = running.message.id
+        running.has_begun = True
         try:
             return next(running.operation)
         except StopIteration as stop:
@@ -418,7 +411,7 @@ class Dispatcher:
         except CaesuraError as error:
             self._answer(message_id, error.to_reply(message_id))
         except Exception as error:  # noqa: BLE001  as in handle
-            self._answer(message_id, _defect(running.message, error))
+            self._answer(message_id, defect(type(running.message).__name__, message_id, error))
         if isinstance(running.message, ControlRequest):
             self._lifecycle.renew_lease(
                 running.message.owner
@@ -428,43 +421,38 @@ class Dispatcher:
         return None
 
     def _answer(self, message_id: str, answer: Message) -> None:
+        """The last answer to a message, to everybody who waits for it; never raises."""
         # Token outputs that a command caused go out before its reply, to every client.
         self._results.deliver(self._lifecycle.step)
-        exchange = self._exchanges[message_id]
+        exchange = self._answers.get(message_id)
+        if exchange is None:
+            return
         for client in exchange.clients:
-            self._send(client, answer)
+            answer = self._say(client, answer, message_id)
         exchange.remaining = 1
-        nbytes = sum(map(len, answer.logprobs)) if isinstance(answer, ScoreReqOutput) else 0
-        self._record(message_id, exchange, answer, 512 + nbytes)
+        self._answers.add(exchange, answer, answer_bytes(answer))
 
-    def _record(self, message_id: str, exchange: _Exchange, answer: Message, nbytes: int) -> None:
-        """Store an answer; forget the oldest exchanges that are complete beyond the bounds."""
-        exchange.answers.append(answer)
-        exchange.nbytes += nbytes
-        self._stored_bytes += nbytes
-        exchange.remaining -= 1
-        if exchange.remaining == 0:
-            self._done[message_id] = None
-        while len(self._done) > STORED_ANSWERS or (self._stored_bytes > STORED_ANSWER_BYTES and self._done):
-            oldest, _ = self._done.popitem(last=False)
-            self._stored_bytes -= self._exchanges.pop(oldest).nbytes
+    def _say(self, client: bytes, answer: Message, message_id: str | None = None) -> Message:
+        """Send ``answer``, or in its place that it cannot be sent; returns what it was. Never raises.
+
+        Args:
+            message_id: what it answers. None: the answer's own id says so.
+        """
+        try:
+            self._send(client, checked(answer))
+        except Exception as error:  # noqa: BLE001  an answer that cannot be encoded, or no memory for it
+            answered = message_id if message_id is not None else str(getattr(answer, "id", ""))
+            answer = defect("answering", answered, error)
+            try:
+                self._send(client, answer)
+            except Exception as again:
+                logger.error("client %s is not answered", client.hex(), exc_info=again)
+        return answer
 
 
 def _generation_body(message: GenerateReqInput) -> bytes:
     """What makes two generate requests the same but for their message ids."""
     return hashlib.blake2b(encode(msgspec.structs.replace(message, id="-")), digest_size=16).digest()
-
-
-def _defect(message: ToScheduler, error: Exception) -> Message:
-    """The answer to a command that failed in a way nobody foresaw."""
-    name = type(message).__name__
-    logger.error("%s failed", name, exc_info=error)
-    reply = CaesuraError(
-        ErrorCode.OUT_OF_MEMORY if is_out_of_memory(error) else ErrorCode.INTERNAL,
-        f"{name} failed: {type(error).__name__}: {error}",
-        traceback="".join(traceback.format_exception(error)),
-    )
-    return reply.to_reply(message.id)
 
 
 def _decode(header: bytes, buffers: list[memoryview]) -> ToScheduler:

@@ -70,6 +70,10 @@ class LogprobRecord:
         self._inputs.put(at, top_ids, top, given)
         self.known_inputs = at + len(logprobs)
 
+    def forget_inputs(self) -> None:
+        """The prompt is computed again, under other weights: nothing of it is known."""
+        self.known_inputs = 0
+
     def output_rows(self, start: int, end: int) -> tuple[LogprobRows | None, LogprobRows | None]:
         """``(top, given)`` of the output tokens [start, end); None where not wanted."""
         return self._outputs.wire(start, end, self.given)

@@ -33,7 +33,7 @@ from .results import Results
 logger = logging.getLogger(__name__)
 
 MAX_BUILDS = 3
-"""Attempts to build a step before those end who would be in it."""
+"""Attempts to build a step before those end who may be the reason: one that is being started, else those with KV."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class Recovery:
         self._unbuilt += 1
         if self._unbuilt == MAX_BUILDS:
             self._unbuilt = 0
-            self._end(self._batcher.next_to_run(), failure)
+            self._end(self._batcher.suspects(), failure)
         self._empty(failure)
 
     def lost(self, batch: ScheduledBatch, failure: Failure, later: ScheduledBatch | None) -> None:

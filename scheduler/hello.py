@@ -1,14 +1,18 @@
 """The answer to a client's hello: the same wire, or a refusal that names both versions."""
 
+import logging
 import os
 
 from .. import __version__
 from ..io_struct import WIRE_VERSION, CaesuraError, ErrorCode, ErrorReply, HelloReqInput, HelloReqOutput
 
+logger = logging.getLogger(__name__)
+
 
 def answer_hello(message: HelloReqInput, incarnation: str) -> HelloReqOutput | ErrorReply:
     """Refuses another major version; every minor version of ours will do."""
     major, minor = WIRE_VERSION
+    logger.debug("hello from %s: wire %d.%d", message.client or "?", message.wire_major, message.wire_minor)
     if message.wire_major != major:
         ours, theirs = f"{major}.{minor}", f"{message.wire_major}.{message.wire_minor}"
         error = CaesuraError(

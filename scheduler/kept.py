@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from time import monotonic
 
 from ..io_struct import GenerateReqOutput
+from .backlog import result_bytes
 
 MAX_KEPT_BYTES = 64 << 20
-_OVERHEAD_BYTES = 512  # of a result's fields beside its arrays
 
 
 @dataclass(slots=True)
@@ -62,23 +62,3 @@ class KeptResults:
             if entry.expires > now and self._nbytes <= self._max_bytes:
                 return
             self.forget(rid)
-
-
-def result_bytes(result: GenerateReqOutput) -> int:
-    """What remembering ``result`` takes, about."""
-    arrays = (
-        result.output_ids,
-        result.output_logprobs,
-        result.raw_logprobs,
-        result.sampled_logprobs,
-        result.input_logprobs,
-    )
-    routed = 0 if result.routed_experts is None else len(result.routed_experts.data)
-    rows = (
-        result.output_top_logprobs,
-        result.output_token_ids_logprobs,
-        result.input_top_logprobs,
-        result.input_token_ids_logprobs,
-    )
-    further = sum(len(row.ids) + len(row.logprobs) for row in rows if row is not None)
-    return _OVERHEAD_BYTES + routed + further + sum(len(array) for array in arrays if array is not None)

@@ -14,10 +14,10 @@ Invariants:
 import logging
 from collections import Counter
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum
 from time import monotonic
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..io_struct import (
     CaesuraError,
@@ -36,7 +36,6 @@ from ..io_struct import (
     UpdateTotal,
     WeightsState,
 )
-from ..io_struct.control import LeaseAction
 from .batching import Batcher
 from .cache.manager import CacheManager
 from .config import PAGE_SIZE
@@ -44,9 +43,14 @@ from .device.memory import EmptyCacheReport, empty_device_cache_with_report
 from .forward import Runner
 from .observability.memory_history import MemoryHistory
 from .observability.stage_profiler import StageProfiler
+from .ownership import PauseOwnership, Sender
 from .request import WeightStamp
 from .results import Results
+from .sessions import Sessions
 from .waiting import WaitingQueue
+
+if TYPE_CHECKING:
+    from .weights.session import Session
 
 logger = logging.getLogger(__name__)
 
@@ -64,14 +68,6 @@ class Wait(Enum):
     """The engine must change (become idle); other operations may run meanwhile."""
 
 
-@dataclass(slots=True)
-class _Lease:
-    seconds: float
-    action: LeaseAction
-    expires: float
-    """On the monotonic clock."""
-
-
 Operation = Generator[Wait, None, Reply]
 """A command that takes more than one tick; returns its reply or raises :class:`CaesuraError`."""
 
@@ -82,6 +78,7 @@ class Lifecycle:
     def __init__(
         self,
         *,
+        sessions: Sessions,
         batcher: Batcher,
         waiting: WaitingQueue,
         results: Results,
@@ -95,6 +92,8 @@ class Lifecycle:
         serve_lost: bool = False,
     ) -> None:
         """``lost``: which weights could not be had again at this start; nothing is served in their place unless ``serve_lost``."""
+        self.sessions = sessions
+        self.ownership = PauseOwnership()
         self._batcher = batcher
         self._waiting = waiting
         self._results = results
@@ -106,8 +105,6 @@ class Lifecycle:
         self._generation: GenerationState = "running"
         self._mode: PauseMode | None = None
         self._paused_at: float | None = None
-        self._owner: str | None = None
-        self._lease: _Lease | None = None
         self._weights: WeightsState = "valid"
         self._weights_detail: str | None = None
         self._stamp = stamp
@@ -131,10 +128,8 @@ class Lifecycle:
         """Steps launched; advanced by the loop."""
         self.loading = False
         """Weights are being written, piece by piece; written by updates.py and checker.py."""
-        self.explicit_session = False
-        """An explicit weight session is open; written by updates.py."""
-        self.settle: Callable[[], None] = lambda: None
-        """Commits an implicit weight session, if one is open; set by updates.py."""
+        self.settle: Callable[[Session], None] = lambda session: None
+        """Commits an implicit weight session; set by updates.py."""
 
     @property
     def may_launch(self) -> bool:
@@ -159,17 +154,13 @@ class Lifecycle:
     @property
     def pause_owner(self) -> str | None:
         """Owner token of the pause."""
-        return self._owner
+        return self.ownership.owner
 
     @property
     def lease_left_s(self) -> float | None:
         """Seconds until the pause's lease expires; None without one."""
-        return None if self._lease is None else self._lease.expires - monotonic()
-
-    @property
-    def lease_expiry(self) -> LeaseAction | None:
-        """What happens then."""
-        return None if self._lease is None else self._lease.action
+        lease = self.ownership.lease
+        return None if lease is None else lease.expires - monotonic()
 
     @property
     def weights(self) -> WeightsState:
@@ -196,7 +187,7 @@ class Lifecycle:
         """A launched step has not been consumed."""
         return self._batcher.in_flight
 
-    def pause(self, request: PauseGenerationReqInput) -> Operation:
+    def pause(self, request: PauseGenerationReqInput, sender: Sender) -> Operation:
         """Stop at the step boundary; see the module's invariants and docs/lifecycle.md."""
         if request.lease_s is not None and request.owner is None:
             raise CaesuraError(
@@ -214,7 +205,7 @@ class Lifecycle:
         self._generation = "paused"
         self._enter(request.mode)
         self._paused_at = self._paused_at if self._paused_at is not None else monotonic()
-        self._own(request)
+        self.ownership.take(sender, request, monotonic())
         held_pages = self._cache.usage().held
         logger.info(
             "pause_generation: %s at step %d, %d requests hold %d tokens of KV, %d wait",
@@ -232,18 +223,15 @@ class Lifecycle:
             aborted_requests=aborted,
         )
 
-    def continue_generation(self, request: ContinueGenerationReqInput) -> Operation:
+    def continue_generation(self, request: ContinueGenerationReqInput, sender: Sender) -> Operation:
         """Empty the device cache while still paused, then run; harmless when running."""
         yield from ()
         if self._generation == "running":
             return ContinueGenerationReqOutput(id=request.id, was_paused=False)
-        if self._owner is not None and request.owner != self._owner and not request.force:
-            raise CaesuraError(
-                ErrorCode.NOT_OWNER, f"the pause belongs to {self._owner!r}; use force", owner=self._owner
-            )
-        if self.explicit_session:
+        self.ownership.require_continue(sender, request.force)
+        if self.sessions.is_explicit:
             raise CaesuraError(ErrorCode.SESSION_OPEN, "a weight session is open: end it before continuing")
-        self.settle()
+        self._settle(sender, request.force)
         self.require_serviceable("cannot continue")
         report = empty_device_cache_with_report(self._device_module) if request.torch_empty_cache else None
         if report is not None:
@@ -252,8 +240,8 @@ class Lifecycle:
         self._run()
         return ContinueGenerationReqOutput(id=request.id, was_paused=True, **_bytes(report, freed=True))
 
-    def flush(self, request: FlushCacheReqInput) -> Operation:
-        """Clear the KV pools once the engine is fully idle, or refuse with what is pending."""
+    def flush(self, request: FlushCacheReqInput, sender: Sender) -> Operation:
+        """Clear the KV pools once the engine is fully idle, or refuse with what is pending; commits an implicit session."""
         deadline = monotonic() + request.timeout_s
         while not self.is_idle():
             if monotonic() >= deadline:
@@ -263,7 +251,7 @@ class Lifecycle:
                     **self.pending(),
                 )
             yield Wait.CHANGE
-        self.settle()
+        self._settle(sender, request.force)
         freed = self._cache.flush()
         report = empty_device_cache_with_report(self._device_module) if request.torch_empty_cache else None
         if report is not None:
@@ -275,14 +263,13 @@ class Lifecycle:
 
     def renew_lease(self, owner: str | None) -> None:
         """A message that carries ``owner`` has come; it renews the lease if the pause is that owner's."""
-        if self._lease is not None and owner is not None and owner == self._owner:
-            self._lease.expires = monotonic() + self._lease.seconds
+        self.ownership.renew(owner, monotonic())
 
     def expire_lease(self) -> None:
-        """The owner has given no sign of life: do what the pause asked for. No command is running."""
-        lease, owner = self._lease, self._owner
+        """The owner has given no sign of life: do what the pause asked for. No command is under way."""
+        lease, owner = self.ownership.lease, self.ownership.owner
         assert lease is not None
-        self._lease = self._owner = None
+        self.ownership.end()
         logger.warning(
             "pause lease of %r expired after %.1f s without a sign of life: %s",
             owner,
@@ -291,7 +278,7 @@ class Lifecycle:
         )
         if lease.action == "abort":
             self._results.abort_all("Aborted: the pause lease expired")
-        elif lease.action == "continue" and self._weights == "valid" and not self.explicit_session:
+        elif lease.action == "continue" and self._weights == "valid":
             report = empty_device_cache_with_report(self._device_module)
             logger.info("%s", report.describe("lease_expiry"))
             self._history.note("lease_expiry", f"of {owner!r}", returned=report.freed)
@@ -413,12 +400,11 @@ class Lifecycle:
         if source:  # not a new label alone
             self._lost = None
 
-    def _own(self, request: PauseGenerationReqInput) -> None:
-        """The first owner keeps the pause; its own later pauses may change the lease."""
-        if self._owner is None:
-            self._owner = request.owner
-        if request.lease_s is not None and request.owner == self._owner:
-            self._lease = _Lease(request.lease_s, request.on_lease_expiry, monotonic() + request.lease_s)
+    def _settle(self, sender: Sender, force: bool) -> None:
+        """Commit the implicit session, if one is open and ``sender`` may."""
+        session = self.sessions.settling(sender, may_settle=force or self.ownership.is_owner(sender))
+        if session is not None:
+            self.settle(session)
 
     def _enter(self, mode: PauseMode | None) -> None:
         """Paused in ``mode`` from now on; None: paused no more."""
@@ -435,7 +421,8 @@ class Lifecycle:
     def _run(self) -> None:
         self._generation = "running"
         self._enter(None)
-        self._paused_at = self._owner = self._lease = None
+        self._paused_at = None
+        self.ownership.end()
 
 
 def _freed(report: EmptyCacheReport | None) -> int | None:

@@ -1,7 +1,8 @@
 """The tick: hear, advance commands, choose, launch, answer.
 
 Invariants:
-- Nothing a client sends or omits stops the loop (I11), nor does a step that fails (``failure.py``).
+- Nothing a client sends or omits stops the loop (I11), nor does a timer (both run under ``guard.py``), nor a step that
+  fails (``failure.py``). Where it ends all the same, every live request still gets its terminal message.
 - The loop blocks in ``poll`` whenever there is nothing to run, paused included: an idle or paused engine uses no CPU.
 - What a step launched is passed from tick to tick, not stored: at pipeline depth 0 it is answered in the same tick, at
   depth 1 in the next one, while the device works on its successor. A launch that fails is a step whose results are the
@@ -11,6 +12,7 @@ Invariants:
 import logging
 from contextlib import suppress
 from dataclasses import dataclass
+from math import inf
 from time import monotonic
 from typing import Any
 
@@ -23,16 +25,21 @@ from .device.memory import empty_device_cache_with_report
 from .dispatch import Dispatcher
 from .failure import Failure, Recovery
 from .forward import ForwardOutput, Runner
+from .guard import Guard
 from .lifecycle import Lifecycle
 from .observability.memory_history import MemoryHistory
 from .observability.stage_profiler import StageProfiler
-from .results import Results
+from .observability.watchdog import Heartbeat
+from .results import MAX_SENDS, Results
+from .stopping import Shutdown
+from .timers import Timer, Timers
 from .updates import WeightUpdates
 
 logger = logging.getLogger(__name__)
 
 KEEPALIVE_S = 2.0
-"""How often those who must be alive are looked at: clients with live requests, owners of shared memory."""
+"""How often those who must be alive are looked at, and are told that this engine is: clients that wait for an answer or have a
+session open, owners of shared memory."""
 PARKED_POLL_S = 0.005
 """How often an operation that waits for idleness is looked at when nothing else happens."""
 MAX_POLL_S = 3600.0
@@ -71,15 +78,17 @@ class Scheduler:
         runner: Runner,
         recovery: Recovery,
         updates: WeightUpdates,
+        guard: Guard,
         history: MemoryHistory,
         stages: StageProfiler,
         device_module: Any,
         pipeline_depth: int,
         idle_empty_s: float,
         wakeup: Wakeup,
-        stop_fds: tuple[int, ...] = (),
+        shutdown: Shutdown,
+        heartbeat: Heartbeat,
     ) -> None:
-        """``stop_fds`` become readable when the process shall end (a signal, the launcher's death)."""
+        """``shutdown`` says when to end, ``heartbeat`` is told of every tick."""
         self._router = router
         self._dispatcher = dispatcher
         self._lifecycle = lifecycle
@@ -88,38 +97,65 @@ class Scheduler:
         self._runner = runner
         self._recovery = recovery
         self._updates = updates
+        self._guard = guard
         self._history = history
         self._stages = stages
         self._device_module = device_module
         self._depth = pipeline_depth
         self._idle_empty_s = idle_empty_s
         self._wakeup = wakeup
-        self._stop_fds = stop_fds
-        self._stopping = False
+        self._shutdown = shutdown
+        self._heartbeat = heartbeat
         self._idle_since: float | None = None
         self._next_keepalive = 0.0
+        self._timers = Timers(
+            guard,
+            (
+                Timer("the keepalive", self._keepalive_due, self._keep_alive),
+                Timer("the end of a weight session", lambda: updates.sessions.expires, updates.expire),
+                Timer("the end of a pause lease", self._lease_due, self._expire_lease),
+                Timer("emptying the idle engine", self._idle_due, self._empty_idle),
+            ),
+        )
         self.last_step_at: float | None = None
         self._poller = zmq.Poller()
         self._poller.register(router.socket, zmq.POLLIN)
-        for fd in (wakeup.fd, *stop_fds):
+        for fd in (wakeup.fd, *shutdown.fds):
             self._poller.register(fd, zmq.POLLIN)
 
     def run(self) -> None:
-        """Until told to stop; then every live request ends and every client is told."""
+        """Until told to stop; then every live request ends and every client is told, whatever the reason is."""
         ongoing: Step | None = None
-        while not (self._stopping or self._dispatcher.stop_requested):
-            ongoing = self.tick(ongoing)
-        if ongoing is not None and (failure := self._answer(ongoing)) is not None:
-            self._discard(ongoing, failure, None)
-        self._results.abort_all("the engine is shutting down")
-        self._dispatcher.refuse_rest("the engine is shutting down")
-        self._results.deliver(self._lifecycle.step)
+        try:
+            while not self._shutdown.requested or self._drains(ongoing):
+                ongoing = self.tick(ongoing)
+            if ongoing is not None and (failure := self._answer(ongoing)) is not None:
+                self._discard(ongoing, failure, None)
+        except BaseException as error:
+            logger.critical("the loop has failed: the engine ends", exc_info=error)
+            self._end(f"the engine has failed: {type(error).__name__}: {error}", failed=True)
+            raise
+        self._end("the engine is shutting down", failed=False)
+
+    def _end(self, message: str, *, failed: bool) -> None:
+        """Every request and every command is answered, each of these steps whatever became of the one before."""
+        live, run = list(self._results.live.values()), self._guard.run
+        run("ending the requests", self._results.fail if failed else self._results.abort, live, message)
+        run("ending the commands", self._dispatcher.refuse_rest, message)
+        for _ in range(MAX_SENDS):
+            run("sending the last results", self._results.deliver, self._lifecycle.step)
+
+    def _drains(self, ongoing: Step | None) -> bool:
+        """Whether the end waits for something that is under way."""
+        busy = ongoing is not None or self._results.live or self._results.has_undelivered
+        return self._shutdown.is_draining and bool(busy or self._dispatcher.has_unanswered)
 
     def tick(self, ongoing: Step | None) -> Step | None:
         """One turn; returns the step that is still in flight, at depth 1."""
+        run = self._guard.run
         self._hear(self._timeout(ongoing))
-        self._dispatcher.advance()
-        self._dispatcher.score()
+        run("a command", self._dispatcher.advance)
+        run("scoring", self._dispatcher.score)
         may_launch = self._lifecycle.may_launch and not (ongoing is not None and ongoing.is_lost)
         launched = self._launch() if may_launch else None
         due, ongoing = (launched, None) if self._depth == 0 else (ongoing, launched)
@@ -127,25 +163,35 @@ class Scheduler:
             self._discard(due, failure, ongoing)
             ongoing = None
         self._results.deliver(self._lifecycle.step if due is None else due.number)
-        self._dispatcher.reap()
+        run("ending the requests of a client that left", self._dispatcher.reap)
         return ongoing
 
     def _hear(self, timeout_s: float | None) -> None:
         """Drain the inbox; block up to ``timeout_s`` for it (None: until something comes)."""
+        blocks = timeout_s != 0
+        if blocks:
+            self._heartbeat.asleep = True
         events = dict(
             self._poller.poll(None if timeout_s is None else round(min(timeout_s, MAX_POLL_S) * 1000))
         )
-        if any(fd in events for fd in self._stop_fds):
-            self._stopping = True
+        if blocks:
+            self._heartbeat.asleep = False
+        self._heartbeat.ticked = True
         if self._wakeup.fd in events:
             self._wakeup.clear()
         if self._router.socket in events:
             with self._stages.stage("receive"):
-                for client, header, buffers in self._router.receive():
-                    self._dispatcher.handle(client, header, buffers)
+                self._guard.run("receiving", self._receive)
+        for fd in self._shutdown.fds:  # what came before the end is still begun
+            if fd in events:
+                self._shutdown.heard(fd)
         if self._router.has_backlog:
-            self._router.retry()
-        self._on_timers()
+            self._guard.run("a client's backlog", self._router.retry)
+        self._timers.fire(monotonic())
+
+    def _receive(self) -> None:
+        for client, header, buffers in self._router.receive():
+            self._guard.run("a message", self._dispatcher.handle, client, header, buffers)
 
     def _timeout(self, ongoing: Step | None) -> float | None:
         """Seconds to block: 0 with work at hand, else until the next timer; None without any."""
@@ -154,42 +200,50 @@ class Scheduler:
             self._idle_since = None
             return 0
         now = monotonic()
-        timers: list[float] = []
-        if self._dispatcher.has_parked:
-            timers.append(PARKED_POLL_S)
-        if self._router.has_backlog or self._results.has_undelivered:
-            timers.append(BACKLOG_POLL_S)
-        if self._results.live or self._updates.keeps_memory:
-            timers.append(max(0.0, self._next_keepalive - now))
-        if self._updates.deadline is not None:
-            timers.append(max(0.0, self._updates.deadline - now))
-        lease_left = self._lifecycle.lease_left_s
-        if lease_left is not None and not self._dispatcher.is_busy:
-            timers.append(max(0.0, lease_left))
         if self._idle_since is None:
             self._idle_since = now
-        if self._idle_since != float("inf"):
-            timers.append(max(0.0, self._idle_since + self._idle_empty_s - now))
-        return min(timers) if timers else None
+        waits: list[float] = [self._shutdown.left_s] if self._shutdown.requested else []
+        if self._dispatcher.has_parked:
+            waits.append(PARKED_POLL_S)
+        if self._router.has_backlog or self._results.has_undelivered:
+            waits.append(BACKLOG_POLL_S)
+        if (due := self._timers.next_due()) is not None:
+            waits.append(max(0.0, due - now))
+        return min(waits) if waits else None
 
-    def _on_timers(self) -> None:
-        now = monotonic()
-        if now >= self._next_keepalive and (self._results.live or self._updates.keeps_memory):
-            self._next_keepalive = now + KEEPALIVE_S
-            self._router.keepalive({r.client for r in self._results.live.values()}, self._lifecycle.step)
-            self._updates.collect()
-        if self._updates.deadline is not None and now >= self._updates.deadline:
-            self._updates.expire()
+    def _keepalive_due(self) -> float | None:
+        waiting = (
+            self._results.live or self._dispatcher.has_unanswered or self._updates.sessions.client is not None
+        )
+        return self._next_keepalive if waiting or self._updates.keeps_memory else None
+
+    def _keep_alive(self) -> None:
+        self._next_keepalive = monotonic() + KEEPALIVE_S
+        clients = self._dispatcher.awaiting_clients()
+        if self._updates.sessions.client is not None:
+            clients.add(self._updates.sessions.client)
+        self._router.keepalive(clients, self._lifecycle.step)
+        self._updates.collect()
+
+    def _lease_due(self) -> float | None:
         lease_left = self._lifecycle.lease_left_s
-        if lease_left is not None and lease_left <= 0 and not self._dispatcher.is_busy:
-            if self._lifecycle.lease_expiry == "continue":
-                self._updates.expire()  # a session left open is aborted first
-            self._lifecycle.expire_lease()
-        if self._idle_since is not None and now >= self._idle_since + self._idle_empty_s:
-            self._idle_since = float("inf")  # once per idle period
-            report = empty_device_cache_with_report(self._device_module)
-            logger.debug("%s", report.describe("idle"))
-            self._history.note("idle", returned=report.freed)
+        return None if lease_left is None or self._dispatcher.defers_lease else monotonic() + lease_left
+
+    def _expire_lease(self) -> None:
+        lease, owner = self._lifecycle.ownership.lease, self._lifecycle.ownership.sender
+        if lease is not None and owner is not None and lease.action == "continue":
+            self._updates.expire_with_lease(owner)  # a session left open is aborted first
+        self._lifecycle.expire_lease()
+
+    def _idle_due(self) -> float | None:
+        since = self._idle_since
+        return None if since is None or since == inf else since + self._idle_empty_s
+
+    def _empty_idle(self) -> None:
+        self._idle_since = inf  # once per idle period
+        report = empty_device_cache_with_report(self._device_module)
+        logger.debug("%s", report.describe("idle"))
+        self._history.note("idle", returned=report.freed)
 
     def _launch(self) -> Step | None:
         number = self._lifecycle.step + 1
@@ -230,7 +284,7 @@ class Scheduler:
             with self._recovery.taking_in(step.batch, step.number):
                 self._batcher.landed(step.batch, self.last_step_at - began)
             self._results.deliver(step.number)
-        self._history.sample()
+        self._guard.run("sampling the memory", self._history.sample)
         return None
 
     def _discard(self, step: Step, failure: Failure, later: Step | None) -> None:

@@ -31,6 +31,7 @@ from .forward import Runner
 from .lifecycle import Lifecycle, Operation, Wait
 from .observability.memory_history import MemoryHistory
 from .observability.stage_profiler import StageProfiler
+from .observability.watchdog import Heartbeat
 from .runner.graphs import DecodeGraphs
 from .updates import WeightUpdates
 
@@ -54,6 +55,7 @@ class MemoryOccupation:
         device_module: Any,
         history: MemoryHistory,
         stages: StageProfiler,
+        heartbeat: Heartbeat,
     ) -> None:
         """``graphs`` None: nothing is ever captured."""
         self._residency = residency
@@ -65,6 +67,7 @@ class MemoryOccupation:
         self._device_module = device_module
         self._history = history
         self._stages = stages
+        self._heartbeat = heartbeat
 
     def release(self, request: ReleaseMemoryOccupationReqInput) -> Operation:
         """Give memory back; the reply comes when the system has it."""
@@ -83,7 +86,8 @@ class MemoryOccupation:
                 self._graphs.drop()
             for tag in sorted(tags):
                 with self._stages.stage(f"release.{tag}"):
-                    for _ in self._residency.release([tag]):
+                    releasing = self._residency.release([tag])
+                    while self._step(releasing, "release"):
                         yield Wait.SLICE
             with self._stages.stage("release.empty_cache"):
                 empty_device_cache(self._device_module)
@@ -107,7 +111,8 @@ class MemoryOccupation:
             while self._advance(steps):
                 yield Wait.SLICE
             if self._graphs is not None and lifecycle.released == tags:
-                for _ in self._graphs.capture():
+                capturing = self._graphs.capture()
+                while self._step(capturing, "capture"):
                     yield Wait.SLICE
             self._runner.synchronize()
             lifecycle.set_released(lifecycle.released - tags)
@@ -119,11 +124,16 @@ class MemoryOccupation:
 
     def _advance(self, steps: Iterator[None]) -> bool:
         with self._runner.on_stream():  # where updates write, and steps read
+            return self._step(steps, "resume")
+
+    def _step(self, steps: Iterator[None], what: str) -> bool:
+        """One of ``steps``, which may be all of a model's memory."""
+        with self._heartbeat.long_operation(what):
             return next(steps, _END) is not _END
 
     def _require_releasable(self, tags: Collection[MemoryTag]) -> None:
         lifecycle = self._lifecycle
-        if lifecycle.explicit_session or lifecycle.weights == "updating":
+        if self._updates.sessions.is_explicit or lifecycle.weights == "updating":
             raise CaesuraError(
                 ErrorCode.SESSION_OPEN,
                 "cannot release memory: a weight update is open; end it (an implicit one: continue, or flush_cache)",

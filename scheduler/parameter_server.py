@@ -18,6 +18,7 @@ from .background import Feed
 from .config import EngineConfig
 from .lifecycle import Operation, Wait
 from .observability.stage_profiler import StageProfiler
+from .ownership import Sender
 from .updates import WeightUpdates
 from .weights.session import Session
 from .weights.source import BufferSource
@@ -26,6 +27,7 @@ from .weights.transports.cuda_ipc import uuid_of
 from .weights.transports.ipc import SharedMemoryMaps
 
 _NAME = "checkpoint_engine"
+_ROUTE = (_NAME, None)
 
 
 class ParameterServerUpdates:
@@ -43,15 +45,16 @@ class ParameterServerUpdates:
         if self._conversation is not None:
             self._conversation.close()
 
-    def update(self, request: UpdateWeightsFromCheckpointEngineReqInput) -> Operation:
+    def update(self, request: UpdateWeightsFromCheckpointEngineReqInput, sender: Sender) -> Operation:
         """Connect to the server of this engine's device, and load what it sends until it is done."""
+        self._updates.sessions.admitted(request, sender, _ROUTE)
         stages, started = self._updates.profiler(), monotonic()
         conversation = self._connect(request)
         feed = Feed(conversation.turns(), self._wake)
         memory = SharedMemoryMaps(self._config.device)
         try:
             opening = yield from self._next(feed, None)
-            session = self._updates.enter(request, _NAME)
+            session = self._updates.enter(request, sender, _ROUTE)
             work = self._load_all(opening, feed, memory, session, stages)
             return (yield from self._updates.conclude(request.id, session, stages, started, work, whole=True))
         except BaseException as error:
@@ -132,5 +135,5 @@ class ParameterServerUpdates:
         stages: StageProfiler,
     ) -> Generator[Wait, None, None]:
         buffer = memory.view(opening.handle)[opening.start : opening.start + opening.nbytes]
-        source = self._updates.open_checked(lambda: BufferSource(_NAME, bucket.specs, [buffer]))
+        source = self._updates.open_checked(lambda: BufferSource(_NAME, bucket.specs, [buffer]), session)
         yield from self._updates.load(source, session, stages)

@@ -2,19 +2,20 @@
 
 Invariants:
 - The launcher hears exactly one line on the ready descriptor: that the engine serves, or why it does not.
-- SIGTERM, SIGINT, a shutdown message and the death of the launcher all end the same way: every live request gets its
-  terminal message, then the process exits.
+- A signal, a shutdown message, the death of the launcher and a loop that fails all end the same way: every live request
+  gets its terminal message, one line of the log says why, then the process exits. ``stopping.py`` says when.
+- No end takes for ever: a loop that hangs, and an end that does, are cut off (``observability/watchdog.py``).
+- An engine is whole or gone: a thread of ours that fails ends it.
 """
 
 import contextlib
+import faulthandler
 import gc
 import json
 import logging
 import os
 import secrets
-import shutil
-import signal
-import socket
+import threading
 import time
 import traceback
 from dataclasses import dataclass
@@ -24,7 +25,8 @@ import msgspec
 import torch
 
 from .. import __version__
-from ..io_struct import CaesuraError, ErrorCode, GenerateReqOutput
+from ..io_struct import CaesuraError, ErrorCode, GenerateReqOutput, private_directory
+from .access import ServerKeys
 from .background import Wakeup
 from .batching import Batcher
 from .build import (
@@ -35,22 +37,27 @@ from .build import (
     kv_bytes_per_token,
     routing_bytes_per_token,
 )
-from .cache.manager import CacheManager
+from .cache.manager import CacheManager, LedgerError
 from .channel import Router
 from .checker import WeightsChecker
 from .chunking import ChunkSizer
+from .commands import Commands
 from .config import PAGE_SIZE, EngineConfig
-from .device.memory import device_module_for, empty_device_cache
+from .descriptors import DescriptorCheck, raise_limit
+from .device.memory import empty_device_cache, is_out_of_memory
+from .device.module import device_module_for
 from .device.residency import ComponentResidencyManager
 from .dispatch import Dispatcher
 from .failure import Recovery
 from .forward import Runner
 from .groups import GroupCommands
+from .guard import Guard
 from .lifecycle import Lifecycle
 from .loop import Scheduler
 from .observability import log
 from .observability.memory_history import MemoryGauges, MemoryHistory
 from .observability.stage_profiler import StageProfiler
+from .observability.watchdog import Heartbeat, Watchdog, exit_within
 from .occupation import MemoryOccupation
 from .parameter_server import ParameterServerUpdates
 from .reference import load_reference
@@ -58,13 +65,18 @@ from .request import Request, RequestTable, WeightStamp
 from .results import Results
 from .runner.model_runner import ModelRunner
 from .scoring import ReferenceModel, Scoring
+from .sessions import Sessions
 from .status import StaticFacts, StatusReporter
+from .stopping import Shutdown, StartInterruptedError, StopSignals
 from .updates import WeightUpdates
 from .waiting import AdmissionLimits, WaitingQueue
 from .weights.transports.distributed import WeightsUpdateGroups
 from .weights_record import WeightsFile
 
 logger = logging.getLogger(__name__)
+
+END_S = 30.0
+"""How long the end may take once the loop is over: last messages, process groups, files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +102,7 @@ class _Commands:
     """What carries commands out that take time."""
 
     updates: WeightUpdates
-    parameter_server: ParameterServerUpdates
-    occupation: MemoryOccupation
-    checker: WeightsChecker
+    handlers: Commands
     scoring: Scoring | None
 
 
@@ -100,24 +110,26 @@ class Engine:
     """All parts of a running scheduler, wired; ``scheduler.run()`` serves."""
 
     def __init__(
-        self, config: EngineConfig, stop_fds: tuple[int, ...] = (), make_runner: MakeRunner | None = None
+        self, config: EngineConfig, shutdown: Shutdown | None = None, make_runner: MakeRunner | None = None
     ) -> None:
         """Binds the endpoint first: a second engine must fail before it allocates.
 
         Args:
             config: resolved.
-            stop_fds: the loop ends when one of them becomes readable.
+            shutdown: says when the loop ends. None: when a message says so.
             make_runner: builds what executes steps. None: :func:`build_runner`.
         """
         assert config.endpoint is not None
         assert config.pipeline_depth is not None
         self._cleanup = contextlib.ExitStack()
-        self.router = Router(config.endpoint, on_gone=self._client_gone)
+        keys = ServerKeys.read(config.curve_secret_key_file, config.curve_authorized_clients)
+        self.router = Router(config.endpoint, on_gone=self._client_gone, keys=keys)
         self._cleanup.callback(self.router.close)
+        self.heartbeat = Heartbeat()
         self.wakeup = Wakeup()
         self._cleanup.callback(self.wakeup.close)
         try:
-            self._build(config, stop_fds, make_runner or build_runner)
+            self._build(config, shutdown or _shutdown_of(config), make_runner or build_runner)
         except BaseException:
             self.close()
             raise
@@ -126,7 +138,7 @@ class Engine:
         """Let go of the endpoint and of what runs beside the loop."""
         self._cleanup.close()
 
-    def _build(self, config: EngineConfig, stop_fds: tuple[int, ...], make_runner: MakeRunner) -> None:
+    def _build(self, config: EngineConfig, shutdown: Shutdown, make_runner: MakeRunner) -> None:
         self._weights_file = WeightsFile(config)
         self._cleanup.callback(self._weights_file.close)
         module = device_module_for(config.device)
@@ -141,11 +153,8 @@ class Engine:
             config=config,
             limits=core.limits,
             lifecycle=core.lifecycle,
-            updates=commands.updates,
-            parameter_server=commands.parameter_server,
-            groups=GroupCommands(self.groups),
-            occupation=commands.occupation,
-            checker=commands.checker,
+            sessions=commands.updates.sessions,
+            handlers=commands.handlers,
             scoring=commands.scoring,
             results=core.results,
             waiting=core.waiting,
@@ -153,6 +162,7 @@ class Engine:
             status=self._build_status(config, core, commands, module),
             history=self._history,
             check_ledger=self.cache.check,
+            shutdown=shutdown,
         )
         self.scheduler = Scheduler(
             router=self.router,
@@ -163,13 +173,15 @@ class Engine:
             runner=core.runner,
             recovery=core.recovery,
             updates=commands.updates,
+            guard=Guard(fatal=(LedgerError,) if config.check_ledger else ()),
             history=self._history,
             stages=self._stages,
             device_module=module,
             pipeline_depth=config.pipeline_depth or 0,
             idle_empty_s=config.idle_empty_s,
             wakeup=self.wakeup,
-            stop_fds=stop_fds,
+            shutdown=shutdown,
+            heartbeat=self.heartbeat,
         )
         empty_device_cache(module)  # what loading left behind
         self._history.note("start", config.model_path)
@@ -213,6 +225,7 @@ class Engine:
             device_module=module,
         )
         lifecycle = Lifecycle(
+            sessions=Sessions(deadline_s=config.session_deadline_s, orphan_s=config.session_orphan_s),
             batcher=batcher,
             waiting=waiting,
             results=results,
@@ -242,7 +255,9 @@ class Engine:
 
     def _build_commands(self, config: EngineConfig, core: _Core, module: Any) -> _Commands:
         loaded, residency, runner, lifecycle = core.loaded, core.residency, core.runner, core.lifecycle
-        self.groups = WeightsUpdateGroups(loaded.device, self.wakeup.set, runner.synchronize)
+        self.groups = WeightsUpdateGroups(
+            loaded.device, self.wakeup.set, runner.synchronize, config.group_interface
+        )
         self._cleanup.callback(self.groups.close)
         updates = WeightUpdates(
             config=config,
@@ -250,6 +265,7 @@ class Engine:
             loader=loaded.loader,
             runner=runner,
             lifecycle=lifecycle,
+            sessions=lifecycle.sessions,
             batcher=core.batcher,
             results=core.results,
             cache=self.cache,
@@ -259,6 +275,7 @@ class Engine:
             stages=self._stages,
             weights_file=self._weights_file,
             model_path=core.folder or config.model_path,
+            wake=self.wakeup.set,
         )
         parameter_server = ParameterServerUpdates(config=config, updates=updates, wake=self.wakeup.set)
         self._cleanup.callback(parameter_server.close)
@@ -277,6 +294,7 @@ class Engine:
             device_module=module,
             history=self._history,
             stages=self._stages,
+            heartbeat=self.heartbeat,
         )
         checker = WeightsChecker(
             model=loaded.model, runner=runner, lifecycle=lifecycle, poison=updates.poison
@@ -286,7 +304,15 @@ class Engine:
             scoring = Scoring(
                 core.reference, residency=residency, lifecycle=lifecycle, runner=runner, device_module=module
             )
-        return _Commands(updates, parameter_server, occupation, checker, scoring)
+        handlers = Commands(
+            lifecycle=lifecycle,
+            updates=updates,
+            parameter_server=parameter_server,
+            groups=GroupCommands(self.groups),
+            occupation=occupation,
+            checker=checker,
+        )
+        return _Commands(updates, handlers, scoring)
 
     def _build_status(
         self, config: EngineConfig, core: _Core, commands: _Commands, module: Any
@@ -331,34 +357,70 @@ def run(config: EngineConfig, ready_fd: int | None, lifeline_fd: int | None) -> 
         ready_fd: gets one JSON line: ``{"ready": true, "endpoint", "pid"}`` or ``{"ready": false, "code", …}``.
         lifeline_fd: the process ends when this becomes readable, which it does when its other end closes.
     """
-    started = time.monotonic()
-    stop_fds = [_signal_fd()]
-    if lifeline_fd is not None:
-        stop_fds.append(lifeline_fd)
+    faulthandler.enable()  # a fault in a library says where
+    signals = StopSignals()
+    shutdown = _shutdown_of(config, signal_fd=signals.fd, lifeline_fd=lifeline_fd)
     with contextlib.ExitStack() as cleanup:
+        cleanup.callback(log.flush)
+        started = time.monotonic()
         try:
-            engine = _start(config, tuple(stop_fds), cleanup)
+            engine = _start(config, shutdown, cleanup)
+            cleanup.callback(engine.close)
+            signals.serving()
         except CaesuraError as error:
             logger.error("cannot start: %s", error)
             tell(ready_fd, refusal(error))
             return 1
-        cleanup.callback(engine.close)
+        except StartInterruptedError as interrupted:
+            logger.info("the engine ends: %s at start", interrupted)
+            return 128 + interrupted.number
         gc.freeze()  # imports and the engine live as long as the process: a full collection need not go through them
         logger.info(
             "serving %s on %s after %.2f s (%d threads)",
             config.model_path, engine.router.endpoint, time.monotonic() - started, torch.get_num_threads(),
         )  # fmt: skip
         tell(ready_fd, {"ready": True, "endpoint": engine.router.endpoint, "pid": os.getpid()})
+        return _serve(engine, shutdown, config.watchdog_timeout_s)
+
+
+def _shutdown_of(config: EngineConfig, **fds: int | None) -> Shutdown:
+    drain = config.shutdown_mode == "drain"
+    return Shutdown(drain=drain, drain_timeout_s=config.drain_timeout_s, **fds)
+
+
+def _serve(engine: Engine, shutdown: Shutdown, watchdog_timeout_s: float) -> int:
+    """Until the end; the exit status."""
+    failed: list[str] = []
+
+    def thread_failed(failure: threading.ExceptHookArgs) -> None:
+        name = "?" if failure.thread is None else failure.thread.name
+        failed.append(f"thread {name} has failed: {failure.exc_type.__name__}")
+        logger.critical("%s", failed[-1], exc_info=failure.exc_value)
+        shutdown.request(failed[-1], drain=False)
+        engine.wakeup.set()
+
+    threading.excepthook = thread_failed
+    watchdog = Watchdog(engine.heartbeat, watchdog_timeout_s, (DescriptorCheck(),))
+    watchdog.start()
+    try:
         engine.scheduler.run()
-    return 0
+    except Exception as error:  # noqa: BLE001  it was logged, and every client was told
+        failed.append(f"its loop has failed: {type(error).__name__}")
+        shutdown.request(failed[-1], drain=False)
+    finally:
+        watchdog.close()
+        exit_within(END_S)
+    logger.info("the engine ends: %s", failed[0] if failed else shutdown.reason)
+    return 1 if failed else 0
 
 
-def _start(config: EngineConfig, stop_fds: tuple[int, ...], cleanup: contextlib.ExitStack) -> Engine:
+def _start(config: EngineConfig, shutdown: Shutdown, cleanup: contextlib.ExitStack) -> Engine:
     """A serving engine; every reason against it is a CaesuraError, since the launcher must hear it."""
     try:
         log.configure(config.log_level)
     except ValueError as error:
         raise _refused("log_level", config.log_level, error) from error
+    raise_limit()
     try:
         torch.empty(0, device=None if config.device == "auto" else config.device)
     except (RuntimeError, AssertionError) as error:  # unknown, not built in, or not there
@@ -368,16 +430,16 @@ def _start(config: EngineConfig, stop_fds: tuple[int, ...], cleanup: contextlib.
         if config.endpoint is None:
             assert resolved.endpoint is not None
             directory = os.path.dirname(resolved.endpoint.removeprefix("ipc://"))
-            cleanup.callback(shutil.rmtree, directory, ignore_errors=True)
+            cleanup.callback(private_directory.remove, directory)
         torch.set_num_threads(resolved.num_threads or 1)
-        return Engine(resolved, stop_fds)
+        return Engine(resolved, shutdown)
     except CaesuraError:
         raise
     except MemoryError as error:
         raise CaesuraError(ErrorCode.OUT_OF_MEMORY, f"out of memory at start: {error}") from error
     except Exception as error:
         raise CaesuraError(
-            ErrorCode.INTERNAL,
+            ErrorCode.OUT_OF_MEMORY if is_out_of_memory(error) else ErrorCode.INTERNAL,
             f"the engine could not be built: {type(error).__name__}: {error}",
             traceback="".join(traceback.format_exception(error)),
         ) from error
@@ -386,18 +448,6 @@ def _start(config: EngineConfig, stop_fds: tuple[int, ...], cleanup: contextlib.
 def _refused(field: str, value: object, error: Exception) -> CaesuraError:
     reason = str(error).partition("\n")[0]
     return CaesuraError(ErrorCode.INVALID_REQUEST, f"{field} = {value!r}: {reason}", field=field, value=value)
-
-
-def _signal_fd() -> int:
-    """A descriptor that becomes readable on SIGTERM or SIGINT."""
-    reader, writer = socket.socketpair()
-    for end in (reader, writer):
-        end.setblocking(False)
-    signal.set_wakeup_fd(writer.fileno())
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: None)  # the wake-up descriptor does the work
-    writer.detach()
-    return reader.detach()
 
 
 def refusal(error: CaesuraError) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..io_struct import Residency
 from .build import build_backend, load_model, longest_context, make_pool, require_deterministic
 from .config import EngineConfig
-from .device.memory import device_module_for
+from .device.module import device_module_for
 from .device.offload import ComponentOffloadStrategy, LayerwiseOffloadStrategy, ResidentStrategy, Strategy
 from .device.residency import ComponentResidencyManager
 from .models.base import CausalLM

@@ -106,6 +106,8 @@ class Request:
     first_scheduled: float | None = None
     cached_tokens: int = 0
     num_retractions: int = 0
+    shares_prefix: bool = False
+    """It computes pages of its prompt that others with the same one wait for."""
     routed: np.ndarray | None = None
     """Experts of the positions from ``routed_from`` on that were computed before its last retraction. None: it has none."""
 

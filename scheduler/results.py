@@ -203,9 +203,7 @@ class Results:
 
     def abort(self, requests: list[Request], message: str) -> int:
         """End ``requests`` now, with their partial tokens; returns how many."""
-        for request in requests:
-            self.finish(request, FinishReason(type="abort", message=message))
-        return len(requests)
+        return self._finish_each(requests, FinishReason(type="abort", message=message), keep_prefix=True)
 
     def abort_all(self, message: str) -> int:
         """End every live request, queued ones too."""
@@ -213,14 +211,19 @@ class Results:
 
     def fail(self, requests: list[Request], message: str, code: ErrorCode = ErrorCode.INTERNAL) -> None:
         """End ``requests`` after a failed step; their KV is not trusted, their earlier tokens are kept."""
-        reason = FinishReason(type="error", message=message, code=code)
+        self._finish_each(requests, FinishReason(type="error", message=message, code=code), keep_prefix=False)
+
+    def _finish_each(self, requests: list[Request], reason: FinishReason, *, keep_prefix: bool) -> int:
+        count = 0
         for request in requests:
             if request.phase is Phase.FINISHED:
                 continue
+            count += 1
             try:
-                self.finish(request, reason, keep_prefix=False)
+                self.finish(request, reason, keep_prefix=keep_prefix)
             except Exception as error:  # the others must be answered, too
                 logger.error("request %s has left something behind", request.rid, exc_info=error)
+        return count
 
     def deliver(self, step: int) -> None:
         """Send each client what has gathered for it."""
@@ -233,7 +236,22 @@ class Results:
                 logger.error("client %s: its results make no message", client.hex(), exc_info=error)
                 if outbox.attempts < MAX_SENDS:
                     continue  # it goes with what comes next
+                self._deliver_one_by_one(client, outbox, step)
             del self._outboxes[client]
+
+    def _deliver_one_by_one(self, client: bytes, outbox: _Outbox, step: int) -> None:
+        """Something in ``outbox`` cannot be sent: send every result alone, and in place of that one, that it cannot."""
+        for result in outbox.finished:
+            try:
+                self._send(client, BatchTokenOutput(step=step, finished=[result]))
+                continue
+            except Exception as error:
+                logger.error("request %s: its result makes no message", result.rid, exc_info=error)
+                instead = _without_content(result, error)
+            try:
+                self._send(client, BatchTokenOutput(step=step, finished=[instead]))
+            except Exception as error:
+                logger.error("request %s is not answered", result.rid, exc_info=error)
 
     def _record_further(self, batch: ScheduledBatch, further: FurtherLogprobs) -> None:
         special, table = batch.forward.sampling.special, self._table
@@ -253,7 +271,17 @@ class Results:
             logger.error(
                 "request %s: logits are not finite (weights epoch %d)", request.rid, self._stamp.epoch
             )
-            self.fail([request], "the model's logits are not finite: check the weights")
+            self.fail([request], self._non_finite(request))
+
+    def _non_finite(self, request: Request) -> str:
+        if not self._table.extras.special[request.slot]:
+            return "the model's logits are not finite: check the weights"
+        params = request.params
+        return (
+            f"the logits are not finite after repetition_penalty = {params.repetition_penalty:g}, frequency_penalty = "
+            f"{params.frequency_penalty:g}, presence_penalty = {params.presence_penalty:g}, {len(params.logit_bias or ())} "
+            f"biases and min_new_tokens = {params.min_new_tokens}: check these, and the weights"
+        )
 
     def _open_spans(self, slots: np.ndarray, at: np.ndarray) -> None:
         table = self._table
@@ -345,6 +373,22 @@ class Results:
             dtype="U8" if narrow else "U16",
             start=start,
         )
+
+
+def _without_content(result: GenerateReqOutput, error: Exception) -> GenerateReqOutput:
+    """The end of the sample, where nothing else of ``result`` can be told."""
+    code = ErrorCode.OUT_OF_MEMORY if is_out_of_memory(error) else ErrorCode.INTERNAL
+    message = f"its result cannot be sent: {type(error).__name__}: {error}"
+    return GenerateReqOutput(
+        rid=result.rid,
+        index=result.index,
+        output_ids=b"",
+        finish_reason=FinishReason(type="error", message=message, code=code),
+        weight_versions=[],
+        prompt_tokens=0,
+        cached_tokens=0,
+        seed=0,
+    )
 
 
 def _further_fields(record: LogprobRecord, count: int) -> dict[str, Any]:

@@ -182,13 +182,16 @@ class Scoring:
         """Work for a slice; the answers that are ready."""
         started, self.waits = perf_counter(), False
         if "weights" in self._lifecycle.released:
-            self._give_up("the memory of the reference was released", ErrorCode.MEMORY_RELEASED)
+            self._give_up(CaesuraError(ErrorCode.MEMORY_RELEASED, "the memory of the reference was released"))
         while self._work is not None or self._queue:
             if self._work is None:
                 self._work = self._serve()
-            with torch.inference_mode(), self._runner.on_stream():
-                if next(self._work, _ENDED) is _ENDED:
-                    self._work = None
+            try:
+                with torch.inference_mode(), self._runner.on_stream():
+                    if next(self._work, _ENDED) is _ENDED:
+                        self._work = None
+            except Exception as error:  # noqa: BLE001  what is between chunks failed: nobody knows what is there of them
+                self._give_up(_failure(error))
             if self.waits or perf_counter() - started > SLICE_S:
                 break
         answers, self._answers = self._answers, []
@@ -196,7 +199,7 @@ class Scoring:
 
     def end(self, message: str) -> list[ScoreReqOutput | ErrorReply]:
         """Shutdown: what is pending is answered by an error."""
-        self._give_up(message, ErrorCode.SHUTTING_DOWN)
+        self._give_up(CaesuraError(ErrorCode.SHUTTING_DOWN, message))
         answers, self._answers = self._answers, []
         return answers
 
@@ -336,12 +339,12 @@ class Scoring:
             del self._messages[message_id]
             self._answers.append(error.to_reply(message_id))
 
-    def _give_up(self, reason: str, code: ErrorCode) -> None:
+    def _give_up(self, error: CaesuraError) -> None:
         """End everything that is under way, without touching the reference's memory any more."""
         if self._work is not None:
             self._work.close()
             self._work = None
-        self._fail(set(self._messages), CaesuraError(code, reason))
+        self._fail(set(self._messages), error)
 
     def _release_pages(self, sequence: _Sequence) -> None:
         self._allocator.free(sequence.pages)

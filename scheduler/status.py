@@ -13,7 +13,7 @@ from ..io_struct import DeviceMemory, EngineTotals, GetStatusReqOutput, KVUsage,
 from .batching import Batcher
 from .cache.manager import CacheManager
 from .config import PAGE_SIZE, EngineConfig
-from .device.memory import DeviceMemoryReading, get_available_memory
+from .device.memory import DeviceMemoryReading, available_memory_if_known
 from .failure import Recovery
 from .lifecycle import Lifecycle
 from .observability.memory_history import MemoryHistory
@@ -92,7 +92,7 @@ class StatusReporter:
             released_tags=sorted(lifecycle.released),
             weight_version=lifecycle.stamp.version,
             weights_epoch=lifecycle.stamp.epoch,
-            session=self._updates.session_status(),
+            session=self._updates.sessions.status(),
             update=self._updates.progress(),
             running_requests=self._batcher.num_running,
             prefilling_requests=self._batcher.num_prefilling,
@@ -157,7 +157,7 @@ class StatusReporter:
         return DeviceMemory(
             reserved=reading.reserved,
             allocated=reading.allocated,
-            available=get_available_memory(self._config.device),
+            available=available_memory_if_known(self._config.device),
             weights=self._facts.weights_bytes,
             kv_cache=self._facts.kv_bytes,
         )

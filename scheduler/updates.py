@@ -1,16 +1,14 @@
-"""Weight updates as commands: sessions, and what is the same for every transport.
+"""Weight updates as commands: checks, writing and commit, the same for every transport.
 
-Session states, above the handlers that move between them:
+What happens to a session (``sessions.py`` says whose it is and who may do what):
 
-    none --begin--> open(explicit) --call--> open, written --end(commit)--> none, committed
-                                                          --end(abort), failure, deadline--> none, POISONED
-                    open, nothing written --end(abort), deadline--> none, VALID as before
-    none --call while running--> open(single) --all of it written--> none, committed
-    none --call while paused--> open(implicit) --continue, flush, end, or every parameter written--> none, committed
+    open --call--> open, written --end(commit), continue, flush, every parameter written--> none, committed
+                                 --end(abort), failure, deadline--> none, POISONED
+    open, nothing written --end(abort), deadline--> none, VALID as before
 
 Invariants:
-- Everything that can be known before the first written byte is checked before it: headers, sizes, names, shapes,
-  dtypes, the config, whether the flush can be honoured. Refusals leave the weights as they were.
+- Everything that can be known before the first written byte is checked before it: the session, headers, sizes, names, shapes,
+  dtypes, rows, the config, whether the flush can be honoured. Refusals leave the weights as they were, and every request alone.
 - I5: between the first written byte and the commit nothing is launched; a failure there leaves POISONED.
 - I7: bytes are written in place, casts are those of a cold load, derivations run once, at commit.
 - Loading yields every few milliseconds, or pieces where one takes longer, so status and abort are answered meanwhile.
@@ -19,6 +17,7 @@ Invariants:
 import contextlib
 import logging
 from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import asdict
 from time import monotonic
 from typing import Any
 
@@ -28,8 +27,8 @@ from ..io_struct import (
     CaesuraError,
     EndWeightUpdateReqInput,
     ErrorCode,
-    SessionStatus,
     StageTimes,
+    TensorSpec,
     UpdateProgress,
     UpdateWeightFromDiskReqInput,
     UpdateWeightsFromDistributedReqInput,
@@ -37,8 +36,8 @@ from ..io_struct import (
     UpdateWeightsFromTensorReqInput,
     WeightUpdateOptions,
     WeightUpdateReqOutput,
-    new_id,
 )
+from .background import Task
 from .batching import Batcher
 from .cache.manager import CacheManager
 from .config import EngineConfig
@@ -46,14 +45,15 @@ from .device.memory import empty_device_cache_with_report
 from .forward import Runner
 from .lifecycle import Lifecycle, Operation, Wait
 from .models.base import CausalLM
-from .models.config import config_difference, load_model_config
 from .observability.memory_history import MemoryHistory
 from .observability.stage_profiler import StageProfiler
+from .ownership import Sender
 from .results import Results
+from .sessions import Sessions
 from .weights.loader import LoadCounts, WeightLoader, WeightPiece
-from .weights.session import Session, SessionKind
+from .weights.session import Route, Session
 from .weights.source import WeightSource
-from .weights.transports.disk import DiskSource, ReadBucket, open_checkpoint
+from .weights.transports.disk import DiskSource, ReadBucket, open_fitting
 from .weights.transports.distributed import WeightsUpdateGroups
 from .weights.transports.ipc import SharedMemoryMaps
 from .weights.transports.tensor import open_frames
@@ -74,6 +74,7 @@ class WeightUpdates:
         loader: WeightLoader,
         runner: Runner,
         lifecycle: Lifecycle,
+        sessions: Sessions,
         batcher: Batcher,
         results: Results,
         cache: CacheManager,
@@ -83,7 +84,10 @@ class WeightUpdates:
         stages: StageProfiler,
         weights_file: WeightsFile,
         model_path: str,
+        wake: Callable[[], None],
     ) -> None:
+        """``wake`` ends the loop's sleep."""
+        self._wake = wake
         self._config = config
         self._model = model
         self._loader = loader
@@ -95,20 +99,15 @@ class WeightUpdates:
         self._device_module = device_module
         self._history = history
         self._stages = stages
-        self._session: Session | None = None
+        self.sessions = sessions
         self._progress: tuple[WeightSource, float] | None = None
         self._read_bucket = ReadBucket()
         self._maps = SharedMemoryMaps(config.device)
         self._groups = groups
-        lifecycle.settle = self.settle
+        lifecycle.settle = self._settle
         self._weights_file = weights_file
         self.model_path = model_path
         """The checkpoint folder last committed."""
-
-    @property
-    def deadline(self) -> float | None:
-        """When the open session expires, on the monotonic clock."""
-        return None if self._session is None else self._session.deadline
 
     @property
     def keeps_memory(self) -> bool:
@@ -117,12 +116,8 @@ class WeightUpdates:
 
     def collect(self) -> None:
         """Let go of shared memory whose owner is gone, unless a session may still read it."""
-        if self._session is None:
+        if self.sessions.current is None:
             self._maps.collect()
-
-    def session_status(self) -> SessionStatus | None:
-        """The open session, for status."""
-        return None if self._session is None else self._session.status()
 
     def progress(self) -> UpdateProgress | None:
         """The update that is running, for status."""
@@ -136,34 +131,26 @@ class WeightUpdates:
             age_s=monotonic() - started,
         )
 
-    def begin(self, request: BeginWeightUpdateReqInput) -> Operation:
+    def begin(self, request: BeginWeightUpdateReqInput, sender: Sender) -> Operation:
         """Open an explicit session; generation goes on until the first byte is written."""
         yield from ()
-        if self._session is not None:
-            raise CaesuraError(
-                ErrorCode.SESSION_OPEN,
-                "a weight session is open already",
-                age_s=monotonic() - self._session.opened,
-            )
+        self.sessions.require_none(sender)
         manifest = None
         if request.manifest is not None:
             self._loader.check(request.manifest, complete=True)
             names = (spec.name for spec in request.manifest)
             manifest = frozenset(name for name in names if not self._model.is_skipped(name))
-        self._session = self._open("explicit", request.deadline_s, manifest)
-        self._lifecycle.explicit_session = True
+        session = self.sessions.begin(request, sender, manifest, self.profiler())
         return BeginWeightUpdateReqOutput(
-            id=request.id, session_id=self._session.id, weights_epoch=self._lifecycle.stamp.epoch
+            id=request.id, session_id=session.id, weights_epoch=self._lifecycle.stamp.epoch
         )
 
-    def end(self, request: EndWeightUpdateReqInput) -> Operation:
-        """Commit or abort the explicit session."""
-        session = self._session
-        if session is None or session.kind == "single":
-            raise CaesuraError(ErrorCode.NO_SESSION, "no weight session is open")
+    def end(self, request: EndWeightUpdateReqInput, sender: Sender) -> Operation:
+        """Commit or abort a session."""
+        session = self.sessions.ending(request, sender)
         stages, started = session.stages, session.opened
         if not request.commit:
-            self._abandon(session, "the session was ended without commit")
+            self.abandon(session, "the session was ended without commit")
             return self._reply(request.id, session.counts, stages, started, committed=False, flushed=False)
         self._require_complete(session)
         self._require_flushable(session.flush)
@@ -173,7 +160,7 @@ class WeightUpdates:
         self._commit(session, stages)
         return self._reply(request.id, session.counts, stages, started, committed=True, flushed=session.flush)
 
-    def from_disk(self, request: UpdateWeightFromDiskReqInput) -> Operation:
+    def from_disk(self, request: UpdateWeightFromDiskReqInput, sender: Sender) -> Operation:
         """A complete checkpoint folder, in place."""
         if request.load_format not in (None, "auto", "safetensors"):
             raise CaesuraError(
@@ -182,77 +169,86 @@ class WeightUpdates:
                 field="load_format",
                 value=request.load_format,
             )
-        return self._update(request, lambda: self._open_checkpoint(request.model_path))
+        path, session = request.model_path, self.sessions.admitted(request, sender, ("disk", None))
+        # Beside the loop: the folder may be on a slow disk, and its headers anybody's.
+        opening = Task(
+            lambda: open_fitting(path, self._model.config, self._loader, self._read_bucket), self._wake
+        )
+        while not opening.done:
+            yield Wait.OUTSIDE
+        if session is not None:
+            self.require_open(session)
+        route = ("disk", None)
+        return (yield from self._update(request, sender, route, opening.result, opening.seconds))
 
     def from_tensor(
-        self, request: UpdateWeightsFromTensorReqInput, frames: Sequence[memoryview]
+        self, request: UpdateWeightsFromTensorReqInput, sender: Sender, frames: Sequence[memoryview]
     ) -> Operation:
         """Tensors in the frames of the message."""
-        return self._update(request, lambda: open_frames(request, frames))
+        return self._update(request, sender, ("tensor", None), lambda: open_frames(request, frames))
 
-    def from_ipc(self, request: UpdateWeightsFromIPCReqInput) -> Operation:
+    def from_ipc(self, request: UpdateWeightsFromIPCReqInput, sender: Sender) -> Operation:
         """Tensors in shared memory."""
-        return self._update(request, lambda: self._maps.open(request))
+        return self._update(request, sender, ("ipc", None), lambda: self._maps.open(request))
 
-    def from_distributed(self, request: UpdateWeightsFromDistributedReqInput) -> Operation:
-        """Tensors that a trainer broadcasts, whether this engine listens or not: a call that fails ends the group."""
+    def from_distributed(self, request: UpdateWeightsFromDistributedReqInput, sender: Sender) -> Operation:
+        """Tensors that a trainer broadcasts, whether this engine listens or not: a call that fails ends the group, unless the
+        group serves the session of another."""
+        route = ("distributed", request.group_name)
         try:
-            return (yield from self._update(request, lambda: self._groups.open(request)))
+            return (yield from self._update(request, sender, route, lambda: self._groups.open(request)))
         except BaseException as error:
-            self._groups.out_of_step(request.group_name, f"an update failed: {error}")
+            if not self.sessions.protects(route, error):
+                self._groups.out_of_step(request.group_name, f"an update failed: {error}")
             raise
 
-    def settle(self) -> None:
-        """Commit the implicit session, if one is open: before continue, and at an explicit flush.
+    def _settle(self, session: Session) -> None:
+        """Commit an implicit session: before continue, and at an explicit flush.
 
         Raises:
-            CaesuraError: ``weight_mismatch``, weights are poisoned and the session does not cover every parameter.
+            CaesuraError: ``weight_mismatch``, a tensor lacks rows, or weights are poisoned and the session does not cover every
+                parameter.
         """
-        session = self._session
-        if session is not None and session.kind == "implicit":
-            self._require_complete(session)
-            self._commit(session, session.stages)
+        self._require_complete(session)
+        self._commit(session, session.stages)
 
     def _update(
         self,
         request: WeightUpdateOptions,
+        sender: Sender,
+        route: Route,
         open_source: Callable[[], WeightSource],
+        opening_s: float = 0.0,
     ) -> Operation:
         """One call of any transport: check everything, then write, then commit if the call is all there is."""
-        stages, started = self.profiler(), monotonic()
+        stages, started = self.profiler(), monotonic() - opening_s
+        if opening_s:
+            stages.record("receive", opening_s)
+        session = self.sessions.admitted(request, sender, route)
         try:
             with stages.stage("receive"):
-                source = self.open_checked(open_source)
-            session = self.enter(request, source.name)
+                source = self.open_checked(open_source, session)
+            session = self.enter(request, sender, route)
         except CaesuraError:
-            if self._session is None:  # nobody else will let go of what was opened
+            if self.sessions.current is None:  # nobody else will let go of what was opened
                 self._maps.end_session()
             raise
         if isinstance(source, DiskSource):
             session.model_path, session.digest = source.path, source.digest
-        return (
-            yield from self.conclude(request.id, session, stages, started, self.load(source, session, stages))
-        )
+        work = self.load(source, session, stages)
+        return (yield from self.conclude(request.id, session, stages, started, work))
 
-    def enter(self, request: WeightUpdateOptions, source_name: str) -> Session:
+    def enter(self, request: WeightUpdateOptions, sender: Sender, route: Route) -> Session:
         """The session that this call belongs to, opened if there is none; nothing is written yet.
 
         Raises:
-            CaesuraError: ``memory_released``, the weights have no memory; ``not_idle``, its flush cannot be honoured.
+            CaesuraError: as :meth:`Sessions.admitted`; ``memory_released``, the weights have no memory; ``not_idle``, its flush
+                cannot be honoured.
         """
         self._lifecycle.require_resident("weights")
         self._require_flushable(request.flush_cache and not request.abort_all_requests)
-        session = self._session or self._open(
-            "single" if self._lifecycle.generation == "running" else "implicit", None, None
-        )
-        self._session = session
-        session.source = source_name
-        session.flush |= request.flush_cache
-        session.empty |= request.torch_empty_cache
-        session.version = request.weight_version if request.weight_version is not None else session.version
-        if request.abort_all_requests:
-            self._results.abort_all(f"Aborted by a weight update from {source_name}")
-        return session
+        paused = self._lifecycle.generation != "running"
+        return self.sessions.joined(request, sender, route, paused=paused, stages=self.profiler())
 
     def load(
         self, source: WeightSource, session: Session, stages: StageProfiler
@@ -263,6 +259,9 @@ class WeightUpdates:
             try:
                 self._progress = source, started
                 piece = yield from self._next_piece(pieces, session, stages)
+                if session.abort_all:  # not before it is known that there is something to write
+                    session.abort_all = False
+                    self._results.abort_all(f"Aborted by a weight update from {session.source}")
                 yield from self._stop_steps(session)
                 if session.flush and self._lifecycle.generation == "running":
                     self._batcher.retract_all()
@@ -295,6 +294,7 @@ class WeightUpdates:
         ``whole``: the sender has said that this was everything, while paused, too.
         """
         self._loader.take_counts()
+        self.sessions.is_working = True
         self._lifecycle.loading = True  # a flush that waits for idleness must not commit what is half written
         try:
             yield from work
@@ -307,10 +307,10 @@ class WeightUpdates:
             elif session.kind == "single":
                 self._close_session()  # not serviceable, and still incomplete: what was written counts
         except BaseException as error:
-            self._abandon(session, f"an update failed: {error}")
+            self.abandon(session, f"an update failed: {error}")
             raise
         finally:
-            self._lifecycle.loading = False
+            self._lifecycle.loading = self.sessions.is_working = False
         return self._reply(
             message_id, counts, stages, started, committed=committed, flushed=committed and session.flush
         )
@@ -320,12 +320,25 @@ class WeightUpdates:
         if session.kind == "explicit":
             return False
         covered = not self._loader.missing(self._loader.written)
-        return covered or ((whole or session.kind == "single") and self._lifecycle.serviceable)
+        return (covered and self._loader.is_whole) or (
+            (whole or session.kind == "single") and self._lifecycle.serviceable
+        )
 
     def expire(self) -> None:
-        """The session's deadline has passed."""
-        if self._session is not None:
-            self._abandon(self._session, "the session's deadline passed")
+        """Nobody has ended the session in time, or its client is gone."""
+        session = self.sessions.current
+        if session is not None:
+            orphaned = session.deadline is None or monotonic() < session.deadline
+            self.abandon(session, "its client is gone" if orphaned else "the session's deadline passed")
+
+    def expire_with_lease(self, owner: Sender) -> None:
+        """The pause lease of ``owner`` expires: so does its session, and one in which nothing was written that needs the pause."""
+        session = self.sessions.current
+        if session is None:
+            return
+        idle = session.kind == "implicit" and not session.touched
+        if idle or session.sender.is_same(owner):
+            self.abandon(session, "the pause lease of its sender expired")
 
     def forget(self) -> None:
         """The weights lose their memory: what an update that has not been committed wrote is gone with it."""
@@ -336,32 +349,21 @@ class WeightUpdates:
         """Of one call or session; the engine's counts with it."""
         return StageProfiler(self._stages, "update.")
 
-    def _open(self, kind: SessionKind, deadline_s: float | None, manifest: frozenset[str] | None) -> Session:
-        now = monotonic()
-        # A single call ends by itself; only a session that somebody must end can be forgotten.
-        limit = deadline_s if deadline_s is not None else self._config.session_deadline_s
-        deadline = None if kind == "single" else now + limit
-        return Session(kind, new_id(), now, deadline, manifest=manifest, stages=self.profiler())
+    def open_checked(self, open_source: Callable[[], WeightSource], session: Session | None) -> WeightSource:
+        """Everything that can be refused before this call's first byte; with bytes written by ``session`` before, that poisons.
 
-    def _open_checkpoint(self, path: str) -> DiskSource:
-        checkpoint = open_checkpoint(path)
-        differing = config_difference(self._model.config, load_model_config(path))
-        if differing:
-            raise CaesuraError(
-                ErrorCode.WEIGHT_MISMATCH,
-                f"{path}/config.json differs in what the forward reads: {', '.join(differing)}",
-                config=differing,
-            )
-        return DiskSource(checkpoint, self._read_bucket)
-
-    def open_checked(self, open_source: Callable[[], WeightSource]) -> WeightSource:
-        """Everything that can be refused before this call's first byte; with bytes written before, that poisons."""
+        Args:
+            session: which the call has been admitted to. None: it opens one.
+        """
         try:
             source = open_source()
             self._loader.check(source.specs, complete=source.complete)
+            rows = [spec for spec in source.specs if isinstance(spec, TensorSpec)]  # files hold whole tensors
+            single = session is None and self._lifecycle.generation == "running"
+            self._loader.check_rows(rows, whole=single and self._lifecycle.serviceable)
         except CaesuraError as error:
-            if self._session is not None and self._session.touched:
-                self._abandon(self._session, f"a later call of the session failed: {error.message}")
+            if session is not None and session.touched:
+                self.abandon(session, f"a later call of the session failed: {error.message}")
             raise
         return source
 
@@ -377,7 +379,7 @@ class WeightUpdates:
 
     def require_open(self, session: Session) -> None:
         """Raise if the session has expired."""
-        if self._session is not session:
+        if self.sessions.current is not session:
             raise CaesuraError(ErrorCode.DEADLINE_EXCEEDED, "the session expired during the update")
 
     def _stop_steps(self, session: Session) -> Generator[Wait, None, None]:
@@ -388,7 +390,9 @@ class WeightUpdates:
             self.require_open(session)
 
     def _require_complete(self, session: Session) -> None:
-        """A manifest must be fulfilled; leaving POISONED or INVALID takes every parameter, over all calls since."""
+        """No tensor may lack rows; a manifest must be fulfilled; leaving POISONED or INVALID takes every parameter, over all calls
+        since."""
+        self._loader.require_whole()
         written = self._loader.written
         missing = sorted((session.manifest or frozenset()) - written)
         if not missing and not self._lifecycle.serviceable:
@@ -425,7 +429,7 @@ class WeightUpdates:
                 if session.empty:
                     report = empty_device_cache_with_report(self._device_module)
         except BaseException as error:
-            self._abandon(session, f"the commit failed: {error}")
+            self.abandon(session, f"the commit failed: {error}")
             raise
         self._weights_file.committed(self._lifecycle.stamp, session)
         self._close_session()
@@ -439,8 +443,9 @@ class WeightUpdates:
         if session.counts.written_tensors and not session.counts.changed_tensors:
             logger.warning("weight update changed no tensor: is the trainer sending what it trained?")
 
-    def _abandon(self, session: Session, reason: str) -> None:
-        if self._session is not session:
+    def abandon(self, session: Session, reason: str) -> None:
+        """End ``session`` without a commit, if it is still open: as before where nothing was written, else POISONED."""
+        if self.sessions.current is not session:
             return
         self._close_session()
         if session.touched:
@@ -456,9 +461,8 @@ class WeightUpdates:
         self._lifecycle.poison(reason)
 
     def _close_session(self) -> None:
-        self._session = None
+        self.sessions.current = None
         self._maps.end_session()
-        self._lifecycle.explicit_session = False
 
     def _reply(
         self,
@@ -470,13 +474,8 @@ class WeightUpdates:
         committed: bool,
         flushed: bool,
     ) -> WeightUpdateReqOutput:
-        times = StageTimes(
-            receive=stages.seconds("receive"),
-            copy=stages.seconds("copy"),
-            derive=stages.seconds("derive"),
-            flush=stages.seconds("flush"),
-            total=monotonic() - started,
-        )
+        each = {name: stages.seconds(name) for name in ("receive", "copy", "derive", "flush")}
+        times = StageTimes(**each, total=monotonic() - started)
         stamp = self._lifecycle.stamp
         logger.info(
             "weight update: %d tensors, %.1f MB, %d changed, %s, epoch %d, version %r, %.1f ms",
@@ -486,14 +485,11 @@ class WeightUpdates:
         return WeightUpdateReqOutput(
             id=message_id,
             committed=committed,
+            session_id=None if self.sessions.current is None else self.sessions.current.id,
             weights=self._lifecycle.weights,
             weights_epoch=stamp.epoch,
             weight_version=stamp.version,
-            written_tensors=counts.written_tensors,
-            written_bytes=counts.written_bytes,
-            changed_tensors=counts.changed_tensors,
-            cast_tensors=counts.cast_tensors,
-            skipped_tensors=counts.skipped_tensors,
+            **asdict(counts),
             flushed=flushed,
             stages=times,
         )

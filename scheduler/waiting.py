@@ -3,16 +3,19 @@
 Invariants:
 - A request that could never run, alone on an empty engine, is refused here with the numbers; nothing later refuses.
 - First come, first served. Retracted and preempted requests go back to the front, in the order they first ran.
-- A request leaves the queue by being popped for a batch or by being finished; finished ones are dropped lazily, so
-  abort is O(1) and never searches.
+- Who overtakes another one and cannot start goes back to its own place: nobody becomes first by being too large.
+- A request leaves the queue by being started or by being finished. Finished ones are dropped when they come up, or when
+  they outnumber the others: abort never searches, and its cost in the long run is O(1).
 """
 
 import secrets
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 from ..io_struct import (
+    MAX_INT32,
     MAX_TOKEN_IDS_LOGPROB,
     MAX_TOP_LOGPROBS,
     CaesuraError,
@@ -24,6 +27,8 @@ from .request import Phase, Request, make_requests
 
 MAX_FURTHER_BYTES = 32 << 20
 """Of one sample's top logprobs and those of given tokens, on the wire."""
+FINISHED_ENTRIES = 64
+"""Finished requests that may be in the queue, beside as many as there are live ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +140,7 @@ def _check_further_logprobs(message: GenerateReqInput, limit: int, limits: Admis
     nbytes = (8 * top + 4 * len(given)) * (limit - (start if 0 <= start < prompt_len else prompt_len))
     problems = (
         ("top_logprobs_num", top, f"must be in [0, {most}]", 0 <= top <= most),
-        ("logprob_start_len", start, "must be a position, or -1", start >= -1),
+        ("logprob_start_len", start, "must be a position, or -1", -1 <= start <= MAX_INT32),
         ("token_ids_logprob", len(given), f"has at most {MAX_TOKEN_IDS_LOGPROB} ids", len(given) <= MAX_TOKEN_IDS_LOGPROB),
         ("top_logprobs_num", top, f"and token_ids_logprob: up to {nbytes} bytes, the limit is {MAX_FURTHER_BYTES}",
          nbytes <= MAX_FURTHER_BYTES or not message.return_logprob),
@@ -186,33 +191,53 @@ class WaitingQueue:
         self._count += len(requests)
 
     def forget_finished(self) -> None:
-        """One queued request was finished where it stood; its entry is dropped when it comes up."""
+        """One queued request was finished where it stood; its entry is dropped later, never the only thing that is done."""
         self._count -= 1
-        if self._count == 0:
-            self._queue.clear()
+        if len(self._queue) > 2 * self._count + FINISHED_ENTRIES:
+            self._queue = deque(self.live())
+
+    def live(self) -> Iterator[Request]:
+        """Those who wait, in their order."""
+        return (request for request in self._queue if request.phase is Phase.WAITING)
 
     def head(self) -> list[Request]:
         """The first live request, as a list; empty when there is none."""
-        return next(([request] for request in self._queue if request.phase is Phase.WAITING), [])
+        return list(islice(self.live(), 1))
 
-    def pop_admissible(self, admissible: Callable[[Request], bool], look_ahead: int) -> Request | None:
-        """Remove and return the first request that ``admissible`` accepts among the first ``look_ahead`` live ones.
+    def start_next(
+        self, may_start: Callable[[Request], bool], start: Callable[[Request, int], bool], look_ahead: int
+    ) -> Request | None:
+        """Start the first of the first ``look_ahead`` live requests that ``may_start``, and remove it.
 
-        Those passed over keep their places.
+        Args:
+            may_start: False: those behind it may overtake it.
+            start: gets the request and how many it overtakes; False: there is no room for it now, and nobody else is
+                tried. Where it raises, the queue is as before.
+
+        Returns:
+            Who was started. None: nobody.
         """
         passed: list[Request] = []
-        found: Request | None = None
-        while self._queue and len(passed) < look_ahead:
-            request = self._queue.popleft()
-            if request.phase is not Phase.WAITING:
-                continue
-            if admissible(request):
-                found = request
-                self._count -= 1
-                break
-            passed.append(request)
-        self._queue.extendleft(reversed(passed))
-        return found
+        started: Request | None = None
+        candidate: Request | None = None
+        try:
+            while self._queue and len(passed) < look_ahead:
+                candidate = self._queue.popleft()
+                if candidate.phase is not Phase.WAITING:
+                    candidate = None
+                elif may_start(candidate):
+                    if start(candidate, len(passed)):
+                        started, candidate = candidate, None
+                        self._count -= 1
+                    break
+                else:
+                    passed.append(candidate)
+                    candidate = None
+        finally:
+            if candidate is not None:
+                passed.append(candidate)
+            self._queue.extendleft(reversed(passed))
+        return started
 
 
 def pages_for(tokens: int) -> int:

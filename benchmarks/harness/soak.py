@@ -19,8 +19,8 @@ import torch
 from safetensors import safe_open
 
 from caesura.client import SamplingParams, SchedulerClient
-from caesura.client.launch import LaunchedScheduler, private_directory
-from caesura.io_struct import PauseMode
+from caesura.client.launch import LaunchedScheduler
+from caesura.io_struct import PauseMode, private_directory
 
 from .load import Load
 from .transports import Trainer
@@ -84,7 +84,7 @@ def launch_engine(
     folder: Path, workload: Workload, options: EngineOptions, *, fragment: bool, emptyings: Path
 ) -> LaunchedScheduler:
     """An engine of ``soak_engine.py``; seconds of its emptyings go into the file ``emptyings``."""
-    directory = private_directory()
+    directory = private_directory.make()
     engine = {
         "model": folder,
         "endpoint": f"ipc://{directory}/scheduler.sock",
@@ -94,6 +94,7 @@ def launch_engine(
         "context-len": workload.context_len,
         "kv-pool-tokens": workload.kv_tokens,
         "max-running-requests": workload.requests,
+        "result-ttl-s": 0.0,  # the store of answers is full when it has STORED_ANSWERS
         "log-level": "WARNING",
     }
     command = [sys.executable, str(ENGINE), "--emptyings", str(emptyings)]

@@ -3,7 +3,7 @@
 Invariants:
 - Every route says ``opt={"access": "open" | "user" | "admin"}``; what says nothing is treated as ``admin``.
 - ``admin`` (whatever changes the engine) needs the admin key; where none is set, the API key; where neither is set, nothing
-  (a server without keys binds loopback only). ``user`` needs the API key where one is set; the admin key opens it too.
+  (a server without keys binds loopback only, or was told to let everybody in). ``user`` needs the API key where one is set; the admin key opens it too.
 - Keys are compared in constant time and appear in no log, error or answer.
 - A page of another origin cannot use a server without keys through its reader's browser, also where its name has been made to
   point at this machine (DNS rebinding): a request must then name this machine, or the address that the server was given.
@@ -29,7 +29,7 @@ class AuthMiddleware(ASGIMiddleware):
         api, admin = _key(options.api_key), _key(options.admin_key)
         self._user_keys = [key for key in (api, admin) if key] if api else []
         self._admin_keys = [key for key in (admin or api,) if key]
-        self._host = options.host.lower()
+        self._host = None if options.any_host else options.host.lower()
 
     async def handle(self, scope: Scope, receive: Receive, send: Send, next_app: ASGIApp) -> None:
         refusal = self._refusal(scope)
@@ -56,7 +56,7 @@ class AuthMiddleware(ASGIMiddleware):
 
     def _is_named(self, host: bytes | None) -> bool:
         """Whether ``Host`` names this machine or the address listened on; every browser sends one."""
-        if host is None:
+        if host is None or self._host is None:
             return True
         name = _hostname("//" + host.decode("latin-1"))
         return name is not None and (is_loopback(name) or name == self._host)

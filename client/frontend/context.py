@@ -11,6 +11,8 @@ from litestar.di import NamedDependency
 
 from ..async_client import AsyncSchedulerClient
 from ..tokenizer_manager import TokenizerManager
+from .health import EngineHealth
+from .workers import Workers
 
 if TYPE_CHECKING:
     from .metrics import Metrics
@@ -24,6 +26,8 @@ class ServeOptions:
     """Settings of one front end."""
 
     host: str = "127.0.0.1"
+    any_host: bool = False
+    """Without keys, requests need not name this machine (``Host``): it was said that everybody may use it."""
     port: int = 30000
     api_key: str | None = field(default=None, repr=False)
     """None: generation needs no key."""
@@ -67,7 +71,7 @@ class ServeOptions:
 class FrontEnd:
     """Everything that handlers need; ``front: Front`` in a handler's signature."""
 
-    __slots__ = ("client", "manager", "metrics", "options")
+    __slots__ = ("client", "health", "manager", "metrics", "options", "workers")
 
     def __init__(
         self,
@@ -81,6 +85,8 @@ class FrontEnd:
         self.client: AsyncSchedulerClient = manager.client if client is None else client
         self.options = options
         self.metrics = metrics
+        self.workers = Workers()
+        self.health = EngineHealth(self.client, lambda: metrics.under_way > 0)
 
 
 Front = NamedDependency[FrontEnd]

@@ -31,6 +31,7 @@ MAX_FLUSH_WAIT_S = 3600
 class _FlushQuery(msgspec.Struct, kw_only=True):
     timeout: Annotated[float, msgspec.Meta(ge=0, le=MAX_FLUSH_WAIT_S)] = 0.0
     torch_empty_cache: bool = True
+    force: bool = False
 
 
 @post("/pause_generation", status_code=200, opt={"access": "admin"})
@@ -49,7 +50,7 @@ async def continue_generation(request: HTTPRequest, front: Front) -> Response[by
     return await acknowledge(front, "continue_generation", "Generation continued successfully.", work)
 
 
-_FLUSH_REFUSALS = {
+_FLUSH_REFUSALS: dict[str, str] = {
     ErrorCode.NOT_IDLE: "Flush cache failed.",
     ErrorCode.BUSY: "Another flush_cache is already in progress.",
     ErrorCode.DEADLINE_EXCEEDED: "Timed out waiting for idle state.",
@@ -60,7 +61,9 @@ _FLUSH_REFUSALS = {
 async def flush_cache(request: HTTPRequest, front: Front) -> Response[bytes]:
     """Clear the prefix cache of an idle engine; trainers poll this, so a refusal is 400, in plain text."""
     query = query_of(request, _FlushQuery)
-    work = front.client.flush_cache(torch_empty_cache=query.torch_empty_cache, timeout_s=query.timeout)
+    work = front.client.flush_cache(
+        torch_empty_cache=query.torch_empty_cache, timeout_s=query.timeout, force=query.force
+    )
     try:
         reply = await command(front, "flush_cache", work)
     except CaesuraError as error:

@@ -9,20 +9,25 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from ...io_struct import MemoryTag, PauseMode
-from ...io_struct.control import LeaseAction
+from ...io_struct.base import MAX_ID_LENGTH
+from ...io_struct.control import LeaseAction, PositiveDuration
 from ...io_struct.weights import DEFAULT_GROUP_NAME
 
 Selector = Literal["target", "all"]
 MAX_LABEL = 1024
 """Characters of a weight version: it comes back with every answer."""
-Label = Annotated[str, msgspec.Meta(max_length=MAX_LABEL)]
+VISIBLE = r"^[^\x00-\x1f\x7f-\x9f]*\Z"
+"""Names that come up in logs and at terminals have no control characters."""
+Label = Annotated[str, msgspec.Meta(max_length=MAX_LABEL, pattern=VISIBLE)]
+Group = Annotated[str, msgspec.Meta(max_length=MAX_LABEL, pattern=VISIBLE)]
+SessionId = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_ID_LENGTH)]
 
 
 class PauseBody(msgspec.Struct, kw_only=True):
     """``/pause_generation``."""
 
     mode: PauseMode = "abort"
-    lease_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    lease_s: PositiveDuration | None = None
     """Ours: seconds without a command from an HTTP client after which ``on_lease_expiry`` happens."""
     on_lease_expiry: LeaseAction = "continue"
 
@@ -32,7 +37,7 @@ class ContinueBody(msgspec.Struct, kw_only=True):
 
     torch_empty_cache: bool = True
     force: bool = False
-    """Ours: continue a pause of somebody who is no HTTP client."""
+    """Ours: continue a pause, and commit an implicit weight session, of somebody who is no HTTP client."""
 
 
 class TagsBody(msgspec.Struct, kw_only=True):
@@ -74,23 +79,23 @@ class InitGroupBody(msgspec.Struct, kw_only=True):
     master_port: int
     rank_offset: int
     world_size: int
-    group_name: str = DEFAULT_GROUP_NAME
+    group_name: Group = DEFAULT_GROUP_NAME
     backend: Literal["nccl", "gloo"] | None = None
-    timeout_s: Annotated[float, msgspec.Meta(gt=0, le=86400)] = 60.0
+    timeout_s: PositiveDuration = 60.0
     """Ours: longest wait for the other ranks, and for each broadcast."""
 
 
 class DestroyGroupBody(msgspec.Struct, kw_only=True):
     """``/destroy_weights_update_group``."""
 
-    group_name: str = DEFAULT_GROUP_NAME
+    group_name: Group = DEFAULT_GROUP_NAME
 
 
 class BeginBody(msgspec.Struct, kw_only=True):
     """``/begin_weight_update``."""
 
     selector: Selector = "all"
-    deadline_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    deadline_s: PositiveDuration | None = None
     """Ours: abort the session after so many seconds."""
 
 
@@ -101,6 +106,10 @@ class EndBody(msgspec.Struct, kw_only=True):
     """Ours: false aborts the session."""
     weight_version: Label | None = None
     """Ours: the new label."""
+    session_id: SessionId | None = None
+    """Ours: which session; the header ``X-Caesura-Session`` says the same. Null: the implicit one of HTTP clients."""
+    force: bool = False
+    """Ours: abort whatever session is open, with ``commit`` false."""
 
 
 class UpdateBody(msgspec.Struct, kw_only=True):
@@ -110,6 +119,8 @@ class UpdateBody(msgspec.Struct, kw_only=True):
     torch_empty_cache: bool = False
     weight_version: Label | None = None
     abort_all_requests: bool = False
+    session_id: SessionId | None = None
+    """Ours: the session that the call belongs to; the header ``X-Caesura-Session`` says the same."""
 
     def options(self) -> dict[str, Any]:
         """These fields, for the wire."""
@@ -136,7 +147,7 @@ class DistributedBody(UpdateBody, kw_only=True):
     names: list[str]
     dtypes: list[str]
     shapes: list[list[int]]
-    group_name: str = DEFAULT_GROUP_NAME
+    group_name: Group = DEFAULT_GROUP_NAME
     load_format: Literal["flattened_bucket"] | None = None
     selector: Selector = "all"
 
@@ -157,7 +168,7 @@ class ParameterServerBody(UpdateBody, kw_only=True):
     """``/update_weights_from_ipc``."""
 
     zmq_handles: dict[str, str]
-    timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 300.0
+    timeout_s: PositiveDuration = 300.0
     """Ours: longest silence of the server."""
 
 

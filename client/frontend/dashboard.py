@@ -13,17 +13,18 @@ from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from time import time
+from typing import Annotated
 
 import msgspec
 from litestar import MediaType, Response, get
 from litestar.handlers import HTTPRouteHandler
-from litestar.params import FromQuery
 
 from ...io_struct import GetMemoryHistoryReqOutput, GetStatusReqOutput
 from ..async_control_client import AsyncControlClient
 from ..exceptions import EngineError
 from .context import Front
 from .engine_metrics import ANSWER_S, Tick
+from .exchange import HTTPRequest, query_of
 
 FOLDER = Path(__file__).parent / "dashboard_page"
 
@@ -48,6 +49,12 @@ class DashboardData(msgspec.Struct):
     """Load at moments after the one that was asked for."""
 
 
+class _DataQuery(msgspec.Struct, kw_only=True):
+    after: Annotated[int, msgspec.Meta(ge=-(2**53), le=2**53)] = 0
+    """As far as a page's script counts; below 0 is 0."""
+    since: Annotated[float, msgspec.Meta(ge=0, le=1e12)] = 0.0
+
+
 @get("/dashboard", opt={"access": "open"}, summary="The engine as a page")
 async def page() -> Response[bytes]:
     """The page itself, without a figure in it."""
@@ -62,11 +69,12 @@ async def page() -> Response[bytes]:
 
 
 @get("/dashboard/data", opt={"access": "user"}, summary="What the page shows")
-async def data(front: Front, after: FromQuery[int] = 0, since: FromQuery[float] = 0.0) -> Response[bytes]:
+async def data(request: HTTPRequest, front: Front) -> Response[bytes]:
     """News: memory events with a number over ``after`` (some of them: see ``more``), ticks later than ``since``."""
+    query = query_of(request, _DataQuery)
     engine = front.metrics.engine
     look = await engine.look(front.client)
-    history = await _history(front.client, max(0, after)) if look.answered else None
+    history = await _history(front.client, max(0, query.after)) if look.answered else None
     content = DashboardData(
         now=time(),
         answered=look.answered,
@@ -75,7 +83,7 @@ async def data(front: Front, after: FromQuery[int] = 0, since: FromQuery[float] 
         model_name=front.options.model_name,
         status=look.status,
         history=history,
-        ticks=engine.ticks(since),
+        ticks=engine.ticks(query.since),
     )
     headers = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
     return Response(msgspec.json.encode(content), media_type="application/json", headers=headers)

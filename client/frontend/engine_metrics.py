@@ -16,6 +16,7 @@ from ...io_struct import GenerationState, GetStatusReqOutput, MemoryTag, PauseMo
 from ..async_control_client import AsyncControlClient
 from ..exceptions import EngineError
 from .metric_families import Families
+from .printable import printable
 
 FRESH_S = 0.2
 """A status so young is not asked for again."""
@@ -142,6 +143,7 @@ def _state(families: Families, status: GetStatusReqOutput) -> None:
         "weight_version": status.weight_version, "model_path": status.model_path, "dtype": status.dtype,
         "device": status.device, "engine_version": status.version,
     }  # fmt: skip
+    words = {name: printable(word, 1024) for name, word in words.items()}
     families.info("engine", "What the engine serves.", words)
 
 
@@ -168,7 +170,8 @@ def _memory(families: Families, status: GetStatusReqOutput) -> None:
     memory, gauge = status.device_memory, families.gauge
     gauge("memory_reserved_bytes", "What the device allocator holds.", memory.reserved)
     gauge("memory_allocated_bytes", "What it has handed out.", memory.allocated)
-    gauge("memory_available_bytes", "Free on the device.", memory.available)
+    if memory.available is not None:
+        gauge("memory_available_bytes", "Free on the device.", memory.available)
     if status.memory_by_tag is not None:
         text = "Reserved memory by what holds it, as of the last memory event."
         gauge("memory_bytes", text, msgspec.structs.asdict(status.memory_by_tag), ("tag",))

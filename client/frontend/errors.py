@@ -16,12 +16,15 @@ from litestar.types import ExceptionHandlersMap, Scope, Send
 
 from ...io_struct import CaesuraError, ErrorCode
 from ..exceptions import RETRYABLE
+from .connections import RETRY_AFTER_S
+from .printable import printable
 
 logger = logging.getLogger(__name__)
 
-_STATUS = {
+_STATUS: dict[str, int] = {
     ErrorCode.ENGINE_DIED: 503,
     ErrorCode.ENGINE_RESTARTING: 503,
+    ErrorCode.VERSION_MISMATCH: 503,
     ErrorCode.SHUTTING_DOWN: 503,
     ErrorCode.QUEUE_FULL: 503,
     ErrorCode.PAUSED: 503,
@@ -34,8 +37,8 @@ _STATUS = {
 }
 
 
-RETRY_AFTER_S = {ErrorCode.ENGINE_DIED: 2, ErrorCode.ENGINE_RESTARTING: 2}
-"""What ``Retry-After`` says, in seconds; 1 where nothing else is known."""
+_RETRY_AFTER_S: dict[str | None, int] = {ErrorCode.ENGINE_DIED: 2, ErrorCode.ENGINE_RESTARTING: 2}
+"""What ``Retry-After`` says, in seconds, where more is known than that it may be tried again."""
 
 
 class BodyTooLarge(HTTPException):
@@ -46,21 +49,21 @@ class BodyTooLarge(HTTPException):
 
 def status_of(error: CaesuraError) -> int:
     """The HTTP status of a typed error: 400 unless it is the engine's condition rather than the request's fault."""
-    return _STATUS.get(error.code, 400)
+    unknown = (
+        400 if isinstance(error.code, ErrorCode) else 500
+    )  # a code of a newer engine: not the request's fault
+    return _STATUS.get(error.code, unknown)
 
 
 def json_response(value: Any, status: int = 200, code: str | None = None) -> Response[bytes]:
     """``value`` as JSON, encoded once; of the error ``code``, if it is one's."""
-    headers = {} if code is None else retry_header(code, status)
-    return Response(
-        msgspec.json.encode(value), status_code=status, media_type="application/json", headers=headers
-    )
+    return json_bytes(msgspec.json.encode(value), status, code)
 
 
-def retry_header(code: str, status: int) -> dict[str, str]:
-    """``Retry-After``, where the engine's condition is what refuses."""
-    wait = status == 503 and code in RETRYABLE
-    return {"retry-after": str(RETRY_AFTER_S.get(ErrorCode(code), 1))} if wait else {}
+def json_bytes(encoded: bytes, status: int = 200, code: str | None = None) -> Response[bytes]:
+    """What is JSON already."""
+    headers = {"retry-after": str(_RETRY_AFTER_S.get(code, RETRY_AFTER_S))} if status == 503 else None
+    return Response(encoded, status_code=status, media_type="application/json", headers=headers)
 
 
 def error_fields(message: str, code: str | None = None) -> dict[str, Any]:
@@ -81,9 +84,10 @@ def engine_error(error: CaesuraError, status: int) -> Response[bytes]:
 
 
 def error_object(message: str, status: int) -> dict[str, Any]:
-    """SGLang's ``ErrorResponse``."""
+    """SGLang's ``ErrorResponse``; what may be tried again says so."""
     phrase = HTTPStatus(status).phrase
-    return {"object": "error", "message": message, "type": phrase, "param": None, "code": status}
+    error = {"object": "error", "message": message, "type": phrase, "param": None, "code": status}
+    return {**error, "retryable": True} if status == 503 else error
 
 
 def openai_error(
@@ -112,6 +116,8 @@ async def send_error(scope: Scope, send: Send, status: int, message: str) -> Non
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     if status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
+    if status == 503:
+        headers.append((b"retry-after", str(RETRY_AFTER_S).encode()))
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body, "more_body": False})
 
@@ -125,7 +131,7 @@ def _http(request: Request[Any, Any, Any], error: HTTPException) -> Response[byt
 
 
 def _defect(request: Request[Any, Any, Any], error: Exception) -> Response[bytes]:
-    logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    logger.error("%s %s failed", request.method, printable(request.scope["path"]), exc_info=error)
     return json_response(_plain_error(request.scope, "internal error; the server's log says more", 500), 500)
 
 

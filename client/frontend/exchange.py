@@ -17,8 +17,12 @@ from litestar.response import Stream
 
 from ...io_struct import CaesuraError, Message
 from ..exceptions import RETRYABLE
+from .bodies import INLINE
 from .context import FrontEnd
 from .errors import error_fields, json_response, native_error, status_of
+
+MAX_VALUES = 1 << 18
+"""Lists and objects of a command: as many tensors."""
 
 HTTPRequest = Request[Any, Any, Any]
 T = TypeVar("T")
@@ -30,13 +34,15 @@ class ClientLeft(Exception):  # noqa: N818  nothing went wrong here
     """The client closed its connection before the answer was there."""
 
 
-async def read_control(request: HTTPRequest, kind: type[StructT]) -> StructT:
-    """The body as ``kind``; none at all is ``{}``.
+async def read_control(request: HTTPRequest, kind: type[StructT], *, text: bool = False) -> StructT:
+    """The body as ``kind``; none at all is ``{}``. ``text``: it holds texts, with as many brackets as they like.
 
     Raises:
         ClientException: 400, the body is not JSON or a value is of no use.
     """
     raw = await request.body()
+    if len(raw) > INLINE and not text:
+        check_values(raw)
     try:
         fields = msgspec.json.decode(raw) if raw.strip() else None
         fields = {} if fields is None else fields
@@ -46,6 +52,16 @@ async def read_control(request: HTTPRequest, kind: type[StructT]) -> StructT:
         return msgspec.convert(given, kind, strict=False)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ClientException(str(error)) from error
+
+
+def check_values(raw: bytes) -> None:
+    """Refuse a body of more lists and objects than any command has.
+
+    Raises:
+        ClientException: 400.
+    """
+    if raw.count(b"[") + raw.count(b"{") > MAX_VALUES:
+        raise ClientException(f"the body has more than {MAX_VALUES} lists and objects")
 
 
 def query_of(request: HTTPRequest, kind: type[StructT]) -> StructT:

@@ -13,12 +13,14 @@ from litestar import Response, post, route
 from litestar.handlers import HTTPRouteHandler
 
 from ...io_struct import CaesuraError
+from .bodies import INLINE
 from .context import Front, FrontEnd
-from .errors import engine_error, json_response, native_error, status_of
+from .errors import engine_error, json_bytes, native_error, status_of
 from .exchange import ClientLeft, HTTPRequest, command, events, nobody, read_control, unless_left
 from .generate_answer import DONE, Answer, EventWriter, error_frame, token_texts
 from .generate_schema import Job, decode_body, plan_job
 from .generations import asking_label, label_for, merged, whole
+from .workers import SLICE, in_slices
 
 
 class AbortBody(msgspec.Struct, kw_only=True):
@@ -28,20 +30,34 @@ class AbortBody(msgspec.Struct, kw_only=True):
     abort_all: bool = False
 
 
-@route("/generate", http_method=["POST", "PUT"], status_code=200, opt={"access": "user"})
+@route("/generate", http_method=["POST", "PUT"], status_code=200, opt={"access": "user", "body": "prompts"})
 async def generate(request: HTTPRequest, front: Front) -> Response[Any]:
     """One or many prompts, as one answer or as a stream of events."""
     try:
-        job = plan_job(
-            decode_body(await request.body()),
-            max_batch=front.options.max_batch,
-            detokenize=front.manager.tokenizer is not None,
-        )
+        job = await _planned(front, await request.body())
         return await (_streamed if job.stream else _whole)(request, front, job)
     except ClientLeft:
         return nobody()
     except CaesuraError as error:
         return refused(front, error)
+
+
+async def _planned(front: FrontEnd, raw: bytes) -> Job:
+    """What ``raw`` asks for; large bodies and batches by a worker."""
+    most, detokenize = front.options.max_batch, front.manager.tokenizer is not None
+    if len(raw) > INLINE:
+        return await front.workers.run(
+            lambda: plan_job(decode_body(raw, most), max_batch=most, detokenize=detokenize)
+        )
+    body = decode_body(raw, most)
+
+    def plan() -> Job:
+        return plan_job(body, max_batch=most, detokenize=detokenize)
+
+    many = isinstance(body.text, list) and len(body.text) > SLICE
+    rows = body.input_ids or []
+    many |= len(rows) > SLICE and isinstance(rows[0], list)
+    return await front.workers.run(plan) if many else plan()
 
 
 def refused(front: FrontEnd, error: CaesuraError) -> Response[bytes]:
@@ -68,12 +84,9 @@ async def _whole(request: HTTPRequest, front: FrontEnd, job: Job) -> Response[by
     found = await unless_left(request, whole(front, job.requests))
     answer = _answer(front, job)
     answer.label = await label_for(front, [sample for samples in found for sample in samples])
-    body = [
-        answer.of(sample, each)
-        for samples, each in zip(found, job.requests, strict=True)
-        for sample in samples
-    ]
-    return json_response(body if job.as_list else body[0])
+    pairs = ((sample, each) for samples, each in zip(found, job.requests, strict=True) for sample in samples)
+    body = [msgspec.json.encode(answer.of(sample, each)) async for sample, each in in_slices(pairs)]
+    return json_bytes(b"[" + b",".join(body) + b"]" if job.as_list else body[0])
 
 
 async def _streamed(request: HTTPRequest, front: FrontEnd, job: Job) -> Response[Any]:

@@ -20,6 +20,8 @@ from ..exceptions import InvalidRequest
 from ..prompts import is_single
 from ..request_limits import MAX_SALT_CHARACTERS, MAX_STOP_CHARACTERS, characters, check_size
 from ..tokenizer_manager import GenerationRequest
+from .bodies import INLINE, decode_large
+from .control_schema import VISIBLE
 
 MAX_STOP_STRINGS = 32
 """SGLang's."""
@@ -27,7 +29,7 @@ MAX_STOP_CHARACTERS_IN_ALL = 32 * MAX_STOP_CHARACTERS
 """Of the different stop strings of one call, whose prompts may have each their own."""
 
 Samples = Annotated[int, msgspec.Meta(ge=1, le=MAX_SAMPLES)]
-Name = Annotated[str, msgspec.Meta(max_length=MAX_ID_LENGTH)]
+Name = Annotated[str, msgspec.Meta(max_length=MAX_ID_LENGTH, pattern=VISIBLE)]
 Count = Annotated[int, msgspec.Meta(ge=0)]
 ExpertsDtype = Literal["int32", "uint8"]
 
@@ -127,6 +129,7 @@ IGNORED = (
 )  # fmt: skip
 
 _decoder = msgspec.json.Decoder(GenerateBody)
+_PROMPTS = {"text": b'""', "input_ids": b"[]"}
 
 
 class Job(msgspec.Struct, kw_only=True):
@@ -141,7 +144,7 @@ class Job(msgspec.Struct, kw_only=True):
     experts_dtype: ExpertsDtype
 
 
-def decode_body(raw: bytes) -> GenerateBody:
+def decode_body(raw: bytes, max_batch: int = 4096) -> GenerateBody:
     """The body of a request.
 
     Raises:
@@ -149,7 +152,10 @@ def decode_body(raw: bytes) -> GenerateBody:
             unknown, or a field is refused.
     """
     try:
-        body = _decoder.decode(raw)
+        if len(raw) <= INLINE:
+            body = _decoder.decode(raw)
+        else:
+            body = decode_large(raw, _decoder, _PROMPTS, max_batch)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidRequest(str(error)) from error
     except RecursionError as error:

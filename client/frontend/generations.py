@@ -15,6 +15,7 @@ from ...io_struct import CaesuraError
 from ..tokenizer_manager import Chunk, GenerationRequest, Sample
 from .context import FrontEnd
 from .metrics import Metrics
+from .workers import in_slices
 
 _Queue = asyncio.Queue[tuple[int, Chunk | CaesuraError | None]]
 
@@ -54,8 +55,10 @@ async def merged(
                 yield 0, chunk
         return
     queue: _Queue = asyncio.Queue(maxsize=1)
-    tasks = [asyncio.create_task(_pump(front, i, request, queue)) for i, request in enumerate(requests)]
+    tasks: list[asyncio.Task[None]] = []
     try:
+        async for position, request in in_slices(enumerate(requests)):
+            tasks.append(asyncio.create_task(_pump(front, position, request, queue)))
         running = len(tasks)
         while running:
             position, item = await queue.get()

@@ -21,18 +21,16 @@ from .control_schema import DetokenizeBody, TokenizeBody
 from .errors import engine_error, error_object, json_response, native_error, status_of
 from .exchange import HTTPRequest, query_of, read_control
 
-HEALTH_TIMEOUT_S = 10.0
-"""An engine that does not answer its status for so long is not healthy: it answers within a step or a bucket."""
 _SECTIONS = ("core", "memory", "spec", "lora", "disagg", "queues", "all")
 
 
 async def _status(front: FrontEnd) -> GetStatusReqOutput:
-    return await front.client.status(timeout=HEALTH_TIMEOUT_S)
+    return await front.health.status()
 
 
 async def _healthy(front: FrontEnd, *, ready: bool = False) -> Response[bytes]:
     try:
-        status = await _status(front)
+        status = await front.health.check()
     except CaesuraError as error:
         return engine_error(error, 503)
     serves = status.generation == "running" and status.weights == "valid" and status.memory == "resident"
@@ -247,14 +245,15 @@ async def get_load(front: Front) -> Response[bytes]:
     )
 
 
-@post(["/tokenize", "/v1/tokenize"], status_code=200, opt={"access": "user"})
+@post(["/tokenize", "/v1/tokenize"], status_code=200, opt={"access": "user", "body": "text"})
 async def tokenize(request: HTTPRequest, front: Front) -> Response[bytes]:
     """Text, texts or a conversation to token ids."""
-    body = await read_control(request, TokenizeBody)
+    body = await read_control(request, TokenizeBody, text=True)
     if (body.prompt is None) == (body.messages is None):
         raise ClientException("exactly one of prompt and messages is needed")
+    _check_rows(front, body.prompt)
     try:
-        tokens = await asyncio.to_thread(_tokens_of, front, body)
+        tokens = await front.workers.run(lambda: _tokens_of(front, body))
     except CaesuraError as error:
         return native_error(error.message, status_of(error), error.code)
     counts = [len(each) for each in tokens]
@@ -268,6 +267,11 @@ async def tokenize(request: HTTPRequest, front: Front) -> Response[bytes]:
     )
 
 
+def _check_rows(front: FrontEnd, rows: object) -> None:
+    if isinstance(rows, list) and len(rows) > front.options.max_batch:
+        raise ClientException(f"{len(rows)} texts are over the limit of {front.options.max_batch}")
+
+
 def _tokens_of(front: FrontEnd, body: TokenizeBody) -> list[list[int]]:
     if body.messages is not None:
         generates = body.add_generation_prompt
@@ -276,7 +280,7 @@ def _tokens_of(front: FrontEnd, body: TokenizeBody) -> list[list[int]]:
     return [front.manager.tokenize(text, add_special_tokens=body.add_special_tokens) for text in texts]
 
 
-@post(["/detokenize", "/v1/detokenize"], status_code=200, opt={"access": "user"})
+@post(["/detokenize", "/v1/detokenize"], status_code=200, opt={"access": "user", "body": "text"})
 async def detokenize(request: HTTPRequest, front: Front) -> Response[bytes]:
     """Token ids to text, or lists of them to texts."""
     body = await read_control(request, DetokenizeBody)
@@ -284,8 +288,9 @@ async def detokenize(request: HTTPRequest, front: Front) -> Response[bytes]:
     if len(kinds) > 1:
         raise ClientException("tokens must be one list of integers, or a list of such lists")
     nested = kinds == {list}
+    _check_rows(front, body.tokens if nested else None)
     try:
-        texts = await asyncio.to_thread(_texts_of, front, body, nested)
+        texts = await front.workers.run(lambda: _texts_of(front, body, nested))
     except CaesuraError as error:
         return native_error(error.message, status_of(error), error.code)
     return json_response({"text": texts if nested else texts[0]})

@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
+from .connections import Connections
 from .context import Front
 from .engine_metrics import EngineWatch, Look, engine_families
 from .metric_families import Families, Histogram, one_two_five
@@ -25,9 +26,11 @@ from .metric_families import Families, Histogram, one_two_five
 class Metrics:
     """Counts what the front end does; one for a process, used from its event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_connections: int = 4096) -> None:
         self.engine = EngineWatch()
         """What the engine told last."""
+        self.connections = Connections(max_connections)
+        """Those of the server; counted there."""
         self._started = 0
         self._finished: Counter[str] = Counter()
         self._errors: Counter[str] = Counter()
@@ -36,6 +39,11 @@ class Metrics:
         self._e2e = Histogram(one_two_five(-2, 3))
         self._first_token = Histogram(one_two_five(-3, 2))
         self._inter_token = Histogram(one_two_five(-4, 1))
+
+    @property
+    def under_way(self) -> int:
+        """How many generations have begun and not ended."""
+        return self._started - self._finished.total()
 
     def request_started(self) -> None:
         """A generation was accepted; :meth:`request_finished` must follow, once, however it ends."""
@@ -78,8 +86,10 @@ class Metrics:
 
     def _own(self, families: Families) -> None:
         gauge, counter, histogram = families.gauge, families.counter, families.histogram
-        under_way = self._started - self._finished.total()
-        gauge("num_http_reqs", "Generations under way in the front end.", under_way)
+        gauge("num_http_reqs", "Generations under way in the front end.", self.under_way)
+        gauge("num_http_connections", "Connections that are open.", len(self.connections))
+        text = "Connections that the server refused or ended, by why."
+        counter("http_connections_ended", text, self.connections.closed, ("reason",))
         counter("http_requests", "Generations that are over, by how.", self._finished, ("finish_reason",))
         histogram("e2e_request_latency_seconds", "From arrival to the end of a generation.", self._e2e)
         histogram("time_to_first_token_seconds", "Of streamed generations.", self._first_token)

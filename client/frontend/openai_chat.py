@@ -13,6 +13,7 @@ from litestar.handlers import HTTPRouteHandler
 
 from ..exceptions import InvalidRequest
 from ..tokenizer_manager import Chunk, GenerationRequest, Sample, TokenizerManager
+from .bodies import INLINE
 from .context import Front, FrontEnd
 from .exchange import HTTPRequest
 from .openai_common import (
@@ -23,7 +24,6 @@ from .openai_common import (
     common_fields,
     finish_fields,
     make_job,
-    planned,
     rids_for,
     sampling_params,
     token_fields,
@@ -188,13 +188,20 @@ def _plan(front: FrontEnd, request: ChatRequest) -> tuple[Job, ChatForm]:
     return job, ChatForm(front.manager, request, prompt)
 
 
-@post("/v1/chat/completions", status_code=200, opt={"access": "user"}, exception_handlers=EXCEPTION_HANDLERS)
+@post(
+    "/v1/chat/completions",
+    status_code=200,
+    opt={"access": "user", "body": "text"},
+    exception_handlers=EXCEPTION_HANDLERS,
+)
 async def chat_completions(request: HTTPRequest, front: Front) -> Response[Any]:
     """Answer a conversation."""
     body = await request.body()
-    asked = decode_chat(body)
+    asked = decode_chat(body) if len(body) <= INLINE else await front.workers.run(lambda: decode_chat(body))
     check_model(front, asked.model)
-    job, form = await planned(len(body), lambda: _plan(front, asked))
+    job, form = await front.workers.run(
+        lambda: _plan(front, asked)
+    )  # how long a template takes, nobody knows
     return await answer(request, front, job, form)
 
 

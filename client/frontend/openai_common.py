@@ -7,7 +7,6 @@ Invariants:
 - A prompt counts once in the usage, however many samples it has.
 """
 
-import asyncio
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -139,9 +138,9 @@ def make_job(
     )
 
 
-async def planned(text_size: int, plan: Callable[[], T]) -> T:
+async def planned(front: FrontEnd, text_size: int, plan: Callable[[], T]) -> T:
     """The result of ``plan``, which tokenizes about ``text_size`` bytes: many in a thread, so that others are served."""
-    return plan() if text_size <= ENCODE_INLINE else await asyncio.to_thread(plan)
+    return plan() if text_size <= ENCODE_INLINE else await front.workers.run(plan)
 
 
 def sampling_params(request: CommonRequest, max_new_tokens: int | None) -> SamplingParams:

@@ -12,6 +12,7 @@ from litestar.handlers import HTTPRouteHandler
 
 from ..exceptions import InvalidRequest
 from ..tokenizer_manager import Chunk, GenerationRequest, Sample, TokenizerManager
+from .bodies import INLINE
 from .context import Front, FrontEnd
 from .exchange import HTTPRequest
 from .openai_common import (
@@ -171,16 +172,24 @@ def _plan(front: FrontEnd, request: CompletionRequest) -> tuple[Job, CompletionF
     return job, CompletionForm(manager, request, prompts)
 
 
-@post("/v1/completions", status_code=200, opt={"access": "user"}, exception_handlers=EXCEPTION_HANDLERS)
+@post(
+    "/v1/completions",
+    status_code=200,
+    opt={"access": "user", "body": "prompts"},
+    exception_handlers=EXCEPTION_HANDLERS,
+)
 async def completions(request: HTTPRequest, front: Front) -> Response[Any]:
     """Continue one or several prompts."""
     body = await request.body()
-    asked = decode_completion(body)
+    most = front.options.max_batch
+    large = len(body) > INLINE
+    asked = (
+        await front.workers.run(lambda: decode_completion(body, most)) if large else decode_completion(body)
+    )
     check_model(front, asked.model)
     _check_echo(asked)
-    job, form = await planned(
-        len(body) if asked.echo or _tells_prompts(asked) else 0, lambda: _plan(front, asked)
-    )
+    tokenizes = large or asked.echo or _tells_prompts(asked)
+    job, form = await planned(front, len(body) if tokenizes else 0, lambda: _plan(front, asked))
     return await answer(request, front, job, form)
 
 

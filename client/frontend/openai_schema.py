@@ -9,6 +9,7 @@ Invariants:
 """
 
 import re
+from collections.abc import Callable
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -17,6 +18,7 @@ from msgspec import UNSET, UnsetType
 from ...io_struct.base import Identifier
 from ...io_struct.generate import MAX_SAMPLES, MAX_TOP_LOGPROBS, TokenId
 from ..exceptions import InvalidRequest
+from .bodies import INLINE, decode_large
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 TopCount = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOP_LOGPROBS)]
@@ -213,20 +215,22 @@ _REFUSED_OF: dict[type[CommonRequest], tuple[str, ...]] = {
 }
 
 
-def decode_completion(body: bytes) -> CompletionRequest:
-    """Raises :class:`InvalidRequest` for what is malformed or refused by name."""
-    return _decode(_COMPLETION, body)
+def decode_completion(body: bytes, max_batch: int = 4096) -> CompletionRequest:
+    """Raises :class:`InvalidRequest` for what is malformed or refused by name, and for more prompts than ``max_batch``."""
+    if len(body) <= INLINE:
+        return _decode(_COMPLETION.decode, body)
+    return _decode(lambda raw: decode_large(raw, _COMPLETION, {"prompt": b"[]"}, max_batch), body)
 
 
 def decode_chat(body: bytes) -> ChatRequest:
     """Raises :class:`InvalidRequest` for what is malformed or refused by name."""
-    return _decode(_CHAT, body)
+    return _decode(_CHAT.decode, body)
 
 
-def _decode(decoder: msgspec.json.Decoder[RequestT], body: bytes) -> RequestT:
+def _decode(decode: Callable[[bytes], RequestT], body: bytes) -> RequestT:
     try:
-        request = decoder.decode(body)
-    except (msgspec.DecodeError, RecursionError) as error:
+        request = decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequest(f"the body: {error}", field=_field_of(str(error))) from error
     for name in _REFUSED_OF[type(request)]:
         value = getattr(request, name)

@@ -21,6 +21,7 @@ from .generate_answer import DONE, meta_info
 from .generations import label_for, merged, whole
 from .openai_common import Job, error_body, finished_fields, usage_of
 from .openai_schema import Choice
+from .workers import in_slices
 
 
 class Form(Protocol):
@@ -55,12 +56,12 @@ async def _whole(front: FrontEnd, job: Job, form: Form) -> Response[bytes]:
     results = await whole(front, job.requests)
     flat = [sample for samples in results for sample in samples]
     label = await label_for(front, flat)
+    pairs = ((position, sample) for position, samples in enumerate(results) for sample in samples)
     choices = [
         _finished(
             job, form.choice(job.index(position, sample.index), position, sample), position, sample, label
         )
-        for position, samples in enumerate(results)
-        for sample in samples
+        async for position, sample in in_slices(pairs)
     ]
     body = job.body(choices, usage=usage_of(flat, scored=job.scored), **finished_fields(flat, label))
     return Response(body, media_type="application/json", status_code=200)

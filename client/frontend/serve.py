@@ -3,19 +3,20 @@
 Invariants:
 - The server listens only when the engine is ready, and says where once it has answered.
 - Keys come from files or the environment, never from the command line, and the scheduler does not inherit them.
-- An address beyond loopback needs an API key.
-- A signal ends the engine first, so that every request in flight is answered, then the server; status 0. An engine that ends by
-  itself ends the server with status 1, after every waiting client has got its error.
-- With ``--restart`` the server outlives the engine: while there is none, requests are refused at once.
+- An address beyond loopback needs an API key, or the explicit word that everybody who can reach it may use it.
+- How it ends, and what becomes of it without its engine: ``watch.py``.
 """
 
 import asyncio
 import contextlib
 import gc
 import ipaddress
+import logging
 import os
+import resource
 import signal
 import socket
+import ssl
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -24,32 +25,64 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ...io_struct import private_directory
 from ..async_client import AsyncSchedulerClient
-from ..exceptions import EngineError, EngineRestarting
-from ..launch import LaunchedScheduler, private_directory
+from ..curve import CLIENT_KEY_VARIABLE, SERVER_KEY_VARIABLE
+from ..exceptions import EngineError
+from ..launch import LaunchedScheduler
 from ..notify import notify
 from ..supervise import restart_options, status_of, supervised
-from ..supervisor import Down, RestartPolicy, Serving, State, Supervisor
+from ..supervisor import RestartPolicy, Supervisor
+from .printable import PrintableFormatter
+from .tls import tls_context
+from .watch import Watch, stop_signals
 
 if TYPE_CHECKING:
     from .context import FrontEnd, ServeOptions
     from .server import Server
 
 API_KEY, ADMIN_KEY = "CAESURA_API_KEY", "CAESURA_ADMIN_KEY"
-EXIT_GRACE_S = 0.3
-"""Between the engine's unexpected end and the server's: the answers that this causes are written meanwhile."""
+MAX_DESCRIPTORS = 1 << 20
+"""Of the limit of open descriptors, which is raised no further."""
 _NEEDS_EXTRA = 'the HTTP server needs more packages: pip install "caesura[serve]"'
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
 @click.option("--model", type=click.Path(), help="Hugging Face folder. Needed unless --endpoint is given.")
 @click.option("--endpoint", help="Serve a scheduler that runs already, instead of starting one.")
-@click.option("--host", default="127.0.0.1", show_default=True, help="Beyond loopback an API key is needed.")
+@click.option(
+    "--curve-server-key",
+    envvar=SERVER_KEY_VARIABLE,
+    help="The scheduler's public key or its file, if it has keys.",
+)
+@click.option(
+    "--curve-client-key-file", envvar=CLIENT_KEY_VARIABLE, help="The server's own keys, for such a scheduler."
+)
+@click.option(
+    "--host",
+    default="127.0.0.1",
+    show_default=True,
+    help="Beyond loopback: see --api-key-file, --insecure-bind.",
+)
 @click.option(
     "--port", type=click.IntRange(0, 65535), default=30000, show_default=True, help="0: any free one."
 )
 @click.option("--api-key-file", type=click.Path(), help=f"Key of clients; or the environment's {API_KEY}.")
 @click.option("--admin-key-file", type=click.Path(), help=f"Key of what changes the engine; or {ADMIN_KEY}.")
+@click.option(
+    "--insecure-bind",
+    is_flag=True,
+    help="Listen beyond loopback without an API key: whoever reaches the port can generate, read others' answers, pause, stop "
+    "and replace the weights, and have files under the weights root read. For private networks only.",
+)
+@click.option("--ssl-certfile", type=click.Path(), help="PEM: HTTPS with this certificate.")
+@click.option(
+    "--ssl-keyfile", type=click.Path(), help="PEM: its key, unless that is in the certificate's file."
+)
+@click.option("--ssl-keyfile-password-file", type=click.Path(), help="Holds the key's password.")
+@click.option(
+    "--ssl-ca-certs", type=click.Path(), help="PEM: clients need a certificate that one of these signed."
+)
 @click.option(
     "--weights-root",
     type=click.Path(),
@@ -74,6 +107,13 @@ _NEEDS_EXTRA = 'the HTTP server needs more packages: pip install "caesura[serve]
 @click.option(
     "--max-batch", type=click.IntRange(1), default=4096, show_default=True, help="Samples of one request."
 )
+@click.option(
+    "--max-connections",
+    type=click.IntRange(1),
+    default=4096,
+    show_default=True,
+    help="With requests; fewer where the process may not have so many descriptors.",
+)
 @click.option("--startup-timeout", type=float, default=600.0, show_default=True, help="Seconds.")
 @click.option("--restart", is_flag=True, help="Bring the scheduler back when it dies or hangs.")
 @restart_options
@@ -96,10 +136,15 @@ def serve(context: click.Context, /, **given: Any) -> None:
     if given["endpoint"] is not None and context.args:
         raise click.UsageError(f"a running scheduler takes no options: {' '.join(context.args)}")
     keys = _Keys.take(given.pop("api_key_file"), given.pop("admin_key_file"))
-    _check_host(given["host"], keys)
+    _check_host(given["host"], keys, insecure=given["insecure_bind"])
+    names = ("ssl_certfile", "ssl_keyfile", "ssl_keyfile_password_file", "ssl_ca_certs")
+    tls = tls_context(*(given.pop(name) for name in names))
+    _warn(given["host"], keys, tls)
     with contextlib.closing(_bound(given["host"], given["port"])) as listener:
         given["port"] = listener.getsockname()[1]
-        context.exit(run(Settings(keys=keys, scheduler_arguments=context.args, **given), listener, Server))
+        context.exit(
+            run(Settings(keys=keys, tls=tls, scheduler_arguments=context.args, **given), listener, Server)
+        )
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -132,14 +177,30 @@ def _key(variable: str, file: str | None) -> str | None:
     return key
 
 
-def _check_host(host: str, keys: _Keys) -> None:
+def _is_loopback(host: str) -> bool:
     with contextlib.suppress(ValueError):
-        if ipaddress.ip_address(host).is_loopback:
-            return
-    if host != "localhost" and keys.api is None:
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
+
+
+def _check_host(host: str, keys: _Keys, *, insecure: bool) -> None:
+    if not _is_loopback(host) and keys.api is None and not insecure:
         raise click.UsageError(
-            f"--host {host} can be reached by others: give --api-key-file (or {API_KEY}), and better an admin key too"
+            f"--host {host} can be reached by others: give --api-key-file (or {API_KEY}), and better an admin key too; or "
+            "--insecure-bind, where everybody who can reach it may do everything"
         )
+
+
+def _warn(host: str, keys: _Keys, tls: ssl.SSLContext | None) -> None:
+    if _is_loopback(host):
+        return
+    if keys.api is None:
+        what = "no API key: whoever reaches it can generate, pause, stop and replace the weights"
+    elif tls is None:
+        what = "no TLS: keys, prompts and answers can be read on their way"
+    else:
+        return
+    click.echo(f"warning: insecure: {host} can be reached by others, and there is {what}", err=True)
 
 
 def _bound(host: str, port: int) -> socket.socket:
@@ -161,9 +222,14 @@ class Settings:
     """What the command line said."""
 
     keys: _Keys
+    tls: ssl.SSLContext | None
+    insecure_bind: bool
+    max_connections: int
     scheduler_arguments: list[str]
     model: str | None
     endpoint: str | None
+    curve_server_key: str | None
+    curve_client_key_file: str | None
     host: str
     port: int
     weights_root: str | None
@@ -181,9 +247,21 @@ class Settings:
     hang_timeout: float
 
 
+def _raise_descriptor_limit() -> None:
+    """As far as allowed: each connection is one, and the usual soft limit is 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
 def run(settings: Settings, listener: socket.socket, server_class: "type[Server]") -> int:
     """Everything until the end; the exit status."""
-    with _interrupted_by_sigterm():
+    _raise_descriptor_limit()
+    handler = logging.StreamHandler()
+    handler.setFormatter(PrintableFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    with _interrupted_by_signals():
         launched = None if settings.model is None else _launch(settings)
     try:
         endpoint = launched.endpoint if launched is not None else str(settings.endpoint)
@@ -203,28 +281,35 @@ def _event_loop() -> Callable[[Any], int]:
 
 
 @contextlib.contextmanager
-def _interrupted_by_sigterm() -> Iterator[None]:
-    """SIGTERM like Ctrl-C, so that a start that is waited for is cleaned up."""
+def _interrupted_by_signals() -> Iterator[None]:
+    """Signals that end like Ctrl-C, so that a start that is waited for is cleaned up."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    before = {number: signal.signal(number, interrupt) for number in stop_signals()}
     try:
         yield
     except KeyboardInterrupt:
         raise click.Abort from None
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _launch(settings: Settings) -> LaunchedScheduler | Supervisor:
     if settings.restart:
         return _supervise(settings)
-    directory = private_directory()
+    directory = private_directory.make()
     command = [sys.executable, "-m", "caesura.scheduler", "--model", str(settings.model)]
-    command += ["--endpoint", f"ipc://{directory}/scheduler.sock", *settings.scheduler_arguments]
-    return LaunchedScheduler(command, directory=directory, startup_timeout=settings.startup_timeout)
+    command += ["--endpoint", f"ipc://{directory}/{private_directory.SOCKET}", *settings.scheduler_arguments]
+    return LaunchedScheduler(
+        command,
+        directory=directory,
+        startup_timeout=settings.startup_timeout,
+        curve_server_key=settings.curve_server_key,
+        curve_client_key_file=settings.curve_client_key_file,
+    )
 
 
 def _supervise(settings: Settings) -> Supervisor:
@@ -235,7 +320,13 @@ def _supervise(settings: Settings) -> Supervisor:
         startup_timeout_s=settings.startup_timeout,
     )
     arguments = ["--model", str(settings.model), *settings.scheduler_arguments]
-    supervisor = supervised(arguments, None, policy)
+    supervisor = supervised(
+        arguments,
+        None,
+        policy,
+        curve_server_key=settings.curve_server_key,
+        curve_client_key_file=settings.curve_client_key_file,
+    )
     try:
         supervisor.start()
     except EngineError as error:
@@ -257,11 +348,21 @@ async def _serve(
     from .app import create_app
     from .context import OWNER
 
-    client = AsyncSchedulerClient(endpoint, owner=OWNER)
+    client = AsyncSchedulerClient(
+        endpoint,
+        owner=OWNER,
+        curve_server_key=settings.curve_server_key,
+        curve_client_key_file=settings.curve_client_key_file,
+    )
     try:
         front = await front_end(settings, client)
-        server = server_class(create_app(front), lambda: _announce(front.options, endpoint))
-        watch = _Watch(server, client, launched)
+        server = server_class(
+            create_app(front),
+            lambda: _announce(front.options, endpoint, "http" if settings.tls is None else "https"),
+            connections=front.metrics.connections,
+            tls=settings.tls,
+        )
+        watch = Watch(server, front, launched)
         watch.begin()
         gc.freeze()  # imports and routes live as long as the process: a full collection need not go through them
         try:
@@ -299,6 +400,7 @@ async def front_end(settings: Settings, client: AsyncSchedulerClient) -> "FrontE
         context_length=status.context_len,
         vocab_size=status.vocab_size,
         host=settings.host,
+        any_host=settings.insecure_bind,
         port=settings.port,
         weights_root=settings.weights_root,
         allow_pickled_tensors=settings.allow_pickled_tensors,
@@ -309,103 +411,14 @@ async def front_end(settings: Settings, client: AsyncSchedulerClient) -> "FrontE
         max_batch=settings.max_batch,
     )
     manager = TokenizerManager(client, tokenizer, context_length=status.context_len)
-    front = FrontEnd(manager=manager, options=options, metrics=Metrics())
+    front = FrontEnd(manager=manager, options=options, metrics=Metrics(settings.max_connections))
     await front.metrics.engine.look(client)  # so that there is always a last one
     return front
 
 
-def _announce(options: "ServeOptions", endpoint: str) -> None:
+def _announce(options: "ServeOptions", endpoint: str, scheme: str) -> None:
     host = f"[{options.host}]" if ":" in options.host else options.host
     keys = " with keys" if options.api_key or options.admin_key else ""
-    click.echo(f"serving {options.model_name} on http://{host}:{options.port}{keys} (engine {endpoint})")
+    click.echo(f"serving {options.model_name} on {scheme}://{host}:{options.port}{keys} (engine {endpoint})")
     sys.stdout.flush()
-    notify("READY=1", f"STATUS=serving on http://{host}:{options.port}")
-
-
-class _Watch:
-    """Ends the server on a signal, or when the engine has ended for good."""
-
-    def __init__(
-        self,
-        server: "Server",
-        client: AsyncSchedulerClient,
-        launched: LaunchedScheduler | Supervisor | None,
-    ) -> None:
-        self.status = 0
-        self._server = server
-        self._client = client
-        self._launched = launched
-        self._stopping: asyncio.Task[None] | None = None
-        self._loop = asyncio.get_running_loop()
-        self._process = -1
-
-    def begin(self) -> None:
-        """From now on."""
-        loop = self._loop
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._on_signal)
-        if isinstance(self._launched, Supervisor):
-            self._launched.subscribe(self._hear)
-        elif self._launched is not None:
-            self._process = os.pidfd_open(self._launched.pid)
-            loop.add_reader(self._process, self._on_exit)
-
-    def end(self) -> None:
-        """No longer."""
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)
-        self._forget_process()
-
-    def _forget_process(self) -> None:
-        if self._process >= 0:
-            asyncio.get_running_loop().remove_reader(self._process)
-            os.close(self._process)
-            self._process = -1
-
-    def _on_signal(self) -> None:
-        if self._stopping is not None:
-            self._server.force_exit = True  # the second one
-            return
-        self._stopping = asyncio.ensure_future(self._stop())
-
-    async def _stop(self) -> None:
-        """The engine first: it answers every request with what it has."""
-        notify("STOPPING=1")
-        self._server.stop_accepting()
-        if self._launched is not None:
-            self._forget_process()
-            await asyncio.to_thread(self._launched.close)
-        self._server.should_exit = True
-
-    def _hear(self, state: State) -> None:
-        """In the supervisor's thread."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed: the server has ended before the engine
-            self._loop.call_soon_threadsafe(self._on_state, state)
-
-    def _on_state(self, state: State) -> None:
-        """What has become of a supervised engine."""
-        if self._stopping is not None:
-            return
-        if isinstance(state, Down):
-            message = f"the scheduler {state.reason}; another one is being started"
-            self._client.channel.refuse(EngineRestarting(message, reason=state.reason))
-            notify(f"STATUS={message}")
-        elif isinstance(state, Serving):
-            self._client.channel.refuse(None)
-            notify(f"STATUS=serving, {state.restarts} restarts")
-        else:
-            self.status = status_of(state.error)
-            reason = "the scheduler was told to end" if state.error is None else f"error: {state.error}"
-            click.echo(f"{reason}; the server ends with it", err=True)
-            asyncio.get_running_loop().call_later(EXIT_GRACE_S, self._leave)
-
-    def _on_exit(self) -> None:
-        self._forget_process()
-        self.status = 1
-        click.echo("error: the scheduler process has ended; the server ends with it", err=True)
-        asyncio.get_running_loop().call_later(EXIT_GRACE_S, self._leave)
-
-    def _leave(self) -> None:
-        self._server.should_exit = True
-        self._stopping = asyncio.ensure_future(self._client.close())  # whatever still waits gets its error
+    notify("READY=1", f"STATUS=serving on {scheme}://{host}:{options.port}")

@@ -1,26 +1,33 @@
 """Weight updates and their groups, as SGLang's trainers send them.
 
-Invariants: no session is needed, and one may be used; an update is answered when its bytes are no longer needed; a path is
-looked at only under the weights root, with symbolic links resolved; no pickle is read unless that was asked for at start.
+Invariants: no session is needed, and one may be used: whoever names it, in the header ``X-Caesura-Session`` or the body, belongs to it, and
+nobody else does (the front end remembers none); an update is answered when its bytes are no longer needed; a path is
+looked at only under the weights root, with symbolic links resolved, its own and those of its files; no pickle is read unless that was asked for at start.
 """
 
 import asyncio
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from litestar import Response, post
 from litestar.handlers import HTTPRouteHandler
 
 from ...io_struct import (
+    BeginWeightUpdateReqInput,
+    BeginWeightUpdateReqOutput,
     ControlRequest,
+    EndWeightUpdateReqInput,
     TensorSpec,
+    UpdateWeightFromDiskReqInput,
+    UpdateWeightsFromCheckpointEngineReqInput,
     UpdateWeightsFromDistributedReqInput,
     UpdateWeightsFromIPCReqInput,
     UpdateWeightsFromTensorReqInput,
     WeightUpdateReqOutput,
 )
+from ...io_struct.base import MAX_ID_LENGTH
 from ..exceptions import InvalidRequest, Unsupported
 from .context import Front, FrontEnd, ServeOptions
 from .control_schema import (
@@ -36,23 +43,47 @@ from .control_schema import (
     UpdateBody,
 )
 from .exchange import HTTPRequest, query_of, read_control, succeed
+from .limits import is_binary
+from .printable import printable
 from .tensor_payload import Frames, Part, dtype_of, read_pickled, read_safetensors
 
+_READ = ("config.json", "generation_config.json", "model.safetensors.index.json")
+"""Of a checkpoint, beside its safetensors files; an index can name no others."""
 _ONLINE = "Succeeded to update parameter online."
-_BINARY_TYPES = ("application/octet-stream", "application/x-safetensors")
+SESSION_HEADER = "X-Caesura-Session"
+Named = TypeVar(
+    "Named", UpdateBody, DiskBody, DistributedBody, TensorBody, SafetensorsQuery, ParameterServerBody, EndBody
+)
+
+
+def bound(request: HTTPRequest, body: Named) -> Named:
+    """``body``, which belongs to the session that the request's header names, if it names one.
+
+    Raises:
+        InvalidRequest: the body names another.
+    """
+    name = request.headers.get(SESSION_HEADER)
+    if name is None:
+        return body
+    if body.session_id not in (None, name) or not 0 < len(name) <= MAX_ID_LENGTH:
+        raise InvalidRequest(
+            f"{SESSION_HEADER} must be a session's id, and the same as session_id", field="session_id"
+        )
+    body.session_id = name
+    return body
 
 
 @post("/update_weights_from_disk", status_code=200, opt={"access": "admin"})
 async def update_weights_from_disk(request: HTTPRequest, front: Front) -> Response[bytes]:
     """Load a checkpoint folder in place."""
-    body = await read_control(request, DiskBody)
+    body = bound(request, await read_control(request, DiskBody))
 
     async def update() -> WeightUpdateReqOutput:
         if body.manifest:
             raise Unsupported("manifest is not supported")
         path = await asyncio.to_thread(allowed_path, body.model_path, front.options)
-        options = body.options()
-        return await front.client.update_weights_from_disk(path, load_format=body.load_format, **options)
+        wire = UpdateWeightFromDiskReqInput(model_path=path, load_format=body.load_format, **body.options())
+        return await _sent(front, wire)
 
     message = "Succeeded to update model weights."
     return await succeed(front, "update_weights_from_disk", message, update(), num_paused_requests=0)
@@ -61,27 +92,51 @@ async def update_weights_from_disk(request: HTTPRequest, front: Front) -> Respon
 def allowed_path(path: str, options: ServeOptions) -> str:
     """``path`` with its links resolved.
 
+    The scheduler opens the files later, and follows links then: who may write under the root can still put a link there in
+    between. What cannot pass is a link that lies there already.
+
     Raises:
-        InvalidRequest: it does not lie under the weights root, or is no path at all.
+        InvalidRequest: it does not lie under the weights root with every file that a checkpoint is read from, or is no path at all.
     """
     root = options.weights_root or options.default_weights_root
     try:
         real, real_root = os.path.realpath(path), os.path.realpath(root)
     except ValueError as error:  # a null byte
         raise InvalidRequest(f"model_path is no path: {error}", field="model_path") from error
-    if not root or os.path.commonpath([real, real_root]) != real_root:
+    if not root or not _lies_under(real, real_root):
         raise InvalidRequest(
             "model_path is outside the directory that this server loads weights from (--weights-root)",
             field="model_path",
             value=path,
         )
+    for name in _read_files(real):
+        if not _lies_under(os.path.realpath(os.path.join(real, name)), real_root):
+            raise InvalidRequest(
+                f"{printable(name)} in model_path is a link out of the directory that this server loads weights from "
+                "(--weights-root)",
+                field="model_path",
+                value=path,
+            )
     return real
 
 
-@post("/update_weights_from_distributed", status_code=200, opt={"access": "admin"})
+def _lies_under(path: str, root: str) -> bool:
+    return os.path.commonpath([path, root]) == root
+
+
+def _read_files(folder: str) -> list[str]:
+    """What is read of a checkpoint; nothing in folders further down."""
+    try:
+        with os.scandir(folder) as entries:
+            return [e.name for e in entries if e.name in _READ or e.name.endswith(".safetensors")]
+    except OSError:  # the scheduler says what is wrong with it
+        return []
+
+
+@post("/update_weights_from_distributed", status_code=200, opt={"access": "admin", "body": "specs"})
 async def update_weights_from_distributed(request: HTTPRequest, front: Front) -> Response[bytes]:
     """Take what rank 0 of a group broadcasts meanwhile: only names, dtypes and shapes pass here."""
-    body = await read_control(request, DistributedBody)
+    body = bound(request, await read_control(request, DistributedBody))
 
     async def update() -> WeightUpdateReqOutput:
         if not len(body.names) == len(body.dtypes) == len(body.shapes):
@@ -101,11 +156,11 @@ async def update_weights_from_distributed(request: HTTPRequest, front: Front) ->
 @post("/update_weights_from_tensor", status_code=200, opt={"access": "admin", "body": "weights"})
 async def update_weights_from_tensor(request: HTTPRequest, front: Front) -> Response[bytes]:
     """Weights in the request: a safetensors file as body, or (if allowed at start) SGLang's pickles in JSON."""
-    if request.content_type[0] in _BINARY_TYPES:
-        options = query_of(request, SafetensorsQuery)
+    if is_binary(request.content_type[0]):
+        options = bound(request, query_of(request, SafetensorsQuery))
         work = _binary(front, request, options)
         return await succeed(front, "update_weights_from_tensor", _online(options), work)
-    body = await read_control(request, TensorBody)
+    body = bound(request, await read_control(request, TensorBody))
     return await succeed(front, "update_weights_from_tensor", _online(body), _pickled(front, body))
 
 
@@ -122,14 +177,20 @@ async def _pickled(front: FrontEnd, body: TensorBody) -> WeightUpdateReqOutput |
     parts = await asyncio.to_thread(read_pickled, body.serialized_named_tensors, flattened=flattened)
     if not parts:
         return None  # a bucket without tensors, which slime sends as padding
-    if len(parts) == 1 or not await _commits_by_itself(front):
-        for part in parts:
-            reply = await _part(front, part, body.options())
-        return reply
+    if len(parts) == 1 or body.session_id is not None or not await _commits_by_itself(front):
+        return await _joined(front, parts, body.options())
     async with front.client.weight_update(weight_version=body.weight_version) as session:
-        for part in parts:
-            await _part(front, part, body.options())
+        await _joined(front, parts, {**body.options(), "session_id": session.opened.session_id})
     return session.result
+
+
+async def _joined(front: FrontEnd, parts: Sequence[Part], options: dict[str, Any]) -> WeightUpdateReqOutput:
+    """All parts in one session: that of the options, or the one that the first of them joins or opens."""
+    named = dict(options)
+    for part in parts:
+        reply = await _part(front, part, named)
+        named["session_id"] = reply.session_id
+    return reply
 
 
 async def _commits_by_itself(front: FrontEnd) -> bool:
@@ -162,11 +223,11 @@ def _online(body: UpdateBody) -> str:
 @post("/update_weights_from_ipc", status_code=200, opt={"access": "admin"})
 async def update_weights_from_ipc(request: HTTPRequest, front: Front) -> Response[bytes]:
     """Let a checkpoint-engine parameter server drive an update."""
-    body = await read_control(request, ParameterServerBody)
-    work = front.client.update_weights_from_checkpoint_engine(
-        body.zmq_handles, timeout_s=body.timeout_s, **body.options()
+    body = bound(request, await read_control(request, ParameterServerBody))
+    wire = UpdateWeightsFromCheckpointEngineReqInput(
+        zmq_handles=body.zmq_handles, timeout_s=body.timeout_s, **body.options()
     )
-    return await succeed(front, "update_weights_from_ipc", _online(body), work)
+    return await succeed(front, "update_weights_from_ipc", _online(body), _sent(front, wire))
 
 
 @post("/init_weights_update_group", status_code=200, opt={"access": "admin"})
@@ -189,18 +250,27 @@ async def destroy_weights_update_group(request: HTTPRequest, front: Front) -> Re
 
 @post("/begin_weight_update", status_code=200, opt={"access": "admin"})
 async def begin_weight_update(request: HTTPRequest, front: Front) -> Response[bytes]:
-    """Open a session: what follows is committed together by end."""
+    """Open a session: what names it from now on is committed together by end."""
     body = await read_control(request, BeginBody)
-    work = front.client.begin_weight_update(deadline_s=body.deadline_s)
-    return await succeed(front, "begin_weight_update", "Success", work)
+
+    async def begin() -> BeginWeightUpdateReqOutput:
+        wire = BeginWeightUpdateReqInput(deadline_s=body.deadline_s)
+        opened: BeginWeightUpdateReqOutput = await asyncio.shield(
+            front.client.start(wire, BeginWeightUpdateReqOutput)
+        )
+        return opened
+
+    return await succeed(front, "begin_weight_update", "Success", begin())
 
 
 @post("/end_weight_update", status_code=200, opt={"access": "admin"})
 async def end_weight_update(request: HTTPRequest, front: Front) -> Response[bytes]:
     """Commit the session, or abort it."""
-    body = await read_control(request, EndBody)
-    work = front.client.end_weight_update(commit=body.commit, weight_version=body.weight_version)
-    return await succeed(front, "end_weight_update", "Success", work)
+    body = bound(request, await read_control(request, EndBody))
+    wire = EndWeightUpdateReqInput(
+        commit=body.commit, session_id=body.session_id, force=body.force, weight_version=body.weight_version
+    )
+    return await succeed(front, "end_weight_update", "Success", _sent(front, wire))
 
 
 ROUTES: list[HTTPRouteHandler] = [

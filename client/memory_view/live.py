@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ...io_struct import GetStatusReqOutput, MemoryEvent
+from ...io_struct.text import printable
 from ..control_client import ControlClient
 from .record import TAGS, MemoryRecord, fetch
 from .text import MIB, cause, clock, size, span
@@ -104,7 +105,7 @@ def line(record: MemoryRecord) -> str:
         _generation(status),
         status.weights,
         str(status.weights_epoch),
-        f"{event.seq} {cause(event)} {event.detail}".rstrip(),
+        f"{event.seq} {cause(event)} {printable(event.detail)}".rstrip(),
     )
     return _aligned(cells)
 
@@ -125,7 +126,7 @@ def screen(record: MemoryRecord, looks: Sequence[int]) -> RenderableType:
     figures = Text.assemble(
         (size(memory.reserved), "bold"), " reserved   ",
         (size(memory.allocated), "bold"), " allocated   ",
-        (size(memory.available), "bold"), " available", *_growth(record),
+        ("?" if memory.available is None else size(memory.available), "bold"), " available", *_growth(record),
     )  # fmt: skip
     low, high = min(looks), max(looks)
     curve = Group(*curve_lines(looks, low, high))
@@ -181,7 +182,7 @@ def events(record: MemoryRecord, count: int = LAST_EVENTS) -> RenderableType:
 
 
 def _event_row(event: MemoryEvent) -> tuple[Text, ...]:
-    what = Text.assemble((cause(event), _COLOURS.get(event.cause, "")), f" {event.detail}")
+    what = Text.assemble((cause(event), _COLOURS.get(event.cause, "")), f" {printable(event.detail)}")
     return (
         Text(str(event.seq)),
         Text(clock(event.at), "dim"),

@@ -2,6 +2,7 @@
 
 Invariants:
 - A bucket holds at most ``bucket_bytes``, except for a single row that is larger; bigger tensors are cut between rows.
+- A bucket's pieces fit into the frames of one message.
 - Tensors are viewed, not copied, where they are contiguous and on the CPU.
 """
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...io_struct import CaesuraError, ErrorCode, TensorSpec
+from ...io_struct.base import MAX_FRAMES
 from ...io_struct.weights import DEFAULT_BUCKET_BYTES
 
 _ALIGNMENT = 64
@@ -72,7 +74,8 @@ def buckets(named_tensors: NamedTensors, bucket_bytes: int = DEFAULT_BUCKET_BYTE
         _dtype_name(name, tensor)
         for piece in _cut(name, tensor.detach(), bucket_bytes):
             size = padded(piece.rows.nbytes)
-            if bucket.pieces and bucket.nbytes + size > bucket_bytes:
+            is_full = bucket.nbytes + size > bucket_bytes or len(bucket.pieces) == MAX_FRAMES - 1
+            if bucket.pieces and is_full:
                 yield bucket
                 bucket = Bucket()
             bucket.pieces.append(piece)

@@ -11,6 +11,9 @@ own prefixes. One that a trainer has made already is as good (:meth:`WeightUpdat
 
 import contextlib
 import copy
+import errno
+import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -26,13 +29,9 @@ from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from ...io_struct import (
-    BeginWeightUpdateReqInput,
     CaesuraError,
-    EndWeightUpdateReqInput,
     InitWeightsUpdateGroupReqInput,
     InitWeightsUpdateGroupReqOutput,
-    Message,
-    Request,
     UpdateWeightsFromDistributedReqInput,
     WeightUpdateReqOutput,
 )
@@ -51,6 +50,7 @@ Backend = Literal["gloo", "nccl"]
 Named = tuple[str, Tensor]
 
 _PREFIXES = {"gloo": "cpu/", "nccl": "cuda/"}  # as torch: the first device that a backend registers for
+_LISTEN_BACKLOG = 128
 _POLL_S = 0.0005
 _CLOSE_S = 1.0
 _GRACE_S = 5.0  # between one side's end of a broadcast and the other's
@@ -97,7 +97,8 @@ class WeightUpdateGroup:
         A group of the same name that an earlier trainer left behind is destroyed first.
 
         Args:
-            master_address: under which the engines reach this process.
+            master_address: under which the engines reach this process. Where it is an address of this host, nothing else is
+                listened on; else (behind a translated address, say) the rendezvous listens on all addresses.
             master_port: on which they do. 0: any that is free.
             backend: None: nccl where every engine and this process have CUDA devices, else gloo.
             timeout_s: bound of joining, and of every broadcast later.
@@ -112,14 +113,10 @@ class WeightUpdateGroup:
             with contextlib.suppress(GroupError):  # there was none
                 client.destroy_weights_update_group(group_name, timeout=timeout_s)
         limit, size = timedelta(seconds=timeout_s), 1 + len(clients)
-        try:
-            store = TCPStore(
-                master_address, master_port, size, is_master=True, timeout=limit, wait_for_workers=False
-            )
-        except RuntimeError as error:
-            raise GroupError(f"cannot serve on {master_address}:{master_port}: {error}") from error
+        store, is_local = _rendezvous(master_address, master_port, size, limit)
         tickets = _invite(clients, master_address, store.port, group_name, backend, timeout_s)
-        joining = _beside(partial(_join, store, group_name, backend, size, limit))
+        listen = master_address if is_local else None
+        joining = _beside(partial(_join, store, group_name, backend, size, limit, listen))
         done, late = wait([*tickets, joining], timeout_s + _GRACE_S, return_when=FIRST_EXCEPTION)
         try:
             for future in (*tickets, joining):
@@ -142,19 +139,21 @@ class WeightUpdateGroup:
         options: dict[str, Any],
         *,
         bucket_bytes: int,
-        in_session: bool,
         load_format: LoadFormat = "flattened_bucket",
     ) -> Steps:
         """All messages of one update, and its broadcasts; ``options`` are fields of ``WeightUpdateOptions``.
 
-        More than one bucket makes a session of its own, unless one is open: the update is then all or nothing.
+        More than one bucket makes a session of its own, unless the options name one: the update is then all or nothing.
         """
         if self._dead is not None:
             raise self._error(self._dead)
         tensors = [(name, tensor.detach()) for name, tensor in named_tensors]
         parts = list(_whole(tensors, bucket_bytes))
-        calls = self._calls(parts, options, load_format)
-        return (yield from in_one_session(tensors, options, len(parts), in_session, calls))
+        return (
+            yield from in_one_session(
+                tensors, options, len(parts), lambda named: self._calls(parts, named, load_format)
+            )
+        )
 
     def update(
         self,
@@ -167,17 +166,16 @@ class WeightUpdateGroup:
     ) -> list[WeightUpdateReqOutput]:
         """One update of all engines of the group, with one broadcast; their answers in the order of ranks.
 
-        Arguments as of ``ControlClient.update_weights_from_distributed``. If one engine fails, what it said is raised; the
+        Arguments as of ``ControlClient.update_weights_from_distributed``. Where every client has begun a session, the update belongs
+        to these. If one engine fails, what it said is raised; the
         others may have committed, so compare their ``weights_epoch``.
         """
-        steps = self.steps(
-            named_tensors,
-            dict(options),
-            bucket_bytes=bucket_bytes,
-            in_session=all(client.in_session for client in self.clients),
-            load_format=load_format,
+        begun = all(client.session_id is not None for client in self.clients)
+        named = (
+            {**options, "session_id": self.clients[0].session_id} if begun and self.clients else {**options}
         )
-        return _Fleet(self.clients, timeout).drive(steps)
+        steps = self.steps(named_tensors, named, bucket_bytes=bucket_bytes, load_format=load_format)
+        return _Fleet(self.clients, timeout, begun=begun).drive(steps)
 
     def close(self) -> None:
         """Leave the group, and have its engines leave. Idempotent."""
@@ -280,9 +278,11 @@ class _Tickets:
 class _Fleet:
     """Drives the steps of one update on several engines at once."""
 
-    def __init__(self, clients: "list[ControlClient]", timeout: float | None) -> None:
+    def __init__(self, clients: "list[ControlClient]", timeout: float | None, *, begun: bool) -> None:
+        """``begun``: every client has a session of its own, which the calls belong to."""
         self._clients = clients
         self._timeout = timeout
+        self._begun = begun
 
     def drive(self, steps: Steps) -> list[WeightUpdateReqOutput]:
         """As the clients do it for one."""
@@ -301,48 +301,37 @@ class _Fleet:
 
     def _do(self, wanted: Send | Await | Run) -> Any:
         if isinstance(wanted, Send):
-            return _Tickets(
-                [_start(client, copy.copy(wanted.request), wanted.expects) for client in self._clients]
-            )
+            return _Tickets([self._start(client, wanted) for client in self._clients])
         if isinstance(wanted, Run):
             return wanted.work()
         return self._replies(wanted)
+
+    def _start(self, client: "ControlClient", wanted: Send) -> Future[Any]:
+        """``client.start``, whose error is that engine's answer: what the others were sent is not forgotten for it."""
+        request = copy.copy(wanted.request)
+        if self._begun and isinstance(request, UpdateWeightsFromDistributedReqInput):
+            request.session_id = client.session_id
+        try:
+            return client.start(request, wanted.expects)
+        except EngineError as error:
+            future: Future[Any] = Future()
+            future.set_exception(error)
+            return future
 
     def _replies(self, wanted: Await) -> list[Any]:
         """Every engine's reply. Once all have answered, the first error, refusals first."""
         replies: list[Any] = []
         errors: list[EngineError] = []
-        opened: list[ControlClient] = []
         for client, future in zip(self._clients, wanted.ticket.futures, strict=True):
             try:
                 replies.append(wait_for(future, wanted.request.id, self._timeout))
-                opened.append(client)
             except EngineError as error:
                 error.add_note(f"engine at {client.endpoint}")
                 errors.append(error)
-                if not is_answer(error):
-                    opened.append(client)  # for all we know
         refused = [error for error in errors if is_answer(error)]
-        if refused and isinstance(wanted.request, BeginWeightUpdateReqInput):
-            # The steps do not end a session that was refused; here some were opened. A refusal may mean another's session.
-            ends = [
-                _start(client, EndWeightUpdateReqInput(commit=False), WeightUpdateReqOutput)
-                for client in opened
-            ]
-            wait(ends, self._timeout)
         if errors:
             raise (refused or errors)[0]
         return replies
-
-
-def _start(client: "ControlClient", request: Request, expects: type[Message]) -> Future[Any]:
-    """``client.start``, whose error is that engine's answer: what the others were sent is not forgotten for it."""
-    try:
-        return client.start(request, expects)
-    except EngineError as error:
-        future: Future[Any] = Future()
-        future.set_exception(error)
-        return future
 
 
 def _whole(tensors: list[Named], bucket_bytes: int) -> Iterator[list[Named]]:
@@ -380,10 +369,48 @@ def _invite(
     ]
 
 
-def _join(store: Any, name: str, backend: Backend, size: int, limit: timedelta) -> Any:
+def _rendezvous(address: str, port: int, size: int, limit: timedelta) -> tuple[Any, bool]:
+    """The store of a new group, and whether ``address`` is one of this host's: then the store listens there alone.
+
+    By itself torch listens on all addresses of the host, so it is given a socket that listens already.
+    """
+    options: dict[str, Any] = {"is_master": True, "timeout": limit, "wait_for_workers": False}
+    try:
+        listener = _listening(address, port)
+        if listener is None:
+            return TCPStore(address, port, size, **options), False
+        port = listener.getsockname()[1]
+        return TCPStore(address, port, size, master_listen_fd=listener.detach(), **options), True
+    except (OSError, RuntimeError) as error:
+        raise GroupError(f"cannot serve on {address}:{port}: {error}") from error
+
+
+def _listening(address: str, port: int) -> socket.socket | None:
+    """A socket that listens at ``address``; None where that is no address of this host."""
+    family, kind, protocol, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(place)
+        listener.listen(_LISTEN_BACKLOG)
+    except OSError as error:
+        listener.close()
+        if error.errno != errno.EADDRNOTAVAIL:
+            raise
+        return None
+    return listener
+
+
+def _join(store: Any, name: str, backend: Backend, size: int, limit: timedelta, listen: str | None) -> Any:
+    """This process's end of the group; gloo listens at ``listen`` (None: where it would by itself)."""
     ranks = PrefixStore(_PREFIXES[backend], PrefixStore(f"{name}/", PrefixStore(name, store)))
     if backend == "gloo":
-        return dist.ProcessGroupGloo(ranks, 0, size, limit)
+        own: Any = dist.ProcessGroupGloo
+        if listen is None or "GLOO_SOCKET_IFNAME" in os.environ:
+            return own(ranks, 0, size, limit)
+        gloo = own._Options()
+        gloo._timeout, gloo._devices = limit, [own.create_device(hostname=listen)]
+        return own(ranks, 0, size, gloo)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = limit
     return dist.ProcessGroupNCCL(ranks, 0, size, options)

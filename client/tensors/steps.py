@@ -10,9 +10,11 @@ Invariants:
 - Two or three messages are under way, together of one bucket's bytes at most: while the engine copies one, the next is made. Memory
   is not written again before the reply of its own message is there, also where nobody waits for that any more: it is then
   left to the messages that name it.
-- An update that fails, whatever ends it, leaves no session open. Only ``close()`` of the generator cannot see to that: it may
-  ask for nothing then. Interrupts and cancellations are to be thrown into it, as errors are.
-- Tensors must not change until the update has returned.
+- An update that fails, whatever ends it, leaves no session of its own open, and ends nobody else's: it names the session by the id
+  of its ``begin``, which is known before the answer. Only ``close()`` of the generator cannot see to that: it may ask for nothing
+  then. Interrupts and cancellations are to be thrown into it, as errors are.
+- Tensors must not change until the update has returned, or raised. What the engine reads later than that is a copy, or belongs to a
+  session that is aborted: it is never committed.
 """
 
 import contextlib
@@ -35,6 +37,7 @@ from ...io_struct import (
     UpdateWeightsFromTensorReqInput,
     WeightUpdateReqOutput,
 )
+from ...io_struct.base import MAX_FRAME_BYTES
 from ..exceptions import NoSession, WeightMismatch, is_answer
 from .buckets import Bucket, NamedTensors, as_frames, buckets, manifest
 from .cuda_ipc import common_cuda_device
@@ -104,35 +107,32 @@ def call(
 
 
 def tensor_steps(
-    named_tensors: NamedTensors, options: dict[str, Any], *, bucket_bytes: int, in_session: bool
+    named_tensors: NamedTensors, options: dict[str, Any], *, bucket_bytes: int, shared: SharedBuckets
 ) -> Steps:
-    """All messages of one update over frames; ``options`` are fields of ``WeightUpdateOptions``."""
+    """All messages of one update over frames; ``options`` are fields of ``WeightUpdateOptions``.
+
+    A single message is sent from a copy, in memory of ``shared``: it may commit by itself when its sender has long given up waiting.
+    """
     tensors = list(named_tensors)
+    bucket_bytes = min(bucket_bytes, MAX_FRAME_BYTES)
     size, total = bucket_bytes, total_bytes(tensors)
     if total > bucket_bytes:  # several messages, so that one can be sent while another is copied
         size = part_bytes(total // 4, bucket_bytes, UNDER_WAY)
     parts = list(buckets(tensors, size))
-    return (yield from in_one_session(tensors, options, len(parts), in_session, _frames(parts, options)))
+    if len(parts) == 1:
+        return (yield from _copied(parts[0], options, shared))
+    return (yield from in_one_session(tensors, options, len(parts), lambda named: _frames(parts, named)))
 
 
 def ipc_steps(
-    named_tensors: NamedTensors,
-    options: dict[str, Any],
-    *,
-    bucket_bytes: int,
-    in_session: bool,
-    shared: SharedBuckets,
+    named_tensors: NamedTensors, options: dict[str, Any], *, bucket_bytes: int, shared: SharedBuckets
 ) -> Steps:
     """All messages of one update through shared memory of at most ``bucket_bytes``, in two or three slots.
 
     :class:`SharedTensors` are in such memory already: one message hands all of them over.
     """
     if isinstance(named_tensors, SharedTensors):
-        request = UpdateWeightsFromIPCReqInput(
-            handle=named_tensors.memory.handle, specs=named_tensors.specs, **options
-        )
-        only: WeightUpdateReqOutput = yield from call(request)
-        return only
+        return (yield from _handed_over(named_tensors, options))
     tensors = list(named_tensors)
     size, total = bucket_bytes, total_bytes(tensors)
     device = common_cuda_device(tensor for _, tensor in tensors)
@@ -140,8 +140,11 @@ def ipc_steps(
     if total > MIN_PART_BYTES:
         size = part_bytes(0 if device is None else total // 8, bucket_bytes, under_way)
     parts = list(buckets(tensors, size))
-    work = _shared(parts, options, shared, device, under_way)
-    return (yield from in_one_session(tensors, options, len(parts), in_session, work))
+    return (
+        yield from in_one_session(
+            tensors, options, len(parts), lambda named: _shared(parts, named, shared, device, under_way)
+        )
+    )
 
 
 def total_bytes(tensors: list[tuple[str, Any]]) -> int:
@@ -158,49 +161,80 @@ def in_one_session(
     tensors: list[tuple[str, Any]],
     options: dict[str, Any],
     num_calls: int,
-    in_session: bool,
-    exchanges: Generator[Send | Await | Run, Any, WeightUpdateReqOutput],
+    exchanges: Callable[[dict[str, Any]], Steps],
 ) -> Steps:
-    """``exchanges``, which makes ``num_calls`` calls, in a session of its own where it is more than one: all or nothing."""
+    """``exchanges``, which makes ``num_calls`` calls, in a session of its own where it is more than one: all or nothing.
+
+    Args:
+        options: with a ``session_id``, everything belongs to that session instead.
+        exchanges: is given the options of its calls, which name the session.
+    """
     if not num_calls:
         raise CaesuraError(ErrorCode.INVALID_REQUEST, "there are no tensors to send", field="named_tensors")
-    if num_calls == 1 or in_session:
-        return (yield from exchanges)
-    begun = False
+    if num_calls == 1 or options.get("session_id") is not None:
+        return (yield from exchanges(options))
+    begin = BeginWeightUpdateReqInput(manifest=manifest(tensors))
     try:
-        yield from _begin(tensors)
-        begun = True
-        yield from exchanges
-        final: WeightUpdateReqOutput = yield from call(
-            EndWeightUpdateReqInput(weight_version=options.get("weight_version"))
-        )
+        try:
+            yield from call(begin)
+        except WeightMismatch as error:  # a subset is no manifest, but fits if nothing else was wrong with it
+            if error.detail.get("unexpected") or error.detail.get("mismatched"):
+                raise
+            yield Send(_abort_of(begin))  # of several engines some may have opened it
+            begin = BeginWeightUpdateReqInput()
+            yield from call(begin)
+        yield from exchanges({**options, "session_id": begin.id})
+        committed: WeightUpdateReqOutput = yield from call(_commit_of(begin, options))
     except GeneratorExit:
         raise
     except BaseException as error:
-        if begun or not is_answer(error):  # a session that was refused to us may be another's
-            yield from _abort(error)
+        yield from _abort(begin, error)
         raise
-    return final
+    return committed
 
 
-def _begin(tensors: list[tuple[str, Any]]) -> Generator[Send | Await, Any, None]:
-    """Have everything checked before the first byte. A subset is no manifest, but fits if nothing else was wrong with it."""
+def _handed_over(tensors: SharedTensors, options: dict[str, Any]) -> Steps:
+    """One message in a session of its own, unless it has one: the engine may come to read the memory when this has long timed out,
+    and its owner has changed it. The begin and the call are under way together."""
+    named = {**options}
+    begin: BeginWeightUpdateReqInput | None = None
+    if options.get("session_id") is None:
+        begin = BeginWeightUpdateReqInput()
+        named["session_id"] = begin.id
+    request = UpdateWeightsFromIPCReqInput(handle=tensors.memory.handle, specs=tensors.specs, **named)
+    if begin is None:
+        only: WeightUpdateReqOutput = yield from call(request)
+        return only
     try:
-        yield from call(BeginWeightUpdateReqInput(manifest=manifest(tensors)))
-    except WeightMismatch as error:
-        if error.detail.get("unexpected") or error.detail.get("mismatched"):
-            raise
-        yield from call(BeginWeightUpdateReqInput())
+        opened = yield Send(begin)
+        written = yield Send(request)
+        yield Await(opened, begin)
+        yield Await(written, request)
+        committed: WeightUpdateReqOutput = yield from call(_commit_of(begin, options))
+    except GeneratorExit:
+        raise
+    except BaseException as error:
+        yield from _abort(begin, error)
+        raise
+    return committed
 
 
-def _abort(error: BaseException) -> Generator[Send | Await, Any, None]:
+def _commit_of(begin: BeginWeightUpdateReqInput, options: dict[str, Any]) -> EndWeightUpdateReqInput:
+    return EndWeightUpdateReqInput(session_id=begin.id, weight_version=options.get("weight_version"))
+
+
+def _abort_of(begin: BeginWeightUpdateReqInput) -> EndWeightUpdateReqInput:
+    return EndWeightUpdateReqInput(commit=False, session_id=begin.id)
+
+
+def _abort(begin: BeginWeightUpdateReqInput, error: BaseException) -> Generator[Send | Await, Any, None]:
     """End the session without a commit, whatever has become of it; waits for that only where something was answered."""
-    request = EndWeightUpdateReqInput(commit=False)
+    request = _abort_of(begin)
     try:
         ticket = yield Send(request)
         if is_answer(error):
             yield Await(ticket, request)
-    except NoSession:  # it had ended with the error
+    except NoSession:  # it had ended with the error, or was never opened
         pass
     except CaesuraError as second:
         error.add_note(f"aborting the session: {second}")
@@ -215,6 +249,17 @@ def _frames(parts: list[Bucket], options: dict[str, Any]) -> Steps:
         return (yield Send(request, frames)), request
 
     return (yield from _some_at_a_time(len(parts), send, UNDER_WAY))
+
+
+def _copied(part: Bucket, options: dict[str, Any], shared: SharedBuckets) -> Steps:
+    """One message of one frame, from memory that stays as it is until the answer is there, or for ever."""
+    memory = shared.take(part.nbytes, None)
+    specs: list[TensorSpec] = yield Run(lambda: memory.fill(part))
+    frame: memoryview = memory.view(0, part.nbytes).numpy().data
+    request = UpdateWeightsFromTensorReqInput(specs=specs, **options)
+    reply: WeightUpdateReqOutput = yield from call(request, [frame])
+    shared.give_back(memory)
+    return reply
 
 
 def _shared(

@@ -1,8 +1,8 @@
 """``ChatTemplate``: a conversation as one prompt, by the Jinja template that comes with a model.
 
 Invariants:
-- A template is data of a checkpoint, not trusted code: it runs in Jinja's immutable sandbox, and whatever goes wrong in
-  it is an :class:`~..exceptions.InvalidRequest` of the conversation.
+- A template is data of a checkpoint, not trusted code: it runs in Jinja's immutable sandbox and within the bounds of
+  ``template_limits.py``, and whatever goes wrong in it is an :class:`~..exceptions.InvalidRequest` of the conversation.
 - What a template sees is what transformers shows it (``apply_chat_template``): the same globals, filters, extensions and
   special tokens; messages without the keys whose value is null.
 """
@@ -16,9 +16,9 @@ import jinja2
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ..exceptions import CheckpointError, InvalidRequest
+from .template_limits import BoundedEnvironment, check_numbers, rendered
 
 _FAILURES = (
     jinja2.TemplateError,
@@ -49,6 +49,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
+    check_numbers((indent,))
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -62,11 +63,12 @@ def _strftime_now(pattern: str) -> str:
     return datetime.now().strftime(pattern)  # the local date, as transformers gives it
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
+def _environment() -> BoundedEnvironment:
+    environment = BoundedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = _tojson
+    environment.bound_filters()
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     return environment
@@ -120,7 +122,7 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            return template.render(shown)
+            return rendered(template, shown)
         except _FAILURES as error:
             raise InvalidRequest(
                 f"the chat template refuses the messages: {error}", field="messages"

@@ -30,6 +30,11 @@ _SPECIAL_TOKENS = (
 )
 
 
+MAX_TEMPLATE_CHARACTERS = 1 << 20
+DECODE_LONG = 4096
+"""Ids whose decoding takes about a millisecond."""
+
+
 class TokenizerMissing(CheckpointError):  # noqa: N818  (named as its base is)
     """The folder has no tokenizer."""
 
@@ -111,6 +116,8 @@ class TextTokenizer:
             InvalidRequest: an id is negative or not an integer.
         """
         try:
+            if len(ids) > DECODE_LONG:  # unlike ``decode`` this lets other threads run meanwhile
+                return self._tokenizer.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0]
             return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
         except (OverflowError, TypeError) as error:
             raise InvalidRequest(f"not token ids: {error}", field="tokens") from error
@@ -175,6 +182,16 @@ def _add_missing(tokenizer: Tokenizer, special: Mapping[str, str]) -> None:
 
 
 def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    templates = _found_templates(folder, config)
+    for name, source in templates.items():
+        if len(source) > MAX_TEMPLATE_CHARACTERS:
+            raise CheckpointError(
+                f"chat template {name!r} of {folder} is over the limit of {MAX_TEMPLATE_CHARACTERS} characters"
+            )
+    return templates
+
+
+def _found_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Templates by name. ``chat_template.jinja`` goes before ``chat_template.json`` and ``tokenizer_config.json``."""
     in_config = config.get("chat_template")
     templates: dict[str, str] = {}

@@ -8,6 +8,7 @@ Invariants:
   ``host.HOST`` for the CPU. What a module lacks reads as 0, except free memory, which is an error.
 """
 
+import errno
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,10 +17,23 @@ from typing import Any, Protocol
 import torch
 
 from ...io_struct import CaesuraError, ErrorCode
-from .host import HOST, HostDevice
+from .module import device_module_for
 
 _MIB = 1 << 20
-_NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "bad_alloc", "ALLOC_FAILED")
+_NO_MEMORY = (
+    "can't allocate memory",  # torch's CPU allocator
+    "cannot allocate memory",  # the C library
+    "not enough memory",
+    "out of memory",
+    "out_of_memory",  # CUDA_ERROR_OUT_OF_MEMORY, UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY: what driver calls return
+    "outofmemory",  # hipErrorOutOfMemory
+    "out_of_device_memory",
+    "out_of_host_memory",
+    "errormemoryallocation",  # cudaErrorMemoryAllocation
+    "bad_alloc",
+    "alloc_failed",  # CUBLAS_STATUS_ALLOC_FAILED, CUDNN_STATUS_ALLOC_FAILED
+)
+"""What libraries say, in lower case."""
 _ALLOC_CONF = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
@@ -70,16 +84,6 @@ class EmptyCacheReport:
         return f"{verb}: reserved {before:.1f} MB -> {after:.1f} MB (freed {freed:.1f} MB)"
 
 
-def device_module_for(device: torch.device | str) -> Any:
-    """The module that manages ``device``'s memory.
-
-    Raises:
-        RuntimeError: torch knows no such device.
-    """
-    device = torch.device(device)
-    return HOST if device.type == "cpu" else torch.get_device_module(device)
-
-
 def empty_device_cache(device_module: Any = None) -> bool:
     """Return the allocator's unused blocks to the system.
 
@@ -112,7 +116,10 @@ def is_out_of_memory(error: BaseException) -> bool:
     """
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
+    if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+        return True
+    text = str(error).lower() if isinstance(error, RuntimeError) else ""
+    return any(words in text for words in _NO_MEMORY)
 
 
 def get_available_memory(
@@ -137,6 +144,18 @@ def get_available_memory(
         empty_device_cache(module)
     available = _available(module, device)
     return available if group is None else group.all_reduce_min(available)
+
+
+def available_memory_if_known(
+    device: torch.device | str, empty_cache: bool = False, group: MinReduce | None = None
+) -> int | None:
+    """:func:`get_available_memory`, or None where the backend does not tell."""
+    try:
+        return get_available_memory(device, empty_cache, group)
+    except CaesuraError as error:
+        if error.code != ErrorCode.UNSUPPORTED:
+            raise
+        return None
 
 
 def refuse_defeating_settings(
@@ -173,10 +192,8 @@ def _first_reading(device_module: Any, *names: str) -> int:
 
 
 def _available(module: Any, device: torch.device) -> int:
-    if isinstance(module, HostDevice):
-        return module.mem_get_info()[0]
     if hasattr(module, "mem_get_info"):
-        return int(module.mem_get_info(device)[0])
+        return int(module.mem_get_info()[0])
     if hasattr(module, "recommended_max_memory") and hasattr(module, "driver_allocated_memory"):
         return max(0, int(module.recommended_max_memory()) - int(module.driver_allocated_memory()))
     raise CaesuraError(

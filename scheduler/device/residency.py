@@ -19,6 +19,7 @@ graph, must be captured again if they do not (``occupation.py``).
 """
 
 import logging
+import math
 import os
 import sys
 from collections import deque
@@ -27,6 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cached_property
 from importlib.util import find_spec
 from time import perf_counter, time
 from typing import Any, get_args
@@ -36,11 +38,11 @@ from torch import Tensor
 
 from ...io_struct import CaesuraError, ErrorCode, MemoryTag
 from .memory import (
-    device_module_for,
+    available_memory_if_known,
     empty_device_cache_with_report,
-    get_available_memory,
     refuse_defeating_settings,
 )
+from .module import device_module_for
 from .offload import FileCopy, HostCopy, Movable, PinnedCopy, Strategy
 from .storage import Component, MappedComponent, SavedComponent, StorageComponent
 
@@ -49,6 +51,8 @@ logger = logging.getLogger(__name__)
 MEMORY_TAGS: tuple[MemoryTag, ...] = get_args(MemoryTag)
 TRACED_EVENTS = 1024
 """How many of the last events are kept."""
+LARGE_SHARE = 0.02
+"""A component of at least this share of the device's memory counts as memory-intensive, whatever its stage says of it."""
 
 _END: Any = object()
 
@@ -72,7 +76,7 @@ class ComponentUse:
 
     name: str
     memory_intensive: bool = False
-    """It is worth emptying the device cache when it has left."""
+    """It is worth emptying the device cache when it has left. Components of :data:`LARGE_SHARE` of the device always are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +86,8 @@ class ResidencyEvent:
     at: float
     """Seconds since the epoch."""
     event: str
-    """``begin_request``, ``arrive``, ``use``, ``finish_use``, ``leave``, ``finish_request``, ``missing``, ``release``,
-    ``resume``, ``emptied``."""
+    """``begin_request``, ``arrive``, ``use``, ``finish_use``, ``leave``, ``keep`` (it might have left, and stays),
+    ``finish_request``, ``missing``, ``release``, ``resume``, ``emptied``."""
     component: str
     """Or the request's name."""
     strategy: str
@@ -92,6 +96,9 @@ class ResidencyEvent:
     """What came to the device or left it. ``emptied``: what the system got back."""
     ms: float
     """Work, not what happened in between. ``finish_use``: how long layers were waited for."""
+    detail: str
+    """Why: ``after_use``, ``warm_up``, ``resident`` or ``in_use`` (by another request) of what is kept; ``missing`` where a use
+    ends of what was never there; ``after_release`` of an emptying."""
 
 
 class ComponentResidencyManager:
@@ -216,7 +223,7 @@ class ComponentResidencyManager:
                     yield from self._traced("arrive", component, component.strategy.arrive(component))
                 except RuntimeError as error:
                     needed = component.strategy.peak_bytes(component)
-                    free = get_available_memory(self._device)
+                    free = available_memory_if_known(self._device)
                     raise _shortage(f"bringing {use.name} failed: {error}", needed, free) from error
 
     def use(self, request: str, use: ComponentUse) -> Callable[[int], None]:
@@ -233,17 +240,30 @@ class ComponentResidencyManager:
     def finish_use(self, use: ComponentUse) -> Iterator[None]:
         """The work has been given to the current stream."""
         component = self._movables.get(use.name)
-        if component is not None:
-            self._note("finish_use", use.name, component.strategy.kind, 0, component.waited_s)
-            if not component.strategy.keep_after_use:
-                yield from self._leave([component])
+        if component is None:
+            self._note("finish_use", use.name, "", 0, 0.0, "missing")
+            return
+        self._note("finish_use", use.name, component.strategy.kind, 0, component.waited_s)
+        if component.strategy.keep_after_use:
+            self._kept(component, "after_use")
+        else:
+            yield from self._leave([component])
 
     def finish_request(self, request: str) -> Iterator[None]:
         """What no other open request has used leaves, where its strategy wants that."""
         warm_up, used = self._requests.pop(request, (False, set()))
         elsewhere = set().union(*(names for _, names in self._requests.values()))
-        leaving = [component for name, component in self._movables.items() if name in used - elsewhere]
-        yield from self._leave([c for c in leaving if not (warm_up and c.strategy.keep_on_warm_up)])
+        leaving = []
+        for name, component in self._movables.items():
+            if name not in used:
+                continue
+            if name in elsewhere:
+                self._kept(component, "in_use")
+            elif warm_up and component.strategy.keep_on_warm_up:
+                self._kept(component, "warm_up")
+            else:
+                leaving.append(component)
+        yield from self._leave(leaving)
         self._note("finish_request", request, "", 0, 0.0)
 
     def release(self, tags: Collection[MemoryTag]) -> Iterator[None]:
@@ -261,8 +281,8 @@ class ComponentResidencyManager:
             CaesuraError: ``out_of_memory`` with ``needed_bytes`` and ``free_bytes``; everything is as it was.
         """
         needed = sum(map(self.nbytes, tags)) + sum(c.nbytes for tag in tags for c in self._residents(tag))
-        free = get_available_memory(self._device, empty_cache=True)
-        if needed > free:
+        free = available_memory_if_known(self._device, empty_cache=True)
+        if free is not None and needed > free:
             raise _shortage(f"resuming {_names(tags)} needs {needed} bytes, {free} are free", needed, free)
         begun: list[MemoryTag] = []
         try:
@@ -287,18 +307,17 @@ class ComponentResidencyManager:
         if component is None:
             self._note("missing", use.name, "", 0, 0.0)
             return None
-        component.memory_intensive = use.memory_intensive
+        component.memory_intensive = use.memory_intensive or component.nbytes >= self._large
         self._requests[request][1].add(use.name)
         return component
 
     def _require_room(self, component: Movable) -> None:
         """On the CPU an allocation never fails, its first use does; elsewhere the allocator says so itself."""
         needed = component.strategy.peak_bytes(component) - component.device_bytes
-        if (
-            self._device.type == "cpu"
-            and needed > 0
-            and needed > (free := get_available_memory(self._device))
-        ):
+        if self._device.type != "cpu" or needed <= 0:
+            return
+        free = available_memory_if_known(self._device)
+        if free is not None and needed > free:
             raise _shortage(f"{component.name} needs {needed} bytes, {free} are free", needed, free)
 
     def _leave(self, components: Sequence[Movable]) -> Iterator[None]:
@@ -308,12 +327,24 @@ class ComponentResidencyManager:
             before = component.device_bytes
             yield from self._traced("leave", component, component.strategy.leave(component))
             freed = before > component.device_bytes
+            if component.strategy.kind == "resident":
+                self._kept(component, "resident")
             if component.memory_intensive and (freed or component.strategy.kind == "layerwise"):
                 worth_it.append(component.name)
         if worth_it:
             started = perf_counter()
             report = empty_device_cache_with_report(self._module)
-            self._note("emptied", ", ".join(worth_it), "", report.freed, perf_counter() - started)
+            seconds = perf_counter() - started
+            self._note("emptied", ", ".join(worth_it), "", report.freed, seconds, "after_release")
+
+    def _kept(self, component: Movable, detail: str) -> None:
+        self._note("keep", component.name, component.strategy.kind, component.device_bytes, 0.0, detail)
+
+    @cached_property
+    def _large(self) -> float:
+        """Bytes from which a component is large; infinite where the device does not tell its size."""
+        mem_get_info = getattr(self._module, "mem_get_info", None)
+        return math.inf if mem_get_info is None else LARGE_SHARE * mem_get_info()[1]
 
     def _make_copy(self) -> HostCopy:
         streams = hasattr(self._module, "Stream")
@@ -342,9 +373,12 @@ class ComponentResidencyManager:
         else:
             self._note(event, component, "resident", self._components[component].nbytes, busy)
 
-    def _note(self, event: str, component: str, strategy: str, nbytes: int, seconds: float) -> None:
-        self.trace.append(ResidencyEvent(time(), event, component, strategy, nbytes, 1e3 * seconds))
-        logger.debug("%s %s %s: %d bytes, %.1f ms", event, component, strategy, nbytes, 1e3 * seconds)
+    def _note(
+        self, event: str, component: str, strategy: str, nbytes: int, seconds: float, detail: str = ""
+    ) -> None:
+        self.trace.append(ResidencyEvent(time(), event, component, strategy, nbytes, 1e3 * seconds, detail))
+        words = " ".join(filter(None, (event, component, strategy, detail)))
+        logger.debug("%s: %d bytes, %.1f ms", words, nbytes, 1e3 * seconds)
 
 
 def _plain(device: torch.device) -> MakeComponent:
@@ -361,5 +395,5 @@ def _names(tags: Collection[MemoryTag]) -> str:
     return ", ".join(sorted(tags))
 
 
-def _shortage(message: str, needed: int, free: int) -> CaesuraError:
+def _shortage(message: str, needed: int, free: int | None) -> CaesuraError:
     return CaesuraError(ErrorCode.OUT_OF_MEMORY, message, needed_bytes=needed, free_bytes=free)

@@ -8,7 +8,6 @@ Invariants:
 - Two equal :class:`ModelConfig` values mean the same forward pass over equal weights.
 """
 
-import stat
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +16,7 @@ import msgspec
 import torch
 
 from ...io_struct import CaesuraError, ErrorCode
+from ..files import checkpoint_error, read_small
 from ..layers.parameters import Fp8Blocks
 from ..layers.rotary import RopeParameters
 from .config_mla import (
@@ -27,11 +27,13 @@ from .config_mla import (
     parse_yarn,
 )
 from .config_moe import MoeConfig
-from .config_reader import ConfigReader, checkpoint_error
+from .config_reader import ConfigReader
 from .family import Family
 from .quantization import parse_quantization
 from .registry import families
 
+MAX_CONFIG_BYTES = 1 << 20
+"""Of config.json and of generation_config.json, each: a hundred times what models have."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _ROPE_TYPES = ("default", "linear", "llama3")
 _NOT_FORWARD = ("eos_token_ids", "dtype", "max_position_embeddings", "num_mtp_layers")
@@ -153,13 +155,7 @@ def config_difference(a: ModelConfig, b: ModelConfig) -> list[str]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        if not stat.S_ISREG(path.stat().st_mode):  # reading a FIFO would never end
-            raise checkpoint_error(path, "is not a regular file")
-        data = path.read_bytes()
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise checkpoint_error(path, f"cannot be read: {reason}") from error
+    data = read_small(path, MAX_CONFIG_BYTES)
     try:
         return msgspec.json.decode(data, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -4,15 +4,10 @@ Invariant: a value of the wrong type or range is a CHECKPOINT_ERROR that names i
 """
 
 import sys
-from pathlib import Path
 from typing import Any
 
-from ...io_struct import CaesuraError, ErrorCode
-
-
-def checkpoint_error(path: str | Path, reason: str) -> CaesuraError:
-    """What is wrong with ``path``, for whoever named it."""
-    return CaesuraError(ErrorCode.CHECKPOINT_ERROR, f"{path} {reason}", path=str(path), reason=reason)
+from ...io_struct import CaesuraError
+from ..files import checkpoint_error
 
 
 class ConfigReader:

@@ -1,15 +1,35 @@
 """Where the engine's log goes: stderr, one line per record.
 
-Invariants: only the ``caesura`` logger is touched, never the root logger, and calling twice leaves one handler; what a
-client sends cannot start a line of its own (line breaks in messages are escaped). A traceback follows its record,
-every line indented by a tab.
+Invariants:
+- Only the ``caesura`` logger is touched, never the root logger, and configuring twice leaves one handler.
+- What a client sends cannot start a line of its own, nor reach a terminal as anything but text: what is not printable
+  is escaped. A traceback follows its record, every line indented by a tab.
+- Whoever logs never waits: records go through a bounded queue to a thread. What finds the queue full is dropped and
+  counted; the count is written when there is room again.
+- A call site that repeats a warning or an error says how often instead of saying it again.
 """
 
+import contextlib
 import logging
+import os
 import sys
+import threading
+from collections import deque
+from dataclasses import dataclass
+from time import monotonic
 from typing import TextIO
 
+from ...io_struct.text import printable
+
 _HANDLER_NAME = "caesura.stderr"
+MAX_QUEUED_BYTES = 1 << 20
+"""Of lines that the stream has not taken yet; an engine whose log nobody reads keeps so much."""
+REPEATS = 20
+"""Warnings or errors of one call site within :data:`REPEAT_WINDOW_S` that are written."""
+REPEAT_WINDOW_S = 10.0
+FLUSH_S = 1.0
+"""How long the end of the process waits for the stream."""
+_MAX_SITES = 1024
 
 
 class LineFormatter(logging.Formatter):
@@ -25,12 +45,178 @@ class LineFormatter(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 (logging's name)
         """The record's line."""
         record.caesura_module = record.name.removeprefix("caesura.")
-        record.message = record.message.replace("\r", "\\r").replace("\n", "\\n")
+        record.message = printable(record.message)
         return super().formatMessage(record)
 
     def formatException(self, ei: "logging._SysExcInfoType") -> str:  # noqa: N802
         """The traceback, indented."""
-        return "\t" + super().formatException(ei).replace("\n", "\n\t")
+        return "\n".join("\t" + printable(line) for line in super().formatException(ei).split("\n"))
+
+
+class Repeats:
+    """Counts what call sites repeat; safe from any thread."""
+
+    def __init__(self) -> None:
+        self._sites: dict[tuple[str, int], _Site] = {}
+        self._lock = threading.Lock()
+
+    def admit(self, name: str, line: int) -> bool:
+        """Whether the record of this site is to be written."""
+        key, now = (name, line), monotonic()
+        with self._lock:
+            site = self._sites.get(key)
+            if site is None or (site.count <= REPEATS and now - site.since >= REPEAT_WINDOW_S):
+                if len(self._sites) >= _MAX_SITES:
+                    self._sites.clear()
+                site = self._sites[key] = _Site(now)
+            site.count += 1
+            return site.count <= REPEATS
+
+    def due_s(self) -> float | None:
+        """Seconds until there is a summary to write; None: nothing was held back."""
+        with self._lock:
+            held = [site.since for site in self._sites.values() if site.count > REPEATS]
+        return max(0.0, min(held) + REPEAT_WINDOW_S - monotonic()) if held else None
+
+    def summaries(self, *, everything: bool) -> list[str]:
+        """Lines for sites whose window is over, or for all of them; each is counted anew from now on."""
+        now, lines = monotonic(), []
+        with self._lock:
+            for (name, line), site in list(self._sites.items()):
+                if site.count > REPEATS and (everything or now - site.since >= REPEAT_WINDOW_S):
+                    del self._sites[name, line]
+                    where = f"{name.removeprefix('caesura.')} line {line}"
+                    more = site.count - REPEATS
+                    lines.append(f"… {more} more like these from {where} within {now - site.since:.0f} s\n")
+        return lines
+
+
+@dataclass(slots=True)
+class _Site:
+    """A place in the code that has warned."""
+
+    since: float
+    count: int = 0
+
+
+class Writer:
+    """Lines to a stream, from a thread of its own; putting one never waits."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.repeats = Repeats()
+        self._stream = stream
+        self._descriptor: int | None = None
+        with contextlib.suppress(OSError, AttributeError, ValueError):  # a stream of Python's own
+            # Not through the stream's buffer: its lock, held by a write that blocks, would stop the interpreter's end.
+            self._descriptor = stream.fileno()
+        self._lines: deque[str] = deque()
+        self._bytes = 0
+        self._dropped = 0
+        self._busy = False
+        self._closed = False
+        self._changed = threading.Condition()
+        threading.Thread(target=self._run, name="caesura-log", daemon=True).start()
+
+    def put(self, line: str) -> None:
+        """``line`` goes out, or is dropped and counted."""
+        with self._changed:
+            if self._closed or self._bytes + len(line) > MAX_QUEUED_BYTES:
+                self._dropped += 1
+            else:
+                self._append(line)
+
+    def hold_back(self) -> None:
+        """Something was: its summary becomes due."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def flush(self, timeout_s: float) -> bool:
+        """Whether everything that was put has been written, waiting for up to ``timeout_s``."""
+        for line in self.repeats.summaries(everything=True):
+            self.put(line)
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._lines and not self._busy, timeout_s)
+
+    def close(self) -> None:
+        """The thread ends with what is there; nothing more is taken."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def _append(self, line: str) -> None:
+        self._lines.append(line)
+        self._bytes += len(line)
+        self._changed.notify_all()
+
+    def _run(self) -> None:
+        while (lines := self._take()) is not None:
+            # Gone or closed: nobody can be told. No memory: the next lines may find some.
+            with contextlib.suppress(OSError, ValueError, MemoryError):
+                self._write(lines)
+            with self._changed:
+                self._bytes -= len(lines)
+                self._busy = False
+                if self._dropped:
+                    dropped, self._dropped = self._dropped, 0
+                    self._append(f"… {dropped} records dropped: nobody read the log in time\n")
+                self._changed.notify_all()
+
+    def _take(self) -> str | None:
+        """What there is to write, waiting for it; None: the end."""
+        with self._changed:
+            while not self._lines:
+                if self._closed:
+                    return None
+                self._changed.wait(self.repeats.due_s())
+                for line in self.repeats.summaries(everything=False):
+                    self._append(line)
+            lines = "".join(self._lines)
+            self._lines.clear()
+            self._busy = True
+            return lines
+
+    def _write(self, text: str) -> None:
+        if self._descriptor is None:
+            self._stream.write(text)
+            self._stream.flush()
+            return
+        data = memoryview(text.encode("utf-8", "backslashreplace"))
+        while data:
+            data = data[os.write(self._descriptor, data) :]
+
+
+class LogHandler(logging.Handler):
+    """Formats where the record is made, and leaves the writing to a :class:`Writer`."""
+
+    def __init__(self, writer: Writer) -> None:
+        super().__init__()
+        self.name = _HANDLER_NAME
+        self._writer = writer
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Queue the record's line, unless its site has said enough for now."""
+        try:
+            if record.levelno >= logging.WARNING and not self._writer.repeats.admit(
+                record.name, record.lineno
+            ):
+                self._writer.hold_back()
+            else:
+                self._writer.put(self.format(record) + "\n")
+        except Exception:  # noqa: BLE001  a record that cannot be formatted must not fail what it tells of
+            self.handleError(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 (logging's name)
+        """A line without its arguments; logging's own would write to stderr, and wait for it."""
+        self._writer.put(f"a log record of {record.name} line {record.lineno} could not be formatted\n")
+
+    def flush(self) -> None:
+        """What is queued, for a bounded time; called at the interpreter's end, too."""
+        self._writer.flush(FLUSH_S)
+
+    def close(self) -> None:
+        """Idempotent."""
+        super().close()
+        self._writer.close()
 
 
 def configure(level: str | int, rank: int = 0, stream: TextIO | None = None) -> None:
@@ -46,10 +232,16 @@ def configure(level: str | int, rank: int = 0, stream: TextIO | None = None) -> 
     """
     logger = logging.getLogger("caesura")
     logger.setLevel(level.upper() if isinstance(level, str) else level)
-    for handler in [h for h in logger.handlers if h.name == _HANDLER_NAME]:
-        logger.removeHandler(handler)
-    handler = logging.StreamHandler(stream if stream is not None else sys.stderr)
-    handler.name = _HANDLER_NAME
+    for old in [h for h in logger.handlers if h.name == _HANDLER_NAME]:
+        logger.removeHandler(old)
+        old.close()
+    handler = LogHandler(Writer(stream if stream is not None else sys.stderr))
     handler.setFormatter(LineFormatter(rank))
     logger.addHandler(handler)
     logger.propagate = False  # a root handler would print every line again
+
+
+def flush() -> None:
+    """Wait a bounded time for what has been logged to be written."""
+    for handler in logging.getLogger("caesura").handlers:
+        handler.flush()

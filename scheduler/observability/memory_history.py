@@ -169,6 +169,8 @@ class MemoryHistory:
 
     def events(self, after: int, limit: int) -> tuple[list[MemoryEvent], bool]:
         """At most ``limit`` events whose number is over ``after``, oldest first, and whether there are newer ones."""
+        if after >= self._seq:
+            return [], False
         first = max(after + 1, self._oldest)
         last = min(self._seq, first + limit - 1)
         rows = self._ring[np.arange(first - 1, last) % len(self._ring)]

@@ -10,7 +10,7 @@ Invariants:
   committed before it has come (:meth:`WeightLoader.require_whole`).
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from math import prod
 from typing import Any, Protocol
@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ...io_struct import CaesuraError, ErrorCode
+from ...io_struct import CaesuraError, ErrorCode, TensorSpec
 from ..layers.parameters import WeightSlot
 from ..models.base import CausalLM
 
@@ -118,6 +118,52 @@ class _Problems:
         )
 
 
+@dataclass(slots=True)
+class _Account:
+    """Which tensors are whole, and which are due before anything is committed."""
+
+    written: set[str] = field(default_factory=set)
+    due: set[str] = field(default_factory=set)
+    """Begun, or one of two that no longer goes with the other."""
+    made_together: dict[str, str] = field(default_factory=dict)
+    """Each way: two tensors of the model, written by one that came."""
+    open: tuple[str, int] | None = None
+    """Name of the tensor that lacks rows, and how many are there."""
+
+    def copy(self) -> "_Account":
+        """To see what would become of it; without the names that are whole."""
+        return _Account(set(), set(self.due), dict(self.made_together), self.open)
+
+    def due_row(self, name: str, start_row: int) -> int:
+        """At which row the next piece of ``name`` must start; ``start_row`` 0 begins it anew."""
+        return self.open[1] if self.open is not None and self.open[0] == name and start_row > 0 else 0
+
+    def take(self, name: str, rows_done: int, rows: int) -> bool:
+        """The first ``rows_done`` of ``rows`` are there, or will be in a moment; whether that is all of them."""
+        self.written.discard(name)
+        self.due.add(name)
+        self.open = (name, rows_done) if rows_done < rows else None
+        return self.open is None
+
+    def finish(self, slot: WeightSlot, dtype: torch.dtype) -> None:
+        """A tensor is whole, in ``dtype``; what it makes or leaves half new is due."""
+        name, fills = slot.name, slot.fills(dtype)
+        if fills is None and name not in self.made_together:
+            self.written.add(name)
+            self.due.discard(name)
+            return
+        whole = {name} if fills is None else {name, fills}
+        partner = self.made_together.pop(name, None)
+        if partner is not None and partner != fills:
+            del self.made_together[partner]
+            self.written.discard(partner)
+            self.due.add(partner)
+        self.written |= whole
+        self.due -= whole
+        if fills is not None:
+            self.made_together |= {name: fills, fills: name}
+
+
 class WeightLoader:
     """Writes pieces of checkpoint tensors into one model."""
 
@@ -125,13 +171,8 @@ class WeightLoader:
         self._slots = model.weight_slots()
         self._required = self._slots.keys() - model.optional_names
         self._is_skipped = model.is_skipped
-        self._open: tuple[str, int, bool] | None = None  # name, rows written so far, changed so far
-        self._made_together: dict[
-            str, str
-        ] = {}  # each way: two tensors of the model, written by one that came
-        self._due: set[str] = set()  # begun, or one of two that no longer goes with the other
-        self.written: set[str] = set()
-        """Names that are whole since the last :meth:`forget_written`."""
+        self._account = _Account()
+        self._changed = False  # of the tensor that is open
         self.counts = LoadCounts()
         """Since the last :meth:`take_counts`."""
 
@@ -169,6 +210,37 @@ class WeightLoader:
             problems.missing = self.missing(seen | filled.keys())
         problems.raise_if_any()
 
+    def check_rows(self, specs: Iterable[TensorSpec], whole: bool) -> None:
+        """Compare the rows that will come with those that are due; nothing is written. :meth:`check` has seen ``specs``.
+
+        Args:
+            whole: nothing comes after them, so no tensor may lack rows, or what belongs to it.
+
+        Raises:
+            CaesuraError: WEIGHT_MISMATCH, as :meth:`write` and :meth:`require_whole` would later.
+        """
+        problems, account = _Problems(), self._account.copy()
+        for spec in specs:
+            slot = self._slots.get(spec.name)
+            if slot is None:
+                continue
+            total, dtype = _rows(spec.shape), DTYPES[spec.dtype]
+            row_bytes = prod(spec.shape[1:]) * dtype.itemsize
+            count = spec.nbytes // row_bytes if row_bytes else total
+            due = account.due_row(spec.name, spec.start_row)
+            if spec.start_row != due:
+                problems.mismatched.append(_out_of_order(spec.name, spec.start_row, due))
+            elif account.take(spec.name, spec.start_row + count, total):
+                account.finish(slot, dtype)
+        if whole and not problems.mismatched:
+            problems.missing = sorted(account.due)
+        problems.raise_if_any()
+
+    @property
+    def written(self) -> set[str]:
+        """Names that are whole since the last :meth:`forget_written`."""
+        return self._account.written
+
     def skip(self, name: str) -> bool:
         """Whether the model ignores this tensor; counts it if so. For transports that can pass over its bytes."""
         skipped = name not in self._slots and self._is_skipped(name)
@@ -187,22 +259,18 @@ class WeightLoader:
             self.counts.skipped_tensors += piece.start_row == 0
             return
         slot = self._slot_for(piece)
-        due, changed = 0, False
-        if self._open is not None and self._open[0] == piece.name and piece.start_row > 0:
-            _, due, changed = self._open
+        due = self._account.due_row(piece.name, piece.start_row)
         if piece.start_row != due:
-            problem = {"name": piece.name, "reason": f"row {piece.start_row} came when row {due} was due"}
-            _Problems(mismatched=[problem]).raise_if_any()
-        self.written.discard(piece.name)
-        self._due.add(piece.name)
+            _Problems(mismatched=[_out_of_order(piece.name, piece.start_row, due)]).raise_if_any()
+        changed = self._changed if due else False
+        rows_done = piece.start_row + (piece.rows.shape[0] if piece.shape else 1)
+        is_whole = self._account.take(piece.name, rows_done, _rows(piece.shape))
         changed |= slot.update(piece.rows, piece.start_row, compare=not changed)
         self.counts.written_bytes += piece.rows.nbytes
-        rows_done = piece.start_row + (piece.rows.shape[0] if piece.shape else 1)
-        if rows_done < (piece.shape[0] if piece.shape else 1):
-            self._open = (piece.name, rows_done, changed)
+        self._changed = changed
+        if not is_whole:
             return
-        self._open = None
-        self._account(slot, piece.dtype)
+        self._account.finish(slot, piece.dtype)
         self.counts.written_tensors += 1
         self.counts.changed_tensors += changed
         self.counts.cast_tensors += piece.dtype != slot.dtype
@@ -217,7 +285,12 @@ class WeightLoader:
         Raises:
             CaesuraError: WEIGHT_MISMATCH with the names that must still come.
         """
-        _Problems(missing=sorted(self._due)).raise_if_any()
+        _Problems(missing=sorted(self._account.due)).raise_if_any()
+
+    @property
+    def is_whole(self) -> bool:
+        """No tensor lacks rows or what belongs to it."""
+        return not self._account.due
 
     def take_counts(self) -> LoadCounts:
         """The counts so far; counting starts again from zero."""
@@ -226,27 +299,7 @@ class WeightLoader:
 
     def forget_written(self) -> None:
         """Start a new account of which names are whole, after a commit for instance."""
-        self.written = set()
-        self._open = None
-        self._made_together, self._due = {}, set()
-
-    def _account(self, slot: WeightSlot, dtype: torch.dtype) -> None:
-        """A tensor is whole, in ``dtype``; what it makes or leaves half new is due."""
-        name, fills = slot.name, slot.fills(dtype)
-        if fills is None and name not in self._made_together:
-            self.written.add(name)
-            self._due.discard(name)
-            return
-        whole = {name} if fills is None else {name, fills}
-        partner = self._made_together.pop(name, None)
-        if partner is not None and partner != fills:
-            del self._made_together[partner]
-            self.written.discard(partner)
-            self._due.add(partner)
-        self.written |= whole
-        self._due -= whole
-        if fills is not None:
-            self._made_together |= {name: fills, fills: name}
+        self._account = _Account()
 
     def _slot_for(self, piece: WeightPiece) -> WeightSlot:
         if piece.name not in self._slots:
@@ -265,6 +318,15 @@ class WeightLoader:
             problems.append({"name": piece.name, "reason": reason})
         _Problems(mismatched=problems).raise_if_any()
         return slot
+
+
+def _rows(shape: Sequence[int]) -> int:
+    """Of dimension 0; a scalar has one."""
+    return shape[0] if shape else 1
+
+
+def _out_of_order(name: str, start_row: int, due: int) -> dict[str, Any]:
+    return {"name": name, "reason": f"row {start_row} came when row {due} was due"}
 
 
 def _mismatches(

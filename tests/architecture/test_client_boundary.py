@@ -23,4 +23,5 @@ def test_the_client_imports_neither_torch_nor_the_engine():
 def test_the_launcher_offers_every_option_of_the_engine():
     offered = set(inspect.signature(launch_scheduler).parameters)
     fields = {field.name for field in dataclasses.fields(EngineConfig)}
-    assert offered - {"startup_timeout", "log_path", "model"} == fields - {"model_path"}
+    of_the_launcher = {"startup_timeout", "log_path", "model", "curve_server_key", "curve_client_key_file"}
+    assert offered - of_the_launcher == fields - {"model_path"}

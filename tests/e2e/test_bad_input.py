@@ -40,8 +40,10 @@ from caesura.io_struct import (
     GenerateReqInput,
     GetStatusReqInput,
     GetStatusReqOutput,
+    InitWeightsUpdateGroupReqInput,
     PauseGenerationReqInput,
     UpdateWeightFromDiskReqInput,
+    UpdateWeightsFromCheckpointEngineReqInput,
     WeightUpdateReqOutput,
 )
 from caesura.scheduler import dispatch
@@ -457,17 +459,35 @@ def test_a_defect_in_a_handler_is_answered_and_the_loop_goes_on(driver, monkeypa
     assert driver.status().kv.held == 0
 
 
-@pytest.mark.parametrize("seconds", [1e7, 1e15, 1e300, math.inf])
-def test_a_deadline_beyond_all_time(driver, seconds):
-    """Refused or kept, the loop must be able to wait for it: it is the only appointment of an idle engine."""
-    driver.call(BeginWeightUpdateReqInput(deadline_s=seconds))
+@pytest.mark.parametrize("seconds", [86400.1, 1e15, 1e300, math.inf, math.nan])
+@pytest.mark.parametrize(
+    "message",
+    [
+        lambda seconds: BeginWeightUpdateReqInput(deadline_s=seconds),
+        lambda seconds: FlushCacheReqInput(timeout_s=seconds),
+        lambda seconds: PauseGenerationReqInput(owner="o", lease_s=seconds),
+        lambda seconds: UpdateWeightsFromCheckpointEngineReqInput(zmq_handles={}, timeout_s=seconds),
+        lambda seconds: InitWeightsUpdateGroupReqInput(
+            master_address="h", master_port=1, rank_offset=1, world_size=2, timeout_s=seconds
+        ),
+    ],
+    ids=["begin", "flush", "pause", "checkpoint-engine", "group"],
+)
+def test_a_time_beyond_all_time_is_refused(driver, message, seconds):
+    assert_error(driver.call(message(seconds)), "malformed_message")
+    status = driver.status()
+    assert (status.generation, status.session) == ("running", None)
+
+
+def test_the_furthest_deadline_can_be_waited_for(driver):
+    """It is the only appointment of an idle engine."""
+    session_id = driver.begin(deadline_s=86400.0)
     scheduler = driver.engine.scheduler
     scheduler._idle_since = math.inf  # the allocator has been emptied once
     driver.send(GetStatusReqInput(id="s"))
     scheduler.tick(None)  # waits as the process does
-    driver.collect()
-    assert isinstance(driver.replies["s"], GetStatusReqOutput)
-    driver.call(EndWeightUpdateReqInput(commit=False))
+    assert isinstance(driver.replies.pop("s"), GetStatusReqOutput)
+    driver.call(EndWeightUpdateReqInput(commit=False, session_id=session_id))
 
 
 def test_a_whole_family_of_shapes_is_still_refused_by_name(engine, unharmed, tmp_path):

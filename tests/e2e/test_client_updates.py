@@ -24,7 +24,8 @@ from caesura.client import (
     WeightMismatch,
     launch_scheduler,
 )
-from caesura.client.tensors import WeightUpdateGroup, manifest
+from caesura.client.tensors import SharedBuckets, SharedTensors, WeightUpdateGroup, manifest
+from caesura.client.tensors.steps import tensor_steps
 
 PATIENCE = 30.0
 SMALL = 4096
@@ -43,7 +44,7 @@ def trainer(engine, tiny_model) -> Iterator[ControlClient]:
     """A client of its own, of an engine that serves ``tiny_model`` and has no session."""
     with ControlClient(engine.endpoint) as client:
         with contextlib.suppress(NoSession):  # what a test that failed has left
-            client.end_weight_update(commit=False, timeout=PATIENCE)
+            client.end_weight_update(commit=False, force=True, timeout=PATIENCE)
         client.update_weights_from_disk(tiny_model, timeout=PATIENCE)
         yield client
     assert engine.status(timeout=PATIENCE).session is None
@@ -113,7 +114,7 @@ def test_a_session_block_whose_begin_times_out_opens_nothing(engine, trainer, ot
     with stopped(engine.status().pid), pytest.raises(TimedOut), trainer.weight_update(timeout=0.1):
         raise AssertionError("the block runs")
     assert settled(engine) == "valid"
-    assert not trainer.in_session
+    assert trainer.session_id is None
     assert trainer.update_weights_from_disk(other_model, timeout=PATIENCE).committed
 
 
@@ -122,7 +123,7 @@ def test_a_commit_that_is_refused_ends_its_block(engine, trainer, other_model):
     with pytest.raises(WeightMismatch), trainer.weight_update(manifest=manifest(weights.items())):
         trainer.update_weights_from_tensor([(NORM, weights[NORM])])
     assert (engine.status().session, engine.status().weights) == (None, "poisoned")
-    assert not trainer.in_session
+    assert trainer.session_id is None
     assert trainer.update_weights_from_ipc(weights.items(), bucket_bytes=SMALL).committed
 
 
@@ -132,10 +133,81 @@ def test_an_explicit_commit_that_is_refused_may_be_made_good(engine, trainer, ot
     trainer.update_weights_from_tensor([(NORM, weights[NORM])])
     with pytest.raises(WeightMismatch):
         trainer.end_weight_update()
-    assert trainer.in_session
+    assert trainer.session_id is not None
     trainer.update_weights_from_ipc(weights.items(), bucket_bytes=SMALL)
     assert trainer.end_weight_update().committed
-    assert not trainer.in_session
+    assert trainer.session_id is None
+
+
+@pytest.mark.parametrize("transport", ["tensor", "ipc", "shared"])
+def test_what_changes_after_a_timeout_is_never_committed(engine, trainer, tiny_model, other_model, transport):
+    """A trainer that gave up waiting goes on with its optimizer while the message is still on its way."""
+    new = {name: tensor.clone() for name, tensor in weights_of(other_model).items()}
+    whole = {checksum_of(engine, weights_of(other_model)), checksum_of(engine, weights_of(tiny_model))}
+    tensors = SharedTensors(new.items()) if transport == "shared" else new.items()
+    values = [tensor for _, tensor in tensors]
+    update = trainer.update_weights_from_tensor if transport == "tensor" else trainer.update_weights_from_ipc
+    with stopped(engine.status().pid):
+        with pytest.raises(TimedOut):
+            update(tensors, timeout=0.1)
+        for tensor in values:
+            tensor.fill_(7.0)
+    if settled(engine) == "valid":
+        assert engine.check_weights().total in whole
+    else:  # it was written and aborted: nothing of it serves
+        assert transport == "shared"
+
+
+def test_single_messages_are_copies(tiny_model):
+    """However soon the memory changes after the update was given up."""
+    tensors = [("w", torch.ones(8))]
+    update = tensor_steps(tensors, {}, bucket_bytes=1 << 20, shared=SharedBuckets())
+    wanted = update.send(next(update).work())
+    tensors[0][1].fill_(7.0)
+    assert torch.frombuffer(wanted.buffers[0], dtype=torch.float32, count=8).tolist() == [1.0] * 8
+
+
+def test_shared_tensors_of_a_part_commit_and_belong_to_a_block(engine, trainer, tiny_model, other_model):
+    weights = weights_of(other_model)
+    halves = [SharedTensors(list(weights.items())[first::2]) for first in (0, 1)]
+    assert trainer.update_weights_from_ipc(halves[0], weight_version="half", timeout=PATIENCE).committed
+    assert engine.status().weight_version == "half"
+    with trainer.weight_update(manifest=manifest(weights.items()), weight_version="all") as session:
+        for half in halves:
+            assert not trainer.update_weights_from_ipc(half, timeout=PATIENCE).committed
+    assert session.result.weight_version == "all"
+    assert engine.check_weights().total == checksum_of(engine, weights)
+
+
+def test_a_client_keeps_the_id_and_no_flag(engine, trainer, other_model):
+    """An update after the session has ended in secret is an error, once, and no commit."""
+    epoch = engine.status().weights_epoch
+    opened = trainer.begin_weight_update(timeout=PATIENCE)
+    assert trainer.session_id == opened.session_id
+    engine.end_weight_update(commit=False, force=True)
+    tensors = [(NORM, weights_of(other_model)[NORM])]
+    with pytest.raises(NoSession):
+        trainer.update_weights_from_tensor(tensors, timeout=PATIENCE)
+    assert trainer.session_id is None
+    assert engine.status().weights_epoch == epoch
+    assert trainer.update_weights_from_tensor(tensors, timeout=PATIENCE).committed
+
+
+def test_a_session_does_not_outlive_its_engine(tiny_model, other_model, tmp_path):
+    """An update of many buckets used to go to the next engine without a begin: each bucket was a commit."""
+    endpoint = f"ipc://{tmp_path}/s.sock"
+    options = {"endpoint": endpoint, "dtype": "float32", "num_threads": 1, "kv_pool_tokens": 256}
+    weights = weights_of(other_model)
+    with ControlClient(endpoint, connect_timeout=PATIENCE) as trainer:
+        with launch_scheduler(str(tiny_model), **options):
+            trainer.begin_weight_update(timeout=PATIENCE)
+        with launch_scheduler(str(tiny_model), **options) as engine:
+            with pytest.raises((NoSession, EngineDied)):  # as soon or as late as the client hears of it
+                trainer.update_weights_from_tensor(weights.items(), bucket_bytes=SMALL, timeout=PATIENCE)
+            assert (engine.status().weights_epoch, engine.status().weights) == (0, "valid")
+            assert trainer.session_id is None
+            reply = trainer.update_weights_from_tensor(weights.items(), bucket_bytes=SMALL, timeout=PATIENCE)
+            assert (reply.committed, engine.status().weights_epoch) == (True, 1)
 
 
 def test_a_session_of_another_trainer_is_not_ended(engine, trainer, other_model):

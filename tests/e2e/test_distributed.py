@@ -1,19 +1,26 @@
 """Weights over a process group, from any trainer that builds one as the field does, and every way to fail."""
 
+import gc
 import multiprocessing
+import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from support.plain_trainer import PlainTrainer, broadcast_and_die, update_message, weights_of
 from support.scripted import EngineDriver, assert_error
+from support.waiting import eventually
 
+from caesura.client.tensors import group
 from caesura.io_struct import (
-    BeginWeightUpdateReqInput,
     DestroyWeightsUpdateGroupReqInput,
+    InitWeightsUpdateGroupReqInput,
     Message,
     PauseGenerationReqInput,
     TensorSpec,
@@ -21,6 +28,9 @@ from caesura.io_struct import (
     UpdateWeightsFromDistributedReqInput,
     WeightsCheckerReqInput,
 )
+from caesura.scheduler.weights.transports.distributed import MAX_JOINING
+
+PATIENCE = 30.0
 
 
 @pytest.fixture
@@ -233,8 +243,9 @@ def test_generation_goes_on_until_the_first_tensor_is_there(driver, trainer, oth
 
 def test_a_session_that_expires_before_the_trainer_sends(driver, trainer, other_model):
     join(driver, trainer)
-    driver.call(BeginWeightUpdateReqInput(deadline_s=0.2))
-    error = assert_error(pump(driver, update_message(weights_of(other_model))), "deadline_exceeded")
+    message = update_message(weights_of(other_model))
+    message.session_id = driver.begin(deadline_s=0.2)
+    error = assert_error(pump(driver, message), "deadline_exceeded")
     assert "expired" in error.message
     status = driver.status()
     assert (status.weights, status.session) == ("valid", None)
@@ -248,16 +259,26 @@ def test_a_broadcast_that_never_comes_ends_with_the_groups_timeout(driver, train
     assert driver.status().weights == "valid"
 
 
+def num_threads() -> int:
+    """Of this process, a backend's own included."""
+    return len(os.listdir("/proc/self/task"))
+
+
 @pytest.mark.parametrize("tensors_before_death", [0, 2])
 def test_a_trainer_that_is_killed(driver, other_model, tensors_before_death):
     """Poisoned if a byte was written, else as before; a complete update by another road recovers, and so does a new group."""
     trainer = PlainTrainer()
     weights = weights_of(other_model)
-    child = multiprocessing.get_context("spawn").Process(
-        target=broadcast_and_die, args=(trainer, other_model, tensors_before_death)
+    context = multiprocessing.get_context("spawn")
+    joined = context.Event()
+    child = context.Process(
+        target=broadcast_and_die, args=(trainer, other_model, tensors_before_death, joined)
     )
     child.start()
+    threads = num_threads()
     assert pump(driver, trainer.init_message(timeout_s=30.0)).rank == 1
+    joined.set()
+    assert num_threads() > threads
     error = assert_error(pump(driver, update_message(weights)), "group_error")
     assert "a broadcast failed" in error.message
     child.join(timeout=30)
@@ -265,9 +286,76 @@ def test_a_trainer_that_is_killed(driver, other_model, tensors_before_death):
     assert driver.status().weights == ("poisoned" if tensors_before_death else "valid")
     assert driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_model))).committed
     driver.call(DestroyWeightsUpdateGroupReqInput())
+    gc.disable()  # an idle engine collects nothing
+    try:
+        eventually(lambda: num_threads() <= threads)
+    finally:
+        gc.enable()
     next_trainer = PlainTrainer()
     assert join(driver, next_trainer).rank == 1
     next_trainer.beside(lambda: next_trainer.broadcast_each(weights))
     assert pump(driver, update_message(weights)).committed
     next_trainer.finish()
     next_trainer.close()
+
+
+def listeners(pid: int) -> set[str]:
+    """``address:port`` of the sockets on which the process ``pid`` listens, as the kernel prints them."""
+    links = [entry.readlink().name for entry in Path(f"/proc/{pid}/fd").iterdir() if entry.is_symlink()]
+    inodes = {name.removeprefix("socket:[").removesuffix("]") for name in links if name.startswith("socket:")}
+    rows = [
+        line.split()
+        for table in ("tcp", "tcp6")
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]
+    ]
+    return {row[1] for row in rows if row[3] == "0A" and row[9] in inodes}
+
+
+LOOPBACK = "0100007F"
+
+
+def test_a_group_of_one_host_listens_on_loopback_alone(driver):
+    """Both ends are of this process here: the rendezvous, which torch would open to the world, and gloo's own sockets."""
+    before = listeners(os.getpid())
+    message = InitWeightsUpdateGroupReqInput(
+        master_address="127.0.0.1", master_port=1, rank_offset=1, world_size=2, timeout_s=PATIENCE
+    )
+    store, is_local = group._rendezvous("127.0.0.1", 0, 2, timedelta(seconds=PATIENCE))
+    assert is_local
+    message.master_port = store.port
+    joining = group._beside(
+        lambda: group._join(store, message.group_name, "gloo", 2, timedelta(seconds=PATIENCE), "127.0.0.1")
+    )
+    assert pump(driver, message).rank == 1
+    joining.result(PATIENCE)
+    opened = listeners(os.getpid()) - before
+    assert len(opened) >= 3  # the rendezvous and both ranks
+    assert {place.rpartition(":")[0] for place in opened} == {LOOPBACK}
+
+
+def test_joins_that_wait_are_bounded(driver):
+    """Each is a thread; 300 of them used to be 300."""
+    before = threading.active_count()
+    messages = [
+        InitWeightsUpdateGroupReqInput(
+            master_address="127.0.0.1",
+            master_port=9,
+            rank_offset=1,
+            world_size=2,
+            group_name=f"g{number}",
+            timeout_s=600.0,
+        )
+        for number in range(MAX_JOINING + 20)
+    ]
+    for message in messages:
+        driver.send(message)
+    driver.tick(5)
+    refused = [message for message in messages if message.id in driver.replies]
+    assert refused == messages[MAX_JOINING:]
+    for message in refused:
+        error = assert_error(driver.replies.pop(message.id), "queue_full")
+        assert error.detail == {"waiting": MAX_JOINING, "limit": MAX_JOINING}
+    assert threading.active_count() <= before + MAX_JOINING
+    for message in messages[:MAX_JOINING]:
+        driver.call(DestroyWeightsUpdateGroupReqInput(group_name=message.group_name))
+    eventually(lambda: not any(t.name == "caesura-feed" for t in threading.enumerate()))

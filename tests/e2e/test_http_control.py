@@ -27,7 +27,7 @@ def server(tiny_model) -> Iterator[ServedEngine]:
 @pytest.fixture(autouse=True)
 def as_at_start(server, tiny_model) -> Iterator[None]:
     yield
-    server.post("/end_weight_update", {"commit": False})
+    server.post("/end_weight_update", {"commit": False, "force": True})
     server.post("/resume_memory_occupation", {})
     server.ok("/update_weights_from_disk", {"model_path": str(tiny_model), "weight_version": "start"})
     server.ok("/continue_generation")
@@ -254,16 +254,22 @@ def test_a_safetensors_body(server, other_model, others_checksum):
 def test_a_session_commits_at_its_end(server, other_model, others_checksum):
     before = checksum(server)
     assert server.post("/end_weight_update", {}).status_code == 400
-    assert server.ok("/begin_weight_update", {"selector": "all"})["message"] == "Success"
+    opened = server.ok("/begin_weight_update", {"selector": "all"})
+    assert opened["message"] == "Success"
     assert server.post("/begin_weight_update", {}).status_code == 400
     assert server.post("/continue_generation", {}).status_code == 200  # it runs: nothing to do
-    headers = {"content-type": "application/octet-stream"}
+    plain = {"content-type": "application/octet-stream"}
+    headers = {**plain, "X-Caesura-Session": opened["session_id"]}
     for bucket in halves(weights_of(other_model)):
         content = save(bucket)
         path = "/update_weights_from_tensor?weight_version=s"
+        assert server.http.post(path, content=content, headers=plain).json()["code"] == "session_open"
         reply = server.http.post(path, content=content, headers=headers).json()
         assert (reply["success"], reply["committed"], version(server)) == (True, False, "start")
-    assert server.ok("/end_weight_update", {})["committed"] is True
+        assert reply["session_id"] == opened["session_id"]
+    assert server.post("/end_weight_update", {}).json()["code"] == "session_open"
+    assert server.ok("/end_weight_update", {"session_id": opened["session_id"]})["committed"] is True
+    assert server.http.post(path, content=content, headers=headers).json()["code"] == "no_session"
     assert (version(server), checksum(server)) == ("s", others_checksum)
     assert others_checksum != before
 
@@ -416,3 +422,34 @@ def test_pickled_tensors_are_off_by_default(tiny_model, other_model):
         assert "--allow-pickled-tensors" in response.json()["message"]
         outside = engine.post("/update_weights_from_disk", {"model_path": str(other_model)})
         assert outside.status_code == (200 if Path(other_model).parent == Path(tiny_model).parent else 400)
+
+
+def test_two_trainers_behind_one_server_do_not_mix(server, other_model, others_checksum):
+    """The front end has one socket for all: disagreement is refused, and an id tells them apart."""
+    plain = {"content-type": "application/octet-stream"}
+    path = "/update_weights_from_tensor?flush_cache=false&weight_version="
+    first, second = (save(bucket) for bucket in halves(weights_of(other_model)))
+    server.ok("/pause_generation", {"mode": "abort"})
+    reply = server.http.post(f"{path}A", content=first, headers=plain).json()
+    assert (reply["success"], reply["committed"]) == (True, False)
+    refused = server.http.post(f"{path}B", content=second, headers=plain)
+    assert (refused.status_code, refused.json()["code"]) == (400, "session_open")
+    disk = server.post("/update_weights_from_disk", {"model_path": str(other_model)})
+    assert disk.json()["code"] == "session_open"
+    stale = {**plain, "X-Caesura-Session": "another"}
+    assert server.http.post(f"{path}A", content=second, headers=stale).json()["code"] == "no_session"
+    both = server.http.post(f"{path}A&session_id=x", content=second, headers=stale)
+    assert both.status_code == 400
+    mine = {**plain, "X-Caesura-Session": reply["session_id"]}
+    assert server.http.post(f"{path}A", content=second, headers=mine).json()["committed"] is True
+    assert (version(server), checksum(server)) == ("A", others_checksum)
+    server.ok("/continue_generation", {})
+
+
+def test_a_successor_ends_the_session_of_a_dead_trainer_by_force(server):
+    server.ok("/begin_weight_update", {})
+    assert server.post("/begin_weight_update", {}).json()["code"] == "session_open"
+    assert server.post("/end_weight_update", {"force": True}).json()["code"] == "invalid_request"
+    assert server.ok("/end_weight_update", {"commit": False, "force": True})["committed"] is False
+    opened = server.ok("/begin_weight_update", {})
+    server.ok("/end_weight_update", {"commit": False, "session_id": opened["session_id"]})

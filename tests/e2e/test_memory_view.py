@@ -24,7 +24,7 @@ from caesura.io_struct import (
     ResumeMemoryOccupationReqInput,
     UpdateWeightFromDiskReqInput,
 )
-from caesura.scheduler.device.memory import device_module_for
+from caesura.scheduler.device.module import device_module_for
 from caesura.scheduler.observability.memory_history import SAMPLE_S
 
 CAESURA = [str(Path(sys.executable).with_name("caesura")), "memory"]
@@ -166,7 +166,7 @@ def test_idleness_is_noted_once(driver, monkeypatch):
 def test_a_lease_that_expires(driver, monkeypatch):
     driver.call(PauseGenerationReqInput(owner="me", lease_s=0.01))
     lifecycle = driver.engine.scheduler._lifecycle
-    monkeypatch.setattr(lifecycle._lease, "expires", 0.0)
+    monkeypatch.setattr(lifecycle.ownership.lease, "expires", 0.0)
     driver.tick(2)
     event = history(driver)[-1]
     assert (event.cause, event.detail) == ("lease_expiry", "of 'me'")

@@ -175,7 +175,8 @@ def test_from_the_end_of_the_prompt(driver):
 REQUESTS, NEW_TOKENS, PROMPT = 96, 40, 24
 WARM_UP = 12
 STORED_ANSWERS = 1024
-"""The engine keeps this many answers for retries. That store is filled first: its growth is no leak."""
+"""The engine keeps this many answers for retries, with ``result_ttl_s`` 0 no more. That store is filled first: its growth is no
+leak."""
 MAX_GROWTH = 1 << 20
 """Bytes, as in test_memory_flat.py."""
 
@@ -217,6 +218,7 @@ def test_paused_and_updated_under_load_nothing_a_trainer_sees_changes(models):
         kv_pool_tokens=8192,
         chunked_prefill_size=64,
         load_bucket_bytes=1 << 18,
+        result_ttl_s=0.0,
         check_ledger=True,
         log_level="WARNING",
     )

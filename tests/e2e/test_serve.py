@@ -1,19 +1,23 @@
 """``caesura serve`` as a process: how it starts, ends, guards itself and tells what went wrong."""
 
+import contextlib
 import os
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 from support.http_serve import ServedEngine, served
+from support.waiting import eventually
 
-from caesura.client import SchedulerClient, launch_scheduler
+from caesura.client import SchedulerClient, ShuttingDown, launch_scheduler
 
 API, ADMIN = "user-key-7f3a", "admin-key-91bc"
 
@@ -39,7 +43,7 @@ def fails(*arguments: str, **options) -> str:
     return done.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_ends_everything_and_every_request_is_answered(tiny_model, number):
     with served("--model", str(tiny_model)) as engine:
         pid = engine.engine_pid
@@ -59,6 +63,43 @@ def test_a_signal_ends_everything_and_every_request_is_answered(tiny_model, numb
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
     assert not folder.exists()
+
+
+def test_a_drain_answers_requests_in_full_and_a_second_signal_ends_it(tiny_model):
+    """What is in flight goes on; a second signal cuts it off, with what it has."""
+    options = ("--shutdown-mode", "drain", "--drain-timeout-s", "3600")
+    for signals, reason in ((1, "length"), (2, "abort")):
+        with served("--model", str(tiny_model), *options) as engine:
+            engine.ok("/pause_generation", {"mode": "in_place"})
+            body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 8, "ignore_eos": True}}
+            thread, found = in_background(
+                lambda engine=engine, body=body: httpx.post(f"{engine.url}/generate", json=body, timeout=60)
+            )
+            wait_until_queued(engine)
+            engine.process.send_signal(signal.SIGTERM)
+            with SchedulerClient(engine.announced.split("engine ")[1].strip().rstrip(")")) as client:
+                eventually(lambda client=client: refuses(client))
+                if signals == 1:
+                    client.continue_generation(force=True)
+                else:
+                    engine.process.send_signal(signal.SIGTERM)
+                thread.join(60)
+                assert found[0].json()["meta_info"]["finish_reason"]["type"] == reason
+            engine.http.close()
+            engine.process.communicate(timeout=60)
+            assert engine.process.returncode == 0
+
+
+def refuses(client: SchedulerClient) -> bool:
+    """Whether the engine begins nothing any more."""
+    handle = client.submit([5])
+    client.status(timeout=20)  # answered after it
+    if handle.done():
+        with pytest.raises(ShuttingDown):
+            handle.result(timeout=20)
+        return True
+    handle.abort(timeout=20)
+    return False
 
 
 def test_a_scheduler_that_dies_is_told_to_every_client_at_once(tiny_model):
@@ -179,3 +220,139 @@ def test_a_second_client_shares_the_engine(tiny_model):
             client.pause("in_place", owner="trainer")
             assert engine.post("/continue_generation", {}).status_code == 400
             assert engine.post("/continue_generation", {"force": True}).status_code == 200
+
+
+def test_beyond_loopback_without_a_key_needs_the_explicit_word(tiny_model):
+    with served("--model", str(tiny_model), "--host", "0.0.0.0", "--insecure-bind") as engine:
+        url = engine.url.replace("0.0.0.0", "127.0.0.1")
+        named = httpx.get(f"{url}/server_info", headers={"host": "rollout-3.cluster"})  # as trainers call it
+        foreign = httpx.get(f"{url}/server_info", headers={"origin": "https://evil.example"})
+        assert (named.status_code, foreign.status_code) == (200, 403)
+        _, error = engine.stop()
+    assert "warning: insecure: 0.0.0.0" in error
+    assert "no API key" in error
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory) -> tuple[Path, Path]:
+    """Of this host, signed by itself; and its key."""
+    folder = tmp_path_factory.mktemp("tls")
+    command = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "rsa:2048",
+        "-nodes",
+        "-days",
+        "2",
+        "-subj",
+        "/CN=localhost",
+    ]
+    command += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", "key.pem", "-out", "cert.pem"]
+    subprocess.run(command, cwd=folder, check=True, capture_output=True)
+    return folder / "cert.pem", folder / "key.pem"
+
+
+def test_tls(tiny_model, certificate, tmp_path):
+    cert, key = map(str, certificate)
+    (tmp_path / "api").write_text(API)
+    files = ("--ssl-certfile", cert, "--ssl-keyfile", key)
+    keys = ("--api-key-file", str(tmp_path / "api"))
+    headers = {"authorization": f"Bearer {API}"}
+    with served("--model", str(tiny_model), *files, *keys, "--host", "0.0.0.0") as engine:
+        url = engine.url.replace("0.0.0.0", "127.0.0.1")
+        assert url.startswith("https://")
+        context = ssl.create_default_context(cafile=cert)
+        with httpx.Client(verify=context, headers=headers) as http:
+            body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 3, "ignore_eos": True}}
+            assert len(http.post(f"{url}/generate", json=body).json()["output_ids"]) == 3
+        with pytest.raises(httpx.TransportError):
+            httpx.get(url.replace("https", "http") + "/health")
+        with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
+            httpx.get(f"{url}/health")
+        silent = socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])))  # no handshake
+        status, error = engine.stop()
+        silent.close()
+    assert status == 0
+    assert "warning" not in error
+    with served("--model", str(tiny_model), *files, "--ssl-ca-certs", cert) as engine:
+        context = ssl.create_default_context(cafile=cert)
+        with pytest.raises(httpx.TransportError):
+            httpx.get(f"{engine.url}/health", verify=context)
+        context = ssl.create_default_context(cafile=cert)
+        context.load_cert_chain(cert, key)
+        assert httpx.get(f"{engine.url}/health", verify=context).status_code == 200
+
+
+def test_wrong_files_for_tls_say_why(tiny_model, certificate, tmp_path):
+    cert, key = map(str, certificate)
+    locked = tmp_path / "locked.pem"
+    command = ["openssl", "rsa", "-in", key, "-aes128", "-passout", "pass:x", "-out", str(locked)]
+    subprocess.run(command, check=True, capture_output=True)
+    model = ("--model", str(tiny_model))
+    assert "needs --ssl-certfile" in fails(*model, "--ssl-keyfile", key)
+    assert "missing.pem" in fails(*model, "--ssl-certfile", "missing.pem")
+    assert "TLS cannot be set up" in fails(*model, "--ssl-certfile", cert)  # has no key in it
+    assert "TLS cannot be set up" in fails(
+        *model, "--ssl-certfile", cert, "--ssl-keyfile", str(locked), stdin=subprocess.DEVNULL
+    )
+
+
+def test_a_hung_engine_is_not_healthy_and_that_is_said_soon(tiny_model):
+    with launch_scheduler(tiny_model, num_threads=1) as client:
+        pid = client.status().pid
+        with served("--endpoint", client.endpoint) as engine:
+            assert engine.get("/health").status_code == 200
+            os.kill(pid, signal.SIGSTOP)
+            try:
+                for path in ("/health", "/health_generate", "/ready"):
+                    began = time.monotonic()
+                    assert engine.get(path).status_code == 503
+                    assert time.monotonic() - began < 5.0
+            finally:
+                os.kill(pid, signal.SIGCONT)
+            assert engine.get("/health").status_code == 200
+            engine.stop()
+
+
+def test_a_server_whose_engine_is_gone_refuses_at_once(tiny_model):
+    with served_alone(tiny_model) as (engine, pid):
+        os.kill(pid, signal.SIGKILL)
+        deadline = time.monotonic() + 20
+        while engine.get("/health").status_code != 503:
+            assert time.monotonic() < deadline
+        began = time.monotonic()
+        refused = engine.post("/generate", {"input_ids": [5]})
+        assert time.monotonic() - began < 5.0
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+        assert engine.stop()[0] == 0
+
+
+@contextlib.contextmanager
+def served_alone(model: Path) -> Iterator[tuple[ServedEngine, int]]:
+    """A server over an engine that is somebody else's, and the engine's process."""
+    with launch_scheduler(model, num_threads=1) as client, served("--endpoint", client.endpoint) as engine:
+        yield engine, client.status().pid
+
+
+def test_a_signal_ends_what_goes_on_for_ever_on_an_engine_that_stays(tiny_model):
+    """A frozen generation, streamed and not, and connections that are never done: all end, answered where there is a request."""
+    with served_alone(tiny_model) as (engine, _):
+        engine.ok("/pause_generation", {"mode": "in_place"})
+        whole, found = in_background(
+            lambda: httpx.post(f"{engine.url}/generate", json={"input_ids": [5]}, timeout=60)
+        )
+        wait_until_queued(engine)
+        host, port = engine.url.removeprefix("http://").split(":")
+        peers = [socket.create_connection((host, int(port))) for _ in range(3)]
+        peers[1].sendall(b"POST /generate HTT")
+        peers[2].sendall(b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
+        status, error = engine.stop(timeout=40)
+        whole.join(20)
+        for peer in peers:
+            peer.close()
+    assert status == 0, error
+    (answer,) = found
+    assert answer.status_code == 200
+    assert answer.json()["meta_info"]["finish_reason"]["type"] == "abort"

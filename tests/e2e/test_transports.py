@@ -226,9 +226,9 @@ def test_a_short_buffer_in_mid_session_poisons_and_any_complete_update_recovers(
 def test_poisoned_weights_need_every_parameter_over_all_calls_and_transports(driver, other_model):
     """Running: no implicit session, but what has been written since counts."""
     sender = Sender(driver, other_model, 20_000)
-    driver.call(BeginWeightUpdateReqInput())
-    sender.send(0)
-    driver.call(EndWeightUpdateReqInput(commit=False))
+    session_id = driver.begin()
+    sender.send(0, session_id=session_id)
+    driver.call(EndWeightUpdateReqInput(commit=False, session_id=session_id))
     assert driver.status().weights == "poisoned"
     for number in range(1, len(sender.parts)):
         assert not sender.send(number).committed
@@ -245,14 +245,14 @@ def test_a_bad_first_buffer_changes_nothing(driver, other_model):
 
 def test_a_manifest_must_be_fulfilled(driver, other_model):
     specs = manifest(weights_of(other_model).items())
-    driver.call(BeginWeightUpdateReqInput(manifest=specs))
+    session_id = driver.begin(manifest=specs)
     sender = Sender(driver, other_model, 20_000)
-    sender.send(0)
-    error = assert_error(driver.call(EndWeightUpdateReqInput()), "weight_mismatch")
+    sender.send(0, session_id=session_id)
+    error = assert_error(driver.call(EndWeightUpdateReqInput(session_id=session_id)), "weight_mismatch")
     assert len(error.detail["missing"]) > 0
     for number in range(1, len(sender.parts)):
-        sender.send(number)
-    assert driver.call(EndWeightUpdateReqInput()).committed
+        sender.send(number, session_id=session_id)
+    assert driver.call(EndWeightUpdateReqInput(session_id=session_id)).committed
 
 
 def test_a_manifest_that_does_not_fit_is_refused_at_once(driver):
@@ -381,6 +381,9 @@ def test_shared_tensors_are_handed_over_in_place(engine, family, cold):
 def test_disk_after_tensor(driver, other_model):
     sender = Sender(driver, other_model, 20_000)
     driver.call(PauseGenerationReqInput())
-    sender.send(0)
-    assert driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_model))).committed
+    session_id = sender.send(0).session_id
+    update = UpdateWeightFromDiskReqInput(model_path=str(other_model))
+    assert_error(driver.call(update), "session_open")  # it may be another's: a front end sends for many
+    update = UpdateWeightFromDiskReqInput(model_path=str(other_model), session_id=session_id)
+    assert driver.call(update).committed
     assert driver.status().weights_epoch == 1

@@ -16,7 +16,6 @@ from support.checkpoints import FAMILIES, make_checkpoint
 from support.scripted import EngineDriver, assert_error, tokens_of
 
 from caesura.io_struct import (
-    BeginWeightUpdateReqInput,
     ContinueGenerationReqInput,
     EndWeightUpdateReqInput,
     FlushCacheReqInput,
@@ -229,16 +228,18 @@ class TestPoisoned:
     def test_deadline_of_a_session(self, driver, checkpoint, cold, written):
         """It leaves the old weights if nothing was written, and poison otherwise."""
         driver.call(PauseGenerationReqInput(mode="in_place"))
-        driver.call(BeginWeightUpdateReqInput(deadline_s=600))
+        session_id = driver.begin(deadline_s=600)
         if written:
-            message = UpdateWeightFromDiskReqInput(model_path=str(checkpoint("qwen3", 2)), flush_cache=False)
+            message = UpdateWeightFromDiskReqInput(
+                model_path=str(checkpoint("qwen3", 2)), flush_cache=False, session_id=session_id
+            )
             assert not driver.call(message).committed
         assert driver.status().session.deadline_s > 0
-        driver.engine.scheduler._updates._session.deadline = 0.0
+        driver.engine.scheduler._updates.sessions.current.deadline = 0.0
         driver.tick()
         status = driver.status()
         assert (status.session, status.weights) == (None, "poisoned" if written else "valid")
-        assert_error(driver.call(EndWeightUpdateReqInput()), "no_session")
+        assert_error(driver.call(EndWeightUpdateReqInput(session_id=session_id)), "no_session")
         if written:
             self.assert_nothing_runs(driver)
             update(driver, checkpoint("qwen3", 3))
@@ -247,11 +248,12 @@ class TestPoisoned:
         assert (checksums(driver), outputs(driver)) == expected
 
     def test_deadline_in_the_midst_of_a_call(self, driver, checkpoint):
-        driver.call(BeginWeightUpdateReqInput(deadline_s=600))
-        waiting = driver.send(UpdateWeightFromDiskReqInput(model_path=str(checkpoint("qwen3", 2))))
+        session_id = driver.begin(deadline_s=600)
+        update = UpdateWeightFromDiskReqInput(model_path=str(checkpoint("qwen3", 2)), session_id=session_id)
+        waiting = driver.send(update)
         driver.tick(8)
         assert driver.status().update is not None
-        driver.engine.scheduler._updates._session.deadline = 0.0
+        driver.engine.scheduler._updates.sessions.current.deadline = 0.0
         driver.tick(3)
         assert_error(driver.replies.pop(waiting), "deadline_exceeded")
         self.assert_nothing_runs(driver)

@@ -26,14 +26,17 @@ from caesura.client import (
     InvalidRequest,
     SamplingParams,
     SchedulerClient,
+    VersionMismatch,
     launch_scheduler,
 )
 from caesura.client.launch import LaunchedScheduler
 from caesura.io_struct import (
+    WIRE_VERSION,
     AbortReqOutput,
     BatchTokenOutput,
     ContinueGenerationReqInput,
     ErrorReply,
+    FetchResultReqInput,
     GenerateReqInput,
     GetStatusReqInput,
     GetStatusReqOutput,
@@ -42,7 +45,7 @@ from caesura.io_struct import (
     WeightUpdateReqOutput,
     encode,
 )
-from caesura.scheduler import channel
+from caesura.scheduler import backlog, channel
 
 PATIENCE = 60.0
 LONG = SamplingParams(max_new_tokens=3000, temperature=0.0, ignore_eos=True)
@@ -219,6 +222,19 @@ def test_a_second_scheduler_is_refused_and_the_first_keeps_serving(client, launc
     assert len(client.generate([5, 6], SHORT, timeout=PATIENCE).output_ids) == 40
 
 
+def test_a_client_of_another_major_version_is_told_both(client, launched, monkeypatch):
+    assert client.incarnation == client.status(timeout=PATIENCE).incarnation
+    monkeypatch.setattr("caesura.client.hello.WIRE_VERSION", (WIRE_VERSION[0] + 1, 0))
+    ours = ".".join(map(str, WIRE_VERSION))
+    with SchedulerClient(launched.endpoint) as other:
+        for call in (other.status, other.pause):
+            with pytest.raises(
+                VersionMismatch, match=rf"speaks wire 2\.0, the engine at .* speaks wire {ours} "
+            ):
+                call(timeout=PATIENCE)
+    assert client.status(timeout=PATIENCE).generation == "running"
+
+
 def test_a_killed_scheduler_leaves_its_endpoint_to_the_next(tmp_path, tiny_model):
     endpoint = f"ipc://{tmp_path}/s.sock"
     first = launch(tiny_model, tmp_path / "log", endpoint=endpoint)
@@ -362,7 +378,7 @@ def driver(tiny_model, monkeypatch):
 
 def test_a_client_that_does_not_read_costs_others_nothing(driver, monkeypatch):
     """It streams 10,000 tokens unread; another client is served meanwhile; then it finds all of its results."""
-    monkeypatch.setattr(channel, "MAX_PENDING_DELTA_TOKENS", 2000)
+    monkeypatch.setattr(backlog, "MAX_PENDING_DELTA_TOKENS", 2000)
     params = SamplingParams(max_new_tokens=200, temperature=0.0, ignore_eos=True)
     prompts = {f"s{i}": [5, 6, 7 + i] for i in range(50)}
     with RawClient(driver.config.endpoint, receive_hwm=1) as slow:
@@ -376,7 +392,9 @@ def test_a_client_that_does_not_read_costs_others_nothing(driver, monkeypatch):
                 driver.tick()
             assert len(tokens_of(driver.result(rid))) == 5
             quick += 1
-            largest = max([largest, *(len(each) for each in driver.engine.router._backlogs.values())])
+            largest = max(
+                [largest, *(len(queue._frames) for _, queue in driver.engine.router._backlogs.items())]
+            )
         assert driver.engine.router.has_backlog, "the slow client was meant to be full"
         assert quick >= 20
         assert largest <= 2
@@ -400,6 +418,26 @@ def test_a_client_that_does_not_read_costs_others_nothing(driver, monkeypatch):
         assert tokens_of(ended[name]) == expected_tokens(prompt, ended[name], 97)
         assert len(tokens_of(ended[name])) == 200
     assert sum(delivered.values()) < 200 * len(prompts)
+
+
+def test_results_of_a_client_that_leaves_too_much_unread_can_be_fetched(driver, monkeypatch):
+    params = SamplingParams(max_new_tokens=2, temperature=0.0, ignore_eos=True)
+    router = driver.engine.router
+    with RawClient(driver.config.endpoint, identity=b"slow", receive_hwm=1) as slow:
+        slow.send(GetStatusReqInput())
+        eventually(lambda: driver.tick() or slow.socket.poll(0))
+        for _ in range(200):  # more than the kernel takes
+            router.send(b"slow", AbortReqOutput(id="." * 50_000, aborted=0))
+        limit = router._backlogs.load.messages + 20
+        monkeypatch.setattr(backlog, "MAX_PENDING_MESSAGES", limit)
+        for number in range(30):
+            slow.send(GenerateReqInput(rid=f"r{number}", input_ids=[5, 6, 7], sampling_params=params))
+        done = driver.engine.dispatcher._done
+        eventually(lambda: driver.tick() or len(done) >= 30)
+        eventually(lambda: driver.tick() or not driver.engine.scheduler._results.live)
+        kept = [driver.call(FetchResultReqInput(rid=f"r{number}")).results for number in range(30)]
+    assert len([results for results in kept if results]) >= 15
+    assert router._backlogs.load.messages <= limit
 
 
 def test_a_client_that_vanishes_takes_its_queue_along(driver):
@@ -442,7 +480,8 @@ def test_a_reconnecting_client_gets_its_result(driver):
     eventually(lambda: driver.tick() or driver.engine.scheduler._results.live)
     with RawClient(driver.config.endpoint, identity=b"trainer-2") as second:
         second.send(request)
-        driver.tick(3)
+        exchanges = driver.engine.dispatcher._exchanges
+        eventually(lambda: driver.tick() or len(exchanges["g"].clients) == 2)
         first.close()
         eventually(lambda: _keepalive(driver) or _owners(driver) == {b"trainer-2"})
         driver.call(ContinueGenerationReqInput())

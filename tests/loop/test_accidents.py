@@ -1,12 +1,14 @@
 """Orders of events that random sequences rarely meet: two accidents at once, or one at the worst moment."""
 
+import threading
+
 import pytest
 import zmq
 from support.scripted import EngineDriver, assert_error, expected_tokens, tokens_of
+from support.waiting import eventually
 
 from caesura.io_struct import (
     AbortReq,
-    BeginWeightUpdateReqInput,
     ContinueGenerationReqInput,
     EndWeightUpdateReqInput,
     GenerateReqInput,
@@ -15,6 +17,7 @@ from caesura.io_struct import (
     UpdateWeightFromDiskReqInput,
     WeightsCheckerReqInput,
 )
+from caesura.scheduler import updates
 
 VOCAB = 97
 LONG = [3 + i * 7 % 90 for i in range(100)]
@@ -97,8 +100,9 @@ def test_a_session_commits_while_the_engine_is_busy(driver):
     """Its barrier holds back new steps; otherwise one would always be in flight."""
     rid = driver.generate(SHORT, 200)
     driver.tick(3)
-    driver.call(BeginWeightUpdateReqInput())
-    assert driver.call(EndWeightUpdateReqInput(weight_version="v1"), max_ticks=5).committed
+    session_id = driver.begin()
+    end = EndWeightUpdateReqInput(session_id=session_id, weight_version="v1")
+    assert driver.call(end, max_ticks=5).committed
     driver.run_until_idle()
     spans = check(driver, rid, SHORT).weight_versions
     assert [span.version for span in spans] == ["default", "v1"]
@@ -110,15 +114,19 @@ def test_a_session_that_expires_before_the_first_byte(tiny_model, other_model, c
     with EngineDriver(str(tiny_model), pipeline_depth=1) as driver:
         rid = driver.generate(SHORT, 50)
         driver.tick(3)
-        driver.call(BeginWeightUpdateReqInput())
+        session_id = driver.begin()
         before = driver.call(WeightsCheckerReqInput()).total
-        update = UpdateWeightFromDiskReqInput(model_path=str(other_model), flush_cache=False)
-        waiting = driver.send(update if command == "update" else EndWeightUpdateReqInput())
+        update = UpdateWeightFromDiskReqInput(
+            model_path=str(other_model), flush_cache=False, session_id=session_id
+        )
+        waiting = driver.send(
+            update if command == "update" else EndWeightUpdateReqInput(session_id=session_id)
+        )
         scheduler = driver.engine.scheduler
         scheduler._hear(0)
-        driver.engine.dispatcher.advance()
+        eventually(lambda: driver.engine.dispatcher.advance() or driver.engine.dispatcher.wants_tick)
         assert driver.engine.dispatcher.is_busy, "it was meant to wait for the step"
-        scheduler._updates._session.deadline = 0.0
+        scheduler._updates.sessions.current.deadline = 0.0
         driver.tick(2)
         assert_error(driver.replies.pop(waiting), "deadline_exceeded")
         status = driver.status()
@@ -126,6 +134,30 @@ def test_a_session_that_expires_before_the_first_byte(tiny_model, other_model, c
         assert driver.call(WeightsCheckerReqInput()).total == before
         driver.run_until_idle()
         assert len(check(driver, rid, SHORT).weight_versions) == 1
+
+
+def test_a_session_that_expires_while_its_checkpoint_is_looked_at(driver, other_model, monkeypatch):
+    """The call was the session's: it does not become one of its own."""
+    looked, go_on, open_fitting = threading.Event(), threading.Event(), updates.open_fitting
+
+    def slow(*arguments):
+        looked.set()
+        assert go_on.wait(60)
+        return open_fitting(*arguments)
+
+    monkeypatch.setattr(updates, "open_fitting", slow)
+    session_id = driver.begin()
+    update = driver.send(UpdateWeightFromDiskReqInput(model_path=str(other_model), session_id=session_id))
+    driver.tick()
+    assert looked.wait(60)
+    driver.engine.scheduler._updates.sessions.current.deadline = 0.0
+    driver.tick()
+    assert driver.status().session is None
+    go_on.set()
+    eventually(lambda: driver.tick() or update in driver.replies)
+    assert_error(driver.replies.pop(update), "deadline_exceeded")
+    status = driver.status()
+    assert (status.weights, status.weights_epoch) == ("valid", 0)
 
 
 def test_update_that_aborts_all_may_flush_what_was_frozen(driver, other_model):

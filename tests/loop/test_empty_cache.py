@@ -5,9 +5,12 @@ import logging
 import pytest
 from support.scripted import EngineDriver
 
+from caesura.io_struct import CaesuraError, ErrorCode
 from caesura.io_struct import ContinueGenerationReqInput as Continue
 from caesura.io_struct import FlushCacheReqInput as Flush
 from caesura.io_struct import PauseGenerationReqInput as Pause
+from caesura.io_struct import ReleaseMemoryOccupationReqInput as Release
+from caesura.io_struct import ResumeMemoryOccupationReqInput as Resume
 from caesura.io_struct import UpdateWeightFromDiskReqInput as Update
 
 MIB = 1 << 20
@@ -123,3 +126,21 @@ def test_idle_sleep_empties_once_per_idle_period(driver, allocator, monkeypatch)
 def test_status_reads_memory_without_emptying(driver, allocator):
     driver.status()
     assert allocator.emptied_while == []
+
+
+def test_a_backend_that_does_not_tell_its_free_memory_needs_the_size_of_the_pool(tiny_model, monkeypatch):
+    def refuse(module, device):
+        raise CaesuraError(ErrorCode.UNSUPPORTED, "no mem_get_info")
+
+    monkeypatch.setattr("caesura.scheduler.device.memory._available", refuse)
+    with (
+        pytest.raises(CaesuraError, match="set kv_pool_tokens") as refusal,
+        EngineDriver(str(tiny_model), kv_pool_tokens=None),
+    ):
+        pass
+    assert refusal.value.detail["field"] == "kv_pool_tokens"
+    with EngineDriver(str(tiny_model), kv_pool_tokens=256) as driver:
+        assert driver.status().device_memory.available is None
+        driver.call(Pause(mode="abort"))
+        assert driver.call(Release()).released_tags == ["cuda_graph", "kv_cache", "weights"]
+        assert driver.call(Resume()).released_tags == []

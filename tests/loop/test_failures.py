@@ -318,9 +318,12 @@ def test_a_request_whose_tokens_do_not_fit_together_is_answered(driver, monkeypa
     check_nothing_is_left(driver)
 
 
-@pytest.mark.parametrize("failures", [2, 3])
+@pytest.mark.parametrize("failures", [2, 3, 4, 5])
 def test_results_that_make_no_message(driver, monkeypatch, failures):
-    """They are tried three times, while other clients get theirs; after that the stored answer is there for a retry."""
+    """They are tried three times, while other clients get theirs; then each alone, and in its place that it cannot be sent.
+
+    After that the stored answer is there for a retry.
+    """
     params = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
     message = GenerateReqInput(input_ids=PROMPTS[0], sampling_params=params)
     driver.send(message)
@@ -345,8 +348,10 @@ def test_results_that_make_no_message(driver, monkeypatch, failures):
     driver.tick(3)
     assert len(attempts) == failures
     assert not results.has_undelivered
-    assert ((message.id, 0) in driver.results) == (failures < 3)
-    if failures == 3:
+    sent = [result.finish_reason.type for result in driver.results.get((message.id, 0), [])]
+    assert sent == {2: ["length"], 3: ["length"], 4: ["error"], 5: []}[failures]
+    if failures > 3:
+        driver.results.clear()
         driver.send(message)
         driver.run_until_idle()
     assert tokens_of(driver.result(message.id)) == expected_tokens(

@@ -7,7 +7,6 @@ from support.faults import BUG, NO_MEMORY, Fault, check_everybody, submit
 from support.scripted import EngineDriver, assert_error
 
 from caesura.io_struct import (
-    BeginWeightUpdateReqInput,
     ContinueGenerationReqInput,
     EndWeightUpdateReqInput,
     ErrorReply,
@@ -16,6 +15,7 @@ from caesura.io_struct import (
     ResumeMemoryOccupationReqInput,
     UpdateWeightFromDiskReqInput,
 )
+from caesura.scheduler import updates
 
 
 @pytest.fixture(params=[0, 1], ids=["depth0", "depth1"])
@@ -25,7 +25,7 @@ def driver(tiny_model, request):
 
 
 UPDATE_STAGES: dict[str, Callable[[EngineDriver], tuple[object, str]]] = {
-    "open": lambda driver: (driver.engine.scheduler._updates, "_open_checkpoint"),
+    "open": lambda driver: (updates, "open_fitting"),
     "check": lambda driver: (driver.engine.scheduler._updates._loader, "check"),
     "write": lambda driver: (driver.engine.scheduler._updates._loader, "write"),
     "derive": lambda driver: (driver.engine.scheduler._updates._model, "finalize_weights"),
@@ -61,11 +61,11 @@ def test_an_update_that_fails(driver, monkeypatch, tiny_model, other_model, stag
 
 
 def test_an_explicit_session_whose_commit_fails(driver, monkeypatch, other_model):
-    driver.call(BeginWeightUpdateReqInput())
-    driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_model)))
+    session_id = driver.begin()
+    driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_model), session_id=session_id))
     with monkeypatch.context() as patch:
         Fault(patch, driver.engine.scheduler._lifecycle, "commit_weights", BUG, {0})
-        assert_error(driver.call(EndWeightUpdateReqInput()), "internal")
+        assert_error(driver.call(EndWeightUpdateReqInput(session_id=session_id)), "internal")
     assert driver.status().weights == "poisoned"
     assert driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_model))).committed
     check_everybody(driver, submit(driver))
@@ -74,8 +74,14 @@ def test_an_explicit_session_whose_commit_fails(driver, monkeypatch, other_model
 OCCUPATION_STAGES: dict[str, Callable[[EngineDriver], tuple[object, str]]] = {
     "flush": lambda driver: (driver.engine.cache, "flush"),
     "forget": lambda driver: (driver.engine.scheduler._updates, "forget"),
-    "release": lambda driver: (driver.engine.dispatcher._operations[Release].__self__._residency, "release"),
-    "resume": lambda driver: (driver.engine.dispatcher._operations[Release].__self__._residency, "resume"),
+    "release": lambda driver: (
+        driver.engine.dispatcher._handlers._of_anybody[Release].__self__._residency,
+        "release",
+    ),
+    "resume": lambda driver: (
+        driver.engine.dispatcher._handlers._of_anybody[Release].__self__._residency,
+        "resume",
+    ),
     "synchronize": lambda driver: (driver.runner, "synchronize"),
 }
 Release = ReleaseMemoryOccupationReqInput

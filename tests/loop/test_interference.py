@@ -62,15 +62,15 @@ def test_a_manifest_may_name_what_the_model_skips(driver, other_model):
     """A tied model's state dict carries its head; the session must not wait for it."""
     tensors = load_file(other_model / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
-    driver.call(BeginWeightUpdateReqInput(manifest=manifest(tensors.items())))
+    session_id = driver.begin(manifest=manifest(tensors.items()))
     for part in buckets(tensors.items(), 20_000):
         specs, frames = as_frames(part)
-        message = UpdateWeightsFromTensorReqInput(specs=specs)
+        message = UpdateWeightsFromTensorReqInput(specs=specs, session_id=session_id)
         driver.client("main").send_multipart([encode(message), *frames])
         driver._inbox.await_one_more()
         while message.id not in driver.replies:
             driver.tick()
-    reply = driver.call(EndWeightUpdateReqInput())
+    reply = driver.call(EndWeightUpdateReqInput(session_id=session_id))
     assert (reply.committed, reply.skipped_tensors) == (True, 1)
 
 
@@ -86,7 +86,7 @@ def test_an_answer_may_quote_what_is_no_text(driver, tmp_path, other_model):
 
 
 def test_a_session_that_expires_does_not_serve_scrambled_weights(driver, monkeypatch):
-    driver.call(BeginWeightUpdateReqInput(deadline_s=1000.0))
+    driver.begin(deadline_s=1000.0)
     driver.generate([5, 6, 7], 50)
     reset = driver.send(WeightsCheckerReqInput(action="reset_tensors"))
     driver.tick(2)

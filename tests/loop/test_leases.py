@@ -5,7 +5,6 @@ from support.scripted import EngineDriver, assert_error, tokens_of
 
 from caesura.io_struct import (
     AbortReq,
-    BeginWeightUpdateReqInput,
     ContinueGenerationReqInput,
     FetchResultReqInput,
     FlushCacheReqInput,
@@ -129,14 +128,16 @@ def test_expiry_stays(driver, clock):
 
 def test_expiry_with_an_open_session_aborts_it_first(driver, clock, other_model):
     pause(driver, "continue")
-    driver.call(BeginWeightUpdateReqInput(owner="trainer"))
+    driver.begin(owner="trainer")
     clock.now += 11
     driver.tick(2)
     status = driver.status()
     assert (status.generation, status.weights, status.session) == ("running", "valid", None)
     pause(driver, "continue")
-    driver.call(BeginWeightUpdateReqInput(owner="trainer"))
-    driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_model), owner="trainer"))
+    session_id = driver.begin(owner="trainer")
+    driver.call(
+        UpdateWeightFromDiskReqInput(model_path=str(other_model), owner="trainer", session_id=session_id)
+    )
     clock.now += 11
     driver.tick(2)
     status = driver.status()
@@ -188,7 +189,9 @@ def finish_unread(driver: EngineDriver, rid: str) -> None:
     vanish(driver, "gone")
     driver.results.clear()
     router = driver.engine.router
-    client = next(e.clients[0] for e in driver.engine.dispatcher._exchanges.values() if e.generation)
+    client = next(
+        e.clients[0] for _, e in driver.engine.dispatcher._answers._exchanges.values() if e.generation
+    )
     for _ in range(5000):
         router.keepalive({client}, 0)
         if driver.call(FetchResultReqInput(rid=rid)).results:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from support.scripted import EngineDriver
+from support.waiting import eventually
 
 from caesura.io_struct import (
     AbortReq,
@@ -45,6 +46,8 @@ def read_table() -> tuple[list[str], dict[str, dict[str, str]]]:
 
 
 STATES, TABLE = read_table()
+FOREIGN = ("update, foreign", "end, foreign", "end, force")
+"""Sent by somebody else than who brought the engine into its state."""
 
 
 class Recipes:
@@ -53,6 +56,8 @@ class Recipes:
     def __init__(self, driver: EngineDriver, other_model: Path, broken_model: Path) -> None:
         self.driver = driver
         self.other, self.broken = str(other_model), str(broken_model)
+        self.session_id: str | None = None
+        """What calls and ends say that belong to the open session; None: none is."""
 
     def enter(self, state: str) -> None:
         driver = self.driver
@@ -63,13 +68,12 @@ class Recipes:
             mode = "in_place" if state == "paused session" else state.removeprefix("paused ")
             driver.call(PauseGenerationReqInput(mode=mode))
         if "session" in state:
-            driver.call(BeginWeightUpdateReqInput())
+            self.session_id = driver.call(BeginWeightUpdateReqInput()).session_id
         if state in ("session written", "paused session"):
-            driver.call(UpdateWeightFromDiskReqInput(model_path=self.other, flush_cache=False))
+            driver.call(self.update(self.other, flush_cache=False))
         if state == "updating":
             driver.send(UpdateWeightFromDiskReqInput(model_path=self.other))
-            driver.tick(2)
-            assert driver.status().update is not None
+            eventually(lambda: driver.status().update)  # its headers are read beside the loop
         if state.startswith("poisoned"):
             if state == "poisoned paused":
                 driver.call(PauseGenerationReqInput(mode="abort"))
@@ -81,6 +85,9 @@ class Recipes:
             driver.call(ReleaseMemoryOccupationReqInput())
         if state == "weights resumed":
             driver.call(ResumeMemoryOccupationReqInput())
+
+    def update(self, path: str, **fields: object) -> UpdateWeightFromDiskReqInput:
+        return UpdateWeightFromDiskReqInput(model_path=path, **{"session_id": self.session_id, **fields})
 
     def message(self, command: str):
         return {
@@ -98,13 +105,16 @@ class Recipes:
             "status": GetStatusReqInput,
             "memory history": GetMemoryHistoryReqInput,
             "begin": BeginWeightUpdateReqInput,
-            "end commit": EndWeightUpdateReqInput,
-            "end abort": lambda: EndWeightUpdateReqInput(commit=False),
-            "update, flush": lambda: UpdateWeightFromDiskReqInput(model_path=self.other),
-            "update, no flush": lambda: UpdateWeightFromDiskReqInput(
-                model_path=self.other, flush_cache=False
-            ),
-            "update, broken": lambda: UpdateWeightFromDiskReqInput(model_path=self.broken, flush_cache=False),
+            "end commit": lambda: EndWeightUpdateReqInput(session_id=self.session_id),
+            "end abort": lambda: EndWeightUpdateReqInput(commit=False, session_id=self.session_id),
+            "end, foreign": lambda: EndWeightUpdateReqInput(commit=False),
+            "end, expired id": lambda: EndWeightUpdateReqInput(commit=False, session_id="expired"),
+            "end, force": lambda: EndWeightUpdateReqInput(commit=False, force=True),
+            "update, flush": lambda: self.update(self.other),
+            "update, no flush": lambda: self.update(self.other, flush_cache=False),
+            "update, broken": lambda: self.update(self.broken, flush_cache=False),
+            "update, foreign": lambda: self.update(self.other, flush_cache=False, session_id=None),
+            "update, expired id": lambda: self.update(self.other, flush_cache=False, session_id="expired"),
             "release kv_cache": lambda: ReleaseMemoryOccupationReqInput(tags=["kv_cache"]),
             "release weights": lambda: ReleaseMemoryOccupationReqInput(tags=["weights"]),
             "resume all": ResumeMemoryOccupationReqInput,
@@ -117,7 +127,7 @@ class Recipes:
         driver = self.driver
         message = self.message(command)
         waiting = driver.status().waiting_requests
-        message_id = driver.send(message)
+        message_id = driver.send(message, "other" if command in FOREIGN else "main")
         for _ in range(2000):
             driver.tick()
             if message_id in driver.replies or command == "generate":
@@ -131,7 +141,7 @@ class Recipes:
         if reply is None:
             result = "waits" if status.waiting_requests > waiting else "runs"
         else:
-            result = reply.code.value if isinstance(reply, ErrorReply) else "ok"
+            result = str(reply.code) if isinstance(reply, ErrorReply) else "ok"
         generation = f"paused {status.pause_mode}" if status.generation == "paused" else status.generation
         session = ", session" if status.session is not None else ""
         released = ", released" if status.memory == "released" else ""
@@ -167,7 +177,7 @@ def test_cell(tiny_model, other_model, broken_model, command, state, depth, monk
 
 def test_the_table_is_complete():
     """Every command of the wire's control path and every state of the engine is there."""
-    assert len(TABLE) == 21
+    assert len(TABLE) == 26
     assert STATES == [
         "running", "busy", "paused abort", "paused retract", "paused in_place", "session", "session written",
         "paused session", "updating", "poisoned", "poisoned paused", "kv released", "weights released",

@@ -7,14 +7,12 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file
+from support.buckets_by_hand import Sender
 from support.checkpoints import make_checkpoint
 from support.scripted import EngineDriver, assert_error, expected_tokens, tokens_of
 
-from caesura.client.tensors import as_frames, buckets
 from caesura.io_struct import (
     AbortReq,
-    BeginWeightUpdateReqInput,
     ContinueGenerationReqInput,
     EndWeightUpdateReqInput,
     ErrorReply,
@@ -25,10 +23,7 @@ from caesura.io_struct import (
     PauseGenerationReqInput,
     SamplingParams,
     UpdateWeightFromDiskReqInput,
-    UpdateWeightsFromTensorReqInput,
     WeightsCheckerReqInput,
-    WeightUpdateReqOutput,
-    encode,
 )
 from caesura.io_struct import ReleaseMemoryOccupationReqInput as Release
 from caesura.io_struct import ResumeMemoryOccupationReqInput as Resume
@@ -40,29 +35,6 @@ ALL = sorted(MEMORY_TAGS)
 VOCAB = 97
 PROMPT = [3 + 7 * i % 90 for i in range(40)]
 SAMPLED = SamplingParams(max_new_tokens=20, temperature=1.0, seed=7, ignore_eos=True)
-
-
-class Sender:
-    """A trainer's buckets, sent one call at a time."""
-
-    def __init__(self, driver: EngineDriver, path: Path, bucket_bytes: int = 20_000) -> None:
-        self.driver = driver
-        self.parts = list(buckets(load_file(path / "model.safetensors").items(), bucket_bytes))
-        assert len(self.parts) > 2
-
-    def send(self, number: int, **fields: object) -> Message:
-        specs, frames = as_frames(self.parts[number])
-        message = UpdateWeightsFromTensorReqInput(specs=specs, **fields)
-        self.driver.client("main").send_multipart([encode(message), *frames])
-        self.driver._inbox.await_one_more()
-        for _ in range(500):
-            self.driver.tick()
-            if message.id in self.driver.replies:
-                return self.driver.replies.pop(message.id)
-        raise AssertionError("not answered")
-
-    def send_all(self, **fields: object) -> list[WeightUpdateReqOutput]:
-        return [self.send(number, **fields) for number in range(len(self.parts))]
 
 
 def generate(driver: EngineDriver) -> list[int]:
@@ -321,9 +293,9 @@ def test_weights_need_a_pause_or_an_idle_engine(driver, tag):
 
 @pytest.mark.parametrize("tags", [["kv_cache"], ["weights"], None])
 def test_an_open_session_forbids_a_release(driver, other_model, tags):
-    driver.call(BeginWeightUpdateReqInput())
+    session_id = driver.begin()
     assert_error(driver.call(Release(tags=tags)), "session_open")
-    driver.call(EndWeightUpdateReqInput(commit=False))
+    driver.call(EndWeightUpdateReqInput(commit=False, session_id=session_id))
     driver.call(PauseGenerationReqInput())
     assert not Sender(driver, other_model).send(0).committed
     assert driver.status().weights == "updating"
@@ -374,7 +346,7 @@ def test_a_resume_without_enough_memory_changes_nothing(driver, monkeypatch):
     driver.call(PauseGenerationReqInput())
     release(driver)
     before = driver.status()
-    monkeypatch.setattr(residency, "get_available_memory", lambda device, empty_cache: 100)
+    monkeypatch.setattr(residency, "available_memory_if_known", lambda device, empty_cache: 100)
     error = assert_error(driver.call(Resume()), "out_of_memory")
     sizes = before.device_memory
     assert error.detail == {"needed_bytes": sizes.weights + sizes.kv_cache, "free_bytes": 100}
@@ -389,7 +361,7 @@ def test_a_resume_without_enough_memory_changes_nothing(driver, monkeypatch):
 
 
 def _occupation(driver: EngineDriver) -> MemoryOccupation:
-    return driver.engine.dispatcher._operations[Release].__self__
+    return driver.engine.dispatcher._handlers._of_anybody[Release].__self__
 
 
 def _residency(driver: EngineDriver) -> residency.ComponentResidencyManager:

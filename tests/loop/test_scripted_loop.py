@@ -1,11 +1,14 @@
 """The real loop over a scripted model: batching, pausing and updates judged by the tokens that come out."""
 
+import threading
+
 import pytest
+import zmq
 from support.scripted import EngineDriver, assert_error, expected_tokens, tokens_of
+from support.waiting import eventually
 
 from caesura.io_struct import (
     AbortReq,
-    BeginWeightUpdateReqInput,
     ContinueGenerationReqInput,
     EndWeightUpdateReqInput,
     FlushCacheReqInput,
@@ -14,6 +17,7 @@ from caesura.io_struct import (
     SamplingParams,
     UpdateWeightFromDiskReqInput,
 )
+from caesura.scheduler import updates
 
 VOCAB = 97
 
@@ -386,15 +390,17 @@ def test_streams_and_terminal_results_agree(driver):
 def test_an_explicit_session_on_a_busy_engine(driver, other_model):
     """Generation goes on until the first byte, stops until the commit, and goes on by itself."""
     rid = driver.generate(prompt_of(4), 60)
-    driver.call(BeginWeightUpdateReqInput())
+    session_id = driver.begin()
     driver.tick(5)
     assert driver.status().step >= 5
-    driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_model), flush_cache=False))
+    driver.call(
+        UpdateWeightFromDiskReqInput(model_path=str(other_model), flush_cache=False, session_id=session_id)
+    )
     step = driver.status().step
     driver.tick(5)
     status = driver.status()
     assert (status.step, status.weights, status.generation) == (step, "updating", "running")
-    assert driver.call(EndWeightUpdateReqInput(weight_version="v1")).committed
+    assert driver.call(EndWeightUpdateReqInput(session_id=session_id, weight_version="v1")).committed
     driver.run_until_idle()
     spans = check(driver, rid, prompt_of(4)).weight_versions
     assert [(s.version, s.stale_kv) for s in spans] == [("default", False), ("v1", True)]
@@ -403,15 +409,15 @@ def test_an_explicit_session_on_a_busy_engine(driver, other_model):
 def test_an_empty_session_commits_on_a_busy_engine(driver):
     rid = driver.generate(prompt_of(4), 60)
     driver.tick(3)
-    driver.call(BeginWeightUpdateReqInput())
-    assert driver.call(EndWeightUpdateReqInput(weight_version="v1")).weights_epoch == 1
+    end = EndWeightUpdateReqInput(session_id=driver.begin(), weight_version="v1")
+    assert driver.call(end).weights_epoch == 1
     driver.run_until_idle()
     assert [s.version for s in check(driver, rid, prompt_of(4)).weight_versions] == ["default", "v1"]
 
 
 def test_an_update_that_fails_in_the_middle_poisons(driver, other_model, monkeypatch):
     """Any failure after the first byte, not only those that were foreseen."""
-    loader = driver.engine.dispatcher._updates._loader
+    loader = driver.engine.scheduler._updates._loader
     write, calls = loader.write, []
 
     def failing(piece):
@@ -436,6 +442,41 @@ def test_an_update_that_fails_in_the_middle_poisons(driver, other_model, monkeyp
     assert len(tokens_of(check(driver, rid, prompt_of(4)))) == 20
 
 
+def test_everything_is_answered_while_a_checkpoint_is_looked_at(driver, other_model, monkeypatch):
+    """However slow its disk is, or large its headers: steps go on, too."""
+    looked, go_on, open_fitting = threading.Event(), threading.Event(), updates.open_fitting
+
+    def slow(*arguments):
+        looked.set()
+        assert go_on.wait(60)
+        return open_fitting(*arguments)
+
+    monkeypatch.setattr(updates, "open_fitting", slow)
+    rid = driver.generate(prompt_of(4), 200)
+    update = driver.send(UpdateWeightFromDiskReqInput(model_path=str(other_model)))
+    driver.tick()
+    assert looked.wait(60)
+    before = driver.status().generated_tokens
+    driver.tick(3)
+    assert driver.status().generated_tokens > before
+    assert driver.call(AbortReq(rid=rid)).aborted == 1
+    assert update not in driver.replies
+    go_on.set()
+    eventually(lambda: driver.tick() or update in driver.replies)
+    assert driver.replies.pop(update).committed
+
+
+def test_an_idle_loop_sleeps_while_a_checkpoint_is_looked_at(driver, other_model):
+    """The thread wakes it."""
+    update = driver.send(UpdateWeightFromDiskReqInput(model_path=str(other_model)))
+    driver.tick()
+    if update not in driver.replies and not driver.engine.dispatcher.wants_tick:
+        poller = zmq.Poller()
+        poller.register(driver.engine.wakeup.fd, zmq.POLLIN)
+        assert poller.poll(60_000)
+    eventually(lambda: driver.tick() or update in driver.replies)
+
+
 def test_status_and_abort_are_answered_between_two_buckets_of_an_update(driver, other_model, monkeypatch):
     monkeypatch.setattr("caesura.scheduler.dispatch.SLICE_S", 0.0)
     monkeypatch.setattr("caesura.scheduler.weights.writing.WRITE_S", 0.0)
@@ -443,7 +484,7 @@ def test_status_and_abort_are_answered_between_two_buckets_of_an_update(driver, 
     driver.tick(4)
     driver.call(PauseGenerationReqInput(mode="in_place"))
     update = driver.send(UpdateWeightFromDiskReqInput(model_path=str(other_model), flush_cache=False))
-    driver.tick(2)
+    eventually(lambda: driver.status().update)
     written = [driver.status().update.written_bytes for _ in range(3)]
     assert 0 < written[0] < written[1] < written[2]
     assert driver.call(AbortReq(rid=rid)).aborted == 1

@@ -95,6 +95,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.model = Lifecycle()
         self.submitted: dict[str, Submitted] = {}
         self.errors_injected = self.resets = self.vain_ends = 0
+        self.session_id: str | None = None
         self.posted: tuple[Message, str, bool] | None = None
         """A command that was sent and not waited for, and what its answer has to be."""
         self.parked: list[str] = []
@@ -151,14 +152,16 @@ class EngineMachine(RuleBasedStateMachine):
             assert reply.was_paused == (model.mode is not None)
             model.mode = None
         elif isinstance(message, BeginWeightUpdateReqInput):
-            model.session = True
+            model.session, self.session_id = True, reply.session_id
         elif isinstance(message, WeightsCheckerReqInput):
             model.weights = "poisoned"
         elif isinstance(message, EndWeightUpdateReqInput) and not message.commit:
             model.weights = "poisoned" if model.weights == "updating" else model.weights
             model.close_session()
+            self.session_id = None
         elif isinstance(message, EndWeightUpdateReqInput):
             model.commit(model.session_label, model.session_flush)
+            self.session_id = None
         elif isinstance(message, UpdateWeightFromDiskReqInput):
             self.apply_update(message, reply)
 
@@ -318,7 +321,11 @@ class EngineMachine(RuleBasedStateMachine):
         if abort:
             self.may_be_aborted()
         message = UpdateWeightFromDiskReqInput(
-            model_path=self.paths[path], flush_cache=flush, weight_version=label, abort_all_requests=abort
+            model_path=self.paths[path],
+            flush_cache=flush,
+            weight_version=label,
+            abort_all_requests=abort,
+            session_id=self.session_id,
         )
         self.command(message, expected, wait)
 
@@ -353,7 +360,7 @@ class EngineMachine(RuleBasedStateMachine):
         if self.model.session and commit:
             # What was written since the weights broke is not complete unless an update came after that.
             expected = "weight_mismatch" if self.model.weights == "poisoned" and not self.whole else expected
-        self.command(EndWeightUpdateReqInput(commit=commit), expected, wait)
+        self.command(EndWeightUpdateReqInput(commit=commit, session_id=self.session_id), expected, wait)
 
     @property
     def whole(self) -> bool:
@@ -443,10 +450,14 @@ class EngineMachine(RuleBasedStateMachine):
         if self.model.weights == "poisoned":
             # Also inside a session: its end then has everything.
             self.command(
-                UpdateWeightFromDiskReqInput(model_path=self.paths[0], flush_cache=False), "ok", True
+                UpdateWeightFromDiskReqInput(
+                    model_path=self.paths[0], flush_cache=False, session_id=self.session_id
+                ),
+                "ok",
+                True,
             )
         if self.model.session:
-            self.command(EndWeightUpdateReqInput(), "ok", True)
+            self.command(EndWeightUpdateReqInput(session_id=self.session_id), "ok", True)
         self.command(ContinueGenerationReqInput(torch_empty_cache=False), "ok", True)
         self.driver.run_until_idle(max_ticks=20_000)
         for message_id in self.parked:

@@ -8,15 +8,19 @@ import argparse
 import json
 import os
 import queue
+import secrets
 import struct
 import sys
 import threading
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Self
 
+import msgspec
 import zmq
 
 from caesura.io_struct import (
+    WIRE_VERSION,
     AbortReq,
     AbortReqOutput,
     BatchTokenOutput,
@@ -26,6 +30,8 @@ from caesura.io_struct import (
     ContinueGenerationReqOutput,
     DeviceMemory,
     EndWeightUpdateReqInput,
+    ErrorCode,
+    ErrorReply,
     FinishReason,
     FlushCacheReqInput,
     FlushCacheReqOutput,
@@ -35,6 +41,8 @@ from caesura.io_struct import (
     GetMemoryHistoryReqOutput,
     GetStatusReqInput,
     GetStatusReqOutput,
+    HelloReqInput,
+    HelloReqOutput,
     KVUsage,
     MemoryByTag,
     MemoryCause,
@@ -246,11 +254,32 @@ def answer(request: Request) -> Iterable[Message]:
     raise AssertionError(f"unexpected {request}")
 
 
-class FakeScheduler:
-    """Answers every request through ``handler``; ``requests`` holds what arrived, in order."""
+def welcome(hello: HelloReqInput, incarnation: str) -> Iterable[Message]:
+    """How an engine of this release answers a hello."""
+    major, minor = WIRE_VERSION
+    return [
+        HelloReqOutput(
+            id=hello.id,
+            wire_major=major,
+            wire_minor=minor,
+            incarnation=incarnation,
+            version="0",
+            pid=os.getpid(),
+        )
+    ]
 
-    def __init__(self, endpoint: str, handler: Handler = answer) -> None:
+
+class FakeScheduler:
+    """Answers every request through ``handler``; ``requests`` holds what arrived, in order.
+
+    Hellos are answered through ``greet`` and counted in ``hellos`` alone; None: as this release does.
+    """
+
+    def __init__(self, endpoint: str, handler: Handler = answer, greet: Handler | None = None) -> None:
         self.endpoint = endpoint
+        self.incarnation = secrets.token_hex(8)
+        self.hellos = 0
+        self._greet = greet
         self.requests: queue.Queue[Request] = queue.Queue()
         self._handler = handler
         self._outgoing: queue.Queue[Message | bytes] = queue.Queue()
@@ -292,9 +321,17 @@ class FakeScheduler:
                     self._send(peer, self._outgoing.get())
                 if self._router.poll(5):
                     peer, header = self._router.recv_multipart()
-                    request = decode_request(header)
-                    replies = self._handler(request)
-                    self.requests.put(request)
+                    try:
+                        request = decode_request(header)
+                    except msgspec.DecodeError as error:
+                        self._send(peer, self._malformed(header, error))
+                        continue
+                    if isinstance(request, HelloReqInput):
+                        self.hellos += 1
+                        replies = self._greet(request) if self._greet else welcome(request, self.incarnation)
+                    else:
+                        replies = self._handler(request)
+                        self.requests.put(request)
                     for reply in replies:
                         self._send(peer, reply)
                     if isinstance(request, ShutdownReqInput):
@@ -305,6 +342,11 @@ class FakeScheduler:
             # Linger so that replies sent just before a close arrive, as a real engine's do.
             self._router.close(linger=1000)
             self._context.term()
+
+    @staticmethod
+    def _malformed(header: bytes, error: Exception) -> ErrorReply:
+        given = msgspec.msgpack.decode(header)
+        return ErrorReply(id=given["id"], code=ErrorCode.MALFORMED_MESSAGE, message=str(error))
 
     def _send(self, peer: bytes, reply: Message | bytes) -> None:
         self._router.send_multipart([peer, reply if isinstance(reply, bytes) else encode(reply)])
@@ -320,7 +362,7 @@ def main() -> None:
     parser.add_argument("--lifeline-fd", type=int, required=True)
     parser.add_argument(
         "--behave",
-        choices=["well", "refuse", "crash", "hang", "die-on-generate", "ignore-signals"],
+        choices=["well", "refuse", "crash", "hang", "die-on-generate", "ignore-signals", "silent", "drain"],
         default="well",
     )
     options = parser.parse_args()
@@ -343,6 +385,11 @@ def main() -> None:
             os._exit(3)
         if isinstance(request, ShutdownReqInput) and options.behave == "ignore-signals":
             return []
+        if isinstance(request, GenerateReqInput) and options.behave == "silent":
+            return []
+        if isinstance(request, ShutdownReqInput) and options.behave == "drain":
+            Path(options.endpoint.removeprefix("ipc://")).with_name("draining").touch()
+            return [ShutdownReqOutput(id=request.id, drain_s=request.timeout_s or 0.0)]
         return answer(request)
 
     if options.behave == "ignore-signals":
@@ -356,6 +403,8 @@ def main() -> None:
     threading.Thread(target=lambda: (os.read(options.lifeline_fd, 1), os._exit(0)), daemon=True).start()
     say(ready=True, endpoint=options.endpoint, pid=os.getpid())
     fake.wait()
+    if options.behave == "drain":
+        threading.Event().wait()
 
 
 if __name__ == "__main__":

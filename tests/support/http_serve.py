@@ -39,7 +39,7 @@ class ServedEngine:
         )
         assert self.process.stdout is not None
         self.announced = self.process.stdout.readline()
-        if " on http://" not in self.announced:
+        if " on http" not in self.announced:
             output, error = self.process.communicate(timeout=START_TIMEOUT_S)
             raise RuntimeError(f"caesura serve did not start: {self.announced}{output}{error}")
         self.url = self.announced.split(" on ")[1].split()[0]

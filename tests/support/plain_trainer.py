@@ -6,6 +6,7 @@ import socket
 import threading
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import torch
@@ -87,7 +88,9 @@ class PlainTrainer:
             self.group = None
 
 
-def broadcast_and_die(trainer: PlainTrainer, path: Path, num_tensors: int) -> None:
+def broadcast_and_die(trainer: PlainTrainer, path: Path, num_tensors: int, joined: Event) -> None:
+    """``joined``: the other rank has, so that it is the broadcasts that fail."""
     trainer.join()
+    joined.wait(60)
     trainer.broadcast_each(dict(list(weights_of(path).items())[:num_tensors]))
     os.kill(os.getpid(), signal.SIGKILL)

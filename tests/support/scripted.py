@@ -19,6 +19,8 @@ import zmq
 
 from caesura.io_struct import (
     BatchTokenOutput,
+    BeginWeightUpdateReqInput,
+    BeginWeightUpdateReqOutput,
     ErrorReply,
     GenerateReqInput,
     GenerateReqOutput,
@@ -249,7 +251,11 @@ class EngineDriver:
         }
         self.config = EngineConfig(model_path=model_path, **{**defaults, **options}).resolve()
         self.runner: ScriptedRunner | None = None
-        self.engine = Engine(self.config, make_runner=self._make_runner if scripted else None)
+        try:
+            self.engine = Engine(self.config, make_runner=self._make_runner if scripted else None)
+        except BaseException:
+            self._dir.cleanup()
+            raise
         if self.runner is not None:
             self.runner.read_epoch = lambda: self.engine.scheduler._lifecycle.stamp.epoch
         self._inbox = _Inbox(self.engine)
@@ -323,6 +329,12 @@ class EngineDriver:
             if message_id in self.replies:
                 return self.replies.pop(message_id)
         raise AssertionError(f"{message} was not answered in {max_ticks} ticks")
+
+    def begin(self, client: str = "main", **fields: Any) -> str:
+        """Open an explicit session; its id."""
+        reply = self.call(BeginWeightUpdateReqInput(**fields), client)
+        assert isinstance(reply, BeginWeightUpdateReqOutput), reply
+        return reply.session_id
 
     def status(self) -> GetStatusReqOutput:
         """Status, without a step in between: the engine answers it before it launches one."""

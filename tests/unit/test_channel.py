@@ -5,8 +5,10 @@ import os
 import socket
 import stat
 
+import msgspec
 import numpy as np
 import pytest
+import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.raw_client import RawClient, rows
@@ -21,9 +23,11 @@ from caesura.io_struct import (
     GenerateReqOutput,
     GetStatusReqInput,
     StreamDelta,
+    decode_reply,
 )
-from caesura.scheduler import channel
-from caesura.scheduler.channel import Router, _merge
+from caesura.scheduler import backlog, channel
+from caesura.scheduler.backlog import merge
+from caesura.scheduler.channel import Router
 
 
 @pytest.fixture
@@ -194,7 +198,9 @@ def test_twenty_thousand_messages_to_a_client_that_does_not_read(router):
             if step % 1000 == 0:
                 router.send(b"quick", AbortReqOutput(id=str(step), aborted=0))
                 assert quick.receive().id == str(step)
-            longest_queue = max(longest_queue, sum(map(len, router._backlogs.values())))
+            longest_queue = max(
+                longest_queue, sum(len(queue._frames) for _, queue in router._backlogs.items())
+            )
         assert router.has_backlog, "the slow client was meant to be full"
         assert longest_queue <= 2, "token outputs coalesce"
 
@@ -219,7 +225,7 @@ def test_twenty_thousand_messages_to_a_client_that_does_not_read(router):
 
 
 def test_deltas_beyond_the_bound_leave_a_gap_and_results_stay(router, monkeypatch):
-    monkeypatch.setattr(channel, "MAX_PENDING_DELTA_TOKENS", 10)
+    monkeypatch.setattr(backlog, "MAX_PENDING_DELTA_TOKENS", 10)
     with met(router, b"slow", receive_hwm=1) as slow:
         sent = fill(router, b"slow")
         router.send(b"slow", BatchTokenOutput(step=0, finished=[result_of("first")]))
@@ -241,19 +247,19 @@ def test_deltas_beyond_the_bound_leave_a_gap_and_results_stay(router, monkeypatc
 
 
 def test_taken_tokens_make_room_for_new_ones(router, monkeypatch):
-    monkeypatch.setattr(channel, "MAX_PENDING_DELTA_TOKENS", 4)
+    monkeypatch.setattr(backlog, "MAX_PENDING_DELTA_TOKENS", 4)
     for _ in range(3):
         with met(router, b"slow", receive_hwm=1) as slow:
             fill(router, b"slow")
             for step in range(4):
                 router.send(b"slow", BatchTokenOutput(step=step, delta=delta_of(("r", 0, step, [step]))))
                 router.send(b"slow", AbortReqOutput(id="between", aborted=0))
-            backlog = router._backlogs[b"slow"]
-            assert backlog._delta_tokens == 4
+            queue = router._backlogs[b"slow"]
+            assert queue._delta_tokens == 4
             while router.has_backlog:
                 slow.received()
                 router.retry()
-            assert backlog._delta_tokens == 0
+            assert queue._delta_tokens == 0
 
 
 def test_order_is_kept_around_replies(router):
@@ -278,7 +284,7 @@ def test_what_waits_is_encoded_once(router, monkeypatch):
     with met(router, b"slow", receive_hwm=1):
         fill(router, b"slow")
         encoded = []
-        monkeypatch.setattr(channel, "encode", lambda message: encoded.append(message) or b"\x80")
+        monkeypatch.setattr(backlog, "encode_reply", lambda message: encoded.append(message) or b"\x80")
         for step in range(50):
             router.send(b"slow", BatchTokenOutput(step=step, delta=delta_of(("r", 0, step, [step]))))
             router.retry()
@@ -304,7 +310,7 @@ def test_keepalive_finds_a_silent_client_that_left(router, gone):
 
 
 def test_a_client_that_never_reads_its_replies_counts_as_gone(router, gone, monkeypatch):
-    monkeypatch.setattr(channel, "MAX_PENDING_FRAMES", 50)
+    monkeypatch.setattr(backlog, "MAX_PENDING_MESSAGES", 50)
     with met(router, b"slow", receive_hwm=1):
         fill(router, b"slow")
         for number in range(49):
@@ -362,7 +368,7 @@ def test_merging_keeps_every_token_of_what_goes_on(steps, ended):
         deltas.append(delta_of(*table))
     merged: dict[tuple[str, int], dict[int, int]] = {}
     keys = []
-    for rid, index, start, tokens, logprobs in rows(_merge(deltas, ended)):
+    for rid, index, start, tokens, logprobs in rows(merge(deltas, ended)):
         assert logprobs == [-float(token) for token in tokens]
         keys.append((rid, index, start))
         merged.setdefault((rid, index), {}).update({start + i: t for i, t in enumerate(tokens)})
@@ -372,3 +378,52 @@ def test_merging_keeps_every_token_of_what_goes_on(steps, ended):
     for rid, index in {key[:2] for key in keys}:
         starts = [key[2] for key in keys if key[:2] == (rid, index)]
         assert starts == sorted(starts), "a sample's rows come in order"
+
+
+class ShortOfMemory:
+    """A socket whose ``fails``-th frame finds no memory, after it has been taken off the wire."""
+
+    def __init__(self, socket: zmq.Socket, fails: int) -> None:
+        self._socket, self._left = socket, fails
+
+    def recv(self, *flags: int, **options: bool) -> object:
+        frame = self._socket.recv(*flags, **options)
+        self._left -= 1
+        if self._left == 0:
+            raise MemoryError
+        return frame
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._socket, name)
+
+
+@pytest.mark.parametrize("frame", [1, 2, 3, 4])
+def test_a_message_that_there_is_no_memory_for_is_dropped_as_a_whole(router, monkeypatch, frame):
+    """What comes behind it on the socket is read as what it is, and its sender hears."""
+    with met(router, b"C1") as client:
+        monkeypatch.setattr(router, "socket", ShortOfMemory(router.socket, frame))
+        client.send(b"header", b"one", b"two")
+        client.send(b"next")
+        heard: list[tuple[bytes, bytes, int]] = []
+
+        def both_are_read() -> bool:
+            heard.extend((who, header, len(buffers)) for who, header, buffers in router.receive())
+            return bool(heard)
+
+        eventually(both_are_read)
+        assert heard == [(b"C1", b"next", 0)]
+        if frame > 1:  # else nobody knows whose it was
+            reply = client.receive()
+            assert (reply.code, reply.id) == ("out_of_memory", "")
+
+
+def test_text_that_utf8_cannot_hold_waits_for_a_slow_client_like_any_other(router):
+    """A result whose reason quotes a file name, say, behind others that the client has not taken."""
+    waiting = backlog.Backlogs()
+    waiting.begin(b"client", b"first")
+    reason = FinishReason(type="error", message="no \udc80")
+    result = msgspec.structs.replace(result_of("r"), finish_reason=reason)
+    waiting.append(b"client", BatchTokenOutput(step=1, finished=[result]))
+    waiting[b"client"].pop()
+    frame = waiting[b"client"].head()
+    assert decode_reply(frame).finished[0].finish_reason.message == "no \\udc80"

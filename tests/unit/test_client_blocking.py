@@ -4,6 +4,7 @@ import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import msgspec
 import pytest
 import torch
 import zmq
@@ -20,6 +21,7 @@ from support.fake_scheduler import (
 
 from caesura.client import (
     EngineDied,
+    InternalError,
     InvalidRequest,
     NotIdle,
     QueueFull,
@@ -391,13 +393,18 @@ def test_closing_fails_whoever_still_waits_and_every_later_call(endpoint):
             client.status()
 
 
-def test_a_broken_reply_fails_its_caller_instead_of_hanging_it(endpoint):
-    with (
-        FakeScheduler(endpoint, lambda request: [b"nonsense"]),
-        SchedulerClient(endpoint) as client,
-        pytest.raises(Exception, match="not a reply"),
-    ):
-        client.status(timeout=PATIENCE)
+def test_a_broken_reply_fails_its_caller_and_nobody_else(endpoint):
+    def broken(request):
+        if isinstance(request, GetStatusReqInput):
+            return [msgspec.msgpack.encode({"type": "GetStatusReqOutput", "id": request.id, "kv": "none"})]
+        return []
+
+    with FakeScheduler(endpoint, broken) as fake, SchedulerClient(endpoint) as client:
+        other = client.submit([1])
+        with pytest.raises(InternalError, match="cannot read"):
+            client.status(timeout=PATIENCE)
+        fake.push(results(finished(other.rid, [5])))
+        assert other.result(PATIENCE).output_ids == [5]
 
 
 def test_the_result_of_a_long_stream_is_whole(endpoint):

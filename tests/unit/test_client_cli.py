@@ -4,7 +4,7 @@ import json
 import sys
 
 import pytest
-from support.fake_scheduler import FakeScheduler, answer
+from support.fake_scheduler import FakeScheduler, answer, status_reply
 
 from caesura.client import cli
 from caesura.io_struct import (
@@ -99,6 +99,30 @@ def test_a_typed_error_is_one_line_and_status_one(tmp_path_factory, caesura):
     with FakeScheduler(endpoint, refuse):
         result = caesura("flush", "--endpoint", endpoint)
     assert result == (1, "", "error: 2 requests are running [not_idle]\n")
+
+
+HOSTILE = "\x1b[2J\x9b31m[red]mine[/red]\u202e\r\n"
+SHOWN = r"\x1b[2J\x9b31m[red]mine[/red]\u202e\r\n"
+
+
+def test_what_others_chose_is_shown_as_text(tmp_path_factory, caesura, monkeypatch):
+    """No escape sequence, no bidirectional override and no markup of an owner or a label takes effect."""
+    endpoint = f"ipc://{tmp_path_factory.mktemp('s')}/s"
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def hostile(request):
+        if isinstance(request, FlushCacheReqInput):
+            return [ErrorReply(id=request.id, code=ErrorCode.NOT_IDLE, message=f"held by {HOSTILE}")]
+        reply = status_reply(request)
+        reply.pause_owner, reply.weight_version, reply.model_path = HOSTILE, HOSTILE, HOSTILE
+        return [reply]
+
+    with FakeScheduler(endpoint, hostile):
+        code, out, err = caesura("status", "--endpoint", endpoint)
+        refused = caesura("flush", "--endpoint", endpoint)
+    assert (code, err, out.count(SHOWN)) == (0, "", 3)
+    assert all(char.isprintable() or char == "\n" for char in out)
+    assert refused == (1, "", f"error: held by {SHOWN} [not_idle]\n")
 
 
 @pytest.mark.parametrize(

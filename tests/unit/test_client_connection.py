@@ -3,6 +3,7 @@
 import queue
 from concurrent.futures import Future
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -63,8 +64,12 @@ def test_every_code_has_its_own_exception(code):
     assert str(caught.value) == f"why [{code}]"
 
 
-def test_an_unknown_code_is_an_internal_error():
-    assert isinstance(error_for("from_the_future", "?"), InternalError)
+def test_an_unknown_code_is_an_internal_error_that_keeps_it_as_text():
+    error = error_for("from_the_future", "?")
+    assert isinstance(error, InternalError)
+    assert error.code == "from_the_future"
+    assert str(error) == "? [from_the_future]"
+    assert error_for("", "?").code is ErrorCode.INTERNAL
 
 
 def test_timed_out_is_a_timeout_error_and_names_the_message():
@@ -142,22 +147,91 @@ def test_lengths_that_disagree_are_refused(connection, fields):
     assert connection.pending == 0
 
 
-def test_no_waiter_is_left_behind_by_a_message_that_breaks_the_contract(connection):
+def newer(message, **changes):
+    """``message`` as a newer minor version might send it."""
+    return msgspec.msgpack.encode(msgspec.to_builtins(message, builtin_types=(bytes,)) | changes)
+
+
+def begin(connection):
+    """A generation that streams, a pause and a status, all pending."""
     generation, _ = connection.start_generation(request(stream=True))
-    call, _ = connection.start_call(GetStatusReqInput(), GetStatusReqOutput)
-    connection.receive([b"\xc1 garbage"])
-    for waiter in (generation.waiter, call):
-        assert isinstance(waiter.exception(0), InternalError)
-    assert drain(generation.deltas) == [None]
+    pause, _ = connection.start_call(PauseGenerationReqInput(id="p"), PauseGenerationReqOutput)
+    status, _ = connection.start_call(GetStatusReqInput(id="s"), GetStatusReqOutput)
+    return generation, pause, status
 
 
-def test_a_delta_whose_counts_do_not_add_up_is_refused(connection):
+def test_fields_of_a_newer_version_are_skipped(connection):
+    generation, _, status = begin(connection)
+    reply = msgspec.to_builtins(status_reply(GetStatusReqInput(id="s")))
+    reply["kv"]["more"] = {"of": "it"}
+    connection.receive([msgspec.msgpack.encode(reply | {"also": [1]})])
+    assert status.result(0).kv.page_size == 16
+    batch = msgspec.to_builtins(results(finished("r", [5])), builtin_types=(bytes,))
+    batch["finished"][0]["finish_reason"]["why"] = "new"
+    connection.receive([msgspec.msgpack.encode(batch | {"load": 0.5})])
+    assert generation.waiter.result(0)[0].output_ids == [5]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"type": "PauseGenerationReqOutput", "id": "p", "mode": "sideways"},
+        {"type": "SomethingNewReqOutput", "id": "p"},
+        {"type": "ErrorReply", "id": "p", "code": 7, "message": "?"},
+        {"type": "ErrorReply", "id": "p", "code": "from_the_future", "message": "?"},
+        {"id": "p"},
+    ],
+    ids=["value", "message", "error", "code", "untyped"],
+)
+def test_an_answer_that_cannot_be_read_fails_its_own_call_only(connection, answer):
+    generation, pause, status = begin(connection)
+    connection.receive([msgspec.msgpack.encode(answer)])
+    assert isinstance(pause.exception(0), InternalError)
+    assert not generation.waiter.done()
+    assert not status.done()
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [b"", b"\xc1 garbage", b"\x91" * 100_000, msgspec.msgpack.encode({"type": "LoadReport", "load": 0.5})],
+)
+def test_what_names_nobody_is_logged_and_dropped(connection, frame, caplog):
+    begin(connection)
+    connection.receive([frame])
+    assert connection.pending == 3
+    assert "cannot read" in caplog.text
+
+
+def test_a_result_that_cannot_be_read_fails_its_own_generation_only(connection):
+    mine, _ = connection.start_generation(request("mine"))
+    other, _ = connection.start_generation(request("other"))
+    batch = msgspec.to_builtins(
+        results(finished("mine", [1]), finished("other", [2])), builtin_types=(bytes,)
+    )
+    batch["finished"][0]["finish_reason"]["type"] = "bored"
+    connection.receive([msgspec.msgpack.encode(batch)])
+    assert isinstance(mine.waiter.exception(0), InternalError)
+    assert other.waiter.result(0)[0].output_ids == [2]
+    assert connection.pending == 0
+
+
+def test_a_delta_that_cannot_be_read_costs_no_token(connection):
+    generation, _ = connection.start_generation(request(stream=True))
+    connection.receive([newer(delta(("r", 0, 0, [1, 2])), delta={"columns": "other"})])
+    connection.receive([newer(results(finished("r", [1, 2, 3])), delta={"columns": "other"})])
+    assert generation.waiter.result(0)[0].output_ids == [1, 2, 3]
+    assert [each.output_ids for each in drain(generation.deltas)[:-1]] == [[1, 2, 3]]
+
+
+def test_a_delta_whose_counts_do_not_add_up_is_dropped(connection):
     generation, _ = connection.start_generation(request(stream=True))
     message = delta(("r", 0, 0, [1, 2]))
     broken = encode(message).replace(b"\xa6counts\xc4\x04\x02", b"\xa6counts\xc4\x04\x03")
     assert broken != encode(message)
     connection.receive([broken])
-    assert isinstance(generation.waiter.exception(0), InternalError)
+    assert connection.pending == 1
+    connection.receive([encode(results(finished("r", [1, 2])))])
+    assert [each.output_ids for each in drain(generation.deltas)[:-1]] == [[1, 2]]
 
 
 def test_a_reply_of_the_wrong_type_is_an_error(connection):

@@ -6,12 +6,13 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
-from pathlib import Path
 
 import psutil
 import pytest
 import support.fake_scheduler
+from support.waiting import eventually
 
 from caesura.client import (
     CheckpointError,
@@ -20,7 +21,7 @@ from caesura.client import (
     TimedOut,
     launch_scheduler,
 )
-from caesura.client.launch import LaunchedScheduler, private_directory
+from caesura.client.launch import LaunchedScheduler
 
 FAKE = support.fake_scheduler.__file__
 PATIENCE = 30.0
@@ -194,14 +195,15 @@ def test_options_become_the_schedulers_arguments(monkeypatch, tmp_path):
     assert seen["directory"] is None  # the caller's endpoint is the caller's to remove
 
 
-def test_the_private_directory_is_private_and_its_socket_path_fits(monkeypatch, tmp_path):
-    deep = tmp_path / ("d" * 90)
-    deep.mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(deep))
-    directory = private_directory()
-    try:
-        assert directory.stat().st_mode & 0o777 == 0o700
-        assert len(os.fsencode(directory / "scheduler.sock")) <= 107
-        assert not list(deep.iterdir())
-    finally:
-        Path(directory).rmdir()
+def test_close_waits_for_a_drain_that_hurry_ends(directory, monkeypatch):
+    monkeypatch.setattr("caesura.client.launch.SHUTDOWN_S", PATIENCE)
+    launched = launch(directory, "drain")
+    closing = threading.Thread(target=launched.close, kwargs={"drain": True, "drain_s": 3600.0})
+    closing.start()
+    eventually((directory / "draining").exists)
+    assert launched.returncode is None
+    launched.hurry()
+    closing.join(PATIENCE)
+    assert not closing.is_alive()
+    assert launched.returncode == -signal.SIGTERM
+    launched.hurry()  # there is nobody any more

@@ -18,12 +18,14 @@ from caesura.client.tensors import (
     ipc_steps,
     steps,
 )
+from caesura.client.tensors.buckets import buckets
 from caesura.io_struct import (
     BeginWeightUpdateReqInput,
     CaesuraError,
     EndWeightUpdateReqInput,
     UpdateWeightsFromTensorReqInput,
 )
+from caesura.io_struct.base import MAX_FRAMES
 
 TENSORS = [(f"w{number}", torch.full((16, 16), float(number))) for number in range(4)]
 BUCKET_BYTES = 1024
@@ -73,7 +75,7 @@ def test_frames_are_made_when_their_turn_comes(monkeypatch):
     made = []
     real = steps.as_frames
     monkeypatch.setattr(steps, "as_frames", lambda part: made.append(part) or real(part))
-    update = steps.tensor_steps(TENSORS, {}, bucket_bytes=BUCKET_BYTES, in_session=False)
+    update = steps.tensor_steps(TENSORS, {}, bucket_bytes=BUCKET_BYTES, shared=SharedBuckets())
     sent, answered, wanted = [], 0, next(update)
     while True:
         if isinstance(wanted, Send):
@@ -96,7 +98,8 @@ def test_frames_are_made_when_their_turn_comes(monkeypatch):
 def test_what_fits_into_a_bucket_is_one_message():
     """Also where it would be cut otherwise: a call of its own joins whatever session is open."""
     tensors = [("w", torch.zeros(3, 4 << 20, dtype=torch.uint8))]
-    wanted = next(steps.tensor_steps(tensors, {}, bucket_bytes=12 << 20, in_session=False))
+    update = steps.tensor_steps(tensors, {}, bucket_bytes=12 << 20, shared=SharedBuckets())
+    wanted = update.send(next(update).work())  # it is copied first
     assert isinstance(wanted, Send)
     assert isinstance(wanted.request, UpdateWeightsFromTensorReqInput)
     assert [spec.name for spec in wanted.request.specs] == ["w"]
@@ -117,7 +120,7 @@ class Ticket:
 
 def start(shared: SharedBuckets):
     """An update through ``shared`` in a session of another's, up to where it waits for its first answer."""
-    update = ipc_steps(TENSORS, {}, bucket_bytes=BUCKET_BYTES, in_session=True, shared=shared)
+    update = ipc_steps(TENSORS, {"session_id": "s"}, bucket_bytes=BUCKET_BYTES, shared=shared)
     tickets, memory, wanted = [], None, next(update)
     while not isinstance(wanted, Await):
         if isinstance(wanted, Run):
@@ -161,3 +164,9 @@ def test_updates_at_once_have_a_memory_each():
     bucket = shared.take(64)
     shared.give_back(bucket)
     assert shared.take(64) is bucket
+
+
+def test_a_bucket_never_has_more_pieces_than_a_message_may_have_frames():
+    tensors = [(f"t{number}", torch.zeros(1)) for number in range(MAX_FRAMES + 5)]
+    sizes = [len(bucket.pieces) for bucket in buckets(tensors)]
+    assert sizes == [MAX_FRAMES - 1, 6]

@@ -14,12 +14,12 @@ from caesura.scheduler.device.host import HOST, GlibcHostDevice, HostDevice
 from caesura.scheduler.device.memory import (
     DeviceMemoryReading,
     EmptyCacheReport,
-    device_module_for,
     empty_device_cache,
     empty_device_cache_with_report,
     get_available_memory,
     refuse_defeating_settings,
 )
+from caesura.scheduler.device.module import device_module_for
 
 MIB = 1 << 20
 needs_glibc = pytest.mark.skipif(
@@ -38,15 +38,23 @@ class CachingDevice:
         self.calls.append("empty_cache")
         self.cached = 0
 
-    def memory_reserved(self) -> int:
+    def memory_reserved(self, device: object = "current") -> int:
+        self.calls.append(f"memory_reserved {device}")
         return self.allocated + self.cached
 
-    def memory_allocated(self) -> int:
+    def memory_allocated(self, device: object = "current") -> int:
+        self.calls.append(f"memory_allocated {device}")
         return self.allocated
 
-    def mem_get_info(self, device: torch.device) -> tuple[int, int]:
+    def mem_get_info(self, device: object = "current") -> tuple[int, int]:
         self.calls.append(f"mem_get_info {device}")
-        return self.total - self.memory_reserved(), self.total
+        return self.total - self.allocated - self.cached, self.total
+
+    def synchronize(self, device: object = "current") -> None:
+        self.calls.append(f"synchronize {device}")
+
+    def Stream(self, device: object = "current") -> str:  # noqa: N802  torch's name
+        return f"stream on {device}"
 
 
 class MpsLike:
@@ -98,8 +106,8 @@ def device_modules(monkeypatch):
 @pytest.mark.parametrize("kind", ["cuda", "xpu", "privateuseone"])
 def test_caching_devices_are_emptied_alike(device_modules, kind):
     module = device_modules[kind] = CachingDevice(allocated=100, cached=40, total=1000)
-    assert device_module_for(f"{kind}:0") is module
-    assert empty_device_cache(module) is True
+    assert device_module_for(kind) is module
+    assert empty_device_cache(device_module_for(f"{kind}:0")) is True
     assert DeviceMemoryReading.of(module) == DeviceMemoryReading(reserved=100, allocated=100)
 
 
@@ -132,7 +140,27 @@ def test_reading_has_no_side_effect(device_modules):
     before = DeviceMemoryReading.of(module)
     assert get_available_memory("cuda:1") == 860
     assert DeviceMemoryReading.of(module) == before
-    assert module.calls == ["mem_get_info cuda:1"]
+    assert "empty_cache" not in module.calls
+
+
+def test_figures_and_streams_are_of_the_bound_device(device_modules):
+    """torch answers for its current device unless it is told, and each thread has a current device of its own."""
+    module = device_modules["cuda"] = CachingDevice(allocated=100, cached=40, total=1000)
+    bound = device_module_for("cuda:1")
+    DeviceMemoryReading.of(bound)
+    get_available_memory("cuda:1")
+    bound.synchronize()
+    assert bound.Stream() == "stream on cuda:1"
+    assert module.calls == [
+        "memory_reserved cuda:1", "memory_allocated cuda:1", "mem_get_info cuda:1", "synchronize cuda:1",
+    ]  # fmt: skip
+
+
+def test_a_bound_module_has_what_its_module_has(device_modules):
+    device_modules["cuda"], device_modules["xpu"] = CachingDevice(1, 1, 10), NoCache()
+    assert hasattr(device_module_for("cuda:1"), "Stream")
+    assert not hasattr(device_module_for("xpu:1"), "Stream")
+    assert empty_device_cache(device_module_for("xpu:1")) is False
 
 
 def test_host_readings_do_not_empty(monkeypatch):
@@ -359,3 +387,25 @@ def test_no_other_file_of_the_engine_empties_a_cache():
         if ".empty_cache(" in path.read_text() or '"empty_cache"' in path.read_text()
     }
     assert callers == {"scheduler/device/memory.py"}
+
+
+@pytest.mark.parametrize("error", [
+    MemoryError(), torch.OutOfMemoryError("x"), OSError(12, "Cannot allocate memory"),
+    RuntimeError("CUDA error: CUDA_ERROR_OUT_OF_MEMORY"), RuntimeError("CUDA error: out of memory"),
+    RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), RuntimeError("HIP error: hipErrorOutOfMemory"),
+    RuntimeError("cudaErrorMemoryAllocation"), RuntimeError("std::bad_alloc"),
+    RuntimeError("UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY"), RuntimeError("ZE_RESULT_ERROR_OUT_OF_HOST_MEMORY"),
+    RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory"),
+    RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 9 bytes"),
+    RuntimeError("unable to mmap 9 bytes: Cannot allocate memory (12)"),
+], ids=repr)  # fmt: skip
+def test_what_says_that_memory_ran_out(error):
+    assert memory.is_out_of_memory(error)
+
+
+@pytest.mark.parametrize("error", [
+    ValueError("out of memory"), OSError(28, "No space left on device"), RuntimeError("shape mismatch"),
+    RuntimeError("CUDA error: an illegal memory access was encountered"),
+], ids=repr)  # fmt: skip
+def test_what_does_not(error):
+    assert not memory.is_out_of_memory(error)

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from caesura.client import InternalError
 from caesura.client.results import further_logprobs, read_ints
 from caesura.io_struct import DeltaLogprobs, FinishReason, GenerateReqOutput, LogprobRows, StreamDelta
-from caesura.scheduler.channel import _merge
-from caesura.scheduler.kept import result_bytes
+from caesura.scheduler.backlog import merge, result_bytes
 
 SAMPLES = [("a", 0), ("a", 1), ("b", 0), ("c", 2)]
 WIDTHS = {("a", 0): 2, ("a", 1): 2, ("b", 0): 0, ("c", 2): 3}
@@ -69,7 +68,7 @@ def test_each_token_keeps_its_own(steps, ended):
             rows.append((sample, position[sample], count))
             position[sample] += count
         deltas.append(delta_of(rows))
-    merged = _merge(deltas, ended)
+    merged = merge(deltas, ended)
     if merged is None:
         return
     assert merged.given is None

@@ -2,20 +2,26 @@
 
 import asyncio
 import json
+import logging
 import socket
 import struct
-import threading
+import sys
 from collections.abc import Iterable, Iterator
 
 import httpx
 import pytest
+from litestar import Response, get
+from litestar.params import FromPath
 from litestar.testing import TestClient
 from support.fake_scheduler import FakeScheduler, answer
+from support.http_server import listening
 
 from caesura.client import AsyncSchedulerClient
+from caesura.client.frontend import app as app_module
 from caesura.client.frontend.app import FrontEnd, ServeOptions, create_app
+from caesura.client.frontend.connections import MAX_HEAD_BYTES
 from caesura.client.frontend.metrics import Metrics
-from caesura.client.frontend.server import MAX_HEAD_BYTES, Server
+from caesura.client.frontend.printable import PrintableFormatter, printable
 from caesura.client.tokenizer_manager import TokenizerManager
 from caesura.io_struct import (
     AbortReq,
@@ -128,29 +134,8 @@ def test_a_label_aborts_nobody_where_it_is_refused(tmp_path):
 @pytest.fixture(scope="module")
 def address() -> Iterator[tuple[str, int]]:
     """Where a real server listens, without an engine."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    listening = threading.Event()
-    servers: list[Server] = []
-
-    async def serve() -> None:
-        async with AsyncSchedulerClient(
-            "ipc:///tmp/caesura-there-is-nothing-here.sock", connect_timeout=0.0
-        ) as client:
-            front = FrontEnd(
-                manager=TokenizerManager(client, None),
-                options=ServeOptions(api_key="k"),
-                metrics=Metrics(),
-            )
-            servers.append(Server(create_app(front), listening.set))
-            await servers[0].serve(sockets=[listener])
-
-    thread = threading.Thread(target=lambda: asyncio.run(serve()))
-    thread.start()
-    assert listening.wait(20)
-    yield listener.getsockname()
-    servers[0].should_exit = True
-    thread.join(20)
-    listener.close()
+    with listening(api_key="k") as server:
+        yield server.address
 
 
 HEAD = b"POST /pause_generation HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer k\r\n"
@@ -194,3 +179,50 @@ def test_heads_below_the_limit_and_bodies_above_it_pass(address):
                 name, _, value = line.partition(b":")
                 length = int(value) if name.lower() == b"content-length" else length
             reader.read(length)
+
+
+ESCAPES = "\x1b[2J\x07\r\n\x9b31m\u202e"
+
+
+def test_labels_and_names_have_no_control_characters(door):
+    for path, body in (
+        ("/update_weight_version", {"new_version": ESCAPES}),
+        ("/end_weight_update", {"weight_version": "1\n"}),
+        ("/update_weights_from_disk", {"model_path": "/models/tiny", "weight_version": ESCAPES}),
+        ("/destroy_weights_update_group", {"group_name": ESCAPES}),
+        ("/generate", {"input_ids": [1], "rid": ESCAPES}),
+        ("/generate", {"input_ids": [[1]], "rid": ["a\n"]}),
+    ):
+        assert door.post(path, json=body).status_code == 400, path
+    assert door.post("/update_weight_version", json={"new_version": "läuft 2/b"}).status_code == 503
+
+
+def test_what_is_logged_of_a_client_can_do_nothing_to_a_terminal():
+    formatter = PrintableFormatter("%(name)s: %(message)s")
+    try:
+        int(ESCAPES)
+    except ValueError as error:
+        error.args = (ESCAPES,)
+        record = logging.LogRecord("x", logging.ERROR, "", 1, "%s failed", (ESCAPES,), sys.exc_info())
+    shown = formatter.format(record)
+    assert "\\x1b[2J\\x07\\r\n\\x9b31m\\u202e" in shown
+    assert shown.count("Traceback") == 1
+    assert not set(shown) & set(ESCAPES) - set("[2J31m\n")
+    assert printable(ESCAPES) == "\\x1b[2J\\x07\\r\\n\\x9b31m\\u202e"
+    assert printable("x" * 1000) == "x" * 200 + "… (1000 characters)"
+
+
+def test_a_defect_is_logged_with_a_printable_path(monkeypatch, caplog):
+    @get("/broken/{name:str}", opt={"access": "open"})
+    async def broken(name: FromPath[str]) -> Response[bytes]:
+        raise ValueError("x")
+
+    monkeypatch.setattr(app_module, "_routes", lambda: [broken])
+    client = AsyncSchedulerClient("ipc:///tmp/caesura-there-is-nothing-here.sock", connect_timeout=0.0)
+    front = FrontEnd(manager=TokenizerManager(client, None), options=ServeOptions(), metrics=Metrics())
+    app = create_app(front)
+    app.on_shutdown.append(client.close)
+    with TestClient(app, base_url="http://127.0.0.1", raise_server_exceptions=False) as http:
+        assert http.get("/broken/%1b%5b2J%0d%0a").status_code == 500
+    messages = [record.getMessage() for record in caplog.records if record.name.startswith("caesura")]
+    assert messages == ["GET /broken/\\x1b[2J\\r\\n failed"]

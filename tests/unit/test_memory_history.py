@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from caesura.io_struct import MemoryByTag
 from caesura.scheduler.device import host
 from caesura.scheduler.device.host import resident_bytes
-from caesura.scheduler.device.memory import DeviceMemoryReading, device_module_for
+from caesura.scheduler.device.memory import DeviceMemoryReading
+from caesura.scheduler.device.module import device_module_for
 from caesura.scheduler.device.residency import ComponentResidencyManager
 from caesura.scheduler.device.storage import MappedComponent, StorageComponent
 from caesura.scheduler.observability import memory_history

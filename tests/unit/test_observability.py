@@ -1,10 +1,14 @@
 """Log lines, stage times, counters."""
 
+import contextlib
 import io
 import logging
+import os
 import re
+import time
 
 import pytest
+from support.waiting import eventually
 
 from caesura.scheduler.observability import log, stage_profiler
 from caesura.scheduler.observability.stage_profiler import StageProfiler, StageTotal
@@ -16,6 +20,8 @@ def stream():
     logger = logging.getLogger("caesura")
     before = (logger.level, list(logger.handlers), logger.propagate)
     yield io.StringIO()
+    for handler in set(logger.handlers) - set(before[1]):
+        handler.close()
     logger.setLevel(before[0])
     logger.handlers, logger.propagate = before[1], before[2]
 
@@ -24,6 +30,7 @@ def test_a_record_is_one_line_with_time_level_and_module(stream):
     log.configure("info", stream=stream)
     logging.getLogger("caesura.scheduler.loop").info("held %d\nERROR forged", 3)
     logging.getLogger("caesura.scheduler.loop").debug("below the level")
+    log.flush()
     assert re.fullmatch(
         r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} INFO scheduler\.loop: held 3\\nERROR forged\n",
         stream.getvalue(),
@@ -33,6 +40,7 @@ def test_a_record_is_one_line_with_time_level_and_module(stream):
 def test_the_rank_is_shown_where_it_is_not_zero(stream):
     log.configure("INFO", rank=3, stream=stream)
     logging.getLogger("caesura.x").warning("hello")
+    log.flush()
     assert " WARNING rank3 x: hello\n" in stream.getvalue()
 
 
@@ -42,6 +50,7 @@ def test_a_traceback_is_indented(stream):
         int("first\nsecond")
     except ValueError:
         logging.getLogger("caesura.x").exception("failed")
+    log.flush()
     head, *rest = stream.getvalue().splitlines()
     assert head.endswith("ERROR x: failed")
     assert rest[0] == "\tTraceback (most recent call last):"
@@ -53,6 +62,7 @@ def test_configuring_twice_prints_once_and_leaves_the_root_alone(stream):
     log.configure("INFO", stream=io.StringIO())
     log.configure("INFO", stream=stream)
     logging.getLogger("caesura.x").info("once")
+    log.flush()
     assert stream.getvalue().count("once") == 1
     assert logging.getLogger().handlers == root_handlers
 
@@ -60,6 +70,7 @@ def test_configuring_twice_prints_once_and_leaves_the_root_alone(stream):
 def test_stderr_is_the_default(stream, capsys):
     log.configure("INFO")
     logging.getLogger("caesura.x").info("hello")
+    log.flush()
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.endswith("INFO x: hello\n")
@@ -68,6 +79,80 @@ def test_stderr_is_the_default(stream, capsys):
 def test_unknown_level_is_refused(stream):
     with pytest.raises(ValueError, match="LOUD"):
         log.configure("loud", stream=stream)
+
+
+def test_what_clients_send_reaches_a_terminal_as_text(stream):
+    log.configure("INFO", stream=stream)
+    hostile = "rid \x1b]0;title\x07\x9b31m\r\u202egnp.exe \ud800 é"
+    logging.getLogger("caesura.x").warning("aborted %s", hostile)
+    try:
+        pytest.fail(hostile)
+    except pytest.fail.Exception:
+        logging.getLogger("caesura.x").exception("failed")
+    log.flush()
+    text = stream.getvalue()
+    assert all(char.isprintable() or char in "\n\t" for char in text)
+    assert r"aborted rid \x1b]0;title\x07\x9b31m\r\u202egnp.exe \ud800 é" in text
+    assert r"Failed: rid \x1b" in text
+
+
+@pytest.fixture
+def pipe(stream):
+    """A log that nobody reads: the end to read it from."""
+    reader, writer = os.pipe()
+    with open(writer, "w") as unread:
+        log.configure("INFO", stream=unread)
+        yield reader
+        os.set_blocking(reader, False)
+        with contextlib.suppress(BlockingIOError):
+            while os.read(reader, 1 << 20):
+                log.flush()
+    os.close(reader)
+
+
+def test_an_unread_log_blocks_nobody_and_says_what_was_lost(pipe):
+    reader = pipe
+    logger = logging.getLogger("caesura.x")
+    for number in range(30_000):
+        logger.info("%d %s", number, "." * 80)
+    began = time.monotonic()
+    log.flush()
+    assert time.monotonic() - began < 20 * log.FLUSH_S, "the end of the process is bounded"
+    text = ""
+    while "records dropped" not in text:
+        text += os.read(reader, 1 << 20).decode()
+    kept = [line for line in text.splitlines() if line.endswith("....")]
+    (dropped,) = re.findall("… ([0-9]+) records dropped", text)
+    assert len(kept) + int(dropped) == 30_000
+    logger.info("heard again")
+    while "heard again\n" not in text:
+        text += os.read(reader, 1 << 20).decode()
+
+
+def test_a_call_site_that_repeats_a_warning_says_how_often(stream, monkeypatch):
+    monkeypatch.setattr(log, "REPEAT_WINDOW_S", 0.2)
+    log.configure("INFO", stream=stream)
+    logger = logging.getLogger("caesura.x")
+    for number in range(1000):
+        logger.warning("malformed %d", number)
+    logger.warning("another")
+    for number in range(100):
+        logger.info("said %d", number)
+    eventually(lambda: "more like these" in stream.getvalue())  # without a further record
+    text = stream.getvalue()
+    assert text.count("said ") == 100
+    assert "another" in text
+    written = text.count("malformed")
+    held = sum(int(count) for count in re.findall("… ([0-9]+) more like these from x line", text))
+    assert (written % log.REPEATS, written + held) == (0, 1000)
+
+
+def test_a_record_that_cannot_be_formatted_is_a_line(stream, capsys):
+    log.configure("INFO", stream=stream)
+    logging.getLogger("caesura.x").info("%d", "no number")
+    log.flush()
+    assert "caesura.x line" in stream.getvalue()
+    assert capsys.readouterr().err == ""
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from caesura.scheduler import __main__ as command_line
 from caesura.scheduler import build
 from caesura.scheduler.config import EngineConfig
 from caesura.scheduler.process import _start, refusal, tell
+from caesura.scheduler.stopping import Shutdown
 
 
 @pytest.fixture
@@ -112,7 +113,7 @@ def test_an_impossible_value_is_told_to_the_launcher_too(served, option, value, 
 
 def start_error(**fields: object) -> CaesuraError:
     with contextlib.ExitStack() as cleanup, pytest.raises(CaesuraError) as caught:
-        _start(EngineConfig(**fields), (), cleanup)
+        _start(EngineConfig(**fields), Shutdown(), cleanup)
     json.dumps(refusal(caught.value))
     return caught.value
 
@@ -156,7 +157,7 @@ def test_a_private_directory_goes_with_the_engine(tiny_model, tmp_path, monkeypa
     start_error(model_path=str(tmp_path / "no model"))
     assert list(tmp_path.iterdir()) == []
     with contextlib.ExitStack() as cleanup:
-        engine = _start(EngineConfig(model_path=str(tiny_model), kv_pool_tokens=64), (), cleanup)
+        engine = _start(EngineConfig(model_path=str(tiny_model), kv_pool_tokens=64), Shutdown(), cleanup)
         cleanup.callback(engine.router.close)
         (directory,) = tmp_path.iterdir()
         assert directory.stat().st_mode & 0o777 == 0o700
@@ -182,7 +183,7 @@ def test_the_lifeline_and_signals_end_the_loop(tiny_model, tmp_path):
         config = EngineConfig(
             model_path=str(tiny_model), kv_pool_tokens=64, endpoint=f"ipc://{tmp_path}/s.sock", num_threads=1
         )
-        engine = _start(config, (reader,), cleanup)
+        engine = _start(config, Shutdown(lifeline_fd=reader), cleanup)
         cleanup.callback(engine.router.close)
         client = SchedulerClient(engine.router.endpoint)
         cleanup.callback(client.close)

@@ -84,10 +84,14 @@ class Stream(TorchDispatchMode):
 class Device:
     """A device module with streams whose copies lag, and a count of how often its cache was emptied."""
 
-    def __init__(self) -> None:
+    def __init__(self, total: int = 1 << 40) -> None:
         self.emptied = 0
         self.side = Stream()
         self._compute = Stream()
+        self._total = total
+
+    def mem_get_info(self) -> tuple[int, int]:
+        return self._total, self._total
 
     def Stream(self) -> Stream:  # noqa: N802 (torch's name)
         return self.side
@@ -130,8 +134,8 @@ def host() -> ComponentResidencyManager:
     return ComponentResidencyManager(CPU, device_module=CountingHost())
 
 
-def accelerator() -> ComponentResidencyManager:
-    return ComponentResidencyManager(CPU, make_component=StorageComponent, device_module=Device())
+def accelerator(device: Device | None = None) -> ComponentResidencyManager:
+    return ComponentResidencyManager(CPU, make_component=StorageComponent, device_module=device or Device())
 
 
 PLACES = [
@@ -151,7 +155,7 @@ class Model:
     """A component of a head and layers, all of different values; ``head`` is in no layer."""
 
     def __init__(self, manager: ComponentResidencyManager, strategy: Any, elements: int = 1000) -> None:
-        self.manager = manager
+        self.manager, self.use = manager, USE
         manager.register("model", strategy, tag="weights")
         with manager.component("model"):
             self.head = allocate((elements,), torch.float32, CPU)
@@ -174,15 +178,15 @@ class Model:
 
     def one_pass(self, request: str = "r") -> int:
         """A stage that uses all layers in order; the most bytes that were on the device."""
-        exhaust(self.manager.before_stage(request, [USE]))
-        at_layer = self.manager.use(request, USE)
+        exhaust(self.manager.before_stage(request, [self.use]))
+        at_layer = self.manager.use(request, self.use)
         most = 0
         for number in range(LAYERS):
             at_layer(number)
             self.check(number)
             most = max(most, self.manager.device_bytes("model"))
         assert bool((self.head == 1).all())
-        exhaust(self.manager.finish_use(USE))
+        exhaust(self.manager.finish_use(self.use))
         return most
 
     def request(self, passes: int = 1, **options: bool) -> int:
@@ -366,6 +370,9 @@ def test_a_component_that_is_not_there_is_traced():
     exhaust(manager.finish_use(decoder))
     exhaust(manager.finish_request("r"))
     assert events(manager, "missing") == [("missing", "vae")] * 2
+    assert [
+        (e.detail, e.nbytes) for e in manager.trace if (e.event, e.component) == ("finish_use", "vae")
+    ] == [("missing", 0)]
 
 
 def test_every_event_says_what_moved():
@@ -374,25 +381,59 @@ def test_every_event_says_what_moved():
     model.request()
     model.request()
     total = manager.nbytes("model")
-    assert [(e.event, e.component, e.strategy, e.nbytes) for e in manager.trace] == [
-        ("begin_request", "r", "", 0),
-        ("use", "model", "offload", total),
-        ("finish_use", "model", "offload", 0),
-        ("leave", "model", "offload", total),
-        ("emptied", "model", "", 0),
-        ("finish_request", "r", "", 0),
-        ("begin_request", "r", "", 0),
-        ("arrive", "model", "offload", total),
-        ("use", "model", "offload", total),
-        ("finish_use", "model", "offload", 0),
-        ("leave", "model", "offload", total),
-        ("emptied", "model", "", 0),
-        ("finish_request", "r", "", 0),
+    assert [(e.event, e.component, e.strategy, e.nbytes, e.detail) for e in manager.trace] == [
+        ("begin_request", "r", "", 0, ""),
+        ("use", "model", "offload", total, ""),
+        ("finish_use", "model", "offload", 0, ""),
+        ("keep", "model", "offload", total, "after_use"),
+        ("leave", "model", "offload", total, ""),
+        ("emptied", "model", "", 0, "after_release"),
+        ("finish_request", "r", "", 0, ""),
+        ("begin_request", "r", "", 0, ""),
+        ("arrive", "model", "offload", total, ""),
+        ("use", "model", "offload", total, ""),
+        ("finish_use", "model", "offload", 0, ""),
+        ("keep", "model", "offload", total, "after_use"),
+        ("leave", "model", "offload", total, ""),
+        ("emptied", "model", "", 0, "after_release"),
+        ("finish_request", "r", "", 0, ""),
     ]
     assert all(e.ms >= 0 and e.at > 1e9 for e in manager.trace)
     for _ in range(TRACED_EVENTS):
         manager.begin_request("r")
     assert len(manager.trace) == TRACED_EVENTS
+
+
+def kept(manager: ComponentResidencyManager) -> list[str]:
+    """Why the model stayed, event by event."""
+    return [event.detail for event in manager.trace if event.event == "keep"]
+
+
+def test_what_stays_says_why():
+    manager = accelerator()
+    Model(manager, ComponentOffloadStrategy(keep_on_warm_up=True)).request(warm_up=True)
+    assert kept(manager) == ["after_use", "warm_up"]
+    manager = accelerator()
+    Model(manager, ResidentStrategy()).request()
+    assert kept(manager) == ["after_use", "resident"]
+    manager = accelerator()
+    model = Model(manager, ComponentOffloadStrategy(keep_after_use=False))
+    for request in ("r", "s"):
+        manager.begin_request(request)
+        model.one_pass(request)
+    exhaust(manager.finish_request("r"))
+    assert kept(manager) == ["in_use"]
+
+
+@pytest.mark.parametrize("share,emptied", [(1.5, 1), (0.5, 0)])
+def test_a_large_component_is_memory_intensive_whatever_its_label_says(share, emptied):
+    """``share`` of what counts as large."""
+    size = Model(accelerator(), ComponentOffloadStrategy()).manager.nbytes("model")
+    device = Device(total=int(size / residency_module.LARGE_SHARE / share))
+    model = Model(accelerator(device), ComponentOffloadStrategy())
+    model.use = ComponentUse(name="model", memory_intensive=False)
+    model.request()
+    assert device.emptied == emptied
 
 
 @pytest.mark.parametrize("make", PLACES)
@@ -422,7 +463,7 @@ def test_resuming_counts_what_comes_back_with_the_tag(monkeypatch):
         allocate((1000,), torch.float32, CPU)
     exhaust(manager.release(["weights"]))
     needed = manager.nbytes("model") + 4000
-    monkeypatch.setattr(residency_module, "get_available_memory", lambda *_, **__: needed - 1)
+    monkeypatch.setattr(residency_module, "available_memory_if_known", lambda *_, **__: needed - 1)
     with pytest.raises(CaesuraError) as caught:
         exhaust(manager.resume(["weights"]))
     assert caught.value.detail == {"needed_bytes": needed, "free_bytes": needed - 1}
@@ -433,7 +474,7 @@ def test_a_shortage_is_found_before_anything_is_brought(monkeypatch):
     manager = host()
     model = Model(manager, ComponentOffloadStrategy())
     model.request()
-    monkeypatch.setattr(residency_module, "get_available_memory", lambda *_, **__: 1234)
+    monkeypatch.setattr(residency_module, "available_memory_if_known", lambda *_, **__: 1234)
     manager.begin_request("r")
     with pytest.raises(CaesuraError) as caught:
         exhaust(manager.before_stage("r", [USE]))

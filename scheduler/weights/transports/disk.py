@@ -12,21 +12,27 @@ format is described at https://huggingface.co/docs/safetensors.
 
 import hashlib
 import os
-import stat
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 import torch
 from torch import Tensor
 
 from ....io_struct import CaesuraError, ErrorCode
+from ...files import checkpoint_error, open_regular, read_small
+from ...models.config import ModelConfig, config_difference, load_model_config
 from ..loader import DTYPES, WeightLoader, WeightPiece
 
-_MAX_HEADER_BYTES = 100_000_000  # the format's own bound
+MAX_HEADER_BYTES = 16 << 20
+"""Of one file's header: some 130,000 tensors. The format's own bound is 100 MB, whose parsing holds everything else up."""
+MAX_HEADERS_BYTES = 64 << 20
+"""Of all headers of a checkpoint."""
+MAX_INDEX_BYTES = 32 << 20
+"""Twice the largest that is known."""
 _LENGTH_BYTES = 8
 _PICKLE_MAGIC = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")  # torch.save, pickle
 _OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
@@ -42,7 +48,6 @@ class _Entry(msgspec.Struct, forbid_unknown_fields=True):
 
 class _Index(msgspec.Struct):
     weight_map: dict[str, str]
-    metadata: dict[str, Any] | None = None
 
 
 @dataclass(slots=True, frozen=True)
@@ -67,6 +72,7 @@ class _File:
     """Device, inode, size, modification time in ns: the file whose header was read."""
     header: bytes
     """Its sha256."""
+    header_bytes: int
 
 
 class Checkpoint:
@@ -106,7 +112,7 @@ class Checkpoint:
             tensors = [t for t in self.specs if t.file == number and not (skip is not None and skip(t.name))]
             if not tensors:
                 continue
-            descriptor = _open(file.path)
+            descriptor = open_regular(file.path)
             try:
                 for run in _runs(tensors, len(bucket)):
                     if len(run) == 1:
@@ -115,6 +121,24 @@ class Checkpoint:
                         yield from _read_run(descriptor, file, run, bucket)
             finally:
                 os.close(descriptor)
+
+
+def open_fitting(path: str, config: ModelConfig, loader: WeightLoader, bucket: "ReadBucket") -> "DiskSource":
+    """The checkpoint of an update, checked in all that can be known before its first byte; in any thread.
+
+    Raises:
+        CaesuraError: CHECKPOINT_ERROR, or WEIGHT_MISMATCH with what differs in its config or its tensors.
+    """
+    checkpoint = open_checkpoint(path)
+    differing = config_difference(config, load_model_config(path))
+    if differing:
+        raise CaesuraError(
+            ErrorCode.WEIGHT_MISMATCH,
+            f"{path}/config.json differs in what the forward reads: {', '.join(differing)}",
+            config=differing,
+        )
+    loader.check(checkpoint.specs, complete=True)
+    return DiskSource(checkpoint, bucket)
 
 
 class ReadBucket:
@@ -158,8 +182,15 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         CaesuraError: CHECKPOINT_ERROR with ``path`` and ``reason``.
     """
     folder = Path(path)
+    try:
+        return _open_folder(folder)
+    except OSError as error:  # looking at the folder's names
+        raise checkpoint_error(folder, f"cannot be read: {error.strerror}") from error
+
+
+def _open_folder(folder: Path) -> Checkpoint:
     if not os.path.isdir(folder):  # pathlib's raises on a path that is too long
-        raise _error(folder, "is not a folder")
+        raise checkpoint_error(folder, "is not a folder")
     index_path = folder / "model.safetensors.index.json"
     index: dict[str, str] | None = None
     if (folder / "model.safetensors").exists():
@@ -172,11 +203,17 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     if not paths:
         others = any(True for pattern in _OTHER_WEIGHTS for _ in folder.glob(pattern))
         reason = "has no *.safetensors file"
-        raise _error(folder, f"{reason}; only safetensors is read, never a pickle" if others else reason)
+        raise checkpoint_error(
+            folder, f"{reason}; only safetensors is read, never a pickle" if others else reason
+        )
     files: list[_File] = []
     tensors: list[StoredTensor] = []
+    header_bytes = 0
     for number, file_path in enumerate(paths):
         file, found = _read_file_header(file_path, number)
+        header_bytes += file.header_bytes
+        if header_bytes > MAX_HEADERS_BYTES:
+            raise checkpoint_error(folder, f"has more than {MAX_HEADERS_BYTES} bytes of headers")
         files.append(file)
         tensors += found
     _check_names(folder, files, tensors, index)
@@ -191,23 +228,6 @@ def load_from_disk(loader: WeightLoader, checkpoint: Checkpoint, bucket_bytes: i
         loader.write(piece)
 
 
-def _error(path: Path, reason: str) -> CaesuraError:
-    return CaesuraError(ErrorCode.CHECKPOINT_ERROR, f"{path}: {reason}", path=str(path), reason=reason)
-
-
-def _open(path: Path) -> int:
-    try:
-        descriptor = os.open(
-            path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
-        )  # a FIFO must not hold the loop
-    except (OSError, ValueError) as error:
-        raise _error(path, f"cannot be opened: {error}") from error
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise _error(path, "is not a regular file")
-    return descriptor
-
-
 def _identity(descriptor: int) -> tuple[int, int, int, int]:
     facts = os.fstat(descriptor)
     return facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns
@@ -215,41 +235,45 @@ def _identity(descriptor: int) -> tuple[int, int, int, int]:
 
 def _read_index(path: Path) -> dict[str, str]:
     try:
-        index = msgspec.json.decode(path.read_bytes(), type=_Index)
-    except OSError as error:
-        raise _error(path, f"cannot be read: {error.strerror}") from error
+        index = msgspec.json.decode(read_small(path, MAX_INDEX_BYTES), type=_Index)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise _error(path, f"is not a safetensors index: {error}") from error
+        raise checkpoint_error(path, f"is not a safetensors index: {error}") from error
     for file in index.weight_map.values():
         if file != os.path.basename(file) or not file.endswith(".safetensors"):
-            raise _error(path, f"names {file!r}, which is not a safetensors file of this folder")
+            raise checkpoint_error(path, f"names {file!r}, which is not a safetensors file of this folder")
     return index.weight_map
 
 
 def _read_file_header(path: Path, number: int) -> tuple[_File, list[StoredTensor]]:
-    descriptor = _open(path)
+    descriptor = open_regular(path)
     try:
         identity = _identity(descriptor)
         size = identity[2]
         prefix = os.pread(descriptor, _LENGTH_BYTES, 0)
         length = int.from_bytes(prefix, "little")
         if len(prefix) < _LENGTH_BYTES:
-            raise _error(path, f"is truncated: {size} bytes, less than a header's length field")
+            raise checkpoint_error(path, f"is truncated: {size} bytes, less than a header's length field")
         if prefix.startswith(_PICKLE_MAGIC) and length > size:
-            raise _error(path, "is a pickle or zip file, not safetensors; pickles are never read")
-        if length > _MAX_HEADER_BYTES:
-            raise _error(path, f"is not safetensors: its header would be {length} bytes long")
+            raise checkpoint_error(path, "is a pickle or zip file, not safetensors; pickles are never read")
+        if length > MAX_HEADER_BYTES:
+            raise checkpoint_error(
+                path,
+                f"is not safetensors: its header would be {length} bytes long, of at most {MAX_HEADER_BYTES}",
+            )
         if _LENGTH_BYTES + length > size:
-            raise _error(
+            raise checkpoint_error(
                 path, f"is truncated within its header: {size} bytes of at least {_LENGTH_BYTES + length}"
             )
         header = os.pread(descriptor, length, _LENGTH_BYTES)
+        if len(header) < length or _identity(descriptor) != identity:
+            raise checkpoint_error(path, "changed while its header was read")
+    except OSError as error:
+        raise checkpoint_error(path, f"cannot be read: {error.strerror}") from error
     finally:
         os.close(descriptor)
     entries = _parse_header(path, header)
-    return _File(path, identity, hashlib.sha256(header).digest()), _place_tensors(
-        path, number, entries, _LENGTH_BYTES + length, size
-    )
+    file = _File(path, identity, hashlib.sha256(header).digest(), length)
+    return file, _place_tensors(path, number, entries, _LENGTH_BYTES + length, size)
 
 
 def _parse_header(path: Path, header: bytes) -> dict[str, _Entry]:
@@ -258,7 +282,7 @@ def _parse_header(path: Path, header: bytes) -> dict[str, _Entry]:
         raw.pop("__metadata__", None)
         return {name: msgspec.json.decode(value, type=_Entry) for name, value in raw.items()}
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise _error(path, f"is not safetensors: its header is not valid ({error})") from error
+        raise checkpoint_error(path, f"is not safetensors: its header is not valid ({error})") from error
 
 
 def _place_tensors(
@@ -271,18 +295,22 @@ def _place_tensors(
         begin, end = entry.data_offsets
         dtype = DTYPES.get(entry.dtype)
         if dtype is None:
-            raise _error(path, f"has {name!r} of unknown dtype {entry.dtype!r}")
+            raise checkpoint_error(path, f"has {name!r} of unknown dtype {entry.dtype!r}")
         if end - begin != prod(entry.shape) * dtype.itemsize:
-            raise _error(path, f"has {name!r} with {end - begin} bytes for {entry.dtype} {entry.shape}")
+            raise checkpoint_error(
+                path, f"has {name!r} with {end - begin} bytes for {entry.dtype} {entry.shape}"
+            )
         if begin != position:
-            raise _error(
+            raise checkpoint_error(
                 path, f"has {name!r} at offset {begin} where {position} was due: a gap or an overlap"
             )
         tensors.append(StoredTensor(name, entry.dtype, entry.shape, number, data_start + begin, end - begin))
         position = end
     if data_start + position != size:
         kind = "is truncated" if size < data_start + position else "has trailing data"
-        raise _error(path, f"{kind}: {size} bytes where its header promises {data_start + position}")
+        raise checkpoint_error(
+            path, f"{kind}: {size} bytes where its header promises {data_start + position}"
+        )
     return tensors
 
 
@@ -294,7 +322,7 @@ def _check_names(
     for tensor in tensors:
         file = files[tensor.file].path.name
         if tensor.name in found:
-            raise _error(folder, f"holds {tensor.name!r} twice, in {found[tensor.name]} and {file}")
+            raise checkpoint_error(folder, f"holds {tensor.name!r} twice, in {found[tensor.name]} and {file}")
         found[tensor.name] = file
     if index is None or index == found:
         return
@@ -302,7 +330,7 @@ def _check_names(
     name = wrong[0]
     says, has = index.get(name, "no file"), found.get(name, "no file")
     others = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
-    raise _error(folder, f"has an index that puts {name!r} in {says} while it is in {has}{others}")
+    raise checkpoint_error(folder, f"has an index that puts {name!r} in {says} while it is in {has}{others}")
 
 
 def _runs(tensors: list[StoredTensor], limit: int) -> Iterator[list[StoredTensor]]:
@@ -349,16 +377,16 @@ def _read_tensor(descriptor: int, file: _File, tensor: StoredTensor, bucket: Ten
 def _read_exactly(descriptor: int, file: _File, part: Tensor, offset: int, name: str) -> None:
     # A file rewritten under us could be right in size and torn in content: compare around every read.
     if _identity(descriptor) != file.identity:
-        raise _error(file.path, "changed while it was being read")
+        raise checkpoint_error(file.path, "changed while it was being read")
     view = memoryview(part.numpy().data)
     done = 0
     while done < len(view):
         try:
             count = os.preadv(descriptor, [view[done:]], offset + done)
         except OSError as error:
-            raise _error(file.path, f"cannot be read in {name!r}: {error.strerror}") from error
+            raise checkpoint_error(file.path, f"cannot be read in {name!r}: {error.strerror}") from error
         if count == 0:
-            raise _error(file.path, f"ends within {name!r}: {done} of {len(view)} bytes were there")
+            raise checkpoint_error(file.path, f"ends within {name!r}: {done} of {len(view)} bytes were there")
         done += count
     if _identity(descriptor) != file.identity:
-        raise _error(file.path, "changed while it was being read")
+        raise checkpoint_error(file.path, "changed while it was being read")

@@ -3,6 +3,7 @@
 Invariants:
 - Joining, receiving and leaving happen in threads (background.py), each with a deadline; the loop never waits for one.
 - A broadcast that was entered must end: what is refused never enters one, and what is broken off leaves the group dead.
+- At most :data:`MAX_JOINING` threads join, those of groups that were destroyed meanwhile included, and :data:`MAX_GROUPS` groups are known.
 - Per group at most two broadcasts are in memory, the one being received and the one being written, in buffers that are
   kept between calls.
 
@@ -11,6 +12,7 @@ The ranks find each other as those of any group over a ``tcp://`` rendezvous do:
 backend is used bare, without torch's registry of process groups: it needs no default group and leaves no global state.
 """
 
+import ipaddress
 import os
 import socket
 import threading
@@ -42,6 +44,10 @@ from ..source import cut
 
 MAX_WORLD_SIZE = 16384
 """A backend reserves memory for every rank before the first has come."""
+MAX_JOINING = 8
+"""Each is a thread that waits for other processes."""
+MAX_GROUPS = 64
+_LOOK_S = 1.0  # longest attempt to reach a port, between two looks at whether anybody still wants to
 _GRACE_S = 2.0  # for the backend's own timeout to be reported, with the ranks it missed
 _CLOSE_S = 0.5
 _MAX_BYTES = 1 << 62  # beyond, neither torch nor a reply can hold the number
@@ -65,9 +71,15 @@ class Group:
     """A process group from the first attempt to its end: joining, joined, dead."""
 
     def __init__(
-        self, membership: Membership, timeout_s: float, device: torch.device, wake: Callable[[], None]
+        self,
+        membership: Membership,
+        timeout_s: float,
+        device: torch.device,
+        wake: Callable[[], None],
+        interface: str | None,
     ) -> None:
         self.membership = membership
+        self._interface = interface
         self._timeout_s = timeout_s
         self._device = device if membership.backend == "nccl" else torch.device("cpu")
         self._wake = wake
@@ -125,6 +137,11 @@ class Group:
         return self.kill(f"{reason}; the group is dead: destroy it and init it again")
 
     @property
+    def is_joining(self) -> bool:
+        """A thread waits for other ranks, maybe for nobody any more."""
+        return self._joining.is_running
+
+    @property
     def is_leaving(self) -> bool:
         """Its end waits for a broadcast."""
         return self._leaving is not None and self._leaving.is_alive()
@@ -166,13 +183,16 @@ class Group:
         options = dist.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
         options.timeout = timedelta(seconds=self._timeout_s)
-        for buffer in buffers:
-            if buffer.is_cuda:
-                torch.cuda.set_device(buffer.device)
-            backend.broadcast([buffer], options).wait()
-            if buffer.is_cuda:
-                torch.cuda.current_stream().synchronize()
-            yield buffer
+        try:
+            for buffer in buffers:
+                if buffer.is_cuda:
+                    torch.cuda.set_device(buffer.device)
+                backend.broadcast([buffer], options).wait()
+                if buffer.is_cuda:
+                    torch.cuda.current_stream().synchronize()
+                yield buffer
+        finally:
+            del backend  # the traceback of a broadcast that failed keeps this frame, and would keep its threads and sockets
 
     def _join(self) -> Iterator[Any]:
         """In a thread: find the store, then the other ranks."""
@@ -186,7 +206,7 @@ class Group:
         except (RuntimeError, ValueError) as error:
             raise self.error(f"its store did not answer: {_first_line(error)}") from error
         try:
-            yield _backend(member, ranks, self._device, self._time_left())
+            yield _backend(member, ranks, self._device, self._time_left(), self._interface)
         except RuntimeError as error:
             seen = self._ranks_seen(ranks)
             which = (
@@ -196,9 +216,10 @@ class Group:
 
     def _await_listener(self, host: str, port: int) -> None:
         """A look at the port costs little, while torch's own retries overshoot the deadline and flood the log."""
-        while True:
+        while self._failure is None:
             try:
-                socket.create_connection((host, port), timeout=self._time_left().total_seconds()).close()
+                limit = min(self._time_left().total_seconds(), _LOOK_S)
+                socket.create_connection((host, port), timeout=limit).close()
             except (OSError, UnicodeError) as error:
                 if monotonic() + _RETRY_S >= self._deadline:
                     raise self.error(
@@ -207,6 +228,7 @@ class Group:
             else:
                 return
             time.sleep(_RETRY_S)
+        raise self._failure
 
     def _ranks_seen(self, ranks: Store) -> list[int] | None:
         """Who has left an address; None: cannot be told."""
@@ -269,13 +291,22 @@ class DistributedSource:
 class WeightsUpdateGroups:
     """The groups that this engine is in, by name."""
 
-    def __init__(self, device: torch.device, wake: Callable[[], None], settle: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        wake: Callable[[], None],
+        settle: Callable[[], None],
+        interface: str | None = None,
+    ) -> None:
         """
         Args:
             device: of the model.
             wake: makes the loop look again; called from threads.
             settle: waits until the device has executed what was written.
+            interface: of the network, whose address is listened on. None: what suits the group (:func:`_gloo`).
         """
+        self._interface = interface
+        self._joining: list[Group] = []
         self._device = device
         self._wake = wake
         self._settle = settle
@@ -285,7 +316,8 @@ class WeightsUpdateGroups:
         """The group of ``request``, which starts to join unless it is there already.
 
         Raises:
-            CaesuraError: ``unsupported``, ``invalid_request``, or ``group_error``: the name is another group's, or it is dead.
+            CaesuraError: ``unsupported``, ``invalid_request``; ``group_error``, the name is another group's, or it is dead;
+                ``queue_full``, too many groups are being joined, or are there.
         """
         member = Membership(
             request.group_name,
@@ -299,8 +331,10 @@ class WeightsUpdateGroups:
         if group is not None and group.membership != member:
             raise group.error("a group of this name exists with other parameters: destroy it first")
         if group is None:
-            group = Group(member, request.timeout_s, self._device, self._wake)
+            self._require_room()
+            group = Group(member, request.timeout_s, self._device, self._wake, self._interface)
             self._groups[member.group_name] = group
+            self._joining.append(group)
         return group
 
     def leave(self, name: str) -> Group:
@@ -349,6 +383,20 @@ class WeightsUpdateGroups:
         while any(group.is_leaving for group in groups) and monotonic() < deadline:
             time.sleep(_RETRY_S / 10)
 
+    def _require_room(self) -> None:
+        self._joining = [group for group in self._joining if group.is_joining]
+        for waiting, limit, what in (
+            (len(self._joining), MAX_JOINING, "are being joined"),
+            (len(self._groups), MAX_GROUPS, "exist"),
+        ):
+            if waiting >= limit:
+                raise CaesuraError(
+                    ErrorCode.QUEUE_FULL,
+                    f"{waiting} weight update groups {what}, the limit: destroy some, or wait for their deadline",
+                    waiting=waiting,
+                    limit=limit,
+                )
+
     def _find(self, name: str) -> Group:
         if name not in self._groups:
             raise CaesuraError(
@@ -359,9 +407,39 @@ class WeightsUpdateGroups:
         return self._groups[name]
 
 
-def _backend(member: Membership, ranks: Store, device: torch.device, timeout: timedelta) -> Any:
+def _gloo(member: Membership, ranks: Store, timeout: timedelta, interface: str | None) -> Any:
+    """Listens on the interface that was named, or on loopback where the master is reached over it (all ranks are of this host, then),
+    else as torch decides: where GLOO_SOCKET_IFNAME says, or at the address of this host's name."""
+    host = member.address.rpartition(":")[0]
+    own: Any = dist.ProcessGroupGloo
+    if interface is not None:
+        device = own.create_device(interface=interface)
+    elif _is_loopback(host) and "GLOO_SOCKET_IFNAME" not in os.environ:
+        device = own.create_device(hostname=host)
+    else:
+        return own(ranks, member.rank, member.world_size, timeout)
+    options = own._Options()
+    options._timeout, options._devices = timeout, [device]
+    return own(ranks, member.rank, member.world_size, options)
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether ``host`` means this machine and nothing else."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _backend(
+    member: Membership, ranks: Store, device: torch.device, timeout: timedelta, interface: str | None
+) -> Any:
     if member.backend == "gloo":
-        return dist.ProcessGroupGloo(ranks, member.rank, member.world_size, timeout)
+        return _gloo(member, ranks, timeout, interface)
+    if interface is not None:
+        os.environ["NCCL_SOCKET_IFNAME"] = f"={interface}"  # read once, when NCCL begins
     # A broadcast that fails must raise in its thread; by default NCCL's watchdog would end the process instead.
     os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"

@@ -1,0 +1,75 @@
+"""How fast this machine is right now, in three small loops that have nothing of the engine in them.
+
+A time divided by the loop that resembles it holds from machine to machine, and from hour to hour on a shared one, far better
+than the time itself.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Literal, get_args
+
+import numpy as np
+import torch
+
+Kind = Literal["interpreter", "product", "copy"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+REPEATS = 5
+"""The shortest counts: what disturbs a loop only ever makes it longer."""
+
+
+def measure_yardsticks() -> dict[Kind, float]:
+    """Milliseconds of each loop, on one thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return {kind: min(_milliseconds(_LOOPS[kind]()) for _ in range(REPEATS)) for kind in KINDS}
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _milliseconds(loop: Callable[[], object]) -> float:
+    loop()
+    started = time.perf_counter()
+    loop()
+    return 1e3 * (time.perf_counter() - started)
+
+
+def _interpreter() -> Callable[[], object]:
+    """Dictionaries, calls and small arrays, as schedulers use them."""
+    table, array = {number: [number] for number in range(256)}, np.arange(64)
+
+    def loop() -> None:
+        for turn in range(4000):
+            row = table[turn % 256]
+            row[0] += len(str(turn))
+            array[turn % 64 : turn % 64 + 8] += 1
+
+    return loop
+
+
+def _product() -> Callable[[], object]:
+    """A weight matrix that fits no cache of the first levels, read for few rows: what decoding does."""
+    weight, rows = torch.ones(4096, 1024), torch.ones(16, 1024)
+
+    def loop() -> None:
+        for _ in range(20):
+            torch.nn.functional.linear(rows, weight)
+
+    return loop
+
+
+def _copy() -> Callable[[], object]:
+    source, destination = np.ones(32 << 20, np.uint8), np.zeros(32 << 20, np.uint8)
+
+    def loop() -> None:
+        for _ in range(4):
+            np.copyto(destination, source)
+
+    return loop
+
+
+_LOOPS: dict[Kind, Callable[[], Callable[[], object]]] = {
+    "interpreter": _interpreter,
+    "product": _product,
+    "copy": _copy,
+}

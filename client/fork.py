@@ -1,0 +1,70 @@
+"""What belongs to one process and is copied by a fork: clients, whose threads and sockets stay with the parent, and the
+descriptors by which others see that the parent lives.
+
+Invariants:
+- In a forked child every use of something of the parent's raises at once, before it takes a lock (a thread that does not
+  exist there may hold it); closing and forgetting it does nothing.
+- A forked child holds none of the parent's signs of life: they end with the parent itself, however many children it has.
+"""
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class Process:
+    """The process in which ``what`` was made, and in which alone it can be used."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._pid = os.getpid()
+
+    @property
+    def is_here(self) -> bool:
+        """This is that process, not a forked child of it."""
+        return os.getpid() == self._pid
+
+    def require(self) -> None:
+        """Raise RuntimeError in a forked child."""
+        if os.getpid() != self._pid:
+            raise RuntimeError(
+                f"this {self._what} belongs to process {self._pid}; make a new client after a fork"
+            )
+
+
+_lock = threading.RLock()
+"""Held during a fork, so that no descriptor is made and copied before it is known here."""
+_signs_of_life: set[int] = set()
+
+
+@contextmanager
+def not_forking() -> Iterator[None]:
+    """No fork of this process happens inside of the block."""
+    with _lock:
+        yield
+
+
+def keep_from_children(descriptor: int) -> None:
+    """Let children have /dev/null under this number; call it in the block of :func:`not_forking` that makes the descriptor."""
+    _signs_of_life.add(descriptor)
+
+
+def close_sign_of_life(descriptor: int) -> None:
+    """Close what :func:`keep_from_children` was told of."""
+    with _lock:
+        _signs_of_life.discard(descriptor)
+        os.close(descriptor)
+
+
+def _in_child() -> None:
+    if _signs_of_life:
+        nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        for descriptor in _signs_of_life:
+            os.dup2(nothing, descriptor, inheritable=False)
+        os.close(nothing)
+        _signs_of_life.clear()
+    _lock.release()
+
+
+os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_in_child)

@@ -1,0 +1,60 @@
+"""``caesura keygen``: key pairs of an engine and its clients, as files.
+
+Invariants: no file is ever overwritten, and when one is there already none is written; all are readable by their owner
+alone; public keys of clients lie in a folder of their own, which is what the engine is given.
+"""
+
+import os
+from pathlib import Path
+
+import click
+import zmq
+
+from ..io_struct.key_files import PUBLIC_SUFFIX, SECRET_SUFFIX, key_file
+
+SERVER, CLIENTS = "server", "clients"
+
+
+@click.command()
+@click.argument("directory", type=click.Path(path_type=Path))
+@click.option(
+    "--client", "names", multiple=True, help="Name of a client; may be repeated.  [default: client]"
+)
+def keygen(directory: Path, names: tuple[str, ...]) -> None:
+    """Write keys into DIRECTORY: of the engine, unless its keys are there already, and of clients.
+
+    An engine that is started with them hears only these clients, and may listen beyond loopback.
+    """
+    names = names or ("client",)
+    if not set(names).isdisjoint({SERVER, CLIENTS, ""}) or any(
+        os.sep in name or name[:1] == "." for name in names
+    ):
+        raise click.UsageError("a client's name is a file name, and neither 'server' nor 'clients'")
+    files = _texts(directory, names)
+    for path in files:
+        if path.exists() or path.is_symlink():
+            raise click.ClickException(f"{path} exists, and keys are never overwritten: nothing was written")
+    for folder in (directory, directory / CLIENTS):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for path, text in files.items():
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(text)
+        click.echo(f"wrote {path}")
+    engine, public, first = (
+        directory / (SERVER + SECRET_SUFFIX), directory / (SERVER + PUBLIC_SUFFIX), directory / (names[0] + SECRET_SUFFIX)
+    )  # fmt: skip
+    click.echo(f"\nengine: --curve-secret-key-file {engine} --curve-authorized-clients {directory / CLIENTS}")
+    click.echo(f"client: --curve-server-key {public} --curve-client-key-file {first}")
+
+
+def _texts(directory: Path, names: tuple[str, ...]) -> dict[Path, str]:
+    """Every file that is to be written, secret parts first."""
+    places = {directory / name: directory / CLIENTS / name for name in dict.fromkeys(names)}
+    if not (directory / (SERVER + SECRET_SUFFIX)).exists():
+        places[directory / SERVER] = directory / SERVER
+    texts = {}
+    for secret_place, public_place in places.items():
+        public, secret = zmq.curve_keypair()
+        texts[secret_place.with_name(secret_place.name + SECRET_SUFFIX)] = key_file(public, secret)
+        texts[public_place.with_name(public_place.name + PUBLIC_SUFFIX)] = key_file(public)
+    return texts

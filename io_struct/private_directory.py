@@ -1,0 +1,78 @@
+"""Where the socket of an engine lies when nobody named a place: a directory that launcher and engine agree on.
+
+Invariants:
+- It is fresh, mode 0700, and its socket's path fits into an ``ipc://`` address.
+- Whoever made it holds a lock on it until it is removed or the process ends, however that happens; the engine in it holds
+  the lock of its socket (``scheduler.sock.lock``).
+- What a killed process left is removed by the next :func:`make`: only directories of this pattern, of this user, of mode
+  0700, whose locks are both free, and of these only the socket and its lock file. Anything else in it stays, and so
+  does the directory then.
+"""
+
+import contextlib
+import fcntl
+import os
+import shutil
+import stat
+import tempfile
+from pathlib import Path
+
+PREFIX = "caesura-"
+SOCKET = "scheduler.sock"
+LOCK = SOCKET + ".lock"
+MAX_SOCKET_PATH = 107
+"""Of ``sun_path``, without its final zero."""
+
+_held: dict[str, int] = {}
+"""Descriptors that hold the locks of directories made here."""
+
+
+def make() -> Path:
+    """A fresh directory, after removing what killed processes left beside it."""
+    path = tempfile.mkdtemp(prefix=PREFIX)
+    if len(os.fsencode(path)) + len(f"/{SOCKET}") > MAX_SOCKET_PATH:
+        os.rmdir(path)
+        path = tempfile.mkdtemp(prefix=PREFIX, dir="/tmp")
+    with contextlib.suppress(OSError):  # a file system without locks: then nobody removes it but its owner
+        _held[path] = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fcntl.flock(_held[path], fcntl.LOCK_EX | fcntl.LOCK_NB)
+    remove_stale(os.path.dirname(path))
+    return Path(path)
+
+
+def remove(path: str | os.PathLike[str]) -> None:
+    """What :func:`make` returned, with everything in it. Never raises; idempotent."""
+    shutil.rmtree(path, ignore_errors=True)
+    descriptor = _held.pop(os.fspath(path), None)
+    if descriptor is not None:
+        os.close(descriptor)
+
+
+def remove_stale(parent: str) -> None:
+    """Remove the directories in ``parent`` whose makers and engines were killed."""
+    with contextlib.suppress(OSError), os.scandir(parent) as entries:
+        for name in [entry.name for entry in entries if entry.name.startswith(PREFIX)]:
+            with contextlib.suppress(OSError):  # somebody's, in use, or just gone
+                _remove_if_stale(os.path.join(parent, name))
+
+
+def _remove_if_stale(path: str) -> None:
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+    directory = os.open(path, flags | os.O_DIRECTORY)
+    try:
+        facts = os.fstat(directory)
+        if facts.st_uid != os.getuid() or stat.S_IMODE(facts.st_mode) != 0o700:
+            return
+        fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Without a lock file no engine has been in it: it may be so fresh that its maker has not locked it yet.
+        lock = os.open(LOCK, flags, dir_fd=directory)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if set(os.listdir(directory)) <= {SOCKET, LOCK}:
+                for name in os.listdir(directory):
+                    os.unlink(name, dir_fd=directory)
+                os.rmdir(path)
+        finally:
+            os.close(lock)
+    finally:
+        os.close(directory)

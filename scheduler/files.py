@@ -1,0 +1,64 @@
+"""Small files that somebody else wrote, or that are not files at all.
+
+Invariants:
+- Opening never waits: not for the other end of a FIFO, not for a device. Only regular files are read.
+- What is read is bounded before it is read, whatever the file's size says and however it grows meanwhile.
+"""
+
+import os
+import stat
+from pathlib import Path
+
+from ..io_struct import CaesuraError, ErrorCode
+
+MAX_REASON = 1000
+"""Characters of an error's reason: it may quote what it found."""
+
+
+def checkpoint_error(path: str | Path, reason: str) -> CaesuraError:
+    """What is wrong with ``path``, for whoever named it."""
+    if len(reason) > MAX_REASON:
+        reason = reason[:MAX_REASON] + " …"
+    return CaesuraError(ErrorCode.CHECKPOINT_ERROR, f"{path}: {reason}", path=str(path), reason=reason)
+
+
+def open_regular(path: str | Path) -> int:
+    """A descriptor of the regular file ``path``, for reading.
+
+    Raises:
+        CaesuraError: CHECKPOINT_ERROR with ``path`` and ``reason``.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise checkpoint_error(path, f"cannot be opened: {reason}") from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise checkpoint_error(path, "is not a regular file")
+    return descriptor
+
+
+def read_small(path: str | Path, limit: int) -> bytes:
+    """All of the regular file ``path``, which has at most ``limit`` bytes.
+
+    Raises:
+        CaesuraError: CHECKPOINT_ERROR with ``path`` and ``reason``.
+    """
+    descriptor = open_regular(path)
+    try:
+        size = os.fstat(descriptor).st_size
+        if size > limit:
+            raise checkpoint_error(path, f"is {size} bytes long, more than the {limit} that are read of it")
+        data = b""
+        while chunk := os.read(descriptor, limit + 1 - len(data)):
+            data += chunk
+            if len(data) > limit:
+                raise checkpoint_error(
+                    path, f"grew beyond the {limit} bytes that are read of it, while it was read"
+                )
+    except OSError as error:
+        raise checkpoint_error(path, f"cannot be read: {error.strerror}") from error
+    finally:
+        os.close(descriptor)
+    return data

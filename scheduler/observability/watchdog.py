@@ -1,0 +1,224 @@
+"""Ends a process whose loop hangs, after saying where it does.
+
+Invariants:
+- The loop pays one attribute write per tick. It is not watched while it sleeps in ``poll``, nor while an operation says
+  that it is long.
+- After half of the time the stacks of all threads are on stderr; after all of it the process ends with
+  :data:`EXIT_HUNG`, which a supervisor can tell from every other end.
+- Both happen even if a C call holds the GIL for ever, so that no Python thread runs any more. Hence the watching thread
+  ends nothing by its being there: it puts off, again and again, faulthandler's own thread (C, no GIL) and a timer of the
+  kernel whose expiry glibc answers by calling ``_exit`` in a thread of its own. Only where the GIL is free does it
+  find the words before.
+
+Time counts while a process is stopped (SIGSTOP, a frozen cgroup): one that was stopped for longer than the timeout may
+end when it goes on. Time of a suspended machine does not count.
+"""
+
+import contextlib
+import ctypes
+import faulthandler
+import logging
+import os
+import stat
+import threading
+from collections.abc import Callable, Iterator
+from time import monotonic
+from typing import Any
+
+from . import log
+
+logger = logging.getLogger(__name__)
+
+EXIT_HUNG = 70
+"""Exit status of a process that was ended because its loop hung, or its end did."""
+LOOK_S = 10.0
+"""Longest time between two looks."""
+LOOKS = 8
+"""Looks within one timeout, at least."""
+
+_SIGEV_THREAD = 2
+_CLOCK_MONOTONIC = 1
+
+
+class Heartbeat:
+    """What the loop says about itself, to whoever watches."""
+
+    def __init__(self) -> None:
+        self.ticked = False
+        """Set by the loop in every tick, taken back by the watchdog at every look."""
+        self.asleep = False
+        """The loop blocks in ``poll`` because there is nothing to do."""
+        self.long: str | None = None
+        """The operation that has said that it may take any time."""
+        self.on_change: Callable[[], None] = lambda: None
+        """Called after :attr:`long` has changed; set by the watchdog."""
+
+    @property
+    def is_due(self) -> bool:
+        """The loop should tick."""
+        return not (self.asleep or self.long)
+
+    @contextlib.contextmanager
+    def long_operation(self, what: str) -> Iterator[None]:
+        """Within it, the loop is not expected to tick; in the thread of the loop only."""
+        before, self.long = self.long, what
+        self.on_change()
+        try:
+            yield
+        finally:
+            self.long = before
+            self.ticked = True
+            self.on_change()
+
+
+class Watchdog:
+    """A thread that looks at a heartbeat, and what ends the process when it cannot any more."""
+
+    def __init__(
+        self, heartbeat: Heartbeat, timeout_s: float, checks: tuple[Callable[[], None], ...] = ()
+    ) -> None:
+        """``timeout_s`` 0: the loop is not watched; ``checks`` are called at every look all the same."""
+        self._heartbeat = heartbeat
+        self._timeout_s = timeout_s
+        self._interval_s = min(LOOK_S, timeout_s / LOOKS) if timeout_s else LOOK_S
+        self._checks = checks
+        self._backstop = Backstop() if timeout_s else None
+        self._alive_at = monotonic()
+        self._told = False
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="caesura-watchdog", daemon=True)
+
+    def start(self) -> None:
+        """From now on the loop must tick."""
+        self._alive_at = monotonic()
+        self._heartbeat.on_change = self._put_off
+        self._put_off()
+        self._thread.start()
+
+    def close(self) -> None:
+        """Nothing is expected any more. Idempotent."""
+        self._closed.set()
+        with self._lock:
+            if self._backstop is not None:
+                self._backstop.disarm()
+
+    def _put_off(self) -> None:
+        """The loop lives, or is not expected to tick."""
+        with self._lock:
+            self._alive_at, self._told = monotonic(), False
+            if self._backstop is None or self._closed.is_set():
+                return
+            if self._heartbeat.long:
+                self._backstop.disarm()
+            else:  # the thread comes first where it can: it has words
+                late = self._interval_s * 2
+                self._backstop.arm(self._timeout_s / 2, self._timeout_s + late)
+
+    def _run(self) -> None:
+        while not self._closed.wait(self._interval_s):
+            try:
+                self._look()
+                for check in self._checks:
+                    check()
+            except Exception:
+                with contextlib.suppress(Exception):
+                    logger.warning("a look at the loop failed", exc_info=True)
+
+    def _look(self) -> None:
+        heartbeat = self._heartbeat
+        ticked, heartbeat.ticked = heartbeat.ticked, False
+        if ticked or not heartbeat.is_due or not self._timeout_s:
+            self._put_off()
+            return
+        silent = monotonic() - self._alive_at
+        if silent >= self._timeout_s:
+            logger.critical(
+                "the engine ends: its loop has not ticked for %.1f s (exit status %d)", silent, EXIT_HUNG
+            )
+            log.flush()
+            os._exit(EXIT_HUNG)
+        if silent >= self._timeout_s / 2 and not self._told:
+            self._told = True
+            logger.error(
+                "the loop has not ticked for %.1f s; the process ends after %.1f s. Stacks of all threads follow, or precede.",
+                silent,
+                self._timeout_s,
+            )
+
+
+class Backstop:
+    """What happens at a time unless it is put off; needs no GIL."""
+
+    def __init__(self) -> None:
+        self._timer = _ExitTimer()
+        self._stderr = _nonblocking_stderr()
+
+    def arm(self, dump_s: float, exit_s: float) -> None:
+        """All stacks to stderr in ``dump_s`` seconds, the end of the process in ``exit_s``; instead of any earlier order."""
+        self._timer.set(exit_s)
+        if self._stderr is not None:
+            faulthandler.dump_traceback_later(dump_s, exit=False, file=self._stderr)
+
+    def disarm(self) -> None:
+        """Neither."""
+        self._timer.set(0.0)
+        if self._stderr is not None:
+            faulthandler.cancel_dump_traceback_later()
+
+
+class _SigEvent(ctypes.Structure):
+    """``struct sigevent`` of Linux on 64-bit machines."""
+
+    _fields_ = (
+        ("value", ctypes.c_void_p),
+        ("signo", ctypes.c_int),
+        ("notify", ctypes.c_int),
+        ("function", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("padding", ctypes.c_char * 32),
+    )
+
+
+class _TimerSpec(ctypes.Structure):
+    """``struct itimerspec``: interval, then time left, each in seconds and nanoseconds."""
+
+    _fields_ = (("interval", ctypes.c_long * 2), ("left", ctypes.c_long * 2))
+
+
+class _ExitTimer:
+    """A POSIX timer whose expiry is ``_exit(EXIT_HUNG)``."""
+
+    def __init__(self) -> None:
+        self._libc: Any = ctypes.CDLL(None, use_errno=True)
+        if not hasattr(self._libc, "timer_create"):  # glibc before 2.34
+            self._libc = ctypes.CDLL("librt.so.1", use_errno=True)
+        self._id = ctypes.c_void_p()
+        exit_now = ctypes.cast(ctypes.CDLL(None)._exit, ctypes.c_void_p).value
+        event = _SigEvent(value=EXIT_HUNG, notify=_SIGEV_THREAD, function=exit_now)
+        if self._libc.timer_create(_CLOCK_MONOTONIC, ctypes.byref(event), ctypes.byref(self._id)):
+            raise OSError(ctypes.get_errno(), "timer_create failed")
+
+    def set(self, seconds: float) -> None:
+        """From now; 0: never."""
+        spec = _TimerSpec(left=(int(seconds), int(seconds % 1 * 1e9)))
+        if self._libc.timer_settime(self._id, 0, ctypes.byref(spec), None):
+            raise OSError(ctypes.get_errno(), "timer_settime failed")
+
+
+def exit_within(seconds: float) -> None:
+    """Whatever happens, the process is gone by then: its end is bounded, too."""
+    _ExitTimer().set(seconds)
+
+
+def _nonblocking_stderr() -> int | None:
+    """Our own opening of what stderr is: a dump into a pipe that nobody reads must not hold the thread that puts it off."""
+    try:
+        if stat.S_ISREG(os.fstat(2).st_mode):
+            return 2  # it never blocks, and another opening would write at another place
+    except OSError:
+        return None  # closed
+    try:
+        return os.open("/proc/self/fd/2", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    except OSError:  # a socket, or no /proc
+        return 2

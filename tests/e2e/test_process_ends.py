@@ -1,0 +1,336 @@
+"""How a scheduler process ends: by signals, at once or drained, hung, without memory; and what it says and leaves."""
+
+import json
+import os
+import resource
+import select
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import zmq
+from support.waiting import eventually
+
+from caesura.client import SamplingParams, SchedulerClient, ShuttingDown
+from caesura.scheduler.observability.watchdog import EXIT_HUNG
+
+PATIENCE = 60.0
+ENDLESS = SamplingParams(max_new_tokens=240, temperature=0.0, ignore_eos=True)
+MAIN = "from caesura.scheduler.__main__ import _command; _command()()"
+
+
+class Started:
+    """A scheduler process whose stderr is kept."""
+
+    def __init__(
+        self, model: Path, *options: str, prelude: str = "", lifeline: int | None = None, **popen: object
+    ) -> None:
+        self._ready, writer = os.pipe()
+        inherited = [writer] if lifeline is None else [writer, lifeline]
+        command = [sys.executable, "-c", textwrap.dedent(prelude) + "\n" + MAIN]
+        command += ["--model", str(model), "--num-threads", "1", "--kv-pool-tokens", "2048", "--no-autotune"]
+        command += [*options, "--ready-fd", str(writer)]
+        command += [] if lifeline is None else ["--lifeline-fd", str(lifeline)]
+        self.process = subprocess.Popen(
+            command, stderr=subprocess.PIPE, text=True, pass_fds=inherited, process_group=0, **popen
+        )
+        os.close(writer)
+
+    def heard(self) -> dict:
+        assert select.select([self._ready], [], [], PATIENCE)[0]
+        return json.loads(os.read(self._ready, 65536))
+
+    def ready(self) -> str:
+        return self.heard()["endpoint"]
+
+    def end(self) -> tuple[int, str]:
+        """Exit status and stderr, once it has ended."""
+        _, error = self.process.communicate(timeout=PATIENCE)
+        return self.process.returncode, error
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+        os.close(self._ready)
+
+
+@contextmanager
+def started(model: Path, *options: str, **more: object) -> Iterator[Started]:
+    engine = Started(model, *options, **more)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+@pytest.fixture
+def endpoint(tmp_path_factory):
+    return f"ipc://{tmp_path_factory.mktemp('e')}/s"
+
+
+def socket_of(endpoint: str) -> Path:
+    return Path(endpoint.removeprefix("ipc://"))
+
+
+def held(client: SchedulerClient):
+    """A generation that does not end by itself: the engine is paused under it."""
+    client.pause("in_place")
+    handle = client.submit([5, 6, 7], ENDLESS)
+    eventually(lambda: client.status(timeout=PATIENCE).waiting_requests)
+    return handle
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_ends_every_request_and_leaves_no_socket(tiny_model, endpoint, number):
+    with started(tiny_model, "--endpoint", endpoint) as engine:
+        with SchedulerClient(engine.ready()) as client:
+            handle = held(client)
+            engine.process.send_signal(number)
+            assert handle.result(timeout=PATIENCE).finish_reason.type == "abort"
+        status, error = engine.end()
+    assert status == 0
+    assert f"the engine ends: signal {number.name}" in error
+    assert not socket_of(endpoint).exists()
+
+
+def test_a_hangup_that_is_ignored_stays_ignored(tiny_model, endpoint):
+    prelude = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)"
+    with started(tiny_model, "--endpoint", endpoint, prelude=prelude) as engine:
+        with SchedulerClient(engine.ready()) as client:
+            engine.process.send_signal(signal.SIGHUP)
+            assert client.generate([5], SamplingParams(max_new_tokens=2), timeout=PATIENCE).output_ids
+        engine.process.send_signal(signal.SIGTERM)
+        assert engine.end()[0] == 0
+
+
+def test_drained_by_a_signal_and_by_a_second_one_ended(tiny_model, endpoint):
+    options = ("--shutdown-mode", "drain", "--drain-timeout-s", "3600")
+    with started(tiny_model, "--endpoint", endpoint, *options) as engine:
+        with SchedulerClient(engine.ready()) as client:
+            handle = held(client)
+            engine.process.send_signal(signal.SIGTERM)
+
+            def refused() -> bool:
+                extra = client.submit([5], ENDLESS)
+                client.status(timeout=PATIENCE)  # answered after it
+                if not extra.done():  # it came before the signal was heard
+                    extra.abort(timeout=PATIENCE)
+                    return False
+                with pytest.raises(ShuttingDown):
+                    extra.result(timeout=PATIENCE)
+                return True
+
+            eventually(refused, PATIENCE)
+            assert not handle.done()
+            engine.process.send_signal(signal.SIGTERM)
+            assert handle.result(timeout=PATIENCE).finish_reason.type == "abort"
+        assert engine.end()[0] == 0
+
+
+def test_drained_means_that_requests_end_by_themselves(tiny_model, endpoint):
+    with started(tiny_model, "--endpoint", endpoint) as engine:
+        with SchedulerClient(engine.ready()) as client:
+            handle = held(client)
+            assert client.shutdown(drain=True, drain_s=3600.0, timeout=PATIENCE).drain_s > 0
+            client.continue_generation()
+            assert handle.result(timeout=PATIENCE).finish_reason.type == "length"
+        status, error = engine.end()
+    assert (status, "a client asked for it" in error) == (0, True)
+
+
+def test_the_launchers_death_is_named_and_means_now(tiny_model, endpoint):
+    reader, writer = os.pipe()
+    with started(tiny_model, "--endpoint", endpoint, "--shutdown-mode", "drain", lifeline=reader) as engine:
+        os.close(reader)
+        with SchedulerClient(engine.ready()) as client:
+            handle = held(client)
+            os.close(writer)
+            assert handle.result(timeout=PATIENCE).finish_reason.type == "abort"
+        status, error = engine.end()
+    assert (status, "the engine ends: its launcher has ended" in error) == (0, True)
+
+
+def test_a_signal_during_the_start_ends_it(tiny_model, endpoint):
+    """However long loading takes: here for ever."""
+    prelude = """
+        import os, threading
+        from caesura.scheduler import build
+        def load_model(config):
+            os.write(2, b"loading\\n")
+            threading.Event().wait()
+        build.load_model = load_model
+    """
+    with started(tiny_model, "--endpoint", endpoint, prelude=prelude) as engine:
+        assert engine.process.stderr.readline() == "loading\n"
+        engine.process.send_signal(signal.SIGTERM)
+        status, error = engine.end()
+    assert status == 128 + signal.SIGTERM
+    assert "the engine ends: SIGTERM at start" in error
+    assert not socket_of(endpoint).exists()
+
+
+HANGS = """
+    import ctypes, threading
+    from caesura.scheduler.runner.model_runner import ModelRunner
+    def launch(self, batch):
+        {}
+    ModelRunner.launch = launch
+"""
+
+
+@pytest.mark.parametrize("how", ["threading.Event().wait()", "ctypes.PyDLL(None).sleep(3600)"])
+def test_an_engine_that_hangs_ends_itself(tiny_model, endpoint, how):
+    options = ("--endpoint", endpoint, "--watchdog-timeout-s", "1")
+    with started(tiny_model, *options, prelude=HANGS.format(how)) as engine:
+        client = SchedulerClient(engine.ready())
+        client.submit([5, 6, 7], ENDLESS)
+        status, error = engine.end()
+        client.close()
+    assert status == EXIT_HUNG
+    assert "in launch" in error
+    with started(tiny_model, "--endpoint", endpoint) as again:
+        assert again.ready() == endpoint
+
+
+def test_an_idle_engine_is_not_taken_for_a_hung_one(tiny_model, endpoint):
+    options = ("--endpoint", endpoint, "--watchdog-timeout-s", "0.4")
+    with started(tiny_model, *options) as engine:
+        with SchedulerClient(engine.ready()) as client:
+            with pytest.raises(subprocess.TimeoutExpired):
+                engine.process.wait(2.0)
+            assert client.generate([5], SamplingParams(max_new_tokens=2), timeout=PATIENCE).output_ids
+        engine.process.send_signal(signal.SIGTERM)
+        status, error = engine.end()
+    assert (status, "has not ticked" in error) == (0, False)
+
+
+def test_a_loop_that_fails_tells_everybody_and_why(tiny_model, endpoint):
+    prelude = """
+        from caesura.scheduler.dispatch import Dispatcher
+        def reap(self):
+            if self._results.live:
+                raise MemoryError("no more")
+        Dispatcher.reap = reap
+    """
+    with started(tiny_model, "--endpoint", endpoint, prelude=prelude) as engine:
+        with SchedulerClient(engine.ready()) as client:
+            result = client.submit([5, 6, 7], ENDLESS).result(timeout=PATIENCE)
+            assert result.finish_reason.type == "abort"
+        status, error = engine.end()
+    assert status == 1
+    assert "the engine ends: its loop has failed: MemoryError" in error
+    assert not socket_of(endpoint).exists()
+
+
+def test_a_thread_that_fails_ends_the_engine(tiny_model, endpoint):
+    prelude = """
+        import threading
+        from caesura.scheduler.dispatch import Dispatcher
+        def reap(self):
+            if self._results.live:
+                def fail(): raise MemoryError("no more")
+                threading.Thread(target=fail, name="caesura-x").start()
+                Dispatcher.reap = lambda self: None
+        Dispatcher.reap = reap
+    """
+    with started(tiny_model, "--endpoint", endpoint, prelude=prelude) as engine:
+        with SchedulerClient(engine.ready()) as client:
+            client.submit([5, 6, 7], ENDLESS).result(timeout=PATIENCE)
+        status, error = engine.end()
+    assert status == 1
+    assert "the engine ends: thread caesura-x has failed: MemoryError" in error
+
+
+def test_an_end_that_hangs_is_cut_off(tiny_model, endpoint):
+    prelude = """
+        import threading
+        from caesura.scheduler import process
+        process.END_S = 1.0
+        process.Engine.close = lambda self: threading.Event().wait()
+    """
+    with started(tiny_model, "--endpoint", endpoint, prelude=prelude) as engine:
+        engine.ready()
+        engine.process.send_signal(signal.SIGTERM)
+        assert engine.end()[0] == EXIT_HUNG
+
+
+def test_too_little_memory_to_start_is_an_end_too(tiny_model, endpoint):
+    prelude = """
+        import resource
+        from caesura.scheduler import build
+        load_model = build.load_model
+        def load_with_little_left(config):
+            with open("/proc/self/statm") as statm:
+                limit = int(statm.read().split()[0]) * resource.getpagesize() + (64 << 20)
+            resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+            return load_model(config)
+        build.load_model = load_with_little_left
+    """
+    options = ("--endpoint", endpoint, "--load-bucket-bytes", str(1 << 30))
+    with started(tiny_model, *options, prelude=prelude) as engine:
+        message = engine.heard()
+        status, error = engine.end()
+    assert (message["ready"], message["code"]) == (False, "out_of_memory")
+    assert status == 1
+    assert "cannot start" in error
+    assert not socket_of(endpoint).exists()
+
+
+def test_what_a_killed_engine_left_is_removed_by_the_next(tiny_model, tmp_path):
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    with started(tiny_model, env=environment) as engine:
+        left = socket_of(engine.ready()).parent
+        assert left.parent == tmp_path
+        engine.process.kill()
+        engine.end()
+    assert left.exists()
+    with started(tiny_model, env=environment) as again:
+        own = socket_of(again.ready()).parent
+        assert [path for path in tmp_path.iterdir() if path.name.startswith("caesura-")] == [own]
+        again.process.send_signal(signal.SIGTERM)
+        assert again.end()[0] == 0
+    assert not list(tmp_path.glob("caesura-*"))
+
+
+def test_an_unread_stderr_blocks_nothing(tiny_model, endpoint):
+    """A flood of malformed messages, whose warnings nobody reads."""
+    prelude = """
+        from caesura.scheduler.observability import log
+        log.REPEATS = 1 << 30
+    """
+    with started(tiny_model, "--endpoint", endpoint, prelude=prelude) as engine:
+        with SchedulerClient(engine.ready()) as client:
+            context = zmq.Context()
+            flood = context.socket(zmq.DEALER)
+            flood.set_hwm(0)
+            flood.connect(endpoint)
+            for _ in range(20_000):
+                flood.send(b"\xc1 nonsense")
+            for _ in range(20_000):
+                assert flood.poll(PATIENCE * 1000)
+                flood.recv()
+            assert client.generate([5], SamplingParams(max_new_tokens=2), timeout=PATIENCE).output_ids
+            flood.close(0)
+            context.term()
+        engine.process.send_signal(signal.SIGTERM)
+        assert engine.process.wait(PATIENCE) == 0
+
+
+def test_the_soft_limit_of_descriptors_is_raised(tiny_model, endpoint):
+    def low() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+
+    with started(tiny_model, "--endpoint", endpoint, preexec_fn=low) as engine:
+        clients = [SchedulerClient(engine.ready())] + [SchedulerClient(endpoint) for _ in range(40)]
+        assert all(client.status(timeout=PATIENCE).pid == engine.process.pid for client in clients)
+        soft, hard = resource.prlimit(engine.process.pid, resource.RLIMIT_NOFILE)
+        assert soft == min(hard, 1 << 20)
+        for client in clients:
+            client.close()
+        engine.process.send_signal(signal.SIGTERM)
+        assert engine.end()[0] == 0

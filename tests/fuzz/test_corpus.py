@@ -1,0 +1,29 @@
+"""Every seed through its target: what fuzzing once found stays found. ``run.py`` looks for more."""
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+TARGETS = sorted(path.stem.removeprefix("fuzz_") for path in HERE.glob("fuzz_*.py"))
+SEEDS = [(name, seed.name) for name in TARGETS for seed in sorted((HERE / "corpus" / name).iterdir())]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def importable():
+    sys.path.insert(0, str(HERE))
+    yield
+    sys.path.remove(str(HERE))
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_the_target_has_seeds_and_takes_no_bytes_at_all(name):
+    assert any(target == name for target, _ in SEEDS)
+    importlib.import_module(f"fuzz_{name}").target(b"")
+
+
+@pytest.mark.parametrize(("name", "seed"), SEEDS)
+def test_the_seed_keeps_the_contract(name, seed):
+    importlib.import_module(f"fuzz_{name}").target((HERE / "corpus" / name / seed).read_bytes())

@@ -1,0 +1,219 @@
+"""Every place that empties the device cache does, in its order; what only looks, or was told not to, does not."""
+
+import logging
+
+import pytest
+import torch
+from support.buckets_by_hand import Sender
+from support.scripted import EngineDriver
+
+from caesura.io_struct import (
+    BeginWeightUpdateReqInput,
+    ContinueGenerationReqInput,
+    EndWeightUpdateReqInput,
+    FlushCacheReqInput,
+    GetMemoryHistoryReqInput,
+    PauseGenerationReqInput,
+    ScoreReqInput,
+    WeightUpdateReqOutput,
+)
+from caesura.scheduler import build, process
+from caesura.scheduler.runner.model_runner import ModelRunner
+
+MIB = 1 << 20
+
+
+class Allocator:
+    """A device module with 12 MB reserved before its first emptying and 8 MB from then on; ``log`` is what happened."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+
+    def memory_reserved(self) -> int:
+        return (8 if "emptied" in self.log else 12) * MIB
+
+    def memory_allocated(self) -> int:
+        return 7 * MIB
+
+    def empty_cache(self) -> None:
+        self.log.append("emptied")
+
+
+@pytest.fixture
+def allocator(monkeypatch):
+    """Of every engine that is built: it is where the engine looks for its device's module."""
+    allocator = Allocator()
+    monkeypatch.setattr(process, "device_module_for", lambda device: allocator)
+    return allocator
+
+
+@pytest.fixture
+def driver(tiny_model, allocator):
+    with EngineDriver(str(tiny_model), reference_model_path=str(tiny_model)) as driver:
+        allocator.log.clear()
+        yield driver
+
+
+def derivations_into(log: list[str], driver: EngineDriver, monkeypatch) -> None:
+    model = driver.engine.scheduler._updates._model
+    derive = model.finalize_weights
+    monkeypatch.setattr(model, "finalize_weights", lambda: (log.append("derived"), derive()))
+
+
+def test_start_empties_what_loading_left(tiny_model, allocator):
+    with EngineDriver(str(tiny_model)):
+        assert allocator.log == ["emptied"]
+
+
+def test_an_expired_lease_empties_before_it_continues(driver, allocator, monkeypatch, caplog):
+    driver.call(PauseGenerationReqInput(owner="trainer", lease_s=60.0))
+    run = driver.engine.scheduler._lifecycle._run
+    monkeypatch.setattr(
+        driver.engine.scheduler._lifecycle, "_run", lambda: (allocator.log.append("runs"), run())
+    )
+    driver.engine.scheduler._lifecycle._lease.expires = 0.0
+    with caplog.at_level(logging.INFO, logger="caesura"):
+        driver.tick()
+    assert allocator.log == ["emptied", "runs"]
+    assert "lease_expiry: reserved 12.0 MB -> 8.0 MB (freed 4.0 MB)" in caplog.messages
+
+
+def test_a_failed_score_empties(driver, allocator, monkeypatch):
+    scoring = driver.engine.dispatcher._scoring
+
+    def failing(batch, backend):
+        raise MemoryError
+        yield
+
+    monkeypatch.setattr(scoring._reference.model, "forward_by_layer", failing)
+    driver.send(ScoreReqInput(input_ids=[[1, 2, 3]], start=[1]))
+    driver.tick(5)
+    assert allocator.log == ["emptied"]
+
+
+def test_flush_logs_what_it_gave_back(driver, allocator, caplog):
+    with caplog.at_level(logging.INFO, logger="caesura"):
+        driver.call(FlushCacheReqInput())
+    lines = [
+        (r.levelname, r.getMessage()) for r in caplog.records if r.getMessage().startswith("flush_cache")
+    ]
+    assert lines == [("INFO", "flush_cache: reserved 12.0 MB -> 8.0 MB (freed 4.0 MB)")]
+
+
+@pytest.mark.parametrize("command", [ContinueGenerationReqInput, FlushCacheReqInput])
+def test_what_commits_an_implicit_session_derives_before_it_empties(
+    driver, allocator, other_model, monkeypatch, command
+):
+    """The derivation's scratch memory is what there is to give back."""
+    derivations_into(allocator.log, driver, monkeypatch)
+    driver.call(PauseGenerationReqInput(mode="abort"))
+    assert not Sender(driver, other_model).send(0).committed
+    assert allocator.log == []
+    driver.call(command())
+    assert allocator.log == ["derived", "emptied"]
+    assert driver.status().weights_epoch == 1
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_one_call_of_a_session_that_asks_is_enough(driver, allocator, other_model, first):
+    """For the flush and for the emptying, whether the others come before it or after it."""
+    driver.generate([5] * 40, 4)
+    driver.run_until_idle()
+    assert driver.status().kv.cached > 0
+    session = driver.call(BeginWeightUpdateReqInput()).session_id
+    sender = Sender(driver, other_model)
+    for number, asks in enumerate([first, not first]):
+        sender.send(number, session_id=session, flush_cache=asks, torch_empty_cache=asks)
+    reply = driver.call(EndWeightUpdateReqInput(session_id=session))
+    assert isinstance(reply, WeightUpdateReqOutput)
+    assert reply.flushed
+    assert driver.status().kv.cached == 0
+    assert allocator.log == ["emptied"]
+
+
+def test_a_session_that_nobody_asked_empties_nothing(driver, allocator, other_model):
+    session = driver.call(BeginWeightUpdateReqInput()).session_id
+    for number in range(2):
+        Sender(driver, other_model).send(number, session_id=session, flush_cache=False)
+    assert not driver.call(EndWeightUpdateReqInput(session_id=session)).flushed
+    assert allocator.log == []
+
+
+def test_looking_empties_nothing(tiny_model, allocator, caplog):
+    with EngineDriver(str(tiny_model), log_stages=True) as driver:
+        allocator.log.clear()
+        with caplog.at_level(logging.DEBUG, logger="caesura"):
+            driver.status()
+            driver.call(GetMemoryHistoryReqInput())
+            driver.generate([5, 6, 7], 3)
+            driver.run_until_idle()
+            driver.engine.scheduler._history.sample()
+        assert "reserved 12.0 MB, allocated 7.0 MB" in driver.engine._gauges.describe()
+    assert allocator.log == []
+    ends = [line for line in caplog.messages if line.startswith("stage decode ends")]
+    assert ends
+    assert all(line.endswith("reserved 12.0 MB, allocated 7.0 MB") for line in ends)
+
+
+@pytest.mark.parametrize("log_stages", [True, False])
+def test_stages_are_logged_where_the_configuration_says_so(tiny_model, caplog, log_stages):
+    with (
+        EngineDriver(str(tiny_model), log_stages=log_stages) as driver,
+        caplog.at_level(logging.INFO, logger="caesura"),
+    ):
+        driver.call(PauseGenerationReqInput())
+    stages = [line for line in caplog.messages if line.startswith("stage ")]
+    assert ("stage pause begins" in stages) is log_stages
+    assert any(line.startswith("stage pause ends after") for line in stages) is log_stages
+
+
+# --- the start of an engine
+
+
+def test_the_model_is_warm_before_its_graphs_are_captured(tiny_model, monkeypatch):
+    """A kernel that is chosen in a capture is captured with its search."""
+    order: list[str] = []
+
+    class Graphs:
+        nbytes = 0
+
+        def capture(self):
+            order.append("captured")
+            yield
+
+    def autotune(runner: ModelRunner, warm_up: object) -> None:
+        order.append("warm")
+        runner.graphs = Graphs()
+
+    monkeypatch.setattr(ModelRunner, "autotune", autotune)
+    with EngineDriver(str(tiny_model), scripted=False):
+        pass
+    assert order == ["warm", "captured"]
+
+
+def test_the_warm_up_runs_in_inference_mode(tiny_model, monkeypatch):
+    """Tensors that autograd tracks would be kept alive by what they were made from."""
+    modes: list[bool] = []
+    dummy_run = ModelRunner._dummy_run
+    monkeypatch.setattr(
+        ModelRunner,
+        "_dummy_run",
+        lambda *arguments: (modes.append(torch.is_inference_mode_enabled()), dummy_run(*arguments))[1],
+    )
+    with EngineDriver(str(tiny_model), scripted=False):
+        pass
+    assert modes == [True]
+
+
+def test_the_pool_is_sized_for_the_rank_that_has_the_least(tiny_model, monkeypatch):
+    class Group:
+        def all_reduce_min(self, value: int) -> int:
+            return min(value, 1 * MIB)
+
+    with EngineDriver(str(tiny_model), kv_pool_tokens=None) as driver:
+        alone, per_token = driver.status().kv.total, driver.status().kv.bytes_per_token
+    monkeypatch.setattr(build, "ParallelState", Group)
+    with EngineDriver(str(tiny_model), kv_pool_tokens=None, kv_memory_fraction=0.5) as driver:
+        total = driver.status().kv.total
+    assert total < alone
+    assert total * per_token <= MIB // 2 < (total + 16) * per_token

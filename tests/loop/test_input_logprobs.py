@@ -1,0 +1,64 @@
+"""Log-probabilities of prompts, across commits of weights."""
+
+import numpy as np
+import pytest
+from support.scripted import EngineDriver
+
+from caesura.io_struct import (
+    ContinueGenerationReqInput,
+    PauseGenerationReqInput,
+    UpdateWeightFromDiskReqInput,
+)
+
+PROMPT = [3 + i * 7 % 90 for i in range(33)]
+
+
+def engine(tiny_model, chunk: int = 32) -> EngineDriver:
+    return EngineDriver(str(tiny_model), scripted=False, chunked_prefill_size=chunk)
+
+
+def input_logprobs(driver: EngineDriver) -> np.ndarray:
+    """As a request has them that lives under one set of weights."""
+    driver.run_until_idle()
+    rid = driver.generate(PROMPT, 2, return_logprob=True, logprob_start_len=1, cache_salt="alone")
+    driver.run_until_idle()
+    return np.frombuffer(driver.result(rid).input_logprobs, "<f4")
+
+
+def commit(driver: EngineDriver, path: object) -> None:
+    driver.call(UpdateWeightFromDiskReqInput(model_path=str(path), flush_cache=False))
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+def test_logprobs_of_a_prompt_are_of_the_weights_that_sample(tiny_model, other_model, mode, parts):
+    """Weights are committed when all of the prompt but its last token, or a part of it, has been computed."""
+    with engine(tiny_model, 32 // parts) as driver:
+        rid = driver.generate(PROMPT, 4, return_logprob=True, logprob_start_len=1, top_logprobs_num=1)
+        driver.tick(1)
+        request = driver.engine.scheduler._results.live[rid, 0]
+        assert driver.engine.scheduler._batcher.table.scheduled[request.slot] == 32 // parts
+        driver.call(PauseGenerationReqInput(mode=mode))
+        commit(driver, other_model)
+        driver.call(ContinueGenerationReqInput())
+        driver.run_until_idle()
+        result = driver.result(rid)
+        assert [(span.epoch, span.stale_kv) for span in result.weight_versions] == [(1, False)]
+        np.testing.assert_allclose(
+            np.frombuffer(result.input_logprobs, "<f4"), input_logprobs(driver), atol=1e-5
+        )
+
+
+def test_logprobs_of_a_prompt_stay_with_the_tokens_sampled_after_it(tiny_model, other_model):
+    """A request that has sampled something keeps what goes with it, when it is computed again under other weights."""
+    with engine(tiny_model) as driver:
+        expected = input_logprobs(driver)
+        rid = driver.generate(PROMPT, 8, return_logprob=True, logprob_start_len=1)
+        driver.tick(4)
+        driver.call(PauseGenerationReqInput(mode="retract"))
+        commit(driver, other_model)
+        driver.call(ContinueGenerationReqInput())
+        driver.run_until_idle()
+        result = driver.result(rid)
+        assert [span.epoch for span in result.weight_versions] == [0, 1]
+        np.testing.assert_allclose(np.frombuffer(result.input_logprobs, "<f4"), expected, atol=1e-5)

@@ -1,0 +1,34 @@
+"""A trainer's buckets, sent to a driven engine one call at a time."""
+
+from pathlib import Path
+
+from safetensors.torch import load_file
+from support.scripted import EngineDriver
+
+from caesura.client.tensors.buckets import as_frames, buckets
+from caesura.io_struct import Message, UpdateWeightsFromTensorReqInput, WeightUpdateReqOutput, encode
+
+
+class Sender:
+    """The tensors of a checkpoint folder in buckets of at most ``bucket_bytes``."""
+
+    def __init__(self, driver: EngineDriver, path: Path, bucket_bytes: int = 20_000) -> None:
+        self.driver = driver
+        self.parts = list(buckets(load_file(path / "model.safetensors").items(), bucket_bytes))
+        assert len(self.parts) > 2
+
+    def send(self, number: int, **fields: object) -> Message:
+        """Bucket ``number``, with these fields of the message; its answer."""
+        specs, frames = as_frames(self.parts[number])
+        message = UpdateWeightsFromTensorReqInput(specs=specs, **fields)
+        self.driver.client("main").send_multipart([encode(message), *frames])
+        self.driver._inbox.await_one_more()
+        for _ in range(500):
+            self.driver.tick()
+            if message.id in self.driver.replies:
+                return self.driver.replies.pop(message.id)
+        raise AssertionError("not answered")
+
+    def send_all(self, **fields: object) -> list[WeightUpdateReqOutput]:
+        """All buckets in order."""
+        return [self.send(number, **fields) for number in range(len(self.parts))]

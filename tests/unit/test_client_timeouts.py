@@ -1,0 +1,126 @@
+"""Seconds that no clock can take: refused by a sentence before anything is sent, or what they can only mean."""
+
+import asyncio
+import inspect
+
+import numpy as np
+import pytest
+import torch
+from support.fake_scheduler import FakeScheduler
+
+from caesura.client import (
+    AsyncControlClient,
+    AsyncSchedulerClient,
+    ControlClient,
+    InvalidRequest,
+    SchedulerClient,
+    TimedOut,
+    launch_scheduler,
+)
+from caesura.io_struct import GetStatusReqInput
+
+PATIENCE = 30.0
+NO_TIME = [float("nan"), "5", True, [1]]
+PAST = [-1.0, float("-inf"), 0, -(2**63), np.float32(-1)]
+FOR_EVER = [float("inf"), 2**63, 2.0**63, 1e300, 10**400, None, np.float64(1e300)]
+
+
+@pytest.fixture
+def endpoint(tmp_path_factory):
+    return f"ipc://{tmp_path_factory.mktemp('s')}/s"
+
+
+def silent(request):
+    return []
+
+
+def uses(client):
+    """Everything that takes a timeout, as functions of it."""
+    tensors = [("w", torch.ones(2))]
+    return [
+        lambda timeout: client.status(timeout=timeout),
+        lambda timeout: client.generate([1], timeout=timeout),
+        lambda timeout: client.update_weights_from_tensor(tensors, timeout=timeout),
+    ]
+
+
+@pytest.mark.parametrize("timeout", NO_TIME)
+def test_what_is_no_time_is_refused_and_nothing_is_sent(endpoint, timeout):
+    with FakeScheduler(endpoint) as fake, SchedulerClient(endpoint) as client:
+        for use in uses(client):
+            with pytest.raises(InvalidRequest, match=r"timeout = .* must be a number of seconds, or None"):
+                use(timeout)
+        client.status(timeout=PATIENCE)
+        assert isinstance(fake.next_request(), GetStatusReqInput)
+        assert fake.requests.empty()
+        handle = client.submit([1], stream=True)
+        for wait in (handle.result, handle.abort, lambda timeout: list(handle.deltas(timeout))):
+            with pytest.raises(InvalidRequest, match="timeout"):
+                wait(timeout)
+
+
+@pytest.mark.parametrize("timeout", PAST)
+def test_what_has_passed_is_no_patience_at_all(endpoint, timeout):
+    with FakeScheduler(endpoint, silent), SchedulerClient(endpoint) as client:
+        for use in uses(client)[:2]:
+            with pytest.raises(TimedOut):
+                use(timeout)
+        handle = client.submit([1], stream=True)
+        for wait in (handle.result, handle.abort, lambda timeout: list(handle.deltas(timeout))):
+            with pytest.raises(TimedOut):
+                wait(timeout)
+
+
+@pytest.mark.parametrize("timeout", FOR_EVER)
+def test_what_no_clock_can_count_is_for_ever(endpoint, timeout):
+    with (
+        FakeScheduler(endpoint),
+        SchedulerClient(endpoint, connect_timeout=timeout, keepalive_timeout=timeout) as client,
+    ):
+        assert client.status(timeout=timeout).step == 12
+        assert client.generate([1], timeout=timeout).output_ids == [1, 0]
+        handle = client.submit([1], stream=True)
+        assert handle.result(timeout).output_ids == [1, 0]
+        assert [delta.output_ids for delta in handle.deltas(timeout)] == [[1, 0]]
+
+
+def test_coroutines_take_the_same(endpoint):
+    async def main():
+        with FakeScheduler(endpoint, silent) as fake:
+            async with AsyncSchedulerClient(endpoint, keepalive_timeout=2**63) as client:
+                for timeout in NO_TIME:
+                    for use in (client.status, lambda **late: client.generate([1], **late)):
+                        with pytest.raises(InvalidRequest, match="timeout"):
+                            await use(timeout=timeout)
+                assert fake.requests.empty()
+                handle = await client.submit([1], stream=True)
+                for timeout in PAST:
+                    with pytest.raises(TimedOut):
+                        await client.status(timeout=timeout)
+                    with pytest.raises(TimedOut):
+                        await handle.result(timeout)
+                    with pytest.raises(TimedOut):
+                        await anext(handle.deltas(timeout))
+        with FakeScheduler(endpoint):
+            for timeout in FOR_EVER:
+                async with AsyncSchedulerClient(endpoint, connect_timeout=timeout) as client:
+                    assert (await client.status(timeout=timeout)).step == 12
+                    handle = await client.submit([1], stream=True)
+                    assert [d.output_ids async for d in handle.deltas(timeout)] == [[1, 0]]
+
+    asyncio.run(main(), debug=True)
+
+
+@pytest.mark.parametrize("kind", [SchedulerClient, AsyncSchedulerClient, ControlClient, AsyncControlClient])
+@pytest.mark.parametrize("option", ["connect_timeout", "keepalive_timeout"])
+def test_a_clients_own_times_are_checked(endpoint, kind, option):
+    assert option in inspect.signature(kind).parameters
+    with pytest.raises(InvalidRequest, match=f"{option} = nan must be"):
+        kind(endpoint, **{option: float("nan")})
+
+
+def test_a_time_to_start_is_checked_before_anything_is_started(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with pytest.raises(InvalidRequest, match="startup_timeout"):
+        launch_scheduler("/model", startup_timeout=float("nan"))
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,108 @@
+"""Directories of sockets: private, and removed when whoever made them was killed."""
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from caesura.io_struct import private_directory
+from caesura.io_struct.private_directory import LOCK, SOCKET
+
+
+@pytest.fixture
+def parent(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    return tmp_path
+
+
+def left_by_the_dead(parent: Path, name: str = "caesura-dead", *files: str) -> Path:
+    path = parent / name
+    path.mkdir(mode=0o700)
+    for file in files or (SOCKET, LOCK):
+        (path / file).touch()
+    return path
+
+
+def test_it_is_private_and_its_socket_path_fits(monkeypatch, tmp_path):
+    deep = tmp_path / ("d" * 90)
+    deep.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(deep))
+    directory = private_directory.make()
+    assert directory.stat().st_mode & 0o777 == 0o700
+    assert len(os.fsencode(directory / SOCKET)) <= 107
+    assert not list(deep.iterdir())
+    private_directory.remove(directory)
+    private_directory.remove(directory)
+    assert not directory.exists()
+
+
+def test_what_the_dead_left_goes_and_what_the_living_have_stays(parent):
+    dead = left_by_the_dead(parent)
+    mine = private_directory.make()
+    (mine / LOCK).touch()
+    assert not dead.exists()
+    other = private_directory.make()
+    assert mine.exists(), "its maker lives"
+    private_directory.remove(mine)
+    private_directory.remove(other)
+
+
+def test_a_living_engine_keeps_the_directory_of_a_launcher_that_was_killed(parent):
+    orphan = left_by_the_dead(parent)
+    with open(orphan / LOCK) as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        private_directory.remove_stale(str(parent))
+        assert orphan.exists()
+    private_directory.remove_stale(str(parent))
+    assert not orphan.exists()
+
+
+def test_only_our_own_kind_is_touched(parent):
+    fresh = left_by_the_dead(parent, "caesura-fresh", SOCKET)  # not locked yet, perhaps
+    rich = left_by_the_dead(parent, "caesura-rich", LOCK, "precious")
+    opened = left_by_the_dead(parent, "caesura-open")
+    opened.chmod(0o755)
+    foreign = left_by_the_dead(parent, "other-dead")
+    target = left_by_the_dead(parent, "target")
+    (parent / "caesura-link").symlink_to(target)
+    (parent / "caesura-file").touch()
+    os.mkfifo(parent / "caesura-fifo")
+    before = sorted(parent.rglob("*"))
+    private_directory.remove_stale(str(parent))
+    assert sorted(parent.rglob("*")) == before
+    assert {fresh, rich, opened, foreign} <= set(before)
+
+
+def test_a_lock_file_that_is_a_fifo_holds_nobody(parent):
+    path = left_by_the_dead(parent, "caesura-fifo", SOCKET)
+    os.mkfifo(path / LOCK)
+    private_directory.remove_stale(str(parent))
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs to give a directory away")
+def test_somebody_elses_stays(parent):
+    path = left_by_the_dead(parent)
+    os.chown(path, 12345, 12345)
+    private_directory.remove_stale(str(parent))
+    assert path.exists()
+
+
+def test_a_killed_process_leaves_it_to_the_next(parent):
+    script = (
+        "import tempfile, sys, time; from caesura.io_struct import private_directory as p\n"
+        f"tempfile.tempdir = {str(parent)!r}\n"
+        "d = p.make(); (d / p.SOCKET).touch(); (d / p.LOCK).touch(); print(d, flush=True); time.sleep(3600)"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        directory = Path(process.stdout.readline().strip())
+        private_directory.remove_stale(str(parent))
+        assert directory.exists()
+        process.send_signal(signal.SIGKILL)
+    assert directory.exists()
+    private_directory.remove_stale(str(parent))
+    assert not directory.exists()

@@ -1,0 +1,80 @@
+"""Orders to end: which one decides, and when."""
+
+import os
+import signal
+
+import pytest
+
+from caesura.io_struct import CaesuraError, ErrorCode
+from caesura.scheduler.stopping import Shutdown
+
+LONG = 3600.0
+
+
+@pytest.fixture
+def pipe():
+    reader, writer = os.pipe()
+    os.set_blocking(reader, False)
+    yield reader, writer
+    os.close(reader)
+    os.close(writer)
+
+
+def test_nothing_is_asked_for_at_first():
+    shutdown = Shutdown(drain=True, drain_timeout_s=LONG)
+    shutdown.refuse_work()
+    assert (shutdown.requested, shutdown.is_draining, shutdown.left_s) == (False, False, 0.0)
+
+
+@pytest.mark.parametrize("configured", [False, True])
+@pytest.mark.parametrize("asked", [None, False, True])
+def test_an_order_says_how_or_the_configuration_does(configured, asked):
+    shutdown = Shutdown(drain=configured, drain_timeout_s=LONG)
+    shutdown.request("x", drain=asked)
+    assert shutdown.requested
+    assert shutdown.is_draining is (configured if asked is None else asked)
+    with pytest.raises(CaesuraError) as caught:
+        shutdown.refuse_work()
+    assert caught.value.code == ErrorCode.SHUTTING_DOWN
+
+
+def test_a_later_order_can_only_bring_the_end_nearer():
+    shutdown = Shutdown(drain_timeout_s=LONG)
+    shutdown.request("first", drain=True)
+    shutdown.request("later", drain=True, timeout_s=2 * LONG)
+    assert (shutdown.reason, shutdown.left_s > LONG) == ("first", False)
+    shutdown.request("sooner", drain=True, timeout_s=60.0)
+    assert shutdown.reason == "sooner"
+    assert shutdown.left_s <= 60.0
+    shutdown.request("now", drain=False)
+    shutdown.request("too late", drain=True)
+    assert (shutdown.reason, shutdown.is_draining) == ("now", False)
+
+
+def test_the_first_signal_is_as_configured_the_second_means_now(pipe):
+    reader, writer = pipe
+    shutdown = Shutdown(drain=True, drain_timeout_s=LONG, signal_fd=reader)
+    shutdown.heard(reader)  # readable no more
+    assert not shutdown.requested
+    os.write(writer, bytes([signal.SIGHUP]))
+    shutdown.heard(reader)
+    assert (shutdown.reason, shutdown.is_draining) == ("signal SIGHUP", True)
+    os.write(writer, bytes([signal.SIGTERM]))
+    shutdown.heard(reader)
+    assert (shutdown.reason, shutdown.is_draining) == ("signal SIGTERM", False)
+
+
+def test_two_signals_at_once_are_two(pipe):
+    reader, writer = pipe
+    shutdown = Shutdown(drain=True, drain_timeout_s=LONG, signal_fd=reader)
+    os.write(writer, bytes([signal.SIGTERM, signal.SIGINT]))
+    shutdown.heard(reader)
+    assert not shutdown.is_draining
+
+
+def test_the_launchers_death_means_now(pipe):
+    shutdown = Shutdown(drain=True, drain_timeout_s=LONG, lifeline_fd=pipe[0])
+    shutdown.heard(pipe[0])
+    assert shutdown.requested
+    assert not shutdown.is_draining
+    assert "launcher" in shutdown.reason

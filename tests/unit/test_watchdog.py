@@ -1,0 +1,140 @@
+"""A loop that hangs ends its process, and only then. Each case is a process of its own, which ends if the watchdog works."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from caesura.scheduler.observability.watchdog import EXIT_HUNG, Heartbeat
+
+PATIENCE = 60.0
+SCRIPT = """
+    import ctypes, os, sys, threading, time
+    from caesura.scheduler.observability import log
+    from caesura.scheduler.observability.watchdog import Heartbeat, Watchdog, exit_within
+    log.configure("INFO")
+    heartbeat = Heartbeat()
+    watchdog = Watchdog(heartbeat, 0.8)
+    looks = []
+    watchdog._checks = (lambda: looks.append(1),)
+    watchdog.start()
+    def wait_for_looks(count, then=lambda: None):
+        until = len(looks) + count
+        while len(looks) < until:
+            then()
+            time.sleep(0.01)
+    def tick():
+        heartbeat.ticked = True
+"""
+
+
+def run(body: str, **options) -> subprocess.CompletedProcess[str]:
+    script = textwrap.dedent(SCRIPT) + textwrap.dedent(body)
+    return subprocess.run(
+        [sys.executable, "-c", script],
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+        **options,
+    )
+
+
+def test_a_loop_that_hangs_shows_its_stacks_and_ends():
+    done = run(
+        """
+        def a_call_that_hangs():
+            threading.Event().wait()
+        a_call_that_hangs()
+        """
+    )
+    assert done.returncode == EXIT_HUNG
+    assert "in a_call_that_hangs" in done.stderr
+    assert "the loop has not ticked for" in done.stderr
+    assert f"exit status {EXIT_HUNG}" in done.stderr
+
+
+def test_a_c_call_that_keeps_the_gil_does_not_keep_the_process():
+    """No Python thread runs any more: neither the watching one nor the log's."""
+    done = run(
+        """
+        def a_call_that_keeps_the_gil():
+            ctypes.PyDLL(None).sleep(3600)
+        a_call_that_keeps_the_gil()
+        """
+    )
+    assert done.returncode == EXIT_HUNG
+    assert "in a_call_that_keeps_the_gil" in done.stderr
+
+
+LONG = """
+with heartbeat.long_operation("loading"):
+    {}
+"""
+KEEPS_THE_GIL = "ctypes.PyDLL(None).usleep(900_000), ctypes.PyDLL(None).usleep(900_000)"
+
+
+@pytest.mark.parametrize(
+    "alive",
+    [
+        "wait_for_looks(20, tick)",
+        "heartbeat.asleep = True; wait_for_looks(20)",
+        LONG.format("wait_for_looks(20)"),
+        LONG.format(KEEPS_THE_GIL),
+    ],
+    ids=["ticking", "asleep in poll", "a long operation", "a long operation that keeps the GIL"],
+)
+def test_who_lives_or_need_not_tick_goes_on(alive):
+    done = run(f"{alive}\nwatchdog.close()\nwatchdog._thread.join()\nsys.exit(7)")
+    assert (done.returncode, done.stderr) == (7, "")
+
+
+def test_it_is_watched_again_after_a_long_operation():
+    done = run(
+        """
+        with heartbeat.long_operation("loading"):
+            wait_for_looks(20)
+        threading.Event().wait()
+        """
+    )
+    assert done.returncode == EXIT_HUNG
+
+
+def test_an_unread_stderr_does_not_keep_a_hung_process():
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with pytest.raises(BlockingIOError):
+        while True:
+            os.write(writer, bytes(1 << 16))
+    os.set_blocking(writer, True)
+    script = textwrap.dedent(SCRIPT) + "threading.Event().wait()"
+    process = subprocess.Popen([sys.executable, "-c", script], stderr=writer)
+    try:
+        assert process.wait(PATIENCE) == EXIT_HUNG
+    finally:
+        process.kill()
+        os.close(reader)
+        os.close(writer)
+
+
+def test_the_end_is_bounded():
+    done = run("watchdog.close()\nexit_within(0.2)\nctypes.PyDLL(None).sleep(3600)")
+    assert done.returncode == EXIT_HUNG
+
+
+def test_a_closed_watchdog_expects_nothing():
+    done = run("watchdog.close()\nwatchdog._thread.join()\ntime.sleep(1.5)\nsys.exit(7)")
+    assert (done.returncode, done.stderr) == (7, "")
+
+
+def test_long_operations_nest():
+    heartbeat = Heartbeat()
+    with heartbeat.long_operation("resume"):
+        with heartbeat.long_operation("capture"):
+            assert heartbeat.long == "capture"
+        assert heartbeat.long == "resume"
+        assert not heartbeat.is_due
+    assert heartbeat.is_due
+    assert heartbeat.ticked
