@@ -53,6 +53,7 @@ class LoopChannel:
         self._timer: asyncio.TimerHandle | None = None
         self._wakes_at = 0.0
         self._turn_is_due = False
+        self._refusal: EngineError | None = None
 
     @property
     def incarnation(self) -> str | None:
@@ -77,11 +78,17 @@ class LoopChannel:
         self._post((frame, *buffers))
         return future
 
+    def refuse(self, error: EngineError | None) -> None:
+        """From now on every new request raises ``error``; None: no longer. For who knows that the engine is away for a
+        while. What is pending is the link's to fail, after what the engine had still sent."""
+        if self._connection.failure is self._refusal:
+            self._connection.failure = self._refusal = error
+
     def close(self) -> None:
         """Close the socket and fail what is pending. Idempotent; in a forked child there is nothing to close."""
         if not self._process.is_here:
             return
-        if self._connection.failure is None:
+        if self._connection.failure is self._refusal:
             self._connection.failure = EngineDied("this client is closed")
         self._connection.fail_all(EngineDied("the client was closed before the answer came"))
         if self._timer is not None:

@@ -23,6 +23,7 @@ from .curve import CLIENT_KEY_VARIABLE, SERVER_KEY_VARIABLE
 from .frontend.serve import serve
 from .keygen import keygen
 from .scheduler_client import SchedulerClient
+from .supervise import supervise
 
 MIB = 1 << 20
 Command = Callable[..., None]
@@ -90,6 +91,7 @@ def scheduler(arguments: tuple[str, ...]) -> None:
 
 cli.add_command(serve)
 cli.add_command(keygen)
+cli.add_command(supervise)
 
 
 @cli.command()

@@ -15,6 +15,25 @@ if TYPE_CHECKING:
     from .results import GenerateOutput
 
 
+RETRYABLE = frozenset(
+    {
+        ErrorCode.QUEUE_FULL,
+        ErrorCode.PAUSED,
+        ErrorCode.NOT_IDLE,
+        ErrorCode.BUSY,
+        ErrorCode.SESSION_OPEN,
+        ErrorCode.EPOCH_BEHIND,
+        ErrorCode.WEIGHTS_POISONED,
+        ErrorCode.WEIGHTS_INVALID,
+        ErrorCode.MEMORY_RELEASED,
+        ErrorCode.SHUTTING_DOWN,
+        ErrorCode.ENGINE_DIED,
+        ErrorCode.ENGINE_RESTARTING,
+    }
+)
+"""Conditions of the engine rather than faults of the call, which pass without the caller doing anything about the call."""
+
+
 class EngineError(CaesuraError):
     """Base of everything a client raises on its own account or for the engine.
 
@@ -29,6 +48,12 @@ class EngineError(CaesuraError):
 
     def __init__(self, message: str, **detail: Any) -> None:
         super().__init__(self.error_code, message, **detail)
+
+    @property
+    def retryable(self) -> bool:
+        """The same call may succeed later: the engine's condition has refused it. Not so where it may have been done already
+        (:class:`TimedOut`)."""
+        return self.code in RETRYABLE
 
 
 class MalformedMessage(EngineError):
@@ -134,7 +159,7 @@ class WeightsPoisoned(EngineError):
 
 
 class WeightsInvalid(EngineError):
-    """Weights were released and not loaded again."""
+    """Weights were released and not loaded again, or lost in a restart; a complete update helps."""
 
     error_code = ErrorCode.WEIGHTS_INVALID
 
@@ -209,6 +234,12 @@ class EngineDied(EngineError):
     """The scheduler process or the connection to it is gone, or this client was closed."""
 
     error_code = ErrorCode.ENGINE_DIED
+
+
+class EngineRestarting(EngineError):
+    """The scheduler process is gone and its supervisor is starting another one."""
+
+    error_code = ErrorCode.ENGINE_RESTARTING
 
 
 class TimedOut(EngineError, TimeoutError):

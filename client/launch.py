@@ -58,7 +58,7 @@ class LaunchedScheduler:
         curve_client_key_file: KeyOrFile | None = None,
     ) -> None:
         ClientKeys.read(curve_server_key, curve_client_key_file)  # refused before anything is started
-        self._child = _Child(command, directory, log_path)
+        self._child = Child(command, directory, log_path)
         try:
             self.endpoint = self._child.wait_ready(startup_timeout)
             self.client = SchedulerClient(
@@ -114,8 +114,8 @@ class LaunchedScheduler:
         self.close()
 
 
-class _Child:
-    """The process, its pipes and the threads that watch it."""
+class Child:
+    """A scheduler's process, its pipes and the threads that watch it; ``supervisor.py`` runs one after the other."""
 
     def __init__(
         self, command: Sequence[str], directory: Path | None, log_path: str | os.PathLike[str] | None
@@ -242,10 +242,16 @@ class _Child:
         if listener is not None:
             listener(self._exit_reason("while it was in use"))
 
-    def _exit_reason(self, when: str) -> str:
+    def last_line(self) -> str:
+        """What an ended process has said last; empty: nothing."""
         tail = self._stderr_tail().strip()
-        last = f": {tail.splitlines()[-1]}" if tail else ""
-        return f"the scheduler process ended {when} (exit code {self.process.returncode}){last}"
+        return tail.splitlines()[-1] if tail else ""
+
+    def _exit_reason(self, when: str) -> str:
+        last = self.last_line()
+        return f"the scheduler process ended {when} (exit code {self.process.returncode})" + (
+            last and f": {last}"
+        )
 
     def _stderr_tail(self) -> str:
         if self._log_path is not None:
@@ -297,6 +303,8 @@ def launch_scheduler(
     requests_while_paused: Literal["queue", "refuse"] | None = None,
     idle_empty_s: float | None = None,
     result_ttl_s: float | None = None,
+    state_file: str | os.PathLike[str] | None = None,
+    on_lost_weights: Literal["refuse", "serve_initial"] | None = None,
     session_deadline_s: float | None = None,
     session_orphan_s: float | None = None,
     group_interface: str | None = None,

@@ -52,7 +52,7 @@ class ErrorCode(StrEnum):
     WEIGHTS_POISONED = "weights_poisoned"
     """An update failed after its first written byte; only a complete update leaves this state."""
     WEIGHTS_INVALID = "weights_invalid"
-    """Weights were released without a copy and not loaded again."""
+    """Weights were released without a copy and not loaded again, or lost in a restart; only a complete update leaves this state."""
     MEMORY_RELEASED = "memory_released"
     """Needs memory that is released; resume it first. ``detail``: released (tags)."""
     GROUP_ERROR = "group_error"
@@ -79,6 +79,8 @@ class ErrorCode(StrEnum):
     """A defect or a failed batch. ``detail``: traceback (text) where there is one."""
     ENGINE_DIED = "engine_died"
     """Raised by clients only: the scheduler process or its socket is gone."""
+    ENGINE_RESTARTING = "engine_restarting"
+    """Raised by front ends only: the scheduler process is gone and another one is being started. ``detail``: reason."""
     TIMED_OUT = "timed_out"
     """Raised by clients only: no answer within the caller's timeout. The command may still complete."""
 

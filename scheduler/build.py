@@ -56,6 +56,8 @@ class LoadedModel:
     loader: WeightLoader
     dtype: torch.dtype
     device: torch.device
+    digest: str
+    """What tells the folder's files from others (``Checkpoint.digest``)."""
 
     @property
     def weights_bytes(self) -> int:
@@ -69,17 +71,18 @@ class LoadedModel:
         return sum(tensor.nbytes for name, tensor in self.model.named_storage() if name not in written)
 
 
-def load_model(config: EngineConfig) -> LoadedModel:
-    """Read the checkpoint folder into freshly allocated parameters."""
+def load_model(config: EngineConfig, folder: str | None = None) -> LoadedModel:
+    """Read the checkpoint folder into freshly allocated parameters; ``folder`` has the weights where they are another's."""
     model_config = load_model_config(config.model_path)
     dtype = model_config.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
     device = torch.device(config.device)
     model = build_model(model_config, dtype, device)
     loader = WeightLoader(model)
-    load_from_disk(loader, open_checkpoint(config.model_path), config.load_bucket_bytes)
+    checkpoint = open_checkpoint(folder or config.model_path)
+    load_from_disk(loader, checkpoint, config.load_bucket_bytes)
     loader.forget_written()
     model.finalize_weights()
-    return LoadedModel(model_config, model, loader, dtype, device)
+    return LoadedModel(model_config, model, loader, dtype, device, checkpoint.digest)
 
 
 def kv_bytes_per_token(loaded: LoadedModel) -> int:
@@ -174,11 +177,11 @@ def longest_context(config: EngineConfig, loaded: LoadedModel) -> int:
 
 
 def build_components(
-    config: EngineConfig, residency: ComponentResidencyManager
+    config: EngineConfig, residency: ComponentResidencyManager, folder: str | None = None
 ) -> tuple[LoadedModel, MHAPool | MLAPool, RoutingPool | None, AdmissionLimits]:
-    """What can be released, weights and KV pool, and the limits that follow from their sizes."""
+    """What can be released, weights and KV pool, and the limits that follow from their sizes; ``folder`` as of :func:`load_model`."""
     with residency.component("weights"):
-        loaded = load_model(config)
+        loaded = load_model(config, folder)
     context_len = longest_context(config, loaded)
     with residency.component("kv_cache"):
         pool = build_pool(config, loaded, context_len, kept_free=residency.still_to_come)

@@ -72,6 +72,10 @@ class EngineConfig:
     result_ttl_s: float = 60.0
     """How long answers can be had again, within bounds of bytes: by messages sent again, and terminal results of a client that
     could not be reached by fetching."""
+    state_file: str | None = None
+    """JSON file that says which weights were committed last; a start with it goes on from there. None: a start knows of none before it."""
+    on_lost_weights: Literal["refuse", "serve_initial"] = "refuse"
+    """When the weights that state_file names cannot be had again: serve nothing until a complete update, or serve those of model_path."""
     session_deadline_s: float = 600.0
     """A weight session older than this is aborted, unless it set its own deadline."""
     session_orphan_s: float = 10.0
@@ -155,6 +159,7 @@ class EngineConfig:
             pipeline_depth=depth,
             num_threads=self.num_threads or torch.get_num_threads(),
             model_path=str(Path(os.path.expanduser(self.model_path))),
+            state_file=self.state_file and os.path.abspath(os.path.expanduser(self.state_file)),
             reference_model_path=reference and str(Path(os.path.expanduser(reference))),
         )
 
@@ -166,6 +171,7 @@ def _interfaces() -> set[str]:
 _CHOICES: dict[str, tuple[object, ...]] = {
     "pipeline_depth": (None, 0, 1),
     "shutdown_mode": ("abort", "drain"),
+    "on_lost_weights": ("refuse", "serve_initial"),
     "dtype": get_args(DtypeName),
     "attention_backend": ("auto", "flashinfer", "triton", "sdpa"),
     "reference_residency": get_args(Residency),

@@ -333,14 +333,7 @@ class Dispatcher:
         self._lifecycle.require_serviceable("cannot generate")
         if self._lifecycle.generation != "running" and self._config.requests_while_paused == "refuse":
             raise CaesuraError(ErrorCode.PAUSED, "the engine is paused and configured to refuse requests")
-        epoch = self._lifecycle.stamp.epoch
-        if message.min_weights_epoch is not None and message.min_weights_epoch > epoch:
-            raise CaesuraError(
-                ErrorCode.EPOCH_BEHIND,
-                f"weights epoch is {epoch}, the request needs {message.min_weights_epoch}",
-                weights_epoch=epoch,
-                min_weights_epoch=message.min_weights_epoch,
-            )
+        self._lifecycle.require_epoch(message.min_weights_epoch)
         requests = admit(
             message, client=client, limits=self._limits, waiting=len(self._waiting), now=monotonic()
         )

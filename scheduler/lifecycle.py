@@ -88,7 +88,10 @@ class Lifecycle:
         stamp: WeightStamp,
         history: MemoryHistory,
         stages: StageProfiler,
+        lost: str | None = None,
+        serve_lost: bool = False,
     ) -> None:
+        """``lost``: which weights could not be had again at this start; nothing is served in their place unless ``serve_lost``."""
         self.sessions = sessions
         self.ownership = PauseOwnership()
         self._batcher = batcher
@@ -105,6 +108,16 @@ class Lifecycle:
         self._weights: WeightsState = "valid"
         self._weights_detail: str | None = None
         self._stamp = stamp
+        self._lost = lost
+        if lost is not None and not serve_lost:
+            self._weights, self._weights_detail = "invalid", lost
+        if lost is not None:
+            now = (
+                "those of the start are served"
+                if serve_lost
+                else "nothing is served until an update is complete"
+            )
+            logger.error("weights are LOST: %s; %s", lost, now)
         self._mode_since = 0.0
         self._pauses: Counter[PauseMode] = Counter()
         self._pause_s: dict[PauseMode, float] = {}
@@ -326,8 +339,23 @@ class Lifecycle:
             )
         if self._weights == "invalid":
             raise CaesuraError(
-                ErrorCode.WEIGHTS_INVALID, f"{what}: weights were released and not loaded again"
+                ErrorCode.WEIGHTS_INVALID,
+                f"{what}: weights are invalid ({self._weights_detail}); send a complete update",
             )
+
+    def require_epoch(self, minimum: int | None) -> None:
+        """Raise unless the weights are at least those of epoch ``minimum``. Those of a start that stand in for lost
+        ones are older than anything that was ever committed."""
+        epoch = self._stamp.epoch
+        if minimum is None or (minimum <= epoch and (self._lost is None or minimum <= 0)):
+            return
+        lost = "" if self._lost is None else f" ({self._lost})"
+        raise CaesuraError(
+            ErrorCode.EPOCH_BEHIND,
+            f"weights epoch is {epoch}{lost}, the request needs {minimum}",
+            weights_epoch=epoch,
+            min_weights_epoch=minimum,
+        )
 
     def require_resident(self, tag: MemoryTag) -> None:
         """Raise if the memory of ``tag`` is released."""
@@ -369,6 +397,8 @@ class Lifecycle:
         self._batcher.mark_stale()
         self._results.set_stamp(self._stamp)
         self._weights, self._weights_detail = "valid", None
+        if source:  # not a new label alone
+            self._lost = None
 
     def _settle(self, sender: Sender, force: bool) -> None:
         """Commit the implicit session, if one is open and ``sender`` may."""

@@ -71,11 +71,10 @@ from .stopping import Shutdown, StartInterruptedError, StopSignals
 from .updates import WeightUpdates
 from .waiting import AdmissionLimits, WaitingQueue
 from .weights.transports.distributed import WeightsUpdateGroups
+from .weights_record import WeightsFile
 
 logger = logging.getLogger(__name__)
 
-INITIAL_VERSION = "default"
-"""The public label before any update, as in SGLang."""
 END_S = 30.0
 """How long the end may take once the loop is over: last messages, process groups, files."""
 
@@ -85,6 +84,8 @@ class _Core:
     """What computes, and what it works on."""
 
     loaded: LoadedModel
+    folder: str | None
+    """Has the weights; None: the configuration's does."""
     residency: ComponentResidencyManager
     reference: ReferenceModel | None
     runner: Runner
@@ -138,6 +139,8 @@ class Engine:
         self._cleanup.close()
 
     def _build(self, config: EngineConfig, shutdown: Shutdown, make_runner: MakeRunner) -> None:
+        self._weights_file = WeightsFile(config)
+        self._cleanup.callback(self._weights_file.close)
         module = device_module_for(config.device)
         residency = ComponentResidencyManager(config.device)
         self._cleanup.callback(residency.close)
@@ -191,13 +194,15 @@ class Engine:
         module: Any,
     ) -> _Core:
         reference = load_reference(config, residency)
-        loaded, pool, routing, limits = build_components(config, residency)
+        start = self._weights_file.start()
+        loaded, pool, routing, limits = build_components(config, residency, start.folder)
         runner = make_runner(config, loaded, pool, routing)
-        stamp = WeightStamp(0, INITIAL_VERSION, secrets.token_hex(8))
+        stamp = WeightStamp(start.epoch, start.version, secrets.token_hex(8))
+        self._weights_file.begin(stamp, loaded.digest)
         table = RequestTable(
             config.max_running_requests, limits.context_len, PAGE_SIZE, loaded.config.vocab_size
         )
-        self.cache = CacheManager(pool.num_pages, PAGE_SIZE, config.prefix_cache)
+        self.cache = CacheManager(pool.num_pages, PAGE_SIZE, config.prefix_cache, stamp.epoch)
         waiting = WaitingQueue()
         chunks = ChunkSizer(config.chunked_prefill_size, config.target_step_s)
         batcher = Batcher(
@@ -230,10 +235,22 @@ class Engine:
             stamp=stamp,
             history=self._history,
             stages=self._stages,
+            lost=start.lost,
+            serve_lost=config.on_lost_weights == "serve_initial",
         )
         self._history.where = lambda: (lifecycle.step, lifecycle.stamp.epoch)
         return _Core(
-            loaded, residency, reference, runner, limits, waiting, batcher, results, recovery, lifecycle
+            loaded,
+            start.folder,
+            residency,
+            reference,
+            runner,
+            limits,
+            waiting,
+            batcher,
+            results,
+            recovery,
+            lifecycle,
         )
 
     def _build_commands(self, config: EngineConfig, core: _Core, module: Any) -> _Commands:
@@ -256,6 +273,8 @@ class Engine:
             groups=self.groups,
             history=self._history,
             stages=self._stages,
+            weights_file=self._weights_file,
+            model_path=core.folder or config.model_path,
             wake=self.wakeup.set,
         )
         parameter_server = ParameterServerUpdates(config=config, updates=updates, wake=self.wakeup.set)

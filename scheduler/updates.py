@@ -17,6 +17,7 @@ Invariants:
 import contextlib
 import logging
 from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import asdict
 from time import monotonic
 from typing import Any
 
@@ -52,11 +53,12 @@ from .sessions import Sessions
 from .weights.loader import LoadCounts, WeightLoader, WeightPiece
 from .weights.session import Route, Session
 from .weights.source import WeightSource
-from .weights.transports.disk import ReadBucket, open_fitting
+from .weights.transports.disk import DiskSource, ReadBucket, open_fitting
 from .weights.transports.distributed import WeightsUpdateGroups
 from .weights.transports.ipc import SharedMemoryMaps
 from .weights.transports.tensor import open_frames
 from .weights.writing import END, write_some
+from .weights_record import WeightsFile
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +82,8 @@ class WeightUpdates:
         groups: WeightsUpdateGroups,
         history: MemoryHistory,
         stages: StageProfiler,
+        weights_file: WeightsFile,
+        model_path: str,
         wake: Callable[[], None],
     ) -> None:
         """``wake`` ends the loop's sleep."""
@@ -101,7 +105,8 @@ class WeightUpdates:
         self._maps = SharedMemoryMaps(config.device)
         self._groups = groups
         lifecycle.settle = self._settle
-        self.model_path = config.model_path
+        self._weights_file = weights_file
+        self.model_path = model_path
         """The checkpoint folder last committed."""
 
     @property
@@ -174,7 +179,7 @@ class WeightUpdates:
         if session is not None:
             self.require_open(session)
         route = ("disk", None)
-        return (yield from self._update(request, sender, route, opening.result, path, opening.seconds))
+        return (yield from self._update(request, sender, route, opening.result, opening.seconds))
 
     def from_tensor(
         self, request: UpdateWeightsFromTensorReqInput, sender: Sender, frames: Sequence[memoryview]
@@ -213,7 +218,6 @@ class WeightUpdates:
         sender: Sender,
         route: Route,
         open_source: Callable[[], WeightSource],
-        model_path: str | None = None,
         opening_s: float = 0.0,
     ) -> Operation:
         """One call of any transport: check everything, then write, then commit if the call is all there is."""
@@ -229,7 +233,8 @@ class WeightUpdates:
             if self.sessions.current is None:  # nobody else will let go of what was opened
                 self._maps.end_session()
             raise
-        session.model_path = model_path if model_path is not None else session.model_path
+        if isinstance(source, DiskSource):
+            session.model_path, session.digest = source.path, source.digest
         work = self.load(source, session, stages)
         return (yield from self.conclude(request.id, session, stages, started, work))
 
@@ -426,6 +431,7 @@ class WeightUpdates:
         except BaseException as error:
             self.abandon(session, f"the commit failed: {error}")
             raise
+        self._weights_file.committed(self._lifecycle.stamp, session)
         self._close_session()
         self.model_path = session.model_path or self.model_path
         self._loader.forget_written()
@@ -468,13 +474,8 @@ class WeightUpdates:
         committed: bool,
         flushed: bool,
     ) -> WeightUpdateReqOutput:
-        times = StageTimes(
-            receive=stages.seconds("receive"),
-            copy=stages.seconds("copy"),
-            derive=stages.seconds("derive"),
-            flush=stages.seconds("flush"),
-            total=monotonic() - started,
-        )
+        each = {name: stages.seconds(name) for name in ("receive", "copy", "derive", "flush")}
+        times = StageTimes(**each, total=monotonic() - started)
         stamp = self._lifecycle.stamp
         logger.info(
             "weight update: %d tensors, %.1f MB, %d changed, %s, epoch %d, version %r, %.1f ms",
@@ -488,11 +489,7 @@ class WeightUpdates:
             weights=self._lifecycle.weights,
             weights_epoch=stamp.epoch,
             weight_version=stamp.version,
-            written_tensors=counts.written_tensors,
-            written_bytes=counts.written_bytes,
-            changed_tensors=counts.changed_tensors,
-            cast_tensors=counts.cast_tensors,
-            skipped_tensors=counts.skipped_tensors,
+            **asdict(counts),
             flushed=flushed,
             stages=times,
         )

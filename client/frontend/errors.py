@@ -15,6 +15,7 @@ from litestar.exceptions import HTTPException
 from litestar.types import ExceptionHandlersMap, Scope, Send
 
 from ...io_struct import CaesuraError, ErrorCode
+from ..exceptions import RETRYABLE
 from .connections import RETRY_AFTER_S
 from .printable import printable
 
@@ -22,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 _STATUS: dict[str, int] = {
     ErrorCode.ENGINE_DIED: 503,
+    ErrorCode.ENGINE_RESTARTING: 503,
     ErrorCode.VERSION_MISMATCH: 503,
     ErrorCode.SHUTTING_DOWN: 503,
     ErrorCode.QUEUE_FULL: 503,
@@ -33,6 +35,10 @@ _STATUS: dict[str, int] = {
     ErrorCode.DEADLINE_EXCEEDED: 504,
     ErrorCode.INTERNAL: 500,
 }
+
+
+_RETRY_AFTER_S: dict[str | None, int] = {ErrorCode.ENGINE_DIED: 2, ErrorCode.ENGINE_RESTARTING: 2}
+"""What ``Retry-After`` says, in seconds, where more is known than that it may be tried again."""
 
 
 class BodyTooLarge(HTTPException):
@@ -49,21 +55,32 @@ def status_of(error: CaesuraError) -> int:
     return _STATUS.get(error.code, unknown)
 
 
-def json_response(value: Any, status: int = 200) -> Response[bytes]:
-    """``value`` as JSON, encoded once."""
-    return json_bytes(msgspec.json.encode(value), status)
+def json_response(value: Any, status: int = 200, code: str | None = None) -> Response[bytes]:
+    """``value`` as JSON, encoded once; of the error ``code``, if it is one's."""
+    return json_bytes(msgspec.json.encode(value), status, code)
 
 
-def json_bytes(encoded: bytes, status: int = 200) -> Response[bytes]:
+def json_bytes(encoded: bytes, status: int = 200, code: str | None = None) -> Response[bytes]:
     """What is JSON already."""
-    headers = {"retry-after": str(RETRY_AFTER_S)} if status == 503 else None
+    headers = {"retry-after": str(_RETRY_AFTER_S.get(code, RETRY_AFTER_S))} if status == 503 else None
     return Response(encoded, status_code=status, media_type="application/json", headers=headers)
+
+
+def error_fields(message: str, code: str | None = None) -> dict[str, Any]:
+    """``message``, the typed code where there is one, and ``retryable`` where the same request may succeed later."""
+    fields: dict[str, Any] = {"message": message} if code is None else {"message": message, "code": code}
+    return {**fields, "retryable": True} if code in RETRYABLE else fields
 
 
 def native_error(message: str, status: int = 400, code: str | None = None) -> Response[bytes]:
     """``{"error": {"message"}}``, with the typed code beside it where there is one."""
-    error = {"message": message} if code is None else {"message": message, "code": code}
-    return json_response({"error": error}, status)
+    return json_response({"error": error_fields(message, code)}, status, code)
+
+
+def engine_error(error: CaesuraError, status: int) -> Response[bytes]:
+    """A failure of the engine's: SGLang's ``ErrorResponse``, and the typed error beside it."""
+    body = {**error_object(error.message, status), "error": error_fields(error.message, error.code)}
+    return json_response(body, status, error.code)
 
 
 def error_object(message: str, status: int) -> dict[str, Any]:

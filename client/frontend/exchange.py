@@ -16,9 +16,10 @@ from litestar.exceptions import ClientException
 from litestar.response import Stream
 
 from ...io_struct import CaesuraError, Message
+from ..exceptions import RETRYABLE
 from .bodies import INLINE
 from .context import FrontEnd
-from .errors import json_response, native_error, status_of
+from .errors import error_fields, json_response, native_error, status_of
 
 MAX_VALUES = 1 << 18
 """Lists and objects of a command: as many tensors."""
@@ -154,7 +155,9 @@ async def succeed(
 def failure(error: CaesuraError) -> Response[bytes]:
     """A refused or failed update."""
     body = {"success": False, "message": error.message, "code": error.code, "detail": error.detail}
-    return json_response(body, status_of(error))
+    if error.code in RETRYABLE:
+        body["error"] = error_fields(error.message, error.code)
+    return json_response(body, status_of(error), error.code)
 
 
 async def acknowledge(

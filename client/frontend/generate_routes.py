@@ -15,7 +15,7 @@ from litestar.handlers import HTTPRouteHandler
 from ...io_struct import CaesuraError
 from .bodies import INLINE
 from .context import Front, FrontEnd
-from .errors import error_object, json_bytes, json_response, native_error, status_of
+from .errors import engine_error, json_bytes, native_error, status_of
 from .exchange import ClientLeft, HTTPRequest, command, events, nobody, read_control, unless_left
 from .generate_answer import DONE, Answer, EventWriter, error_frame, token_texts
 from .generate_schema import Job, decode_body, plan_job
@@ -66,7 +66,7 @@ def refused(front: FrontEnd, error: CaesuraError) -> Response[bytes]:
     status = status_of(error)
     if status == 400:
         return native_error(error.message, 400, error.code)
-    return json_response(error_object(error.message, status), status)
+    return engine_error(error, status)
 
 
 def _answer(front: FrontEnd, job: Job) -> Answer:

@@ -18,7 +18,7 @@ from litestar.handlers import HTTPRouteHandler
 from ...io_struct import CaesuraError, GetStatusReqOutput
 from .context import Front, FrontEnd, ServeOptions
 from .control_schema import DetokenizeBody, TokenizeBody
-from .errors import error_object, json_response, native_error, status_of
+from .errors import engine_error, error_object, json_response, native_error, status_of
 from .exchange import HTTPRequest, query_of, read_control
 
 _SECTIONS = ("core", "memory", "spec", "lora", "disagg", "queues", "all")
@@ -32,7 +32,7 @@ async def _healthy(front: FrontEnd, *, ready: bool = False) -> Response[bytes]:
     try:
         status = await front.health.check()
     except CaesuraError as error:
-        return json_response(error_object(error.message, 503), 503)
+        return engine_error(error, 503)
     serves = status.generation == "running" and status.weights == "valid" and status.memory == "resident"
     if ready and not serves:
         what = f"not ready: generation {status.generation}, weights {status.weights}, memory {status.memory}"
@@ -72,6 +72,7 @@ async def model_info(front: Front) -> Response[bytes]:
             "preferred_sampling_params": None,
             "weight_version": status.weight_version,
             "weights_epoch": status.weights_epoch,
+            "incarnation": status.incarnation,
             "load_format": "auto",
             "reasoning_parser": None,
             "tool_call_parser": None,
@@ -151,6 +152,8 @@ async def server_info(front: Front) -> Response[bytes]:
             "max_req_input_len": status.context_len - 1,
             "page_size": status.kv.page_size,
             "weight_version": status.weight_version,
+            "weights_epoch": status.weights_epoch,
+            "incarnation": status.incarnation,
             "status": "ready",
             "startup_time": time.time() - status.uptime_s,
             "internal_states": [state],

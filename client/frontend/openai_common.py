@@ -18,7 +18,7 @@ from litestar.exceptions import HTTPException
 from litestar.types import ExceptionHandlersMap
 
 from ...io_struct import CaesuraError, ErrorCode, SamplingParams, new_id
-from ..exceptions import InvalidRequest
+from ..exceptions import RETRYABLE, InvalidRequest
 from ..tokenizer_manager import ENCODE_INLINE, GenerationRequest, Sample
 from .context import FrontEnd
 from .errors import json_response, openai_error, status_of
@@ -56,13 +56,16 @@ def error_body(error: CaesuraError) -> dict[str, Any]:
     """OpenAI's error object."""
     param = str(error.detail.get("field") or "").removeprefix("sampling_params.")
     code = "context_length_exceeded" if error.code == ErrorCode.PROMPT_TOO_LONG else str(error.code)
-    return openai_error(error.message, status_of(error), param=_FIELDS.get(param, param) or None, code=code)
+    body = openai_error(error.message, status_of(error), param=_FIELDS.get(param, param) or None, code=code)
+    if error.code in RETRYABLE:
+        body["error"]["retryable"] = True
+    return body
 
 
 def _typed(request: HTTPRequest, error: CaesuraError) -> Response[bytes]:
     front: FrontEnd = request.app.state.front
     front.metrics.error(error.code)
-    return json_response(error_body(error), status_of(error))
+    return json_response(error_body(error), status_of(error), error.code)
 
 
 def _http(_: HTTPRequest, error: HTTPException) -> Response[bytes]:

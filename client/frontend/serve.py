@@ -4,9 +4,7 @@ Invariants:
 - The server listens only when the engine is ready, and says where once it has answered.
 - Keys come from files or the environment, never from the command line, and the scheduler does not inherit them.
 - An address beyond loopback needs an API key, or the explicit word that everybody who can reach it may use it.
-- A signal ends the engine first, so that every request in flight is answered, then the server; status 0. The engine drains if it
-  was started so; a second signal ends that, and the server with it. An engine that ends by itself ends the server with status 1,
-  after every waiting client has got its error.
+- How it ends, and what becomes of it without its engine: ``watch.py``.
 """
 
 import asyncio
@@ -30,19 +28,20 @@ import click
 from ...io_struct import private_directory
 from ..async_client import AsyncSchedulerClient
 from ..curve import CLIENT_KEY_VARIABLE, SERVER_KEY_VARIABLE
+from ..exceptions import EngineError
 from ..launch import LaunchedScheduler
+from ..notify import notify
+from ..supervise import restart_options, status_of, supervised
+from ..supervisor import RestartPolicy, Supervisor
 from .printable import PrintableFormatter
 from .tls import tls_context
+from .watch import Watch, stop_signals
 
 if TYPE_CHECKING:
     from .context import FrontEnd, ServeOptions
     from .server import Server
 
 API_KEY, ADMIN_KEY = "CAESURA_API_KEY", "CAESURA_ADMIN_KEY"
-EXIT_GRACE_S = 0.3
-"""Between the engine's unexpected end and the server's: the answers that this causes are written meanwhile."""
-DRAIN_S = 5.0
-"""How long generations on an engine that is not ours may go on after a signal, before they are aborted."""
 MAX_DESCRIPTORS = 1 << 20
 """Of the limit of open descriptors, which is raised no further."""
 _NEEDS_EXTRA = 'the HTTP server needs more packages: pip install "caesura[serve]"'
@@ -116,6 +115,8 @@ _NEEDS_EXTRA = 'the HTTP server needs more packages: pip install "caesura[serve]
     help="With requests; fewer where the process may not have so many descriptors.",
 )
 @click.option("--startup-timeout", type=float, default=600.0, show_default=True, help="Seconds.")
+@click.option("--restart", is_flag=True, help="Bring the scheduler back when it dies or hangs.")
+@restart_options
 @click.pass_context
 def serve(context: click.Context, /, **given: Any) -> None:
     """Start a scheduler and an HTTP server that speaks SGLang's and OpenAI's endpoints.
@@ -130,6 +131,8 @@ def serve(context: click.Context, /, **given: Any) -> None:
         raise click.UsageError("give either --model or --endpoint")
     if given["model"] is not None:
         given["model"] = os.path.abspath(given["model"])
+    if given["restart"] and given["model"] is None:
+        raise click.UsageError("--restart needs --model: a scheduler that runs already is not this command's")
     if given["endpoint"] is not None and context.args:
         raise click.UsageError(f"a running scheduler takes no options: {' '.join(context.args)}")
     keys = _Keys.take(given.pop("api_key_file"), given.pop("admin_key_file"))
@@ -238,6 +241,10 @@ class Settings:
     max_update_bytes: int
     max_batch: int
     startup_timeout: float
+    restart: bool
+    max_restarts: int
+    restart_window: float
+    hang_timeout: float
 
 
 def _raise_descriptor_limit() -> None:
@@ -273,12 +280,6 @@ def _event_loop() -> Callable[[Any], int]:
     return run_with
 
 
-def _stop_signals() -> list[signal.Signals]:
-    """What ends the command; SIGHUP not where it was ignored when the command began, as under ``nohup``."""
-    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    return [signal.SIGINT, signal.SIGTERM, *([] if ignored else [signal.SIGHUP])]
-
-
 @contextlib.contextmanager
 def _interrupted_by_signals() -> Iterator[None]:
     """Signals that end like Ctrl-C, so that a start that is waited for is cleaned up."""
@@ -286,7 +287,7 @@ def _interrupted_by_signals() -> Iterator[None]:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, interrupt) for number in _stop_signals()}
+    before = {number: signal.signal(number, interrupt) for number in stop_signals()}
     try:
         yield
     except KeyboardInterrupt:
@@ -296,7 +297,9 @@ def _interrupted_by_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _launch(settings: Settings) -> LaunchedScheduler:
+def _launch(settings: Settings) -> LaunchedScheduler | Supervisor:
+    if settings.restart:
+        return _supervise(settings)
     directory = private_directory.make()
     command = [sys.executable, "-m", "caesura.scheduler", "--model", str(settings.model)]
     command += ["--endpoint", f"ipc://{directory}/{private_directory.SOCKET}", *settings.scheduler_arguments]
@@ -309,10 +312,36 @@ def _launch(settings: Settings) -> LaunchedScheduler:
     )
 
 
+def _supervise(settings: Settings) -> Supervisor:
+    policy = RestartPolicy(
+        max_restarts=settings.max_restarts,
+        window_s=settings.restart_window,
+        hang_timeout_s=settings.hang_timeout,
+        startup_timeout_s=settings.startup_timeout,
+    )
+    arguments = ["--model", str(settings.model), *settings.scheduler_arguments]
+    supervisor = supervised(
+        arguments,
+        None,
+        policy,
+        curve_server_key=settings.curve_server_key,
+        curve_client_key_file=settings.curve_client_key_file,
+    )
+    try:
+        supervisor.start()
+    except EngineError as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(status_of(error))
+    except BaseException:
+        supervisor.close()
+        raise
+    return supervisor
+
+
 async def _serve(
     settings: Settings,
     endpoint: str,
-    launched: LaunchedScheduler | None,
+    launched: LaunchedScheduler | Supervisor | None,
     listener: socket.socket,
     server_class: "type[Server]",
 ) -> int:
@@ -333,7 +362,7 @@ async def _serve(
             connections=front.metrics.connections,
             tls=settings.tls,
         )
-        watch = _Watch(server, front, launched)
+        watch = Watch(server, front, launched)
         watch.begin()
         gc.freeze()  # imports and routes live as long as the process: a full collection need not go through them
         try:
@@ -392,69 +421,4 @@ def _announce(options: "ServeOptions", endpoint: str, scheme: str) -> None:
     keys = " with keys" if options.api_key or options.admin_key else ""
     click.echo(f"serving {options.model_name} on {scheme}://{host}:{options.port}{keys} (engine {endpoint})")
     sys.stdout.flush()
-
-
-class _Watch:
-    """Ends the server on a signal, or when the engine has ended."""
-
-    def __init__(self, server: "Server", front: "FrontEnd", launched: LaunchedScheduler | None) -> None:
-        self.status = 0
-        self._server = server
-        self._front = front
-        self._launched = launched
-        self._stopping: asyncio.Task[None] | None = None
-        self._process = -1
-        self._signals: list[signal.Signals] = []
-
-    def begin(self) -> None:
-        """From now on."""
-        loop = asyncio.get_running_loop()
-        self._signals = _stop_signals()
-        for number in self._signals:
-            loop.add_signal_handler(number, self._on_signal)
-        if self._launched is not None:
-            self._process = os.pidfd_open(self._launched.pid)
-            loop.add_reader(self._process, self._on_exit)
-
-    def end(self) -> None:
-        """No longer."""
-        loop = asyncio.get_running_loop()
-        for number in self._signals:
-            loop.remove_signal_handler(number)
-        self._forget_process()
-
-    def _forget_process(self) -> None:
-        if self._process >= 0:
-            asyncio.get_running_loop().remove_reader(self._process)
-            os.close(self._process)
-            self._process = -1
-
-    def _on_signal(self) -> None:
-        if self._stopping is not None:
-            self._server.force_exit = True  # the second one
-            if self._launched is not None:
-                self._launched.hurry()
-            return
-        self._stopping = asyncio.ensure_future(self._stop())
-
-    async def _stop(self) -> None:
-        """The engine first: it answers every request with what it has."""
-        self._server.stop_accepting()
-        if self._launched is not None:
-            self._forget_process()
-            await asyncio.to_thread(self._launched.close)
-        else:  # the engine stays: what does not end by itself is ended, and answered with what it has
-            asyncio.get_running_loop().call_later(DRAIN_S, self._front.manager.abort_all)
-        self._server.should_exit = True
-
-    def _on_exit(self) -> None:
-        self._forget_process()
-        self.status = 1
-        click.echo("error: the scheduler process has ended; the server ends with it", err=True)
-        asyncio.get_running_loop().call_later(EXIT_GRACE_S, self._leave)
-
-    def _leave(self) -> None:
-        self._server.should_exit = True
-        self._stopping = asyncio.ensure_future(
-            self._front.client.close()
-        )  # whatever still waits gets its error
+    notify("READY=1", f"STATUS=serving on {scheme}://{host}:{options.port}")

@@ -62,9 +62,9 @@ class Usage(NamedTuple):
 class CacheManager:
     """Gives live requests their pages and keeps those of finished ones for reuse; no device work."""
 
-    def __init__(self, num_pages: int, page_size: int, prefix_cache: bool) -> None:
+    def __init__(self, num_pages: int, page_size: int, prefix_cache: bool, epoch: int = 0) -> None:
         """``num_pages`` counts the scratch page; ``prefix_cache=False``: nothing is ever matched or stored."""
-        self.epoch = 0
+        self.epoch = epoch
         self.page_size = page_size
         self.prefix_cache = prefix_cache
         self._allocator = PageAllocator(num_pages)

@@ -41,6 +41,8 @@ class Session:
     version: str | None = None
     model_path: str | None = None
     """The folder that came last, if one did."""
+    digest: str | None = None
+    """What tells that folder's files from others (``Checkpoint.digest``)."""
     route: Route | None = None
     """Of the call that came last; None: nothing came."""
     flush: bool = False

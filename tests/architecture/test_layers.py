@@ -46,6 +46,7 @@ ROWS = [
         "sessions",
         "lifecycle",
         "checker",
+        "weights_record",
         "updates",
         "parameter_server",
         "groups",

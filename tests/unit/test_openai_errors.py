@@ -100,8 +100,10 @@ def test_a_refusal_has_its_status(tmp_path, code, status, kind, stream):
         tmp_path, refusing(code, field="sampling_params.max_new_tokens"), {**PROMPT, "stream": stream}
     )
     assert response.status_code == status
+    retryable = {"retryable": True} if status == 503 else {}
+    assert ("retry-after" in response.headers) == bool(retryable)
     assert response.json() == {
-        "error": {"message": "because", "type": kind, "param": "max_tokens", "code": str(code)}
+        "error": {"message": "because", "type": kind, "param": "max_tokens", "code": str(code), **retryable}
     }
     assert (metrics.begun, metrics.ended, metrics.codes) == (1, [(0, "error")], [code])
 

@@ -143,11 +143,11 @@ def test_a_pool_that_cannot_be_had_is_refused_with_the_numbers(tiny_model):
 
 @pytest.mark.usefixtures("logger")
 def test_an_unforeseen_failure_at_start_is_told_with_its_traceback(tiny_model, monkeypatch):
-    monkeypatch.setattr(build, "load_model", lambda config: {}["defect"])
+    monkeypatch.setattr(build, "load_model", lambda *_: {}["defect"])
     error = start_error(model_path=str(tiny_model))
     assert error.code == ErrorCode.INTERNAL
     assert "KeyError: 'defect'" in error.detail["traceback"]
-    monkeypatch.setattr(build, "load_model", lambda config: (_ for _ in ()).throw(MemoryError("17 GB")))
+    monkeypatch.setattr(build, "load_model", lambda *_: (x for x in ()).throw(MemoryError("17 GB")))
     assert start_error(model_path=str(tiny_model)).code == ErrorCode.OUT_OF_MEMORY
 
 

@@ -16,8 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from caesura.client import EngineDied, EngineError, GroupError, SchedulerClient, TimedOut
-from caesura.client.launch import LaunchedScheduler, private_directory
-from caesura.io_struct import EndWeightUpdateReqInput, GetStatusReqOutput, WeightUpdateReqOutput
+from caesura.client.launch import LaunchedScheduler
+from caesura.io_struct import (
+    EndWeightUpdateReqInput,
+    GetStatusReqOutput,
+    WeightUpdateReqOutput,
+    private_directory,
+)
 
 from .actors import Errand, perform
 from .fault_engine import set_clock
@@ -110,7 +115,7 @@ class Life:
             UNLABELLED: versions[0],
             **{version.label: version for version in versions},
         }
-        self.directory = private_directory()
+        self.directory = private_directory.make()
         self._clock = self.directory / "clock"
         self.engine = self._launch(log)
         self.ledger = Ledger(self.by_label)

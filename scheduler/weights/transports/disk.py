@@ -10,6 +10,7 @@ The safetensors library maps files or reads them whole and offers no read at an 
 format is described at https://huggingface.co/docs/safetensors.
 """
 
+import hashlib
 import os
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
@@ -69,6 +70,8 @@ class _File:
     path: Path
     identity: tuple[int, int, int, int]
     """Device, inode, size, modification time in ns: the file whose header was read."""
+    header: bytes
+    """Its sha256."""
     header_bytes: int
 
 
@@ -82,6 +85,17 @@ class Checkpoint:
         self.total_bytes = sum(tensor.nbytes for tensor in tensors)
         """Bytes of tensor data."""
         self._files = files
+
+    @property
+    def digest(self) -> str:
+        """Hexadecimal; names, sizes, times and headers of the files as they were opened, so that a file that was written
+        anew is noticed without reading it. The folder's own name and place are no part of it."""
+        found = hashlib.sha256()
+        for file in self._files:
+            _, _, size, modified = file.identity
+            found.update(f"{file.path.name}\0{size}\0{modified}\0".encode(errors="surrogateescape"))
+            found.update(file.header)
+        return found.hexdigest()
 
     def pieces(self, bucket: Tensor, skip: Callable[[str], bool] | None = None) -> Iterator[WeightPiece]:
         """Read tensors in file order, large ones in ranges of rows.
@@ -149,6 +163,7 @@ class DiskSource:
     def __init__(self, checkpoint: Checkpoint, bucket: ReadBucket) -> None:
         self.specs = checkpoint.specs
         self.total_bytes = checkpoint.total_bytes
+        self.path, self.digest = str(checkpoint.path), checkpoint.digest
         self._checkpoint = checkpoint
         self._bucket = bucket
 
@@ -257,7 +272,8 @@ def _read_file_header(path: Path, number: int) -> tuple[_File, list[StoredTensor
     finally:
         os.close(descriptor)
     entries = _parse_header(path, header)
-    return _File(path, identity, length), _place_tensors(path, number, entries, _LENGTH_BYTES + length, size)
+    file = _File(path, identity, hashlib.sha256(header).digest(), length)
+    return file, _place_tensors(path, number, entries, _LENGTH_BYTES + length, size)
 
 
 def _parse_header(path: Path, header: bytes) -> dict[str, _Entry]:

@@ -1,0 +1,131 @@
+"""What ends the server: signals, and an engine that has ended for good.
+
+Invariants:
+- A signal ends the engine first, so that every request in flight is answered, then the server; status 0. The engine drains if it
+  was started so; a second signal ends that, and the server with it. An engine that ends by itself ends the server with status 1,
+  after every waiting client has got its error.
+- With ``--restart`` the server outlives the engine: while there is none, requests are refused at once.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+from typing import TYPE_CHECKING
+
+import click
+
+from ..exceptions import EngineRestarting
+from ..launch import LaunchedScheduler
+from ..notify import notify
+from ..supervise import status_of
+from ..supervisor import Down, Serving, State, Supervisor
+
+if TYPE_CHECKING:
+    from .context import FrontEnd
+    from .server import Server
+
+EXIT_GRACE_S = 0.3
+"""Between the engine's unexpected end and the server's: the answers that this causes are written meanwhile."""
+DRAIN_S = 5.0
+"""How long generations on an engine that is not ours may go on after a signal, before they are aborted."""
+
+
+def stop_signals() -> list[signal.Signals]:
+    """What ends the command; SIGHUP not where it was ignored when the command began, as under ``nohup``."""
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [signal.SIGINT, signal.SIGTERM, *([] if ignored else [signal.SIGHUP])]
+
+
+class Watch:
+    """Ends the server on a signal, or when the engine has ended for good."""
+
+    def __init__(
+        self, server: "Server", front: "FrontEnd", launched: LaunchedScheduler | Supervisor | None
+    ) -> None:
+        self.status = 0
+        self._server = server
+        self._front = front
+        self._launched = launched
+        self._stopping: asyncio.Task[None] | None = None
+        self._loop = asyncio.get_running_loop()
+        self._process = -1
+        self._signals: list[signal.Signals] = []
+
+    def begin(self) -> None:
+        """From now on."""
+        loop = self._loop
+        self._signals = stop_signals()
+        for number in self._signals:
+            loop.add_signal_handler(number, self._on_signal)
+        if isinstance(self._launched, Supervisor):
+            self._launched.subscribe(self._hear)
+        elif self._launched is not None:
+            self._process = os.pidfd_open(self._launched.pid)
+            loop.add_reader(self._process, self._on_exit)
+
+    def end(self) -> None:
+        """No longer."""
+        loop = asyncio.get_running_loop()
+        for number in self._signals:
+            loop.remove_signal_handler(number)
+        self._forget_process()
+
+    def _forget_process(self) -> None:
+        if self._process >= 0:
+            asyncio.get_running_loop().remove_reader(self._process)
+            os.close(self._process)
+            self._process = -1
+
+    def _on_signal(self) -> None:
+        if self._stopping is not None:
+            self._server.force_exit = True  # the second one
+            if self._launched is not None:
+                self._launched.hurry()
+            return
+        self._stopping = asyncio.ensure_future(self._stop())
+
+    async def _stop(self) -> None:
+        """The engine first: it answers every request with what it has."""
+        notify("STOPPING=1")
+        self._server.stop_accepting()
+        if self._launched is not None:
+            self._forget_process()
+            await asyncio.to_thread(self._launched.close)
+        else:  # the engine stays: what does not end by itself is ended, and answered with what it has
+            asyncio.get_running_loop().call_later(DRAIN_S, self._front.manager.abort_all)
+        self._server.should_exit = True
+
+    def _hear(self, state: State) -> None:
+        """In the supervisor's thread."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the server has ended before the engine
+            self._loop.call_soon_threadsafe(self._on_state, state)
+
+    def _on_state(self, state: State) -> None:
+        """What has become of a supervised engine."""
+        if self._stopping is not None:
+            return
+        if isinstance(state, Down):
+            message = f"the scheduler {state.reason}; another one is being started"
+            self._front.client.channel.refuse(EngineRestarting(message, reason=state.reason))
+            notify(f"STATUS={message}")
+        elif isinstance(state, Serving):
+            self._front.client.channel.refuse(None)
+            notify(f"STATUS=serving, {state.restarts} restarts")
+        else:
+            self.status = status_of(state.error)
+            reason = "the scheduler was told to end" if state.error is None else f"error: {state.error}"
+            click.echo(f"{reason}; the server ends with it", err=True)
+            asyncio.get_running_loop().call_later(EXIT_GRACE_S, self._leave)
+
+    def _on_exit(self) -> None:
+        self._forget_process()
+        self.status = 1
+        click.echo("error: the scheduler process has ended; the server ends with it", err=True)
+        asyncio.get_running_loop().call_later(EXIT_GRACE_S, self._leave)
+
+    def _leave(self) -> None:
+        self._server.should_exit = True
+        self._stopping = asyncio.ensure_future(
+            self._front.client.close()
+        )  # whatever still waits gets its error

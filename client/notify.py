@@ -1,0 +1,37 @@
+"""Tells a service manager how a service is doing, by systemd's protocol: datagrams to the socket that it names.
+
+Invariant: without ``NOTIFY_SOCKET`` nothing happens, and nothing that happens there can fail the caller, nor hold it up for
+long.
+"""
+
+import os
+import socket
+
+_PATIENCE_S = 1.0
+"""With a manager that does not read: its queue is short."""
+
+
+def notify(*assignments: str) -> bool:
+    """Send ``READY=1``, ``STATUS=…`` and the like; whether somebody was there to hear it."""
+    address = os.environ.get("NOTIFY_SOCKET", "")
+    if address[:1] not in ("/", "@"):
+        return False
+    if address.startswith("@"):  # a name in the abstract namespace
+        address = "\0" + address[1:]
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as datagrams:
+            datagrams.settimeout(_PATIENCE_S)
+            datagrams.sendto("\n".join(assignments).encode(), address)
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def watchdog_interval_s() -> float | None:
+    """How often the manager wants ``WATCHDOG=1`` from this process, with time to spare; None: it does not."""
+    try:
+        limit = int(os.environ["WATCHDOG_USEC"]) / 1e6
+        pid = int(os.environ.get("WATCHDOG_PID", os.getpid()))
+    except (KeyError, ValueError):
+        return None
+    return limit / 3 if limit > 0 and pid == os.getpid() else None

@@ -1,0 +1,297 @@
+"""A supervised scheduler that is killed, stopped and refused, with real processes and clients that try again."""
+
+import json
+import os
+import queue
+import shutil
+import signal
+import socket
+import threading
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+from safetensors.torch import load_file
+from support.http_serve import served
+from support.supervised import PATIENCE, Supervised, supervised
+from support.waiting import eventually
+
+from caesura.client import EngineError, EpochBehind, SamplingParams, SchedulerClient, WeightsInvalid
+
+GREEDY = SamplingParams(max_new_tokens=24, temperature=0.0, ignore_eos=True)
+
+
+def again(call, *arguments, **options):
+    """The result of ``call``, which is repeated as long as its failure may pass."""
+    while True:
+        try:
+            return call(*arguments, timeout=PATIENCE, **options)
+        except EngineError as error:
+            assert error.retryable, error
+
+
+def kill(running: Supervised, client: SchedulerClient) -> None:
+    os.kill(client.status(timeout=PATIENCE).pid, signal.SIGKILL)
+    running.wait_for("restart ")
+
+
+def test_a_kill_under_load_is_survived_by_clients_that_try_again(tiny_model):
+    with supervised("--model", str(tiny_model)) as running, running.client() as client:
+        first = client.status(timeout=PATIENCE)
+        outputs, begun = [], threading.Barrier(5)
+
+        def rollouts(seed: int) -> None:
+            begun.wait(PATIENCE)
+            prompts = ([5, 6, 7 + seed, number] for number in range(12))
+            outputs.extend(again(client.generate, prompt, GREEDY) for prompt in prompts)
+
+        threads = [threading.Thread(target=rollouts, args=(seed,)) for seed in range(4)]
+        for thread in threads:
+            thread.start()
+        begun.wait(PATIENCE)
+        eventually(lambda: len(outputs) >= 4)
+        os.kill(first.pid, signal.SIGKILL)
+        for thread in threads:
+            thread.join(PATIENCE)
+        assert len(outputs) == 48
+        assert all(len(each.output_ids) == 24 for each in outputs)
+        spans = {(span.incarnation, span.epoch) for each in outputs for span in each.weight_versions}
+        second = client.status(timeout=PATIENCE)
+        assert spans == {(first.incarnation, 0), (second.incarnation, 1)}
+        assert running.end() == 0
+    restarts = [line for line in running.told if "restart " in line]
+    assert len(restarts) == 1
+    assert "killed by signal 9" in restarts[0]
+
+
+def test_what_was_updated_from_disk_is_served_again(tiny_model, other_model):
+    with supervised("--model", str(tiny_model)) as running, running.client() as client:
+        client.update_weights_from_disk(other_model, weight_version="step-17", timeout=PATIENCE)
+        before = client.generate([5, 6, 7], GREEDY, timeout=PATIENCE)
+        kill(running, client)
+        status = again(client.status)
+        assert (status.weights, status.weight_version, status.weights_epoch) == ("valid", "step-17", 2)
+        after = again(client.generate, [5, 6, 7], GREEDY, min_weights_epoch=1)
+        assert after.output_ids == before.output_ids
+        assert {span.version for span in after.weight_versions} == {"step-17"}
+
+
+def test_what_came_as_tensors_is_refused_until_it_comes_again(tiny_model, other_model):
+    tensors = load_file(other_model / "model.safetensors")
+    with supervised("--model", str(tiny_model)) as running, running.client() as client:
+        client.update_weights_from_tensor(tensors.items(), weight_version="step-17", timeout=PATIENCE)
+        before = client.generate([5, 6, 7], GREEDY, timeout=PATIENCE)
+        kill(running, client)
+        status = again(client.status)
+        assert (status.weights, status.weight_version, status.weights_epoch) == ("invalid", "default", 2)
+        with pytest.raises(WeightsInvalid, match="step-17") as caught:
+            client.generate([5, 6, 7], GREEDY, timeout=PATIENCE)
+        assert caught.value.retryable
+        reply = client.update_weights_from_tensor(tensors.items(), weight_version="step-17", timeout=PATIENCE)
+        assert (reply.committed, reply.weights_epoch) == (True, 3)
+        after = client.generate([5, 6, 7], GREEDY, min_weights_epoch=1, timeout=PATIENCE)
+        assert after.output_ids == before.output_ids
+
+
+def test_the_old_behaviour_is_an_option(tiny_model, other_model):
+    tensors = load_file(other_model / "model.safetensors")
+    with (
+        supervised("--model", str(tiny_model), "--on-lost-weights", "serve_initial") as running,
+        running.client() as client,
+    ):
+        first = client.generate([5, 6, 7], GREEDY, timeout=PATIENCE)
+        client.update_weights_from_tensor(tensors.items(), weight_version="step-17", timeout=PATIENCE)
+        kill(running, client)
+        assert again(client.generate, [5, 6, 7], GREEDY).output_ids == first.output_ids
+        with pytest.raises(EpochBehind, match="step-17"):
+            client.generate([5, 6, 7], GREEDY, min_weights_epoch=1, timeout=PATIENCE)
+
+
+def test_the_state_file_outlives_the_supervisor(tiny_model, other_model, tmp_path):
+    arguments = ("--model", str(tiny_model), "--state-file", str(tmp_path / "weights.json"))
+    with supervised(*arguments) as running, running.client() as client:
+        client.update_weights_from_disk(other_model, weight_version="step-17", timeout=PATIENCE)
+    with supervised(*arguments) as running, running.client() as client:
+        status = client.status(timeout=PATIENCE)
+        assert (status.weight_version, status.weights_epoch) == ("step-17", 2)
+
+
+def test_a_scheduler_that_never_comes_back_is_given_up(tiny_model, tmp_path):
+    model = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    with supervised("--model", str(model), "--max-restarts", "2") as running, running.client() as client:
+        shutil.rmtree(model)
+        os.kill(client.status(timeout=PATIENCE).pid, signal.SIGKILL)
+        assert running.end(None) == 3
+    (error,) = [line for line in running.told if line.startswith("error: ")]
+    assert "restarted 2 times within 600 s: giving up" in error
+    assert "checkpoint_error" in error
+    assert len([line for line in running.told if "; restart " in line]) == 2
+    assert not running.folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "reason"),
+    [(("--kv-memory-fraction", "7"), 1, "kv_memory_fraction"), (("--no-such-option",), 2, "no-such-option")],
+)
+def test_a_configuration_that_is_refused_is_not_tried_again(tiny_model, arguments, status, reason):
+    with supervised("--model", str(tiny_model), *arguments) as running:
+        assert running.end(None) == status
+    assert any(reason in line for line in running.told)
+    assert not any("restart " in line for line in running.told)
+
+
+def test_a_stopped_process_is_replaced(tiny_model):
+    with supervised("--model", str(tiny_model), "--hang-timeout", "3") as running, running.client() as client:
+        pid = client.status(timeout=PATIENCE).pid
+        assert len(client.generate([5], GREEDY, timeout=PATIENCE).output_ids) == 24
+        os.kill(pid, signal.SIGSTOP)
+        assert "did not answer its status for 3 s and was killed" in running.wait_for("restart ")
+        assert again(client.status).pid != pid
+        assert len(again(client.generate, [5], GREEDY).output_ids) == 24
+        assert not psutil.pid_exists(pid)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_ends_both_in_order(tiny_model, number):
+    with supervised("--model", str(tiny_model)) as running, running.client() as client:
+        pid = client.status(timeout=PATIENCE).pid
+        client.pause("in_place", timeout=PATIENCE)
+        handle = client.submit([5], GREEDY)
+        eventually(lambda: client.status(timeout=PATIENCE).waiting_requests == 1)
+        assert running.end(number) == 0
+        assert handle.result(PATIENCE).finish_reason.type == "abort"
+    assert not psutil.pid_exists(pid)
+    assert not running.folder.exists()
+    assert not any("restart " in line for line in running.told)
+
+
+def test_a_shutdown_message_ends_both(tiny_model):
+    with supervised("--model", str(tiny_model)) as running, running.client() as client:
+        client.shutdown(timeout=PATIENCE)
+        assert running.end(None) == 0
+
+
+def test_a_supervisor_that_is_killed_takes_its_scheduler_with_it(tiny_model):
+    with supervised("--model", str(tiny_model)) as running:
+        with running.client() as client:
+            pid = client.status(timeout=PATIENCE).pid
+        running.end(signal.SIGKILL)
+        eventually(lambda: not psutil.pid_exists(pid))
+    shutil.rmtree(running.folder)
+
+
+# -- over HTTP -----------------------------------------------------------------------------------------------------
+
+
+def test_http_says_what_may_be_tried_again_and_finds_the_new_engine(tiny_model, other_model):
+    root = ("--weights-root", str(other_model.parent))
+    with served("--model", str(tiny_model), "--restart", *root) as engine:
+        before = engine.get("/server_info").json()
+        assert before["weights_epoch"] == 0
+        updated = {"model_path": str(other_model), "weight_version": "step-17"}
+        assert engine.ok("/update_weights_from_disk", updated)["committed"]
+        tokens = engine.generate([5, 6, 7])["output_ids"]
+        engine.ok("/pause_generation", {"mode": "in_place"})
+        answers: list[httpx.Response] = []
+
+        def ask(path: str, body: dict) -> None:
+            answers.append(httpx.post(f"{engine.url}{path}", json=body, timeout=PATIENCE))
+
+        bodies = {"/generate": {"input_ids": [5]}, "/v1/completions": {"model": "default", "prompt": [5]}}
+        threads = [threading.Thread(target=ask, args=item) for item in bodies.items()]
+        for thread in threads:
+            thread.start()
+        eventually(lambda: engine.get("/get_load").json()[0]["num_waiting_reqs"] == 2)
+        os.kill(before["internal_states"][0]["pid"], signal.SIGKILL)
+        for thread in threads:
+            thread.join(PATIENCE)
+        for answer in answers:
+            assert answer.status_code == 503
+            assert answer.json()["error"]["code"] == "engine_died"
+            assert answer.json()["error"]["retryable"] is True
+            assert int(answer.headers["retry-after"]) >= 1
+        refusal = eventually(lambda: until_refused(engine))
+        assert refusal.status_code == 503
+        assert refusal.json()["error"]["code"] == "engine_restarting"
+        assert refusal.json()["error"]["retryable"] is True
+        assert int(refusal.headers["retry-after"]) >= 1
+        assert "killed by signal 9" in refusal.json()["error"]["message"]
+        eventually(lambda: engine.get("/health").status_code == 200, PATIENCE)
+        after = engine.get("/server_info").json()
+        assert after["incarnation"] != before["incarnation"]
+        assert (after["weights_epoch"], after["weight_version"]) == (2, "step-17")
+        assert engine.get("/model_info").json()["incarnation"] == after["incarnation"]
+        answer = engine.generate([5, 6, 7])
+        assert answer["output_ids"] == tokens
+        assert answer["meta_info"]["weight_versions"][0]["incarnation"] == after["incarnation"]
+        assert engine.stop()[0] == 0
+
+
+def until_refused(engine) -> httpx.Response | None:
+    """The answer to /health while no engine is there."""
+    answer = engine.get("/health")
+    return answer if "engine_restarting" in answer.text else None
+
+
+def test_a_server_ends_with_an_engine_that_is_given_up(tiny_model):
+    with served("--model", str(tiny_model), "--restart", "--max-restarts", "0") as engine:
+        os.kill(engine.engine_pid, signal.SIGKILL)
+        engine.http.close()
+        _, error = engine.process.communicate(timeout=PATIENCE)
+    assert engine.process.returncode == 3
+    assert "giving up" in error
+
+
+def test_a_server_ends_with_an_engine_that_was_told_to(tiny_model):
+    with served("--model", str(tiny_model), "--restart") as engine:
+        with SchedulerClient("ipc://" + engine.announced.split("ipc://")[1].rstrip(")\n")) as client:
+            client.shutdown(timeout=PATIENCE)
+        engine.http.close()
+        _, error = engine.process.communicate(timeout=PATIENCE)
+    assert engine.process.returncode == 0
+    assert "was told to end" in error
+
+
+# -- as a service --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["supervise", "serve"])
+def test_the_service_manager_hears_when_it_serves_and_when_it_ends(tiny_model, tmp_path, command):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(tmp_path / "notify"))
+        manager.settimeout(PATIENCE)
+        heard: queue.Queue[str] = queue.Queue()
+
+        def listen() -> None:
+            while (message := manager.recv(4096)) != b"over":
+                heard.put(message.decode())
+
+        reader = threading.Thread(target=listen)
+        reader.start()
+        environment = {"NOTIFY_SOCKET": str(tmp_path / "notify"), "WATCHDOG_USEC": "300000"}
+        start = supervised if command == "supervise" else served
+        with start("--model", str(tiny_model), env=environment) as running:
+            assert wait_until(heard, "READY=1").startswith("READY=1\nSTATUS=serving")
+            if command == "supervise":
+                assert wait_until(heard, "WATCHDOG=1") == "WATCHDOG=1"
+                running.end()
+            else:
+                running.stop()
+            assert wait_until(heard, "STOPPING=1") == "STOPPING=1"
+        manager.sendto(b"over", str(tmp_path / "notify"))
+        reader.join(PATIENCE)
+
+
+def wait_until(heard: queue.Queue[str], text: str) -> str:
+    while True:
+        message = heard.get(timeout=PATIENCE)
+        if text in message:
+            return message
+
+
+def test_the_record_of_a_supervised_scheduler_is_where_its_socket_is(tiny_model):
+    with supervised("--model", str(tiny_model)) as running:
+        record = json.loads((running.folder / "weights.json").read_bytes())
+        assert record["source"] == str(tiny_model)
+        assert running.folder.stat().st_mode & 0o777 == 0o700

@@ -1,0 +1,327 @@
+"""One engine after the other with the same state file: what the second one knows of the first."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+from support.scripted import EngineDriver, assert_error, tokens_of
+
+from caesura.client.tensors import as_frames, buckets
+from caesura.io_struct import (
+    BeginWeightUpdateReqInput,
+    CaesuraError,
+    ContinueGenerationReqInput,
+    EndWeightUpdateReqInput,
+    ErrorReply,
+    GenerateReqInput,
+    Message,
+    PauseGenerationReqInput,
+    UpdateWeightFromDiskReqInput,
+    UpdateWeightsFromTensorReqInput,
+    WeightsCheckerReqInput,
+    encode,
+)
+from caesura.scheduler.config import EngineConfig
+from caesura.scheduler.process import Engine
+
+PROMPT = [5, 6, 7]
+
+
+@pytest.fixture
+def folder(other_model, tmp_path) -> Path:
+    """What a trainer wrote."""
+    return Path(shutil.copytree(other_model, tmp_path / "step-17"))
+
+
+@pytest.fixture
+def start(tiny_model, tmp_path):
+    """Starts an engine with the state file of this test."""
+
+    def started(model: Path = tiny_model, **options: object) -> EngineDriver:
+        return EngineDriver(str(model), state_file=str(tmp_path / "weights.json"), **options)
+
+    return started
+
+
+def ok(reply: Message) -> Message:
+    assert not isinstance(reply, ErrorReply), reply
+    return reply
+
+
+def from_disk(driver: EngineDriver, folder: Path, version: str | None = "step-17") -> None:
+    ok(driver.call(UpdateWeightFromDiskReqInput(model_path=str(folder), weight_version=version)))
+
+
+def from_tensors(driver: EngineDriver, path: Path, count: int | None = None, **fields: object) -> Message:
+    """The first ``count`` tensors of a checkpoint, or all."""
+    named = list(load_file(path / "model.safetensors").items())[:count]
+    (bucket,) = buckets(named, 1 << 30)
+    specs, frames = as_frames(bucket)
+    message = UpdateWeightsFromTensorReqInput(specs=specs, **fields)
+    driver.client("main").send_multipart([encode(message), *frames])
+    driver._inbox.await_one_more()
+    for _ in range(500):
+        driver.tick()
+        if message.id in driver.replies:
+            return driver.replies.pop(message.id)
+    raise AssertionError("not answered")
+
+
+def checksum(driver: EngineDriver) -> str:
+    return ok(driver.call(WeightsCheckerReqInput(action="checksum"))).total
+
+
+def refused(driver: EngineDriver, code: str, **fields: object) -> ErrorReply:
+    return assert_error(driver.call(GenerateReqInput(input_ids=PROMPT, **fields)), code)
+
+
+def refused_start(model: Path, state_file: Path, directory: Path) -> None:
+    endpoint = f"ipc://{directory}/s"
+    Engine(
+        EngineConfig(
+            model_path=str(model), endpoint=endpoint, device="cpu", state_file=str(state_file)
+        ).resolve()
+    )
+
+
+def test_without_a_state_file_every_start_is_the_first(tiny_model, folder, tmp_path):
+    for _ in range(2):
+        with EngineDriver(str(tiny_model)) as driver:
+            assert (driver.status().weights_epoch, driver.status().weight_version) == (0, "default")
+            from_disk(driver, folder)
+    assert {path.name for path in tmp_path.iterdir()} == {"step-17"}
+
+
+def test_epochs_go_on_when_nothing_was_ever_updated(start):
+    incarnations = set()
+    for epoch in range(3):
+        with start() as driver:
+            status = driver.status()
+            assert (status.weights, status.weights_epoch, status.weight_version) == (
+                "valid",
+                epoch,
+                "default",
+            )
+            incarnations.add(status.incarnation)
+            driver.generate(PROMPT)
+            driver.run_until_idle()
+    assert len(incarnations) == 3
+
+
+def test_what_was_committed_from_disk_comes_back(start, folder):
+    with start() as driver:
+        from_disk(driver, folder)
+        committed, before = checksum(driver), driver.status()
+        assert before.weights_epoch == 1
+    for epoch in (2, 3):  # and again: the second start has committed nothing of its own
+        with start() as driver:
+            after = driver.status()
+            assert (after.weights, after.weight_version, after.weights_epoch) == ("valid", "step-17", epoch)
+            assert after.model_path == str(folder)
+            assert checksum(driver) == committed
+            rid = driver.generate(PROMPT, min_weights_epoch=1)
+            driver.run_until_idle()
+            (span,) = driver.result(rid).weight_versions
+            assert (span.epoch, span.version, span.incarnation) == (epoch, "step-17", after.incarnation)
+            refused(driver, "epoch_behind", min_weights_epoch=epoch + 1)
+
+
+def test_prefixes_are_shared_under_the_first_epoch_of_a_restart(start, folder):
+    with start() as driver:
+        from_disk(driver, folder)
+    with start() as driver:
+        for _ in range(2):
+            rid = driver.generate(list(range(3, 60)))
+            driver.run_until_idle()
+        assert driver.result(rid).cached_tokens > 0
+
+
+@pytest.mark.parametrize("how", ["transport", "gone", "rewritten", "torn"])
+def test_lost_weights_are_refused_until_an_update_is_complete(start, folder, other_model, tiny_model, how):
+    with start() as driver:
+        if how == "transport":
+            ok(from_tensors(driver, other_model, weight_version="step-17"))
+        else:
+            from_disk(driver, folder)
+        committed = checksum(driver)
+    file = folder / "model.safetensors"
+    if how == "gone":
+        shutil.rmtree(folder)
+    elif how == "rewritten":
+        shutil.copyfile(tiny_model / "model.safetensors", file)
+    elif how == "torn":
+        os.truncate(file, file.stat().st_size // 2)
+    for epoch in (2, 3):  # the loss is remembered
+        with start() as driver:
+            status = driver.status()
+            assert (status.weights, status.weights_epoch, status.weight_version) == (
+                "invalid",
+                epoch,
+                "default",
+            )
+            assert "'step-17' (epoch 1) was lost" in status.weights_detail
+            error = refused(driver, "weights_invalid")
+            assert "step-17" in error.message
+            assert "complete update" in error.message
+    with start() as driver:
+        reply = ok(from_tensors(driver, other_model, count=2))
+        assert not reply.committed
+        refused(driver, "weights_invalid")
+        driver.call(PauseGenerationReqInput(mode="in_place"))
+        assert_error(driver.call(ContinueGenerationReqInput()), "weights_invalid")
+        reply = ok(from_tensors(driver, other_model, weight_version="step-18"))
+        assert (reply.committed, reply.weights_epoch) == (True, 5)
+        ok(driver.call(ContinueGenerationReqInput()))
+        assert checksum(driver) == committed
+        rid = driver.generate(PROMPT, min_weights_epoch=1)
+        driver.run_until_idle()
+        assert len(tokens_of(driver.result(rid))) == 8
+
+
+def test_the_old_behaviour_still_refuses_who_names_an_epoch(start, other_model):
+    with start() as driver:
+        first = checksum(driver)
+        ok(from_tensors(driver, other_model, weight_version="step-17"))
+    with start(on_lost_weights="serve_initial") as driver:
+        status = driver.status()
+        assert (status.weights, status.weights_epoch, status.weight_version) == ("valid", 2, "default")
+        assert checksum(driver) == first
+        rid = driver.generate(PROMPT)
+        driver.run_until_idle()
+        assert len(tokens_of(driver.result(rid))) == 8
+        for epoch in (1, 2):
+            assert "step-17" in refused(driver, "epoch_behind", min_weights_epoch=epoch).message
+        session = ok(driver.call(BeginWeightUpdateReqInput()))
+        end = EndWeightUpdateReqInput(session_id=session.session_id, commit=True, weight_version="renamed")
+        assert ok(driver.call(end)).weights_epoch == 3
+        refused(driver, "epoch_behind", min_weights_epoch=1)  # a new label is no new weights
+    with start(on_lost_weights="serve_initial") as driver:
+        refused(driver, "epoch_behind", min_weights_epoch=1)
+        ok(from_tensors(driver, other_model))
+        driver.generate(PROMPT, min_weights_epoch=4)
+        driver.run_until_idle()
+
+
+def test_a_new_label_alone_keeps_the_folder_and_tensors_after_it_do_not(start, folder, other_model):
+    with start() as driver:
+        from_disk(driver, folder)
+        session = ok(driver.call(BeginWeightUpdateReqInput()))
+        ok(driver.call(EndWeightUpdateReqInput(session_id=session.session_id, weight_version="renamed")))
+    with start() as driver:
+        assert (driver.status().weights, driver.status().weight_version) == ("valid", "renamed")
+        ok(from_tensors(driver, other_model, count=2))
+    with start() as driver:
+        assert driver.status().weights == "invalid"
+
+
+def test_the_last_source_of_a_session_decides(start, folder, other_model):
+    for last_from_disk in (True, False):
+        with start() as driver:
+            session = ok(driver.call(BeginWeightUpdateReqInput())).session_id
+            disk = UpdateWeightFromDiskReqInput(model_path=str(folder), session_id=session)
+            if not last_from_disk:
+                ok(driver.call(disk))
+            ok(from_tensors(driver, other_model, count=2, session_id=session))
+            if last_from_disk:
+                ok(driver.call(disk))
+            ok(driver.call(EndWeightUpdateReqInput(session_id=session)))
+        with start() as driver:
+            assert driver.status().weights == ("valid" if last_from_disk else "invalid")
+
+
+def test_a_folder_that_changes_between_its_call_and_the_commit_is_not_taken_for_what_was_loaded(
+    start, folder, tiny_model
+):
+    with start() as driver:
+        session = ok(driver.call(BeginWeightUpdateReqInput())).session_id
+        ok(driver.call(UpdateWeightFromDiskReqInput(model_path=str(folder), session_id=session)))
+        shutil.copyfile(tiny_model / "model.safetensors", folder / "model.safetensors")
+        ok(driver.call(EndWeightUpdateReqInput(session_id=session)))
+    with start() as driver:
+        assert driver.status().weights == "invalid"
+
+
+def test_what_was_not_committed_is_not_remembered(start, folder, other_model):
+    with start() as driver:
+        from_disk(driver, folder)
+        committed = checksum(driver)
+        session = ok(driver.call(BeginWeightUpdateReqInput())).session_id
+        ok(from_tensors(driver, other_model, count=2, session_id=session))
+        ok(driver.call(EndWeightUpdateReqInput(session_id=session, commit=False)))
+        assert driver.status().weights == "poisoned"
+    with start() as driver:
+        assert (driver.status().weights, driver.status().weight_version) == ("valid", "step-17")
+        assert checksum(driver) == committed
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"\0" * 300,
+        b"[1]",
+        b'{"caesura_weights_record": 2}',
+        b"\xff" * 99,
+        b"[" * 50_000,
+        b"7" * 99_999,
+    ],
+    ids=["empty", "torn", "zeros", "foreign", "newer", "bytes", "deep", "large"],
+)
+def test_a_file_that_is_no_record_is_ignored_with_a_warning(start, tmp_path, content, caplog):
+    path = tmp_path / "weights.json"
+    path.write_bytes(content)
+    with start() as driver:
+        assert (driver.status().weights, driver.status().weights_epoch) == ("valid", 0)
+    assert "is ignored" in caplog.text
+    assert json.loads(path.read_bytes())["weights_epoch"] == 0
+
+
+def test_a_record_of_another_model_gives_its_epoch_and_nothing_else(start, folder, other_model, caplog):
+    with start() as driver:
+        from_disk(driver, folder)
+    with start(other_model) as driver:
+        status = driver.status()
+        assert (status.weights, status.weights_epoch, status.weight_version) == ("valid", 2, "default")
+        assert status.model_path == str(other_model)
+    assert "is ignored but for its epoch" in caplog.text
+
+
+def test_a_file_that_cannot_be_written_refuses_the_start(tiny_model, tmp_path):
+    (tmp_path / "folder").mkdir()
+    for path in (tmp_path / "missing" / "weights.json", tmp_path / "folder"):
+        with pytest.raises(CaesuraError, match="state_file") as caught:
+            refused_start(tiny_model, path, tmp_path)
+        assert caught.value.code == "invalid_request"
+
+
+def test_a_commit_stands_when_its_record_cannot_be_written(start, folder, tmp_path, caplog):
+    with start() as driver:
+        (tmp_path / ".weights.json.new").mkdir()
+        from_disk(driver, folder)
+        assert driver.status().weights_epoch == 1
+    assert "could not be written" in caplog.text
+
+
+def test_two_engines_do_not_share_a_file(start, tiny_model, tmp_path):
+    with start(), pytest.raises(CaesuraError, match="another engine writes it"):
+        refused_start(tiny_model, tmp_path / "weights.json", tmp_path)
+    with start() as driver:
+        assert driver.status().weights_epoch == 1
+
+
+def test_the_file_is_private_small_and_says_what_it_should(start, folder, tmp_path):
+    path = tmp_path / "weights.json"
+    with start() as driver:
+        from_disk(driver, folder)
+        status = driver.status()
+        record = json.loads(path.read_bytes())  # by the time the reply is there
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert path.stat().st_size < 1024
+    assert record["incarnation"] == status.incarnation
+    assert (record["weights_epoch"], record["weight_version"]) == (1, "step-17")
+    assert record["source"] == str(folder)
+    assert len(record["digest"]) == 64
