@@ -15,14 +15,6 @@ ORDER = sorted(KINDS, key=lambda name: KINDS[name].weight, reverse=True)
 """What ends an engine comes last."""
 
 
-WITHOUT_DESCRIPTORS = pytest.mark.xfail(
-    reason="libzmq ends the process that cannot accept a connection for want of descriptors", strict=False
-)
-CASES = [
-    pytest.param(name, marks=WITHOUT_DESCRIPTORS) if name == "engine-descriptors" else name for name in ORDER
-]
-
-
 @pytest.fixture(scope="module")
 def campaign(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Campaign]:
     campaign = Campaign(make_versions(tmp_path_factory.mktemp("versions")), seed=SEED)
@@ -31,7 +23,7 @@ def campaign(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Campaign]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ORDER)
 def test_the_engine_keeps_its_promises_through(campaign: Campaign, name: str) -> None:
     outcome = campaign.one(ORDER.index(name), name)
     assert not outcome.problems, outcome

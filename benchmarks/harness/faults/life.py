@@ -35,6 +35,8 @@ ENGINE = Path(__file__).with_name("fault_engine.py")
 PATIENT_LEASE_S = 30.0
 """Of a trainer that nothing happens to: a busy machine must not let it expire."""
 SESSION_DEADLINE_S = 2.0
+ENGINE_DESCRIPTORS = 512
+"""That the engine may have open."""
 HEALING_S = 15.0
 """In which leases and deadlines must have run out, on a busy machine too."""
 DEADLINE_S = 60.0
@@ -241,7 +243,11 @@ class Life:
             "log-level": "INFO" if log is not None else "ERROR",
         }
         set_clock(self._clock, 0.0)
-        command = [sys.executable, str(ENGINE), str(self._clock), "--check-ledger"]
+        limit = [
+            "prlimit",
+            f"--nofile={ENGINE_DESCRIPTORS}:{ENGINE_DESCRIPTORS}",
+        ]  # a crowd must be able to use them up
+        command = [*limit, sys.executable, str(ENGINE), str(self._clock), "--check-ledger"]
         for name, value in options.items():
             command += [f"--{name}", str(value)]
         return LaunchedScheduler(command, directory=self.directory, log_path=log)

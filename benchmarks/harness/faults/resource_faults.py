@@ -1,21 +1,19 @@
 """Disks, memory and descriptors that are full, checkpoints that change while they are read, readers that do not read, clocks."""
 
+import contextlib
 import os
-import resource
 import shutil
+import socket
 from pathlib import Path
-
-import zmq
 
 from .fault_engine import DAY_S
 from .known import Version
-from .life import DEADLINE_S, PATIENT_LEASE_S
+from .life import DEADLINE_S, ENGINE_DESCRIPTORS, PATIENT_LEASE_S
 from .registry import kind
 from .scene import Scene, outcome_text
 
 MUTE_TOKENS = 3000
 SHARES = (0.0, 0.01, 0.3, 0.9, 0.999)
-SHORT_PATIENCE_S = 5.0
 FILE = "model.safetensors"
 
 
@@ -83,25 +81,19 @@ def client_descriptors(scene: Scene) -> None:
     scene.cleared()
 
 
-@kind("engine-descriptors", 2)
+@kind("engine-descriptors", 4)
 def engine_descriptors(scene: Scene) -> None:
-    """The engine may open no more descriptors for a while, and clients and a trainer come."""
-    pid = scene.life.pid
-    limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-    used = max(int(name) for name in os.listdir(f"/proc/{pid}/fd"))
-    resource.prlimit(pid, resource.RLIMIT_NOFILE, (used + scene.rng.choice((1, 2, 4)), limits[1]))
-    context = zmq.Context()
-    try:
-        actor = scene.somebody(timeout_s=SHORT_PATIENCE_S)
-        strangers = [context.socket(zmq.DEALER) for _ in range(8)]
-        for stranger in strangers:
-            stranger.linger = 0
-            stranger.connect(scene.life.endpoint)
+    """More connections come than the engine may have descriptors, while somebody works with it; they never say a word."""
+    actor = scene.somebody()
+    scene.meet(actor)
+    with contextlib.ExitStack() as crowd:
+        for number in range(2 * ENGINE_DESCRIPTORS):
+            if number % 32 == 0:  # quicker than the engine can look, a crowd wins (docs/security.md)
+                scene.life.sleep(0.02)
+            stranger = crowd.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            stranger.setblocking(False)
+            stranger.connect_ex(scene.life.endpoint.removeprefix("ipc://"))
         scene.hold()
-    finally:
-        context.destroy(linger=0)
-        if scene.life.engine.returncode is None:
-            resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
     scene.cleared()
     scene.must_end(actor)
 
