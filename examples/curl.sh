@@ -13,7 +13,7 @@ ADMIN=${ADMIN_KEY:-$KEY}
 # The whole answer is read before its beginning is shown: a pipe that closes early is an error to curl.
 call() { local answer; answer=$(curl -sS --fail-with-body -H "Authorization: Bearer $ADMIN" "$@") && echo "${answer:0:300}"; }
 get() { echo "GET $1"; call "$URL$1"; }
-post() { echo "POST $1"; call -H 'Content-Type: application/json' "$URL$1" -d "$2"; }
+post() { echo "POST $1"; call -H 'Content-Type: application/json' "$URL$1" -d "$2" "${@:3}"; }
 
 # Is it there, and what is it?
 get /health
@@ -56,12 +56,14 @@ post /continue_generation '{}'
 post /weights_checker '{"action": "compare"}'
 post /update_weight_version '{"new_version": "2"}'
 
-# New weights as a safetensors file, in a session, while generation goes on
-post /begin_weight_update '{}'
+# New weights as a safetensors file, in a session, while generation goes on: its pieces and its end carry its id
+begun=$(post /begin_weight_update '{}')
+echo "$begun"
+session=$(sed -n 's/.*"session_id":"\([^"]*\)".*/\1/p' <<< "$begun")
 echo "POST /update_weights_from_tensor"
-call -H 'Content-Type: application/octet-stream' \
+call -H 'Content-Type: application/octet-stream' -H "X-Caesura-Session: $session" \
     "$URL/update_weights_from_tensor?flush_cache=true" --data-binary "@$MODEL/model.safetensors"
-post /end_weight_update '{"weight_version": "3"}'
+post /end_weight_update '{"weight_version": "3"}' -H "X-Caesura-Session: $session"
 
 # Lend the memory of the KV cache to a trainer, and take it back
 post /release_memory_occupation '{"tags": ["kv_cache"]}'

@@ -150,6 +150,10 @@ def test_scales_that_belong_to_another_form_are_never_served(engine, folders, co
     with pytest.raises(EngineError) as caught:
         engine.continue_generation()
     assert (caught.value.code, caught.value.detail["missing"]) == ("weight_mismatch", [Q])
+    assert engine.status().weights == "updating", "the rest may still come"
+    with pytest.raises(EngineError):
+        engine.continue_generation()
+    engine.end_weight_update(commit=False)
     assert engine.status().weights == "poisoned"
     with pytest.raises(EngineError):
         engine.continue_generation()

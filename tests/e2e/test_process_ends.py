@@ -16,7 +16,7 @@ import pytest
 import zmq
 from support.waiting import eventually
 
-from caesura.client import SamplingParams, SchedulerClient, ShuttingDown
+from caesura.client import EngineError, SamplingParams, SchedulerClient, ShuttingDown
 from caesura.scheduler.observability.watchdog import EXIT_HUNG
 
 PATIENCE = 60.0
@@ -211,16 +211,18 @@ def test_an_idle_engine_is_not_taken_for_a_hung_one(tiny_model, endpoint):
 
 def test_a_loop_that_fails_tells_everybody_and_why(tiny_model, endpoint):
     prelude = """
-        from caesura.scheduler.dispatch import Dispatcher
-        def reap(self):
+        from caesura.scheduler.loop import Scheduler
+        def tick(self, ongoing, tick=Scheduler.tick):
             if self._results.live:
                 raise MemoryError("no more")
-        Dispatcher.reap = reap
+            return tick(self, ongoing)
+        Scheduler.tick = tick
     """
     with started(tiny_model, "--endpoint", endpoint, prelude=prelude) as engine:
         with SchedulerClient(engine.ready()) as client:
-            result = client.submit([5, 6, 7], ENDLESS).result(timeout=PATIENCE)
-            assert result.finish_reason.type == "abort"
+            with pytest.raises(EngineError, match="the engine has failed: MemoryError: no more") as caught:
+                client.submit([5, 6, 7], ENDLESS).result(timeout=PATIENCE)
+            assert caught.value.output.finish_reason.type == "error"
         status, error = engine.end()
     assert status == 1
     assert "the engine ends: its loop has failed: MemoryError" in error

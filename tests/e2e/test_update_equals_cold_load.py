@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.checkpoints import FAMILIES, make_checkpoint
 from support.scripted import EngineDriver, assert_error, tokens_of
+from support.waiting import eventually
 
 from caesura.io_struct import (
     ContinueGenerationReqInput,
@@ -173,12 +174,18 @@ class TestPoisoned:
         """A checkpoint that is sound until somebody truncates it."""
         return Path(shutil.copytree(checkpoint("qwen3", 2), tmp_path / "torn"))
 
+    def is_written(self, driver: EngineDriver) -> bool:
+        """Whether an update has written some of its bytes; never all of them, where this is asked at each tick."""
+        progress = driver.status().update
+        if progress is None or progress.written_bytes == 0:
+            return False
+        assert progress.written_bytes < progress.total_bytes
+        return True
+
     def tear(self, driver: EngineDriver, torn: Path) -> None:
         """Update from ``torn`` and truncate it between two buckets."""
         waiting = driver.send(UpdateWeightFromDiskReqInput(model_path=str(torn), flush_cache=False))
-        driver.tick(8)
-        progress = driver.status().update
-        assert 0 < progress.written_bytes < progress.total_bytes
+        eventually(lambda: driver.tick() or self.is_written(driver))
         os.truncate(torn / WEIGHTS, (torn / WEIGHTS).stat().st_size // 2)
         for _ in range(500):
             driver.tick()
@@ -251,8 +258,7 @@ class TestPoisoned:
         session_id = driver.begin(deadline_s=600)
         update = UpdateWeightFromDiskReqInput(model_path=str(checkpoint("qwen3", 2)), session_id=session_id)
         waiting = driver.send(update)
-        driver.tick(8)
-        assert driver.status().update is not None
+        eventually(lambda: driver.tick() or self.is_written(driver))
         driver.engine.scheduler._updates.sessions.current.deadline = 0.0
         driver.tick(3)
         assert_error(driver.replies.pop(waiting), "deadline_exceeded")

@@ -432,7 +432,7 @@ def test_results_of_a_client_that_leaves_too_much_unread_can_be_fetched(driver, 
         monkeypatch.setattr(backlog, "MAX_PENDING_MESSAGES", limit)
         for number in range(30):
             slow.send(GenerateReqInput(rid=f"r{number}", input_ids=[5, 6, 7], sampling_params=params))
-        done = driver.engine.dispatcher._done
+        done = driver.engine.dispatcher._answers._done
         eventually(lambda: driver.tick() or len(done) >= 30)
         eventually(lambda: driver.tick() or not driver.engine.scheduler._results.live)
         kept = [driver.call(FetchResultReqInput(rid=f"r{number}")).results for number in range(30)]
@@ -480,8 +480,8 @@ def test_a_reconnecting_client_gets_its_result(driver):
     eventually(lambda: driver.tick() or driver.engine.scheduler._results.live)
     with RawClient(driver.config.endpoint, identity=b"trainer-2") as second:
         second.send(request)
-        exchanges = driver.engine.dispatcher._exchanges
-        eventually(lambda: driver.tick() or len(exchanges["g"].clients) == 2)
+        exchange = driver.engine.dispatcher._answers.get("g")
+        eventually(lambda: driver.tick() or len(exchange.clients) == 2)
         first.close()
         eventually(lambda: _keepalive(driver) or _owners(driver) == {b"trainer-2"})
         driver.call(ContinueGenerationReqInput())
