@@ -57,11 +57,13 @@ post /weights_checker '{"action": "compare"}'
 post /update_weight_version '{"new_version": "2"}'
 
 # New weights as a safetensors file, in a session, while generation goes on
-post /begin_weight_update '{}'
+begun=$(post /begin_weight_update '{}')
+echo "$begun"
+session=$(sed -n 's/.*"session_id":"\([^"]*\)".*/\1/p' <<<"$begun")
 echo "POST /update_weights_from_tensor"
-call -H 'Content-Type: application/octet-stream' \
+call -H 'Content-Type: application/octet-stream' -H "X-Caesura-Session: $session" \
     "$URL/update_weights_from_tensor?flush_cache=true" --data-binary "@$MODEL/model.safetensors"
-post /end_weight_update '{"weight_version": "3"}'
+post /end_weight_update '{"weight_version": "3", "session_id": "'"$session"'"}'
 
 # Lend the memory of the KV cache to a trainer, and take it back
 post /release_memory_occupation '{"tags": ["kv_cache"]}'
