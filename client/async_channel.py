@@ -165,7 +165,11 @@ class LoopChannel:
         if deadline is not None:
             left = min(max(0.0, deadline - now), MAX_SLEEP_S)
             self._wakes_at = now + left
-            self._timer = self._bind().call_later(left, self._turn)
+            self._timer = self._bind().call_later(left, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None  # spent, also where it fired early, as uvloop's do: the turn must set another one
+        self._turn()
 
     def _on_lost(self, error: EngineError, final: bool) -> None:
         if final:

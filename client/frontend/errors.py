@@ -37,10 +37,6 @@ _STATUS: dict[str, int] = {
 }
 
 
-_RETRY_AFTER_S: dict[str | None, int] = {ErrorCode.ENGINE_DIED: 2, ErrorCode.ENGINE_RESTARTING: 2}
-"""What ``Retry-After`` says, in seconds, where more is known than that it may be tried again."""
-
-
 class BodyTooLarge(HTTPException):
     """More bytes than this route takes."""
 
@@ -55,14 +51,14 @@ def status_of(error: CaesuraError) -> int:
     return _STATUS.get(error.code, unknown)
 
 
-def json_response(value: Any, status: int = 200, code: str | None = None) -> Response[bytes]:
-    """``value`` as JSON, encoded once; of the error ``code``, if it is one's."""
-    return json_bytes(msgspec.json.encode(value), status, code)
+def json_response(value: Any, status: int = 200) -> Response[bytes]:
+    """``value`` as JSON, encoded once."""
+    return json_bytes(msgspec.json.encode(value), status)
 
 
-def json_bytes(encoded: bytes, status: int = 200, code: str | None = None) -> Response[bytes]:
+def json_bytes(encoded: bytes, status: int = 200) -> Response[bytes]:
     """What is JSON already."""
-    headers = {"retry-after": str(_RETRY_AFTER_S.get(code, RETRY_AFTER_S))} if status == 503 else None
+    headers = {"retry-after": str(RETRY_AFTER_S)} if status == 503 else None
     return Response(encoded, status_code=status, media_type="application/json", headers=headers)
 
 
@@ -74,13 +70,13 @@ def error_fields(message: str, code: str | None = None) -> dict[str, Any]:
 
 def native_error(message: str, status: int = 400, code: str | None = None) -> Response[bytes]:
     """``{"error": {"message"}}``, with the typed code beside it where there is one."""
-    return json_response({"error": error_fields(message, code)}, status, code)
+    return json_response({"error": error_fields(message, code)}, status)
 
 
 def engine_error(error: CaesuraError, status: int) -> Response[bytes]:
     """A failure of the engine's: SGLang's ``ErrorResponse``, and the typed error beside it."""
     body = {**error_object(error.message, status), "error": error_fields(error.message, error.code)}
-    return json_response(body, status, error.code)
+    return json_response(body, status)
 
 
 def error_object(message: str, status: int) -> dict[str, Any]:

@@ -157,7 +157,7 @@ def failure(error: CaesuraError) -> Response[bytes]:
     body = {"success": False, "message": error.message, "code": error.code, "detail": error.detail}
     if error.code in RETRYABLE:
         body["error"] = error_fields(error.message, error.code)
-    return json_response(body, status_of(error), error.code)
+    return json_response(body, status_of(error))
 
 
 async def acknowledge(

@@ -65,7 +65,7 @@ def error_body(error: CaesuraError) -> dict[str, Any]:
 def _typed(request: HTTPRequest, error: CaesuraError) -> Response[bytes]:
     front: FrontEnd = request.app.state.front
     front.metrics.error(error.code)
-    return json_response(error_body(error), status_of(error), error.code)
+    return json_response(error_body(error), status_of(error))
 
 
 def _http(_: HTTPRequest, error: HTTPException) -> Response[bytes]:

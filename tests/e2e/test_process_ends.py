@@ -160,7 +160,7 @@ def test_a_signal_during_the_start_ends_it(tiny_model, endpoint):
     prelude = """
         import os, threading
         from caesura.scheduler import build
-        def load_model(config):
+        def load_model(config, folder=None):
             os.write(2, b"loading\\n")
             threading.Event().wait()
         build.load_model = load_model
@@ -266,11 +266,11 @@ def test_too_little_memory_to_start_is_an_end_too(tiny_model, endpoint):
         import resource
         from caesura.scheduler import build
         load_model = build.load_model
-        def load_with_little_left(config):
+        def load_with_little_left(config, folder=None):
             with open("/proc/self/statm") as statm:
                 limit = int(statm.read().split()[0]) * resource.getpagesize() + (64 << 20)
             resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-            return load_model(config)
+            return load_model(config, folder)
         build.load_model = load_with_little_left
     """
     options = ("--endpoint", endpoint, "--load-bucket-bytes", str(1 << 30))

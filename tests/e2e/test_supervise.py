@@ -12,12 +12,14 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+from click.testing import CliRunner
 from safetensors.torch import load_file
 from support.http_serve import served
 from support.supervised import PATIENCE, Supervised, supervised
 from support.waiting import eventually
 
 from caesura.client import EngineError, EpochBehind, SamplingParams, SchedulerClient, WeightsInvalid
+from caesura.client.cli import cli
 
 GREEDY = SamplingParams(max_new_tokens=24, temperature=0.0, ignore_eos=True)
 
@@ -295,3 +297,23 @@ def test_the_record_of_a_supervised_scheduler_is_where_its_socket_is(tiny_model)
         record = json.loads((running.folder / "weights.json").read_bytes())
         assert record["source"] == str(tiny_model)
         assert running.folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_scheduler_with_keys_is_asked_with_keys(tiny_model, tmp_path):
+    assert CliRunner().invoke(cli, ["keygen", str(tmp_path)]).exit_code == 0
+    own = {
+        "curve_server_key": tmp_path / "server.key",
+        "curve_client_key_file": tmp_path / "client.key_secret",
+    }
+    door = ("--curve-secret-key-file", str(tmp_path / "server.key_secret"))
+    door += ("--curve-authorized-clients", str(tmp_path / "clients"))
+    refused = CliRunner().invoke(cli, ["supervise", "--model", str(tiny_model), *door])
+    assert refused.exit_code == 2
+    assert "--curve-server-key" in refused.output
+    flags = [each for name, path in own.items() for each in (f"--{name.replace('_', '-')}", str(path))]
+    with supervised("--model", str(tiny_model), *door, *flags, "--hang-timeout", "4") as running:
+        with SchedulerClient(running.endpoint, connect_timeout=PATIENCE, **own) as client:
+            pid = client.status(timeout=PATIENCE).pid
+            eventually(lambda: client.status(timeout=PATIENCE).uptime_s > 8, PATIENCE)
+            assert client.status(timeout=PATIENCE).pid == pid
+        assert running.end() == 0

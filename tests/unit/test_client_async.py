@@ -281,6 +281,23 @@ def test_nobody_at_the_endpoint_is_an_error(endpoint):
     asyncio.run(main(), debug=True)
 
 
+def test_a_timer_that_fires_early_is_set_again(endpoint, monkeypatch):
+    """As uvloop's do, whose clock stands still while callbacks run."""
+
+    async def use():
+        loop = asyncio.get_running_loop()
+        later = loop.call_later
+        async with AsyncSchedulerClient(endpoint, connect_timeout=1.0) as client:
+            waiting = asyncio.ensure_future(client.status())
+            monkeypatch.setattr(loop, "call_later", lambda delay, *rest: later(delay / 2, *rest))
+            done, _ = await asyncio.wait({waiting}, timeout=PATIENCE)
+            assert done
+            with pytest.raises(EngineDied, match="no scheduler answered"):
+                waiting.result()
+
+    asyncio.run(use())
+
+
 def test_closing_fails_whoever_still_waits_and_every_later_call(endpoint):
     async def body(client, fake):
         handle = await client.submit([1])
