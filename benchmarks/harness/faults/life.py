@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from caesura.client import EngineDied, EngineError, GroupError, SchedulerClient, TimedOut
+from caesura.client import Busy, EngineDied, EngineError, GroupError, SchedulerClient, TimedOut
 from caesura.client.launch import LaunchedScheduler
 from caesura.io_struct import (
     EndWeightUpdateReqInput,
@@ -181,15 +181,20 @@ class Life:
             now = time.monotonic()
             if now > deadline:
                 return [*problems, Problem("stuck", f"never healthy again: {describe(status)}")]
-            if status.session is None and status.update is None and status.weights in ("poisoned", "invalid"):
-                problems += self._honest(status)
-                self._repair(status)
-            elif now > patience:
-                problems.append(Problem("stuck", f"did not get over it by itself: {describe(status)}"))
-                self._force(status)
-                patience = deadline
-            elif status.generation == "paused" and status.pause_owner is None and status.session is None:
-                self._force(status)  # its owner's lease is over, or it had none
+            with suppress(Busy):  # a command of somebody dead still runs: later
+                if (
+                    status.session is None
+                    and status.update is None
+                    and status.weights in ("poisoned", "invalid")
+                ):
+                    problems += self._honest(status)
+                    self._repair(status)
+                elif now > patience:
+                    problems.append(Problem("stuck", f"did not get over it by itself: {describe(status)}"))
+                    self._force(status)
+                    patience = deadline
+                elif status.generation == "paused" and status.pause_owner is None and status.session is None:
+                    self._force(status)  # its owner's lease is over, or it had none
             self.sleep(POLL_S)
         return problems
 
