@@ -18,7 +18,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -73,12 +72,12 @@ class Found:
     readings: dict[str, list[Reading]] = field(default_factory=lambda: {name: [] for name in PROCESSES})
     rollouts: int = 0
     tokens: int = 0
-    endings: Counter[str] = field(default_factory=Counter)
+    endings: dict[str, int] = field(default_factory=dict)
     rescored: int = 0
     rescored_tokens: int = 0
     rescored_spans: int = 0
     largest_gap: float = 0.0
-    updates: Counter[str] = field(default_factory=Counter)
+    updates: dict[str, int] = field(default_factory=dict)
 
 
 class Rollouts:
@@ -114,7 +113,8 @@ class Rollouts:
         )
         found.rollouts += 1
         found.tokens += len(output)
-        found.endings[meta["finish_reason"]["type"]] += 1
+        ending = meta["finish_reason"]["type"]
+        found.endings[ending] = found.endings.get(ending, 0) + 1
         if number % RESCORED_EVERY or not output:
             return
         labelled = [{**span, "version": folder_of(span["version"])} for span in spans]
@@ -158,7 +158,7 @@ def train(trainer: Trainer, client: Any, pids: dict[str, int], found: Found, unt
         client.pause(mode)
         reply = trainer.push(transport, turn % 2, flush_cache=mode != "in_place", weight_version=str(turn))
         assert reply.committed and reply.changed_tensors, "the update changed nothing"
-        found.updates[transport] += 1
+        found.updates[transport] = found.updates.get(transport, 0) + 1
         client.continue_generation()
         found.at.append(time.monotonic() - began)
         for name, pid in pids.items():
@@ -244,8 +244,8 @@ def main() -> None:
         found = asyncio.run(soak(folders, options.minutes))
     console.print(as_table(found))
     console.print(
-        f"{found.rollouts:,} rollouts ({dict(found.endings)}), {found.tokens:,} tokens; "
-        f"updates {dict(found.updates)}; {found.rescored:,} rollouts with {found.rescored_spans:,} spans and "
+        f"{found.rollouts:,} rollouts ({found.endings}), {found.tokens:,} tokens; "
+        f"updates {found.updates}; {found.rescored:,} rollouts with {found.rescored_spans:,} spans and "
         f"{found.rescored_tokens:,} tokens scored again: largest gap {found.largest_gap:.1e}"
     )
     if options.json is not None:

@@ -369,18 +369,28 @@ class AsyncControlClient:
         )
 
     async def status(
-        self, *, message_id: str | None = None, timeout: float | None = None
+        self, *, owner: str | None = None, message_id: str | None = None, timeout: float | None = None
     ) -> wire.GetStatusReqOutput:
-        """One consistent snapshot of the engine; answered during pauses and updates too."""
-        return await self._call(
-            wire.GetStatusReqInput(id=id_of(message_id)), wire.GetStatusReqOutput, timeout
-        )
+        """One consistent snapshot of the engine; answered during pauses and updates too.
+
+        ``owner`` ``""``: a look on nobody's behalf, which renews no lease.
+        """
+        request = wire.GetStatusReqInput(id=id_of(message_id), owner=owner)
+        return await self._call(request, wire.GetStatusReqOutput, timeout)
 
     async def memory_history(
-        self, *, after: int = 0, message_id: str | None = None, timeout: float | None = None
+        self,
+        *,
+        after: int = 0,
+        owner: str | None = None,
+        message_id: str | None = None,
+        timeout: float | None = None,
     ) -> wire.GetMemoryHistoryReqOutput:
-        """The engine's memory events with a ``seq`` over ``after``, oldest first; where there are ``more``, ask again."""
-        request = wire.GetMemoryHistoryReqInput(id=id_of(message_id), after=after)
+        """The engine's memory events with a ``seq`` over ``after``, oldest first; where there are ``more``, ask again.
+
+        ``owner`` as of :meth:`status`.
+        """
+        request = wire.GetMemoryHistoryReqInput(id=id_of(message_id), after=after, owner=owner)
         return await self._call(request, wire.GetMemoryHistoryReqOutput, timeout)
 
     async def shutdown(

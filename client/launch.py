@@ -101,7 +101,8 @@ class LaunchedScheduler:
         self.client.close()
 
     def hurry(self) -> None:
-        """A drain that :meth:`close` waits for in another thread ends now."""
+        """A drain that :meth:`close` waits for in another thread ends now. Raises RuntimeError in a forked child."""
+        self._child.launcher.require()
         with contextlib.suppress(ProcessLookupError):
             self._child.process.terminate()
 
@@ -255,9 +256,7 @@ class Child:
 
     def _stderr_tail(self) -> str:
         if self._log_path is not None:
-            with open(self._log_path, "rb") as log:
-                log.seek(max(0, log.seek(0, os.SEEK_END) - STDERR_TAIL_BYTES))
-                return log.read().decode(errors="replace")
+            return _tail_of(self._log_path)
         self._threads[-1].join(SHUTDOWN_S)  # it ends with the pipe
         return self._tail.decode(errors="replace")
 
@@ -364,3 +363,13 @@ def _command_line(model: str | os.PathLike[str], endpoint: str, options: dict[st
         else:
             command += [f"--{flag}", str(value)]
     return command
+
+
+def _tail_of(path: str | os.PathLike[str]) -> str:
+    """The last bytes of a log; empty where it was removed meanwhile, or is no regular file."""
+    if not os.path.isfile(path):
+        return ""
+    with contextlib.suppress(OSError), open(path, "rb") as log:
+        log.seek(max(0, log.seek(0, os.SEEK_END) - STDERR_TAIL_BYTES))
+        return log.read().decode(errors="replace")
+    return ""

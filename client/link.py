@@ -165,12 +165,17 @@ class Link:
         """Deliver what has arrived and notice what has gone."""
         self._pumping = True
         try:
-            if self._drain():
-                self._listen_from_now()
-            while _is_readable(self._monitor):
-                report = parse_monitor_message(self._monitor.recv_multipart())
-                self._take_event(report["event"], report["value"])
-            self._look_at_the_clock()
+            dealer = None
+            while (
+                dealer is not self._dealer
+            ):  # a new socket's descriptor tells nothing before it was asked once
+                dealer = self._dealer
+                if self._drain():
+                    self._listen_from_now()
+                while _is_readable(self._monitor):
+                    report = parse_monitor_message(self._monitor.recv_multipart())
+                    self._take_event(report["event"], report["value"])
+                self._look_at_the_clock()
         finally:
             self._pumping = False
 

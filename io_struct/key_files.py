@@ -86,7 +86,10 @@ def server_key(given: str, name: str) -> bytes:
 
 
 def _entries(path: AnyPath, name: str) -> list[tuple[str, bytes]]:
-    with _Refusals(path, name), open(path, "rb") as file:
+    # Without waiting: whoever opens a FIFO waits for its other end.
+    with _Refusals(path, name), open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise _refused(path, name, "is not a regular file")
         text = file.read(MAX_FILE_BYTES + 1)
     if len(text) > MAX_FILE_BYTES:
         raise _refused(path, name, "is too long for a file of keys")

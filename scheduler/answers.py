@@ -11,7 +11,7 @@ Invariants:
 import hashlib
 from array import array
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from time import monotonic
 
@@ -111,6 +111,18 @@ class Answers:
         """Every client that waits for an answer."""
         awaited = (exchange for _, exchange in self._exchanges.values() if exchange.remaining > 0)
         return {client for exchange in awaited for client in exchange.clients}
+
+    def is_awaited(self, message_id: str) -> bool:
+        """Somebody who is not known to be gone waits for the answer."""
+        exchange = self.get(message_id)
+        return exchange is not None and bool(exchange.clients)
+
+    def leave(self, client: bytes, message_ids: Iterable[str]) -> None:
+        """``client`` is gone, and waits for none of these any more."""
+        for message_id in message_ids:
+            exchange = self.get(message_id)
+            if exchange is not None and client in exchange.clients:
+                exchange.clients.remove(client)
 
     def done_for(self, client: bytes) -> Iterator[Exchange]:
         """Stored ones that nobody but ``client`` has waited for."""

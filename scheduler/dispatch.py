@@ -162,7 +162,9 @@ class Dispatcher:
             return True
         owner = self._lifecycle.pause_owner
         return any(
-            isinstance(running.message, ControlRequest) and running.message.owner == owner
+            isinstance(running.message, ControlRequest)
+            and running.message.owner == owner
+            and self._answers.is_awaited(running.message.id)
             for running in (*self._commands, *self._parked)
         )
 
@@ -250,6 +252,7 @@ class Dispatcher:
         gone, self._gone = self._gone, []
         for client in dict.fromkeys(gone):
             self._end_generations_of(client)
+            self._answers.leave(client, [each.message.id for each in (*self._commands, *self._parked)])
             self._sessions.client_gone(client)
 
     def _end_generations_of(self, client: bytes) -> None:

@@ -85,7 +85,7 @@ class StatusReporter:
             pause_mode=lifecycle.pause_mode,
             pause_age_s=lifecycle.pause_age_s,
             pause_owner=lifecycle.pause_owner,
-            lease_left_s=lifecycle.lease_left_s,
+            lease_left_s=None if (left := lifecycle.lease_left_s) is None else max(0.0, left),
             weights=lifecycle.weights,
             weights_detail=lifecycle.weights_detail,
             memory="released" if lifecycle.released else "resident",

@@ -25,6 +25,7 @@ from ..exceptions import EngineError
 from .context import Front
 from .engine_metrics import ANSWER_S, Tick
 from .exchange import HTTPRequest, query_of
+from .health import NOBODY
 
 FOLDER = Path(__file__).parent / "dashboard_page"
 
@@ -91,7 +92,7 @@ async def data(request: HTTPRequest, front: Front) -> Response[bytes]:
 
 async def _history(client: AsyncControlClient, after: int) -> GetMemoryHistoryReqOutput | None:
     try:
-        return await client.memory_history(after=after, timeout=ANSWER_S)
+        return await client.memory_history(after=after, owner=NOBODY, timeout=ANSWER_S)
     except EngineError:
         return None
 

@@ -15,6 +15,7 @@ import msgspec
 from ...io_struct import GenerationState, GetStatusReqOutput, MemoryTag, PauseMode, WeightsState
 from ..async_control_client import AsyncControlClient
 from ..exceptions import EngineError
+from .health import NOBODY
 from .metric_families import Families
 from .printable import printable
 
@@ -82,7 +83,7 @@ class EngineWatch:
 
     async def _ask(self, client: AsyncControlClient) -> None:
         try:
-            status = await client.status(timeout=ANSWER_S)
+            status = await client.status(owner=NOBODY, timeout=ANSWER_S)
         except EngineError:
             self._answered = False
         else:

@@ -14,6 +14,8 @@ from ...io_struct import GetStatusReqOutput
 from ..async_client import AsyncSchedulerClient
 from ..exceptions import TimedOut
 
+NOBODY = ""
+"""The owner of what the front end asks by itself, or for a supervisor or a page: it is no sign of life of a trainer."""
 PROBE_S = 0.8
 """How long an answer is waited for; an engine without a step to compute answers within 0.1 s."""
 BUSY_S = 10.0
@@ -55,7 +57,7 @@ class EngineHealth:
         """
         asked = self._probe is not None and not self._probe.done()
         hangs = asked and monotonic() - self._asked_at > BUSY_S
-        status = await self._client.status(timeout=PROBE_S if hangs else BUSY_S)
+        status = await self._client.status(owner=NOBODY, timeout=PROBE_S if hangs else BUSY_S)
         self._last, self._answered_at = status, monotonic()
         return status
 
@@ -69,7 +71,7 @@ class EngineHealth:
     def _shared_probe(self) -> "asyncio.Task[GetStatusReqOutput]":
         if self._probe is None or self._probe.done():
             self._asked_at = monotonic()
-            self._probe = asyncio.ensure_future(self._client.status())
+            self._probe = asyncio.ensure_future(self._client.status(owner=NOBODY))
             self._probe.add_done_callback(self._on_answer)
         return self._probe
 

@@ -381,7 +381,7 @@ async def front_end(settings: Settings, client: AsyncSchedulerClient) -> "FrontE
     from .context import FrontEnd, ServeOptions
     from .metrics import Metrics
 
-    status = await client.status(timeout=settings.startup_timeout)
+    status = await client.status(owner="", timeout=settings.startup_timeout)
     model = settings.model or status.model_path
     folder = settings.tokenizer or model
     tokenizer = None

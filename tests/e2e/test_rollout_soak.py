@@ -1,6 +1,8 @@
 """The soak in small: rollouts are what their spans say, and one whose spans lied would be noticed."""
 
 import asyncio
+import json
+from dataclasses import asdict
 
 import pytest
 import rollout_soak
@@ -20,6 +22,7 @@ def test_every_transport_and_mode_leaves_rollouts_that_score_the_same_again(fold
     monkeypatch.setattr(rollout_soak, "UPDATE_EVERY_S", 0.2)
     found = asyncio.run(rollout_soak.soak(folders, 0.12))
     assert set(found.updates) == set(rollout_soak.TRANSPORTS)
+    assert json.loads(json.dumps(asdict(found)))["rollouts"] == sum(found.endings.values()) > 0
     assert found.rescored_spans > found.rescored > 5, "some rollout has lived through an update"
     assert found.largest_gap < 1e-4
     assert all(len(readings) == len(found.at) for readings in found.readings.values())

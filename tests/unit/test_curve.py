@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 import socket
 import stat
 import threading
@@ -85,7 +86,7 @@ def served(endpoint: str, keys: ServerKeys | None):
 
 def refused(endpoint: str, **options) -> str:
     with (
-        contextlib.closing(ControlClient(endpoint, connect_timeout=3.0, **options)) as client,
+        contextlib.closing(ControlClient(endpoint, connect_timeout=8.0, **options)) as client,
         pytest.raises(EngineDied) as caught,
     ):
         client.shutdown()
@@ -294,6 +295,21 @@ def test_keygen_never_overwrites_and_adds_clients(tmp_path):
     assert {path.name for path in after.keys() - before.keys()} == {"c.key_secret", "c.key"}
     for name in ("server", "../x", ".hidden", "clients", ""):
         assert run("--client", name).exit_code == 2
+
+
+def test_a_fifo_among_the_authorized_keys_stops_nobody(keys, tmp_path):
+    """Opening one waits for its other end, which may never come."""
+    clients = tmp_path / "clients"
+    shutil.copytree(keys / "clients", clients)
+    found = ServerKeys.read(str(keys / "server.key_secret"), str(clients))
+    os.mkfifo(clients / "x.key")
+    with served("tcp://127.0.0.1:0", found) as server:
+        assert refused(server.router.endpoint, **client_options(keys, keys))
+        os.unlink(clients / "x.key")
+        with contextlib.closing(
+            ControlClient(server.router.endpoint, **client_options(keys, keys))
+        ) as client:
+            client.shutdown(timeout=20)
 
 
 def test_a_silent_stranger_is_not_heard(keys):
