@@ -171,6 +171,21 @@ def test_ranks_that_are_missing_are_named(driver):
     del store
 
 
+def test_a_join_that_fails_leaves_no_descriptors_behind(driver):
+    """Also before a garbage collection, which an idle engine may not see for hours."""
+    trainer = PlainTrainer(world_size=3)
+    store = dist.TCPStore("127.0.0.1", trainer.port, 3, is_master=True, wait_for_workers=False)
+    gc.collect()
+    gc.disable()
+    try:
+        before = len(os.listdir("/proc/self/fd"))
+        assert_error(pump(driver, trainer.init_message(rank=2, timeout_s=0.5)), "group_error")
+        eventually(lambda: len(os.listdir("/proc/self/fd")) <= before)
+    finally:
+        gc.enable()
+    del store
+
+
 def test_destroy_ends_an_init_that_waits(driver, trainer):
     message_id = driver.send(trainer.init_message())
     driver.call(DestroyWeightsUpdateGroupReqInput())

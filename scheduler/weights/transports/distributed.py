@@ -205,14 +205,19 @@ class Group:
             ranks = PrefixStore(_PREFIXES[member.backend], prefixes)
         except (RuntimeError, ValueError) as error:
             raise self.error(f"its store did not answer: {_first_line(error)}") from error
+        reason = None
         try:
             yield _backend(member, ranks, self._device, self._time_left(), self._interface)
         except RuntimeError as error:
-            seen = self._ranks_seen(ranks)
-            which = (
-                "which ranks have joined is not known" if seen is None else f"only ranks {seen} have joined"
-            )
-            raise self.error(f"{which}: {_first_line(error)}", ranks_seen=seen) from error
+            reason = _first_line(error)
+        if reason is None:
+            return
+        seen = self._ranks_seen(ranks)
+        which = "which ranks have joined is not known" if seen is None else f"only ranks {seen} have joined"
+        # The traceback of what is raised keeps this frame, and would keep the store's threads and sockets; that of torch's
+        # error would keep the backend's, so it is not its cause.
+        del store, prefixes, ranks
+        raise self.error(f"{which}: {reason}", ranks_seen=seen)
 
     def _await_listener(self, host: str, port: int) -> None:
         """A look at the port costs little, while torch's own retries overshoot the deadline and flood the log."""
