@@ -60,6 +60,11 @@ class LoopChannel:
         """Of the engine that answered last; None before the first."""
         return None if self._link is None else self._link.incarnation
 
+    @property
+    def pending(self) -> int:
+        """How many requests have no final answer yet."""
+        return self._connection.pending
+
     def start_generation(
         self, request: GenerateReqInput, sink: Sink | None = None
     ) -> Generation[Result, Deltas]:

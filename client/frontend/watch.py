@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 EXIT_GRACE_S = 0.3
 """Between the engine's unexpected end and the server's: the answers that this causes are written meanwhile."""
+TOLD_S, LOOK_S = 5.0, 0.02
+"""How long calls may wait for the lost connection to be noticed, and how often it is looked whether they still do."""
 DRAIN_S = 5.0
 """How long generations on an engine that is not ours may go on after a signal, before they are aborted."""
 
@@ -116,13 +118,20 @@ class Watch:
             self.status = status_of(state.error)
             reason = "the scheduler was told to end" if state.error is None else f"error: {state.error}"
             click.echo(f"{reason}; the server ends with it", err=True)
-            asyncio.get_running_loop().call_later(EXIT_GRACE_S, self._leave)
+            self._leave_once_told(self._loop.time() + TOLD_S)
 
     def _on_exit(self) -> None:
         self._forget_process()
         self.status = 1
         click.echo("error: the scheduler process has ended; the server ends with it", err=True)
-        asyncio.get_running_loop().call_later(EXIT_GRACE_S, self._leave)
+        self._leave_once_told(self._loop.time() + TOLD_S)
+
+    def _leave_once_told(self, deadline: float) -> None:
+        """When every call has its error, which tells more than that the server ends, and has had time to be written."""
+        if self._front.client.channel.pending and self._loop.time() < deadline:
+            self._loop.call_later(LOOK_S, self._leave_once_told, deadline)
+        else:
+            self._loop.call_later(EXIT_GRACE_S, self._leave)
 
     def _leave(self) -> None:
         self._server.should_exit = True
