@@ -54,7 +54,7 @@ def test_memory_and_tokens_come_back(models, cold):
             with pytest.raises(MemoryReleased):
                 client.check_weights(timeout=60)
             client.resume_memory(["weights"], timeout=60)
-            with pytest.raises(EngineError, match="weights were released") as caught:
+            with pytest.raises(EngineError, match="their memory was released") as caught:
                 client.generate(PROMPTS[0], PARAMS, timeout=60)
             assert caught.value.code == "weights_invalid"
             weights = load_file(models[1] / "model.safetensors").items()
