@@ -121,6 +121,10 @@ def run(
         pid, began = client.status().pid, time.perf_counter()
         for turn in track(range(1, updates + 1), description=transport, console=console):
             requests.top_up()
+            while (
+                client.status().running_requests < IN_FLIGHT // 2
+            ):  # on a busy machine they may not have begun, or have ended
+                requests.top_up()
             paused = client.pause("in_place")
             reply = trainer.push(transport, turn % 2, flush_cache=False, weight_version=str(turn))
             report = client.continue_generation()

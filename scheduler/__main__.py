@@ -5,6 +5,7 @@ import dataclasses
 import inspect
 import os
 import sys
+import threading
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -25,6 +26,7 @@ os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
 from ..io_struct import CaesuraError
 from . import config as config_module
 from .config import EngineConfig
+from .observability import log
 from .process import refusal, run, tell
 
 _RENAMED = {"model_path": "model"}
@@ -75,7 +77,12 @@ def _serve(ready_fd: int | None, lifeline_fd: int | None, **fields: Any) -> None
     except CaesuraError as error:
         tell(ready_fd, refusal(error))
         raise click.UsageError(str(error)) from error
-    sys.exit(run(config, ready_fd, lifeline_fd))
+    status = run(config, ready_fd, lifeline_fd)
+    if any(thread.name.startswith("caesura-") for thread in threading.enumerate()):
+        # A thread inside torch or libzmq would be unwound by the interpreter's end, which aborts the process.
+        log.flush()
+        os._exit(status)
+    sys.exit(status)
 
 
 def _command() -> click.Command:

@@ -244,7 +244,7 @@ class Scripted:
     def __init__(self, *seen):
         self.seen = list(seen)
 
-    async def status(self, *, timeout):  # noqa: ASYNC109  (as the client's)
+    async def status(self, *, owner, timeout):  # noqa: ASYNC109  (as the client's)
         uptime, tokens, pid = self.seen.pop(0)
         reply = status_reply(GetStatusReqInput())
         return msgspec.structs.replace(reply, uptime_s=uptime, generated_tokens=tokens, pid=pid)
