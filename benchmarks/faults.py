@@ -11,6 +11,7 @@ was not so. Exit status 1 if anything was not.
 
 import argparse
 import json
+import signal
 import statistics
 import sys
 import tempfile
@@ -107,6 +108,7 @@ def run(options: argparse.Namespace, versions_in: Path, outcomes: list[Outcome])
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a run of hours that is stopped prints its table
     outcomes: list[Outcome] = []
     try:
         with tempfile.TemporaryDirectory(prefix="caesura-faults-") as folder:
