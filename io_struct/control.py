@@ -274,6 +274,17 @@ class UpdateTotal(ReplyRecord, kw_only=True, frozen=True):
     """Left the weights poisoned."""
 
 
+class EmptyCacheTotal(ReplyRecord, kw_only=True, frozen=True):
+    """How often one place has emptied the device allocator's cache since start."""
+
+    place: str
+    """``continue``, ``flush``, ``update``, ``failure``, … (docs/memory.md lists them)."""
+    count: int
+    """How often."""
+    freed_bytes: int
+    """Bytes returned to the system; an emptying during which more was allocated counts as 0."""
+
+
 class EngineTotals(ReplyRecord, kw_only=True, frozen=True):
     """What has been counted since start."""
 
@@ -285,6 +296,8 @@ class EngineTotals(ReplyRecord, kw_only=True, frozen=True):
     """Samples that have ended, by the type of their finish reason."""
     pauses: list[PauseTotal] = []
     updates: list[UpdateTotal] = []
+    emptied: list[EmptyCacheTotal] = []
+    """Emptyings of the device allocator's cache, by place."""
 
 
 class GetStatusReqInput(ControlRequest, kw_only=True):

@@ -56,6 +56,7 @@ from .answers import Answers, answer_bytes
 from .backlog import result_bytes
 from .commands import Commands
 from .config import EngineConfig
+from .device.cache import DeviceCache
 from .guard import checked, defect
 from .hello import answer_hello
 from .kept import KeptResults
@@ -110,6 +111,7 @@ class Dispatcher:
         send: Callable[[bytes, Message], None],
         status: Callable[[str], GetStatusReqOutput],
         history: MemoryHistory,
+        device_cache: DeviceCache,
         check_ledger: Callable[[], None],
         shutdown: Shutdown,
     ) -> None:
@@ -125,6 +127,7 @@ class Dispatcher:
         self._send = send
         self._status = status
         self._history = history
+        self._device_cache = device_cache
         self._check_ledger = check_ledger
         self._answers = Answers(config.result_ttl_s)
         self._shutdown = shutdown
@@ -190,26 +193,40 @@ class Dispatcher:
         except Exception as error:  # noqa: BLE001  whatever a frame does to its decoder, its sender must hear
             self._say(client, defect("decoding a message", "", error))
             return
+        answers = self._known(client, message, header)
+        if answers is None:
+            self._begin(client, message, buffers)
+        for answer in answers or ():
+            self._say(client, answer, message.id)
+
+    def _known(self, client: bytes, message: ToScheduler, frame: bytes) -> list[Message] | None:
+        """What can be said at once to ``message``: see :meth:`_attach`; an error where that fails."""
         try:
             if isinstance(message, ControlRequest):
                 self._lifecycle.renew_lease(message.owner)
             if isinstance(message, WeightUpdateOptions | EndWeightUpdateReqInput):
                 self._sessions.heard(message, Sender(client, message.owner))
-            answers = self._attach(client, message, header)
+            return self._attach(client, message, frame)
         except CaesuraError as error:
-            answers = [error.to_reply(message.id)]
+            return [error.to_reply(message.id)]
         except Exception as error:  # noqa: BLE001  a defect, whatever it is: its caller must hear, the loop must go on
-            answers = [defect(type(message).__name__, message.id, error)]
-        if answers is not None:
-            for answer in answers:
-                self._say(client, answer, message.id)
-            return
+            answer = defect(type(message).__name__, message.id, error)
+        self._device_cache.after_failure(type(message).__name__)
+        return [answer]
+
+    def _begin(self, client: bytes, message: ToScheduler, buffers: list[memoryview]) -> None:
+        """Start what ``message`` asks for, or answer why not."""
         try:
             self._start(client, message, buffers)
         except CaesuraError as error:
-            self._answer(message.id, error.to_reply(message.id))
+            answer, failed = error.to_reply(message.id), error.code == ErrorCode.OUT_OF_MEMORY
         except Exception as error:  # noqa: BLE001  as above
-            self._answer(message.id, defect(type(message).__name__, message.id, error))
+            answer, failed = defect(type(message).__name__, message.id, error), True
+        else:
+            return
+        if failed:
+            self._device_cache.after_failure(type(message).__name__)
+        self._answer(message.id, answer)
 
     def advance(self) -> None:
         """Run the oldest command for at most a slice, and look at the parked ones."""
@@ -405,16 +422,20 @@ class Dispatcher:
 
     def _step(self, running: _Running) -> Wait | None:
         """Advance an operation; None when it has ended and is answered."""
-        message_id = running.message.id
+        message_id, name = running.message.id, type(running.message).__name__
+        weights, failed = self._lifecycle.weights, False
         running.has_begun = True
         try:
             return next(running.operation)
         except StopIteration as stop:
-            self._answer(message_id, stop.value)
+            answer = stop.value
         except CaesuraError as error:
-            self._answer(message_id, error.to_reply(message_id))
+            answer, failed = error.to_reply(message_id), error.code == ErrorCode.OUT_OF_MEMORY
         except Exception as error:  # noqa: BLE001  as in handle
-            self._answer(message_id, defect(type(running.message).__name__, message_id, error))
+            answer, failed = defect(name, message_id, error), True
+        if failed or self._lifecycle.weights == "poisoned" != weights:
+            self._device_cache.after_failure(name)
+        self._answer(message_id, answer)
         if isinstance(running.message, ControlRequest):
             self._lifecycle.renew_lease(
                 running.message.owner

@@ -19,14 +19,13 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 from ..io_struct import ErrorCode, StepFailures
 from .batching import Batcher, ScheduledBatch
 from .chunking import ChunkSizer
-from .device.memory import empty_device_cache_with_report, is_out_of_memory
+from .device.cache import DeviceCache
+from .device.memory import is_out_of_memory
 from .forward import Runner
-from .observability.memory_history import MemoryHistory
 from .request import Request
 from .results import Results
 
@@ -64,8 +63,7 @@ class Recovery:
         results: Results,
         runner: Runner,
         chunks: ChunkSizer,
-        history: MemoryHistory,
-        device_module: Any,
+        device_cache: DeviceCache,
     ) -> None:
         """``chunks`` is what the batcher asks for budgets."""
         self._failed = self._retried = self._splits = 0
@@ -73,8 +71,7 @@ class Recovery:
         self._results = results
         self._runner = runner
         self._chunks = chunks
-        self._history = history
-        self._device_module = device_module
+        self._device_cache = device_cache
         self._unbuilt = 0
 
     def counts(self) -> StepFailures:
@@ -94,7 +91,7 @@ class Recovery:
         if self._unbuilt == MAX_BUILDS:
             self._unbuilt = 0
             self._end(self._batcher.suspects(), failure)
-        self._empty(failure)
+        self._device_cache.after_failure(failure.message)
 
     def lost(self, batch: ScheduledBatch, failure: Failure, later: ScheduledBatch | None) -> None:
         """The results of ``batch`` will not come; ``later`` was launched after it. Neither is in flight any more."""
@@ -110,7 +107,7 @@ class Recovery:
             logger.warning("steps have at most %d tokens for now", self._chunks.limit)
         else:
             self._end(self._batcher.requests_of(batch), failure)
-        self._empty(failure)
+        self._device_cache.after_failure(failure.message)
         self._restore_last_tokens()
 
     @contextmanager
@@ -124,7 +121,7 @@ class Recovery:
             return
         self._failed += 1
         self._end(self._batcher.requests_of(batch), failure)
-        self._empty(failure)
+        self._device_cache.after_failure(failure.message)
 
     def _failed_alone_before(self, batch: ScheduledBatch) -> bool:
         """Whether ``batch``, which was withdrawn, is the smallest step of a request, and has failed twice now."""
@@ -141,10 +138,6 @@ class Recovery:
             self._results.fail(requests, f"out of memory: {failure.message}", ErrorCode.OUT_OF_MEMORY)
         else:
             self._results.fail(requests, f"the batch failed: {failure.message}")
-
-    def _empty(self, failure: Failure) -> None:
-        report = empty_device_cache_with_report(self._device_module)
-        self._history.note("failure", failure.message, returned=report.freed)
 
     def _restore_last_tokens(self) -> None:
         """The device may have sampled tokens that were not taken in: decoding rows must not read them."""

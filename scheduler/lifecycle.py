@@ -17,7 +17,7 @@ from collections.abc import Callable, Generator
 from dataclasses import replace
 from enum import Enum
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..io_struct import (
     CaesuraError,
@@ -39,7 +39,8 @@ from ..io_struct import (
 from .batching import Batcher
 from .cache.manager import CacheManager
 from .config import PAGE_SIZE
-from .device.memory import EmptyCacheReport, empty_device_cache_with_report
+from .device.cache import DeviceCache
+from .device.memory import EmptyCacheReport
 from .forward import Runner
 from .observability.memory_history import MemoryHistory
 from .observability.stage_profiler import StageProfiler
@@ -84,7 +85,7 @@ class Lifecycle:
         results: Results,
         cache: CacheManager,
         runner: Runner,
-        device_module: Any,
+        device_cache: DeviceCache,
         stamp: WeightStamp,
         history: MemoryHistory,
         stages: StageProfiler,
@@ -99,7 +100,7 @@ class Lifecycle:
         self._results = results
         self._cache = cache
         self._runner = runner
-        self._device_module = device_module
+        self._device_cache = device_cache
         self._history = history
         self._stages = stages
         self._generation: GenerationState = "running"
@@ -233,9 +234,7 @@ class Lifecycle:
             raise CaesuraError(ErrorCode.SESSION_OPEN, "a weight session is open: end it before continuing")
         self._settle(sender, request.force)
         self.require_serviceable("cannot continue")
-        report = empty_device_cache_with_report(self._device_module) if request.torch_empty_cache else None
-        if report is not None:
-            logger.info("%s", report.describe("continue_generation"))
+        report = self._device_cache.empty("continue") if request.torch_empty_cache else None
         self._history.note("continue", self._mode or "", returned=_freed(report))
         self._run()
         return ContinueGenerationReqOutput(id=request.id, was_paused=True, **_bytes(report, freed=True))
@@ -253,9 +252,7 @@ class Lifecycle:
             yield Wait.CHANGE
         self._settle(sender, request.force)
         freed = self._cache.flush()
-        report = empty_device_cache_with_report(self._device_module) if request.torch_empty_cache else None
-        if report is not None:
-            logger.info("%s", report.describe("flush_cache"))
+        report = self._device_cache.empty("flush") if request.torch_empty_cache else None
         self._history.note("flush", f"{freed * PAGE_SIZE} tokens", returned=_freed(report))
         return FlushCacheReqOutput(
             id=request.id, freed_tokens=freed * PAGE_SIZE, **_bytes(report, freed=False)
@@ -279,8 +276,7 @@ class Lifecycle:
         if lease.action == "abort":
             self._results.abort_all("Aborted: the pause lease expired")
         elif lease.action == "continue" and self._weights == "valid":
-            report = empty_device_cache_with_report(self._device_module)
-            logger.info("%s", report.describe("lease_expiry"))
+            report = self._device_cache.empty("lease_expiry")
             self._history.note("lease_expiry", f"of {owner!r}", returned=report.freed)
             self._run()
         elif lease.action == "continue":

@@ -14,14 +14,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
 from time import monotonic
-from typing import Any
 
 import zmq
 
 from .background import Wakeup
 from .batching import Batcher, ScheduledBatch
 from .channel import Router
-from .device.memory import empty_device_cache_with_report
+from .device.cache import DeviceCache
 from .dispatch import Dispatcher
 from .failure import Failure, Recovery
 from .forward import ForwardOutput, Runner
@@ -81,7 +80,7 @@ class Scheduler:
         guard: Guard,
         history: MemoryHistory,
         stages: StageProfiler,
-        device_module: Any,
+        device_cache: DeviceCache,
         pipeline_depth: int,
         idle_empty_s: float,
         wakeup: Wakeup,
@@ -100,7 +99,7 @@ class Scheduler:
         self._guard = guard
         self._history = history
         self._stages = stages
-        self._device_module = device_module
+        self._device_cache = device_cache
         self._depth = pipeline_depth
         self._idle_empty_s = idle_empty_s
         self._wakeup = wakeup
@@ -243,8 +242,7 @@ class Scheduler:
 
     def _empty_idle(self) -> None:
         self._idle_since = inf  # once per idle period
-        report = empty_device_cache_with_report(self._device_module)
-        logger.debug("%s", report.describe("idle"))
+        report = self._device_cache.empty("idle")
         self._history.note("idle", returned=report.freed)
 
     def _launch(self) -> Step | None:

@@ -25,7 +25,7 @@ from ..io_struct import (
     ResumeMemoryOccupationReqOutput,
 )
 from .cache.manager import CacheManager
-from .device.memory import DeviceMemoryReading, EmptyCacheReport, empty_device_cache
+from .device.cache import DeviceCache
 from .device.residency import MEMORY_TAGS, ComponentResidencyManager
 from .forward import Runner
 from .lifecycle import Lifecycle, Operation, Wait
@@ -52,7 +52,7 @@ class MemoryOccupation:
         cache: CacheManager,
         runner: Runner,
         graphs: DecodeGraphs | None,
-        device_module: Any,
+        device_cache: DeviceCache,
         history: MemoryHistory,
         stages: StageProfiler,
         heartbeat: Heartbeat,
@@ -64,7 +64,7 @@ class MemoryOccupation:
         self._updates = updates
         self._cache = cache
         self._runner = runner
-        self._device_module = device_module
+        self._device_cache = device_cache
         self._history = history
         self._stages = stages
         self._heartbeat = heartbeat
@@ -73,7 +73,7 @@ class MemoryOccupation:
         """Give memory back; the reply comes when the system has it."""
         lifecycle = self._lifecycle
         tags = _asked(request.tags) - lifecycle.released
-        before = after = self._reserved()
+        before = after = self._device_cache.reserved
         if tags:
             self._require_releasable(tags)
             yield from lifecycle.barrier()  # no step is in flight any more: this waits for the stream only
@@ -90,10 +90,8 @@ class MemoryOccupation:
                     while self._step(releasing, "release"):
                         yield Wait.SLICE
             with self._stages.stage("release.empty_cache"):
-                empty_device_cache(self._device_module)
-            after = self._reserved()
+                after = self._device_cache.empty("release", reserved_before=before).reserved_after
             self._history.note("release", ", ".join(sorted(tags)), returned=before - after)
-            logger.info("%s", EmptyCacheReport(before, after).describe("release_memory"))
         return ReleaseMemoryOccupationReqOutput(
             id=request.id,
             released_tags=sorted(lifecycle.released),
@@ -153,9 +151,6 @@ class MemoryOccupation:
                 "cannot release weights or cuda_graph: pause first, or let requests end",
                 **pending,
             )
-
-    def _reserved(self) -> int:
-        return DeviceMemoryReading.of(self._device_module).reserved
 
     def _sizes(self, tags: Collection[MemoryTag]) -> dict[MemoryTag, int]:
         sizes = {tag: self._residency.nbytes(tag) for tag in sorted(tags)}

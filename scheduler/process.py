@@ -44,7 +44,8 @@ from .chunking import ChunkSizer
 from .commands import Commands
 from .config import PAGE_SIZE, EngineConfig
 from .descriptors import DescriptorCheck, raise_limit
-from .device.memory import empty_device_cache, is_out_of_memory
+from .device.cache import DeviceCache
+from .device.memory import is_out_of_memory
 from .device.module import device_module_for
 from .device.residency import ComponentResidencyManager
 from .dispatch import Dispatcher
@@ -142,12 +143,17 @@ class Engine:
         self._weights_file = WeightsFile(config)
         self._cleanup.callback(self._weights_file.close)
         module = device_module_for(config.device)
-        residency = ComponentResidencyManager(config.device)
+        self._device_cache = DeviceCache(module)
+        residency = ComponentResidencyManager(config.device, device_cache=self._device_cache)
         self._cleanup.callback(residency.close)
         self._gauges = MemoryGauges(module, residency)  # before anything large is there
         self._history = MemoryHistory(self._gauges)
+        self._device_cache.note_failure = lambda what, freed: self._history.note(
+            "failure", what, returned=freed
+        )
         self._stages = StageProfiler(log=config.log_stages, describe_memory=self._gauges.describe)
-        core = self._build_core(config, residency, make_runner, module)
+        core = self._build_core(config, residency, make_runner)
+        self._device_cache.synchronize = core.runner.synchronize
         commands = self._build_commands(config, core, module)
         self.dispatcher = Dispatcher(
             config=config,
@@ -161,6 +167,7 @@ class Engine:
             send=self.router.send,
             status=self._build_status(config, core, commands, module),
             history=self._history,
+            device_cache=self._device_cache,
             check_ledger=self.cache.check,
             shutdown=shutdown,
         )
@@ -176,14 +183,14 @@ class Engine:
             guard=Guard(fatal=(LedgerError,) if config.check_ledger else ()),
             history=self._history,
             stages=self._stages,
-            device_module=module,
+            device_cache=self._device_cache,
             pipeline_depth=config.pipeline_depth or 0,
             idle_empty_s=config.idle_empty_s,
             wakeup=self.wakeup,
             shutdown=shutdown,
             heartbeat=self.heartbeat,
         )
-        empty_device_cache(module)  # what loading left behind
+        self._device_cache.empty("start")  # what loading left behind
         self._history.note("start", config.model_path)
 
     def _build_core(
@@ -191,7 +198,6 @@ class Engine:
         config: EngineConfig,
         residency: ComponentResidencyManager,
         make_runner: MakeRunner,
-        module: Any,
     ) -> _Core:
         reference = load_reference(config, residency)
         start = self._weights_file.start()
@@ -221,8 +227,7 @@ class Engine:
             results=results,
             runner=runner,
             chunks=chunks,
-            history=self._history,
-            device_module=module,
+            device_cache=self._device_cache,
         )
         lifecycle = Lifecycle(
             sessions=Sessions(deadline_s=config.session_deadline_s, orphan_s=config.session_orphan_s),
@@ -231,7 +236,7 @@ class Engine:
             results=results,
             cache=self.cache,
             runner=runner,
-            device_module=module,
+            device_cache=self._device_cache,
             stamp=stamp,
             history=self._history,
             stages=self._stages,
@@ -269,7 +274,7 @@ class Engine:
             batcher=core.batcher,
             results=core.results,
             cache=self.cache,
-            device_module=module,
+            device_cache=self._device_cache,
             groups=self.groups,
             history=self._history,
             stages=self._stages,
@@ -291,7 +296,7 @@ class Engine:
             cache=self.cache,
             runner=runner,
             graphs=graphs,
-            device_module=module,
+            device_cache=self._device_cache,
             history=self._history,
             stages=self._stages,
             heartbeat=self.heartbeat,
@@ -299,11 +304,6 @@ class Engine:
         checker = WeightsChecker(
             model=loaded.model, runner=runner, lifecycle=lifecycle, poison=updates.poison
         )
-        scoring = None
-        if core.reference is not None:
-            scoring = Scoring(
-                core.reference, residency=residency, lifecycle=lifecycle, runner=runner, device_module=module
-            )
         handlers = Commands(
             lifecycle=lifecycle,
             updates=updates,
@@ -312,7 +312,19 @@ class Engine:
             occupation=occupation,
             checker=checker,
         )
-        return _Commands(updates, handlers, scoring)
+        return _Commands(updates, handlers, self._build_scoring(core, module))
+
+    def _build_scoring(self, core: _Core, module: Any) -> Scoring | None:
+        if core.reference is None:
+            return None
+        return Scoring(
+            core.reference,
+            residency=core.residency,
+            lifecycle=core.lifecycle,
+            runner=core.runner,
+            device_module=module,
+            device_cache=self._device_cache,
+        )
 
     def _build_status(
         self, config: EngineConfig, core: _Core, commands: _Commands, module: Any
@@ -338,6 +350,7 @@ class Engine:
             scoring=commands.scoring,
             recovery=core.recovery,
             device_module=module,
+            device_cache=self._device_cache,
             history=self._history,
             stages=self._stages,
             last_step_at=lambda: self.scheduler.last_step_at,

@@ -36,7 +36,8 @@ from ..io_struct.generate import GREEDY_BELOW
 from .cache.allocator import PageAllocator
 from .chunking import ChunkSizer
 from .config import PAGE_SIZE
-from .device.memory import empty_device_cache, is_out_of_memory
+from .device.cache import DeviceCache
+from .device.memory import is_out_of_memory
 from .device.residency import ComponentResidencyManager, ComponentUse
 from .forward import AttentionBackend, ForwardBatch, Runner, SamplingBatch
 from .layers.parameters import Workspace
@@ -125,6 +126,7 @@ class Scoring:
         lifecycle: Lifecycle,
         runner: Runner,
         device_module: Any,
+        device_cache: DeviceCache,
     ) -> None:
         """``runner`` says on which stream: the one of the steps."""
         self._reference = reference
@@ -132,6 +134,7 @@ class Scoring:
         self._lifecycle = lifecycle
         self._runner = runner
         self._module = device_module
+        self._device_cache = device_cache
         self._allocator = PageAllocator(reference.num_pages)
         self._chunks = ChunkSizer(reference.max_tokens, SLICE_S)
         self._workspace = Workspace()
@@ -186,12 +189,16 @@ class Scoring:
         while self._work is not None or self._queue:
             if self._work is None:
                 self._work = self._serve()
+            failure = None
             try:
                 with torch.inference_mode(), self._runner.on_stream():
                     if next(self._work, _ENDED) is _ENDED:
                         self._work = None
             except Exception as error:  # noqa: BLE001  what is between chunks failed: nobody knows what is there of them
-                self._give_up(_failure(error))
+                failure = _failure(error)
+            if failure is not None:
+                self._give_up(failure)
+                self._device_cache.after_failure(failure.message)
             if self.waits or perf_counter() - started > SLICE_S:
                 break
         answers, self._answers = self._answers, []
@@ -225,11 +232,15 @@ class Scoring:
                 failure = _failure(error)
             if failure is not None:  # nothing refers to the chunk's tensors any more
                 self._fail({take.sequence.message.id for take in chunk}, failure)
-                empty_device_cache(self._module)
+                self._device_cache.after_failure(failure.message)
+        stuck = ""
         try:
             yield from self._residency.finish_request(_REQUEST)
         except (OSError, RuntimeError) as error:
+            stuck = f"the reference could not leave the device: {error}"
             logger.error("the reference could not leave the device", exc_info=error)
+        if stuck:
+            self._device_cache.after_failure(stuck)
 
     def _plan(self) -> list["_Take"]:
         """The next tokens of the first sequences, as many as fit; at least one."""

@@ -13,6 +13,7 @@ from ..io_struct import DeviceMemory, EngineTotals, GetStatusReqOutput, KVUsage,
 from .batching import Batcher
 from .cache.manager import CacheManager
 from .config import PAGE_SIZE, EngineConfig
+from .device.cache import DeviceCache
 from .device.memory import DeviceMemoryReading, available_memory_if_known
 from .failure import Recovery
 from .lifecycle import Lifecycle
@@ -54,6 +55,7 @@ class StatusReporter:
         scoring: Scoring | None,
         recovery: Recovery,
         device_module: Any,
+        device_cache: DeviceCache,
         history: MemoryHistory,
         stages: StageProfiler,
         last_step_at: Callable[[], float | None],
@@ -70,6 +72,7 @@ class StatusReporter:
         self._scoring = scoring
         self._recovery = recovery
         self._device_module = device_module
+        self._device_cache = device_cache
         self._history = history
         self._stages = stages
         self._last_step_at = last_step_at
@@ -126,6 +129,7 @@ class StatusReporter:
             finished_requests=dict(self._results.finished),
             pauses=self._lifecycle.pause_totals(),
             updates=self._lifecycle.update_totals(),
+            emptied=self._device_cache.totals(),
         )
 
     def _stage_times(self) -> list[StageStatus]:

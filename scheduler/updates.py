@@ -41,7 +41,7 @@ from .background import Task
 from .batching import Batcher
 from .cache.manager import CacheManager
 from .config import EngineConfig
-from .device.memory import empty_device_cache_with_report
+from .device.cache import DeviceCache
 from .forward import Runner
 from .lifecycle import Lifecycle, Operation, Wait
 from .models.base import CausalLM
@@ -78,7 +78,7 @@ class WeightUpdates:
         batcher: Batcher,
         results: Results,
         cache: CacheManager,
-        device_module: Any,
+        device_cache: DeviceCache,
         groups: WeightsUpdateGroups,
         history: MemoryHistory,
         stages: StageProfiler,
@@ -96,7 +96,7 @@ class WeightUpdates:
         self._batcher = batcher
         self._results = results
         self._cache = cache
-        self._device_module = device_module
+        self._device_cache = device_cache
         self._history = history
         self._stages = stages
         self.sessions = sessions
@@ -427,7 +427,7 @@ class WeightUpdates:
                 if session.flush:
                     self._cache.flush()
                 if session.empty:
-                    report = empty_device_cache_with_report(self._device_module)
+                    report = self._device_cache.empty("update")
         except BaseException as error:
             self.abandon(session, f"the commit failed: {error}")
             raise

@@ -199,6 +199,11 @@ def _totals(families: Families, status: GetStatusReqOutput) -> None:
     updates |= {(update.source, "failed"): update.failed for update in totals.updates}
     text = "Weight updates: committed, or failed with weights poisoned."
     counter("weight_updates", text, updates, ("source", "result"))
+    emptied = {each.place: each.count for each in totals.emptied}
+    returned = {each.place: each.freed_bytes for each in totals.emptied}
+    counter("cache_emptyings", "Emptyings of the device allocator's cache, by place.", emptied, ("place",))
+    text = "Bytes that these emptyings returned to the system, by place."
+    counter("cache_emptied_bytes", text, returned, ("place",))
     stages = {stage.name: stage.total_s for stage in status.stages}
     runs = {stage.name: stage.count for stage in status.stages}
     counter("stage_seconds", "Time by stage; update.* are those of weight updates.", stages, ("stage",))

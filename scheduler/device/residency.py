@@ -37,11 +37,8 @@ import torch
 from torch import Tensor
 
 from ...io_struct import CaesuraError, ErrorCode, MemoryTag
-from .memory import (
-    available_memory_if_known,
-    empty_device_cache_with_report,
-    refuse_defeating_settings,
-)
+from .cache import DeviceCache
+from .memory import available_memory_if_known, refuse_defeating_settings
 from .module import device_module_for
 from .offload import FileCopy, HostCopy, Movable, PinnedCopy, Strategy
 from .storage import Component, MappedComponent, SavedComponent, StorageComponent
@@ -118,18 +115,21 @@ class ComponentResidencyManager:
         *,
         make_component: MakeComponent | None = None,
         device_module: Any = None,
+        device_cache: DeviceCache | None = None,
         environ: Mapping[str, str] = os.environ,
     ) -> None:
         """
         Args:
             make_component: None: what suits ``device`` best.
             device_module: manages the memory of ``device``. None: the device's own.
+            device_cache: empties that memory's cache. None: one of its own.
 
         Raises:
             CaesuraError: ``invalid_request``, an allocator setting defeats the memory saver.
         """
         self._device = torch.device(device)
         self._module = device_module or device_module_for(self._device)
+        self._device_cache = device_cache or DeviceCache(self._module)
         self._make_storage = make_component or _plain(self._device)
         if make_component is None:
             make_component = _plain(self._device)
@@ -281,7 +281,8 @@ class ComponentResidencyManager:
             CaesuraError: ``out_of_memory`` with ``needed_bytes`` and ``free_bytes``; everything is as it was.
         """
         needed = sum(map(self.nbytes, tags)) + sum(c.nbytes for tag in tags for c in self._residents(tag))
-        free = available_memory_if_known(self._device, empty_cache=True)
+        self._device_cache.empty("resume")
+        free = available_memory_if_known(self._device)
         if free is not None and needed > free:
             raise _shortage(f"resuming {_names(tags)} needs {needed} bytes, {free} are free", needed, free)
         begun: list[MemoryTag] = []
@@ -333,7 +334,7 @@ class ComponentResidencyManager:
                 worth_it.append(component.name)
         if worth_it:
             started = perf_counter()
-            report = empty_device_cache_with_report(self._module)
+            report = self._device_cache.empty("component")
             seconds = perf_counter() - started
             self._note("emptied", ", ".join(worth_it), "", report.freed, seconds, "after_release")
 

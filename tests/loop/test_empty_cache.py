@@ -44,9 +44,7 @@ def driver(tiny_model):
 @pytest.fixture
 def allocator(driver):
     allocator = Allocator(driver)
-    scheduler = driver.engine.scheduler
-    for part in (scheduler, scheduler._lifecycle, scheduler._updates, scheduler._recovery):
-        part._device_module = allocator
+    driver.engine._device_cache._module = allocator
     return allocator
 
 

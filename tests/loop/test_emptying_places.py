@@ -1,6 +1,7 @@
 """Every place that empties the device cache does, in its order; what only looks, or was told not to, does not."""
 
 import logging
+import weakref
 
 import pytest
 import torch
@@ -9,12 +10,16 @@ from support.scripted import EngineDriver
 
 from caesura.io_struct import (
     BeginWeightUpdateReqInput,
+    CaesuraError,
     ContinueGenerationReqInput,
     EndWeightUpdateReqInput,
+    ErrorCode,
+    ErrorReply,
     FlushCacheReqInput,
     GetMemoryHistoryReqInput,
     PauseGenerationReqInput,
     ScoreReqInput,
+    UpdateWeightFromDiskReqInput,
     WeightUpdateReqOutput,
 )
 from caesura.scheduler import build, process
@@ -89,6 +94,133 @@ def test_a_failed_score_empties(driver, allocator, monkeypatch):
     driver.send(ScoreReqInput(input_ids=[[1, 2, 3]], start=[1]))
     driver.tick(5)
     assert allocator.log == ["emptied"]
+
+
+def test_a_score_that_fails_between_its_chunks_empties(driver, allocator, monkeypatch):
+    scoring = driver.engine.dispatcher._scoring
+
+    def failing(request):
+        raise MemoryError
+
+    monkeypatch.setattr(scoring._residency, "begin_request", failing)
+    driver.send(ScoreReqInput(input_ids=[[1, 2, 3]], start=[1]))
+    driver.tick(5)
+    assert allocator.log == ["emptied"]
+
+
+def test_a_reference_that_cannot_leave_the_device_empties(driver, allocator, monkeypatch):
+    scoring = driver.engine.dispatcher._scoring
+
+    def stuck(request):
+        raise OSError("no space for the copy")
+        yield
+
+    monkeypatch.setattr(scoring._residency, "finish_request", stuck)
+    driver.send(ScoreReqInput(input_ids=[[1, 2, 3]], start=[1]))
+    driver.tick(20)
+    assert allocator.log == ["emptied"]
+
+
+# --- commands that fail
+
+
+def answered_into(log: list[str], driver: EngineDriver, monkeypatch) -> None:
+    """The answers of the dispatcher go to ``log``, by type."""
+    dispatcher = driver.engine.dispatcher
+    answer = dispatcher._answer
+    monkeypatch.setattr(
+        dispatcher, "_answer", lambda i, reply: (log.append(type(reply).__name__), answer(i, reply))
+    )
+
+
+def test_a_commit_without_memory_empties_before_it_answers(driver, allocator, other_model, monkeypatch):
+    """And when nothing refers to the tensors of the command any more: an exception keeps the frames that it passed."""
+    scratch: list[weakref.ref] = []
+
+    def derive() -> None:
+        temporary = torch.zeros(10)
+        scratch.append(weakref.ref(temporary))
+        raise MemoryError
+
+    monkeypatch.setattr(
+        logging.getLogger("caesura"), "propagate", False
+    )  # pytest keeps records, exceptions included
+    answered_into(allocator.log, driver, monkeypatch)
+    monkeypatch.setattr(driver.engine.scheduler._updates._model, "finalize_weights", derive)
+    empty = allocator.empty_cache
+    alive: list[bool] = []
+    monkeypatch.setattr(
+        allocator, "empty_cache", lambda: (alive.append(scratch[0]() is not None), empty()), raising=False
+    )
+    reply = driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_model)))
+    assert (reply.code, driver.status().weights) == (ErrorCode.OUT_OF_MEMORY, "poisoned")
+    assert allocator.log == ["emptied", "ErrorReply"]
+    assert alive == [False]
+
+
+def test_an_update_that_poisons_empties_before_it_answers(driver, allocator, other_model, monkeypatch):
+    """Whatever the reason: here one that the trainer is told, and no lack of memory."""
+
+    def refuse() -> None:
+        raise CaesuraError(ErrorCode.WEIGHT_MISMATCH, "half a tensor")
+
+    answered_into(allocator.log, driver, monkeypatch)
+    monkeypatch.setattr(driver.engine.scheduler._updates._model, "finalize_weights", refuse)
+    reply = driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_model)))
+    assert reply.code == ErrorCode.WEIGHT_MISMATCH
+    assert allocator.log == ["emptied", "ErrorReply"]
+
+
+def test_a_refused_command_empties_nothing(driver, allocator, tmp_path):
+    reply = driver.call(UpdateWeightFromDiskReqInput(model_path=str(tmp_path)))
+    assert isinstance(reply, ErrorReply)
+    assert driver.status().weights == "valid"
+    assert allocator.log == []
+
+
+@pytest.mark.parametrize("place", ["_attach", "_start"])
+def test_a_message_that_fails_at_once_empties_before_it_is_answered(driver, allocator, monkeypatch, place):
+    def fail(*arguments: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(driver.engine.dispatcher, place, fail)
+    say = driver.engine.dispatcher._say
+    monkeypatch.setattr(
+        driver.engine.dispatcher, "_say", lambda *said: (allocator.log.append("answered"), say(*said))[1]
+    )
+    driver.send(PauseGenerationReqInput())
+    driver.tick(2)
+    assert allocator.log[0] == "emptied"
+    if place == "_attach":  # else the id is attached, and the stored answer goes out
+        assert allocator.log == ["emptied", "answered"]
+
+
+def test_emptying_waits_for_a_score_on_the_forward_stream(driver, allocator, monkeypatch):
+    """What a running score will still touch is not the allocator's to give back."""
+    runner, synchronize = driver.engine.scheduler._runner, driver.engine.scheduler._runner.synchronize
+    monkeypatch.setattr(
+        driver.engine._device_cache, "synchronize", lambda: (allocator.log.append("idle"), synchronize())
+    )
+    assert runner.synchronize == synchronize
+    driver.call(PauseGenerationReqInput())
+    allocator.log.clear()
+    driver.send(ScoreReqInput(input_ids=[[1, 2, 3, 4]], start=[1]))
+    driver.call(ContinueGenerationReqInput())
+    assert allocator.log[:2] == ["idle", "emptied"]
+
+
+def test_an_engine_waits_for_its_own_stream(tiny_model):
+    with EngineDriver(str(tiny_model)) as driver:
+        assert driver.engine._device_cache.synchronize == driver.engine.scheduler._runner.synchronize
+
+
+def test_bytes_are_counted_by_place(driver, allocator):
+    driver.call(FlushCacheReqInput())
+    driver.call(FlushCacheReqInput())
+    driver.call(PauseGenerationReqInput())
+    driver.call(ContinueGenerationReqInput())
+    totals = {each.place: (each.count, each.freed_bytes) for each in driver.status().totals.emptied}
+    assert totals == {"start": (1, 4 * MIB), "flush": (2, 4 * MIB), "continue": (1, 0)}
 
 
 def test_flush_logs_what_it_gave_back(driver, allocator, caplog):

@@ -35,7 +35,7 @@ from caesura.io_struct import (
     SamplingParams,
     UpdateWeightFromDiskReqInput,
 )
-from caesura.scheduler import failure, sampling_inputs
+from caesura.scheduler import sampling_inputs
 from caesura.scheduler.config import PAGE_SIZE
 from caesura.scheduler.forward import ForwardBatch
 
@@ -288,13 +288,14 @@ def test_the_cache_is_emptied_once_and_when_the_step_is_forgotten(driver, monkey
             kept.append(weakref.ref(temporary))
             raise NO_MEMORY[0].__class__("out of memory")
 
-    original = failure.empty_device_cache_with_report
+    cache = driver.engine._device_cache
+    original = cache.after_failure
 
-    def empty(module):
+    def empty(what):
         emptied.append(kept[0]() is None)
-        return original(module)
+        original(what)
 
-    monkeypatch.setattr(failure, "empty_device_cache_with_report", empty)
+    monkeypatch.setattr(cache, "after_failure", empty)
     driver.runner.before = fail
     check_everybody(driver, rids)
     assert emptied == [True]

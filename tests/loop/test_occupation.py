@@ -202,7 +202,7 @@ def test_the_allocator_is_emptied_once_the_memory_has_gone(driver, monkeypatch, 
         def empty_cache(self) -> None:
             emptied.append(set(physics.gone))
 
-    monkeypatch.setattr(_occupation(driver), "_device_module", Allocator())
+    monkeypatch.setattr(driver.engine._device_cache, "_module", Allocator())
     ok(driver.call(Release(tags=[])))
     assert not emptied
     with caplog.at_level(logging.INFO, logger="caesura"):
@@ -346,7 +346,7 @@ def test_a_resume_without_enough_memory_changes_nothing(driver, monkeypatch):
     driver.call(PauseGenerationReqInput())
     release(driver)
     before = driver.status()
-    monkeypatch.setattr(residency, "available_memory_if_known", lambda device, empty_cache: 100)
+    monkeypatch.setattr(residency, "available_memory_if_known", lambda device: 100)
     error = assert_error(driver.call(Resume()), "out_of_memory")
     sizes = before.device_memory
     assert error.detail == {"needed_bytes": sizes.weights + sizes.kv_cache, "free_bytes": 100}

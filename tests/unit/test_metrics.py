@@ -28,6 +28,7 @@ from caesura.client.frontend.engine_metrics import EngineWatch
 from caesura.client.frontend.metric_families import PREFIX, Histogram, one_two_five
 from caesura.client.frontend.metrics import Metrics
 from caesura.io_struct import (
+    EmptyCacheTotal,
     EngineTotals,
     GetStatusReqInput,
     MemoryByTag,
@@ -43,6 +44,7 @@ TOTALS = EngineTotals(
     finished_requests={"stop": 5, "abort": 2},
     pauses=[PauseTotal(mode="in_place", count=3, seconds=4.5)],
     updates=[UpdateTotal(source="disk", committed=2, failed=1)],
+    emptied=[EmptyCacheTotal(place="continue", count=3, freed_bytes=4096)],
 )
 BY_TAG = memory_event(1).by_tag
 

@@ -168,14 +168,14 @@ def test_a_shortage_is_found_before_anything_is_taken(monkeypatch, backend):
         allocate((500,), torch.float32, CPU)
     weights.fill_(1.0)
     exhaust(manager.release(MEMORY_TAGS))
-    monkeypatch.setattr(residency, "available_memory_if_known", lambda device, empty_cache: 5999)
+    monkeypatch.setattr(residency, "available_memory_if_known", lambda device: 5999)
     with pytest.raises(CaesuraError) as caught:
         exhaust(manager.resume(["weights", "kv_cache"]))
     assert caught.value.code == "out_of_memory"
     assert caught.value.detail == {"needed_bytes": 6000, "free_bytes": 5999}
     if backend is StorageComponent:
         assert weights.untyped_storage().nbytes() == 0
-    monkeypatch.setattr(residency, "available_memory_if_known", lambda device, empty_cache: 6000)
+    monkeypatch.setattr(residency, "available_memory_if_known", lambda device: 6000)
     exhaust(manager.resume(["weights", "kv_cache"]))
     weights.fill_(2.0)
 
