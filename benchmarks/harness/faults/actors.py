@@ -316,7 +316,7 @@ def _http(errand: Errand, pipe: Connection) -> dict[str, Any]:
 def _http_update(errand: Errand, pipe: Connection) -> dict[str, Any]:
     """Pauses, updates and continues through a front end."""
     _tell(pipe, "at", "pause")
-    with _post(errand, "/pause_generation", {"mode": errand.mode}) as response:
+    with _post(errand, "/pause_generation", {"mode": errand.mode, "lease_s": errand.lease_s}) as response:
         response.read()
     _tell(pipe, "at", "update")
     flush = errand.mode != "in_place"
