@@ -102,8 +102,8 @@ class Bench:
             self._socket.send(
                 encode(GenerateReqInput(input_ids=prompt, sampling_params=params, stream=stream))
             )
-        live = len(self.engine.scheduler._results.live)
-        while len(self.engine.scheduler._results.live) < live + count:
+        live = len(self.engine.live)
+        while len(self.engine.live) < live + count:
             self.engine.scheduler._hear(0)
 
     def drain(self) -> None:
@@ -112,7 +112,7 @@ class Bench:
 
     def run(self) -> None:
         """Until every request has ended."""
-        while self.engine.scheduler._results.live:
+        while self.engine.live:
             self.engine.scheduler.tick(None)
             self.drain()
 

@@ -5,13 +5,15 @@ Invariants:
   refused, as nobody can tell its answer any more. That holds for at least :data:`REMEMBERED_IDS` later ids.
 - Answers that are young, and the last :data:`STORED_ANSWERS` in any case, are stored, unless all of them together take more
   than :data:`STORED_ANSWER_BYTES`: then the oldest go first.
+- Results that their client may not have read are *kept*: they can be had by rid as long as they are stored, which is
+  ``window_s`` seconds from when that client left, or until the rid names a new generation.
 - What is remembered of forgotten ids takes the same memory for ever, all of it from the start.
 """
 
 import hashlib
 from array import array
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from time import monotonic
 
@@ -20,6 +22,7 @@ from ..io_struct import (
     CaesuraError,
     ErrorCode,
     FetchResultReqOutput,
+    GenerateReqOutput,
     Message,
     ScoreReqOutput,
 )
@@ -45,6 +48,8 @@ class Exchange:
     """Answers still to come; a generation has one per sample."""
     answers: list[Message] = field(default_factory=list)
     nbytes: int = 0
+    rid: str = ""
+    """Of a generation."""
     generation: bytes = b""
     """Digest of a generate request without its message id."""
     done_at: float = 0.0
@@ -59,6 +64,7 @@ class Answers:
         self._window_s = window_s
         self._exchanges: dict[str, tuple[bytes, Exchange]] = {}
         self._done: deque[Exchange] = deque()
+        self._kept: dict[str, Exchange] = {}
         self._forgotten = ForgottenIds()
         self.stored_bytes = 0
 
@@ -107,6 +113,35 @@ class Answers:
             self._done.append(exchange)
         self._forget_old()
 
+    def begin_generation(self, message_id: str, rid: str, generation: bytes, *, samples: int) -> None:
+        """``message_id``, just attached, begins a generation of so many samples; ``rid`` names it from now on."""
+        _, exchange = self._exchanges[message_id]
+        exchange.rid, exchange.generation, exchange.remaining = rid, generation, samples
+        self._kept.pop(rid, None)
+
+    def kept(self, rid: str, generation: bytes | None = None) -> list[GenerateReqOutput]:
+        """The kept results of ``rid``, by sample index; only if they are of this ``generation`` where one is given."""
+        exchange = self._kept.get(rid)
+        if exchange is None or (generation is not None and exchange.generation != generation):
+            return []
+        if exchange.done_at <= monotonic() - self._window_s:
+            del self._kept[rid]
+            return []
+        answers = (answer for answer in exchange.answers if isinstance(answer, BatchTokenOutput))
+        results = {result.index: result for answer in answers for result in answer.finished}
+        return [results[index] for index in sorted(results)]
+
+    def keep_for(self, client: bytes) -> None:
+        """``client`` left, and which of its last results it has read is not known: keep what nobody else waited for."""
+        done, self._done = self._done, deque()
+        kept = [exchange for exchange in done if exchange.rid and exchange.clients == [client]]
+        self._kept |= {exchange.rid: exchange for exchange in kept}
+        for exchange in kept:
+            exchange.done_at = monotonic()
+        moved = set(kept)
+        self._done.extend(exchange for exchange in done if exchange not in moved)
+        self._done.extend(kept)  # in the order of their ages
+
     def awaited_by(self) -> set[bytes]:
         """Every client that waits for an answer."""
         awaited = (exchange for _, exchange in self._exchanges.values() if exchange.remaining > 0)
@@ -124,10 +159,6 @@ class Answers:
             if exchange is not None and client in exchange.clients:
                 exchange.clients.remove(client)
 
-    def done_for(self, client: bytes) -> Iterator[Exchange]:
-        """Stored ones that nobody but ``client`` has waited for."""
-        return (exchange for exchange in self._done if exchange.clients == [client])
-
     def _wait(self, client: bytes, exchange: Exchange) -> None:
         if exchange.remaining and client not in exchange.clients:
             exchange.clients.append(client)
@@ -141,6 +172,8 @@ class Answers:
                 return
             self._done.popleft()
             self.stored_bytes -= exchange.nbytes
+            if self._kept.get(exchange.rid) is exchange:
+                del self._kept[exchange.rid]
             for message_id in exchange.message_ids:
                 del self._exchanges[message_id]
                 self._forgotten.add(message_id)

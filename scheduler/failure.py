@@ -26,8 +26,8 @@ from .chunking import ChunkSizer
 from .device.cache import DeviceCache
 from .device.memory import is_out_of_memory
 from .forward import Runner
+from .output_processor import OutputProcessor
 from .request import Request
-from .results import Results
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class Recovery:
         self,
         *,
         batcher: Batcher,
-        results: Results,
+        outputs: OutputProcessor,
         runner: Runner,
         chunks: ChunkSizer,
         device_cache: DeviceCache,
@@ -68,7 +68,7 @@ class Recovery:
         """``chunks`` is what the batcher asks for budgets."""
         self._failed = self._retried = self._splits = 0
         self._batcher = batcher
-        self._results = results
+        self._outputs = outputs
         self._runner = runner
         self._chunks = chunks
         self._device_cache = device_cache
@@ -135,9 +135,9 @@ class Recovery:
 
     def _end(self, requests: list[Request], failure: Failure) -> None:
         if failure.out_of_memory:
-            self._results.fail(requests, f"out of memory: {failure.message}", ErrorCode.OUT_OF_MEMORY)
+            self._outputs.fail(requests, f"out of memory: {failure.message}", ErrorCode.OUT_OF_MEMORY)
         else:
-            self._results.fail(requests, f"the batch failed: {failure.message}")
+            self._outputs.fail(requests, f"the batch failed: {failure.message}")
 
     def _restore_last_tokens(self) -> None:
         """The device may have sampled tokens that were not taken in: decoding rows must not read them."""

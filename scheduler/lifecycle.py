@@ -44,9 +44,9 @@ from .device.memory import EmptyCacheReport
 from .forward import Runner
 from .observability.memory_history import MemoryHistory
 from .observability.stage_profiler import StageProfiler
+from .output_processor import OutputProcessor
 from .ownership import PauseOwnership, Sender
 from .request import WeightStamp
-from .results import Results
 from .sessions import Sessions
 from .waiting import WaitingQueue
 
@@ -82,7 +82,7 @@ class Lifecycle:
         sessions: Sessions,
         batcher: Batcher,
         waiting: WaitingQueue,
-        results: Results,
+        outputs: OutputProcessor,
         cache: CacheManager,
         runner: Runner,
         device_cache: DeviceCache,
@@ -97,7 +97,7 @@ class Lifecycle:
         self.ownership = PauseOwnership()
         self._batcher = batcher
         self._waiting = waiting
-        self._results = results
+        self._outputs = outputs
         self._cache = cache
         self._runner = runner
         self._device_cache = device_cache
@@ -200,7 +200,7 @@ class Lifecycle:
         with self._stages.stage("pause"):
             yield from self.barrier()
             if request.mode == "abort":
-                aborted = self._results.abort_all("Aborted by pause_generation")
+                aborted = self._outputs.abort_all("Aborted by pause_generation")
             elif request.mode == "retract":
                 self._batcher.retract_all()
         self._generation = "paused"
@@ -212,7 +212,6 @@ class Lifecycle:
             "pause_generation: %s at step %d, %d requests hold %d tokens of KV, %d wait",
             request.mode, self.step, self._batcher.num_holding, held_pages * PAGE_SIZE, len(self._waiting),
         )  # fmt: skip
-        self._results.deliver(self.step)  # what the pause ended goes out before its reply
         self._history.note("pause", f"{request.mode}, {self._batcher.num_holding} requests hold KV")
         return PauseGenerationReqOutput(
             id=request.id,
@@ -274,7 +273,7 @@ class Lifecycle:
             lease.action,
         )
         if lease.action == "abort":
-            self._results.abort_all("Aborted: the pause lease expired")
+            self._outputs.abort_all("Aborted: the pause lease expired")
         elif lease.action == "continue" and self._weights == "valid":
             report = self._device_cache.empty("lease_expiry")
             self._history.note("lease_expiry", f"of {owner!r}", returned=report.freed)
@@ -391,7 +390,7 @@ class Lifecycle:
         self._cache.commit_epoch(self._stamp.epoch)
         self._batcher.restart_prefills()
         self._batcher.mark_stale()
-        self._results.set_stamp(self._stamp)
+        self._outputs.set_stamp(self._stamp)
         self._weights, self._weights_detail = "valid", None
         if source:  # not a new label alone
             self._lost = None

@@ -10,6 +10,7 @@ Invariants:
 """
 
 import logging
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
@@ -20,16 +21,19 @@ import zmq
 from .background import Wakeup
 from .batching import Batcher, ScheduledBatch
 from .channel import Router
+from .command_queue import CommandQueue
 from .device.cache import DeviceCache
 from .dispatch import Dispatcher
 from .failure import Failure, Recovery
 from .forward import ForwardOutput, Runner
 from .guard import Guard
 from .lifecycle import Lifecycle
+from .live_requests import LiveRequests
 from .observability.memory_history import MemoryHistory
 from .observability.stage_profiler import StageProfiler
 from .observability.watchdog import Heartbeat
-from .results import MAX_SENDS, Results
+from .outbox import MAX_SENDS, Outbox
+from .output_processor import OutputProcessor
 from .stopping import Shutdown
 from .timers import Timer, Timers
 from .updates import WeightUpdates
@@ -39,7 +43,7 @@ logger = logging.getLogger(__name__)
 KEEPALIVE_S = 2.0
 """How often those who must be alive are looked at, and are told that this engine is: clients that wait for an answer or have a
 session open, owners of shared memory."""
-PARKED_POLL_S = 0.005
+WAITING_POLL_S = 0.005
 """How often an operation that waits for idleness is looked at when nothing else happens."""
 MAX_POLL_S = 3600.0
 """Longest sleep: poll counts milliseconds in 32 bits, deadlines may be further away or infinite."""
@@ -71,9 +75,13 @@ class Scheduler:
         *,
         router: Router,
         dispatcher: Dispatcher,
+        commands: CommandQueue,
+        awaited_by: Callable[[], set[bytes]],
         lifecycle: Lifecycle,
         batcher: Batcher,
-        results: Results,
+        live: LiveRequests,
+        outputs: OutputProcessor,
+        outbox: Outbox,
         runner: Runner,
         recovery: Recovery,
         updates: WeightUpdates,
@@ -87,12 +95,16 @@ class Scheduler:
         shutdown: Shutdown,
         heartbeat: Heartbeat,
     ) -> None:
-        """``shutdown`` says when to end, ``heartbeat`` is told of every tick."""
+        """``awaited_by`` tells which clients wait for an answer, ``shutdown`` when to end; ``heartbeat`` is told of every tick."""
         self._router = router
         self._dispatcher = dispatcher
+        self._commands = commands
+        self._awaited_by = awaited_by
         self._lifecycle = lifecycle
         self._batcher = batcher
-        self._results = results
+        self._live = live
+        self._outputs = outputs
+        self._outbox = outbox
         self._runner = runner
         self._recovery = recovery
         self._updates = updates
@@ -138,22 +150,22 @@ class Scheduler:
 
     def _end(self, message: str, *, failed: bool) -> None:
         """Every request and every command is answered, each of these steps whatever became of the one before."""
-        live, run = list(self._results.live.values()), self._guard.run
-        run("ending the requests", self._results.fail if failed else self._results.abort, live, message)
+        run = self._guard.run
+        run("ending the requests", self._outputs.fail if failed else self._outputs.abort, self._live, message)
         run("ending the commands", self._dispatcher.refuse_rest, message)
         for _ in range(MAX_SENDS):
-            run("sending the last results", self._results.deliver, self._lifecycle.step)
+            run("sending the last results", self._outbox.deliver, self._lifecycle.step)
 
     def _drains(self, ongoing: Step | None) -> bool:
         """Whether the end waits for something that is under way."""
-        busy = ongoing is not None or self._results.live or self._results.has_undelivered
+        busy = ongoing is not None or self._live or self._outbox.has_undelivered
         return self._shutdown.is_draining and bool(busy or self._dispatcher.has_unanswered)
 
     def tick(self, ongoing: Step | None) -> Step | None:
         """One turn; returns the step that is still in flight, at depth 1."""
         run = self._guard.run
         self._hear(self._timeout(ongoing))
-        run("a command", self._dispatcher.advance)
+        run("a command", self._commands.advance)
         run("scoring", self._dispatcher.score)
         may_launch = self._lifecycle.may_launch and not (ongoing is not None and ongoing.is_lost)
         launched = self._launch() if may_launch else None
@@ -161,7 +173,7 @@ class Scheduler:
         if due is not None and (failure := self._answer(due)) is not None:
             self._discard(due, failure, ongoing)
             ongoing = None
-        self._results.deliver(self._lifecycle.step if due is None else due.number)
+        self._outbox.deliver(self._lifecycle.step if due is None else due.number)
         run("ending the requests of a client that left", self._dispatcher.reap)
         return ongoing
 
@@ -204,23 +216,21 @@ class Scheduler:
         elif self._idle_since is None:
             self._idle_since = now
         waits: list[float] = [self._shutdown.left_s] if self._shutdown.requested else []
-        if self._dispatcher.has_parked:
-            waits.append(PARKED_POLL_S)
-        if self._router.has_backlog or self._results.has_undelivered:
+        if self._dispatcher.waits:
+            waits.append(WAITING_POLL_S)
+        if self._router.has_backlog or self._outbox.has_undelivered:
             waits.append(BACKLOG_POLL_S)
         if (due := self._timers.next_due()) is not None:
             waits.append(max(0.0, due - now))
         return min(waits) if waits else None
 
     def _keepalive_due(self) -> float | None:
-        waiting = (
-            self._results.live or self._dispatcher.has_unanswered or self._updates.sessions.client is not None
-        )
+        waiting = self._live or self._dispatcher.has_unanswered or self._updates.sessions.client is not None
         return self._next_keepalive if waiting or self._updates.keeps_memory else None
 
     def _keep_alive(self) -> None:
         self._next_keepalive = monotonic() + KEEPALIVE_S
-        clients = self._dispatcher.awaiting_clients()
+        clients = self._awaited_by()
         if self._updates.sessions.client is not None:
             clients.add(self._updates.sessions.client)
         self._router.keepalive(clients, self._lifecycle.step)
@@ -228,7 +238,7 @@ class Scheduler:
 
     def _lease_due(self) -> float | None:
         lease_left = self._lifecycle.lease_left_s
-        return None if lease_left is None or self._dispatcher.defers_lease else monotonic() + lease_left
+        return None if lease_left is None or self._commands.defers_lease else monotonic() + lease_left
 
     def _expire_lease(self) -> None:
         lease, owner = self._lifecycle.ownership.lease, self._lifecycle.ownership.sender
@@ -280,10 +290,10 @@ class Scheduler:
         self._stages.record(_kind(step.batch), self.last_step_at - began)
         with self._stages.stage("process"):
             with self._recovery.taking_in(step.batch, step.number):
-                self._results.record(step.batch, output)
+                self._outputs.record(step.batch, output)
             with self._recovery.taking_in(step.batch, step.number):
                 self._batcher.landed(step.batch, self.last_step_at - began)
-            self._results.deliver(step.number)
+            self._outbox.deliver(step.number)
         self._guard.run("sampling the memory", self._history.sample)
         return None
 

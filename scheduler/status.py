@@ -19,7 +19,7 @@ from .failure import Recovery
 from .lifecycle import Lifecycle
 from .observability.memory_history import MemoryHistory
 from .observability.stage_profiler import StageProfiler
-from .results import Results
+from .output_processor import OutputProcessor
 from .scoring import Scoring
 from .updates import WeightUpdates
 from .waiting import AdmissionLimits, WaitingQueue
@@ -50,7 +50,7 @@ class StatusReporter:
         updates: WeightUpdates,
         batcher: Batcher,
         waiting: WaitingQueue,
-        results: Results,
+        outputs: OutputProcessor,
         cache: CacheManager,
         scoring: Scoring | None,
         recovery: Recovery,
@@ -67,7 +67,7 @@ class StatusReporter:
         self._updates = updates
         self._batcher = batcher
         self._waiting = waiting
-        self._results = results
+        self._outputs = outputs
         self._cache = cache
         self._scoring = scoring
         self._recovery = recovery
@@ -102,7 +102,7 @@ class StatusReporter:
             waiting_requests=len(self._waiting),
             step=lifecycle.step,
             last_step_age_s=None if last is None else now - last,
-            generated_tokens=self._results.generated_tokens,
+            generated_tokens=self._outputs.generated_tokens,
             num_retractions=self._batcher.num_retractions,
             step_failures=self._recovery.counts(),
             kv=self._kv(),
@@ -126,7 +126,7 @@ class StatusReporter:
         return EngineTotals(
             prompt_tokens=self._batcher.prompt_tokens,
             cached_tokens=self._batcher.cached_tokens,
-            finished_requests=dict(self._results.finished),
+            finished_requests=dict(self._outputs.finished),
             pauses=self._lifecycle.pause_totals(),
             updates=self._lifecycle.update_totals(),
             emptied=self._device_cache.totals(),

@@ -47,8 +47,8 @@ from .lifecycle import Lifecycle, Operation, Wait
 from .models.base import CausalLM
 from .observability.memory_history import MemoryHistory
 from .observability.stage_profiler import StageProfiler
+from .output_processor import OutputProcessor
 from .ownership import Sender
-from .results import Results
 from .sessions import Sessions
 from .weights.loader import LoadCounts, WeightLoader, WeightPiece
 from .weights.session import Route, Session
@@ -76,7 +76,7 @@ class WeightUpdates:
         lifecycle: Lifecycle,
         sessions: Sessions,
         batcher: Batcher,
-        results: Results,
+        outputs: OutputProcessor,
         cache: CacheManager,
         device_cache: DeviceCache,
         groups: WeightsUpdateGroups,
@@ -94,7 +94,7 @@ class WeightUpdates:
         self._runner = runner
         self._lifecycle = lifecycle
         self._batcher = batcher
-        self._results = results
+        self._outputs = outputs
         self._cache = cache
         self._device_cache = device_cache
         self._history = history
@@ -261,7 +261,7 @@ class WeightUpdates:
                 piece = yield from self._next_piece(pieces, session, stages)
                 if session.abort_all:  # not before it is known that there is something to write
                     session.abort_all = False
-                    self._results.abort_all(f"Aborted by a weight update from {session.source}")
+                    self._outputs.abort_all(f"Aborted by a weight update from {session.source}")
                 yield from self._stop_steps(session)
                 if session.flush and self._lifecycle.generation == "running":
                     self._batcher.retract_all()

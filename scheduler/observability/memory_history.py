@@ -15,7 +15,14 @@ from typing import Any, get_args
 
 import numpy as np
 
-from ...io_struct import MemoryByTag, MemoryCause, MemoryEvent, MemoryStretch
+from ...io_struct import (
+    GetMemoryHistoryReqInput,
+    GetMemoryHistoryReqOutput,
+    MemoryByTag,
+    MemoryCause,
+    MemoryEvent,
+    MemoryStretch,
+)
 from ..device.memory import DeviceMemoryReading
 from ..device.residency import ComponentResidencyManager
 
@@ -166,6 +173,13 @@ class MemoryHistory:
         """What holds the memory, as of the last event; None: there is none yet."""
         last = self._ring[(self._seq - 1) % len(self._ring)]
         return MemoryByTag(**{tag: int(last[tag]) for tag in _TAGS}) if self._seq else None
+
+    def answer(self, request: GetMemoryHistoryReqInput) -> GetMemoryHistoryReqOutput:
+        """The reply to ``request``."""
+        events, more = self.events(request.after, request.limit)
+        return GetMemoryHistoryReqOutput(
+            id=request.id, events=events, more=more, older=self.older(request.after)
+        )
 
     def events(self, after: int, limit: int) -> tuple[list[MemoryEvent], bool]:
         """At most ``limit`` events whose number is over ``after``, oldest first, and whether there are newer ones."""

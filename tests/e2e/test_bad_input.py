@@ -47,9 +47,9 @@ from caesura.io_struct import (
     UpdateWeightsFromCheckpointEngineReqInput,
     WeightUpdateReqOutput,
 )
-from caesura.scheduler import dispatch
+from caesura.scheduler import command_queue
 from caesura.scheduler.config import EngineConfig
-from caesura.scheduler.process import Engine
+from caesura.scheduler.engine import Engine
 
 PATIENCE = 60.0
 CONTEXT, POOL, VOCAB = 256, 128, 97
@@ -401,7 +401,7 @@ def test_a_conflict_does_not_disturb_what_runs(driver, second):
 
 
 def test_a_retried_update_attaches_and_commits_once(driver, second, other_model, monkeypatch):
-    monkeypatch.setattr(dispatch, "SLICE_S", 0.0)  # one piece per tick
+    monkeypatch.setattr(command_queue, "SLICE_S", 0.0)  # one piece per tick
     monkeypatch.setattr("caesura.scheduler.weights.writing.WRITE_S", 0.0)
     update = UpdateWeightFromDiskReqInput(id="u", model_path=str(other_model), weight_version="v1")
     driver.send(update)

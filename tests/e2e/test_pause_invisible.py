@@ -73,7 +73,7 @@ class Stage:
         driver.call(FlushCacheReqInput(torch_empty_cache=False))
         assert driver.status().kv.free == driver.status().kv.total
         waiting, paused = list(arrivals), False
-        live = driver.engine.scheduler._results.live
+        live = driver.engine.live
         while waiting or live or driver.ongoing is not None:
             while waiting and waiting[0].step <= self.step - first:
                 rids.append(self.send(waiting.pop(0)))

@@ -386,7 +386,7 @@ def test_a_client_that_does_not_read_costs_others_nothing(driver, monkeypatch):
             slow.send(GenerateReqInput(rid=rid, input_ids=prompt, sampling_params=params, stream=True))
         quick = 0
         largest = 0
-        while driver.engine.scheduler._results.live or quick == 0:
+        while driver.engine.live or quick == 0:
             rid = driver.generate([3, 4], 5)
             while (rid, 0) not in driver.results:
                 driver.tick()
@@ -432,9 +432,9 @@ def test_results_of_a_client_that_leaves_too_much_unread_can_be_fetched(driver, 
         monkeypatch.setattr(backlog, "MAX_PENDING_MESSAGES", limit)
         for number in range(30):
             slow.send(GenerateReqInput(rid=f"r{number}", input_ids=[5, 6, 7], sampling_params=params))
-        done = driver.engine.dispatcher._answers._done
+        done = driver.engine.answers._done
         eventually(lambda: driver.tick() or len(done) >= 30)
-        eventually(lambda: driver.tick() or not driver.engine.scheduler._results.live)
+        eventually(lambda: driver.tick() or not driver.engine.live)
         kept = [driver.call(FetchResultReqInput(rid=f"r{number}")).results for number in range(30)]
     assert len([results for results in kept if results]) >= 15
     assert router._backlogs.load.messages <= limit
@@ -453,7 +453,7 @@ def test_a_client_that_vanishes_takes_its_queue_along(driver):
     slow.close()
     for _ in range(2000):
         driver.tick()
-        if not driver.engine.router.has_backlog and not driver.engine.scheduler._results.live:
+        if not driver.engine.router.has_backlog and not driver.engine.live:
             break
     status = driver.status()
     assert (status.running_requests, status.kv.held) == (0, 0)
@@ -477,10 +477,10 @@ def test_a_reconnecting_client_gets_its_result(driver):
     driver.call(PauseGenerationReqInput(mode="retract"))
     first = RawClient(driver.config.endpoint, identity=b"trainer-1")
     first.send(request)
-    eventually(lambda: driver.tick() or driver.engine.scheduler._results.live)
+    eventually(lambda: driver.tick() or driver.engine.live)
     with RawClient(driver.config.endpoint, identity=b"trainer-2") as second:
         second.send(request)
-        exchange = driver.engine.dispatcher._answers.get("g")
+        exchange = driver.engine.answers.get("g")
         eventually(lambda: driver.tick() or len(exchange.clients) == 2)
         first.close()
         eventually(lambda: _keepalive(driver) or _owners(driver) == {b"trainer-2"})
@@ -496,7 +496,7 @@ def _keepalive(driver: EngineDriver) -> None:
 
 
 def _owners(driver: EngineDriver) -> set[bytes]:
-    return {request.client for request in driver.engine.scheduler._results.live.values()}
+    return {request.client for request in driver.engine.live}
 
 
 def test_the_ready_line_is_one_line_of_json(tmp_path, tiny_model):

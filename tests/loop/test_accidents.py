@@ -62,7 +62,7 @@ def test_two_requests_of_a_client_that_left_end_in_one_step(driver):
     leave(driver, "guest", own)
     driver.run_until_idle()
     check(driver, shared.id, SHORT)
-    assert (own, 0) not in driver.engine.scheduler._results.live
+    assert (own, 0) not in driver.engine.live
     assert driver.status().kv.held == 0
 
 
@@ -82,7 +82,7 @@ def test_abort_all_meets_a_client_that_left(driver):
 
 def leave(driver: EngineDriver, client: str, rid: str) -> None:
     """Close the socket of ``client``, the sender of ``rid``, and wait until the engine's socket could notice."""
-    identity = driver.engine.scheduler._results.live[rid, 0].client
+    identity = driver.engine.live[rid, 0].client
     driver.collect()
     driver.clients.pop(client).close(0)
     router = driver.engine.router.socket
@@ -124,8 +124,8 @@ def test_a_session_that_expires_before_the_first_byte(tiny_model, other_model, c
         )
         scheduler = driver.engine.scheduler
         scheduler._hear(0)
-        eventually(lambda: driver.engine.dispatcher.advance() or driver.engine.dispatcher.wants_tick)
-        assert driver.engine.dispatcher.is_busy, "it was meant to wait for the step"
+        eventually(lambda: driver.engine.commands.advance() or driver.engine.dispatcher.wants_tick)
+        assert driver.engine.commands.is_busy, "it was meant to wait for the step"
         scheduler._updates.sessions.current.deadline = 0.0
         driver.tick(2)
         assert_error(driver.replies.pop(waiting), "deadline_exceeded")

@@ -22,7 +22,7 @@ from caesura.io_struct import (
     UpdateWeightFromDiskReqInput,
     WeightUpdateReqOutput,
 )
-from caesura.scheduler import build, process
+from caesura.scheduler import build, engine
 from caesura.scheduler.runner.model_runner import ModelRunner
 
 MIB = 1 << 20
@@ -48,7 +48,7 @@ class Allocator:
 def allocator(monkeypatch):
     """Of every engine that is built: it is where the engine looks for its device's module."""
     allocator = Allocator()
-    monkeypatch.setattr(process, "device_module_for", lambda device: allocator)
+    monkeypatch.setattr(engine, "device_module_for", lambda device: allocator)
     return allocator
 
 
@@ -126,10 +126,10 @@ def test_a_reference_that_cannot_leave_the_device_empties(driver, allocator, mon
 
 def answered_into(log: list[str], driver: EngineDriver, monkeypatch) -> None:
     """The answers of the dispatcher go to ``log``, by type."""
-    dispatcher = driver.engine.dispatcher
-    answer = dispatcher._answer
+    replies = driver.engine.replies
+    answer = replies.answer
     monkeypatch.setattr(
-        dispatcher, "_answer", lambda i, reply: (log.append(type(reply).__name__), answer(i, reply))
+        replies, "answer", lambda i, reply: (log.append(type(reply).__name__), answer(i, reply))
     )
 
 
@@ -184,9 +184,9 @@ def test_a_message_that_fails_at_once_empties_before_it_is_answered(driver, allo
         raise MemoryError
 
     monkeypatch.setattr(driver.engine.dispatcher, place, fail)
-    say = driver.engine.dispatcher._say
+    say = driver.engine.replies.say
     monkeypatch.setattr(
-        driver.engine.dispatcher, "_say", lambda *said: (allocator.log.append("answered"), say(*said))[1]
+        driver.engine.replies, "say", lambda *said: (allocator.log.append("answered"), say(*said))[1]
     )
     driver.send(PauseGenerationReqInput())
     driver.tick(2)

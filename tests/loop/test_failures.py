@@ -56,13 +56,13 @@ STAGES: dict[str, Callable[[EngineDriver], tuple[object, str]]] = {
     "launch": lambda driver: (driver.runner, "before"),
     "outputs": lambda driver: (driver.runner, "after"),
     "fetch": lambda driver: (driver.runner, "on_fetch"),
-    "record": lambda driver: (driver.engine.scheduler._results, "record"),
-    "spans": lambda driver: (driver.engine.scheduler._results, "_open_spans"),
-    "ends": lambda driver: (driver.engine.scheduler._results, "_end_finished"),
-    "stream": lambda driver: (driver.engine.scheduler._results, "_stream"),
-    "result": lambda driver: (driver.engine.scheduler._results, "_result"),
+    "record": lambda driver: (driver.engine.scheduler._outputs, "record"),
+    "spans": lambda driver: (driver.engine.scheduler._outputs, "_open_spans"),
+    "ends": lambda driver: (driver.engine.scheduler._outputs, "_end_finished"),
+    "stream": lambda driver: (driver.engine.scheduler._outputs, "_stream"),
+    "result": lambda driver: (driver.engine.scheduler._outputs, "_result"),
     "donate": lambda driver: (driver.engine.cache, "donate"),
-    "send": lambda driver: (driver.engine.scheduler._results, "_send"),
+    "send": lambda driver: (driver.engine.outbox, "_send"),
 }
 BUILDING = ("choose", "open", "extend", "seat", "noise", "build")
 COMPUTING = ("launch", "outputs", "fetch")
@@ -305,14 +305,14 @@ def test_a_request_whose_tokens_do_not_fit_together_is_answered(driver, monkeypa
     """Its terminal record cannot be built: it ends as an error without tokens, the others as they would have."""
     rids = submit(driver)
     victim = next(iter(rids))
-    original = driver.engine.scheduler._results._result
+    original = driver.engine.scheduler._outputs._result
 
     def result(request, outputs, reason):
         if request.rid == victim and len(outputs.tokens):
             raise AssertionError("lengths differ")
         return original(request, outputs, reason)
 
-    monkeypatch.setattr(driver.engine.scheduler._results, "_result", result)
+    monkeypatch.setattr(driver.engine.scheduler._outputs, "_result", result)
     driver.run_until_idle()
     reason = driver.result(victim).finish_reason
     assert (reason.type, tokens_of(driver.result(victim))) == ("error", [])
@@ -330,8 +330,8 @@ def test_results_that_make_no_message(driver, monkeypatch, failures):
     driver.send(message)
     other = driver.generate(PROMPTS[0], 1, client="other")
     driver.engine.scheduler._hear(0)
-    results = driver.engine.scheduler._results
-    identity = results.live[message.id, 0].client
+    results = driver.engine.outbox
+    identity = driver.engine.live[message.id, 0].client
     original, attempts = results._send, []
 
     def send(client, output):

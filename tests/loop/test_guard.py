@@ -19,7 +19,7 @@ from caesura.io_struct import (
     PauseGenerationReqInput,
     RenewPauseLeaseReqInput,
 )
-from caesura.scheduler import dispatch, loop, timers
+from caesura.scheduler import command_queue, dispatch, engine, loop, timers
 from caesura.scheduler.cache.manager import LedgerError
 
 
@@ -59,14 +59,14 @@ def test_memory_events_after_any_number(driver, after):
 
 
 HANDLERS = {
-    "hello": (lambda d: (dispatch, "answer_hello"), lambda: HelloReqInput(wire_major=1, wire_minor=0)),
-    "status": (lambda d: (d.engine.dispatcher, "_status"), GetStatusReqInput),
+    "hello": (lambda d: (engine, "answer_hello"), lambda: HelloReqInput(wire_major=1, wire_minor=0)),
+    "status": (lambda d: (d.engine, "status"), GetStatusReqInput),
     "history": (lambda d: (d.engine.scheduler._history, "events"), GetMemoryHistoryReqInput),
-    "abort": (lambda d: (d.engine.scheduler._results, "samples"), lambda: AbortReq(rid="r")),
+    "abort": (lambda d: (d.engine.live, "samples"), lambda: AbortReq(rid="r")),
     "lease": (lambda d: (d.engine.scheduler._lifecycle, "renew_lease"), lambda: RenewPauseLeaseReqInput(owner="o")),
     "flush": (lambda d: (d.engine.cache, "flush"), lambda: FlushCacheReqInput(timeout_s=100.0)),
     "pause": (lambda d: (d.engine.scheduler._history, "note"), PauseGenerationReqInput),
-    "attach": (lambda d: (d.engine.dispatcher._answers, "attach"), PauseGenerationReqInput),
+    "attach": (lambda d: (d.engine.answers, "attach"), PauseGenerationReqInput),
 }  # fmt: skip
 
 
@@ -145,25 +145,25 @@ def raises(error):
 def test_what_cannot_be_answered_is_answered_so(driver, operation):
     """And stays answered, for a retry."""
     rid = one_lives(driver)
-    driver.engine.dispatcher._handlers._of_sender[FlushCacheReqInput] = operation
+    driver.engine.commands._handlers._of_sender[FlushCacheReqInput] = operation
     message = FlushCacheReqInput()
     assert_error(driver.call(message), "internal")
     again = driver.call(message)
     assert (again.code, again.id) == ("internal", message.id)
-    assert not driver.engine.dispatcher.is_busy
+    assert not driver.engine.commands.is_busy
     check_it(driver, rid)
 
 
 @pytest.mark.parametrize("detail", [2**64, -(2**70), {"n": [2**80]}, "\udc80", float("nan")], ids=str)
 def test_numbers_and_text_that_no_wire_holds_reach_the_client(driver, detail):
     error = CaesuraError(ErrorCode.NOT_IDLE, "no \udc80", value=detail)
-    driver.engine.dispatcher._handlers._of_sender[FlushCacheReqInput] = raises(error)
+    driver.engine.commands._handlers._of_sender[FlushCacheReqInput] = raises(error)
     assert_error(driver.call(FlushCacheReqInput()), "not_idle")
 
 
 def test_a_result_that_cannot_be_encoded_is_replaced(driver, monkeypatch):
     """The sample ends with an error, and those that end with it have their own results."""
-    results = driver.engine.scheduler._results
+    results = driver.engine.scheduler._outputs
     original = results._result
     spoiled = []
 
@@ -188,14 +188,14 @@ def test_a_group_is_aborted_though_one_of_it_cannot_be_retired(driver, monkeypat
     rid = driver.generate([5, 6, 7], 60, n=4)
     driver.tick(8)
     with monkeypatch.context() as patch:
-        Fault(patch, driver.engine.dispatcher._answers, "add", BUG, {1})
+        Fault(patch, driver.engine.answers, "add", BUG, {1})
         assert driver.call(AbortReq(rid=rid)).aborted == 4
     driver.run_until_idle()
     assert {driver.result(rid, index).finish_reason.type for index in range(4)} == {"abort"}
 
 
 def test_commands_that_wait_are_limited(driver, monkeypatch):
-    monkeypatch.setattr(dispatch, "MAX_PENDING_COMMANDS", 4)
+    monkeypatch.setattr(command_queue, "MAX_PENDING_COMMANDS", 4)
     rid = one_lives(driver)
     waiting = [driver.send(FlushCacheReqInput(timeout_s=86400.0)) for _ in range(4)]
     error = assert_error(driver.call(FlushCacheReqInput(timeout_s=86400.0)), "queue_full")
@@ -264,7 +264,8 @@ class Clock:
 @pytest.mark.parametrize("part", ["advance", "score", "reap"])
 def test_a_part_of_the_tick_that_fails_does_not_end_it(driver, monkeypatch, part):
     rid = one_lives(driver)
-    fault = Fault(monkeypatch, driver.engine.dispatcher, part, BUG, range(3))
+    owner = driver.engine.commands if part == "advance" else driver.engine.dispatcher
+    fault = Fault(monkeypatch, owner, part, BUG, range(3))
     driver.tick(5)
     assert fault.raised == 3
     check_it(driver, rid)
@@ -290,7 +291,7 @@ def test_looking_at_the_memory_may_fail(driver, monkeypatch):
 
 
 def test_a_ledger_that_is_wrong_ends_an_engine_that_checks_it(driver, monkeypatch):
-    Fault(monkeypatch, driver.engine.dispatcher, "_check_ledger", LedgerError("wrong"), {0})
+    Fault(monkeypatch, driver.engine.commands, "_check_ledger", LedgerError("wrong"), {0})
     driver.send(FlushCacheReqInput())
     with pytest.raises(LedgerError):
         driver.tick(3)
@@ -330,7 +331,12 @@ def test_an_end_that_fails_in_part_tells_the_others(driver, monkeypatch, stage):
     rids = [driver.generate([5, 6, 7 + number], 60) for number in range(3)]
     driver.tick(4)
     scheduler = driver.engine.scheduler
-    owner = driver.engine.dispatcher if stage == "refuse_rest" else scheduler._results
+    owners = {
+        "finish": driver.engine.outputs,
+        "refuse_rest": driver.engine.dispatcher,
+        "deliver": driver.engine.outbox,
+    }
+    owner = owners[stage]
     Fault(monkeypatch, owner, stage, BUG, {0})
     scheduler._shutdown.request("the test", drain=False)
     scheduler.run()

@@ -26,7 +26,9 @@ from caesura.scheduler.weights.transports.ipc import KEPT
 
 @pytest.fixture
 def driver(tiny_model, monkeypatch):
-    monkeypatch.setattr("caesura.scheduler.dispatch.SLICE_S", 0.0)  # one piece per tick, as for a large model
+    monkeypatch.setattr(
+        "caesura.scheduler.command_queue.SLICE_S", 0.0
+    )  # one piece per tick, as for a large model
     monkeypatch.setattr("caesura.scheduler.weights.writing.WRITE_S", 0.0)
     with EngineDriver(str(tiny_model)) as driver:
         yield driver
@@ -123,7 +125,7 @@ def test_a_command_that_waits_is_a_sign_of_life(driver, monkeypatch):
         )
     )
     driver.tick(2)
-    assert driver.engine.dispatcher.is_busy
+    assert driver.engine.commands.is_busy
     now[0] += 6.0
     assert driver.engine.scheduler._timeout(None) > 0
     driver.tick(3)

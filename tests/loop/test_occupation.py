@@ -240,7 +240,7 @@ def test_requests_wait_while_the_cache_is_away_and_the_loop_sleeps(tiny_model, d
 
 def test_the_gate_closes_before_the_memory_goes_and_opens_after_it_is_back(driver, monkeypatch):
     """Between two slices: status is answered, and says released from the first to the last of them."""
-    monkeypatch.setattr("caesura.scheduler.dispatch.SLICE_S", 0.0)
+    monkeypatch.setattr("caesura.scheduler.command_queue.SLICE_S", 0.0)
     physics, synchronized = Physics(driver), []
     monkeypatch.setattr(driver.runner, "synchronize", lambda: synchronized.append(set(physics.gone)))
     message_id = driver.send(Release())
@@ -361,7 +361,7 @@ def test_a_resume_without_enough_memory_changes_nothing(driver, monkeypatch):
 
 
 def _occupation(driver: EngineDriver) -> MemoryOccupation:
-    return driver.engine.dispatcher._handlers._of_anybody[Release].__self__
+    return driver.engine.commands._handlers._of_anybody[Release].__self__
 
 
 def _residency(driver: EngineDriver) -> residency.ComponentResidencyManager:
@@ -447,7 +447,7 @@ class Trial:
         }[command]()
 
     def probe(self):
-        return self.driver.engine.dispatcher._status("probe")
+        return self.driver.engine.status("probe")
 
     def expected(self, command: str, argument) -> str:
         """The answer, from what is known before the command is sent."""
@@ -572,7 +572,7 @@ def test_any_order_one_command_at_a_time(tiny_model, other_model, commands, dept
 def test_any_order_without_waiting_for_answers(tiny_model, other_model, commands, depth):
     """Whole bursts are sent before the loop turns, and it turns one slice at a time."""
     with pytest.MonkeyPatch.context() as patch, a_driver(tiny_model, depth) as driver:
-        patch.setattr("caesura.scheduler.dispatch.SLICE_S", 0.0)
+        patch.setattr("caesura.scheduler.command_queue.SLICE_S", 0.0)
         patch.setattr("caesura.scheduler.weights.writing.WRITE_S", 0.0)
         trial = Trial(driver, other_model)
         trial.commit_watch("update")
@@ -586,7 +586,7 @@ def test_any_order_without_waiting_for_answers(tiny_model, other_model, commands
                 sent[driver.send(message)] = message
             driver.tick()
             assert not trial.physics.violations
-        while driver.engine.dispatcher.is_busy:
+        while driver.engine.commands.is_busy:
             driver.tick()
         driver.call(PauseGenerationReqInput(mode="abort"))
         for message_id, message in sent.items():

@@ -25,7 +25,7 @@ from caesura.io_struct import (
     encode,
 )
 from caesura.scheduler.config import EngineConfig
-from caesura.scheduler.process import Engine
+from caesura.scheduler.engine import Engine
 
 PROMPT = [5, 6, 7]
 

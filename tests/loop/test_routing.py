@@ -237,7 +237,7 @@ def test_status_counts_them(driver):
 def test_stored_answers_are_bounded_by_them_too(driver):
     rid = ask(driver, prompt_of(100), 100)
     driver.run_until_idle()
-    assert driver.engine.dispatcher._answers.stored_bytes > len(driver.result(rid).routed_experts.data) > 0
+    assert driver.engine.answers.stored_bytes > len(driver.result(rid).routed_experts.data) > 0
 
 
 @dataclass(frozen=True)

@@ -106,11 +106,11 @@ class EngineMachine(RuleBasedStateMachine):
 
     @property
     def live(self) -> set[str]:
-        return {rid for rid, _ in self.driver.engine.scheduler._results.live}
+        return {request.rid for request in self.driver.engine.live}
 
     def status(self):
         """What a status request would be answered now, without the tick that sending one takes."""
-        return self.driver.engine.dispatcher._status("probe")
+        return self.driver.engine.status("probe")
 
     def answer_to(self, message_id: str) -> Message:
         for _ in range(500):
@@ -276,12 +276,12 @@ class EngineMachine(RuleBasedStateMachine):
     def abort(self, data, everything):
         if everything:
             self.may_be_aborted()
-            samples = len(self.driver.engine.scheduler._results.live)
+            samples = len(self.driver.engine.live)
             assert self.driver.call(AbortReq(abort_all=True)).aborted == samples
             assert not self.live
             return
         rid = data.draw(st.sampled_from(list(self.submitted)))
-        samples = len(self.driver.engine.scheduler._results.samples(rid))
+        samples = len(self.driver.engine.live.samples(rid))
         self.submitted[rid].aborted |= samples > 0
         assert self.driver.call(AbortReq(rid=rid)).aborted == samples
         assert rid not in self.live

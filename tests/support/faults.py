@@ -52,7 +52,7 @@ def check_nothing_is_left(driver: EngineDriver) -> None:
     status = driver.status()
     assert (status.kv.held, status.running_requests, status.prefilling_requests) == (0, 0, 0)
     assert status.waiting_requests == 0
-    assert not scheduler._results.live
+    assert not driver.engine.live
     assert not scheduler._batcher._leaving
     assert not scheduler._batcher._computing
     assert not scheduler._batcher.in_flight

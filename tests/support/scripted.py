@@ -34,9 +34,9 @@ from caesura.io_struct import (
 )
 from caesura.scheduler.cache.routing import RoutingPool
 from caesura.scheduler.config import PAGE_SIZE, EngineConfig
+from caesura.scheduler.engine import Engine
 from caesura.scheduler.forward import ForwardBatch, HostOutput
 from caesura.scheduler.loop import Step
-from caesura.scheduler.process import Engine
 from caesura.scheduler.runner.sampler import SamplerOutput
 
 _MULTIPLIER = np.uint64(6364136223846793005)
@@ -355,18 +355,20 @@ class EngineDriver:
 
     def run_until_idle(self, max_ticks: int = 20000) -> None:
         """Tick until no request is live (or nothing moves because the engine is paused)."""
-        results = self.engine.scheduler._results
+        live = self.engine.live
         for _ in range(max_ticks):
             self._turn()
             self.collect()
-            if not results.live and self.ongoing is None:
+            if not live and self.ongoing is None:
                 for name in self.clients:  # what was sent before this answer has arrived with it
                     self.call(GetStatusReqInput(), name)
                 return
-        raise AssertionError(f"{len(results.live)} requests still live after {max_ticks} ticks")
+        raise AssertionError(f"{len(live)} requests still live after {max_ticks} ticks")
 
     def result(self, rid: str, index: int = 0) -> GenerateReqOutput:
         """The one terminal result of a sample."""
+        if (rid, index) not in self.results:
+            self.collect(patience_ms=1000)  # it was sent, and may still be on its way
         found = self.results.get((rid, index), [])
         assert len(found) == 1, f"{rid}/{index} has {len(found)} terminal results"
         return found[0]

@@ -188,9 +188,7 @@ def test_the_lifeline_and_signals_end_the_loop(tiny_model, tmp_path):
         client = SchedulerClient(engine.router.endpoint)
         cleanup.callback(client.close)
         handle = client.submit([5, 6, 7], SamplingParams(max_new_tokens=20))
-        eventually(
-            lambda: (engine.scheduler.tick(None), engine.scheduler._results.live)[1]
-        )  # hello, then the request
+        eventually(lambda: (engine.scheduler.tick(None), engine.live)[1])  # hello, then the request
         os.close(writer)
         engine.scheduler.run()
         assert handle.result(timeout=20).finish_reason.message == "the engine is shutting down"

@@ -1,137 +1,85 @@
-"""From sampled tokens to messages: recording, finish detection, terminal results.
+"""From sampled tokens to results: recording a step, finding who has ended, building terminal results.
 
 Invariants:
 - I1: a request is finished here and nowhere else, once, with exactly one terminal record to its client.
 - I2: tokens, logprobs and weight-version spans of a terminal record have equal lengths, and routed experts a row for each
   position but the last; checked before it is handed on.
 - Recording a step is array work; Python loops only over requests that end, stream, or open a new span.
-- At most one message per client and step; :meth:`Results.deliver` hands them on.
+- Tokens of streams and terminal results go to an :class:`OutputSink`, which sends them.
 """
 
 import logging
-from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from time import monotonic
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from ..io_struct import (
-    BatchTokenOutput,
-    DeltaLogprobs,
     ErrorCode,
     FinishReason,
     GenerateReqOutput,
-    LogprobRows,
     RoutedExperts,
-    StreamDelta,
 )
 from .batching import Batcher, ScheduledBatch
 from .device.memory import is_out_of_memory
 from .extras import LogprobRecord
 from .forward import FurtherLogprobs, HostOutput
+from .live_requests import LiveRequests
 from .request import NO_TOKEN, OutputArrays, Phase, Request, RequestTable, WeightStamp
 from .sampling_inputs import InputSpan
 from .waiting import WaitingQueue
 
 logger = logging.getLogger(__name__)
 
-MAX_SENDS = 3
-"""Attempts to make a message of a client's results."""
-
-Send = Callable[[bytes, BatchTokenOutput], None]
 OnFinished = Callable[[Request, GenerateReqOutput], None]
 
 
-class _Outbox:
-    """What one client gets at the end of this step."""
+class OutputSink(Protocol):
+    """Where outputs go."""
 
-    __slots__ = (
-        "attempts", "counts", "finished", "given", "indices", "logprobs", "rids", "starts", "tokens", "top",
-    )  # fmt: skip
+    def add_tokens(
+        self,
+        requests: Iterable[Request],
+        starts: Sequence[int],
+        tokens: Sequence[int],
+        logprobs: Sequence[float],
+    ) -> None:
+        """One new token of each request that streams."""
+        ...
 
-    def __init__(self) -> None:
-        self.rids: list[str] = []
-        self.indices: list[int] = []
-        self.starts: list[int] = []
-        self.counts: list[int] = []
-        self.tokens: list[int] = []
-        self.logprobs: list[float] = []
-        self.top: list[LogprobRows | None] = []
-        self.given: list[LogprobRows | None] = []
-        self.finished: list[GenerateReqOutput] = []
-        self.attempts = 0
-
-    def message(self, step: int) -> BatchTokenOutput:
-        delta = None
-        if self.rids:
-            delta = StreamDelta(
-                rids=self.rids,
-                indices=np.asarray(self.indices, "<i4").tobytes(),
-                starts=np.asarray(self.starts, "<i4").tobytes(),
-                counts=np.asarray(self.counts, "<i4").tobytes(),
-                tokens=np.asarray(self.tokens, "<i4").tobytes(),
-                logprobs=np.asarray(self.logprobs, "<f4").tobytes(),
-                top=_delta_logprobs(self.top),
-                given=_delta_logprobs(self.given),
-            )
-        return BatchTokenOutput(step=step, delta=delta, finished=self.finished)
+    def add_result(self, client: bytes, result: GenerateReqOutput) -> None:
+        """The terminal result of a request of ``client``."""
+        ...
 
 
-def _delta_logprobs(rows: list[LogprobRows | None]) -> DeltaLogprobs | None:
-    """Of the rows of a delta, one token each."""
-    if not any(rows):
-        return None
-    return DeltaLogprobs(
-        ks=np.asarray([0 if row is None else row.k for row in rows], "<i4").tobytes(),
-        ids=b"".join(row.ids for row in rows if row is not None),
-        logprobs=b"".join(row.logprobs for row in rows if row is not None),
-    )
-
-
-class Results:
-    """Records steps, ends requests, and keeps the table of live ones."""
+class OutputProcessor:
+    """Records steps and ends requests."""
 
     def __init__(
         self,
         table: RequestTable,
         batcher: Batcher,
         waiting: WaitingQueue,
+        live: LiveRequests,
+        sink: OutputSink,
         *,
-        send: Send,
         on_finished: OnFinished,
         stamp: WeightStamp,
     ) -> None:
-        self.live: dict[tuple[str, int], Request] = {}
-        """Every accepted request that has not ended, by (rid, index)."""
+        """``on_finished`` is called once for each request, after it has let go of what it held."""
         self.generated_tokens = 0
         self.finished: Counter[str] = Counter()
         """Requests that have ended, by the type of their finish reason."""
         self._table = table
         self._batcher = batcher
         self._waiting = waiting
-        self._send = send
+        self._live = live
+        self._sink = sink
         self._on_finished = on_finished
-        self._outboxes: defaultdict[bytes, _Outbox] = defaultdict(_Outbox)
         self._stamp = stamp
         self._stamp_number = 0
-        self._by_rid: defaultdict[str, list[Request]] = defaultdict(list)
-
-    def accept(self, requests: list[Request]) -> None:
-        """Requests that admission has passed start their lives here, at the back of the queue."""
-        for request in requests:
-            self.live[request.key] = request
-            self._by_rid[request.rid].append(request)
-            self._waiting.append(request)
-
-    @property
-    def has_undelivered(self) -> bool:
-        """Something has gathered for a client, and could not be sent."""
-        return bool(self._outboxes)
-
-    def samples(self, rid: str) -> list[Request]:
-        """The live samples of generation ``rid``."""
-        return list(self._by_rid.get(rid, ()))
 
     def set_stamp(self, stamp: WeightStamp) -> None:
         """New weights are committed: tokens sampled from now on carry ``stamp``."""
@@ -187,12 +135,8 @@ class Results:
             keep_prefix = False
         waiting = request.phase is Phase.WAITING
         request.phase = Phase.FINISHED
-        del self.live[request.key]
-        group = self._by_rid[request.rid]
-        group.remove(request)
-        if not group:
-            del self._by_rid[request.rid]
-        self._outboxes[request.client].finished.append(result)
+        self._live.remove(request)
+        self._sink.add_result(request.client, result)
         self.finished[result.finish_reason.type] += 1
         if waiting:
             self._waiting.forget_finished()
@@ -201,19 +145,19 @@ class Results:
             self._batcher.retire(request, keep_prefix=keep_prefix)
         self._on_finished(request, result)
 
-    def abort(self, requests: list[Request], message: str) -> int:
+    def abort(self, requests: Iterable[Request], message: str) -> int:
         """End ``requests`` now, with their partial tokens; returns how many."""
         return self._finish_each(requests, FinishReason(type="abort", message=message), keep_prefix=True)
 
     def abort_all(self, message: str) -> int:
         """End every live request, queued ones too."""
-        return self.abort(list(self.live.values()), message)
+        return self.abort(self._live, message)
 
-    def fail(self, requests: list[Request], message: str, code: ErrorCode = ErrorCode.INTERNAL) -> None:
+    def fail(self, requests: Iterable[Request], message: str, code: ErrorCode = ErrorCode.INTERNAL) -> None:
         """End ``requests`` after a failed step; their KV is not trusted, their earlier tokens are kept."""
         self._finish_each(requests, FinishReason(type="error", message=message, code=code), keep_prefix=False)
 
-    def _finish_each(self, requests: list[Request], reason: FinishReason, *, keep_prefix: bool) -> int:
+    def _finish_each(self, requests: Iterable[Request], reason: FinishReason, *, keep_prefix: bool) -> int:
         count = 0
         for request in requests:
             if request.phase is Phase.FINISHED:
@@ -224,34 +168,6 @@ class Results:
             except Exception as error:  # the others must be answered, too
                 logger.error("request %s has left something behind", request.rid, exc_info=error)
         return count
-
-    def deliver(self, step: int) -> None:
-        """Send each client what has gathered for it."""
-        for client in list(self._outboxes):
-            outbox = self._outboxes[client]
-            try:
-                self._send(client, outbox.message(step))
-            except Exception as error:  # the other clients must get theirs
-                outbox.attempts += 1
-                logger.error("client %s: its results make no message", client.hex(), exc_info=error)
-                if outbox.attempts < MAX_SENDS:
-                    continue  # it goes with what comes next
-                self._deliver_one_by_one(client, outbox, step)
-            del self._outboxes[client]
-
-    def _deliver_one_by_one(self, client: bytes, outbox: _Outbox, step: int) -> None:
-        """Something in ``outbox`` cannot be sent: send every result alone, and in place of that one, that it cannot."""
-        for result in outbox.finished:
-            try:
-                self._send(client, BatchTokenOutput(step=step, finished=[result]))
-                continue
-            except Exception as error:
-                logger.error("request %s: its result makes no message", result.rid, exc_info=error)
-                instead = _without_content(result, error)
-            try:
-                self._send(client, BatchTokenOutput(step=step, finished=[instead]))
-            except Exception as error:
-                logger.error("request %s is not answered", result.rid, exc_info=error)
 
     def _record_further(self, batch: ScheduledBatch, further: FurtherLogprobs) -> None:
         special, table = batch.forward.sampling.special, self._table
@@ -311,23 +227,17 @@ class Results:
 
     def _stream(self, slots: np.ndarray, at: np.ndarray) -> None:
         table = self._table
-        starts = (at - table.prompt_len[slots]).tolist()
-        tokens = table.tokens[slots, at].tolist()
-        logprobs = table.logprobs[slots, at].tolist()
-        for slot, start, token, logprob in zip(slots.tolist(), starts, tokens, logprobs, strict=True):
+        requests = []
+        for slot in slots.tolist():
             request = table.by_slot[slot]
             assert request is not None
-            outbox = self._outboxes[request.client]
-            outbox.rids.append(request.rid)
-            outbox.indices.append(request.index)
-            outbox.starts.append(start)
-            outbox.counts.append(1)
-            outbox.tokens.append(token)
-            outbox.logprobs.append(logprob if request.return_logprob else np.nan)
-            record = request.record
-            top, given = (None, None) if record is None else record.output_rows(start, start + 1)
-            outbox.top.append(top)
-            outbox.given.append(given)
+            requests.append(request)
+        self._sink.add_tokens(
+            requests,
+            (at - table.prompt_len[slots]).tolist(),
+            table.tokens[slots, at].tolist(),
+            table.logprobs[slots, at].tolist(),
+        )
 
     def _result(self, request: Request, outputs: OutputArrays, reason: FinishReason) -> GenerateReqOutput:
         count = len(outputs.tokens)
@@ -373,22 +283,6 @@ class Results:
             dtype="U8" if narrow else "U16",
             start=start,
         )
-
-
-def _without_content(result: GenerateReqOutput, error: Exception) -> GenerateReqOutput:
-    """The end of the sample, where nothing else of ``result`` can be told."""
-    code = ErrorCode.OUT_OF_MEMORY if is_out_of_memory(error) else ErrorCode.INTERNAL
-    message = f"its result cannot be sent: {type(error).__name__}: {error}"
-    return GenerateReqOutput(
-        rid=result.rid,
-        index=result.index,
-        output_ids=b"",
-        finish_reason=FinishReason(type="error", message=message, code=code),
-        weight_versions=[],
-        prompt_tokens=0,
-        cached_tokens=0,
-        seed=0,
-    )
 
 
 def _further_fields(record: LogprobRecord, count: int) -> dict[str, Any]:

@@ -1,0 +1,387 @@
+"""The parts of an engine, built and wired.
+
+Invariants:
+- The endpoint is bound before anything is allocated: a second engine on it fails first.
+- A part that cannot be built lets go of everything built before it.
+"""
+
+import contextlib
+import secrets
+from dataclasses import dataclass
+from typing import Any
+
+from .. import __version__
+from ..io_struct import GenerateReqOutput, GetMemoryHistoryReqInput, GetStatusReqInput, HelloReqInput
+from .access import ServerKeys
+from .answers import Answers
+from .background import Wakeup
+from .batching import Batcher
+from .build import (
+    LoadedModel,
+    MakeRunner,
+    build_components,
+    build_runner,
+    kv_bytes_per_token,
+    routing_bytes_per_token,
+)
+from .cache.manager import CacheManager, LedgerError
+from .channel import Router
+from .checker import WeightsChecker
+from .chunking import ChunkSizer
+from .command_queue import CommandQueue
+from .commands import Commands
+from .config import PAGE_SIZE, EngineConfig
+from .device.cache import DeviceCache
+from .device.module import device_module_for
+from .device.residency import ComponentResidencyManager
+from .dispatch import Dispatcher, Queries
+from .failure import Recovery
+from .forward import Runner
+from .generations import Generations
+from .groups import GroupCommands
+from .guard import Guard
+from .hello import answer_hello
+from .lifecycle import Lifecycle
+from .live_requests import LiveRequests
+from .loop import Scheduler
+from .observability.memory_history import MemoryGauges, MemoryHistory
+from .observability.stage_profiler import StageProfiler
+from .observability.watchdog import Heartbeat
+from .occupation import MemoryOccupation
+from .outbox import Outbox
+from .output_processor import OutputProcessor
+from .parameter_server import ParameterServerUpdates
+from .reference import load_reference
+from .replies import Replies
+from .request import Request, RequestTable, WeightStamp
+from .runner.model_runner import ModelRunner
+from .scoring import ReferenceModel, Scoring
+from .sessions import Sessions
+from .status import StaticFacts, StatusReporter
+from .stopping import Shutdown
+from .updates import WeightUpdates
+from .waiting import AdmissionLimits, WaitingQueue
+from .weights.transports.distributed import WeightsUpdateGroups
+from .weights_record import WeightsFile
+
+
+@dataclass(frozen=True, slots=True)
+class _Core:
+    """What computes, and what it works on."""
+
+    loaded: LoadedModel
+    folder: str | None
+    """Has the weights; None: the configuration's does."""
+    residency: ComponentResidencyManager
+    reference: ReferenceModel | None
+    runner: Runner
+    limits: AdmissionLimits
+    waiting: WaitingQueue
+    batcher: Batcher
+    recovery: Recovery
+    lifecycle: Lifecycle
+
+
+@dataclass(frozen=True, slots=True)
+class _Commands:
+    """What carries commands out that take time."""
+
+    updates: WeightUpdates
+    handlers: Commands
+    scoring: Scoring | None
+
+
+class Engine:
+    """All parts of a running scheduler, wired; ``scheduler.run()`` serves."""
+
+    def __init__(
+        self, config: EngineConfig, shutdown: Shutdown | None = None, make_runner: MakeRunner | None = None
+    ) -> None:
+        """Binds the endpoint first: a second engine must fail before it allocates.
+
+        Args:
+            config: resolved.
+            shutdown: says when the loop ends. None: when a message says so.
+            make_runner: builds what executes steps. None: :func:`build_runner`.
+        """
+        assert config.endpoint is not None
+        assert config.pipeline_depth is not None
+        self._cleanup = contextlib.ExitStack()
+        keys = ServerKeys.read(config.curve_secret_key_file, config.curve_authorized_clients)
+        self.router = Router(config.endpoint, on_gone=self._client_gone, keys=keys)
+        self._cleanup.callback(self.router.close)
+        self.heartbeat = Heartbeat()
+        self.wakeup = Wakeup()
+        self._cleanup.callback(self.wakeup.close)
+        try:
+            self._build(config, shutdown or shutdown_of(config), make_runner or build_runner)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Let go of the endpoint and of what runs beside the loop."""
+        self._cleanup.close()
+
+    def _build(self, config: EngineConfig, shutdown: Shutdown, make_runner: MakeRunner) -> None:
+        self._weights_file = WeightsFile(config)
+        self._cleanup.callback(self._weights_file.close)
+        module = device_module_for(config.device)
+        self._device_cache = DeviceCache(module)
+        residency = ComponentResidencyManager(config.device, device_cache=self._device_cache)
+        self._cleanup.callback(residency.close)
+        self._gauges = MemoryGauges(module, residency)  # before anything large is there
+        self._history = MemoryHistory(self._gauges)
+        self._device_cache.note_failure = lambda what, freed: self._history.note(
+            "failure", what, returned=freed
+        )
+        self._stages = StageProfiler(log=config.log_stages, describe_memory=self._gauges.describe)
+        core = self._build_core(config, residency, make_runner)
+        self._device_cache.synchronize = core.runner.synchronize
+        commands = self._build_commands(config, core, module)
+        self._build_serving(config, core, commands, module, shutdown)
+        self.scheduler = Scheduler(
+            router=self.router,
+            dispatcher=self.dispatcher,
+            commands=self.commands,
+            awaited_by=self.answers.awaited_by,
+            lifecycle=core.lifecycle,
+            batcher=core.batcher,
+            live=self.live,
+            outputs=self.outputs,
+            outbox=self.outbox,
+            runner=core.runner,
+            recovery=core.recovery,
+            updates=commands.updates,
+            guard=Guard(fatal=(LedgerError,) if config.check_ledger else ()),
+            history=self._history,
+            stages=self._stages,
+            device_cache=self._device_cache,
+            pipeline_depth=config.pipeline_depth or 0,
+            idle_empty_s=config.idle_empty_s,
+            wakeup=self.wakeup,
+            shutdown=shutdown,
+            heartbeat=self.heartbeat,
+        )
+        self._device_cache.empty("start")  # what loading left behind
+        self._history.note("start", config.model_path)
+
+    def _build_core(
+        self,
+        config: EngineConfig,
+        residency: ComponentResidencyManager,
+        make_runner: MakeRunner,
+    ) -> _Core:
+        reference = load_reference(config, residency)
+        start = self._weights_file.start()
+        loaded, pool, routing, limits = build_components(config, residency, start.folder)
+        runner = make_runner(config, loaded, pool, routing)
+        stamp = WeightStamp(start.epoch, start.version, secrets.token_hex(8))
+        self._weights_file.begin(stamp, loaded.digest)
+        table = RequestTable(
+            config.max_running_requests, limits.context_len, PAGE_SIZE, loaded.config.vocab_size
+        )
+        self.cache = CacheManager(pool.num_pages, PAGE_SIZE, config.prefix_cache, stamp.epoch)
+        waiting = WaitingQueue()
+        chunks = ChunkSizer(config.chunked_prefill_size, config.target_step_s)
+        batcher = Batcher(
+            table,
+            self.cache,
+            waiting,
+            chunks=chunks,
+            share_prefixes=config.prefix_cache,
+            routing=routing,
+        )
+        self.live = LiveRequests()
+        self.outbox = Outbox(self.router.send)
+        self.outputs = OutputProcessor(
+            table, batcher, waiting, self.live, self.outbox, on_finished=self._finished, stamp=stamp
+        )
+        recovery = Recovery(
+            batcher=batcher,
+            outputs=self.outputs,
+            runner=runner,
+            chunks=chunks,
+            device_cache=self._device_cache,
+        )
+        lifecycle = Lifecycle(
+            sessions=Sessions(deadline_s=config.session_deadline_s, orphan_s=config.session_orphan_s),
+            batcher=batcher,
+            waiting=waiting,
+            outputs=self.outputs,
+            cache=self.cache,
+            runner=runner,
+            device_cache=self._device_cache,
+            stamp=stamp,
+            history=self._history,
+            stages=self._stages,
+            lost=start.lost,
+            serve_lost=config.on_lost_weights == "serve_initial",
+        )
+        self._history.where = lambda: (lifecycle.step, lifecycle.stamp.epoch)
+        return _Core(
+            loaded,
+            start.folder,
+            residency,
+            reference,
+            runner,
+            limits,
+            waiting,
+            batcher,
+            recovery,
+            lifecycle,
+        )
+
+    def _build_serving(
+        self, config: EngineConfig, core: _Core, commands: _Commands, module: Any, shutdown: Shutdown
+    ) -> None:
+        """From the socket to commands and the waiting queue, and back."""
+        lifecycle = core.lifecycle
+        self.answers = Answers(config.result_ttl_s)
+        self.replies = Replies(self.answers, self.outbox, self.router.send, lambda: lifecycle.step)
+        self.generations = Generations(
+            limits=core.limits,
+            refuse_while_paused=config.requests_while_paused == "refuse",
+            lifecycle=lifecycle,
+            live=self.live,
+            waiting=core.waiting,
+            outputs=self.outputs,
+            answers=self.answers,
+            replies=self.replies,
+            shutdown=shutdown,
+        )
+        self.commands = CommandQueue(
+            handlers=commands.handlers,
+            lifecycle=lifecycle,
+            answers=self.answers,
+            replies=self.replies,
+            device_cache=self._device_cache,
+            check_ledger=self.cache.check if config.check_ledger else None,
+        )
+        self.status = self._build_status(config, core, commands, module)
+        queries: Queries = {
+            HelloReqInput: lambda request: answer_hello(request, lifecycle.stamp.incarnation),
+            GetStatusReqInput: lambda request: self.status(request.id),
+            GetMemoryHistoryReqInput: self._history.answer,
+        }
+        self.dispatcher = Dispatcher(
+            queries=queries,
+            generations=self.generations,
+            commands=self.commands,
+            scoring=commands.scoring,
+            lifecycle=lifecycle,
+            sessions=commands.updates.sessions,
+            answers=self.answers,
+            replies=self.replies,
+            device_cache=self._device_cache,
+            shutdown=shutdown,
+        )
+
+    def _build_commands(self, config: EngineConfig, core: _Core, module: Any) -> _Commands:
+        loaded, residency, runner, lifecycle = core.loaded, core.residency, core.runner, core.lifecycle
+        self.groups = WeightsUpdateGroups(
+            loaded.device, self.wakeup.set, runner.synchronize, config.group_interface
+        )
+        self._cleanup.callback(self.groups.close)
+        updates = WeightUpdates(
+            config=config,
+            model=loaded.model,
+            loader=loaded.loader,
+            runner=runner,
+            lifecycle=lifecycle,
+            sessions=lifecycle.sessions,
+            batcher=core.batcher,
+            outputs=self.outputs,
+            cache=self.cache,
+            device_cache=self._device_cache,
+            groups=self.groups,
+            history=self._history,
+            stages=self._stages,
+            weights_file=self._weights_file,
+            model_path=core.folder or config.model_path,
+            wake=self.wakeup.set,
+        )
+        parameter_server = ParameterServerUpdates(config=config, updates=updates, wake=self.wakeup.set)
+        self._cleanup.callback(parameter_server.close)
+        graphs = None
+        if isinstance(runner, ModelRunner):
+            runner.stages, graphs = self._stages, runner.graphs
+        self._gauges.derived_bytes = loaded.derived_bytes
+        self._gauges.graphs_bytes = lambda: 0 if graphs is None else graphs.nbytes
+        occupation = MemoryOccupation(
+            residency=residency,
+            lifecycle=lifecycle,
+            updates=updates,
+            cache=self.cache,
+            runner=runner,
+            graphs=graphs,
+            device_cache=self._device_cache,
+            history=self._history,
+            stages=self._stages,
+            heartbeat=self.heartbeat,
+        )
+        checker = WeightsChecker(
+            model=loaded.model, runner=runner, lifecycle=lifecycle, poison=updates.poison
+        )
+        handlers = Commands(
+            lifecycle=lifecycle,
+            updates=updates,
+            parameter_server=parameter_server,
+            groups=GroupCommands(self.groups),
+            occupation=occupation,
+            checker=checker,
+        )
+        return _Commands(updates, handlers, self._build_scoring(core, module))
+
+    def _build_scoring(self, core: _Core, module: Any) -> Scoring | None:
+        if core.reference is None:
+            return None
+        return Scoring(
+            core.reference,
+            residency=core.residency,
+            lifecycle=core.lifecycle,
+            runner=core.runner,
+            device_module=module,
+            device_cache=self._device_cache,
+        )
+
+    def _build_status(
+        self, config: EngineConfig, core: _Core, commands: _Commands, module: Any
+    ) -> StatusReporter:
+        facts = StaticFacts(
+            dtype=str(core.loaded.dtype).removeprefix("torch."),
+            weights_bytes=core.loaded.weights_bytes,
+            kv_bytes=core.residency.nbytes("kv_cache"),
+            kv_bytes_per_token=kv_bytes_per_token(core.loaded),
+            routing_bytes_per_token=routing_bytes_per_token(core.loaded),
+            version=__version__,
+        )
+        return StatusReporter(
+            config=config,
+            limits=core.limits,
+            facts=facts,
+            lifecycle=core.lifecycle,
+            updates=commands.updates,
+            batcher=core.batcher,
+            waiting=core.waiting,
+            outputs=self.outputs,
+            cache=self.cache,
+            scoring=commands.scoring,
+            recovery=core.recovery,
+            device_module=module,
+            device_cache=self._device_cache,
+            history=self._history,
+            stages=self._stages,
+            last_step_at=lambda: self.scheduler.last_step_at,
+        )
+
+    def _client_gone(self, client: bytes) -> None:
+        self.dispatcher.client_gone(client)
+
+    def _finished(self, request: Request, result: GenerateReqOutput) -> None:
+        self.replies.finished(request, result)
+
+
+def shutdown_of(config: EngineConfig, **fds: int | None) -> Shutdown:
+    drain = config.shutdown_mode == "drain"
+    return Shutdown(drain=drain, drain_timeout_s=config.drain_timeout_s, **fds)
