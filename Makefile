@@ -1,14 +1,14 @@
-# `make demo` and `make test` set everything up on a fresh machine (Python >= 3.11 with pip is all they need).
+# `make demo` and `make test` set everything up on a fresh machine (Python 3.11 or newer with pip is all they need).
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test lint format bench serve clean
+.PHONY: demo test lint format api bench serve clean
 
 # pip, not another installer: the user's own index and wheel settings are honoured.
-$(STAMP): pyproject.toml constraints.txt $(wildcard scheduler/kernels/cpu/*)
-	$(PYTHON) -c 'import sys; sys.exit("Caesura needs Python 3.11 to 3.13, this is %s" % sys.version.split()[0] if not (3, 11) <= sys.version_info[:2] <= (3, 13) else 0)'
+$(STAMP): pyproject.toml __init__.py constraints.txt $(wildcard scheduler/kernels/cpu/*)
+	$(PYTHON) -c 'import sys; sys.exit("Caesura needs Python 3.11 or newer, this is %s" % sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
@@ -30,6 +30,11 @@ lint: $(STAMP)
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# Pages of the Python client's public names and of the messages, from their docstrings: build/api/index.html.
+api: $(STAMP)
+	$(BIN)/pdoc --docformat google --no-include-undocumented --no-show-source --output-directory build/api \
+		caesura.client caesura.client.tensors caesura.io_struct '!caesura\.client\.(?!tensors$$)'
 
 # make serve MODEL=/path/to/model SERVE_ARGS="--port 8000"
 serve: $(STAMP)

@@ -5,3 +5,4 @@ only in :mod:`caesura.io_struct`.
 """
 
 __version__ = "0.1.0"
+"""The only place where the version is written; CHANGELOG.md says what is in it."""

@@ -97,6 +97,23 @@ class AsyncSchedulerClient(AsyncControlClient):
         """Generate and wait. One prompt gives one output (a list of ``n`` when n > 1); a list of prompts gives a list,
         prompt by prompt, the ``n`` samples of each together.
 
+        Args:
+            input_ids: [tokens], or a list of such prompts; ids of numpy are taken too. Every option below holds for each prompt.
+            sampling_params: one value for all prompts, or one per prompt. None: the defaults.
+            return_logprob: of each new token, natural logarithms: log-softmax over the full vocabulary after temperature.
+            return_raw_logprob: the same of the unedited logits, at temperature 1.
+            return_sampled_logprob: the same under the distribution really sampled, after top-k, top-p and min-p.
+            logprob_start_len: with ``return_logprob``, also of the prompt's tokens from this position on. -1: none.
+            top_logprobs_num: with ``return_logprob``, also the so many likeliest tokens at each position; at most 128.
+            token_ids_logprob: with ``return_logprob``, also of these token ids at each position; at most 1,024.
+            return_routed_experts: which experts computed each position, [rows, layers, experts per token].
+            routed_experts_start_len: first position whose experts are returned; at most the prompt's length.
+            rid: names the generation, one per prompt; a single one becomes ``rid-0``, ``rid-1``, … for a list. None: drawn.
+            cache_salt: prefix-cache entries are shared only within one salt.
+            min_weights_epoch: refuse with :class:`EpochBehind` on an engine whose weights are older. None: any.
+            message_id: of an earlier call with the same arguments that timed out: attaches to it. None: a new call.
+            timeout: seconds for the whole call. None: until the engine answers or dies.
+
         Raises:
             TimedOut: not everything ended within ``timeout``; the generations go on.
             EngineError: the first prompt that was refused or failed; the others of this call are aborted.
@@ -139,7 +156,18 @@ class AsyncSchedulerClient(AsyncControlClient):
         min_weights_epoch: int | None = None,
         message_id: str | None = None,
     ) -> AsyncGenerationHandle:
-        """Start one prompt and return at once; refusals are raised by the handle."""
+        """Start one prompt and return at once; refusals are raised by the handle.
+
+        Args:
+            input_ids: [tokens], one prompt.
+            stream: the handle's deltas come step by step. False: all at once, at the end.
+            message_id: of an earlier call with the same arguments: attaches to it. None: a new call.
+
+        The other arguments are those of :meth:`generate`, for one prompt.
+
+        Raises:
+            InvalidRequest: token ids that are not integers.
+        """
         request = GenerateReqInput(
             id=id_of(message_id),
             rid=rid,
@@ -193,7 +221,7 @@ class AsyncSchedulerClient(AsyncControlClient):
         """Log-probabilities of the tokens from ``start`` on (for all sequences, or one for each), given all before them, under
         the engine's reference checkpoint: its log-softmax after ``temperature``, over the full vocabulary.
 
-        One sequence gives a list of floats, a list of sequences gives a list of lists.
+        One sequence gives a list of floats, a list of sequences gives a list of lists: [tokens - start] natural logarithms each.
 
         Raises:
             Unsupported: the engine has no reference.

@@ -32,8 +32,11 @@ class AsyncGenerationHandle:
         self, abort: Callable[..., Awaitable[AbortReqOutput]], generation: Generation[Result, Deltas]
     ) -> None:
         self.rid = generation.rid
+        """Names the generation, for ``abort`` and ``fetch_result``."""
         self.message_id = generation.message_id
+        """Of the request; ``submit`` with the same one and the same arguments attaches to it."""
         self.n = generation.n
+        """Samples of the prompt."""
         self._abort = abort
         self._future = generation.waiter
         self._deltas = generation.deltas

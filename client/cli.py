@@ -30,6 +30,7 @@ Command = Callable[..., None]
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="caesura", message="%(prog)s %(version)s")
 def cli() -> None:
     """Caesura: a rollout engine that can be paused at any step."""
 

@@ -51,7 +51,9 @@ class ControlClient:
         self, endpoint: str, *, owner: str | None = None, **connection: Unpack[ConnectionOptions]
     ) -> None:
         self.endpoint = endpoint
+        """The engine's address: an ipc:// path or a tcp:// host and port."""
         self.owner = owner
+        """The token of every command that is given none. None: they carry none."""
         self._session = OpenSession()
         self._shared: SharedBuckets | None = None
         self._channel = ThreadChannel(endpoint, **channel_options(connection))

@@ -38,6 +38,7 @@ class EngineError(CaesuraError):
     """Base of everything a client raises on its own account or for the engine.
 
     Attributes:
+        error_code: of all errors of this class; ``code`` differs from it only for a code of a newer engine.
         output: the partial result, where a generation failed after it began; else None.
         outputs: the results of all samples of that request that are known, the failed one included.
     """
@@ -253,6 +254,7 @@ class TimedOut(EngineError, TimeoutError):
 
     @property
     def message_id(self) -> str:
+        """Of the call that was given up; empty where it had none."""
         return str(self.detail.get("id", ""))
 
 

@@ -22,8 +22,11 @@ class GenerationHandle:
 
     def __init__(self, abort: Callable[..., AbortReqOutput], generation: Generation[Result, Deltas]) -> None:
         self.rid = generation.rid
+        """Names the generation, for ``abort`` and ``fetch_result``."""
         self.message_id = generation.message_id
+        """Of the request; ``submit`` with the same one and the same arguments attaches to it."""
         self.n = generation.n
+        """Samples of the prompt."""
         self._abort = abort
         self._future = generation.waiter
         self._deltas = generation.deltas

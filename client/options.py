@@ -61,6 +61,7 @@ class WeightUpdate:
     """What ``weight_update(...)`` hands to its block."""
 
     opened: BeginWeightUpdateReqOutput
+    """The answer to ``begin``, with the ``session_id``."""
     result: WeightUpdateReqOutput | None = None
     """The reply to the commit; None until the block has ended well."""
 

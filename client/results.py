@@ -26,8 +26,9 @@ class TokenLogprobs:
     """Log-probabilities of ``k`` tokens at each of some positions, position by position; ``len`` counts positions."""
 
     k: int
+    """Tokens per position."""
     ids: list[int]
-    """[positions * k]"""
+    """[positions * k] token ids."""
     logprobs: list[float]
     """[positions * k]; of the likeliest tokens in descending order."""
 
@@ -50,6 +51,7 @@ class GenerateOutput:
     """One finished sample. Every list over tokens has ``len(output_ids)`` entries."""
 
     rid: str
+    """Of the request; its message id where it had none."""
     index: int
     """Which of the ``n`` samples of its prompt."""
     output_ids: list[int]
@@ -75,15 +77,19 @@ class GenerateOutput:
     """Which experts computed each position but the last: ``numpy.asarray`` gives [rows, layers, top_k] without a copy.
     None unless ``return_routed_experts``, and where an error ended the sample."""
     finish_reason: FinishReason
+    """Why the sample ended: ``stop``, ``length``, ``abort`` or ``error``."""
     weight_versions: list[WeightVersionSpan]
     """Which weights sampled which tokens: contiguous, covering all of them."""
     prompt_tokens: int
+    """Length of the prompt, in tokens."""
     cached_tokens: int
+    """Prompt tokens whose KV came from the prefix cache when the request first ran."""
     seed: int
     """The seed used: the one given, or the one drawn by the engine."""
     num_retractions: int
+    """How often its KV was given back (by a pause or for want of memory) and recomputed."""
     queue_s: float
-    """Seconds from arrival to the first scheduled step."""
+    """Seconds from arrival to the first scheduled step; all of its life if it never ran."""
     e2e_latency: float
     """Seconds from arrival to the end."""
 
@@ -113,8 +119,9 @@ class TokenDelta:
     start: int
     """Position of the first of these tokens in the output."""
     output_ids: list[int]
+    """The new tokens."""
     output_logprobs: list[float] | None
-    """None unless ``return_logprob``."""
+    """One for each of them; None unless ``return_logprob``."""
     output_top_logprobs: TokenLogprobs | None = None
     """None unless ``top_logprobs_num``."""
     output_token_ids_logprobs: TokenLogprobs | None = None

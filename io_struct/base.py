@@ -47,12 +47,15 @@ class Request(Message, kw_only=True):
     """Client to scheduler. ``id`` makes a retry safe: docs/wire.md, "Idempotence"."""
 
     id: Identifier = msgspec.field(default_factory=new_id)
+    """Names the message; the answer carries it, and a retry repeats it. Left out: the engine draws one, which its sender
+    learns from the answer."""
 
 
 class Reply(Message, kw_only=True, forbid_unknown_fields=False):
     """Scheduler to client, in answer to the request with the same ``id``. Fields of a newer minor version are skipped."""
 
     id: str
+    """The ``id`` of the request that this answers."""
 
 
 class Record(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
@@ -74,9 +77,16 @@ class TensorSpec(Record, kw_only=True, frozen=True):
     """
 
     name: str
+    """Name of the tensor in the Hugging Face checkpoint."""
     dtype: str
+    """Safetensors name of the type; one that is unknown, or that the parameter does not take, is refused."""
     shape: Annotated[list[Annotated[int, msgspec.Meta(ge=0)]], msgspec.Meta(max_length=64)]
+    """Elements per dimension of the whole tensor; empty for a scalar. At most 64 dimensions."""
     offset: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """Bytes from the start of the buffer, a multiple of the dtype's size."""
     nbytes: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """Bytes from ``offset`` on that hold rows of this tensor."""
     start_row: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """First of these rows; 0 for a whole tensor, a scalar, and the first piece of a tensor."""
     buffer: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """Index of the buffer; always 0 in an ipc update, which has one buffer."""

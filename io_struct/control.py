@@ -34,6 +34,7 @@ class PauseGenerationReqInput(ControlRequest, kw_only=True):
     """
 
     mode: PauseMode = "abort"
+    """What happens to the live requests, as described above."""
     lease_s: PositiveDuration | None = None
     """Seconds without a sign of life from the owner, after which ``on_lease_expiry`` happens; needs ``owner``. None: the
     pause lasts until continue."""
@@ -46,6 +47,7 @@ class PauseGenerationReqOutput(Reply, kw_only=True):
     """The state at the barrier."""
 
     mode: PauseMode
+    """The mode that the engine is paused in now, which is the one that was asked for."""
     step: int
     """Steps launched so far; no later one runs before continue."""
     held_requests: int
@@ -62,6 +64,7 @@ class ContinueGenerationReqInput(ControlRequest, kw_only=True):
     """Go on. While still paused, the device allocator's unused blocks are returned first."""
 
     torch_empty_cache: bool = True
+    """False: the allocator keeps its unused blocks, and the reply has no figures."""
     force: bool = False
     """Continue a pause that somebody else owns, and commit an implicit session that somebody else opened."""
 
@@ -72,7 +75,9 @@ class ContinueGenerationReqOutput(Reply, kw_only=True):
     was_paused: bool
     """False: the engine was running and nothing was done."""
     reserved_before: int | None = None
+    """Bytes that the device allocator held before its unused blocks were returned."""
     reserved_after: int | None = None
+    """Bytes that it held afterwards."""
     freed: int | None = None
     """``reserved_before - reserved_after``; may be negative."""
 
@@ -95,7 +100,9 @@ class FlushCacheReqOutput(Reply, kw_only=True):
     freed_tokens: int
     """KV token slots that were cached and are free now."""
     reserved_before: int | None = None
+    """Bytes that the device allocator held before its unused blocks were returned."""
     reserved_after: int | None = None
+    """Bytes that it held afterwards."""
 
 
 class ReleaseMemoryOccupationReqInput(ControlRequest, kw_only=True):
@@ -117,8 +124,9 @@ class ReleaseMemoryOccupationReqOutput(Reply, kw_only=True):
     freed_bytes: dict[MemoryTag, int]
     """What this call released, by tag: sizes of the components, resident or not."""
     reserved_before: int
-    """Device memory around the release, bytes."""
+    """Bytes that the device allocator held before the release."""
     reserved_after: int
+    """Bytes that it held afterwards; the same where nothing was left to release."""
 
 
 class ResumeMemoryOccupationReqInput(ControlRequest, kw_only=True):
@@ -157,23 +165,29 @@ class KVUsage(ReplyRecord, kw_only=True, frozen=True):
     """The KV ledger in token slots: ``free + cached + held == total``, always."""
 
     free: int
+    """Slots that nobody owns."""
     cached: int
     """In the prefix cache, locked by nobody, evictable."""
     held: int
     """Owned or locked by live requests."""
     total: int
+    """Slots of the whole pool."""
     page_size: int
+    """Slots per page; pages are handed out whole."""
     bytes_per_token: int
     """Of KV, over all layers."""
     routing_bytes_per_token: int = 0
-    """Beside it, for the experts that computed it; 0 for a model without experts."""
+    """Bytes beside it for the ids of the experts that computed the token; 0 for a model without experts."""
 
 
 class DeviceMemory(ReplyRecord, kw_only=True, frozen=True):
     """The device allocator's view, in bytes. On the CPU: glibc's heap and the process's anonymous pages."""
 
     reserved: int
+    """Bytes that the allocator has taken from the system, in use or not."""
     allocated: int
+    """Bytes that the allocator has handed out; 0 where it does not tell. On the CPU the mappings of weights and KV are not among
+    them, though their pages are reserved."""
     available: int | None
     """Free on the device (CPU: the smaller of MemAvailable and what the cgroup leaves). None: its backend does not tell."""
     weights: int
@@ -186,23 +200,33 @@ class UpdateProgress(ReplyRecord, kw_only=True, frozen=True):
     """A weight update that is running now."""
 
     source: str
-    """``disk``, …"""
+    """The transport: ``disk``, ``tensor``, ``ipc``, ``distributed`` or ``checkpoint_engine``."""
     written_bytes: int
+    """Bytes of tensors that this call has written so far, before any cast. ``checkpoint_engine``: in all its buckets."""
     total_bytes: int
+    """Bytes of all tensors that this call names, those that the model ignores included. ``checkpoint_engine``: of the present
+    bucket alone."""
     age_s: float
+    """Seconds since this call began to load, waiting for its first tensor included. ``checkpoint_engine``: since the present
+    bucket came."""
 
 
 class SessionStatus(ReplyRecord, kw_only=True, frozen=True):
     """The open weight-update session."""
 
     kind: Literal["explicit", "implicit", "single"]
+    """``explicit``: opened by ``begin``. ``implicit``: by a call while paused, and more may follow. ``single``: a call while
+    running, which ends it."""
     session_id: str
+    """Drawn by the engine; names the session in calls and ``end``."""
     owner: str | None
     """The owner token of the message that opened it. None: it carried none."""
     age_s: float
+    """Seconds since it was opened."""
     deadline_s: float | None
     """Seconds left; None: no deadline."""
     written_tensors: int
+    """Checkpoint tensors that its calls have written, without the call that is under way."""
 
 
 class StageStatus(ReplyRecord, kw_only=True, frozen=True):
@@ -211,10 +235,13 @@ class StageStatus(ReplyRecord, kw_only=True, frozen=True):
     name: str
     """``receive``, ``schedule``, ``prefill``, ``decode``, ``sample``, ``process``, ``pause``, ``update.…``, ``release.…``."""
     count: int
+    """Number of runs."""
     total_s: float
+    """Seconds of all runs together."""
     median_s: float
-    """Of the last 64 runs."""
+    """Median seconds of the last 64 runs."""
     longest_s: float
+    """Seconds of the longest run."""
 
 
 class StepFailures(ReplyRecord, kw_only=True, frozen=True):
@@ -259,7 +286,9 @@ class PauseTotal(ReplyRecord, kw_only=True, frozen=True):
     """Pauses in one mode since start, the one that lasts included. A pause whose mode was changed counts in both."""
 
     mode: PauseMode
+    """The pause mode that is counted."""
     count: int
+    """How often the engine came into this mode."""
     seconds: float
     """From the acknowledgement to the continue, or to the change of mode."""
 
@@ -270,6 +299,7 @@ class UpdateTotal(ReplyRecord, kw_only=True, frozen=True):
     source: str
     """The transport that came last in the session: ``disk``, ``tensor``, …; empty: nothing came."""
     committed: int
+    """Sessions that ended with a commit."""
     failed: int
     """Left the weights poisoned."""
 
@@ -295,7 +325,9 @@ class EngineTotals(ReplyRecord, kw_only=True, frozen=True):
     finished_requests: dict[str, int] = {}
     """Samples that have ended, by the type of their finish reason."""
     pauses: list[PauseTotal] = []
+    """Pauses by mode; a mode that was never used is left out."""
     updates: list[UpdateTotal] = []
+    """Weight updates by source; a source that was never used is left out."""
     emptied: list[EmptyCacheTotal] = []
     """Emptyings of the device allocator's cache, by place."""
 
@@ -310,6 +342,8 @@ class GetStatusReqOutput(Reply, kw_only=True):
     incarnation: str
     """Drawn at random at each start: epochs and message ids of another incarnation mean nothing to this one."""
     generation: GenerationState
+    """``pausing``: a pause waits for the step in flight. Steps run in ``running`` only, and only while weights are ``valid``
+    and memory is ``resident``."""
     pause_mode: PauseMode | None = None
     """None unless paused."""
     pause_age_s: float | None = None
@@ -319,12 +353,18 @@ class GetStatusReqOutput(Reply, kw_only=True):
     lease_left_s: float | None = None
     """Seconds until the pause's lease expires. None: no lease."""
     weights: WeightsState
+    """``updating``: bytes were written and not committed. ``poisoned``: an update failed after its first byte. ``invalid``:
+    the values were released, or lost in a restart."""
     weights_detail: str | None = None
     """Why the weights are not valid; None when they are."""
     memory: MemoryState
+    """``released`` while ``released_tags`` names any."""
     released_tags: list[MemoryTag] = []
+    """Tags whose memory is released, in alphabetical order."""
     weight_version: str
+    """Public label of the weights: the last one that came with a commit, ``default`` before any has."""
     weights_epoch: int
+    """Counts commits: 0 at start, one more at each. With a state file a start begins above its predecessor's."""
     session: SessionStatus | None = None
     """None: no open session."""
     update: UpdateProgress | None = None
@@ -334,7 +374,9 @@ class GetStatusReqOutput(Reply, kw_only=True):
     prefilling_requests: int
     """Requests that hold KV and have prompt left to compute."""
     waiting_requests: int
+    """Samples queued without KV: new, retracted and preempted ones."""
     step: int
+    """Steps launched since start."""
     last_step_age_s: float | None = None
     """Seconds since a step last finished; None: none yet."""
     generated_tokens: int
@@ -344,23 +386,35 @@ class GetStatusReqOutput(Reply, kw_only=True):
     step_failures: StepFailures = StepFailures()
     """What went wrong with steps, and whether they are small for want of memory."""
     kv: KVUsage
+    """The KV pool's ledger."""
     device_memory: DeviceMemory
+    """The device allocator's figures, read for this answer."""
     memory_by_tag: MemoryByTag | None = None
     """As of the last memory event. None: there is none yet."""
     totals: EngineTotals = EngineTotals()
+    """Counters since start."""
     stages: list[StageStatus] = []
     """In the order of their first run."""
     reference: ReferenceStatus | None = None
     """None: no reference is loaded."""
     model_path: str
+    """Folder of the last disk update that was committed, else of the start; other transports do not change it."""
     dtype: str
+    """Data type that the model computes in: ``bfloat16``, ``float32``, …"""
     device: str
+    """Device that the model runs on: ``cpu``, ``cuda``, …, with an index where one was configured."""
     context_len: int
+    """Longest prompt plus output of a request, in tokens."""
     vocab_size: int
+    """Number of token ids of the model; every id is below it."""
     max_running_requests: int
+    """Samples that may hold KV at a time."""
     uptime_s: float
+    """Seconds since the engine had loaded and began to serve."""
     pid: int
+    """Process id of the engine, in its own pid namespace."""
     version: str
+    """Version of the engine's software."""
 
 
 class ShutdownReqInput(Request, kw_only=True):

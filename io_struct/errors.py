@@ -91,7 +91,9 @@ class ErrorReply(Reply, kw_only=True):
     code: str
     """One of the error codes; one that a client does not know means what ``internal`` means to it."""
     message: str
+    """One sentence for a person."""
     detail: dict[str, Any] = msgspec.field(default_factory=dict)
+    """Numbers and names behind the error; the keys are listed beside each code. Empty: there are none."""
 
 
 class CaesuraError(Exception):

@@ -121,7 +121,10 @@ class GenerateReqInput(Request, kw_only=True):
     rid: Identifier | None = None
     """Names the generation, for abort and results. None: the message id."""
     input_ids: list[TokenId]
+    """The prompt: at least one token id, each below the model's ``vocab_size``; with ``max_new_tokens`` at most
+    ``context_len``."""
     sampling_params: SamplingParams = SamplingParams()
+    """How to sample, and how many samples."""
     return_logprob: bool = False
     """Per token: log-softmax over the full vocabulary after temperature (greedy: unscaled), in fp32."""
     return_raw_logprob: bool = False
@@ -154,6 +157,8 @@ class FinishReason(ReplyRecord, kw_only=True, frozen=True):
     """Why a generation ended."""
 
     type: FinishType
+    """``stop``: a stop token was sampled. ``length``: a limit was reached. ``abort``: somebody ended it (an abort, a pause,
+    an update, a shutdown), or its client is gone. ``error``: it could not be computed or sent."""
     matched: int | None = None
     """``stop``: the token id that ended it."""
     length: int | None = None
@@ -172,7 +177,9 @@ class WeightVersionSpan(ReplyRecord, kw_only=True, frozen=True):
     epoch: int
     """The engine's commit counter at sampling time."""
     start: int
+    """Index of the first output token of the span, counted from 0."""
     end: int
+    """Index one past the last output token of the span."""
     incarnation: str = ""
     """Which start of the engine sampled them (``HelloReqOutput.incarnation``)."""
     stale_kv: bool = False
@@ -214,6 +221,7 @@ class LogprobRows(ReplyRecord, kw_only=True, frozen=True):
     """Log-probabilities of ``k`` tokens at each of some positions ("rows")."""
 
     k: Annotated[int, msgspec.Meta(ge=1)]
+    """Tokens per row: ``top_logprobs_num``, or the length of ``token_ids_logprob``."""
     ids: bytes
     """int32 [rows, k]; [k] where they are the same in every row."""
     logprobs: bytes
@@ -224,6 +232,7 @@ class GenerateReqOutput(ReplyRecord, kw_only=True, frozen=True):
     """The terminal result of one sample. Everything about the output has as many entries or rows as ``output_ids``."""
 
     rid: str
+    """The ``rid`` of the request; its message id where it had none."""
     index: int = 0
     """Which of the ``n`` samples."""
     output_ids: bytes
@@ -248,12 +257,15 @@ class GenerateReqOutput(ReplyRecord, kw_only=True, frozen=True):
     routed_experts: RoutedExperts | None = None
     """None unless ``return_routed_experts``, and where an error ended the sample."""
     finish_reason: FinishReason
+    """Why the sample ended."""
     weight_versions: list[WeightVersionSpan]
     """Contiguous, covering ``[0, len(output_ids))``."""
     prompt_tokens: int
+    """Length of the prompt, in tokens; 0 in what replaces a result that could not be sent."""
     cached_tokens: int
     """Prompt tokens whose KV came from the prefix cache when the request first ran."""
     seed: int
+    """The seed of the request, or the one that was drawn for it; 0 in what replaces a result that could not be sent."""
     num_retractions: int = 0
     """How often its KV was given back (by a pause or for want of memory) and recomputed."""
     queue_s: float = 0.0
@@ -282,6 +294,7 @@ class StreamDelta(ReplyRecord, kw_only=True, frozen=True):
     """
 
     rids: list[str]
+    """The ``rid`` of each row's generation."""
     indices: bytes
     """int32 [rows]"""
     starts: bytes
@@ -302,15 +315,19 @@ class BatchTokenOutput(Message, kw_only=True, forbid_unknown_fields=False):
     """Scheduler to one client, at most one per step: stream deltas and the results of samples that ended."""
 
     step: int
+    """Number of the step that made the last of these tokens, counted from 1 since the engine's start; where none did (an
+    abort, a retry), of the last one launched."""
     delta: StreamDelta | None = None
     """None: nothing to stream this step."""
     finished: list[GenerateReqOutput] = []
+    """Results of the samples that have ended, in that order. Empty: none has ended."""
 
 
 class Keepalive(Message, kw_only=True, forbid_unknown_fields=False):
     """Scheduler to clients with live requests, every two seconds; finds out who is gone. Carries nothing to answer."""
 
     step: int
+    """Steps launched since the engine's start."""
 
 
 class AbortReq(Request, kw_only=True):
@@ -321,19 +338,23 @@ class AbortReq(Request, kw_only=True):
     index: int | None = None
     """Only this one of its samples. None: all of them."""
     abort_all: bool = False
+    """True: every live generation of every client, queued ones too; ``rid`` and ``index`` are not looked at."""
 
 
 class AbortReqOutput(Message, kw_only=True, forbid_unknown_fields=False):
     """``aborted``: how many samples this call ended."""
 
     id: str
+    """The ``id`` of the request that this answers."""
     aborted: int
+    """Samples that this call ended; 0 where none of them was live."""
 
 
 class FetchResultReqInput(Request, kw_only=True):
     """The kept results of a generation whose client could not be reached when it ended."""
 
     rid: Identifier
+    """The ``rid`` of the generation; its message id where it had none."""
 
 
 class FetchResultReqOutput(Reply, kw_only=True):

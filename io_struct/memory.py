@@ -34,11 +34,14 @@ class MemoryEvent(ReplyRecord, kw_only=True, frozen=True):
     step: int
     """Steps launched until then."""
     weights_epoch: int
+    """Weights epoch at that moment."""
     reserved: int
     """Bytes that the device allocator holds, after whatever happened."""
     allocated: int
     """Bytes that it has handed out."""
     by_tag: MemoryByTag
+    """``reserved`` by what holds it. At ``pause``, ``continue`` and ``lease_expiry``, weights, KV and reference are those of
+    the last event of another cause."""
     returned: int | None = None
     """Bytes that the system got back from an emptying; may be negative. None: nothing was emptied."""
     residual: int | None = None
@@ -49,15 +52,21 @@ class MemoryStretch(ReplyRecord, kw_only=True, frozen=True):
     """What is left of events that are no longer kept one by one: a stretch of time."""
 
     start: float
-    """Seconds since the epoch."""
+    """Seconds since the epoch, of its first event."""
     end: float
+    """Seconds since the epoch, of its last event."""
     events: int
+    """Number of events in it."""
     reserved_min: int
+    """Smallest ``reserved`` of its events, in bytes."""
     reserved_max: int
+    """Largest ``reserved`` of its events, in bytes."""
     reserved_last: int
+    """``reserved`` of its last event, in bytes."""
     pauses: int
+    """Number of its events that are pauses."""
     returned: int
-    """Bytes, in sum."""
+    """Bytes that the system got back from emptyings, in sum; negative ones count 0."""
 
 
 class GetMemoryHistoryReqInput(ControlRequest, kw_only=True):
@@ -73,7 +82,8 @@ class GetMemoryHistoryReqOutput(Reply, kw_only=True):
     """Some of the events that are kept, oldest first."""
 
     events: list[MemoryEvent]
+    """In the order of ``seq``. Empty: none is newer than ``after``."""
     more: bool
-    """There are newer ones: ask again, after the last of these."""
+    """True: there are newer ones; ask again, after the last of these."""
     older: list[MemoryStretch] = []
     """What came before the oldest event that is kept; empty where ``after`` is past it."""

@@ -38,12 +38,15 @@ class ReferenceStatus(ReplyRecord, kw_only=True, frozen=True):
     """The reference checkpoint of an engine."""
 
     model_path: str
+    """Folder of the reference checkpoint."""
     residency: Residency
+    """Where its weights are: always on the device (``resident``), only while something is scored (``offload``), or then layer
+    by layer (``layerwise``)."""
     weights: int
-    """Bytes, wherever they are."""
+    """Bytes of its weights, wherever they are."""
     device_bytes: int
-    """How much of them is on the device now."""
+    """Bytes of these that are on the device now."""
     pending_sequences: int
-    """Accepted and not scored to the end."""
+    """Sequences that were accepted and are not scored to the end."""
     scored_tokens: int
-    """Since start."""
+    """Tokens scored since start."""

@@ -41,6 +41,8 @@ class EndWeightUpdateReqInput(ControlRequest, kw_only=True):
     """
 
     commit: bool = True
+    """True: commit; refused, and the session stays open, while a tensor of the manifest or rows of one that was begun are
+    missing. False: abort."""
     session_id: Identifier | None = None
     """Which session, explicit or implicit. None: the implicit session that this sender's own calls opened."""
     force: bool = False
@@ -73,11 +75,15 @@ class WeightUpdateReqOutput(Reply, kw_only=True):
     session_id: str | None = None
     """The session that is still open for more, by explicit ``begin`` or implicitly. None: none is."""
     weights: Literal["valid", "updating", "poisoned", "invalid"]
+    """State of the weights after this call, as in status."""
     weights_epoch: int
+    """Weights epoch after this call."""
     weight_version: str
+    """The public label after this call."""
     written_tensors: int
     """Checkpoint tensors written by this call (for ``end``: by the session)."""
     written_bytes: int
+    """Bytes of the rows that were written, as they came: before any cast, unchanged ones included."""
     changed_tensors: int
     """How many of them differed from what was there."""
     cast_tensors: int
@@ -87,6 +93,7 @@ class WeightUpdateReqOutput(Reply, kw_only=True):
     flushed: bool
     """True: the prefix cache was cleared by this call."""
     stages: StageTimes
+    """Where the time of this call went (for ``end``: of the session)."""
 
 
 class WeightUpdateOptions(ControlRequest, kw_only=True):
@@ -98,15 +105,18 @@ class WeightUpdateOptions(ControlRequest, kw_only=True):
     flush_cache: bool = True
     """Running: retract requests and clear the cache. False: freeze them in place and go on with their old KV."""
     torch_empty_cache: bool = False
+    """True: the commit of the session returns the allocator's unused blocks to the system."""
     weight_version: str | None = None
     """The new public label, at commit. None: unchanged."""
     abort_all_requests: bool = False
+    """True: every request ends as aborted, once the call has been checked and its first tensor is there."""
 
 
 class UpdateWeightFromDiskReqInput(WeightUpdateOptions, kw_only=True):
     """Load a complete checkpoint folder in place. Every header is checked before the first byte is written."""
 
     model_path: str
+    """Folder with config.json and *.safetensors, as the engine's process sees it."""
     load_format: str | None = None
     """None, ``"auto"`` or ``"safetensors"``; nothing else is ever read."""
 
@@ -115,6 +125,7 @@ class UpdateWeightsFromTensorReqInput(WeightUpdateOptions, kw_only=True):
     """Tensors in the frames that follow the header: one per frame, or many in one ("flattened bucket"), as specs say."""
 
     specs: list[TensorSpec]
+    """Which tensors lie where in the frames, whole or in pieces in row order."""
 
 
 class SharedMemoryHandle(Record, kw_only=True, frozen=True, tag=True):
@@ -124,9 +135,13 @@ class SharedMemoryHandle(Record, kw_only=True, frozen=True, tag=True):
     """
 
     pid: Annotated[int, msgspec.Meta(gt=0)]
+    """Process id of the sender, in the engine's pid namespace."""
     fd: Annotated[int, msgspec.Meta(ge=0)]
+    """Descriptor of the memfd in the sender; stays open until the engine has answered."""
     inode: int
+    """Inode number of the memfd, as ``fstat`` gives it; anything else under that descriptor is refused."""
     nbytes: Annotated[int, msgspec.Meta(gt=0)]
+    """Size of the memfd in bytes, exactly."""
 
 
 class CudaIPCHandle(Record, kw_only=True, frozen=True, tag=True):
@@ -146,16 +161,20 @@ class CudaIPCHandle(Record, kw_only=True, frozen=True, tag=True):
     ref_counter_handle: Annotated[bytes, msgspec.Meta(max_length=256)]
     """Name of the shared reference counter through which the exporting process learns that the storage was let go."""
     ref_counter_offset: Annotated[int, msgspec.Meta(ge=0)]
+    """Index of the counter under that name, below 10,000."""
     event_handle: Annotated[bytes, msgspec.Meta(max_length=256)]
     """Event to wait for before reading; empty: none."""
     event_sync_required: bool
+    """True: reading waits for ``event_handle``, which has 64 bytes then."""
 
 
 class UpdateWeightsFromIPCReqInput(WeightUpdateOptions, kw_only=True):
     """Tensors in memory shared by a process of the same host and user; it may be reused once the reply is there."""
 
     handle: SharedMemoryHandle | CudaIPCHandle
+    """The memory that all tensors of this call lie in; CUDA memory for an engine on that device only."""
     specs: list[TensorSpec]
+    """Which tensors lie where in that memory, whole or in pieces in row order."""
 
 
 class UpdateWeightsFromCheckpointEngineReqInput(WeightUpdateOptions, kw_only=True):
@@ -181,10 +200,15 @@ class InitWeightsUpdateGroupReqInput(ControlRequest, kw_only=True):
     """
 
     master_address: Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
+    """Host name or IP address where rank 0 holds the store."""
     master_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+    """TCP port of the store."""
     rank_offset: Annotated[int, msgspec.Meta(ge=1)]
+    """Rank of this engine; below ``world_size``."""
     world_size: Annotated[int, msgspec.Meta(ge=2)]
+    """Number of ranks in the group, the trainer included; at most 16,384."""
     group_name: Annotated[str, msgspec.Meta(min_length=1, max_length=128)] = DEFAULT_GROUP_NAME
+    """Name of the group in later calls, and of its keys in the store; the same for all ranks."""
     backend: Literal["gloo", "nccl"] | None = None
     """None: nccl on CUDA, else gloo. All ranks must use the same."""
     timeout_s: PositiveDuration = 60.0
@@ -196,13 +220,16 @@ class InitWeightsUpdateGroupReqOutput(Reply, kw_only=True):
     """Every rank has joined."""
 
     rank: int
+    """Rank of this engine in the group."""
     world_size: int
+    """Number of ranks in the group, the trainer included."""
 
 
 class DestroyWeightsUpdateGroupReqInput(ControlRequest, kw_only=True):
     """Leave a group. One that does not exist is ``group_error``."""
 
     group_name: Annotated[str, msgspec.Meta(min_length=1, max_length=128)] = DEFAULT_GROUP_NAME
+    """Name of the group to leave, joined or still joining."""
 
 
 class DestroyWeightsUpdateGroupReqOutput(Reply, kw_only=True):
@@ -215,6 +242,7 @@ class UpdateWeightsFromDistributedReqInput(WeightUpdateOptions, kw_only=True):
     specs: list[TensorSpec]
     """Names, shapes and dtypes; whole tensors only, offsets are not looked at."""
     group_name: Annotated[str, msgspec.Meta(min_length=1, max_length=128)] = DEFAULT_GROUP_NAME
+    """Name of the group that broadcasts; every rank must have joined it."""
     load_format: Literal["flattened_bucket"] | None = None
     """None: one broadcast per tensor. ``flattened_bucket``: one broadcast of uint8, the tensors' bytes one after the other
     without padding."""
@@ -224,14 +252,17 @@ class WeightsCheckerReqInput(ControlRequest, kw_only=True):
     """Prove what the weights are. ``snapshot`` keeps checksums, ``compare`` holds the weights against them."""
 
     action: Literal["checksum", "snapshot", "compare", "reset_tensors"] = "checksum"
+    """``checksum``: of all weights. ``snapshot``: keep these, in place of earlier ones. ``compare``: name what differs from
+    the snapshot; ``invalid_request`` without one. ``reset_tensors``: overwrite every parameter with NaN (integers with 0),
+    which leaves the weights poisoned."""
 
 
 class WeightsCheckerReqOutput(Reply, kw_only=True):
     """Result of a checker verb."""
 
     checksums: dict[str, str] = {}
-    """``checksum``: parameter or derived buffer name to 128-bit BLAKE2b of its bytes, hex."""
+    """``checksum`` and ``snapshot``: parameter or derived buffer name to 128-bit BLAKE2b of its bytes, hex. Otherwise empty."""
     total: str = ""
-    """One checksum over all of them."""
+    """One checksum over all of them, by ``compare`` too; empty for ``reset_tensors``."""
     changed: list[str] = []
     """``compare``: names whose bytes differ from the snapshot."""

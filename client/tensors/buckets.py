@@ -43,12 +43,15 @@ class Piece:
     """Some rows of a tensor."""
 
     name: str
+    """Checkpoint name of the tensor."""
     dtype: torch.dtype
+    """One that has a name on the wire."""
     shape: tuple[int, ...]
     """Of the whole tensor."""
     start_row: int
+    """Position of the first of these rows in dimension 0; 0 for a scalar."""
     rows: Tensor
-    """Contiguous, on whatever device the tensor is."""
+    """[n, *shape[1:]], or the scalar itself. Contiguous, on whatever device the tensor is."""
 
 
 @dataclass(slots=True)
@@ -56,8 +59,9 @@ class Bucket:
     """Pieces that travel together."""
 
     pieces: list[Piece] = field(default_factory=list)
+    """In the order of their tensors, rows ascending."""
     nbytes: int = 0
-    """With the padding that shared memory puts between pieces."""
+    """Bytes of all pieces, with the padding that shared memory puts between pieces."""
 
 
 def manifest(named_tensors: NamedTensors) -> list[TensorSpec]:

@@ -74,7 +74,9 @@ class WeightUpdateGroup:
             clients: of its engines, in the order of their ranks from 1; :meth:`close` has them leave.
         """
         self.group_name = group_name
+        """The name that the engines know it by."""
         self.clients = list(clients)
+        """Of its engines, in the order of their ranks from 1."""
         self._group = process_group
         self._device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else "cpu"
         self._buffer = torch.empty(0, dtype=torch.uint8, device=self._device)

@@ -33,6 +33,7 @@ class SharedBucket:
             CaesuraError: ``out_of_memory``, shared memory is full.
         """
         self.nbytes = padded(max(nbytes, 1))
+        """Bytes of the memory: what was asked for, rounded up."""
         self._fd = os.memfd_create("caesura-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         self._close_fd = weakref.finalize(self, os.close, self._fd)
         try:
@@ -54,6 +55,7 @@ class SharedBucket:
         self.handle = SharedMemoryHandle(
             pid=os.getpid(), fd=self._fd, inode=os.fstat(self._fd).st_ino, nbytes=self.nbytes
         )
+        """What an engine opens it by."""
 
     def view(self, offset: int, nbytes: int) -> Tensor:
         """uint8 [nbytes], in place."""
@@ -108,8 +110,10 @@ class SharedTensors:
         )  # raises for a bad dtype
         sizes = {name: tensor.numel() * dtypes[name].itemsize for name, tensor in tensors.items()}
         self.memory = SharedBucket(sum(padded(size) for size in sizes.values()))
+        """Where all of them lie."""
         self._tensors: dict[str, Tensor] = {}
         self.specs: list[TensorSpec] = []
+        """Which tensor lies where in it, as an ipc update sends it."""
         offset = 0
         for name, tensor in tensors.items():
             view = self.memory.view(offset, sizes[name]).view(dtypes[name]).view(tensor.shape)

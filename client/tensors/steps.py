@@ -69,7 +69,9 @@ class Send:
     """Send a message and go on; the generator gets its :class:`Ticket`."""
 
     request: ControlRequest
+    """The header."""
     buffers: list[memoryview] = field(default_factory=list)
+    """The frames behind it."""
 
     @property
     def expects(self) -> type[Reply]:
@@ -85,6 +87,7 @@ class Await:
     ticket: Any
     """A :class:`Ticket` of this client."""
     request: ControlRequest
+    """The message that it is for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +95,11 @@ class Run:
     """Do something that may block; the generator gets its result."""
 
     work: Callable[[], Any]
+    """What is done; asyncio clients do it in a thread."""
 
 
 Steps = Generator[Send | Await | Run, Any, WeightUpdateReqOutput]
+"""One update: what is to be done, one after the other, and at last the reply to all of it."""
 Exchanges = Generator[Send | Await | Run, Any, None]
 
 
