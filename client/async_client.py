@@ -8,14 +8,13 @@ generations.
 import asyncio
 import contextlib
 from collections.abc import Sequence
-from typing import Any, overload
+from typing import Any, Unpack, overload
 
 from ..io_struct import (
     AbortReq,
     AbortReqOutput,
     FetchResultReqInput,
     FetchResultReqOutput,
-    GenerateReqInput,
     SamplingParams,
     ScoreReqOutput,
 )
@@ -24,8 +23,8 @@ from .async_control_client import AsyncControlClient
 from .async_handle import AsyncGenerationHandle
 from .connection import Generation
 from .exceptions import EngineError, TimedOut
-from .options import id_of, seconds
-from .prompts import Plan, plan, token_ids, token_ids_or_none
+from .options import GenerateOptions, id_of, seconds
+from .prompts import Plan, one_request, plan
 from .results import GenerateOutput, decode_output
 from .scoring import Scores
 
@@ -39,19 +38,10 @@ class AsyncSchedulerClient(AsyncControlClient):
         input_ids: Sequence[Sequence[int]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = ...,
         *,
-        return_logprob: bool = ...,
-        return_raw_logprob: bool = ...,
-        return_sampled_logprob: bool = ...,
-        logprob_start_len: int = ...,
-        top_logprobs_num: int = ...,
-        token_ids_logprob: Sequence[int] | None = ...,
-        return_routed_experts: bool = ...,
-        routed_experts_start_len: int = ...,
         rid: str | Sequence[str] | None = ...,
-        cache_salt: str = ...,
-        min_weights_epoch: int | None = ...,
         message_id: str | None = ...,
         timeout: float | None = ...,
+        **options: Unpack[GenerateOptions],
     ) -> list[GenerateOutput]: ...
 
     @overload
@@ -60,19 +50,10 @@ class AsyncSchedulerClient(AsyncControlClient):
         input_ids: Sequence[int],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = ...,
         *,
-        return_logprob: bool = ...,
-        return_raw_logprob: bool = ...,
-        return_sampled_logprob: bool = ...,
-        logprob_start_len: int = ...,
-        top_logprobs_num: int = ...,
-        token_ids_logprob: Sequence[int] | None = ...,
-        return_routed_experts: bool = ...,
-        routed_experts_start_len: int = ...,
         rid: str | Sequence[str] | None = ...,
-        cache_salt: str = ...,
-        min_weights_epoch: int | None = ...,
         message_id: str | None = ...,
         timeout: float | None = ...,
+        **options: Unpack[GenerateOptions],
     ) -> GenerateOutput | Any: ...  # a list when n > 1, which no type says
 
     async def generate(
@@ -80,19 +61,10 @@ class AsyncSchedulerClient(AsyncControlClient):
         input_ids: Sequence[int] | Sequence[Sequence[int]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        return_logprob: bool = False,
-        return_raw_logprob: bool = False,
-        return_sampled_logprob: bool = False,
-        logprob_start_len: int = -1,
-        top_logprobs_num: int = 0,
-        token_ids_logprob: Sequence[int] | None = None,
-        return_routed_experts: bool = False,
-        routed_experts_start_len: int = 0,
         rid: str | Sequence[str] | None = None,
-        cache_salt: str = "",
-        min_weights_epoch: int | None = None,
         message_id: str | None = None,
         timeout: float | None = None,
+        **options: Unpack[GenerateOptions],
     ) -> Any:
         """Generate and wait. One prompt gives one output (a list of ``n`` when n > 1); a list of prompts gives a list,
         prompt by prompt, the ``n`` samples of each together.
@@ -102,22 +74,7 @@ class AsyncSchedulerClient(AsyncControlClient):
             EngineError: the first prompt that was refused or failed; the others of this call are aborted.
         """
         timeout = seconds("timeout", timeout)
-        work = plan(
-            input_ids,
-            sampling_params,
-            rid=rid,
-            message_id=message_id,
-            return_logprob=return_logprob,
-            return_raw_logprob=return_raw_logprob,
-            return_sampled_logprob=return_sampled_logprob,
-            logprob_start_len=logprob_start_len,
-            top_logprobs_num=top_logprobs_num,
-            token_ids_logprob=token_ids_or_none(token_ids_logprob),
-            return_routed_experts=return_routed_experts,
-            routed_experts_start_len=routed_experts_start_len,
-            cache_salt=cache_salt,
-            min_weights_epoch=min_weights_epoch,
-        )
+        work = plan(input_ids, sampling_params, options, rid=rid, message_id=message_id)
         return await self._generate(work, timeout)
 
     async def submit(
@@ -125,37 +82,14 @@ class AsyncSchedulerClient(AsyncControlClient):
         input_ids: Sequence[int],
         sampling_params: SamplingParams | None = None,
         *,
-        return_logprob: bool = False,
-        return_raw_logprob: bool = False,
-        return_sampled_logprob: bool = False,
-        logprob_start_len: int = -1,
-        top_logprobs_num: int = 0,
-        token_ids_logprob: Sequence[int] | None = None,
-        return_routed_experts: bool = False,
-        routed_experts_start_len: int = 0,
         stream: bool = False,
         rid: str | None = None,
-        cache_salt: str = "",
-        min_weights_epoch: int | None = None,
         message_id: str | None = None,
+        **options: Unpack[GenerateOptions],
     ) -> AsyncGenerationHandle:
         """Start one prompt and return at once; refusals are raised by the handle."""
-        request = GenerateReqInput(
-            id=id_of(message_id),
-            rid=rid,
-            input_ids=token_ids(input_ids),
-            sampling_params=sampling_params or SamplingParams(),
-            return_logprob=return_logprob,
-            return_raw_logprob=return_raw_logprob,
-            return_sampled_logprob=return_sampled_logprob,
-            logprob_start_len=logprob_start_len,
-            top_logprobs_num=top_logprobs_num,
-            token_ids_logprob=token_ids_or_none(token_ids_logprob),
-            return_routed_experts=return_routed_experts,
-            routed_experts_start_len=routed_experts_start_len,
-            stream=stream,
-            cache_salt=cache_salt,
-            min_weights_epoch=min_weights_epoch,
+        request = one_request(
+            input_ids, sampling_params, options, rid=rid, message_id=message_id, stream=stream
         )
         return AsyncGenerationHandle(self.abort, self._channel.start_generation(request))
 
