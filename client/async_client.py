@@ -1,11 +1,9 @@
-"""``AsyncSchedulerClient``: the engine, from coroutines. Same methods, arguments and errors as the blocking client.
+"""``AsyncSchedulerClient``: the engine, from coroutines of one event loop.
 
-Invariants: those of :class:`~.async_control_client.AsyncControlClient`, and: a cancelled ``generate`` aborts its
-generations.
+Invariants: those of :class:`~.async_control_client.AsyncControlClient`, and: a ``generate`` that raises, or is interrupted, has
+aborted what it started, except where only its patience ran out.
 """
-# ruff: noqa: ASYNC109  (the same arguments as the blocking client's)
 
-import asyncio
 import contextlib
 from collections.abc import Sequence
 from typing import Any, Unpack, overload
@@ -18,7 +16,7 @@ from ..io_struct import (
     SamplingParams,
     ScoreReqOutput,
 )
-from .async_channel import Deltas, Result
+from .async_channel import Deltas, Result, wait_for_all
 from .async_control_client import AsyncControlClient
 from .async_handle import AsyncGenerationHandle
 from .connection import Generation
@@ -164,7 +162,7 @@ class AsyncSchedulerClient(AsyncControlClient):
             for request in work.requests:
                 generations.append(self._channel.start_generation(request))  # noqa: PERF401 (kept if the next raises)
             futures = [generation.waiter for generation in generations]
-            await asyncio.wait(futures, timeout=timeout, return_when=asyncio.FIRST_EXCEPTION)
+            await wait_for_all(futures, timeout)
             return work.collect(futures, timeout)
         except TimedOut:
             raise

@@ -1,12 +1,12 @@
-"""``SchedulerClient``: the engine, from ordinary threads.
+# Generated from async_client.py by `python client/_blocking/generate.py`: change that file.
+"""``SchedulerClient``: the engine, from any number of threads.
 
-Invariants: those of :class:`~.control_client.ControlClient`, and: a ``generate`` that raises has aborted what it
-started, except where only its patience ran out.
+Invariants: those of :class:`~.control_client.ControlClient`, and: a ``generate`` that raises, or is interrupted, has
+aborted what it started, except where only its patience ran out.
 """
 
 import contextlib
 from collections.abc import Sequence
-from concurrent.futures import FIRST_EXCEPTION, wait
 from typing import Any, Unpack, overload
 
 from ..io_struct import (
@@ -17,7 +17,7 @@ from ..io_struct import (
     SamplingParams,
     ScoreReqOutput,
 )
-from .channel import Deltas, Result
+from .channel import Deltas, Result, wait_for_all
 from .connection import Generation
 from .control_client import ControlClient
 from .exceptions import EngineError, TimedOut
@@ -163,7 +163,7 @@ class SchedulerClient(ControlClient):
             for request in work.requests:
                 generations.append(self._channel.start_generation(request))  # noqa: PERF401 (kept if the next raises)
             futures = [generation.waiter for generation in generations]
-            wait(futures, timeout, return_when=FIRST_EXCEPTION)
+            wait_for_all(futures, timeout)
             return work.collect(futures, timeout)
         except TimedOut:
             raise
