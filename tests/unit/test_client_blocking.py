@@ -2,6 +2,7 @@
 
 import signal
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
@@ -158,8 +159,10 @@ def test_one_bad_prompt_aborts_the_rest_of_its_list(endpoint):
         return [] if isinstance(request, GenerateReqInput) else answer(request)
 
     with FakeScheduler(endpoint, second_is_refused) as fake, SchedulerClient(endpoint) as client:
+        began = time.monotonic()
         with pytest.raises(QueueFull) as caught:
             client.generate([[1], [2]], rid="job", timeout=PATIENCE)
+        assert time.monotonic() - began < PATIENCE, "it waited for the prompts that had not failed"
         assert caught.value.__notes__ == ["prompt 1 of 2"]
         assert fake.next_request(AbortReq).rid == "job-0"
 
