@@ -1,15 +1,17 @@
-"""The socket of an asyncio client, driven by its event loop.
+"""The socket of an asyncio client, driven by its event loop, and how coroutines wait for what comes. Has the names of channel.py
+that the two kinds of clients share.
 
 Invariants:
 - Everything runs on the loop of the first call; another loop is refused, and so is a forked child.
 - Before a request is registered, a connection that has gone meanwhile is reported: the request is not lost with it.
 - libzmq's descriptor says "something happened", once: so every wake-up, and every send (which may have eaten the
   signal), drains the socket until it is empty.
+- Giving up waiting, by a timeout or a cancellation, leaves what was waited for as it is.
 """
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..io_struct import GenerateReqInput, Message, Request
@@ -18,6 +20,8 @@ from .curve import ClientKeys
 from .exceptions import EngineDied, EngineError
 from .fork import Process
 from .link import Frames, Link, check_endpoint
+from .options import ConnectionOptions, channel_options
+from .prompts import timed_out
 from .results import TokenDelta
 
 if TYPE_CHECKING:
@@ -28,6 +32,33 @@ Deltas = asyncio.Queue[TokenDelta | None]
 
 MAX_SLEEP_S = 3600.0
 """Longest timer: an event loop refuses to sleep for years."""
+
+
+async def wait_for(future: Result, message_id: str, timeout: float | None) -> Any:
+    """The future's result, or TimedOut after ``timeout`` seconds (None: no limit)."""
+    await asyncio.wait([future], timeout=timeout)
+    if not future.done():
+        raise timed_out(message_id, timeout)
+    return future.result()
+
+
+async def wait_for_all(futures: Sequence[Result], timeout: float | None) -> None:
+    """Return when all have ended, one has failed, or ``timeout`` seconds are over."""
+    await asyncio.wait(futures, timeout=timeout, return_when=asyncio.FIRST_EXCEPTION)
+
+
+async def next_delta(deltas: Deltas, message_id: str, timeout: float | None) -> TokenDelta | None:
+    """The next delta, None at the end of the stream, or TimedOut after ``timeout`` seconds (None: no limit)."""
+    try:
+        async with asyncio.timeout(timeout):
+            return await deltas.get()
+    except TimeoutError:
+        raise timed_out(message_id, timeout) from None
+
+
+async def run(work: Callable[[], Any]) -> Any:
+    """What ``work()`` returns. It may block, so it has a thread: the loop goes on."""
+    return await asyncio.to_thread(work)
 
 
 class LoopChannel:
@@ -180,3 +211,17 @@ class LoopChannel:
         if final:
             self._connection.failure = error
         self._connection.fail_all(error)
+
+
+class LoopClient:
+    """A client around this channel: what a blocking one does not have."""
+
+    def __init__(self, endpoint: str, connection: ConnectionOptions) -> None:
+        self.endpoint = endpoint
+        """The engine's address: an ipc:// path or a tcp:// host and port."""
+        self._channel = LoopChannel(endpoint, **channel_options(connection))
+
+    @property
+    def channel(self) -> LoopChannel:
+        """What the messages go through, for callers that make their own (the tokenizer manager)."""
+        return self._channel

@@ -1,31 +1,28 @@
-"""``AsyncSchedulerClient``: the engine, from coroutines. Same methods, arguments and errors as the blocking client.
+"""``AsyncSchedulerClient``: the engine, from coroutines of one event loop.
 
-Invariants: those of :class:`~.async_control_client.AsyncControlClient`, and: a cancelled ``generate`` aborts its
-generations.
+Invariants: those of :class:`~.async_control_client.AsyncControlClient`, and: a ``generate`` that raises, or is interrupted, has
+aborted what it started, except where only its patience ran out.
 """
-# ruff: noqa: ASYNC109  (the same arguments as the blocking client's)
 
-import asyncio
 import contextlib
 from collections.abc import Sequence
-from typing import Any, overload
+from typing import Any, Unpack, overload
 
 from ..io_struct import (
     AbortReq,
     AbortReqOutput,
     FetchResultReqInput,
     FetchResultReqOutput,
-    GenerateReqInput,
     SamplingParams,
     ScoreReqOutput,
 )
-from .async_channel import Deltas, Result
+from .async_channel import Deltas, Result, wait_for_all
 from .async_control_client import AsyncControlClient
 from .async_handle import AsyncGenerationHandle
 from .connection import Generation
 from .exceptions import EngineError, TimedOut
-from .options import id_of, seconds
-from .prompts import Plan, plan, token_ids, token_ids_or_none
+from .options import GenerateOptions, id_of, seconds
+from .prompts import Plan, one_request, plan
 from .results import GenerateOutput, decode_output
 from .scoring import Scores
 
@@ -39,19 +36,10 @@ class AsyncSchedulerClient(AsyncControlClient):
         input_ids: Sequence[Sequence[int]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = ...,
         *,
-        return_logprob: bool = ...,
-        return_raw_logprob: bool = ...,
-        return_sampled_logprob: bool = ...,
-        logprob_start_len: int = ...,
-        top_logprobs_num: int = ...,
-        token_ids_logprob: Sequence[int] | None = ...,
-        return_routed_experts: bool = ...,
-        routed_experts_start_len: int = ...,
         rid: str | Sequence[str] | None = ...,
-        cache_salt: str = ...,
-        min_weights_epoch: int | None = ...,
         message_id: str | None = ...,
         timeout: float | None = ...,
+        **options: Unpack[GenerateOptions],
     ) -> list[GenerateOutput]: ...
 
     @overload
@@ -60,19 +48,10 @@ class AsyncSchedulerClient(AsyncControlClient):
         input_ids: Sequence[int],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = ...,
         *,
-        return_logprob: bool = ...,
-        return_raw_logprob: bool = ...,
-        return_sampled_logprob: bool = ...,
-        logprob_start_len: int = ...,
-        top_logprobs_num: int = ...,
-        token_ids_logprob: Sequence[int] | None = ...,
-        return_routed_experts: bool = ...,
-        routed_experts_start_len: int = ...,
         rid: str | Sequence[str] | None = ...,
-        cache_salt: str = ...,
-        min_weights_epoch: int | None = ...,
         message_id: str | None = ...,
         timeout: float | None = ...,
+        **options: Unpack[GenerateOptions],
     ) -> GenerateOutput | Any: ...  # a list when n > 1, which no type says
 
     async def generate(
@@ -80,19 +59,10 @@ class AsyncSchedulerClient(AsyncControlClient):
         input_ids: Sequence[int] | Sequence[Sequence[int]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        return_logprob: bool = False,
-        return_raw_logprob: bool = False,
-        return_sampled_logprob: bool = False,
-        logprob_start_len: int = -1,
-        top_logprobs_num: int = 0,
-        token_ids_logprob: Sequence[int] | None = None,
-        return_routed_experts: bool = False,
-        routed_experts_start_len: int = 0,
         rid: str | Sequence[str] | None = None,
-        cache_salt: str = "",
-        min_weights_epoch: int | None = None,
         message_id: str | None = None,
         timeout: float | None = None,
+        **options: Unpack[GenerateOptions],
     ) -> Any:
         """Generate and wait. One prompt gives one output (a list of ``n`` when n > 1); a list of prompts gives a list,
         prompt by prompt, the ``n`` samples of each together.
@@ -119,22 +89,7 @@ class AsyncSchedulerClient(AsyncControlClient):
             EngineError: the first prompt that was refused or failed; the others of this call are aborted.
         """
         timeout = seconds("timeout", timeout)
-        work = plan(
-            input_ids,
-            sampling_params,
-            rid=rid,
-            message_id=message_id,
-            return_logprob=return_logprob,
-            return_raw_logprob=return_raw_logprob,
-            return_sampled_logprob=return_sampled_logprob,
-            logprob_start_len=logprob_start_len,
-            top_logprobs_num=top_logprobs_num,
-            token_ids_logprob=token_ids_or_none(token_ids_logprob),
-            return_routed_experts=return_routed_experts,
-            routed_experts_start_len=routed_experts_start_len,
-            cache_salt=cache_salt,
-            min_weights_epoch=min_weights_epoch,
-        )
+        work = plan(input_ids, sampling_params, options, rid=rid, message_id=message_id)
         return await self._generate(work, timeout)
 
     async def submit(
@@ -142,19 +97,10 @@ class AsyncSchedulerClient(AsyncControlClient):
         input_ids: Sequence[int],
         sampling_params: SamplingParams | None = None,
         *,
-        return_logprob: bool = False,
-        return_raw_logprob: bool = False,
-        return_sampled_logprob: bool = False,
-        logprob_start_len: int = -1,
-        top_logprobs_num: int = 0,
-        token_ids_logprob: Sequence[int] | None = None,
-        return_routed_experts: bool = False,
-        routed_experts_start_len: int = 0,
         stream: bool = False,
         rid: str | None = None,
-        cache_salt: str = "",
-        min_weights_epoch: int | None = None,
         message_id: str | None = None,
+        **options: Unpack[GenerateOptions],
     ) -> AsyncGenerationHandle:
         """Start one prompt and return at once; refusals are raised by the handle.
 
@@ -168,22 +114,8 @@ class AsyncSchedulerClient(AsyncControlClient):
         Raises:
             InvalidRequest: token ids that are not integers.
         """
-        request = GenerateReqInput(
-            id=id_of(message_id),
-            rid=rid,
-            input_ids=token_ids(input_ids),
-            sampling_params=sampling_params or SamplingParams(),
-            return_logprob=return_logprob,
-            return_raw_logprob=return_raw_logprob,
-            return_sampled_logprob=return_sampled_logprob,
-            logprob_start_len=logprob_start_len,
-            top_logprobs_num=top_logprobs_num,
-            token_ids_logprob=token_ids_or_none(token_ids_logprob),
-            return_routed_experts=return_routed_experts,
-            routed_experts_start_len=routed_experts_start_len,
-            stream=stream,
-            cache_salt=cache_salt,
-            min_weights_epoch=min_weights_epoch,
+        request = one_request(
+            input_ids, sampling_params, options, rid=rid, message_id=message_id, stream=stream
         )
         return AsyncGenerationHandle(self.abort, self._channel.start_generation(request))
 
@@ -258,7 +190,7 @@ class AsyncSchedulerClient(AsyncControlClient):
             for request in work.requests:
                 generations.append(self._channel.start_generation(request))  # noqa: PERF401 (kept if the next raises)
             futures = [generation.waiter for generation in generations]
-            await asyncio.wait(futures, timeout=timeout, return_when=asyncio.FIRST_EXCEPTION)
+            await wait_for_all(futures, timeout)
             return work.collect(futures, timeout)
         except TimedOut:
             raise

@@ -1,30 +1,30 @@
-"""``AsyncControlClient``: everything but generation, from coroutines. Same methods, arguments and errors as
-the blocking :class:`~.control_client.ControlClient`.
+"""``AsyncControlClient``: pause, weights, memory and status of an engine, from coroutines of one event loop; what a trainer needs.
 
-Invariants: no cancelled or timed-out call changes anything in the engine, except that a weight session which it made
-is aborted. All calls come from one event loop. No call can wait for ever on an engine that is gone.
+Invariants:
+- No call can wait for ever on an engine that is gone: when the connection or the launched process ends, every waiter
+  gets :class:`EngineDied`.
+- A timeout is the caller's patience, not the command's: after :class:`TimedOut` the command may still complete.
+  Repeating the call with the same ``message_id`` attaches to it (docs/wire.md, "Idempotence").
+- A call that its caller gives up, in whatever way, changes nothing else in the engine than what it asked for, except that a
+  weight session which it made is aborted.
 """
-# ruff: noqa: ASYNC109  (the same arguments as the blocking client's)
 
-import asyncio
 import contextlib
 import os
 from collections.abc import AsyncIterator, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack
+from typing import TYPE_CHECKING, Literal, Self, TypeVar, Unpack
 
 from .. import io_struct as wire
 from ..io_struct.control import LeaseAction
 from ..io_struct.weights import DEFAULT_BUCKET_BYTES, DEFAULT_GROUP_NAME
-from .async_channel import LoopChannel
-from .async_handle import wait_for
+from .async_channel import LoopClient, Result, wait_for
 from .exceptions import NoSession, is_answer
 from .options import (
     CheckerAction,
     ConnectionOptions,
     UpdateOptions,
     WeightUpdate,
-    channel_options,
     id_of,
     seconds,
 )
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 ReplyT = TypeVar("ReplyT", bound=wire.Message)
 
 
-class AsyncControlClient:
+class AsyncControlClient(LoopClient):
     """A connection to one engine.
 
     Every method's ``timeout`` (seconds) bounds that call; None waits until the engine answers or dies.
@@ -47,18 +47,11 @@ class AsyncControlClient:
     def __init__(
         self, endpoint: str, *, owner: str | None = None, **connection: Unpack[ConnectionOptions]
     ) -> None:
-        self.endpoint = endpoint
-        """The engine's address: an ipc:// path or a tcp:// host and port."""
+        super().__init__(endpoint, connection)
         self.owner = owner
         """The token of every command that is given none. None: they carry none."""
         self._session = OpenSession()
         self._shared: SharedBuckets | None = None
-        self._channel = LoopChannel(endpoint, **channel_options(connection))
-
-    @property
-    def channel(self) -> LoopChannel:
-        """What the messages go through, for callers that make their own (the tokenizer manager)."""
-        return self._channel
 
     @property
     def incarnation(self) -> str | None:
@@ -434,22 +427,17 @@ class AsyncControlClient:
 
     def start(
         self, request: wire.Request, expects: type[wire.Message], buffers: Sequence[memoryview] = ()
-    ) -> asyncio.Future[Any]:
+    ) -> Result:
         """Send a message and go on; the future gets its reply, or raises the typed error."""
         self._sign(request)
         return self._channel.start_call(request, expects, buffers)
 
     async def _drive(self, steps: "Steps", timeout: float | None) -> wire.WeightUpdateReqOutput:
         """Do what ``steps`` asks for (tensors/steps.py); ``timeout`` bounds each wait for an answer."""
-        from .tensors.driving import drive_async
+        from .tensors.async_driving import drive
 
         timeout = seconds("timeout", timeout)
-        return await drive_async(
-            steps,
-            lambda send: self.start(send.request, send.expects, send.buffers),
-            lambda wanted: wait_for(wanted.ticket, wanted.request.id, timeout),
-            self._session.failed,
-        )
+        return await drive(steps, self.start, timeout, self._session.failed)
 
     async def _begin(
         self, request: wire.BeginWeightUpdateReqInput, timeout: float | None

@@ -1,36 +1,30 @@
-"""What the asyncio client's ``submit`` returns: one generation in flight.
+"""What ``submit`` returns: one generation in flight.
 
-Invariant: as for the blocking handle, giving up waiting (a timeout, a cancelled task) leaves the generation running.
+Invariant: a handle never changes the generation it names, except by :meth:`AsyncGenerationHandle.abort`; giving up waiting, in
+whatever way, leaves it running.
 """
-# ruff: noqa: ASYNC109  (the same arguments as the blocking handle's)
 
-import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
+from collections.abc import AsyncIterator
+from typing import Protocol
 
 from ..io_struct import AbortReqOutput
-from .async_channel import Deltas, Result
+from .async_channel import Deltas, Result, next_delta, wait_for
 from .connection import Generation
 from .fork import Process
 from .options import seconds
-from .prompts import timed_out
 from .results import GenerateOutput, TokenDelta
 
 
-async def wait_for(future: Result, message_id: str, timeout: float | None) -> Any:
-    """The future's result, or TimedOut after ``timeout`` seconds (None: no limit). Never cancels the future."""
-    await asyncio.wait([future], timeout=timeout)
-    if not future.done():
-        raise timed_out(message_id, timeout)
-    return future.result()
+class Abort(Protocol):
+    """A client's ``abort``."""
+
+    async def __call__(self, rid: str, *, timeout: float | None) -> AbortReqOutput: ...
 
 
 class AsyncGenerationHandle:
     """One submitted prompt. ``async for`` yields the tokens as :class:`TokenDelta` (all at once unless it streams)."""
 
-    def __init__(
-        self, abort: Callable[..., Awaitable[AbortReqOutput]], generation: Generation[Result, Deltas]
-    ) -> None:
+    def __init__(self, abort: Abort, generation: Generation[Result, Deltas]) -> None:
         self.rid = generation.rid
         """Names the generation, for ``abort`` and ``fetch_result``."""
         self.message_id = generation.message_id
@@ -52,7 +46,8 @@ class AsyncGenerationHandle:
         self._process.require()
         if self.n != 1:
             raise ValueError(f"n = {self.n}: use results()")
-        return (await self.results(timeout))[0]
+        outputs = await self.results(timeout)
+        return outputs[0]
 
     async def results(self, timeout: float | None = None) -> list[GenerateOutput]:
         """The outputs of all samples, in order.
@@ -81,14 +76,7 @@ class AsyncGenerationHandle:
             for output in await self.results(timeout):
                 yield output.as_delta()
             return
-        while True:
-            try:
-                async with asyncio.timeout(timeout):
-                    delta = await self._deltas.get()
-            except TimeoutError:
-                raise timed_out(self.message_id, timeout) from None
-            if delta is None:
-                break
+        while (delta := await next_delta(self._deltas, self.message_id, timeout)) is not None:
             yield delta
         self._deltas.put_nowait(None)  # a second iteration ends at once instead of waiting for ever
         await self.results()

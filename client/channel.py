@@ -1,12 +1,15 @@
-"""The I/O thread of a blocking client.
+"""The I/O thread of a blocking client, and how other threads wait for what comes. Has the names of async_channel.py that the
+two kinds of clients share.
 
 Invariants:
+- One thread owns the socket; any number of others may register a request, queue its frame and wait on a future.
 - Registering a request and queueing its frame happen under one lock, and so do failing what was sent and keeping what was
   not: when a connection is lost, requests that were handed to its socket fail, those still queued go to the next one.
 - The socket belongs to the thread. Waiters are resolved under the lock, so nothing that runs at that moment may call
   back into the channel.
 - Whatever ends the thread, all waiters are resolved.
 - A forked child has neither the thread nor the socket: it is told so at once, without taking the lock.
+- Giving up waiting leaves what was waited for as it is.
 """
 
 import contextlib
@@ -15,8 +18,8 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import Any
 
 import zmq
@@ -27,6 +30,8 @@ from .curve import ClientKeys
 from .exceptions import EngineDied, EngineError
 from .fork import Process
 from .link import Frames, Link
+from .options import ConnectionOptions, channel_options
+from .prompts import timed_out
 from .results import TokenDelta
 
 Result = Future[Any]
@@ -34,6 +39,34 @@ Deltas = queue.SimpleQueue[TokenDelta | None]
 
 MAX_POLL_S = 3600.0
 """Longest sleep: poll counts milliseconds in an int."""
+
+
+def wait_for(future: Result, message_id: str, timeout: float | None) -> Any:
+    """The future's result, or TimedOut after ``timeout`` seconds (None: no limit)."""
+    try:
+        return future.result(timeout)
+    except TimeoutError:
+        if future.done():  # an answer that is itself a TimeoutError, or one that came in this instant
+            return future.result()
+        raise timed_out(message_id, timeout) from None
+
+
+def wait_for_all(futures: Sequence[Result], timeout: float | None) -> None:
+    """Return when all have ended, one has failed, or ``timeout`` seconds are over."""
+    wait(futures, timeout, return_when=FIRST_EXCEPTION)
+
+
+def next_delta(deltas: Deltas, message_id: str, timeout: float | None) -> TokenDelta | None:
+    """The next delta, None at the end of the stream, or TimedOut after ``timeout`` seconds (None: no limit)."""
+    try:
+        return deltas.get(timeout=timeout)
+    except queue.Empty:
+        raise timed_out(message_id, timeout) from None
+
+
+def run(work: Callable[[], Any]) -> Any:
+    """What ``work()`` returns. It may block, as its caller does."""
+    return work()
 
 
 class ThreadChannel:
@@ -176,3 +209,20 @@ class ThreadChannel:
             unsent = [(message_id, frames) for message_id, frames in self._outbox if message_id is not None]
             self._outbox = deque(unsent)
             self._connection.fail_all(error, spare={message_id for message_id, _ in unsent})
+
+
+class ThreadClient:
+    """A client around this channel: what an asyncio one does not have."""
+
+    def __init__(self, endpoint: str, connection: ConnectionOptions) -> None:
+        self.endpoint = endpoint
+        """The engine's address: an ipc:// path or a tcp:// host and port."""
+        self._channel = ThreadChannel(endpoint, **channel_options(connection))
+
+    def expect_exit(self) -> None:
+        """The launcher watches this engine's process and will call :meth:`engine_exited`."""
+        self._channel.expect_exit()
+
+    def engine_exited(self, reason: str) -> None:
+        """The engine's process has ended: what is pending and every later call fails with ``reason``."""
+        self._channel.engine_exited(reason)

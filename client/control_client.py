@@ -1,33 +1,31 @@
-"""``ControlClient``: pause, weights, memory and status of an engine, from ordinary threads; what a trainer needs.
+# Generated from async_control_client.py by `python client/_blocking/generate.py`: change that file.
+"""``ControlClient``: pause, weights, memory and status of an engine, from any number of threads; what a trainer needs.
 
 Invariants:
-- One background thread owns the socket; callers register under a lock, post a frame and wait on a future. Any number of
-  threads may share one client.
 - No call can wait for ever on an engine that is gone: when the connection or the launched process ends, every waiter
   gets :class:`EngineDied`.
 - A timeout is the caller's patience, not the command's: after :class:`TimedOut` the command may still complete.
   Repeating the call with the same ``message_id`` attaches to it (docs/wire.md, "Idempotence").
+- A call that its caller gives up, in whatever way, changes nothing else in the engine than what it asked for, except that a
+  weight session which it made is aborted.
 """
 
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack
+from typing import TYPE_CHECKING, Literal, Self, TypeVar, Unpack
 
 from .. import io_struct as wire
 from ..io_struct.control import LeaseAction
 from ..io_struct.weights import DEFAULT_BUCKET_BYTES, DEFAULT_GROUP_NAME
-from .channel import ThreadChannel
+from .channel import Result, ThreadClient, wait_for
 from .exceptions import NoSession, is_answer
-from .handle import wait_for
 from .options import (
     CheckerAction,
     ConnectionOptions,
     UpdateOptions,
     WeightUpdate,
-    channel_options,
     id_of,
     seconds,
 )
@@ -39,7 +37,7 @@ if TYPE_CHECKING:
 ReplyT = TypeVar("ReplyT", bound=wire.Message)
 
 
-class ControlClient:
+class ControlClient(ThreadClient):
     """A connection to one engine.
 
     Every method's ``timeout`` (seconds) bounds that call; None waits until the engine answers or dies.
@@ -50,13 +48,11 @@ class ControlClient:
     def __init__(
         self, endpoint: str, *, owner: str | None = None, **connection: Unpack[ConnectionOptions]
     ) -> None:
-        self.endpoint = endpoint
-        """The engine's address: an ipc:// path or a tcp:// host and port."""
+        super().__init__(endpoint, connection)
         self.owner = owner
         """The token of every command that is given none. None: they carry none."""
         self._session = OpenSession()
         self._shared: SharedBuckets | None = None
-        self._channel = ThreadChannel(endpoint, **channel_options(connection))
 
     @property
     def incarnation(self) -> str | None:
@@ -432,30 +428,17 @@ class ControlClient:
 
     def start(
         self, request: wire.Request, expects: type[wire.Message], buffers: Sequence[memoryview] = ()
-    ) -> Future[Any]:
+    ) -> Result:
         """Send a message and go on; the future gets its reply, or raises the typed error."""
         self._sign(request)
         return self._channel.start_call(request, expects, buffers)
-
-    def expect_exit(self) -> None:
-        """The launcher watches this engine's process and will call :meth:`engine_exited`."""
-        self._channel.expect_exit()
-
-    def engine_exited(self, reason: str) -> None:
-        """The engine's process has ended: what is pending and every later call fails with ``reason``."""
-        self._channel.engine_exited(reason)
 
     def _drive(self, steps: "Steps", timeout: float | None) -> wire.WeightUpdateReqOutput:
         """Do what ``steps`` asks for (tensors/steps.py); ``timeout`` bounds each wait for an answer."""
         from .tensors.driving import drive
 
         timeout = seconds("timeout", timeout)
-        return drive(
-            steps,
-            lambda send: self.start(send.request, send.expects, send.buffers),
-            lambda wanted: wait_for(wanted.ticket, wanted.request.id, timeout),
-            self._session.failed,
-        )
+        return drive(steps, self.start, timeout, self._session.failed)
 
     def _begin(
         self, request: wire.BeginWeightUpdateReqInput, timeout: float | None

@@ -1,26 +1,31 @@
-"""What ``submit`` returns: one generation in flight, seen from a thread.
+# Generated from async_handle.py by `python client/_blocking/generate.py`: change that file.
+"""What ``submit`` returns: one generation in flight.
 
-Invariant: a handle never changes the generation it names, except by :meth:`GenerationHandle.abort`; giving up waiting
-leaves it running.
+Invariant: a handle never changes the generation it names, except by :meth:`GenerationHandle.abort`; giving up waiting, in
+whatever way, leaves it running.
 """
 
-import queue
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from typing import Protocol
 
 from ..io_struct import AbortReqOutput
-from .channel import Deltas, Result
+from .channel import Deltas, Result, next_delta, wait_for
 from .connection import Generation
 from .fork import Process
 from .options import seconds
-from .prompts import timed_out
 from .results import GenerateOutput, TokenDelta
+
+
+class Abort(Protocol):
+    """A client's ``abort``."""
+
+    def __call__(self, rid: str, *, timeout: float | None) -> AbortReqOutput: ...
 
 
 class GenerationHandle:
     """One submitted prompt. Iterating yields the tokens as :class:`TokenDelta` (all at once unless it streams)."""
 
-    def __init__(self, abort: Callable[..., AbortReqOutput], generation: Generation[Result, Deltas]) -> None:
+    def __init__(self, abort: Abort, generation: Generation[Result, Deltas]) -> None:
         self.rid = generation.rid
         """Names the generation, for ``abort`` and ``fetch_result``."""
         self.message_id = generation.message_id
@@ -42,7 +47,8 @@ class GenerationHandle:
         self._process.require()
         if self.n != 1:
             raise ValueError(f"n = {self.n}: use results()")
-        return self.results(timeout)[0]
+        outputs = self.results(timeout)
+        return outputs[0]
 
     def results(self, timeout: float | None = None) -> list[GenerateOutput]:
         """The outputs of all samples, in order.
@@ -71,26 +77,10 @@ class GenerationHandle:
             for output in self.results(timeout):
                 yield output.as_delta()
             return
-        while True:
-            try:
-                delta = self._deltas.get(timeout=timeout)
-            except queue.Empty:
-                raise timed_out(self.message_id, timeout) from None
-            if delta is None:
-                break
+        while (delta := next_delta(self._deltas, self.message_id, timeout)) is not None:
             yield delta
         self._deltas.put_nowait(None)  # a second iteration ends at once instead of waiting for ever
         self.results()
 
     def __iter__(self) -> Iterator[TokenDelta]:
         return self.deltas()
-
-
-def wait_for(future: Result, message_id: str, timeout: float | None) -> Any:
-    """The future's result, or TimedOut after ``timeout`` seconds (None: no limit)."""
-    try:
-        return future.result(timeout)
-    except TimeoutError:
-        if future.done():  # an answer that is itself a TimeoutError, or one that came in this instant
-            return future.result()
-        raise timed_out(message_id, timeout) from None

@@ -1,5 +1,6 @@
 """What the methods of both clients take and give beyond plain values."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Literal, TypedDict
@@ -39,6 +40,21 @@ class ChannelOptions(TypedDict):
     connect_timeout: float | None
     keepalive_timeout: float | None
     keys: ClientKeys | None
+
+
+class GenerateOptions(TypedDict, total=False):
+    """Keywords of every generation: fields of :class:`~caesura.io_struct.GenerateReqInput`, with its defaults where left out."""
+
+    return_logprob: bool
+    return_raw_logprob: bool
+    return_sampled_logprob: bool
+    logprob_start_len: int
+    top_logprobs_num: int
+    token_ids_logprob: Sequence[int] | None
+    return_routed_experts: bool
+    routed_experts_start_len: int
+    cache_salt: str
+    min_weights_epoch: int | None
 
 
 class UpdateOptions(TypedDict, total=False):

@@ -10,8 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from ..io_struct import GenerateReqInput, SamplingParams, new_id
+from ..io_struct import GenerateReqInput, SamplingParams
 from .exceptions import InvalidRequest, TimedOut
+from .options import GenerateOptions, id_of
+
+_OPTIONS = frozenset(GenerateOptions.__annotations__)
 
 
 class Finished(Protocol):
@@ -59,20 +62,22 @@ def timed_out(message_id: str, timeout: float | None) -> TimedOut:
 def plan(
     input_ids: Sequence[int] | Sequence[Sequence[int]],
     sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+    options: GenerateOptions,
     *,
     rid: str | Sequence[str] | None,
     message_id: str | None,
-    **options: Any,
 ) -> Plan:
-    """Lay out one ``generate`` call; ``options`` are further fields of GenerateReqInput.
+    """Lay out one ``generate`` call.
 
     Raises:
         InvalidRequest: token ids that are not integers, or lists of different lengths.
+        TypeError: an option that there is not.
     """
+    fields = _fields(options)
     single = is_single(input_ids)
     prompts: list[Any] = [input_ids] if single else list(input_ids)
     params = _per_prompt("sampling_params", sampling_params, SamplingParams, len(prompts))
-    base = new_id() if message_id is None else message_id
+    base = id_of(message_id)
     names = range(len(prompts))
     ids = [base] if single else [f"{base}-{i}" for i in names]
     if isinstance(rid, str) and not single:
@@ -84,11 +89,31 @@ def plan(
             rid=rids[position],
             input_ids=token_ids(prompt),
             sampling_params=params[position] or SamplingParams(),
-            **options,
+            **fields,
         )
         for position, prompt in enumerate(prompts)
     ]
     return Plan(base, requests, single)
+
+
+def one_request(
+    input_ids: Sequence[int],
+    sampling_params: SamplingParams | None,
+    options: GenerateOptions,
+    *,
+    rid: str | None,
+    message_id: str | None,
+    stream: bool,
+) -> GenerateReqInput:
+    """The request of one ``submit``; raises as :func:`plan`."""
+    return GenerateReqInput(
+        id=id_of(message_id),
+        rid=rid,
+        input_ids=token_ids(input_ids),
+        sampling_params=sampling_params or SamplingParams(),
+        stream=stream,
+        **_fields(options),
+    )
 
 
 def token_ids(prompt: Sequence[int], field: str = "input_ids") -> list[int]:
@@ -102,11 +127,6 @@ def token_ids(prompt: Sequence[int], field: str = "input_ids") -> list[int]:
     return ids
 
 
-def token_ids_or_none(ids: Sequence[int] | None) -> list[int] | None:
-    """``token_ids_logprob`` of a request."""
-    return None if ids is None else token_ids(ids, "token_ids_logprob")
-
-
 def is_single(input_ids: Sequence[int] | Sequence[Sequence[int]]) -> bool:
     """Whether these are the ids of one sequence, rather than several sequences."""
     if len(input_ids) == 0:
@@ -115,6 +135,14 @@ def is_single(input_ids: Sequence[int] | Sequence[Sequence[int]]) -> bool:
     if isinstance(first, (str, float)):
         raise InvalidRequest(f"input_ids must be integers, not {type(first).__name__}", field="input_ids")
     return not hasattr(first, "__len__")
+
+
+def _fields(options: GenerateOptions) -> dict[str, Any]:
+    if not _OPTIONS.issuperset(options):
+        raise TypeError(f"a generation has no option {', '.join(sorted(options.keys() - _OPTIONS))}")
+    if (wanted := options.get("token_ids_logprob")) is not None:
+        return {**options, "token_ids_logprob": token_ids(wanted, "token_ids_logprob")}
+    return {**options}
 
 
 def _per_prompt(field: str, value: Any, kind: type, count: int) -> list[Any]:

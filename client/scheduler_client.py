@@ -1,30 +1,29 @@
-"""``SchedulerClient``: the engine, from ordinary threads.
+# Generated from async_client.py by `python client/_blocking/generate.py`: change that file.
+"""``SchedulerClient``: the engine, from any number of threads.
 
-Invariants: those of :class:`~.control_client.ControlClient`, and: a ``generate`` that raises has aborted what it
-started, except where only its patience ran out.
+Invariants: those of :class:`~.control_client.ControlClient`, and: a ``generate`` that raises, or is interrupted, has
+aborted what it started, except where only its patience ran out.
 """
 
 import contextlib
 from collections.abc import Sequence
-from concurrent.futures import FIRST_EXCEPTION, wait
-from typing import Any, overload
+from typing import Any, Unpack, overload
 
 from ..io_struct import (
     AbortReq,
     AbortReqOutput,
     FetchResultReqInput,
     FetchResultReqOutput,
-    GenerateReqInput,
     SamplingParams,
     ScoreReqOutput,
 )
-from .channel import Deltas, Result
+from .channel import Deltas, Result, wait_for_all
 from .connection import Generation
 from .control_client import ControlClient
 from .exceptions import EngineError, TimedOut
 from .handle import GenerationHandle
-from .options import id_of, seconds
-from .prompts import Plan, plan, token_ids, token_ids_or_none
+from .options import GenerateOptions, id_of, seconds
+from .prompts import Plan, one_request, plan
 from .results import GenerateOutput, decode_output
 from .scoring import Scores
 
@@ -38,19 +37,10 @@ class SchedulerClient(ControlClient):
         input_ids: Sequence[Sequence[int]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = ...,
         *,
-        return_logprob: bool = ...,
-        return_raw_logprob: bool = ...,
-        return_sampled_logprob: bool = ...,
-        logprob_start_len: int = ...,
-        top_logprobs_num: int = ...,
-        token_ids_logprob: Sequence[int] | None = ...,
-        return_routed_experts: bool = ...,
-        routed_experts_start_len: int = ...,
         rid: str | Sequence[str] | None = ...,
-        cache_salt: str = ...,
-        min_weights_epoch: int | None = ...,
         message_id: str | None = ...,
         timeout: float | None = ...,
+        **options: Unpack[GenerateOptions],
     ) -> list[GenerateOutput]: ...
 
     @overload
@@ -59,19 +49,10 @@ class SchedulerClient(ControlClient):
         input_ids: Sequence[int],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = ...,
         *,
-        return_logprob: bool = ...,
-        return_raw_logprob: bool = ...,
-        return_sampled_logprob: bool = ...,
-        logprob_start_len: int = ...,
-        top_logprobs_num: int = ...,
-        token_ids_logprob: Sequence[int] | None = ...,
-        return_routed_experts: bool = ...,
-        routed_experts_start_len: int = ...,
         rid: str | Sequence[str] | None = ...,
-        cache_salt: str = ...,
-        min_weights_epoch: int | None = ...,
         message_id: str | None = ...,
         timeout: float | None = ...,
+        **options: Unpack[GenerateOptions],
     ) -> GenerateOutput | Any: ...  # a list when n > 1, which no type says
 
     def generate(
@@ -79,19 +60,10 @@ class SchedulerClient(ControlClient):
         input_ids: Sequence[int] | Sequence[Sequence[int]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        return_logprob: bool = False,
-        return_raw_logprob: bool = False,
-        return_sampled_logprob: bool = False,
-        logprob_start_len: int = -1,
-        top_logprobs_num: int = 0,
-        token_ids_logprob: Sequence[int] | None = None,
-        return_routed_experts: bool = False,
-        routed_experts_start_len: int = 0,
         rid: str | Sequence[str] | None = None,
-        cache_salt: str = "",
-        min_weights_epoch: int | None = None,
         message_id: str | None = None,
         timeout: float | None = None,
+        **options: Unpack[GenerateOptions],
     ) -> Any:
         """Generate and wait. One prompt gives one output (a list of ``n`` when n > 1); a list of prompts gives a list,
         prompt by prompt, the ``n`` samples of each together.
@@ -118,22 +90,7 @@ class SchedulerClient(ControlClient):
             EngineError: the first prompt that was refused or failed; the others of this call are aborted.
         """
         timeout = seconds("timeout", timeout)
-        work = plan(
-            input_ids,
-            sampling_params,
-            rid=rid,
-            message_id=message_id,
-            return_logprob=return_logprob,
-            return_raw_logprob=return_raw_logprob,
-            return_sampled_logprob=return_sampled_logprob,
-            logprob_start_len=logprob_start_len,
-            top_logprobs_num=top_logprobs_num,
-            token_ids_logprob=token_ids_or_none(token_ids_logprob),
-            return_routed_experts=return_routed_experts,
-            routed_experts_start_len=routed_experts_start_len,
-            cache_salt=cache_salt,
-            min_weights_epoch=min_weights_epoch,
-        )
+        work = plan(input_ids, sampling_params, options, rid=rid, message_id=message_id)
         return self._generate(work, timeout)
 
     def submit(
@@ -141,19 +98,10 @@ class SchedulerClient(ControlClient):
         input_ids: Sequence[int],
         sampling_params: SamplingParams | None = None,
         *,
-        return_logprob: bool = False,
-        return_raw_logprob: bool = False,
-        return_sampled_logprob: bool = False,
-        logprob_start_len: int = -1,
-        top_logprobs_num: int = 0,
-        token_ids_logprob: Sequence[int] | None = None,
-        return_routed_experts: bool = False,
-        routed_experts_start_len: int = 0,
         stream: bool = False,
         rid: str | None = None,
-        cache_salt: str = "",
-        min_weights_epoch: int | None = None,
         message_id: str | None = None,
+        **options: Unpack[GenerateOptions],
     ) -> GenerationHandle:
         """Start one prompt and return at once; refusals are raised by the handle.
 
@@ -167,22 +115,8 @@ class SchedulerClient(ControlClient):
         Raises:
             InvalidRequest: token ids that are not integers.
         """
-        request = GenerateReqInput(
-            id=id_of(message_id),
-            rid=rid,
-            input_ids=token_ids(input_ids),
-            sampling_params=sampling_params or SamplingParams(),
-            return_logprob=return_logprob,
-            return_raw_logprob=return_raw_logprob,
-            return_sampled_logprob=return_sampled_logprob,
-            logprob_start_len=logprob_start_len,
-            top_logprobs_num=top_logprobs_num,
-            token_ids_logprob=token_ids_or_none(token_ids_logprob),
-            return_routed_experts=return_routed_experts,
-            routed_experts_start_len=routed_experts_start_len,
-            stream=stream,
-            cache_salt=cache_salt,
-            min_weights_epoch=min_weights_epoch,
+        request = one_request(
+            input_ids, sampling_params, options, rid=rid, message_id=message_id, stream=stream
         )
         return GenerationHandle(self.abort, self._channel.start_generation(request))
 
@@ -257,7 +191,7 @@ class SchedulerClient(ControlClient):
             for request in work.requests:
                 generations.append(self._channel.start_generation(request))  # noqa: PERF401 (kept if the next raises)
             futures = [generation.waiter for generation in generations]
-            wait(futures, timeout, return_when=FIRST_EXCEPTION)
+            wait_for_all(futures, timeout)
             return work.collect(futures, timeout)
         except TimedOut:
             raise

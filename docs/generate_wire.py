@@ -51,11 +51,10 @@ LIMITS = (
     ("scheduler.backlog", "MAX_ALL_PENDING_BYTES", "bytes", "not taken by all clients; who has the most counts as gone"),
     ("scheduler.channel", "MESSAGES_PER_DRAIN", "messages", "taken from the socket between two steps"),
     ("scheduler.channel", "FRAMES_PER_DRAIN", "frames", "behind headers, taken from the socket between two steps"),
-    ("scheduler.dispatch", "MAX_PENDING_COMMANDS", "commands", "under way, queued or waiting; more are `queue_full`"),
+    ("scheduler.command_queue", "MAX_PENDING_COMMANDS", "commands", "under way, queued or waiting; more are `queue_full`"),
     ("scheduler.answers", "STORED_ANSWERS", "message ids", "whose answers are stored for retries, however old they are"),
-    ("scheduler.answers", "STORED_ANSWER_BYTES", "bytes", "of stored answers; the oldest go first"),
+    ("scheduler.answers", "STORED_ANSWER_BYTES", "bytes", "of stored answers, and of results kept for clients that could not be reached; the oldest go first"),
     ("scheduler.answers", "REMEMBERED_IDS", "message ids", "answered before those, whose retries are `answer_forgotten`"),
-    ("scheduler.kept", "MAX_KEPT_BYTES", "bytes", "of results kept for clients that could not be reached"),
 )  # fmt: skip
 
 

@@ -36,8 +36,8 @@ from ...io_struct import (
     WeightUpdateReqOutput,
 )
 from ...io_struct.weights import DEFAULT_BUCKET_BYTES, DEFAULT_GROUP_NAME
+from ..channel import wait_for
 from ..exceptions import EngineError, GroupError, Unsupported, is_answer
-from ..handle import wait_for
 from ..options import UpdateOptions
 from .buckets import NamedTensors, manifest
 from .steps import Await, Run, Send, Steps, in_one_session

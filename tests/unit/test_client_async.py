@@ -2,6 +2,8 @@
 
 import asyncio
 import inspect
+import threading
+import time
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from caesura.client import (
     SamplingParams,
     SchedulerClient,
     TimedOut,
+    async_channel,
 )
 from caesura.io_struct import (
     AbortReq,
@@ -113,11 +116,22 @@ def test_one_bad_prompt_aborts_the_rest_of_its_list(endpoint):
         return [] if isinstance(request, GenerateReqInput) else answer(request)
 
     async def body(client, fake):
+        began = time.monotonic()
         with pytest.raises(QueueFull):
             await client.generate([[1], [2]], rid="job", timeout=PATIENCE)
+        assert time.monotonic() - began < PATIENCE, "it waited for the prompts that had not failed"
         assert (await asyncio.to_thread(fake.next_request, AbortReq)).rid == "job-0"
 
     run(endpoint, body, second_is_refused)
+
+
+def test_work_of_an_update_does_not_stop_the_loop():
+    async def main():
+        turned = threading.Event()
+        asyncio.get_running_loop().call_soon(turned.set)
+        assert await async_channel.run(lambda: turned.wait(PATIENCE))
+
+    asyncio.run(main())
 
 
 def test_a_cancelled_generate_is_aborted(endpoint):

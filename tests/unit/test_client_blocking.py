@@ -2,6 +2,7 @@
 
 import signal
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
@@ -95,6 +96,23 @@ def test_token_ids_that_are_no_integers_are_refused_here(endpoint, prompt):
     assert caught.value.detail["field"] == "input_ids"
 
 
+def test_options_go_on_the_wire_and_what_is_none_is_refused(endpoint):
+    with FakeScheduler(endpoint) as fake, SchedulerClient(endpoint) as client:
+        with pytest.raises(TypeError, match="no option stream"):
+            client.generate([1], stream=True)
+        with pytest.raises(TypeError, match="no option id, timeout"):
+            client.submit([1], id="x", timeout=1.0)
+        with pytest.raises(InvalidRequest) as caught:
+            client.submit([1], token_ids_logprob=["x"])
+        assert caught.value.detail["field"] == "token_ids_logprob"
+        client.generate([[1]], cache_salt="s", token_ids_logprob=(7,), timeout=PATIENCE)
+        client.submit([1], min_weights_epoch=0, routed_experts_start_len=2).result(PATIENCE)
+        first, second = fake.next_request(), fake.next_request()
+        assert (first.cache_salt, first.token_ids_logprob) == ("s", [7])
+        assert (second.min_weights_epoch, second.routed_experts_start_len) == (0, 2)
+        assert (second.logprob_start_len, second.stream) == (-1, False)
+
+
 def test_a_list_of_params_must_match_the_prompts(endpoint):
     with SchedulerClient(endpoint) as client, pytest.raises(InvalidRequest, match="2 sampling_params for 1"):
         client.generate([[1]], [SamplingParams(), SamplingParams()])
@@ -141,8 +159,10 @@ def test_one_bad_prompt_aborts_the_rest_of_its_list(endpoint):
         return [] if isinstance(request, GenerateReqInput) else answer(request)
 
     with FakeScheduler(endpoint, second_is_refused) as fake, SchedulerClient(endpoint) as client:
+        began = time.monotonic()
         with pytest.raises(QueueFull) as caught:
             client.generate([[1], [2]], rid="job", timeout=PATIENCE)
+        assert time.monotonic() - began < PATIENCE, "it waited for the prompts that had not failed"
         assert caught.value.__notes__ == ["prompt 1 of 2"]
         assert fake.next_request(AbortReq).rid == "job-0"
 

@@ -1,0 +1,44 @@
+"""Does what the steps of an update ask for.
+
+Invariant: whatever happens to a step, an interrupt and a cancellation included, is thrown into the steps, which end their session.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from ...io_struct import Message, Request, WeightUpdateReqOutput
+from ..async_channel import Result, run, wait_for
+from .steps import Await, Send, Steps
+
+
+class Start(Protocol):
+    """A client's ``start``: sends, and returns a ticket."""
+
+    def __call__(
+        self, request: Request, expects: type[Message], buffers: Sequence[memoryview] = ()
+    ) -> Result: ...
+
+
+async def drive(
+    steps: Steps, start: Start, timeout: float | None, failed: Callable[[Request, BaseException], None]
+) -> WeightUpdateReqOutput:
+    """``timeout`` bounds each wait for an answer; ``failed`` is told which request got no reply, but which error."""
+    try:
+        wanted = next(steps)
+        while True:
+            try:
+                if isinstance(wanted, Send):
+                    came = start(wanted.request, wanted.expects, wanted.buffers)
+                elif isinstance(wanted, Await):
+                    came = await wait_for(wanted.ticket, wanted.request.id, timeout)
+                else:
+                    came = await run(wanted.work)
+            except BaseException as error:  # noqa: BLE001  the generator ends its session, and raises it again
+                if isinstance(wanted, Await):
+                    failed(wanted.request, error)
+                wanted = steps.throw(error)
+            else:
+                wanted = steps.send(came)
+    except StopIteration as stop:
+        final: WeightUpdateReqOutput = stop.value
+        return final
