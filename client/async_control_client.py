@@ -441,6 +441,7 @@ class AsyncControlClient:
         """Do what ``steps`` asks for (tensors/steps.py); ``timeout`` bounds each wait for an answer."""
         from .tensors.driving import drive_async
 
+        self._channel.require_own_process()
         timeout = seconds("timeout", timeout)
         return await drive_async(
             steps,
