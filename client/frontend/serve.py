@@ -31,7 +31,7 @@ from ..curve import CLIENT_KEY_VARIABLE, SERVER_KEY_VARIABLE
 from ..exceptions import EngineError
 from ..launch import LaunchedScheduler
 from ..notify import notify
-from ..supervise import restart_options, status_of, supervised
+from ..supervise import restart_options, status_of, stop_timeout_s, supervised
 from ..supervisor import RestartPolicy, Supervisor
 from .printable import PrintableFormatter
 from .tls import tls_context
@@ -313,13 +313,14 @@ def _launch(settings: Settings) -> LaunchedScheduler | Supervisor:
 
 
 def _supervise(settings: Settings) -> Supervisor:
+    arguments = ["--model", str(settings.model), *settings.scheduler_arguments]
     policy = RestartPolicy(
         max_restarts=settings.max_restarts,
         window_s=settings.restart_window,
         hang_timeout_s=settings.hang_timeout,
         startup_timeout_s=settings.startup_timeout,
+        stop_timeout_s=stop_timeout_s(arguments),
     )
-    arguments = ["--model", str(settings.model), *settings.scheduler_arguments]
     supervisor = supervised(
         arguments,
         None,
