@@ -19,6 +19,7 @@ from ..io_struct import private_directory
 from .curve import CLIENT_KEY_VARIABLE, SERVER_KEY_VARIABLE, ClientKeys, KeyOrFile
 from .exceptions import EngineDied, EngineError
 from .notify import notify, watchdog_interval_s
+from .stderr import queued_stderr
 from .supervisor import USAGE_STATUS, Ended, RestartPolicy, Serving, State, Supervisor
 
 GAVE_UP_STATUS = 3
@@ -179,7 +180,9 @@ def supervise(
         curve_server_key=curve_server_key,
         curve_client_key_file=curve_client_key_file,
     )
-    context.exit(_run(supervisor))
+    with queued_stderr():
+        status = _run(supervisor)
+    context.exit(status)
 
 
 class _Inbox:
