@@ -86,6 +86,10 @@ class LoopChannel:
         self._turn_is_due = False
         self._refusal: EngineError | None = None
 
+    def require_own_process(self) -> None:
+        """Raise RuntimeError in a forked child, before anything is prepared there."""
+        self._process.require()
+
     @property
     def incarnation(self) -> str | None:
         """Of the engine that answered last; None before the first."""

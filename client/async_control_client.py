@@ -436,6 +436,7 @@ class AsyncControlClient(LoopClient):
         """Do what ``steps`` asks for (tensors/steps.py); ``timeout`` bounds each wait for an answer."""
         from .tensors.async_driving import drive
 
+        self._channel.require_own_process()
         timeout = seconds("timeout", timeout)
         return await drive(steps, self.start, timeout, self._session.failed)
 

@@ -108,6 +108,10 @@ class ThreadChannel:
         self._thread = threading.Thread(target=self._run, name="caesura-client", daemon=True)
         self._thread.start()
 
+    def require_own_process(self) -> None:
+        """Raise RuntimeError in a forked child, before anything is prepared there."""
+        self._process.require()
+
     @property
     def incarnation(self) -> str | None:
         """Of the engine that answered last; None before the first."""

@@ -437,6 +437,7 @@ class ControlClient(ThreadClient):
         """Do what ``steps`` asks for (tensors/steps.py); ``timeout`` bounds each wait for an answer."""
         from .tensors.driving import drive
 
+        self._channel.require_own_process()
         timeout = seconds("timeout", timeout)
         return drive(steps, self.start, timeout, self._session.failed)
 

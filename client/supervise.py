@@ -10,6 +10,7 @@ import socket
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 import click
@@ -18,9 +19,14 @@ from ..io_struct import private_directory
 from .curve import CLIENT_KEY_VARIABLE, SERVER_KEY_VARIABLE, ClientKeys, KeyOrFile
 from .exceptions import EngineDied, EngineError
 from .notify import notify, watchdog_interval_s
+from .stderr import queued_stderr
 from .supervisor import USAGE_STATUS, Ended, RestartPolicy, Serving, State, Supervisor
 
 GAVE_UP_STATUS = 3
+STOP_TIMEOUT_S = 60.0
+"""Between SIGTERM and SIGKILL, beside what the scheduler may drain."""
+_DRAIN_TIMEOUT_S = 30.0
+"""The scheduler's own default."""
 _END = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _HAND_ON = (signal.SIGUSR1, signal.SIGUSR2)
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])
@@ -78,7 +84,7 @@ def supervised(
     if endpoint is None or not has_state_file:
         directory = private_directory.make()
     if not has_state_file:
-        command += ["--state-file", f"{directory}/weights.json"]
+        command += ["--state-file", f"{directory}/{private_directory.STATE_FILE}"]
     return Supervisor(
         command,
         endpoint or f"ipc://{directory}/{private_directory.SOCKET}",
@@ -89,8 +95,27 @@ def supervised(
     )
 
 
+def stop_timeout_s(arguments: Sequence[str]) -> float:
+    """How long a scheduler with these arguments may take from SIGTERM to its end: longer than it may drain."""
+    drain_s = 0.0
+    if _last(arguments, "--shutdown-mode") == "drain":
+        with contextlib.suppress(ValueError):  # the scheduler refuses it
+            drain_s = float(_last(arguments, "--drain-timeout-s") or _DRAIN_TIMEOUT_S)
+    return STOP_TIMEOUT_S + drain_s
+
+
 def _has(arguments: Sequence[str], option: str) -> bool:
-    return any(each.partition("=")[0] == option for each in arguments)
+    return _last(arguments, option) is not None
+
+
+def _last(arguments: Sequence[str], option: str) -> str | None:
+    """The value of ``option`` that counts, as click reads it; None: it is not there."""
+    value = None
+    for each, following in zip_longest(arguments, arguments[1:]):
+        name, equals, given = each.partition("=")
+        if name == option:
+            value = given if equals else following
+    return value
 
 
 def status_of(error: EngineError | None) -> int:
@@ -121,9 +146,7 @@ def status_of(error: EngineError | None) -> int:
 @click.option(
     "--stop-timeout",
     type=click.FloatRange(0),
-    default=60.0,
-    show_default=True,
-    help="Seconds between SIGTERM and SIGKILL when this command ends.",
+    help="Seconds between SIGTERM and SIGKILL when this command ends.  [default: 60, and what the scheduler may drain]",
 )
 @click.pass_context
 def supervise(
@@ -136,7 +159,7 @@ def supervise(
     restart_window: float,
     hang_timeout: float,
     startup_timeout: float,
-    stop_timeout: float,
+    stop_timeout: float | None,
 ) -> None:
     """Run a scheduler and bring it back when it dies or hangs.
 
@@ -148,7 +171,7 @@ def supervise(
         window_s=restart_window,
         hang_timeout_s=hang_timeout,
         startup_timeout_s=startup_timeout,
-        stop_timeout_s=stop_timeout,
+        stop_timeout_s=stop_timeout_s(context.args) if stop_timeout is None else stop_timeout,
     )
     supervisor = supervised(
         context.args,
@@ -157,7 +180,9 @@ def supervise(
         curve_server_key=curve_server_key,
         curve_client_key_file=curve_client_key_file,
     )
-    context.exit(_run(supervisor))
+    with queued_stderr():
+        status = _run(supervisor)
+    context.exit(status)
 
 
 class _Inbox:

@@ -134,7 +134,8 @@ class Supervisor:
         self._restarts: deque[float] = deque()
         self._num_restarts = 0
         self._has_served = False
-        self._last_resort = threading.Timer(self._policy.stop_timeout_s, self._kill)
+        stop_timeout_s = min(self._policy.stop_timeout_s, threading.TIMEOUT_MAX)
+        self._last_resort = threading.Timer(stop_timeout_s, self._kill)
         self._last_resort.daemon = True
         self._thread = threading.Thread(target=self._run, name="caesura-supervisor", daemon=True)
 

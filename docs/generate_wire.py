@@ -114,7 +114,8 @@ def type_text(kind: wire_types.Type) -> str:
 def scalar_text(kind: wire_types.IntType | wire_types.FloatType | wire_types.StrType) -> str:
     """A number or string with its range."""
     if isinstance(kind, wire_types.StrType):
-        limits = f", {kind.min_length} to {kind.max_length} characters" if kind.max_length else ""
+        bounds = "at most" if kind.min_length is None else f"{kind.min_length} to"
+        limits = f", {bounds} {kind.max_length} characters" if kind.max_length else ""
         return "str" + limits
     signs = (("≥", kind.ge), (">", kind.gt), ("≤", kind.le), ("<", kind.lt))
     limits = "".join(f" {sign} {bound}" for sign, bound in signs if bound is not None)

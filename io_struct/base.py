@@ -31,6 +31,16 @@ MAX_MESSAGE_BYTES = 4 << 30
 MAX_ID_LENGTH = 128
 """Longest message id or request id, in characters."""
 
+MAX_LABEL_LENGTH = 1024
+"""Longest label, owner token or cache salt, in characters: they are kept, repeated in answers and logged."""
+
+MAX_PATH_LENGTH = 65_536
+"""Longest path, in characters: far beyond the kernel's own limit, which is an error of the checkpoint."""
+
+Label = Annotated[str, msgspec.Meta(max_length=MAX_LABEL_LENGTH)]
+FolderPath = Annotated[str, msgspec.Meta(max_length=MAX_PATH_LENGTH)]
+SessionId = Annotated[str, msgspec.Meta(max_length=MAX_ID_LENGTH)]
+
 Identifier = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_ID_LENGTH)]
 
 

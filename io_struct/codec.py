@@ -111,6 +111,9 @@ ToClient = (
 
 T = TypeVar("T")
 
+_MAX_QUOTED = 500
+"""Characters of a decoder's complaint that are repeated."""
+
 _encoder = msgspec.msgpack.Encoder()
 _to_scheduler = msgspec.msgpack.Decoder(ToScheduler)
 _to_client = msgspec.msgpack.Decoder(ToClient)
@@ -172,13 +175,19 @@ def decode_request(frame: bytes | memoryview) -> ToScheduler:
         request: ToScheduler = _to_scheduler.decode(frame)
     except _UNREADABLE as error:
         raise CaesuraError(
-            ErrorCode.MALFORMED_MESSAGE, f"not a Caesura message: {error}", id=readable_id(frame)
+            ErrorCode.MALFORMED_MESSAGE, f"not a Caesura message: {_shortened(error)}", id=readable_id(frame)
         ) from error
     except MemoryError as error:
         raise CaesuraError(
             ErrorCode.OUT_OF_MEMORY, f"no memory for a message of {len(frame)} bytes", id=readable_id(frame)
         ) from error
     return request
+
+
+def _shortened(error: Exception) -> str:
+    """Its text, which may quote a name as long as the message."""
+    text = str(error)
+    return text if len(text) <= _MAX_QUOTED else f"{text[:_MAX_QUOTED]}… ({len(text)} characters)"
 
 
 def decode_reply(frame: bytes | memoryview) -> ToClient:

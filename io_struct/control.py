@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from .base import Reply, ReplyRecord, Request
+from .base import Label, Reply, ReplyRecord, Request
 from .score import ReferenceStatus
 
 PauseMode = Literal["abort", "retract", "in_place"]
@@ -22,7 +22,7 @@ PositiveDuration = Annotated[float, msgspec.Meta(gt=0, le=MAX_DURATION_S)]
 class ControlRequest(Request, kw_only=True):
     """A command about the engine rather than about one generation."""
 
-    owner: str | None = None
+    owner: Label | None = None
     """Token of who controls the pause. Any command that carries the owner's token renews its lease. None: nobody."""
 
 

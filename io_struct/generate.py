@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from .base import Identifier, Message, Record, Reply, ReplyRecord, Request
+from .base import Identifier, Label, Message, Record, Reply, ReplyRecord, Request
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Seed = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -144,7 +144,7 @@ class GenerateReqInput(Request, kw_only=True):
     """First position whose experts are returned; at most the prompt's length."""
     stream: bool = False
     """True: deltas each step. The terminal result carries everything in both cases."""
-    cache_salt: str = ""
+    cache_salt: Label = ""
     """Requests share prefix-cache entries only within one salt."""
     min_weights_epoch: int | None = None
     """Refuse with ``epoch_behind`` on an engine whose weights epoch is lower. None: any."""

@@ -3,9 +3,9 @@
 Invariants:
 - It is fresh, mode 0700, and its socket's path fits into an ``ipc://`` address.
 - Whoever made it holds a lock on it until it is removed or the process ends, however that happens; the engine in it holds
-  the lock of its socket (``scheduler.sock.lock``).
+  the lock of its socket (``scheduler.sock.lock``), and of its state file where that is here too.
 - What a killed process left is removed by the next :func:`make`: only directories of this pattern, of this user, of mode
-  0700, whose locks are both free, and of these only the socket and its lock file. Anything else in it stays, and so
+  0700, whose locks are all free, and of these only the files that an engine makes. Anything else in it stays, and so
   does the directory then.
 """
 
@@ -20,8 +20,14 @@ from pathlib import Path
 PREFIX = "caesura-"
 SOCKET = "scheduler.sock"
 LOCK = SOCKET + ".lock"
+STATE_FILE = "weights.json"
+"""Of an engine that is supervised and was told no other."""
+STATE_LOCK = STATE_FILE + ".lock"
 MAX_SOCKET_PATH = 107
 """Of ``sun_path``, without its final zero."""
+
+_OURS = {SOCKET, SOCKET + ".full", LOCK, STATE_FILE, f".{STATE_FILE}.new", STATE_LOCK}
+"""What an engine makes here: a socket that is shut and a state file that is being replaced have other names."""
 
 _held: dict[str, int] = {}
 """Descriptors that hold the locks of directories made here."""
@@ -64,15 +70,17 @@ def _remove_if_stale(path: str) -> None:
         if facts.st_uid != os.getuid() or stat.S_IMODE(facts.st_mode) != 0o700:
             return
         fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        found = set(os.listdir(directory))
+        locks = found & {LOCK, STATE_LOCK}
         # Without a lock file no engine has been in it: it may be so fresh that its maker has not locked it yet.
-        lock = os.open(LOCK, flags, dir_fd=directory)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if set(os.listdir(directory)) <= {SOCKET, LOCK}:
-                for name in os.listdir(directory):
+        if locks and found <= _OURS:
+            with contextlib.ExitStack() as opened:
+                for name in locks:
+                    lock = os.open(name, flags, dir_fd=directory)
+                    opened.callback(os.close, lock)
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                for name in found:
                     os.unlink(name, dir_fd=directory)
                 os.rmdir(path)
-        finally:
-            os.close(lock)
     finally:
         os.close(directory)

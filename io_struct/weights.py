@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from .base import Identifier, Record, Reply, ReplyRecord, TensorSpec
+from .base import FolderPath, Identifier, Label, Record, Reply, ReplyRecord, SessionId, TensorSpec
 from .control import ControlRequest, PositiveDuration
 
 DEFAULT_GROUP_NAME = "weight_update_group"
@@ -48,7 +48,7 @@ class EndWeightUpdateReqInput(ControlRequest, kw_only=True):
     force: bool = False
     """Abort whatever session is open, whoever opened it and whatever ``session_id`` says; only with ``commit=False``. For the
     successor of a dead trainer."""
-    weight_version: str | None = None
+    weight_version: Label | None = None
     """The new public label. None: the last one sent within the session, else unchanged."""
 
 
@@ -72,7 +72,7 @@ class WeightUpdateReqOutput(Reply, kw_only=True):
 
     committed: bool
     """True: these weights serve now. False: the session is still open, or was aborted."""
-    session_id: str | None = None
+    session_id: SessionId | None = None
     """The session that is still open for more, by explicit ``begin`` or implicitly. None: none is."""
     weights: Literal["valid", "updating", "poisoned", "invalid"]
     """State of the weights after this call, as in status."""
@@ -106,7 +106,7 @@ class WeightUpdateOptions(ControlRequest, kw_only=True):
     """Running: retract requests and clear the cache. False: freeze them in place and go on with their old KV."""
     torch_empty_cache: bool = False
     """True: the commit of the session returns the allocator's unused blocks to the system."""
-    weight_version: str | None = None
+    weight_version: Label | None = None
     """The new public label, at commit. None: unchanged."""
     abort_all_requests: bool = False
     """True: every request ends as aborted, once the call has been checked and its first tensor is there."""
@@ -115,9 +115,9 @@ class WeightUpdateOptions(ControlRequest, kw_only=True):
 class UpdateWeightFromDiskReqInput(WeightUpdateOptions, kw_only=True):
     """Load a complete checkpoint folder in place. Every header is checked before the first byte is written."""
 
-    model_path: str
+    model_path: FolderPath
     """Folder with config.json and *.safetensors, as the engine's process sees it."""
-    load_format: str | None = None
+    load_format: Label | None = None
     """None, ``"auto"`` or ``"safetensors"``; nothing else is ever read."""
 
 

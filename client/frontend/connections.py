@@ -19,6 +19,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 MAX_HEAD_BYTES = 64 << 10
 """Of a request's line and headers, or its trailers; the read that goes beyond is still held."""
+MAX_PIPELINED = 16
+"""Requests of one connection that wait behind the one that is answered; nothing more is read meanwhile."""
 RESERVED = "caesura.reserved"
 """Key among a scope's extensions: this connection is over the limit, so only what is not generation is answered."""
 RETRY_AFTER_S = 1
@@ -158,7 +160,14 @@ class BoundedProtocol(HttpToolsProtocol):
             self.send_400_response(f"A request's head is over the limit of {MAX_HEAD_BYTES} bytes.")
 
     def on_headers_complete(self) -> None:
-        """The parser has a request."""
+        """The parser has a request.
+
+        Raises:
+            OverflowError: too many wait already; that ends the parsing, with 400.
+        """
+        if len(self.pipeline) >= MAX_PIPELINED:
+            self._table.closed["pipelined"] += 1
+            raise OverflowError
         self._held = self._received = 0
         self._until = float("inf")
         self._table.working(self)
@@ -185,10 +194,13 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         """Answered; the next request may be there already."""
         super().on_response_complete()
+        if self.pipeline:
+            self.flow.pause_reading()
         if not self._answered:  # one that came right behind it is
             return
         if self._awaited is _Awaited.BODY:
             self._until = min(self._until, self.loop.time() + self._limits.linger)
+            self._table.rests(self)
         elif self._awaited is _Awaited.HEAD:
             self._since = self.loop.time()
         else:

@@ -36,6 +36,9 @@ _STATUS: dict[str, int] = {
     ErrorCode.INTERNAL: 500,
 }
 
+_STAYING = frozenset(code for code, status in _STATUS.items() if status == 503) - RETRYABLE
+"""Conditions of the engine that the same request would meet again."""
+
 
 class BodyTooLarge(HTTPException):
     """More bytes than this route takes."""
@@ -75,15 +78,18 @@ def native_error(message: str, status: int = 400, code: str | None = None) -> Re
 
 def engine_error(error: CaesuraError, status: int) -> Response[bytes]:
     """A failure of the engine's: SGLang's ``ErrorResponse``, and the typed error beside it."""
-    body = {**error_object(error.message, status), "error": error_fields(error.message, error.code)}
+    body = {
+        **error_object(error.message, status, error.code),
+        "error": error_fields(error.message, error.code),
+    }
     return json_response(body, status)
 
 
-def error_object(message: str, status: int) -> dict[str, Any]:
-    """SGLang's ``ErrorResponse``; what may be tried again says so."""
+def error_object(message: str, status: int, code: str | None = None) -> dict[str, Any]:
+    """SGLang's ``ErrorResponse``; what may be tried again says so. ``code``: the typed one, where there is one."""
     phrase = HTTPStatus(status).phrase
     error = {"object": "error", "message": message, "type": phrase, "param": None, "code": status}
-    return {**error, "retryable": True} if status == 503 else error
+    return {**error, "retryable": True} if status == 503 and code not in _STAYING else error
 
 
 def openai_error(

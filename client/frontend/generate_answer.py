@@ -253,10 +253,9 @@ def _frame(value: Any) -> bytes:
     return b"data: %b\n\n" % _encode(value)
 
 
-def error_frame(message: str, status: int) -> bytes:
+def error_frame(message: str, status: int, *, retryable: bool) -> bytes:
     """What a stream says when it cannot go on."""
     kind = "invalid_request_error" if status < 500 else "server_error"
-    retryable = status in (503, 504)
     return _frame({"error": {"message": message, "type": kind, "code": status, "retryable": retryable}})
 
 

@@ -13,6 +13,7 @@ from litestar import Response, post, route
 from litestar.handlers import HTTPRouteHandler
 
 from ...io_struct import CaesuraError
+from ..exceptions import RETRYABLE
 from .bodies import INLINE
 from .context import Front, FrontEnd
 from .errors import engine_error, json_bytes, native_error, status_of
@@ -109,7 +110,7 @@ async def _all_of(
                 yield frame
         except CaesuraError as error:
             front.metrics.error(error.code)
-            yield error_frame(error.message, status_of(error))
+            yield error_frame(error.message, status_of(error), retryable=error.code in RETRYABLE)
         yield DONE
 
 

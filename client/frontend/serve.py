@@ -31,7 +31,8 @@ from ..curve import CLIENT_KEY_VARIABLE, SERVER_KEY_VARIABLE
 from ..exceptions import EngineError
 from ..launch import LaunchedScheduler
 from ..notify import notify
-from ..supervise import restart_options, status_of, supervised
+from ..stderr import Repeats, queued_stderr
+from ..supervise import restart_options, status_of, stop_timeout_s, supervised
 from ..supervisor import RestartPolicy, Supervisor
 from .printable import PrintableFormatter
 from .tls import tls_context
@@ -258,9 +259,19 @@ def _raise_descriptor_limit() -> None:
 def run(settings: Settings, listener: socket.socket, server_class: "type[Server]") -> int:
     """Everything until the end; the exit status."""
     _raise_descriptor_limit()
+    with queued_stderr():
+        _configure_log()
+        return _run(settings, listener, server_class)
+
+
+def _configure_log() -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(PrintableFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handler.addFilter(Repeats())
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
+
+
+def _run(settings: Settings, listener: socket.socket, server_class: "type[Server]") -> int:
     with _interrupted_by_signals():
         launched = None if settings.model is None else _launch(settings)
     try:
@@ -313,13 +324,14 @@ def _launch(settings: Settings) -> LaunchedScheduler | Supervisor:
 
 
 def _supervise(settings: Settings) -> Supervisor:
+    arguments = ["--model", str(settings.model), *settings.scheduler_arguments]
     policy = RestartPolicy(
         max_restarts=settings.max_restarts,
         window_s=settings.restart_window,
         hang_timeout_s=settings.hang_timeout,
         startup_timeout_s=settings.startup_timeout,
+        stop_timeout_s=stop_timeout_s(arguments),
     )
-    arguments = ["--model", str(settings.model), *settings.scheduler_arguments]
     supervisor = supervised(
         arguments,
         None,

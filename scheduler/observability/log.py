@@ -24,6 +24,8 @@ from ...io_struct.text import printable
 _HANDLER_NAME = "caesura.stderr"
 MAX_QUEUED_BYTES = 1 << 20
 """Of lines that the stream has not taken yet; an engine whose log nobody reads keeps so much."""
+MAX_LINE = 4096
+"""Characters of a message, or of one line of a traceback: a client may have chosen them, and the rest of the queue is others'."""
 REPEATS = 20
 """Warnings or errors of one call site within :data:`REPEAT_WINDOW_S` that are written."""
 REPEAT_WINDOW_S = 10.0
@@ -45,12 +47,20 @@ class LineFormatter(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 (logging's name)
         """The record's line."""
         record.caesura_module = record.name.removeprefix("caesura.")
-        record.message = printable(record.message)
+        record.message = _bounded(record.message)
         return super().formatMessage(record)
 
     def formatException(self, ei: "logging._SysExcInfoType") -> str:  # noqa: N802
         """The traceback, indented."""
-        return "\n".join("\t" + printable(line) for line in super().formatException(ei).split("\n"))
+        return "\n".join("\t" + _bounded(line) for line in super().formatException(ei).split("\n"))
+
+
+def _bounded(text: str) -> str:
+    return (
+        printable(text)
+        if len(text) <= MAX_LINE
+        else f"{printable(text[:MAX_LINE])}… ({len(text)} characters)"
+    )
 
 
 class Repeats:

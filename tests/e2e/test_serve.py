@@ -1,6 +1,7 @@
 """``caesura serve`` as a process: how it starts, ends, guards itself and tells what went wrong."""
 
 import contextlib
+import fcntl
 import os
 import signal
 import socket
@@ -356,3 +357,23 @@ def test_a_signal_ends_what_goes_on_for_ever_on_an_engine_that_stays(tiny_model)
     (answer,) = found
     assert answer.status_code == 200
     assert answer.json()["meta_info"]["finish_reason"]["type"] == "abort"
+
+
+def test_a_stderr_that_nobody_reads_stops_nothing(tiny_model):
+    """The engine's lines fill the pipe; then whatever the server has to say about garbage, and about an engine that dies."""
+    with served("--model", str(tiny_model), "--restart") as engine:
+        assert engine.process.stderr is not None
+        fcntl.fcntl(engine.process.stderr, fcntl.F_SETPIPE_SZ, 4096)
+        for _ in range(60):
+            engine.ok("/pause_generation")
+            engine.ok("/continue_generation")
+        host, _, port = engine.url.removeprefix("http://").partition(":")
+        for _ in range(3):
+            with socket.create_connection((host, int(port)), timeout=20) as peer:
+                peer.sendall(b"garbage\r\n\r\n")
+                assert peer.recv(65536).startswith(b"HTTP/1.1 400 ")
+        pid = engine.engine_pid
+        os.kill(pid, signal.SIGKILL)
+        eventually(lambda: engine.get("/health").status_code == 503)
+        eventually(lambda: engine.get("/health").status_code == 200, 60.0)
+        assert engine.engine_pid != pid

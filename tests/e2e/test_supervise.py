@@ -174,13 +174,18 @@ def test_a_shutdown_message_ends_both(tiny_model):
         assert running.end(None) == 0
 
 
-def test_a_supervisor_that_is_killed_takes_its_scheduler_with_it(tiny_model):
-    with supervised("--model", str(tiny_model)) as running:
+def test_a_supervisor_that_is_killed_takes_its_scheduler_with_it_and_the_next_one_its_folder(
+    tiny_model, tmp_path
+):
+    env = {"TMPDIR": str(tmp_path)}
+    with supervised("--model", str(tiny_model), env=env) as running:
         with running.client() as client:
             pid = client.status(timeout=PATIENCE).pid
         running.end(signal.SIGKILL)
         eventually(lambda: not psutil.pid_exists(pid))
-    shutil.rmtree(running.folder)
+    assert running.folder.exists()
+    with supervised("--model", str(tiny_model), env=env) as second:
+        assert list(tmp_path.glob("caesura-*")) == [second.folder]
 
 
 # -- over HTTP -----------------------------------------------------------------------------------------------------

@@ -19,6 +19,9 @@ BLOCKING = """
     client = SchedulerClient(sys.argv[1])
     handle = client.submit([1], stream=True)
     assert handle.result(30).output_ids == [1, 0]
+    def untouched():
+        print("tensors were asked for")
+        yield "name", None
     child = os.fork()
     if child == 0:
         uses = {
@@ -26,6 +29,8 @@ BLOCKING = """
             "generate": lambda: client.generate([1]),
             "submit": lambda: client.submit([1]),
             "start": lambda: client.update_weights_from_disk("/x"),
+            "send": lambda: client.update_weights_from_tensor(untouched()),
+            "share": lambda: client.update_weights_from_ipc(untouched()),
             "result": handle.result,
             "done": handle.done,
             "deltas": lambda: list(handle),
@@ -55,7 +60,11 @@ ASYNCIO = """
         assert (await handle.result(30)).output_ids == [1, 0]
         return handle
     async def misuse(handle):
-        for use in (client.status, lambda: client.generate([1]), handle.result, handle.abort):
+        def untouched():
+            print("tensors were asked for")
+            yield "name", None
+        sending = lambda: client.update_weights_from_tensor(untouched())
+        for use in (client.status, lambda: client.generate([1]), sending, handle.result, handle.abort):
             try:
                 await use()
                 print("no error")
@@ -89,13 +98,13 @@ def told(what):
 def test_a_forked_child_is_told_and_the_parent_goes_on(tmp_path):
     with FakeScheduler(f"ipc://{tmp_path}/s") as fake:
         lines = run(BLOCKING, fake.endpoint)
-    assert lines == [told("client")] * 4 + [told("generation")] * 3 + [told("client"), "[7, 0]", "[2, 0]"]
+    assert lines == [told("client")] * 6 + [told("generation")] * 3 + [told("client"), "[7, 0]", "[2, 0]"]
 
 
 def test_a_forked_child_of_an_event_loop_is_told(tmp_path):
     with FakeScheduler(f"ipc://{tmp_path}/s") as fake:
         lines = run(ASYNCIO, fake.endpoint)
-    assert lines == [told("client")] * 2 + [told("generation"), told("client"), "[2, 0]"]
+    assert lines == [told("client")] * 3 + [told("generation"), told("client"), "[2, 0]"]
 
 
 LAUNCHER = """

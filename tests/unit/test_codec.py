@@ -243,6 +243,37 @@ def test_any_damage_to_a_real_message(request_, flips, cut):
     message_or_error(bytes(frame[: cut % (len(frame) + 1)]))
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"type": "\1" * 1_000_000},
+        {"type": "GetStatusReqInput", "\1" * 1_000_000: 1},
+        {"type": "PauseGenerationReqInput", "mode": "\1" * 1_000_000},
+    ],
+)
+def test_a_refusal_does_not_repeat_what_it_refuses(fields):
+    with pytest.raises(CaesuraError) as caught:
+        decode_request(msgspec.msgpack.encode(fields))
+    assert len(caught.value.message) < 1000
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"type": "PauseGenerationReqInput", "owner": "o"},
+        {"type": "GenerateReqInput", "input_ids": [1], "cache_salt": "s"},
+        {"type": "UpdateWeightFromDiskReqInput", "model_path": "/x", "weight_version": "v"},
+        {"type": "EndWeightUpdateReqInput", "weight_version": "v"},
+    ],
+)
+def test_what_is_kept_and_repeated_to_others_is_short(fields):
+    *_, name = fields
+    decode_request(msgspec.msgpack.encode({**fields, name: "é" * 1024}))
+    with pytest.raises(CaesuraError) as caught:
+        decode_request(msgspec.msgpack.encode({**fields, name: "é" * 1025}))
+    assert caught.value.code == ErrorCode.MALFORMED_MESSAGE
+
+
 def test_the_order_of_fields_does_not_matter():
     """Map encoding: a peer with another field order means the same."""
     frame = packed(commit=False, weight_version="2", id="i", type="EndWeightUpdateReqInput")

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Iterator
 
 import httpx
 import pytest
-from support.fake_scheduler import FakeScheduler, answer
+from support.fake_scheduler import FakeScheduler, answer, echo
 from support.http_server import Listening, listening
 from support.waiting import eventually
 
-from caesura.client.frontend.connections import Connections, Deadlines
+from caesura.client.frontend.connections import MAX_PIPELINED, Connections, Deadlines
 from caesura.io_struct import GenerateReqInput, Message, Request
 
 SOON = Deadlines(
@@ -136,10 +136,11 @@ def test_a_reader_that_takes_nothing_is_dropped():
         peer.settimeout(20)
         peer.connect(server.address)
         page = b"GET /dashboard HTTP/1.1\r\nHost: localhost\r\n\r\n"
-        with contextlib.suppress(ConnectionError, TimeoutError):
-            for _ in range(2000):
-                peer.sendall(page)
-        eventually(lambda: connections.closed["stalled"])
+        state, sent = server.server.server_state, 0
+        while not connections.closed["stalled"]:
+            peer.sendall(page)  # until the answers fill what lies between
+            sent += 1
+            eventually(lambda sent=sent: state.total_requests >= sent or connections.closed["stalled"])
         rest_of(peer)
 
 
@@ -151,6 +152,44 @@ def test_at_the_limit_silent_connections_make_room():
             assert httpx.get(f"{server.url}/health").status_code == 503  # there is no engine, but an answer
         assert rest_of(silent[0]) == b""
     assert connections.closed["crowded"] >= 1
+
+
+def test_at_the_limit_those_that_are_answered_before_they_have_sent_all_make_room():
+    """Without a key, half a body is as good as none."""
+    connections = Connections(limit=4, reserve=2)
+    head = HEAD.replace(b"Bearer k", b"Bearer x") + b"Content-Length: 1000\r\n\r\n{"
+    with listening(api_key="k", connections=connections) as server, contextlib.ExitStack() as stack:
+        for _ in range(4):
+            peer = stack.enter_context(server.connect())
+            peer.sendall(head)
+            assert peer.recv(65536).startswith(b"HTTP/1.1 401 ")
+        refused = httpx.post(f"{server.url}/tokenize", headers={"Authorization": "Bearer k"}, content=b"{}")
+        assert "too many" not in refused.text
+        assert "connections" not in refused.text
+    assert connections.closed["crowded"] >= 1
+
+
+def test_requests_behind_the_one_that_is_answered_are_few(tmp_path):
+    def busy(request: Request) -> Iterable[Message | bytes]:
+        return [] if isinstance(request, GenerateReqInput) else answer(request)
+
+    connections = Connections()
+    body = json.dumps({"input_ids": [1, 2]}).encode()
+    request = b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+    with (
+        FakeScheduler(f"ipc://{tmp_path}/engine", busy) as engine,
+        listening(endpoint=engine.endpoint, connect_timeout=5, connections=connections) as server,
+    ):
+        with server.connect() as peer:
+            peer.sendall(request + HEALTH * MAX_PIPELINED)
+            engine.push(echo(engine.next_request(GenerateReqInput)))
+            found = b""
+            while found.count(b"HTTP/1.1 200 ") < 1 + MAX_PIPELINED:
+                found += peer.recv(65536)
+        with server.connect() as peer:
+            peer.sendall(request + HEALTH * (MAX_PIPELINED + 1))
+            assert rest_of(peer).startswith(b"HTTP/1.1 400 ")
+    assert connections.closed["pipelined"] == 1
 
 
 def test_where_all_have_requests_there_is_room_for_health_and_commands_only(tmp_path):

@@ -110,6 +110,19 @@ def pipe(stream):
     os.close(reader)
 
 
+def test_a_line_is_not_as_long_as_a_client_likes(stream):
+    log.configure("info", stream=stream)
+    try:
+        pytest.fail("\1" * 1_000_000)
+    except pytest.fail.Exception:
+        logging.getLogger("caesura.scheduler.x").exception("it sent %s", "\1" * 1_000_000)
+    log.flush()
+    written = stream.getvalue()
+    assert "it sent " in written
+    assert "(1000008 characters)" in written
+    assert max(map(len, written.split("\n"))) < 4 * log.MAX_LINE + 200
+
+
 def test_an_unread_log_blocks_nobody_and_says_what_was_lost(pipe):
     reader = pipe
     logger = logging.getLogger("caesura.x")

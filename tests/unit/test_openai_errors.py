@@ -108,6 +108,23 @@ def test_a_refusal_has_its_status(tmp_path, code, status, kind, stream):
     assert (metrics.begun, metrics.ended, metrics.codes) == (1, [(0, "error")], [code])
 
 
+@pytest.mark.parametrize(
+    ("code", "retryable"),
+    [
+        (ErrorCode.QUEUE_FULL, True),
+        (ErrorCode.WEIGHTS_INVALID, True),
+        (ErrorCode.OUT_OF_MEMORY, False),
+        (ErrorCode.VERSION_MISMATCH, False),
+    ],
+)
+def test_a_native_refusal_says_whether_it_passes(tmp_path, code, retryable):
+    """In both places where its body may say so."""
+    response, _ = post(tmp_path, refusing(code), {"input_ids": [5]}, "/generate")
+    body = response.json()
+    assert response.status_code == 503
+    assert (body.get("retryable", False), body["error"].get("retryable", False)) == (retryable, retryable)
+
+
 def test_one_refused_prompt_refuses_all(tmp_path):
     def handler(request: Request) -> Iterable[Message]:
         if isinstance(request, GenerateReqInput) and request.input_ids == [2]:
@@ -158,6 +175,22 @@ def test_a_stream_that_cannot_go_on_ends_with_the_error(tmp_path):
     }  # fmt: skip
     assert done == b"[DONE]"
     assert (metrics.ended, metrics.codes) == ([(0, "error")], ["out_of_memory"])
+
+
+@pytest.mark.parametrize(
+    ("code", "retryable"), [("out_of_memory", False), ("deadline_exceeded", False), ("shutting_down", True)]
+)
+def test_a_native_stream_that_cannot_go_on_says_whether_that_passes(tmp_path, code, retryable):
+    def handler(request: Request) -> Iterable[Message]:
+        if not isinstance(request, GenerateReqInput):
+            return answer(request)
+        rid = rid_of(request)
+        failure = FinishReason(type="error", code=code, message="no")
+        return [delta((rid, 0, 0, [8, 9])), results(finished(rid, [8, 9, 10], finish_reason=failure))]
+
+    response, _ = post(tmp_path, handler, {"input_ids": [5], "stream": True}, "/generate")
+    *_, error, _ = events(response)
+    assert msgspec.json.decode(error)["error"]["retryable"] is retryable
 
 
 def test_without_a_tokenizer_ids_are_taken_and_given(tmp_path):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from caesura.io_struct import private_directory
-from caesura.io_struct.private_directory import LOCK, SOCKET
+from caesura.io_struct.private_directory import LOCK, SOCKET, STATE_FILE, STATE_LOCK
 
 
 @pytest.fixture
@@ -59,6 +59,28 @@ def test_a_living_engine_keeps_the_directory_of_a_launcher_that_was_killed(paren
         assert orphan.exists()
     private_directory.remove_stale(str(parent))
     assert not orphan.exists()
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        (SOCKET, LOCK, STATE_FILE, STATE_LOCK),
+        (STATE_FILE, STATE_LOCK, f".{STATE_FILE}.new"),  # its socket was elsewhere
+        (SOCKET + ".full", LOCK),  # killed while nobody could connect
+    ],
+)
+def test_everything_that_an_engine_makes_goes_with_it(parent, files):
+    dead = left_by_the_dead(parent, "caesura-dead", *files)
+    private_directory.remove_stale(str(parent))
+    assert not dead.exists()
+
+
+def test_a_living_engine_keeps_its_state_file(parent):
+    orphan = left_by_the_dead(parent, "caesura-state", STATE_FILE, STATE_LOCK)
+    with open(orphan / STATE_LOCK) as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        private_directory.remove_stale(str(parent))
+        assert (orphan / STATE_FILE).exists()
 
 
 def test_only_our_own_kind_is_touched(parent):

@@ -26,7 +26,7 @@ from caesura.client import (
     WeightMismatch,
 )
 from caesura.client.notify import notify, watchdog_interval_s
-from caesura.client.supervise import GAVE_UP_STATUS, status_of
+from caesura.client.supervise import GAVE_UP_STATUS, status_of, stop_timeout_s
 from caesura.client.supervisor import Down, Ended, RestartPolicy, Serving, Supervisor
 
 FAKE = support.fake_scheduler.__file__
@@ -176,6 +176,31 @@ def test_one_that_ignores_every_signal_is_killed_at_the_end(watch):
     watched.supervisor.close()
     assert watched.next(Ended).error is None
     assert not psutil.pid_exists(pid)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "seconds"),
+    [
+        ([], 60.0),
+        (["--drain-timeout-s", "3600"], 60.0),  # it does not drain
+        (["--shutdown-mode", "drain"], 90.0),
+        (["--shutdown-mode=drain", "--drain-timeout-s=3600"], 3660.0),
+        (["--drain-timeout-s", "1", "--shutdown-mode", "drain", "--drain-timeout-s", "7200"], 7260.0),
+        (["--shutdown-mode", "drain", "--shutdown-mode", "abort"], 60.0),
+        (["--shutdown-mode", "drain", "--drain-timeout-s", "soon"], 60.0),
+        (["--shutdown-mode", "drain", "--drain-timeout-s"], 90.0),
+        (["--shutdown-mode", "drain", "--drain-timeout-s", "inf"], float("inf")),
+    ],
+)
+def test_a_scheduler_is_given_longer_than_it_may_drain(arguments, seconds):
+    assert stop_timeout_s(arguments) == seconds
+
+
+def test_one_may_be_waited_for_without_end(watch):
+    watched = watch(stop_timeout_s=float("inf")).begin()
+    watched.next(Serving)
+    watched.supervisor.close()
+    assert watched.next(Ended).error is None
 
 
 def test_a_supervisor_that_waits_for_its_next_try_ends_at_once(watch):

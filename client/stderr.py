@@ -1,0 +1,140 @@
+"""The standard error of commands that serve: whoever writes never waits for whoever reads.
+
+Invariants:
+- What is written is queued, up to :data:`MAX_QUEUED`, and goes out in a thread. What finds the queue full is dropped and
+  counted; the count is written when there is room again. So a pipe that nobody reads, or a terminal that is held, stops
+  neither a server nor the restart of a scheduler.
+- Of the warnings that one place repeats, :data:`REPEATS` are written in :data:`REPEAT_WINDOW_S`; the next one that is written
+  says how many were not. So nobody fills a disk through a server's log.
+"""
+
+import contextlib
+import io
+import logging
+import os
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterator
+from time import monotonic
+
+MAX_QUEUED = 1 << 20
+"""Characters that the reader has not taken yet."""
+REPEATS = 20
+REPEAT_WINDOW_S = 10.0
+FLUSH_S = 1.0
+"""How long the end of the command waits for the reader."""
+_MAX_PLACES = 1024
+
+
+class QueuedStream(io.TextIOBase):
+    """A text stream over a descriptor, written by a thread of its own."""
+
+    encoding = "utf-8"
+    errors = "backslashreplace"
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._pieces: deque[str] = deque()
+        self._queued = 0
+        self._dropped = 0
+        self._busy = False
+        self._changed = threading.Condition()
+        threading.Thread(target=self._run, name="caesura-log", daemon=True).start()
+
+    def writable(self) -> bool:
+        """As of every such stream."""
+        return True
+
+    def fileno(self) -> int:
+        """For whoever asks what it is; who writes there may wait."""
+        return self._descriptor
+
+    def isatty(self) -> bool:
+        """Whether a person may be looking."""
+        return os.isatty(self._descriptor)
+
+    def write(self, text: str, /) -> int:
+        """``text`` goes out, or is dropped and counted; at once either way."""
+        if not isinstance(text, str):  # that is how others find out what kind of stream this is
+            raise TypeError(f"text is written here, no {type(text).__name__}")
+        with self._changed:
+            if self._queued + len(text) > MAX_QUEUED:
+                self._dropped += len(text)
+            else:
+                self._append(text)
+        return len(text)
+
+    def settle(self, timeout_s: float) -> bool:
+        """Whether all has gone out, waiting for up to ``timeout_s``. ``flush`` does not wait: others call it with every line."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._pieces and not self._busy, timeout_s)
+
+    def _append(self, text: str) -> None:
+        self._pieces.append(text)
+        self._queued += len(text)
+        self._changed.notify_all()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._pieces)
+                text = "".join(self._pieces)
+                self._pieces.clear()
+                self._busy = True
+            with contextlib.suppress(OSError, MemoryError):  # closed, or gone: nobody can be told
+                data = memoryview(text.encode(self.encoding, self.errors))
+                while data:
+                    data = data[os.write(self._descriptor, data) :]
+            with self._changed:
+                self._queued -= len(text)
+                self._busy = False
+                if self._dropped:
+                    dropped, self._dropped = self._dropped, 0
+                    self._append(f"… {dropped} characters dropped: nobody read them in time\n")
+                self._changed.notify_all()
+
+
+@contextlib.contextmanager
+def queued_stderr() -> Iterator[None]:
+    """Within it ``sys.stderr`` is a :class:`QueuedStream`; where there is none, nothing changes."""
+    before = sys.stderr
+    try:
+        before.flush()
+        stream = QueuedStream(before.fileno())
+    except (OSError, ValueError, AttributeError):  # closed, or a stream of Python's own
+        yield
+        return
+    sys.stderr = stream
+    try:
+        yield
+    finally:
+        sys.stderr = before
+        stream.settle(FLUSH_S)
+
+
+class Repeats(logging.Filter):
+    """Lets through what one place of the code warns of, but not again and again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._places: dict[tuple[str, int], tuple[float, int]] = {}
+        self._lock = threading.Lock()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether it is to be written; safe from any thread."""
+        place, now = (record.name, record.lineno), monotonic()
+        with self._lock:
+            since, count = self._places.pop(place, (now, 0))
+            more = 0
+            if now - since >= REPEAT_WINDOW_S:
+                since, count, more = now, 0, max(0, count - REPEATS)
+            if len(self._places) >= _MAX_PLACES:
+                self._places.clear()
+            self._places[place] = since, count + 1
+        if more:
+            record.msg, record.args = (
+                f"{record.getMessage()} (and {more} before it that were not written)",
+                (),
+            )
+        return count < REPEATS
