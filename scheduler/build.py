@@ -1,7 +1,7 @@
 """A configuration into what computes: model, KV pool, attention backend, runner.
 
 Invariants:
-- What can be released is allocated inside its component (``device/residency.py``).
+- What can be released is allocated inside its component (``memory/residency.py``).
 - Whether memory suffices is asked before it is taken.
 """
 
@@ -17,17 +17,18 @@ from .attention import flashinfer, paged_triton
 from .attention.mla import LatentBackend
 from .attention.paged_cpu import PagedCpuBackend
 from .attention.sdpa import SdpaBackend
+from .batching.waiting_queue import AdmissionLimits, pages_for
 from .cache.pool import MHAPool, MLAPool
 from .cache.routing import RoutingPool
 from .config import PAGE_SIZE, EngineConfig
-from .device.memory import available_memory_if_known
-from .device.module import device_module_for
-from .device.residency import ComponentResidencyManager
 from .distributed import ParallelState
 from .forward import AttentionBackend, Runner
 from .kernels import TORCH, best, serving
 from .kernels.linear import packable
 from .kernels.native import why_not
+from .memory.device_memory import available_memory_if_known
+from .memory.device_module import device_module_for
+from .memory.residency import ComponentResidencyManager
 from .models.base import CausalLM
 from .models.config import ModelConfig, load_model_config
 from .models.registry import build_model
@@ -35,7 +36,6 @@ from .runner.autotune import TuningCache, WarmUp, flashinfer_tuning, tuning_key
 from .runner.model_runner import ModelRunner
 from .runner.sampler import Sampler
 from .runner.staging import StepLimits
-from .waiting import AdmissionLimits, pages_for
 from .weights.loader import WeightLoader
 from .weights.transports.disk import load_from_disk, open_checkpoint
 

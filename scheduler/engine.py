@@ -12,10 +12,14 @@ from typing import Any
 
 from .. import __version__
 from ..io_struct import GenerateReqOutput, GetMemoryHistoryReqInput, GetStatusReqInput, HelloReqInput
-from .access import ServerKeys
-from .answers import Answers
 from .background import Wakeup
-from .batching import Batcher
+from .batching.batcher import Batcher
+from .batching.chunking import ChunkSizer
+from .batching.live_requests import LiveRequests
+from .batching.output_processor import OutputProcessor
+from .batching.request import Request, RequestTable, WeightStamp
+from .batching.step_recovery import Recovery
+from .batching.waiting_queue import AdmissionLimits, WaitingQueue
 from .build import (
     LoadedModel,
     MakeRunner,
@@ -25,44 +29,40 @@ from .build import (
     routing_bytes_per_token,
 )
 from .cache.manager import CacheManager, LedgerError
-from .channel import Router
-from .checker import WeightsChecker
-from .chunking import ChunkSizer
-from .command_queue import CommandQueue
-from .commands import Commands
+from .commands.committed_weights import WeightsFile
+from .commands.handlers import Commands
+from .commands.lifecycle import Lifecycle
+from .commands.memory_occupation import MemoryOccupation
+from .commands.parameter_server import ParameterServerUpdates
+from .commands.process_groups import GroupCommands
+from .commands.reference import load_reference
+from .commands.scoring import ReferenceModel, Scoring
+from .commands.weight_sessions import Sessions
+from .commands.weight_updates import WeightUpdates
+from .commands.weights_checker import WeightsChecker
 from .config import PAGE_SIZE, EngineConfig
-from .device.cache import DeviceCache
-from .device.module import device_module_for
-from .device.residency import ComponentResidencyManager
-from .dispatch import Dispatcher, Queries
-from .failure import Recovery
 from .forward import Runner
-from .generations import Generations
-from .groups import GroupCommands
 from .guard import Guard
-from .hello import answer_hello
-from .lifecycle import Lifecycle
-from .live_requests import LiveRequests
 from .loop import Scheduler
+from .memory.device_cache import DeviceCache
+from .memory.device_module import device_module_for
+from .memory.residency import ComponentResidencyManager
 from .observability.memory_history import MemoryGauges, MemoryHistory
 from .observability.stage_profiler import StageProfiler
 from .observability.watchdog import Heartbeat
-from .occupation import MemoryOccupation
-from .outbox import Outbox
-from .output_processor import OutputProcessor
-from .parameter_server import ParameterServerUpdates
-from .reference import load_reference
-from .replies import Replies
-from .request import Request, RequestTable, WeightStamp
 from .runner.model_runner import ModelRunner
-from .scoring import ReferenceModel, Scoring
-from .sessions import Sessions
-from .status import StaticFacts, StatusReporter
-from .stopping import Shutdown
-from .updates import WeightUpdates
-from .waiting import AdmissionLimits, WaitingQueue
+from .serving.answers import Answers
+from .serving.client_access import ServerKeys
+from .serving.command_queue import CommandQueue
+from .serving.dispatcher import Dispatcher, Queries
+from .serving.generations import Generations
+from .serving.hello import answer_hello
+from .serving.outbox import Outbox
+from .serving.replies import Replies
+from .serving.router_socket import Router
+from .serving.status import StaticFacts, StatusReporter
+from .shutdown import Shutdown
 from .weights.transports.distributed import WeightsUpdateGroups
-from .weights_record import WeightsFile
 
 
 @dataclass(frozen=True, slots=True)

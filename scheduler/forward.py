@@ -10,13 +10,14 @@ Invariants:
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from .kernels.attention import PagedStep
+if TYPE_CHECKING:
+    from .kernels.attention import PagedStep
 
 
 @dataclass(slots=True, kw_only=True)
@@ -313,7 +314,7 @@ class AttentionBackend(Protocol):
     """None: the caller normalises and rotates, and calls :meth:`forward`."""
 
     @property
-    def paged(self) -> PagedStep | None:
+    def paged(self) -> "PagedStep | None":
         """The planned step as a kernel takes it that computes whole layers. None: layers are computed part by part."""
         ...
 

@@ -2,7 +2,7 @@
 
 Invariants:
 - Whatever the loop does for a message or a timer runs in :meth:`Guard.run`: its exceptions stop there.
-- Steps are not guarded here. ``failure.py`` knows what was in them, and where it fails itself nobody knows what holds KV:
+- Steps are not guarded here. ``step_recovery.py`` knows what was in them, and where it fails itself nobody knows what holds KV:
   then the loop ends, which tells everybody.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..io_struct import CaesuraError, ErrorCode, ErrorReply, Message
-from .device.memory import is_out_of_memory
+from .memory.device_memory import is_out_of_memory
 
 logger = logging.getLogger(__name__)
 

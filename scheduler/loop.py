@@ -2,7 +2,7 @@
 
 Invariants:
 - Nothing a client sends or omits stops the loop (I11), nor does a timer (both run under ``guard.py``), nor a step that
-  fails (``failure.py``). Where it ends all the same, every live request still gets its terminal message.
+  fails (``step_recovery.py``). Where it ends all the same, every live request still gets its terminal message.
 - The loop blocks in ``poll`` whenever there is nothing to run, paused included: an idle or paused engine uses no CPU.
 - What a step launched is passed from tick to tick, not stored: at pipeline depth 0 it is answered in the same tick, at
   depth 1 in the next one, while the device works on its successor. A launch that fails is a step whose results are the
@@ -19,24 +19,24 @@ from time import monotonic
 import zmq
 
 from .background import Wakeup
-from .batching import Batcher, ScheduledBatch
-from .channel import Router
-from .command_queue import CommandQueue
-from .device.cache import DeviceCache
-from .dispatch import Dispatcher
-from .failure import Failure, Recovery
+from .batching.batcher import Batcher, ScheduledBatch
+from .batching.live_requests import LiveRequests
+from .batching.output_processor import OutputProcessor
+from .batching.step_recovery import Failure, Recovery
+from .commands.lifecycle import Lifecycle
+from .commands.weight_updates import WeightUpdates
 from .forward import ForwardOutput, Runner
 from .guard import Guard
-from .lifecycle import Lifecycle
-from .live_requests import LiveRequests
+from .memory.device_cache import DeviceCache
 from .observability.memory_history import MemoryHistory
 from .observability.stage_profiler import StageProfiler
 from .observability.watchdog import Heartbeat
-from .outbox import MAX_SENDS, Outbox
-from .output_processor import OutputProcessor
-from .stopping import Shutdown
+from .serving.command_queue import CommandQueue
+from .serving.dispatcher import Dispatcher
+from .serving.outbox import MAX_SENDS, Outbox
+from .serving.router_socket import Router
+from .shutdown import Shutdown
 from .timers import Timer, Timers
-from .updates import WeightUpdates
 
 logger = logging.getLogger(__name__)
 

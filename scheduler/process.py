@@ -3,7 +3,7 @@
 Invariants:
 - The launcher hears exactly one line on the ready descriptor: that the engine serves, or why it does not.
 - A signal, a shutdown message, the death of the launcher and a loop that fails all end the same way: every live request
-  gets its terminal message, one line of the log says why, then the process exits. ``stopping.py`` says when.
+  gets its terminal message, one line of the log says why, then the process exits. ``shutdown.py`` says when.
 - No end takes for ever: a loop that hangs, and an end that does, are cut off (``observability/watchdog.py``).
 - An engine is whole or gone: a thread of ours that fails ends it.
 """
@@ -24,12 +24,12 @@ import torch
 
 from ..io_struct import CaesuraError, ErrorCode, private_directory
 from .config import EngineConfig
-from .descriptors import DescriptorCheck, raise_limit
-from .device.memory import is_out_of_memory
 from .engine import Engine, shutdown_of
+from .memory.device_memory import is_out_of_memory
 from .observability import log
+from .observability.descriptors import DescriptorCheck, raise_limit
 from .observability.watchdog import Watchdog, exit_within
-from .stopping import Shutdown, StartInterruptedError, StopSignals
+from .shutdown import Shutdown, StartInterruptedError, StopSignals
 
 logger = logging.getLogger(__name__)
 

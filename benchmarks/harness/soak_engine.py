@@ -20,7 +20,7 @@ from caesura.scheduler.__main__ import _command
 
 import torch  # isort: skip
 
-from caesura.scheduler.device import memory
+from caesura.scheduler.memory import device_memory
 from caesura.scheduler.models import qwen3
 
 SCRATCH_TENSORS = 32
@@ -73,9 +73,9 @@ class FragmentingQwen3(qwen3.Qwen3ForCausalLM):
 
 
 def time_emptyings(file: IO[bytes]) -> None:
-    """From now on every emptying that ``scheduler/device/memory.py`` does for others, a continue's above all, writes its
+    """From now on every emptying that ``scheduler/memory/device_memory.py`` does for others, a continue's above all, writes its
     seconds into ``file``, a line each."""
-    empty = memory.empty_device_cache
+    empty = device_memory.empty_device_cache
 
     def timed(device_module: Any = None) -> bool:
         started = time.perf_counter()
@@ -83,7 +83,7 @@ def time_emptyings(file: IO[bytes]) -> None:
         file.write(f"{time.perf_counter() - started!r}\n".encode())
         return found
 
-    memory.empty_device_cache = timed
+    device_memory.empty_device_cache = timed
 
 
 def main() -> None:

@@ -10,8 +10,9 @@ Invariants:
 import torch
 from torch import Tensor
 
+from ..config import PAGE_SIZE
 from ..forward import ForwardBatch, FusedAttention, KVPool
-from ..kernels.attention import PAGE_SIZE, PagedAttention, PagedStep, plan_tasks
+from ..kernels.attention import PagedAttention, PagedStep, plan_tasks
 from ..kernels.elementwise import rope_store
 
 

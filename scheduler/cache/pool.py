@@ -4,7 +4,7 @@ Invariants:
 - A page is [kv heads, page_size, head size], so that one head's keys within a page are contiguous; a page of latents,
   which all heads share, is [page_size, width].
 - Addresses never change while the pool is resident: attention plans, kernels and captured graphs may keep them. What a
-  release does to them is in ``device/residency.py``; contents are lost with it.
+  release does to them is in ``memory/residency.py``; contents are lost with it.
 - A pool knows nothing of ownership; which page belongs to whom is the ledger's business (``manager.py``).
 - On the CPU the storage is zero pages of the kernel until first written, so what is never used of a pool costs no memory.
 """
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..config import PAGE_SIZE
-from ..device import residency
+from ..memory import residency
 
 
 class MHAPool:

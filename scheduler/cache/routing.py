@@ -6,7 +6,7 @@ Invariants:
 - Only slots whose step has landed are read, and no step in flight writes those. So reading waits for nothing but itself:
   on accelerators it has a stream of its own.
 - Reading allocates nothing on the device: rows pass through a staging buffer of fixed size.
-- A pool knows nothing of requests; which positions a request gets from here is ``batching.py``'s business.
+- A pool knows nothing of requests; which positions a request gets from here is ``batcher.py``'s business.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..config import PAGE_SIZE
-from ..device import residency
+from ..memory import residency
 
 STAGED_PAGES = 256
 """Pages that one copy to the host takes: 4,096 tokens, 1.5 MB for 48 layers of 8 experts in a byte each."""

@@ -11,11 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..config import PAGE_SIZE
 from . import native
 from .native import FLOAT, INT, POINTER, SIZE
-
-PAGE_SIZE = 16
-"""Tokens of a KV page, the only size that the kernel takes."""
 
 _TASK_ROWS = 192
 """Queries that share a packed block of KV: fewer pack more often (96: 4 % slower), more leave cores without a task."""

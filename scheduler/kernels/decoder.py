@@ -15,8 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..config import PAGE_SIZE
 from . import native
-from .attention import PAGE_SIZE, PagedStep
+from .attention import PagedStep
 from .linear import is_storage, packable, storage_shape
 from .native import FLOAT, INT, POINTER, SIZE
 

@@ -11,8 +11,8 @@ Everything is bfloat16 or everything float32, on the CPU.
 import torch
 from torch import Tensor
 
+from ..config import PAGE_SIZE
 from . import native
-from .attention import PAGE_SIZE
 from .native import FLOAT, INT, POINTER, SIZE
 
 _NAMES = {torch.bfloat16: "bf16", torch.float32: "f32"}

@@ -3,7 +3,7 @@
 Invariants:
 - A parameter is allocated once, 64-byte aligned, and never re-assigned: while it is resident its address is the same, so
   whatever captured it (a graph, a packed kernel) keeps seeing the current weights. A release that moves it says so
-  (``device/residency.py``).
+  (``memory/residency.py``).
 - A :class:`WeightSlot` maps one checkpoint tensor, in checkpoint layout, to its rows of one parameter. Nothing outside
   the layer that owns a parameter touches its storage in any other way.
 - A value is cast exactly as a cold load casts it, so writing the same checkpoint twice changes no byte.
@@ -19,7 +19,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from ..device import residency
+from ..memory import residency
 
 ALIGNMENT = 64
 """Bytes: a cache line, and the widest vector register."""

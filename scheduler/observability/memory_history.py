@@ -23,8 +23,8 @@ from ...io_struct import (
     MemoryEvent,
     MemoryStretch,
 )
-from ..device.memory import DeviceMemoryReading
-from ..device.residency import ComponentResidencyManager
+from ..memory.device_memory import DeviceMemoryReading
+from ..memory.residency import ComponentResidencyManager
 
 EVENTS = 4096
 STRETCHES = 256

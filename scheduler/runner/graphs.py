@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 from ..config import PAGE_SIZE
-from ..device.memory import DeviceMemoryReading
 from ..forward import AttentionBackend, ForwardBatch, SamplingBatch
+from ..memory.device_memory import DeviceMemoryReading
 from .staging import InputStaging, StepLimits
 
 logger = logging.getLogger(__name__)

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from ..cache.routing import RoutingPool
-from ..device.memory import is_out_of_memory
 from ..forward import AttentionBackend, ForwardBatch, ForwardOutput, HostOutput, SamplingBatch
 from ..layers.logits_processor import autotune_dummy_run_mode
+from ..memory.device_memory import is_out_of_memory
 from ..models.base import CausalLM
 from ..observability.stage_profiler import StageProfiler
 from .autotune import WarmUp, dummy_decode

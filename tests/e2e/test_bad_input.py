@@ -47,9 +47,9 @@ from caesura.io_struct import (
     UpdateWeightsFromCheckpointEngineReqInput,
     WeightUpdateReqOutput,
 )
-from caesura.scheduler import command_queue
 from caesura.scheduler.config import EngineConfig
 from caesura.scheduler.engine import Engine
+from caesura.scheduler.serving import command_queue
 
 PATIENCE = 60.0
 CONTEXT, POOL, VOCAB = 256, 128, 97

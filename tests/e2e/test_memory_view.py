@@ -24,7 +24,7 @@ from caesura.io_struct import (
     ResumeMemoryOccupationReqInput,
     UpdateWeightFromDiskReqInput,
 )
-from caesura.scheduler.device.module import device_module_for
+from caesura.scheduler.memory.device_module import device_module_for
 from caesura.scheduler.observability.memory_history import SAMPLE_S
 
 CAESURA = [str(Path(sys.executable).with_name("caesura")), "memory"]

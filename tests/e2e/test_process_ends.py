@@ -232,7 +232,7 @@ def test_a_loop_that_fails_tells_everybody_and_why(tiny_model, endpoint):
 def test_a_thread_that_fails_ends_the_engine(tiny_model, endpoint):
     prelude = """
         import threading
-        from caesura.scheduler.dispatch import Dispatcher
+        from caesura.scheduler.serving.dispatcher import Dispatcher
         def reap(self):
             if self._generations._live:
                 def fail(): raise MemoryError("no more")

@@ -45,7 +45,7 @@ from caesura.io_struct import (
     WeightUpdateReqOutput,
     encode,
 )
-from caesura.scheduler import backlog, channel
+from caesura.scheduler.serving import router_socket, send_queues
 
 PATIENCE = 60.0
 LONG = SamplingParams(max_new_tokens=3000, temperature=0.0, ignore_eos=True)
@@ -371,14 +371,14 @@ def test_status_and_abort_are_answered_during_an_update(tmp_path):
 
 @pytest.fixture
 def driver(tiny_model, monkeypatch):
-    monkeypatch.setattr(channel, "HIGH_WATER_MARK", 4)
+    monkeypatch.setattr(router_socket, "HIGH_WATER_MARK", 4)
     with EngineDriver(str(tiny_model), kv_pool_tokens=64 * 256, max_running_requests=64) as driver:
         yield driver
 
 
 def test_a_client_that_does_not_read_costs_others_nothing(driver, monkeypatch):
     """It streams 10,000 tokens unread; another client is served meanwhile; then it finds all of its results."""
-    monkeypatch.setattr(backlog, "MAX_PENDING_DELTA_TOKENS", 2000)
+    monkeypatch.setattr(send_queues, "MAX_PENDING_DELTA_TOKENS", 2000)
     params = SamplingParams(max_new_tokens=200, temperature=0.0, ignore_eos=True)
     prompts = {f"s{i}": [5, 6, 7 + i] for i in range(50)}
     with RawClient(driver.config.endpoint, receive_hwm=1) as slow:
@@ -429,7 +429,7 @@ def test_results_of_a_client_that_leaves_too_much_unread_can_be_fetched(driver, 
         for _ in range(200):  # more than the kernel takes
             router.send(b"slow", AbortReqOutput(id="." * 50_000, aborted=0))
         limit = router._backlogs.load.messages + 20
-        monkeypatch.setattr(backlog, "MAX_PENDING_MESSAGES", limit)
+        monkeypatch.setattr(send_queues, "MAX_PENDING_MESSAGES", limit)
         for number in range(30):
             slow.send(GenerateReqInput(rid=f"r{number}", input_ids=[5, 6, 7], sampling_params=params))
         done = driver.engine.answers._done

@@ -24,8 +24,8 @@ from caesura.io_struct import (
 from caesura.scheduler import build
 from caesura.scheduler.attention import flashinfer
 from caesura.scheduler.config import EngineConfig
-from caesura.scheduler.device import residency
-from caesura.scheduler.device.module import device_module_for
+from caesura.scheduler.memory import residency
+from caesura.scheduler.memory.device_module import device_module_for
 
 PROMPTS = [[5, 6, 7], [3 + i * 7 % 90 for i in range(45)], [9], [11, 3, 96, 40, 12, 4, 8, 31, 60, 2]]
 SIZES = 5

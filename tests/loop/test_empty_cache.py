@@ -151,7 +151,7 @@ def test_a_backend_that_does_not_tell_its_free_memory_needs_the_size_of_the_pool
     def refuse(module, device):
         raise CaesuraError(ErrorCode.UNSUPPORTED, "no mem_get_info")
 
-    monkeypatch.setattr("caesura.scheduler.device.memory._available", refuse)
+    monkeypatch.setattr("caesura.scheduler.memory.device_memory._available", refuse)
     with (
         pytest.raises(CaesuraError, match="set kv_pool_tokens") as refusal,
         EngineDriver(str(tiny_model), kv_pool_tokens=None),

@@ -35,7 +35,7 @@ from caesura.io_struct import (
     SamplingParams,
     UpdateWeightFromDiskReqInput,
 )
-from caesura.scheduler import sampling_inputs
+from caesura.scheduler.batching.batcher import sampling_inputs
 from caesura.scheduler.config import PAGE_SIZE
 from caesura.scheduler.forward import ForwardBatch
 

@@ -15,7 +15,7 @@ from caesura.io_struct import (
     ResumeMemoryOccupationReqInput,
     UpdateWeightFromDiskReqInput,
 )
-from caesura.scheduler import updates
+from caesura.scheduler.commands.handlers import weight_updates
 
 
 @pytest.fixture(params=[0, 1], ids=["depth0", "depth1"])
@@ -25,7 +25,7 @@ def driver(tiny_model, request):
 
 
 UPDATE_STAGES: dict[str, Callable[[EngineDriver], tuple[object, str]]] = {
-    "open": lambda driver: (updates, "open_fitting"),
+    "open": lambda driver: (weight_updates, "open_fitting"),
     "check": lambda driver: (driver.engine.scheduler._updates._loader, "check"),
     "write": lambda driver: (driver.engine.scheduler._updates._loader, "write"),
     "derive": lambda driver: (driver.engine.scheduler._updates._model, "finalize_weights"),

@@ -19,8 +19,9 @@ from caesura.io_struct import (
     PauseGenerationReqInput,
     RenewPauseLeaseReqInput,
 )
-from caesura.scheduler import command_queue, dispatch, engine, loop, timers
+from caesura.scheduler import engine, loop, timers
 from caesura.scheduler.cache.manager import LedgerError
+from caesura.scheduler.serving import command_queue, dispatcher
 
 
 @pytest.fixture(params=[0, 1], ids=["depth0", "depth1"])
@@ -89,7 +90,7 @@ def test_a_handler_that_fails_is_answered(driver, monkeypatch, handler, error):
 
 def test_a_message_that_there_is_no_memory_to_decode(driver, monkeypatch):
     rid = one_lives(driver)
-    Fault(monkeypatch, dispatch, "decode_request", MemoryError(), {0})
+    Fault(monkeypatch, dispatcher, "decode_request", MemoryError(), {0})
     driver.send(GetStatusReqInput(id="unread"))
     driver.tick(2)
     assert_error(driver.replies.pop(""), "out_of_memory")

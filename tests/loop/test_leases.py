@@ -32,7 +32,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr("caesura.scheduler.lifecycle.monotonic", clock)
+    monkeypatch.setattr("caesura.scheduler.commands.handlers.lifecycle.monotonic", clock)
     return clock
 
 
@@ -147,7 +147,7 @@ def test_expiry_with_an_open_session_aborts_it_first(driver, clock, other_model)
 
 
 def test_a_long_command_of_the_owner_keeps_the_lease(driver, clock, other_model, monkeypatch):
-    monkeypatch.setattr("caesura.scheduler.command_queue.SLICE_S", 0.0)
+    monkeypatch.setattr("caesura.scheduler.serving.command_queue.SLICE_S", 0.0)
     monkeypatch.setattr("caesura.scheduler.weights.writing.WRITE_S", 0.0)
     pause(driver, "continue", mode="abort")
     update = driver.send(UpdateWeightFromDiskReqInput(model_path=str(other_model), owner="trainer"))
@@ -217,7 +217,7 @@ def test_a_retry_gets_the_kept_result(driver):
 
 def test_kept_results_expire(driver, monkeypatch):
     clock = Clock()
-    monkeypatch.setattr("caesura.scheduler.answers.monotonic", clock)
+    monkeypatch.setattr("caesura.scheduler.serving.answers.monotonic", clock)
     finish_unread(driver, "r1")
     clock.now += driver.config.result_ttl_s + 1
     assert driver.call(FetchResultReqInput(rid="r1")).results == []

@@ -163,7 +163,7 @@ def broken_model(tmp_path_factory, other_model):
 @pytest.mark.parametrize("command", list(TABLE))
 def test_cell(tiny_model, other_model, broken_model, command, state, depth, monkeypatch):
     monkeypatch.setattr(
-        "caesura.scheduler.command_queue.SLICE_S", 0.0
+        "caesura.scheduler.serving.command_queue.SLICE_S", 0.0
     )  # one bucket per tick: "updating" can be met
     monkeypatch.setattr("caesura.scheduler.weights.writing.WRITE_S", 0.0)
     reference = {"reference_model_path": str(other_model)} if command == "score" else {}

@@ -27,9 +27,9 @@ from caesura.io_struct import (
 )
 from caesura.io_struct import ReleaseMemoryOccupationReqInput as Release
 from caesura.io_struct import ResumeMemoryOccupationReqInput as Resume
-from caesura.scheduler.device import residency
-from caesura.scheduler.device.residency import MEMORY_TAGS, StorageComponent
-from caesura.scheduler.occupation import MemoryOccupation
+from caesura.scheduler.commands.handlers.memory_occupation import MemoryOccupation
+from caesura.scheduler.memory import residency
+from caesura.scheduler.memory.residency import MEMORY_TAGS, StorageComponent
 
 ALL = sorted(MEMORY_TAGS)
 VOCAB = 97
@@ -240,7 +240,7 @@ def test_requests_wait_while_the_cache_is_away_and_the_loop_sleeps(tiny_model, d
 
 def test_the_gate_closes_before_the_memory_goes_and_opens_after_it_is_back(driver, monkeypatch):
     """Between two slices: status is answered, and says released from the first to the last of them."""
-    monkeypatch.setattr("caesura.scheduler.command_queue.SLICE_S", 0.0)
+    monkeypatch.setattr("caesura.scheduler.serving.command_queue.SLICE_S", 0.0)
     physics, synchronized = Physics(driver), []
     monkeypatch.setattr(driver.runner, "synchronize", lambda: synchronized.append(set(physics.gone)))
     message_id = driver.send(Release())
@@ -572,7 +572,7 @@ def test_any_order_one_command_at_a_time(tiny_model, other_model, commands, dept
 def test_any_order_without_waiting_for_answers(tiny_model, other_model, commands, depth):
     """Whole bursts are sent before the loop turns, and it turns one slice at a time."""
     with pytest.MonkeyPatch.context() as patch, a_driver(tiny_model, depth) as driver:
-        patch.setattr("caesura.scheduler.command_queue.SLICE_S", 0.0)
+        patch.setattr("caesura.scheduler.serving.command_queue.SLICE_S", 0.0)
         patch.setattr("caesura.scheduler.weights.writing.WRITE_S", 0.0)
         trial = Trial(driver, other_model)
         trial.commit_watch("update")

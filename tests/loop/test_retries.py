@@ -4,7 +4,7 @@ import pytest
 from support.scripted import EngineDriver, assert_error, tokens_of
 
 from caesura.io_struct import GenerateReqInput, PauseGenerationReqInput, SamplingParams, encode
-from caesura.scheduler import answers
+from caesura.scheduler.serving import answers
 
 PARAMS = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
 

@@ -25,7 +25,7 @@ from caesura.io_struct import (
     UpdateWeightFromDiskReqInput,
     WeightsCheckerReqInput,
 )
-from caesura.scheduler import scoring
+from caesura.scheduler.commands.handlers import scoring
 
 RESIDENCIES = ["resident", "offload", "layerwise"]
 VOCAB = 97
@@ -430,7 +430,7 @@ def test_other_clients_are_served_in_order(tiny_model, reference, judge):
 
 @pytest.mark.parametrize("residency", ["offload", "layerwise"])
 def test_a_reference_that_cannot_come_is_a_typed_error(tiny_model, reference, judge, residency, monkeypatch):
-    from caesura.scheduler.device import residency as module
+    from caesura.scheduler.memory import residency as module
 
     with driver_with(tiny_model, reference, residency) as driver:
         monkeypatch.setattr(module, "available_memory_if_known", lambda *_, **__: 10)

@@ -17,7 +17,7 @@ from caesura.io_struct import (
     SamplingParams,
     UpdateWeightFromDiskReqInput,
 )
-from caesura.scheduler import updates
+from caesura.scheduler.commands.handlers import weight_updates
 
 VOCAB = 97
 
@@ -444,14 +444,14 @@ def test_an_update_that_fails_in_the_middle_poisons(driver, other_model, monkeyp
 
 def test_everything_is_answered_while_a_checkpoint_is_looked_at(driver, other_model, monkeypatch):
     """However slow its disk is, or large its headers: steps go on, too."""
-    looked, go_on, open_fitting = threading.Event(), threading.Event(), updates.open_fitting
+    looked, go_on, open_fitting = threading.Event(), threading.Event(), weight_updates.open_fitting
 
     def slow(*arguments):
         looked.set()
         assert go_on.wait(60)
         return open_fitting(*arguments)
 
-    monkeypatch.setattr(updates, "open_fitting", slow)
+    monkeypatch.setattr(weight_updates, "open_fitting", slow)
     rid = driver.generate(prompt_of(4), 200)
     update = driver.send(UpdateWeightFromDiskReqInput(model_path=str(other_model)))
     driver.tick()
@@ -478,7 +478,7 @@ def test_an_idle_loop_sleeps_while_a_checkpoint_is_looked_at(driver, other_model
 
 
 def test_status_and_abort_are_answered_between_two_buckets_of_an_update(driver, other_model, monkeypatch):
-    monkeypatch.setattr("caesura.scheduler.command_queue.SLICE_S", 0.0)
+    monkeypatch.setattr("caesura.scheduler.serving.command_queue.SLICE_S", 0.0)
     monkeypatch.setattr("caesura.scheduler.weights.writing.WRITE_S", 0.0)
     rid = driver.generate(prompt_of(4), 50)
     driver.tick(4)

@@ -9,14 +9,14 @@ import threading
 import time
 
 from caesura.io_struct import AbortReqOutput
-from caesura.scheduler import access
-from caesura.scheduler.channel import Router
+from caesura.scheduler.serving import client_access
+from caesura.scheduler.serving.router_socket import Router
 
 
 def main() -> None:
     limit = int(sys.argv[2])
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
-    access.HANDSHAKE_MS = 120_000  # a crowd that says nothing stays
+    client_access.HANDSHAKE_MS = 120_000  # a crowd that says nothing stays
     router = Router(sys.argv[1], lambda _: None)
     print(router.endpoint, flush=True)
     ended = threading.Event()

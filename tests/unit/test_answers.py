@@ -5,8 +5,8 @@ import tracemalloc
 import pytest
 
 from caesura.io_struct import AbortReqOutput, CaesuraError, ErrorCode
-from caesura.scheduler import answers
-from caesura.scheduler.answers import (
+from caesura.scheduler.serving import answers
+from caesura.scheduler.serving.answers import (
     REMEMBERED_IDS,
     STORED_ANSWER_BYTES,
     STORED_ANSWERS,

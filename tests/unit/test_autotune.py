@@ -22,9 +22,9 @@ from caesura.scheduler.attention.flashinfer import FlashInferBackend
 from caesura.scheduler.build import build_components, build_runner, warm_up
 from caesura.scheduler.cache.pool import MHAPool
 from caesura.scheduler.config import EngineConfig
-from caesura.scheduler.device.residency import ComponentResidencyManager
 from caesura.scheduler.layers.logits_processor import LogitsProcessor, autotune_dummy_run_mode
 from caesura.scheduler.layers.parameters import Placement
+from caesura.scheduler.memory.residency import ComponentResidencyManager
 from caesura.scheduler.runner.autotune import TuningCache, WarmUp, flashinfer_tuning, tuning_key
 from caesura.scheduler.runner.model_runner import ModelRunner
 from caesura.scheduler.runner.sampler import Sampler

@@ -25,9 +25,9 @@ from caesura.io_struct import (
     StreamDelta,
     decode_reply,
 )
-from caesura.scheduler import backlog, channel
-from caesura.scheduler.backlog import merge
-from caesura.scheduler.channel import Router
+from caesura.scheduler.serving import router_socket, send_queues
+from caesura.scheduler.serving.router_socket import Router
+from caesura.scheduler.serving.send_queues import merge
 
 
 @pytest.fixture
@@ -225,7 +225,7 @@ def test_twenty_thousand_messages_to_a_client_that_does_not_read(router):
 
 
 def test_deltas_beyond_the_bound_leave_a_gap_and_results_stay(router, monkeypatch):
-    monkeypatch.setattr(backlog, "MAX_PENDING_DELTA_TOKENS", 10)
+    monkeypatch.setattr(send_queues, "MAX_PENDING_DELTA_TOKENS", 10)
     with met(router, b"slow", receive_hwm=1) as slow:
         sent = fill(router, b"slow")
         router.send(b"slow", BatchTokenOutput(step=0, finished=[result_of("first")]))
@@ -247,7 +247,7 @@ def test_deltas_beyond_the_bound_leave_a_gap_and_results_stay(router, monkeypatc
 
 
 def test_taken_tokens_make_room_for_new_ones(router, monkeypatch):
-    monkeypatch.setattr(backlog, "MAX_PENDING_DELTA_TOKENS", 4)
+    monkeypatch.setattr(send_queues, "MAX_PENDING_DELTA_TOKENS", 4)
     for _ in range(3):
         with met(router, b"slow", receive_hwm=1) as slow:
             fill(router, b"slow")
@@ -284,7 +284,7 @@ def test_what_waits_is_encoded_once(router, monkeypatch):
     with met(router, b"slow", receive_hwm=1):
         fill(router, b"slow")
         encoded = []
-        monkeypatch.setattr(backlog, "encode_reply", lambda message: encoded.append(message) or b"\x80")
+        monkeypatch.setattr(send_queues, "encode_reply", lambda message: encoded.append(message) or b"\x80")
         for step in range(50):
             router.send(b"slow", BatchTokenOutput(step=step, delta=delta_of(("r", 0, step, [step]))))
             router.retry()
@@ -310,7 +310,7 @@ def test_keepalive_finds_a_silent_client_that_left(router, gone):
 
 
 def test_a_client_that_never_reads_its_replies_counts_as_gone(router, gone, monkeypatch):
-    monkeypatch.setattr(backlog, "MAX_PENDING_MESSAGES", 50)
+    monkeypatch.setattr(send_queues, "MAX_PENDING_MESSAGES", 50)
     with met(router, b"slow", receive_hwm=1):
         fill(router, b"slow")
         for number in range(49):
@@ -322,7 +322,7 @@ def test_a_client_that_never_reads_its_replies_counts_as_gone(router, gone, monk
 
 
 def test_closing_delivers_what_still_waits(endpoint, monkeypatch):
-    monkeypatch.setattr(channel, "HIGH_WATER_MARK", 2)
+    monkeypatch.setattr(router_socket, "HIGH_WATER_MARK", 2)
     router = Router(endpoint, lambda _: None)
     with met(router, b"slow") as slow:
         sent = fill(router, b"slow")
@@ -334,7 +334,7 @@ def test_closing_delivers_what_still_waits(endpoint, monkeypatch):
 
 
 def test_closing_does_not_wait_for_ever(endpoint, monkeypatch):
-    monkeypatch.setattr(channel, "LINGER_S", 0.05)
+    monkeypatch.setattr(router_socket, "LINGER_S", 0.05)
     router = Router(endpoint, lambda _: None)
     with met(router, b"slow", receive_hwm=1):
         fill(router, b"slow")
@@ -419,7 +419,7 @@ def test_a_message_that_there_is_no_memory_for_is_dropped_as_a_whole(router, mon
 
 def test_text_that_utf8_cannot_hold_waits_for_a_slow_client_like_any_other(router):
     """A result whose reason quotes a file name, say, behind others that the client has not taken."""
-    waiting = backlog.Backlogs()
+    waiting = send_queues.Backlogs()
     waiting.begin(b"client", b"first")
     reason = FinishReason(type="error", message="no \udc80")
     result = msgspec.structs.replace(result_of("r"), finish_reason=reason)

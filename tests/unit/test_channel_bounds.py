@@ -19,8 +19,8 @@ from caesura.io_struct import (
     encode,
 )
 from caesura.io_struct.base import MAX_FRAMES
-from caesura.scheduler import backlog, channel
-from caesura.scheduler.channel import Router
+from caesura.scheduler.serving import router_socket, send_queues
+from caesura.scheduler.serving.router_socket import Router
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def test_a_message_of_as_many_frames_as_it_may_have_arrives_whole_over_several_c
         send_frames(client, encode(GetStatusReqInput()), MAX_FRAMES - 1)
         messages, calls = hear_from(router, b"c1")
     assert messages == [(b"c1", MAX_FRAMES - 1)]
-    assert calls >= MAX_FRAMES // channel.FRAMES_PER_DRAIN
+    assert calls >= MAX_FRAMES // router_socket.FRAMES_PER_DRAIN
 
 
 def test_many_messages_of_many_frames_share_the_bound_of_a_call(router):
@@ -104,7 +104,7 @@ def test_many_messages_of_many_frames_share_the_bound_of_a_call(router):
 
 
 def test_an_overlong_message_is_refused_by_its_id_and_dropped_piece_by_piece(router, gone):
-    count = 4 * channel.DISCARDED_PER_DRAIN + MAX_FRAMES
+    count = 4 * router_socket.DISCARDED_PER_DRAIN + MAX_FRAMES
     with (
         RawClient(router.endpoint, identity=b"long") as long,
         RawClient(router.endpoint, identity=b"other") as other,
@@ -126,7 +126,7 @@ def test_an_overlong_message_is_refused_by_its_id_and_dropped_piece_by_piece(rou
 
 
 def test_a_message_of_too_many_bytes_is_refused(router, monkeypatch):
-    monkeypatch.setattr(channel, "MAX_MESSAGE_BYTES", 100_000)
+    monkeypatch.setattr(router_socket, "MAX_MESSAGE_BYTES", 100_000)
     with RawClient(router.endpoint, identity=b"c1") as client:
         client.send(b"no header at all", bytes(60_000), bytes(60_000), bytes(60_000))
         client.send(GetStatusReqInput())
@@ -137,7 +137,7 @@ def test_a_message_of_too_many_bytes_is_refused(router, monkeypatch):
 
 
 def test_a_client_that_goes_on_with_overlong_messages_is_dropped(router, gone, monkeypatch):
-    monkeypatch.setattr(channel, "MAX_FRAMES", 10)
+    monkeypatch.setattr(router_socket, "MAX_FRAMES", 10)
     with (
         RawClient(router.endpoint, identity=b"long") as long,
         RawClient(router.endpoint, identity=b"other") as other,
@@ -154,7 +154,7 @@ def test_a_client_that_goes_on_with_overlong_messages_is_dropped(router, gone, m
         assert messages == [(b"other", 0)], "of the dropped client nothing is heard any more"
         answered += len([message for message in long.received() if isinstance(message, ErrorReply)])
     assert set(gone) == {b"long"}
-    assert answered <= channel.OVERLONG_MESSAGES + 1
+    assert answered <= router_socket.OVERLONG_MESSAGES + 1
 
 
 def long_reply(router: Router, client: RawClient) -> object:
@@ -164,7 +164,7 @@ def long_reply(router: Router, client: RawClient) -> object:
 
 
 def test_results_that_a_slow_client_leaves_unread_are_bounded_in_number(router, gone, monkeypatch):
-    monkeypatch.setattr(backlog, "MAX_PENDING_MESSAGES", 50)
+    monkeypatch.setattr(send_queues, "MAX_PENDING_MESSAGES", 50)
     with RawClient(router.endpoint, identity=b"slow", receive_hwm=1) as slow:
         fill(router, b"slow", slow)
         for number in range(49):
@@ -177,7 +177,7 @@ def test_results_that_a_slow_client_leaves_unread_are_bounded_in_number(router, 
 
 
 def test_results_that_a_slow_client_leaves_unread_are_bounded_in_bytes(router, gone, monkeypatch):
-    monkeypatch.setattr(backlog, "MAX_PENDING_BYTES", 100_000)
+    monkeypatch.setattr(send_queues, "MAX_PENDING_BYTES", 100_000)
     with RawClient(router.endpoint, identity=b"slow", receive_hwm=1) as slow:
         fill(router, b"slow", slow)
         for number in range(5):
@@ -186,7 +186,7 @@ def test_results_that_a_slow_client_leaves_unread_are_bounded_in_bytes(router, g
 
 
 def test_of_all_slow_clients_the_one_with_the_most_goes(router, gone, monkeypatch):
-    monkeypatch.setattr(backlog, "MAX_ALL_PENDING_BYTES", 200_000)
+    monkeypatch.setattr(send_queues, "MAX_ALL_PENDING_BYTES", 200_000)
     with (
         RawClient(router.endpoint, identity=b"s1", receive_hwm=1) as first,
         RawClient(router.endpoint, identity=b"s2", receive_hwm=1) as second,
@@ -202,7 +202,7 @@ def test_of_all_slow_clients_the_one_with_the_most_goes(router, gone, monkeypatc
 
 
 def test_what_was_taken_is_no_load_any_more(router, monkeypatch):
-    monkeypatch.setattr(backlog, "SEAL_BYTES", 50_000)
+    monkeypatch.setattr(send_queues, "SEAL_BYTES", 50_000)
     with RawClient(router.endpoint, identity=b"slow", receive_hwm=1) as slow:
         sent = fill(router, b"slow", slow)
         for number in range(20):

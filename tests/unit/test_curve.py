@@ -24,9 +24,9 @@ from caesura.io_struct import (
     ShutdownReqOutput,
     decode_request,
 )
-from caesura.scheduler.access import ServerKeys
-from caesura.scheduler.channel import Router
-from caesura.scheduler.hello import answer_hello
+from caesura.scheduler.serving.client_access import ServerKeys
+from caesura.scheduler.serving.hello import answer_hello
+from caesura.scheduler.serving.router_socket import Router
 
 
 @pytest.fixture(scope="module")

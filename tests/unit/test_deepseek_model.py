@@ -20,9 +20,9 @@ from caesura.scheduler.attention.mla import LatentBackend
 from caesura.scheduler.build import build_components, build_runner, kv_bytes_per_token
 from caesura.scheduler.cache.pool import MLAPool
 from caesura.scheduler.config import EngineConfig
-from caesura.scheduler.device.residency import MEMORY_TAGS, ComponentResidencyManager
 from caesura.scheduler.layers.mla import UpProjection
 from caesura.scheduler.layers.parameters import Placement
+from caesura.scheduler.memory.residency import MEMORY_TAGS, ComponentResidencyManager
 from caesura.scheduler.models.base import CausalLM
 from caesura.scheduler.models.config import load_model_config
 from caesura.scheduler.models.registry import build_model

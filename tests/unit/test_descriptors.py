@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from caesura.scheduler import descriptors
-from caesura.scheduler.descriptors import DescriptorCheck
+from caesura.scheduler.observability import descriptors
+from caesura.scheduler.observability.descriptors import DescriptorCheck
 
 
 @pytest.mark.parametrize(

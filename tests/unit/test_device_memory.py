@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from caesura.io_struct import CaesuraError, ErrorCode
-from caesura.scheduler.device import memory
-from caesura.scheduler.device.host import HOST, GlibcHostDevice, HostDevice
-from caesura.scheduler.device.memory import (
+from caesura.scheduler.memory import device_memory
+from caesura.scheduler.memory.device_memory import (
     DeviceMemoryReading,
     EmptyCacheReport,
     empty_device_cache,
@@ -19,7 +18,8 @@ from caesura.scheduler.device.memory import (
     get_available_memory,
     refuse_defeating_settings,
 )
-from caesura.scheduler.device.module import device_module_for
+from caesura.scheduler.memory.device_module import device_module_for
+from caesura.scheduler.memory.host import HOST, GlibcHostDevice, HostDevice
 
 MIB = 1 << 20
 needs_glibc = pytest.mark.skipif(
@@ -335,8 +335,8 @@ def test_platforms_that_say_less(tmp_path):
 
 INTERLEAVED = """
 import torch
-from caesura.scheduler.device.host import HOST
-from caesura.scheduler.device.memory import DeviceMemoryReading, empty_device_cache_with_report
+from caesura.scheduler.memory.host import HOST
+from caesura.scheduler.memory.device_memory import DeviceMemoryReading, empty_device_cache_with_report
 
 generator = torch.Generator().manual_seed(0)
 sizes = torch.randint(25_000, 50_000, (4000,), generator=generator).tolist()
@@ -379,14 +379,14 @@ def test_allocated_follows_tensors_and_reserved_covers_them():
 
 def test_no_other_file_of_the_engine_empties_a_cache():
     """The rule that makes its cost something one can reason about."""
-    root = Path(memory.__file__).parents[2]
+    root = Path(device_memory.__file__).parents[2]
     callers = {
         path.relative_to(root).as_posix()
         for package in ("scheduler", "client", "io_struct")
         for path in (root / package).rglob("*.py")
         if ".empty_cache(" in path.read_text() or '"empty_cache"' in path.read_text()
     }
-    assert callers == {"scheduler/device/memory.py"}
+    assert callers == {"scheduler/memory/device_memory.py"}
 
 
 @pytest.mark.parametrize("error", [
@@ -400,7 +400,7 @@ def test_no_other_file_of_the_engine_empties_a_cache():
     RuntimeError("unable to mmap 9 bytes: Cannot allocate memory (12)"),
 ], ids=repr)  # fmt: skip
 def test_what_says_that_memory_ran_out(error):
-    assert memory.is_out_of_memory(error)
+    assert device_memory.is_out_of_memory(error)
 
 
 @pytest.mark.parametrize("error", [
@@ -408,4 +408,4 @@ def test_what_says_that_memory_ran_out(error):
     RuntimeError("CUDA error: an illegal memory access was encountered"),
 ], ids=repr)  # fmt: skip
 def test_what_does_not(error):
-    assert not memory.is_out_of_memory(error)
+    assert not device_memory.is_out_of_memory(error)

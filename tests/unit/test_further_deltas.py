@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from caesura.client import InternalError
 from caesura.client.results import further_logprobs, read_ints
 from caesura.io_struct import DeltaLogprobs, FinishReason, GenerateReqOutput, LogprobRows, StreamDelta
-from caesura.scheduler.backlog import merge, result_bytes
+from caesura.scheduler.serving.send_queues import merge, result_bytes
 
 SAMPLES = [("a", 0), ("a", 1), ("b", 0), ("c", 2)]
 WIDTHS = {("a", 0): 2, ("a", 1): 2, ("b", 0): 0, ("c", 2): 3}

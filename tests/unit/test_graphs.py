@@ -15,9 +15,9 @@ from caesura.scheduler.attention import flashinfer
 from caesura.scheduler.attention.flashinfer import FlashInferBackend
 from caesura.scheduler.attention.sdpa import SdpaBackend
 from caesura.scheduler.cache.pool import MHAPool
-from caesura.scheduler.device.host import HOST
-from caesura.scheduler.device.residency import ComponentResidencyManager, StorageComponent
 from caesura.scheduler.forward import ForwardBatch
+from caesura.scheduler.memory.host import HOST
+from caesura.scheduler.memory.residency import ComponentResidencyManager, StorageComponent
 from caesura.scheduler.runner.graphs import ladder
 from caesura.scheduler.runner.model_runner import ModelRunner
 from caesura.scheduler.runner.sampler import Sampler

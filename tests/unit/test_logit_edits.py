@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from support.edited_logits import edited, log_softmax, logits_of
 
 from caesura.io_struct import GenerateReqInput, SamplingParams
-from caesura.scheduler.extras import LogprobRecord
-from caesura.scheduler.request import Request, RequestTable, make_requests
+from caesura.scheduler.batching.batcher.request import Request, RequestTable, make_requests
+from caesura.scheduler.batching.batcher.sampling_extras import LogprobRecord
+from caesura.scheduler.batching.batcher.sampling_inputs import sampling_batch
 from caesura.scheduler.runner.logit_edits import SpecialSampler
 from caesura.scheduler.runner.sampler import Sampler, SamplerOutput
-from caesura.scheduler.sampling_inputs import sampling_batch
 
 VOCAB, SLOTS, CONTEXT = 23, 4, 64
 EOS = (2,)

@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from caesura.io_struct import MemoryByTag
-from caesura.scheduler.device import host
-from caesura.scheduler.device.host import resident_bytes
-from caesura.scheduler.device.memory import DeviceMemoryReading
-from caesura.scheduler.device.module import device_module_for
-from caesura.scheduler.device.residency import ComponentResidencyManager
-from caesura.scheduler.device.storage import MappedComponent, StorageComponent
+from caesura.scheduler.memory import host
+from caesura.scheduler.memory.device_memory import DeviceMemoryReading
+from caesura.scheduler.memory.device_module import device_module_for
+from caesura.scheduler.memory.host import resident_bytes
+from caesura.scheduler.memory.residency import ComponentResidencyManager
+from caesura.scheduler.memory.storage import MappedComponent, StorageComponent
 from caesura.scheduler.observability import memory_history
 from caesura.scheduler.observability.memory_history import (
     DETAIL_BYTES,
@@ -226,7 +226,7 @@ def gauges_over(manager, module=None):
 
 def fill(manager, tag, nbytes, written):
     with manager.component(tag):
-        from caesura.scheduler.device.residency import allocate
+        from caesura.scheduler.memory.residency import allocate
 
         tensor = allocate((nbytes,), torch.uint8, CPU)
     tensor[:written] = 1

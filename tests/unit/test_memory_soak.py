@@ -14,7 +14,7 @@ from harness.soak_engine import SCRATCH_TENSORS, SURVIVOR_BYTES, SURVIVORS, SURV
 from memory_over_updates import SETTLED
 
 from caesura.io_struct import BatchTokenOutput, StreamDelta, encode
-from caesura.scheduler.device.host import HOST
+from caesura.scheduler.memory.host import HOST
 
 SMALL = replace(memory_soak.SOAKED, requests=4, vocab_size=512)
 

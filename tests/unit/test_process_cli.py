@@ -16,7 +16,7 @@ from caesura.scheduler import __main__ as command_line
 from caesura.scheduler import build
 from caesura.scheduler.config import EngineConfig
 from caesura.scheduler.process import _start, refusal, tell
-from caesura.scheduler.stopping import Shutdown
+from caesura.scheduler.shutdown import Shutdown
 
 
 @pytest.fixture

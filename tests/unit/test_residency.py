@@ -12,10 +12,11 @@ from support.forward_batches import PagedModel, Sequence, load_model
 
 from caesura.io_struct import CaesuraError
 from caesura.scheduler.cache.pool import MHAPool
-from caesura.scheduler.device import residency
-from caesura.scheduler.device.host import HOST
-from caesura.scheduler.device.memory import empty_device_cache
-from caesura.scheduler.device.residency import (
+from caesura.scheduler.layers.parameters import Parameter
+from caesura.scheduler.memory import residency
+from caesura.scheduler.memory.device_memory import empty_device_cache
+from caesura.scheduler.memory.host import HOST
+from caesura.scheduler.memory.residency import (
     MEMORY_TAGS,
     ComponentResidencyManager,
     MappedComponent,
@@ -23,7 +24,6 @@ from caesura.scheduler.device.residency import (
     StorageComponent,
     allocate,
 )
-from caesura.scheduler.layers.parameters import Parameter
 from caesura.scheduler.weights.loader import WeightLoader
 from caesura.scheduler.weights.transports.disk import load_from_disk, open_checkpoint
 

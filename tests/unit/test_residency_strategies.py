@@ -15,22 +15,22 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from caesura.io_struct import CaesuraError
-from caesura.scheduler.device import residency as residency_module
-from caesura.scheduler.device.host import HOST
-from caesura.scheduler.device.memory import empty_device_cache
-from caesura.scheduler.device.offload import (
+from caesura.scheduler.memory import residency as residency_module
+from caesura.scheduler.memory.device_memory import empty_device_cache
+from caesura.scheduler.memory.host import HOST
+from caesura.scheduler.memory.offload import (
     ComponentOffloadStrategy,
     FileCopy,
     LayerwiseOffloadStrategy,
     ResidentStrategy,
 )
-from caesura.scheduler.device.residency import (
+from caesura.scheduler.memory.residency import (
     TRACED_EVENTS,
     ComponentResidencyManager,
     ComponentUse,
     allocate,
 )
-from caesura.scheduler.device.storage import StorageComponent
+from caesura.scheduler.memory.storage import StorageComponent
 
 MIB = 1 << 20
 CPU = torch.device("cpu")

@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from caesura.io_struct import CaesuraError, ErrorCode
-from caesura.scheduler.stopping import Shutdown
+from caesura.scheduler.shutdown import Shutdown
 
 LONG = 3600.0
 

@@ -1,0 +1,326 @@
+"""The state of one sample from arrival to its terminal message, and the table of those that hold KV.
+
+Invariants:
+- A :class:`Request` is in exactly one :class:`Phase`; ``FINISHED`` is entered once, and only by ``output_processor.py``.
+- A request holds a slot if and only if it holds KV; its tokens live in the table's row then, in its own arrays
+  otherwise. ``park`` and ``seat`` move them.
+- Per-step work on running requests is array work on :class:`RequestTable`; Python touches a request only when it
+  arrives, starts, ends, is retracted, or gets a new weight-version span.
+- ``scheduled[slot]`` counts tokens whose KV is computed or in flight; ``length[slot]`` counts known tokens. Between
+  steps at pipeline depth 0, ``length == scheduled + 1`` for every decoding row.
+"""
+
+import heapq
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ...io_struct import GREEDY_BELOW, GenerateReqInput, SamplingParams, WeightVersionSpan
+from .sampling_extras import LogprobRecord, SamplingExtras
+
+if TYPE_CHECKING:
+    from ..cache.manager import RequestKV
+
+NO_SLOT = -1
+NO_TOKEN = -1
+_STOP_WIDTH = 8
+
+
+class Phase(Enum):
+    """Where a request stands."""
+
+    WAITING = "waiting"
+    """Queued without KV: new, retracted or preempted."""
+    PREFILL = "prefill"
+    """Holds KV for a part of its known tokens."""
+    DECODE = "decode"
+    """KV complete up to its last known token (that one's is computed by the next step)."""
+    FINISHED = "finished"
+    """Its terminal message has been sent; a step in flight may still hold its slot."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightStamp:
+    """Which weights sample a token. A new one is made at every commit."""
+
+    epoch: int
+    version: str
+    incarnation: str = ""
+    """Of the engine, the same in all its stamps."""
+
+
+@dataclass(slots=True)
+class OutputArrays:
+    """Per-token results of one sample; all the same length."""
+
+    tokens: np.ndarray
+    """int32"""
+    logprobs: np.ndarray
+    """float32"""
+    raw: np.ndarray
+    """float32; meaningful only where requested."""
+    sampled: np.ndarray
+    """float32; meaningful only where requested."""
+
+    @staticmethod
+    def empty() -> "OutputArrays":
+        """Of length 0."""
+        none = np.empty(0, np.float32)
+        return OutputArrays(np.empty(0, np.int32), none, none, none)
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One sample of one prompt. Groups of fields are written by whoever is named above them."""
+
+    # Written at admission, never changed (``client`` moves when a retry attaches from another socket).
+    message_id: str
+    rid: str
+    index: int
+    client: bytes
+    prompt: np.ndarray
+    params: SamplingParams
+    seed: int
+    limit: int
+    """Total tokens (prompt and output) at which it ends."""
+    stop_ids: tuple[int, ...]
+    salt: str
+    stream: bool
+    return_logprob: bool
+    return_raw: bool
+    return_sampled: bool
+    arrival: float
+    prompt_key: int
+    """Hash of salt and prompt, equal for the samples of one group."""
+    routed_from: int | None = None
+    """First position whose experts it wants to know; None: it did not ask."""
+    early_stops: tuple[int, ...] = ()
+    """What is not sampled before ``min_new_tokens``."""
+
+    # Written by batching.
+    phase: Phase = Phase.WAITING
+    slot: int = NO_SLOT
+    kv: "RequestKV | None" = None
+    first_scheduled: float | None = None
+    cached_tokens: int = 0
+    num_retractions: int = 0
+    shares_prefix: bool = False
+    """It computes pages of its prompt that others with the same one wait for."""
+    routed: np.ndarray | None = None
+    """Experts of the positions from ``routed_from`` on that were computed before its last retraction. None: it has none."""
+
+    # Written by failure.
+    failed_alone_at: int | None = None
+    """How much of it was computed when memory did not suffice for its next token alone. None: it always did."""
+
+    # Written by results and by park/seat.
+    record: LogprobRecord | None = None
+    """Its further log-probabilities. None: it wants none."""
+    parked: OutputArrays = field(default_factory=OutputArrays.empty)
+    spans: list[tuple[WeightStamp, bool, int]] = field(default_factory=list)
+    """(stamp, stale_kv, first output token)"""
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """Unique among live requests."""
+        return (self.rid, self.index)
+
+    def version_spans(self, num_outputs: int) -> list[WeightVersionSpan]:
+        """The spans, contiguous over ``[0, num_outputs)``."""
+        ends = [start for _, _, start in self.spans[1:]] + [num_outputs]
+        return [
+            WeightVersionSpan(
+                version=stamp.version,
+                epoch=stamp.epoch,
+                incarnation=stamp.incarnation,
+                start=start,
+                end=end,
+                stale_kv=stale,
+            )
+            for (stamp, stale, start), end in zip(self.spans, ends, strict=True)
+            if start < end  # opened for a token that was never taken in
+        ]
+
+
+def make_requests(
+    message: GenerateReqInput,
+    *,
+    client: bytes,
+    seed: int,
+    limit: int,
+    eos_token_ids: tuple[int, ...],
+    arrival: float,
+) -> list[Request]:
+    """The ``n`` requests of an admitted message; sample ``i`` uses the noise stream ``(seed, i)``."""
+    params = message.sampling_params
+    prompt = np.asarray(message.input_ids, np.int32)
+    stop_ids = tuple(params.stop_token_ids) + (() if params.ignore_eos else eos_token_ids)
+    prompt_key = hash((message.cache_salt, prompt.tobytes()))
+    return [
+        Request(
+            message_id=message.id,
+            rid=message.rid if message.rid is not None else message.id,
+            index=index,
+            client=client,
+            prompt=prompt,
+            params=params,
+            seed=seed,
+            limit=limit,
+            stop_ids=stop_ids,
+            salt=message.cache_salt,
+            stream=message.stream,
+            return_logprob=message.return_logprob,
+            return_raw=message.return_raw_logprob,
+            return_sampled=message.return_sampled_logprob,
+            arrival=arrival,
+            prompt_key=prompt_key,
+            routed_from=message.routed_experts_start_len if message.return_routed_experts else None,
+            early_stops=(*params.stop_token_ids, *eos_token_ids),
+            record=LogprobRecord.of(message),
+        )
+        for index in range(params.n)
+    ]
+
+
+class RequestTable:
+    """Running requests as arrays, one row ("slot") each.
+
+    Rows are virtual memory until touched, and low slots are reused first, so the resident size follows the longest
+    contexts really seen, not ``slots * context_len``.
+    """
+
+    def __init__(self, slots: int, context_len: int, page_size: int, vocab_size: int) -> None:
+        pages = -(-context_len // page_size)
+        self.slots = slots
+        self.vocab_size = vocab_size
+        self.by_slot: list[Request | None] = [None] * slots
+        self._free = list(range(slots))  # a heap
+
+        # What each request is, written by seat.
+        self.prompt_len = np.zeros(slots, np.int64)
+        self.limit = np.zeros(slots, np.int64)
+        self.stop_ids = np.full((slots, _STOP_WIDTH), NO_TOKEN, np.int32)
+        self.temperature = np.ones(slots, np.float32)
+        self.greedy = np.zeros(slots, np.bool_)
+        self.top_k = np.full(slots, vocab_size, np.int64)
+        self.top_p = np.ones(slots, np.float32)
+        self.filtered = np.zeros(slots, np.bool_)
+        self.seed = np.zeros(slots, np.uint64)
+        self.index = np.zeros(slots, np.int64)
+        self.stream = np.zeros(slots, np.bool_)
+        self.want_raw = np.zeros(slots, np.bool_)
+        self.want_sampled = np.zeros(slots, np.bool_)
+        self.stale_kv = np.zeros(slots, np.bool_)
+        self.extras = SamplingExtras(slots)
+
+        # Advanced by steps.
+        self.page_table = np.zeros((slots, pages), np.int32)
+        self.tokens = np.zeros((slots, context_len + 1), np.int32)
+        self.logprobs = np.zeros((slots, context_len + 1), np.float32)
+        self.raw = np.zeros((slots, context_len + 1), np.float32)
+        self.sampled = np.zeros((slots, context_len + 1), np.float32)
+        self.length = np.zeros(slots, np.int64)
+        self.scheduled = np.zeros(slots, np.int64)
+        self.inflight = np.zeros(slots, np.int64)
+        self.live = np.zeros(slots, np.bool_)
+        """False once its terminal message is sent."""
+        self.stamp = np.full(slots, -1, np.int64)
+        """Which weight stamp (and staleness) its last span has; -1: none yet."""
+
+    @property
+    def num_free(self) -> int:
+        """Free slots."""
+        return len(self._free)
+
+    def take_slot(self) -> int:
+        """The lowest free slot; the caller knows that there is one."""
+        return heapq.heappop(self._free)
+
+    def give_back_slot(self, slot: int) -> None:
+        """Return a slot that was taken and never seated."""
+        heapq.heappush(self._free, slot)
+
+    def seat(self, request: Request, slot: int) -> None:
+        """Move ``request``'s tokens into row ``slot`` and set everything a step reads."""
+        params, parked = request.params, request.parked
+        prompt_len = len(request.prompt)
+        # Both allocate, so they come before anything moves.
+        self._set_stop_ids(slot, request.stop_ids)
+        self.extras.seat(slot, params, request.early_stops, prompt_len, request.record)
+        length = prompt_len + len(parked.tokens)
+        request.slot = slot
+        self.by_slot[slot] = request
+        self.tokens[slot, :prompt_len] = request.prompt
+        self.tokens[slot, prompt_len:length] = parked.tokens
+        self.logprobs[slot, prompt_len:length] = parked.logprobs
+        self.raw[slot, prompt_len:length] = parked.raw
+        self.sampled[slot, prompt_len:length] = parked.sampled
+        request.parked = OutputArrays.empty()
+        self.prompt_len[slot] = prompt_len
+        self.length[slot] = length
+        self.limit[slot] = request.limit
+        greedy = params.temperature < GREEDY_BELOW
+        self.greedy[slot] = greedy
+        self.temperature[slot] = 1.0 if greedy else params.temperature
+        self.top_k[slot] = self.vocab_size if params.top_k == -1 else min(params.top_k, self.vocab_size)
+        self.top_p[slot] = params.top_p
+        self.filtered[slot] = not greedy and (
+            self.top_k[slot] < self.vocab_size or params.top_p < 1.0 or params.min_p > 0.0
+        )
+        self.seed[slot] = request.seed
+        self.index[slot] = request.index
+        self.stream[slot] = request.stream
+        self.want_raw[slot] = request.return_raw
+        self.want_sampled[slot] = request.return_sampled
+        self.stale_kv[slot] = False
+        self.inflight[slot] = 0
+        self.live[slot] = True
+        self.stamp[
+            slot
+        ] = -1  # a new span is opened only if weights or staleness differ: output_processor.py compares
+
+    def unseat(self, request: Request) -> None:
+        """Free the row; the caller has parked the outputs or does not need them."""
+        slot = request.slot
+        self.by_slot[slot] = None
+        self.live[slot] = False
+        self.extras.unseat(slot)
+        request.slot = NO_SLOT
+        self.give_back_slot(slot)
+
+    def park(self, request: Request) -> None:
+        """Copy the outputs out of the row and free it."""
+        request.parked = self.outputs(request)
+        self.unseat(request)
+
+    def outputs(self, request: Request) -> OutputArrays:
+        """Copies of what ``request`` has produced so far, wherever it lives."""
+        slot = request.slot
+        if slot == NO_SLOT:
+            return request.parked
+        window = slice(int(self.prompt_len[slot]), int(self.length[slot]))
+        return OutputArrays(
+            self.tokens[slot, window].copy(),
+            self.logprobs[slot, window].copy(),
+            self.raw[slot, window].copy(),
+            self.sampled[slot, window].copy(),
+        )
+
+    def forget_outputs(self, request: Request) -> None:
+        """Drop what ``request`` has produced so far, wherever it lives."""
+        request.parked = OutputArrays.empty()
+        request.spans.clear()
+        request.routed = None
+        if request.slot != NO_SLOT:
+            self.length[request.slot] = self.prompt_len[request.slot]
+
+    def _set_stop_ids(self, slot: int, stop_ids: tuple[int, ...]) -> None:
+        width = self.stop_ids.shape[1]
+        if len(stop_ids) > width:
+            wider = np.full((self.slots, len(stop_ids)), NO_TOKEN, np.int32)
+            wider[:, :width] = self.stop_ids
+            self.stop_ids = wider
+        self.stop_ids[slot] = NO_TOKEN
+        self.stop_ids[slot, : len(stop_ids)] = stop_ids

@@ -1,0 +1,223 @@
+"""Sampling parameters that few requests use, as arrays by slot; and what they want to know beyond their tokens.
+
+Invariants:
+- A slot without extras costs a step one element of a boolean array, and nothing else.
+- A counter belongs to one seated request with penalties. ``counted[slot]`` is how many of its tokens, from its first one on,
+  the runner's counter knows once everything that was launched has run; 0: the counter is to be started anew.
+- What was recorded at an output position is overwritten when the position is sampled again, so nothing of a step that was
+  lost or taken back remains.
+"""
+
+import heapq
+
+import numpy as np
+import numpy.typing as npt
+
+from ...io_struct import GenerateReqInput, LogprobRows, SamplingParams
+
+
+class LogprobRecord:
+    """The further log-probabilities of one sample; lives as long as its request."""
+
+    def __init__(self, message: GenerateReqInput) -> None:
+        self.top = message.top_logprobs_num
+        self.given = np.asarray(message.token_ids_logprob or (), np.int32)
+        prompt_len, start = len(message.input_ids), message.logprob_start_len
+        self.start: int | None = start if 0 <= start < prompt_len else None
+        """First prompt token whose log-probability is wanted; it has none itself. None: of no prompt token."""
+        self.num_inputs = 0 if self.start is None else prompt_len - 1 - self.start
+        self.known_inputs = 0
+        """Recorded so far, from the first on."""
+        self._outputs = _Rows(self.top, len(self.given))
+        self._inputs = _Rows(self.top, len(self.given))
+        self._input_logprobs = np.empty(self.num_inputs, np.float32)
+
+    @staticmethod
+    def of(message: GenerateReqInput) -> "LogprobRecord | None":
+        """None: ``message`` wants none."""
+        record = LogprobRecord(message)
+        wanted = record.wants_outputs or record.start is not None
+        return record if message.return_logprob and wanted else None
+
+    @property
+    def wants_outputs(self) -> bool:
+        """At each sampled position, not only of the prompt."""
+        return self.top > 0 or len(self.given) > 0
+
+    @property
+    def first_uncached(self) -> int | None:
+        """Position from which the prompt must be computed, whatever is cached. None: from anywhere."""
+        return self.start if self.known_inputs < self.num_inputs else None
+
+    def inputs_within(self, start: int, end: int) -> tuple[int, int]:
+        """Of the positions [start, end) that a step computes, those whose logits are wanted; they are contiguous."""
+        if self.start is None or self.known_inputs >= self.num_inputs:
+            return start, start
+        first = max(start, self.start)
+        return first, max(first, min(end, self.start + self.num_inputs))
+
+    def put_output(self, at: int, top_ids: np.ndarray, top: np.ndarray, given: np.ndarray) -> None:
+        """Of output token number ``at``; [K], [K] and [M], of which the sample's own come first."""
+        self._outputs.put(at, top_ids[None], top[None], given[None])
+
+    def put_inputs(
+        self, first: int, logprobs: np.ndarray, top_ids: np.ndarray, top: np.ndarray, given: np.ndarray
+    ) -> None:
+        """Of the tokens after the positions from ``first`` on; [I] and [I, …] as above."""
+        assert self.start is not None
+        at = first - self.start
+        self._input_logprobs[at : at + len(logprobs)] = logprobs
+        self._inputs.put(at, top_ids, top, given)
+        self.known_inputs = at + len(logprobs)
+
+    def forget_inputs(self) -> None:
+        """The prompt is computed again, under other weights: nothing of it is known."""
+        self.known_inputs = 0
+
+    def output_rows(self, start: int, end: int) -> tuple[LogprobRows | None, LogprobRows | None]:
+        """``(top, given)`` of the output tokens [start, end); None where not wanted."""
+        return self._outputs.wire(start, end, self.given)
+
+    def input_rows(self) -> tuple[bytes | None, LogprobRows | None, LogprobRows | None]:
+        """Logprobs of the prompt, the first NaN, and ``(top, given)``; all None unless all are known and wanted."""
+        if self.start is None or self.known_inputs < self.num_inputs:
+            return None, None, None
+        logprobs = np.concatenate([np.full(1, np.nan, "<f4"), self._input_logprobs]).astype("<f4").tobytes()
+        return logprobs, *self._inputs.wire(0, self.num_inputs, self.given)
+
+
+class _Rows:
+    """Growing columns of ``top`` and ``given`` values per position."""
+
+    def __init__(self, top: int, given: int) -> None:
+        self._known = 0
+        self._top_ids = np.empty((0, top), np.int32)
+        self._top = np.empty((0, top), np.float32)
+        self._given = np.empty((0, given), np.float32)
+
+    def put(self, at: int, top_ids: np.ndarray, top: np.ndarray, given: np.ndarray) -> None:
+        end = at + len(top)
+        if end > len(self._top):
+            room = max(end, 2 * len(self._top), 16)
+            self._top_ids, self._top, self._given = (
+                np.concatenate([old, np.empty((room - len(old), old.shape[1]), old.dtype)])
+                for old in (self._top_ids, self._top, self._given)
+            )
+        self._top_ids[at:end] = top_ids[:, : self._top.shape[1]]
+        self._top[at:end] = top[:, : self._top.shape[1]]
+        self._given[at:end] = given[:, : self._given.shape[1]]
+        self._known = end
+
+    def wire(
+        self, start: int, end: int, given_ids: np.ndarray
+    ) -> tuple[LogprobRows | None, LogprobRows | None]:
+        top, given = self._top.shape[1], self._given.shape[1]
+        assert end <= self._known or not top + given or start == end, f"{self._known} rows, {end} tokens"
+        top_rows = given_rows = None
+        if top:
+            top_rows = LogprobRows(
+                k=top,
+                ids=self._top_ids[start:end].astype("<i4").tobytes(),
+                logprobs=self._top[start:end].astype("<f4").tobytes(),
+            )
+        if given:
+            given_rows = LogprobRows(
+                k=given,
+                ids=given_ids.astype("<i4").tobytes(),
+                logprobs=self._given[start:end].astype("<f4").tobytes(),
+            )
+        return top_rows, given_rows
+
+
+class SamplingExtras:
+    """Of every slot; written by :meth:`seat`, but for ``counted``."""
+
+    def __init__(self, slots: int) -> None:
+        self.special = np.zeros(slots, np.bool_)
+        """The slot uses anything below but ``min_p``."""
+        self.min_p = np.zeros(slots, np.float32)
+        self.repetition = np.ones(slots, np.float32)
+        self.frequency = np.zeros(slots, np.float32)
+        self.presence = np.zeros(slots, np.float32)
+        self.penalised = np.zeros(slots, np.bool_)
+        self.counter = np.zeros(slots, np.int64)
+        self.counted = np.zeros(slots, np.int64)
+        self.may_stop_at = np.zeros(slots, np.int64)
+        """Absolute position of the first token that may be one of ``stops``."""
+        self.stops = _Ids(slots)
+        self.bias = _Ids(slots)
+        self.top = np.zeros(slots, np.int64)
+        self.given = _Ids(slots)
+        self.num_counters = 0
+        """Ever in use at once."""
+        self._free_counters: list[int] = []  # a heap
+
+    def seat(
+        self,
+        slot: int,
+        params: SamplingParams,
+        stops: tuple[int, ...],
+        prompt_len: int,
+        record: LogprobRecord | None,
+    ) -> None:
+        """``stops`` are not sampled before ``min_new_tokens``."""
+        self.unseat(slot)  # a seating that failed half way has left its counter behind
+        bias = params.logit_bias or {}
+        stops = stops if params.min_new_tokens else ()
+        given = record.given if record is not None else np.empty(0, np.int32)
+        self.stops.put(slot, stops, -np.inf)
+        self.bias.put(slot, list(bias), list(bias.values()))
+        self.given.put(slot, given, 0.0)
+        self.may_stop_at[slot] = prompt_len + params.min_new_tokens
+        self.min_p[slot] = params.min_p
+        self.repetition[slot] = params.repetition_penalty
+        self.frequency[slot] = params.frequency_penalty
+        self.presence[slot] = params.presence_penalty
+        self.top[slot] = record.top if record is not None else 0
+        self.counted[slot] = 0
+        self.penalised[slot] = penalised = (
+            params.repetition_penalty != 1.0
+            or params.frequency_penalty != 0.0
+            or params.presence_penalty != 0.0
+        )
+        if penalised:
+            self.counter[slot] = self._take_counter()
+        self.special[slot] = bool(penalised or bias or stops or (record is not None and record.wants_outputs))
+
+    def unseat(self, slot: int) -> None:
+        """The slot is free."""
+        if self.penalised[slot]:
+            heapq.heappush(self._free_counters, int(self.counter[slot]))
+        self.penalised[slot] = self.special[slot] = False
+
+    def _take_counter(self) -> int:
+        if self._free_counters:
+            return heapq.heappop(self._free_counters)
+        self.num_counters += 1
+        return self.num_counters - 1
+
+
+class _Ids:
+    """Token ids of every slot, with a value each; as wide as the longest list so far."""
+
+    def __init__(self, slots: int) -> None:
+        self.count = np.zeros(slots, np.int64)
+        self.ids = np.zeros((slots, 0), np.int64)
+        self.values = np.zeros((slots, 0), np.float32)
+
+    def put(self, slot: int, ids: npt.ArrayLike, values: npt.ArrayLike) -> None:
+        """The list of ``slot``; what is behind it is token 0 with value 0."""
+        tokens = np.asarray(ids, np.int64)
+        count = len(tokens)
+        missing = count - self.ids.shape[1]
+        if missing > 0:
+            self.ids = np.pad(self.ids, ((0, 0), (0, missing)))
+            self.values = np.pad(self.values, ((0, 0), (0, missing)))
+        self.count[slot] = count
+        self.ids[slot], self.values[slot] = 0, 0.0
+        self.ids[slot, :count], self.values[slot, :count] = tokens, values
+
+    def of(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """``(ids, values)`` [n, W] of ``slots``, W the longest of their lists."""
+        width = int(self.count[slots].max(initial=0))
+        return self.ids[slots, :width], self.values[slots, :width]

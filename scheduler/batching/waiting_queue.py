@@ -1,0 +1,245 @@
+"""Admission and the queue of requests without KV.
+
+Invariants:
+- A request that could never run, alone on an empty engine, is refused here with the numbers; nothing later refuses.
+- First come, first served. Retracted and preempted requests go back to the front, in the order they first ran.
+- Who overtakes another one and cannot start goes back to its own place: nobody becomes first by being too large.
+- A request leaves the queue by being started or by being finished. Finished ones are dropped when they come up, or when
+  they outnumber the others: abort never searches, and its cost in the long run is O(1).
+"""
+
+import secrets
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+
+from ...io_struct import (
+    MAX_INT32,
+    MAX_TOKEN_IDS_LOGPROB,
+    MAX_TOP_LOGPROBS,
+    CaesuraError,
+    ErrorCode,
+    GenerateReqInput,
+)
+from ..config import PAGE_SIZE
+from .request import Phase, Request, make_requests
+
+MAX_FURTHER_BYTES = 32 << 20
+"""Of one sample's top logprobs and those of given tokens, on the wire."""
+FINISHED_ENTRIES = 64
+"""Finished requests that may be in the queue, beside as many as there are live ones."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdmissionLimits:
+    """What no request may exceed, fixed at start."""
+
+    context_len: int
+    """Prompt plus output, tokens."""
+    pool_tokens: int
+    """The KV pool, tokens."""
+    vocab_size: int
+    max_waiting: int
+    """Samples."""
+    eos_token_ids: tuple[int, ...]
+    has_experts: bool = False
+    """The model routes tokens to experts, so a request may ask which."""
+
+
+def admit(
+    message: GenerateReqInput, *, client: bytes, limits: AdmissionLimits, waiting: int, now: float
+) -> list[Request]:
+    """The requests of an acceptable message.
+
+    Raises:
+        CaesuraError: ``invalid_request``, ``unsupported``, ``prompt_too_long``, ``exceeds_kv_pool`` or ``queue_full``;
+            nothing changed.
+    """
+    params = message.sampling_params
+    for field, value, requirement in params.problems():
+        raise CaesuraError(
+            ErrorCode.INVALID_REQUEST,
+            f"sampling_params.{field} = {value!r} {requirement}",
+            field=f"sampling_params.{field}",
+            value=value if value == value else "nan",
+        )
+    _check_ids("input_ids", message.input_ids, limits.vocab_size)
+    _check_ids("sampling_params.stop_token_ids", params.stop_token_ids, limits.vocab_size)
+    _check_ids("sampling_params.logit_bias", list(params.logit_bias or ()), limits.vocab_size)
+    prompt_len = len(message.input_ids)
+    if prompt_len == 0:
+        raise CaesuraError(ErrorCode.INVALID_REQUEST, "input_ids is empty", field="input_ids", value=[])
+    _check_routing(message, limits)
+    if waiting + params.n > limits.max_waiting:
+        raise CaesuraError(
+            ErrorCode.QUEUE_FULL,
+            f"{waiting} samples are waiting, the limit is {limits.max_waiting}",
+            waiting=waiting,
+            limit=limits.max_waiting,
+        )
+    limit = _total_limit(prompt_len, params.max_new_tokens, limits)
+    _check_further_logprobs(message, limit, limits)
+    return make_requests(
+        message,
+        client=client,
+        seed=params.seed if params.seed is not None else secrets.randbits(63),
+        limit=limit,
+        eos_token_ids=limits.eos_token_ids,
+        arrival=now,
+    )
+
+
+def _total_limit(prompt_len: int, max_new_tokens: int | None, limits: AdmissionLimits) -> int:
+    """Tokens at which the request ends; refuses what does not fit the context or the pool."""
+    new_tokens = max_new_tokens if max_new_tokens is not None else max(limits.context_len - prompt_len, 1)
+    if prompt_len + new_tokens > limits.context_len:
+        raise CaesuraError(
+            ErrorCode.PROMPT_TOO_LONG,
+            f"{prompt_len} prompt tokens and {new_tokens} new ones exceed the context of {limits.context_len}",
+            prompt_tokens=prompt_len,
+            max_new_tokens=new_tokens,
+            limit=limits.context_len,
+        )
+    # The last sampled token never gets KV. Without an own limit a request takes what the pool can give.
+    needed = prompt_len + new_tokens - 1
+    if needed > limits.pool_tokens and max_new_tokens is None and prompt_len <= limits.pool_tokens:
+        return limits.pool_tokens + 1
+    if needed > limits.pool_tokens:
+        raise CaesuraError(
+            ErrorCode.EXCEEDS_KV_POOL,
+            f"the request needs KV for {needed} tokens, the whole pool holds {limits.pool_tokens}",
+            needed_tokens=needed,
+            total_tokens=limits.pool_tokens,
+        )
+    return prompt_len + new_tokens
+
+
+def _check_routing(message: GenerateReqInput, limits: AdmissionLimits) -> None:
+    start, prompt_len = message.routed_experts_start_len, len(message.input_ids)
+    if message.return_routed_experts and not limits.has_experts:
+        raise CaesuraError(
+            ErrorCode.UNSUPPORTED,
+            "return_routed_experts: this model has no experts",
+            field="return_routed_experts",
+        )
+    if start > prompt_len:
+        raise CaesuraError(
+            ErrorCode.INVALID_REQUEST,
+            f"routed_experts_start_len = {start} is beyond the prompt of {prompt_len} tokens",
+            field="routed_experts_start_len",
+            value=start,
+            prompt_tokens=prompt_len,
+        )
+
+
+def _check_further_logprobs(message: GenerateReqInput, limit: int, limits: AdmissionLimits) -> None:
+    """Ranges; and a result must fit into one message, with much room to spare for all else that is in it."""
+    top, given, start = message.top_logprobs_num, message.token_ids_logprob or [], message.logprob_start_len
+    prompt_len, most = len(message.input_ids), min(MAX_TOP_LOGPROBS, limits.vocab_size)
+    nbytes = (8 * top + 4 * len(given)) * (limit - (start if 0 <= start < prompt_len else prompt_len))
+    problems = (
+        ("top_logprobs_num", top, f"must be in [0, {most}]", 0 <= top <= most),
+        ("logprob_start_len", start, "must be a position, or -1", -1 <= start <= MAX_INT32),
+        ("token_ids_logprob", len(given), f"has at most {MAX_TOKEN_IDS_LOGPROB} ids", len(given) <= MAX_TOKEN_IDS_LOGPROB),
+        ("top_logprobs_num", top, f"and token_ids_logprob: up to {nbytes} bytes, the limit is {MAX_FURTHER_BYTES}",
+         nbytes <= MAX_FURTHER_BYTES or not message.return_logprob),
+    )  # fmt: skip
+    for field, value, requirement, holds in problems:
+        if not holds:
+            raise CaesuraError(
+                ErrorCode.INVALID_REQUEST, f"{field} = {value}: {requirement}", field=field, value=value
+            )
+    _check_ids("token_ids_logprob", given, limits.vocab_size)
+
+
+def _check_ids(field: str, ids: list[int], vocab_size: int) -> None:
+    """Ids are non-negative by the wire's types; here against the vocabulary."""
+    if ids and max(ids) >= vocab_size:
+        position = next(i for i, token in enumerate(ids) if token >= vocab_size)
+        raise CaesuraError(
+            ErrorCode.INVALID_REQUEST,
+            f"{field}[{position}] = {ids[position]} is outside the vocabulary of {vocab_size}",
+            field=field,
+            position=position,
+            value=ids[position],
+            vocab_size=vocab_size,
+        )
+
+
+class WaitingQueue:
+    """Requests without KV, in the order they will run."""
+
+    def __init__(self) -> None:
+        self._queue: deque[Request] = deque()
+        self._count = 0
+
+    def __len__(self) -> int:
+        """Live requests in the queue."""
+        return self._count
+
+    def append(self, request: Request) -> None:
+        """A new request goes to the back."""
+        self._queue.append(request)
+        self._count += 1
+
+    def push_front(self, requests: list[Request]) -> None:
+        """Retracted or preempted requests, given in the order in which they shall run."""
+        for request in reversed(requests):
+            request.phase = Phase.WAITING
+            self._queue.appendleft(request)
+        self._count += len(requests)
+
+    def forget_finished(self) -> None:
+        """One queued request was finished where it stood; its entry is dropped later, never the only thing that is done."""
+        self._count -= 1
+        if len(self._queue) > 2 * self._count + FINISHED_ENTRIES:
+            self._queue = deque(self.live())
+
+    def live(self) -> Iterator[Request]:
+        """Those who wait, in their order."""
+        return (request for request in self._queue if request.phase is Phase.WAITING)
+
+    def head(self) -> list[Request]:
+        """The first live request, as a list; empty when there is none."""
+        return list(islice(self.live(), 1))
+
+    def start_next(
+        self, may_start: Callable[[Request], bool], start: Callable[[Request, int], bool], look_ahead: int
+    ) -> Request | None:
+        """Start the first of the first ``look_ahead`` live requests that ``may_start``, and remove it.
+
+        Args:
+            may_start: False: those behind it may overtake it.
+            start: gets the request and how many it overtakes; False: there is no room for it now, and nobody else is
+                tried. Where it raises, the queue is as before.
+
+        Returns:
+            Who was started. None: nobody.
+        """
+        passed: list[Request] = []
+        started: Request | None = None
+        candidate: Request | None = None
+        try:
+            while self._queue and len(passed) < look_ahead:
+                candidate = self._queue.popleft()
+                if candidate.phase is not Phase.WAITING:
+                    candidate = None
+                elif may_start(candidate):
+                    if start(candidate, len(passed)):
+                        started, candidate = candidate, None
+                        self._count -= 1
+                    break
+                else:
+                    passed.append(candidate)
+                    candidate = None
+        finally:
+            if candidate is not None:
+                passed.append(candidate)
+            self._queue.extendleft(reversed(passed))
+        return started
+
+
+def pages_for(tokens: int) -> int:
+    """KV pages that hold ``tokens`` tokens."""
+    return -(-tokens // PAGE_SIZE)

@@ -1,0 +1,163 @@
+"""Releasing and resuming device memory by tag, as commands.
+
+Invariants:
+- Refused, never asserted: KV that a live request holds, weights in the midst of an update, anything under a step.
+- Released weights are INVALID before their first byte goes, and nothing is launched while anything is released: the
+  gate closes before the memory goes and opens after it has come back.
+- A release drops what it makes meaningless: the prefix cache with the KV, the account of what an unfinished update has
+  written with the weights.
+- A resume that fails leaves everything as it was. Asking for what is there already is harmless.
+- Captured graphs go with the tag ``cuda_graph``, and with whatever they read once its release moves it. They are captured
+  again by the resume that makes everything resident, before anything is launched.
+"""
+
+import logging
+from collections.abc import Collection, Iterator
+from typing import Any
+
+from ...io_struct import (
+    CaesuraError,
+    ErrorCode,
+    MemoryTag,
+    ReleaseMemoryOccupationReqInput,
+    ReleaseMemoryOccupationReqOutput,
+    ResumeMemoryOccupationReqInput,
+    ResumeMemoryOccupationReqOutput,
+)
+from ..cache.manager import CacheManager
+from ..forward import Runner
+from ..memory.device_cache import DeviceCache
+from ..memory.residency import MEMORY_TAGS, ComponentResidencyManager
+from ..observability.memory_history import MemoryHistory
+from ..observability.stage_profiler import StageProfiler
+from ..observability.watchdog import Heartbeat
+from ..runner.graphs import DecodeGraphs
+from .lifecycle import Lifecycle, Operation, Wait
+from .weight_updates import WeightUpdates
+
+logger = logging.getLogger(__name__)
+
+_END: Any = object()
+
+
+class MemoryOccupation:
+    """The handlers of release and resume."""
+
+    def __init__(
+        self,
+        *,
+        residency: ComponentResidencyManager,
+        lifecycle: Lifecycle,
+        updates: WeightUpdates,
+        cache: CacheManager,
+        runner: Runner,
+        graphs: DecodeGraphs | None,
+        device_cache: DeviceCache,
+        history: MemoryHistory,
+        stages: StageProfiler,
+        heartbeat: Heartbeat,
+    ) -> None:
+        """``graphs`` None: nothing is ever captured."""
+        self._residency = residency
+        self._graphs = graphs
+        self._lifecycle = lifecycle
+        self._updates = updates
+        self._cache = cache
+        self._runner = runner
+        self._device_cache = device_cache
+        self._history = history
+        self._stages = stages
+        self._heartbeat = heartbeat
+
+    def release(self, request: ReleaseMemoryOccupationReqInput) -> Operation:
+        """Give memory back; the reply comes when the system has it."""
+        lifecycle = self._lifecycle
+        tags = _asked(request.tags) - lifecycle.released
+        before = after = self._device_cache.reserved
+        if tags:
+            self._require_releasable(tags)
+            yield from lifecycle.barrier()  # no step is in flight any more: this waits for the stream only
+            if "kv_cache" in tags:
+                self._cache.flush()
+            if "weights" in tags:
+                self._updates.forget()
+            lifecycle.set_released(lifecycle.released | tags)
+            if self._graphs is not None and ("cuda_graph" in tags or self._residency.moves(tags)):
+                self._graphs.drop()
+            for tag in sorted(tags):
+                with self._stages.stage(f"release.{tag}"):
+                    releasing = self._residency.release([tag])
+                    while self._step(releasing, "release"):
+                        yield Wait.SLICE
+            with self._stages.stage("release.empty_cache"):
+                after = self._device_cache.empty("release", reserved_before=before).reserved_after
+            self._history.note("release", ", ".join(sorted(tags)), returned=before - after)
+        return ReleaseMemoryOccupationReqOutput(
+            id=request.id,
+            released_tags=sorted(lifecycle.released),
+            freed_bytes=self._sizes(tags),
+            reserved_before=before,
+            reserved_after=after,
+        )
+
+    def resume(self, request: ResumeMemoryOccupationReqInput) -> Operation:
+        """Take memory back, all of what was asked for or none; weights come back without values."""
+        lifecycle = self._lifecycle
+        tags = _asked(request.tags) & lifecycle.released
+        if tags:
+            steps = self._residency.resume(tags)
+            while self._advance(steps):
+                yield Wait.SLICE
+            if self._graphs is not None and lifecycle.released == tags:
+                capturing = self._graphs.capture()
+                while self._step(capturing, "capture"):
+                    yield Wait.SLICE
+            self._runner.synchronize()
+            lifecycle.set_released(lifecycle.released - tags)
+            self._history.note("resume", ", ".join(sorted(tags)))
+            logger.info("resume_memory: %s, weights are %s", ", ".join(sorted(tags)), lifecycle.weights)
+        return ResumeMemoryOccupationReqOutput(
+            id=request.id, released_tags=sorted(lifecycle.released), resumed_bytes=self._sizes(tags)
+        )
+
+    def _advance(self, steps: Iterator[None]) -> bool:
+        with self._runner.on_stream():  # where updates write, and steps read
+            return self._step(steps, "resume")
+
+    def _step(self, steps: Iterator[None], what: str) -> bool:
+        """One of ``steps``, which may be all of a model's memory."""
+        with self._heartbeat.long_operation(what):
+            return next(steps, _END) is not _END
+
+    def _require_releasable(self, tags: Collection[MemoryTag]) -> None:
+        lifecycle = self._lifecycle
+        if self._updates.sessions.is_explicit or lifecycle.weights == "updating":
+            raise CaesuraError(
+                ErrorCode.SESSION_OPEN,
+                "cannot release memory: a weight update is open; end it (an implicit one: continue, or flush_cache)",
+            )
+        pending = lifecycle.pending()
+        if "kv_cache" in tags and pending["held_tokens"]:
+            raise CaesuraError(
+                ErrorCode.NOT_IDLE,
+                "cannot release kv_cache: live requests hold KV; abort or retract them",
+                **pending,
+            )
+        if not {"weights", "cuda_graph"}.isdisjoint(tags) and not (
+            lifecycle.generation == "paused" or lifecycle.is_idle()
+        ):
+            raise CaesuraError(
+                ErrorCode.NOT_IDLE,
+                "cannot release weights or cuda_graph: pause first, or let requests end",
+                **pending,
+            )
+
+    def _sizes(self, tags: Collection[MemoryTag]) -> dict[MemoryTag, int]:
+        sizes = {tag: self._residency.nbytes(tag) for tag in sorted(tags)}
+        if self._graphs is not None and "cuda_graph" in sizes:
+            sizes["cuda_graph"] = self._graphs.nbytes
+        return sizes
+
+
+def _asked(tags: list[MemoryTag] | None) -> frozenset[MemoryTag]:
+    return frozenset(MEMORY_TAGS if tags is None else tags)

@@ -1,0 +1,89 @@
+"""Loads the reference, the checkpoint that sequences are scored with.
+
+Invariants:
+- It is loaded before the policy, alone on the device: where both do not fit at once, one of them does.
+- Unless it stays, it has left the device when this returns, and what it will need when it is used counts as taken.
+"""
+
+import re
+from dataclasses import replace
+
+from torch import Tensor
+
+from ...io_struct import Residency
+from ..batching.waiting_queue import pages_for
+from ..build import build_backend, load_model, longest_context, make_pool, require_deterministic
+from ..config import EngineConfig
+from ..memory.device_module import device_module_for
+from ..memory.offload import ComponentOffloadStrategy, LayerwiseOffloadStrategy, ResidentStrategy, Strategy
+from ..memory.residency import ComponentResidencyManager
+from ..models.base import CausalLM
+from ..runner.staging import StepLimits
+from .scoring import PAGES, WEIGHTS, ReferenceModel
+
+_LAYER = re.compile(r"layers\.(\d+)\.")
+
+_STRATEGIES: dict[Residency, tuple[Strategy, Strategy]] = {
+    "resident": (ResidentStrategy(), ResidentStrategy(preserve=False)),
+    "offload": (ComponentOffloadStrategy(), ComponentOffloadStrategy(preserve=False)),
+    "layerwise": (LayerwiseOffloadStrategy(), ComponentOffloadStrategy(preserve=False)),
+}
+"""Of the weights, and of the pages, whose contents last no longer than a request."""
+
+
+def load_reference(config: EngineConfig, residency: ComponentResidencyManager) -> ReferenceModel | None:
+    """The reference that ``config`` names. None: it names none.
+
+    Raises:
+        CaesuraError: what loading a policy raises.
+    """
+    if config.reference_model_path is None:
+        return None
+    residency.register(WEIGHTS.name, _STRATEGIES[config.reference_residency][0], tag="weights")
+    residency.register(PAGES.name, _STRATEGIES[config.reference_residency][1], tag="weights")
+    residency.begin_request("load_reference", warm_up=True)
+    with residency.component(WEIGHTS.name):
+        loaded = load_model(replace(config, model_path=config.reference_model_path))
+    residency.divide(WEIGHTS.name, _layers(loaded.model))
+    if config.deterministic:
+        require_deterministic(loaded)
+    context_len = longest_context(config, loaded)
+    num_pages = 1 + pages_for(config.reference_pool_tokens or context_len)  # page 0 is scratch
+    with residency.component(PAGES.name):
+        pool = make_pool(loaded, num_pages)
+    limits = StepLimits.of(
+        max_rows=config.max_running_requests,
+        chunk_tokens=config.chunked_prefill_size,
+        context_len=context_len,
+    )
+    reference = ReferenceModel(
+        model=loaded.model,
+        backend=build_backend(config, loaded, pool, limits),
+        device=loaded.device,
+        model_path=config.reference_model_path,
+        residency=config.reference_residency,
+        num_pages=num_pages,
+        context_len=context_len,
+        max_rows=limits.rows,
+        max_tokens=config.chunked_prefill_size,
+        max_waiting=config.max_waiting_requests,
+    )
+    for use in (WEIGHTS, PAGES):
+        residency.use("load_reference", use)
+        for _ in residency.finish_use(use):
+            pass
+    for _ in residency.finish_request("load_reference"):
+        pass
+    module = device_module_for(loaded.device)
+    if hasattr(module, "synchronize"):  # loaded on another stream than the one of the steps
+        module.synchronize()
+    return reference
+
+
+def _layers(model: CausalLM) -> list[list[Tensor]]:
+    """Parameters and derived tensors by decoder layer, as their names say."""
+    layers: list[list[Tensor]] = [[] for _ in range(model.config.num_layers)]
+    for name, tensor in model.named_storage():
+        if (found := _LAYER.match(name)) is not None:
+            layers[int(found[1])].append(tensor)
+    return layers

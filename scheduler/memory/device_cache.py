@@ -1,0 +1,98 @@
+"""The blocks that the device allocator keeps unused: when they go back to the system, and how many bytes each place gave back.
+
+Invariants:
+- Every emptying of a running engine goes through one :class:`DeviceCache`: it is ordered after the work of the forward
+  stream, logged under the name of its place, and counted. Reading the counts empties nothing.
+- An operation that failed, or ran out of memory, gives unused blocks back before it is answered
+  (:meth:`DeviceCache.after_failure`): a step, a command, a score, a component that could not leave. The caller has let go
+  of the exception by then, since a traceback keeps the tensors of the frames that it passed.
+"""
+
+import logging
+from typing import TYPE_CHECKING, Any, Literal
+
+from ...io_struct import EmptyCacheTotal
+from .device_memory import DeviceMemoryReading, EmptyCacheReport, empty_device_cache
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
+
+EmptyCachePlace = Literal[
+    "start",
+    "continue",
+    "flush",
+    "lease_expiry",
+    "update",
+    "release",
+    "resume",
+    "component",
+    "idle",
+    "failure",
+]
+"""Why the engine returned unused blocks of its device allocator to the system (docs/memory.md lists them)."""
+
+_LOGGED_AS_INFO: dict[EmptyCachePlace, str] = {
+    "continue": "continue_generation",
+    "flush": "flush_cache",
+    "lease_expiry": "lease_expiry",
+    "release": "release_memory",
+}
+"""Places whose line operators read, by its name; the others log at DEBUG, under the name of the place."""
+
+
+class DeviceCache:
+    """Empties the cache of one device's allocator."""
+
+    def __init__(self, device_module: Any) -> None:
+        """``device_module`` is ``torch.cuda``, ``host.HOST`` or alike (``device_memory.py``)."""
+        self._module = device_module
+        self._counts: dict[EmptyCachePlace, int] = {}
+        self._freed: dict[EmptyCachePlace, int] = {}
+        self.synchronize: Callable[[], None] = lambda: None
+        """Waits for the forward stream; set once there is one. A running score uses blocks until then."""
+        self.note_failure: Callable[[str, int], None] = lambda what, freed: None
+        """Told of each emptying after a failure: what failed, and the bytes given back; set by the memory history."""
+
+    @property
+    def reserved(self) -> int:
+        """Bytes that the allocator holds now."""
+        return DeviceMemoryReading.of(self._module).reserved
+
+    def empty(self, place: EmptyCachePlace, *, reserved_before: int | None = None) -> EmptyCacheReport:
+        """Return unused blocks to the system once the forward stream is idle.
+
+        Args:
+            reserved_before: counts what has been given back since that reading. None: since now.
+        """
+        self.synchronize()
+        before = self.reserved if reserved_before is None else reserved_before
+        empty_device_cache(self._module)
+        report = EmptyCacheReport(before, self.reserved)
+        self._counts[place] = self._counts.get(place, 0) + 1
+        self._freed[place] = self._freed.get(place, 0) + max(0, report.freed)
+        name = _LOGGED_AS_INFO.get(place)
+        level = logging.DEBUG if name is None else logging.INFO
+        logger.log(level, "%s", report.describe(name or place))
+        return report
+
+    def after_failure(self, what: str) -> None:
+        """Give back what a failed operation has left unused; never raises, as the device may be in any state.
+
+        Args:
+            what: the failure, for the memory history.
+        """
+        try:
+            freed = self.empty("failure").freed
+        except RuntimeError as error:
+            logger.error("the device cache could not be emptied after a failure", exc_info=error)
+            freed = 0
+        self.note_failure(what, freed)
+
+    def totals(self) -> list[EmptyCacheTotal]:
+        """By place, since start."""
+        return [
+            EmptyCacheTotal(place=place, count=count, freed_bytes=self._freed[place])
+            for place, count in self._counts.items()
+        ]

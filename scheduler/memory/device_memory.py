@@ -1,0 +1,201 @@
+"""Emptying the device allocator, and reading it, alike on every device.
+
+Invariants:
+- :func:`empty_device_cache` is the only caller of an ``empty_cache`` in this project, and it is called from named
+  places only (docs/memory.md).
+- Reading memory has no side effect: it neither empties, nor synchronises, nor initialises a device.
+- Everything works on a *device module*: ``torch.cuda``, ``torch.xpu``, ``torch.npu``, ``torch.mps``, …, or
+  ``host.HOST`` for the CPU. What a module lacks reads as 0, except free memory, which is an error.
+"""
+
+import errno
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from ...io_struct import CaesuraError, ErrorCode
+from .device_module import device_module_for
+
+_MIB = 1 << 20
+_NO_MEMORY = (
+    "can't allocate memory",  # torch's CPU allocator
+    "cannot allocate memory",  # the C library
+    "not enough memory",
+    "out of memory",
+    "out_of_memory",  # CUDA_ERROR_OUT_OF_MEMORY, UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY: what driver calls return
+    "outofmemory",  # hipErrorOutOfMemory
+    "out_of_device_memory",
+    "out_of_host_memory",
+    "errormemoryallocation",  # cudaErrorMemoryAllocation
+    "bad_alloc",
+    "alloc_failed",  # CUBLAS_STATUS_ALLOC_FAILED, CUDNN_STATUS_ALLOC_FAILED
+)
+"""What libraries say, in lower case."""
+_ALLOC_CONF = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+
+
+class MinReduce(Protocol):
+    """The one collective that this module needs."""
+
+    def all_reduce_min(self, value: int) -> int:
+        """The smallest ``value`` of all ranks."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemoryReading:
+    """One look at an allocator, in bytes."""
+
+    reserved: int
+    """Taken from the system, in use or not."""
+    allocated: int
+    """Handed out to tensors."""
+
+    @classmethod
+    def of(cls, device_module: Any) -> "DeviceMemoryReading":
+        """Read ``device_module``; MPS has its own names for the two figures."""
+        return cls(
+            reserved=_first_reading(device_module, "memory_reserved", "driver_allocated_memory"),
+            allocated=_first_reading(device_module, "memory_allocated", "current_allocated_memory"),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class EmptyCacheReport:
+    """Reserved bytes around one emptying."""
+
+    reserved_before: int
+    reserved_after: int
+
+    @property
+    def freed(self) -> int:
+        """Bytes returned; negative when something else allocated meanwhile."""
+        return self.reserved_before - self.reserved_after
+
+    def describe(self, verb: str) -> str:
+        """The log line, in MB of 2^20 bytes: ``verb: reserved 812.0 MB -> 640.0 MB (freed 172.0 MB)``."""
+        before, after, freed = (
+            round(size / _MIB, 1) + 0.0  # + 0.0 turns -0.0 into 0.0
+            for size in (self.reserved_before, self.reserved_after, self.freed)
+        )
+        return f"{verb}: reserved {before:.1f} MB -> {after:.1f} MB (freed {freed:.1f} MB)"
+
+
+def empty_device_cache(device_module: Any = None) -> bool:
+    """Return the allocator's unused blocks to the system.
+
+    Args:
+        device_module: None: torch's current accelerator. The engine always passes its own.
+
+    Returns:
+        False where the module has no cache to empty.
+    """
+    if device_module is None:
+        device_module = torch.get_device_module()
+    empty_cache = getattr(device_module, "empty_cache", None)
+    if empty_cache is None:
+        return False
+    empty_cache()
+    return True
+
+
+def empty_device_cache_with_report(device_module: Any) -> EmptyCacheReport:
+    """:func:`empty_device_cache` between two readings."""
+    before = DeviceMemoryReading.of(device_module)
+    empty_device_cache(device_module)
+    return EmptyCacheReport(before.reserved, DeviceMemoryReading.of(device_module).reserved)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation on a device or the host has failed, as far as an error says so.
+
+    Accelerators have an exception of their own; torch's CPU allocator and the libraries below it only have words.
+    """
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+        return True
+    text = str(error).lower() if isinstance(error, RuntimeError) else ""
+    return any(words in text for words in _NO_MEMORY)
+
+
+def get_available_memory(
+    device: torch.device | str, empty_cache: bool = False, group: MinReduce | None = None
+) -> int:
+    """Bytes that an allocation on ``device`` can still get from the system.
+
+    CPU: the smaller of MemAvailable and what the cgroups leave. MPS: the recommended working set minus what the
+    driver holds. Everything else: the module's ``mem_get_info``.
+
+    Args:
+        device: index included where there are several.
+        empty_cache: return the allocator's unused blocks first; they do not count as available otherwise.
+        group: the result is the minimum over its ranks. None: this rank alone.
+
+    Raises:
+        CaesuraError: ``unsupported``, the backend does not tell.
+    """
+    device = torch.device(device)
+    module = device_module_for(device)
+    if empty_cache:
+        empty_device_cache(module)
+    available = _available(module, device)
+    return available if group is None else group.all_reduce_min(available)
+
+
+def available_memory_if_known(
+    device: torch.device | str, empty_cache: bool = False, group: MinReduce | None = None
+) -> int | None:
+    """:func:`get_available_memory`, or None where the backend does not tell."""
+    try:
+        return get_available_memory(device, empty_cache, group)
+    except CaesuraError as error:
+        if error.code != ErrorCode.UNSUPPORTED:
+            raise
+        return None
+
+
+def refuse_defeating_settings(
+    device: torch.device | str, memory_saver: bool, environ: Mapping[str, str] = os.environ
+) -> None:
+    """Refuse allocator settings under which released memory would not come back.
+
+    Expandable segments map physical memory behind the allocator's own virtual ranges, and so does a memory saver:
+    the two cannot own the same pages.
+
+    Raises:
+        CaesuraError: ``invalid_request``, naming the environment variable.
+    """
+    if not memory_saver or torch.device(device).type == "cpu":
+        return
+    for name in _ALLOC_CONF:
+        for setting in environ.get(name, "").split(","):
+            key, _, value = setting.partition(":")
+            if key.strip() == "expandable_segments" and value.strip().lower() in ("true", "1"):
+                raise CaesuraError(
+                    ErrorCode.INVALID_REQUEST,
+                    f"{name} sets expandable_segments, which defeats the memory saver: unset it",
+                    field=name,
+                    value=environ[name],
+                )
+
+
+def _first_reading(device_module: Any, *names: str) -> int:
+    for name in names:
+        read = getattr(device_module, name, None)
+        if read is not None:
+            return int(read())
+    return 0
+
+
+def _available(module: Any, device: torch.device) -> int:
+    if hasattr(module, "mem_get_info"):
+        return int(module.mem_get_info()[0])
+    if hasattr(module, "recommended_max_memory") and hasattr(module, "driver_allocated_memory"):
+        return max(0, int(module.recommended_max_memory()) - int(module.driver_allocated_memory()))
+    raise CaesuraError(
+        ErrorCode.UNSUPPORTED, f"device {device} does not report its free memory", device=str(device)
+    )

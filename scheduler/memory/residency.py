@@ -1,0 +1,400 @@
+"""Memory by component: allocating it, giving it back to the system, taking it again, moving it to the host and back.
+
+Invariants:
+- A component owns exactly what :func:`allocate` made inside ``manager.component(tag)``. Rotary tables, workspaces and
+  whatever else a model builds meanwhile are allocated by torch as always, so no release can lose them.
+- Memory is zero when it is allocated and when it is resumed. Every view that was made of a tensor keeps working.
+- Nobody touches a component's tensors between its release and its resume; the manager keeps no account of which are
+  released (``lifecycle.py`` does) and must not be asked twice.
+- Releasing and resuming yield between allocations, so the loop can answer meanwhile.
+- The policy's weights, the KV pool and graphs are resident: by tag, and without a copy. Whatever else is large is registered
+  with a strategy (``offload.py``) that says when it is on the device; it keeps its values, also when the tag that it goes
+  with is released.
+- The device cache is emptied once memory-intensive components have left the device (or were there layer by layer, which
+  leaves as many holes), and at no other moment of a request: never between two stages.
+- A name that is not registered is traced and ignored: a stage may name what a configuration does not have.
+
+Whether addresses survive depends on the device (:meth:`ComponentResidencyManager.moves`); what has captured them, a
+graph, must be captured again if they do not (``memory_occupation.py``).
+"""
+
+import logging
+import math
+import os
+import sys
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.util import find_spec
+from time import perf_counter, time
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+
+from ...io_struct import CaesuraError, ErrorCode, MemoryTag
+from .device_cache import DeviceCache
+from .device_memory import available_memory_if_known, refuse_defeating_settings
+from .device_module import device_module_for
+from .offload import FileCopy, HostCopy, Movable, PinnedCopy, Strategy
+from .storage import Component, MappedComponent, SavedComponent, StorageComponent
+
+logger = logging.getLogger(__name__)
+
+MEMORY_TAGS: tuple[MemoryTag, ...] = get_args(MemoryTag)
+TRACED_EVENTS = 1024
+"""How many of the last events are kept."""
+LARGE_SHARE = 0.02
+"""A component of at least this share of the device's memory counts as memory-intensive, whatever its stage says of it."""
+
+_END: Any = object()
+
+MakeComponent = Callable[[MemoryTag | None], Component]
+
+_ambient: ContextVar[Component | Movable | None] = ContextVar("_ambient", default=None)
+
+
+def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """Zeros of the component being built, or of nobody outside one. On Linux's CPU untouched pages: they cost nothing yet."""
+    device = torch.device(device)
+    component = _ambient.get()
+    if component is None:
+        component = _plain(device)(None)
+    return component.allocate(shape, dtype, device)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComponentUse:
+    """What a stage needs of one component."""
+
+    name: str
+    memory_intensive: bool = False
+    """It is worth emptying the device cache when it has left. Components of :data:`LARGE_SHARE` of the device always are."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResidencyEvent:
+    """Something that happened to a component."""
+
+    at: float
+    """Seconds since the epoch."""
+    event: str
+    """``begin_request``, ``arrive``, ``use``, ``finish_use``, ``leave``, ``keep`` (it might have left, and stays),
+    ``finish_request``, ``missing``, ``release``, ``resume``, ``emptied``."""
+    component: str
+    """Or the request's name."""
+    strategy: str
+    """Of the component; empty where there is none."""
+    nbytes: int
+    """What came to the device or left it. ``emptied``: what the system got back."""
+    ms: float
+    """Work, not what happened in between. ``finish_use``: how long layers were waited for."""
+    detail: str
+    """Why: ``after_use``, ``warm_up``, ``resident`` or ``in_use`` (by another request) of what is kept; ``missing`` where a use
+    ends of what was never there; ``after_release`` of an emptying."""
+
+
+class ComponentResidencyManager:
+    """The components of one engine. The tag ``cuda_graph`` is empty: graphs own their memory (``runner/graphs.py``).
+
+    A request is a stretch of work that uses components, in stages:
+
+        begin_request(r); before each stage: before_stage(r, uses); use(r, use); … ; finish_use(use); finish_request(r)
+
+    What moves memory is an iterator that yields often. :meth:`use` waits instead, for what :meth:`before_stage` has not
+    brought. A request that is given up needs no ``finish_request`` if it is begun again under the same name.
+    """
+
+    def __init__(
+        self,
+        device: torch.device | str,
+        *,
+        make_component: MakeComponent | None = None,
+        device_module: Any = None,
+        device_cache: DeviceCache | None = None,
+        environ: Mapping[str, str] = os.environ,
+    ) -> None:
+        """
+        Args:
+            make_component: None: what suits ``device`` best.
+            device_module: manages the memory of ``device``. None: the device's own.
+            device_cache: empties that memory's cache. None: one of its own.
+
+        Raises:
+            CaesuraError: ``invalid_request``, an allocator setting defeats the memory saver.
+        """
+        self._device = torch.device(device)
+        self._module = device_module or device_module_for(self._device)
+        self._device_cache = device_cache or DeviceCache(self._module)
+        self._make_storage = make_component or _plain(self._device)
+        if make_component is None:
+            make_component = _plain(self._device)
+            if self._device.type == "cuda" and _saver_is_active(environ):
+                refuse_defeating_settings(self._device, memory_saver=True, environ=environ)
+                make_component = SavedComponent
+        self._components: dict[str, Component] = {tag: make_component(tag) for tag in MEMORY_TAGS}
+        self._movables: dict[str, Movable] = {}
+        self._tags: dict[str, MemoryTag] = {}
+        self._requests: dict[str, tuple[bool, set[str]]] = {}
+        self._executor: ThreadPoolExecutor | None = None
+        self._side: Any = None
+        self.trace: deque[ResidencyEvent] = deque(maxlen=TRACED_EVENTS)
+        """The last events, oldest first."""
+
+    def close(self) -> None:
+        """Let go of what runs beside the engine."""
+        if self._executor is not None:
+            self._executor.shutdown()
+
+    def register(self, name: str, strategy: Strategy, *, tag: MemoryTag) -> None:
+        """A component that ``strategy`` moves; a release of ``tag`` takes it off the device, too, with its values kept."""
+        assert name not in self._movables, name
+        assert name not in self._components, name
+        storage_of = tag if strategy.preserve else None  # scratch memory is not written whole, as weights are
+        self._movables[name] = Movable(
+            name, strategy, lambda: self._make_storage(storage_of), self._make_copy
+        )
+        self._tags[name] = tag
+
+    def divide(self, name: str, layers: Sequence[Sequence[Tensor]]) -> None:
+        """Which tensors make up which layer of a registered component, once all are allocated."""
+        self._movables[name].divide(layers)
+
+    @contextmanager
+    def component(self, name: str) -> Iterator[None]:
+        """What is built inside belongs to ``name``, a tag or registered, as far as it comes from :func:`allocate`."""
+        token = _ambient.set(self._movables.get(name) or self._components[name])
+        try:
+            yield
+        finally:
+            _ambient.reset(token)
+
+    def nbytes(self, name: str) -> int:
+        """Size of a component, a tag or registered, wherever it is."""
+        return (self._movables.get(name) or self._components[name]).nbytes
+
+    def occupied_bytes(self, tag: MemoryTag) -> int:
+        """What the tensors of ``tag`` take now; registered components are counted apart."""
+        return self._components[tag].occupied_bytes()
+
+    @property
+    def movable_bytes(self) -> int:
+        """What registered components take now."""
+        return sum(component.occupied_bytes() for component in self._movables.values())
+
+    @property
+    def in_allocator(self) -> bool:
+        """Whether the device's allocator counts components among what it has handed out; mappings it does not know."""
+        return self._make_storage is not MappedComponent
+
+    def device_bytes(self, name: str) -> int:
+        """How much of a registered component is on the device."""
+        return self._movables[name].device_bytes
+
+    @property
+    def still_to_come(self) -> int:
+        """Bytes that registered components may take beyond what they have: not for others to fill."""
+        return sum(max(0, c.strategy.peak_bytes(c) - c.device_bytes) for c in self._movables.values())
+
+    def moves(self, tags: Collection[MemoryTag]) -> bool:
+        """Whether a release of ``tags`` may change addresses."""
+        return any(self._components[tag].moves for tag in tags if self._components[tag].nbytes)
+
+    def begin_request(self, request: str, *, warm_up: bool = False) -> None:
+        """``warm_up``: nobody waits for it, so strategies may leave things where normal work wants them."""
+        self._requests[request] = (warm_up, set())
+        self._note("begin_request", request, "", 0, 0.0)
+
+    def before_stage(self, request: str, uses: Sequence[ComponentUse]) -> Iterator[None]:
+        """Bring what the next stage needs.
+
+        Raises:
+            CaesuraError: ``out_of_memory`` with ``needed_bytes`` and ``free_bytes``; what did not fit is not there.
+        """
+        for use in uses:
+            component = self._find(request, use)
+            if component is not None:
+                self._require_room(component)
+                try:
+                    yield from self._traced("arrive", component, component.strategy.arrive(component))
+                except RuntimeError as error:
+                    needed = component.strategy.peak_bytes(component)
+                    free = available_memory_if_known(self._device)
+                    raise _shortage(f"bringing {use.name} failed: {error}", needed, free) from error
+
+    def use(self, request: str, use: ComponentUse) -> Callable[[int], None]:
+        """Work with the component begins; what is returned is called with each layer's number before it is computed."""
+        for _ in self.before_stage(request, [use]):
+            pass
+        component = self._movables.get(use.name)
+        if component is None:
+            return lambda layer: None
+        component.waited_s = 0.0
+        self._note("use", use.name, component.strategy.kind, component.device_bytes, 0.0)
+        return lambda layer: component.strategy.at_layer(component, layer)
+
+    def finish_use(self, use: ComponentUse) -> Iterator[None]:
+        """The work has been given to the current stream."""
+        component = self._movables.get(use.name)
+        if component is None:
+            self._note("finish_use", use.name, "", 0, 0.0, "missing")
+            return
+        self._note("finish_use", use.name, component.strategy.kind, 0, component.waited_s)
+        if component.strategy.keep_after_use:
+            self._kept(component, "after_use")
+        else:
+            yield from self._leave([component])
+
+    def finish_request(self, request: str) -> Iterator[None]:
+        """What no other open request has used leaves, where its strategy wants that."""
+        warm_up, used = self._requests.pop(request, (False, set()))
+        elsewhere = set().union(*(names for _, names in self._requests.values()))
+        leaving = []
+        for name, component in self._movables.items():
+            if name not in used:
+                continue
+            if name in elsewhere:
+                self._kept(component, "in_use")
+            elif warm_up and component.strategy.keep_on_warm_up:
+                self._kept(component, "warm_up")
+            else:
+                leaving.append(component)
+        yield from self._leave(leaving)
+        self._note("finish_request", request, "", 0, 0.0)
+
+    def release(self, tags: Collection[MemoryTag]) -> Iterator[None]:
+        """Give back the memory of ``tags``, which are resident; the device must be idle."""
+        for tag in tags:
+            for component in self._of(tag):
+                yield from self._traced("leave", component, component.drop())
+            yield from self._traced("release", tag, self._components[tag].release())
+
+    def resume(self, tags: Collection[MemoryTag]) -> Iterator[None]:
+        """Take back the memory of ``tags``, which are released: all or nothing. Registered components that are always on the
+        device come back with their values, others when they are used.
+
+        Raises:
+            CaesuraError: ``out_of_memory`` with ``needed_bytes`` and ``free_bytes``; everything is as it was.
+        """
+        needed = sum(map(self.nbytes, tags)) + sum(c.nbytes for tag in tags for c in self._residents(tag))
+        self._device_cache.empty("resume")
+        free = available_memory_if_known(self._device)
+        if free is not None and needed > free:
+            raise _shortage(f"resuming {_names(tags)} needs {needed} bytes, {free} are free", needed, free)
+        begun: list[MemoryTag] = []
+        try:
+            for tag in tags:
+                begun.append(tag)
+                yield from self._traced("resume", tag, self._components[tag].resume())
+                for component in self._residents(tag):
+                    yield from self._traced("arrive", component, component.strategy.arrive(component))
+        except RuntimeError as error:  # somebody else was faster than we
+            for _ in self.release(begun):
+                pass
+            raise _shortage(f"resuming {_names(tags)} failed: {error}", needed, free) from error
+
+    def _of(self, tag: MemoryTag) -> list[Movable]:
+        return [component for name, component in self._movables.items() if self._tags[name] == tag]
+
+    def _residents(self, tag: MemoryTag) -> list[Movable]:
+        return [component for component in self._of(tag) if component.strategy.kind == "resident"]
+
+    def _find(self, request: str, use: ComponentUse) -> Movable | None:
+        component = self._movables.get(use.name)
+        if component is None:
+            self._note("missing", use.name, "", 0, 0.0)
+            return None
+        component.memory_intensive = use.memory_intensive or component.nbytes >= self._large
+        self._requests[request][1].add(use.name)
+        return component
+
+    def _require_room(self, component: Movable) -> None:
+        """On the CPU an allocation never fails, its first use does; elsewhere the allocator says so itself."""
+        needed = component.strategy.peak_bytes(component) - component.device_bytes
+        if self._device.type != "cpu" or needed <= 0:
+            return
+        free = available_memory_if_known(self._device)
+        if free is not None and needed > free:
+            raise _shortage(f"{component.name} needs {needed} bytes, {free} are free", needed, free)
+
+    def _leave(self, components: Sequence[Movable]) -> Iterator[None]:
+        """The release point: here, and only here, the device cache is emptied on behalf of components."""
+        worth_it: list[str] = []
+        for component in components:
+            before = component.device_bytes
+            yield from self._traced("leave", component, component.strategy.leave(component))
+            freed = before > component.device_bytes
+            if component.strategy.kind == "resident":
+                self._kept(component, "resident")
+            if component.memory_intensive and (freed or component.strategy.kind == "layerwise"):
+                worth_it.append(component.name)
+        if worth_it:
+            started = perf_counter()
+            report = self._device_cache.empty("component")
+            seconds = perf_counter() - started
+            self._note("emptied", ", ".join(worth_it), "", report.freed, seconds, "after_release")
+
+    def _kept(self, component: Movable, detail: str) -> None:
+        self._note("keep", component.name, component.strategy.kind, component.device_bytes, 0.0, detail)
+
+    @cached_property
+    def _large(self) -> float:
+        """Bytes from which a component is large; infinite where the device does not tell its size."""
+        mem_get_info = getattr(self._module, "mem_get_info", None)
+        return math.inf if mem_get_info is None else LARGE_SHARE * mem_get_info()[1]
+
+    def _make_copy(self) -> HostCopy:
+        streams = hasattr(self._module, "Stream")
+        if self._device.type == "cpu" and not streams:
+            if self._executor is None:
+                self._executor = ThreadPoolExecutor(1, thread_name_prefix="caesura-prefetch")
+            return FileCopy(self._executor)
+        if streams and self._side is None:
+            self._side = self._module.Stream()
+        return PinnedCopy(self._module, self._side, pin=streams and self._device.type != "cpu")
+
+    def _traced(self, event: str, component: Movable | MemoryTag, steps: Iterator[None]) -> Iterator[None]:
+        """``steps``, then an event, where something was moved."""
+        before = component.device_bytes if isinstance(component, Movable) else 0
+        busy, more = 0.0, True
+        while more:
+            started = perf_counter()
+            more = next(steps, _END) is None
+            busy += perf_counter() - started
+            if more:
+                yield
+        if isinstance(component, Movable):
+            moved = abs(component.device_bytes - before)
+            if moved:
+                self._note(event, component.name, component.strategy.kind, moved, busy)
+        else:
+            self._note(event, component, "resident", self._components[component].nbytes, busy)
+
+    def _note(
+        self, event: str, component: str, strategy: str, nbytes: int, seconds: float, detail: str = ""
+    ) -> None:
+        self.trace.append(ResidencyEvent(time(), event, component, strategy, nbytes, 1e3 * seconds, detail))
+        words = " ".join(filter(None, (event, component, strategy, detail)))
+        logger.debug("%s: %d bytes, %.1f ms", words, nbytes, 1e3 * seconds)
+
+
+def _plain(device: torch.device) -> MakeComponent:
+    return MappedComponent if device.type == "cpu" and sys.platform == "linux" else StorageComponent
+
+
+def _saver_is_active(environ: Mapping[str, str]) -> bool:
+    return (
+        "torch_memory_saver" in environ.get("LD_PRELOAD", "") and find_spec("torch_memory_saver") is not None
+    )
+
+
+def _names(tags: Collection[MemoryTag]) -> str:
+    return ", ".join(sorted(tags))
+
+
+def _shortage(message: str, needed: int, free: int | None) -> CaesuraError:
+    return CaesuraError(ErrorCode.OUT_OF_MEMORY, message, needed_bytes=needed, free_bytes=free)

@@ -1,0 +1,216 @@
+"""What was answered to which message, so that a message sent again has no second effect.
+
+Invariants:
+- A message id is new once. Afterwards it is under way, answered and stored, or answered and forgotten; a forgotten one is
+  refused, as nobody can tell its answer any more. That holds for at least :data:`REMEMBERED_IDS` later ids.
+- Answers that are young, and the last :data:`STORED_ANSWERS` in any case, are stored, unless all of them together take more
+  than :data:`STORED_ANSWER_BYTES`: then the oldest go first.
+- Results that their client may not have read are *kept*: they can be had by rid as long as they are stored, which is
+  ``window_s`` seconds from when that client left, or until the rid names a new generation.
+- What is remembered of forgotten ids takes the same memory for ever, all of it from the start.
+"""
+
+import hashlib
+from array import array
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from time import monotonic
+
+from ...io_struct import (
+    BatchTokenOutput,
+    CaesuraError,
+    ErrorCode,
+    FetchResultReqOutput,
+    GenerateReqOutput,
+    Message,
+    ScoreReqOutput,
+)
+from .send_queues import result_bytes
+
+STORED_ANSWERS = 1024
+STORED_ANSWER_BYTES = 64 << 20
+REMEMBERED_IDS = 1 << 15
+ANSWER_BYTES = 1536
+"""What an answer takes beside its arrays: its fields, ids and places in tables."""
+
+_BUCKETS, _WAYS = 1 << 13, 16
+"""Of the table of forgotten ids: a bucket sees four of :data:`REMEMBERED_IDS`, and hardly ever more than sixteen."""
+
+
+@dataclass(slots=True, eq=False)
+class Exchange:
+    """One effect: the messages that asked for it, who waits for it, and what was answered."""
+
+    message_ids: list[str]
+    clients: list[bytes]
+    remaining: int = 1
+    """Answers still to come; a generation has one per sample."""
+    answers: list[Message] = field(default_factory=list)
+    nbytes: int = 0
+    rid: str = ""
+    """Of a generation."""
+    generation: bytes = b""
+    """Digest of a generate request without its message id."""
+    done_at: float = 0.0
+    """On the monotonic clock."""
+
+
+class Answers:
+    """The exchanges under way, and the answers of those that are done."""
+
+    def __init__(self, window_s: float) -> None:
+        """``window_s``: how long an answer is young."""
+        self._window_s = window_s
+        self._exchanges: dict[str, tuple[bytes, Exchange]] = {}
+        self._done: deque[Exchange] = deque()
+        self._kept: dict[str, Exchange] = {}
+        self._forgotten = ForgottenIds()
+        self.stored_bytes = 0
+
+    def attach(self, client: bytes, message_id: str, frame: bytes) -> list[Message] | None:
+        """What was answered to this id until now; ``client`` gets what is still to come. None: the id is new, and now known.
+
+        Raises:
+            CaesuraError: ``id_conflict``, it came with another frame; ``answer_forgotten``.
+        """
+        body = hashlib.blake2b(frame, digest_size=16).digest()
+        known = self._exchanges.get(message_id)
+        if known is None:
+            if message_id in self._forgotten:
+                raise CaesuraError(
+                    ErrorCode.ANSWER_FORGOTTEN,
+                    f"message {message_id} was answered before, and its answer is no longer stored",
+                )
+            self._exchanges[message_id] = body, Exchange([message_id], [client])
+            return None
+        if known[0] != body:
+            raise CaesuraError(ErrorCode.ID_CONFLICT, f"message id {message_id} was used with another body")
+        self._wait(client, known[1])
+        return known[1].answers
+
+    def get(self, message_id: str) -> Exchange | None:
+        """The exchange of a message that is under way or stored."""
+        known = self._exchanges.get(message_id)
+        return None if known is None else known[1]
+
+    def join(self, client: bytes, message_id: str, exchange: Exchange) -> list[Message]:
+        """``message_id``, just attached, asks for what ``exchange`` is about; what was answered there until now."""
+        body, _ = self._exchanges[message_id]
+        self._exchanges[message_id] = body, exchange
+        exchange.message_ids.append(message_id)
+        self._wait(client, exchange)
+        return exchange.answers
+
+    def add(self, exchange: Exchange, answer: Message, nbytes: int) -> None:
+        """One of its answers; with the last one it is done."""
+        exchange.answers.append(answer)
+        exchange.nbytes += nbytes
+        self.stored_bytes += nbytes
+        exchange.remaining -= 1
+        if exchange.remaining == 0:
+            exchange.done_at = monotonic()
+            self._done.append(exchange)
+        self._forget_old()
+
+    def begin_generation(self, message_id: str, rid: str, generation: bytes, *, samples: int) -> None:
+        """``message_id``, just attached, begins a generation of so many samples; ``rid`` names it from now on."""
+        _, exchange = self._exchanges[message_id]
+        exchange.rid, exchange.generation, exchange.remaining = rid, generation, samples
+        self._kept.pop(rid, None)
+
+    def kept(self, rid: str, generation: bytes | None = None) -> list[GenerateReqOutput]:
+        """The kept results of ``rid``, by sample index; only if they are of this ``generation`` where one is given."""
+        exchange = self._kept.get(rid)
+        if exchange is None or (generation is not None and exchange.generation != generation):
+            return []
+        if exchange.done_at <= monotonic() - self._window_s:
+            del self._kept[rid]
+            return []
+        answers = (answer for answer in exchange.answers if isinstance(answer, BatchTokenOutput))
+        results = {result.index: result for answer in answers for result in answer.finished}
+        return [results[index] for index in sorted(results)]
+
+    def keep_for(self, client: bytes) -> None:
+        """``client`` left, and which of its last results it has read is not known: keep what nobody else waited for."""
+        done, self._done = self._done, deque()
+        kept = [exchange for exchange in done if exchange.rid and exchange.clients == [client]]
+        self._kept |= {exchange.rid: exchange for exchange in kept}
+        for exchange in kept:
+            exchange.done_at = monotonic()
+        moved = set(kept)
+        self._done.extend(exchange for exchange in done if exchange not in moved)
+        self._done.extend(kept)  # in the order of their ages
+
+    def awaited_by(self) -> set[bytes]:
+        """Every client that waits for an answer."""
+        awaited = (exchange for _, exchange in self._exchanges.values() if exchange.remaining > 0)
+        return {client for exchange in awaited for client in exchange.clients}
+
+    def is_awaited(self, message_id: str) -> bool:
+        """Somebody who is not known to be gone waits for the answer."""
+        exchange = self.get(message_id)
+        return exchange is not None and bool(exchange.clients)
+
+    def leave(self, client: bytes, message_ids: Iterable[str]) -> None:
+        """``client`` is gone, and waits for none of these any more."""
+        for message_id in message_ids:
+            exchange = self.get(message_id)
+            if exchange is not None and client in exchange.clients:
+                exchange.clients.remove(client)
+
+    def _wait(self, client: bytes, exchange: Exchange) -> None:
+        if exchange.remaining and client not in exchange.clients:
+            exchange.clients.append(client)
+
+    def _forget_old(self) -> None:
+        horizon = monotonic() - self._window_s
+        while self._done:
+            exchange = self._done[0]
+            keeps = len(self._done) <= STORED_ANSWERS or exchange.done_at > horizon
+            if keeps and self.stored_bytes <= STORED_ANSWER_BYTES:
+                return
+            self._done.popleft()
+            self.stored_bytes -= exchange.nbytes
+            if self._kept.get(exchange.rid) is exchange:
+                del self._kept[exchange.rid]
+            for message_id in exchange.message_ids:
+                del self._exchanges[message_id]
+                self._forgotten.add(message_id)
+
+
+class ForgottenIds:
+    """Which ids were answered and are not stored: a table of hashes, each bucket of which forgets its oldest.
+
+    Python's hash of text has a key of this process, so nobody can choose ids that collide.
+    """
+
+    def __init__(self) -> None:
+        self._table = array(
+            "Q", bytes(8 * _BUCKETS * _WAYS)
+        )  # copied, so the pages are taken now, and no more later
+        self._oldest = bytearray(_BUCKETS)
+
+    def add(self, message_id: str) -> None:
+        key, bucket = _key(message_id)
+        place = self._oldest[bucket]
+        self._table[bucket * _WAYS + place] = key
+        self._oldest[bucket] = (place + 1) % _WAYS
+
+    def __contains__(self, message_id: str) -> bool:
+        key, bucket = _key(message_id)
+        return key in self._table[bucket * _WAYS : (bucket + 1) * _WAYS]
+
+
+def _key(message_id: str) -> tuple[int, int]:
+    number = hash(message_id) & (1 << 64) - 1
+    return number or 1, number % _BUCKETS
+
+
+def answer_bytes(answer: Message) -> int:
+    """What storing ``answer`` takes, about."""
+    if isinstance(answer, BatchTokenOutput):
+        return sum(map(result_bytes, answer.finished))
+    if isinstance(answer, FetchResultReqOutput):
+        return ANSWER_BYTES + sum(map(result_bytes, answer.results))
+    return ANSWER_BYTES + (sum(map(len, answer.logprobs)) if isinstance(answer, ScoreReqOutput) else 0)

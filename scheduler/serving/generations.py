@@ -1,0 +1,136 @@
+"""Generation as clients see it: accepting a request, retries of it, abort, fetching results, clients that leave.
+
+Invariants:
+- One message id, one effect (``answers.py``); and a retry under a new message id, with the same rid and body, attaches to
+  the generation that is live, or gets the results that were kept for it.
+- A generation that nobody waits for any more is aborted; what it had produced is kept, to be fetched by rid.
+"""
+
+import hashlib
+import logging
+from time import monotonic
+
+import msgspec
+
+from ...io_struct import (
+    AbortReq,
+    CaesuraError,
+    ErrorCode,
+    FetchResultReqInput,
+    FetchResultReqOutput,
+    GenerateReqInput,
+    encode,
+)
+from ..batching.live_requests import LiveRequests
+from ..batching.output_processor import OutputProcessor
+from ..batching.waiting_queue import AdmissionLimits, WaitingQueue, admit
+from ..commands.lifecycle import Lifecycle
+from ..shutdown import Shutdown
+from .answers import Answers
+from .replies import Replies
+
+logger = logging.getLogger(__name__)
+
+
+class Generations:
+    """Starts, aborts and looks up generations."""
+
+    def __init__(
+        self,
+        *,
+        limits: AdmissionLimits,
+        refuse_while_paused: bool,
+        lifecycle: Lifecycle,
+        live: LiveRequests,
+        waiting: WaitingQueue,
+        outputs: OutputProcessor,
+        answers: Answers,
+        replies: Replies,
+        shutdown: Shutdown,
+    ) -> None:
+        self._limits = limits
+        self._refuse_while_paused = refuse_while_paused
+        self._lifecycle = lifecycle
+        self._live = live
+        self._waiting = waiting
+        self._outputs = outputs
+        self._answers = answers
+        self._replies = replies
+        self._shutdown = shutdown
+
+    def generate(self, client: bytes, message: GenerateReqInput) -> None:
+        """Start what ``message`` asks for, or attach it to what it repeats.
+
+        Raises:
+            CaesuraError: ``duplicate_rid``, ``shutting_down``, ``paused``, ``weights_poisoned``, ``weights_invalid``,
+                ``epoch_behind``; what :func:`admit` refuses. Nothing changed.
+        """
+        rid, body = message.rid if message.rid is not None else message.id, _body_of(message)
+        if self._join(client, message, rid, body):
+            return
+        self._shutdown.refuse_work()
+        self._lifecycle.require_serviceable("cannot generate")
+        if self._lifecycle.generation != "running" and self._refuse_while_paused:
+            raise CaesuraError(ErrorCode.PAUSED, "the engine is paused and configured to refuse requests")
+        self._lifecycle.require_epoch(message.min_weights_epoch)
+        requests = admit(
+            message, client=client, limits=self._limits, waiting=len(self._waiting), now=monotonic()
+        )
+        self._answers.begin_generation(message.id, rid, body, samples=len(requests))
+        self._live.add(requests)
+        for request in requests:
+            self._waiting.append(request)
+
+    def _join(self, client: bytes, message: GenerateReqInput, rid: str, body: bytes) -> bool:
+        """Whether this is the retry, under a new message id, of a generation that is live or whose results are kept."""
+        live = self._live.samples(rid)
+        exchange = self._answers.get(live[0].message_id) if live else None
+        if exchange is not None:
+            if exchange.generation != body:
+                raise CaesuraError(ErrorCode.DUPLICATE_RID, f"generation {rid!r} is still running", rid=rid)
+            for answer in self._answers.join(client, message.id, exchange):
+                self._replies.say(client, answer, message.id)
+            return True
+        kept = self._answers.kept(rid, body)
+        if len(kept) < message.sampling_params.n or any(r.finish_reason.type == "abort" for r in kept):
+            return False
+        self._replies.answer(message.id, self._replies.results(kept))
+        return True
+
+    def abort(self, message: AbortReq) -> int:
+        """End what ``message`` names; how many samples that were."""
+        if message.abort_all:
+            return self._outputs.abort_all("Aborted")
+        if message.rid is None:
+            raise CaesuraError(
+                ErrorCode.INVALID_REQUEST, "abort needs a rid, or abort_all", field="rid", value=None
+            )
+        samples = self._live.samples(message.rid)
+        if message.index is not None:
+            samples = [sample for sample in samples if sample.index == message.index]
+        return self._outputs.abort(samples, "Aborted")
+
+    def fetch(self, message: FetchResultReqInput) -> FetchResultReqOutput:
+        """The kept results of a rid, and how many of its samples are live."""
+        live = len(self._live.samples(message.rid))
+        return FetchResultReqOutput(id=message.id, results=self._answers.kept(message.rid), live=live)
+
+    def client_gone(self, client: bytes) -> None:
+        """``client`` cannot be reached: what only it waited for is aborted and kept, the rest goes to the others."""
+        aborted = 0
+        for request in self._live.of_client(client):
+            exchange = self._answers.get(request.message_id)
+            others = [] if exchange is None else [other for other in exchange.clients if other != client]
+            if exchange is not None and others:
+                request.client = others[-1]
+                exchange.clients = others
+            else:
+                aborted += self._outputs.abort([request], "client is gone")
+        self._answers.keep_for(client)
+        if aborted:
+            logger.info("client %s is gone: %d samples aborted", client.hex(), aborted)
+
+
+def _body_of(message: GenerateReqInput) -> bytes:
+    """What makes two generate requests the same but for their message ids."""
+    return hashlib.blake2b(encode(msgspec.structs.replace(message, id="-")), digest_size=16).digest()

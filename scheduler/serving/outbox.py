@@ -1,0 +1,160 @@
+"""What a step produced, gathered per client and sent as at most one message per client and step.
+
+Invariants:
+- A failure to build or send one client's message delays nobody else's. It is tried :data:`MAX_SENDS` times; after that
+  each result goes alone, and a result that cannot be sent is replaced by one that says so.
+- Tokens of a client leave before its terminal results of the same step, in one message.
+"""
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+
+from ...io_struct import (
+    BatchTokenOutput,
+    DeltaLogprobs,
+    ErrorCode,
+    FinishReason,
+    GenerateReqOutput,
+    LogprobRows,
+    StreamDelta,
+)
+from ..batching.request import Request
+from ..memory.device_memory import is_out_of_memory
+
+logger = logging.getLogger(__name__)
+
+MAX_SENDS = 3
+"""Attempts to make a message of a client's results."""
+
+Send = Callable[[bytes, BatchTokenOutput], None]
+
+
+class _ClientOutput:
+    """What one client gets at the end of this step."""
+
+    __slots__ = (
+        "attempts", "counts", "finished", "indices", "logprobs", "rids", "starts", "token_ids_logprobs", "tokens", "top",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self.rids: list[str] = []
+        self.indices: list[int] = []
+        self.starts: list[int] = []
+        self.counts: list[int] = []
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.top: list[LogprobRows | None] = []
+        self.token_ids_logprobs: list[LogprobRows | None] = []
+        self.finished: list[GenerateReqOutput] = []
+        self.attempts = 0
+
+    def message(self, step: int) -> BatchTokenOutput:
+        delta = None
+        if self.rids:
+            delta = StreamDelta(
+                rids=self.rids,
+                indices=np.asarray(self.indices, "<i4").tobytes(),
+                starts=np.asarray(self.starts, "<i4").tobytes(),
+                counts=np.asarray(self.counts, "<i4").tobytes(),
+                tokens=np.asarray(self.tokens, "<i4").tobytes(),
+                logprobs=np.asarray(self.logprobs, "<f4").tobytes(),
+                top=_delta_logprobs(self.top),
+                given=_delta_logprobs(self.token_ids_logprobs),
+            )
+        return BatchTokenOutput(step=step, delta=delta, finished=self.finished)
+
+
+class Outbox:
+    """Gathers outputs and hands them to ``send``."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._outputs: defaultdict[bytes, _ClientOutput] = defaultdict(_ClientOutput)
+
+    @property
+    def has_undelivered(self) -> bool:
+        """Something has gathered for a client, and could not be sent yet."""
+        return bool(self._outputs)
+
+    def add_tokens(
+        self,
+        requests: Iterable[Request],
+        starts: Sequence[int],
+        tokens: Sequence[int],
+        logprobs: Sequence[float],
+    ) -> None:
+        """One new token of each of ``requests``, which stream; ``starts`` are their places among the output tokens."""
+        for request, start, token, logprob in zip(requests, starts, tokens, logprobs, strict=True):
+            output = self._outputs[request.client]
+            output.rids.append(request.rid)
+            output.indices.append(request.index)
+            output.starts.append(start)
+            output.counts.append(1)
+            output.tokens.append(token)
+            output.logprobs.append(logprob if request.return_logprob else np.nan)
+            record = request.record
+            top, given = (None, None) if record is None else record.output_rows(start, start + 1)
+            output.top.append(top)
+            output.token_ids_logprobs.append(given)
+
+    def add_result(self, client: bytes, result: GenerateReqOutput) -> None:
+        """The terminal result of a request."""
+        self._outputs[client].finished.append(result)
+
+    def deliver(self, step: int) -> None:
+        """Send each client what has gathered for it; ``step`` is the last one that was processed."""
+        for client in list(self._outputs):
+            output = self._outputs[client]
+            try:
+                self._send(client, output.message(step))
+            except Exception as error:  # the other clients must get theirs
+                output.attempts += 1
+                logger.error("client %s: its results make no message", client.hex(), exc_info=error)
+                if output.attempts < MAX_SENDS:
+                    continue  # it goes with what comes next
+                self._deliver_one_by_one(client, output, step)
+            del self._outputs[client]
+
+    def _deliver_one_by_one(self, client: bytes, output: _ClientOutput, step: int) -> None:
+        """Send every result alone; in place of one that cannot be sent, that it cannot."""
+        for result in output.finished:
+            try:
+                self._send(client, BatchTokenOutput(step=step, finished=[result]))
+                continue
+            except Exception as error:
+                logger.error("request %s: its result makes no message", result.rid, exc_info=error)
+                instead = _without_content(result, error)
+            try:
+                self._send(client, BatchTokenOutput(step=step, finished=[instead]))
+            except Exception as error:
+                logger.error("request %s is not answered", result.rid, exc_info=error)
+
+
+def _delta_logprobs(rows: list[LogprobRows | None]) -> DeltaLogprobs | None:
+    """Of the rows of a delta, one token each."""
+    if not any(rows):
+        return None
+    return DeltaLogprobs(
+        ks=np.asarray([0 if row is None else row.k for row in rows], "<i4").tobytes(),
+        ids=b"".join(row.ids for row in rows if row is not None),
+        logprobs=b"".join(row.logprobs for row in rows if row is not None),
+    )
+
+
+def _without_content(result: GenerateReqOutput, error: Exception) -> GenerateReqOutput:
+    """The end of the sample, where nothing else of ``result`` can be told."""
+    code = ErrorCode.OUT_OF_MEMORY if is_out_of_memory(error) else ErrorCode.INTERNAL
+    message = f"its result cannot be sent: {type(error).__name__}: {error}"
+    return GenerateReqOutput(
+        rid=result.rid,
+        index=result.index,
+        output_ids=b"",
+        finish_reason=FinishReason(type="error", message=message, code=code),
+        weight_versions=[],
+        prompt_tokens=0,
+        cached_tokens=0,
+        seed=0,
+    )

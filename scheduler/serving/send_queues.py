@@ -1,0 +1,313 @@
+"""What clients have not taken yet: a queue for each, merged while it waits, and bounded.
+
+Invariants:
+- Order is kept: encoded frames first, then the token outputs that still merge. What was encoded is never encoded again.
+- Stream deltas beyond :data:`MAX_PENDING_DELTA_TOKENS` are dropped (the terminal result carries everything); replies and
+  terminal results never are, so a client is bounded by counting as gone: :meth:`Backlogs.append` names who is over.
+- Results count from the moment they wait, merged or not, with the bytes that keeping them takes.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...io_struct import (
+    BatchTokenOutput,
+    DeltaLogprobs,
+    GenerateReqOutput,
+    Message,
+    StreamDelta,
+    encode_reply,
+)
+
+MAX_PENDING_DELTA_TOKENS = 1 << 16
+"""Per client: beyond this, stream deltas are dropped (a gap in ``starts``); results are not."""
+MAX_PENDING_MESSAGES = 1 << 16
+"""Per client: one that leaves more replies and results than this unread counts as gone."""
+MAX_PENDING_BYTES = 256 << 20
+"""Per client, of replies, results and deltas together; a client beyond it counts as gone."""
+MAX_ALL_PENDING_BYTES = 1 << 30
+"""Of all clients together: beyond it, the client with the most counts as gone."""
+SEAL_BYTES = 4 << 20
+"""Token outputs merge into messages of about this size, so that encoding one never takes long."""
+_ROW_BYTES = 64  # of a delta's row beside its columns: a reference to the rid, and its share of the lists
+_RESULT_BYTES = 1536  # of a result's fields beside its arrays
+
+
+@dataclass(slots=True)
+class Load:
+    """How much waits."""
+
+    messages: int = 0
+    """Replies and terminal results."""
+    nbytes: int = 0
+
+
+class Backlogs:
+    """The queues of all clients that are behind."""
+
+    def __init__(self) -> None:
+        self.load = Load()
+        """Of all of them."""
+        self._queues: dict[bytes, Backlog] = {}
+
+    def __len__(self) -> int:
+        return len(self._queues)
+
+    def __contains__(self, client: bytes) -> bool:
+        return client in self._queues
+
+    def __getitem__(self, client: bytes) -> "Backlog":
+        return self._queues[client]
+
+    def items(self) -> Iterator[tuple[bytes, "Backlog"]]:
+        """A copy: queues may go while they are looked at."""
+        yield from list(self._queues.items())
+
+    def begin(self, client: bytes, frame: bytes) -> list[bytes]:
+        """``client`` could not take ``frame``; returns who counts as gone, as :meth:`append` does."""
+        self._queues[client] = Backlog(self.load)
+        self._queues[client].put(frame)
+        return self._over(client)
+
+    def append(self, client: bytes, message: Message) -> list[bytes]:
+        """Put ``message`` behind what waits for ``client``; returns the clients that leave too much unread."""
+        self._queues[client].append(message)
+        return self._over(client)
+
+    def forget(self, client: bytes) -> None:
+        """Drop what waits for ``client``, if anything does."""
+        queue = self._queues.pop(client, None)
+        if queue is not None:
+            queue.drop()
+
+    def _over(self, client: bytes) -> list[bytes]:
+        load = self._queues[client].load
+        if load.messages > MAX_PENDING_MESSAGES or load.nbytes > MAX_PENDING_BYTES:
+            return [client]
+        if self.load.nbytes > MAX_ALL_PENDING_BYTES:
+            return [max(self._queues, key=lambda each: self._queues[each].load.nbytes)]
+        return []
+
+
+class Backlog:
+    """What one client has not taken yet, in order: encoded frames, then token outputs that still merge."""
+
+    def __init__(self, total: Load) -> None:
+        """``total`` is charged with everything that waits here."""
+        self.load = Load()
+        self._total = total
+        self._frames: deque[_Frame] = deque()
+        self._delta_tokens = 0
+        """In frames and open deltas together."""
+        self._is_open = False
+        self._step = 0
+        self._finished: list[GenerateReqOutput] = []
+        self._deltas: list[StreamDelta] = []
+        self._open = Load()
+        self._open_delta = _OpenDelta()
+
+    def append(self, message: Message) -> None:
+        """Put ``message`` behind everything else."""
+        if not isinstance(message, BatchTokenOutput):
+            self._seal()
+            self.put(encode_reply(message))
+            return
+        self._is_open = True
+        self._step = message.step
+        self._finished += message.finished
+        for result in message.finished:
+            self._charge_open(1, result_bytes(result))
+        if message.delta is not None:
+            self._add_delta(message.delta)
+        if self._open.nbytes + self._open_delta.nbytes > SEAL_BYTES:
+            self._seal()
+
+    def put(self, frame: bytes) -> None:
+        """One encoded reply."""
+        self._push(_Frame(frame, 1, 0))
+
+    def head(self) -> bytes | None:
+        """The frame to send next; None when there is none."""
+        if not self._frames:
+            self._seal()
+        return self._frames[0].data if self._frames else None
+
+    def pop(self) -> None:
+        """The client has taken :meth:`head`."""
+        frame = self._frames.popleft()
+        self._charge(-frame.messages, -len(frame.data))
+        self._delta_tokens -= frame.delta_tokens
+
+    def drop(self) -> None:
+        """Nobody will take what is left."""
+        self._charge(-self.load.messages, -self.load.nbytes)
+
+    def _push(self, frame: "_Frame") -> None:
+        self._frames.append(frame)
+        self._charge(frame.messages, len(frame.data))
+
+    def _charge(self, messages: int, nbytes: int) -> None:
+        for load in (self.load, self._total):
+            load.messages += messages
+            load.nbytes += nbytes
+
+    def _charge_open(self, messages: int, nbytes: int) -> None:
+        self._open.messages += messages
+        self._open.nbytes += nbytes
+        self._charge(messages, nbytes)
+
+    def _add_delta(self, delta: StreamDelta) -> None:
+        tokens = len(delta.tokens) // 4
+        if self._delta_tokens + tokens > MAX_PENDING_DELTA_TOKENS:
+            self._drop_open_deltas()
+            return
+        nbytes = delta_bytes(delta)
+        self._deltas.append(delta)
+        self._open_delta.tokens += tokens
+        self._open_delta.nbytes += nbytes
+        self._delta_tokens += tokens
+        self._charge(0, nbytes)
+
+    def _drop_open_deltas(self) -> None:
+        self._delta_tokens -= self._open_delta.tokens
+        self._charge(0, -self._open_delta.nbytes)
+        self._deltas, self._open_delta = [], _OpenDelta()
+
+    def _seal(self) -> None:
+        """Merge and encode the token outputs gathered so far: once, whatever happens to the frame afterwards."""
+        if not self._is_open:
+            return
+        finished, tokens = self._finished, self._open_delta.tokens
+        ended = {(result.rid, result.index) for result in finished}
+        delta = merge(self._deltas, ended) if self._deltas else None
+        self._charge(-self._open.messages, -self._open.nbytes)
+        self._drop_open_deltas()
+        self._is_open = False
+        self._finished, self._open = [], Load()
+        if delta is not None or finished:
+            output = BatchTokenOutput(step=self._step, finished=finished, delta=delta)
+            self._delta_tokens += tokens
+            self._push(_Frame(encode_reply(output), len(finished), tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    """An encoded message."""
+
+    data: bytes
+    messages: int
+    """Replies or results in it."""
+    delta_tokens: int
+
+
+@dataclass(slots=True)
+class _OpenDelta:
+    """How much the deltas hold that still merge."""
+
+    tokens: int = 0
+    nbytes: int = 0
+
+
+def result_bytes(result: GenerateReqOutput) -> int:
+    """What remembering ``result`` takes, about."""
+    arrays = (
+        result.output_ids,
+        result.output_logprobs,
+        result.raw_logprobs,
+        result.sampled_logprobs,
+        result.input_logprobs,
+    )
+    routed = 0 if result.routed_experts is None else len(result.routed_experts.data)
+    rows = (
+        result.output_top_logprobs,
+        result.output_token_ids_logprobs,
+        result.input_top_logprobs,
+        result.input_token_ids_logprobs,
+    )
+    further = sum(len(row.ids) + len(row.logprobs) for row in rows if row is not None)
+    return _RESULT_BYTES + routed + further + sum(len(array) for array in arrays if array is not None)
+
+
+def delta_bytes(delta: StreamDelta) -> int:
+    """What keeping ``delta`` takes, about."""
+    further = sum(
+        len(each.ks) + len(each.ids) + len(each.logprobs)
+        for each in (delta.top, delta.given)
+        if each is not None
+    )
+    columns = (delta.indices, delta.starts, delta.counts, delta.tokens, delta.logprobs)
+    return _ROW_BYTES * (1 + len(delta.rids)) + further + sum(map(len, columns))
+
+
+def merge(deltas: list[StreamDelta], ended: set[tuple[str, int]]) -> StreamDelta | None:
+    """One delta for several: a row per unbroken run of a sample's tokens, none for samples whose result follows.
+
+    None when nothing is left.
+    """
+    numbers: dict[tuple[str, int], int] = {}
+    indices = np.concatenate([np.frombuffer(delta.indices, "<i4") for delta in deltas])
+    rids = [rid for delta in deltas for rid in delta.rids]
+    keys = list(zip(rids, indices.tolist(), strict=True))
+    samples = np.fromiter((numbers.setdefault(key, len(numbers)) for key in keys), np.int64, len(keys))
+    starts = np.concatenate([np.frombuffer(delta.starts, "<i4") for delta in deltas])
+    counts = np.concatenate([np.frombuffer(delta.counts, "<i4") for delta in deltas])
+    tokens = np.concatenate([np.frombuffer(delta.tokens, "<i4") for delta in deltas])
+    logprobs = np.concatenate([np.frombuffer(delta.logprobs, "<f4") for delta in deltas])
+
+    dead = np.fromiter((key in ended for key in numbers), np.bool_, len(numbers))
+    order = np.argsort(samples, kind="stable")  # by sample, and within it by time
+    order = order[~dead[samples[order]]]
+    if not len(order):
+        return None
+    samples, starts, row_counts = samples[order], starts[order], counts[order]
+    continues = (samples[1:] == samples[:-1]) & (starts[1:] == starts[:-1] + row_counts[:-1])
+    first = np.flatnonzero(np.concatenate([[True], ~continues]))
+    places = _places(counts, order)
+    names = list(numbers)
+    return StreamDelta(
+        rids=[names[sample][0] for sample in samples[first].tolist()],
+        indices=np.asarray([names[sample][1] for sample in samples[first].tolist()], "<i4").tobytes(),
+        starts=starts[first].astype("<i4").tobytes(),
+        counts=np.add.reduceat(row_counts, first).astype("<i4").tobytes(),
+        tokens=tokens[places].tobytes(),
+        logprobs=logprobs[places].tobytes(),
+        top=_merge_further([(delta, delta.top) for delta in deltas], counts, order, first),
+        given=_merge_further([(delta, delta.given) for delta in deltas], counts, order, first),
+    )
+
+
+def _places(lengths: np.ndarray, order: np.ndarray) -> np.ndarray:
+    """Where the values of the rows ``order`` lie, one row after the other, if all rows lie in a line with ``lengths`` each."""
+    begins, taken = (np.cumsum(lengths) - lengths)[order], lengths[order]
+    offsets = np.arange(taken.sum()) - np.repeat(np.cumsum(taken) - taken, taken)
+    places: np.ndarray = np.repeat(begins, taken) + offsets
+    return places
+
+
+def _merge_further(
+    deltas: list[tuple[StreamDelta, DeltaLogprobs | None]],
+    counts: np.ndarray,
+    order: np.ndarray,
+    first: np.ndarray,
+) -> DeltaLogprobs | None:
+    """The further logprobs of the rows ``order``, merged into runs that begin at its entries ``first``."""
+    if not any(further for _, further in deltas):
+        return None
+    ks = np.concatenate(
+        [
+            np.zeros(len(delta.rids), np.int32) if further is None else np.frombuffer(further.ks, "<i4")
+            for delta, further in deltas
+        ]
+    )
+    known = [further for _, further in deltas if further is not None]
+    ids = np.concatenate([np.frombuffer(further.ids, "<i4") for further in known])
+    logprobs = np.concatenate([np.frombuffer(further.logprobs, "<f4") for further in known])
+    places = _places(counts * ks, order)
+    return DeltaLogprobs(
+        ks=ks[order][first].astype("<i4").tobytes(),
+        ids=ids[places].tobytes(),
+        logprobs=logprobs[places].tobytes(),
+    )

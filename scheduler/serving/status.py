@@ -1,0 +1,167 @@
+"""One consistent snapshot of the engine, for people, supervisors and trainers.
+
+Invariants: taken between two steps; reading has no side effect (no emptying, no synchronisation, no token generated).
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import monotonic
+from typing import Any
+
+from ...io_struct import DeviceMemory, EngineTotals, GetStatusReqOutput, KVUsage, StageStatus
+from ..batching.batcher import Batcher
+from ..batching.output_processor import OutputProcessor
+from ..batching.step_recovery import Recovery
+from ..batching.waiting_queue import AdmissionLimits, WaitingQueue
+from ..cache.manager import CacheManager
+from ..commands.lifecycle import Lifecycle
+from ..commands.scoring import Scoring
+from ..commands.weight_updates import WeightUpdates
+from ..config import PAGE_SIZE, EngineConfig
+from ..memory.device_cache import DeviceCache
+from ..memory.device_memory import DeviceMemoryReading, available_memory_if_known
+from ..observability.memory_history import MemoryHistory
+from ..observability.stage_profiler import StageProfiler
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StaticFacts:
+    """What never changes after start."""
+
+    dtype: str
+    weights_bytes: int
+    kv_bytes: int
+    kv_bytes_per_token: int
+    routing_bytes_per_token: int
+    version: str
+
+
+class StatusReporter:
+    """Builds status replies from the parts."""
+
+    def __init__(
+        self,
+        *,
+        config: EngineConfig,
+        limits: AdmissionLimits,
+        facts: StaticFacts,
+        lifecycle: Lifecycle,
+        updates: WeightUpdates,
+        batcher: Batcher,
+        waiting: WaitingQueue,
+        outputs: OutputProcessor,
+        cache: CacheManager,
+        scoring: Scoring | None,
+        recovery: Recovery,
+        device_module: Any,
+        device_cache: DeviceCache,
+        history: MemoryHistory,
+        stages: StageProfiler,
+        last_step_at: Callable[[], float | None],
+    ) -> None:
+        self._config = config
+        self._limits = limits
+        self._facts = facts
+        self._lifecycle = lifecycle
+        self._updates = updates
+        self._batcher = batcher
+        self._waiting = waiting
+        self._outputs = outputs
+        self._cache = cache
+        self._scoring = scoring
+        self._recovery = recovery
+        self._device_module = device_module
+        self._device_cache = device_cache
+        self._history = history
+        self._stages = stages
+        self._last_step_at = last_step_at
+        self._started = monotonic()
+
+    def __call__(self, message_id: str) -> GetStatusReqOutput:
+        """The reply to status request ``message_id``."""
+        lifecycle, now, last = self._lifecycle, monotonic(), self._last_step_at()
+        return GetStatusReqOutput(
+            id=message_id,
+            incarnation=lifecycle.stamp.incarnation,
+            generation=lifecycle.generation,
+            pause_mode=lifecycle.pause_mode,
+            pause_age_s=lifecycle.pause_age_s,
+            pause_owner=lifecycle.pause_owner,
+            lease_left_s=None if (left := lifecycle.lease_left_s) is None else max(0.0, left),
+            weights=lifecycle.weights,
+            weights_detail=lifecycle.weights_detail,
+            memory="released" if lifecycle.released else "resident",
+            released_tags=sorted(lifecycle.released),
+            weight_version=lifecycle.stamp.version,
+            weights_epoch=lifecycle.stamp.epoch,
+            session=self._updates.sessions.status(),
+            update=self._updates.progress(),
+            running_requests=self._batcher.num_running,
+            prefilling_requests=self._batcher.num_prefilling,
+            waiting_requests=len(self._waiting),
+            step=lifecycle.step,
+            last_step_age_s=None if last is None else now - last,
+            generated_tokens=self._outputs.generated_tokens,
+            num_retractions=self._batcher.num_retractions,
+            step_failures=self._recovery.counts(),
+            kv=self._kv(),
+            device_memory=self._memory(),
+            memory_by_tag=self._history.by_tag,
+            totals=self._totals(),
+            stages=self._stage_times(),
+            reference=None if self._scoring is None else self._scoring.status(),
+            model_path=self._updates.model_path,
+            dtype=self._facts.dtype,
+            device=self._config.device,
+            context_len=self._limits.context_len,
+            vocab_size=self._limits.vocab_size,
+            max_running_requests=self._config.max_running_requests,
+            uptime_s=now - self._started,
+            pid=os.getpid(),
+            version=self._facts.version,
+        )
+
+    def _totals(self) -> EngineTotals:
+        return EngineTotals(
+            prompt_tokens=self._batcher.prompt_tokens,
+            cached_tokens=self._batcher.cached_tokens,
+            finished_requests=dict(self._outputs.finished),
+            pauses=self._lifecycle.pause_totals(),
+            updates=self._lifecycle.update_totals(),
+            emptied=self._device_cache.totals(),
+        )
+
+    def _stage_times(self) -> list[StageStatus]:
+        return [
+            StageStatus(
+                name=name,
+                count=total.count,
+                total_s=total.seconds,
+                median_s=total.median,
+                longest_s=total.longest,
+            )
+            for name, total in self._stages.totals().items()
+        ]
+
+    def _kv(self) -> KVUsage:
+        usage = self._cache.usage()
+        return KVUsage(
+            free=usage.free * PAGE_SIZE,
+            cached=usage.cached * PAGE_SIZE,
+            held=usage.held * PAGE_SIZE,
+            total=usage.total * PAGE_SIZE,
+            page_size=PAGE_SIZE,
+            bytes_per_token=self._facts.kv_bytes_per_token,
+            routing_bytes_per_token=self._facts.routing_bytes_per_token,
+        )
+
+    def _memory(self) -> DeviceMemory:
+        reading = DeviceMemoryReading.of(self._device_module)
+        return DeviceMemory(
+            reserved=reading.reserved,
+            allocated=reading.allocated,
+            available=available_memory_if_known(self._config.device),
+            weights=self._facts.weights_bytes,
+            kv_cache=self._facts.kv_bytes,
+        )
