@@ -46,7 +46,7 @@ SHAPE = Shape(
 class NullRunner:
     """Samples token 7 without looking at anything."""
 
-    def launch(self, batch: ForwardBatch) -> "NullRunner":
+    def execute(self, batch: ForwardBatch) -> "NullRunner":
         self._rows = len(batch.sample_tokens)
         return self
 
@@ -104,7 +104,7 @@ class Bench:
             )
         live = len(self.engine.live)
         while len(self.engine.live) < live + count:
-            self.engine.scheduler._hear(0)
+            self.engine.scheduler._receive(0)
 
     def drain(self) -> None:
         while self._socket.poll(0):

@@ -247,7 +247,7 @@ class ForwardOutput(Protocol):
 class Runner(Protocol):
     """Who executes steps. The loop is tested against a scripted one."""
 
-    def launch(self, batch: ForwardBatch) -> ForwardOutput:
+    def execute(self, batch: ForwardBatch) -> ForwardOutput:
         """Enqueue one step on the forward stream."""
         ...
 

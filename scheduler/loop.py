@@ -140,7 +140,7 @@ class Scheduler:
         try:
             while not self._shutdown.requested or self._drains(ongoing):
                 ongoing = self.tick(ongoing)
-            if ongoing is not None and (failure := self._answer(ongoing)) is not None:
+            if ongoing is not None and (failure := self._process_output(ongoing)) is not None:
                 self._discard(ongoing, failure, None)
         except BaseException as error:
             logger.critical("the loop has failed: the engine ends", exc_info=error)
@@ -164,20 +164,20 @@ class Scheduler:
     def tick(self, ongoing: Step | None) -> Step | None:
         """One turn; returns the step that is still in flight, at depth 1."""
         run = self._guard.run
-        self._hear(self._timeout(ongoing))
+        self._receive(self._timeout(ongoing))
         run("a command", self._commands.advance)
         run("scoring", self._dispatcher.score)
-        may_launch = self._lifecycle.may_launch and not (ongoing is not None and ongoing.is_lost)
-        launched = self._launch() if may_launch else None
+        may_execute = self._lifecycle.may_execute and not (ongoing is not None and ongoing.is_lost)
+        launched = self._execute() if may_execute else None
         due, ongoing = (launched, None) if self._depth == 0 else (ongoing, launched)
-        if due is not None and (failure := self._answer(due)) is not None:
+        if due is not None and (failure := self._process_output(due)) is not None:
             self._discard(due, failure, ongoing)
             ongoing = None
         self._outbox.deliver(self._lifecycle.step if due is None else due.number)
         run("ending the requests of a client that left", self._dispatcher.reap)
         return ongoing
 
-    def _hear(self, timeout_s: float | None) -> None:
+    def _receive(self, timeout_s: float | None) -> None:
         """Drain the inbox; block up to ``timeout_s`` for it (None: until something comes)."""
         blocks = timeout_s != 0
         if blocks:
@@ -192,7 +192,7 @@ class Scheduler:
             self._wakeup.clear()
         if self._router.socket in events:
             with self._stages.stage("receive"):
-                self._guard.run("receiving", self._receive)
+                self._guard.run("receiving", self._drain_socket)
         for fd in self._shutdown.fds:  # what came before the end is still begun
             if fd in events:
                 self._shutdown.heard(fd)
@@ -200,13 +200,13 @@ class Scheduler:
             self._guard.run("a client's backlog", self._router.retry)
         self._timers.fire(monotonic())
 
-    def _receive(self) -> None:
+    def _drain_socket(self) -> None:
         for client, header, buffers in self._router.receive():
             self._guard.run("a message", self._dispatcher.handle, client, header, buffers)
 
     def _timeout(self, ongoing: Step | None) -> float | None:
         """Seconds to block: 0 with work at hand, else until the next timer; None without any."""
-        runnable = self._lifecycle.may_launch and self._batcher.has_work
+        runnable = self._lifecycle.may_execute and self._batcher.has_work
         if ongoing is not None or runnable or self._dispatcher.wants_tick:
             self._idle_since = None
             return 0
@@ -255,11 +255,11 @@ class Scheduler:
         report = self._device_cache.empty("idle")
         self._history.note("idle", returned=report.freed)
 
-    def _launch(self) -> Step | None:
+    def _execute(self) -> Step | None:
         number = self._lifecycle.step + 1
         try:
             with self._stages.stage("schedule"):
-                batch = self._batcher.choose()
+                batch = self._batcher.schedule()
         except Exception as error:  # noqa: BLE001  a step may fail in any way, and then the next one must not
             self._recovery.not_built(Failure.of(error, number))
             return None
@@ -271,28 +271,28 @@ class Scheduler:
         launched_at = monotonic()
         output: ForwardOutput | Failure
         try:
-            output = self._runner.launch(batch.forward)
+            output = self._runner.execute(batch.forward)
         except Exception as error:  # noqa: BLE001  as above
             output = Failure.of(error, number)
         return Step(number, batch, output, launched_at)
 
-    def _answer(self, step: Step) -> Failure | None:
+    def _process_output(self, step: Step) -> Failure | None:
         """Take the results of a step in; a failure means that they are lost."""
         if isinstance(step.output, Failure):
             return step.output
         try:
             output = step.output.fetch()
-        except Exception as error:  # noqa: BLE001  as in _launch: device errors surface here
+        except Exception as error:  # noqa: BLE001  as in _execute: device errors surface here
             return Failure.of(error, step.number)
         # At depth 1 the device began with this step when it had done the one before.
         began = max(step.launched_at, self.last_step_at or 0.0)
         self.last_step_at = monotonic()
         self._stages.record(_kind(step.batch), self.last_step_at - began)
         with self._stages.stage("process"):
-            with self._recovery.taking_in(step.batch, step.number):
+            with self._recovery.processing(step.batch, step.number):
                 self._outputs.record(step.batch, output)
-            with self._recovery.taking_in(step.batch, step.number):
-                self._batcher.landed(step.batch, self.last_step_at - began)
+            with self._recovery.processing(step.batch, step.number):
+                self._batcher.complete_step(step.batch, self.last_step_at - began)
             self._outbox.deliver(step.number)
         self._guard.run("sampling the memory", self._history.sample)
         return None

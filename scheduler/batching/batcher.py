@@ -109,10 +109,10 @@ class Batcher:
 
     @property
     def has_work(self) -> bool:
-        """A call of :meth:`choose` may produce a step."""
+        """A call of :meth:`schedule` may produce a step."""
         return bool(self._active) or len(self.waiting) > 0
 
-    def choose(self) -> ScheduledBatch | None:
+    def schedule(self) -> ScheduledBatch | None:
         """Build the next step; None when there is nothing to run, or a step in flight must land first."""
         self._starting = None
         decode = self._in_turn(self._decodable())
@@ -125,7 +125,7 @@ class Batcher:
             return None
         return self._build(decode, chunks)
 
-    def landed(self, batch: ScheduledBatch, seconds: float) -> None:
+    def complete_step(self, batch: ScheduledBatch, seconds: float) -> None:
         """The step, which took ``seconds``, is consumed: release what only waited for it, share new prefixes."""
         self._sizer.observe(batch.num_tokens - batch.forward.num_decode, seconds)
         self._sizer.succeeded(batch.num_tokens)
@@ -139,7 +139,7 @@ class Batcher:
                     request.kv, self.table.tokens[request.slot, : self.table.length[request.slot] - 1]
                 )
 
-    def withdraw(self, batch: ScheduledBatch) -> None:
+    def roll_back_step(self, batch: ScheduledBatch) -> None:
         """Take back a step whose results are lost, the last launched one first: its tokens are to be computed again.
 
         What it wrote lies beyond what is known to be computed, and is overwritten by the step that computes it again.
@@ -162,7 +162,7 @@ class Batcher:
         return slots, self.table.tokens[slots, self.table.length[slots] - 1]
 
     def suspects(self) -> list[Request]:
-        """Who may be the reason that a call of :meth:`choose` has raised.
+        """Who may be the reason that a call of :meth:`schedule` has raised.
 
         Whom it was starting, alone; else those with KV, else the first that waits.
         """
@@ -224,7 +224,7 @@ class Batcher:
         for request in reversed(unfinished):
             self._requeue(request, keep_prefix=False, count=False)
         for request in self.waiting.live():
-            if request.record is not None and not len(request.parked.tokens):
+            if request.record is not None and not len(request.evicted.tokens):
                 request.record.forget_inputs()
         return len(unfinished)
 
@@ -281,7 +281,7 @@ class Batcher:
         request.routed = self.routed_experts(request)
         self._remove(request)
         self._close(request, keep_prefix=keep_prefix)
-        self.table.park(request)
+        self.table.evict(request)
         self.waiting.push_front([request])
         if count:
             request.num_retractions += 1
@@ -299,7 +299,7 @@ class Batcher:
             self._leaving.append((request, keep_prefix))
             return
         self._close(request, keep_prefix=keep_prefix)
-        self.table.unseat(request)
+        self.table.release(request)
 
     def _close(self, request: Request, *, keep_prefix: bool) -> None:
         assert request.kv is not None
@@ -346,23 +346,23 @@ class Batcher:
         return (len(request.prompt) - 1 if first is None else first) // PAGE_SIZE
 
     def _start(self, request: Request, overtaken: int) -> bool:
-        """Seat ``request`` with KV pages for all it knows; False (nothing changed) when they cannot be had now.
+        """Bind ``request`` to a slot with KV pages for all it knows; False (nothing changed) when they cannot be had now.
 
         Args:
             overtaken: who came before it, and waits for a prefix; they find room for what is their own.
         """
         self._starting = request
-        started = self._seat(request, overtaken)
+        started = self._bind(request, overtaken)
         self._starting = None
         return started
 
-    def _seat(self, request: Request, overtaken: int) -> bool:
+    def _bind(self, request: Request, overtaken: int) -> bool:
         table, cache = self.table, self.cache
-        tokens = np.concatenate([request.prompt, request.parked.tokens])
+        tokens = np.concatenate([request.prompt, request.evicted.tokens])
         slot = table.take_slot()
         row = table.page_table[slot]
         row[:] = 0
-        kv, seated = None, False
+        kv, bound = None, False
         try:
             first = None if request.record is None else request.record.first_uncached
             # A cached prefix has no logits: it must end where some are wanted.
@@ -372,10 +372,10 @@ class Batcher:
             missing = pages_for(len(tokens)) - kv.num_pages
             if missing > cache.available() - left or not cache.extend(kv, len(tokens)):
                 return False
-            table.seat(request, slot)
-            seated = True
+            table.bind(request, slot)
+            bound = True
         finally:
-            if not seated:
+            if not bound:
                 if kv is not None:
                     cache.close(kv, None)
                 table.give_back_slot(slot)

@@ -3,7 +3,7 @@
 Invariants:
 - A :class:`Request` is in exactly one :class:`Phase`; ``FINISHED`` is entered once, and only by ``output_processor.py``.
 - A request holds a slot if and only if it holds KV; its tokens live in the table's row then, in its own arrays
-  otherwise. ``park`` and ``seat`` move them.
+  otherwise. ``evict`` and ``bind`` move them.
 - Per-step work on running requests is array work on :class:`RequestTable`; Python touches a request only when it
   arrives, starts, ends, is retracted, or gets a new weight-version span.
 - ``scheduled[slot]`` counts tokens whose KV is computed or in flight; ``length[slot]`` counts known tokens. Between
@@ -115,10 +115,10 @@ class Request:
     failed_alone_at: int | None = None
     """How much of it was computed when memory did not suffice for its next token alone. None: it always did."""
 
-    # Written by results and by park/seat.
+    # Written by results and by evict/bind.
     record: LogprobRecord | None = None
     """Its further log-probabilities. None: it wants none."""
-    parked: OutputArrays = field(default_factory=OutputArrays.empty)
+    evicted: OutputArrays = field(default_factory=OutputArrays.empty)
     spans: list[tuple[WeightStamp, bool, int]] = field(default_factory=list)
     """(stamp, stale_kv, first output token)"""
 
@@ -198,7 +198,7 @@ class RequestTable:
         self.by_slot: list[Request | None] = [None] * slots
         self._free = list(range(slots))  # a heap
 
-        # What each request is, written by seat.
+        # What each request is, written by bind.
         self.prompt_len = np.zeros(slots, np.int64)
         self.limit = np.zeros(slots, np.int64)
         self.stop_ids = np.full((slots, _STOP_WIDTH), NO_TOKEN, np.int32)
@@ -239,25 +239,25 @@ class RequestTable:
         return heapq.heappop(self._free)
 
     def give_back_slot(self, slot: int) -> None:
-        """Return a slot that was taken and never seated."""
+        """Return a slot that was taken and never bound."""
         heapq.heappush(self._free, slot)
 
-    def seat(self, request: Request, slot: int) -> None:
+    def bind(self, request: Request, slot: int) -> None:
         """Move ``request``'s tokens into row ``slot`` and set everything a step reads."""
-        params, parked = request.params, request.parked
+        params, evicted = request.params, request.evicted
         prompt_len = len(request.prompt)
         # Both allocate, so they come before anything moves.
         self._set_stop_ids(slot, request.stop_ids)
-        self.extras.seat(slot, params, request.early_stops, prompt_len, request.record)
-        length = prompt_len + len(parked.tokens)
+        self.extras.bind(slot, params, request.early_stops, prompt_len, request.record)
+        length = prompt_len + len(evicted.tokens)
         request.slot = slot
         self.by_slot[slot] = request
         self.tokens[slot, :prompt_len] = request.prompt
-        self.tokens[slot, prompt_len:length] = parked.tokens
-        self.logprobs[slot, prompt_len:length] = parked.logprobs
-        self.raw[slot, prompt_len:length] = parked.raw
-        self.sampled[slot, prompt_len:length] = parked.sampled
-        request.parked = OutputArrays.empty()
+        self.tokens[slot, prompt_len:length] = evicted.tokens
+        self.logprobs[slot, prompt_len:length] = evicted.logprobs
+        self.raw[slot, prompt_len:length] = evicted.raw
+        self.sampled[slot, prompt_len:length] = evicted.sampled
+        request.evicted = OutputArrays.empty()
         self.prompt_len[slot] = prompt_len
         self.length[slot] = length
         self.limit[slot] = request.limit
@@ -281,25 +281,25 @@ class RequestTable:
             slot
         ] = -1  # a new span is opened only if weights or staleness differ: output_processor.py compares
 
-    def unseat(self, request: Request) -> None:
-        """Free the row; the caller has parked the outputs or does not need them."""
+    def release(self, request: Request) -> None:
+        """Free the row; the caller has copied the outputs or does not need them."""
         slot = request.slot
         self.by_slot[slot] = None
         self.live[slot] = False
-        self.extras.unseat(slot)
+        self.extras.release(slot)
         request.slot = NO_SLOT
         self.give_back_slot(slot)
 
-    def park(self, request: Request) -> None:
+    def evict(self, request: Request) -> None:
         """Copy the outputs out of the row and free it."""
-        request.parked = self.outputs(request)
-        self.unseat(request)
+        request.evicted = self.outputs(request)
+        self.release(request)
 
     def outputs(self, request: Request) -> OutputArrays:
         """Copies of what ``request`` has produced so far, wherever it lives."""
         slot = request.slot
         if slot == NO_SLOT:
-            return request.parked
+            return request.evicted
         window = slice(int(self.prompt_len[slot]), int(self.length[slot]))
         return OutputArrays(
             self.tokens[slot, window].copy(),
@@ -310,7 +310,7 @@ class RequestTable:
 
     def forget_outputs(self, request: Request) -> None:
         """Drop what ``request`` has produced so far, wherever it lives."""
-        request.parked = OutputArrays.empty()
+        request.evicted = OutputArrays.empty()
         request.spans.clear()
         request.routed = None
         if request.slot != NO_SLOT:

@@ -130,7 +130,7 @@ class _Rows:
 
 
 class SamplingExtras:
-    """Of every slot; written by :meth:`seat`, but for ``counted``."""
+    """Of every slot; written by :meth:`bind`, but for ``counted``."""
 
     def __init__(self, slots: int) -> None:
         self.special = np.zeros(slots, np.bool_)
@@ -152,7 +152,7 @@ class SamplingExtras:
         """Ever in use at once."""
         self._free_counters: list[int] = []  # a heap
 
-    def seat(
+    def bind(
         self,
         slot: int,
         params: SamplingParams,
@@ -161,7 +161,7 @@ class SamplingExtras:
         record: LogprobRecord | None,
     ) -> None:
         """``stops`` are not sampled before ``min_new_tokens``."""
-        self.unseat(slot)  # a seating that failed half way has left its counter behind
+        self.release(slot)  # a seating that failed half way has left its counter behind
         bias = params.logit_bias or {}
         stops = stops if params.min_new_tokens else ()
         given = record.given if record is not None else np.empty(0, np.int32)
@@ -184,7 +184,7 @@ class SamplingExtras:
             self.counter[slot] = self._take_counter()
         self.special[slot] = bool(penalised or bias or stops or (record is not None and record.wants_outputs))
 
-    def unseat(self, slot: int) -> None:
+    def release(self, slot: int) -> None:
         """The slot is free."""
         if self.penalised[slot]:
             heapq.heappush(self._free_counters, int(self.counter[slot]))

@@ -97,9 +97,9 @@ class Recovery:
         """The results of ``batch`` will not come; ``later`` was launched after it. Neither is in flight any more."""
         self._failed += 1
         if later is not None:
-            self._batcher.withdraw(later)
+            self._batcher.roll_back_step(later)
             self._retried += 1
-        self._batcher.withdraw(batch)
+        self._batcher.roll_back_step(batch)
         if failure.out_of_memory and not self._failed_alone_before(batch):
             self._chunks.halve(batch.num_tokens)
             self._splits += 1
@@ -111,7 +111,7 @@ class Recovery:
         self._restore_last_tokens()
 
     @contextmanager
-    def taking_in(self, batch: ScheduledBatch, number: int) -> Iterator[None]:
+    def processing(self, batch: ScheduledBatch, number: int) -> Iterator[None]:
         """Around what takes the results of ``batch`` in: what fails there ends its requests, as some may have changed."""
         try:
             yield

@@ -133,7 +133,7 @@ class Lifecycle:
         """Commits an implicit weight session; set by weight_updates.py."""
 
     @property
-    def may_launch(self) -> bool:
+    def may_execute(self) -> bool:
         """The gate of every step."""
         return self._generation == "running" and self._weights == "valid" and not self._released
 

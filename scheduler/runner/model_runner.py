@@ -107,7 +107,7 @@ class ModelRunner:
         return context
 
     @torch.inference_mode()
-    def launch(self, batch: ForwardBatch) -> ForwardOutput:
+    def execute(self, batch: ForwardBatch) -> ForwardOutput:
         """Enqueue one step; on the CPU it has run when this returns."""
         if self._stream is None:
             self._backend.plan(batch)

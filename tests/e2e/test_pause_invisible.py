@@ -93,7 +93,7 @@ class Stage:
             input_ids=arrival.prompt, sampling_params=arrival.params, return_logprob=True
         )
         self.driver.send(message)
-        self.driver.engine.scheduler._hear(0)
+        self.driver.engine.scheduler._receive(0)
         return message.id, arrival.params.n
 
     def pause(self, mode: str) -> None:

@@ -177,7 +177,7 @@ def test_a_signal_during_the_start_ends_it(tiny_model, endpoint):
 HANGS = """
     import ctypes, threading
     from caesura.scheduler.runner.model_runner import ModelRunner
-    def launch(self, batch):
+    def execute(self, batch):
         {}
     ModelRunner.launch = launch
 """

@@ -17,7 +17,7 @@ from caesura.io_struct import (
     UpdateWeightFromDiskReqInput,
     WeightsCheckerReqInput,
 )
-from caesura.scheduler.commands.handlers import weight_updates
+from caesura.scheduler.commands import weight_updates
 
 VOCAB = 97
 LONG = [3 + i * 7 % 90 for i in range(100)]
@@ -123,7 +123,7 @@ def test_a_session_that_expires_before_the_first_byte(tiny_model, other_model, c
             update if command == "update" else EndWeightUpdateReqInput(session_id=session_id)
         )
         scheduler = driver.engine.scheduler
-        scheduler._hear(0)
+        scheduler._receive(0)
         eventually(lambda: driver.engine.commands.advance() or driver.engine.dispatcher.wants_tick)
         assert driver.engine.commands.is_busy, "it was meant to wait for the step"
         scheduler._updates.sessions.current.deadline = 0.0

@@ -79,7 +79,7 @@ def test_samples_that_cannot_use_the_prefix_do_not_wait_for_it(driver, start):
     """All of their prompt is computed for its log-probabilities, whatever is cached."""
     prompt = PREFIX[: PAGE_SIZE + 4]
     rid = driver.generate(prompt, 60, n=4, return_logprob=True, logprob_start_len=start)
-    driver.engine.scheduler._hear(0)
+    driver.engine.scheduler._receive(0)
     chunk = sum(len(prompt) for _ in range(4))
     driver.tick(-(-chunk // 32) + 1)
     assert driver.runner.launches[0] == (0, [20, 12])
@@ -102,18 +102,18 @@ def test_an_engine_that_is_paused_forgets_requests_that_were_aborted(driver):
 
 
 @pytest.mark.parametrize("error", [BUG, NO_MEMORY[2]], ids=["bug", "memory"])
-@pytest.mark.parametrize("stage", ["open", "extend", "seat"])
+@pytest.mark.parametrize("stage", ["open", "extend", "bind"])
 def test_a_request_that_cannot_be_started_ends_alone(driver, monkeypatch, stage, error):
     """Whoever runs goes on, and so does whoever waits behind it."""
     runs = driver.generate([5, 6, 7], 40)
     driver.tick(4)
     batcher = driver.engine.scheduler._batcher
-    owner = batcher.table if stage == "seat" else batcher.cache
+    owner = batcher.table if stage == "bind" else batcher.cache
     bad, behind = driver.generate(PREFIX, 5), driver.generate([9, 10], 5)
     original = getattr(owner, stage)
 
     def fail(first, *rest):
-        request = first if stage == "seat" else None
+        request = first if stage == "bind" else None
         tokens = request.prompt if request else first if stage == "open" else None
         if stage == "extend":
             is_bad = rest[0] == len(PREFIX)
@@ -140,7 +140,7 @@ def test_a_start_that_fails_once_ends_nobody(driver, monkeypatch):
     runs = driver.generate([5, 6, 7], 40)
     driver.tick(4)
     rid = driver.generate(PREFIX, 5)
-    fault = Fault(monkeypatch, driver.engine.scheduler._batcher.table, "seat", BUG, {0})
+    fault = Fault(monkeypatch, driver.engine.scheduler._batcher.table, "bind", BUG, {0})
     driver.run_until_idle()
     assert fault.raised == 1
     assert {driver.result(each).finish_reason.type for each in (runs, rid)} == {"length"}

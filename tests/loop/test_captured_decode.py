@@ -71,7 +71,7 @@ def submit(driver: EngineDriver) -> list[str]:
     for prompt in PROMPTS:
         message = GenerateReqInput(input_ids=prompt, sampling_params=params, return_logprob=True)
         driver.send(message)
-        driver.engine.scheduler._hear(0)
+        driver.engine.scheduler._receive(0)
         rids.append(message.id)
     return rids
 

@@ -35,7 +35,7 @@ from caesura.io_struct import (
     SamplingParams,
     UpdateWeightFromDiskReqInput,
 )
-from caesura.scheduler.batching.batcher import sampling_inputs
+from caesura.scheduler.batching import sampling_inputs
 from caesura.scheduler.config import PAGE_SIZE
 from caesura.scheduler.forward import ForwardBatch
 
@@ -47,13 +47,13 @@ def driver(tiny_model, request):
 
 
 STAGES: dict[str, Callable[[EngineDriver], tuple[object, str]]] = {
-    "choose": lambda driver: (driver.engine.scheduler._batcher, "choose"),
+    "schedule": lambda driver: (driver.engine.scheduler._batcher, "schedule"),
     "open": lambda driver: (driver.engine.cache, "open"),
     "extend": lambda driver: (driver.engine.cache, "extend"),
-    "seat": lambda driver: (driver.engine.scheduler._batcher.table, "seat"),
+    "bind": lambda driver: (driver.engine.scheduler._batcher.table, "bind"),
     "noise": lambda driver: (sampling_inputs, "noise"),
     "build": lambda driver: (driver.engine.scheduler._batcher, "_build"),
-    "launch": lambda driver: (driver.runner, "before"),
+    "execute": lambda driver: (driver.runner, "before"),
     "outputs": lambda driver: (driver.runner, "after"),
     "fetch": lambda driver: (driver.runner, "on_fetch"),
     "record": lambda driver: (driver.engine.scheduler._outputs, "record"),
@@ -64,8 +64,8 @@ STAGES: dict[str, Callable[[EngineDriver], tuple[object, str]]] = {
     "donate": lambda driver: (driver.engine.cache, "donate"),
     "send": lambda driver: (driver.engine.outbox, "_send"),
 }
-BUILDING = ("choose", "open", "extend", "seat", "noise", "build")
-COMPUTING = ("launch", "outputs", "fetch")
+BUILDING = ("schedule", "open", "extend", "bind", "noise", "build")
+COMPUTING = ("execute", "outputs", "fetch")
 
 
 @pytest.mark.parametrize("error", [BUG, NO_MEMORY[1]], ids=["bug", "memory"])
@@ -123,7 +123,7 @@ def test_memory_that_is_short_once_ends_nobody(driver, stage, error):
                 raise error
 
         rids = submit(driver, new_tokens=10)
-        setattr(driver.runner, {"launch": "before", "outputs": "after", "fetch": "on_fetch"}[stage], fail)
+        setattr(driver.runner, {"execute": "before", "outputs": "after", "fetch": "on_fetch"}[stage], fail)
         results = check_everybody(driver, rids)
         assert len(raised) == 1
         assert {result.finish_reason.type for result in results} == {"length"}
@@ -161,7 +161,7 @@ def test_a_step_that_does_not_fit_is_divided(driver, tokens):
 def test_decoding_rows_take_turns(driver):
     """Memory for three of eight rows: nobody waits until the others have ended."""
     rids = [driver.generate([5, 6, 7 + number], 40) for number in range(8)]
-    driver.engine.scheduler._hear(0)
+    driver.engine.scheduler._receive(0)
     driver.tick(5)
     limited(driver, 3)
     driver.tick(40)
@@ -329,7 +329,7 @@ def test_results_that_make_no_message(driver, monkeypatch, failures):
     message = GenerateReqInput(input_ids=PROMPTS[0], sampling_params=params)
     driver.send(message)
     other = driver.generate(PROMPTS[0], 1, client="other")
-    driver.engine.scheduler._hear(0)
+    driver.engine.scheduler._receive(0)
     results = driver.engine.outbox
     identity = driver.engine.live[message.id, 0].client
     original, attempts = results._send, []

@@ -15,7 +15,7 @@ from caesura.io_struct import (
     ResumeMemoryOccupationReqInput,
     UpdateWeightFromDiskReqInput,
 )
-from caesura.scheduler.commands.handlers import weight_updates
+from caesura.scheduler.commands import weight_updates
 
 
 @pytest.fixture(params=[0, 1], ids=["depth0", "depth1"])

@@ -117,7 +117,7 @@ def test_refused_updates_do_not_gather_mappings(driver, other_model):
 def test_a_command_that_waits_is_a_sign_of_life(driver, monkeypatch):
     """Its owner is not silent; the lease that ran out meanwhile does not even wake the loop."""
     now = [1000.0]
-    monkeypatch.setattr("caesura.scheduler.commands.handlers.lifecycle.monotonic", lambda: now[0])
+    monkeypatch.setattr("caesura.scheduler.commands.lifecycle.monotonic", lambda: now[0])
     driver.call(PauseGenerationReqInput(mode="in_place", owner="trainer", lease_s=5.0))
     driver.send(
         InitWeightsUpdateGroupReqInput(

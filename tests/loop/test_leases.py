@@ -32,7 +32,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr("caesura.scheduler.commands.handlers.lifecycle.monotonic", clock)
+    monkeypatch.setattr("caesura.scheduler.commands.lifecycle.monotonic", clock)
     return clock
 
 

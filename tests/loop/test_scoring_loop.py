@@ -25,7 +25,7 @@ from caesura.io_struct import (
     UpdateWeightFromDiskReqInput,
     WeightsCheckerReqInput,
 )
-from caesura.scheduler.commands.handlers import scoring
+from caesura.scheduler.commands import scoring
 
 RESIDENCIES = ["resident", "offload", "layerwise"]
 VOCAB = 97

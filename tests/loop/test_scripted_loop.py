@@ -17,7 +17,7 @@ from caesura.io_struct import (
     SamplingParams,
     UpdateWeightFromDiskReqInput,
 )
-from caesura.scheduler.commands.handlers import weight_updates
+from caesura.scheduler.commands import weight_updates
 
 VOCAB = 97
 

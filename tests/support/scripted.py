@@ -135,7 +135,7 @@ class ScriptedRunner:
         self.kv = np.zeros(self.num_pages * PAGE_SIZE, np.uint64)
         self.last = np.zeros(self.max_slots, np.int64)
 
-    def launch(self, batch: ForwardBatch) -> _Launched:
+    def execute(self, batch: ForwardBatch) -> _Launched:
         self.launches.append((batch.num_decode, list(batch.q_lens_host)))
         if self.fail_next:
             self.fail_next = False

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from caesura.scheduler.batching.batcher.chunking import ChunkSizer
+from caesura.scheduler.batching.chunking import ChunkSizer
 from caesura.scheduler.config import PAGE_SIZE
 
 LARGEST = 2048

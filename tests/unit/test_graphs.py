@@ -141,7 +141,7 @@ def run_both(pair: list[Engine], batch: ForwardBatch, sampled: list[Request]) ->
     for each in pair:
         # Each gets its own inputs: a runner may write into them.
         own = replace(batch, input_ids=batch.input_ids.clone())
-        outputs.append(each.runner.launch(own).fetch())
+        outputs.append(each.runner.execute(own).fetch())
     ours, reference = outputs
     assert ours.token_ids.tolist() == reference.token_ids.tolist()
     for name in ("logprobs", "raw_logprobs"):

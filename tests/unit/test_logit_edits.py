@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from support.edited_logits import edited, log_softmax, logits_of
 
 from caesura.io_struct import GenerateReqInput, SamplingParams
-from caesura.scheduler.batching.batcher.request import Request, RequestTable, make_requests
-from caesura.scheduler.batching.batcher.sampling_extras import LogprobRecord
-from caesura.scheduler.batching.batcher.sampling_inputs import sampling_batch
+from caesura.scheduler.batching.request import Request, RequestTable, make_requests
+from caesura.scheduler.batching.sampling_extras import LogprobRecord
+from caesura.scheduler.batching.sampling_inputs import sampling_batch
 from caesura.scheduler.runner.logit_edits import SpecialSampler
 from caesura.scheduler.runner.sampler import Sampler, SamplerOutput
 
@@ -66,7 +66,7 @@ class World:
         self.pending: list[tuple[int, int]] = []
         """(request, token) of the step in flight."""
         for request in self.requests:
-            self.table.seat(request, self.table.take_slot())
+            self.table.bind(request, self.table.take_slot())
 
     def land(self) -> None:
         for number, token in self.pending:
@@ -84,8 +84,8 @@ class World:
     def retract(self, number: int) -> None:
         self.land()
         request = self.requests[number]
-        self.table.park(request)
-        self.table.seat(request, self.table.take_slot())
+        self.table.evict(request)
+        self.table.bind(request, self.table.take_slot())
 
     def step(self, members: list[int]) -> None:
         slots = np.asarray([self.requests[number].slot for number in members])
@@ -176,14 +176,14 @@ def test_a_counter_is_somebody_elses_after_its_request():
     world.land()
     tokens = [9, 4, 9, 1]  # as many as the slot's last owner knew
     leaving: Request = world.requests[0]
-    world.table.unseat(leaving)
+    world.table.release(leaving)
     (new,) = make_requests(
         GenerateReqInput(input_ids=tokens, sampling_params=SamplingParams(frequency_penalty=1.0, temperature=0.0)),
         client=b"c", seed=0, limit=60, eos_token_ids=EOS, arrival=0.0,
     )  # fmt: skip
     world.requests[0], world.outputs[0] = new, []
     world.messages = [GenerateReqInput(input_ids=tokens, sampling_params=new.params), message]
-    world.table.seat(new, world.table.take_slot())
+    world.table.bind(new, world.table.take_slot())
     for _ in range(6):
         world.step([0, 1])
     assert world.table.extras.num_counters == 2
