@@ -1,0 +1,118 @@
+"""Writes the generated parts of docs/structures.md from the source tree: the floors and the tables of modules.
+
+Invariants: only what stands between ``<!-- generated: NAME -->`` and ``<!-- end of NAME -->`` is ever replaced; what a module
+is for is the first sentence of its docstring. Run ``python docs/generate_structures.py`` after adding or renaming a module;
+with ``--check`` nothing is written and the exit status says whether the page is up to date.
+"""
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+DOCUMENT = Path(__file__).with_name("structures.md")
+
+FLOORS = (
+    ("config", "distributed", "files", "background", "shutdown"),
+    ("memory",),
+    ("observability", "guard", "timers"),
+    ("cache",),
+    ("kernels", "forward"),
+    ("attention", "layers"),
+    ("models",),
+    ("weights",),
+    ("runner",),
+    ("batching", "build"),
+    ("commands", "serving"),
+    ("loop", "engine", "process", "__main__"),
+)
+"""The modules and packages of ``scheduler/`` from the ground up. A file imports from floors below its own, from its own package,
+and from modules to its left; ``tests/architecture/test_layers.py`` checks it."""
+
+
+def floors() -> str:
+    """The table of floors, the highest first, as a reader comes in."""
+    rows = ["| floor | modules and packages |", "|---|---|"]
+    for number, names in reversed(list(enumerate(FLOORS, 1))):
+        rows.append(f"| {number} | {' · '.join(map(_place, names))} |")
+    return "\n".join(rows)
+
+
+def modules(package: str) -> str:
+    """A table of the modules of ``package``, folder by folder."""
+    rows = ["| module | |", "|---|---|"]
+    for path in _files(ROOT / package):
+        name = path.relative_to(ROOT / package).as_posix()
+        summary = summary_of(path)
+        if path.name == "__init__.py" and not summary:
+            continue
+        rows.append(f"| `{name}` | {summary} |")
+    return "\n".join(rows)
+
+
+def summary_of(path: Path) -> str:
+    """The first sentence of a module's docstring, as Markdown; empty without a docstring."""
+    docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    first = " ".join(docstring.partition("\n\n")[0].split())
+    first = re.sub(r":\w+:`[~.]*([^`]+)`", r"`\1`", first).replace("``", "`").replace("|", "\\|")
+    return first.rstrip(".")
+
+
+def _place(name: str) -> str:
+    return f"`{name}/`" if (ROOT / "scheduler" / name).is_dir() else f"`{name}`"
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """Modules of ``folder`` first, then those of its folders; of ``scheduler/`` in the order of its floors."""
+    here = sorted(folder.glob("*.py"))
+    below = sorted(path for path in folder.iterdir() if any(path.glob("*.py")))
+    if folder == ROOT / "scheduler":
+        order = {name: number for number, name in enumerate(name for names in FLOORS for name in names)}
+        both = sorted([*here, *below], key=lambda path: order.get(path.stem, -1))
+    else:
+        both = [*here, *below]
+    for path in both:
+        if path.is_dir():
+            yield from _files(path)
+        else:
+            yield path
+
+
+PARTS = {
+    "floors": floors,
+    "io_struct": lambda: modules("io_struct"),
+    "scheduler": lambda: modules("scheduler"),
+    "client": lambda: modules("client"),
+}
+
+
+def generate(document: str) -> str:
+    """``document`` with all its generated parts up to date.
+
+    Raises:
+        ValueError: a part's marks are missing.
+    """
+    for name, part in PARTS.items():
+        marks = f"<!-- generated: {name} -->", f"<!-- end of {name} -->"
+        before, begin, rest = document.partition(marks[0])
+        _, end, after = rest.partition(marks[1])
+        if not (begin and end):
+            raise ValueError(f"structures.md lacks the marks of {name!r}")
+        document = f"{before}{begin}\n\n{part()}\n\n{end}{after}"
+    return document
+
+
+def main() -> int:
+    """Exit status: 1 where ``--check`` finds the document out of date."""
+    old = DOCUMENT.read_text(encoding="utf-8")
+    new = generate(old)
+    if "--check" in sys.argv[1:]:
+        return int(new != old)
+    DOCUMENT.write_text(new, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
