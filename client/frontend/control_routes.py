@@ -12,6 +12,7 @@ from litestar.exceptions import ClientException
 from litestar.handlers import HTTPRouteHandler
 
 from ...io_struct import CaesuraError, ErrorCode, WeightsCheckerReqOutput, WeightUpdateReqOutput
+from ..exceptions import NoSession
 from .context import Front, FrontEnd
 from .control_schema import (
     CheckerBody,
@@ -23,6 +24,7 @@ from .control_schema import (
 )
 from .errors import json_response, native_error, status_of
 from .exchange import HTTPRequest, acknowledge, command, failure, query_of, read_control, succeed
+from .update_routes import bound
 
 MAX_FLUSH_WAIT_S = 3600
 """Longest that a flush may be asked to wait for idleness."""
@@ -101,7 +103,7 @@ async def resume_memory_occupation(request: HTTPRequest, front: Front) -> Respon
 @post("/update_weight_version", status_code=200, opt={"access": "admin"})
 async def update_weight_version(request: HTTPRequest, front: Front) -> Response[bytes]:
     """Give the present weights another label: a commit of its own, in which nothing is written."""
-    body = await read_control(request, VersionBody)
+    body = bound(request, await read_control(request, VersionBody))
     try:
         await command(front, "update_weight_version", _relabel(front, body))
     except CaesuraError as error:
@@ -111,6 +113,10 @@ async def update_weight_version(request: HTTPRequest, front: Front) -> Response[
 
 
 async def _relabel(front: FrontEnd, body: VersionBody) -> WeightUpdateReqOutput:
+    if body.session_id is not None:  # of one that is open, the begin below is refused
+        session = (await front.client.status()).session
+        if session is None or session.session_id != body.session_id:
+            raise NoSession(f"the weight session {body.session_id} is not open")
     async with front.client.weight_update(weight_version=body.new_version) as update:
         if body.abort_all_requests:
             status = await front.client.status()

@@ -51,6 +51,8 @@ class VersionBody(msgspec.Struct, kw_only=True):
 
     new_version: Label
     abort_all_requests: bool = True
+    session_id: SessionId | None = None
+    """Ours: refused, as it commits by itself; the header ``X-Caesura-Session`` says the same."""
 
 
 class CheckerBody(msgspec.Struct, kw_only=True):

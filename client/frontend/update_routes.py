@@ -41,6 +41,7 @@ from .control_schema import (
     SafetensorsQuery,
     TensorBody,
     UpdateBody,
+    VersionBody,
 )
 from .exchange import HTTPRequest, query_of, read_control, succeed
 from .limits import is_binary
@@ -52,7 +53,15 @@ _READ = ("config.json", "generation_config.json", "model.safetensors.index.json"
 _ONLINE = "Succeeded to update parameter online."
 SESSION_HEADER = "X-Caesura-Session"
 Named = TypeVar(
-    "Named", UpdateBody, DiskBody, DistributedBody, TensorBody, SafetensorsQuery, ParameterServerBody, EndBody
+    "Named",
+    UpdateBody,
+    DiskBody,
+    DistributedBody,
+    TensorBody,
+    SafetensorsQuery,
+    ParameterServerBody,
+    EndBody,
+    VersionBody,
 )
 
 

@@ -446,6 +446,18 @@ def test_two_trainers_behind_one_server_do_not_mix(server, other_model, others_c
     server.ok("/continue_generation", {})
 
 
+def test_a_label_belongs_to_no_session(server):
+    label = {"new_version": "mine"}
+    before = server.get("/weight_version").json()
+    stale = server.post("/update_weight_version", label, headers={"X-Caesura-Session": "another"})
+    assert (stale.status_code, stale.json()["code"]) == (400, "no_session")
+    opened = server.ok("/begin_weight_update", {})["session_id"]
+    refused = server.post("/update_weight_version", {**label, "session_id": opened})
+    assert (refused.status_code, refused.json()["code"]) == (400, "session_open")
+    server.ok("/end_weight_update", {"commit": False, "session_id": opened})
+    assert server.get("/weight_version").json() == before
+
+
 def test_a_successor_ends_the_session_of_a_dead_trainer_by_force(server):
     server.ok("/begin_weight_update", {})
     assert server.post("/begin_weight_update", {}).json()["code"] == "session_open"
