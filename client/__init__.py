@@ -8,10 +8,6 @@ from ..io_struct import (
     TensorSpec,
     WeightVersionSpan,
 )
-from .async_client import AsyncSchedulerClient
-from .async_control_client import AsyncControlClient
-from .async_handle import AsyncGenerationHandle
-from .control_client import ControlClient
 from .exceptions import (
     AnswerForgotten,
     Busy,
@@ -48,11 +44,15 @@ from .exceptions import (
     WeightsPoisoned,
     raise_for,
 )
-from .handle import GenerationHandle
-from .launch import LaunchedScheduler, launch_scheduler
-from .options import WeightUpdate
-from .results import GenerateOutput, TokenDelta, TokenLogprobs
-from .scheduler_client import SchedulerClient
+from .process.launch import LaunchedScheduler, launch_scheduler
+from .wire.async_client import AsyncSchedulerClient
+from .wire.async_control_client import AsyncControlClient
+from .wire.async_handle import AsyncGenerationHandle
+from .wire.control_client import ControlClient
+from .wire.handle import GenerationHandle
+from .wire.options import WeightUpdate
+from .wire.results import GenerateOutput, TokenDelta, TokenLogprobs
+from .wire.scheduler_client import SchedulerClient
 
 __all__ = [
     "AnswerForgotten",

@@ -19,11 +19,11 @@ from rich.text import Text
 
 from ..io_struct import CaesuraError, GetStatusReqOutput, Message
 from ..io_struct.text import printable
-from .curve import CLIENT_KEY_VARIABLE, SERVER_KEY_VARIABLE
 from .frontend.serve import serve
 from .keygen import keygen
-from .scheduler_client import SchedulerClient
-from .supervise import supervise
+from .process.supervise import supervise
+from .wire.curve import CLIENT_KEY_VARIABLE, SERVER_KEY_VARIABLE
+from .wire.scheduler_client import SchedulerClient
 
 MIB = 1 << 20
 Command = Callable[..., None]

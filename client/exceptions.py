@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 from ..io_struct import CaesuraError, ErrorCode, ErrorReply
 
 if TYPE_CHECKING:
-    from .results import GenerateOutput
+    from .wire.results import GenerateOutput
 
 
 RETRYABLE = frozenset(

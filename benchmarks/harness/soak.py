@@ -19,7 +19,7 @@ import torch
 from safetensors import safe_open
 
 from caesura.client import SamplingParams, SchedulerClient
-from caesura.client.launch import LaunchedScheduler
+from caesura.client.process.launch import LaunchedScheduler
 from caesura.io_struct import PauseMode, private_directory
 
 from .load import Load

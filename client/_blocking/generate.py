@@ -19,9 +19,9 @@ import unasync
 CLIENT = Path(__file__).parents[1]
 COMMAND = "python client/_blocking/generate.py"
 SOURCES = {
-    "async_control_client.py": "control_client.py",
-    "async_client.py": "scheduler_client.py",
-    "async_handle.py": "handle.py",
+    "wire/async_control_client.py": "wire/control_client.py",
+    "wire/async_client.py": "wire/scheduler_client.py",
+    "wire/async_handle.py": "wire/handle.py",
     "tensors/async_driving.py": "tensors/driving.py",
 }
 """What is written by hand, and what becomes of it."""

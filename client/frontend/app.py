@@ -8,21 +8,13 @@ from litestar.datastructures import State
 from litestar.di import Provide
 from litestar.handlers import HTTPRouteHandler
 
-from . import (
-    control_routes,
-    dashboard,
-    generate_routes,
-    info_routes,
-    metrics,
-    openai_chat,
-    openai_completions,
-    openai_models,
-    update_routes,
-)
 from .auth import AuthMiddleware
 from .context import Front, FrontEnd, ServeOptions
 from .errors import EXCEPTION_HANDLERS
 from .limits import BodyLimit
+from .openai import chat, completions, models
+from .pages import dashboard, metrics
+from .sglang import control_routes, generate_routes, info_routes, update_routes
 
 __all__ = ["Front", "FrontEnd", "ServeOptions", "create_app"]
 
@@ -31,9 +23,9 @@ _MODULES = (
     control_routes,
     update_routes,
     info_routes,
-    openai_completions,
-    openai_chat,
-    openai_models,
+    completions,
+    chat,
+    models,
     metrics,
     dashboard,
 )

@@ -14,7 +14,7 @@ import msgspec
 
 from ...io_struct.generate import TokenId
 from ..exceptions import InvalidRequest, PromptTooLong
-from ..request_limits import check_size
+from ..wire.request_limits import check_size
 
 INLINE = 32 << 10
 """Bytes of a body that is decoded at once, on the event loop: some hundred microseconds."""

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 from litestar.di import NamedDependency
 
-from ..async_client import AsyncSchedulerClient
-from ..tokenizer_manager import TokenizerManager
+from ..text.tokenizer_manager import TokenizerManager
+from ..wire.async_client import AsyncSchedulerClient
 from .health import EngineHealth
 from .workers import Workers
 
 if TYPE_CHECKING:
-    from .metrics import Metrics
+    from .pages.metrics import Metrics
 
 OWNER = "http"
 """Under which token the front end pauses and sends commands: all HTTP clients count as one owner."""

@@ -12,9 +12,9 @@ from collections.abc import AsyncGenerator, Awaitable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 
 from ...io_struct import CaesuraError
-from ..tokenizer_manager import Chunk, GenerationRequest, Sample
+from ..text.tokenizer_manager import Chunk, GenerationRequest, Sample
 from .context import FrontEnd
-from .metrics import Metrics
+from .pages.metrics import Metrics
 from .workers import in_slices
 
 _Queue = asyncio.Queue[tuple[int, Chunk | CaesuraError | None]]

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from time import monotonic
 
 from ...io_struct import GetStatusReqOutput
-from ..async_client import AsyncSchedulerClient
 from ..exceptions import TimedOut
+from ..wire.async_client import AsyncSchedulerClient
 
 NOBODY = ""
 """The owner of what the front end asks by itself, or for a supervisor or a page: it is no sign of life of a trainer."""

@@ -26,14 +26,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ...io_struct import private_directory
-from ..async_client import AsyncSchedulerClient
-from ..curve import CLIENT_KEY_VARIABLE, SERVER_KEY_VARIABLE
 from ..exceptions import EngineError
-from ..launch import LaunchedScheduler
-from ..notify import notify
-from ..stderr import Repeats, queued_stderr
-from ..supervise import restart_options, status_of, stop_timeout_s, supervised
-from ..supervisor import RestartPolicy, Supervisor
+from ..process.launch import LaunchedScheduler
+from ..process.notify import notify
+from ..process.stderr import Repeats, queued_stderr
+from ..process.supervise import restart_options, status_of, stop_timeout_s, supervised
+from ..process.supervisor import RestartPolicy, Supervisor
+from ..wire.async_client import AsyncSchedulerClient
+from ..wire.curve import CLIENT_KEY_VARIABLE, SERVER_KEY_VARIABLE
 from .printable import PrintableFormatter
 from .tls import tls_context
 from .watch import Watch, stop_signals
@@ -389,9 +389,9 @@ async def _serve(
 async def front_end(settings: Settings, client: AsyncSchedulerClient) -> "FrontEnd":
     """What the handlers need, from the engine's first answer."""
     from ..text.tokenizer import TextTokenizer, TokenizerMissing
-    from ..tokenizer_manager import TokenizerManager
+    from ..text.tokenizer_manager import TokenizerManager
     from .context import FrontEnd, ServeOptions
-    from .metrics import Metrics
+    from .pages.metrics import Metrics
 
     status = await client.status(owner="", timeout=settings.startup_timeout)
     model = settings.model or status.model_path

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 import click
 
 from ..exceptions import EngineRestarting
-from ..launch import LaunchedScheduler
-from ..notify import notify
-from ..supervise import status_of
-from ..supervisor import Down, Serving, State, Supervisor
+from ..process.launch import LaunchedScheduler
+from ..process.notify import notify
+from ..process.supervise import status_of
+from ..process.supervisor import Down, Serving, State, Supervisor
 
 if TYPE_CHECKING:
     from .context import FrontEnd

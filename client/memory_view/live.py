@@ -17,7 +17,7 @@ from rich.text import Text
 
 from ...io_struct import GetStatusReqOutput, MemoryEvent
 from ...io_struct.text import printable
-from ..control_client import ControlClient
+from ..wire.control_client import ControlClient
 from .record import TAGS, MemoryRecord, fetch
 from .text import MIB, cause, clock, size, span
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from ...io_struct import Message, Request, WeightUpdateReqOutput
-from ..async_channel import Result, run, wait_for
+from ..wire.async_channel import Result, run, wait_for
 from .steps import Await, Send, Steps
 
 

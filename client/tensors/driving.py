@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from ...io_struct import Message, Request, WeightUpdateReqOutput
-from ..channel import Result, run, wait_for
+from ..wire.channel import Result, run, wait_for
 from .steps import Await, Send, Steps
 
 

@@ -36,14 +36,14 @@ from ...io_struct import (
     WeightUpdateReqOutput,
 )
 from ...io_struct.weights import DEFAULT_BUCKET_BYTES, DEFAULT_GROUP_NAME
-from ..channel import wait_for
 from ..exceptions import EngineError, GroupError, Unsupported, is_answer
-from ..options import UpdateOptions
+from ..wire.channel import wait_for
+from ..wire.options import UpdateOptions
 from .buckets import NamedTensors, manifest
 from .steps import Await, Run, Send, Steps, in_one_session
 
 if TYPE_CHECKING:
-    from ..control_client import ControlClient
+    from ..wire.control_client import ControlClient
 
 LoadFormat = Literal["flattened_bucket"] | None
 Backend = Literal["gloo", "nccl"]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 
-from ..results import TokenDelta, TokenLogprobs
+from ..wire.results import TokenDelta, TokenLogprobs
 
 
 def joined(deltas: Sequence[TokenDelta]) -> TokenDelta:

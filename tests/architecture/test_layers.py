@@ -1,38 +1,37 @@
 """Who may import whom, read from the syntax trees.
 
-Inside ``scheduler/`` a file imports at run time only from rows above its own, from its own package, and from modules to
-its left in its row. Imports below ``if TYPE_CHECKING:`` are free: they cost nothing and order nothing.
+Inside ``scheduler/`` a file imports at run time only from floors below its own, from its own package, and from modules to
+its left on its floor. Imports below ``if TYPE_CHECKING:`` are free: they cost nothing and order nothing.
 """
 
 import ast
+import importlib.util
 import subprocess
 import sys
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("io_struct", "client", "scheduler")
 
-ROWS = [
-    ["config", "distributed", "files", "background", "shutdown"],
-    ["memory"],
-    ["observability", "guard", "timers"],
-    ["cache"],
-    ["kernels", "forward"],
-    ["attention", "layers"],
-    ["models"],
-    ["weights"],
-    ["runner"],
-    ["batching", "build"],
-    ["commands", "serving"],
-    ["loop", "engine", "process", "__main__"],
-]
-"""The modules and packages of ``scheduler/``, from the ground up; the table of docs/structures.md."""
 
-PLACE = {name: (row, column) for row, names in enumerate(ROWS) for column, name in enumerate(names)}
+def _structures() -> ModuleType:
+    spec = importlib.util.spec_from_file_location(
+        "generate_structures", ROOT / "docs" / "generate_structures.py"
+    )
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+STRUCTURES = _structures()
+PLACE = {
+    name: (row, column) for row, names in enumerate(STRUCTURES.FLOORS) for column, name in enumerate(names)
+}
 FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
@@ -103,13 +102,36 @@ def where(path: Path, line: int) -> str:
     return f"{path.relative_to(ROOT)}:{line}"
 
 
+def test_the_page_of_structures_is_up_to_date():
+    page = (ROOT / "docs" / "structures.md").read_text(encoding="utf-8")
+    assert STRUCTURES.generate(page) == page, "run: python docs/generate_structures.py"
+
+
+def test_every_module_says_what_it_is_for():
+    silent = [
+        str(path.relative_to(ROOT))
+        for path in FILES
+        if path.name != "__init__.py" and not STRUCTURES.summary_of(path)
+    ]
+    assert silent == []
+
+
+def test_a_renamed_module_makes_the_page_stale():
+    page = (ROOT / "docs" / "structures.md").read_text(encoding="utf-8")
+    stale = page.replace("| `loop.py` |", "| `circle.py` |")
+    assert stale != page
+    assert STRUCTURES.generate(stale) == page
+
+
 def test_the_table_names_what_is_there():
     there = {
         path.stem if path.suffix == ".py" else path.name
         for path in (ROOT / "scheduler").iterdir()
         if path.suffix == ".py" or any(path.glob("*.py"))
     } - {"__init__"}
-    assert there - PLACE.keys() == set(), "give the new module its row"
+    assert there - PLACE.keys() == set(), (
+        "give the new module its place in FLOORS of docs/generate_structures.py"
+    )
     assert PLACE.keys() - there <= {"kernels"}, "the table names what is not there"
 
 

@@ -26,10 +26,10 @@ from selenium.webdriver.support.ui import WebDriverWait
 from support.waiting import eventually
 
 from caesura.client import AsyncSchedulerClient, SamplingParams, SchedulerClient, launch_scheduler
-from caesura.client.frontend import dashboard, metrics
 from caesura.client.frontend.auth import AuthMiddleware
 from caesura.client.frontend.context import FrontEnd, ServeOptions
-from caesura.client.frontend.metrics import Metrics
+from caesura.client.frontend.pages import dashboard, metrics
+from caesura.client.frontend.pages.metrics import Metrics
 
 KEY = "a key for users"
 CHROMIUM, CHROMEDRIVER = shutil.which("chromium"), shutil.which("chromedriver")

@@ -22,10 +22,10 @@ from support.waiting import eventually
 
 from caesura.client import AsyncSchedulerClient, SamplingParams, SchedulerClient, launch_scheduler
 from caesura.client.frontend.app import FrontEnd, ServeOptions, create_app
-from caesura.client.frontend.metrics import Metrics
-from caesura.client.frontend.openai_logprobs import TokenText
+from caesura.client.frontend.openai.logprobs import TokenText
+from caesura.client.frontend.pages.metrics import Metrics
 from caesura.client.text.tokenizer import TextTokenizer
-from caesura.client.tokenizer_manager import ENCODE_INLINE, TokenizerManager
+from caesura.client.text.tokenizer_manager import ENCODE_INLINE, TokenizerManager
 
 NAME = "tiny/qwen"
 """With a slash, as folders and hub names have."""

@@ -11,7 +11,7 @@ from support.tokenizers import make_byte_level, make_sentencepiece
 
 from caesura.client import AsyncSchedulerClient, EngineDied, SamplingParams, launch_scheduler
 from caesura.client.text import Detokenizer, TextTokenizer, output_text
-from caesura.client.tokenizer_manager import GenerationRequest, TokenizerManager
+from caesura.client.text.tokenizer_manager import GenerationRequest, TokenizerManager
 
 LONG = SamplingParams(max_new_tokens=48, temperature=1.0, ignore_eos=True, n=3, seed=11)
 

@@ -29,7 +29,7 @@ from caesura.client import (
     VersionMismatch,
     launch_scheduler,
 )
-from caesura.client.launch import LaunchedScheduler
+from caesura.client.process.launch import LaunchedScheduler
 from caesura.io_struct import (
     WIRE_VERSION,
     AbortReqOutput,
@@ -224,7 +224,7 @@ def test_a_second_scheduler_is_refused_and_the_first_keeps_serving(client, launc
 
 def test_a_client_of_another_major_version_is_told_both(client, launched, monkeypatch):
     assert client.incarnation == client.status(timeout=PATIENCE).incarnation
-    monkeypatch.setattr("caesura.client.hello.WIRE_VERSION", (WIRE_VERSION[0] + 1, 0))
+    monkeypatch.setattr("caesura.client.wire.hello.WIRE_VERSION", (WIRE_VERSION[0] + 1, 0))
     ours = ".".join(map(str, WIRE_VERSION))
     with SchedulerClient(launched.endpoint) as other:
         for call in (other.status, other.pause):

@@ -11,13 +11,14 @@ import msgspec
 from litestar.exceptions import ClientException
 
 from caesura.client.exceptions import InvalidRequest, Unsupported
-from caesura.client.frontend import control_schema, generate_schema, openai_schema
 from caesura.client.frontend.exchange import read_control
-from caesura.client.frontend.generate_schema import decode_body, plan_job
-from caesura.client.frontend.openai_common import common_fields, rids_for, sampling_params
-from caesura.client.frontend.openai_completions import _prompts
-from caesura.client.frontend.openai_schema import decode_chat, decode_completion
-from caesura.client.frontend.tensor_payload import DeviceTensors, Part, read_pickled, read_safetensors
+from caesura.client.frontend.openai import schema
+from caesura.client.frontend.openai.common import common_fields, rids_for, sampling_params
+from caesura.client.frontend.openai.completions import _prompts
+from caesura.client.frontend.openai.schema import decode_chat, decode_completion
+from caesura.client.frontend.sglang import control_schema, generate_schema
+from caesura.client.frontend.sglang.generate_schema import decode_body, plan_job
+from caesura.client.frontend.sglang.tensor_payload import DeviceTensors, Part, read_pickled, read_safetensors
 from caesura.io_struct import CaesuraError, encode
 
 MAX_BATCH = 64
@@ -116,8 +117,8 @@ WORDS = sorted(
         for struct in (
             generate_schema.GenerateBody,
             generate_schema.SamplingBody,
-            openai_schema.CompletionRequest,
-            openai_schema.ChatRequest,
+            schema.CompletionRequest,
+            schema.ChatRequest,
             *CONTROL,
         )
         for name in struct.__struct_fields__

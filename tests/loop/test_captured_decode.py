@@ -8,7 +8,7 @@ from support.checkpoints import make_checkpoint
 from support.recorded_graphs import RecordingDevice, without_compiled_kernels
 from support.scripted import EngineDriver, tokens_of
 
-from caesura.client.results import read_floats
+from caesura.client.wire.results import read_floats
 from caesura.io_struct import (
     CaesuraError,
     ContinueGenerationReqInput,

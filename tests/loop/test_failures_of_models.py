@@ -13,7 +13,7 @@ from support.faults import BUG, NO_MEMORY, Fault
 from support.recorded_graphs import RecordingDevice, without_compiled_kernels
 from support.scripted import EngineDriver, tokens_of
 
-from caesura.client.results import read_floats
+from caesura.client.wire.results import read_floats
 from caesura.io_struct import FlushCacheReqInput, GenerateReqInput, SamplingParams
 from caesura.scheduler import build
 from caesura.scheduler.attention import flashinfer

@@ -12,10 +12,10 @@ from typing import Any
 from caesura.client import AsyncSchedulerClient
 from caesura.client.frontend.app import FrontEnd, ServeOptions, create_app
 from caesura.client.frontend.connections import Connections
-from caesura.client.frontend.metrics import Metrics
+from caesura.client.frontend.pages.metrics import Metrics
 from caesura.client.frontend.server import Server
 from caesura.client.text.tokenizer import TextTokenizer
-from caesura.client.tokenizer_manager import TokenizerManager
+from caesura.client.text.tokenizer_manager import TokenizerManager
 
 NO_ENGINE = "ipc:///tmp/caesura-there-is-nothing-here.sock"
 

@@ -20,8 +20,8 @@ from caesura.client import (
     SamplingParams,
     SchedulerClient,
     TimedOut,
-    async_channel,
 )
+from caesura.client.wire import async_channel
 from caesura.io_struct import (
     AbortReq,
     EndWeightUpdateReqInput,

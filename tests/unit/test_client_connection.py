@@ -20,8 +20,8 @@ from caesura.client import (
     TimedOut,
     raise_for,
 )
-from caesura.client.connection import Connection
 from caesura.client.exceptions import error_for
+from caesura.client.wire.connection import Connection
 from caesura.io_struct import (
     ErrorCode,
     ErrorReply,

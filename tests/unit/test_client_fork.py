@@ -109,7 +109,7 @@ def test_a_forked_child_of_an_event_loop_is_told(tmp_path):
 
 LAUNCHER = """
     import os, sys, time
-    from caesura.client.launch import LaunchedScheduler
+    from caesura.client.process.launch import LaunchedScheduler
     launched = LaunchedScheduler([sys.executable, sys.argv[1], "--endpoint", "ipc://" + sys.argv[2]])
     with launched as client:
         for ending in ("exit", "return"):
@@ -130,7 +130,7 @@ def test_the_end_of_a_forked_child_ends_no_engine(tmp_path):
 
 OUTLIVED = """
     import os, sys
-    from caesura.client.launch import LaunchedScheduler
+    from caesura.client.process.launch import LaunchedScheduler
     launched = LaunchedScheduler([sys.executable, sys.argv[1], "--endpoint", "ipc://" + sys.argv[2]])
     {fork}
     print(launched.pid, child, flush=True)

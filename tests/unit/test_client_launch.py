@@ -21,7 +21,7 @@ from caesura.client import (
     TimedOut,
     launch_scheduler,
 )
-from caesura.client.launch import LaunchedScheduler
+from caesura.client.process.launch import LaunchedScheduler
 
 FAKE = support.fake_scheduler.__file__
 PATIENCE = 30.0
@@ -138,7 +138,7 @@ def test_a_killed_engine_is_noticed_without_a_call_in_flight(directory):
 
 
 def test_an_engine_that_ignores_everything_is_killed(directory, monkeypatch):
-    monkeypatch.setattr("caesura.client.launch.SHUTDOWN_S", 0.2)
+    monkeypatch.setattr("caesura.client.process.launch.SHUTDOWN_S", 0.2)
     launched = launch(directory, "ignore-signals")
     launched.close()
     assert launched.returncode == -signal.SIGKILL
@@ -149,7 +149,7 @@ def test_an_engine_that_ignores_everything_is_killed(directory, monkeypatch):
 def test_the_child_never_outlives_its_parent(directory, ending):
     parent = textwrap.dedent(f"""
         import os, sys
-        from caesura.client.launch import LaunchedScheduler
+        from caesura.client.process.launch import LaunchedScheduler
         launched = LaunchedScheduler({[sys.executable, FAKE, "--endpoint", f"ipc://{directory}/s"]!r})
         print(launched.pid, flush=True)
         {ending}
@@ -170,7 +170,7 @@ def test_options_become_the_schedulers_arguments(monkeypatch, tmp_path):
         def __init__(self, command, **options):
             seen.update(options, command=command)
 
-    monkeypatch.setattr("caesura.client.launch.LaunchedScheduler", Recorder)
+    monkeypatch.setattr("caesura.client.process.launch.LaunchedScheduler", Recorder)
     launch_scheduler(
         tmp_path,
         dtype="float32",
@@ -196,7 +196,7 @@ def test_options_become_the_schedulers_arguments(monkeypatch, tmp_path):
 
 
 def test_close_waits_for_a_drain_that_hurry_ends(directory, monkeypatch):
-    monkeypatch.setattr("caesura.client.launch.SHUTDOWN_S", PATIENCE)
+    monkeypatch.setattr("caesura.client.process.launch.SHUTDOWN_S", PATIENCE)
     launched = launch(directory, "drain")
     closing = threading.Thread(target=launched.close, kwargs={"drain": True, "drain_s": 3600.0})
     closing.start()

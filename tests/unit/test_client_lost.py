@@ -13,9 +13,9 @@ import pytest
 import support.fake_scheduler
 from support.fake_scheduler import FakeScheduler, VanishError, answer, status_reply
 
-import caesura.client.link
+import caesura.client.wire.link
 from caesura.client import AsyncSchedulerClient, EngineDied, SchedulerClient
-from caesura.client.link import Link
+from caesura.client.wire.link import Link
 from caesura.io_struct import (
     GenerateReqInput,
     GetStatusReqInput,
@@ -263,7 +263,7 @@ def test_coroutines_share_the_wait_for_an_engine_that_is_gone(endpoint):
 
 
 def test_an_engine_that_comes_back_soon_is_waited_for(endpoint, monkeypatch):
-    monkeypatch.setattr(caesura.client.link, "RECONNECT_S", PATIENCE)
+    monkeypatch.setattr(caesura.client.wire.link, "RECONNECT_S", PATIENCE)
     with SchedulerClient(endpoint, connect_timeout=PATIENCE) as client:
         with FakeScheduler(endpoint, vanish), pytest.raises(EngineDied, match="lost"):
             client.status(timeout=PATIENCE)
@@ -331,7 +331,7 @@ def test_keepalives_are_signs_of_life(endpoint):
 
 
 def test_an_idle_client_and_one_that_was_stopped_do_not_suspect_the_engine(endpoint, monkeypatch):
-    monkeypatch.setattr(caesura.client.link, "LATE_S", 0.05)
+    monkeypatch.setattr(caesura.client.wire.link, "LATE_S", 0.05)
     with (
         FakeScheduler(endpoint, lambda request: []) as fake,
         Pumped(endpoint, keepalive_timeout=0.1) as client,

@@ -11,8 +11,8 @@ import click
 import pytest
 from support.waiting import eventually
 
-from caesura.client import stderr
-from caesura.client.stderr import MAX_QUEUED, REPEATS, QueuedStream, Repeats, queued_stderr
+from caesura.client.process import stderr
+from caesura.client.process.stderr import MAX_QUEUED, REPEATS, QueuedStream, Repeats, queued_stderr
 
 
 @pytest.fixture

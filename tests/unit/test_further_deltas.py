@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from caesura.client import InternalError
-from caesura.client.results import further_logprobs, read_ints
+from caesura.client.wire.results import further_logprobs, read_ints
 from caesura.io_struct import DeltaLogprobs, FinishReason, GenerateReqOutput, LogprobRows, StreamDelta
 from caesura.scheduler.serving.send_queues import merge, result_bytes
 

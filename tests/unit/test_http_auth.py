@@ -14,8 +14,8 @@ from caesura.client import AsyncSchedulerClient
 from caesura.client.frontend import app as app_module
 from caesura.client.frontend.app import FrontEnd, ServeOptions, create_app
 from caesura.client.frontend.auth import ACCESS_CLASSES
-from caesura.client.frontend.metrics import Metrics
-from caesura.client.tokenizer_manager import TokenizerManager
+from caesura.client.frontend.pages.metrics import Metrics
+from caesura.client.text.tokenizer_manager import TokenizerManager
 
 CHANGES_THE_ENGINE = [
     "pause",

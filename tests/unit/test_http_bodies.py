@@ -17,11 +17,11 @@ from caesura.client import AsyncSchedulerClient
 from caesura.client.exceptions import InvalidRequest, QueueFull
 from caesura.client.frontend import bodies, workers
 from caesura.client.frontend.bodies import decode_large
-from caesura.client.frontend.generate_schema import GenerateBody
-from caesura.client.frontend.openai_schema import CompletionRequest
+from caesura.client.frontend.openai.schema import CompletionRequest
+from caesura.client.frontend.sglang.generate_schema import GenerateBody
 from caesura.client.frontend.workers import Workers
 from caesura.client.text.tokenizer import TextTokenizer
-from caesura.client.tokenizer_manager import START_SLICE, GenerationRequest, TokenizerManager
+from caesura.client.text.tokenizer_manager import START_SLICE, GenerationRequest, TokenizerManager
 from caesura.io_struct import SamplingParams
 
 NATIVE = msgspec.json.Decoder(GenerateBody)

@@ -15,9 +15,9 @@ from support.tokenizers import make_byte_level
 
 from caesura.client import AsyncSchedulerClient
 from caesura.client.frontend.app import FrontEnd, ServeOptions, create_app
-from caesura.client.frontend.metrics import Metrics
+from caesura.client.frontend.pages.metrics import Metrics
 from caesura.client.text.tokenizer import TextTokenizer
-from caesura.client.tokenizer_manager import TokenizerManager
+from caesura.client.text.tokenizer_manager import TokenizerManager
 from caesura.io_struct import ErrorCode, ErrorReply, Message, Request
 
 

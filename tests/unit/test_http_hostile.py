@@ -20,9 +20,9 @@ from caesura.client import AsyncSchedulerClient
 from caesura.client.frontend import app as app_module
 from caesura.client.frontend.app import FrontEnd, ServeOptions, create_app
 from caesura.client.frontend.connections import MAX_HEAD_BYTES
-from caesura.client.frontend.metrics import Metrics
+from caesura.client.frontend.pages.metrics import Metrics
 from caesura.client.frontend.printable import PrintableFormatter, printable
-from caesura.client.tokenizer_manager import TokenizerManager
+from caesura.client.text.tokenizer_manager import TokenizerManager
 from caesura.io_struct import (
     AbortReq,
     BeginWeightUpdateReqInput,

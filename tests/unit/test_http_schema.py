@@ -9,12 +9,12 @@ import msgspec
 import pytest
 
 from caesura.client.exceptions import InvalidRequest
-from caesura.client.frontend import control_schema as control
-from caesura.client.frontend import generate_routes
-from caesura.client.frontend import generate_schema as schema
 from caesura.client.frontend.context import ServeOptions
-from caesura.client.frontend.generate_answer import routed_experts
-from caesura.client.frontend.update_routes import allowed_path
+from caesura.client.frontend.sglang import control_schema as control
+from caesura.client.frontend.sglang import generate_routes
+from caesura.client.frontend.sglang import generate_schema as schema
+from caesura.client.frontend.sglang.generate_answer import routed_experts
+from caesura.client.frontend.sglang.update_routes import allowed_path
 from caesura.io_struct import RoutedExperts
 
 DOCS = Path(__file__).parents[2] / "docs" / "http.md"

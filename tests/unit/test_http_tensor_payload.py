@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 
 from caesura.client.exceptions import InvalidRequest, Unsupported
-from caesura.client.frontend.tensor_payload import (
+from caesura.client.frontend.sglang.tensor_payload import (
     DeviceTensors,
     Frames,
     dtype_of,

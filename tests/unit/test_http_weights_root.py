@@ -7,7 +7,7 @@ import pytest
 
 from caesura.client.exceptions import InvalidRequest
 from caesura.client.frontend.context import ServeOptions
-from caesura.client.frontend.update_routes import allowed_path
+from caesura.client.frontend.sglang.update_routes import allowed_path
 
 NAMES = (
     "config.json",

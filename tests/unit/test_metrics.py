@@ -21,12 +21,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from support.fake_scheduler import FakeScheduler, answer, memory_event, status_reply
 
 from caesura.client import AsyncSchedulerClient
-from caesura.client.frontend import dashboard, engine_metrics, metrics
 from caesura.client.frontend.auth import AuthMiddleware
 from caesura.client.frontend.context import FrontEnd, ServeOptions
-from caesura.client.frontend.engine_metrics import EngineWatch
-from caesura.client.frontend.metric_families import PREFIX, Histogram, one_two_five
-from caesura.client.frontend.metrics import Metrics
+from caesura.client.frontend.pages import dashboard, engine_metrics, metrics
+from caesura.client.frontend.pages.engine_metrics import EngineWatch
+from caesura.client.frontend.pages.metric_families import PREFIX, Histogram, one_two_five
+from caesura.client.frontend.pages.metrics import Metrics
 from caesura.io_struct import (
     EmptyCacheTotal,
     EngineTotals,

@@ -5,12 +5,12 @@ import pytest
 from support.fake_scheduler import finished, floats
 from support.tokenizers import make_byte_level, make_sentencepiece
 
-from caesura.client.frontend.openai_chat import ChatForm
-from caesura.client.frontend.openai_completions import CompletionForm
-from caesura.client.frontend.openai_schema import decode_chat, decode_completion
-from caesura.client.results import TokenDelta, decode_output
+from caesura.client.frontend.openai.chat import ChatForm
+from caesura.client.frontend.openai.completions import CompletionForm
+from caesura.client.frontend.openai.schema import decode_chat, decode_completion
 from caesura.client.text.tokenizer import TextTokenizer
-from caesura.client.tokenizer_manager import Chunk, Sample, TokenizerManager
+from caesura.client.text.tokenizer_manager import Chunk, Sample, TokenizerManager
+from caesura.client.wire.results import TokenDelta, decode_output
 
 
 @pytest.fixture(scope="module")

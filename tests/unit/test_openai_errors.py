@@ -19,8 +19,8 @@ from support.fake_scheduler import (
 
 from caesura.client import AsyncSchedulerClient
 from caesura.client.frontend.app import FrontEnd, ServeOptions, create_app
-from caesura.client.frontend.metrics import Metrics
-from caesura.client.tokenizer_manager import TokenizerManager
+from caesura.client.frontend.pages.metrics import Metrics
+from caesura.client.text.tokenizer_manager import TokenizerManager
 from caesura.io_struct import (
     ErrorCode,
     ErrorReply,

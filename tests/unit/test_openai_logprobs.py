@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.tokenizers import make_byte_level, make_sentencepiece
 
-from caesura.client.frontend.openai_logprobs import (
+from caesura.client.frontend.openai.logprobs import (
     LOWEST,
     Offsets,
     TokenText,

@@ -8,9 +8,9 @@ import pytest
 
 import caesura
 from caesura.client import InvalidRequest
-from caesura.client.frontend.openai_chat import template_messages
-from caesura.client.frontend.openai_common import common_fields, rids_for, sampling_params
-from caesura.client.frontend.openai_schema import (
+from caesura.client.frontend.openai.chat import template_messages
+from caesura.client.frontend.openai.common import common_fields, rids_for, sampling_params
+from caesura.client.frontend.openai.schema import (
     IGNORED,
     REFUSED,
     ChatRequest,

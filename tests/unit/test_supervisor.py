@@ -25,9 +25,9 @@ from caesura.client import (
     ShuttingDown,
     WeightMismatch,
 )
-from caesura.client.notify import notify, watchdog_interval_s
-from caesura.client.supervise import GAVE_UP_STATUS, status_of, stop_timeout_s
-from caesura.client.supervisor import Down, Ended, RestartPolicy, Serving, Supervisor
+from caesura.client.process.notify import notify, watchdog_interval_s
+from caesura.client.process.supervise import GAVE_UP_STATUS, status_of, stop_timeout_s
+from caesura.client.process.supervisor import Down, Ended, RestartPolicy, Serving, Supervisor
 
 FAKE = support.fake_scheduler.__file__
 PATIENCE = 60.0
@@ -218,7 +218,7 @@ def test_delays_double_up_to_the_longest():
 def test_a_supervisor_that_is_killed_takes_the_scheduler_with_it(tmp_path):
     program = textwrap.dedent(f"""
         import os, sys
-        from caesura.client.supervisor import Supervisor
+        from caesura.client.process.supervisor import Supervisor
         supervisor = Supervisor({[sys.executable, FAKE]!r}, "ipc://{tmp_path}/s")
         print(supervisor.start().pid, flush=True)
         os.kill(os.getpid(), 9)

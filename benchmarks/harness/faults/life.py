@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from caesura.client import Busy, EngineDied, EngineError, GroupError, SchedulerClient, TimedOut
-from caesura.client.launch import LaunchedScheduler
+from caesura.client.process.launch import LaunchedScheduler
 from caesura.io_struct import (
     EndWeightUpdateReqInput,
     GetStatusReqOutput,

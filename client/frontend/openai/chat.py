@@ -1,0 +1,208 @@
+"""``/v1/chat/completions``.
+
+Invariants: the conversation becomes a prompt by the model's own template, whose special tokens are the only ones; what the
+model says is one text, tool calls and reasoning included.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+from litestar import Response, post
+from litestar.handlers import HTTPRouteHandler
+
+from ...exceptions import InvalidRequest
+from ...text.tokenizer_manager import Chunk, GenerationRequest, Sample, TokenizerManager
+from ..bodies import INLINE
+from ..context import Front, FrontEnd
+from ..exchange import HTTPRequest
+from .common import (
+    EXCEPTION_HANDLERS,
+    Job,
+    check_batch,
+    check_model,
+    common_fields,
+    finish_fields,
+    make_job,
+    rids_for,
+    sampling_params,
+    token_fields,
+)
+from .logprobs import TokenText, chat_logprobs, output_positions
+from .schema import (
+    NOTHING,
+    ChatChoice,
+    ChatChunkChoice,
+    ChatDelta,
+    ChatLogprobs,
+    ChatMessage,
+    ChatRequest,
+    decode_chat,
+)
+from .stream import answer
+
+_ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
+
+
+class ChatForm:
+    """Makes choices of samples and chunks."""
+
+    def __init__(self, manager: TokenizerManager, request: ChatRequest, prompt_ids: Sequence[int]) -> None:
+        self._request = request
+        self._prompt_ids = prompt_ids
+        self._tokens = TokenText(manager.tokenizer, as_ids=bool(request.return_tokens_as_token_ids))
+        self._begun: set[int] = set()
+
+    def choice(self, index: int, position: int, sample: Sample) -> ChatChoice:
+        """A finished sample."""
+        logprobs = (
+            chat_logprobs(output_positions(sample.output), self._tokens) if self._request.logprobs else None
+        )
+        return ChatChoice(
+            index=index,
+            message=ChatMessage(content=sample.text),
+            logprobs=logprobs,
+            **finish_fields(sample),
+            **token_fields(self._request, sample.prompt_ids, sample.output.output_ids),
+        )
+
+    def chunk(self, index: int, position: int, chunk: Chunk) -> ChatChunkChoice | None:
+        """What is new of a sample; the role comes with its first chunk."""
+        request, delta = self._request, chunk.delta
+        visible = chunk.text or (delta is not None and (request.logprobs or request.return_token_ids))
+        if not visible and chunk.finished is None:
+            return None
+        first = index not in self._begun
+        self._begun.add(index)
+        logprobs: ChatLogprobs | None = None
+        if request.logprobs and delta is not None:
+            logprobs = chat_logprobs(output_positions(delta), self._tokens)
+        return ChatChunkChoice(
+            index=index,
+            delta=ChatDelta(
+                role="assistant" if first else None, content=chunk.text if chunk.text or first else None
+            ),
+            logprobs=logprobs,
+            **(finish_fields(chunk.finished) if chunk.finished is not None else {}),
+            **token_fields(
+                request,
+                self._prompt_ids if first else None,
+                [] if delta is None else delta.output_ids,
+            ),
+        )
+
+
+def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Messages as templates know them: content as one text (parts are joined by newlines), arguments of earlier tool calls as
+    objects rather than as JSON in a string.
+
+    Raises:
+        InvalidRequest: an unknown role, or content that is not text.
+    """
+    if not messages:
+        raise InvalidRequest("messages is empty", field="messages")
+    return [_message(f"messages[{position}]", message) for position, message in enumerate(messages)]
+
+
+def _message(name: str, message: Mapping[str, Any]) -> dict[str, Any]:
+    role = message.get("role")
+    if not isinstance(role, str) or role not in _ROLES:
+        raise InvalidRequest(
+            f"{name}.role is {role!r}; known are {', '.join(sorted(_ROLES))}", field="messages"
+        )
+    given = {key: value for key, value in message.items() if value is not None}
+    content = given.get("content", "")
+    if isinstance(content, list):
+        content = "\n".join(_part(f"{name}.content[{i}]", part) for i, part in enumerate(content))
+    if not isinstance(content, str):
+        raise InvalidRequest(f"{name}.content must be text or a list of text parts", field="messages")
+    given["content"] = content
+    if "tool_calls" in given:
+        given["tool_calls"] = _tool_calls(f"{name}.tool_calls", given["tool_calls"])
+    return given
+
+
+def _part(name: str, part: Any) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    text = part.get("text") if kind == "text" else None
+    if not isinstance(text, str):
+        raise InvalidRequest(f"{name} is {kind!r}; only text parts are supported", field="messages")
+    return text
+
+
+def _tool_calls(name: str, calls: Any) -> list[dict[str, Any]]:
+    if not isinstance(calls, list) or not all(
+        isinstance(call, dict) and isinstance(call.get("function"), dict) for call in calls
+    ):
+        raise InvalidRequest(f"{name} must be a list of function calls", field="messages")
+    return [
+        {**call, "function": _with_object(f"{name}[{i}]", call["function"])} for i, call in enumerate(calls)
+    ]
+
+
+def _with_object(name: str, function: dict[str, Any]) -> dict[str, Any]:
+    arguments = function.get("arguments")
+    if not isinstance(arguments, str):
+        return function
+    try:
+        return {**function, "arguments": msgspec.json.decode(arguments or "{}")}
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise InvalidRequest(f"{name}.function.arguments is not JSON: {error}", field="messages") from error
+
+
+def _prompt(manager: TokenizerManager, request: ChatRequest) -> list[int]:
+    choice = request.tool_choice
+    if choice not in (*NOTHING, "auto", "none"):
+        raise InvalidRequest("tool_choice is not supported beyond auto and none", field="tool_choice")
+    variables = dict(request.chat_template_kwargs or {})
+    if request.reasoning_effort is not None:
+        variables.setdefault("reasoning_effort", request.reasoning_effort)
+    generation_prompt = variables.pop("add_generation_prompt", request.add_generation_prompt)
+    for name in ("self", "messages", "tools", "tokenize"):
+        if name in variables:
+            raise InvalidRequest(f"chat_template_kwargs may not set {name}", field="chat_template_kwargs")
+    return manager.apply_chat_template(
+        template_messages(request.messages),
+        tools=None if choice == "none" else request.tools or None,
+        add_generation_prompt=generation_prompt is not False,
+        **variables,
+    )
+
+
+def _plan(front: FrontEnd, request: ChatRequest) -> tuple[Job, ChatForm]:
+    check_batch(front, request, 1)
+    if request.top_logprobs and not request.logprobs:
+        raise InvalidRequest("top_logprobs needs logprobs", field="top_logprobs")
+    limit = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+    prompt = _prompt(front.manager, request)
+    generation = GenerationRequest(
+        prompt=prompt,
+        rid=rids_for(request, 1, "chatcmpl")[0],
+        sampling_params=sampling_params(request, limit),
+        return_logprob=bool(request.logprobs),
+        top_logprobs_num=request.top_logprobs or 0,
+        **common_fields(request),
+    )
+    kind = "chat.completion.chunk" if request.stream else "chat.completion"
+    job = make_job(front, request, kind, [generation])
+    return job, ChatForm(front.manager, request, prompt)
+
+
+@post(
+    "/v1/chat/completions",
+    status_code=200,
+    opt={"access": "user", "body": "text"},
+    exception_handlers=EXCEPTION_HANDLERS,
+)
+async def chat_completions(request: HTTPRequest, front: Front) -> Response[Any]:
+    """Answer a conversation."""
+    body = await request.body()
+    asked = decode_chat(body) if len(body) <= INLINE else await front.workers.run(lambda: decode_chat(body))
+    check_model(front, asked.model)
+    job, form = await front.workers.run(
+        lambda: _plan(front, asked)
+    )  # how long a template takes, nobody knows
+    return await answer(request, front, job, form)
+
+
+ROUTES: list[HTTPRouteHandler] = [chat_completions]

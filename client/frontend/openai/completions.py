@@ -1,0 +1,196 @@
+"""``/v1/completions``.
+
+Invariants: choice ``i * n + j`` is sample ``j`` of prompt ``i``; with ``echo`` every choice begins with its prompt, and its
+logprobs with those of the prompt.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from litestar import Response, post
+from litestar.handlers import HTTPRouteHandler
+
+from ...exceptions import InvalidRequest
+from ...text.tokenizer_manager import Chunk, GenerationRequest, Sample, TokenizerManager
+from ..bodies import INLINE
+from ..context import Front, FrontEnd
+from ..exchange import HTTPRequest
+from .common import (
+    EXCEPTION_HANDLERS,
+    Job,
+    check_batch,
+    check_model,
+    common_fields,
+    finish_fields,
+    make_job,
+    planned,
+    rids_for,
+    sampling_params,
+    token_fields,
+)
+from .logprobs import Offsets, TokenText, completion_logprobs, input_positions, output_positions
+from .schema import CompletionChoice, CompletionRequest, Logprobs, decode_completion
+from .stream import answer
+
+DEFAULT_MAX_TOKENS = 16
+"""As OpenAI has it for completions."""
+
+
+class CompletionForm:
+    """Makes choices of samples and chunks."""
+
+    def __init__(
+        self, manager: TokenizerManager, request: CompletionRequest, prompts: Sequence[str | Sequence[int]]
+    ) -> None:
+        self._request = request
+        self._tokens = TokenText(manager.tokenizer, as_ids=bool(request.return_tokens_as_token_ids))
+        self._skip_special = request.skip_special_tokens is not False
+        self._prompts = prompts
+        self._echo = [""] * len(prompts)
+        if request.echo:
+            self._echo = [
+                prompt
+                if isinstance(prompt, str)
+                else manager.detokenize(prompt, skip_special_tokens=self._skip_special)
+                for prompt in prompts
+            ]
+        self._offsets: dict[int, Offsets] = {}  # of the choices that have begun
+
+    def choice(self, index: int, position: int, sample: Sample) -> CompletionChoice:
+        """A finished sample."""
+        scored = self._request.max_tokens == 0  # one token was sampled all the same; nobody asked for it
+        echo = self._echo[position]
+        return CompletionChoice(
+            index=index,
+            text=echo if scored else echo + sample.text,
+            logprobs=self._logprobs(echo, sample, scored),
+            **({"finish_reason": "length", "matched_stop": None} if scored else finish_fields(sample)),
+            **token_fields(self._request, sample.prompt_ids, [] if scored else sample.output.output_ids),
+        )
+
+    def chunk(self, index: int, position: int, chunk: Chunk) -> CompletionChoice | None:
+        """What is new of a sample; None where that cannot be seen."""
+        first = index not in self._offsets
+        text = self._echo[position] + chunk.text if first else chunk.text
+        wants_tokens = self._request.logprobs is not None or self._request.return_token_ids
+        if not text and chunk.finished is None and not (wants_tokens and chunk.delta is not None):
+            return None
+        if first:
+            self._offsets[index] = Offsets(self._tokens, skip_special_tokens=self._skip_special)
+        logprobs = None
+        if self._request.logprobs is not None and chunk.delta is not None:
+            logprobs = completion_logprobs(output_positions(chunk.delta), self._tokens, self._offsets[index])
+        prompt = self._prompts[position]
+        return CompletionChoice(
+            index=index,
+            text=text,
+            logprobs=logprobs,
+            **(finish_fields(chunk.finished) if chunk.finished is not None else {}),
+            **token_fields(
+                self._request,
+                prompt if first and not isinstance(prompt, str) else None,
+                [] if chunk.delta is None else chunk.delta.output_ids,
+            ),
+        )
+
+    def _logprobs(self, echo: str, sample: Sample, scored: bool) -> Logprobs | None:
+        if self._request.logprobs is None:
+            return None
+        positions = [] if scored else output_positions(sample.output)
+        cut = False
+        if self._request.echo:
+            positions = [*input_positions(sample.prompt_ids, sample.output), *positions]
+            cut = self._begins_without_space(echo, sample.prompt_ids)
+        offsets = Offsets(self._tokens, skip_special_tokens=self._skip_special, leading_space_cut=cut)
+        return completion_logprobs(positions, self._tokens, offsets)
+
+    def _begins_without_space(self, text: str, ids: Sequence[int]) -> bool:
+        skipped = self._tokens.skipped if self._skip_special else frozenset()
+        first = next((self._tokens.data(token) for token in ids if token not in skipped), b"")
+        return first.startswith(b" ") and not text.startswith(" ")
+
+
+def _prompts(request: CompletionRequest) -> list[str | list[int]]:
+    """One entry for each prompt.
+
+    Raises:
+        InvalidRequest: none, or a list of different kinds.
+    """
+    prompt: Any = request.prompt
+    if isinstance(prompt, str):
+        return [prompt]
+    kinds = {type(item) for item in prompt}
+    if len(kinds) != 1:
+        what = "is empty" if not prompt else "mixes texts, token ids and lists"
+        raise InvalidRequest(f"prompt {what}", field="prompt")
+    if kinds == {int}:
+        return [prompt]
+    if kinds == {list} and not all(_are_ids(item) for item in prompt):
+        raise InvalidRequest("prompt: lists in a list hold token ids", field="prompt")
+    return list(prompt)
+
+
+def _are_ids(item: list[Any]) -> bool:
+    return all(isinstance(token, int) for token in item)
+
+
+def _check_echo(request: CompletionRequest) -> None:
+    if request.echo and request.stream and (request.logprobs is not None or request.max_tokens == 0):
+        raise InvalidRequest("echo with logprobs or without max_tokens cannot be streamed", field="echo")
+    if request.max_tokens == 0 and not request.echo:
+        raise InvalidRequest("max_tokens must be at least 1, unless echo is set", field="max_tokens")
+
+
+def _tells_prompts(request: CompletionRequest) -> bool:
+    """Whether the ids of prompts are needed for the first chunk, before the engine has them."""
+    return bool(request.stream and (request.return_token_ids or request.return_prompt_token_ids))
+
+
+def _plan(front: FrontEnd, request: CompletionRequest) -> tuple[Job, CompletionForm]:
+    manager = front.manager
+    prompts = _prompts(request)
+    check_batch(front, request, len(prompts))
+    special = request.add_special_tokens is not False
+    if _tells_prompts(request):
+        prompts = [
+            manager.tokenize(prompt, add_special_tokens=special) if isinstance(prompt, str) else prompt
+            for prompt in prompts
+        ]
+    limit = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
+    common = {
+        "sampling_params": sampling_params(request, max(limit, 1)),
+        "add_special_tokens": special,
+        "detokenize": manager.tokenizer is not None,
+        "return_logprob": request.logprobs is not None,
+        "top_logprobs_num": request.logprobs or 0,
+        "logprob_start_len": 0 if request.echo and request.logprobs is not None else -1,
+        **common_fields(request),
+    }
+    rids = rids_for(request, len(prompts), "cmpl")
+    requests = [GenerationRequest(prompt=prompt, rid=rid, **common) for prompt, rid in zip(prompts, rids)]
+    job = make_job(front, request, "text_completion", requests, scored=limit == 0)
+    return job, CompletionForm(manager, request, prompts)
+
+
+@post(
+    "/v1/completions",
+    status_code=200,
+    opt={"access": "user", "body": "prompts"},
+    exception_handlers=EXCEPTION_HANDLERS,
+)
+async def completions(request: HTTPRequest, front: Front) -> Response[Any]:
+    """Continue one or several prompts."""
+    body = await request.body()
+    most = front.options.max_batch
+    large = len(body) > INLINE
+    asked = (
+        await front.workers.run(lambda: decode_completion(body, most)) if large else decode_completion(body)
+    )
+    check_model(front, asked.model)
+    _check_echo(asked)
+    tokenizes = large or asked.echo or _tells_prompts(asked)
+    job, form = await planned(front, len(body) if tokenizes else 0, lambda: _plan(front, asked))
+    return await answer(request, front, job, form)
+
+
+ROUTES: list[HTTPRouteHandler] = [completions]

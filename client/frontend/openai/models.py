@@ -1,0 +1,63 @@
+"""``/v1/models``: the one model that is served.
+
+Invariant: its id never changes while the server runs, not even by an update of the weights from another folder; what the
+weights are is said by their version (``metadata`` of every answer, ``/model_info``).
+"""
+
+from pathlib import Path
+from typing import Any
+
+from litestar import Response, get
+from litestar.handlers import HTTPRouteHandler
+from litestar.params import FromPath
+
+from ..context import Front, FrontEnd
+from ..errors import json_response
+from .common import EXCEPTION_HANDLERS, check_model
+
+
+def _card(front: FrontEnd) -> dict[str, Any]:
+    options = front.options
+    return {
+        "id": options.model_name,
+        "object": "model",
+        "created": _modified(options.model_path),
+        "owned_by": "caesura",
+        "root": options.model_path or options.model_name,
+        "parent": None,
+        "max_model_len": options.context_length,
+    }
+
+
+def _modified(model_path: str) -> int:
+    """When the checkpoint was written, in seconds since 1970; 0 where this machine cannot see it."""
+    try:
+        return int((Path(model_path) / "config.json").stat().st_mtime)
+    except OSError:
+        return 0
+
+
+@get("/v1/models", opt={"access": "user"}, exception_handlers=EXCEPTION_HANDLERS, sync_to_thread=False)
+def list_models(front: Front) -> Response[bytes]:
+    """All models: one."""
+    return json_response({"object": "list", "data": [_card(front)]})
+
+
+@get(
+    "/v1/models/{name:path}",
+    opt={"access": "user"},
+    exception_handlers=EXCEPTION_HANDLERS,
+    sync_to_thread=False,
+)
+def get_model(front: Front, name: FromPath[str]) -> Response[bytes]:
+    """The model of that name; names may contain slashes.
+
+    Raises:
+        ModelNotFound: it is not served.
+    """
+    # A name that is a path begins with the slash that the route takes off.
+    check_model(front, name if name == front.options.model_name else name.removeprefix("/"))
+    return json_response(_card(front))
+
+
+ROUTES: list[HTTPRouteHandler] = [list_models, get_model]

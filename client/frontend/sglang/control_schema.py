@@ -1,0 +1,194 @@
+"""Bodies of the commands, as SGLang's trainers send them.
+
+Invariants: field names and defaults are SGLang's; what is not a field is ignored by the reader, as SGLang does. Fields
+below "accepted and ignored" have no meaning here; ``docs/http.md`` says why, and a test compares the two.
+"""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from ....io_struct import MemoryTag, PauseMode
+from ....io_struct.base import MAX_ID_LENGTH
+from ....io_struct.control import LeaseAction, PositiveDuration
+from ....io_struct.weights import DEFAULT_GROUP_NAME
+
+Selector = Literal["target", "all"]
+MAX_LABEL = 1024
+"""Characters of a weight version: it comes back with every answer."""
+VISIBLE = r"^[^\x00-\x1f\x7f-\x9f]*\Z"
+"""Names that come up in logs and at terminals have no control characters."""
+Label = Annotated[str, msgspec.Meta(max_length=MAX_LABEL, pattern=VISIBLE)]
+Group = Annotated[str, msgspec.Meta(max_length=MAX_LABEL, pattern=VISIBLE)]
+SessionId = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_ID_LENGTH)]
+
+
+class PauseBody(msgspec.Struct, kw_only=True):
+    """``/pause_generation``."""
+
+    mode: PauseMode = "abort"
+    lease_s: PositiveDuration | None = None
+    """Ours: seconds without a command from an HTTP client after which ``on_lease_expiry`` happens."""
+    on_lease_expiry: LeaseAction = "continue"
+
+
+class ContinueBody(msgspec.Struct, kw_only=True):
+    """``/continue_generation``."""
+
+    torch_empty_cache: bool = True
+    force: bool = False
+    """Ours: continue a pause, and commit an implicit weight session, of somebody who is no HTTP client."""
+
+
+class TagsBody(msgspec.Struct, kw_only=True):
+    """``/release_memory_occupation`` and ``/resume_memory_occupation``."""
+
+    tags: list[MemoryTag] | None = None
+
+
+class VersionBody(msgspec.Struct, kw_only=True):
+    """``/update_weight_version``."""
+
+    new_version: Label
+    abort_all_requests: bool = True
+    session_id: SessionId | None = None
+    """Ours: refused, as it commits by itself; the header ``X-Caesura-Session`` says the same."""
+
+
+class CheckerBody(msgspec.Struct, kw_only=True):
+    """``/weights_checker``."""
+
+    action: Literal["checksum", "snapshot", "reset_tensors", "compare"] = "checksum"
+    selector: Selector = "all"
+    # accepted and ignored
+    allow_quant_error: bool = False
+    # refused unless empty
+    skip_tensor_list: list[str] = []
+
+
+class PostProcessBody(msgspec.Struct, kw_only=True):
+    """``/post_process_weights``, of slime's patches."""
+
+    # accepted and ignored
+    restore_weights_before_load: bool = False
+    post_process_quantization: bool = False
+
+
+class InitGroupBody(msgspec.Struct, kw_only=True):
+    """``/init_weights_update_group``."""
+
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
+    group_name: Group = DEFAULT_GROUP_NAME
+    backend: Literal["nccl", "gloo"] | None = None
+    timeout_s: PositiveDuration = 60.0
+    """Ours: longest wait for the other ranks, and for each broadcast."""
+
+
+class DestroyGroupBody(msgspec.Struct, kw_only=True):
+    """``/destroy_weights_update_group``."""
+
+    group_name: Group = DEFAULT_GROUP_NAME
+
+
+class BeginBody(msgspec.Struct, kw_only=True):
+    """``/begin_weight_update``."""
+
+    selector: Selector = "all"
+    deadline_s: PositiveDuration | None = None
+    """Ours: abort the session after so many seconds."""
+
+
+class EndBody(msgspec.Struct, kw_only=True):
+    """``/end_weight_update``."""
+
+    commit: bool = True
+    """Ours: false aborts the session."""
+    weight_version: Label | None = None
+    """Ours: the new label."""
+    session_id: SessionId | None = None
+    """Ours: which session; the header ``X-Caesura-Session`` says the same. Null: the implicit one of HTTP clients."""
+    force: bool = False
+    """Ours: abort whatever session is open, with ``commit`` false."""
+
+
+class UpdateBody(msgspec.Struct, kw_only=True):
+    """What every update may say."""
+
+    flush_cache: bool = True
+    torch_empty_cache: bool = False
+    weight_version: Label | None = None
+    abort_all_requests: bool = False
+    session_id: SessionId | None = None
+    """Ours: the session that the call belongs to; the header ``X-Caesura-Session`` says the same."""
+
+    def options(self) -> dict[str, Any]:
+        """These fields, for the wire."""
+        return {name: getattr(self, name) for name in UpdateBody.__struct_fields__}
+
+
+class DiskBody(UpdateBody, kw_only=True):
+    """``/update_weights_from_disk``."""
+
+    model_path: str
+    load_format: str | None = None
+    # accepted and ignored
+    is_async: bool = False
+    keep_pause: bool = False
+    recapture_cuda_graph: bool = False
+    token_step: int = 0
+    # refused unless empty
+    manifest: Any = None
+
+
+class DistributedBody(UpdateBody, kw_only=True):
+    """``/update_weights_from_distributed``."""
+
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    group_name: Group = DEFAULT_GROUP_NAME
+    load_format: Literal["flattened_bucket"] | None = None
+    selector: Selector = "all"
+
+
+class TensorBody(UpdateBody, kw_only=True):
+    """``/update_weights_from_tensor`` as JSON: pickles in base64, one for each tensor-parallel rank."""
+
+    serialized_named_tensors: list[str]
+    load_format: Literal["direct", "flattened_bucket"] | None = None
+    selector: Selector = "all"
+
+
+class SafetensorsQuery(UpdateBody, kw_only=True):
+    """``/update_weights_from_tensor`` with a safetensors file as body: the options stand in the query."""
+
+
+class ParameterServerBody(UpdateBody, kw_only=True):
+    """``/update_weights_from_ipc``."""
+
+    zmq_handles: dict[str, str]
+    timeout_s: PositiveDuration = 300.0
+    """Ours: longest silence of the server."""
+
+
+class TokenizeBody(msgspec.Struct, kw_only=True):
+    """``/tokenize``."""
+
+    prompt: str | list[str] | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    # accepted and ignored
+    model: str = ""
+
+
+class DetokenizeBody(msgspec.Struct, kw_only=True):
+    """``/detokenize``."""
+
+    tokens: list[int | list[int]]
+    skip_special_tokens: bool = True
+    # accepted and ignored
+    model: str = ""

@@ -1,0 +1,346 @@
+"""``/generate`` as SGLang's clients speak it: the request's fields, and an answer's.
+
+Invariants:
+- A field that would change the result and that this engine does not do is refused by name; what only hints is ignored, and
+  so are unknown top-level keys, as SGLang does. Unknown sampling parameters are refused.
+- ``null`` means "left out" wherever that is not a value of its own (``max_new_tokens: null`` is "no limit").
+- What goes to the engine with every prompt is bounded before it is copied for each of them.
+- The structs' field groups are what ``docs/http.md`` lists; a test compares.
+"""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from ....io_struct import SamplingParams
+from ....io_struct.base import MAX_ID_LENGTH
+from ....io_struct.generate import MAX_SAMPLES, Seed, TokenId
+from ...exceptions import InvalidRequest
+from ...text.tokenizer_manager import GenerationRequest
+from ...wire.prompts import is_single
+from ...wire.request_limits import MAX_SALT_CHARACTERS, MAX_STOP_CHARACTERS, characters, check_size
+from ..bodies import INLINE, decode_large
+from .control_schema import VISIBLE
+
+MAX_STOP_STRINGS = 32
+"""SGLang's."""
+MAX_STOP_CHARACTERS_IN_ALL = 32 * MAX_STOP_CHARACTERS
+"""Of the different stop strings of one call, whose prompts may have each their own."""
+
+Samples = Annotated[int, msgspec.Meta(ge=1, le=MAX_SAMPLES)]
+Name = Annotated[str, msgspec.Meta(max_length=MAX_ID_LENGTH, pattern=VISIBLE)]
+Count = Annotated[int, msgspec.Meta(ge=0)]
+ExpertsDtype = Literal["int32", "uint8"]
+
+
+class SamplingBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """``sampling_params``; names and defaults are SGLang's."""
+
+    max_new_tokens: int | None = 128
+    stop: str | list[str] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    min_new_tokens: int | None = None
+    n: Samples | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    no_stop_trim: bool | None = None
+    logit_bias: dict[str, float] | None = None
+    sampling_seed: Seed | None = None
+    # accepted and ignored
+    stream_interval: int | None = None
+    custom_params: dict[str, Any] | None = None
+    # refused unless null, false or empty
+    stop_regex: Any = None
+    json_schema: Any = None
+    regex: Any = None
+    ebnf: Any = None
+    structural_tag: Any = None
+    beam_width: Any = None
+    watermark: Any = None
+
+
+REFUSED_SAMPLING = (
+    "stop_regex", "json_schema", "regex", "ebnf", "structural_tag", "beam_width", "watermark",
+)  # fmt: skip
+IGNORED_SAMPLING = ("stream_interval", "custom_params")
+
+
+class GenerateBody(msgspec.Struct, kw_only=True):
+    """The top level. ``X | list`` fields take one value for all prompts, or a list of one each."""
+
+    text: str | list[str] | None = None
+    input_ids: list[TokenId | list[TokenId]] | None = None
+    sampling_params: SamplingBody | list[SamplingBody] | None = None
+    rid: Name | list[Name] | None = None
+    stream: bool | None = None
+    return_logprob: bool | list[bool] | None = None
+    logprob_start_len: int | list[int] | None = None
+    top_logprobs_num: int | list[int] | None = None
+    token_ids_logprob: list[TokenId | list[TokenId]] | None = None
+    return_text_in_logprobs: bool | None = None
+    return_prompt_token_ids: bool | None = None
+    return_routed_experts: bool | list[bool] | None = None
+    routed_experts_start_len: Count = 0
+    routed_experts_dtype: ExpertsDtype | None = None
+    cache_salt: str | list[str] | None = None
+    extra_key: str | list[str] | None = None
+    min_weights_epoch: int | None = None
+    # accepted and ignored
+    log_metrics: Any = None
+    no_logs: Any = None
+    custom_labels: Any = None
+    routing_key: Any = None
+    session_id: Any = None
+    priority: Any = None
+    bootstrap_host: Any = None
+    bootstrap_port: Any = None
+    bootstrap_room: Any = None
+    # refused unless null, false or empty
+    routed_dp_rank: Any = None
+    data_parallel_rank: Any = None
+    input_embeds: Any = None
+    image_data: Any = None
+    video_data: Any = None
+    audio_data: Any = None
+    lora_path: Any = None
+    custom_logit_processor: Any = None
+    session_params: Any = None
+    return_hidden_states: Any = None
+    return_sampling_mask: Any = None
+    sampling_logprobs_mode: Any = None
+
+
+REFUSED = (
+    "routed_dp_rank", "data_parallel_rank", "input_embeds", "image_data", "video_data", "audio_data", "lora_path",
+    "custom_logit_processor", "session_params", "return_hidden_states", "return_sampling_mask", "sampling_logprobs_mode",
+)  # fmt: skip
+IGNORED = (
+    "log_metrics", "no_logs", "custom_labels", "routing_key", "session_id", "priority", "bootstrap_host",
+    "bootstrap_port", "bootstrap_room",
+)  # fmt: skip
+
+_decoder = msgspec.json.Decoder(GenerateBody)
+_PROMPTS = {"text": b'""', "input_ids": b"[]"}
+
+
+class Job(msgspec.Struct, kw_only=True):
+    """What one call of ``/generate`` asks for."""
+
+    requests: list[GenerationRequest]
+    stream: bool
+    as_list: bool
+    """The answer is a list: a batch, or more than one sample."""
+    text_in_logprobs: bool
+    prompt_token_ids: bool
+    experts_dtype: ExpertsDtype
+
+
+def decode_body(raw: bytes, max_batch: int = 4096) -> GenerateBody:
+    """The body of a request.
+
+    Raises:
+        InvalidRequest: it is not JSON or nested too deeply, a value is of the wrong type or range, a sampling parameter is
+            unknown, or a field is refused.
+    """
+    try:
+        if len(raw) <= INLINE:
+            body = _decoder.decode(raw)
+        else:
+            body = decode_large(raw, _decoder, _PROMPTS, max_batch)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidRequest(str(error)) from error
+    except RecursionError as error:
+        raise InvalidRequest("the body is nested too deeply") from error
+    _refuse(body, REFUSED, "")
+    return body
+
+
+def _refuse(fields: msgspec.Struct, names: Sequence[str], prefix: str) -> None:
+    for name in names:
+        if getattr(fields, name):
+            raise InvalidRequest(f"{prefix}{name} is not supported", field=name)
+
+
+def plan_job(body: GenerateBody, *, max_batch: int, detokenize: bool) -> Job:
+    """One request for each prompt.
+
+    Raises:
+        InvalidRequest: no prompt, lists of different lengths, duplicate rids, more than ``max_batch`` samples in all, a field
+            over its size.
+    """
+    prompts, single = _prompts(body)
+    count = len(prompts)
+    if count > max_batch:
+        raise InvalidRequest(f"{count} prompts are over the limit of {max_batch}", field="input_ids")
+    params = _each("sampling_params", body.sampling_params, count)
+    shared: dict[int, dict[str, Any]] = {}
+    for each in params:
+        if id(each) not in shared:
+            shared[id(each)] = sampling_fields(each or SamplingBody())
+    different = {tuple(fields["stop"]) for fields in shared.values()}
+    size = sum(map(characters, different))
+    check_size("stop", size, MAX_STOP_CHARACTERS_IN_ALL, "characters of different prompts' stop strings")
+    sampling = [shared[id(each)] for each in params]
+    samples = sum(fields["sampling_params"].n for fields in sampling)
+    if samples > max_batch:
+        raise InvalidRequest(f"n: {samples} samples are over the limit of {max_batch}", field="n")
+    columns = _columns(body, count, single)
+    requests = [
+        GenerationRequest(
+            prompt=prompt,
+            detokenize=detokenize,
+            **sampling[i],
+            **{name: column[i] for name, column in columns.items()},
+        )
+        for i, prompt in enumerate(prompts)
+    ]
+    return Job(
+        requests=requests,
+        stream=bool(body.stream),
+        as_list=not single or samples > 1,
+        text_in_logprobs=bool(body.return_text_in_logprobs),
+        prompt_token_ids=bool(body.return_prompt_token_ids),
+        experts_dtype=body.routed_experts_dtype or "int32",
+    )
+
+
+def _prompts(body: GenerateBody) -> tuple[list[Any], bool]:
+    """The prompts, and whether the caller passed one rather than a list of them."""
+    if body.input_ids is None:
+        if body.text is None:
+            raise InvalidRequest("either text or input_ids is needed", field="text")
+        if body.text == []:
+            raise InvalidRequest("text is an empty list: there is no prompt", field="text")
+        return ([body.text], True) if isinstance(body.text, str) else (list(body.text), False)
+    one = is_single(body.input_ids)  # type: ignore[arg-type]  # which of the two it is
+    kinds = set(map(type, body.input_ids))
+    if len(kinds) > 1:
+        raise InvalidRequest(
+            "input_ids must be one list of integers, or a list of such lists", field="input_ids"
+        )
+    prompts = [body.input_ids] if one else list(body.input_ids)
+    if body.text is None:
+        return prompts, one
+    texts = (
+        1 if isinstance(body.text, str) else len(body.text)
+    )  # text decides the shape, ids are what is taken
+    if texts != len(prompts):
+        raise InvalidRequest(f"{texts} texts beside {len(prompts)} input_ids", field="text")
+    return prompts, isinstance(body.text, str)
+
+
+def _columns(body: GenerateBody, count: int, single: bool) -> dict[str, list[Any]]:
+    columns = {
+        "rid": _rids(body.rid, count, single),
+        "return_logprob": _each("return_logprob", body.return_logprob, count, False),
+        "return_routed_experts": _each("return_routed_experts", body.return_routed_experts, count, False),
+        "routed_experts_start_len": [body.routed_experts_start_len] * count,
+        "cache_salt": _salts(body, count),
+        "min_weights_epoch": [body.min_weights_epoch] * count,
+    }
+    if any(columns["return_logprob"]):
+        ids = body.token_ids_logprob
+        nested = bool(ids) and not isinstance(ids[0], int) if ids else False
+        columns |= {
+            "logprob_start_len": _each("logprob_start_len", body.logprob_start_len, count, -1),
+            "top_logprobs_num": _each("top_logprobs_num", body.top_logprobs_num, count, 0),
+            "token_ids_logprob": _each("token_ids_logprob", ids, count) if nested else [ids] * count,
+        }
+    return columns
+
+
+def _each(name: str, value: Any, count: int, default: Any = None) -> list[Any]:
+    if not isinstance(value, list):
+        return [default if value is None else value] * count
+    if len(value) != count:
+        raise InvalidRequest(f"{len(value)} {name} for {count} prompts", field=name, value=len(value))
+    return value
+
+
+def _rids(rid: str | list[str] | None, count: int, single: bool) -> list[str | None]:
+    """What names each prompt's generation; None: the engine's client finds a name."""
+    if isinstance(rid, list):
+        rids = [each or None for each in _each("rid", rid, count)]
+    elif not rid:
+        return [None] * count
+    else:
+        rids = [rid] if single else [f"{rid}_{i}" for i in range(count)]
+    given = [each for each in rids if each is not None]
+    if len(set(given)) < len(given):
+        raise InvalidRequest("Duplicate request ID detected", field="rid")
+    return rids
+
+
+def _salts(body: GenerateBody, count: int) -> list[str]:
+    """``cache_salt`` and ``extra_key`` both keep prefixes apart; their sizes count together."""
+    salts = _each("cache_salt", body.cache_salt, count, "")
+    if body.extra_key is None:
+        return salts
+    keys = _each("extra_key", body.extra_key, count, "")
+    for field, values in (("cache_salt", salts), ("extra_key", keys)):
+        check_size(field, max(map(len, values)), MAX_SALT_CHARACTERS, "characters")
+    return [f"{salt}\n{key}" if key else salt for salt, key in zip(salts, keys, strict=True)]
+
+
+def sampling_fields(body: SamplingBody) -> dict[str, Any]:
+    """The fields of a :class:`GenerationRequest` that ``sampling_params`` decides.
+
+    Raises:
+        InvalidRequest: a refused parameter is given, or a value is not one of its kind.
+    """
+    _refuse(body, REFUSED_SAMPLING, "sampling_params.")
+    if body.custom_params and body.custom_params.get("return_top_p_token_ids"):
+        raise InvalidRequest(
+            "sampling_params.custom_params.return_top_p_token_ids is not supported", field="custom_params"
+        )
+    stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    if len(stop) > MAX_STOP_STRINGS:
+        raise InvalidRequest(
+            f"{len(stop)} stop strings are over the limit of {MAX_STOP_STRINGS}", field="stop"
+        )
+    check_size("stop", characters(stop), MAX_STOP_CHARACTERS, "characters in all")
+    given: dict[str, Any] = {
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "top_k": body.top_k,
+        "min_p": body.min_p,
+        "frequency_penalty": body.frequency_penalty,
+        "presence_penalty": body.presence_penalty,
+        "repetition_penalty": body.repetition_penalty,
+        "min_new_tokens": body.min_new_tokens,
+        "stop_token_ids": body.stop_token_ids,
+        "ignore_eos": body.ignore_eos,
+        "seed": body.sampling_seed,
+        "n": body.n,
+        "logit_bias": None if not body.logit_bias else bias_of(body.logit_bias),
+    }
+    wire = {name: value for name, value in given.items() if value is not None}
+    own = {
+        "no_stop_trim": body.no_stop_trim,
+        "skip_special_tokens": body.skip_special_tokens,
+        "spaces_between_special_tokens": body.spaces_between_special_tokens,
+    }
+    scored = body.max_new_tokens == 0  # the engine samples at least one token
+    return {
+        "sampling_params": SamplingParams(max_new_tokens=1 if scored else body.max_new_tokens, **wire),
+        "scored": scored,
+        "stop": [each for each in stop if each],
+        **{name: value for name, value in own.items() if value is not None},
+    }
+
+
+def bias_of(given: dict[str, float]) -> dict[int, float]:
+    """``logit_bias`` with its keys as token ids: JSON has text keys only."""
+    try:
+        return msgspec.convert(given, dict[TokenId, float], str_keys=True)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(f"logit_bias: {error}", field="logit_bias") from error

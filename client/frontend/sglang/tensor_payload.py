@@ -1,0 +1,349 @@
+"""Weights in HTTP bodies: safetensors files, and the pickles of SGLang's clients read as plain fields.
+
+Invariants:
+- Nothing is unpickled: ``io_struct/legacy_pickle.py`` writes down what would have been imported and called, and only the
+  calls named here mean something. What means nothing is refused by its name.
+- What is sent on are byte ranges that lie inside what was received, with the specs that the engine checks again.
+- Shared memory is opened by a name that torch gives (``/torch_…``), must belong to this user, and is copied out.
+"""
+
+import base64
+import itertools
+import math
+import os
+import re
+import struct
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import msgspec
+
+from ....io_struct import CudaIPCHandle, TensorSpec
+from ....io_struct.legacy_pickle import Call, Global, parse
+from ...exceptions import InvalidRequest, Unsupported
+
+MAX_FRAME_BYTES = 1 << 30
+"""The wire's limit: a tensor goes in a frame of its own."""
+MAX_SAFETENSORS_HEADER = 100_000_000
+"""The format's own limit."""
+
+TORCH_DTYPES = {
+    "float32": ("F32", 4), "float": ("F32", 4), "float16": ("F16", 2), "half": ("F16", 2), "bfloat16": ("BF16", 2),
+    "float64": ("F64", 8), "double": ("F64", 8), "float8_e4m3fn": ("F8_E4M3", 1), "float8_e5m2": ("F8_E5M2", 1),
+    "uint8": ("U8", 1), "int8": ("I8", 1), "int16": ("I16", 2), "int32": ("I32", 4), "int64": ("I64", 8), "bool": ("BOOL", 1),
+}  # fmt: skip
+"""torch's name of a dtype: safetensors' name, and bytes."""
+
+_SHARED_NAME = re.compile(rb"/torch_[0-9]+_[0-9]+(_[0-9]+)?")
+_SHARED_HEADER = 64
+"""Bytes before the data: torch counts references there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Frames:
+    """Tensors whose bytes go to the engine with the message."""
+
+    specs: list[TensorSpec]
+    buffers: list[memoryview]
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceTensors:
+    """Tensors in one allocation of a CUDA device of another process."""
+
+    handle: CudaIPCHandle
+    specs: list[TensorSpec]
+
+
+Part = Frames | DeviceTensors
+
+
+def dtype_of(name: str) -> str:
+    """safetensors' name of a torch dtype, ``torch.`` before it or not; what is none is for the engine to refuse."""
+    return TORCH_DTYPES.get(name.removeprefix("torch."), (name, 0))[0]
+
+
+class _Entry(msgspec.Struct):
+    dtype: str
+    shape: list[int]
+    data_offsets: tuple[int, int]
+
+
+_header = msgspec.json.Decoder(dict[str, Any])
+
+
+def read_safetensors(body: bytes) -> Frames:
+    """A safetensors file, each tensor a frame, without a copy.
+
+    Raises:
+        InvalidRequest: it is not one, or a tensor lies outside it.
+    """
+    size = struct.unpack_from("<Q", body)[0] if len(body) >= 8 else MAX_SAFETENSORS_HEADER
+    if size >= MAX_SAFETENSORS_HEADER or 8 + size > len(body):
+        raise InvalidRequest("the body is no safetensors file: its header is cut off", field="body")
+    try:
+        fields = _header.decode(body[8 : 8 + size])
+        fields.pop("__metadata__", None)
+        entries = msgspec.convert(fields, dict[str, _Entry])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidRequest(f"the body is no safetensors file: {error}", field="body") from error
+    data = memoryview(body)[8 + size :]
+    pieces = []
+    for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
+        start, end = entry.data_offsets
+        if not 0 <= start <= end <= len(data):
+            raise InvalidRequest(f"tensor {name!r} lies outside the {len(data)} bytes of data", field="body")
+        pieces.append((name, entry.dtype, entry.shape, data[start:end]))
+    return frames_of(pieces)
+
+
+def frames_of(pieces: Iterable[tuple[str, str, list[int], memoryview]]) -> Frames:
+    """Each of ``(name, dtype, shape, bytes)`` as a frame; those of no bytes too."""
+    specs: list[TensorSpec] = []
+    buffers: list[memoryview] = []
+    for name, dtype, shape, data in pieces:
+        if len(data) > MAX_FRAME_BYTES:
+            raise Unsupported(
+                f"tensor {name!r} of {len(data)} bytes is over the limit of {MAX_FRAME_BYTES} here"
+            )
+        specs.append(TensorSpec(name=name, dtype=dtype, shape=shape, nbytes=len(data), buffer=len(buffers)))
+        buffers.append(data)
+    return Frames(specs, buffers)
+
+
+def read_pickled(payloads: list[str], *, flattened: bool) -> list[Part]:
+    """``serialized_named_tensors``: one part for each place that the tensors lie in.
+
+    Raises:
+        InvalidRequest: not one payload (this engine is one rank), no base64, or not what SGLang's clients send.
+        Unsupported: tensors that this process cannot reach.
+        CaesuraError: ``malformed_message``, no pickle of plain fields.
+    """
+    if len(payloads) != 1:
+        raise InvalidRequest(
+            f"{len(payloads)} serialized_named_tensors for an engine of one rank",
+            field="serialized_named_tensors",
+        )
+    try:
+        pickled = base64.b64decode(payloads[0], validate=True)
+    except ValueError as error:  # also of text that is not ASCII
+        raise InvalidRequest(
+            f"serialized_named_tensors: {error}", field="serialized_named_tensors"
+        ) from error
+    message = parse(pickled)
+    tensors = _flattened(message) if flattened else _named(message)
+    return list(_parts(tensors))
+
+
+@dataclass(frozen=True, slots=True)
+class _Storage:
+    """Where tensors lie: shared memory of this host by name, or a CUDA allocation."""
+
+    nbytes: int
+    place: bytes | CudaIPCHandle
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """Contiguous bytes of a storage."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+    offset: int
+    nbytes: int
+    storage: _Storage
+
+
+def _parts(tensors: list[_Tensor]) -> Iterator[Part]:
+    for storage, group in itertools.groupby(tensors, key=lambda tensor: tensor.storage):
+        found = list(group)
+        if isinstance(storage.place, CudaIPCHandle):
+            specs = [
+                TensorSpec(name=t.name, dtype=t.dtype, shape=t.shape, offset=t.offset, nbytes=t.nbytes)
+                for t in found
+            ]
+            yield DeviceTensors(storage.place, specs)
+        else:
+            data = memoryview(_read_shared(storage.place, storage.nbytes))
+            yield frames_of((t.name, t.dtype, t.shape, data[t.offset : t.offset + t.nbytes]) for t in found)
+
+
+def _flattened(message: object) -> list[_Tensor]:
+    """Many tensors in one of bytes; none at all is an empty bucket, which slime sends as padding."""
+    if not isinstance(message, dict) or message.keys() != {"flattened_tensor", "metadata"}:
+        _refuse("a flattened bucket has the keys flattened_tensor and metadata")
+    whole, metadata = message["flattened_tensor"], message["metadata"]
+    if not isinstance(metadata, (list, tuple)):
+        _refuse("a flattened bucket's metadata is a list")
+    if not metadata:
+        return []
+    base = _tensor("flattened_tensor", whole)
+    tensors = []
+    for item in metadata:
+        state = _state(item, "FlattenedTensorMetadata")
+        try:
+            name, start, end = state["name"], state["start_idx"], state["end_idx"]
+            shape, (dtype, itemsize) = _ints(state["shape"]), _dtype(state["dtype"])
+        except KeyError as error:
+            _refuse(f"a tensor's metadata lacks {error}")
+        if not isinstance(name, str) or type(start) is not int or type(end) is not int:
+            _refuse("a tensor's metadata has a name that is no text, or an index that is no integer")
+        if not 0 <= start <= end <= base.nbytes or end - start != math.prod(shape) * itemsize:
+            _refuse(f"tensor {name!r} does not fit between bytes {start} and {end} of {base.nbytes}")
+        tensors.append(_Tensor(name, dtype, shape, base.offset + start, end - start, base.storage))
+    return tensors
+
+
+def _named(message: object) -> list[_Tensor]:
+    """``[(name, tensor)]``, each tensor perhaps a pickle of its own, one for each rank."""
+    if not isinstance(message, (list, tuple)):
+        _refuse("named tensors are a list")
+    tensors = []
+    for item in message:
+        if not isinstance(item, (list, tuple)) or len(item) != 2 or not isinstance(item[0], str):
+            _refuse("a named tensor is a pair of name and tensor")
+        name, value = item
+        if isinstance(value, Call) and value.function.name == "LocalSerializedTensor":
+            values = _state(value, "LocalSerializedTensor").get("values")
+            if not isinstance(values, list) or len(values) != 1 or not isinstance(values[0], bytes):
+                _refuse(f"tensor {name!r} is not given for exactly one rank")
+            value = parse(values[0])
+        tensors.append(_tensor(name, value))
+    return tensors
+
+
+def _tensor(name: str, value: object) -> _Tensor:
+    if not isinstance(value, Call):
+        _refuse(f"{name!r} is no tensor")
+    made_by, args = value.function.name, value.args
+    if made_by in ("rebuild_cuda_tensor", "_rebuild_cuda_tensor_modified"):
+        return _cuda_tensor(name, args)
+    if made_by == "rebuild_tensor" and len(args) == 3:
+        return _cpu_tensor(name, args[1], args[2])
+    raise Unsupported(
+        f"tensor {name!r} is made by {value.function.module}.{made_by}, which is not read here: send a safetensors body"
+    )
+
+
+def _cpu_tensor(name: str, typed: object, metadata: object) -> _Tensor:
+    """``rebuild_tensor(class, rebuild_typed_storage(storage, dtype), (offset, size, stride, requires_grad))``."""
+    if not (
+        isinstance(typed, Call) and typed.function.name == "rebuild_typed_storage" and len(typed.args) == 2
+    ):
+        _refuse(f"tensor {name!r} has no storage that torch makes")
+    storage, (dtype, itemsize) = typed.args[0], _dtype(typed.args[1])
+    if not isinstance(storage, Call) or storage.function.name != "rebuild_storage_filename":
+        kind = storage.function.name if isinstance(storage, Call) else type(storage).__name__
+        raise Unsupported(
+            f"tensor {name!r} lies where {kind} finds it, which only a child process of its sender can: send a safetensors body, "
+            'or torch.multiprocessing.set_sharing_strategy("file_system")'
+        )
+    if len(storage.args) != 4 or not isinstance(metadata, tuple) or len(metadata) != 4:
+        _refuse(f"tensor {name!r} is not described as torch does")
+    _, _, handle, size = storage.args
+    if not isinstance(handle, bytes) or not _SHARED_NAME.fullmatch(handle):
+        _refuse(f"tensor {name!r} lies in no shared memory of torch's")
+    place = _Storage(_natural(size), handle)
+    return _inside(name, place, dtype, itemsize, *metadata[:3])
+
+
+_CUDA_ARGUMENTS = (
+    "class", "size", "stride", "start", "storage_class", "dtype", "device", "handle", "nbytes", "offset", "requires_grad",
+    "ref_counter_handle", "ref_counter_offset", "event_handle", "event_sync_required",
+)  # fmt: skip
+"""Of torch's rebuild_cuda_tensor; where they are the same, named as in ``CudaIPCHandle``."""
+
+
+def _cuda_tensor(name: str, args: tuple[object, ...]) -> _Tensor:
+    if len(args) != len(_CUDA_ARGUMENTS):
+        _refuse(f"tensor {name!r} is described by {len(args)} arguments")
+    found = dict(zip(_CUDA_ARGUMENTS, args, strict=True))
+    if not isinstance(found["device"], str):
+        raise Unsupported(
+            f"tensor {name!r} names its device by a number, which means nothing outside its process: SGLang's clients send the "
+            "device's uuid (monkey_patch_torch_reductions)"
+        )
+    fields = {key: found[key] for key in CudaIPCHandle.__struct_fields__ if key in found}
+    try:
+        handle = msgspec.convert(
+            {**fields, "device_uuid": found["device"]}, CudaIPCHandle, builtin_types=(bytes,)
+        )
+    except msgspec.ValidationError as error:
+        _refuse(f"tensor {name!r}: {error}")
+    dtype, itemsize = _dtype(found["dtype"])
+    place = _Storage(handle.nbytes, handle)
+    return _inside(name, place, dtype, itemsize, found["start"], found["size"], found["stride"])
+
+
+def _inside(
+    name: str, place: _Storage, dtype: str, itemsize: int, start: object, size: object, stride: object
+) -> _Tensor:
+    """A tensor of torch's view of a storage, in elements; it must be contiguous and lie inside."""
+    shape, strides = _ints(size), _ints(stride)
+    if len(shape) != len(strides):
+        _refuse(f"tensor {name!r} has {len(shape)} lengths and {len(strides)} strides")
+    expected = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+    if any(length > 1 and s != e for length, s, e in zip(shape, strides, expected, strict=True)):
+        raise Unsupported(f"tensor {name!r} is not contiguous")
+    offset, nbytes = _natural(start) * itemsize, math.prod(shape) * itemsize
+    if offset + nbytes > place.nbytes:
+        _refuse(f"tensor {name!r} ends beyond its storage of {place.nbytes} bytes")
+    return _Tensor(name, dtype, shape, offset, nbytes, place)
+
+
+def _state(item: object, kind: str) -> dict[str, Any]:
+    if not isinstance(item, Call) or item.function.name != kind or not isinstance(item.state, dict):
+        _refuse(f"what should be a {kind} is none")
+    return item.state
+
+
+def _dtype(value: object) -> tuple[str, int]:
+    if not isinstance(value, Global) or value.module != "torch" or value.name not in TORCH_DTYPES:
+        _refuse("a tensor is of no dtype of torch that weights have")
+    return TORCH_DTYPES[value.name]
+
+
+def _ints(value: object) -> list[int]:
+    if isinstance(value, Call) and value.function == Global("torch", "Size") and len(value.args) == 1:
+        value = value.args[0]
+    if not isinstance(value, (list, tuple)) or len(value) > 64:
+        _refuse("a shape is no list of at most 64 lengths")
+    return [_natural(length) for length in value]
+
+
+def _natural(value: object) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        _refuse("a length or offset is no natural number of 63 bits")
+    return value
+
+
+def _read_shared(name: bytes, nbytes: int) -> bytes:
+    """The data of one of torch's shared memory files."""
+    if nbytes == 0:
+        return b""
+    try:
+        fd = os.open(b"/dev/shm" + name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        raise InvalidRequest(f"shared memory {name.decode()} cannot be opened: {error.strerror}") from error
+    try:
+        found = os.fstat(fd)
+        if found.st_uid != os.geteuid() or found.st_size < _SHARED_HEADER + nbytes:
+            raise InvalidRequest(
+                f"shared memory {name.decode()} is another user's, or smaller than its tensors"
+            )
+        data = bytearray()
+        while len(data) < nbytes and (
+            piece := os.pread(fd, min(nbytes - len(data), 1 << 30), _SHARED_HEADER + len(data))
+        ):
+            data += piece
+    finally:
+        os.close(fd)
+    if len(data) != nbytes:
+        raise InvalidRequest(f"shared memory {name.decode()} has become smaller")
+    return bytes(data)
+
+
+def _refuse(problem: str) -> NoReturn:
+    raise InvalidRequest(f"serialized_named_tensors: {problem}", field="serialized_named_tensors")

@@ -1,0 +1,350 @@
+"""Brings a scheduler back that died or hangs: the same command, the same endpoint, a bounded number of times.
+
+Invariants:
+- A scheduler that ends with status 0 has been told to: it is not started again. Neither is one whose configuration is
+  refused.
+- Restarts wait longer and longer, and there are at most ``max_restarts`` of them in ``window_s`` seconds: then it is over,
+  with the last reason.
+- Each restart is told in one line, with its reason, before it begins.
+- A scheduler that has not answered its status for ``hang_timeout_s`` is killed, whether its process is stopped, its loop
+  stuck or its socket gone.
+- The child never outlives this process (the lifeline of ``launch.py``), nor :meth:`Supervisor.close`.
+
+States: *starting* → *serving* → *down* (waiting to start again) → *starting* …, and *ended* for good from any of them.
+One thread starts and watches, whoever calls only signals it.
+"""
+
+import logging
+import queue
+import signal
+import subprocess
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...io_struct import CaesuraError, ErrorCode, private_directory
+from ..exceptions import EngineDied, EngineError, InternalError, TimedOut
+from ..wire.control_client import ControlClient
+from ..wire.curve import ClientKeys, KeyOrFile
+from .launch import Child
+
+logger = logging.getLogger(__name__)
+
+USAGE_STATUS = 2
+"""Exit status of a scheduler whose command line is wrong: it would be wrong again."""
+_NEVER_AGAIN = (ErrorCode.INVALID_REQUEST, ErrorCode.UNSUPPORTED, ErrorCode.UNSUPPORTED_MODEL)
+"""Refusals of a start that nothing but another configuration changes; others may pass, memory that is short, say."""
+_LAST_LINE = 300
+"""Characters of a scheduler's last line that are repeated."""
+_PROBES_PER_HANG = 4
+_LONGEST_PROBE_INTERVAL_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestartPolicy:
+    """When a scheduler is started again, and when not."""
+
+    max_restarts: int = 5
+    window_s: float = 600.0
+    first_delay_s: float = 0.5
+    """Before the first restart of a window; each further one waits twice as long."""
+    longest_delay_s: float = 30.0
+    hang_timeout_s: float = 120.0
+    """0: nobody asks."""
+    startup_timeout_s: float = 600.0
+    stop_timeout_s: float = 60.0
+    """Between SIGTERM and SIGKILL at the end."""
+
+    def delay(self, restarts: int) -> float:
+        """Seconds before the next restart, after so many in the window."""
+        return float(min(self.longest_delay_s, self.first_delay_s * 2 ** min(restarts, 30)))
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """A scheduler answers."""
+
+    endpoint: str
+    pid: int
+    restarts: int
+    """Since the beginning."""
+
+
+@dataclass(frozen=True, slots=True)
+class Down:
+    """There is none, and there will be one in ``delay_s`` seconds and the time of a start."""
+
+    reason: str
+    delay_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """There will be none any more."""
+
+    error: EngineError | None
+    """None: it was told to end."""
+
+
+State = Serving | Down | Ended
+Listener = Callable[[State], None]
+
+
+class _Failure(Exception):  # noqa: N818  (it says what happened to the scheduler, not what went wrong here)
+    """Why a scheduler is gone that should not be; ``final``: another one would go the same way."""
+
+    def __init__(self, reason: str, final: EngineError | None = None) -> None:
+        super().__init__(reason)
+        self.final = final
+
+
+class Supervisor:
+    """Runs ``command`` with ``--endpoint``, ``--ready-fd`` and ``--lifeline-fd`` appended, again and again.
+
+    ``directory`` is removed at the end, if given. A scheduler with CURVE keys is asked how it is with those that are given.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        endpoint: str,
+        *,
+        policy: RestartPolicy | None = None,
+        directory: Path | None = None,
+        curve_server_key: KeyOrFile | None = None,
+        curve_client_key_file: KeyOrFile | None = None,
+    ) -> None:
+        ClientKeys.read(curve_server_key, curve_client_key_file)  # refused before anything is started
+        self.endpoint = endpoint
+        """Where clients connect, restarts or not; exact once a scheduler has served (port 0 is a real one then)."""
+        self._command = list(command)
+        self._policy = policy or RestartPolicy()
+        self._directory = directory
+        self._keys = curve_server_key, curve_client_key_file
+        self._lock = threading.Lock()
+        self._state: State | None = None
+        self._listeners: list[Listener] = []
+        self._child: Child | None = None
+        self._stopping = threading.Event()
+        self._restarts: deque[float] = deque()
+        self._num_restarts = 0
+        self._has_served = False
+        stop_timeout_s = min(self._policy.stop_timeout_s, threading.TIMEOUT_MAX)
+        self._last_resort = threading.Timer(stop_timeout_s, self._kill)
+        self._last_resort.daemon = True
+        self._thread = threading.Thread(target=self._run, name="caesura-supervisor", daemon=True)
+
+    def start(self) -> Serving:
+        """Begin, and return when a scheduler serves.
+
+        Raises:
+            EngineError: why none does; the supervisor has ended then.
+        """
+        states: queue.SimpleQueue[State] = queue.SimpleQueue()
+        self.begin(states.put)
+        while True:
+            state = states.get()
+            if isinstance(state, Serving):
+                return state
+            if isinstance(state, Ended):
+                raise state.error or EngineDied("the scheduler was told to end before it served")
+
+    def begin(self, listener: Listener) -> None:
+        """Start the first scheduler; ``listener`` hears what becomes of it."""
+        self.subscribe(listener)
+        self._thread.start()
+
+    def subscribe(self, listener: Listener) -> None:
+        """``listener`` hears the present state now and every later one, in the supervisor's thread."""
+        with self._lock:
+            self._listeners.append(listener)
+            if self._state is not None:
+                listener(self._state)
+
+    def signal(self, number: int) -> None:
+        """Hand a signal on to the scheduler, if there is one."""
+        child = self._child
+        if child is not None:
+            with suppress(ProcessLookupError):
+                child.process.send_signal(number)
+
+    def hurry(self) -> None:
+        """Requests that the scheduler still finishes, while :meth:`close` waits in another thread, end now."""
+        self.signal(signal.SIGTERM)
+
+    def stop(self) -> None:
+        """Begin to end: the scheduler in order, or by force after ``stop_timeout_s``; :class:`Ended` says when."""
+        if self._stopping.is_set():
+            return
+        self._stopping.set()
+        self._last_resort.start()
+        self.signal(signal.SIGTERM)
+
+    def close(self) -> None:
+        """:meth:`stop`, and wait for it. Idempotent."""
+        self.stop()
+        if self._thread.ident is None:
+            self._remove_directory()
+        else:
+            self._thread.join()
+        self._last_resort.cancel()
+
+    def _kill(self) -> None:
+        self.signal(signal.SIGKILL)
+
+    def _remove_directory(self) -> None:
+        if self._directory is not None:
+            private_directory.remove(self._directory)
+
+    def _run(self) -> None:
+        error: EngineError | None = None
+        try:
+            error = self._supervise()
+        except Exception as defect:  # noqa: BLE001  the end of a thread: whoever waits must hear of it
+            error = InternalError(f"the supervisor has failed: {type(defect).__name__}: {defect}")
+        finally:
+            self._last_resort.cancel()
+            self._remove_directory()
+            self._tell(Ended(None if self._stopping.is_set() else error))
+
+    def _supervise(self) -> EngineError | None:
+        """Until it is over; why, or None where the scheduler was told to end."""
+        while True:
+            try:
+                self._run_once()
+            except _Failure as failure:
+                if self._stopping.is_set():
+                    return None
+                if failure.final is not None:
+                    return failure.final
+                if not self._may_restart(str(failure)):
+                    return self._gave_up(str(failure))
+            else:
+                return None
+            if self._stopping.is_set():
+                return None
+
+    def _may_restart(self, reason: str) -> bool:
+        """Wait for the next restart; False: there have been too many."""
+        policy, now = self._policy, time.monotonic()
+        while self._restarts and now - self._restarts[0] > policy.window_s:
+            self._restarts.popleft()
+        if len(self._restarts) >= policy.max_restarts:
+            return False
+        delay = policy.delay(len(self._restarts))
+        self._restarts.append(now)
+        self._num_restarts += 1
+        logger.warning(
+            "the scheduler %s; restart %d of %d within %g s, in %.1f s",
+            reason, len(self._restarts), policy.max_restarts, policy.window_s, delay,
+        )  # fmt: skip
+        self._tell(Down(reason, delay))
+        self._stopping.wait(delay)
+        return True
+
+    def _gave_up(self, reason: str) -> EngineError:
+        policy = self._policy
+        return EngineDied(
+            f"the scheduler {reason}; it was restarted {len(self._restarts)} times within {policy.window_s:g} s: giving up",
+            restarts=self._num_restarts,
+        )
+
+    def _run_once(self) -> None:
+        """One scheduler, from its start to its end; returns where that was in order.
+
+        Raises:
+            _Failure: it was not.
+        """
+        try:
+            child = Child([*self._command, "--endpoint", self.endpoint], None, None)
+        except OSError as error:
+            raise _Failure(f"could not be started: {error}") from error
+        self._child = child
+        try:
+            if self._stopping.is_set():
+                return
+            self.endpoint = self._wait_ready(child)
+            self._has_served = True
+            self._tell(Serving(self.endpoint, child.process.pid, self._num_restarts))
+            self._watch(child)
+        finally:
+            self._child = None
+            child.end()
+
+    def _wait_ready(self, child: Child) -> str:
+        try:
+            return child.wait_ready(self._policy.startup_timeout_s)
+        except EngineDied as error:
+            wrong = error if child.process.returncode == USAGE_STATUS else None
+            raise _Failure(f"{_exit_of(child)} before it was ready", wrong) from error
+        except TimedOut as error:
+            child.process.kill()
+            reason = f"was not ready within {self._policy.startup_timeout_s:g} s and was killed"
+            raise _Failure(reason) from error
+        except EngineError as error:
+            final = error if not self._has_served or error.code in _NEVER_AGAIN else None
+            raise _Failure(f"refused to start: {error}", final) from error
+
+    def _watch(self, child: Child) -> None:
+        """Until the process has ended; it is killed when it hangs."""
+        patience = self._policy.hang_timeout_s
+        if patience <= 0:
+            while not child.wait(3600.0):
+                pass
+        elif not self._answers_until_it_ends(child, patience):
+            child.process.kill()
+            child.wait(self._policy.stop_timeout_s)
+            raise _Failure(f"did not answer its status for {patience:g} s and was killed")
+        if child.process.returncode != 0:
+            raise _Failure(_exit_of(child))
+
+    def _answers_until_it_ends(self, child: Child, patience: float) -> bool:
+        """False as soon as it has been silent for ``patience`` seconds.
+
+        Two probes in a row must fail: where this process was stopped together with the scheduler, the first one fails
+        at once when both go on.
+        """
+        each = patience / _PROBES_PER_HANG
+        server_key, own_keys = self._keys
+        with ControlClient(
+            self.endpoint, connect_timeout=each, curve_server_key=server_key, curve_client_key_file=own_keys
+        ) as client:
+            client.expect_exit()
+            child.report_exit_to(weakref.WeakMethod(client.engine_exited))
+            answered, missed = time.monotonic(), 0
+            while not child.wait(min(each, _LONGEST_PROBE_INTERVAL_S)):
+                try:
+                    client.status(timeout=each)
+                except (TimedOut, EngineDied):
+                    missed += 1
+                    if missed > 1 and time.monotonic() - answered >= patience and not child.wait(0.0):
+                        return False
+                    continue
+                except CaesuraError:  # a refusal is an answer
+                    pass
+                answered, missed = time.monotonic(), 0
+        return True
+
+    def _tell(self, state: State) -> None:
+        with self._lock:
+            self._state = state
+            for listener in self._listeners:
+                listener(state)
+
+
+def _exit_of(child: Child) -> str:
+    """How a process ended, with its last words."""
+    with suppress(subprocess.TimeoutExpired):
+        child.process.wait(1.0)
+    status = child.process.returncode
+    if status is not None and status < 0:
+        how = f"was killed by signal {-status} ({signal.strsignal(-status)})"
+    else:
+        how = f"ended with status {status}"
+    last = child.last_line()[:_LAST_LINE]
+    return f"{how}, last line: {last}" if last else how

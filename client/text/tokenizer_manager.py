@@ -1,0 +1,487 @@
+"""``TokenizerManager``: generation with text on both ends, over one connection to the engine.
+
+Invariants:
+- Every sample ends in exactly one :class:`Sample`, or its request in one exception, whatever its stop strings and
+  whoever reads: what the engine sends after a stop string was found (more tokens, the answer to the abort, an error of
+  another kind of end) changes nothing about the sample, except that an error of the engine is raised.
+- Nobody waits for tokens that nobody wants: a stop string ends its sample in the engine, a cancelled :meth:`generate` and a
+  closed :meth:`stream` end their request.
+- A reader that is slow costs one buffer: what has come meanwhile is decoded at once and is one chunk. Stop strings are looked for
+  as tokens arrive, whether or not anybody reads.
+- Requests without stop strings that do not stream get one message from the engine, and are decoded once.
+
+Runs on one event loop, that of the client.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any
+
+from ...io_struct import AbortReq, AbortReqOutput, FinishReason, GenerateReqInput, SamplingParams
+from ..exceptions import EngineError, InvalidRequest, PromptTooLong
+from ..wire.async_channel import Deltas, LoopChannel, Result
+from ..wire.async_client import AsyncSchedulerClient
+from ..wire.connection import Generation
+from ..wire.prompts import token_ids
+from ..wire.request_limits import check_limits
+from ..wire.results import GenerateOutput, TokenDelta
+from .deltas import joined, part
+from .sample_text import SampleText, cut
+from .stop_strings import StopStrings, shared_stop_strings
+from .tokenizer import TextTokenizer
+
+ENCODE_INLINE = 2048
+"""Characters of the longest text that is tokenized on the event loop: about a millisecond. Longer ones take a thread."""
+
+START_SLICE = 32
+"""Generations of a batch that are started before others are served."""
+
+_DEFAULTS = SamplingParams()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """One prompt, ``sampling_params.n`` samples. Making one raises InvalidRequest where a field is over its size."""
+
+    prompt: str | Sequence[int]
+    """Text is tokenized here."""
+    sampling_params: SamplingParams = _DEFAULTS
+    stop: Sequence[str] = ()
+    """Stop strings; the front end looks for them, the engine knows tokens only."""
+    no_stop_trim: bool = False
+    """Keep the matched stop string or token in the text."""
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    add_special_tokens: bool = True
+    """Where the prompt is text."""
+    detokenize: bool = True
+    """False: the text stays empty, and ``stop`` must be."""
+    rid: str | None = None
+    return_logprob: bool = False
+    logprob_start_len: int = -1
+    """-1: no logprobs of the prompt."""
+    top_logprobs_num: int = 0
+    token_ids_logprob: Sequence[int] | None = None
+    return_routed_experts: bool = False
+    routed_experts_start_len: int = 0
+    cache_salt: str = ""
+    min_weights_epoch: int | None = None
+    scored: bool = False
+    """Only the prompt is of interest: the engine samples a token all the same, which is left out of everything."""
+
+    def __post_init__(self) -> None:
+        check_limits(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """How one sample ended."""
+
+    index: int
+    rid: str
+    prompt_ids: list[int]
+    text: str
+    """Without the stop string or token that ended it, unless ``no_stop_trim``."""
+    output: GenerateOutput
+    """Tokens, logprobs and spans, all cut at the token that completed a stop string; its finish reason is then ``stop``."""
+    matched: int | str | None
+    """What ended it, for the finish reason ``stop``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """What is new of one sample of a stream."""
+
+    index: int
+    rid: str
+    text: str
+    """Never half a character; held back while it could be the beginning of a stop string."""
+    delta: TokenDelta | None
+    """New tokens; None where only text is new."""
+    finished: Sample | None
+    """Set in the last chunk of this sample."""
+    prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """A request, ready to be sent."""
+
+    request: GenerationRequest
+    prompt_ids: list[int]
+    wire: GenerateReqInput
+    tokenizer: TextTokenizer | None
+    """None: ids only."""
+    stops: StopStrings | None
+
+    def new_text(self) -> SampleText | None:
+        """What makes text of one sample's tokens; None where no text is wanted."""
+        if self.tokenizer is None:
+            return None
+        return SampleText(
+            self.tokenizer,
+            self.prompt_ids,
+            self.stops,
+            skip_special_tokens=self.request.skip_special_tokens,
+            min_new_tokens=self.request.sampling_params.min_new_tokens,
+        )
+
+    def finished(self, output: GenerateOutput, text: str, stopped: SampleText | None) -> Sample:
+        """The terminal result; ``stopped`` is given where a stop string ended it."""
+        if self.request.scored:
+            ended = output.finish_reason.type in ("stop", "length")
+            reason = FinishReason(type="length", length=0) if ended else output.finish_reason
+            output = replace(cut(output, 0), finish_reason=reason)
+        matched: int | str | None = output.finish_reason.matched
+        if stopped is not None and stopped.length is not None:
+            output = replace(cut(output, stopped.length), finish_reason=FinishReason(type="stop"))
+            matched = stopped.stop
+        return Sample(
+            index=output.index,
+            rid=output.rid,
+            prompt_ids=self.prompt_ids,
+            text=text,
+            output=output,
+            matched=matched,
+        )
+
+
+class _Follower:
+    """What has come of one sample, and what of it its reader has not seen. Text is made when somebody asks for it."""
+
+    def __init__(self, work: _Work, index: int) -> None:
+        self._work = work
+        self._index = index
+        self._text = work.new_text()
+        self._arrived: list[TokenDelta] = []
+        self._tokens: list[TokenDelta] = []  # made into text, not read
+        self._read = 0  # tokens that were read
+        self._whole: list[str] = []
+        self._unread: list[str] = []
+        self._output: GenerateOutput | None = None
+        self._ended = False  # all the text that there will be has been made
+        self._given = False  # the reader has its terminal result
+
+    def arrive(self, delta: TokenDelta) -> None:
+        """More tokens."""
+        if not self._work.request.scored:
+            self._arrived.append(delta)
+
+    def end(self, output: GenerateOutput) -> None:
+        """The engine's terminal result; all tokens have arrived."""
+        self._output = output
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string was found."""
+        return self._text is not None and self._text.length is not None
+
+    @property
+    def generating(self) -> bool:
+        """Whether the engine may still work on it."""
+        return self._output is None
+
+    def advance(self) -> None:
+        """Make text of what has arrived."""
+        arrived, self._arrived = self._arrived, []
+        self._tokens += arrived
+        text, output = self._text, self._output
+        if text is None:
+            self._ended = output is not None
+            return
+        ids = list(chain.from_iterable(delta.output_ids for delta in arrived))
+        # A stop token has no text of its own. It comes in one message with the end, so none is taken for text before.
+        last = ids[-1:] if output is not None and output.finish_reason.matched is not None else []
+        self._show(text.feed(ids[: len(ids) - len(last)]))
+        if output is not None and not self._ended:
+            self._ended = True
+            keep = self._work.request.no_stop_trim
+            self._show(text.finish(last if keep else ()))
+            self._show((text.stop or "") if keep else "")
+
+    def sample(self) -> Sample:
+        """The terminal result, after the end."""
+        self.advance()
+        assert self._output is not None
+        return self._work.finished(self._output, "".join(self._whole), self._text)
+
+    def chunk(self, rid: str) -> Chunk | None:
+        """What is new since the last call; None where nothing is."""
+        self.advance()
+        delta = self._read_tokens()
+        text = "".join(self._unread)
+        self._unread.clear()
+        finished = self.sample() if self._ended and not self._given else None
+        self._given = self._ended
+        if not text and delta is None and finished is None:
+            return None
+        prompt = len(self._work.prompt_ids)
+        return Chunk(
+            index=self._index, rid=rid, text=text, delta=delta, finished=finished, prompt_tokens=prompt
+        )
+
+    def _show(self, text: str) -> None:
+        if text:
+            self._whole.append(text)
+            self._unread.append(text)
+
+    def _read_tokens(self) -> TokenDelta | None:
+        """Tokens go out with their text: where a stop string may yet cut some off, they wait."""
+        if not self._tokens:
+            return None
+        delta = joined(self._tokens)
+        known = len(delta.output_ids)
+        if self._text is not None and (self.stopped or not self._ended):
+            known = min(known, self._text.settled - self._read)
+        self._tokens = [part(delta, known, None)] if known < len(delta.output_ids) else []
+        self._read += known
+        return part(delta, 0, known) if known else None
+
+
+class _Flow:
+    """One request whose tokens are followed as they come: the client's sink."""
+
+    def __init__(self, work: _Work, channel: LoopChannel) -> None:
+        self.changed = asyncio.Event()
+        """Set whenever there may be something new for the reader."""
+        self._work = work
+        self._channel = channel
+        self._followers: dict[int, _Follower] = {}
+        self._unread: dict[int, None] = {}
+        self._unsearched: dict[int, None] = {}
+        self.generation = channel.start_generation(work.wire, self)
+        self.generation.waiter.add_done_callback(lambda _: self.changed.set())
+
+    def on_tokens(self, delta: TokenDelta) -> None:
+        follower = self.follower(delta.index)
+        if not follower.stopped:  # what comes before the engine knows is nobody's
+            follower.arrive(delta)
+            self._note(delta.index)
+
+    def on_finished(self, output: GenerateOutput) -> None:
+        if output.finish_reason.type != "error":  # an error becomes the whole request's
+            self.follower(output.index).end(output)
+            self._note(output.index)
+
+    def follower(self, index: int) -> _Follower:
+        """Sample ``index``."""
+        found = self._followers.get(index)
+        if found is None:
+            found = self._followers[index] = _Follower(self._work, index)
+        return found
+
+    def next_chunk(self) -> Chunk | None:
+        """What one sample has that was not read, the longest waiting first; None: nothing."""
+        while self._unread:
+            index = next(iter(self._unread))
+            del self._unread[index]
+            chunk = self._followers[index].chunk(self.generation.rid)
+            if chunk is not None:
+                return chunk
+        return None
+
+    def _note(self, index: int) -> None:
+        self._unread[index] = None
+        self.changed.set()
+        if self._work.stops is not None:
+            if not self._unsearched:  # once for all messages that are there, after they have been read
+                asyncio.get_running_loop().call_soon(self._search)
+            self._unsearched[index] = None
+
+    def _search(self) -> None:
+        unsearched, self._unsearched = self._unsearched, {}
+        for index in unsearched:
+            follower = self._followers[index]
+            follower.advance()
+            if follower.stopped and follower.generating:
+                _abort(self._channel, self.generation, index)
+
+
+def _abort(channel: LoopChannel, generation: Generation[Result, Deltas], index: int | None = None) -> None:
+    """End a generation, or one sample of it, in the engine; nobody waits for that."""
+    with contextlib.suppress(EngineError):
+        channel.start_call(AbortReq(rid=generation.rid, index=index), AbortReqOutput)
+
+
+class TokenizerManager:
+    """Generates text over one client. Without a tokenizer it takes and gives ids only, and texts are empty."""
+
+    def __init__(
+        self,
+        client: AsyncSchedulerClient,
+        tokenizer: TextTokenizer | None,
+        *,
+        context_length: int | None = None,
+    ) -> None:
+        """``context_length``: the engine's, in tokens; texts that must be longer are refused untokenized. None: none are."""
+        self.client = client
+        self.tokenizer = tokenizer
+        self._context_length = context_length
+        self._live: set[Generation[Result, Deltas]] = set()
+
+    async def generate(self, request: GenerationRequest) -> list[Sample]:
+        """All samples of one prompt, in order. Cancelled: aborted.
+
+        Raises:
+            InvalidRequest: a prompt that is no text or no ids, stop strings or text where there is no tokenizer, ...
+            EngineError: refused or failed; what had been generated is in ``.output`` and ``.outputs``.
+        """
+        work = await self._prepare(request, stream=False)
+        if work.stops is None:
+            generation = self._started(self.client.channel.start_generation(work.wire))
+            return [_whole(work, output) for output in await self._outputs(generation)]
+        flow = _Flow(work, self.client.channel)
+        self._started(flow.generation)
+        outputs = await self._outputs(flow.generation)
+        return [flow.follower(output.index).sample() for output in outputs]
+
+    async def stream(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
+        """Chunks as they come; each sample's last has its :class:`Sample`. Closed early: aborted. Raises as :meth:`generate`,
+        refusals at the first step, failures after what had been generated."""
+        work = await self._prepare(request, stream=True)
+        flow = _Flow(work, self.client.channel)
+        waiter = self._started(flow.generation).waiter
+        try:
+            while True:
+                flow.changed.clear()
+                while (chunk := flow.next_chunk()) is not None:
+                    yield chunk
+                if waiter.done() and not flow.changed.is_set():
+                    waiter.result()
+                    return
+                await flow.changed.wait()
+        finally:
+            if not waiter.done():
+                _abort(self.client.channel, flow.generation)
+
+    async def generate_batch(self, requests: Sequence[GenerationRequest]) -> list[list[Sample]]:
+        """Many prompts at once, in order. Cancelled, or one refused or failed: the others are aborted, and the first such error
+        is raised, with its position as a note."""
+        tasks: list[asyncio.Task[list[Sample]]] = []
+        try:
+            for request in requests:
+                tasks.append(asyncio.ensure_future(self.generate(request)))
+                if len(tasks) % START_SLICE == 0:
+                    await asyncio.sleep(0)
+            if not tasks:
+                return []
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        finally:
+            for task in tasks:
+                task.cancel()  # those that are done stay so
+        errors = [(position, task.exception()) for position, task in enumerate(tasks) if task.done()]
+        for position, error in errors:
+            if error is not None:
+                error.add_note(f"prompt {position} of {len(requests)}")
+                raise error
+        return [task.result() for task in tasks]
+
+    def abort_all(self) -> None:
+        """End every generation of this manager: each answers its caller with what it has. Others of the engine go on."""
+        for generation in self._live:
+            _abort(self.client.channel, generation)
+
+    def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text.
+
+        Raises:
+            PromptTooLong: it has more characters than the context has tokens, times those of the longest token.
+        """
+        return self._encoder(text).encode(text, add_special_tokens=add_special_tokens)
+
+    def detokenize(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of token ids, by themselves."""
+        return self._need_tokenizer("tokens").decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **kwargs: Any,
+    ) -> list[int]:
+        """The token ids of a conversation; ``kwargs`` are variables of the template."""
+        tokenizer = self._need_tokenizer("messages")
+        prompt = tokenizer.render_chat(
+            messages, tools=tools, add_generation_prompt=add_generation_prompt, **kwargs
+        )
+        return self._encoder(prompt, "messages").encode(prompt, add_special_tokens=False)
+
+    def _encoder(self, text: str, field: str = "text") -> TextTokenizer:
+        """What encodes ``text``, which takes hundreds of bytes of memory for each character."""
+        tokenizer = self._need_tokenizer(field)
+        tokens = self._context_length
+        if tokens is not None and len(text) > tokens * tokenizer.longest:
+            raise PromptTooLong(
+                f"a text of {len(text)} characters is over the limit of {tokens * tokenizer.longest}: "
+                f"{tokens} tokens of at most {tokenizer.longest}",
+                field=field,
+                limit=tokens,
+            )
+        return tokenizer
+
+    def _need_tokenizer(self, field: str) -> TextTokenizer:
+        if self.tokenizer is None:
+            raise InvalidRequest(
+                "this engine is served without a tokenizer: it takes token ids only", field=field
+            )
+        return self.tokenizer
+
+    async def _prepare(self, request: GenerationRequest, *, stream: bool) -> _Work:
+        stops = shared_stop_strings(request.stop) if request.stop else None
+        if stops is not None:
+            self._need_tokenizer("stop")
+            if not request.detokenize:
+                raise InvalidRequest("stop strings need detokenize", field="stop")
+        ids = await self._prompt_ids(request)
+        wire = GenerateReqInput(
+            rid=request.rid,
+            input_ids=ids,
+            sampling_params=request.sampling_params,
+            return_logprob=request.return_logprob,
+            logprob_start_len=request.logprob_start_len,
+            top_logprobs_num=request.top_logprobs_num,
+            token_ids_logprob=None
+            if request.token_ids_logprob is None
+            else token_ids(request.token_ids_logprob),
+            return_routed_experts=request.return_routed_experts,
+            routed_experts_start_len=request.routed_experts_start_len,
+            stream=stream or stops is not None,
+            cache_salt=request.cache_salt,
+            min_weights_epoch=request.min_weights_epoch,
+        )
+        return _Work(request, ids, wire, self.tokenizer if request.detokenize else None, stops)
+
+    async def _prompt_ids(self, request: GenerationRequest) -> list[int]:
+        text = request.prompt
+        if not isinstance(text, str):
+            return token_ids(text)
+        encode = self._encoder(text).encode
+        if len(text) <= ENCODE_INLINE:
+            return encode(text, add_special_tokens=request.add_special_tokens)
+        return await asyncio.to_thread(encode, text, add_special_tokens=request.add_special_tokens)
+
+    def _started(self, generation: Generation[Result, Deltas]) -> Generation[Result, Deltas]:
+        self._live.add(generation)
+        generation.waiter.add_done_callback(lambda _: self._live.discard(generation))
+        return generation
+
+    async def _outputs(self, generation: Generation[Result, Deltas]) -> list[GenerateOutput]:
+        try:
+            outputs: list[GenerateOutput] = await generation.waiter
+        except asyncio.CancelledError:
+            _abort(self.client.channel, generation)
+            raise
+        return outputs
+
+
+def _whole(work: _Work, output: GenerateOutput) -> Sample:
+    """The result of a sample that was not followed."""
+    follower = _Follower(work, output.index)
+    follower.arrive(output.as_delta())
+    follower.end(output)
+    return follower.sample()

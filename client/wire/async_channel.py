@@ -1,0 +1,231 @@
+"""The socket of an asyncio client, driven by its event loop, and how coroutines wait for what comes. Has the names of channel.py
+that the two kinds of clients share.
+
+Invariants:
+- Everything runs on the loop of the first call; another loop is refused, and so is a forked child.
+- Before a request is registered, a connection that has gone meanwhile is reported: the request is not lost with it.
+- libzmq's descriptor says "something happened", once: so every wake-up, and every send (which may have eaten the
+  signal), drains the socket until it is empty.
+- Giving up waiting, by a timeout or a cancellation, leaves what was waited for as it is.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ...io_struct import GenerateReqInput, Message, Request
+from ..exceptions import EngineDied, EngineError
+from .connection import Connection, Generation, Sink
+from .curve import ClientKeys
+from .fork import Process
+from .link import Frames, Link, check_endpoint
+from .options import ConnectionOptions, channel_options
+from .prompts import timed_out
+from .results import TokenDelta
+
+if TYPE_CHECKING:
+    import zmq
+
+Result = asyncio.Future[Any]
+Deltas = asyncio.Queue[TokenDelta | None]
+
+MAX_SLEEP_S = 3600.0
+"""Longest timer: an event loop refuses to sleep for years."""
+
+
+async def wait_for(future: Result, message_id: str, timeout: float | None) -> Any:
+    """The future's result, or TimedOut after ``timeout`` seconds (None: no limit)."""
+    await asyncio.wait([future], timeout=timeout)
+    if not future.done():
+        raise timed_out(message_id, timeout)
+    return future.result()
+
+
+async def wait_for_all(futures: Sequence[Result], timeout: float | None) -> None:
+    """Return when all have ended, one has failed, or ``timeout`` seconds are over."""
+    await asyncio.wait(futures, timeout=timeout, return_when=asyncio.FIRST_EXCEPTION)
+
+
+async def next_delta(deltas: Deltas, message_id: str, timeout: float | None) -> TokenDelta | None:
+    """The next delta, None at the end of the stream, or TimedOut after ``timeout`` seconds (None: no limit)."""
+    try:
+        async with asyncio.timeout(timeout):
+            return await deltas.get()
+    except TimeoutError:
+        raise timed_out(message_id, timeout) from None
+
+
+async def run(work: Callable[[], Any]) -> Any:
+    """What ``work()`` returns. It may block, so it has a thread: the loop goes on."""
+    return await asyncio.to_thread(work)
+
+
+class LoopChannel:
+    """Requests in from coroutines, answers out through the loop's futures. Connects at the first request."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        connect_timeout: float | None,
+        keepalive_timeout: float | None,
+        keys: ClientKeys | None = None,
+    ) -> None:
+        check_endpoint(endpoint)
+        self._process = Process("client")
+        self._endpoint = endpoint
+        self._connect_timeout = connect_timeout
+        self._keepalive_timeout = keepalive_timeout
+        self._keys = keys
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._link: Link | None = None
+        self._connection: Connection[Result, Deltas] = Connection(self._new_future, asyncio.Queue)
+        self._timer: asyncio.TimerHandle | None = None
+        self._wakes_at = 0.0
+        self._turn_is_due = False
+        self._refusal: EngineError | None = None
+
+    def require_own_process(self) -> None:
+        """Raise RuntimeError in a forked child, before anything is prepared there."""
+        self._process.require()
+
+    @property
+    def incarnation(self) -> str | None:
+        """Of the engine that answered last; None before the first."""
+        return None if self._link is None else self._link.incarnation
+
+    @property
+    def pending(self) -> int:
+        """How many requests have no final answer yet."""
+        return self._connection.pending
+
+    def start_generation(
+        self, request: GenerateReqInput, sink: Sink | None = None
+    ) -> Generation[Result, Deltas]:
+        """Send a generate request; raises what :meth:`Connection.start_generation` raises."""
+        self._prepare()
+        generation, frame = self._connection.start_generation(request, sink)
+        self._post((frame,))
+        return generation
+
+    def start_call(
+        self, request: Request, expects: type[Message], buffers: Sequence[memoryview] = ()
+    ) -> Result:
+        """Send a control message; raises what :meth:`Connection.start_call` raises."""
+        self._prepare()
+        future, frame = self._connection.start_call(request, expects)
+        self._post((frame, *buffers))
+        return future
+
+    def refuse(self, error: EngineError | None) -> None:
+        """From now on every new request raises ``error``; None: no longer. For who knows that the engine is away for a
+        while. What is pending is the link's to fail, after what the engine had still sent."""
+        if self._connection.failure is self._refusal:
+            self._connection.failure = self._refusal = error
+
+    def close(self) -> None:
+        """Close the socket and fail what is pending. Idempotent; in a forked child there is nothing to close."""
+        if not self._process.is_here:
+            return
+        if self._connection.failure is self._refusal:
+            self._connection.failure = EngineDied("this client is closed")
+        self._connection.fail_all(EngineDied("the client was closed before the answer came"))
+        if self._timer is not None:
+            self._timer.cancel()
+        link, self._link = self._link, None
+        if link is not None:
+            link.close()
+
+    def _prepare(self) -> None:
+        """Before a request is registered."""
+        self._process.require()
+        self._bind()
+        if self._link is not None:
+            self._link.notice_loss()
+
+    def _bind(self) -> asyncio.AbstractEventLoop:
+        loop = asyncio.get_running_loop()
+        if self._loop is None:
+            self._loop = loop
+        elif self._loop is not loop:
+            raise RuntimeError("this client belongs to another event loop")
+        return loop
+
+    def _new_future(self) -> Result:
+        future: Result = self._bind().create_future()
+        # An error that nobody awaits (an aborted sibling, say) is no defect: count it as seen.
+        future.add_done_callback(lambda done: None if done.cancelled() else done.exception())
+        return future
+
+    def _post(self, frames: Frames) -> None:
+        if self._link is None:
+            self._link = self._connect()
+        self._link.send(frames)
+        if not self._turn_is_due:
+            self._turn_is_due = True
+            self._bind().call_soon(self._turn)
+
+    def _connect(self) -> Link:
+        loop = self._bind()
+
+        def watch(socket: "zmq.Socket[bytes]") -> None:
+            loop.add_reader(socket.FD, self._turn)
+
+        def unwatch(socket: "zmq.Socket[bytes]") -> None:
+            loop.remove_reader(socket.FD)
+
+        return Link(
+            self._endpoint,
+            connect_timeout=self._connect_timeout,
+            keepalive_timeout=self._keepalive_timeout,
+            pending=lambda: self._connection.pending > 0,
+            keys=self._keys,
+            receive=self._connection.receive,
+            lost=self._on_lost,
+            watch=watch,
+            unwatch=unwatch,
+        )
+
+    def _turn(self) -> None:
+        self._turn_is_due = False
+        if self._link is None:
+            return  # closed since this turn was asked for
+        self._link.pump()
+        self._set_timer(self._link.deadline)
+
+    def _set_timer(self, deadline: float | None) -> None:
+        """Wake up at ``deadline`` at the latest: a timer that comes earlier is left alone, most deadlines only move on."""
+        now = time.monotonic()
+        if self._timer is not None:
+            if deadline is None or now < self._wakes_at <= deadline:
+                return
+            self._timer.cancel()
+            self._timer = None
+        if deadline is not None:
+            left = min(max(0.0, deadline - now), MAX_SLEEP_S)
+            self._wakes_at = now + left
+            self._timer = self._bind().call_later(left, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None  # spent, also where it fired early, as uvloop's do: the turn must set another one
+        self._turn()
+
+    def _on_lost(self, error: EngineError, final: bool) -> None:
+        if final:
+            self._connection.failure = error
+        self._connection.fail_all(error)
+
+
+class LoopClient:
+    """A client around this channel: what a blocking one does not have."""
+
+    def __init__(self, endpoint: str, connection: ConnectionOptions) -> None:
+        self.endpoint = endpoint
+        """The engine's address: an ipc:// path or a tcp:// host and port."""
+        self._channel = LoopChannel(endpoint, **channel_options(connection))
+
+    @property
+    def channel(self) -> LoopChannel:
+        """What the messages go through, for callers that make their own (the tokenizer manager)."""
+        return self._channel

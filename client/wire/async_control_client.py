@@ -1,0 +1,474 @@
+"""``AsyncControlClient``: pause, weights, memory and status of an engine, from coroutines of one event loop; what a trainer needs.
+
+Invariants:
+- No call can wait for ever on an engine that is gone: when the connection or the launched process ends, every waiter
+  gets :class:`EngineDied`.
+- A timeout is the caller's patience, not the command's: after :class:`TimedOut` the command may still complete.
+  Repeating the call with the same ``message_id`` attaches to it (docs/wire.md, "Idempotence").
+- A call that its caller gives up, in whatever way, changes nothing else in the engine than what it asked for, except that a
+  weight session which it made is aborted.
+"""
+
+import contextlib
+import os
+from collections.abc import AsyncIterator, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Literal, Self, TypeVar, Unpack
+
+from ... import io_struct as wire
+from ...io_struct.control import LeaseAction
+from ...io_struct.weights import DEFAULT_BUCKET_BYTES, DEFAULT_GROUP_NAME
+from ..exceptions import NoSession, is_answer
+from .async_channel import LoopClient, Result, wait_for
+from .options import CheckerAction, ConnectionOptions, UpdateOptions, WeightUpdate, id_of, seconds
+from .sessions import OpenSession
+
+if TYPE_CHECKING:
+    from ..tensors import NamedTensors, SharedBuckets, Steps, WeightUpdateGroup
+
+ReplyT = TypeVar("ReplyT", bound=wire.Message)
+
+
+class AsyncControlClient(LoopClient):
+    """A connection to one engine.
+
+    Every method's ``timeout`` (seconds) bounds that call; None waits until the engine answers or dies.
+    ``owner`` is the token under which this client pauses and sends commands; it renews the lease of its pause.
+    The other keywords are :class:`~caesura.client.wire.options.ConnectionOptions`.
+    """
+
+    def __init__(
+        self, endpoint: str, *, owner: str | None = None, **connection: Unpack[ConnectionOptions]
+    ) -> None:
+        super().__init__(endpoint, connection)
+        self.owner = owner
+        """The token of every command that is given none. None: they carry none."""
+        self._session = OpenSession()
+        self._shared: SharedBuckets | None = None
+
+    @property
+    def incarnation(self) -> str | None:
+        """Which start of the engine answered last, 16 hex digits; None before the first connection."""
+        return self._channel.incarnation
+
+    async def pause(
+        self,
+        mode: wire.PauseMode = "abort",
+        *,
+        owner: str | None = None,
+        lease_s: float | None = None,
+        on_lease_expiry: LeaseAction = "continue",
+        message_id: str | None = None,
+        timeout: float | None = None,
+    ) -> wire.PauseGenerationReqOutput:
+        """Stop at the next step boundary; when this returns, no step is in flight."""
+        request = wire.PauseGenerationReqInput(
+            id=id_of(message_id), mode=mode, owner=owner, lease_s=lease_s, on_lease_expiry=on_lease_expiry
+        )
+        return await self._call(request, wire.PauseGenerationReqOutput, timeout)
+
+    async def continue_generation(
+        self,
+        *,
+        torch_empty_cache: bool = True,
+        owner: str | None = None,
+        force: bool = False,
+        message_id: str | None = None,
+        timeout: float | None = None,
+    ) -> wire.ContinueGenerationReqOutput:
+        """Go on; the device allocator's unused blocks are returned first. A no-op on a running engine."""
+        request = wire.ContinueGenerationReqInput(
+            id=id_of(message_id), torch_empty_cache=torch_empty_cache, owner=owner, force=force
+        )
+        return await self._call(request, wire.ContinueGenerationReqOutput, timeout)
+
+    async def renew_pause_lease(
+        self, owner: str | None = None, *, message_id: str | None = None, timeout: float | None = None
+    ) -> wire.RenewPauseLeaseReqOutput:
+        """A sign of life from the pause's owner; every other command of the owner renews the lease as well."""
+        request = wire.RenewPauseLeaseReqInput(id=id_of(message_id), owner=owner)
+        return await self._call(request, wire.RenewPauseLeaseReqOutput, timeout)
+
+    async def flush_cache(
+        self,
+        *,
+        torch_empty_cache: bool = True,
+        timeout_s: float = 0.0,
+        force: bool = False,
+        message_id: str | None = None,
+        timeout: float | None = None,
+    ) -> wire.FlushCacheReqOutput:
+        """Clear the engine's prefix cache; the engine waits up to ``timeout_s`` seconds to become idle.
+
+        ``force`` commits an implicit weight session that somebody else opened.
+        """
+        request = wire.FlushCacheReqInput(
+            id=id_of(message_id), torch_empty_cache=torch_empty_cache, timeout_s=timeout_s, force=force
+        )
+        return await self._call(request, wire.FlushCacheReqOutput, timeout)
+
+    async def update_weights_from_disk(
+        self,
+        model_path: str | os.PathLike[str],
+        *,
+        load_format: str | None = None,
+        message_id: str | None = None,
+        timeout: float | None = None,
+        **options: Unpack[UpdateOptions],
+    ) -> wire.WeightUpdateReqOutput:
+        """Load a checkpoint folder of the same architecture in place. The path is read by the engine's process."""
+        request = wire.UpdateWeightFromDiskReqInput(
+            id=id_of(message_id),
+            model_path=os.fspath(model_path),
+            load_format=load_format,
+            **self._session.named(options),
+        )
+        return await self._call(request, wire.WeightUpdateReqOutput, timeout)
+
+    async def update_weights_from_tensor(
+        self,
+        named_tensors: "NamedTensors",
+        *,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        timeout: float | None = None,
+        **options: Unpack[UpdateOptions],
+    ) -> wire.WeightUpdateReqOutput:
+        """Send weights over the socket.
+
+        ``named_tensors`` are checkpoint names and tensors; more than ``bucket_bytes`` of them are sent in a session of
+        their own, unless :meth:`weight_update` has one open. ``timeout`` bounds each bucket. Needs torch.
+        """
+        from ..tensors import tensor_steps
+
+        steps = tensor_steps(
+            named_tensors,
+            self._session.named(options),
+            bucket_bytes=bucket_bytes,
+            shared=self._shared_buckets(),
+        )
+        return await self._drive(steps, timeout)
+
+    async def update_weights_from_ipc(
+        self,
+        named_tensors: "NamedTensors",
+        *,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        timeout: float | None = None,
+        **options: Unpack[UpdateOptions],
+    ) -> wire.WeightUpdateReqOutput:
+        """Hand weights over through shared memory; the engine runs on this host under the same user.
+
+        Arguments as of :meth:`update_weights_from_tensor`. Needs torch.
+        """
+        from ..tensors import ipc_steps
+
+        steps = ipc_steps(
+            named_tensors,
+            self._session.named(options),
+            bucket_bytes=bucket_bytes,
+            shared=self._shared_buckets(),
+        )
+        return await self._drive(steps, timeout)
+
+    async def update_weights_from_distributed(
+        self,
+        named_tensors: "NamedTensors",
+        *,
+        group: "WeightUpdateGroup",
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        timeout: float | None = None,
+        **options: Unpack[UpdateOptions],
+    ) -> wire.WeightUpdateReqOutput:
+        """Broadcast weights over ``group``, whose only other rank is this engine.
+
+        Other arguments as of :meth:`update_weights_from_tensor`. Needs torch. :meth:`WeightUpdateGroup.update` does this for several engines.
+        """
+        steps = group.steps(named_tensors, self._session.named(options), bucket_bytes=bucket_bytes)
+        return await self._drive(steps, timeout)
+
+    async def update_weights_from_checkpoint_engine(
+        self,
+        zmq_handles: dict[str, str],
+        *,
+        timeout_s: float = 300.0,
+        message_id: str | None = None,
+        timeout: float | None = None,
+        **options: Unpack[UpdateOptions],
+    ) -> wire.WeightUpdateReqOutput:
+        """Let a checkpoint-engine parameter server drive an update; ``zmq_handles`` is device uuid to its address.
+
+        The engine gives up after ``timeout_s`` seconds of silence. It must have been started with ``allow_legacy_pickle``.
+        """
+        request = wire.UpdateWeightsFromCheckpointEngineReqInput(
+            id=id_of(message_id),
+            zmq_handles=zmq_handles,
+            timeout_s=timeout_s,
+            **self._session.named(options),
+        )
+        return await self._call(request, wire.WeightUpdateReqOutput, timeout)
+
+    async def init_weights_update_group(
+        self,
+        master_address: str,
+        master_port: int,
+        *,
+        rank_offset: int,
+        world_size: int,
+        group_name: str = DEFAULT_GROUP_NAME,
+        backend: Literal["gloo", "nccl"] | None = None,
+        timeout_s: float = 60.0,
+        message_id: str | None = None,
+        timeout: float | None = None,
+    ) -> wire.InitWeightsUpdateGroupReqOutput:
+        """Have the engine join a process group as rank ``rank_offset``; returns when every rank has joined.
+
+        Blocks until the trainer, rank 0, joins as well: call it beside that, or let ``WeightUpdateGroup.create`` do both.
+        """
+        request = wire.InitWeightsUpdateGroupReqInput(
+            id=id_of(message_id),
+            master_address=master_address,
+            master_port=master_port,
+            rank_offset=rank_offset,
+            world_size=world_size,
+            group_name=group_name,
+            backend=backend,
+            timeout_s=timeout_s,
+        )
+        return await self._call(request, wire.InitWeightsUpdateGroupReqOutput, timeout)
+
+    async def destroy_weights_update_group(
+        self,
+        group_name: str = DEFAULT_GROUP_NAME,
+        *,
+        message_id: str | None = None,
+        timeout: float | None = None,
+    ) -> wire.DestroyWeightsUpdateGroupReqOutput:
+        """Have the engine leave a process group."""
+        request = wire.DestroyWeightsUpdateGroupReqInput(id=id_of(message_id), group_name=group_name)
+        return await self._call(request, wire.DestroyWeightsUpdateGroupReqOutput, timeout)
+
+    async def release_memory(
+        self,
+        tags: Sequence[wire.MemoryTag] | None = None,
+        *,
+        message_id: str | None = None,
+        timeout: float | None = None,
+    ) -> wire.ReleaseMemoryOccupationReqOutput:
+        """Give device memory back, by tag (None: all); weights come back without their values."""
+        request = wire.ReleaseMemoryOccupationReqInput(
+            id=id_of(message_id), tags=None if tags is None else list(tags)
+        )
+        return await self._call(request, wire.ReleaseMemoryOccupationReqOutput, timeout)
+
+    async def resume_memory(
+        self,
+        tags: Sequence[wire.MemoryTag] | None = None,
+        *,
+        message_id: str | None = None,
+        timeout: float | None = None,
+    ) -> wire.ResumeMemoryOccupationReqOutput:
+        """Take released memory back, all of ``tags`` (None: of what is released) or none."""
+        request = wire.ResumeMemoryOccupationReqInput(
+            id=id_of(message_id), tags=None if tags is None else list(tags)
+        )
+        return await self._call(request, wire.ResumeMemoryOccupationReqOutput, timeout)
+
+    async def begin_weight_update(
+        self,
+        *,
+        manifest: list[wire.TensorSpec] | None = None,
+        deadline_s: float | None = None,
+        message_id: str | None = None,
+        timeout: float | None = None,
+    ) -> wire.BeginWeightUpdateReqOutput:
+        """Open an explicit session: what follows is committed together by :meth:`end_weight_update`.
+
+        This client's updates belong to it until then; those of others name the reply's ``session_id``.
+        """
+        request = wire.BeginWeightUpdateReqInput(
+            id=id_of(message_id), manifest=manifest, deadline_s=deadline_s
+        )
+        return await self._begin(request, timeout)
+
+    async def end_weight_update(
+        self,
+        *,
+        commit: bool = True,
+        session_id: str | None = None,
+        force: bool = False,
+        weight_version: str | None = None,
+        message_id: str | None = None,
+        timeout: float | None = None,
+    ) -> wire.WeightUpdateReqOutput:
+        """Close a session: commit it, or abort it (weights stay valid only if nothing was written).
+
+        ``session_id`` None means the session that this client began, else the implicit one of its calls. ``force`` aborts
+        whatever is open. A commit that is refused (tensors are missing, frozen requests forbid its flush) leaves it open.
+        """
+        request = wire.EndWeightUpdateReqInput(
+            id=id_of(message_id),
+            commit=commit,
+            session_id=session_id if session_id is not None else self._session.id,
+            force=force,
+            weight_version=weight_version,
+        )
+        reply = await self._call(request, wire.WeightUpdateReqOutput, timeout)
+        self._session.ended(self._session.id if force else request.session_id)
+        return reply
+
+    @contextlib.asynccontextmanager
+    async def weight_update(
+        self,
+        *,
+        weight_version: str | None = None,
+        manifest: list[wire.TensorSpec] | None = None,
+        deadline_s: float | None = None,
+        timeout: float | None = None,
+    ) -> AsyncIterator[WeightUpdate]:
+        """A session around a block: committed at its end (``.result`` then holds the reply), aborted if that or the block fails.
+
+        ``timeout`` bounds each of the two calls, not the block.
+        """
+        begin = wire.BeginWeightUpdateReqInput(manifest=manifest, deadline_s=deadline_s)
+        session = None
+        try:
+            session = WeightUpdate(await self._begin(begin, timeout))
+            yield session
+            session.result = await self.end_weight_update(
+                session_id=session.opened.session_id, weight_version=weight_version, timeout=timeout
+            )
+        except BaseException as error:
+            if session is not None or not is_answer(error):  # else nothing was opened
+                await self._abort_session(begin.id, error, timeout)
+            raise
+
+    async def check_weights(
+        self,
+        action: CheckerAction = "checksum",
+        *,
+        message_id: str | None = None,
+        timeout: float | None = None,
+    ) -> wire.WeightsCheckerReqOutput:
+        """Prove what the weights are: checksums, or a comparison with an earlier snapshot."""
+        return await self._call(
+            wire.WeightsCheckerReqInput(id=id_of(message_id), action=action),
+            wire.WeightsCheckerReqOutput,
+            timeout,
+        )
+
+    async def status(
+        self, *, owner: str | None = None, message_id: str | None = None, timeout: float | None = None
+    ) -> wire.GetStatusReqOutput:
+        """One consistent snapshot of the engine; answered during pauses and updates too.
+
+        ``owner`` ``""``: a look on nobody's behalf, which renews no lease.
+        """
+        request = wire.GetStatusReqInput(id=id_of(message_id), owner=owner)
+        return await self._call(request, wire.GetStatusReqOutput, timeout)
+
+    async def memory_history(
+        self,
+        *,
+        after: int = 0,
+        owner: str | None = None,
+        message_id: str | None = None,
+        timeout: float | None = None,
+    ) -> wire.GetMemoryHistoryReqOutput:
+        """The engine's memory events with a ``seq`` over ``after``, oldest first; where there are ``more``, ask again.
+
+        ``owner`` as of :meth:`status`.
+        """
+        request = wire.GetMemoryHistoryReqInput(id=id_of(message_id), after=after, owner=owner)
+        return await self._call(request, wire.GetMemoryHistoryReqOutput, timeout)
+
+    async def shutdown(
+        self,
+        *,
+        drain: bool | None = None,
+        drain_s: float | None = None,
+        message_id: str | None = None,
+        timeout: float | None = None,
+    ) -> wire.ShutdownReqOutput:
+        """Stop the engine: it answers this, ends every request and exits.
+
+        Args:
+            drain: True lets the requests that are there go on for up to ``drain_s`` seconds, False ends them at once. None:
+                as the engine's ``shutdown_mode`` says.
+            drain_s: None: the engine's ``drain_timeout_s``.
+        """
+        request = wire.ShutdownReqInput(id=id_of(message_id), drain=drain, timeout_s=drain_s)
+        return await self._call(request, wire.ShutdownReqOutput, timeout)
+
+    async def close(self) -> None:
+        """Close the connection; whoever still waits gets :class:`EngineDied`. The engine goes on. Idempotent."""
+        self._channel.close()
+        if self._shared is not None:
+            self._shared.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    @property
+    def session_id(self) -> str | None:
+        """The weight session that this client began and that is open, for all that it knows; None: there is none."""
+        return self._session.id
+
+    def start(
+        self, request: wire.Request, expects: type[wire.Message], buffers: Sequence[memoryview] = ()
+    ) -> Result:
+        """Send a message and go on; the future gets its reply, or raises the typed error."""
+        self._sign(request)
+        return self._channel.start_call(request, expects, buffers)
+
+    async def _drive(self, steps: "Steps", timeout: float | None) -> wire.WeightUpdateReqOutput:
+        """Do what ``steps`` asks for (tensors/steps.py); ``timeout`` bounds each wait for an answer."""
+        from ..tensors.async_driving import drive
+
+        self._channel.require_own_process()
+        timeout = seconds("timeout", timeout)
+        return await drive(steps, self.start, timeout, self._session.failed)
+
+    async def _begin(
+        self, request: wire.BeginWeightUpdateReqInput, timeout: float | None
+    ) -> wire.BeginWeightUpdateReqOutput:
+        reply = await self._call(request, wire.BeginWeightUpdateReqOutput, timeout)
+        self._session.id = reply.session_id
+        return reply
+
+    async def _abort_session(self, name: str, error: BaseException, timeout: float | None) -> None:
+        """End the session ``name`` without a commit, whatever has become of it; waits for that only where something was answered."""
+        self._session.id = None
+        request = wire.EndWeightUpdateReqInput(commit=False, session_id=name)
+        try:
+            answer = self.start(request, wire.WeightUpdateReqOutput)
+            if is_answer(error):
+                await wait_for(answer, request.id, timeout)
+        except NoSession:  # it had ended before, or was never opened
+            pass
+        except wire.CaesuraError as second:
+            error.add_note(f"the weight session could not be aborted either: {second}")
+
+    async def _call(self, request: wire.Request, expects: type[ReplyT], timeout: float | None) -> ReplyT:
+        timeout = seconds("timeout", timeout)
+        try:
+            reply: ReplyT = await wait_for(self.start(request, expects), request.id, timeout)
+        except wire.CaesuraError as error:
+            self._session.failed(request, error)
+            raise
+        return reply
+
+    def _shared_buckets(self) -> "SharedBuckets":
+        from ..tensors import SharedBuckets
+
+        if self._shared is None:
+            self._shared = SharedBuckets()
+        return self._shared
+
+    def _sign(self, request: wire.Request) -> None:
+        if isinstance(request, wire.ControlRequest) and request.owner is None:
+            request.owner = self.owner

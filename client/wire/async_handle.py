@@ -1,0 +1,85 @@
+"""What ``submit`` returns: one generation in flight.
+
+Invariant: a handle never changes the generation it names, except by :meth:`AsyncGenerationHandle.abort`; giving up waiting, in
+whatever way, leaves it running.
+"""
+
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+from ...io_struct import AbortReqOutput
+from .async_channel import Deltas, Result, next_delta, wait_for
+from .connection import Generation
+from .fork import Process
+from .options import seconds
+from .results import GenerateOutput, TokenDelta
+
+
+class Abort(Protocol):
+    """A client's ``abort``."""
+
+    async def __call__(self, rid: str, *, timeout: float | None) -> AbortReqOutput: ...
+
+
+class AsyncGenerationHandle:
+    """One submitted prompt. ``async for`` yields the tokens as :class:`TokenDelta` (all at once unless it streams)."""
+
+    def __init__(self, abort: Abort, generation: Generation[Result, Deltas]) -> None:
+        self.rid = generation.rid
+        """Names the generation, for ``abort`` and ``fetch_result``."""
+        self.message_id = generation.message_id
+        """Of the request; ``submit`` with the same one and the same arguments attaches to it."""
+        self.n = generation.n
+        """Samples of the prompt."""
+        self._abort = abort
+        self._future = generation.waiter
+        self._deltas = generation.deltas
+        self._process = Process("generation")
+
+    def done(self) -> bool:
+        """Whether all samples have ended, in whatever way."""
+        self._process.require()
+        return self._future.done()
+
+    async def result(self, timeout: float | None = None) -> GenerateOutput:
+        """The output of the only sample; raises as :meth:`results`, and ValueError where ``n`` is not 1."""
+        self._process.require()
+        if self.n != 1:
+            raise ValueError(f"n = {self.n}: use results()")
+        outputs = await self.results(timeout)
+        return outputs[0]
+
+    async def results(self, timeout: float | None = None) -> list[GenerateOutput]:
+        """The outputs of all samples, in order.
+
+        Raises:
+            TimedOut: not all ended within ``timeout`` seconds; they go on.
+            EngineError: refused or failed; what was generated is in ``.output`` and ``.outputs``.
+        """
+        self._process.require()
+        timeout = seconds("timeout", timeout)
+        outputs: list[GenerateOutput] = await wait_for(self._future, self.message_id, timeout)
+        return outputs
+
+    async def abort(self, timeout: float | None = None) -> AbortReqOutput:
+        """End this generation now; its result is then the partial output."""
+        return await self._abort(self.rid, timeout=timeout)
+
+    async def deltas(self, timeout: float | None = None) -> AsyncIterator[TokenDelta]:
+        """Yield every token once, in order per sample; waits at most ``timeout`` seconds for each delta.
+
+        Raises as :meth:`results` once the stream has ended.
+        """
+        self._process.require()
+        timeout = seconds("timeout", timeout)
+        if self._deltas is None:
+            for output in await self.results(timeout):
+                yield output.as_delta()
+            return
+        while (delta := await next_delta(self._deltas, self.message_id, timeout)) is not None:
+            yield delta
+        self._deltas.put_nowait(None)  # a second iteration ends at once instead of waiting for ever
+        await self.results()
+
+    def __aiter__(self) -> AsyncIterator[TokenDelta]:
+        return self.deltas()

@@ -1,0 +1,232 @@
+"""The I/O thread of a blocking client, and how other threads wait for what comes. Has the names of async_channel.py that the
+two kinds of clients share.
+
+Invariants:
+- One thread owns the socket; any number of others may register a request, queue its frame and wait on a future.
+- Registering a request and queueing its frame happen under one lock, and so do failing what was sent and keeping what was
+  not: when a connection is lost, requests that were handed to its socket fail, those still queued go to the next one.
+- The socket belongs to the thread. Waiters are resolved under the lock, so nothing that runs at that moment may call
+  back into the channel.
+- Whatever ends the thread, all waiters are resolved.
+- A forked child has neither the thread nor the socket: it is told so at once, without taking the lock.
+- Giving up waiting leaves what was waited for as it is.
+"""
+
+import contextlib
+import os
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from typing import Any
+
+import zmq
+
+from ...io_struct import GenerateReqInput, Message, Request
+from ..exceptions import EngineDied, EngineError
+from .connection import Connection, Generation
+from .curve import ClientKeys
+from .fork import Process
+from .link import Frames, Link
+from .options import ConnectionOptions, channel_options
+from .prompts import timed_out
+from .results import TokenDelta
+
+Result = Future[Any]
+Deltas = queue.SimpleQueue[TokenDelta | None]
+
+MAX_POLL_S = 3600.0
+"""Longest sleep: poll counts milliseconds in an int."""
+
+
+def wait_for(future: Result, message_id: str, timeout: float | None) -> Any:
+    """The future's result, or TimedOut after ``timeout`` seconds (None: no limit)."""
+    try:
+        return future.result(timeout)
+    except TimeoutError:
+        if future.done():  # an answer that is itself a TimeoutError, or one that came in this instant
+            return future.result()
+        raise timed_out(message_id, timeout) from None
+
+
+def wait_for_all(futures: Sequence[Result], timeout: float | None) -> None:
+    """Return when all have ended, one has failed, or ``timeout`` seconds are over."""
+    wait(futures, timeout, return_when=FIRST_EXCEPTION)
+
+
+def next_delta(deltas: Deltas, message_id: str, timeout: float | None) -> TokenDelta | None:
+    """The next delta, None at the end of the stream, or TimedOut after ``timeout`` seconds (None: no limit)."""
+    try:
+        return deltas.get(timeout=timeout)
+    except queue.Empty:
+        raise timed_out(message_id, timeout) from None
+
+
+def run(work: Callable[[], Any]) -> Any:
+    """What ``work()`` returns. It may block, as its caller does."""
+    return work()
+
+
+class ThreadChannel:
+    """Requests in from any thread, answers out through futures."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        connect_timeout: float | None,
+        keepalive_timeout: float | None,
+        keys: ClientKeys | None = None,
+    ) -> None:
+        self._process = Process("client")
+        self._lock = threading.Lock()
+        # Under the lock.
+        self._connection: Connection[Result, Deltas] = Connection(Future, queue.SimpleQueue)
+        self._outbox: deque[tuple[str | None, Frames]] = deque()
+        """With the message id where that is not another copy of a message that was sent before."""
+        self._exit_reason: str | None = None
+        self._closing = False
+        # The thread's own, once it runs.
+        self._poller = zmq.Poller()
+        self._link = Link(
+            endpoint,
+            connect_timeout=connect_timeout,
+            keepalive_timeout=keepalive_timeout,
+            pending=lambda: self._connection.pending > 0,
+            keys=keys,
+            receive=self._on_message,
+            lost=self._on_lost,
+            watch=lambda socket: self._poller.register(socket, zmq.POLLIN),
+            unwatch=lambda socket: self._poller.unregister(socket),
+        )
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_read, False)
+        os.set_blocking(self._wake_write, False)
+        self._poller.register(self._wake_read, zmq.POLLIN)
+        self._thread = threading.Thread(target=self._run, name="caesura-client", daemon=True)
+        self._thread.start()
+
+    def require_own_process(self) -> None:
+        """Raise RuntimeError in a forked child, before anything is prepared there."""
+        self._process.require()
+
+    @property
+    def incarnation(self) -> str | None:
+        """Of the engine that answered last; None before the first."""
+        return self._link.incarnation
+
+    def start_generation(self, request: GenerateReqInput) -> Generation[Result, Deltas]:
+        """Send a generate request; raises what :meth:`Connection.start_generation` raises."""
+        self._process.require()
+        with self._lock:
+            again = self._connection.awaits(request.id)
+            generation, frame = self._connection.start_generation(request)
+            self._post(None if again else request.id, (frame,))
+        return generation
+
+    def start_call(
+        self, request: Request, expects: type[Message], buffers: Sequence[memoryview] = ()
+    ) -> Result:
+        """Send a control message; raises what :meth:`Connection.start_call` raises."""
+        self._process.require()
+        with self._lock:
+            again = self._connection.awaits(request.id)
+            future, frame = self._connection.start_call(request, expects)
+            self._post(None if again else request.id, (frame, *buffers))
+        return future
+
+    def expect_exit(self) -> None:
+        """Somebody watches the engine's process and will call :meth:`engine_exited`."""
+        self._link.expect_exit()
+
+    def engine_exited(self, reason: str) -> None:
+        """The engine's process has ended; after what it had sent, everything fails with ``reason``."""
+        with self._lock:
+            self._exit_reason = reason
+            self._wake()
+
+    def close(self) -> None:
+        """End the thread and fail what is pending. Idempotent; in a forked child there is nothing to close."""
+        if not self._process.is_here:
+            return
+        with self._lock:
+            self._closing = True
+            self._wake()
+        self._thread.join()
+
+    def _post(self, message_id: str | None, frames: Frames) -> None:
+        self._outbox.append((message_id, frames))
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._wake_write >= 0:
+            with contextlib.suppress(BlockingIOError):  # full: the thread has been told often enough
+                os.write(self._wake_write, b"\0")
+
+    def _run(self) -> None:
+        try:
+            while self._turn():
+                deadline = self._link.deadline
+                left = MAX_POLL_S if deadline is None else deadline - time.monotonic()
+                self._poller.poll(max(0, int(min(left, MAX_POLL_S) * 1000) + 1))
+        finally:
+            self._end()
+
+    def _turn(self) -> bool:
+        """Deliver what has come, then send what was posted; False when the client is closing."""
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._wake_read, 65536)
+        with self._lock:
+            exit_reason, self._exit_reason = self._exit_reason, None
+        if exit_reason is not None:
+            self._link.engine_exited(exit_reason)
+        self._link.pump()  # first: nothing is handed to a socket that is known to have lost its engine
+        with self._lock:
+            messages = list(self._outbox)
+            self._outbox.clear()
+            closing = self._closing
+        for _, frames in messages:
+            self._link.send(frames)
+        return not closing
+
+    def _end(self) -> None:
+        with self._lock:
+            if self._connection.failure is None:
+                self._connection.failure = EngineDied("this client is closed")
+            self._connection.fail_all(EngineDied("the client was closed before the answer came"))
+            os.close(self._wake_write)
+            self._wake_write = -1
+        os.close(self._wake_read)
+        self._link.close()
+
+    def _on_message(self, frames: list[bytes]) -> None:
+        with self._lock:
+            self._connection.receive(frames)
+
+    def _on_lost(self, error: EngineError, final: bool) -> None:
+        with self._lock:
+            if final:
+                self._connection.failure = error
+                self._outbox.clear()
+            unsent = [(message_id, frames) for message_id, frames in self._outbox if message_id is not None]
+            self._outbox = deque(unsent)
+            self._connection.fail_all(error, spare={message_id for message_id, _ in unsent})
+
+
+class ThreadClient:
+    """A client around this channel: what an asyncio one does not have."""
+
+    def __init__(self, endpoint: str, connection: ConnectionOptions) -> None:
+        self.endpoint = endpoint
+        """The engine's address: an ipc:// path or a tcp:// host and port."""
+        self._channel = ThreadChannel(endpoint, **channel_options(connection))
+
+    def expect_exit(self) -> None:
+        """The launcher watches this engine's process and will call :meth:`engine_exited`."""
+        self._channel.expect_exit()
+
+    def engine_exited(self, reason: str) -> None:
+        """The engine's process has ended: what is pending and every later call fails with ``reason``."""
+        self._channel.engine_exited(reason)

@@ -1,0 +1,391 @@
+"""What a client remembers between a request and its answer: no sockets, no threads, no clock.
+
+Invariants:
+- Every waiter registered here is resolved exactly once: by its reply, by an error, or by :meth:`Connection.fail_all`.
+- A message id that is still pending is never registered twice: a retry with the same body shares the first waiter, one
+  with another body is refused.
+- Each token of a streaming sample is delivered once and in order. Deltas after a gap are held back: the terminal
+  result carries every token, so its tail closes the gap.
+
+Not thread-safe: the owner serialises calls. The owner also chooses what a waiter is (a thread's future, an event
+loop's future).
+"""
+
+import logging
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+import msgspec
+
+from ...io_struct import (
+    BatchTokenOutput,
+    ErrorReply,
+    GenerateReqInput,
+    GenerateReqOutput,
+    Keepalive,
+    Message,
+    Request,
+    StreamDelta,
+    UnreadReply,
+    decode_reply,
+    encode,
+    salvage_reply,
+)
+from ...io_struct.base import MAX_HEADER_BYTES
+from ..exceptions import DuplicateRid, EngineError, IdConflict, InternalError, InvalidRequest, error_for
+from .results import (
+    GenerateOutput,
+    TokenDelta,
+    TokenLogprobs,
+    decode_output,
+    further_logprobs,
+    known_logprobs,
+    read_floats,
+    read_ints,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class Waiter(Protocol):
+    """What ``concurrent.futures.Future`` and ``asyncio.Future`` have in common."""
+
+    def done(self) -> bool: ...
+    def set_result(self, result: Any, /) -> None: ...
+    def set_exception(self, exception: BaseException, /) -> None: ...
+
+
+class DeltaQueue(Protocol):
+    """What ``queue.SimpleQueue`` and ``asyncio.Queue`` have in common; None marks the end of the stream."""
+
+    def put_nowait(self, item: TokenDelta | None, /) -> None: ...
+
+
+class Sink(Protocol):
+    """Takes what comes of a generation as it comes, instead of a queue. Called while messages are read: it must return soon,
+    and raise nothing."""
+
+    def on_tokens(self, delta: TokenDelta, /) -> None: ...
+    def on_finished(self, output: GenerateOutput, /) -> None:
+        """One sample has ended; all its tokens have been handed on before."""
+
+
+WaiterT = TypeVar("WaiterT", bound=Waiter)
+QueueT = TypeVar("QueueT", bound=DeltaQueue)
+
+
+@dataclass(slots=True)
+class _Call(Generic[WaiterT]):
+    """A control message without its answer yet."""
+
+    frame: bytes
+    expects: type[Message]
+    waiter: WaiterT
+
+
+class Generation(Generic[WaiterT, QueueT]):
+    """One prompt in flight: collects its ``n`` samples; the waiter gets them as a list in sample order.
+
+    ``deltas`` is None unless the request streams, into no ``sink``.
+    """
+
+    def __init__(
+        self,
+        request: GenerateReqInput,
+        frame: bytes,
+        waiter: WaiterT,
+        deltas: QueueT | None,
+        sink: Sink | None = None,
+    ) -> None:
+        self.message_id = request.id
+        self.rid = request.id if request.rid is None else request.rid
+        self.frame = frame
+        self.waiter = waiter
+        self.deltas = deltas
+        self.sink = sink
+        count = request.sampling_params.n
+        # A bad n (a string, 0) travels on: the engine refuses it with its own error, whatever we expect here.
+        self.n = count if isinstance(count, int) else 1
+        self._outputs: dict[int, GenerateOutput] = {}
+        self._delivered: dict[int, int] = {}
+
+    def add_tokens(
+        self,
+        index: int,
+        start: int,
+        tokens: list[int],
+        logprobs: list[float],
+        top: TokenLogprobs | None = None,
+        given: TokenLogprobs | None = None,
+    ) -> None:
+        """Hand on what is new in one row of a stream delta."""
+        delivered = self._delivered.get(index, 0)
+        seen = delivered - start
+        if not self._streams or index in self._outputs or seen < 0 or seen >= len(tokens):
+            return
+        self._delivered[index] = start + len(tokens)
+        self._hand_on(
+            TokenDelta(
+                index=index,
+                start=delivered,
+                output_ids=tokens[seen:],
+                output_logprobs=known_logprobs(logprobs[seen:]),
+                output_top_logprobs=None if top is None else top.cut(seen),
+                output_token_ids_logprobs=None if given is None else given.cut(seen),
+            )
+        )
+
+    def finish(self, wire: GenerateReqOutput) -> bool:
+        """Take the terminal result of one sample; True when the whole request has ended."""
+        try:
+            output = decode_output(wire)
+        except InternalError as error:
+            self.fail(error)
+            return True
+        if output.index in self._outputs:
+            return False
+        self._outputs[output.index] = output
+        self._deliver_tail(output)
+        if self.sink is not None:
+            self.sink.on_finished(output)
+        if len(self._outputs) < self.n:
+            return False
+        outputs = [self._outputs[index] for index in sorted(self._outputs)]
+        failed = next((each for each in outputs if each.finish_reason.type == "error"), None)
+        if failed is None:
+            self._end(outputs)
+            return True
+        reason = failed.finish_reason
+        failure = error_for(reason.code or "", reason.message or "the generation failed", {"rid": self.rid})
+        failure.output = failed
+        self.fail(failure)
+        return True
+
+    def fail(self, error: EngineError) -> None:
+        """End the whole request with ``error``; samples that had ended are attached to it."""
+        if self._outputs:
+            error.outputs = tuple(self._outputs[index] for index in sorted(self._outputs))
+        self._end(error)
+
+    def _deliver_tail(self, output: GenerateOutput) -> None:
+        delivered = self._delivered.get(output.index, 0)
+        if self._streams and delivered < len(output.output_ids):
+            self._hand_on(output.as_delta(delivered))
+
+    @property
+    def _streams(self) -> bool:
+        return self.deltas is not None or self.sink is not None
+
+    def _hand_on(self, delta: TokenDelta) -> None:
+        if self.sink is not None:
+            self.sink.on_tokens(delta)
+        elif self.deltas is not None:
+            self.deltas.put_nowait(delta)
+
+    def _end(self, result: list[GenerateOutput] | EngineError) -> None:
+        _resolve(self.waiter, result)
+        if self.deltas is not None:
+            self.deltas.put_nowait(
+                None
+            )  # after the waiter: a reader that sees the end may ask for the result
+
+
+class Connection(Generic[WaiterT, QueueT]):
+    """The table of everything that is still unanswered.
+
+    Attributes:
+        failure: set when no answer can ever come again; new requests then raise it at once.
+    """
+
+    def __init__(self, new_waiter: Callable[[], WaiterT], new_queue: Callable[[], QueueT]) -> None:
+        self.failure: EngineError | None = None
+        self._new_waiter = new_waiter
+        self._new_queue = new_queue
+        self._calls: dict[str, _Call[WaiterT]] = {}
+        self._generations: dict[str, Generation[WaiterT, QueueT]] = {}
+        self._by_rid: dict[str, Generation[WaiterT, QueueT]] = {}
+
+    @property
+    def pending(self) -> int:
+        """How many requests have no final answer yet."""
+        return len(self._calls) + len(self._generations)
+
+    def start_call(self, request: Request, expects: type[Message]) -> tuple[WaiterT, bytes]:
+        """Register a control message; returns its waiter and the frame to send.
+
+        Raises:
+            EngineError: the engine is known to be gone.
+            IdConflict: the id is pending with another body.
+            InvalidRequest: the request cannot be encoded.
+        """
+        frame = self._encode(request)
+        known = self._calls.get(request.id)
+        if known is not None:
+            _same_body(request.id, known.frame, frame)
+            return known.waiter, frame
+        if request.id in self._generations:
+            raise IdConflict(f"message id {request.id!r} is pending with another body", id=request.id)
+        call = _Call(frame, expects, self._new_waiter())
+        self._calls[request.id] = call
+        return call.waiter, frame
+
+    def start_generation(
+        self, request: GenerateReqInput, sink: Sink | None = None
+    ) -> tuple[Generation[WaiterT, QueueT], bytes]:
+        """Register a generation; raises as :meth:`start_call`, and DuplicateRid when this client has that rid live."""
+        frame = self._encode(request)
+        known = self._generations.get(request.id)
+        if known is not None:
+            _same_body(request.id, known.frame, frame)
+            return known, frame
+        if request.id in self._calls:
+            raise IdConflict(f"message id {request.id!r} is pending with another body", id=request.id)
+        deltas = self._new_queue() if request.stream and sink is None else None
+        generation = Generation(request, frame, self._new_waiter(), deltas, sink)
+        if generation.rid in self._by_rid:
+            raise DuplicateRid(f"rid {generation.rid!r} is live in this client", rid=generation.rid)
+        self._generations[request.id] = generation
+        self._by_rid[generation.rid] = generation
+        return generation, frame
+
+    def receive(self, frames: list[bytes]) -> None:
+        """Take one message from the scheduler. One that cannot be read harms whom it names, and nobody else."""
+        try:
+            message = decode_reply(frames[0])
+        except msgspec.DecodeError as broken:
+            self._take_unread(salvage_reply(frames[0]), broken)
+            return
+        if isinstance(message, BatchTokenOutput):
+            self._take_tokens(message)
+            return
+        if isinstance(message, Keepalive):
+            return
+        if isinstance(message, ErrorReply):
+            self._take_error(message.id, error_for(message.code, message.message, message.detail))
+            return
+        call = self._calls.pop(message.id, None)
+        if call is None:
+            logger.debug("dropped a %s for unknown message id %s", type(message).__name__, message.id)
+        elif isinstance(message, call.expects):
+            _resolve(call.waiter, message)
+        else:
+            _resolve(
+                call.waiter,
+                InternalError(
+                    f"expected {call.expects.__name__}, got {type(message).__name__}", id=message.id
+                ),
+            )
+
+    def awaits(self, message_id: Any) -> bool:
+        """Whether a message of that id has no final answer yet; no id of another type than text ever has."""
+        return isinstance(message_id, str) and (message_id in self._calls or message_id in self._generations)
+
+    def fail_all(self, error: EngineError, spare: Collection[str] = ()) -> None:
+        """Resolve every waiter but those of the messages ``spare`` with an error of the class and text of ``error``, one
+        instance each."""
+        for message_id in [each for each in self._calls if each not in spare]:
+            call = self._calls.pop(message_id)
+            _resolve(call.waiter, error_for(error.code, error.message, error.detail))
+        for generation in [each for each in self._generations.values() if each.message_id not in spare]:
+            self._forget(generation)
+            generation.fail(error_for(error.code, error.message, error.detail))
+
+    def _encode(self, request: Request) -> bytes:
+        if self.failure is not None:
+            raise error_for(self.failure.code, self.failure.message, self.failure.detail)
+        if not isinstance(request.id, str):  # the engine could not say whom its refusal is for
+            raise InvalidRequest(
+                f"message_id = {request.id!r} must be a string", field="id", value=request.id
+            )
+        try:
+            frame = encode(request)
+        except (TypeError, OverflowError, ValueError) as error:
+            raise InvalidRequest(f"{type(request).__name__} cannot be encoded: {error}") from error
+        if len(frame) > MAX_HEADER_BYTES:
+            raise InvalidRequest(
+                f"request of {len(frame)} bytes is over the limit of {MAX_HEADER_BYTES}", value=len(frame)
+            )
+        return frame
+
+    def _take_tokens(self, message: BatchTokenOutput) -> None:
+        if message.delta is not None:
+            try:
+                self._take_delta(message.delta)
+            except InternalError as broken:  # the terminal results carry every token
+                logger.warning("dropped a stream delta: %s", broken)
+        for wire in message.finished:
+            self._take_result(wire)
+
+    def _take_result(self, wire: GenerateReqOutput) -> None:
+        generation = self._by_rid.get(wire.rid)
+        if generation is None:
+            logger.debug("dropped a result for unknown rid %s", wire.rid)
+        elif generation.finish(wire):
+            self._forget(generation)
+
+    def _take_unread(self, reply: UnreadReply, broken: msgspec.DecodeError) -> None:
+        """A message of a newer minor version, perhaps: it ends only what it is the answer to."""
+        what = reply.type or "message without a type"
+        error = InternalError(f"the engine sent a {what} that this client cannot read: {broken}", type=what)
+        logger.warning("%s", error.message)
+        if reply.id:
+            self._take_error(reply.id, error)
+        for result in reply.results():
+            if isinstance(result, GenerateReqOutput):
+                self._take_result(result)
+            elif (generation := self._by_rid.get(result)) is not None:
+                generation.fail(error)
+                self._forget(generation)
+
+    def _take_delta(self, delta: StreamDelta) -> None:
+        indices, starts, counts = read_ints(delta.indices), read_ints(delta.starts), read_ints(delta.counts)
+        tokens, logprobs = read_ints(delta.tokens), read_floats(delta.logprobs)
+        rows = len(delta.rids)
+        if not rows == len(indices) == len(starts) == len(counts):
+            raise InternalError("a stream delta has columns of different lengths")
+        if not sum(counts) == len(tokens) == len(logprobs):
+            raise InternalError(
+                f"a stream delta counts {sum(counts)} tokens but holds {len(tokens)} and {len(logprobs)} logprobs"
+            )
+        top, given = further_logprobs(delta.top, counts), further_logprobs(delta.given, counts)
+        offset = 0
+        for row, (rid, index, start, count) in enumerate(
+            zip(delta.rids, indices, starts, counts, strict=True)
+        ):
+            end = offset + count
+            generation = self._by_rid.get(rid)
+            if generation is not None:
+                generation.add_tokens(
+                    index, start, tokens[offset:end], logprobs[offset:end], top[row], given[row]
+                )
+            offset = end
+
+    def _take_error(self, message_id: str, error: EngineError) -> None:
+        call = self._calls.pop(message_id, None)
+        generation = self._generations.get(message_id)
+        if call is not None:
+            _resolve(call.waiter, error)
+        elif generation is not None:
+            generation.fail(error)
+            self._forget(generation)
+        else:
+            logger.warning("an error for message id %r, which nobody waits for: %s", message_id, error)
+
+    def _forget(self, generation: Generation[WaiterT, QueueT]) -> None:
+        del self._generations[generation.message_id]
+        del self._by_rid[generation.rid]
+
+
+def _same_body(message_id: str, first: bytes, second: bytes) -> None:
+    if first != second:
+        raise IdConflict(f"message id {message_id!r} is pending with another body", id=message_id)
+
+
+def _resolve(waiter: Waiter, result: Any) -> None:
+    if waiter.done():  # cancelled by its event loop
+        return
+    if isinstance(result, EngineError):
+        waiter.set_exception(result)
+    else:
+        waiter.set_result(result)

@@ -1,0 +1,387 @@
+"""The socket to one scheduler, without blocking and without a thread of its own.
+
+Invariants:
+- A connection is to one start of one engine. Nothing but a hello is sent on it until that is answered; what is to be
+  sent waits here. libzmq never reconnects by itself, and each socket is connected once: what was queued for an engine
+  that is gone (a pause from the past, say) cannot reach the next one.
+- A lost connection is final for everything that was handed to :meth:`Link.send` before, whatever else happens until it
+  is noticed: a restarted engine has no memory of old requests.
+- Everything the engine sent before it went is delivered before the loss is reported.
+- The owner calls :meth:`Link.pump` whenever one of the sockets may be readable, after every send, and at
+  :attr:`Link.deadline`. While nothing is pending there is no deadline: an idle client does not look for an engine.
+
+States of a link: *trying* (to connect, again and again while something waits, within bounds) → *greeting* (connected, the
+hello is not answered yet: engines answer when they have loaded) → *ready* → *lost* (the socket is replaced, back to
+trying; or dead for good when the watched process has exited or speaks another version).
+"""
+
+import os
+import time
+from collections.abc import Callable, Sequence
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from ..exceptions import EngineDied, EngineError, InvalidRequest, VersionMismatch
+from .curve import HANDSHAKE_FAILURES, ClientKeys, configure, why_refused
+from .hello import hello_frame, incarnation_in
+
+MAX_IPC_PATH = 107
+"""Longest ipc:// path, in bytes: the kernel's sun_path less its terminating zero."""
+
+EXIT_GRACE_S = 1.0
+"""How long a closed connection and the exit of its process wait for each other, so that the error names both."""
+
+RETRY_S = 0.1
+"""From one try to connect to the next."""
+
+RECONNECT_S = 1.0
+"""How long after a loss, at most, requests wait for a successor; what comes later fails with the first try that fails."""
+
+ATTEMPT_S = 1.0
+"""How long a try may last that is the only one."""
+
+STARTING_S = 300.0
+"""How long an engine that has accepted the connection may load before it answers; only with a keepalive timeout."""
+
+LATE_S = 1.0
+"""Whoever looks this much later at the clock than intended was stopped or busy, and may have been sent much meanwhile."""
+
+SECOND_LOOK_S = 5.0
+"""How long it then listens before it calls the engine silent: more than two keepalives."""
+
+NEVER_MS = 1 << 30
+"""Twelve days: when libzmq reconnects by itself. Its own word for never (-1) drops what was received and not read yet."""
+
+MONITORED = (
+    zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_CLOSED
+    | zmq.EVENT_CONNECT_RETRIED
+    | HANDSHAKE_FAILURES
+)
+"""Beside the first two, each says that a try has failed."""
+
+_EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
+"""As plain integers: asked for with every message."""
+
+Frames = Sequence[bytes | memoryview]
+"""Header, then buffers."""
+
+
+class Link:
+    """One DEALER socket and its monitor.
+
+    ``receive(frames)`` gets every message but the answer to the hello; ``lost(error, final)`` is told that the engine is
+    gone, ``final`` when no reconnect can help; ``pending()`` says whether anything is unanswered; ``watch(socket)`` and
+    ``unwatch(socket)`` keep the owner's poller right as sockets are replaced.
+
+    Attributes:
+        incarnation: of the engine that answered last; None before the first.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        connect_timeout: float | None,
+        keepalive_timeout: float | None,
+        pending: Callable[[], bool],
+        keys: ClientKeys | None = None,
+        receive: Callable[[list[bytes]], None],
+        lost: Callable[[EngineError, bool], None],
+        watch: Callable[["zmq.Socket[bytes]"], None],
+        unwatch: Callable[["zmq.Socket[bytes]"], None],
+    ) -> None:
+        check_endpoint(endpoint)
+        self.endpoint = endpoint
+        self.incarnation: str | None = None
+        self._connect_timeout = connect_timeout
+        self._keepalive_timeout = keepalive_timeout
+        self._pending = pending
+        self._keys = keys
+        self._receive = receive
+        self._lost = lost
+        self._watch = watch
+        self._unwatch = unwatch
+        self._pumping = False
+        self._expects_exit = False
+        self._exit_reason: str | None = None
+        self._held: list[Frames] = []
+        self._grace_until: float | None = None
+        """After a loss or a vain wait: until when requests wait. None: connected since, or never tried to the end."""
+        self._is_only_try = False
+        """What is held now was sent after that, and fails with the try that is under way."""
+        self._was_silent = False
+        """The engine went by a silence, and has not answered since."""
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._patience: float | None = None
+        """Until when what is held waits."""
+        self._retry_at: float | None = None
+        self._settle_at: float | None = None
+        """When a loss is reported, if its explanation has not come before."""
+        self._silence: float | None = None
+        """When an engine that has sent nothing until then counts as hung."""
+        self._open(connect=True)
+
+    @property
+    def deadline(self) -> float | None:
+        """When :meth:`pump` must be called next, on time.monotonic's clock; None: only when a socket is readable."""
+        if self._ready and self._settle_at is None:
+            return self._silence
+        times = (self._patience, self._retry_at, self._settle_at, self._silence)
+        return min((at for at in times if at is not None), default=None)
+
+    def send(self, frames: Frames) -> None:
+        """Hand over one message; never blocks, its queue is bounded by what the callers have pending.
+
+        Buffers behind the header are not copied: they must stay as they are until the answer is there.
+        """
+        if self._ready:
+            self._hand_over(frames)
+            if self._silence is None:
+                self._listen_from_now()
+            return
+        self._held.append(frames)
+        if self._patience is None:
+            self._begin_to_wait()
+
+    def expect_exit(self) -> None:
+        """The process behind this endpoint is watched: its exit will be reported, and explains a lost connection."""
+        self._expects_exit = True
+
+    def engine_exited(self, reason: str) -> None:
+        """The watched process has ended; what it had sent is delivered first."""
+        self._exit_reason = reason
+        if not self._disconnected:
+            self._settle_at = time.monotonic() + EXIT_GRACE_S
+
+    def notice_loss(self) -> None:
+        """Report a connection that has gone meanwhile, at little cost: what is registered afterwards is not lost with it."""
+        if not self._pumping and _is_readable(self._monitor):
+            self.pump()
+
+    def pump(self) -> None:
+        """Deliver what has arrived and notice what has gone."""
+        self._pumping = True
+        try:
+            dealer = None
+            while (
+                dealer is not self._dealer
+            ):  # a new socket's descriptor tells nothing before it was asked once
+                dealer = self._dealer
+                if self._drain():
+                    self._listen_from_now()
+                while _is_readable(self._monitor):
+                    report = parse_monitor_message(self._monitor.recv_multipart())
+                    self._take_event(report["event"], report["value"])
+                self._look_at_the_clock()
+        finally:
+            self._pumping = False
+
+    def close(self) -> None:
+        """Close without lingering; unsent messages are dropped."""
+        self._close_sockets()
+        self._context.term()
+
+    def _open(self, *, connect: bool) -> None:
+        self._connected = self._disconnected = self._ready = False
+        self._refusal: EngineError | None = None
+        self._unheard: str | None = None
+        """Why the handshake failed, where that can be told."""
+        self._try_failed = False
+        self._tried_at = time.monotonic()
+        self._dealer = self._context.socket(zmq.DEALER)
+        self._dealer.linger = 0
+        # Unlimited here: a caller's request is refused by the engine, never dropped or blocked by the socket.
+        self._dealer.sndhwm = 0
+        # Unlimited too: libzmq drops what a full socket has not read yet when its peer closes, last results included.
+        self._dealer.rcvhwm = 0
+        # libzmq reserves identities that begin with a zero byte.
+        self._dealer.setsockopt(zmq.ROUTING_ID, b"C" + os.urandom(15))
+        self._monitor = self._dealer.get_monitor_socket(MONITORED)
+        self._dealer.setsockopt(zmq.RECONNECT_IVL, NEVER_MS)
+        configure(self._dealer, self.endpoint, self._keys)
+        if connect:
+            self._dealer.connect(self.endpoint)
+            self._dealer.send(hello_frame(), zmq.NOBLOCK)
+        self._watch(self._dealer)
+        self._watch(self._monitor)
+
+    def _forget_times(self) -> None:
+        self._patience = self._retry_at = self._settle_at = self._silence = None
+
+    def _close_sockets(self) -> None:
+        self._unwatch(self._dealer)
+        self._unwatch(self._monitor)
+        self._dealer.disable_monitor()
+        self._monitor.close(linger=0)
+        self._dealer.close(linger=0)
+
+    def _hand_over(self, frames: Frames) -> None:
+        if len(frames) == 1:
+            self._dealer.send(frames[0], zmq.NOBLOCK)
+        else:
+            self._dealer.send_multipart(frames, zmq.NOBLOCK, copy=False)
+
+    def _drain(self) -> bool:
+        """Whether anything has come."""
+        heard = False
+        while _is_readable(self._dealer):
+            frames = self._dealer.recv_multipart()
+            heard = True
+            if self._ready:
+                self._receive(frames)
+            elif self._refusal is None:
+                self._take_hello(frames[0])
+        return heard
+
+    def _take_hello(self, frame: bytes) -> None:
+        try:
+            self.incarnation = incarnation_in(frame, self.endpoint)
+        except EngineError as error:
+            self._refusal = error
+            return
+        self._connected = self._ready = True
+        self._patience = self._grace_until = None
+        self._is_only_try = self._was_silent = False
+        for frames in self._held:
+            self._hand_over(frames)
+        self._held.clear()
+
+    def _take_event(self, event: int, value: int) -> None:
+        if self._disconnected:
+            return
+        if event & HANDSHAKE_FAILURES:
+            self._unheard = why_refused(event, value, self._keys) or self._unheard
+            if self._unheard is not None and event != zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+                self._patience = (
+                    time.monotonic() if self._held else None
+                )  # another try would end the same way
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._connected = True
+            self._retry_at = None
+            if self._held and not self._was_silent:
+                self._patience = self._greeting_limit()
+        elif not self._connected:
+            self._try_failed = True
+            if self._held and not self._is_only_try:
+                self._retry_at = self._tried_at + RETRY_S
+        elif event == zmq.EVENT_DISCONNECTED:
+            self._disconnected = True
+            self._settle_at = time.monotonic() + (EXIT_GRACE_S if self._expects_exit else 0.0)
+
+    def _look_at_the_clock(self) -> None:
+        """Act on what has gone, and on what is due."""
+        now = time.monotonic()
+        if self._disconnected:
+            if self._exit_reason is not None or _is_due(self._settle_at, now):
+                lost = f"the connection to {self.endpoint} was lost"
+                self._give_up(EngineDied(self._exit_reason or lost))
+        elif self._refusal is not None:
+            self._give_up(self._refusal)
+        elif self._exit_reason is not None and _is_due(self._settle_at, now):
+            self._give_up(EngineDied(self._exit_reason))
+        elif self._held and self._is_only_try and self._try_failed and self._retry_at is None:
+            self._give_up(EngineDied(f"no scheduler answers at {self.endpoint}"))
+        elif _is_due(self._patience, now):
+            self._was_silent = self._connected
+            self._give_up(EngineDied(self._exit_reason or self._vain_wait()))
+        elif _is_due(self._silence, now):
+            self._take_silence(now)
+        elif _is_due(self._retry_at, now):
+            self._retry_at = None
+            self._close_sockets()
+            self._open(connect=True)
+
+    def _take_silence(self, now: float) -> None:
+        assert self._silence is not None
+        if not self._pending():
+            self._silence = None
+        elif now - self._silence > LATE_S:
+            self._silence = now + SECOND_LOOK_S
+        else:
+            self._was_silent = True
+            self._give_up(
+                EngineDied(
+                    f"the engine at {self.endpoint} has been silent for {self._keepalive_timeout} s: it hangs"
+                )
+            )
+
+    def _listen_from_now(self) -> None:
+        """The engine has just spoken, or has just been spoken to."""
+        if self._keepalive_timeout is not None and self._ready:
+            self._silence = time.monotonic() + self._keepalive_timeout if self._pending() else None
+
+    def _begin_to_wait(self) -> None:
+        """Something is held from now on: how long may it take to connect?"""
+        now = time.monotonic()
+        if self._connected:
+            self._patience = self._greeting_limit()
+        elif self._connect_timeout is not None:
+            if self._grace_until is None:
+                self._patience = now + self._connect_timeout
+            elif now < self._grace_until:
+                self._patience = self._grace_until
+            else:
+                self._is_only_try = True
+                self._patience = now + RETRY_S + ATTEMPT_S
+        if self._try_failed and self._retry_at is None:
+            self._retry_at = self._tried_at + RETRY_S
+
+    def _greeting_limit(self) -> float | None:
+        if self._was_silent:
+            return time.monotonic() + ATTEMPT_S
+        return None if self._keepalive_timeout is None else time.monotonic() + STARTING_S
+
+    def _vain_wait(self) -> str:
+        if self._unheard is not None:
+            return f"the scheduler at {self.endpoint} cannot be used: {self._unheard}"
+        if self._connected:
+            return f"the engine at {self.endpoint} accepted the connection and then said nothing"
+        if self._grace_until is not None:
+            return f"no scheduler answers at {self.endpoint} since the last one was lost"
+        return f"no scheduler answered at {self.endpoint} within {self._connect_timeout} s"
+
+    def _give_up(self, error: EngineError) -> None:
+        """Everything that was sent or held is lost."""
+        self._drain()  # libzmq reports the disconnect after the last message, not before it
+        final = self._exit_reason is not None or isinstance(error, VersionMismatch)
+        self._held.clear()
+        self._is_only_try = False
+        self._grace_until = time.monotonic()
+        if self._connected:
+            self._grace_until += min(RECONNECT_S, self._connect_timeout or 0.0)
+        self._forget_times()
+        if self._connected or final:
+            refused = self._refusal is not None
+            self._close_sockets()
+            self._open(connect=not (final or refused))
+            self._try_failed = (
+                refused  # who refuses a hello would refuse the next one at once: later, if need be
+            )
+        self._lost(error, final)
+
+
+def _is_readable(socket: "zmq.Socket[bytes]") -> bool:
+    """A message lies there; asking costs less than an attempt to receive that fails."""
+    return bool(int(socket.get(_EVENTS)) & _POLLIN)
+
+
+def _is_due(at: float | None, now: float) -> bool:
+    return at is not None and now >= at
+
+
+def check_endpoint(endpoint: str) -> None:
+    """Refuse an address that ZeroMQ would take wrongly or not at all, by name."""
+    scheme, _, path = endpoint.partition("://")
+    if scheme not in ("ipc", "tcp") or not path:
+        raise InvalidRequest(
+            f"endpoint = {endpoint!r} must begin with ipc:// or tcp://", field="endpoint", value=endpoint
+        )
+    if scheme == "ipc" and len(os.fsencode(path)) > MAX_IPC_PATH:
+        raise InvalidRequest(
+            f"endpoint = {endpoint!r}: an ipc:// path has at most {MAX_IPC_PATH} bytes",
+            field="endpoint",
+            value=endpoint,
+        )

@@ -1,0 +1,267 @@
+"""Typed results of a generation, decoded once from the wire's byte arrays.
+
+Invariant: tokens, logprobs, weight-version spans and routed experts of one output have matching lengths. A message that breaks this
+is refused with :class:`InternalError` rather than handed on: a trainer would pair tokens with the wrong numbers.
+"""
+
+import array
+import math
+import operator
+import sys
+from dataclasses import dataclass
+
+from ...io_struct import (
+    DeltaLogprobs,
+    FinishReason,
+    GenerateReqOutput,
+    LogprobRows,
+    RoutedExperts,
+    WeightVersionSpan,
+)
+from ..exceptions import InternalError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprobs:
+    """Log-probabilities of ``k`` tokens at each of some positions, position by position; ``len`` counts positions."""
+
+    k: int
+    """Tokens per position."""
+    ids: list[int]
+    """[positions * k] token ids."""
+    logprobs: list[float]
+    """[positions * k]; of the likeliest tokens in descending order."""
+
+    def __len__(self) -> int:
+        return len(self.logprobs) // self.k
+
+    def at(self, position: int) -> list[tuple[float, int]]:
+        """``(logprob, token id)`` of the ``k`` tokens there."""
+        part = slice(position * self.k, (position + 1) * self.k)
+        return list(zip(self.logprobs[part], self.ids[part], strict=True))
+
+    def cut(self, start: int, end: int | None = None) -> "TokenLogprobs":
+        """The positions [start, end); None: to the last."""
+        part = slice(start * self.k, None if end is None else end * self.k)
+        return TokenLogprobs(k=self.k, ids=self.ids[part], logprobs=self.logprobs[part])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateOutput:
+    """One finished sample. Every list over tokens has ``len(output_ids)`` entries."""
+
+    rid: str
+    """Of the request; its message id where it had none."""
+    index: int
+    """Which of the ``n`` samples of its prompt."""
+    output_ids: list[int]
+    """New tokens only, the stop token that ended it included."""
+    output_logprobs: list[float] | None
+    """Log-softmax over the full vocabulary after temperature; None unless ``return_logprob``."""
+    raw_logprobs: list[float] | None
+    """Log-softmax of the unedited logits; None unless ``return_raw_logprob``."""
+    sampled_logprobs: list[float] | None
+    """Under the distribution really sampled; None unless ``return_sampled_logprob``."""
+    output_top_logprobs: TokenLogprobs | None = None
+    """The likeliest tokens at each position; None unless ``top_logprobs_num``."""
+    output_token_ids_logprobs: TokenLogprobs | None = None
+    """Those of ``token_ids_logprob``; None unless given."""
+    input_logprobs: list[float | None] | None = None
+    """Of the prompt's tokens from ``logprob_start_len`` on, without temperature or edits; the first is None. None unless
+    requested, and where the sample ended before its prompt was computed."""
+    input_top_logprobs: TokenLogprobs | None = None
+    """At each position of ``input_logprobs`` but the first."""
+    input_token_ids_logprobs: TokenLogprobs | None = None
+    """At each position of ``input_logprobs`` but the first."""
+    routed_experts: RoutedExperts | None
+    """Which experts computed each position but the last: ``numpy.asarray`` gives [rows, layers, top_k] without a copy.
+    None unless ``return_routed_experts``, and where an error ended the sample."""
+    finish_reason: FinishReason
+    """Why the sample ended: ``stop``, ``length``, ``abort`` or ``error``."""
+    weight_versions: list[WeightVersionSpan]
+    """Which weights sampled which tokens: contiguous, covering all of them."""
+    prompt_tokens: int
+    """Length of the prompt, in tokens."""
+    cached_tokens: int
+    """Prompt tokens whose KV came from the prefix cache when the request first ran."""
+    seed: int
+    """The seed used: the one given, or the one drawn by the engine."""
+    num_retractions: int
+    """How often its KV was given back (by a pause or for want of memory) and recomputed."""
+    queue_s: float
+    """Seconds from arrival to the first scheduled step; all of its life if it never ran."""
+    e2e_latency: float
+    """Seconds from arrival to the end."""
+
+    def as_delta(self, start: int = 0) -> "TokenDelta":
+        """The tokens from ``start`` to the end, as one delta."""
+        logprobs = self.output_logprobs
+        return TokenDelta(
+            index=self.index,
+            start=start,
+            output_ids=self.output_ids[start:],
+            output_logprobs=None if logprobs is None else logprobs[start:],
+            output_top_logprobs=_from(self.output_top_logprobs, start),
+            output_token_ids_logprobs=_from(self.output_token_ids_logprobs, start),
+        )
+
+
+def _from(values: TokenLogprobs | None, start: int) -> TokenLogprobs | None:
+    return None if values is None else values.cut(start)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenDelta:
+    """New tokens of one streaming sample; deltas of one sample are contiguous and never overlap."""
+
+    index: int
+    """Which of the ``n`` samples."""
+    start: int
+    """Position of the first of these tokens in the output."""
+    output_ids: list[int]
+    """The new tokens."""
+    output_logprobs: list[float] | None
+    """One for each of them; None unless ``return_logprob``."""
+    output_top_logprobs: TokenLogprobs | None = None
+    """None unless ``top_logprobs_num``."""
+    output_token_ids_logprobs: TokenLogprobs | None = None
+    """None unless ``token_ids_logprob``."""
+
+
+def read_ints(data: bytes) -> list[int]:
+    """Little-endian int32 bytes as a list."""
+    values = array.array("i")
+    _fill(values, data)
+    return values.tolist()
+
+
+def read_floats(data: bytes) -> list[float]:
+    """Little-endian float32 bytes as a list."""
+    values = array.array("f")
+    _fill(values, data)
+    return values.tolist()
+
+
+def _fill(values: "array.array[int] | array.array[float]", data: bytes) -> None:
+    if len(data) % values.itemsize:
+        raise InternalError(
+            f"an array of {len(data)} bytes is not a whole number of {values.itemsize}-byte values"
+        )
+    values.frombytes(data)
+    if sys.byteorder == "big":
+        values.byteswap()
+
+
+def decode_output(wire: GenerateReqOutput) -> GenerateOutput:
+    """The typed form of a terminal result.
+
+    Raises:
+        InternalError: lengths of tokens, logprobs, spans and routed experts do not match.
+    """
+    output = GenerateOutput(
+        rid=wire.rid,
+        index=wire.index,
+        output_ids=read_ints(wire.output_ids),
+        output_logprobs=_optional(wire.output_logprobs),
+        raw_logprobs=_optional(wire.raw_logprobs),
+        sampled_logprobs=_optional(wire.sampled_logprobs),
+        output_top_logprobs=_optional_rows(wire.output_top_logprobs),
+        output_token_ids_logprobs=_optional_rows(wire.output_token_ids_logprobs),
+        input_logprobs=_input_logprobs(wire.input_logprobs),
+        input_top_logprobs=_optional_rows(wire.input_top_logprobs),
+        input_token_ids_logprobs=_optional_rows(wire.input_token_ids_logprobs),
+        routed_experts=wire.routed_experts,
+        finish_reason=wire.finish_reason,
+        weight_versions=wire.weight_versions,
+        prompt_tokens=wire.prompt_tokens,
+        cached_tokens=wire.cached_tokens,
+        seed=wire.seed,
+        num_retractions=wire.num_retractions,
+        queue_s=wire.queue_s,
+        e2e_latency=wire.e2e_latency,
+    )
+    _check_lengths(output)
+    if output.routed_experts is not None:
+        _check_routing(output, output.routed_experts)
+    return output
+
+
+def _optional(data: bytes | None) -> list[float] | None:
+    return None if data is None else read_floats(data)
+
+
+def _input_logprobs(data: bytes | None) -> list[float | None] | None:
+    return None if data is None else [None, *read_floats(data)[1:]]
+
+
+def _optional_rows(wire: LogprobRows | None) -> TokenLogprobs | None:
+    if wire is None:
+        return None
+    ids, logprobs = read_ints(wire.ids), read_floats(wire.logprobs)
+    rows, rest = divmod(len(logprobs), wire.k)
+    if len(ids) == wire.k:
+        ids *= rows
+    if rest or len(ids) != len(logprobs):
+        raise InternalError(f"{len(ids)} ids and {len(logprobs)} logprobs in rows of {wire.k}")
+    return TokenLogprobs(k=wire.k, ids=ids, logprobs=logprobs)
+
+
+_PER_TOKEN = (
+    "output_logprobs", "raw_logprobs", "sampled_logprobs", "output_top_logprobs", "output_token_ids_logprobs",
+)  # fmt: skip
+_PER_INPUT = ("input_top_logprobs", "input_token_ids_logprobs")
+
+
+def _check_lengths(output: GenerateOutput) -> None:
+    count = len(output.output_ids)
+    inputs = len(output.input_logprobs or [None]) - 1
+    for name, expected in (*((n, count) for n in _PER_TOKEN), *((n, inputs) for n in _PER_INPUT)):
+        values: list[float] | TokenLogprobs | None = getattr(output, name)
+        if values is not None and len(values) != expected:
+            raise InternalError(f"{output.rid}: {expected} tokens but {len(values)} {name}", rid=output.rid)
+    covered = 0
+    for span in output.weight_versions:
+        if span.start != covered or span.end < span.start:
+            raise InternalError(
+                f"{output.rid}: weight-version span [{span.start}, {span.end}) does not continue at {covered}",
+                rid=output.rid,
+            )
+        covered = span.end
+    if covered != count:
+        raise InternalError(
+            f"{output.rid}: weight-version spans cover {covered} of {count} tokens", rid=output.rid
+        )
+
+
+def _check_routing(output: GenerateOutput, routed: RoutedExperts) -> None:
+    tokens = len(output.output_ids)
+    rows = output.prompt_tokens + tokens - 1 - routed.start if tokens else 0
+    if routed.shape[0] != rows or len(routed.data) != math.prod(routed.shape) * routed.itemsize:
+        raise InternalError(
+            f"{output.rid}: {len(routed.data)} bytes of routed experts in the shape {routed.shape} for {rows} positions",
+            rid=output.rid,
+        )
+
+
+def known_logprobs(values: list[float]) -> list[float] | None:
+    """Streamed logprobs, or None where the wire says "not requested" (NaN)."""
+    return None if values and math.isnan(values[0]) else values
+
+
+def further_logprobs(wire: DeltaLogprobs | None, counts: list[int]) -> list[TokenLogprobs | None]:
+    """For each row of a stream delta, whose tokens are ``counts``: None where it did not ask.
+
+    Raises:
+        InternalError: columns of different lengths.
+    """
+    if wire is None:
+        return [None] * len(counts)
+    ks, ids, logprobs = read_ints(wire.ks), read_ints(wire.ids), read_floats(wire.logprobs)
+    if len(ks) != len(counts) or not len(ids) == len(logprobs) == sum(map(operator.mul, counts, ks)):
+        raise InternalError("a stream delta has columns of further logprobs of different lengths")
+    found: list[TokenLogprobs | None] = []
+    offset = 0
+    for k, count in zip(ks, counts, strict=True):
+        part = slice(offset, offset := offset + k * count)
+        found.append(TokenLogprobs(k=k, ids=ids[part], logprobs=logprobs[part]) if k else None)
+    return found

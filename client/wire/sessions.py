@@ -1,0 +1,43 @@
+"""The explicit weight session that a client has open: its id, and nothing else.
+
+Invariants: the id is the whole state. It is known from the answer to ``begin`` until the session has ended for all that this client
+can know: it was ended, the engine does not know it any more, or the engine is gone. What is sent meanwhile carries it, so a session that
+has ended in secret is an error here, never a commit.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ...io_struct import EndWeightUpdateReqInput, Request, WeightUpdateOptions
+from ..exceptions import DeadlineExceeded, EngineDied, NoSession, NotIdle, NotOwner, WeightMismatch, is_answer
+
+_STILL_OPEN = (WeightMismatch, NotIdle, NotOwner)
+"""Refusals of an ``end`` that leave its session open."""
+
+
+class OpenSession:
+    """Holds the id."""
+
+    def __init__(self) -> None:
+        self.id: str | None = None
+        """None: no session of this client is open."""
+
+    def named(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """``options`` of an update, with this session where they name none."""
+        return {"session_id": self.id, **options}
+
+    def ended(self, session_id: str | None) -> None:
+        """The session of that id is no more."""
+        if session_id == self.id:
+            self.id = None
+
+    def failed(self, request: Request, error: BaseException) -> None:
+        """``request`` got no reply but ``error``."""
+        if isinstance(error, EngineDied):
+            self.id = None
+        elif isinstance(request, WeightUpdateOptions | EndWeightUpdateReqInput):
+            over = isinstance(request, EndWeightUpdateReqInput) and is_answer(error)
+            if isinstance(error, NoSession | DeadlineExceeded) or (
+                over and not isinstance(error, _STILL_OPEN)
+            ):
+                self.ended(request.session_id)
