@@ -53,7 +53,7 @@ def test_a_change_of_a_source_is_noticed(generator):
 )
 def test_what_has_no_blocking_form_is_refused(generator, line):
     with pytest.raises(ValueError, match=r"async_handle\.py: .* has no blocking form"):
-        generator.generate("wire/async_handle.py", f"{source('async_handle.py')}\n{line}\n")
+        generator.generate("wire/async_handle.py", f"{source('wire/async_handle.py')}\n{line}\n")
 
 
 def test_every_word_of_the_table_is_used(generator):
