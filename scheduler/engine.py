@@ -34,7 +34,7 @@ from .commands.handlers import Commands
 from .commands.lifecycle import Lifecycle
 from .commands.memory_occupation import MemoryOccupation
 from .commands.parameter_server import ParameterServerUpdates
-from .commands.process_groups import GroupCommands
+from .commands.process_groups import ProcessGroupCommands
 from .commands.reference import load_reference
 from .commands.scoring import ReferenceModel, Scoring
 from .commands.weight_sessions import Sessions
@@ -279,10 +279,10 @@ class Engine:
 
     def _build_commands(self, config: EngineConfig, core: _Core, module: Any) -> _Commands:
         loaded, residency, runner, lifecycle = core.loaded, core.residency, core.runner, core.lifecycle
-        self.groups = WeightsUpdateGroups(
+        self.process_groups = WeightsUpdateGroups(
             loaded.device, self.wakeup.set, runner.synchronize, config.group_interface
         )
-        self._cleanup.callback(self.groups.close)
+        self._cleanup.callback(self.process_groups.close)
         updates = WeightUpdates(
             config=config,
             model=loaded.model,
@@ -294,7 +294,7 @@ class Engine:
             outputs=self.outputs,
             cache=self.cache,
             device_cache=self._device_cache,
-            groups=self.groups,
+            process_groups=self.process_groups,
             history=self._history,
             stages=self._stages,
             weights_file=self._weights_file,
@@ -327,7 +327,7 @@ class Engine:
             lifecycle=lifecycle,
             updates=updates,
             parameter_server=parameter_server,
-            groups=GroupCommands(self.groups),
+            process_groups=ProcessGroupCommands(self.process_groups),
             occupation=occupation,
             checker=checker,
         )

@@ -266,7 +266,7 @@ class Scheduler:
         self._recovery.built()
         if batch is None:
             return None
-        self._lifecycle.step = number
+        self._lifecycle.begin_step()
         self._stages.begin(_kind(batch))
         launched_at = monotonic()
         output: ForwardOutput | Failure

@@ -28,7 +28,7 @@ from .lifecycle import Lifecycle, Operation
 from .memory_occupation import MemoryOccupation
 from .parameter_server import ParameterServerUpdates
 from .pause_ownership import Sender
-from .process_groups import GroupCommands
+from .process_groups import ProcessGroupCommands
 from .weight_updates import WeightUpdates
 from .weights_checker import WeightsChecker
 
@@ -45,14 +45,14 @@ class Commands:
         lifecycle: Lifecycle,
         updates: WeightUpdates,
         parameter_server: ParameterServerUpdates,
-        groups: GroupCommands,
+        process_groups: ProcessGroupCommands,
         occupation: MemoryOccupation,
         checker: WeightsChecker,
     ) -> None:
         self._from_tensor = updates.from_tensor
         self._of_anybody: dict[type, Callable[[Any], Operation]] = {
-            InitWeightsUpdateGroupReqInput: groups.init,
-            DestroyWeightsUpdateGroupReqInput: groups.destroy,
+            InitWeightsUpdateGroupReqInput: process_groups.init,
+            DestroyWeightsUpdateGroupReqInput: process_groups.destroy,
             ReleaseMemoryOccupationReqInput: occupation.release,
             ResumeMemoryOccupationReqInput: occupation.resume,
             WeightsCheckerReqInput: checker.check,

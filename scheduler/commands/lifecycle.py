@@ -17,7 +17,6 @@ from collections.abc import Callable, Generator
 from dataclasses import replace
 from enum import Enum
 from time import monotonic
-from typing import TYPE_CHECKING
 
 from ...io_struct import (
     CaesuraError,
@@ -48,10 +47,7 @@ from ..memory.device_memory import EmptyCacheReport
 from ..observability.memory_history import MemoryHistory
 from ..observability.stage_profiler import StageProfiler
 from .pause_ownership import PauseOwnership, Sender
-from .weight_sessions import Sessions
-
-if TYPE_CHECKING:
-    from .weight_sessions import Session
+from .weight_sessions import Session, Sessions
 
 logger = logging.getLogger(__name__)
 
@@ -125,12 +121,21 @@ class Lifecycle:
         self._commits: Counter[str] = Counter()
         self._failures: Counter[str] = Counter()
         self._released: frozenset[MemoryTag] = frozenset()
-        self.step = 0
-        """Steps launched; advanced by the loop."""
-        self.loading = False
-        """Weights are being written, piece by piece; written by weight_updates.py and weights_checker.py."""
-        self.settle: Callable[[Session], None] = lambda session: None
-        """Commits an implicit weight session; set by weight_updates.py."""
+        self._step = 0
+        self._commit_session: Callable[[Session], None] | None = None
+
+    @property
+    def step(self) -> int:
+        """Number of the last step that was executed; 0 before the first."""
+        return self._step
+
+    def begin_step(self) -> None:
+        """The loop is about to execute the next step."""
+        self._step += 1
+
+    def commit_sessions_by(self, commit: Callable[[Session], None]) -> None:
+        """``commit`` commits an implicit session for :meth:`continue_generation` and :meth:`flush`."""
+        self._commit_session = commit
 
     @property
     def may_execute(self) -> bool:
@@ -210,13 +215,13 @@ class Lifecycle:
         held_pages = self._cache.usage().held
         logger.info(
             "pause_generation: %s at step %d, %d requests hold %d tokens of KV, %d wait",
-            request.mode, self.step, self._batcher.num_holding, held_pages * PAGE_SIZE, len(self._waiting),
+            request.mode, self._step, self._batcher.num_holding, held_pages * PAGE_SIZE, len(self._waiting),
         )  # fmt: skip
         self._history.note("pause", f"{request.mode}, {self._batcher.num_holding} requests hold KV")
         return PauseGenerationReqOutput(
             id=request.id,
             mode=request.mode,
-            step=self.step,
+            step=self._step,
             held_requests=self._batcher.num_holding,
             held_tokens=held_pages * PAGE_SIZE,
             waiting_requests=len(self._waiting),
@@ -291,7 +296,7 @@ class Lifecycle:
         """Nothing running, prefilling, in flight, held or half written; waiting requests count unless paused."""
         waiting_blocks = len(self._waiting) > 0 and self._generation != "paused"
         holding = self._batcher.num_holding > 0 or self.in_flight
-        return not (holding or waiting_blocks or self.loading)
+        return not (holding or waiting_blocks or self.sessions.is_working)
 
     def pending(self) -> dict[str, int]:
         """What keeps the engine from being idle."""
@@ -399,7 +404,8 @@ class Lifecycle:
         """Commit the implicit session, if one is open and ``sender`` may."""
         session = self.sessions.settling(sender, may_settle=force or self.ownership.is_owner(sender))
         if session is not None:
-            self.settle(session)
+            assert self._commit_session is not None, "updates are wired before commands come"
+            self._commit_session(session)
 
     def _enter(self, mode: PauseMode | None) -> None:
         """Paused in ``mode`` from now on; None: paused no more."""

@@ -22,7 +22,7 @@ LEAVE_S = 2.0
 """Longest wait for a group to be gone; a dead one may hold a broadcast until its own timeout."""
 
 
-class GroupCommands:
+class ProcessGroupCommands:
     """The handlers of init and destroy."""
 
     def __init__(self, groups: WeightsUpdateGroups) -> None:

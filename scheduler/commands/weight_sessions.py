@@ -10,6 +10,8 @@ Invariants:
 """
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import Literal
@@ -113,9 +115,22 @@ class Sessions:
         self.orphan_s = orphan_s
         """How long a session whose client is gone waits for another message."""
         self.current: Session | None = None
-        self.is_working = False
-        """A call of the session is under way: it does not expire for want of a client."""
+        self._working = False
         self._deadline_s = deadline_s
+
+    @property
+    def is_working(self) -> bool:
+        """A call of the session is under way: it does not expire though its client is gone, and the engine is not idle."""
+        return self._working
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Around the work of one call."""
+        self._working = True
+        try:
+            yield
+        finally:
+            self._working = False
 
     @property
     def is_explicit(self) -> bool:
@@ -134,7 +149,7 @@ class Sessions:
         if session is None:
             return None
         orphan = session.orphaned_at
-        limits = [] if orphan is None or self.is_working else [orphan + self.orphan_s]
+        limits = [] if orphan is None or self._working else [orphan + self.orphan_s]
         return min([*limits, *([] if session.deadline is None else [session.deadline])], default=None)
 
     def status(self) -> SessionStatus | None:

@@ -78,7 +78,7 @@ class WeightUpdates:
         outputs: OutputProcessor,
         cache: CacheManager,
         device_cache: DeviceCache,
-        groups: WeightsUpdateGroups,
+        process_groups: WeightsUpdateGroups,
         history: MemoryHistory,
         stages: StageProfiler,
         weights_file: WeightsFile,
@@ -102,8 +102,8 @@ class WeightUpdates:
         self._progress: tuple[WeightSource, float] | None = None
         self._read_bucket = ReadBucket()
         self._maps = SharedMemoryMaps(config.device)
-        self._groups = groups
-        lifecycle.settle = self._settle
+        self._process_groups = process_groups
+        lifecycle.commit_sessions_by(self._settle)
         self._weights_file = weights_file
         self.model_path = model_path
         """The checkpoint folder last committed."""
@@ -195,10 +195,12 @@ class WeightUpdates:
         group serves the session of another."""
         route = ("distributed", request.group_name)
         try:
-            return (yield from self._update(request, sender, route, lambda: self._groups.open(request)))
+            return (
+                yield from self._update(request, sender, route, lambda: self._process_groups.open(request))
+            )
         except BaseException as error:
             if not self.sessions.protects(route, error):
-                self._groups.out_of_step(request.group_name, f"an update failed: {error}")
+                self._process_groups.out_of_step(request.group_name, f"an update failed: {error}")
             raise
 
     def _settle(self, session: Session) -> None:
@@ -293,23 +295,20 @@ class WeightUpdates:
         ``whole``: the sender has said that this was everything, while paused, too.
         """
         self._loader.take_counts()
-        self.sessions.is_working = True
-        self._lifecycle.loading = True  # a flush that waits for idleness must not commit what is half written
-        try:
-            yield from work
-            counts = self._loader.take_counts()
-            session.counts.add(counts)
-            session.stages.add(stages)
-            committed = self._is_all(session, whole)
-            if committed:
-                self._commit(session, stages)
-            elif session.kind == "single":
-                self._close_session()  # not serviceable, and still incomplete: what was written counts
-        except BaseException as error:
-            self.abandon(session, f"an update failed: {error}")
-            raise
-        finally:
-            self._lifecycle.loading = self.sessions.is_working = False
+        with self.sessions.working():
+            try:
+                yield from work
+                counts = self._loader.take_counts()
+                session.counts.add(counts)
+                session.stages.add(stages)
+                committed = self._is_all(session, whole)
+                if committed:
+                    self._commit(session, stages)
+                elif session.kind == "single":
+                    self._close_session()  # not serviceable, and still incomplete: what was written counts
+            except BaseException as error:
+                self.abandon(session, f"an update failed: {error}")
+                raise
         return self._reply(
             message_id, counts, stages, started, committed=committed, flushed=committed and session.flush
         )

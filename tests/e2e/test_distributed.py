@@ -128,7 +128,7 @@ def test_two_groups_at_once_and_buffers_that_stay(driver, tiny_model, other_mode
         trainer.beside(lambda send=trainer.broadcast_each, weights=weights: send(weights))
         assert pump(driver, update_message(weights, group_name=trainer.name)).committed
         trainer.finish()
-        buffers = driver.engine.groups._groups[trainer.name]._buffers
+        buffers = driver.engine.process_groups._groups[trainer.name]._buffers
         places.append([buffer.data_ptr() for buffer in buffers.values()])
     assert places[:2] == places[2:]
     for trainer in trainers:
