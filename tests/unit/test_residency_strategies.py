@@ -22,6 +22,7 @@ from caesura.scheduler.device.offload import (
     ComponentOffloadStrategy,
     FileCopy,
     LayerwiseOffloadStrategy,
+    PinnedCopy,
     ResidentStrategy,
 )
 from caesura.scheduler.device.residency import (
@@ -373,6 +374,52 @@ def test_a_component_that_is_not_there_is_traced():
     assert [
         (e.detail, e.nbytes) for e in manager.trace if (e.event, e.component) == ("finish_use", "vae")
     ] == [("missing", 0)]
+    assert not any(e.ms for e in manager.trace if e.component == "vae")
+
+
+def test_the_time_of_a_move_is_work_and_not_what_happened_between(monkeypatch):
+    """A clock that goes on by 3 ms whenever it is read; between two steps, by a minute."""
+    now = [5.0]
+
+    def read() -> float:
+        now[0] += 0.003
+        return now[0]
+
+    monkeypatch.setattr(residency_module, "perf_counter", read)
+    manager = accelerator()
+    Model(manager, ComponentOffloadStrategy())
+    with manager.component("weights"):
+        for _ in range(3):
+            allocate((10,), torch.float32, CPU)
+    steps = {"leave": 0, "release": 0}
+    for _ in manager.release(["weights"]):
+        steps["release" if events(manager, "leave") else "leave"] += 1
+        now[0] += 60.0
+    ms = {event.event: event.ms for event in manager.trace}
+    assert steps["release"] >= 3
+    assert ms == {kind: pytest.approx(3.0 * (count + 1)) for kind, count in steps.items()}
+
+
+def test_a_release_by_tag_takes_what_goes_with_that_tag_alone():
+    """Tags are equal by their letters, wherever they come from."""
+    for tag in ("weights", "kv_cache"):
+        manager = accelerator()
+        for name in ("weights", "kv_cache"):
+            manager.register(f"of {name}", ComponentOffloadStrategy(), tag=name)
+            with manager.component(f"of {name}"):
+                allocate((10,), torch.float32, CPU)
+        exhaust(manager.release(["".join(list(tag))]))
+        found = {name: manager.device_bytes(f"of {name}") for name in ("weights", "kv_cache")}
+        assert found == {"weights": 40, "kv_cache": 40} | {tag: 0}
+
+
+def test_an_accelerator_without_streams_keeps_its_copies_in_memory():
+    module = CountingHost()
+    assert isinstance(ComponentResidencyManager("mps", device_module=module)._make_copy(), PinnedCopy)
+    assert isinstance(ComponentResidencyManager("cpu", device_module=Device())._make_copy(), PinnedCopy)
+    manager = ComponentResidencyManager("cpu", device_module=module)
+    assert isinstance(manager._make_copy(), FileCopy)
+    manager.close()
 
 
 def test_every_event_says_what_moved():
@@ -399,6 +446,7 @@ def test_every_event_says_what_moved():
         ("finish_request", "r", "", 0, ""),
     ]
     assert all(e.ms >= 0 and e.at > 1e9 for e in manager.trace)
+    assert {e.event for e in manager.trace if e.ms} == {"arrive", "leave", "emptied"}
     for _ in range(TRACED_EVENTS):
         manager.begin_request("r")
     assert len(manager.trace) == TRACED_EVENTS
