@@ -33,7 +33,7 @@ TREE = Path(__file__).resolve().parent.parent
 EQUIVALENTS = Path(__file__).with_name("mutation_equivalents.json")
 KILLED, SURVIVED, TIMEOUT, EQUIVALENT = "killed", "survived", "timeout", "equivalent"
 COLUMNS = ("module", "drawn", "killed", "of these by time", "survived", "equivalent", "score")
-WIDER_S = 20.0
+WIDER_S = 40.0
 """Of the wider tests, the fastest that take so long together are run."""
 PATIENCE, LEAST_S = 5.0, 30.0
 """The limit of a run: so many times what its tests take, and this."""
@@ -58,7 +58,12 @@ MODULES = {
         wide=("tests/loop/test_scripted_loop.py", "tests/loop/test_restarts.py", "tests/loop/test_lifecycle_table.py"),
     ),
     "scheduler/updates.py": Tests(
-        near=("tests/loop/test_sessions.py", "tests/loop/test_restarts.py", "tests/loop/test_leases.py"),
+        near=(
+            "tests/loop/test_update_figures.py",
+            "tests/loop/test_sessions.py",
+            "tests/loop/test_restarts.py",
+            "tests/loop/test_leases.py",
+        ),
         wide=(
             "tests/loop/test_scripted_loop.py",
             "tests/loop/test_failures_of_commands.py",
