@@ -211,3 +211,28 @@ def test_logits_that_are_not_finite_say_what_to_check(driver, edited):
     result = driver.result(other)
     assert tokens_of(result) == expected_tokens(PROMPT[:5], result, VOCAB)
     assert len(tokens_of(result)) == 6
+
+
+def test_the_pages_of_an_aborted_request_are_kept_for_the_next_one(driver):
+    rid = driver.generate(PROMPT, 100)
+    driver.tick(20)
+    assert driver.call(AbortReq(rid=rid)).aborted == 1
+    driver.run_until_idle()
+    prompt = PROMPT + tokens_of(driver.result(rid))
+    assert len(prompt) > 33
+    again = driver.generate(prompt, 2)
+    driver.run_until_idle()
+    assert driver.result(again).cached_tokens == (len(prompt) - 1) // 16 * 16
+
+
+def test_what_has_ended_already_is_passed_over_and_the_rest_is_aborted(driver):
+    """The end of one may end others of the same list."""
+    rids = [driver.generate(PROMPT, 50) for _ in range(3)]
+    driver.tick(3)
+    results = driver.engine.scheduler._results
+    requests = [results.live[rid, 0] for rid in rids]
+    assert results.abort(requests[1:2], "first") == 1
+    assert results.abort(requests, "then") == 2
+    assert results.abort(requests, "again") == 0
+    driver.run_until_idle()
+    assert [driver.result(rid).finish_reason.message for rid in rids] == ["then", "first", "then"]
