@@ -236,3 +236,21 @@ def test_what_has_ended_already_is_passed_over_and_the_rest_is_aborted(driver):
     assert results.abort(requests, "again") == 0
     driver.run_until_idle()
     assert [driver.result(rid).finish_reason.message for rid in rids] == ["then", "first", "then"]
+
+
+def test_a_span_of_recomputed_kv_follows_one_of_stale_kv(driver, other_model):
+    rid = driver.generate(PROMPT, 40)
+    driver.tick(6)
+    for mode in ("in_place", "retract"):
+        driver.call(PauseGenerationReqInput(mode=mode))
+        driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_model), flush_cache=False))
+        driver.call(ContinueGenerationReqInput())
+        driver.tick(6)
+    driver.run_until_idle()
+    result = driver.result(rid)
+    assert [(span.epoch, span.stale_kv) for span in result.weight_versions] == [
+        (0, False),
+        (1, True),
+        (2, False),
+    ]
+    assert tokens_of(result) == expected_tokens(PROMPT, result, VOCAB)

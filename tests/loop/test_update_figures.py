@@ -138,6 +138,10 @@ def test_only_a_flushing_update_drops_the_prefix_cache(driver, other_model):
     assert cached(driver) == 0
 
 
+def test_shared_memory_is_kept_by_who_has_mapped_some(driver):
+    assert not driver.engine.scheduler._updates.keeps_memory
+
+
 def test_status_shows_an_update_that_runs(driver, other_model, monkeypatch, clock):
     monkeypatch.setattr("caesura.scheduler.dispatch.SLICE_S", 0.0)
     monkeypatch.setattr("caesura.scheduler.weights.writing.WRITE_S", 0.0)
@@ -145,13 +149,13 @@ def test_status_shows_an_update_that_runs(driver, other_model, monkeypatch, cloc
     assert driver.status().update is None
     message_id = driver.send(UpdateWeightFromDiskReqInput(model_path=str(other_model)))
     eventually(lambda: (found := driver.status().update) is not None and found.written_bytes > 0)
-    clock[0] += 7.0
+    clock[0] += 1500.0
     update = driver.status().update
-    assert (update.source, update.total_bytes, update.age_s) == ("disk", nbytes, 7.0)
+    assert (update.source, update.total_bytes, update.age_s) == ("disk", nbytes, 1500.0)
     eventually(lambda: driver.tick() or message_id in driver.replies)
     assert driver.status().update is None
     reply = driver.replies.pop(message_id)
-    assert 7.0 <= reply.stages.total < 8.0
+    assert 1500.0 <= reply.stages.total < 1501.0
 
 
 @pytest.mark.parametrize("load_format", ["pt", "", "dummy"])
@@ -180,13 +184,13 @@ def test_a_manifest_must_be_fulfilled_by_name(driver, other_model):
     assert driver.call(EndWeightUpdateReqInput(session_id=session_id)).committed
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_an_abandoned_session_says_why(driver, other_model, clock, late):
+@pytest.mark.parametrize("now,late", [(1999.9, False), (2000.0, True), (2000.1, True)])
+def test_an_abandoned_session_says_why(driver, other_model, clock, now, late):
     session_id = driver.begin(deadline_s=600.0)
     driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_model), session_id=session_id))
     updates = driver.engine.scheduler._updates
     updates.sessions.current.deadline = 2000.0
-    clock[0] = 2000.0 if late else 1999.9
+    clock[0] = now
     updates.expire()
     status = driver.status()
     expected = "the session's deadline passed" if late else "its client is gone"

@@ -274,7 +274,14 @@ def test_every_spelling_of_expandable_segments_is_refused(value):
 
 @pytest.mark.parametrize(
     "value",
-    ["", "expandable_segments:False", "expandable_segments:0", "expandable_segments", "max_split_size_mb:1"],
+    [
+        "",
+        "expandable_segments:False",
+        "expandable_segments:0",
+        "expandable_segments",
+        "max_split_size_mb:1",
+        "backend:true",
+    ],
 )
 def test_other_allocator_settings_pass(value):
     refuse_defeating_settings("cuda", memory_saver=True, environ={"PYTORCH_CUDA_ALLOC_CONF": value})
@@ -448,7 +455,7 @@ def test_what_says_that_memory_ran_out(error):
 
 
 @pytest.mark.parametrize("error", [
-    ValueError("out of memory"), OSError(28, "No space left on device"), RuntimeError("shape mismatch"), OSError(13, "out of memory"),
+    ValueError("out of memory"), OSError(28, "No space left on device"), OSError(5, "Input/output error"), RuntimeError("shape mismatch"), OSError(13, "out of memory"),
     RuntimeError("CUDA error: an illegal memory access was encountered"),
 ], ids=repr)  # fmt: skip
 def test_what_does_not(error):
