@@ -17,6 +17,7 @@ Invariants:
 
 import argparse
 import json
+import signal
 import sys
 import tempfile
 from collections.abc import Collection, Iterable, Sequence
@@ -267,6 +268,7 @@ def write_json(options: argparse.Namespace, outcomes: Sequence[Outcome]) -> None
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the table, also when it is interrupted."""
     options = parse(argv)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     outcomes: list[Outcome] = []
     print(describe(machine_facts()), flush=True)
     try:

@@ -356,7 +356,11 @@ def test_misuse_is_refused_and_changes_nothing():
         manager.close(kv, array([1] * 6))
     with pytest.raises(LedgerError, match="the row has 16"):
         manager.extend(kv, ROW * PAGE + 1)
+    longer = begin(manager, [1, 2, 3, 4, 5])
+    with pytest.raises(LedgerError, match=r"8 computed tokens, but pages for 6$"):
+        manager.donate(longer, array([1] * 8))
     manager.check()
+    manager.close(longer, None)
     manager.close(kv, None)
     for call in (lambda: manager.close(kv, None), lambda: manager.donate(kv, array([1, 2]))):
         with pytest.raises(LedgerError, match="closed"):

@@ -128,6 +128,7 @@ class Sandbox:
         code: Any = 70
         try:
             os.setsid()
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.chdir(self.root)
             with open(self._output, "wb") as output, open(os.devnull, "rb") as nothing:
                 os.dup2(nothing.fileno(), 0)
