@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test lint format api bench serve clean
+.PHONY: demo test lint format api bench mutation serve clean
 
 # pip, not another installer: the user's own index and wheel settings are honoured.
 $(STAMP): pyproject.toml __init__.py constraints.txt $(wildcard scheduler/kernels/cpu/*)
@@ -44,6 +44,11 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/rollout.py
 	$(BIN)/python benchmarks/pause_cycles.py --modes in_place --cycles 50
 	$(BIN)/python benchmarks/check_baselines.py
+
+# An hour or so. make mutation MUTATION_ARGS="--module scheduler/results.py --seed 3"
+mutation: $(STAMP)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[mutation]'
+	$(BIN)/python benchmarks/mutation.py $(MUTATION_ARGS)
 
 clean:
 	rm -rf $(VENV) .check build *.egg-info

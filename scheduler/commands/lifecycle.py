@@ -85,8 +85,8 @@ class Lifecycle:
         stamp: WeightStamp,
         history: MemoryHistory,
         stages: StageProfiler,
-        lost: str | None = None,
-        serve_lost: bool = False,
+        lost: str | None,
+        serve_lost: bool,
     ) -> None:
         """``lost``: which weights could not be had again at this start; nothing is served in their place unless ``serve_lost``."""
         self.sessions = sessions

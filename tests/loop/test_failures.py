@@ -351,6 +351,10 @@ def test_results_that_make_no_message(driver, monkeypatch, failures):
     assert not results.has_undelivered
     sent = [result.finish_reason.type for result in driver.results.get((message.id, 0), [])]
     assert sent == {2: ["length"], 3: ["length"], 4: ["error"], 5: []}[failures]
+    if failures == 4:
+        (empty,) = driver.results[message.id, 0]
+        figures = (empty.prompt_tokens, empty.cached_tokens, empty.seed)
+        assert (figures, empty.output_ids, empty.weight_versions) == ((0, 0, 0), b"", [])
     if failures > 3:
         driver.results.clear()
         driver.send(message)

@@ -192,6 +192,9 @@ def test_the_old_behaviour_still_refuses_who_names_an_epoch(start, other_model):
         rid = driver.generate(PROMPT)
         driver.run_until_idle()
         assert len(tokens_of(driver.result(rid))) == 8
+        rid = driver.generate(PROMPT, min_weights_epoch=0)  # as good as naming none
+        driver.run_until_idle()
+        assert len(tokens_of(driver.result(rid))) == 8
         for epoch in (1, 2):
             assert "step-17" in refused(driver, "epoch_behind", min_weights_epoch=epoch).message
         session = ok(driver.call(BeginWeightUpdateReqInput()))

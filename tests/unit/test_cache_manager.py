@@ -236,6 +236,18 @@ def test_two_requests_donating_the_same_prefix_keep_one_copy():
     manager.check()
 
 
+def test_of_pages_that_somebody_else_has_donated_meanwhile_the_row_takes_those_of_the_tree():
+    """Behind a prefix that both share already."""
+    manager = make()
+    manager.close(begin(manager, [1, 1, 2]), array([1, 1]))
+    first, second = begin(manager, [1, 1, 2, 2, 3]), begin(manager, [1, 1, 2, 2, 3])
+    assert first.num_shared == second.num_shared == 1
+    manager.donate(first, array([1, 1, 2, 2]))
+    manager.donate(second, array([1, 1, 2, 2]))
+    assert held_pages(second)[:2] == held_pages(first)[:2]
+    manager.check()
+
+
 def test_a_stale_request_never_donates():
     manager = make()
     tokens = array([1, 2, 3, 4, 5])
@@ -283,8 +295,9 @@ def test_commit_frees_what_nobody_locks():
     assert manager.commit_epoch(1) == 2
     assert manager.usage().held == live.num_pages == 2
     manager.check()
-    with pytest.raises(ValueError, match="does not follow"):
-        manager.commit_epoch(1)
+    for epoch in (1, 0):
+        with pytest.raises(ValueError, match="does not follow"):
+            manager.commit_epoch(epoch)
 
 
 def test_eviction_takes_the_least_recent_and_never_a_locked_page():
@@ -343,7 +356,11 @@ def test_misuse_is_refused_and_changes_nothing():
         manager.close(kv, array([1] * 6))
     with pytest.raises(LedgerError, match="the row has 16"):
         manager.extend(kv, ROW * PAGE + 1)
+    longer = begin(manager, [1, 2, 3, 4, 5])
+    with pytest.raises(LedgerError, match=r"8 computed tokens, but pages for 6$"):
+        manager.donate(longer, array([1] * 8))
     manager.check()
+    manager.close(longer, None)
     manager.close(kv, None)
     for call in (lambda: manager.close(kv, None), lambda: manager.donate(kv, array([1, 2]))):
         with pytest.raises(LedgerError, match="closed"):
@@ -370,6 +387,16 @@ def test_check_names_a_leaked_page():
     leaked = manager._allocator.allocate(1)
     assert leaked is not None
     with pytest.raises(LedgerError, match=rf"no owner: \[{leaked[0]}\]"):
+        manager.check()
+
+
+@pytest.mark.parametrize("count,more", [(16, ""), (17, r" … \(17 in all\)")])
+def test_of_many_leaked_pages_the_check_names_sixteen(count, more):
+    manager = make()
+    leaked = manager._allocator.allocate(count)
+    assert leaked is not None
+    named = ", ".join(map(str, sorted(leaked)[:16]))
+    with pytest.raises(LedgerError, match=rf"no owner: \[{named}\]{more}$"):
         manager.check()
 
 

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from caesura.scheduler.memory import device_memory
 from caesura.scheduler.memory.device_memory import (
     DeviceMemoryReading,
     EmptyCacheReport,
+    available_memory_if_known,
     empty_device_cache,
     empty_device_cache_with_report,
     get_available_memory,
@@ -204,11 +206,41 @@ def test_available_memory_of_mps(device_modules):
     assert get_available_memory("mps") == 700
 
 
+def test_available_memory_of_mps_is_never_negative(device_modules):
+    module = device_modules["mps"] = MpsLike()
+    module.driver = 1001
+    assert get_available_memory("mps") == 0
+
+
+def test_free_memory_is_asked_for_without_emptying_unless_it_is_said(device_modules):
+    module = device_modules["cuda"] = CachingDevice(allocated=100, cached=40, total=1000)
+    assert available_memory_if_known("cuda") == 860
+    assert available_memory_if_known("cuda", group=ScriptedGroup(500)) == 500
+    assert "empty_cache" not in module.calls
+    assert available_memory_if_known("cuda", empty_cache=True) == 900
+
+
+def test_a_backend_that_does_not_tell_is_unknown_and_other_errors_are_errors(device_modules):
+    module = device_modules["xpu"] = NoCache()
+    assert available_memory_if_known("xpu") is None
+    module.recommended_max_memory = lambda: 1000  # half of what it takes
+    assert available_memory_if_known("xpu") is None
+    for code in (ErrorCode.INTERNAL, ErrorCode.WEIGHTS_INVALID):
+        module.mem_get_info = partial(scripted_failure, code)
+        with pytest.raises(CaesuraError, match="scripted"):
+            available_memory_if_known("xpu")
+
+
+def scripted_failure(code: ErrorCode) -> tuple[int, int]:
+    raise CaesuraError(code, "scripted")
+
+
 def test_available_memory_of_a_silent_backend_is_an_error(device_modules):
     device_modules["xpu"] = NoCache()
     with pytest.raises(CaesuraError) as caught:
         get_available_memory("xpu")
     assert caught.value.code is ErrorCode.UNSUPPORTED
+    assert caught.value.detail == {"device": "xpu"}
 
 
 @pytest.mark.skipif(not Path("/proc/meminfo").exists(), reason="needs procfs")
@@ -231,7 +263,26 @@ def test_expandable_segments_with_a_memory_saver_are_refused_by_name(name):
     refuse_defeating_settings("cpu", memory_saver=True, environ=environ)
 
 
-@pytest.mark.parametrize("value", ["", "expandable_segments:False", "max_split_size_mb:64"])
+@pytest.mark.parametrize(
+    "value", ["expandable_segments:1", " expandable_segments : TRUE ,max_split_size_mb:64"]
+)
+def test_every_spelling_of_expandable_segments_is_refused(value):
+    with pytest.raises(CaesuraError) as caught:
+        refuse_defeating_settings("cuda", memory_saver=True, environ={"PYTORCH_CUDA_ALLOC_CONF": value})
+    assert caught.value.detail == {"field": "PYTORCH_CUDA_ALLOC_CONF", "value": value}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "",
+        "expandable_segments:False",
+        "expandable_segments:0",
+        "expandable_segments",
+        "max_split_size_mb:1",
+        "backend:true",
+    ],
+)
 def test_other_allocator_settings_pass(value):
     refuse_defeating_settings("cuda", memory_saver=True, environ={"PYTORCH_CUDA_ALLOC_CONF": value})
 
@@ -404,7 +455,7 @@ def test_what_says_that_memory_ran_out(error):
 
 
 @pytest.mark.parametrize("error", [
-    ValueError("out of memory"), OSError(28, "No space left on device"), RuntimeError("shape mismatch"),
+    ValueError("out of memory"), OSError(28, "No space left on device"), OSError(5, "Input/output error"), RuntimeError("shape mismatch"), OSError(13, "out of memory"),
     RuntimeError("CUDA error: an illegal memory access was encountered"),
 ], ids=repr)  # fmt: skip
 def test_what_does_not(error):

@@ -237,7 +237,7 @@ PRELOADED = {"LD_PRELOAD": "/lib/torch_memory_saver_hook_mode_preload.abi3.so"}
 def test_the_saver_is_used_where_it_is_active(saver):
     chosen = ComponentResidencyManager("cuda", environ=PRELOADED)._components["weights"]
     assert isinstance(chosen, SavedComponent)
-    for device, environ in (("cuda", {}), ("cpu", PRELOADED)):
+    for device, environ in (("cuda", {}), ("cpu", PRELOADED), ("xpu", PRELOADED)):
         assert not isinstance(
             ComponentResidencyManager(device, environ=environ)._components["weights"], SavedComponent
         )

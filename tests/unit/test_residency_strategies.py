@@ -1,6 +1,7 @@
 """Components that come and go by strategy: the same code over host memory with files and over a stand-in for an accelerator."""
 
 import gc
+import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from caesura.scheduler.memory.offload import (
     ComponentOffloadStrategy,
     FileCopy,
     LayerwiseOffloadStrategy,
+    PinnedCopy,
     ResidentStrategy,
 )
 from caesura.scheduler.memory.residency import (
@@ -30,7 +32,7 @@ from caesura.scheduler.memory.residency import (
     ComponentUse,
     allocate,
 )
-from caesura.scheduler.memory.storage import StorageComponent
+from caesura.scheduler.memory.storage import MappedComponent, StorageComponent
 
 MIB = 1 << 20
 CPU = torch.device("cpu")
@@ -373,6 +375,92 @@ def test_a_component_that_is_not_there_is_traced():
     assert [
         (e.detail, e.nbytes) for e in manager.trace if (e.event, e.component) == ("finish_use", "vae")
     ] == [("missing", 0)]
+    assert not any(e.ms or e.nbytes for e in manager.trace if e.component == "vae")
+
+
+def test_what_may_still_come_is_what_is_away(monkeypatch):
+    manager = accelerator()
+    model = Model(manager, ComponentOffloadStrategy())
+    total = manager.nbytes("model")
+    assert (manager.still_to_come, manager.movable_bytes) == (0, total)
+    model.request()
+    assert (manager.still_to_come, manager.movable_bytes) == (total, 0)
+
+
+def test_the_allocator_knows_of_storage_and_not_of_mappings():
+    assert accelerator().in_allocator
+    assert not ComponentResidencyManager(CPU, make_component=MappedComponent).in_allocator
+
+
+@pytest.mark.parametrize("platform,mapped", [("linux", True), ("darwin", False), ("win32", False)])
+def test_only_linux_maps_what_is_allocated(monkeypatch, platform, mapped):
+    monkeypatch.setattr(residency_module.sys, "platform", platform)
+    manager = ComponentResidencyManager(CPU)
+    monkeypatch.undo()
+    assert manager.in_allocator is not mapped
+
+
+def test_one_byte_that_is_not_free_is_a_shortage(monkeypatch):
+    manager = host()
+    manager.register("byte", ComponentOffloadStrategy(), tag="weights")
+    with manager.component("byte"):
+        tensor = allocate((1,), torch.uint8, CPU)
+    manager.divide("byte", [[tensor]])
+    exhaust(manager.release(["weights"]))
+    monkeypatch.setattr(residency_module, "available_memory_if_known", lambda *_, **__: 0)
+    manager.begin_request("r")
+    with pytest.raises(CaesuraError) as caught:
+        exhaust(manager.before_stage("r", [ComponentUse(name="byte")]))
+    assert caught.value.detail == {"needed_bytes": 1, "free_bytes": 0}
+    manager.close()
+
+
+def test_the_time_of_a_move_is_work_and_not_what_happened_between(monkeypatch, caplog):
+    """A clock that goes on by 3 s whenever it is read; between two steps, by a minute."""
+    caplog.set_level(logging.DEBUG, logger="caesura")
+    now = [5.0]
+
+    def read() -> float:
+        now[0] += 3.0
+        return now[0]
+
+    monkeypatch.setattr(residency_module, "perf_counter", read)
+    manager = accelerator()
+    Model(manager, ComponentOffloadStrategy())
+    with manager.component("weights"):
+        for _ in range(3):
+            allocate((10,), torch.float32, CPU)
+    steps = {"leave": 0, "release": 0}
+    for _ in manager.release(["weights"]):
+        steps["release" if events(manager, "leave") else "leave"] += 1
+        now[0] += 60.0
+    ms = {event.event: event.ms for event in manager.trace}
+    assert steps["release"] >= 3
+    assert ms == {kind: pytest.approx(3000.0 * (count + 1)) for kind, count in steps.items()}
+    size = manager.nbytes("weights")
+    assert f"release weights resident: {size} bytes, {ms['release']:.1f} ms" in caplog.messages
+
+
+def test_a_release_by_tag_takes_what_goes_with_that_tag_alone():
+    """Tags are equal by their letters, wherever they come from."""
+    for tag in ("weights", "kv_cache"):
+        manager = accelerator()
+        for name in ("weights", "kv_cache"):
+            manager.register(f"of {name}", ComponentOffloadStrategy(), tag=name)
+            with manager.component(f"of {name}"):
+                allocate((10,), torch.float32, CPU)
+        exhaust(manager.release(["".join(list(tag))]))
+        found = {name: manager.device_bytes(f"of {name}") for name in ("weights", "kv_cache")}
+        assert found == {"weights": 40, "kv_cache": 40} | {tag: 0}
+
+
+def test_an_accelerator_without_streams_keeps_its_copies_in_memory():
+    module = CountingHost()
+    assert isinstance(ComponentResidencyManager("mps", device_module=module)._make_copy(), PinnedCopy)
+    assert isinstance(ComponentResidencyManager("cpu", device_module=Device())._make_copy(), PinnedCopy)
+    manager = ComponentResidencyManager("cpu", device_module=module)
+    assert isinstance(manager._make_copy(), FileCopy)
+    manager.close()
 
 
 def test_every_event_says_what_moved():
@@ -399,6 +487,7 @@ def test_every_event_says_what_moved():
         ("finish_request", "r", "", 0, ""),
     ]
     assert all(e.ms >= 0 and e.at > 1e9 for e in manager.trace)
+    assert {e.event for e in manager.trace if e.ms} == {"arrive", "leave", "emptied"}
     for _ in range(TRACED_EVENTS):
         manager.begin_request("r")
     assert len(manager.trace) == TRACED_EVENTS

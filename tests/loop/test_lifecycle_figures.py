@@ -1,0 +1,233 @@
+"""What pause, continue and flush report: replies, totals, the history and the log, figure by figure."""
+
+import logging
+
+import pytest
+from support.scripted import EngineDriver, assert_error, tokens_of
+
+from caesura.io_struct import (
+    ContinueGenerationReqInput,
+    FlushCacheReqInput,
+    GetMemoryHistoryReqInput,
+    PauseGenerationReqInput,
+    ReleaseMemoryOccupationReqInput,
+    SamplingParams,
+    UpdateTotal,
+    UpdateWeightFromDiskReqInput,
+)
+
+PAGE = 16
+
+
+class Clock:
+    """Stands in for the lifecycle's monotonic clock."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr("caesura.scheduler.commands.lifecycle.monotonic", clock)
+    return clock
+
+
+@pytest.fixture
+def driver(tiny_model):
+    with EngineDriver(str(tiny_model), max_running_requests=2) as driver:
+        yield driver
+
+
+def last_event(driver: EngineDriver, cause: str):
+    events = driver.call(GetMemoryHistoryReqInput()).events
+    return [event for event in events if event.cause == cause][-1]
+
+
+def pauses(driver: EngineDriver) -> list[tuple[str, int, float]]:
+    return [(total.mode, total.count, total.seconds) for total in driver.status().totals.pauses]
+
+
+def test_a_pause_says_what_it_holds(driver, caplog):
+    """Two requests hold 1 + 2 pages, one waits for a slot."""
+    driver.generate([5] * 4, 100)
+    driver.generate([6] * 20, 100)
+    driver.generate([7] * 4, 100)
+    driver.tick(4)
+    with caplog.at_level(logging.INFO, logger="caesura"):
+        reply = driver.call(PauseGenerationReqInput(mode="in_place"))
+    assert (reply.mode, reply.step, reply.aborted_requests) == ("in_place", driver.status().step, 0)
+    assert (reply.held_requests, reply.held_tokens, reply.waiting_requests) == (2, 3 * PAGE, 1)
+    lines = [r.getMessage() for r in caplog.records if r.getMessage().startswith("pause_generation")]
+    assert lines == [
+        f"pause_generation: in_place at step {reply.step}, 2 requests hold 48 tokens of KV, 1 wait"
+    ]
+    assert last_event(driver, "pause").detail == "in_place, 2 requests hold KV"
+
+
+def test_a_pause_that_aborts_says_how_many_and_sends_them_first(driver):
+    rids = [driver.generate([5, 6, 7], 100) for _ in range(3)]
+    driver.tick(4)
+    reply = driver.call(PauseGenerationReqInput(mode="abort"))
+    assert (reply.aborted_requests, reply.held_requests, reply.held_tokens, reply.waiting_requests) == (
+        3,
+        0,
+        0,
+        0,
+    )
+    assert {driver.result(rid).finish_reason.message for rid in rids} == {"Aborted by pause_generation"}
+
+
+def test_a_flush_says_what_it_freed(driver):
+    driver.generate(list(range(3, 43)), 2)
+    driver.run_until_idle()
+    cached = driver.status().kv.cached
+    assert cached == 2 * PAGE
+    reply = driver.call(FlushCacheReqInput(torch_empty_cache=False))
+    assert (reply.freed_tokens, reply.reserved_before, reply.reserved_after) == (cached, None, None)
+    assert last_event(driver, "flush").detail == "32 tokens"
+    assert driver.status().kv.cached == 0
+
+
+def test_a_refused_flush_says_what_is_pending(driver):
+    driver.generate([5] * 4, 100)
+    driver.generate([6] * 20, 100)
+    driver.generate([7] * 4, 100)
+    driver.tick(4)
+    error = assert_error(driver.call(FlushCacheReqInput()), "not_idle")
+    assert error.detail == {"running": 2, "prefilling": 0, "waiting": 1, "held_tokens": 3 * PAGE}
+
+
+def test_one_request_that_waits_keeps_a_running_engine_from_being_idle(driver):
+    driver.call(ReleaseMemoryOccupationReqInput(tags=["kv_cache"]))
+    driver.generate([5, 6, 7], 4)
+    driver.tick(2)
+    error = assert_error(driver.call(FlushCacheReqInput()), "not_idle")
+    assert error.detail == {"running": 0, "prefilling": 0, "waiting": 1, "held_tokens": 0}
+    driver.call(PauseGenerationReqInput(mode="retract"))
+    assert driver.call(FlushCacheReqInput()).freed_tokens == 0
+
+
+def test_a_flush_waits_until_its_time_is_up(driver, clock):
+    driver.generate([5, 6, 7], 200)
+    driver.tick(3)
+    driver.call(PauseGenerationReqInput(mode="in_place"))
+    flush = driver.send(FlushCacheReqInput(timeout_s=5.0))
+    driver.tick()
+    clock.now += 4.99
+    driver.tick(3)
+    assert flush not in driver.replies
+    clock.now = 1005.0
+    driver.tick(3)
+    assert_error(driver.replies.pop(flush), "not_idle")
+
+
+def test_the_age_of_a_pause_counts_from_its_first_acknowledgement(driver, clock):
+    assert driver.status().pause_age_s is None
+    driver.call(PauseGenerationReqInput(mode="abort"))
+    clock.now += 3.0
+    driver.call(PauseGenerationReqInput(mode="retract"))
+    clock.now += 4.0
+    assert driver.status().pause_age_s == 7.0
+    driver.call(ContinueGenerationReqInput())
+    assert driver.status().pause_age_s is None
+    driver.call(PauseGenerationReqInput())
+    clock.now += 2.0
+    assert driver.status().pause_age_s == 2.0
+
+
+def test_pauses_are_counted_and_timed_by_mode(driver, clock):
+    assert pauses(driver) == []
+    for mode, seconds in (("abort", 1.0), ("abort", 2.0), ("in_place", 4.0)):
+        driver.call(PauseGenerationReqInput(mode=mode))
+        clock.now += seconds
+    assert pauses(driver) == [("abort", 1, 3.0), ("in_place", 1, 4.0)]
+    driver.call(ContinueGenerationReqInput())
+    clock.now += 50.0
+    driver.call(PauseGenerationReqInput(mode="abort"))
+    clock.now += 8.0
+    assert pauses(driver) == [("abort", 2, 11.0), ("in_place", 1, 4.0)]
+    driver.call(ContinueGenerationReqInput())
+    clock.now += 50.0
+    assert pauses(driver) == [("abort", 2, 11.0), ("in_place", 1, 4.0)]
+
+
+def test_updates_are_counted_by_source_and_end(driver, tiny_model, other_model):
+    for path in (other_model, tiny_model):
+        driver.call(UpdateWeightFromDiskReqInput(model_path=str(path)))
+    session_id = driver.begin()
+    driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_model), session_id=session_id))
+    driver.engine.scheduler._lifecycle.count_failed_update("tensor")
+    driver.engine.scheduler._lifecycle.count_failed_update("tensor")
+    assert driver.status().totals.updates == [
+        UpdateTotal(source="disk", committed=2, failed=0),
+        UpdateTotal(source="tensor", committed=0, failed=2),
+    ]
+
+
+def test_a_continue_is_in_the_history(driver):
+    driver.call(PauseGenerationReqInput(mode="retract"))
+    reply = driver.call(ContinueGenerationReqInput())
+    event = last_event(driver, "continue")
+    assert (event.detail, event.returned) == ("retract", reply.freed)
+    driver.call(PauseGenerationReqInput(mode="abort"))
+    driver.call(ContinueGenerationReqInput(torch_empty_cache=False))
+    event = last_event(driver, "continue")
+    assert (event.detail, event.returned) == ("abort", None)
+
+
+def test_an_expired_lease_is_logged_with_its_owner_and_length(driver, clock, caplog):
+    driver.call(
+        PauseGenerationReqInput(mode="abort", owner="trainer", lease_s=10.0, on_lease_expiry="continue")
+    )
+    clock.now += 10.5
+    with caplog.at_level(logging.WARNING, logger="caesura"):
+        driver.tick(2)
+    lines = [r.getMessage() for r in caplog.records if "lease" in r.getMessage()]
+    assert lines == ["pause lease of 'trainer' expired after 10.0 s without a sign of life: continue"]
+    assert last_event(driver, "lease_expiry").detail == "of 'trainer'"
+
+
+def test_a_lease_that_cannot_continue_says_why(driver, clock, caplog):
+    driver.call(
+        PauseGenerationReqInput(mode="abort", owner="trainer", lease_s=10.0, on_lease_expiry="continue")
+    )
+    driver.engine.scheduler._lifecycle.poison("test")
+    caplog.clear()
+    clock.now += 11.0
+    with caplog.at_level(logging.ERROR, logger="caesura"):
+        driver.tick(2)
+    assert [r.getMessage() for r in caplog.records] == [
+        "cannot continue: weights are poisoned; staying paused"
+    ]
+    assert driver.status().generation == "paused"
+
+
+def test_weights_that_are_invalid_already_keep_their_reason(driver):
+    """A release of the rest does not say that it was the release of the weights."""
+    lifecycle = driver.engine.scheduler._lifecycle
+    driver.call(ReleaseMemoryOccupationReqInput(tags=["weights"]))
+    assert driver.status().weights_detail == "their memory was released"
+    lifecycle._weights_detail = "before"
+    driver.call(ReleaseMemoryOccupationReqInput(tags=["kv_cache"]))
+    status = driver.status()
+    assert (status.weights, status.weights_detail, status.released_tags) == (
+        "invalid", "before", ["kv_cache", "weights"],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("minimum,behind", [(None, False), (0, False), (1, False), (2, True)])
+def test_a_request_names_the_oldest_epoch_that_it_takes(driver, other_model, minimum, behind):
+    driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_model)))
+    params = SamplingParams(max_new_tokens=2, temperature=0.0, ignore_eos=True)
+    rid = driver.generate([5, 6, 7], sampling_params=params, min_weights_epoch=minimum)
+    driver.run_until_idle()
+    if behind:
+        error = assert_error(driver.replies.pop(rid), "epoch_behind")
+        assert error.message == "weights epoch is 1, the request needs 2"
+        assert error.detail == {"weights_epoch": 1, "min_weights_epoch": 2}
+    else:
+        assert len(tokens_of(driver.result(rid))) == 2

@@ -1,0 +1,270 @@
+"""What a terminal result, a stream and the totals of an engine say, figure by figure."""
+
+import numpy as np
+import pytest
+from support.scripted import EngineDriver, expected_tokens, tokens_of
+
+from caesura.io_struct import (
+    AbortReq,
+    ContinueGenerationReqInput,
+    PauseGenerationReqInput,
+    SamplingParams,
+    UpdateWeightFromDiskReqInput,
+    WeightVersionSpan,
+)
+
+VOCAB = 97
+PROMPT = [3 + i * 7 % 90 for i in range(20)]
+
+
+@pytest.fixture(params=[0, 1], ids=["depth0", "depth1"])
+def driver(tiny_model, request):
+    with EngineDriver(str(tiny_model), pipeline_depth=request.param) as driver:
+        yield driver
+
+
+def floats(data: bytes | None) -> list[float] | None:
+    return None if data is None else np.frombuffer(data, "<f4").tolist()
+
+
+def ints(data: bytes) -> list[int]:
+    return np.frombuffer(data, "<i4").tolist()
+
+
+@pytest.mark.parametrize(
+    "fields", [(), ("return_logprob",), ("return_raw_logprob",), ("return_sampled_logprob",)]
+)
+def test_each_kind_of_logprobs_is_in_the_result_where_it_was_asked_for(driver, fields):
+    rid = driver.generate(PROMPT, 6, **dict.fromkeys(fields, True))
+    driver.run_until_idle()
+    result = driver.result(rid)
+    tokens = tokens_of(result)
+    assert tokens == expected_tokens(PROMPT, result, VOCAB)
+    asked = [name in fields for name in ("return_logprob", "return_raw_logprob", "return_sampled_logprob")]
+    said = [result.output_logprobs, result.raw_logprobs, result.sampled_logprobs]
+    values = [[-token for token in tokens], [-2 * token for token in tokens], [0] * 6]
+    assert [floats(data) for data in said] == [
+        value if wanted else None for wanted, value in zip(asked, values)
+    ]
+
+
+def test_a_result_tells_its_request_apart(driver):
+    params = SamplingParams(max_new_tokens=3, temperature=0.0, ignore_eos=True, n=2, seed=77)
+    rid = driver.generate(PROMPT, sampling_params=params)
+    driver.run_until_idle()
+    results = [driver.result(rid, index) for index in (0, 1)]
+    assert [(r.rid, r.index, r.prompt_tokens, r.seed, r.num_retractions) for r in results] == [
+        (rid, 0, 20, 77, 0), (rid, 1, 20, 77, 0),
+    ]  # fmt: skip
+    assert [r.cached_tokens for r in results] == [0, 16]
+    assert all((r.finish_reason.type, r.finish_reason.length) == ("length", 3) for r in results)
+    assert all(r.routed_experts is None for r in results)
+
+
+def test_times_count_from_the_arrival(driver, monkeypatch):
+    """A request waits for 3 s and ends 4 s later; one that is aborted while it waits has waited until then."""
+    now = [1000.0]
+    for module in ("serving.generations", "batching.batcher", "batching.output_processor"):
+        monkeypatch.setattr(f"caesura.scheduler.{module}.monotonic", lambda: now[0])
+    driver.call(PauseGenerationReqInput(mode="retract"))
+    rid = driver.generate(PROMPT, 30)
+    driver.tick()
+    now[0] += 3.0
+    driver.call(ContinueGenerationReqInput())
+    driver.tick(3)
+    now[0] += 4.0
+    driver.run_until_idle()
+    result = driver.result(rid)
+    assert (result.queue_s, result.e2e_latency) == (3.0, 7.0)
+    driver.call(PauseGenerationReqInput(mode="retract"))
+    waiting = driver.generate(PROMPT, 30)
+    driver.tick()
+    now[0] += 5.0
+    driver.call(AbortReq(rid=waiting))
+    result = driver.result(waiting)
+    assert (result.queue_s, result.e2e_latency, tokens_of(result)) == (5.0, 5.0, [])
+
+
+def test_a_stream_has_every_token_once_at_its_place(driver):
+    """Two samples that stream, one of which asks for logprobs, beside one that does not stream."""
+    quiet = driver.generate(PROMPT, 5)
+    with_logprobs = driver.generate(PROMPT[:7], 5, stream=True, return_logprob=True)
+    without = driver.generate(PROMPT[:9], 4, n=2, stream=True)
+    driver.run_until_idle()
+    streamed: dict[tuple[str, int], list[tuple[int, int, float]]] = {}
+    for _, message in driver.outputs:
+        delta = message.delta
+        if delta is None:
+            continue
+        assert (delta.top, delta.given) == (None, None)
+        assert ints(delta.counts) == [1] * len(delta.rids)
+        rows = zip(
+            delta.rids,
+            ints(delta.indices),
+            ints(delta.starts),
+            ints(delta.tokens),
+            floats(delta.logprobs),
+            strict=True,
+        )
+        for rid, index, start, token, logprob in rows:
+            streamed.setdefault((rid, index), []).append((start, token, logprob))
+    assert set(streamed) == {(with_logprobs, 0), (without, 0), (without, 1)}
+    for (rid, index), rows in streamed.items():
+        tokens = tokens_of(driver.result(rid, index))
+        # The last token of a sample is in its result alone.
+        assert [(start, token) for start, token, _ in rows] == list(enumerate(tokens))[: len(rows)]
+        assert len(rows) >= len(tokens) - 1
+        if rid == with_logprobs:
+            assert [logprob for *_, logprob in rows] == [-token for _, token, _ in rows]
+        else:
+            assert all(np.isnan(logprob) for *_, logprob in rows)
+    assert len(tokens_of(driver.result(quiet))) == 5
+
+
+def test_totals_count_tokens_and_ends(driver):
+    assert (driver.status().generated_tokens, driver.status().totals.finished_requests) == (0, {})
+    rids = [driver.generate(PROMPT, length) for length in (4, 5, 200)]
+    for _ in range(12):
+        driver.tick()
+    driver.call(AbortReq(rid=rids[2]))
+    driver.run_until_idle()
+    status = driver.status()
+    assert status.generated_tokens == sum(len(tokens_of(driver.result(rid))) for rid in rids)
+    assert status.totals.finished_requests == {"length": 2, "abort": 1}
+
+
+@pytest.mark.parametrize("stop", [False, True])
+def test_a_stop_token_at_the_limit_is_a_stop(driver, stop):
+    first = driver.generate(PROMPT, 4)
+    driver.run_until_idle()
+    tokens = tokens_of(driver.result(first))
+    assert tokens[3] not in tokens[:3]
+    stops = [tokens[3]] if stop else []
+    params = SamplingParams(max_new_tokens=4, temperature=0.0, ignore_eos=True, stop_token_ids=stops)
+    rid = driver.generate(PROMPT, sampling_params=params)
+    driver.run_until_idle()
+    reason = driver.result(rid).finish_reason
+    assert (reason.type, reason.matched, reason.length) == (
+        ("stop", tokens[3], None) if stop else ("length", None, 4)
+    )
+
+
+def test_spans_begin_where_weights_changed_and_nowhere_else(driver, other_model):
+    rid = driver.generate(PROMPT, 40)
+    driver.tick(6)
+    for version in ("one", "two"):
+        driver.call(PauseGenerationReqInput(mode="in_place"))
+        driver.call(
+            UpdateWeightFromDiskReqInput(
+                model_path=str(other_model), flush_cache=False, weight_version=version
+            )
+        )
+        driver.call(ContinueGenerationReqInput())
+        driver.tick(5)
+    driver.run_until_idle()
+    result = driver.result(rid)
+    spans = result.weight_versions
+    assert [(span.version, span.epoch, span.stale_kv) for span in spans] == [
+        (spans[0].version, 0, False), ("one", 1, True), ("two", 2, True),
+    ]  # fmt: skip
+    assert [span.start for span in spans] == [0, spans[0].end, spans[1].end]
+    assert spans[-1].end == 40
+    assert tokens_of(result) == expected_tokens(PROMPT, result, VOCAB)
+
+
+def test_weights_that_are_committed_while_a_request_waits_open_no_span_of_their_own(driver, other_model):
+    driver.call(PauseGenerationReqInput(mode="retract"))
+    rid = driver.generate(PROMPT, 4)
+    driver.tick()
+    driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_model), weight_version="new"))
+    driver.call(ContinueGenerationReqInput())
+    driver.run_until_idle()
+    assert driver.result(rid).weight_versions == [
+        WeightVersionSpan(
+            version="new", epoch=1, start=0, end=4, incarnation=driver.status().incarnation, stale_kv=False
+        )
+    ]
+
+
+@pytest.mark.parametrize("edited", [False, True])
+def test_logits_that_are_not_finite_say_what_to_check(driver, edited):
+    edits = {
+        "repetition_penalty": 1.25,
+        "frequency_penalty": 0.5,
+        "presence_penalty": -0.5,
+        "logit_bias": {4: 1.0},
+    }
+    params = SamplingParams(max_new_tokens=9, temperature=0.0, ignore_eos=True, **(edits if edited else {}))
+    rid = driver.generate(PROMPT, sampling_params=params)
+    other = driver.generate(PROMPT[:5], 6)
+    driver.tick()
+    driver.runner.non_finite_next = True
+    driver.run_until_idle()
+    reason = driver.result(rid).finish_reason
+    assert (reason.type, reason.code) == ("error", "internal")
+    assert reason.message == (
+        "the logits are not finite after repetition_penalty = 1.25, frequency_penalty = 0.5, presence_penalty = -0.5, "
+        "1 biases and min_new_tokens = 0: check these, and the weights"
+        if edited
+        else "the model's logits are not finite: check the weights"
+    )
+    result = driver.result(other)
+    assert tokens_of(result) == expected_tokens(PROMPT[:5], result, VOCAB)
+    assert len(tokens_of(result)) == 6
+
+
+def test_the_pages_of_an_aborted_request_are_kept_for_the_next_one(driver):
+    rid = driver.generate(PROMPT, 100)
+    driver.tick(20)
+    assert driver.call(AbortReq(rid=rid)).aborted == 1
+    driver.run_until_idle()
+    prompt = PROMPT + tokens_of(driver.result(rid))
+    assert len(prompt) > 33
+    again = driver.generate(prompt, 2)
+    driver.run_until_idle()
+    assert driver.result(again).cached_tokens == (len(prompt) - 1) // 16 * 16
+
+
+def test_what_has_ended_already_is_passed_over_and_the_rest_is_aborted(driver):
+    """The end of one may end others of the same list."""
+    rids = [driver.generate(PROMPT, 50) for _ in range(3)]
+    driver.tick(3)
+    results = driver.engine.outputs
+    requests = [driver.engine.live[rid, 0] for rid in rids]
+    assert results.abort(requests[1:2], "first") == 1
+    assert results.abort(requests, "then") == 2
+    assert results.abort(requests, "again") == 0
+    driver.run_until_idle()
+    assert [driver.result(rid).finish_reason.message for rid in rids] == ["then", "first", "then"]
+
+
+def test_a_span_of_recomputed_kv_follows_one_of_stale_kv(driver, other_model):
+    rid = driver.generate(PROMPT, 40)
+    driver.tick(6)
+    for mode in ("in_place", "retract"):
+        driver.call(PauseGenerationReqInput(mode=mode))
+        driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_model), flush_cache=False))
+        driver.call(ContinueGenerationReqInput())
+        driver.tick(6)
+    driver.run_until_idle()
+    result = driver.result(rid)
+    assert [(span.epoch, span.stale_kv) for span in result.weight_versions] == [
+        (0, False),
+        (1, True),
+        (2, False),
+    ]
+    assert tokens_of(result) == expected_tokens(PROMPT, result, VOCAB)
+
+
+def test_spans_are_told_apart_after_many_commits(driver):
+    for number in range(100):
+        driver.engine.scheduler._lifecycle.commit_weights(f"v{number}", "")
+    rid = driver.generate(PROMPT, 12)
+    driver.tick(6)
+    driver.engine.scheduler._lifecycle.commit_weights("last", "")
+    driver.run_until_idle()
+    spans = driver.result(rid).weight_versions
+    assert [(span.version, span.epoch, span.stale_kv) for span in spans] == [
+        ("v99", 100, False),
+        ("last", 101, True),
+    ]
