@@ -1,0 +1,219 @@
+"""TRL's trainers with Caesura in the place of vLLM (``pip install 'caesura[trl]'``).
+
+- :class:`Rollouts` is the ``rollout_func`` of ``trl.GRPOTrainer``.
+- :class:`WeightTransfer` is the ``weight_transfer`` of ``trl.experimental.async_grpo.AsyncGRPOTrainer``.
+- :func:`importance_weights` turns sampling log-probabilities into per-token importance weights, bounded by how old the
+  weights of each token are.
+
+Invariants:
+- The log-probabilities that leave here are those of the distribution that TRL's loss recomputes: logits divided by the
+  temperature, softmax over the full vocabulary, before top-k, top-p and min-p.
+- Weights are labelled ``step-N`` with the trainer's step, so spans, status and logs name them as the trainer does.
+- A pause has an owner and a lease: an engine does not stay paused for a trainer that has died.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from math import exp
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ..client import GenerateOutput, SamplingParams, SchedulerClient
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from torch import Tensor
+
+    from ..io_struct import WeightVersionSpan
+
+LEASE_S = 600.0
+"""How long a pause outlives its trainer, in seconds."""
+
+
+class Tokenizer(Protocol):
+    """What is used of ``processing_class``."""
+
+    def __call__(self, text: str) -> Mapping[str, Any]:
+        """``input_ids`` of a plain prompt."""
+        ...
+
+    def apply_chat_template(self, conversation: Any, **options: Any) -> Any:
+        """Token ids of a conversation."""
+        ...
+
+
+class Rollouts:
+    """``GRPOTrainer(..., rollout_func=Rollouts(client))``: completions from an engine that has the trainer's weights.
+
+    Before a batch is generated under another step than the last one, the trainer's parameters are sent through shared
+    memory of the host. A distributed trainer calls this on each rank; only the main process sends weights, the others wait.
+    """
+
+    def __init__(
+        self,
+        client: SchedulerClient,
+        *,
+        sync_weights: bool = True,
+        timeout: float | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """
+        Args:
+            sync_weights: False: somebody else keeps the engine's weights up to date.
+            timeout: seconds for one batch. None: as long as it takes.
+            chat_template_kwargs: go to the tokenizer's ``apply_chat_template``.
+        """
+        self._client = client
+        self._sync_weights = sync_weights
+        self._timeout = timeout
+        self._chat_template_kwargs = dict(chat_template_kwargs or {})
+        self._sent_step: int | None = None
+
+    def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, list[Any]]:
+        """One completion per prompt: the trainer's sampler repeats each prompt ``num_generations`` times.
+
+        Returns:
+            Lists of ``len(prompts)``: ``prompt_ids``, ``completion_ids`` and ``logprobs`` ([tokens] each), which TRL reads,
+            and ``weight_versions``, a list of spans for each, which reward functions get as a keyword.
+        """
+        if self._sync_weights:
+            self._send_weights(trainer)
+        ids = [
+            prompt_ids(trainer.processing_class, prompt, **self._chat_template_kwargs) for prompt in prompts
+        ]
+        outputs = self._client.generate(
+            ids, sampling_params(trainer.args), return_logprob=True, timeout=self._timeout
+        )
+        return {
+            "prompt_ids": ids,
+            "completion_ids": [output.output_ids for output in outputs],
+            "logprobs": [output.output_logprobs for output in outputs],
+            "weight_versions": [output.weight_versions for output in outputs],
+        }
+
+    def _send_weights(self, trainer: Any) -> None:
+        step = int(trainer.state.global_step)
+        if step == self._sent_step:
+            return
+        accelerator = trainer.accelerator
+        if accelerator.is_main_process:
+            model = accelerator.unwrap_model(trainer.model)
+            self._client.update_weights_from_ipc(checkpoint_tensors(model), weight_version=f"step-{step}")
+        accelerator.wait_for_everyone()
+        self._sent_step = step
+
+
+class WeightTransfer:
+    """``AsyncGRPOTrainer(..., weight_transfer=WeightTransfer(client))``: TRL's protocol over pause, update and continue.
+
+    Requests in flight keep their KV (``in_place``) and go on under the new weights; their spans say which token came from
+    which. Tensors go through the process's own connection, in buckets, so no process group has to be formed.
+    """
+
+    def __init__(self, client: SchedulerClient, *, lease_s: float = LEASE_S) -> None:
+        """``lease_s``: the engine continues by itself when nothing was heard of the trainer for so many seconds.
+
+        A lease needs an owner: a client without one gets one here.
+        """
+        if client.owner is None:
+            client.owner = f"trl-{os.getpid()}-{secrets.token_hex(4)}"
+        self._client = client
+        self._lease_s = lease_s
+        self._sent = 0
+
+    def init_weight_transfer(self) -> None:
+        """Fails at the beginning of the training, and not at the first step, where the engine cannot be reached."""
+        self._client.status()
+
+    def pause(self) -> None:
+        """Stop at the next step boundary; requests keep their KV."""
+        self._client.pause("in_place", lease_s=self._lease_s)
+
+    def send_weights(self, iterator: Iterator[tuple[str, Tensor]]) -> None:
+        """All parameters, by their names in the checkpoint; they serve from :meth:`resume` on."""
+        self._client.update_weights_from_tensor(
+            iterator, weight_version=f"step-{self._sent}", flush_cache=False
+        )
+        self._sent += 1
+
+    def resume(self) -> None:
+        """Commit what was sent, empty the device cache, go on."""
+        self._client.continue_generation()
+
+    def destroy(self) -> None:
+        """The client is its owner's to close."""
+
+
+def prompt_ids(tokenizer: Tokenizer, prompt: Any, **chat_template_kwargs: Any) -> list[int]:
+    """Token ids of a plain prompt, or of a conversation by the tokenizer's chat template."""
+    if isinstance(prompt, str):
+        return list(tokenizer(prompt)["input_ids"])
+    made = tokenizer.apply_chat_template(
+        prompt, add_generation_prompt=True, tokenize=True, return_dict=True, **chat_template_kwargs
+    )
+    return list(made["input_ids"])
+
+
+def sampling_params(args: Any) -> SamplingParams:
+    """The sampling parameters of a ``GRPOConfig``, in which ``top_k = 0`` and ``min_p = None`` mean off."""
+    return SamplingParams(
+        max_new_tokens=args.max_completion_length,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k or -1,
+        min_p=args.min_p or 0.0,
+        repetition_penalty=args.repetition_penalty,
+    )
+
+
+def checkpoint_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """The parameters of a transformers model by their names in the checkpoint; tied ones once."""
+    for name, parameter in model.named_parameters():
+        yield name.removeprefix("_orig_mod.").replace("._orig_mod.", "."), parameter.detach()
+
+
+def importance_weights(
+    learner_logprobs: Sequence[float],
+    sampling_logprobs: Sequence[float],
+    spans: Iterable[WeightVersionSpan] = (),
+    *,
+    epoch: int | None = None,
+    max_staleness: int | None = None,
+    clip_max: float = 2.0,
+) -> list[float]:
+    """Per token: the learner's probability over that of the policy that sampled it, truncated at ``clip_max``.
+
+    The weights correct for every difference between the two, that of the version included, because each sampling
+    log-probability was recorded under the weights that its span names (truncated importance sampling: Espeholt et al.,
+    2018, arXiv:1802.01561).
+
+    Args:
+        learner_logprobs: [tokens], at the sampling temperature.
+        sampling_logprobs: [tokens], ``output_logprobs`` or TRL's ``logprobs``.
+        spans: of the sample; needed only with ``max_staleness``.
+        epoch: the learner's weights epoch.
+        max_staleness: tokens whose weights are more epochs behind ``epoch`` get weight 0. None: however old.
+
+    Raises:
+        ValueError: lengths differ, or ``max_staleness`` comes without ``epoch``.
+    """
+    if len(learner_logprobs) != len(sampling_logprobs):
+        raise ValueError(f"{len(learner_logprobs)} learner logprobs, {len(sampling_logprobs)} of the sampler")
+    weights = [
+        min(exp(min(new - old, 60.0)), clip_max)
+        for new, old in zip(learner_logprobs, sampling_logprobs, strict=True)
+    ]
+    if max_staleness is not None:
+        if epoch is None:
+            raise ValueError("max_staleness needs the learner's epoch")
+        for span in spans:
+            if epoch - span.epoch > max_staleness:
+                weights[span.start : span.end] = [0.0] * (span.end - span.start)
+    return weights
+
+
+def oldest_epoch(output: GenerateOutput) -> int:
+    """The weights epoch of the oldest token; what TRL calls the sample's ``model_version``. -1 for a sample without tokens."""
+    return min((span.epoch for span in output.weight_versions), default=-1)
