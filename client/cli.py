@@ -32,7 +32,7 @@ Command = Callable[..., None]
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="caesura", message="%(prog)s %(version)s")
 def cli() -> None:
-    """Caesura: a rollout engine that can be paused at any step."""
+    """Caesura: a rollout engine for reinforcement learning that can be paused at any step."""
 
 
 def _key_option(name: str, variable: str, text: str) -> Callable[[Command], Command]:
@@ -60,16 +60,24 @@ def _talks(default_timeout: float | None) -> Callable[[Command], Command]:
                 "--endpoint",
                 envvar="CAESURA_ENDPOINT",
                 required=True,
-                help="ipc:// path or tcp:// address of the scheduler.  [env: CAESURA_ENDPOINT]",
+                help="Address of the scheduler: ipc://PATH or tcp://HOST:PORT.  [env: CAESURA_ENDPOINT]",
             ),
-            _key_option("--curve-server-key", SERVER_KEY_VARIABLE, "Its public key, or the file of it."),
-            _key_option("--curve-client-key-file", CLIENT_KEY_VARIABLE, "Our keys, for an engine with keys."),
+            _key_option(
+                "--curve-server-key",
+                SERVER_KEY_VARIABLE,
+                "The engine's CURVE public key, or a file that contains it.",
+            ),
+            _key_option(
+                "--curve-client-key-file",
+                CLIENT_KEY_VARIABLE,
+                "File with this client's CURVE key pair; needed for an engine with keys.",
+            ),
             click.option("--json", "as_json", is_flag=True, help="Print the reply as one line of JSON."),
             click.option(
                 "--timeout",
                 type=float,
                 default=default_timeout,
-                help="Seconds to wait for the answer.",
+                help="Maximum seconds to wait for the reply.",
                 show_default=default_timeout is not None,
             ),
         )
@@ -85,7 +93,7 @@ def _talks(default_timeout: float | None) -> Callable[[Command], Command]:
 )
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def scheduler(arguments: tuple[str, ...]) -> None:
-    """Run a scheduler in the foreground; `caesura scheduler --help` lists its options."""
+    """Run a scheduler in the foreground. `caesura scheduler --help` lists the options."""
     command = [sys.executable, "-m", "caesura.scheduler", *arguments]
     os.execv(sys.executable, command)  # noqa: S606 (its own interpreter; replaces this process)
 
@@ -98,7 +106,7 @@ cli.add_command(supervise)
 @cli.command()
 @_talks(10.0)
 def status(endpoint: str, as_json: bool, timeout: float | None) -> None:
-    """What the engine is doing."""
+    """Show the state of the engine."""
     with _client(endpoint) as client:
         reply = client.status(timeout=timeout)
     _show(reply, as_json, _status_rows(reply))
@@ -107,11 +115,15 @@ def status(endpoint: str, as_json: bool, timeout: float | None) -> None:
 @cli.command()
 @_talks(60.0)
 @click.option(
-    "--mode", type=click.Choice(["abort", "retract", "in_place"]), default="abort", show_default=True
+    "--mode",
+    type=click.Choice(["abort", "retract", "in_place"]),
+    default="abort",
+    show_default=True,
+    help="abort: end all requests; retract: free their KV cache and requeue them; in_place: freeze them with their KV cache.",
 )
-@click.option("--owner", help="Owner token: continue then needs it, or --force.")
+@click.option("--owner", help="Owner of the pause; continue then needs the same --owner, or --force.")
 def pause(endpoint: str, as_json: bool, timeout: float | None, mode: Any, owner: str | None) -> None:
-    """Stop at the next step; returns when no step is in flight."""
+    """Pause generation; returns when no step is in flight."""
     with _client(endpoint) as client:
         _show(client.pause(mode, owner=owner, timeout=timeout), as_json)
 
@@ -119,10 +131,12 @@ def pause(endpoint: str, as_json: bool, timeout: float | None, mode: Any, owner:
 @cli.command("continue")
 @_talks(60.0)
 @click.option(
-    "--torch-empty-cache/--no-torch-empty-cache", default=True, help="Return unused device memory first."
+    "--torch-empty-cache/--no-torch-empty-cache",
+    default=True,
+    help="Empty the device allocator's cache before generation continues.",
 )
-@click.option("--owner", help="Owner token of the pause.")
-@click.option("--force", is_flag=True, help="Continue a pause that somebody else owns.")
+@click.option("--owner", help="Owner that was given to pause.")
+@click.option("--force", is_flag=True, help="Continue even if the pause has another owner.")
 def continue_(
     endpoint: str,
     as_json: bool,
@@ -131,7 +145,7 @@ def continue_(
     owner: str | None,
     force: bool,
 ) -> None:
-    """Go on after a pause."""
+    """Continue generation after a pause."""
     with _client(endpoint) as client:
         reply = client.continue_generation(
             torch_empty_cache=torch_empty_cache, owner=owner, force=force, timeout=timeout
@@ -142,13 +156,21 @@ def continue_(
 @cli.command()
 @_talks(60.0)
 @click.option(
-    "--torch-empty-cache/--no-torch-empty-cache", default=True, help="Return unused device memory too."
+    "--torch-empty-cache/--no-torch-empty-cache",
+    default=True,
+    help="Also empty the device allocator's cache.",
 )
-@click.option("--wait", "timeout_s", type=float, default=0.0, help="Seconds to wait for an idle engine.")
+@click.option(
+    "--wait",
+    "timeout_s",
+    type=float,
+    default=0.0,
+    help="Maximum seconds to wait for the engine to become idle.",
+)
 def flush(
     endpoint: str, as_json: bool, timeout: float | None, torch_empty_cache: bool, timeout_s: float
 ) -> None:
-    """Clear the prefix cache of an idle engine."""
+    """Flush the prefix cache. The engine must be idle."""
     with _client(endpoint) as client:
         reply = client.flush_cache(torch_empty_cache=torch_empty_cache, timeout_s=timeout_s, timeout=timeout)
     _show(reply, as_json)
@@ -157,10 +179,14 @@ def flush(
 @cli.command()
 @_talks(None)
 @click.argument("model_path", type=click.Path())
-@click.option("--weight-version", help="New public label of the weights.")
-@click.option("--flush-cache/--no-flush-cache", default=True, help="Drop KV of the old weights.")
-@click.option("--torch-empty-cache", is_flag=True, help="Return unused device memory afterwards.")
-@click.option("--abort-all-requests", is_flag=True, help="End every request first.")
+@click.option("--weight-version", help="Version label of the new weights.")
+@click.option(
+    "--flush-cache/--no-flush-cache",
+    default=True,
+    help="Flush the prefix cache; if running, requests are recomputed with the new weights. With --no-flush-cache they keep their KV cache.",
+)
+@click.option("--torch-empty-cache", is_flag=True, help="Empty the device allocator's cache afterwards.")
+@click.option("--abort-all-requests", is_flag=True, help="Abort all requests first.")
 def update(
     endpoint: str,
     as_json: bool,
@@ -171,7 +197,7 @@ def update(
     torch_empty_cache: bool,
     abort_all_requests: bool,
 ) -> None:
-    """Load new weights from the checkpoint folder MODEL_PATH."""
+    """Update the weights from the checkpoint folder MODEL_PATH."""
     with _client(endpoint) as client:
         reply = client.update_weights_from_disk(
             os.path.abspath(model_path),  # the engine has its own working directory
@@ -187,9 +213,9 @@ def update(
 @cli.command()
 @_talks(10.0)
 @click.argument("rid", required=False)
-@click.option("--all", "abort_all", is_flag=True, help="Every request.")
+@click.option("--all", "abort_all", is_flag=True, help="Abort all requests.")
 def abort(endpoint: str, as_json: bool, timeout: float | None, rid: str | None, abort_all: bool) -> None:
-    """End the generation RID, or --all."""
+    """Abort the request RID, or all requests with --all."""
     if (rid is None) != abort_all:
         raise click.UsageError("give either a RID or --all")
     with _client(endpoint) as client:
@@ -198,13 +224,26 @@ def abort(endpoint: str, as_json: bool, timeout: float | None, rid: str | None, 
 
 @cli.command()
 @_talks(10.0)
-@click.option("--html", "page", type=click.Path(path_type=Path), help="Write a page that needs nothing else.")
-@click.option("--live", is_flag=True, help="Keep showing; Ctrl-C ends.")
 @click.option(
-    "--interval", type=click.FloatRange(0.05), default=1.0, show_default=True, help="Seconds, with --live."
+    "--html",
+    "page",
+    type=click.Path(path_type=Path),
+    help="Write the history to this file, as a self-contained HTML page.",
 )
-@click.option("--for", "seconds", type=click.FloatRange(0.0), help="End after so many seconds, with --live.")
-@click.option("--last", type=click.IntRange(1), default=30, show_default=True, help="Events to print.")
+@click.option("--live", is_flag=True, help="Refresh the display until Ctrl-C.")
+@click.option(
+    "--interval",
+    type=click.FloatRange(0.05),
+    default=1.0,
+    show_default=True,
+    help="Seconds between refreshes, with --live.",
+)
+@click.option(
+    "--for", "seconds", type=click.FloatRange(0.0), help="Stop after this many seconds, with --live."
+)
+@click.option(
+    "--last", type=click.IntRange(1), default=30, show_default=True, help="Maximum number of events to print."
+)
 def memory(
     endpoint: str,
     as_json: bool,
@@ -215,7 +254,7 @@ def memory(
     seconds: float | None,
     last: int,
 ) -> None:
-    """What the engine's memory has been, and why."""
+    """Show the engine's memory history: device memory over time, with pauses and updates."""
     from .memory_view import fetch, watch, write_page
     from .memory_view.live import events
 

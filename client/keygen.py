@@ -18,22 +18,22 @@ SERVER, CLIENTS = "server", "clients"
 @click.command()
 @click.argument("directory", type=click.Path(path_type=Path))
 @click.option(
-    "--client", "names", multiple=True, help="Name of a client; may be repeated.  [default: client]"
+    "--client", "names", multiple=True, help="Name of a client key pair; can be repeated.  [default: client]"
 )
 def keygen(directory: Path, names: tuple[str, ...]) -> None:
-    """Write keys into DIRECTORY: of the engine, unless its keys are there already, and of clients.
+    """Generate CURVE key pairs in DIRECTORY: for clients, and for the engine unless it already has one there.
 
-    An engine that is started with them hears only these clients, and may listen beyond loopback.
+    An engine started with these keys accepts only these clients, and may listen beyond loopback.
     """
     names = names or ("client",)
     if not set(names).isdisjoint({SERVER, CLIENTS, ""}) or any(
         os.sep in name or name[:1] == "." for name in names
     ):
-        raise click.UsageError("a client's name is a file name, and neither 'server' nor 'clients'")
+        raise click.UsageError("a client name must be a file name other than 'server' and 'clients'")
     files = _texts(directory, names)
     for path in files:
         if path.exists() or path.is_symlink():
-            raise click.ClickException(f"{path} exists, and keys are never overwritten: nothing was written")
+            raise click.ClickException(f"{path} exists; keys are never overwritten, so nothing was written")
     for folder in (directory, directory / CLIENTS):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     for path, text in files.items():

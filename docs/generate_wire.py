@@ -10,7 +10,9 @@ import importlib
 import inspect
 import re
 import sys
+import textwrap
 from collections.abc import Iterator
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args
@@ -23,6 +25,7 @@ from caesura.io_struct import ErrorCode, ToClient, ToScheduler
 from caesura.io_struct.base import Message, Record, ReplyRecord
 
 DOCUMENT = Path(__file__).with_name("wire.md")
+LINE = 120
 ANSWERS = {
     "GenerateReqInput": "BatchTokenOutput",
     "AbortReq": "AbortReqOutput",
@@ -83,6 +86,12 @@ def markdown(docstring: str | None) -> str:
     return "\n\n".join(" ".join(part.split()) for part in text.split("\n\n")).strip()
 
 
+def wrapped(text: str) -> str:
+    """Paragraphs in lines of at most :data:`LINE` characters."""
+    fill = partial(textwrap.fill, width=LINE, break_long_words=False, break_on_hyphens=False)
+    return "\n\n".join(map(fill, text.split("\n\n")))
+
+
 def type_text(kind: wire_types.Type) -> str:
     """A type in terms of msgpack, with the limits that the decoder checks."""
     match kind:
@@ -137,7 +146,7 @@ def default_text(field: wire_types.Field) -> str:
 def section(cls: Any) -> Iterator[str]:
     """Heading, docstring and field table of one struct."""
     yield f"### {cls.__name__}"
-    yield markdown(inspect.getdoc(cls))
+    yield wrapped(markdown(inspect.getdoc(cls)))
     base = next(each for each in cls.__mro__[1:] if each.__module__.startswith("caesura."))
     known = () if base in (Message, Record, ReplyRecord) else base.__struct_fields__
     info = wire_types.type_info(cls)

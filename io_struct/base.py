@@ -4,7 +4,7 @@ Invariants:
 - A message is one msgpack-encoded tagged struct (the header), then zero or more raw buffers described by
   :class:`TensorSpec` fields in the header. Nothing on this wire is ever unpickled.
 - Structs are keyword-only and map-encoded: reordering fields cannot swap values. An unknown field of a request is refused,
-  since it asks for something; one of a reply is skipped, since it only tells more.
+  since it asks for something that would not be done; an unknown field of a reply is skipped.
 - This package imports msgspec and the standard library only; ``tests/architecture`` checks it.
 """
 
@@ -20,13 +20,13 @@ MAX_HEADER_BYTES = 64 << 20
 """Headers beyond this are refused before they are decoded: 64 MiB holds a 16-million-token prompt."""
 
 MAX_FRAMES = 16_384
-"""Of one message, the header included; more is refused. A sender with more tensors makes several messages of them."""
+"""Maximum frames of one message, including the header. A sender with more tensors splits them into several messages."""
 
 MAX_FRAME_BYTES = 1 << 30
-"""ZeroMQ drops the connection of whoever sends a longer frame."""
+"""Maximum size of a frame. ZeroMQ drops the connection of a peer that sends a longer one."""
 
 MAX_MESSAGE_BYTES = 4 << 30
-"""Of all frames of one message together; more is refused."""
+"""Maximum size of all frames of one message together."""
 
 MAX_ID_LENGTH = 128
 """Longest message id or request id, in characters."""
@@ -57,8 +57,8 @@ class Request(Message, kw_only=True):
     """Client to scheduler. ``id`` makes a retry safe: docs/wire.md, "Idempotence"."""
 
     id: Identifier = msgspec.field(default_factory=new_id)
-    """Names the message; the answer carries it, and a retry repeats it. Left out: the engine draws one, which its sender
-    learns from the answer."""
+    """Message id; the reply carries it, and a retry repeats it. If it is left out the engine generates one, which the
+    reply contains."""
 
 
 class Reply(Message, kw_only=True, forbid_unknown_fields=False):
@@ -89,14 +89,14 @@ class TensorSpec(Record, kw_only=True, frozen=True):
     name: str
     """Name of the tensor in the Hugging Face checkpoint."""
     dtype: str
-    """Safetensors name of the type; one that is unknown, or that the parameter does not take, is refused."""
+    """Safetensors name of the type. An unknown type, or one that cannot be cast to the parameter's, is refused."""
     shape: Annotated[list[Annotated[int, msgspec.Meta(ge=0)]], msgspec.Meta(max_length=64)]
     """Elements per dimension of the whole tensor; empty for a scalar. At most 64 dimensions."""
     offset: Annotated[int, msgspec.Meta(ge=0)] = 0
     """Bytes from the start of the buffer, a multiple of the dtype's size."""
     nbytes: Annotated[int, msgspec.Meta(ge=0)] = 0
-    """Bytes from ``offset`` on that hold rows of this tensor."""
+    """Size of this tensor's rows at ``offset``, in bytes."""
     start_row: Annotated[int, msgspec.Meta(ge=0)] = 0
-    """First of these rows; 0 for a whole tensor, a scalar, and the first piece of a tensor."""
+    """Index of the first of these rows; 0 for a whole tensor, a scalar, and the first piece of a tensor."""
     buffer: Annotated[int, msgspec.Meta(ge=0)] = 0
     """Index of the buffer; always 0 in an ipc update, which has one buffer."""

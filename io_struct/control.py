@@ -14,223 +14,230 @@ MemoryState = Literal["resident", "released"]
 LeaseAction = Literal["continue", "abort", "stay"]
 MemoryTag = Literal["weights", "kv_cache", "cuda_graph"]
 MAX_DURATION_S = 86400.0
-"""Longest time that a command may ask for: a day. Infinity and NaN are refused with it."""
+"""Maximum duration in a command: one day. Infinity and NaN are refused as well."""
 Duration = Annotated[float, msgspec.Meta(ge=0, le=MAX_DURATION_S)]
 PositiveDuration = Annotated[float, msgspec.Meta(gt=0, le=MAX_DURATION_S)]
 
 
 class ControlRequest(Request, kw_only=True):
-    """A command about the engine rather than about one generation."""
+    """A command to the engine, as opposed to one generation."""
 
     owner: Label | None = None
-    """Token of who controls the pause. Any command that carries the owner's token renews its lease. None: nobody."""
+    """Token that identifies the owner of a pause. Any command with the owner's token renews the lease of the pause.
+    None means no owner."""
 
 
 class PauseGenerationReqInput(ControlRequest, kw_only=True):
-    """Stop at the next step boundary. The reply is a barrier: no step is in flight any more.
+    """Pause generation at the next step boundary. The reply is a barrier: no step is in flight any more.
 
-    ``abort`` ends every request with its partial tokens; ``retract`` gives their KV back and requeues them;
-    ``in_place`` freezes everything, KV included. Pausing a paused engine changes the mode.
+    ``abort`` ends every request with its partial tokens. ``retract`` frees the KV cache of the requests and requeues
+    them. ``in_place`` freezes them together with their KV cache. Pausing a paused engine changes the mode.
     """
 
     mode: PauseMode = "abort"
-    """What happens to the live requests, as described above."""
+    """What happens to the live requests."""
     lease_s: PositiveDuration | None = None
-    """Seconds without a sign of life from the owner, after which ``on_lease_expiry`` happens; needs ``owner``. None: the
-    pause lasts until continue."""
+    """Seconds after the last command of the owner at which the lease expires; needs ``owner``. None means no lease:
+    the pause lasts until continue."""
     on_lease_expiry: LeaseAction = "continue"
-    """``continue``: as if the owner had continued (an open session is aborted first). ``abort``: every request ends with
-    its partial tokens, the engine stays paused. ``stay``: only the ownership ends."""
+    """``continue``: generation continues, after an open session of the owner is aborted. ``abort``: every request
+    ends with its partial tokens and the engine stays paused. ``stay``: the engine stays paused, without an owner."""
 
 
 class PauseGenerationReqOutput(Reply, kw_only=True):
-    """The state at the barrier."""
+    """The engine is paused."""
 
     mode: PauseMode
-    """The mode that the engine is paused in now, which is the one that was asked for."""
+    """The mode of the pause: the one that was requested."""
     step: int
-    """Steps launched so far; no later one runs before continue."""
+    """Number of steps started so far; the next one runs after continue."""
     held_requests: int
-    """Requests that keep KV through this pause."""
+    """Requests that keep their KV cache through this pause."""
     held_tokens: int
-    """KV token slots that live requests hold (whole pages)."""
+    """KV token slots held by live requests (whole pages)."""
     waiting_requests: int
-    """Requests queued without KV, retracted ones included."""
+    """Requests in the waiting queue, retracted ones included."""
     aborted_requests: int
-    """Samples this pause ended."""
+    """Samples that this pause aborted."""
 
 
 class ContinueGenerationReqInput(ControlRequest, kw_only=True):
-    """Go on. While still paused, the device allocator's unused blocks are returned first."""
+    """Continue generation. Before that, while still paused, the device allocator's cache is emptied."""
 
     torch_empty_cache: bool = True
-    """False: the allocator keeps its unused blocks, and the reply has no figures."""
+    """False: the cache is not emptied, and the reply has no memory figures."""
     force: bool = False
-    """Continue a pause that somebody else owns, and commit an implicit session that somebody else opened."""
+    """Continue although the pause has another owner, and commit an implicit session of another sender."""
 
 
 class ContinueGenerationReqOutput(Reply, kw_only=True):
-    """Device memory around the empty-cache step, in bytes; all three are None when the step did not run."""
+    """Device memory before and after the cache was emptied, in bytes; all three are None where it was not."""
 
     was_paused: bool
-    """False: the engine was running and nothing was done."""
+    """False: the engine was running already and nothing was done."""
     reserved_before: int | None = None
-    """Bytes that the device allocator held before its unused blocks were returned."""
+    """Bytes reserved by the device allocator before its cache was emptied."""
     reserved_after: int | None = None
-    """Bytes that it held afterwards."""
+    """Bytes reserved afterwards."""
     freed: int | None = None
     """``reserved_before - reserved_after``; may be negative."""
 
 
 class FlushCacheReqInput(ControlRequest, kw_only=True):
-    """Clear the engine's own KV pools. Needs a fully idle engine; waiting requests are ignored only while paused."""
+    """Flush the prefix cache. No live request may hold KV, and unless the engine is paused, none may be waiting."""
 
     torch_empty_cache: bool = True
-    """Also return the allocator's unused blocks to the system."""
+    """Also empty the device allocator's cache."""
     timeout_s: Duration = 0.0
-    """Wait this long for the engine to become idle. 0: answer at once."""
+    """Seconds to wait for the engine to become idle. 0: reply at once."""
     force: bool = False
-    """Commit an implicit session that somebody else opened. Else the flush is refused while one is open, unless its sender
-    owns the pause."""
+    """Commit an implicit session of another sender. Without it, the flush is refused while such a session is open,
+    unless its sender owns the pause."""
 
 
 class FlushCacheReqOutput(Reply, kw_only=True):
-    """What the flush cleared; both figures in bytes are None when ``torch_empty_cache`` was off."""
+    """What was flushed. Both byte counts are None without ``torch_empty_cache``."""
 
     freed_tokens: int
     """KV token slots that were cached and are free now."""
     reserved_before: int | None = None
-    """Bytes that the device allocator held before its unused blocks were returned."""
+    """Bytes reserved by the device allocator before its cache was emptied."""
     reserved_after: int | None = None
-    """Bytes that it held afterwards."""
+    """Bytes reserved afterwards."""
 
 
 class ReleaseMemoryOccupationReqInput(ControlRequest, kw_only=True):
-    """Give device memory back to the system; answered when it is really free. Releasing what is released is harmless.
+    """Release device memory to the system. The reply is sent when the memory is free. Releasing released memory has
+    no effect.
 
-    ``kv_cache`` needs that no live request holds KV, and drops the prefix cache. ``weights`` and ``cuda_graph`` need a
-    completed pause or an idle engine; weights are dropped without a copy, so they are invalid until a complete update.
+    ``kv_cache`` requires that no live request holds KV, and drops the prefix cache. ``weights`` and ``cuda_graph``
+    require a completed pause or an idle engine. Weights are dropped without a copy, so they are invalid until a
+    complete update.
     """
 
     tags: list[MemoryTag] | None = None
-    """None: all."""
+    """What to release. None means everything."""
 
 
 class ReleaseMemoryOccupationReqOutput(Reply, kw_only=True):
-    """Nothing is launched until everything is resident again."""
+    """The memory is released. No step runs until all of it is resident again."""
 
     released_tags: list[MemoryTag]
-    """All that is released now."""
+    """All tags that are released now."""
     freed_bytes: dict[MemoryTag, int]
-    """What this call released, by tag: sizes of the components, resident or not."""
+    """Bytes that this call released, by tag: the sizes of the components."""
     reserved_before: int
-    """Bytes that the device allocator held before the release."""
+    """Bytes reserved by the device allocator before the release."""
     reserved_after: int
-    """Bytes that it held afterwards; the same where nothing was left to release."""
+    """Bytes reserved afterwards; the same if everything was released already."""
 
 
 class ResumeMemoryOccupationReqInput(ControlRequest, kw_only=True):
-    """Take released memory back, all of ``tags`` or none: a shortage is ``out_of_memory`` with need and free bytes.
+    """Allocate released memory again: all of ``tags`` or, if it does not fit, none (``out_of_memory`` with the
+    sizes).
 
-    Weights come back without their values: send a complete update. Resuming what is resident is harmless.
+    Weights come back without their values: send a complete update. Resuming resident memory has no effect.
     """
 
     tags: list[MemoryTag] | None = None
-    """None: all."""
+    """What to resume. None means everything."""
 
 
 class ResumeMemoryOccupationReqOutput(Reply, kw_only=True):
-    """The memory is there."""
+    """The memory is resident again."""
 
     released_tags: list[MemoryTag]
-    """What is still released."""
+    """Tags that are still released."""
     resumed_bytes: dict[MemoryTag, int]
-    """What this call took back, by tag."""
+    """Bytes that this call allocated, by tag."""
 
 
 class RenewPauseLeaseReqInput(ControlRequest, kw_only=True):
-    """A sign of life from the owner of a pause that has nothing else to say. Never busy."""
+    """Renews the lease of a pause, for an owner with no other command to send. Never refused as ``busy``."""
 
 
 class RenewPauseLeaseReqOutput(Reply, kw_only=True):
     """The lease after the renewal."""
 
     renewed: bool
-    """False: there is no pause, it has no lease, or the owner is another."""
+    """False: there is no pause, it has no lease, or it has another owner."""
     lease_left_s: float | None = None
-    """Seconds until it expires. None: no lease."""
+    """Seconds until the lease expires. None means no lease."""
 
 
 class KVUsage(ReplyRecord, kw_only=True, frozen=True):
-    """The KV ledger in token slots: ``free + cached + held == total``, always."""
+    """Use of the KV cache pool in token slots: ``free + cached + held == total``, always."""
 
     free: int
-    """Slots that nobody owns."""
+    """Free slots."""
     cached: int
-    """In the prefix cache, locked by nobody, evictable."""
+    """Slots held by the prefix cache alone; they can be evicted."""
     held: int
-    """Owned or locked by live requests."""
+    """Slots owned or locked by live requests."""
     total: int
     """Slots of the whole pool."""
     page_size: int
-    """Slots per page; pages are handed out whole."""
+    """Slots per page, the unit of allocation."""
     bytes_per_token: int
-    """Of KV, over all layers."""
+    """Bytes of KV per token, over all layers."""
     routing_bytes_per_token: int = 0
-    """Bytes beside it for the ids of the experts that computed the token; 0 for a model without experts."""
+    """Bytes per token for the ids of the experts that computed it; 0 for a model without experts."""
 
 
 class DeviceMemory(ReplyRecord, kw_only=True, frozen=True):
-    """The device allocator's view, in bytes. On the CPU: glibc's heap and the process's anonymous pages."""
+    """The device allocator's figures in bytes. On the CPU they are those of glibc's heap and of anonymous memory
+    mappings."""
 
     reserved: int
     """Bytes that the allocator has taken from the system, in use or not."""
     allocated: int
-    """Bytes that the allocator has handed out; 0 where it does not tell. On the CPU the mappings of weights and KV are not among
-    them, though their pages are reserved."""
+    """Bytes in use; 0 where the allocator does not report it. On the CPU the memory mappings of weights and KV are
+    not included, although ``reserved`` includes them."""
     available: int | None
-    """Free on the device (CPU: the smaller of MemAvailable and what the cgroup leaves). None: its backend does not tell."""
+    """Free bytes on the device (CPU: the smaller of MemAvailable and the limit of the cgroup). None means that the
+    backend does not report it."""
     weights: int
-    """Parameters and buffers of the model."""
+    """Bytes of the model's parameters and buffers."""
     kv_cache: int
-    """The paged KV pool."""
+    """Bytes of the paged KV cache pool."""
 
 
 class UpdateProgress(ReplyRecord, kw_only=True, frozen=True):
-    """A weight update that is running now."""
+    """A weight update in progress."""
 
     source: str
     """The transport: ``disk``, ``tensor``, ``ipc``, ``distributed`` or ``checkpoint_engine``."""
     written_bytes: int
-    """Bytes of tensors that this call has written so far, before any cast. ``checkpoint_engine``: in all its buckets."""
+    """Bytes of tensors that this call has written so far, before any cast. For ``checkpoint_engine``: of all its
+    buckets."""
     total_bytes: int
-    """Bytes of all tensors that this call names, those that the model ignores included. ``checkpoint_engine``: of the present
-    bucket alone."""
+    """Bytes of all tensors of this call, including those that the model ignores. For ``checkpoint_engine``: of the
+    current bucket."""
     age_s: float
-    """Seconds since this call began to load, waiting for its first tensor included. ``checkpoint_engine``: since the present
-    bucket came."""
+    """Seconds since this call started to load, including the wait for its first tensor. For ``checkpoint_engine``:
+    since the current bucket arrived."""
 
 
 class SessionStatus(ReplyRecord, kw_only=True, frozen=True):
-    """The open weight-update session."""
+    """The open weight update session."""
 
     kind: Literal["explicit", "implicit", "single"]
-    """``explicit``: opened by ``begin``. ``implicit``: by a call while paused, and more may follow. ``single``: a call while
-    running, which ends it."""
+    """``explicit``: opened by ``begin``. ``implicit``: opened by an update call while paused; more calls may follow.
+    ``single``: one update call while running, committed at its end."""
     session_id: str
-    """Drawn by the engine; names the session in calls and ``end``."""
+    """Generated by the engine; identifies the session in update calls and in ``end``."""
     owner: str | None
-    """The owner token of the message that opened it. None: it carried none."""
+    """The owner token of the message that opened the session. None means that it had none."""
     age_s: float
     """Seconds since it was opened."""
     deadline_s: float | None
-    """Seconds left; None: no deadline."""
+    """Seconds until its deadline. None means no deadline."""
     written_tensors: int
-    """Checkpoint tensors that its calls have written, without the call that is under way."""
+    """Checkpoint tensors written by its completed calls."""
 
 
 class StageStatus(ReplyRecord, kw_only=True, frozen=True):
-    """Where time goes: one named stage since start, in seconds. Stages may lie inside others."""
+    """Time spent in one named stage since start. Stages can be nested."""
 
     name: str
     """``receive``, ``schedule``, ``prefill``, ``decode``, ``sample``, ``process``, ``pause``, ``update.…``, ``release.…``."""
@@ -245,172 +252,176 @@ class StageStatus(ReplyRecord, kw_only=True, frozen=True):
 
 
 class StepFailures(ReplyRecord, kw_only=True, frozen=True):
-    """What went wrong with steps, since start (docs/lifecycle.md, "After a failure")."""
+    """Failures of steps since start (docs/lifecycle.md, "After a failure")."""
 
     failed: int = 0
-    """Steps that raised, while they were built, computed or taken in."""
+    """Steps that failed, while they were scheduled, executed or processed."""
     retried: int = 0
-    """Steps that failed, or were lost with one that did, and whose requests went on."""
+    """Steps that failed, or were discarded because of one that did, and were computed again."""
     splits: int = 0
-    """Times that memory did not suffice for a step and the next ones were made smaller."""
+    """Times that a step ran out of memory and the next steps were made smaller."""
     token_limit: int | None = None
-    """Tokens that a step may have now, for want of memory. None: as many as it wants."""
+    """Current limit on the tokens of a step after running out of memory. None means no such limit."""
 
 
 class MemoryByTag(ReplyRecord, kw_only=True, frozen=True):
-    """Reserved memory by what holds it, in bytes; the parts add up to ``reserved``.
+    """Reserved memory by purpose, in bytes; the parts add up to ``reserved``.
 
-    On the CPU only pages that have been written count. What is released counts 0.
+    On the CPU only pages that have been written count. Released memory counts 0.
     """
 
     weights: int
-    """Parameters of the policy."""
+    """Parameters of the policy model."""
     derived: int
-    """What its layers derive from them at commit."""
+    """Tensors that its layers derive from the parameters at commit."""
     kv: int
-    """The paged KV pool, and the expert ids beside it."""
+    """The paged KV cache pool, and the expert ids stored with it."""
     reference: int
     """Other models, as far as they are on the device."""
     graphs: int
-    """Captured decode steps."""
+    """Captured CUDA graphs of decode steps."""
     workspace: int
-    """What else the engine has asked of the allocator since it began to be built: workspaces, temporaries; on the CPU also
-    its own objects."""
+    """Everything else that the engine has allocated since its construction began: workspaces, temporaries; on the CPU
+    also its Python objects."""
     runtime: int
-    """What the process held before: Python and torch; next to nothing on accelerators."""
+    """What the process used before that: Python and torch. Almost nothing on accelerators."""
     other: int
-    """The rest: blocks that the allocator holds unused, and what nobody has asked it for."""
+    """The rest: blocks that the allocator caches, and memory that was not allocated through it."""
 
 
 class PauseTotal(ReplyRecord, kw_only=True, frozen=True):
-    """Pauses in one mode since start, the one that lasts included. A pause whose mode was changed counts in both."""
+    """Pauses in one mode since start, including the current one. A pause whose mode was changed counts in both."""
 
     mode: PauseMode
-    """The pause mode that is counted."""
+    """The pause mode."""
     count: int
-    """How often the engine came into this mode."""
+    """Number of pauses in this mode."""
     seconds: float
-    """From the acknowledgement to the continue, or to the change of mode."""
+    """Total time from the acknowledgement to continue, or to the change of mode."""
 
 
 class UpdateTotal(ReplyRecord, kw_only=True, frozen=True):
-    """Weight updates from one source since start. What was refused before its first byte is not among them."""
+    """Weight updates from one source since start. Updates that were refused before their first byte are not
+    counted."""
 
     source: str
-    """The transport that came last in the session: ``disk``, ``tensor``, …; empty: nothing came."""
+    """The transport of the session's last call: ``disk``, ``tensor``, …; empty if it had none."""
     committed: int
-    """Sessions that ended with a commit."""
+    """Sessions that were committed."""
     failed: int
-    """Left the weights poisoned."""
+    """Sessions that failed and left the weights poisoned."""
 
 
 class EmptyCacheTotal(ReplyRecord, kw_only=True, frozen=True):
-    """How often one place has emptied the device allocator's cache since start."""
+    """How often the device allocator's cache was emptied at one place since start."""
 
     place: str
     """``continue``, ``flush``, ``update``, ``failure``, … (docs/memory.md lists them)."""
     count: int
-    """How often."""
+    """Number of times."""
     freed_bytes: int
-    """Bytes returned to the system; an emptying during which more was allocated counts as 0."""
+    """Bytes returned to the system; if more was allocated meanwhile, that emptying counts as 0."""
 
 
 class EngineTotals(ReplyRecord, kw_only=True, frozen=True):
-    """What has been counted since start."""
+    """Counters since start."""
 
     prompt_tokens: int = 0
-    """Of requests that have begun to run."""
+    """Prompt tokens of requests that have been scheduled."""
     cached_tokens: int = 0
-    """How many of them came from the prefix cache."""
+    """Those that were found in the prefix cache."""
     finished_requests: dict[str, int] = {}
-    """Samples that have ended, by the type of their finish reason."""
+    """Finished samples, by the type of their finish reason."""
     pauses: list[PauseTotal] = []
-    """Pauses by mode; a mode that was never used is left out."""
+    """By mode; unused modes are left out."""
     updates: list[UpdateTotal] = []
-    """Weight updates by source; a source that was never used is left out."""
+    """By source; unused sources are left out."""
     emptied: list[EmptyCacheTotal] = []
-    """Emptyings of the device allocator's cache, by place."""
+    """Times that the device allocator's cache was emptied, by place."""
 
 
 class GetStatusReqInput(ControlRequest, kw_only=True):
-    """Everything a supervisor asks. Answered by the control loop, during updates too; generates no token."""
+    """Get the state of the engine. Answered by the control loop in every state, also during updates."""
 
 
 class GetStatusReqOutput(Reply, kw_only=True):
-    """One consistent snapshot, taken between two steps."""
+    """A consistent snapshot, taken between two steps."""
 
     incarnation: str
-    """Drawn at random at each start: epochs and message ids of another incarnation mean nothing to this one."""
+    """Random id of this start of the engine. Epochs and message ids of another incarnation are not valid in this
+    one."""
     generation: GenerationState
-    """``pausing``: a pause waits for the step in flight. Steps run in ``running`` only, and only while weights are ``valid``
-    and memory is ``resident``."""
+    """``pausing``: a pause waits for the step in flight. Steps run only in ``running``, and only while weights are
+    ``valid`` and memory is ``resident``."""
     pause_mode: PauseMode | None = None
     """None unless paused."""
     pause_age_s: float | None = None
     """None unless paused."""
     pause_owner: str | None = None
-    """None: no pause, or one without an owner."""
+    """None unless paused by a command with an owner."""
     lease_left_s: float | None = None
-    """Seconds until the pause's lease expires. None: no lease."""
+    """Seconds until the pause's lease expires. None means no lease."""
     weights: WeightsState
-    """``updating``: bytes were written and not committed. ``poisoned``: an update failed after its first byte. ``invalid``:
-    the values were released, or lost in a restart."""
+    """``updating``: an update has written bytes and is not committed. ``poisoned``: an update failed after its first
+    byte. ``invalid``: the values were released, or lost in a restart."""
     weights_detail: str | None = None
-    """Why the weights are not valid; None when they are."""
+    """Why the weights are not valid. None if they are."""
     memory: MemoryState
-    """``released`` while ``released_tags`` names any."""
+    """``released`` if ``released_tags`` is not empty."""
     released_tags: list[MemoryTag] = []
     """Tags whose memory is released, in alphabetical order."""
     weight_version: str
-    """Public label of the weights: the last one that came with a commit, ``default`` before any has."""
+    """Public version label of the weights: the last one given with a commit, or ``default``."""
     weights_epoch: int
-    """Counts commits: 0 at start, one more at each. With a state file a start begins above its predecessor's."""
+    """Commit counter: 0 at start, incremented at each commit. With a state file it continues above the previous
+    start's."""
     session: SessionStatus | None = None
-    """None: no open session."""
+    """The open weight update session. None means that none is open."""
     update: UpdateProgress | None = None
-    """None: no update is running."""
+    """The update in progress. None means that there is none."""
     running_requests: int
-    """Requests that hold KV and sample tokens."""
+    """Requests that hold KV and decode."""
     prefilling_requests: int
-    """Requests that hold KV and have prompt left to compute."""
+    """Requests that hold KV and whose prefill is not complete."""
     waiting_requests: int
-    """Samples queued without KV: new, retracted and preempted ones."""
+    """Samples in the waiting queue: new, retracted and preempted ones."""
     step: int
-    """Steps launched since start."""
+    """Steps started since the start of the engine."""
     last_step_age_s: float | None = None
-    """Seconds since a step last finished; None: none yet."""
+    """Seconds since the last step finished. None means that there was none yet."""
     generated_tokens: int
-    """Tokens sampled since start."""
+    """Tokens generated since start."""
     num_retractions: int
-    """Since start, for want of memory or by a pause."""
+    """Retractions since start: by a pause, or because the KV cache was full."""
     step_failures: StepFailures = StepFailures()
-    """What went wrong with steps, and whether they are small for want of memory."""
+    """Failures of steps, and the limit on their size after running out of memory."""
     kv: KVUsage
-    """The KV pool's ledger."""
+    """Use of the KV cache pool."""
     device_memory: DeviceMemory
-    """The device allocator's figures, read for this answer."""
+    """The device allocator's figures, read for this reply."""
     memory_by_tag: MemoryByTag | None = None
-    """As of the last memory event. None: there is none yet."""
+    """Reserved memory by purpose, at the last memory event. None means that there was none yet."""
     totals: EngineTotals = EngineTotals()
     """Counters since start."""
     stages: list[StageStatus] = []
-    """In the order of their first run."""
+    """Time spent by stage, in the order of their first run."""
     reference: ReferenceStatus | None = None
-    """None: no reference is loaded."""
+    """The reference model. None means that none is loaded."""
     model_path: str
-    """Folder of the last disk update that was committed, else of the start; other transports do not change it."""
+    """Folder of the last committed update from disk, or of the start; updates by other transports do not change
+    it."""
     dtype: str
-    """Data type that the model computes in: ``bfloat16``, ``float32``, …"""
+    """Data type of computation: ``bfloat16`` or ``float32``."""
     device: str
     """Device that the model runs on: ``cpu``, ``cuda``, …, with an index where one was configured."""
     context_len: int
-    """Longest prompt plus output of a request, in tokens."""
+    """Maximum length of prompt plus output, in tokens."""
     vocab_size: int
     """Number of token ids of the model; every id is below it."""
     max_running_requests: int
-    """Samples that may hold KV at a time."""
+    """Maximum number of samples that hold KV."""
     uptime_s: float
-    """Seconds since the engine had loaded and began to serve."""
+    """Seconds since the engine became ready."""
     pid: int
     """Process id of the engine, in its own pid namespace."""
     version: str
@@ -418,20 +429,21 @@ class GetStatusReqOutput(Reply, kw_only=True):
 
 
 class ShutdownReqInput(Request, kw_only=True):
-    """Stop the process after ending every request. Answered at once; every request gets its terminal message first.
+    """End every request, then stop the process. Acknowledged at once; every request gets its terminal message first.
 
-    Sent again, it can bring the end nearer, and never put it off.
+    A repeated shutdown can make the end earlier, never later.
     """
 
     drain: bool | None = None
-    """Let the requests that are there go on, and refuse new ones with ``shutting_down``. False: end them at once. None: as
-    the engine's ``shutdown_mode`` says."""
+    """True: let the accepted requests finish and refuse new ones with ``shutting_down``. False: end them at once.
+    None means the engine's ``shutdown_mode``."""
     timeout_s: Duration | None = None
-    """With drain: after so many seconds what is left ends as aborted. None: the engine's ``drain_timeout_s``."""
+    """With drain: seconds after which the remaining requests are aborted. None means the engine's
+    ``drain_timeout_s``."""
 
 
 class ShutdownReqOutput(Reply, kw_only=True):
-    """Acknowledged; the process exits next, or when it has drained."""
+    """The shutdown is acknowledged; the process exits next, or when it has drained."""
 
     drain_s: float = 0.0
-    """How much longer requests may go on, at most, in seconds; 0: they have ended."""
+    """Maximum seconds for the remaining requests; 0: they have ended."""

@@ -1,7 +1,7 @@
 """Typed errors: one wire struct, one code per kind of failure, one client exception per code.
 
 A request that fails is answered by :class:`ErrorReply`. ``code`` is for programs, ``message`` for people, ``detail``
-carries the numbers (JSON-like values, keys depend on the code and are listed beside it below).
+has the numbers (JSON-like values; the keys depend on the code and are listed with it below).
 """
 
 from enum import StrEnum
@@ -13,87 +13,94 @@ from .base import Reply
 
 
 class ErrorCode(StrEnum):
-    """What went wrong, in terms a client can act on."""
+    """The kinds of failure that a client can react to."""
 
     MALFORMED_MESSAGE = "malformed_message"
-    """The frames are not a message of this wire (garbage, wrong types, unknown fields). Nothing was done."""
+    """The frames are not a valid message (garbage, wrong types, unknown fields). Nothing was done."""
     VERSION_MISMATCH = "version_mismatch"
-    """Client and engine speak wires of different major versions. ``detail``: engine and client (``"major.minor"`` each)."""
+    """Client and engine use different major versions of the wire. ``detail``: engine and client (``"major.minor"``
+    each)."""
     INVALID_REQUEST = "invalid_request"
     """A value is out of its range. ``detail``: field, value."""
     PROMPT_TOO_LONG = "prompt_too_long"
-    """Prompt plus ``max_new_tokens`` exceeds the context. ``detail``: prompt_tokens, max_new_tokens, limit."""
+    """Prompt plus ``max_new_tokens`` exceeds the context length. ``detail``: prompt_tokens, max_new_tokens, limit."""
     EXCEEDS_KV_POOL = "exceeds_kv_pool"
-    """The request could never fit, even alone. ``detail``: needed_tokens, total_tokens."""
+    """The request needs more KV than the whole pool has. ``detail``: needed_tokens, total_tokens."""
     DUPLICATE_RID = "duplicate_rid"
     """A live generation already has this rid. ``detail``: rid."""
     ID_CONFLICT = "id_conflict"
-    """The message id was used before with another body."""
+    """The message id was used before with a different body."""
     ANSWER_FORGOTTEN = "answer_forgotten"
-    """The message was answered before, so long ago that the answer is no longer stored. Nothing was done again: a new id does it
-    once more."""
+    """The message was answered before, and its answer is no longer stored. Nothing was done; to repeat the command,
+    send it with a new id."""
     QUEUE_FULL = "queue_full"
-    """Too many requests are waiting, or weight update groups are being joined. ``detail``: waiting, limit."""
+    """The waiting queue is full, or too many weight update groups are being joined. ``detail``: waiting, limit."""
     EPOCH_BEHIND = "epoch_behind"
-    """``min_weights_epoch`` is above the engine's. ``detail``: weights_epoch, min_weights_epoch."""
+    """``min_weights_epoch`` is above the engine's weights epoch. ``detail``: weights_epoch, min_weights_epoch."""
     PAUSED = "paused"
-    """The engine is configured to refuse requests while paused."""
+    """The engine is paused and configured to refuse requests meanwhile."""
     NOT_IDLE = "not_idle"
-    """Needs an idle engine. ``detail``: what is pending (running, prefilling, waiting, held_tokens)."""
+    """The command needs an idle engine. ``detail``: unfinished work (running, prefilling, waiting, held_tokens)."""
     BUSY = "busy"
     """Another exclusive command is running. ``detail``: running (its message type), id."""
     NOT_OWNER = "not_owner"
-    """Another owner holds the pause; ``force`` overrides. ``detail``: owner."""
+    """The pause has another owner; ``force`` overrides it. ``detail``: owner."""
     NO_SESSION = "no_session"
-    """No such weight session is open: there is none, or the ``session_id`` is of one that has ended."""
+    """No such weight update session is open: there is none, or the ``session_id`` belongs to one that has ended."""
     SESSION_OPEN = "session_open"
-    """A weight session is open: refused are a second ``begin``, calls and ends that do not name it or disagree with it, and
-    whatever would commit it for somebody else. ``detail``: kind, age_s, and session_id where it is the sender's own."""
+    """A weight update session is open. Refused are a second ``begin``, calls and ends that do not name the session or
+    do not agree with it, and commands that would commit it for another sender. ``detail``: kind, age_s, and
+    session_id if it is the sender's own."""
     WEIGHTS_POISONED = "weights_poisoned"
-    """An update failed after its first written byte; only a complete update leaves this state."""
+    """A weight update failed after its first byte was written. Only a complete update makes the weights valid
+    again."""
     WEIGHTS_INVALID = "weights_invalid"
-    """Weights were released without a copy and not loaded again, or lost in a restart; only a complete update leaves this state."""
+    """The weights were released and not loaded again, or lost in a restart. Only a complete update makes them valid
+    again."""
     MEMORY_RELEASED = "memory_released"
-    """Needs memory that is released; resume it first. ``detail``: released (tags)."""
+    """The command needs memory that is released; resume it first. ``detail``: released (tags)."""
     GROUP_ERROR = "group_error"
-    """A weight update group: unknown, dead, or not joined by every rank in time. ``detail``: group_name, and where known
-    address, world_size, rank, ranks_seen."""
+    """A weight update group is unknown or dead, or some ranks did not join it in time. ``detail``: group_name, and
+    where known address, world_size, rank, ranks_seen."""
     CHECKPOINT_ERROR = "checkpoint_error"
-    """A checkpoint cannot be read: missing, truncated, not safetensors. ``detail``: path, reason."""
+    """A checkpoint cannot be read: it is missing, truncated, or not in safetensors format. ``detail``: path,
+    reason."""
     WEIGHT_MISMATCH = "weight_mismatch"
-    """``detail``: missing, unexpected, mismatched (lists), config (fields that differ)."""
+    """The tensors or the config do not match the model. ``detail``: missing, unexpected, mismatched (lists), config
+    (fields that differ)."""
     UNSUPPORTED_MODEL = "unsupported_model"
-    """The config asks for something this engine does not do. ``detail``: fields."""
+    """The model config requires something that this engine does not implement. ``detail``: fields."""
     OUT_OF_MEMORY = "out_of_memory"
-    """``detail``: needed_bytes, free_bytes where known. A sample ends with it when memory did not suffice for a single token of
-    it; a command, when an allocation of its own failed."""
+    """Memory allocation failed. A request ends with it if memory does not suffice for even one of its tokens; a
+    command, if an allocation of its own failed. ``detail``: needed_bytes, free_bytes where known."""
     DEADLINE_EXCEEDED = "deadline_exceeded"
-    """The operation's own deadline passed. ``detail``: what was pending."""
+    """The operation's own deadline passed. ``detail``: what was not finished."""
     ENDPOINT_IN_USE = "endpoint_in_use"
     """Another scheduler owns this endpoint."""
     UNSUPPORTED = "unsupported"
-    """A known message that this engine does not implement in its present configuration."""
+    """The engine does not support this message in its configuration."""
     SHUTTING_DOWN = "shutting_down"
-    """The engine is stopping."""
+    """The engine is shutting down."""
     INTERNAL = "internal"
-    """A defect or a failed batch. ``detail``: traceback (text) where there is one."""
+    """A defect of the engine, or a failed step. ``detail``: traceback (text) where there is one."""
     ENGINE_DIED = "engine_died"
     """Raised by clients only: the scheduler process or its socket is gone."""
     ENGINE_RESTARTING = "engine_restarting"
-    """Raised by front ends only: the scheduler process is gone and another one is being started. ``detail``: reason."""
+    """Raised by front ends only: the scheduler process has ended and a new one is being started. ``detail``:
+    reason."""
     TIMED_OUT = "timed_out"
-    """Raised by clients only: no answer within the caller's timeout. The command may still complete."""
+    """Raised by clients only: no reply within the caller's timeout. The command may still complete."""
 
 
 class ErrorReply(Reply, kw_only=True):
     """The answer to a request that failed or was refused. ``id`` is ``""`` when the frame had no readable id."""
 
     code: str
-    """One of the error codes; one that a client does not know means what ``internal`` means to it."""
+    """One of the error codes. Clients treat an unknown code like ``internal``."""
     message: str
-    """One sentence for a person."""
+    """One sentence for people."""
     detail: dict[str, Any] = msgspec.field(default_factory=dict)
-    """Numbers and names behind the error; the keys are listed beside each code. Empty: there are none."""
+    """Numbers and names about the error; the keys are listed with each code."""
 
 
 class CaesuraError(Exception):

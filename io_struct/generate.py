@@ -14,58 +14,59 @@ TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Seed = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 MAX_INT32 = 2**31 - 1
-"""Largest count of tokens, and largest position, that a request may name."""
+"""Largest token count or position in a request."""
 
 MIN_REPETITION_PENALTY = 1e-6
-"""Smallest ``repetition_penalty``: logits divided by it, and then by the smallest temperature, are float32 numbers still."""
+"""Smallest ``repetition_penalty``: logits divided by it and by the smallest temperature are still finite in float32."""
 
 MAX_SAMPLES = 1024
-"""Largest ``n``: samples of one prompt in one request."""
+"""Maximum of ``n``, the number of samples of one request."""
 
 MAX_LOGIT_BIAS = 1024
-"""Most tokens in one ``logit_bias``."""
+"""Maximum number of tokens in ``logit_bias``."""
 
 MAX_TOP_LOGPROBS = 128
-"""Largest ``top_logprobs_num``."""
+"""Maximum of ``top_logprobs_num``."""
 
 MAX_TOKEN_IDS_LOGPROB = 1024
-"""Most ids in one ``token_ids_logprob``."""
+"""Maximum number of ids in ``token_ids_logprob``."""
 
 GREEDY_BELOW = 1e-6
 """Temperatures below this mean greedy decoding, as in SGLang."""
 
 
 class SamplingParams(Record, kw_only=True, frozen=True):
-    """How to sample. Names and defaults follow SGLang; ranges are checked by :meth:`problems`."""
+    """Sampling parameters. Names and defaults follow SGLang; :meth:`problems` checks the ranges."""
 
     max_new_tokens: int | None = 128
-    """None: up to the context length."""
+    """Maximum number of output tokens. None means up to the context length."""
     temperature: float = 1.0
-    """Below 1e-6: greedy."""
+    """Values below 1e-6 mean greedy decoding."""
     top_p: float = 1.0
-    """In (0, 1]; 1 keeps all."""
+    """In (0, 1]; 1 disables it."""
     top_k: int = -1
-    """-1 keeps all; otherwise at least 1."""
+    """At least 1; -1 disables it."""
     min_p: float = 0.0
-    """In [0, 1]: tokens less likely than ``min_p`` times the likeliest are dropped; 0 keeps all."""
+    """In [0, 1]: tokens less likely than ``min_p`` times the most likely token are removed; 0 disables it."""
     frequency_penalty: float = 0.0
-    """In [-2, 2]: taken off a token's logit for each time it stands in the output."""
+    """In [-2, 2]: subtracted from a token's logit once for each occurrence in the output."""
     presence_penalty: float = 0.0
-    """In [-2, 2]: taken off the logit of each token that stands in the output."""
+    """In [-2, 2]: subtracted from the logit of each token that occurs in the output."""
     repetition_penalty: float = 1.0
-    """In [1e-6, 2]: positive logits of tokens in prompt or output are divided by it, negative ones multiplied."""
+    """In [1e-6, 2]: positive logits of tokens that occur in prompt or output are divided by it, negative ones
+    multiplied."""
     logit_bias: dict[TokenId, float] | None = None
-    """Added to these tokens' logits; values in [-100, 100]. None: nothing."""
+    """Token id to a value in [-100, 100] that is added to its logit. None means no bias."""
     min_new_tokens: int = 0
-    """Before so many tokens neither the model's end-of-sequence ids nor ``stop_token_ids`` are sampled."""
+    """End-of-sequence ids and ``stop_token_ids`` are not sampled before this many output tokens."""
     stop_token_ids: list[TokenId] = []
-    """Generation ends after any of these; the token is kept in the output."""
+    """Generation ends after any of these tokens; the token is kept in the output."""
     ignore_eos: bool = False
-    """True: the model's own end-of-sequence ids do not end the generation; ``stop_token_ids`` still do."""
+    """True: the model's end-of-sequence ids do not end the generation; ``stop_token_ids`` still do."""
     seed: Seed | None = None
-    """None: drawn at admission and returned in the result."""
+    """Seed of the sampling noise. None means a random seed, which the result contains."""
     n: Annotated[int, msgspec.Meta(ge=1, le=MAX_SAMPLES)] = 1
-    """Samples of this prompt. Sample ``i`` uses the noise stream ``(seed, i)``."""
+    """Number of samples of this prompt. Sample ``i`` uses the noise stream ``(seed, i)``."""
 
     def problems(self) -> list[tuple[str, object, str]]:
         """Every value out of range as ``(field, value, requirement)``; comparisons are false for NaN, so NaN fails."""
@@ -119,35 +120,39 @@ class GenerateReqInput(Request, kw_only=True):
     """
 
     rid: Identifier | None = None
-    """Names the generation, for abort and results. None: the message id."""
+    """Request id, for abort and results. None means the message id."""
     input_ids: list[TokenId]
-    """The prompt: at least one token id, each below the model's ``vocab_size``; with ``max_new_tokens`` at most
-    ``context_len``."""
+    """The prompt: at least one token id, each below the model's ``vocab_size``. Prompt plus ``max_new_tokens`` may
+    not exceed ``context_len``."""
     sampling_params: SamplingParams = SamplingParams()
-    """How to sample, and how many samples."""
+    """Sampling parameters, including the number of samples."""
     return_logprob: bool = False
-    """Per token: log-softmax over the full vocabulary after temperature (greedy: unscaled), in fp32."""
+    """Return the logprob of each output token: log-softmax over the full vocabulary after temperature (greedy:
+    without it), in float32."""
     return_raw_logprob: bool = False
-    """Per token: log-softmax of the unedited logits (temperature 1)."""
+    """Return the logprob of each output token under the unmodified logits (temperature 1)."""
     return_sampled_logprob: bool = False
-    """Per token: log-probability under the distribution really sampled (renormalised after top-k and top-p)."""
+    """Return the logprob of each output token under the distribution it was sampled from (renormalised after top-k,
+    top-p and min-p)."""
     logprob_start_len: int = -1
-    """With ``return_logprob``: also those of the prompt's tokens from this position on, without temperature or edits. They are
-    recomputed where the prefix cache has them. -1, or the prompt's length and more: none."""
+    """With ``return_logprob``: also return logprobs of the prompt tokens from this position on, without temperature
+    and logit edits. They are recomputed if the prefix cache has them. -1, or at least the prompt's length: none."""
     top_logprobs_num: int = 0
-    """With ``return_logprob``: at each position that has a logprob, also the so many likeliest tokens; at most 128."""
+    """With ``return_logprob``: at each of these positions, also return this many most likely tokens; at most 128."""
     token_ids_logprob: list[TokenId] | None = None
-    """With ``return_logprob``: at each of these positions, also these tokens' logprobs; at most 1,024. None, or empty: no others."""
+    """With ``return_logprob``: at each of these positions, also return the logprobs of these token ids; at most
+    1,024. None or empty means none."""
     return_routed_experts: bool = False
-    """The experts that computed each position, prompt included (:class:`RoutedExperts`). ``unsupported`` where the model has none."""
+    """Return the experts that computed each position, including the prompt (:class:`RoutedExperts`). ``unsupported``
+    for a model without experts."""
     routed_experts_start_len: Annotated[int, msgspec.Meta(ge=0)] = 0
     """First position whose experts are returned; at most the prompt's length."""
     stream: bool = False
-    """True: deltas each step. The terminal result carries everything in both cases."""
+    """True: send the new tokens after each step. The terminal result always contains everything."""
     cache_salt: Label = ""
-    """Requests share prefix-cache entries only within one salt."""
+    """Requests share prefix cache entries only with requests of the same salt."""
     min_weights_epoch: int | None = None
-    """Refuse with ``epoch_behind`` on an engine whose weights epoch is lower. None: any."""
+    """Refuse the request with ``epoch_behind`` if the engine's weights epoch is lower. None means no minimum."""
 
 
 FinishType = Literal["stop", "length", "abort", "error"]
@@ -157,41 +162,44 @@ class FinishReason(ReplyRecord, kw_only=True, frozen=True):
     """Why a generation ended."""
 
     type: FinishType
-    """``stop``: a stop token was sampled. ``length``: a limit was reached. ``abort``: somebody ended it (an abort, a pause,
-    an update, a shutdown), or its client is gone. ``error``: it could not be computed or sent."""
+    """``stop``: a stop token was sampled. ``length``: a length limit was reached. ``abort``: the request was aborted
+    (by an abort, a pause, an update or a shutdown), or its client disconnected. ``error``: it could not be computed
+    or its result not sent."""
     matched: int | None = None
-    """``stop``: the token id that ended it."""
+    """``stop``: the token id that ended the generation."""
     length: int | None = None
-    """``length``: the limit that was reached, in new tokens."""
+    """``length``: the limit that was reached, in output tokens."""
     message: str | None = None
-    """``abort`` and ``error``: what happened, for a person."""
+    """``abort`` and ``error``: what happened, as text."""
     code: str | None = None
     """``error``: an :class:`~caesura.io_struct.errors.ErrorCode`."""
 
 
 class WeightVersionSpan(ReplyRecord, kw_only=True, frozen=True):
-    """Output tokens ``[start, end)`` were sampled under these weights."""
+    """Output tokens ``[start, end)`` were sampled with these weights."""
 
     version: str
-    """The public label at sampling time."""
+    """Public version label of the weights."""
     epoch: int
-    """The engine's commit counter at sampling time."""
+    """Weights epoch: the engine's commit counter."""
     start: int
-    """Index of the first output token of the span, counted from 0."""
+    """Index of the first output token of the span."""
     end: int
-    """Index one past the last output token of the span."""
+    """Index after the last output token of the span."""
     incarnation: str = ""
-    """Which start of the engine sampled them (``HelloReqOutput.incarnation``)."""
+    """Start of the engine that sampled them (``HelloReqOutput.incarnation``)."""
     stale_kv: bool = False
-    """True: sampled on a KV cache that holds entries of an older epoch (an ``in_place`` pause with an update)."""
+    """True: sampled with KV cache that was partly computed with the weights of an older epoch (after an update during
+    an ``in_place`` pause)."""
 
 
 class RoutedExperts(ReplyRecord, kw_only=True, frozen=True):
-    """Which experts computed the positions ``[start, seqlen - 1)`` of one sample; ``seqlen`` is prompt plus output.
+    """Experts that computed the positions ``[start, seqlen - 1)`` of one sample; ``seqlen`` is the length of prompt
+    plus output.
 
-    The last token has no row: nothing was computed from it. A sample that ended before its first token has no rows at all.
-    A row is of the forward that first computed its position for this sample, or for the one whose cached prefix it shares,
-    and stays so when the position is computed again after a retraction, under newer weights perhaps.
+    The last token has no row, since it was never a model input. A sample that ended before its first token has no
+    rows. A row is recorded when its position is first computed, for this sample or for the one whose cached prefix it
+    shares. It does not change when the position is computed again after a retraction, even with newer weights.
 
     ``numpy.asarray`` of this object is a read-only array of its shape over the same memory.
     """
@@ -199,11 +207,11 @@ class RoutedExperts(ReplyRecord, kw_only=True, frozen=True):
     data: bytes
     """Expert ids, little-endian, in C order."""
     shape: Annotated[list[Annotated[int, msgspec.Meta(ge=0)]], msgspec.Meta(min_length=3, max_length=3)]
-    """[rows, layers of the model, experts per token]; layers without experts are zeros."""
+    """[rows, layers of the model, experts per token]; rows of layers without experts are zeros."""
     dtype: Literal["U8", "U16"]
-    """``U8`` for models of up to 256 experts."""
+    """``U8`` for models with up to 256 experts."""
     start: int
-    """The position of the first row: ``routed_experts_start_len``."""
+    """Position of the first row: ``routed_experts_start_len``."""
 
     @property
     def itemsize(self) -> int:
@@ -218,25 +226,25 @@ class RoutedExperts(ReplyRecord, kw_only=True, frozen=True):
 
 
 class LogprobRows(ReplyRecord, kw_only=True, frozen=True):
-    """Log-probabilities of ``k`` tokens at each of some positions ("rows")."""
+    """Logprobs of ``k`` tokens at each of several positions (rows)."""
 
     k: Annotated[int, msgspec.Meta(ge=1)]
     """Tokens per row: ``top_logprobs_num``, or the length of ``token_ids_logprob``."""
     ids: bytes
-    """int32 [rows, k]; [k] where they are the same in every row."""
+    """int32 [rows, k]; or [k], if they are the same in every row."""
     logprobs: bytes
-    """float32 [rows, k]; of the likeliest tokens in descending order."""
+    """float32 [rows, k]; those of the most likely tokens in descending order."""
 
 
 class GenerateReqOutput(ReplyRecord, kw_only=True, frozen=True):
-    """The terminal result of one sample. Everything about the output has as many entries or rows as ``output_ids``."""
+    """The terminal result of one sample. All data about the output has as many entries or rows as ``output_ids``."""
 
     rid: str
-    """The ``rid`` of the request; its message id where it had none."""
+    """The request id: ``rid`` of the request, else its message id."""
     index: int = 0
-    """Which of the ``n`` samples."""
+    """Index of the sample, below ``n``."""
     output_ids: bytes
-    """int32, new tokens only, including the stop token that ended it."""
+    """int32, output tokens only, including the stop token that ended it."""
     output_logprobs: bytes | None = None
     """float32; None unless ``return_logprob``."""
     raw_logprobs: bytes | None = None
@@ -248,34 +256,35 @@ class GenerateReqOutput(ReplyRecord, kw_only=True, frozen=True):
     output_token_ids_logprobs: LogprobRows | None = None
     """None unless ``token_ids_logprob``."""
     input_logprobs: bytes | None = None
-    """float32 [prompt_tokens - logprob_start_len], the first NaN; None unless ``logprob_start_len``, and where the sample ended
-    before its prompt was computed."""
+    """float32 [prompt_tokens - logprob_start_len], the first NaN. None unless ``logprob_start_len``, and if the
+    sample ended before its prefill."""
     input_top_logprobs: LogprobRows | None = None
-    """A row for each of ``input_logprobs`` but the first; None without these, and unless ``top_logprobs_num``."""
+    """A row for each of ``input_logprobs`` except the first. None without these, and unless ``top_logprobs_num``."""
     input_token_ids_logprobs: LogprobRows | None = None
-    """A row for each of ``input_logprobs`` but the first; None without these, and unless ``token_ids_logprob``."""
+    """A row for each of ``input_logprobs`` except the first. None without these, and unless ``token_ids_logprob``."""
     routed_experts: RoutedExperts | None = None
-    """None unless ``return_routed_experts``, and where an error ended the sample."""
+    """None unless ``return_routed_experts``, and if an error ended the sample."""
     finish_reason: FinishReason
     """Why the sample ended."""
     weight_versions: list[WeightVersionSpan]
-    """Contiguous, covering ``[0, len(output_ids))``."""
+    """Contiguous spans that cover ``[0, len(output_ids))``."""
     prompt_tokens: int
-    """Length of the prompt, in tokens; 0 in what replaces a result that could not be sent."""
+    """Length of the prompt in tokens; 0 if this result replaces one that could not be sent."""
     cached_tokens: int
-    """Prompt tokens whose KV came from the prefix cache when the request first ran."""
+    """Prompt tokens found in the prefix cache when the request was first scheduled."""
     seed: int
-    """The seed of the request, or the one that was drawn for it; 0 in what replaces a result that could not be sent."""
+    """The seed that was used; 0 if this result replaces one that could not be sent."""
     num_retractions: int = 0
-    """How often its KV was given back (by a pause or for want of memory) and recomputed."""
+    """Times that its KV cache was freed and recomputed: by a pause, or because the KV cache was full."""
     queue_s: float = 0.0
-    """Seconds from arrival to the first scheduled step; all of its life if it never ran."""
+    """Seconds from arrival to the first scheduled step; to the end, if it was never scheduled."""
     e2e_latency: float = 0.0
     """Seconds from arrival to the end."""
 
 
 class DeltaLogprobs(ReplyRecord, kw_only=True, frozen=True):
-    """Log-probabilities of further tokens at the positions of a :class:`StreamDelta`: ``ks[i]`` at each token of its row ``i``."""
+    """Logprobs of additional tokens at the positions of a :class:`StreamDelta`: ``ks[i]`` at each token of its row
+    ``i``."""
 
     ks: bytes
     """int32 [rows]; 0 where not requested."""
@@ -289,8 +298,8 @@ class StreamDelta(ReplyRecord, kw_only=True, frozen=True):
     """New tokens of all streaming requests of one client at one step, as a struct of arrays.
 
     Row ``i`` belongs to sample ``indices[i]`` of ``rids[i]`` and holds ``counts[i]`` tokens, the first of which is
-    output token number ``starts[i]``. A gap between deltas means some were dropped for a slow reader; the terminal
-    result is complete either way.
+    output token number ``starts[i]``. A gap between deltas means that some were dropped for a slow reader; the
+    terminal result is complete in any case.
     """
 
     rids: list[str]
@@ -306,61 +315,62 @@ class StreamDelta(ReplyRecord, kw_only=True, frozen=True):
     logprobs: bytes
     """float32 [sum(counts)]; NaN where not requested."""
     top: DeltaLogprobs | None = None
-    """The likeliest tokens. None: no row asked."""
+    """The most likely tokens. None means that no row requested them."""
     given: DeltaLogprobs | None = None
-    """Those of ``token_ids_logprob``. None: no row asked."""
+    """The tokens of ``token_ids_logprob``. None means that no row requested them."""
 
 
 class BatchTokenOutput(Message, kw_only=True, forbid_unknown_fields=False):
-    """Scheduler to one client, at most one per step: stream deltas and the results of samples that ended."""
+    """From the scheduler to one client, at most once per step: stream deltas and the results of finished samples."""
 
     step: int
-    """Number of the step that made the last of these tokens, counted from 1 since the engine's start; where none did (an
-    abort, a retry), of the last one launched."""
+    """Number of the step that produced the last of these tokens, counted from 1 since the engine's start. Without new
+    tokens (an abort, a retry), the number of the last step started."""
     delta: StreamDelta | None = None
-    """None: nothing to stream this step."""
+    """None means nothing to stream in this step."""
     finished: list[GenerateReqOutput] = []
-    """Results of the samples that have ended, in that order. Empty: none has ended."""
+    """Results of finished samples, in the order in which they ended."""
 
 
 class Keepalive(Message, kw_only=True, forbid_unknown_fields=False):
-    """Scheduler to clients with live requests, every two seconds; finds out who is gone. Carries nothing to answer."""
+    """Sent every two seconds to clients that wait for a reply, to find out which of them have disconnected. Needs no
+    answer."""
 
     step: int
-    """Steps launched since the engine's start."""
+    """Steps started since the engine's start."""
 
 
 class AbortReq(Request, kw_only=True):
-    """End generations now, wherever they are; each answers with its partial output. Unknown rids are no error."""
+    """Abort generations in any state; each ends with its partial output. Unknown rids are not an error."""
 
     rid: str | None = None
-    """Exact match. None needs ``abort_all``."""
+    """The request id, matched exactly. None needs ``abort_all``."""
     index: int | None = None
-    """Only this one of its samples. None: all of them."""
+    """Abort only this sample of the request. None means all its samples."""
     abort_all: bool = False
-    """True: every live generation of every client, queued ones too; ``rid`` and ``index`` are not looked at."""
+    """True: abort all generations of all clients, queued ones too; ``rid`` and ``index`` are ignored."""
 
 
 class AbortReqOutput(Message, kw_only=True, forbid_unknown_fields=False):
-    """``aborted``: how many samples this call ended."""
+    """The number of samples that were aborted."""
 
     id: str
     """The ``id`` of the request that this answers."""
     aborted: int
-    """Samples that this call ended; 0 where none of them was live."""
+    """Samples that this call aborted; 0 if there was no such live sample."""
 
 
 class FetchResultReqInput(Request, kw_only=True):
-    """The kept results of a generation whose client could not be reached when it ended."""
+    """Get the stored results of a generation whose client could not be reached at its end."""
 
     rid: Identifier
-    """The ``rid`` of the generation; its message id where it had none."""
+    """The request id: ``rid`` of the request, else its message id."""
 
 
 class FetchResultReqOutput(Reply, kw_only=True):
-    """What was kept; taking it does not remove it, its time to live does."""
+    """The stored results. Fetching does not remove them; they expire after ``result_ttl_s``."""
 
     results: list[GenerateReqOutput]
-    """By index of the sample; empty where nothing is kept under this rid."""
+    """In the order of the sample index; empty if nothing is stored for this rid."""
     live: int
-    """Samples of this rid that have not ended yet."""
+    """Samples of this rid that have not finished."""

@@ -1,4 +1,4 @@
-"""What an engine's memory has been, and why: its history of memory events (semantics: docs/memory.md)."""
+"""The memory history of an engine: readings of its memory, and what caused them (semantics: docs/memory.md)."""
 
 from typing import Annotated, Literal
 
@@ -12,51 +12,53 @@ MemoryCause = Literal[
     "update_failed", "release", "resume", "idle", "failure",
 ]  # fmt: skip
 MAX_HISTORY_EVENTS = 256
-"""Events in one answer: a millisecond of the control loop."""
+"""Maximum events in one reply, which take the control loop about a millisecond."""
 MAX_EVENT_SEQ = 2**63 - 1
-"""Largest number of an event."""
+"""Largest event number."""
 
 
 class MemoryEvent(ReplyRecord, kw_only=True, frozen=True):
-    """One look at the memory, and why somebody looked."""
+    """One reading of the memory, and what caused it."""
 
     seq: int
-    """Counts from 1."""
+    """Event number, counted from 1."""
     at: float
-    """Seconds since the epoch."""
+    """Unix time in seconds."""
     until: float
-    """``at``, but for a ``sample``: the last of the equal looks that it stands for."""
+    """Same as ``at``, except for a ``sample``: time of the last of the equal readings that it stands for."""
     cause: MemoryCause
-    """``sample``: while steps run, every few seconds. ``idle``: the emptying after a while without work. ``failure``: a step
-    raised. ``update_begin``: before the first byte is written. The others are the ends of commands."""
+    """``sample``: every few seconds while steps run. ``idle``: the cache was emptied after some time without work.
+    ``failure``: a step failed. ``update_begin``: before the first byte is written. The others are the ends of
+    commands."""
     detail: str
-    """Mode of a pause, transport and label of an update, tags of a release, …"""
+    """Mode of a pause, transport and label of an update, tags of a release, and so on."""
     step: int
-    """Steps launched until then."""
+    """Steps started until then."""
     weights_epoch: int
-    """Weights epoch at that moment."""
+    """Weights epoch at that time."""
     reserved: int
-    """Bytes that the device allocator holds, after whatever happened."""
+    """Bytes reserved by the device allocator, after the event."""
     allocated: int
-    """Bytes that it has handed out."""
+    """Bytes of it in use."""
     by_tag: MemoryByTag
-    """``reserved`` by what holds it. At ``pause``, ``continue`` and ``lease_expiry``, weights, KV and reference are those of
-    the last event of another cause."""
+    """``reserved`` by purpose. At ``pause``, ``continue`` and ``lease_expiry``, weights, KV and reference are those
+    of the last event with another cause."""
     returned: int | None = None
-    """Bytes that the system got back from an emptying; may be negative. None: nothing was emptied."""
+    """Bytes returned to the system by emptying the cache; may be negative. None means that it was not emptied."""
     residual: int | None = None
-    """``continue`` and ``lease_expiry``: reserved bytes more than when the pause began. None: otherwise."""
+    """``continue`` and ``lease_expiry``: growth of the reserved bytes since the pause began. None for other
+    causes."""
 
 
 class MemoryStretch(ReplyRecord, kw_only=True, frozen=True):
-    """What is left of events that are no longer kept one by one: a stretch of time."""
+    """Summary of a period whose events are no longer kept one by one."""
 
     start: float
-    """Seconds since the epoch, of its first event."""
+    """Unix time of its first event, in seconds."""
     end: float
-    """Seconds since the epoch, of its last event."""
+    """Unix time of its last event, in seconds."""
     events: int
-    """Number of events in it."""
+    """Number of events."""
     reserved_min: int
     """Smallest ``reserved`` of its events, in bytes."""
     reserved_max: int
@@ -64,26 +66,26 @@ class MemoryStretch(ReplyRecord, kw_only=True, frozen=True):
     reserved_last: int
     """``reserved`` of its last event, in bytes."""
     pauses: int
-    """Number of its events that are pauses."""
+    """Number of pauses among its events."""
     returned: int
-    """Bytes that the system got back from emptyings, in sum; negative ones count 0."""
+    """Total bytes returned to the system by emptying the cache; negative values count as 0."""
 
 
 class GetMemoryHistoryReqInput(ControlRequest, kw_only=True):
-    """The engine's memory events. Answered by the control loop like status, in every state; reads nothing anew."""
+    """Get the memory history. Answered by the control loop in every state, like status; reads no memory figures."""
 
     after: Annotated[int, msgspec.Meta(ge=0, le=MAX_EVENT_SEQ)] = 0
     """Only events with a higher ``seq``."""
     limit: Annotated[int, msgspec.Meta(ge=1, le=MAX_HISTORY_EVENTS)] = MAX_HISTORY_EVENTS
-    """At most so many events, the oldest first."""
+    """Maximum number of events, the oldest first."""
 
 
 class GetMemoryHistoryReqOutput(Reply, kw_only=True):
-    """Some of the events that are kept, oldest first."""
+    """Events that are kept, oldest first."""
 
     events: list[MemoryEvent]
-    """In the order of ``seq``. Empty: none is newer than ``after``."""
+    """In the order of ``seq``; empty if none is newer than ``after``."""
     more: bool
-    """True: there are newer ones; ask again, after the last of these."""
+    """True: there are newer events; ask again with ``after`` set to the last of these."""
     older: list[MemoryStretch] = []
-    """What came before the oldest event that is kept; empty where ``after`` is past it."""
+    """Summaries of the time before the oldest kept event; empty if ``after`` is later."""

@@ -1,4 +1,4 @@
-"""Scoring: log-probabilities of given tokens under the reference checkpoint that an engine may hold beside its policy."""
+"""Scoring: logprobs of given tokens under the reference model, a second checkpoint that an engine can load."""
 
 from typing import Annotated, Literal
 
@@ -8,45 +8,46 @@ from .base import Reply, ReplyRecord, Request
 from .generate import TokenId
 
 Residency = Literal["resident", "offload", "layerwise"]
-"""Where the reference's weights are: on the device; there while something is scored; there layer by layer."""
+"""Where the reference model's weights are: always on the device; there during scoring; there layer by layer."""
 
 MAX_SEQUENCES = 65536
-"""Most sequences of one message."""
+"""Maximum number of sequences in one message."""
 
 
 class ScoreReqInput(Request, kw_only=True):
-    """Log-probabilities under the reference, the policy having no part in it. ``unsupported`` on an engine without one."""
+    """Compute logprobs under the reference model; the policy is not involved. ``unsupported`` by an engine without a
+    reference model."""
 
     input_ids: Annotated[list[list[TokenId]], msgspec.Meta(min_length=1, max_length=MAX_SEQUENCES)]
-    """The sequences, prompt and output together."""
+    """The sequences, each with prompt and output."""
     start: list[Annotated[int, msgspec.Meta(ge=1)]]
-    """Per sequence: the position of the first token that is scored (the prompt's length, usually), at most the sequence's length.
-    The token at position 0 follows nothing and has no log-probability."""
+    """For each sequence: position of the first token to score, usually the length of its prompt; at most the length
+    of the sequence. The token at position 0 has no logprob."""
     temperature: float = 1.0
-    """Logits are divided by it, as where a token is sampled; below 1e-6 they are taken as they are, as for greedy tokens."""
+    """Logits are divided by it, as in sampling; below 1e-6 they are used as they are, as in greedy decoding."""
 
 
 class ScoreReqOutput(Reply, kw_only=True):
-    """All sequences of the message, in its order."""
+    """Logprobs of all sequences, in the order of the request."""
 
     logprobs: list[bytes]
-    """Little-endian float32, one for each token from ``start`` on: log-softmax over the full vocabulary after temperature, given
-    all tokens before it."""
+    """Little-endian float32, one for each token from ``start`` on: log-softmax over the full vocabulary after
+    temperature, given all previous tokens."""
 
 
 class ReferenceStatus(ReplyRecord, kw_only=True, frozen=True):
-    """The reference checkpoint of an engine."""
+    """State of the reference model."""
 
     model_path: str
-    """Folder of the reference checkpoint."""
+    """Its checkpoint folder."""
     residency: Residency
-    """Where its weights are: always on the device (``resident``), only while something is scored (``offload``), or then layer
-    by layer (``layerwise``)."""
+    """Where its weights are: always on the device (``resident``), only during scoring (``offload``), or during
+    scoring layer by layer (``layerwise``)."""
     weights: int
-    """Bytes of its weights, wherever they are."""
+    """Size of its weights in bytes."""
     device_bytes: int
-    """Bytes of these that are on the device now."""
+    """Bytes of its weights that are on the device now."""
     pending_sequences: int
-    """Sequences that were accepted and are not scored to the end."""
+    """Accepted sequences that are not scored completely."""
     scored_tokens: int
     """Tokens scored since start."""

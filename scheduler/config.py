@@ -21,91 +21,107 @@ PAGE_SIZE = 16
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Everything an engine is told at start. Field docstrings are the CLI's help."""
+    """Everything an engine is told at start. The field docstrings are the command line's help."""
 
     model_path: str
-    """Hugging Face folder: config.json and *.safetensors."""
+    """Hugging Face model folder with config.json and *.safetensors."""
     endpoint: str | None = None
-    """ipc:// path or tcp:// address, beyond loopback only with keys. None: a fresh ipc:// socket in a private directory."""
+    """Address to listen on: an ipc:// path or a tcp:// address. Addresses beyond loopback need CURVE keys. The
+    default is a new ipc:// socket in a private directory."""
     curve_secret_key_file: str | None = None
-    """The engine's key pair, as caesura keygen writes it: only clients with authorized keys are heard, encrypted. None: all are."""
+    """File with the engine's CURVE key pair, as caesura keygen writes it. With it, connections are encrypted and only
+    authorized clients are accepted. The default is no keys."""
     curve_authorized_clients: str | None = None
-    """Public keys of these clients: a file, or a folder of *.key files, read afresh at each connect."""
+    """Public keys of the authorized clients: a file, or a folder of *.key files. They are read again at each
+    connection."""
     dtype: DtypeName = "auto"
-    """Compute dtype; auto takes the checkpoint's."""
+    """Data type of computation. auto: the data type of the checkpoint."""
     device: str = "auto"
-    """cpu, cuda, …; auto takes the accelerator where there is one."""
+    """Device to run on: cpu, cuda, and so on. auto: the accelerator if there is one, else cpu."""
     num_threads: int | None = None
-    """Intra-op CPU threads. None: torch's default."""
+    """CPU threads within an operation. The default is torch's."""
     context_len: int | None = None
-    """Longest prompt plus output, in tokens. None: the model's."""
+    """Maximum length of prompt plus output, in tokens. The default is the model's."""
     kv_pool_tokens: int | None = None
-    """Size of the KV pool in tokens. None: kv_memory_fraction of what is free after loading."""
+    """Size of the KV cache pool in tokens. By default, kv_memory_fraction of the memory that is free after
+    loading."""
     kv_memory_fraction: float = 0.5
-    """Share of the free device memory that the KV pool takes when kv_pool_tokens is None."""
+    """Fraction of the free device memory for the KV cache pool when kv_pool_tokens is not given."""
     max_running_requests: int = 256
-    """Samples that hold KV at the same time."""
+    """Maximum number of running samples, that is, of samples that hold KV cache."""
     max_waiting_requests: int = 16384
-    """Samples queued without KV; more are refused."""
+    """Maximum number of queued samples; further requests are refused."""
     chunked_prefill_size: int = 512
-    """Prompt tokens per step, at most."""
+    """Maximum number of prompt tokens in a step (chunked prefill)."""
     target_step_s: float = 0.2
-    """Prompts are cut so that a step, and hence a pause, takes about this many seconds; inf: as chunked_prefill_size says."""
+    """Prefill chunks are made small enough that a step takes about this many seconds, which bounds the wait for a
+    pause. inf: only chunked_prefill_size limits them."""
     prefix_cache: bool = True
-    """Share KV of equal prefixes under equal weights."""
+    """Reuse the KV cache of equal prompt prefixes computed with the same weights."""
     pipeline_depth: int | None = None
-    """Steps in flight while the next is prepared. None: 0 on the CPU, 1 on accelerators."""
+    """Number of steps in flight while the next step is scheduled: 0 or 1. The default is 0 on the CPU and 1 on
+    accelerators."""
     attention_backend: Literal["auto", "flashinfer", "triton", "sdpa"] = "auto"
-    """What computes attention; auto: compiled kernels on the CPU, on CUDA the first of flashinfer and triton that is there, else torch."""
+    """Attention backend. auto: compiled kernels on the CPU; on CUDA flashinfer if installed, else triton if
+    installed, else sdpa."""
     cuda_graphs: bool = True
-    """Capture decode steps as graphs where device and attention can (flashinfer or triton, on CUDA)."""
+    """Capture decode steps as CUDA graphs if the attention backend supports it (flashinfer and triton)."""
     autotune: bool = True
-    """Run the model for nobody at start: kernels are chosen; threads, workspaces and the first KV pages are there before the first request."""
+    """Run warm-up steps at start, which choose kernels and allocate threads, workspaces and the first KV pages before
+    the first request."""
     autotune_lm_head_rows: int = 64
-    """Rows of the output head and the sampler in that run, at most; 0 leaves both untuned."""
+    """Maximum number of rows of the LM head and the sampler in the warm-up. 0: neither is warmed up."""
     autotune_cache: str | None = None
-    """JSON file that keeps what FlashInfer's tuner found for the next start. None: it measures at every start."""
+    """JSON file that keeps FlashInfer's tuning results for the next start. By default, tuning runs at every start."""
     requests_while_paused: Literal["queue", "refuse"] = "queue"
-    """What happens to generate requests that arrive during a pause."""
+    """What to do with generate requests that arrive during a pause."""
     idle_empty_s: float = 5.0
-    """Return the allocator's unused blocks once after this long without work."""
+    """Empty the device allocator's cache once after this many seconds without work."""
     result_ttl_s: float = 60.0
-    """How long answers can be had again, within bounds of bytes: by messages sent again, and terminal results of a client that
-    could not be reached by fetching."""
+    """Seconds for which answers stay available, within the limits on stored bytes: replies to repeated messages, and
+    results of clients that could not be reached."""
     state_file: str | None = None
-    """JSON file that says which weights were committed last; a start with it goes on from there. None: a start knows of none before it."""
+    """JSON file that records which weights were committed last. A restart with the same file continues from them. By
+    default, nothing is recorded."""
     on_lost_weights: Literal["refuse", "serve_initial"] = "refuse"
-    """When the weights that state_file names cannot be had again: serve nothing until a complete update, or serve those of model_path."""
+    """What to do when the weights that state_file names are not available. refuse: serve nothing until a complete
+    update; serve_initial: serve the weights of model_path."""
     session_deadline_s: float = 600.0
-    """A weight session older than this is aborted, unless it set its own deadline."""
+    """Default deadline of a weight update session, in seconds; then it is aborted."""
     session_orphan_s: float = 10.0
-    """A weight session whose client is gone is aborted after this long, unless a message of it arrives."""
+    """Seconds after which the weight update session of a disconnected client is aborted, unless a message of the
+    session arrives."""
     load_bucket_bytes: int = 8 << 20
-    """Bytes read between two looks at the inbox while weights load."""
+    """Bytes of weights to load at a time; between two such buckets the engine handles messages."""
     group_interface: str | None = None
-    """Network interface (eth0, say) on which weight update groups listen. None: loopback where the master is there, else the address of the host's name."""
+    """Network interface (for example eth0) for weight update groups. The default is loopback if the master address is
+    loopback, else the interface of the host name's address."""
     allow_legacy_pickle: bool = False
-    """Accept checkpoint-engine's pickled messages, parsed into plain fields and never executed."""
+    """Accept checkpoint-engine's pickled messages. They are parsed into plain fields and never unpickled."""
     deterministic: bool = False
-    """Start only where a request's tokens and logprobs are the same bits whatever runs beside it and however it is paused."""
+    """Bitwise batch-invariant results: tokens and logprobs of a request do not depend on other requests or on pauses.
+    The engine refuses to start where this is not possible."""
     reference_model_path: str | None = None
-    """Hugging Face folder of a second checkpoint that score requests use. None: there is none."""
+    """Hugging Face folder of the reference model for score requests. By default there is none."""
     reference_residency: Residency = "resident"
-    """Where its weights are: on the device, there while something is scored (offload), or there layer by layer."""
+    """Where the reference model's weights are. resident: always on the device; offload: only during scoring;
+    layerwise: during scoring, layer by layer."""
     reference_pool_tokens: int | None = None
-    """Size of its own KV pool in tokens. None: one sequence of full length."""
+    """Size of the reference model's KV cache pool in tokens. The default is one sequence of context_len."""
     check_ledger: bool = False
-    """Check free + cached + held = total after every control message; for tests."""
+    """For tests: after every control message, check that free, cached and held KV pages add up."""
     log_stages: bool = False
-    """Log where each stage of a step, pause, update and release begins and ends; at log level DEBUG with the memory then."""
+    """Log the start and end of each stage of steps, pauses, updates and releases; at log level DEBUG with the memory
+    in use."""
     log_level: str = "INFO"
-    """Least severe log records to print."""
+    """Minimum severity of log records: DEBUG, INFO, WARNING or ERROR."""
     shutdown_mode: Literal["abort", "drain"] = "abort"
-    """What a signal or a shutdown message does to live requests: end them at once, or let them go on for a while."""
+    """What SIGTERM or a shutdown message does to unfinished requests. abort: end them at once; drain: let them finish
+    within drain_timeout_s."""
     drain_timeout_s: float = 30.0
-    """How long they may go on, in seconds; then they end as aborted."""
+    """Maximum seconds to drain; then the remaining requests are aborted."""
     watchdog_timeout_s: float = 300.0
-    """A loop that has not ticked for so many seconds, though it should, ends the process with exit status 70. 0: never."""
+    """Exit with status 70 when the scheduler loop has been stuck for this many seconds. 0: never."""
 
     def __post_init__(self) -> None:
         positive = (

@@ -45,84 +45,132 @@ if TYPE_CHECKING:
 API_KEY, ADMIN_KEY = "CAESURA_API_KEY", "CAESURA_ADMIN_KEY"
 MAX_DESCRIPTORS = 1 << 20
 """Of the limit of open descriptors, which is raised no further."""
-_NEEDS_EXTRA = 'the HTTP server needs more packages: pip install "caesura[serve]"'
+_NEEDS_EXTRA = 'the HTTP server needs additional packages: pip install "caesura[serve]"'
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
-@click.option("--model", type=click.Path(), help="Hugging Face folder. Needed unless --endpoint is given.")
-@click.option("--endpoint", help="Serve a scheduler that runs already, instead of starting one.")
+@click.option(
+    "--model", type=click.Path(), help="Hugging Face model folder. Required unless --endpoint is given."
+)
+@click.option("--endpoint", help="Address of a running scheduler to serve, instead of starting one.")
 @click.option(
     "--curve-server-key",
     envvar=SERVER_KEY_VARIABLE,
-    help="The scheduler's public key or its file, if it has keys.",
+    help="The scheduler's CURVE public key, or a file that contains it; needed for a scheduler with keys.",
 )
 @click.option(
-    "--curve-client-key-file", envvar=CLIENT_KEY_VARIABLE, help="The server's own keys, for such a scheduler."
+    "--curve-client-key-file",
+    envvar=CLIENT_KEY_VARIABLE,
+    help="File with this server's CURVE key pair; needed for a scheduler with keys.",
 )
 @click.option(
     "--host",
     default="127.0.0.1",
     show_default=True,
-    help="Beyond loopback: see --api-key-file, --insecure-bind.",
+    help="Address to listen on. Beyond loopback it needs --api-key-file or --insecure-bind.",
 )
 @click.option(
-    "--port", type=click.IntRange(0, 65535), default=30000, show_default=True, help="0: any free one."
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=30000,
+    show_default=True,
+    help="Port to listen on; 0: any free port.",
 )
-@click.option("--api-key-file", type=click.Path(), help=f"Key of clients; or the environment's {API_KEY}.")
-@click.option("--admin-key-file", type=click.Path(), help=f"Key of what changes the engine; or {ADMIN_KEY}.")
+@click.option(
+    "--api-key-file",
+    type=click.Path(),
+    help=f"File with the API key that clients must send.  [env: {API_KEY} (the key itself)]",
+)
+@click.option(
+    "--admin-key-file",
+    type=click.Path(),
+    help=f"File with the key for routes that change the engine (pause, update, ...).  [env: {ADMIN_KEY} (the key itself)]",
+)
 @click.option(
     "--insecure-bind",
     is_flag=True,
-    help="Listen beyond loopback without an API key: whoever reaches the port can generate, read others' answers, pause, stop "
-    "and replace the weights, and have files under the weights root read. For private networks only.",
+    help="Allow listening beyond loopback without an API key. Anyone who can reach the port can then generate, read others' "
+    "outputs, pause and stop generation, replace the weights and have files under --weights-root read. For private networks only.",
 )
-@click.option("--ssl-certfile", type=click.Path(), help="PEM: HTTPS with this certificate.")
+@click.option("--ssl-certfile", type=click.Path(), help="Certificate for HTTPS, in PEM format.")
 @click.option(
-    "--ssl-keyfile", type=click.Path(), help="PEM: its key, unless that is in the certificate's file."
+    "--ssl-keyfile",
+    type=click.Path(),
+    help="Private key of the certificate, in PEM format, unless --ssl-certfile contains it.",
 )
-@click.option("--ssl-keyfile-password-file", type=click.Path(), help="Holds the key's password.")
 @click.option(
-    "--ssl-ca-certs", type=click.Path(), help="PEM: clients need a certificate that one of these signed."
+    "--ssl-keyfile-password-file", type=click.Path(), help="File with the password of the private key."
+)
+@click.option(
+    "--ssl-ca-certs",
+    type=click.Path(),
+    help="CA certificates in PEM format. Clients must present a certificate signed by one of them.",
 )
 @click.option(
     "--weights-root",
     type=click.Path(),
-    help="Updates load from under it.  [default: the model's parent, unless that is /]",
+    help="Weight updates from disk must be in this folder.  [default: the parent folder of the model, unless that is /]",
 )
 @click.option(
-    "--allow-pickled-tensors", is_flag=True, help="Parse SGLang's pickled tensors; nothing is unpickled."
+    "--allow-pickled-tensors",
+    is_flag=True,
+    help="Accept weights in SGLang's pickle format. They are parsed, never unpickled.",
 )
-@click.option("--incremental-streaming", is_flag=True, help="Native streams carry only what is new.")
 @click.option(
-    "--served-model-name", default="", help="What OpenAI clients call the model.  [default: its path]"
+    "--incremental-streaming",
+    is_flag=True,
+    help="Send only new text and tokens in each event of a /generate stream, not the whole output so far.",
 )
-@click.option("--tokenizer", type=click.Path(), help='Folder; "none": token ids only.  [default: the model]')
-@click.option("--max-body-bytes", type=click.IntRange(1), default=32 << 20, show_default=True)
+@click.option(
+    "--served-model-name", default="", help="Model name in the OpenAI API.  [default: the model path]"
+)
+@click.option(
+    "--tokenizer",
+    type=click.Path(),
+    help='Tokenizer folder; "none": token ids only.  [default: the model folder]',
+)
+@click.option(
+    "--max-body-bytes",
+    type=click.IntRange(1),
+    default=32 << 20,
+    show_default=True,
+    help="Maximum size of a request body.",
+)
 @click.option(
     "--max-update-bytes",
     type=click.IntRange(1),
     default=2 << 30,
     show_default=True,
-    help="Weights in a body.",
+    help="Maximum size of a request body with weights.",
 )
 @click.option(
-    "--max-batch", type=click.IntRange(1), default=4096, show_default=True, help="Samples of one request."
+    "--max-batch",
+    type=click.IntRange(1),
+    default=4096,
+    show_default=True,
+    help="Maximum number of samples in one request.",
 )
 @click.option(
     "--max-connections",
     type=click.IntRange(1),
     default=4096,
     show_default=True,
-    help="With requests; fewer where the process may not have so many descriptors.",
+    help="Maximum number of connections; lower if the limit on open files is.",
 )
-@click.option("--startup-timeout", type=float, default=600.0, show_default=True, help="Seconds.")
-@click.option("--restart", is_flag=True, help="Bring the scheduler back when it dies or hangs.")
+@click.option(
+    "--startup-timeout",
+    type=float,
+    default=600.0,
+    show_default=True,
+    help="Maximum seconds for the scheduler to become ready.",
+)
+@click.option("--restart", is_flag=True, help="Restart the scheduler when it dies or hangs.")
 @restart_options
 @click.pass_context
 def serve(context: click.Context, /, **given: Any) -> None:
-    """Start a scheduler and an HTTP server that speaks SGLang's and OpenAI's endpoints.
+    """Start a scheduler and an HTTP server with SGLang's and OpenAI's APIs.
 
-    What is no option here goes to the scheduler: see `caesura scheduler --help`.
+    All other options are passed on to the scheduler: see `caesura scheduler --help`.
     """
     try:
         from .server import Server
@@ -133,9 +181,11 @@ def serve(context: click.Context, /, **given: Any) -> None:
     if given["model"] is not None:
         given["model"] = os.path.abspath(given["model"])
     if given["restart"] and given["model"] is None:
-        raise click.UsageError("--restart needs --model: a scheduler that runs already is not this command's")
+        raise click.UsageError(
+            "--restart needs --model: a scheduler given by --endpoint was not started by this command"
+        )
     if given["endpoint"] is not None and context.args:
-        raise click.UsageError(f"a running scheduler takes no options: {' '.join(context.args)}")
+        raise click.UsageError(f"scheduler options cannot be used with --endpoint: {' '.join(context.args)}")
     keys = _Keys.take(given.pop("api_key_file"), given.pop("admin_key_file"))
     _check_host(given["host"], keys, insecure=given["insecure_bind"])
     names = ("ssl_certfile", "ssl_keyfile", "ssl_keyfile_password_file", "ssl_ca_certs")
@@ -169,12 +219,12 @@ def _key(variable: str, file: str | None) -> str | None:
         try:
             key = Path(file).read_text("utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise click.UsageError(f"the key in {file} cannot be read: {type(error).__name__}") from None
+            raise click.UsageError(f"cannot read the key file {file}: {type(error).__name__}") from None
     if key is None:
         return None
     key = key.strip()
     if not key:
-        raise click.UsageError(f"the key of {file or variable} is empty")
+        raise click.UsageError(f"the key in {file or variable} is empty")
     return key
 
 
@@ -187,8 +237,8 @@ def _is_loopback(host: str) -> bool:
 def _check_host(host: str, keys: _Keys, *, insecure: bool) -> None:
     if not _is_loopback(host) and keys.api is None and not insecure:
         raise click.UsageError(
-            f"--host {host} can be reached by others: give --api-key-file (or {API_KEY}), and better an admin key too; or "
-            "--insecure-bind, where everybody who can reach it may do everything"
+            f"--host {host} can be reached from other machines: it needs --api-key-file (or {API_KEY}) and preferably an admin "
+            "key, or --insecure-bind, which gives full access to anyone who can reach it"
         )
 
 
@@ -196,12 +246,12 @@ def _warn(host: str, keys: _Keys, tls: ssl.SSLContext | None) -> None:
     if _is_loopback(host):
         return
     if keys.api is None:
-        what = "no API key: whoever reaches it can generate, pause, stop and replace the weights"
+        what = "no API key: anyone who can reach it can generate, pause and stop generation, and replace the weights"
     elif tls is None:
-        what = "no TLS: keys, prompts and answers can be read on their way"
+        what = "no TLS: keys, prompts and outputs are sent unencrypted"
     else:
         return
-    click.echo(f"warning: insecure: {host} can be reached by others, and there is {what}", err=True)
+    click.echo(f"warning: insecure: {host} can be reached from other machines, and there is {what}", err=True)
 
 
 def _bound(host: str, port: int) -> socket.socket:
@@ -403,7 +453,7 @@ async def front_end(settings: Settings, client: AsyncSchedulerClient) -> "FrontE
         except TokenizerMissing:
             if settings.tokenizer is not None:
                 raise
-            click.echo(f"{folder} has no tokenizer: token ids only", err=True)
+            click.echo(f"{folder} has no tokenizer: only token ids are served", err=True)
     options = ServeOptions(
         api_key=settings.keys.api,
         admin_key=settings.keys.admin,

@@ -40,17 +40,21 @@ def restart_options(command: CommandT) -> CommandT:
             type=click.IntRange(0),
             default=5,
             show_default=True,
-            help="In the window, at most.",
+            help="Maximum number of restarts within --restart-window.",
         ),
         click.option(
-            "--restart-window", type=click.FloatRange(0), default=600.0, show_default=True, help="Seconds."
+            "--restart-window",
+            type=click.FloatRange(0),
+            default=600.0,
+            show_default=True,
+            help="Window for --max-restarts, in seconds.",
         ),
         click.option(
             "--hang-timeout",
             type=click.FloatRange(0),
             default=120.0,
             show_default=True,
-            help="Seconds without an answer after which a scheduler counts as hung; 0: never.",
+            help="A scheduler that does not answer for this many seconds is killed and restarted. 0: never.",
         ),
     )
     for option in reversed(options):
@@ -75,7 +79,7 @@ def supervised(
     ClientKeys.read(curve_server_key, curve_client_key_file)  # before a directory is made
     if curve_server_key is None and policy.hang_timeout_s > 0 and _has(arguments, "--curve-secret-key-file"):
         raise click.UsageError(
-            "a scheduler with keys answers only clients with keys: give --curve-server-key and --curve-client-key-file, or "
+            "a scheduler with keys accepts only clients with keys: --curve-server-key and --curve-client-key-file are required, or "
             "--hang-timeout 0"
         )
     command = [sys.executable, "-m", "caesura.scheduler", *arguments]
@@ -128,25 +132,32 @@ def status_of(error: EngineError | None) -> int:
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
-@click.option("--endpoint", help="ipc:// path or tcp:// loopback address.  [default: a private one]")
+@click.option(
+    "--endpoint",
+    help="Address for the scheduler to listen on.  [default: an ipc:// socket in a private directory]",
+)
 @click.option(
     "--curve-server-key",
     envvar=SERVER_KEY_VARIABLE,
-    help="The scheduler's public key or its file, if it has keys: it is asked how it is.",
+    help="The scheduler's CURVE public key, or a file that contains it; needed for the health checks of a scheduler with keys.",
 )
 @click.option(
     "--curve-client-key-file",
     envvar=CLIENT_KEY_VARIABLE,
-    help="This command's own keys, for such a scheduler.",
+    help="File with this command's CURVE key pair; needed for a scheduler with keys.",
 )
 @restart_options
 @click.option(
-    "--startup-timeout", type=click.FloatRange(0), default=600.0, show_default=True, help="Seconds."
+    "--startup-timeout",
+    type=click.FloatRange(0),
+    default=600.0,
+    show_default=True,
+    help="Maximum seconds for the scheduler to become ready.",
 )
 @click.option(
     "--stop-timeout",
     type=click.FloatRange(0),
-    help="Seconds between SIGTERM and SIGKILL when this command ends.  [default: 60, and what the scheduler may drain]",
+    help="Seconds between SIGTERM and SIGKILL when this command ends.  [default: 60, plus --drain-timeout-s with --shutdown-mode drain]",
 )
 @click.pass_context
 def supervise(
@@ -161,10 +172,11 @@ def supervise(
     startup_timeout: float,
     stop_timeout: float | None,
 ) -> None:
-    """Run a scheduler and bring it back when it dies or hangs.
+    """Run a scheduler and restart it when it dies or hangs.
 
-    What is no option here goes to the scheduler: see `caesura scheduler --help`. With --state-file it comes back with the
-    weights that were committed last; the default file lives as long as this command.
+    All other options are passed on to the scheduler: see `caesura scheduler --help`. A restarted scheduler loads the
+    weights that were committed last if they came from disk; after any other update it serves nothing until the next
+    complete one. The record of this is deleted when this command ends, unless --state-file is given.
     """
     policy = RestartPolicy(
         max_restarts=max_restarts,

@@ -1,4 +1,4 @@
-"""Figures into Prometheus metric families: one naming scheme, and a histogram that costs a microsecond to feed.
+"""Prometheus metric families with one naming scheme, and a histogram whose update costs a microsecond.
 
 Invariant: every name begins with :data:`PREFIX` and every series carries ``model_name``, as SGLang's do, so that its
 dashboards work after one relabelling rule (docs/metrics.md).
@@ -18,27 +18,27 @@ from prometheus_client.core import (
 
 PREFIX = "caesura:"
 Values = float | Mapping[Any, float]
-"""One figure, or figures by the value of their label (a string), or of their labels (a tuple of strings)."""
+"""One value, or values by label (a string) or labels (a tuple of strings)."""
 
 
 class Histogram:
-    """Counts of values between bounds, of which the last is infinite."""
+    """Counts of values per bucket; the last bucket is unbounded."""
 
     __slots__ = ("_bounds", "_counts", "_sum")
 
     def __init__(self, bounds: Sequence[float]) -> None:
-        """``bounds``: upper ones, ascending, each belonging to what is below it."""
+        """``bounds``: inclusive upper bounds, ascending."""
         self._bounds = tuple(bounds)
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
 
     def observe(self, value: float, times: int = 1) -> None:
-        """``value`` was seen, ``times`` times."""
+        """Counts ``value`` ``times`` times."""
         self._counts[bisect_left(self._bounds, value)] += times
         self._sum += value * times
 
     def cumulative(self) -> tuple[list[tuple[str, float]], float]:
-        """(upper bound, how many values were not above it), and the sum of all values."""
+        """Pairs of upper bound and cumulative count, and the sum of all values."""
         found, below = [], 0
         for bound, count in zip((*self._bounds, float("inf")), self._counts, strict=True):
             below += count
@@ -60,15 +60,15 @@ class Families:
         self.found: list[Metric] = []
 
     def gauge(self, name: str, text: str, values: Values, labels: Sequence[str] = ()) -> None:
-        """Something that rises and falls."""
+        """A value that can rise and fall."""
         self._add(GaugeMetricFamily(PREFIX + name, text, labels=("model_name", *labels)), values)
 
     def counter(self, name: str, text: str, values: Values, labels: Sequence[str] = ()) -> None:
-        """Something that only rises; its series end in ``_total``."""
+        """A value that only rises; the name of its series ends in ``_total``."""
         self._add(CounterMetricFamily(PREFIX + name, text, labels=("model_name", *labels)), values)
 
     def states(self, name: str, text: str, label: str, states: Sequence[str], now: str | None) -> None:
-        """A gauge for each of ``states``, 1 for what holds ``now``."""
+        """A gauge for each of ``states``: 1 for ``now``, else 0."""
         self.gauge(name, text, {state: float(state == now) for state in states}, (label,))
 
     def histogram(self, name: str, text: str, histogram: Histogram) -> None:
@@ -79,7 +79,7 @@ class Families:
         self.found.append(family)
 
     def info(self, name: str, text: str, values: dict[str, str]) -> None:
-        """Words: labels of a series that is 1; its name ends in ``_info``."""
+        """Text values, as labels of a series with value 1; its name ends in ``_info``."""
         family = InfoMetricFamily(PREFIX + name, text, labels=("model_name",))
         family.add_metric((self._model_name,), values)
         self.found.append(family)

@@ -1,9 +1,9 @@
-"""Prometheus metrics: what the front end counts, and ``/metrics``, which adds what the engine tells.
+"""Prometheus metrics: the front end's counters, and ``/metrics``, which adds those of the engine.
 
 Invariants:
-- Counting costs a microsecond or so: plain integers, made into metrics when somebody asks.
-- A scrape is answered without the engine, too: then its last figures stand, and ``engine_up`` is 0.
-- Counters never fall while their process lives.
+- Counting costs about a microsecond: plain integers, converted to metrics at a scrape.
+- A scrape is answered even if the engine does not answer: with its last known values, and ``engine_up`` 0.
+- Counters never decrease while their process runs.
 """
 
 from collections import Counter, defaultdict
@@ -24,13 +24,13 @@ from .metric_families import Families, Histogram, one_two_five
 
 
 class Metrics:
-    """Counts what the front end does; one for a process, used from its event loop."""
+    """Counters of the front end; one object per process, used from its event loop."""
 
     def __init__(self, max_connections: int = 4096) -> None:
         self.engine = EngineWatch()
-        """What the engine told last."""
+        """The engine's status, polled on demand."""
         self.connections = Connections(max_connections)
-        """Those of the server; counted there."""
+        """The server's open connections."""
         self._started = 0
         self._finished: Counter[str] = Counter()
         self._errors: Counter[str] = Counter()
@@ -42,22 +42,22 @@ class Metrics:
 
     @property
     def under_way(self) -> int:
-        """How many generations have begun and not ended."""
+        """Number of generations in progress."""
         return self._started - self._finished.total()
 
     def request_started(self) -> None:
-        """A generation was accepted; :meth:`request_finished` must follow, once, however it ends."""
+        """A generation was accepted; exactly one :meth:`request_finished` must follow."""
         self._started += 1
 
     def request_finished(
         self, tokens: int, seconds: float, first_token_s: float | None, finish_type: str
     ) -> None:
-        """One generation is over.
+        """One generation has finished.
 
         Args:
-            tokens: sampled, in sum over its samples.
+            tokens: number of generated tokens, over all its samples.
             seconds: from arrival to the end.
-            first_token_s: from arrival to the first token; None: unknown, as where nothing is streamed.
+            first_token_s: from arrival to the first token; None means unknown, as without streaming.
             finish_type: ``stop``, ``length``, ``abort`` or ``error``.
         """
         self._finished[finish_type] += 1
@@ -68,17 +68,17 @@ class Metrics:
                 self._inter_token.observe((seconds - first_token_s) / (tokens - 1), tokens - 1)
 
     def control(self, name: str, seconds: float, ok: bool) -> None:
-        """A command ``name`` took ``seconds``, and was done or refused."""
+        """Command ``name`` took ``seconds`` and succeeded or failed."""
         key = (name, "ok" if ok else "error")
         self._control[key] += 1
         self._control_s[key] += seconds
 
     def error(self, code: str) -> None:
-        """A client was answered with an error of this code."""
+        """A response with an error of this code was sent."""
         self._errors[code] += 1
 
     def families(self, model_name: str, look: Look) -> list[Metric]:
-        """Everything there is to tell; ``model_name`` is what clients call the model."""
+        """All metric families; ``model_name`` is the served model's name."""
         families = Families(model_name)
         engine_families(families, look)
         self._own(families)
@@ -86,22 +86,31 @@ class Metrics:
 
     def _own(self, families: Families) -> None:
         gauge, counter, histogram = families.gauge, families.counter, families.histogram
-        gauge("num_http_reqs", "Generations under way in the front end.", self.under_way)
-        gauge("num_http_connections", "Connections that are open.", len(self.connections))
-        text = "Connections that the server refused or ended, by why."
+        gauge("num_http_reqs", "Generations in progress in the front end.", self.under_way)
+        gauge("num_http_connections", "Open connections.", len(self.connections))
+        text = "Connections that the server refused or closed, by reason."
         counter("http_connections_ended", text, self.connections.closed, ("reason",))
-        counter("http_requests", "Generations that are over, by how.", self._finished, ("finish_reason",))
-        histogram("e2e_request_latency_seconds", "From arrival to the end of a generation.", self._e2e)
-        histogram("time_to_first_token_seconds", "Of streamed generations.", self._first_token)
-        text = "Mean of each streamed generation, counted once for each of its tokens."
+        counter("http_requests", "Finished generations by finish reason.", self._finished, ("finish_reason",))
+        histogram(
+            "e2e_request_latency_seconds", "Latency of a generation, from arrival to its end.", self._e2e
+        )
+        histogram(
+            "time_to_first_token_seconds", "Time to first token of streamed generations.", self._first_token
+        )
+        text = "Inter-token latency: the mean of each streamed generation, counted once per token."
         histogram("inter_token_latency_seconds", text, self._inter_token)
-        counter("control_calls", "Commands, by name and result.", self._control, ("call", "result"))
-        counter("control_seconds", "Time they took.", self._control_s, ("call", "result"))
-        counter("errors", "Answers with an error, by code.", self._errors, ("code",))
+        counter("control_calls", "Commands by name and result.", self._control, ("call", "result"))
+        counter(
+            "control_seconds",
+            "Time spent in commands, by name and result.",
+            self._control_s,
+            ("call", "result"),
+        )
+        counter("errors", "Error responses by code.", self._errors, ("code",))
 
 
 class _Families(Collector):
-    """Families that are there already; the library wants a collector."""
+    """Wraps finished families: the library requires a collector."""
 
     def __init__(self, families: list[Metric]) -> None:
         self._families = families
@@ -110,20 +119,18 @@ class _Families(Collector):
         return self._families
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing: names are not checked against others, as there are none."""
+        """Empty, which skips the check of names: the registry has no other collector."""
         return ()
 
 
 @get("/metrics", opt={"access": "open"}, summary="Prometheus metrics")
 async def metrics(request: Request[Any, Any, State], front: Front) -> Response[bytes]:
-    """Never refused and never an error: an engine that does not answer is ``caesura:engine_up 0``."""
+    """Open to all and never an error: an engine that does not answer shows as ``caesura:engine_up 0``."""
     look = await front.metrics.engine.look(front.client)
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Families(front.metrics.families(front.options.model_name, look)))
     encode, media_type = choose_encoder(request.headers.get("accept", ""))
-    if media_type.startswith(
-        "text/"
-    ):  # of which Litestar says the charset itself; said twice, Prometheus refuses it
+    if media_type.startswith("text/"):  # Litestar adds the charset itself; Prometheus refuses a duplicate
         media_type = media_type.replace("; charset=utf-8", "")
     return Response(encode(registry), media_type=media_type)
 
