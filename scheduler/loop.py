@@ -138,7 +138,7 @@ class Scheduler:
         """Until told to stop; then every live request ends and every client is told, whatever the reason is."""
         ongoing: Step | None = None
         try:
-            while not self._shutdown.requested or self._drains(ongoing):
+            while not self._shutdown.requested or self._must_drain(ongoing):
                 ongoing = self.tick(ongoing)
             if ongoing is not None and (failure := self._process_output(ongoing)) is not None:
                 self._discard(ongoing, failure, None)
@@ -156,7 +156,7 @@ class Scheduler:
         for _ in range(MAX_SENDS):
             run("sending the last results", self._outbox.deliver, self._lifecycle.step)
 
-    def _drains(self, ongoing: Step | None) -> bool:
+    def _must_drain(self, ongoing: Step | None) -> bool:
         """Whether the end waits for something that is under way."""
         busy = ongoing is not None or self._live or self._outbox.has_undelivered
         return self._shutdown.is_draining and bool(busy or self._dispatcher.has_unanswered)
@@ -261,9 +261,9 @@ class Scheduler:
             with self._stages.stage("schedule"):
                 batch = self._batcher.schedule()
         except Exception as error:  # noqa: BLE001  a step may fail in any way, and then the next one must not
-            self._recovery.not_built(Failure.of(error, number))
+            self._recovery.build_failed(Failure.of(error, number))
             return None
-        self._recovery.built()
+        self._recovery.step_built()
         if batch is None:
             return None
         self._lifecycle.begin_step()
@@ -289,9 +289,9 @@ class Scheduler:
         self.last_step_at = monotonic()
         self._stages.record(_kind(step.batch), self.last_step_at - began)
         with self._stages.stage("process"):
-            with self._recovery.processing(step.batch, step.number):
+            with self._recovery.output_processing(step.batch, step.number):
                 self._outputs.record(step.batch, output)
-            with self._recovery.processing(step.batch, step.number):
+            with self._recovery.output_processing(step.batch, step.number):
                 self._batcher.complete_step(step.batch, self.last_step_at - began)
             self._outbox.deliver(step.number)
         self._guard.run("sampling the memory", self._history.sample)
@@ -302,7 +302,7 @@ class Scheduler:
         if later is not None and not isinstance(later.output, Failure):
             with suppress(Exception):  # only that it is over, and its memory free, matters
                 later.output.fetch()
-        self._recovery.lost(step.batch, failure, None if later is None else later.batch)
+        self._recovery.step_failed(step.batch, failure, None if later is None else later.batch)
 
 
 def _kind(batch: ScheduledBatch) -> str:

@@ -1,16 +1,16 @@
-"""Which tokens the next step computes: continuous batching with chunked prefill and preemption.
+"""Schedules the tokens of the next step: continuous batching with chunked prefill and preemption.
 
 One step mixes all decoding requests (one token each) with as many prompt tokens as :class:`~.chunking.ChunkSizer`
-allows, so a step, and with it a pause, stays short whatever the prompts are.
+allows. This keeps a step short whatever the prompts are, and a pause as well, because a pause waits for the step.
 
 Invariants:
-- KV pages for every known token are taken when a request is admitted; afterwards it asks for one page at a time, and
-  only when it crosses a page boundary. A request that cannot get its page preempts the youngest one.
-- The oldest request always advances: admission refused whatever could not run alone.
+- A request gets KV pages for all of its known tokens when it starts. Afterwards it asks for one page at a time, when it
+  crosses a page boundary. A request that cannot get its page preempts the request that started last.
+- The oldest request always advances: admission refuses a request that could not run alone on an empty engine.
 - A slot whose step is in flight keeps its pages: preemption and retraction wait for the step, release is deferred.
-- A prefix is computed once: a request whose prompt a running one is just computing waits for it to be shared.
-- A call that raises leaves every request where it was, or where a later call can take it from: a step is on the books
-  once all of it has been built.
+- A prefix is computed once: a request waits while a running request computes the same prompt, then shares its pages.
+- If a call raises, every request stays where it was, or where a later call finds it: a step counts as in flight only
+  after the whole batch has been built.
 """
 
 import logging
@@ -33,25 +33,26 @@ from .waiting_queue import WaitingQueue, pages_for
 logger = logging.getLogger(__name__)
 
 LOOK_AHEAD = 128
-"""Queued requests considered for one admission; bounds the work when many wait for a shared prefix."""
-PAGES_OVERTAKEN = 2
-"""That who overtakes leaves to each of those: the end of its prompt, which is not shared, and a page to grow."""
+"""Queued requests that one start looks at; this bounds the work when many of them wait for a shared prefix."""
+PAGES_PER_SKIPPED_REQUEST = 2
+"""Free pages that a start must leave for each request it skips: one for the unshared end of that request's prompt, one to
+grow."""
 
 
 @dataclass(slots=True, kw_only=True)
 class ScheduledBatch:
-    """A step as the scheduler sees it; ``forward`` is what the device sees."""
+    """One step: the scheduler's view of it, and in ``forward`` the inputs of the model."""
 
     forward: ForwardBatch
     slots: np.ndarray
     """int64 [R]"""
     sample_slots: np.ndarray
-    """int64 [S]: who receives the sampled tokens."""
+    """int64 [S]: the slots that a token is sampled for."""
     completed: list[Request]
-    """Requests whose prompt this step finishes."""
+    """Requests whose prefill this step completes."""
     num_tokens: int
     inputs: list[InputSpan]
-    """What ``forward.inputs`` is of, in its order."""
+    """The prompt positions behind ``forward.inputs``, in its order."""
 
 
 class Batcher:
@@ -67,72 +68,77 @@ class Batcher:
         share_prefixes: bool,
         routing: RoutingPool | None = None,
     ) -> None:
-        """``routing`` holds the experts of what is computed. None: the model has none."""
+        """``routing`` stores the expert ids of computed tokens; None if the model has no experts."""
         self.table = table
         self.cache = cache
         self.waiting = waiting
         self.num_retractions = 0
         self.prompt_tokens = 0
-        """Of all requests that have begun to run; with the next, the hit rate of the prefix cache."""
+        """Prompt tokens of all requests that have started, since the engine's start."""
         self.cached_tokens = 0
-        self._sizer = chunks
+        """Those of them that came from the prefix cache."""
+        self._chunk_sizer = chunks
         self._share = share_prefixes
         self._routing = routing
-        self._active: list[Request] = []  # in the order of admission: the last one is preempted first
+        self._active: list[Request] = []  # in start order: the last one is preempted first
         self._prefilling: list[Request] = []
-        self._computing: Counter[int] = Counter()  # prompt keys whose prefix is not in the tree yet
-        self._starting: Request | None = None  # while it is tried, and afterwards where that has raised
-        self._decode_slots: np.ndarray | None = None  # cached; None after a change of membership
-        self._turn = 0  # where the decoding rows of the next step begin, while not all of them fit into one
-        # Finished, but their slot is in a step in flight; with whether their KV may be kept as a prefix.
-        self._leaving: list[tuple[Request, bool]] = []
+        self._prefixes_in_progress: Counter[int] = Counter()
+        """By prompt key: running requests that compute a prefix which others wait to share."""
+        self._starting: Request | None = None
+        """The request that :meth:`_start` works on; it stays set if that raises."""
+        self._decode_slots: np.ndarray | None = (
+            None  # a cache; None once requests joined or left the decoding rows
+        )
+        self._decode_offset = 0  # rotates the decoding rows while not all of them fit into one step
+        self._deferred_releases: list[tuple[Request, bool]] = []
+        """Finished requests whose slot a step in flight still uses; True if their KV may go to the prefix cache."""
 
     @property
     def num_running(self) -> int:
-        """Requests with KV that sample tokens."""
+        """Requests that decode."""
         return len(self._active) - len(self._prefilling)
 
     @property
     def num_prefilling(self) -> int:
-        """Requests with KV whose prompt is not finished."""
+        """Requests in prefill."""
         return len(self._prefilling)
 
     @property
     def num_holding(self) -> int:
-        """Requests with KV, those that only wait for a step in flight included."""
-        return len(self._active) + len(self._leaving)
+        """Requests that hold KV, including finished ones whose release waits for a step in flight."""
+        return len(self._active) + len(self._deferred_releases)
 
     @property
     def in_flight(self) -> bool:
-        """A launched step has not landed."""
+        """Whether a launched step is neither completed nor rolled back."""
         return bool(self.table.inflight.any())
 
     @property
     def has_work(self) -> bool:
-        """A call of :meth:`schedule` may produce a step."""
+        """Whether :meth:`schedule` may return a batch."""
         return bool(self._active) or len(self.waiting) > 0
 
     def schedule(self) -> ScheduledBatch | None:
-        """Build the next step; None when there is nothing to run, or a step in flight must land first."""
+        """Build the next step; None if there is nothing to run, or if a step in flight must be completed first."""
         self._starting = None
-        decode = self._in_turn(self._decodable())
-        if not self._grow(decode):
+        decode = self._rotate_decode_rows(self._ready_decode_slots())
+        if not self._extend_decode_pages(decode):
             return None
         if self._decode_slots is None:  # preemption has taken rows
-            decode = decode[np.isin(decode, self._decodable())]
-        chunks = self._chunks(self._sizer.budget(len(decode)))
+            decode = decode[np.isin(decode, self._ready_decode_slots())]
+        chunks = self._prefill_chunks(self._chunk_sizer.budget(len(decode)))
         if not len(decode) and not chunks:
             return None
         return self._build(decode, chunks)
 
     def complete_step(self, batch: ScheduledBatch, seconds: float) -> None:
-        """The step, which took ``seconds``, is consumed: release what only waited for it, share new prefixes."""
-        self._sizer.observe(batch.num_tokens - batch.forward.num_decode, seconds)
-        self._sizer.succeeded(batch.num_tokens)
+        """Complete a step that took ``seconds``: run the releases that waited for it, and share its new prefixes."""
+        self._chunk_sizer.observe(batch.num_tokens - batch.forward.num_decode, seconds)
+        self._chunk_sizer.succeeded(batch.num_tokens)
         self.table.inflight[batch.slots] -= 1
         for request in batch.completed:
-            self._has_computed(request)
-        self._let_go(trusted=True)
+            self._release_prefix_waiters(request)
+        self._run_deferred_releases(kv_is_valid=True)
         for request in batch.completed:
             if request.phase is Phase.DECODE and request.kv is not None:
                 self.cache.donate(
@@ -140,9 +146,10 @@ class Batcher:
                 )
 
     def roll_back_step(self, batch: ScheduledBatch) -> None:
-        """Take back a step whose results are lost, the last launched one first: its tokens are to be computed again.
+        """Roll back a step whose results are lost, so that its tokens are scheduled again.
 
-        What it wrote lies beyond what is known to be computed, and is overwritten by the step that computes it again.
+        With two steps in flight, the one launched last is rolled back first. The KV that the step wrote lies beyond
+        ``scheduled``; the step that computes these tokens again overwrites it.
         """
         table = self.table
         table.inflight[batch.slots] -= 1
@@ -151,20 +158,21 @@ class Batcher:
             if request.phase is Phase.DECODE:
                 request.phase = Phase.PREFILL
             else:
-                self._has_computed(request)
+                self._release_prefix_waiters(request)
         self._prefilling = [request for request in self._active if request.phase is Phase.PREFILL]
         self._decode_slots = None
-        self._let_go(trusted=False)
+        self._run_deferred_releases(kv_is_valid=False)
 
     def last_tokens(self) -> tuple[np.ndarray, np.ndarray]:
-        """``(slots, tokens)`` [n] of the decoding requests: what each has sampled last. No step may be in flight."""
+        """``(slots, tokens)`` [n]: the last sampled token of each decoding request. No step may be in flight."""
         slots = np.asarray([r.slot for r in self._active if r.phase is Phase.DECODE], np.int64)
         return slots, self.table.tokens[slots, self.table.length[slots] - 1]
 
-    def suspects(self) -> list[Request]:
-        """Who may be the reason that a call of :meth:`schedule` has raised.
+    def schedule_failure_candidates(self) -> list[Request]:
+        """The requests to fail when :meth:`schedule` raises again and again.
 
-        Whom it was starting, alone; else those with KV, else the first that waits.
+        This is the request that was being started, if there was one; otherwise all requests with KV; without any, the
+        first one in the queue.
         """
         starting = self._starting
         if starting is not None and starting.phase is Phase.WAITING:
@@ -177,11 +185,11 @@ class Batcher:
         return [request for request in rows if request is not None]
 
     def routed_experts(self, request: Request) -> np.ndarray | None:
-        """Expert ids of positions [routed_from, known tokens - 1), [rows, layers, top_k]; None unless ``request`` asked.
+        """Expert ids of positions [routed_from, known tokens - 1), as [rows, layers, top_k].
 
-        Positions are recorded once: what was computed before a retraction is not looked up again, whatever computed it
-        since. That holds from the first sampled token on; before it nothing rests on the rows, and a prompt may
-        be computed from its start again under other weights, so there are none.
+        None if ``request`` did not ask for them. Each position is recorded once: recomputation after a retraction does
+        not change its experts. Recording begins with the first sampled token. Before that there are no rows, because
+        the whole prompt may still be computed again under other weights.
         """
         routing = self._routing
         if routing is None or request.routed_from is None:
@@ -198,27 +206,26 @@ class Batcher:
         return np.concatenate([rows, routing.read(self.table.page_table[slot], first, end)])
 
     def retire(self, request: Request, *, keep_prefix: bool = True) -> None:
-        """``request`` is finished: give its slot and KV back, once no step in flight uses them.
+        """Release the slot and KV of a finished request, after the step in flight if that uses them.
 
         Args:
-            keep_prefix: offer its KV to the prefix cache; False after a failed step.
+            keep_prefix: donate its KV to the prefix cache; False after a failed step.
         """
         self._remove(request)
         self._release(request, keep_prefix=keep_prefix)
 
     def retract_all(self) -> int:
-        """Give the KV of every running request back and requeue them in their order. No step may be in flight."""
+        """Retract every running request: free its KV and requeue it in order. No step may be in flight."""
         requests = self._active[::-1]
         for request in requests:
             self._requeue(request, keep_prefix=False)
         return len(requests)
 
     def restart_prefills(self) -> int:
-        """After a commit: requests whose KV is not complete compute all of it under the new weights.
+        """After a weight commit, requeue all requests in prefill, so that all of their KV comes from the new weights.
 
-        Those that have sampled nothing, and those that were being recomputed after a retraction: no KV of theirs has
-        been used under the old weights, so mixing the two would gain nothing. Log-probabilities of a prompt go with the
-        tokens that follow it: where there are none yet, those of the old weights are forgotten, also of who waits.
+        This includes requests that recompute their KV after a retraction. Prompt log-probabilities must come from the
+        weights that sample the first token. A waiting request without output tokens therefore drops the ones it has.
         """
         unfinished = list(self._prefilling)
         for request in reversed(unfinished):
@@ -229,40 +236,46 @@ class Batcher:
         return len(unfinished)
 
     def mark_stale(self) -> None:
-        """After a commit: what the running requests sample from now on rests on KV of older weights."""
+        """After a weight commit, mark the KV of the running requests as computed by older weights."""
         for request in self._active:
             self.table.stale_kv[request.slot] = True
 
-    def _let_go(self, *, trusted: bool) -> None:
-        """Release those who only waited for the step that has just left."""
-        leaving, self._leaving = self._leaving, []
-        for request, keep_prefix in leaving:
-            self._release(request, keep_prefix=keep_prefix and trusted)
+    def _run_deferred_releases(self, *, kv_is_valid: bool) -> None:
+        """Release the finished requests whose step in flight has ended."""
+        deferred, self._deferred_releases = self._deferred_releases, []
+        for request, keep_prefix in deferred:
+            self._release(request, keep_prefix=keep_prefix and kv_is_valid)
 
-    def _has_computed(self, request: Request) -> None:
-        """Nobody waits for what ``request`` computes of its prompt any more."""
-        if request.shares_prefix:
-            request.shares_prefix = False
-            self._computing[request.prompt_key] -= 1
-            if not self._computing[request.prompt_key]:
-                del self._computing[request.prompt_key]
+    def _release_prefix_waiters(self, request: Request) -> None:
+        """Allow requests with the same prompt to start: ``request`` no longer computes a prefix that they wait for."""
+        if request.computes_shared_prefix:
+            request.computes_shared_prefix = False
+            self._prefixes_in_progress[request.prompt_key] -= 1
+            if not self._prefixes_in_progress[request.prompt_key]:
+                del self._prefixes_in_progress[request.prompt_key]
 
-    def _in_turn(self, decode: np.ndarray) -> np.ndarray:
-        """As many of the rows ``decode`` as a step may have, those first that have waited longest."""
-        limit = self._sizer.limit
-        return decode if limit is None or len(decode) <= limit else np.roll(decode, -self._turn)[:limit]
+    def _rotate_decode_rows(self, decode: np.ndarray) -> np.ndarray:
+        """The rows ``decode``, cut to the step's token limit; rows that were left out come first in the next steps."""
+        limit = self._chunk_sizer.limit
+        return (
+            decode if limit is None or len(decode) <= limit else np.roll(decode, -self._decode_offset)[:limit]
+        )
 
-    def _decodable(self) -> np.ndarray:
-        """Slots that can sample one more token; a request whose last token is in flight is left out."""
+    def _ready_decode_slots(self) -> np.ndarray:
+        """Slots that need one more token, which excludes those whose last allowed token is in flight."""
         if self._decode_slots is None:
             slots = [r.slot for r in self._active if r.phase is Phase.DECODE]
             self._decode_slots = np.asarray(slots, np.int64)
         slots_array = self._decode_slots
-        more = self.table.scheduled[slots_array] + 1 < self.table.limit[slots_array]
-        return slots_array if more.all() else slots_array[more]
+        needs_token = self.table.scheduled[slots_array] + 1 < self.table.limit[slots_array]
+        return slots_array if needs_token.all() else slots_array[needs_token]
 
-    def _grow(self, decode: np.ndarray) -> bool:
-        """Pages for the next token of every decoding request. False: a step in flight must land first."""
+    def _extend_decode_pages(self, decode: np.ndarray) -> bool:
+        """Allocate KV for the next token of each row, preempting the youngest requests when pages run out.
+
+        Returns:
+            False if a preemption is needed and a step in flight must be completed first.
+        """
         table = self.table
         for slot in decode[table.scheduled[decode] % PAGE_SIZE == 0]:
             request = table.by_slot[slot]
@@ -280,7 +293,7 @@ class Batcher:
         assert not self.table.inflight[request.slot], "a request in flight cannot be retracted"
         request.routed = self.routed_experts(request)
         self._remove(request)
-        self._close(request, keep_prefix=keep_prefix)
+        self._close_kv(request, keep_prefix=keep_prefix)
         self.table.evict(request)
         self.waiting.push_front([request])
         if count:
@@ -292,16 +305,16 @@ class Batcher:
         self._decode_slots = None
         if request in self._prefilling:
             self._prefilling.remove(request)
-            self._has_computed(request)
+            self._release_prefix_waiters(request)
 
     def _release(self, request: Request, *, keep_prefix: bool) -> None:
         if self.table.inflight[request.slot]:
-            self._leaving.append((request, keep_prefix))
+            self._deferred_releases.append((request, keep_prefix))
             return
-        self._close(request, keep_prefix=keep_prefix)
+        self._close_kv(request, keep_prefix=keep_prefix)
         self.table.release(request)
 
-    def _close(self, request: Request, *, keep_prefix: bool) -> None:
+    def _close_kv(self, request: Request, *, keep_prefix: bool) -> None:
         assert request.kv is not None
         slot = request.slot
         known = min(int(self.table.scheduled[slot]), int(self.table.length[slot]))
@@ -310,53 +323,58 @@ class Batcher:
         except Exception as error:
             if not keep_prefix:
                 raise
-            logger.error("no prefix of request %s is kept", request.rid, exc_info=error)
+            logger.error(
+                "request %s: its KV could not be donated to the prefix cache", request.rid, exc_info=error
+            )
             self.cache.close(request.kv, None)
         request.kv = None
 
-    def _chunks(self, budget: int) -> list[tuple[Request, int]]:
-        """(request, prompt tokens to compute), ``budget`` in all: prompts already begun first, then new admissions."""
+    def _prefill_chunks(self, budget: int) -> list[tuple[Request, int]]:
+        """``(request, prompt tokens to compute)``, at most ``budget`` tokens: requests in prefill first, then new ones."""
         chunks: list[tuple[Request, int]] = []
         for request in self._prefilling:
             if budget == 0:
                 return chunks
-            budget -= self._take_chunk(request, budget, chunks)
+            budget -= self._append_chunk(request, budget, chunks)
         while budget > 0 and self.table.num_free and len(self.waiting):
             started = self.waiting.start_next(self._may_start, self._start, LOOK_AHEAD)
             if started is None:
                 break
-            budget -= self._take_chunk(started, budget, chunks)
+            budget -= self._append_chunk(started, budget, chunks)
         return chunks
 
-    def _take_chunk(self, request: Request, budget: int, chunks: list[tuple[Request, int]]) -> int:
+    def _append_chunk(self, request: Request, budget: int, chunks: list[tuple[Request, int]]) -> int:
         remaining = int(self.table.length[request.slot] - self.table.scheduled[request.slot])
         taken = min(budget, remaining)
         chunks.append((request, taken))
         return taken
 
     def _may_start(self, request: Request) -> bool:
-        """Not while a prefix is being computed that it will share in a step or two."""
-        return not self._computing[request.prompt_key] or not self._shareable_pages(request)
+        """Whether no running request is computing a prefix that ``request`` could share in a step or two."""
+        return not self._prefixes_in_progress[request.prompt_key] or not self._shareable_pages(request)
 
     def _shareable_pages(self, request: Request) -> int:
-        """Pages of its prompt that may come from the prefix cache."""
+        """Full pages of its prompt that may come from the prefix cache."""
         if not self._share:
             return 0
         first = None if request.record is None else request.record.first_uncached
         return (len(request.prompt) - 1 if first is None else first) // PAGE_SIZE
 
-    def _start(self, request: Request, overtaken: int) -> bool:
-        """Bind ``request`` to a slot with KV pages for all it knows; False (nothing changed) when they cannot be had now.
+    def _start(self, request: Request, num_skipped: int) -> bool:
+        """Bind ``request`` to a slot, with KV pages for all of its known tokens.
 
         Args:
-            overtaken: who came before it, and waits for a prefix; they find room for what is their own.
+            num_skipped: earlier requests that still wait for a shared prefix; pages are left free for them.
+
+        Returns:
+            False, with nothing changed, if there are not enough free pages now.
         """
         self._starting = request
-        started = self._bind(request, overtaken)
+        started = self._bind(request, num_skipped)
         self._starting = None
         return started
 
-    def _bind(self, request: Request, overtaken: int) -> bool:
+    def _bind(self, request: Request, num_skipped: int) -> bool:
         table, cache = self.table, self.cache
         tokens = np.concatenate([request.prompt, request.evicted.tokens])
         slot = table.take_slot()
@@ -365,12 +383,12 @@ class Batcher:
         kv, bound = None, False
         try:
             first = None if request.record is None else request.record.first_uncached
-            # A cached prefix has no logits: it must end where some are wanted.
+            # A cached prefix yields no logits, so it must end before the first prompt token whose logprob is wanted.
             kv = cache.open(tokens if first is None else tokens[: first + 1], request.salt, row)
-            # One page of growth is left to everybody who runs: admitting more would only preempt them.
-            left = len(self._active) + PAGES_OVERTAKEN * overtaken
+            # Every running request keeps one page to grow: starting more would only preempt one of them.
+            reserved = len(self._active) + PAGES_PER_SKIPPED_REQUEST * num_skipped
             missing = pages_for(len(tokens)) - kv.num_pages
-            if missing > cache.available() - left or not cache.extend(kv, len(tokens)):
+            if missing > cache.available() - reserved or not cache.extend(kv, len(tokens)):
                 return False
             table.bind(request, slot)
             bound = True
@@ -390,9 +408,9 @@ class Batcher:
         request.phase = Phase.PREFILL
         self._active.append(request)
         self._prefilling.append(request)
-        request.shares_prefix = kv.num_shared < self._shareable_pages(request)
-        if request.shares_prefix:
-            self._computing[request.prompt_key] += 1
+        request.computes_shared_prefix = kv.num_shared < self._shareable_pages(request)
+        if request.computes_shared_prefix:
+            self._prefixes_in_progress[request.prompt_key] += 1
         return True
 
     def _build(self, decode: np.ndarray, chunks: list[tuple[Request, int]]) -> ScheduledBatch:
@@ -447,18 +465,18 @@ class Batcher:
             num_tokens=len(positions),
             inputs=spans,
         )
-        self._book(batch, ends)
+        self._mark_in_flight(batch, ends)
         if forward.sampling.special is not None:
             table.extras.counted[sample_slots] = ends[samples] + 1
         return batch
 
-    def _book(self, batch: ScheduledBatch, ends: np.ndarray) -> None:
-        """``batch`` is in flight from now on, and computes its rows up to the positions ``ends``."""
+    def _mark_in_flight(self, batch: ScheduledBatch, ends: np.ndarray) -> None:
+        """Mark ``batch`` as in flight; it computes its rows up to the positions ``ends``."""
         self.table.scheduled[batch.slots] = ends
         self.table.inflight[batch.slots] += 1
         for request in batch.completed:
             request.phase = Phase.DECODE
             self._prefilling.remove(request)
             self._decode_slots = None
-        if self._sizer.limit is not None:
-            self._turn += batch.forward.num_decode
+        if self._chunk_sizer.limit is not None:
+            self._decode_offset += batch.forward.num_decode

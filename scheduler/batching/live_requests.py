@@ -1,7 +1,6 @@
 """The registry of accepted requests that have not ended, by (rid, sample) and by rid.
 
-Invariant: a request is added once, when it was admitted, and removed once, by the transition that ends it
-(``output_processor.py``).
+Invariant: a request is added once, on admission, and removed once, by ``OutputProcessor.finish``.
 """
 
 from collections import defaultdict
@@ -11,7 +10,7 @@ from .request import Request
 
 
 class LiveRequests:
-    """Requests from admission to their end, whether they wait, run or are frozen."""
+    """All requests from admission to their end, whether they wait, run or are frozen by a pause."""
 
     def __init__(self) -> None:
         self._by_key: dict[tuple[str, int], Request] = {}
@@ -21,7 +20,7 @@ class LiveRequests:
         return len(self._by_key)
 
     def __iter__(self) -> Iterator[Request]:
-        """In the order of admission; over a copy, since ending a request removes it."""
+        """In the order of admission. Iterates over a copy, because finishing a request removes it."""
         return iter(list(self._by_key.values()))
 
     def __contains__(self, key: tuple[str, int]) -> bool:
@@ -31,13 +30,13 @@ class LiveRequests:
         return self._by_key[key]
 
     def add(self, requests: Iterable[Request]) -> None:
-        """Requests that admission has accepted."""
+        """Register admitted requests."""
         for request in requests:
             self._by_key[request.key] = request
             self._by_rid[request.rid].append(request)
 
     def remove(self, request: Request) -> None:
-        """``request`` has ended."""
+        """Unregister a finished request."""
         del self._by_key[request.key]
         samples = self._by_rid[request.rid]
         samples.remove(request)
@@ -49,5 +48,5 @@ class LiveRequests:
         return list(self._by_rid.get(rid, ()))
 
     def of_client(self, client: bytes) -> list[Request]:
-        """Those whose results go to ``client``."""
+        """The live requests whose results go to ``client``."""
         return [request for request in self._by_key.values() if request.client == client]

@@ -1,11 +1,11 @@
-"""From sampled tokens to results: recording a step, finding who has ended, building terminal results.
+"""Processes a step's output: records tokens, finds finished requests, builds their terminal results.
 
 Invariants:
-- I1: a request is finished here and nowhere else, once, with exactly one terminal record to its client.
-- I2: tokens, logprobs and weight-version spans of a terminal record have equal lengths, and routed experts a row for each
-  position but the last; checked before it is handed on.
+- I1: a request is finished here and nowhere else, once, with exactly one terminal result for its client.
+- I2: tokens, logprobs and weight-version spans of a terminal result have equal lengths, and routed experts have a row for
+  each position but the last; this is checked before the result is handed on.
 - Recording a step is array work; Python loops only over requests that end, stream, or open a new span.
-- Tokens of streams and terminal results go to an :class:`OutputSink`, which sends them.
+- Streamed tokens and terminal results go to an :class:`OutputSink`, which sends them.
 """
 
 import logging
@@ -32,7 +32,7 @@ OnFinished = Callable[[Request, GenerateReqOutput], None]
 
 
 class OutputSink(Protocol):
-    """Where outputs go."""
+    """Receives streamed tokens and terminal results."""
 
     def add_tokens(
         self,
@@ -41,16 +41,16 @@ class OutputSink(Protocol):
         tokens: Sequence[int],
         logprobs: Sequence[float],
     ) -> None:
-        """One new token of each request that streams."""
+        """Add one new token of each streaming request."""
         ...
 
     def add_result(self, client: bytes, result: GenerateReqOutput) -> None:
-        """The terminal result of a request of ``client``."""
+        """Add the terminal result of a request of ``client``."""
         ...
 
 
 class OutputProcessor:
-    """Records steps and ends requests."""
+    """Records the output of steps, and finishes requests."""
 
     def __init__(
         self,
@@ -63,10 +63,10 @@ class OutputProcessor:
         on_finished: OnFinished,
         stamp: WeightStamp,
     ) -> None:
-        """``on_finished`` is called once for each request, after it has let go of what it held."""
+        """``on_finished`` is called once for each request, after its slot and KV were released."""
         self.generated_tokens = 0
         self.finished: Counter[str] = Counter()
-        """Requests that have ended, by the type of their finish reason."""
+        """Number of finished requests, by the type of their finish reason."""
         self._table = table
         self._batcher = batcher
         self._waiting = waiting
@@ -77,38 +77,38 @@ class OutputProcessor:
         self._stamp_number = 0
 
     def set_stamp(self, stamp: WeightStamp) -> None:
-        """New weights are committed: tokens sampled from now on carry ``stamp``."""
+        """After a weight commit: tokens sampled from now on carry ``stamp``."""
         self._stamp = stamp
         self._stamp_number += 1
 
     def record(self, batch: ScheduledBatch, output: HostOutput) -> None:
-        """Take a step's tokens in; end what is finished. Rows that ended while in flight are ignored."""
+        """Record a step's tokens and finish the requests that end. Rows of requests that ended in flight are ignored."""
         table = self._table
         if output.inputs is not None:
             _record_inputs(batch.inputs, output.inputs)
         keep = table.live[batch.sample_slots]
-        everybody = bool(keep.all())
-        slots = batch.sample_slots if everybody else batch.sample_slots[keep]
-        tokens = output.token_ids if everybody else output.token_ids[keep]
+        all_live = bool(keep.all())
+        slots = batch.sample_slots if all_live else batch.sample_slots[keep]
+        tokens = output.token_ids if all_live else output.token_ids[keep]
         valid = tokens != NO_TOKEN
         if not valid.all():
-            self._end_non_finite(slots[~valid])
+            self._fail_non_finite(slots[~valid])
             keep = keep & (output.token_ids != NO_TOKEN)
-            everybody = False
+            all_live = False
             slots, tokens = batch.sample_slots[keep], output.token_ids[keep]
         if not len(slots):
             return
         at = table.length[slots]
         table.tokens[slots, at] = tokens
-        table.logprobs[slots, at] = output.logprobs if everybody else output.logprobs[keep]
+        table.logprobs[slots, at] = output.logprobs if all_live else output.logprobs[keep]
         if output.raw_logprobs is not None:
-            table.raw[slots, at] = output.raw_logprobs if everybody else output.raw_logprobs[keep]
+            table.raw[slots, at] = output.raw_logprobs if all_live else output.raw_logprobs[keep]
         if output.sampled_logprobs is not None:
-            table.sampled[slots, at] = output.sampled_logprobs if everybody else output.sampled_logprobs[keep]
+            table.sampled[slots, at] = output.sampled_logprobs if all_live else output.sampled_logprobs[keep]
         if output.further is not None:
             self._record_further(batch, output.further)
         self._open_spans(slots, at)
-        table.length[slots] = at + 1  # nothing is taken in before this line, all of it after
+        table.length[slots] = at + 1  # this line makes all of the step's tokens known at once
         self.generated_tokens += len(slots)
         self._end_finished(slots, tokens)
         streaming = table.stream[slots] & table.live[slots]
@@ -116,14 +116,16 @@ class OutputProcessor:
             self._stream(slots[streaming], at[streaming])
 
     def finish(self, request: Request, reason: FinishReason, *, keep_prefix: bool = True) -> None:
-        """The terminal transition: build the result, free what the request holds."""
+        """Finish a request: build its result, then release its slot and KV."""
         assert request.phase is not Phase.FINISHED, "a request ends once"
         try:
             result = self._result(request, self._table.outputs(request), reason)
-        except Exception as error:  # it must be answered, whatever is wrong with it
-            logger.error("request %s ends without its tokens", request.rid, exc_info=error)
+        except (
+            Exception
+        ) as error:  # the request must get a terminal result, whatever is wrong with its outputs
+            logger.error("request %s: its result could not be built", request.rid, exc_info=error)
             self._table.forget_outputs(request)
-            message = f"its tokens cannot be told: {type(error).__name__}: {error}"
+            message = f"its result could not be built: {type(error).__name__}: {error}"
             code = ErrorCode.OUT_OF_MEMORY if is_out_of_memory(error) else ErrorCode.INTERNAL
             lost = FinishReason(type="error", message=message, code=code)
             result = self._result(request, OutputArrays.empty(), lost)
@@ -141,15 +143,15 @@ class OutputProcessor:
         self._on_finished(request, result)
 
     def abort(self, requests: Iterable[Request], message: str) -> int:
-        """End ``requests`` now, with their partial tokens; returns how many."""
+        """Abort ``requests`` now, with their partial tokens; returns how many were live."""
         return self._finish_each(requests, FinishReason(type="abort", message=message), keep_prefix=True)
 
     def abort_all(self, message: str) -> int:
-        """End every live request, queued ones too."""
+        """Abort every live request, queued ones included."""
         return self.abort(self._live, message)
 
     def fail(self, requests: Iterable[Request], message: str, code: ErrorCode = ErrorCode.INTERNAL) -> None:
-        """End ``requests`` after a failed step; their KV is not trusted, their earlier tokens are kept."""
+        """Finish ``requests`` with an error after a failed step. They keep their earlier tokens; their KV is not cached."""
         self._finish_each(requests, FinishReason(type="error", message=message, code=code), keep_prefix=False)
 
     def _finish_each(self, requests: Iterable[Request], reason: FinishReason, *, keep_prefix: bool) -> int:
@@ -160,8 +162,8 @@ class OutputProcessor:
             count += 1
             try:
                 self.finish(request, reason, keep_prefix=keep_prefix)
-            except Exception as error:  # the others must be answered, too
-                logger.error("request %s has left something behind", request.rid, exc_info=error)
+            except Exception as error:  # the other requests must be finished, too
+                logger.error("request %s could not be released completely", request.rid, exc_info=error)
         return count
 
     def _record_further(self, batch: ScheduledBatch, further: FurtherLogprobs) -> None:
@@ -175,16 +177,16 @@ class OutputProcessor:
             if request is not None and request.record is not None:
                 request.record.put_output(int(table.length[slot] - table.prompt_len[slot]), *of_row)
 
-    def _end_non_finite(self, slots: np.ndarray) -> None:
+    def _fail_non_finite(self, slots: np.ndarray) -> None:
         for slot in slots:
             request = self._table.by_slot[slot]
             assert request is not None
             logger.error(
                 "request %s: logits are not finite (weights epoch %d)", request.rid, self._stamp.epoch
             )
-            self.fail([request], self._non_finite(request))
+            self.fail([request], self._non_finite_message(request))
 
-    def _non_finite(self, request: Request) -> str:
+    def _non_finite_message(self, request: Request) -> str:
         if not self._table.extras.special[request.slot]:
             return "the model's logits are not finite: check the weights"
         params = request.params
@@ -281,7 +283,7 @@ class OutputProcessor:
 
 
 def _further_fields(record: LogprobRecord, count: int) -> dict[str, Any]:
-    """The fields of a result that ``record`` has, for ``count`` output tokens."""
+    """The result fields that come from ``record``, for ``count`` output tokens."""
     top, given = record.output_rows(0, count)
     input_logprobs, input_top, input_given = record.input_rows()
     return {
@@ -297,5 +299,5 @@ def _record_inputs(spans: list[InputSpan], values: FurtherLogprobs) -> None:
     columns = [column.numpy() for column in (values.logprobs, values.top_ids, values.top, values.given)]
     offset = 0
     for span in spans:
-        part = slice(offset, offset := offset + span.count)
-        span.record.put_inputs(span.first, *(column[part] for column in columns))
+        rows = slice(offset, offset := offset + span.count)
+        span.record.put_inputs(span.first, *(column[rows] for column in columns))

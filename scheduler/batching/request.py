@@ -1,9 +1,9 @@
-"""The state of one sample from arrival to its terminal message, and the table of those that hold KV.
+"""The state of one sample from arrival to its terminal result, and the table of the requests that hold KV.
 
 Invariants:
 - A :class:`Request` is in exactly one :class:`Phase`; ``FINISHED`` is entered once, and only by ``output_processor.py``.
-- A request holds a slot if and only if it holds KV; its tokens live in the table's row then, in its own arrays
-  otherwise. ``evict`` and ``bind`` move them.
+- A request is bound to a slot if and only if it holds KV. While it is bound, its tokens are in the table's row, otherwise
+  in its own arrays. ``bind`` and ``evict`` move them.
 - Per-step work on running requests is array work on :class:`RequestTable`; Python touches a request only when it
   arrives, starts, ends, is retracted, or gets a new weight-version span.
 - ``scheduled[slot]`` counts tokens whose KV is computed or in flight; ``length[slot]`` counts known tokens. Between
@@ -29,31 +29,31 @@ _STOP_WIDTH = 8
 
 
 class Phase(Enum):
-    """Where a request stands."""
+    """The phase of a request."""
 
     WAITING = "waiting"
     """Queued without KV: new, retracted or preempted."""
     PREFILL = "prefill"
-    """Holds KV for a part of its known tokens."""
+    """Holds KV pages for all of its known tokens, and has computed some of them."""
     DECODE = "decode"
-    """KV complete up to its last known token (that one's is computed by the next step)."""
+    """Has computed the KV of all known tokens but the last, which the next step computes."""
     FINISHED = "finished"
-    """Its terminal message has been sent; a step in flight may still hold its slot."""
+    """Its terminal result has been built; a step in flight may still use its slot."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightStamp:
-    """Which weights sample a token. A new one is made at every commit."""
+    """Identifies the weights that sample a token; every commit makes a new stamp."""
 
     epoch: int
     version: str
     incarnation: str = ""
-    """Of the engine, the same in all its stamps."""
+    """Identifies this start of the engine; the same in all its stamps."""
 
 
 @dataclass(slots=True)
 class OutputArrays:
-    """Per-token results of one sample; all the same length."""
+    """Per-token results of one sample; the arrays have the same length."""
 
     tokens: np.ndarray
     """int32"""
@@ -66,16 +66,16 @@ class OutputArrays:
 
     @staticmethod
     def empty() -> "OutputArrays":
-        """Of length 0."""
-        none = np.empty(0, np.float32)
-        return OutputArrays(np.empty(0, np.int32), none, none, none)
+        """Arrays of length 0."""
+        no_values = np.empty(0, np.float32)
+        return OutputArrays(np.empty(0, np.int32), no_values, no_values, no_values)
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One sample of one prompt. Groups of fields are written by whoever is named above them."""
+    """One sample of one prompt. The comment above each block of fields says which code writes them."""
 
-    # Written at admission, never changed (``client`` moves when a retry attaches from another socket).
+    # Written at admission, then constant, except that ``client`` changes when a retry attaches from another socket.
     message_id: str
     rid: str
     index: int
@@ -84,7 +84,7 @@ class Request:
     params: SamplingParams
     seed: int
     limit: int
-    """Total tokens (prompt and output) at which it ends."""
+    """Number of tokens (prompt plus output) at which the request finishes."""
     stop_ids: tuple[int, ...]
     salt: str
     stream: bool
@@ -93,42 +93,42 @@ class Request:
     return_sampled: bool
     arrival: float
     prompt_key: int
-    """Hash of salt and prompt, equal for the samples of one group."""
+    """Hash of salt and prompt, equal for all samples of one generation."""
     routed_from: int | None = None
-    """First position whose experts it wants to know; None: it did not ask."""
+    """First position whose routed experts are returned; None if the request did not ask for them."""
     early_stops: tuple[int, ...] = ()
-    """What is not sampled before ``min_new_tokens``."""
+    """Stop token ids that must not be sampled before ``min_new_tokens``."""
 
-    # Written by batching.
+    # Written by batcher.py and waiting_queue.py.
     phase: Phase = Phase.WAITING
     slot: int = NO_SLOT
     kv: "RequestKV | None" = None
     first_scheduled: float | None = None
     cached_tokens: int = 0
     num_retractions: int = 0
-    shares_prefix: bool = False
-    """It computes pages of its prompt that others with the same one wait for."""
+    computes_shared_prefix: bool = False
+    """It is computing prompt pages that waiting requests with the same prompt will share."""
     routed: np.ndarray | None = None
-    """Experts of the positions from ``routed_from`` on that were computed before its last retraction. None: it has none."""
+    """Routed experts from ``routed_from`` on, saved at the last retraction; None if there are none."""
 
-    # Written by failure.
+    # Written by step_recovery.py.
     failed_alone_at: int | None = None
-    """How much of it was computed when memory did not suffice for its next token alone. None: it always did."""
+    """Tokens computed when a step of only its next token ran out of memory; None if that never happened."""
 
-    # Written by results and by evict/bind.
+    # Written by output_processor.py, evict and bind.
     record: LogprobRecord | None = None
-    """Its further log-probabilities. None: it wants none."""
+    """Log-probabilities beyond those of the sampled tokens; None if the request asked for none."""
     evicted: OutputArrays = field(default_factory=OutputArrays.empty)
     spans: list[tuple[WeightStamp, bool, int]] = field(default_factory=list)
     """(stamp, stale_kv, first output token)"""
 
     @property
     def key(self) -> tuple[str, int]:
-        """Unique among live requests."""
+        """``(rid, sample index)``, unique among live requests."""
         return (self.rid, self.index)
 
     def version_spans(self, num_outputs: int) -> list[WeightVersionSpan]:
-        """The spans, contiguous over ``[0, num_outputs)``."""
+        """The weight-version spans; they cover ``[0, num_outputs)`` without gaps."""
         ends = [start for _, _, start in self.spans[1:]] + [num_outputs]
         return [
             WeightVersionSpan(
@@ -140,7 +140,7 @@ class Request:
                 stale_kv=stale,
             )
             for (stamp, stale, start), end in zip(self.spans, ends, strict=True)
-            if start < end  # opened for a token that was never taken in
+            if start < end  # a span without tokens was opened for a token whose step failed
         ]
 
 
@@ -153,7 +153,7 @@ def make_requests(
     eos_token_ids: tuple[int, ...],
     arrival: float,
 ) -> list[Request]:
-    """The ``n`` requests of an admitted message; sample ``i`` uses the noise stream ``(seed, i)``."""
+    """The ``n`` requests of an admitted message, one per sample; sample ``i`` uses the noise stream ``(seed, i)``."""
     params = message.sampling_params
     prompt = np.asarray(message.input_ids, np.int32)
     stop_ids = tuple(params.stop_token_ids) + (() if params.ignore_eos else eos_token_ids)
@@ -185,10 +185,10 @@ def make_requests(
 
 
 class RequestTable:
-    """Running requests as arrays, one row ("slot") each.
+    """Running requests as arrays, one row ("slot") per request.
 
-    Rows are virtual memory until touched, and low slots are reused first, so the resident size follows the longest
-    contexts really seen, not ``slots * context_len``.
+    Rows are virtual memory until they are touched, and low slots are reused first. The resident size therefore follows
+    the longest contexts that really occurred, not ``slots * context_len``.
     """
 
     def __init__(self, slots: int, context_len: int, page_size: int, vocab_size: int) -> None:
@@ -198,7 +198,7 @@ class RequestTable:
         self.by_slot: list[Request | None] = [None] * slots
         self._free = list(range(slots))  # a heap
 
-        # What each request is, written by bind.
+        # Constant while a request is bound; written by bind.
         self.prompt_len = np.zeros(slots, np.int64)
         self.limit = np.zeros(slots, np.int64)
         self.stop_ids = np.full((slots, _STOP_WIDTH), NO_TOKEN, np.int32)
@@ -215,7 +215,7 @@ class RequestTable:
         self.stale_kv = np.zeros(slots, np.bool_)
         self.extras = SamplingExtras(slots)
 
-        # Advanced by steps.
+        # Changed by steps.
         self.page_table = np.zeros((slots, pages), np.int32)
         self.tokens = np.zeros((slots, context_len + 1), np.int32)
         self.logprobs = np.zeros((slots, context_len + 1), np.float32)
@@ -225,17 +225,17 @@ class RequestTable:
         self.scheduled = np.zeros(slots, np.int64)
         self.inflight = np.zeros(slots, np.int64)
         self.live = np.zeros(slots, np.bool_)
-        """False once its terminal message is sent."""
+        """False once the terminal result is built."""
         self.stamp = np.full(slots, -1, np.int64)
-        """Which weight stamp (and staleness) its last span has; -1: none yet."""
+        """Number of the weight stamp (and staleness) of the last span; -1 if unknown."""
 
     @property
     def num_free(self) -> int:
-        """Free slots."""
+        """Number of free slots."""
         return len(self._free)
 
     def take_slot(self) -> int:
-        """The lowest free slot; the caller knows that there is one."""
+        """Take the lowest free slot. There must be one."""
         return heapq.heappop(self._free)
 
     def give_back_slot(self, slot: int) -> None:
@@ -243,10 +243,10 @@ class RequestTable:
         heapq.heappush(self._free, slot)
 
     def bind(self, request: Request, slot: int) -> None:
-        """Move ``request``'s tokens into row ``slot`` and set everything a step reads."""
+        """Move ``request``'s tokens into row ``slot`` and set everything that a step reads."""
         params, evicted = request.params, request.evicted
         prompt_len = len(request.prompt)
-        # Both allocate, so they come before anything moves.
+        # These two allocate memory and may raise, so they come first, while nothing has been moved.
         self._set_stop_ids(slot, request.stop_ids)
         self.extras.bind(slot, params, request.early_stops, prompt_len, request.record)
         length = prompt_len + len(evicted.tokens)
@@ -279,10 +279,10 @@ class RequestTable:
         self.live[slot] = True
         self.stamp[
             slot
-        ] = -1  # a new span is opened only if weights or staleness differ: output_processor.py compares
+        ] = -1  # makes output_processor.py compare with the last span before it opens a new one
 
     def release(self, request: Request) -> None:
-        """Free the row; the caller has copied the outputs or does not need them."""
+        """Release the slot; the caller has copied the outputs or does not need them."""
         slot = request.slot
         self.by_slot[slot] = None
         self.live[slot] = False
@@ -291,12 +291,12 @@ class RequestTable:
         self.give_back_slot(slot)
 
     def evict(self, request: Request) -> None:
-        """Copy the outputs out of the row and free it."""
+        """Copy the outputs out of the row and release the slot."""
         request.evicted = self.outputs(request)
         self.release(request)
 
     def outputs(self, request: Request) -> OutputArrays:
-        """Copies of what ``request`` has produced so far, wherever it lives."""
+        """The outputs of ``request`` so far: copied from its row while it is bound, else its own arrays."""
         slot = request.slot
         if slot == NO_SLOT:
             return request.evicted
@@ -309,7 +309,7 @@ class RequestTable:
         )
 
     def forget_outputs(self, request: Request) -> None:
-        """Drop what ``request`` has produced so far, wherever it lives."""
+        """Drop the outputs of ``request``, whether it is bound or not."""
         request.evicted = OutputArrays.empty()
         request.spans.clear()
         request.routed = None

@@ -1,11 +1,14 @@
-"""Sampling parameters that few requests use, as arrays by slot; and what they want to know beyond their tokens.
+"""Sampling parameters that few requests use, as arrays by slot; and the extra log-probabilities that a request asks for.
+
+The extra log-probabilities ("further" in names) are: the top-k at each position, those of given token ids, and those of the
+prompt's tokens.
 
 Invariants:
 - A slot without extras costs a step one element of a boolean array, and nothing else.
-- A counter belongs to one seated request with penalties. ``counted[slot]`` is how many of its tokens, from its first one on,
-  the runner's counter knows once everything that was launched has run; 0: the counter is to be started anew.
-- What was recorded at an output position is overwritten when the position is sampled again, so nothing of a step that was
-  lost or taken back remains.
+- A token counter belongs to one bound request with penalties. ``counted[slot]`` is the number of its tokens that the runner's
+  counter includes once every launched step has run; 0 means that the counter must be rebuilt from the request's tokens.
+- The record of an output position is overwritten when the position is sampled again, so a step that was rolled back leaves
+  nothing.
 """
 
 import heapq
@@ -17,53 +20,53 @@ from ...io_struct import GenerateReqInput, LogprobRows, SamplingParams
 
 
 class LogprobRecord:
-    """The further log-probabilities of one sample; lives as long as its request."""
+    """The extra log-probabilities of one sample, kept as long as its request."""
 
     def __init__(self, message: GenerateReqInput) -> None:
         self.top = message.top_logprobs_num
         self.given = np.asarray(message.token_ids_logprob or (), np.int32)
         prompt_len, start = len(message.input_ids), message.logprob_start_len
         self.start: int | None = start if 0 <= start < prompt_len else None
-        """First prompt token whose log-probability is wanted; it has none itself. None: of no prompt token."""
+        """Prompt position after which log-probabilities are wanted; None if none of the prompt are."""
         self.num_inputs = 0 if self.start is None else prompt_len - 1 - self.start
         self.known_inputs = 0
-        """Recorded so far, from the first on."""
+        """Prompt log-probabilities recorded so far, from the first one on."""
         self._outputs = _Rows(self.top, len(self.given))
         self._inputs = _Rows(self.top, len(self.given))
         self._input_logprobs = np.empty(self.num_inputs, np.float32)
 
     @staticmethod
     def of(message: GenerateReqInput) -> "LogprobRecord | None":
-        """None: ``message`` wants none."""
+        """A record for a request of ``message``; None if it asks for no extra log-probabilities."""
         record = LogprobRecord(message)
         wanted = record.wants_outputs or record.start is not None
         return record if message.return_logprob and wanted else None
 
     @property
     def wants_outputs(self) -> bool:
-        """At each sampled position, not only of the prompt."""
+        """Whether extra log-probabilities are wanted at each sampled position."""
         return self.top > 0 or len(self.given) > 0
 
     @property
     def first_uncached(self) -> int | None:
-        """Position from which the prompt must be computed, whatever is cached. None: from anywhere."""
+        """First position that must be computed even if it is cached; None if there is none."""
         return self.start if self.known_inputs < self.num_inputs else None
 
     def inputs_within(self, start: int, end: int) -> tuple[int, int]:
-        """Of the positions [start, end) that a step computes, those whose logits are wanted; they are contiguous."""
+        """The positions among [start, end) whose logits are wanted, as ``(first, end)``."""
         if self.start is None or self.known_inputs >= self.num_inputs:
             return start, start
         first = max(start, self.start)
         return first, max(first, min(end, self.start + self.num_inputs))
 
     def put_output(self, at: int, top_ids: np.ndarray, top: np.ndarray, given: np.ndarray) -> None:
-        """Of output token number ``at``; [K], [K] and [M], of which the sample's own come first."""
+        """Record output token number ``at``, from rows [K], [K] and [M]; this sample's columns come first in them."""
         self._outputs.put(at, top_ids[None], top[None], given[None])
 
     def put_inputs(
         self, first: int, logprobs: np.ndarray, top_ids: np.ndarray, top: np.ndarray, given: np.ndarray
     ) -> None:
-        """Of the tokens after the positions from ``first`` on; [I] and [I, …] as above."""
+        """Record the tokens that follow the positions from ``first`` on: [I], and [I, …] with columns as above."""
         assert self.start is not None
         at = first - self.start
         self._input_logprobs[at : at + len(logprobs)] = logprobs
@@ -71,15 +74,15 @@ class LogprobRecord:
         self.known_inputs = at + len(logprobs)
 
     def forget_inputs(self) -> None:
-        """The prompt is computed again, under other weights: nothing of it is known."""
+        """Drop the prompt's log-probabilities, because the prompt is computed again under other weights."""
         self.known_inputs = 0
 
     def output_rows(self, start: int, end: int) -> tuple[LogprobRows | None, LogprobRows | None]:
-        """``(top, given)`` of the output tokens [start, end); None where not wanted."""
+        """``(top, given)`` of the output tokens [start, end); None for what was not asked for."""
         return self._outputs.wire(start, end, self.given)
 
     def input_rows(self) -> tuple[bytes | None, LogprobRows | None, LogprobRows | None]:
-        """Logprobs of the prompt, the first NaN, and ``(top, given)``; all None unless all are known and wanted."""
+        """Logprobs of the prompt (the first is NaN), and ``(top, given)``; all None unless all are wanted and known."""
         if self.start is None or self.known_inputs < self.num_inputs:
             return None, None, None
         logprobs = np.concatenate([np.full(1, np.nan, "<f4"), self._input_logprobs]).astype("<f4").tobytes()
@@ -87,7 +90,7 @@ class LogprobRecord:
 
 
 class _Rows:
-    """Growing columns of ``top`` and ``given`` values per position."""
+    """Growing arrays of ``top`` and ``given`` log-probabilities by position."""
 
     def __init__(self, top: int, given: int) -> None:
         self._known = 0
@@ -130,11 +133,11 @@ class _Rows:
 
 
 class SamplingExtras:
-    """Of every slot; written by :meth:`bind`, but for ``counted``."""
+    """Rarely used sampling parameters by slot; :meth:`bind` writes all but ``counted``."""
 
     def __init__(self, slots: int) -> None:
         self.special = np.zeros(slots, np.bool_)
-        """The slot uses anything below but ``min_p``."""
+        """Whether the slot uses anything below except ``min_p``."""
         self.min_p = np.zeros(slots, np.float32)
         self.repetition = np.ones(slots, np.float32)
         self.frequency = np.zeros(slots, np.float32)
@@ -143,13 +146,13 @@ class SamplingExtras:
         self.counter = np.zeros(slots, np.int64)
         self.counted = np.zeros(slots, np.int64)
         self.may_stop_at = np.zeros(slots, np.int64)
-        """Absolute position of the first token that may be one of ``stops``."""
+        """Absolute position from which tokens in ``stops`` may be sampled."""
         self.stops = _Ids(slots)
         self.bias = _Ids(slots)
         self.top = np.zeros(slots, np.int64)
         self.given = _Ids(slots)
         self.num_counters = 0
-        """Ever in use at once."""
+        """Most counters that were ever in use at once."""
         self._free_counters: list[int] = []  # a heap
 
     def bind(
@@ -160,8 +163,8 @@ class SamplingExtras:
         prompt_len: int,
         record: LogprobRecord | None,
     ) -> None:
-        """``stops`` are not sampled before ``min_new_tokens``."""
-        self.release(slot)  # a seating that failed half way has left its counter behind
+        """Set the parameters of ``slot``; ``stops`` must not be sampled before ``min_new_tokens``."""
+        self.release(slot)  # an earlier bind that raised may have left its counter behind
         bias = params.logit_bias or {}
         stops = stops if params.min_new_tokens else ()
         given = record.given if record is not None else np.empty(0, np.int32)
@@ -185,7 +188,7 @@ class SamplingExtras:
         self.special[slot] = bool(penalised or bias or stops or (record is not None and record.wants_outputs))
 
     def release(self, slot: int) -> None:
-        """The slot is free."""
+        """Free the slot's counter and clear its flags."""
         if self.penalised[slot]:
             heapq.heappush(self._free_counters, int(self.counter[slot]))
         self.penalised[slot] = self.special[slot] = False
@@ -198,7 +201,7 @@ class SamplingExtras:
 
 
 class _Ids:
-    """Token ids of every slot, with a value each; as wide as the longest list so far."""
+    """A list of token ids with values for every slot; as wide as the longest list so far."""
 
     def __init__(self, slots: int) -> None:
         self.count = np.zeros(slots, np.int64)
@@ -206,7 +209,7 @@ class _Ids:
         self.values = np.zeros((slots, 0), np.float32)
 
     def put(self, slot: int, ids: npt.ArrayLike, values: npt.ArrayLike) -> None:
-        """The list of ``slot``; what is behind it is token 0 with value 0."""
+        """Set the list of ``slot``, padded with token 0 and value 0."""
         tokens = np.asarray(ids, np.int64)
         count = len(tokens)
         missing = count - self.ids.shape[1]
@@ -218,6 +221,6 @@ class _Ids:
         self.ids[slot, :count], self.values[slot, :count] = tokens, values
 
     def of(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """``(ids, values)`` [n, W] of ``slots``, W the longest of their lists."""
+        """``(ids, values)`` of ``slots``, [n, W], where W is the length of the longest list."""
         width = int(self.count[slots].max(initial=0))
         return self.ids[slots, :width], self.values[slots, :width]

@@ -1,9 +1,10 @@
 """A step's sampling inputs, gathered from the arrays of its slots.
 
 Invariants:
-- All of it is array work; Python loops only over requests whose counter is started anew, and over prompts whose
+- All of it is array work; Python loops only over requests whose token counter is rebuilt, and over prompts whose
   log-probabilities are wanted.
-- Nothing here changes anything: a step that is not launched has left no trace. ``batcher.py`` books ``counted``.
+- These functions change no state, so a step that is built and not launched leaves no trace. ``batcher.py`` updates
+  ``counted``.
 """
 
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from .sampling_extras import LogprobRecord
 
 @dataclass(frozen=True, slots=True)
 class InputSpan:
-    """Prompt positions [first, first + count) of ``request``, whose logits a step computes for their own sake."""
+    """Prompt positions [first, first + count) of ``request`` whose log-probabilities a step computes."""
 
     request: Request
     record: LogprobRecord
@@ -29,7 +30,7 @@ class InputSpan:
 
 
 def sampling_batch(table: RequestTable, slots: np.ndarray, positions: np.ndarray) -> SamplingBatch:
-    """Sampling inputs of ``slots``; ``positions`` are the absolute positions of the tokens to be sampled. int64 [S]"""
+    """Sampling inputs of ``slots``, int64 [S]; ``positions`` are the absolute positions of the tokens to sample."""
     any_filtered = bool(table.filtered[slots].any())
     return SamplingBatch(
         temperature=torch.from_numpy(table.temperature[slots]),
@@ -86,7 +87,7 @@ def _special_rows(table: RequestTable, slots: np.ndarray, positions: np.ndarray)
 
 
 def _biases(table: RequestTable, slots: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """What is added to which tokens' logits, [E, B] each: the biases, and -inf for what must not end a sample yet."""
+    """``(token ids, values to add to their logits)``, [E, B] each: logit biases, and -inf for stop tokens that come too early."""
     extras = table.extras
     ids, values = extras.bias.of(slots)
     stop_ids, forbidden = extras.stops.of(slots)
@@ -98,7 +99,7 @@ def _biases(table: RequestTable, slots: np.ndarray, positions: np.ndarray) -> tu
 
 
 def _history(table: RequestTable, slots: np.ndarray) -> tuple[Tensor, Tensor]:
-    """``counter * vocabulary + token`` of all that ``slots`` know: of their prompts and of their outputs."""
+    """``counter * vocab_size + token`` for every known token of ``slots``: those of the prompts, those of the outputs."""
     prompts, outputs = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
     for slot in slots:
         base = table.extras.counter[slot] * table.vocab_size
@@ -109,7 +110,7 @@ def _history(table: RequestTable, slots: np.ndarray) -> tuple[Tensor, Tensor]:
 
 
 def input_spans(chunks: list[tuple[Request, int]], table: RequestTable) -> list[InputSpan]:
-    """What of the prompt tokens that a step computes is wanted; ``chunks`` are (request, tokens)."""
+    """The prompt positions of ``chunks`` (request, number of tokens) whose log-probabilities are wanted."""
     spans = []
     for request, taken in chunks:
         if request.record is not None:
@@ -121,7 +122,7 @@ def input_spans(chunks: list[tuple[Request, int]], table: RequestTable) -> list[
 
 
 def input_tokens(spans: list[InputSpan], slots: np.ndarray, offsets: np.ndarray) -> InputTokens | None:
-    """The step's view of ``spans``; ``offsets`` [R]: query token of the step minus position, in the row of each of ``slots``."""
+    """The runner's inputs for ``spans``. ``offsets`` [R], one per slot: index of a query token in the step, minus its position."""
     if not spans:
         return None
     offset_of = dict(zip(slots.tolist(), offsets.tolist(), strict=True))

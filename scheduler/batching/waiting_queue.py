@@ -1,11 +1,11 @@
 """Admission and the queue of requests without KV.
 
 Invariants:
-- A request that could never run, alone on an empty engine, is refused here with the numbers; nothing later refuses.
-- First come, first served. Retracted and preempted requests go back to the front, in the order they first ran.
-- Who overtakes another one and cannot start goes back to its own place: nobody becomes first by being too large.
-- A request leaves the queue by being started or by being finished. Finished ones are dropped when they come up, or when
-  they outnumber the others: abort never searches, and its cost in the long run is O(1).
+- A request that could not run alone on an empty engine is refused here, with the numbers. Later stages refuse nothing.
+- First come, first served. Retracted and preempted requests go back to the front, in the order in which they first ran.
+- A request that may skip others and cannot start keeps its own place in the queue.
+- A request leaves the queue when it is started or finished. Finished entries are dropped when they reach the front, or when
+  there are more of them than live ones. Abort therefore never searches the queue; its amortised cost is O(1).
 """
 
 import secrets
@@ -26,35 +26,34 @@ from ..config import PAGE_SIZE
 from .request import Phase, Request, make_requests
 
 MAX_FURTHER_BYTES = 32 << 20
-"""Of one sample's top logprobs and those of given tokens, on the wire."""
+"""Most bytes on the wire for one sample's top logprobs and logprobs of given token ids."""
 FINISHED_ENTRIES = 64
-"""Finished requests that may be in the queue, beside as many as there are live ones."""
+"""Finished requests that the queue may contain in addition to one per live request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionLimits:
-    """What no request may exceed, fixed at start."""
+    """Limits of every request, fixed at start."""
 
     context_len: int
-    """Prompt plus output, tokens."""
+    """Most tokens of prompt plus output."""
     pool_tokens: int
-    """The KV pool, tokens."""
+    """Tokens that the KV pool holds."""
     vocab_size: int
     max_waiting: int
-    """Samples."""
+    """Most samples in the waiting queue."""
     eos_token_ids: tuple[int, ...]
     has_experts: bool = False
-    """The model routes tokens to experts, so a request may ask which."""
+    """Whether the model routes tokens to experts, so that ``return_routed_experts`` is possible."""
 
 
 def admit(
     message: GenerateReqInput, *, client: bytes, limits: AdmissionLimits, waiting: int, now: float
 ) -> list[Request]:
-    """The requests of an acceptable message.
+    """Check a generate message and make its requests, one per sample; changes no state.
 
     Raises:
-        CaesuraError: ``invalid_request``, ``unsupported``, ``prompt_too_long``, ``exceeds_kv_pool`` or ``queue_full``;
-            nothing changed.
+        CaesuraError: ``invalid_request``, ``unsupported``, ``prompt_too_long``, ``exceeds_kv_pool`` or ``queue_full``.
     """
     params = message.sampling_params
     for field, value, requirement in params.problems():
@@ -91,7 +90,7 @@ def admit(
 
 
 def _total_limit(prompt_len: int, max_new_tokens: int | None, limits: AdmissionLimits) -> int:
-    """Tokens at which the request ends; refuses what does not fit the context or the pool."""
+    """Number of tokens at which the request finishes; refuses a request that exceeds the context or the KV pool."""
     new_tokens = max_new_tokens if max_new_tokens is not None else max(limits.context_len - prompt_len, 1)
     if prompt_len + new_tokens > limits.context_len:
         raise CaesuraError(
@@ -101,7 +100,7 @@ def _total_limit(prompt_len: int, max_new_tokens: int | None, limits: AdmissionL
             max_new_tokens=new_tokens,
             limit=limits.context_len,
         )
-    # The last sampled token never gets KV. Without an own limit a request takes what the pool can give.
+    # The last sampled token needs no KV. A request without max_new_tokens is limited by the pool instead of refused.
     needed = prompt_len + new_tokens - 1
     if needed > limits.pool_tokens and max_new_tokens is None and prompt_len <= limits.pool_tokens:
         return limits.pool_tokens + 1
@@ -134,7 +133,7 @@ def _check_routing(message: GenerateReqInput, limits: AdmissionLimits) -> None:
 
 
 def _check_further_logprobs(message: GenerateReqInput, limit: int, limits: AdmissionLimits) -> None:
-    """Ranges; and a result must fit into one message, with much room to spare for all else that is in it."""
+    """Refuse values out of range, and extra logprobs that would make a result too large for one message."""
     top, given, start = message.top_logprobs_num, message.token_ids_logprob or [], message.logprob_start_len
     prompt_len, most = len(message.input_ids), min(MAX_TOP_LOGPROBS, limits.vocab_size)
     nbytes = (8 * top + 4 * len(given)) * (limit - (start if 0 <= start < prompt_len else prompt_len))
@@ -154,7 +153,7 @@ def _check_further_logprobs(message: GenerateReqInput, limit: int, limits: Admis
 
 
 def _check_ids(field: str, ids: list[int], vocab_size: int) -> None:
-    """Ids are non-negative by the wire's types; here against the vocabulary."""
+    """Refuse ids outside the vocabulary; the wire's types have refused negative ones."""
     if ids and max(ids) >= vocab_size:
         position = next(i for i, token in enumerate(ids) if token >= vocab_size)
         raise CaesuraError(
@@ -168,75 +167,75 @@ def _check_ids(field: str, ids: list[int], vocab_size: int) -> None:
 
 
 class WaitingQueue:
-    """Requests without KV, in the order they will run."""
+    """Requests without KV, in the order in which they will start."""
 
     def __init__(self) -> None:
         self._queue: deque[Request] = deque()
         self._count = 0
 
     def __len__(self) -> int:
-        """Live requests in the queue."""
+        """Number of live requests in the queue."""
         return self._count
 
     def append(self, request: Request) -> None:
-        """A new request goes to the back."""
+        """Add a new request at the back."""
         self._queue.append(request)
         self._count += 1
 
     def push_front(self, requests: list[Request]) -> None:
-        """Retracted or preempted requests, given in the order in which they shall run."""
+        """Put retracted or preempted requests at the front, in the given order."""
         for request in reversed(requests):
             request.phase = Phase.WAITING
             self._queue.appendleft(request)
         self._count += len(requests)
 
     def forget_finished(self) -> None:
-        """One queued request was finished where it stood; its entry is dropped later, never the only thing that is done."""
+        """Count one queued request as finished. Its entry stays for now; all of them are dropped when there are too many."""
         self._count -= 1
         if len(self._queue) > 2 * self._count + FINISHED_ENTRIES:
             self._queue = deque(self.live())
 
     def live(self) -> Iterator[Request]:
-        """Those who wait, in their order."""
+        """The waiting requests, in order."""
         return (request for request in self._queue if request.phase is Phase.WAITING)
 
     def head(self) -> list[Request]:
-        """The first live request, as a list; empty when there is none."""
+        """The first waiting request as a list; empty if there is none."""
         return list(islice(self.live(), 1))
 
     def start_next(
         self, may_start: Callable[[Request], bool], start: Callable[[Request, int], bool], look_ahead: int
     ) -> Request | None:
-        """Start the first of the first ``look_ahead`` live requests that ``may_start``, and remove it.
+        """Start one request and remove it from the queue: the first of ``look_ahead`` requests for which ``may_start`` is true.
 
         Args:
-            may_start: False: those behind it may overtake it.
-            start: gets the request and how many it overtakes; False: there is no room for it now, and nobody else is
-                tried. Where it raises, the queue is as before.
+            may_start: if it returns False, the request is skipped and the one behind it is considered.
+            start: called with the request and the number of requests it skips. If it returns False there is no room now,
+                and no other request is tried. If it raises, the queue is unchanged.
 
         Returns:
-            Who was started. None: nobody.
+            The started request; None if none was started.
         """
-        passed: list[Request] = []
+        skipped: list[Request] = []
         started: Request | None = None
         candidate: Request | None = None
         try:
-            while self._queue and len(passed) < look_ahead:
+            while self._queue and len(skipped) < look_ahead:
                 candidate = self._queue.popleft()
                 if candidate.phase is not Phase.WAITING:
                     candidate = None
                 elif may_start(candidate):
-                    if start(candidate, len(passed)):
+                    if start(candidate, len(skipped)):
                         started, candidate = candidate, None
                         self._count -= 1
                     break
                 else:
-                    passed.append(candidate)
+                    skipped.append(candidate)
                     candidate = None
         finally:
             if candidate is not None:
-                passed.append(candidate)
-            self._queue.extendleft(reversed(passed))
+                skipped.append(candidate)
+            self._queue.extendleft(reversed(skipped))
         return started
 
 

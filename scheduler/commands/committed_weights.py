@@ -1,13 +1,13 @@
-"""What a start must know of the engine before it: which weights were committed last, in one small file.
+"""The state file: a small record of the weights that were committed last, for the next start of the engine.
 
 Invariants:
-- The file is written before anybody can hear of a commit, so an engine that is killed has never acknowledged, nor
-  sampled under, weights that its successor does not know of. Epochs do not repeat.
-- It is replaced, never edited: who reads it finds the old record or the new one. The disk is waited for by a thread
-  beside the loop; that matters for a host that loses power, and then nobody is left who knew the epochs.
-- A record is evidence, never a command: what cannot be read, or is of another model, is ignored with a warning; a
-  folder whose files are not those that were committed is not loaded.
-- One engine writes a file at a time (a lock beside it).
+- The file is written before a commit is acknowledged and before a token is sampled under it. The next start therefore knows
+  every epoch that a client may have seen, even if the engine is killed. Epochs do not repeat.
+- The file is replaced atomically, never edited: a reader finds the old record or the new one. A background thread calls
+  fsync, which matters only if the host loses power.
+- A record that cannot be read, or that is of another model, is ignored with a warning. A folder is loaded again only if its
+  files are those that were committed.
+- Only one engine writes a file at a time, which a lock file ensures.
 """
 
 import contextlib
@@ -33,9 +33,9 @@ INITIAL_VERSION = "default"
 """The public label before any update, as in SGLang."""
 
 _MAX_BYTES = 64 << 10
-"""Of a file that can be a record."""
+"""Largest size of a state file."""
 _CLOSE_S = 5.0
-"""How long an engine that ends waits for the disk."""
+"""How long a stopping engine waits for the last fsync."""
 
 
 _Epoch = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
@@ -45,46 +45,46 @@ class WeightsRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The contents of the file."""
 
     caesura_weights_record: Literal[1]
-    """Names the format."""
+    """Identifies the file format and its version."""
     incarnation: str
-    """The engine that wrote it."""
+    """Identifies the start of the engine that wrote the record."""
     weights_epoch: _Epoch
-    """The last that was served under."""
+    """The last epoch that the engine served."""
     committed_epoch: _Epoch
-    """The one that these weights were committed as."""
+    """The epoch at which these weights were committed."""
     weight_version: str
     model_path: str
-    """The folder that engine was started with."""
+    """The folder that the engine was started with."""
     updated: bool
-    """The weights came by an update; False: they are those of ``model_path``."""
+    """True if an update brought the weights; False if they are those of ``model_path``."""
     source: str | None
-    """The folder that has them; None: no folder does, they came over a transport."""
+    """The folder that contains the weights; None if they came over a transport other than disk."""
     digest: str | None
-    """Of that folder's files."""
+    """Digest of that folder's files."""
     time: float
-    """When it was written, in seconds since 1970."""
+    """When the record was written, in seconds since 1970."""
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What a start takes over from the engine before it."""
+    """What this start takes over from the previous one."""
 
     epoch: int = 0
     version: str = INITIAL_VERSION
     folder: str | None = None
-    """Has the weights; None: ``model_path`` does."""
+    """The folder to load the weights from; None means ``model_path``."""
     lost: str | None = None
-    """Which weights cannot be had again, and why; None: nothing is lost."""
+    """Which committed weights cannot be loaded again, and why; None if none were lost."""
 
 
 class WeightsFile:
-    """The file of one engine; without a path it remembers nothing."""
+    """The state file of one engine; without a configured path it does nothing."""
 
     def __init__(self, config: EngineConfig) -> None:
-        """Takes the lock and reads what is there.
+        """Take the lock and read the record.
 
         Raises:
-            CaesuraError: ``invalid_request``, another engine writes this file, or nobody can.
+            CaesuraError: ``invalid_request`` if another engine holds the lock, or if it cannot be created.
         """
         self._config = config
         self._path = config.state_file
@@ -96,7 +96,7 @@ class WeightsFile:
             self._record = read_record(self._path)
 
     def close(self) -> None:
-        """Wait for the disk, within bounds, and let go of the file."""
+        """Wait for the last fsync, for a bounded time, and release the lock."""
         if self._syncer is not None:
             self._syncer.close()
             self._syncer = None
@@ -105,7 +105,7 @@ class WeightsFile:
             self._lock = None
 
     def start(self) -> Start:
-        """Which weights to load, and as what they count."""
+        """The weights to load, with their epoch and label."""
         record, model_path = self._record, self._config.model_path
         if record is None:
             return Start()
@@ -132,19 +132,18 @@ class WeightsFile:
         return Start(epoch, lost=lost)
 
     def begin(self, stamp: WeightStamp, digest: str) -> None:
-        """This engine serves from now on, with weights that were loaded from files of ``digest``.
+        """Write the record of this start, whose weights were loaded from files with ``digest``.
 
         Raises:
-            CaesuraError: ``invalid_request``, the file cannot be written.
+            CaesuraError: ``invalid_request`` if the file cannot be written.
         """
         if self._path is None:
             return
         before, folder = self._record, os.path.abspath(self._config.model_path)
         if before is not None and not before.updated and before.digest != digest:
             logger.warning("%s has changed since the engine before this one loaded it", folder)
-        if (
-            before is not None and before.updated
-        ):  # restored, or lost: then the loss is remembered until a commit
+        if before is not None and before.updated:
+            # These weights were restored, or they were lost; a loss must stay on record until a commit.
             record = msgspec.structs.replace(
                 before, incarnation=stamp.incarnation, weights_epoch=stamp.epoch, time=time.time()
             )
@@ -168,11 +167,16 @@ class WeightsFile:
         self._syncer = _Syncer(self._path)
 
     def committed(self, stamp: WeightStamp, session: Session) -> None:
-        """``session`` has been committed; called before its reply. A file that cannot be written is logged: the commit stands."""
+        """Write the record of a committed session, before its reply is sent.
+
+        An error is only logged, because the commit cannot be undone.
+        """
         if self._record is None:
             return
         source, digest = self._record.source, self._record.digest
-        if session.touched:  # a folder is always complete: what came last from one is all there is
+        if (
+            session.touched
+        ):  # a folder is always a complete checkpoint, so it replaces whatever was written before it
             from_disk = session.source == "disk" and session.model_path is not None
             source = os.path.abspath(session.model_path or "") if from_disk else None
             digest = session.digest if from_disk else None
@@ -208,7 +212,7 @@ class WeightsFile:
 
 
 def read_record(path: str) -> WeightsRecord | None:
-    """The record in ``path``; None, with a warning where there is something else."""
+    """The record in ``path``; None if there is none, or (with a warning) if the file is not a readable record."""
     try:
         with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
             raw = file.read(_MAX_BYTES + 1)
@@ -219,7 +223,7 @@ def read_record(path: str) -> WeightsRecord | None:
         return None
     try:
         if raw is None or len(raw) > _MAX_BYTES:
-            raise msgspec.ValidationError("it is no file of a record's size")
+            raise msgspec.ValidationError(f"it has more than {_MAX_BYTES} bytes")
         return msgspec.json.decode(raw, type=WeightsRecord)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         logger.warning("%s is ignored: it is not a record of weights: %s", path, error)
@@ -227,7 +231,7 @@ def read_record(path: str) -> WeightsRecord | None:
 
 
 def _why_lost(record: WeightsRecord) -> str | None:
-    """Why the weights of ``record`` cannot be loaded again; None: they can."""
+    """Why the weights of ``record`` cannot be loaded again; None if they can."""
     if record.source is None:
         return "they had come over a transport, which leaves no copy"
     try:
@@ -257,7 +261,7 @@ def _unusable(path: str, reason: str) -> CaesuraError:
 
 
 class _Syncer:
-    """Makes the disk keep what the file is; several commits while it is slow are one wait."""
+    """A thread that calls fsync on the file and its folder; several commits during a slow fsync share the next one."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -268,11 +272,11 @@ class _Syncer:
         self._thread.start()
 
     def wake(self) -> None:
-        """The file has been replaced."""
+        """Request an fsync, after the file was replaced."""
         self._due.set()
 
     def close(self) -> None:
-        """End the thread once the disk has the last record, or has taken too long."""
+        """End the thread after a last fsync; waits at most ``_CLOSE_S``."""
         self._closing = True
         self._due.set()
         self._thread.join(_CLOSE_S)
@@ -282,9 +286,11 @@ class _Syncer:
         while not ending:
             self._due.wait()
             self._due.clear()
-            ending = self._closing  # looked at first: what was written before the close is waited for
+            ending = (
+                self._closing
+            )  # read before the fsync, which then covers everything written before close()
             for path in (self._path, os.path.dirname(self._path)):
-                with contextlib.suppress(OSError):  # gone, or a file system that has no such thing
+                with contextlib.suppress(OSError):  # the file is gone, or the file system has no fsync
                     _sync(path)
 
 

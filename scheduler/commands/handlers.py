@@ -1,7 +1,7 @@
-"""Which handler a command goes to, and what it is told of its sender.
+"""Maps each command to its handler.
 
-Invariants: handlers whose answer depends on whose the pause or the session is get the sender, the others do not; a message
-without a handler here is no command (``dispatcher.py`` answers it by itself).
+Invariants: a handler gets the sender if its answer depends on who owns the pause or the weight session; the others do not. A
+message type without an entry here is not a command; ``dispatcher.py`` answers it directly.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -50,14 +50,14 @@ class Commands:
         checker: WeightsChecker,
     ) -> None:
         self._from_tensor = updates.from_tensor
-        self._of_anybody: dict[type, Callable[[Any], Operation]] = {
+        self._without_sender: dict[type, Callable[[Any], Operation]] = {
             InitWeightsUpdateGroupReqInput: process_groups.init,
             DestroyWeightsUpdateGroupReqInput: process_groups.destroy,
             ReleaseMemoryOccupationReqInput: occupation.release,
             ResumeMemoryOccupationReqInput: occupation.resume,
             WeightsCheckerReqInput: checker.check,
         }
-        self._of_sender: dict[type, Callable[[Any, Sender], Operation]] = {
+        self._with_sender: dict[type, Callable[[Any, Sender], Operation]] = {
             PauseGenerationReqInput: lifecycle.pause,
             ContinueGenerationReqInput: lifecycle.continue_generation,
             FlushCacheReqInput: lifecycle.flush,
@@ -70,10 +70,10 @@ class Commands:
         }
 
     def operation(self, client: bytes, message: ControlRequest, buffers: list[memoryview]) -> Operation:
-        """What ``message`` from the socket ``client`` asks for; nothing is done before its first step."""
-        if (handler := self._of_anybody.get(type(message))) is not None:
+        """The operation for ``message`` from the socket ``client``. It does nothing until it is first advanced."""
+        if (handler := self._without_sender.get(type(message))) is not None:
             return handler(message)
         sender = Sender(client, message.owner)
         if isinstance(message, UpdateWeightsFromTensorReqInput):
             return self._from_tensor(message, sender, buffers)
-        return self._of_sender[type(message)](message, sender)
+        return self._with_sender[type(message)](message, sender)

@@ -1,13 +1,13 @@
 """The engine's state and its only writer.
 
-Three independent facts: generation (running, pausing, paused in a mode), weights (valid, updating, poisoned, invalid)
-and memory (resident, released). A step is launched only when running, valid and resident. docs/lifecycle.md carries
-the table *command x state -> result*; a test drives a real scheduler through every cell of it.
+The state has three independent parts: generation (running, pausing, paused in a mode), weights (valid, updating, poisoned,
+invalid) and memory (resident, released). A step is launched only when they are running, valid and resident.
+docs/lifecycle.md contains the table *command x state -> result*; a test drives a real scheduler through every cell of it.
 
 Invariants:
 - I4: a pause is acknowledged only when no step is in flight and the forward stream is idle.
-- Every operation is a generator that the loop advances; it never blocks, and never runs while another one does.
-- Weights become valid again after a failed update only through a complete one.
+- Every operation is a generator that the loop advances. It never blocks, and only one of them runs at a time.
+- After a failed update, weights become valid again only by a complete update.
 - The weights epoch and the public label change in :meth:`Lifecycle.commit_weights` and nowhere else.
 """
 
@@ -56,21 +56,21 @@ class Wait(Enum):
     """What an operation waits for when it yields."""
 
     STEP = "step"
-    """The step in flight must land; the operation has already stopped further launches."""
+    """Until the step in flight is completed or rolled back. The operation has already closed the gate for further steps."""
     SLICE = "slice"
-    """Nothing: it has more to do and lets the loop look at the inbox."""
-    OUTSIDE = "outside"
-    """A thread beside the loop (background.py), which will wake it; the operation keeps its place in the queue."""
+    """Nothing. The operation has more work, and lets the loop receive messages first."""
+    THREAD = "thread"
+    """Until a background thread (background.py) wakes the loop. The operation keeps its place at the head of the queue."""
     CHANGE = "change"
-    """The engine must change (become idle); other operations may run meanwhile."""
+    """Until the engine changes, for example becomes idle. The operation steps aside: the next command may run meanwhile."""
 
 
 Operation = Generator[Wait, None, Reply]
-"""A command that takes more than one tick; returns its reply or raises :class:`CaesuraError`."""
+"""A command that may take several ticks; it returns its reply or raises :class:`CaesuraError`."""
 
 
 class Lifecycle:
-    """State, pause, continue and flush."""
+    """The engine's state, and the operations pause, continue and flush."""
 
     def __init__(
         self,
@@ -88,7 +88,12 @@ class Lifecycle:
         lost: str | None,
         serve_lost: bool,
     ) -> None:
-        """``lost``: which weights could not be had again at this start; nothing is served in their place unless ``serve_lost``."""
+        """Make the lifecycle of an engine that runs.
+
+        Args:
+            lost: says which committed weights could not be restored at this start; None if none were lost.
+            serve_lost: serve the initial weights although the committed ones were lost.
+        """
         self.sessions = sessions
         self.ownership = PauseOwnership()
         self._batcher = batcher
@@ -109,13 +114,13 @@ class Lifecycle:
         if lost is not None and not serve_lost:
             self._weights, self._weights_detail = "invalid", lost
         if lost is not None:
-            now = (
-                "those of the start are served"
+            consequence = (
+                "the initial weights are served"
                 if serve_lost
-                else "nothing is served until an update is complete"
+                else "nothing is served until a complete update commits"
             )
-            logger.error("weights are LOST: %s; %s", lost, now)
-        self._mode_since = 0.0
+            logger.error("weights are LOST: %s; %s", lost, consequence)
+        self._mode_entered_at = 0.0
         self._pauses: Counter[PauseMode] = Counter()
         self._pause_s: dict[PauseMode, float] = {}
         self._commits: Counter[str] = Counter()
@@ -126,20 +131,20 @@ class Lifecycle:
 
     @property
     def step(self) -> int:
-        """Number of the last step that was executed; 0 before the first."""
+        """Number of the last launched step; 0 before the first."""
         return self._step
 
     def begin_step(self) -> None:
-        """The loop is about to execute the next step."""
+        """Count the step that the loop is about to execute."""
         self._step += 1
 
     def commit_sessions_by(self, commit: Callable[[Session], None]) -> None:
-        """``commit`` commits an implicit session for :meth:`continue_generation` and :meth:`flush`."""
+        """Set the function by which :meth:`continue_generation` and :meth:`flush` commit an implicit session."""
         self._commit_session = commit
 
     @property
     def may_execute(self) -> bool:
-        """The gate of every step."""
+        """The gate of every step: whether the next step may be launched."""
         return self._generation == "running" and self._weights == "valid" and not self._released
 
     @property
@@ -149,7 +154,7 @@ class Lifecycle:
 
     @property
     def pause_mode(self) -> PauseMode | None:
-        """None unless paused."""
+        """Mode of the pause; None unless paused."""
         return self._mode
 
     @property
@@ -159,12 +164,12 @@ class Lifecycle:
 
     @property
     def pause_owner(self) -> str | None:
-        """Owner token of the pause."""
+        """Owner token of the pause; None if it has none."""
         return self.ownership.owner
 
     @property
     def lease_left_s(self) -> float | None:
-        """Seconds until the pause's lease expires; None without one."""
+        """Seconds until the pause's lease expires; None if it has none."""
         lease = self.ownership.lease
         return None if lease is None else lease.expires - monotonic()
 
@@ -175,26 +180,26 @@ class Lifecycle:
 
     @property
     def weights_detail(self) -> str | None:
-        """Why the weights are not valid."""
+        """Why the weights are poisoned or invalid; None if they are not."""
         return self._weights_detail
 
     @property
     def released(self) -> frozenset[MemoryTag]:
-        """Tags whose memory was given back."""
+        """Tags whose memory is released."""
         return self._released
 
     @property
     def stamp(self) -> WeightStamp:
-        """Epoch and label of the weights that serve."""
+        """Epoch and label of the committed weights."""
         return self._stamp
 
     @property
     def in_flight(self) -> bool:
-        """A launched step has not been consumed."""
+        """Whether a launched step is neither completed nor rolled back."""
         return self._batcher.in_flight
 
     def pause(self, request: PauseGenerationReqInput, sender: Sender) -> Operation:
-        """Stop at the step boundary; see the module's invariants and docs/lifecycle.md."""
+        """Pause at a step boundary; see the module's invariants and docs/lifecycle.md."""
         if request.lease_s is not None and request.owner is None:
             raise CaesuraError(
                 ErrorCode.INVALID_REQUEST, "a pause with a lease needs an owner", field="owner", value=None
@@ -229,14 +234,14 @@ class Lifecycle:
         )
 
     def continue_generation(self, request: ContinueGenerationReqInput, sender: Sender) -> Operation:
-        """Empty the device cache while still paused, then run; harmless when running."""
+        """Empty the device cache while still paused, then run. Has no effect if the engine runs already."""
         yield from ()
         if self._generation == "running":
             return ContinueGenerationReqOutput(id=request.id, was_paused=False)
         self.ownership.require_continue(sender, request.force)
         if self.sessions.is_explicit:
             raise CaesuraError(ErrorCode.SESSION_OPEN, "a weight session is open: end it before continuing")
-        self._settle(sender, request.force)
+        self._commit_implicit_session(sender, request.force)
         self.require_serviceable("cannot continue")
         report = self._device_cache.empty("continue") if request.torch_empty_cache else None
         self._history.note("continue", self._mode or "", returned=_freed(report))
@@ -244,7 +249,7 @@ class Lifecycle:
         return ContinueGenerationReqOutput(id=request.id, was_paused=True, **_bytes(report, freed=True))
 
     def flush(self, request: FlushCacheReqInput, sender: Sender) -> Operation:
-        """Clear the KV pools once the engine is fully idle, or refuse with what is pending; commits an implicit session."""
+        """Clear the prefix cache once the engine is idle, and commit an implicit session; refuse at the deadline."""
         deadline = monotonic() + request.timeout_s
         while not self.is_idle():
             if monotonic() >= deadline:
@@ -254,7 +259,7 @@ class Lifecycle:
                     **self.pending(),
                 )
             yield Wait.CHANGE
-        self._settle(sender, request.force)
+        self._commit_implicit_session(sender, request.force)
         freed = self._cache.flush()
         report = self._device_cache.empty("flush") if request.torch_empty_cache else None
         self._history.note("flush", f"{freed * PAGE_SIZE} tokens", returned=_freed(report))
@@ -263,16 +268,16 @@ class Lifecycle:
         )
 
     def renew_lease(self, owner: str | None) -> None:
-        """A message that carries ``owner`` has come; it renews the lease if the pause is that owner's."""
+        """Renew the pause's lease if ``owner``, the token of a received message, owns the pause."""
         self.ownership.renew(owner, monotonic())
 
     def expire_lease(self) -> None:
-        """The owner has given no sign of life: do what the pause asked for. No command is under way."""
+        """Do what the pause asked for in case its lease expires. No command may be under way."""
         lease, owner = self.ownership.lease, self.ownership.owner
         assert lease is not None
         self.ownership.end()
         logger.warning(
-            "pause lease of %r expired after %.1f s without a sign of life: %s",
+            "pause lease of %r expired after %.1f s without a message from the owner: %s",
             owner,
             lease.seconds,
             lease.action,
@@ -287,19 +292,19 @@ class Lifecycle:
             logger.error("cannot continue: weights are %s; staying paused", self._weights)
 
     def barrier(self) -> Generator[Wait, None, None]:
-        """Until no step is in flight and the forward stream is idle. The caller has stopped further launches."""
+        """Wait until no step is in flight and the forward stream is idle. The caller has closed the gate for further steps."""
         while self.in_flight:
             yield Wait.STEP
         self._runner.synchronize()
 
     def is_idle(self) -> bool:
-        """Nothing running, prefilling, in flight, held or half written; waiting requests count unless paused."""
+        """Whether no request holds KV, no step is in flight, and no update is being written; and, unless paused, none waits."""
         waiting_blocks = len(self._waiting) > 0 and self._generation != "paused"
         holding = self._batcher.num_holding > 0 or self.in_flight
         return not (holding or waiting_blocks or self.sessions.is_working)
 
     def pending(self) -> dict[str, int]:
-        """What keeps the engine from being idle."""
+        """Counts of the work that keeps the engine from being idle."""
         return {
             "running": self._batcher.num_running,
             "prefilling": self._batcher.num_prefilling,
@@ -308,18 +313,18 @@ class Lifecycle:
         }
 
     def pause_totals(self) -> list[PauseTotal]:
-        """Pauses since start, by mode."""
+        """Number and duration of pauses since start, by mode."""
         return [
             PauseTotal(mode=mode, count=count, seconds=self._seconds_in(mode))
             for mode, count in self._pauses.items()
         ]
 
     def count_failed_update(self, source: str) -> None:
-        """An update from ``source`` has left the weights poisoned."""
+        """Count an update from ``source`` that left the weights poisoned."""
         self._failures[source] += 1
 
     def update_totals(self) -> list[UpdateTotal]:
-        """Weight updates since start, by transport."""
+        """Number of committed and failed weight updates since start, by transport."""
         return [
             UpdateTotal(source=source, committed=self._commits[source], failed=self._failures[source])
             for source in {**self._commits, **self._failures}
@@ -327,11 +332,11 @@ class Lifecycle:
 
     @property
     def serviceable(self) -> bool:
-        """The weights are valid, or will be when the update under way commits."""
+        """Whether the weights are valid, or will be once the update under way commits."""
         return self._weights in ("valid", "updating")
 
     def require_serviceable(self, what: str) -> None:
-        """Raise unless the weights could serve (an update may be under way)."""
+        """Raise if the weights are poisoned or invalid; an update under way is no reason."""
         if self._weights == "poisoned":
             raise CaesuraError(
                 ErrorCode.WEIGHTS_POISONED,
@@ -344,8 +349,10 @@ class Lifecycle:
             )
 
     def require_epoch(self, minimum: int | None) -> None:
-        """Raise unless the weights are at least those of epoch ``minimum``. Those of a start that stand in for lost
-        ones are older than anything that was ever committed."""
+        """Raise if the weights are older than epoch ``minimum``.
+
+        Initial weights that are served in place of lost ones count as older than every committed epoch.
+        """
         epoch = self._stamp.epoch
         if minimum is None or (minimum <= epoch and (self._lost is None or minimum <= 0)):
             return
@@ -367,28 +374,28 @@ class Lifecycle:
             )
 
     def start_writing(self) -> None:
-        """The first byte of an update comes next: nothing is launched until commit."""
+        """Close the gate for steps until the commit; called before the first byte of an update is written."""
         if self._weights == "valid":
             self._weights = "updating"
 
     def stop_writing(self) -> None:
-        """An update ended before its first byte: what was valid still is."""
+        """Open the gate again after an update that ended before its first byte was written."""
         if self._weights == "updating":
             self._weights = "valid"
 
     def poison(self, reason: str) -> None:
-        """Weights may be half new; refuse to serve until a complete update commits."""
+        """Mark the weights as partly overwritten; nothing is served until a complete update commits."""
         self._weights, self._weights_detail = "poisoned", reason
         logger.error("weights are POISONED: %s", reason)
 
     def set_released(self, released: frozenset[MemoryTag]) -> None:
-        """Memory was given back or taken; weights that lost theirs are invalid until a complete update."""
+        """Set the released tags. Weights become invalid when their memory is released, until a complete update commits."""
         if "weights" in released - self._released:
             self._weights, self._weights_detail = "invalid", "their memory was released"
         self._released = released
 
     def commit_weights(self, version: str | None, source: str) -> None:
-        """New weights serve from now on: next epoch, new label if one was sent; no KV crosses (I6)."""
+        """Make the new weights serve: next epoch, and the new label if one was sent. No cached KV is reused after it (I6)."""
         self._commits[source] += 1
         label = version if version is not None else self._stamp.version
         self._stamp = replace(self._stamp, epoch=self._stamp.epoch + 1, version=label)
@@ -397,26 +404,26 @@ class Lifecycle:
         self._batcher.mark_stale()
         self._outputs.set_stamp(self._stamp)
         self._weights, self._weights_detail = "valid", None
-        if source:  # not a new label alone
+        if source:  # empty for a session that only changed the label: then the lost weights are still missing
             self._lost = None
 
-    def _settle(self, sender: Sender, force: bool) -> None:
-        """Commit the implicit session, if one is open and ``sender`` may."""
-        session = self.sessions.settling(sender, may_settle=force or self.ownership.is_owner(sender))
+    def _commit_implicit_session(self, sender: Sender, force: bool) -> None:
+        """Commit the implicit session if one is open; raise if ``sender`` may not commit it."""
+        session = self.sessions.session_to_commit(sender, may_commit=force or self.ownership.is_owner(sender))
         if session is not None:
-            assert self._commit_session is not None, "updates are wired before commands come"
+            assert self._commit_session is not None, "WeightUpdates calls commit_sessions_by at start"
             self._commit_session(session)
 
     def _enter(self, mode: PauseMode | None) -> None:
-        """Paused in ``mode`` from now on; None: paused no more."""
+        """Record a change of the pause's mode; None means that the pause ends."""
         if self._mode is not None:
             self._pause_s[self._mode] = self._seconds_in(self._mode)
         if mode is not None and mode != self._mode:
             self._pauses[mode] += 1
-        self._mode, self._mode_since = mode, monotonic()
+        self._mode, self._mode_entered_at = mode, monotonic()
 
     def _seconds_in(self, mode: PauseMode) -> float:
-        lasting = monotonic() - self._mode_since if mode == self._mode else 0.0
+        lasting = monotonic() - self._mode_entered_at if mode == self._mode else 0.0
         return self._pause_s.get(mode, 0.0) + lasting
 
     def _run(self) -> None:

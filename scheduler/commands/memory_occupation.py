@@ -1,14 +1,15 @@
-"""Releasing and resuming device memory by tag, as commands.
+"""Commands that release and resume memory occupation: device memory, by tag.
 
 Invariants:
-- Refused, never asserted: KV that a live request holds, weights in the midst of an update, anything under a step.
-- Released weights are INVALID before their first byte goes, and nothing is launched while anything is released: the
-  gate closes before the memory goes and opens after it has come back.
-- A release drops what it makes meaningless: the prefix cache with the KV, the account of what an unfinished update has
-  written with the weights.
-- A resume that fails leaves everything as it was. Asking for what is there already is harmless.
-- Captured graphs go with the tag ``cuda_graph``, and with whatever they read once its release moves it. They are captured
-  again by the resume that makes everything resident, before anything is launched.
+- A release is refused with an error if a live request holds the KV, if an update is writing the weights, or if the engine is
+  neither paused nor idle.
+- No step is launched while any tag is released: the gate closes before memory is released and opens after it has been
+  resumed. Weights become INVALID before their memory is released.
+- A release also drops what depends on the memory: with the KV the prefix cache, with the weights the record of what an
+  uncommitted update has written.
+- A resume that fails changes nothing. Resuming what is resident, and releasing what is released, has no effect.
+- Captured graphs are dropped with the tag ``cuda_graph``, and with every tag whose memory they read and that moves on
+  release. The resume that makes everything resident captures them again before the next step.
 """
 
 import logging
@@ -57,7 +58,7 @@ class MemoryOccupation:
         stages: StageProfiler,
         heartbeat: Heartbeat,
     ) -> None:
-        """``graphs`` None: nothing is ever captured."""
+        """``graphs`` is None if this engine captures no graphs."""
         self._residency = residency
         self._graphs = graphs
         self._lifecycle = lifecycle
@@ -70,13 +71,13 @@ class MemoryOccupation:
         self._heartbeat = heartbeat
 
     def release(self, request: ReleaseMemoryOccupationReqInput) -> Operation:
-        """Give memory back; the reply comes when the system has it."""
+        """Release memory; the reply is sent once it has been given back to the system."""
         lifecycle = self._lifecycle
-        tags = _asked(request.tags) - lifecycle.released
+        tags = _requested_tags(request.tags) - lifecycle.released
         before = after = self._device_cache.reserved
         if tags:
             self._require_releasable(tags)
-            yield from lifecycle.barrier()  # no step is in flight any more: this waits for the stream only
+            yield from lifecycle.barrier()  # the engine is paused or idle, so this waits for the forward stream only
             if "kv_cache" in tags:
                 self._cache.flush()
             if "weights" in tags:
@@ -101,9 +102,9 @@ class MemoryOccupation:
         )
 
     def resume(self, request: ResumeMemoryOccupationReqInput) -> Operation:
-        """Take memory back, all of what was asked for or none; weights come back without values."""
+        """Allocate released memory again: all requested tags or none. Weights come back without values."""
         lifecycle = self._lifecycle
-        tags = _asked(request.tags) & lifecycle.released
+        tags = _requested_tags(request.tags) & lifecycle.released
         if tags:
             steps = self._residency.resume(tags)
             while self._advance(steps):
@@ -121,11 +122,11 @@ class MemoryOccupation:
         )
 
     def _advance(self, steps: Iterator[None]) -> bool:
-        with self._runner.on_stream():  # where updates write, and steps read
+        with self._runner.on_stream():  # the stream on which updates write and steps read
             return self._step(steps, "resume")
 
     def _step(self, steps: Iterator[None], what: str) -> bool:
-        """One of ``steps``, which may be all of a model's memory."""
+        """Advance ``steps`` once; False at its end. The watchdog is told, since one advance may move all of a model's memory."""
         with self._heartbeat.long_operation(what):
             return next(steps, _END) is not _END
 
@@ -159,5 +160,5 @@ class MemoryOccupation:
         return sizes
 
 
-def _asked(tags: list[MemoryTag] | None) -> frozenset[MemoryTag]:
+def _requested_tags(tags: list[MemoryTag] | None) -> frozenset[MemoryTag]:
     return frozenset(MEMORY_TAGS if tags is None else tags)

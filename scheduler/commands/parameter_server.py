@@ -1,11 +1,11 @@
-"""Updates that a parameter server drives: it sends buckets when it has them, the engine loads and answers.
+"""Weight updates driven by a parameter server: the server sends buckets, the engine loads each one and replies.
 
 Invariants:
-- One exchange is one session: nothing is committed before the server has said twice that it is done, and its last answer
-  comes after the commit. What it did not send keeps its values; weights that are not serviceable still need every parameter.
-- Generation goes on until the first bucket is there. While the server is silent the loop sleeps or generates, and status
-  and abort are answered; commands that change the engine wait for the end, as behind any update.
-- The server's buffer is open from its first message to its first None, or to the failure.
+- One exchange is one weight session. It commits after the server's second None, and the server gets its last reply after the
+  commit. Tensors that the server did not send keep their values; poisoned or invalid weights still need every parameter.
+- Generation goes on until the first bucket has arrived. While the server is silent the loop sleeps or generates, and status
+  and abort are answered. Commands that change the engine wait until the update ends, as with any update.
+- The server's buffer is mapped from its first message until its first None, or until a failure.
 """
 
 from collections.abc import Callable, Generator
@@ -42,34 +42,38 @@ class ParameterServerUpdates:
     """The handler of checkpoint-engine updates."""
 
     def __init__(self, *, config: EngineConfig, updates: WeightUpdates, wake: Callable[[], None]) -> None:
-        """``wake`` makes the loop look again; it is called from a thread."""
+        """``wake`` wakes the loop; it is called from a background thread."""
         self._config = config
         self._updates = updates
         self._wake = wake
         self._conversation: Conversation | None = None
 
     def close(self) -> None:
-        """Stop talking to the last server, which may still wait to hear that its update has failed."""
+        """End the conversation with the last server, which may still be waiting for the error of its failed update."""
         if self._conversation is not None:
             self._conversation.close()
 
     def update(self, request: UpdateWeightsFromCheckpointEngineReqInput, sender: Sender) -> Operation:
-        """Connect to the server of this engine's device, and load what it sends until it is done."""
-        self._updates.sessions.admitted(request, sender, _ROUTE)
+        """Connect to the server of this engine's device, and load its buckets until it is done."""
+        self._updates.sessions.session_for_call(request, sender, _ROUTE)
         stages, started = self._updates.profiler(), monotonic()
         conversation = self._connect(request)
         feed = Feed(conversation.turns(), self._wake)
         memory = SharedMemoryMaps(self._config.device)
         try:
             opening = yield from self._next(feed, None)
-            session = self._updates.enter(request, sender, _ROUTE)
+            session = self._updates.join_session(request, sender, _ROUTE)
             work = self._load_all(opening, feed, memory, session, stages)
-            return (yield from self._updates.conclude(request.id, session, stages, started, work, whole=True))
+            return (
+                yield from self._updates.run_and_commit(
+                    request.id, session, stages, started, work, is_last_call=True
+                )
+            )
         except BaseException as error:
-            conversation.refuse(str(error) or "the update was broken off")
+            conversation.refuse(str(error) or "the update was cancelled")
             raise
         finally:
-            feed.release()  # the turn at hand is answered: with consent after the commit, else with the refusal
+            feed.release()  # lets the thread reply to the current message: success after a commit, else the refusal
             memory.close()
 
     def _connect(self, request: UpdateWeightsFromCheckpointEngineReqInput) -> Conversation:
@@ -98,9 +102,9 @@ class ParameterServerUpdates:
         return self._conversation
 
     def _next(self, feed: Feed[Turn], session: Session | None) -> Generator[Wait, None, Turn]:
-        """What the server says next; raises what ends the exchange."""
+        """Wait for the server's next message; raises the error that ended the exchange, if one did."""
         while (turn := feed.take()) is None:
-            yield Wait.OUTSIDE
+            yield Wait.THREAD
             if session is not None:
                 self._updates.require_open(session)
         if isinstance(turn, Failed):
@@ -117,7 +121,7 @@ class ParameterServerUpdates:
     ) -> Generator[Wait, None, None]:
         turn, tensors = opening, 0
         assert isinstance(opening, Opening)
-        memory.view(opening.handle)  # what is wrong with it is said at once
+        memory.view(opening.handle)  # a bad handle must fail now, before the first bucket
         while not isinstance(turn, Ending):
             feed.release()
             turn = yield from self._next(feed, session)

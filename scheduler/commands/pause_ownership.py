@@ -1,11 +1,11 @@
-"""Who sent a command, and whose the pause is.
+"""The sender of a command, and the owner and lease of a pause.
 
 Invariants:
-- Two messages are one sender's if they carry the same owner token; where one of them carries none, if they came over the
-  same socket.
-- A pause belongs to whoever brought it about, until it ends or its lease expires. A later pause changes the mode, not the owner;
-  what nobody owned from the start is not adopted by a stranger's lease.
-- Nothing here reads a clock: who asks says what time it is.
+- Two messages have the same sender if they carry the same owner token. If one of them carries no token, they have the same
+  sender if they came over the same socket.
+- A pause belongs to the sender that paused first, until the pause ends or its lease expires. A later pause changes the mode
+  and not the owner; a pause without a token is not taken over by another sender's lease.
+- This module reads no clock: callers pass the time.
 """
 
 from dataclasses import dataclass
@@ -16,15 +16,15 @@ from ...io_struct.control import LeaseAction
 
 @dataclass(frozen=True, slots=True)
 class Sender:
-    """Of one message."""
+    """The sender of one message."""
 
     client: bytes
-    """Its socket."""
+    """Id of the sender's socket."""
     owner: str | None = None
-    """The token that it carried."""
+    """Owner token of the message; None if it has none."""
 
     def is_same(self, other: "Sender") -> bool:
-        """Whether both may be taken for one trainer."""
+        """Whether both count as the same sender."""
         if self.owner is not None and other.owner is not None:
             return self.owner == other.owner
         return self.client == other.client
@@ -32,7 +32,7 @@ class Sender:
 
 @dataclass(slots=True)
 class Lease:
-    """How long an owner may be silent, and what happens then."""
+    """How long the owner may send nothing, and what the engine does after that."""
 
     seconds: float
     action: LeaseAction
@@ -40,41 +40,41 @@ class Lease:
 
 
 class PauseOwnership:
-    """Whose the present pause is; nobody's while the engine runs."""
+    """The owner and lease of the current pause; both None while the engine runs."""
 
     def __init__(self) -> None:
         self.sender: Sender | None = None
-        """Who paused. None: nobody did, or the lease has expired."""
+        """The sender that paused; None if the engine is not paused, or if the lease has expired."""
         self.lease: Lease | None = None
 
     @property
     def owner(self) -> str | None:
-        """The token that the pause goes by; None: it has none."""
+        """The owner token of the pause; None if it has none."""
         return None if self.sender is None else self.sender.owner
 
     def take(self, sender: Sender, request: PauseGenerationReqInput, now: float) -> None:
-        """A pause has completed. The first owner keeps it; its own later pauses may change token and lease."""
+        """Record a completed pause. The first sender stays the owner; its own later pauses may change token and lease."""
         if self.sender is None or (self.sender.owner is None and self.sender.client == sender.client):
             self.sender = sender
         if request.lease_s is not None and sender.owner == self.owner:
             self.lease = Lease(request.lease_s, request.on_lease_expiry, now + request.lease_s)
 
     def renew(self, owner: str | None, now: float) -> None:
-        """A sign of life from ``owner``."""
+        """Renew the lease if a message carried the token of the pause's owner."""
         if self.lease is not None and owner is not None and owner == self.owner:
             self.lease.expires = now + self.lease.seconds
 
     def end(self) -> None:
-        """The pause is over, or belongs to nobody any more."""
+        """End the ownership, because the pause or its lease has ended."""
         self.sender = self.lease = None
 
     def require_continue(self, sender: Sender, force: bool) -> None:
-        """Raise ``not_owner`` unless ``sender`` may end the pause: anybody may, where it carries no token."""
+        """Raise ``not_owner`` unless ``sender`` may end the pause. Anybody may end a pause without a token."""
         if self.owner is not None and sender.owner != self.owner and not force:
             raise CaesuraError(
                 ErrorCode.NOT_OWNER, f"the pause belongs to {self.owner!r}; use force", owner=self.owner
             )
 
     def is_owner(self, sender: Sender) -> bool:
-        """Whether the pause is ``sender``'s."""
+        """Whether ``sender`` owns the pause."""
         return self.sender is not None and self.sender.is_same(sender)

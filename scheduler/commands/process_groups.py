@@ -1,7 +1,7 @@
 """Commands that join and leave the process groups over which weights are broadcast.
 
-Invariants: joining waits for other processes, so it steps aside and everything else goes on meanwhile. It ends with its
-deadline; a group that could not be joined is forgotten, so that the next attempt starts afresh.
+Invariants: joining waits for other processes, so the command steps aside and all other work goes on. It ends at its deadline
+at the latest. A process group that could not be joined is removed, so that it can be joined again.
 """
 
 import logging
@@ -19,7 +19,7 @@ from .lifecycle import Operation, Wait
 logger = logging.getLogger(__name__)
 
 LEAVE_S = 2.0
-"""Longest wait for a group to be gone; a dead one may hold a broadcast until its own timeout."""
+"""Longest wait until a process group is destroyed; a broken one may block in a broadcast until its own timeout."""
 
 
 class ProcessGroupCommands:
@@ -29,7 +29,7 @@ class ProcessGroupCommands:
         self._groups = groups
 
     def init(self, request: InitWeightsUpdateGroupReqInput) -> Operation:
-        """Join a group; at once if this engine is in it already."""
+        """Join a process group; answered at once if this engine has joined it already."""
         group = self._groups.join(request)
         try:
             while not group.joined():
@@ -45,7 +45,7 @@ class ProcessGroupCommands:
         return InitWeightsUpdateGroupReqOutput(id=request.id, rank=member.rank, world_size=member.world_size)
 
     def destroy(self, request: DestroyWeightsUpdateGroupReqInput) -> Operation:
-        """Leave a group, dead or alive; an init that waits for it ends."""
+        """Leave a process group, broken or not. An init that is still joining it fails."""
         group, limit = self._groups.leave(request.group_name), monotonic() + LEAVE_S
         while group.is_leaving and monotonic() < limit:
             yield Wait.CHANGE

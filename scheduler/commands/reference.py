@@ -1,8 +1,9 @@
-"""Loads the reference, the checkpoint that sequences are scored with.
+"""Loads the reference model, the checkpoint that sequences are scored with.
 
 Invariants:
-- It is loaded before the policy, alone on the device: where both do not fit at once, one of them does.
-- Unless it stays, it has left the device when this returns, and what it will need when it is used counts as taken.
+- The reference is loaded before the policy, while the device is empty: both need not fit on it at once.
+- Unless it stays resident, it has left the device when :func:`load_reference` returns. The device memory that it needs during
+  use is reserved.
 """
 
 import re
@@ -28,14 +29,14 @@ _STRATEGIES: dict[Residency, tuple[Strategy, Strategy]] = {
     "offload": (ComponentOffloadStrategy(), ComponentOffloadStrategy(preserve=False)),
     "layerwise": (LayerwiseOffloadStrategy(), ComponentOffloadStrategy(preserve=False)),
 }
-"""Of the weights, and of the pages, whose contents last no longer than a request."""
+"""Strategies of the weights and of the KV pages; the contents of the pages need not be preserved between requests."""
 
 
 def load_reference(config: EngineConfig, residency: ComponentResidencyManager) -> ReferenceModel | None:
-    """The reference that ``config`` names. None: it names none.
+    """Load the reference model; None if the configuration has none.
 
     Raises:
-        CaesuraError: what loading a policy raises.
+        CaesuraError: the same errors as loading the policy.
     """
     if config.reference_model_path is None:
         return None
@@ -75,13 +76,13 @@ def load_reference(config: EngineConfig, residency: ComponentResidencyManager) -
     for _ in residency.finish_request("load_reference"):
         pass
     module = device_module_for(loaded.device)
-    if hasattr(module, "synchronize"):  # loaded on another stream than the one of the steps
+    if hasattr(module, "synchronize"):  # loading used another stream than steps do
         module.synchronize()
     return reference
 
 
 def _layers(model: CausalLM) -> list[list[Tensor]]:
-    """Parameters and derived tensors by decoder layer, as their names say."""
+    """Parameters and derived tensors by decoder layer, according to their names."""
     layers: list[list[Tensor]] = [[] for _ in range(model.config.num_layers)]
     for name, tensor in model.named_storage():
         if (found := _LAYER.match(name)) is not None:

@@ -1,14 +1,16 @@
-"""Scoring sequences with a second checkpoint, the reference, between the steps of the loop.
+"""Scores sequences with a second checkpoint, the reference model, between the steps of the loop.
 
 Invariants:
-- Nothing of the policy is read or written: the reference has weights, pages and workspaces of its own. Neither a pause nor
-  an update nor poisoned weights stop it. A release of the tag ``weights`` takes its memory, too, and ends what is under way.
+- The policy is neither read nor written: the reference has its own weights, KV pages and workspaces. A pause, an update or
+  poisoned weights do not stop scoring. A release of the tag ``weights`` releases the reference's memory, too, and fails the
+  scoring under way.
 - Every accepted message gets exactly one answer, with as many log-probabilities per sequence as it asked for.
-- The loop is held for one layer, or a few rows of the head, at a time. Prompts are cut so that a layer takes no longer than
-  :data:`SLICE_S`; where the device works on its own, nobody waits for it.
-- Logits are never there for all tokens: the head and what follows take a few rows at a time, in memory of fixed size.
-- Sequences are computed in the order in which they came, several in one forward where they fit. At most the first one is
-  half computed, so pages for the longest sequence are enough.
+- Scoring holds the loop for one layer, or for a few rows of the output head, at a time. Prompts are cut so that a layer takes
+  at most :data:`SLICE_S`. The loop does not wait for an asynchronous device.
+- Logits never exist for all tokens at once: the output head and what follows process a few rows at a time, in memory of
+  fixed size.
+- Sequences are computed in the order of arrival, several in one forward if they fit. At most the first one is partly
+  computed, so a pool with pages for the longest sequence is enough.
 """
 
 import logging
@@ -48,18 +50,18 @@ from .lifecycle import Lifecycle
 logger = logging.getLogger(__name__)
 
 SLICE_S = 0.025
-"""Longest stretch of scoring between two looks at the inbox, as far as one layer allows."""
+"""Longest time that scoring runs before the loop receives messages again; one layer may take longer."""
 
 WEIGHTS = ComponentUse(name="reference", memory_intensive=True)
 PAGES = ComponentUse(name="reference_kv")
-"""What a chunk uses, by the names under which it is registered."""
+"""The components that a chunk uses, by the names under which they are registered."""
 
 _REQUEST = "score"
 _ROWS = 16
-"""Rows of the head come in multiples of this: fewer are hardly faster, since its weights must be read all the same."""
+"""The output head processes a multiple of this many rows. Fewer are hardly faster, since all of its weights are read anyway."""
 _ROW_BYTES_CPU = 10 << 20
 _ROW_BYTES = 128 << 20
-"""Float32 logits that exist at a time, unless :data:`_ROWS` rows are more."""
+"""Bytes of float32 logits that exist at a time; :data:`_ROWS` rows are allowed even if they need more."""
 
 _Ids = npt.NDArray[np.int64]
 
@@ -71,9 +73,9 @@ class _Message:
     id: str
     temperature: float
     logprobs: list[npt.NDArray[np.float32]]
-    """Per sequence, [tokens from start on]; filled in as they are computed."""
+    """One array per sequence, for its tokens from ``start`` on; filled in as they are computed."""
     unfinished: int = 0
-    """Sequences."""
+    """Number of unfinished sequences."""
 
 
 @dataclass(slots=True)
@@ -85,18 +87,18 @@ class _Sequence:
     start: int
     logprobs: npt.NDArray[np.float32]
     computed: int = 0
-    """Tokens that have KV."""
+    """Number of tokens that have KV."""
     pages: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
 
     @property
     def inputs(self) -> int:
-        """Tokens that are computed: from the last one nothing follows."""
+        """Number of tokens to compute: all but the last, because no token follows that one."""
         return len(self.ids) - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReferenceModel:
-    """The reference, built (``reference.py``), and its limits."""
+    """The loaded reference model (``reference.py``) and its limits."""
 
     model: CausalLM
     backend: AttentionBackend
@@ -104,7 +106,7 @@ class ReferenceModel:
     model_path: str
     residency: Residency
     num_pages: int
-    """Of its pool, the scratch page included."""
+    """Pages of its KV pool, the scratch page included."""
     context_len: int
     """Longest sequence, in tokens."""
     max_rows: int
@@ -112,11 +114,11 @@ class ReferenceModel:
     max_tokens: int
     """Tokens in one forward."""
     max_waiting: int
-    """Sequences accepted and unfinished; more are refused."""
+    """Most unfinished sequences; further messages are refused."""
 
 
 class Scoring:
-    """Takes messages, computes in slices, gives answers."""
+    """Accepts messages, computes them in slices, and returns answers."""
 
     def __init__(
         self,
@@ -128,7 +130,7 @@ class Scoring:
         device_module: Any,
         device_cache: DeviceCache,
     ) -> None:
-        """``runner`` says on which stream: the one of the steps."""
+        """``runner`` provides the forward stream, on which scoring runs like the steps."""
         self._reference = reference
         self._residency = residency
         self._lifecycle = lifecycle
@@ -144,19 +146,19 @@ class Scoring:
         self._answers: list[ScoreReqOutput | ErrorReply] = []
         self._scored_tokens = 0
         self.waits = False
-        """The device works; there is nothing to do until it has finished."""
+        """Scoring can go on only when the device has finished."""
 
     @property
     def has_work(self) -> bool:
-        """Something is to be computed, moved or answered."""
+        """Whether anything is queued, under way or to be answered."""
         return bool(self._work is not None or self._queue or self._answers)
 
     def accept(self, message: ScoreReqInput) -> None:
-        """Queue all sequences of a message.
+        """Queue all sequences of a message, or none.
 
         Raises:
             CaesuraError: ``invalid_request``, ``prompt_too_long``, ``exceeds_kv_pool``, ``queue_full`` or
-                ``memory_released``; nothing changed.
+                ``memory_released``.
         """
         self._lifecycle.require_resident("weights")
         pending = len(self._queue)
@@ -179,13 +181,15 @@ class Scoring:
                 self._queue.append(_Sequence(job, ids, start, logprobs))
                 job.unfinished += 1
         self._messages[message.id] = job
-        self._answer_if_whole(job)
+        self._answer_if_complete(job)
 
     def advance(self) -> list[ScoreReqOutput | ErrorReply]:
-        """Work for a slice; the answers that are ready."""
+        """Compute for one slice; returns the answers that are ready."""
         started, self.waits = perf_counter(), False
         if "weights" in self._lifecycle.released:
-            self._give_up(CaesuraError(ErrorCode.MEMORY_RELEASED, "the memory of the reference was released"))
+            self._fail_all(
+                CaesuraError(ErrorCode.MEMORY_RELEASED, "the memory of the reference was released")
+            )
         while self._work is not None or self._queue:
             if self._work is None:
                 self._work = self._serve()
@@ -194,10 +198,10 @@ class Scoring:
                 with torch.inference_mode(), self._runner.on_stream():
                     if next(self._work, _ENDED) is _ENDED:
                         self._work = None
-            except Exception as error:  # noqa: BLE001  what is between chunks failed: nobody knows what is there of them
+            except Exception as error:  # noqa: BLE001  an error between chunks leaves an unknown state: fail everything
                 failure = _failure(error)
             if failure is not None:
-                self._give_up(failure)
+                self._fail_all(failure)
                 self._device_cache.after_failure(failure.message)
             if self.waits or perf_counter() - started > SLICE_S:
                 break
@@ -205,13 +209,13 @@ class Scoring:
         return answers
 
     def end(self, message: str) -> list[ScoreReqOutput | ErrorReply]:
-        """Shutdown: what is pending is answered by an error."""
-        self._give_up(CaesuraError(ErrorCode.SHUTTING_DOWN, message))
+        """Answer everything that is pending with ``shutting_down``."""
+        self._fail_all(CaesuraError(ErrorCode.SHUTTING_DOWN, message))
         answers, self._answers = self._answers, []
         return answers
 
     def status(self) -> ReferenceStatus:
-        """Figures for the engine's status."""
+        """The reference's part of the engine's status."""
         return ReferenceStatus(
             model_path=self._reference.model_path,
             residency=self._reference.residency,
@@ -222,7 +226,7 @@ class Scoring:
         )
 
     def _serve(self) -> Generator[None, None, None]:
-        """Until the queue is empty: one request to the residency manager, a stage per chunk."""
+        """Compute until the queue is empty, as one request to the residency manager with one stage per chunk."""
         self._residency.begin_request(_REQUEST)
         while self._queue:
             chunk, failure = self._plan(), None
@@ -230,21 +234,23 @@ class Scoring:
                 yield from self._compute(chunk)
             except Exception as error:  # noqa: BLE001  a chunk may fail in any way; its messages must be answered
                 failure = _failure(error)
-            if failure is not None:  # nothing refers to the chunk's tensors any more
-                self._fail({take.sequence.message.id for take in chunk}, failure)
+            if (
+                failure is not None
+            ):  # outside of the handler, so that no traceback keeps the chunk's tensors alive
+                self._fail({span.sequence.message.id for span in chunk}, failure)
                 self._device_cache.after_failure(failure.message)
-        stuck = ""
+        failure_message = ""
         try:
             yield from self._residency.finish_request(_REQUEST)
         except (OSError, RuntimeError) as error:
-            stuck = f"the reference could not leave the device: {error}"
+            failure_message = f"the reference could not leave the device: {error}"
             logger.error("the reference could not leave the device", exc_info=error)
-        if stuck:
-            self._device_cache.after_failure(stuck)
+        if failure_message:
+            self._device_cache.after_failure(failure_message)
 
-    def _plan(self) -> list["_Take"]:
-        """The next tokens of the first sequences, as many as fit; at least one."""
-        chunk: list[_Take] = []
+    def _plan(self) -> list["_Span"]:
+        """The next chunk: as many tokens of the first sequences as fit, at least one."""
+        chunk: list[_Span] = []
         budget = self._chunks.budget()
         for sequence in self._queue:
             if budget == 0 or len(chunk) == self._reference.max_rows:
@@ -255,11 +261,11 @@ class Scoring:
                     break
                 sequence.pages = pages
             end = min(sequence.computed + budget, sequence.inputs)
-            chunk.append(_Take(sequence, sequence.computed, end))
+            chunk.append(_Span(sequence, sequence.computed, end))
             budget -= end - sequence.computed
         return chunk
 
-    def _compute(self, chunk: list["_Take"]) -> Generator[None, None, None]:
+    def _compute(self, chunk: list["_Span"]) -> Generator[None, None, None]:
         uses = (WEIGHTS, PAGES)
         yield from self._residency.before_stage(_REQUEST, uses)
         at_layer, _ = [self._residency.use(_REQUEST, use) for use in uses]
@@ -282,66 +288,66 @@ class Scoring:
         out = yield from self._logprobs(hidden, targets, _scales(chunk, self._reference.device))
         for use in uses:
             yield from self._residency.finish_use(use)
-        yield from self._until_done()
+        yield from self._wait_for_device()
         self._record(chunk, out.cpu().numpy())
 
     def _logprobs(self, hidden: Tensor, targets: Tensor, scales: Tensor) -> Generator[None, None, Tensor]:
-        """Of ``targets`` [S] after ``hidden`` [S, hidden], float32 [S], the logits divided by ``scales`` [S]."""
+        """Log-probabilities of ``targets`` [S] after ``hidden`` [S, hidden], float32 [S]; logits are divided by ``scales`` [S]."""
         model, device = self._reference.model, self._reference.device
         vocab_size = model.config.vocab_size
         out = torch.empty(len(targets), dtype=torch.float32, device=device)
         fitting = (_ROW_BYTES_CPU if device.type == "cpu" else _ROW_BYTES) // (4 * vocab_size)
         rows = max(1, fitting // _ROWS) * _ROWS
         for begin in range(0, len(targets), rows):
-            part = slice(begin, begin + rows)
-            logits = model.logits(hidden[part])
+            rows_slice = slice(begin, begin + rows)
+            logits = model.logits(hidden[rows_slice])
             assert logits is not None, "nothing is scored in a dummy run"
             scaled = self._workspace.take("scaled", (len(logits), vocab_size), torch.float32, device)
-            torch.div(logits, scales[part, None], out=scaled)
+            torch.div(logits, scales[rows_slice, None], out=scaled)
             best = scaled.amax(1, keepdim=True)
             scaled -= best
-            torch.gather(scaled, 1, targets[part, None], out=out[part, None])
-            out[part] -= scaled.exp_().sum(1).log_()
+            torch.gather(scaled, 1, targets[rows_slice, None], out=out[rows_slice, None])
+            out[rows_slice] -= scaled.exp_().sum(1).log_()
             yield
         return out
 
-    def _until_done(self) -> Generator[None, None, None]:
-        """Until the device has done what it was given."""
+    def _wait_for_device(self) -> Generator[None, None, None]:
+        """Wait, without blocking, until the device has finished the work queued so far."""
         if hasattr(self._module, "Stream"):
             done = self._module.current_stream().record_event()
             while not done.query():
                 self.waits = True
                 yield
 
-    def _record(self, chunk: list["_Take"], logprobs: npt.NDArray[np.float32]) -> None:
-        """Hand the results of a chunk to its sequences, and those that are whole to their messages."""
+    def _record(self, chunk: list["_Span"], logprobs: npt.NDArray[np.float32]) -> None:
+        """Store the results of a chunk in its sequences, and answer the messages that are complete."""
         broken: set[str] = set()
         offset = 0
-        for take in chunk:
-            sequence, (begin, end) = take.sequence, take.scored
+        for span in chunk:
+            sequence, (begin, end) = span.sequence, span.scored
             values = logprobs[offset : offset + end - begin]
             offset += len(values)
             sequence.logprobs[begin - sequence.start + 1 : end - sequence.start + 1] = values
-            sequence.computed = take.end
+            sequence.computed = span.end
             if np.isnan(values).any():
                 broken.add(sequence.message.id)
             if sequence.computed == sequence.inputs:
-                self._queue.popleft()  # all before it were whole, too
+                self._queue.popleft()  # sequences finish in the order of the queue, so this one is its head
                 self._release_pages(sequence)
                 sequence.message.unfinished -= 1
         self._scored_tokens += offset
         if broken:
             self._fail(broken, CaesuraError(ErrorCode.INTERNAL, "the reference's logits are not finite"))
-        for message in {take.sequence.message.id: take.sequence.message for take in chunk}.values():
-            self._answer_if_whole(message)
+        for message in {span.sequence.message.id: span.sequence.message for span in chunk}.values():
+            self._answer_if_complete(message)
 
-    def _answer_if_whole(self, message: _Message) -> None:
+    def _answer_if_complete(self, message: _Message) -> None:
         if message.unfinished == 0 and self._messages.pop(message.id, None) is not None:
             wire = [values.astype("<f4", copy=False).tobytes() for values in message.logprobs]
             self._answers.append(ScoreReqOutput(id=message.id, logprobs=wire))
 
     def _fail(self, message_ids: set[str], error: CaesuraError) -> None:
-        """End messages with ``error``, what is queued of them included."""
+        """Answer messages with ``error`` and drop their queued sequences."""
         for sequence in self._queue:
             if sequence.message.id in message_ids:
                 self._release_pages(sequence)
@@ -350,8 +356,8 @@ class Scoring:
             del self._messages[message_id]
             self._answers.append(error.to_reply(message_id))
 
-    def _give_up(self, error: CaesuraError) -> None:
-        """End everything that is under way, without touching the reference's memory any more."""
+    def _fail_all(self, error: CaesuraError) -> None:
+        """Answer every message with ``error``, without another access to the reference's memory."""
         if self._work is not None:
             self._work.close()
             self._work = None
@@ -363,8 +369,8 @@ class Scoring:
 
 
 @dataclass(frozen=True, slots=True)
-class _Take:
-    """Tokens ``[begin, end)`` of a sequence."""
+class _Span:
+    """The tokens ``[begin, end)`` of a sequence, which one chunk computes."""
 
     sequence: _Sequence
     begin: int
@@ -372,7 +378,7 @@ class _Take:
 
     @property
     def scored(self) -> tuple[int, int]:
-        """Of these, the tokens whose successors are scored."""
+        """The tokens among them whose successors are scored, as ``(begin, end)``."""
         return max(self.begin, min(self.sequence.start - 1, self.end)), self.end
 
 
@@ -380,7 +386,7 @@ _ENDED: Any = object()
 
 
 def _check(message: ScoreReqInput, limits: ReferenceModel, pool_pages: int) -> None:
-    """Refuse what could never be scored, on an idle engine either."""
+    """Refuse a message that could not be scored on an idle engine either."""
     if not 0.0 <= message.temperature <= 1e4:
         raise _invalid("temperature", repr(message.temperature), "must be finite and in [0, 10000]")
     if len(message.start) != len(message.input_ids):
@@ -411,7 +417,7 @@ def _check(message: ScoreReqInput, limits: ReferenceModel, pool_pages: int) -> N
 
 
 def _failure(error: Exception) -> CaesuraError:
-    """What a message is answered whose chunk has raised ``error``; without its traceback, which keeps tensors."""
+    """The error to answer after ``error``: a copy without the traceback, which would keep tensors alive."""
     logger.error("scoring failed", exc_info=error)
     if isinstance(error, CaesuraError):
         return CaesuraError(error.code, error.message, **error.detail)
@@ -425,24 +431,24 @@ def _invalid(name: str, value: object, requirement: str) -> CaesuraError:
     )
 
 
-def _batch(chunk: Sequence[_Take], device: torch.device) -> tuple[ForwardBatch, Tensor]:
-    """A step that computes ``chunk``, and the tokens int64 [S] that follow those it samples."""
-    positions = [np.arange(take.begin, take.end) for take in chunk]
-    q_lens, kv_lens = [take.end - take.begin for take in chunk], [take.end for take in chunk]
+def _batch(chunk: Sequence[_Span], device: torch.device) -> tuple[ForwardBatch, Tensor]:
+    """A batch that computes ``chunk``, and the scored tokens, int64 [S]."""
+    positions = [np.arange(span.begin, span.end) for span in chunk]
+    q_lens, kv_lens = [span.end - span.begin for span in chunk], [span.end for span in chunk]
     kv_slots = [
-        take.sequence.pages[where // PAGE_SIZE].astype(np.int64) * PAGE_SIZE + where % PAGE_SIZE
-        for take, where in zip(chunk, positions, strict=True)
+        span.sequence.pages[where // PAGE_SIZE].astype(np.int64) * PAGE_SIZE + where % PAGE_SIZE
+        for span, where in zip(chunk, positions, strict=True)
     ]
     page_table = np.zeros((len(chunk), pages_for(max(kv_lens))), np.int32)
-    for row, take in enumerate(chunk):
-        used = take.sequence.pages[: pages_for(take.end)]
+    for row, span in enumerate(chunk):
+        used = span.sequence.pages[: pages_for(span.end)]
         page_table[row, : len(used)] = used
     sampled, targets, offset = [], [], 0
-    for take in chunk:
-        begin, end = take.scored
-        sampled.append(np.arange(begin, end) - take.begin + offset)
-        targets.append(take.sequence.ids[begin + 1 : end + 1])
-        offset += take.end - take.begin
+    for span in chunk:
+        begin, end = span.scored
+        sampled.append(np.arange(begin, end) - span.begin + offset)
+        targets.append(span.sequence.ids[begin + 1 : end + 1])
+        offset += span.end - span.begin
 
     def to_device(array: npt.NDArray[Any]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(device)
@@ -450,7 +456,7 @@ def _batch(chunk: Sequence[_Take], device: torch.device) -> tuple[ForwardBatch, 
     rows, none = np.arange(len(chunk)), torch.empty(0, device=device)
     batch = ForwardBatch(
         num_decode=0,
-        input_ids=to_device(np.concatenate([take.sequence.ids[take.begin : take.end] for take in chunk])),
+        input_ids=to_device(np.concatenate([span.sequence.ids[span.begin : span.end] for span in chunk])),
         positions=to_device(np.concatenate(positions)),
         kv_slots=to_device(np.concatenate(kv_slots)),
         page_table=to_device(page_table),
@@ -469,9 +475,9 @@ def _batch(chunk: Sequence[_Take], device: torch.device) -> tuple[ForwardBatch, 
     return batch, to_device(np.concatenate(targets))
 
 
-def _scales(chunk: Sequence[_Take], device: torch.device) -> Tensor:
-    """What the logits of each scored token are divided by, float32 [S]."""
-    temperatures = [take.sequence.message.temperature for take in chunk]
+def _scales(chunk: Sequence[_Span], device: torch.device) -> Tensor:
+    """The divisor of each scored token's logits, float32 [S]."""
+    temperatures = [span.sequence.message.temperature for span in chunk]
     scales = np.asarray([1.0 if t < GREEDY_BELOW else t for t in temperatures], np.float32)
     return torch.from_numpy(np.repeat(scales, [end - begin for begin, end in (t.scored for t in chunk)])).to(
         device

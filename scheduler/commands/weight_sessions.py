@@ -1,10 +1,12 @@
-"""The weight session that may be open: who may open, join, settle and end it, and when it is abandoned.
+"""The weight session that may be open: who may open, join, commit and end it, and when it expires.
 
 Invariants:
-- At most one session is open. What is refused here has changed nothing, of the session and of the weights.
-- Every piece of an explicit session names it; a name that is not the open session's is ``no_session``, never a session of its own.
-- An implicit session takes pieces of one sender only, and only such as agree with those before: HTTP clients share a sender.
-- A session whose client is gone lives :attr:`Sessions.orphan_s` longer, unless a message that belongs to it arrives.
+- At most one session is open. A call that is refused here has changed neither the session nor the weights.
+- Every call of an explicit session carries its id. An id that is not the open session's is refused with ``no_session``; it
+  never opens a session.
+- An implicit session accepts calls of one sender only, and only if transport, process group and label agree with the earlier
+  calls: all HTTP clients share one sender.
+- A session whose client is gone expires :attr:`Sessions.orphan_s` later, unless a message that belongs to it arrives.
 
     none --begin--> explicit        none --call while paused--> implicit        none --call while running--> single
 """
@@ -33,65 +35,65 @@ logger = logging.getLogger(__name__)
 
 SessionKind = Literal["explicit", "implicit", "single"]
 Route = tuple[str, str | None]
-"""How tensors come: the transport, and its group where it has some."""
+"""How tensors arrive: the transport, and the name of the process group if the transport uses one."""
 
 
 @dataclass(slots=True)
 class Session:
-    """One update, from its first call to its commit or end."""
+    """One weight session, from its first call to its commit or abort."""
 
     kind: SessionKind
     id: str
-    """Drawn by the engine."""
+    """Chosen by the engine."""
     opened: float
     deadline: float | None
-    """On the monotonic clock; None: no deadline."""
+    """On the monotonic clock; None if it has no deadline."""
     sender: Sender
-    """Of the message that opened it."""
+    """Sender of the message that opened it."""
     client: bytes
     """Socket of the last message that belonged to it."""
     stages: StageProfiler
     begin_id: str | None = None
-    """Of the message that began it, which names it as well; None: none did."""
+    """Message id of its ``begin``, which is accepted as its id, too; None if it has no ``begin``."""
     orphaned_at: float | None = None
-    """When its client was found to be gone, on the monotonic clock; None: it is there, for all that is known."""
+    """When its client was found to be gone, on the monotonic clock; None if the client is not known to be gone."""
     manifest: frozenset[str] | None = None
-    """Names that must all come; None: unknown."""
+    """Names of the tensors that must be written before a commit; None if the client sent no manifest."""
     counts: LoadCounts = field(default_factory=LoadCounts)
     touched: bool = False
-    """A byte has been written."""
+    """Whether a byte has been written."""
     version: str | None = None
     model_path: str | None = None
-    """The folder that came last, if one did."""
+    """The last folder that was loaded; None if none was."""
     digest: str | None = None
-    """What tells that folder's files from others (``Checkpoint.digest``)."""
+    """Digest of that folder's files (``Checkpoint.digest``)."""
     route: Route | None = None
-    """Of the call that came last; None: nothing came."""
+    """Route of the last call; None before the first call."""
     flush: bool = False
     empty: bool = False
     abort_all: bool = False
-    """Every request ends before the next byte is written."""
+    """Whether to abort every request before the next byte is written."""
 
     @classmethod
     def opened_now(
         cls, kind: SessionKind, sender: Sender, deadline_s: float | None, stages: StageProfiler
     ) -> "Session":
-        """A new one; ``deadline_s`` from now, None: without."""
+        """A new session whose deadline is ``deadline_s`` from now; None means no deadline."""
         now = monotonic()
         deadline = None if deadline_s is None else now + deadline_s
         return cls(kind, new_id(), now, deadline, sender, sender.client, stages)
 
     @property
     def source(self) -> str:
-        """The transport that came last; empty: nothing came."""
+        """Transport of the last call; empty before the first call."""
         return "" if self.route is None else self.route[0]
 
     def is_named(self, session_id: str | None) -> bool:
-        """Whether ``session_id`` means this session."""
+        """Whether ``session_id`` identifies this session."""
         return session_id is not None and session_id in (self.id, self.begin_id)
 
     def status(self) -> SessionStatus:
-        """As of now, for status."""
+        """The session as of now, for status."""
         now = monotonic()
         return SessionStatus(
             kind=self.kind,
@@ -103,29 +105,32 @@ class Session:
         )
 
     def __str__(self) -> str:
-        """Transport and label."""
+        """Transport and label, for logs."""
         return self.source if self.version is None else f"{self.source}, version {self.version!r}"
 
 
 class Sessions:
-    """Holds the open session; ``weight_updates.py`` writes, commits and abandons."""
+    """Holds the open session; ``weight_updates.py`` writes, commits and aborts it."""
 
     def __init__(self, *, deadline_s: float, orphan_s: float) -> None:
-        """``deadline_s``: of sessions that set none."""
+        """``deadline_s`` is the deadline of sessions that set none."""
         self.orphan_s = orphan_s
-        """How long a session whose client is gone waits for another message."""
+        """How long a session stays open after its client is gone."""
         self.current: Session | None = None
         self._working = False
         self._deadline_s = deadline_s
 
     @property
     def is_working(self) -> bool:
-        """A call of the session is under way: it does not expire though its client is gone, and the engine is not idle."""
+        """Whether a call of the session is under way.
+
+        Meanwhile the session does not expire because its client is gone, and the engine does not count as idle.
+        """
         return self._working
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Around the work of one call."""
+        """Context in which one call of the session does its work."""
         self._working = True
         try:
             yield
@@ -134,17 +139,17 @@ class Sessions:
 
     @property
     def is_explicit(self) -> bool:
-        """An explicit session is open."""
+        """Whether an explicit session is open."""
         return self.current is not None and self.current.kind == "explicit"
 
     @property
     def client(self) -> bytes | None:
-        """Whose socket must be alive: that of the last message of the open session."""
+        """Socket of the open session's last message, whose client must stay alive; None if no session is open."""
         return None if self.current is None else self.current.client
 
     @property
     def expires(self) -> float | None:
-        """When the open session is abandoned, on the monotonic clock; None: not by itself."""
+        """When the open session expires, on the monotonic clock; None if it does not."""
         session = self.current
         if session is None:
             return None
@@ -153,7 +158,7 @@ class Sessions:
         return min([*limits, *([] if session.deadline is None else [session.deadline])], default=None)
 
     def status(self) -> SessionStatus | None:
-        """The open session, for status."""
+        """The open session for status; None if none is open."""
         return None if self.current is None else self.current.status()
 
     def begin(
@@ -163,7 +168,7 @@ class Sessions:
         manifest: frozenset[str] | None,
         stages: StageProfiler,
     ) -> Session:
-        """Open an explicit session; :meth:`require_none` was asked before."""
+        """Open an explicit session. The caller has called :meth:`require_none`."""
         deadline = request.deadline_s if request.deadline_s is not None else self._deadline_s
         self.current = Session.opened_now("explicit", sender, deadline, stages)
         self.current.manifest, self.current.begin_id = manifest, request.id
@@ -174,11 +179,12 @@ class Sessions:
         if self.current is not None:
             raise _refused(self.current, sender, "a weight session is open already")
 
-    def admitted(self, request: WeightUpdateOptions, sender: Sender, route: Route) -> Session | None:
-        """The open session that this call belongs to; None: it may open one of its own.
+    def session_for_call(self, request: WeightUpdateOptions, sender: Sender, route: Route) -> Session | None:
+        """The open session that this call belongs to; None if none is open, so that the call may open one.
 
         Raises:
-            CaesuraError: ``no_session``, it names another one; ``session_open``, it does not belong to the one that is open.
+            CaesuraError: ``no_session`` if the call names another session; ``session_open`` if it does not belong to the open
+                one.
         """
         if request.session_id is not None:
             return self._named(request.session_id)
@@ -205,7 +211,7 @@ class Sessions:
             )
         return session
 
-    def joined(
+    def join_or_open(
         self,
         request: WeightUpdateOptions,
         sender: Sender,
@@ -214,9 +220,9 @@ class Sessions:
         paused: bool,
         stages: StageProfiler,
     ) -> Session:
-        """The session of an admitted call, opened if there is none, with what the call asks for."""
-        session = self.admitted(request, sender, route)
-        if session is None:  # a single call ends by itself; only what somebody must end can be forgotten
+        """The session of this call, opened if there is none; the call's options are added to it."""
+        session = self.session_for_call(request, sender, route)
+        if session is None:  # a single call needs no deadline, since it ends by itself
             session = Session.opened_now(
                 "implicit" if paused else "single", sender, self._deadline_s if paused else None, stages
             )
@@ -228,11 +234,12 @@ class Sessions:
         session.version = request.weight_version if request.weight_version is not None else session.version
         return session
 
-    def ending(self, request: EndWeightUpdateReqInput, sender: Sender) -> Session:
+    def session_to_end(self, request: EndWeightUpdateReqInput, sender: Sender) -> Session:
         """The session that ``request`` may end.
 
         Raises:
-            CaesuraError: ``invalid_request``, a commit by force; ``no_session``; ``session_open``, it is not named or not the sender's.
+            CaesuraError: ``invalid_request`` for a commit with force; ``no_session``; ``session_open`` if the request does not
+                name the session, or if the session is another sender's.
         """
         if request.force and request.commit:
             raise CaesuraError(
@@ -251,33 +258,39 @@ class Sessions:
             raise _refused(session, sender, "an implicit weight session of another sender is open")
         return session
 
-    def settling(self, sender: Sender, *, may_settle: bool) -> Session | None:
-        """The implicit session that ``sender`` commits by going on; None: none is open.
+    def session_to_commit(self, sender: Sender, *, may_commit: bool) -> Session | None:
+        """The implicit session that a ``continue`` or ``flush_cache`` of ``sender`` commits; None if none is open.
+
+        Args:
+            may_commit: ``sender`` owns the pause or uses force, so it may commit another sender's session.
 
         Raises:
-            CaesuraError: ``session_open``, it is another sender's, who neither owns the pause nor forces (``may_settle``).
+            CaesuraError: ``session_open`` if the session is another sender's.
         """
         session = self.current
         if session is None or session.kind != "implicit":
             return None
-        if not (may_settle or session.sender.is_same(sender)):
+        if not (may_commit or session.sender.is_same(sender)):
             raise _refused(
                 session,
                 sender,
-                "an implicit weight session of another sender is open: it commits, or use force",
+                "an implicit weight session of another sender is open: that sender must commit it, or use force",
             )
         return session
 
     def protects(self, route: Route, error: BaseException) -> bool:
-        """Whether the group of ``route`` serves the open session, and ``error`` refused a call that does not belong to it."""
+        """Whether ``error`` refused a foreign call while the process group of ``route`` serves the open session.
+
+        In that case the group must not be ended.
+        """
         refused = isinstance(error, CaesuraError) and error.code in (
             ErrorCode.SESSION_OPEN,
             ErrorCode.NO_SESSION,
         )
         return refused and self.current is not None and self.current.route == route
 
-    def heard(self, request: WeightUpdateOptions | EndWeightUpdateReqInput, sender: Sender) -> None:
-        """A message has arrived, though its turn may come later: whoever sent it is there."""
+    def note_message(self, request: WeightUpdateOptions | EndWeightUpdateReqInput, sender: Sender) -> None:
+        """Record that a message was received; if it belongs to the open session, that session's client is alive."""
         session = self.current
         if session is None:
             return
@@ -288,7 +301,7 @@ class Sessions:
             session.client, session.orphaned_at = sender.client, None
 
     def client_gone(self, client: bytes) -> None:
-        """The socket ``client`` is closed."""
+        """Start the orphan timeout if the open session's client is ``client``, whose socket is closed."""
         session = self.current
         if session is not None and session.client == client and session.orphaned_at is None:
             session.orphaned_at = monotonic()

@@ -1,17 +1,17 @@
-"""Weight updates as commands: checks, writing and commit, the same for every transport.
+"""Commands that update weights: check, write and commit, the same for every transport.
 
-What happens to a session (``weight_sessions.py`` says whose it is and who may do what):
+Life of a session (``weight_sessions.py`` decides to whom it belongs and who may do what):
 
     open --call--> open, written --end(commit), continue, flush, every parameter written--> none, committed
                                  --end(abort), failure, deadline--> none, POISONED
     open, nothing written --end(abort), deadline--> none, VALID as before
 
 Invariants:
-- Everything that can be known before the first written byte is checked before it: the session, headers, sizes, names, shapes,
-  dtypes, rows, the config, whether the flush can be honoured. Refusals leave the weights as they were, and every request alone.
-- I5: between the first written byte and the commit nothing is launched; a failure there leaves POISONED.
-- I7: bytes are written in place, casts are those of a cold load, derivations run once, at commit.
-- Loading yields every few milliseconds, or pieces where one takes longer, so status and abort are answered meanwhile.
+- Everything that can be checked before the first byte is written is checked before it: session, headers, sizes, names, shapes,
+  dtypes, rows, config, and whether a flush is possible. A refused call changes neither the weights nor any request.
+- I5: no step is launched between the first written byte and the commit; a failure in between leaves the weights POISONED.
+- I7: bytes are written in place, casts are those of a cold load, derived tensors are computed once, at commit.
+- Loading yields every few milliseconds (or once per piece, if that takes longer), so status and abort are answered meanwhile.
 """
 
 import contextlib
@@ -85,7 +85,7 @@ class WeightUpdates:
         model_path: str,
         wake: Callable[[], None],
     ) -> None:
-        """``wake`` ends the loop's sleep."""
+        """``wake`` wakes the loop; it is called from background threads."""
         self._wake = wake
         self._config = config
         self._model = model
@@ -103,23 +103,23 @@ class WeightUpdates:
         self._read_bucket = ReadBucket()
         self._maps = SharedMemoryMaps(config.device)
         self._process_groups = process_groups
-        lifecycle.commit_sessions_by(self._settle)
+        lifecycle.commit_sessions_by(self._commit_implicit_session)
         self._weights_file = weights_file
         self.model_path = model_path
-        """The checkpoint folder last committed."""
+        """The last committed checkpoint folder."""
 
     @property
     def keeps_memory(self) -> bool:
-        """Shared memory is mapped, whose owner may go away at any time."""
+        """Whether shared memory of other processes is mapped, which must be unmapped when they are gone."""
         return len(self._maps) > 0
 
     def collect(self) -> None:
-        """Let go of shared memory whose owner is gone, unless a session may still read it."""
+        """Unmap shared memory whose owner is gone, unless a session is open that may still read it."""
         if self.sessions.current is None:
             self._maps.collect()
 
     def progress(self) -> UpdateProgress | None:
-        """The update that is running, for status."""
+        """Progress of the update under way, for status; None if there is none."""
         if self._progress is None:
             return None
         source, started = self._progress
@@ -146,21 +146,21 @@ class WeightUpdates:
 
     def end(self, request: EndWeightUpdateReqInput, sender: Sender) -> Operation:
         """Commit or abort a session."""
-        session = self.sessions.ending(request, sender)
+        session = self.sessions.session_to_end(request, sender)
         stages, started = session.stages, session.opened
         if not request.commit:
             self.abandon(session, "the session was ended without commit")
             return self._reply(request.id, session.counts, stages, started, committed=False, flushed=False)
         self._require_complete(session)
         self._require_flushable(session.flush)
-        yield from self._stop_steps(session)  # for the commit, also where nothing was written
+        yield from self._stop_steps(session)  # the commit needs it even if nothing was written
         if request.weight_version is not None:
             session.version = request.weight_version
         self._commit(session, stages)
         return self._reply(request.id, session.counts, stages, started, committed=True, flushed=session.flush)
 
     def from_disk(self, request: UpdateWeightFromDiskReqInput, sender: Sender) -> Operation:
-        """A complete checkpoint folder, in place."""
+        """Update from a complete checkpoint folder."""
         if request.load_format not in (None, "auto", "safetensors"):
             raise CaesuraError(
                 ErrorCode.INVALID_REQUEST,
@@ -168,13 +168,13 @@ class WeightUpdates:
                 field="load_format",
                 value=request.load_format,
             )
-        path, session = request.model_path, self.sessions.admitted(request, sender, ("disk", None))
-        # Beside the loop: the folder may be on a slow disk, and its headers anybody's.
+        path, session = request.model_path, self.sessions.session_for_call(request, sender, ("disk", None))
+        # In a thread, because the disk may be slow and the headers may be of any size.
         opening = Task(
             lambda: open_fitting(path, self._model.config, self._loader, self._read_bucket), self._wake
         )
         while not opening.done:
-            yield Wait.OUTSIDE
+            yield Wait.THREAD
         if session is not None:
             self.require_open(session)
         route = ("disk", None)
@@ -183,16 +183,16 @@ class WeightUpdates:
     def from_tensor(
         self, request: UpdateWeightsFromTensorReqInput, sender: Sender, frames: Sequence[memoryview]
     ) -> Operation:
-        """Tensors in the frames of the message."""
+        """Update from tensors in the frames of the message."""
         return self._update(request, sender, ("tensor", None), lambda: open_frames(request, frames))
 
     def from_ipc(self, request: UpdateWeightsFromIPCReqInput, sender: Sender) -> Operation:
-        """Tensors in shared memory."""
+        """Update from tensors in shared memory."""
         return self._update(request, sender, ("ipc", None), lambda: self._maps.open(request))
 
     def from_distributed(self, request: UpdateWeightsFromDistributedReqInput, sender: Sender) -> Operation:
-        """Tensors that a trainer broadcasts, whether this engine listens or not: a call that fails ends the group, unless the
-        group serves the session of another."""
+        """Update from tensors that a trainer broadcasts over a process group. The trainer broadcasts even if this engine refuses,
+        so a failed call ends the group, except a foreign call while the group serves another sender's session."""
         route = ("distributed", request.group_name)
         try:
             return (
@@ -203,12 +203,12 @@ class WeightUpdates:
                 self._process_groups.out_of_step(request.group_name, f"an update failed: {error}")
             raise
 
-    def _settle(self, session: Session) -> None:
-        """Commit an implicit session: before continue, and at an explicit flush.
+    def _commit_implicit_session(self, session: Session) -> None:
+        """Commit an implicit session before a ``continue`` or an explicit ``flush_cache``.
 
         Raises:
-            CaesuraError: ``weight_mismatch``, a tensor lacks rows, or weights are poisoned and the session does not cover every
-                parameter.
+            CaesuraError: ``weight_mismatch`` if a tensor lacks rows, or if the weights are poisoned or invalid and the updates
+                since do not cover every parameter.
         """
         self._require_complete(session)
         self._commit(session, session.stages)
@@ -221,46 +221,46 @@ class WeightUpdates:
         open_source: Callable[[], WeightSource],
         opening_s: float = 0.0,
     ) -> Operation:
-        """One call of any transport: check everything, then write, then commit if the call is all there is."""
+        """One call of any transport: check everything, then write, then commit if the session is complete."""
         stages, started = self.profiler(), monotonic() - opening_s
         if opening_s:
             stages.record("receive", opening_s)
-        session = self.sessions.admitted(request, sender, route)
+        session = self.sessions.session_for_call(request, sender, route)
         try:
             with stages.stage("receive"):
                 source = self.open_checked(open_source, session)
-            session = self.enter(request, sender, route)
+            session = self.join_session(request, sender, route)
         except CaesuraError:
-            if self.sessions.current is None:  # nobody else will let go of what was opened
+            if self.sessions.current is None:  # otherwise the end of that session unmaps what was opened
                 self._maps.end_session()
             raise
         if isinstance(source, DiskSource):
             session.model_path, session.digest = source.path, source.digest
         work = self.load(source, session, stages)
-        return (yield from self.conclude(request.id, session, stages, started, work))
+        return (yield from self.run_and_commit(request.id, session, stages, started, work))
 
-    def enter(self, request: WeightUpdateOptions, sender: Sender, route: Route) -> Session:
+    def join_session(self, request: WeightUpdateOptions, sender: Sender, route: Route) -> Session:
         """The session that this call belongs to, opened if there is none; nothing is written yet.
 
         Raises:
-            CaesuraError: as :meth:`Sessions.admitted`; ``memory_released``, the weights have no memory; ``not_idle``, its flush
-                cannot be honoured.
+            CaesuraError: as :meth:`Sessions.session_for_call`; ``memory_released`` if the weights are released; ``not_idle`` if
+                the call's flush is impossible.
         """
         self._lifecycle.require_resident("weights")
         self._require_flushable(request.flush_cache and not request.abort_all_requests)
         paused = self._lifecycle.generation != "running"
-        return self.sessions.joined(request, sender, route, paused=paused, stages=self.profiler())
+        return self.sessions.join_or_open(request, sender, route, paused=paused, stages=self.profiler())
 
     def load(
         self, source: WeightSource, session: Session, stages: StageProfiler
     ) -> Generator[Wait, None, None]:
-        """Write all of ``source``; steps are stopped once its first piece is there, and not for one that never comes."""
+        """Write all of ``source``. Steps go on until its first piece has arrived."""
         started = monotonic()
         with contextlib.closing(source.pieces(self._config.load_bucket_bytes, self._loader.skip)) as pieces:
             try:
                 self._progress = source, started
                 piece = yield from self._next_piece(pieces, session, stages)
-                if session.abort_all:  # not before it is known that there is something to write
+                if session.abort_all:  # only now is it certain that there is something to write
                     session.abort_all = False
                     self._outputs.abort_all(f"Aborted by a weight update from {session.source}")
                 yield from self._stop_steps(session)
@@ -280,7 +280,7 @@ class WeightUpdates:
                 self._progress = None
         self._runner.synchronize()
 
-    def conclude(
+    def run_and_commit(
         self,
         message_id: str,
         session: Session,
@@ -288,11 +288,12 @@ class WeightUpdates:
         started: float,
         work: Generator[Wait, None, None],
         *,
-        whole: bool = False,
+        is_last_call: bool = False,
     ) -> Operation:
-        """Run ``work``, which loads, then commit if nothing more can belong to the session; any failure abandons it.
+        """Run ``work``, which loads, then commit if the session is complete. Any failure aborts the session.
 
-        ``whole``: the sender has said that this was everything, while paused, too.
+        Args:
+            is_last_call: the sender has declared the update complete, so it commits even while paused.
         """
         self._loader.take_counts()
         with self.sessions.working():
@@ -301,11 +302,11 @@ class WeightUpdates:
                 counts = self._loader.take_counts()
                 session.counts.add(counts)
                 session.stages.add(stages)
-                committed = self._is_all(session, whole)
+                committed = self._should_commit(session, is_last_call)
                 if committed:
                     self._commit(session, stages)
                 elif session.kind == "single":
-                    self._close_session()  # not serviceable, and still incomplete: what was written counts
+                    self._close_session()  # poisoned or invalid weights stay incomplete; later calls may complete them
             except BaseException as error:
                 self.abandon(session, f"an update failed: {error}")
                 raise
@@ -313,24 +314,24 @@ class WeightUpdates:
             message_id, counts, stages, started, committed=committed, flushed=committed and session.flush
         )
 
-    def _is_all(self, session: Session, whole: bool) -> bool:
-        """Whether nothing more can belong to this session."""
+    def _should_commit(self, session: Session, is_last_call: bool) -> bool:
+        """Whether the session is complete, so that it commits without an explicit end."""
         if session.kind == "explicit":
             return False
         covered = not self._loader.missing(self._loader.written)
         return (covered and self._loader.is_whole) or (
-            (whole or session.kind == "single") and self._lifecycle.serviceable
+            (is_last_call or session.kind == "single") and self._lifecycle.serviceable
         )
 
     def expire(self) -> None:
-        """Nobody has ended the session in time, or its client is gone."""
+        """Abort the open session, because its deadline has passed or its client is gone."""
         session = self.sessions.current
         if session is not None:
             orphaned = session.deadline is None or monotonic() < session.deadline
             self.abandon(session, "its client is gone" if orphaned else "the session's deadline passed")
 
     def expire_with_lease(self, owner: Sender) -> None:
-        """The pause lease of ``owner`` expires: so does its session, and one in which nothing was written that needs the pause."""
+        """Abort the session of ``owner``, whose pause lease expires; also an implicit session without a written byte."""
         session = self.sessions.current
         if session is None:
             return
@@ -339,19 +340,21 @@ class WeightUpdates:
             self.abandon(session, "the pause lease of its sender expired")
 
     def forget(self) -> None:
-        """The weights lose their memory: what an update that has not been committed wrote is gone with it."""
+        """Close the session and forget which parameters were written, because the weights' memory is released."""
         self._close_session()
         self._loader.forget_written()
 
     def profiler(self) -> StageProfiler:
-        """Of one call or session; the engine's counts with it."""
+        """A profiler for one call or session; its times count in the engine's stage times as well."""
         return StageProfiler(self._stages, "update.")
 
     def open_checked(self, open_source: Callable[[], WeightSource], session: Session | None) -> WeightSource:
-        """Everything that can be refused before this call's first byte; with bytes written by ``session`` before, that poisons.
+        """Open a source and check it, before this call's first byte is written.
+
+        A refusal poisons the weights only if ``session`` has written before.
 
         Args:
-            session: which the call has been admitted to. None: it opens one.
+            session: the open session that the call belongs to; None if the call opens one.
         """
         try:
             source = open_source()
@@ -366,7 +369,7 @@ class WeightUpdates:
         return source
 
     def _require_flushable(self, flush: bool) -> None:
-        """A flush that the frozen requests forbid is refused before weights change."""
+        """Refuse a flush that is impossible because requests are frozen with their KV."""
         frozen = self._lifecycle.generation == "paused" and self._batcher.num_holding > 0
         if flush and frozen:
             raise CaesuraError(
@@ -381,15 +384,15 @@ class WeightUpdates:
             raise CaesuraError(ErrorCode.DEADLINE_EXCEEDED, "the session expired during the update")
 
     def _stop_steps(self, session: Session) -> Generator[Wait, None, None]:
-        """Until the step in flight has landed; raises if the session expires meanwhile, which lets steps go on."""
+        """Close the gate for steps and wait for the step in flight; raises if the session expires meanwhile."""
         self._lifecycle.start_writing()
         for wait in self._lifecycle.barrier():
             yield wait
             self.require_open(session)
 
     def _require_complete(self, session: Session) -> None:
-        """No tensor may lack rows; a manifest must be fulfilled; leaving POISONED or INVALID takes every parameter, over all calls
-        since."""
+        """Raise if a tensor lacks rows, if one of the manifest was not written, or, unless the weights are serviceable, if any
+        parameter was not written since they became POISONED or INVALID."""
         self._loader.require_whole()
         written = self._loader.written
         missing = sorted((session.manifest or frozenset()) - written)
@@ -403,15 +406,15 @@ class WeightUpdates:
     def _next_piece(
         self, pieces: Iterator[WeightPiece | None], session: Session, stages: StageProfiler
     ) -> Generator[Wait, None, Any]:
-        """The next piece, or ``END``; waits for it beside the loop."""
+        """Wait, without blocking the loop, for the next piece, or for ``END``."""
         with stages.stage("receive"):
             while (piece := next(pieces, END)) is None:
-                yield Wait.OUTSIDE
+                yield Wait.THREAD
                 self.require_open(session)
         return piece
 
     def _commit(self, session: Session, stages: StageProfiler) -> None:
-        """Derive, then make the new weights serve; a failure anywhere leaves them poisoned."""
+        """Compute derived tensors, then make the new weights serve. A failure leaves the weights poisoned."""
         report = None
         try:
             with stages.stage("derive"), self._runner.on_stream():
@@ -442,7 +445,7 @@ class WeightUpdates:
             logger.warning("weight update changed no tensor: is the trainer sending what it trained?")
 
     def abandon(self, session: Session, reason: str) -> None:
-        """End ``session`` without a commit, if it is still open: as before where nothing was written, else POISONED."""
+        """Abort ``session`` if it is still open. The weights become POISONED if it has written, else they stay as they were."""
         if self.sessions.current is not session:
             return
         self._close_session()
@@ -454,7 +457,7 @@ class WeightUpdates:
             self._lifecycle.stop_writing()
 
     def poison(self, reason: str) -> None:
-        """Weights were written to and not committed: only a complete update helps, counted from here."""
+        """Poison the weights; from here on, a complete update must write every parameter again."""
         self._loader.forget_written()
         self._lifecycle.poison(reason)
 

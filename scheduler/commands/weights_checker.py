@@ -1,6 +1,7 @@
-"""Proof of what the weights are: checksums of every parameter and derived tensor, and a verb that scrambles them.
+"""The weights checker: checksums of every parameter and derived tensor, and an action that overwrites them all.
 
-Invariants: reading yields between slices and never runs beside an update; scrambled weights never serve (they are poisoned).
+Invariants: reading yields between slices and never runs beside an update; overwritten weights are poisoned, so they never
+serve.
 """
 
 import hashlib
@@ -21,7 +22,7 @@ _RESET_ELEMENTS = 1 << 20
 
 
 class WeightsChecker:
-    """The handler of the checker's verbs; remembers one snapshot."""
+    """The handler of the checker's actions; keeps the checksums of one snapshot."""
 
     def __init__(
         self, *, model: CausalLM, runner: Runner, lifecycle: Lifecycle, poison: Callable[[str], None]
@@ -33,12 +34,12 @@ class WeightsChecker:
         self._snapshot: dict[str, str] = {}
 
     def check(self, request: WeightsCheckerReqInput) -> Operation:
-        """Checksums of parameters and derived tensors, or scramble them to prove that an update lands."""
+        """Compute checksums, or overwrite all weights so that a test can prove that an update writes every one of them."""
         self._lifecycle.require_resident("weights")
         if request.action == "reset_tensors":
             self._poison(
                 "reset by weights_checker"
-            )  # first: whatever happens meanwhile, these weights never serve
+            )  # before the first write, so that no step uses these weights
             yield from self._lifecycle.barrier()
             for slot in self._model.weight_slots().values():
                 for start, rows in _garbage(slot):
@@ -63,7 +64,7 @@ class WeightsChecker:
         return WeightsCheckerReqOutput(id=request.id, checksums=found, total=total)
 
     def _checksums(self) -> Generator[Wait, None, dict[str, str]]:
-        """Name to 128-bit BLAKE2b of the bytes, parameters and derived tensors; yields between slices."""
+        """128-bit BLAKE2b of each parameter and derived tensor by name; yields between slices."""
         found: dict[str, str] = {}
         for name, tensor in self._model.named_storage():
             digest = hashlib.blake2b(digest_size=16)
@@ -76,7 +77,7 @@ class WeightsChecker:
 
 
 def _garbage(slot: WeightSlot) -> Iterator[tuple[int, Tensor]]:
-    """(first row, rows) that overwrite all of ``slot``: NaN, so that no output can look right by chance."""
+    """``(first row, rows)`` that overwrite all of ``slot`` with NaN, so that no output can look right by chance."""
     value = float("nan") if slot.dtype.is_floating_point else 0
     row_elements = max(prod(slot.shape[1:]), 1)
     total, step = (slot.shape[0] if slot.shape else 1), max(1, _RESET_ELEMENTS // row_elements)

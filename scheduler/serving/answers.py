@@ -1,13 +1,14 @@
-"""What was answered to which message, so that a message sent again has no second effect.
+"""Stored answers by message id, so that a retry of a message has no second effect.
 
 Invariants:
-- A message id is new once. Afterwards it is under way, answered and stored, or answered and forgotten; a forgotten one is
-  refused, as nobody can tell its answer any more. That holds for at least :data:`REMEMBERED_IDS` later ids.
-- Answers that are young, and the last :data:`STORED_ANSWERS` in any case, are stored, unless all of them together take more
-  than :data:`STORED_ANSWER_BYTES`: then the oldest go first.
-- Results that their client may not have read are *kept*: they can be had by rid as long as they are stored, which is
-  ``window_s`` seconds from when that client left, or until the rid names a new generation.
-- What is remembered of forgotten ids takes the same memory for ever, all of it from the start.
+- A message id is new once. Afterwards it is under way, answered with a stored answer, or answered and *forgotten* (the answer
+  is no longer stored). A retry under a forgotten id is refused. Forgotten ids are remembered for at least
+  :data:`REMEMBERED_IDS` later ids.
+- Answers younger than ``window_s`` and the last :data:`STORED_ANSWERS` answers are stored. If all of them together take more
+  than :data:`STORED_ANSWER_BYTES`, the oldest are dropped.
+- Results that their client may not have read are *kept*: they can be fetched by rid while they are stored, for ``window_s``
+  seconds after that client left, or until a new generation uses the rid.
+- The table of forgotten ids has a fixed size and is allocated at start.
 """
 
 import hashlib
@@ -32,35 +33,35 @@ STORED_ANSWERS = 1024
 STORED_ANSWER_BYTES = 64 << 20
 REMEMBERED_IDS = 1 << 15
 ANSWER_BYTES = 1536
-"""What an answer takes beside its arrays: its fields, ids and places in tables."""
+"""Estimated memory of a stored answer beside its arrays: its fields, ids and table entries."""
 
 _BUCKETS, _WAYS = 1 << 13, 16
-"""Of the table of forgotten ids: a bucket sees four of :data:`REMEMBERED_IDS`, and hardly ever more than sixteen."""
+"""Shape of the table of forgotten ids: four of :data:`REMEMBERED_IDS` ids fall into a bucket on average, rarely over sixteen."""
 
 
 @dataclass(slots=True, eq=False)
 class Exchange:
-    """One effect: the messages that asked for it, who waits for it, and what was answered."""
+    """One effect: the messages that asked for it, the clients that wait for it, and its answers so far."""
 
     message_ids: list[str]
     clients: list[bytes]
     remaining: int = 1
-    """Answers still to come; a generation has one per sample."""
+    """Number of answers still to come; a generation has one per sample."""
     answers: list[Message] = field(default_factory=list)
     nbytes: int = 0
     rid: str = ""
-    """Of a generation."""
+    """Of a generation; else empty."""
     generation: bytes = b""
-    """Digest of a generate request without its message id."""
+    """Digest of the generate request without its message id."""
     done_at: float = 0.0
-    """On the monotonic clock."""
+    """When the last answer was added, on the monotonic clock."""
 
 
 class Answers:
-    """The exchanges under way, and the answers of those that are done."""
+    """The exchanges under way, and the stored answers of finished ones."""
 
     def __init__(self, window_s: float) -> None:
-        """``window_s``: how long an answer is young."""
+        """``window_s`` is how long an answer is stored at least, as far as memory allows."""
         self._window_s = window_s
         self._exchanges: dict[str, tuple[bytes, Exchange]] = {}
         self._done: deque[Exchange] = deque()
@@ -69,10 +70,13 @@ class Answers:
         self.stored_bytes = 0
 
     def attach(self, client: bytes, message_id: str, frame: bytes) -> list[Message] | None:
-        """What was answered to this id until now; ``client`` gets what is still to come. None: the id is new, and now known.
+        """Register a message, or attach a retry of it.
+
+        Returns:
+            For a retry, the answers so far; ``client`` will get the later ones. None if the id is new.
 
         Raises:
-            CaesuraError: ``id_conflict``, it came with another frame; ``answer_forgotten``.
+            CaesuraError: ``id_conflict`` if the id was used with another frame; ``answer_forgotten``.
         """
         body = hashlib.blake2b(frame, digest_size=16).digest()
         known = self._exchanges.get(message_id)
@@ -86,7 +90,7 @@ class Answers:
             return None
         if known[0] != body:
             raise CaesuraError(ErrorCode.ID_CONFLICT, f"message id {message_id} was used with another body")
-        self._wait(client, known[1])
+        self._add_waiter(client, known[1])
         return known[1].answers
 
     def get(self, message_id: str) -> Exchange | None:
@@ -95,15 +99,15 @@ class Answers:
         return None if known is None else known[1]
 
     def join(self, client: bytes, message_id: str, exchange: Exchange) -> list[Message]:
-        """``message_id``, just attached, asks for what ``exchange`` is about; what was answered there until now."""
+        """Make the just attached ``message_id`` part of ``exchange``, which it repeats; returns its answers so far."""
         body, _ = self._exchanges[message_id]
         self._exchanges[message_id] = body, exchange
         exchange.message_ids.append(message_id)
-        self._wait(client, exchange)
+        self._add_waiter(client, exchange)
         return exchange.answers
 
     def add(self, exchange: Exchange, answer: Message, nbytes: int) -> None:
-        """One of its answers; with the last one it is done."""
+        """Add an answer to ``exchange``; with the last one it is done."""
         exchange.answers.append(answer)
         exchange.nbytes += nbytes
         self.stored_bytes += nbytes
@@ -111,16 +115,20 @@ class Answers:
         if exchange.remaining == 0:
             exchange.done_at = monotonic()
             self._done.append(exchange)
-        self._forget_old()
+        self._drop_oldest()
 
     def begin_generation(self, message_id: str, rid: str, generation: bytes, *, samples: int) -> None:
-        """``message_id``, just attached, begins a generation of so many samples; ``rid`` names it from now on."""
+        """Record that the just attached ``message_id`` begins generation ``rid`` with ``samples`` samples."""
         _, exchange = self._exchanges[message_id]
         exchange.rid, exchange.generation, exchange.remaining = rid, generation, samples
         self._kept.pop(rid, None)
 
     def kept(self, rid: str, generation: bytes | None = None) -> list[GenerateReqOutput]:
-        """The kept results of ``rid``, by sample index; only if they are of this ``generation`` where one is given."""
+        """The kept results of ``rid``, by sample index.
+
+        Args:
+            generation: digest of a request; results of another request are not returned. None accepts any.
+        """
         exchange = self._kept.get(rid)
         if exchange is None or (generation is not None and exchange.generation != generation):
             return []
@@ -132,7 +140,7 @@ class Answers:
         return [results[index] for index in sorted(results)]
 
     def keep_for(self, client: bytes) -> None:
-        """``client`` left, and which of its last results it has read is not known: keep what nobody else waited for."""
+        """Keep the results that only ``client`` waited for, because it has left and may not have read them."""
         done, self._done = self._done, deque()
         kept = [exchange for exchange in done if exchange.rid and exchange.clients == [client]]
         self._kept |= {exchange.rid: exchange for exchange in kept}
@@ -140,7 +148,7 @@ class Answers:
             exchange.done_at = monotonic()
         moved = set(kept)
         self._done.extend(exchange for exchange in done if exchange not in moved)
-        self._done.extend(kept)  # in the order of their ages
+        self._done.extend(kept)  # keeps the queue ordered by done_at
 
     def awaited_by(self) -> set[bytes]:
         """Every client that waits for an answer."""
@@ -148,22 +156,22 @@ class Answers:
         return {client for exchange in awaited for client in exchange.clients}
 
     def is_awaited(self, message_id: str) -> bool:
-        """Somebody who is not known to be gone waits for the answer."""
+        """Whether a client that is not known to be gone waits for the answer."""
         exchange = self.get(message_id)
         return exchange is not None and bool(exchange.clients)
 
     def leave(self, client: bytes, message_ids: Iterable[str]) -> None:
-        """``client`` is gone, and waits for none of these any more."""
+        """Record that ``client`` is gone and no longer waits for the answers to ``message_ids``."""
         for message_id in message_ids:
             exchange = self.get(message_id)
             if exchange is not None and client in exchange.clients:
                 exchange.clients.remove(client)
 
-    def _wait(self, client: bytes, exchange: Exchange) -> None:
+    def _add_waiter(self, client: bytes, exchange: Exchange) -> None:
         if exchange.remaining and client not in exchange.clients:
             exchange.clients.append(client)
 
-    def _forget_old(self) -> None:
+    def _drop_oldest(self) -> None:
         horizon = monotonic() - self._window_s
         while self._done:
             exchange = self._done[0]
@@ -180,9 +188,9 @@ class Answers:
 
 
 class ForgottenIds:
-    """Which ids were answered and are not stored: a table of hashes, each bucket of which forgets its oldest.
+    """Message ids whose answers are no longer stored: a table of hashes in which a full bucket overwrites its oldest entry.
 
-    Python's hash of text has a key of this process, so nobody can choose ids that collide.
+    Python's string hash is keyed per process, so a client cannot choose ids that collide.
     """
 
     def __init__(self) -> None:
@@ -208,7 +216,7 @@ def _key(message_id: str) -> tuple[int, int]:
 
 
 def answer_bytes(answer: Message) -> int:
-    """What storing ``answer`` takes, about."""
+    """Estimated memory of storing ``answer``."""
     if isinstance(answer, BatchTokenOutput):
         return sum(map(result_bytes, answer.finished))
     if isinstance(answer, FetchResultReqOutput):

@@ -1,13 +1,12 @@
-"""Who may connect, and how many: a thread beside the loop, which answers within milliseconds whatever a step takes.
+"""Decides which clients may connect, and how many: a background thread, which answers in milliseconds even during long steps.
 
 Invariants:
-- With keys, a connection is used only after this thread has said that its key is among the authorized ones. Whatever goes
-  wrong says no: a question without an answer ends with the handshake's time, and ZeroMQ refuses everybody when nobody
-  is there to ask.
-- Authorized keys are read afresh for each handshake: adding and removing files takes effect without a restart.
-- The endpoint is shut before the process runs out of descriptors (ZeroMQ aborts the process then, or takes a core for
-  trying again and again), and opened when there is room.
-- The thread reads every event that ZeroMQ reports here until it is told to stop, and nothing it meets ends it earlier.
+- With keys, ZeroMQ uses a connection only after this thread has accepted its key. Every error is a refusal: a request without
+  an answer fails with the handshake timeout, and ZeroMQ refuses all clients while no thread answers.
+- The authorized keys are read for each handshake, so added and removed files take effect without a restart.
+- The endpoint is shut before the process runs out of descriptors, and opened again when enough are free. Without descriptors
+  ZeroMQ would abort the process, or keep a core busy with retries.
+- The thread reads every event that ZeroMQ reports until it is told to stop; no exception ends it.
 """
 
 import logging
@@ -29,15 +28,15 @@ from .endpoint import Endpoint
 logger = logging.getLogger(__name__)
 
 HANDSHAKE_MS = 10_000
-"""A connection that has not introduced itself by then is closed."""
+"""A connection whose handshake takes longer is closed."""
 HEARTBEAT_MS = 10_000
-"""Over tcp, how often a silent peer is asked whether it is there."""
+"""Over tcp, how often ZeroMQ sends a heartbeat to a silent peer."""
 DEAD_PEER_MS = 60_000
-"""Over tcp, a peer that has not answered for so long is gone, however that came; it is told to think so of the engine, too."""
+"""Over tcp, a peer that sends nothing for so long counts as gone; the peer applies the same timeout to the engine."""
 MAX_RESERVE = 1024
-"""Descriptors that connections leave to the rest of the process: a quarter of the limit, at most so many."""
+"""Most descriptors that are reserved for other uses than connections; the reserve is a quarter of the process's limit."""
 RECHECK_MS = 1000
-"""How often it is looked whether a shut endpoint can be opened."""
+"""How often a shut endpoint is checked for whether it can be opened."""
 _DOMAIN = b"caesura"
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 _VERSION = b"1.0"
@@ -45,7 +44,7 @@ _VERSION = b"1.0"
 
 @dataclass(frozen=True, slots=True)
 class ServerKeys:
-    """The engine's keys, and where those of its clients are."""
+    """The engine's key pair, and where the public keys of its clients are."""
 
     own: KeyPair
     authorized: Path
@@ -53,10 +52,10 @@ class ServerKeys:
 
     @classmethod
     def read(cls, secret_key_file: str | None, authorized_clients: str | None) -> "ServerKeys | None":
-        """From two options of which both are given, or none.
+        """Read the keys; None if neither option is set.
 
         Raises:
-            CaesuraError: ``invalid_request``.
+            CaesuraError: ``invalid_request`` if only one option is set, or if a file is not readable.
         """
         if secret_key_file is None and authorized_clients is None:
             return None
@@ -73,12 +72,12 @@ class ServerKeys:
         return keys
 
     def clients(self) -> frozenset[bytes]:
-        """The public keys that may connect, now."""
+        """The public keys that may connect, read now."""
         return read_public_keys(self.authorized, "curve_authorized_clients")
 
 
 class Access:
-    """The thread, from before the bind to after the last send."""
+    """Starts and stops the access thread, which runs from before the bind until after the last send."""
 
     def __init__(
         self,
@@ -91,8 +90,8 @@ class Access:
         self._router = router
         self._endpoint = endpoint
         self._keys = keys
-        self._crowd = _Crowd(endpoint)
-        self._questions: zmq.Socket[bytes] | None = None
+        self._descriptor_guard = _DescriptorGuard(endpoint)
+        self._zap_socket: zmq.Socket[bytes] | None = None
         router.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
         if endpoint.address.startswith("tcp://"):
             router.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
@@ -106,9 +105,9 @@ class Access:
             router.setsockopt(
                 zmq.ZAP_ENFORCE_DOMAIN, 1
             )  # without it, ZeroMQ admits everybody when nobody answers
-            self._questions = context.socket(zmq.REP)
-            self._questions.setsockopt(zmq.LINGER, 0)
-            self._questions.bind(_ZAP_ENDPOINT)
+            self._zap_socket = context.socket(zmq.REP)
+            self._zap_socket.setsockopt(zmq.LINGER, 0)
+            self._zap_socket.bind(_ZAP_ENDPOINT)
         address = f"inproc://caesura-access-{id(self)}"
         router.monitor(address, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED)
         self._events = context.socket(zmq.PAIR)
@@ -121,43 +120,43 @@ class Access:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread, while ``router`` is still there; nobody is admitted any more. Idempotent."""
+        """Stop the thread, before ``router`` is closed; after this no client is accepted. Idempotent."""
         if self._thread.is_alive():
             self._router.disable_monitor()
             self._thread.join()
 
     def _run(self) -> None:
         poller = zmq.Poller()
-        sockets = [self._events] if self._questions is None else [self._events, self._questions]
+        sockets = [self._events] if self._zap_socket is None else [self._events, self._zap_socket]
         for each in sockets:
             poller.register(each, zmq.POLLIN)
         while True:
             try:
-                poller.poll(RECHECK_MS if self._crowd.is_shut_out else None)
-                if not self._count():
+                poller.poll(RECHECK_MS if self._descriptor_guard.is_shut else None)
+                if not self._process_events():
                     break
-                self._answer_all()
-            except Exception:  # the engine must hear of the next one; who asked now is refused by its time
-                logger.exception("a connection could not be looked at")
+                self._answer_zap_requests()
+            except Exception:  # the thread must go on; the handshake timeout refuses this client
+                logger.exception("a connection could not be checked")
                 time.sleep(0.1)
         for each in sockets:
             each.close()
 
-    def _count(self) -> bool:
-        """Take the events of connections in; False when these end."""
-        self._crowd.came(0)
+    def _process_events(self) -> bool:
+        """Count accepted connections from ZeroMQ's monitor events; False after the last event."""
+        self._descriptor_guard.note_accepted(0)
         while self._events.poll(0):
             event = parse_monitor_message(self._events.recv_multipart())["event"]
             if event == zmq.EVENT_MONITOR_STOPPED:
                 return False
             if event == zmq.EVENT_ACCEPTED:
-                self._crowd.came(1)
+                self._descriptor_guard.note_accepted(1)
         return True
 
-    def _answer_all(self) -> None:
-        """ZeroMQ's questions (RFC 27, ZAP): yes only to a key that is authorized now."""
-        while self._questions is not None and self._questions.poll(0):
-            _, number, _, address, _, mechanism, *credentials = self._questions.recv_multipart()
+    def _answer_zap_requests(self) -> None:
+        """Answer ZeroMQ's authentication requests (RFC 27, ZAP): accept only keys that are authorized now."""
+        while self._zap_socket is not None and self._zap_socket.poll(0):
+            _, number, _, address, _, mechanism, *credentials = self._zap_socket.recv_multipart()
             status, text = b"400", b"this key is not authorized"
             try:
                 assert self._keys is not None
@@ -165,41 +164,39 @@ class Access:
                     status, text = b"200", b"OK"
                 else:
                     logger.warning("refused a client of %s: its key is not authorized", address.decode())
-            except Exception:  # whatever is wrong with the files: the answer is no, and must be given
+            except Exception:  # a request must be answered, and every error means a refusal
                 logger.exception("refused a client, since the authorized keys cannot be read")
-            self._questions.send_multipart([_VERSION, number, status, text, b"", b""])
+            self._zap_socket.send_multipart([_VERSION, number, status, text, b"", b""])
 
 
-class _Crowd:
-    """Shuts the endpoint when descriptors run short, and opens it again."""
+class _DescriptorGuard:
+    """Shuts the endpoint when free descriptors run short, and opens it again."""
 
     def __init__(self, endpoint: Endpoint) -> None:
-        self.is_shut_out = False
+        self.is_shut = False
         self._endpoint = endpoint
-        self._room = 0
-        self._since = 0
+        self._free_descriptors = 0
+        self._accepted_since = 0
 
-    def came(self, accepted: int) -> None:
-        """So many connections more; looks at the descriptors when these may have become few."""
-        self._since += accepted
-        if not self.is_shut_out and 4 * self._since < self._room:
+    def note_accepted(self, accepted: int) -> None:
+        """Count accepted connections, and check the free descriptors if they may have run short."""
+        self._accepted_since += accepted
+        if not self.is_shut and 4 * self._accepted_since < self._free_descriptors:
             return
-        if (
-            self.is_shut_out and accepted
-        ):  # they were on their way; it is looked again when something has ended
+        if self.is_shut and accepted:  # they were on their way; it is looked again when something has ended
             return
         used, limit = len(os.listdir("/proc/self/fd")), resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         reserve = min(limit // 4, MAX_RESERVE)
-        self._since, self._room = 0, limit - reserve - used
-        if not self.is_shut_out and self._room <= 0:
+        self._accepted_since, self._free_descriptors = 0, limit - reserve - used
+        if not self.is_shut and self._free_descriptors <= 0:
             self._endpoint.shut()
-            self.is_shut_out = True
+            self.is_shut = True
             logger.warning(
                 "%d of %d descriptors are in use: no further connections until some are free (ulimit -n)",
                 used,
                 limit,
             )
-        elif self.is_shut_out and self._room > reserve // 4:
+        elif self.is_shut and self._free_descriptors > reserve // 4:
             self._endpoint.open()
-            self.is_shut_out = False
+            self.is_shut = False
             logger.warning("%d of %d descriptors are in use: connections are taken again", used, limit)

@@ -1,9 +1,9 @@
-"""From frames to handlers: decoding, idempotence, typed errors.
+"""Routes received frames to handlers: decoding, idempotence, typed errors.
 
 Invariants:
-- Every readable request gets exactly one answer: its reply, or an ``ErrorReply``. Unreadable frames get an
-  ``ErrorReply`` with the id that could be found; they never disturb the loop (I11).
-- One message id, one effect (``answers.py``).
+- Every readable request gets exactly one answer: its reply, or an ``ErrorReply``. An unreadable frame gets an ``ErrorReply``
+  with its message id if that can be found. Neither stops the loop (I11).
+- One message id has one effect (``answers.py``).
 - Status, abort and lease renewal never wait for commands (``command_queue.py``).
 """
 
@@ -46,7 +46,7 @@ from .replies import Replies
 logger = logging.getLogger(__name__)
 
 Queries = Mapping[type, Callable[[Any], Message]]
-"""What answers messages that change nothing: a retry is answered afresh."""
+"""Handlers of messages that change nothing; a retry is answered anew, not from the store."""
 
 _AT_ONCE = (AbortReq, FetchResultReqInput, RenewPauseLeaseReqInput, ShutdownReqInput)
 
@@ -68,7 +68,7 @@ class Dispatcher:
         device_cache: DeviceCache,
         shutdown: Shutdown,
     ) -> None:
-        """``scoring`` None: no reference is loaded."""
+        """``scoring`` is None if no reference model is loaded."""
         self._queries = queries
         self._generations = generations
         self._commands = commands
@@ -83,54 +83,54 @@ class Dispatcher:
 
     @property
     def has_unanswered(self) -> bool:
-        """Some command or score is under way; generations are counted by the live requests."""
+        """Whether a command or score is unanswered. Generations are not counted here: they are in the live requests."""
         return self._commands.is_busy or (self._scoring is not None and self._scoring.has_work)
 
     @property
     def wants_tick(self) -> bool:
-        """Something can go on at once: a command that waits for no thread, or scoring."""
+        """Whether a command or scoring can go on at once, so that the loop must not block."""
         scores = self._scoring is not None and self._scoring.has_work and not self._scoring.waits
         return scores or self._commands.wants_tick
 
     @property
     def waits(self) -> bool:
-        """Some command waits for the engine to change or for its deadline, or scoring for the device."""
+        """Whether a command has stepped aside, or scoring waits for the device, so that the loop must poll."""
         return self._commands.has_stepped_aside or (self._scoring is not None and self._scoring.waits)
 
     def handle(self, client: bytes, header: bytes, buffers: list[memoryview]) -> None:
-        """One message from ``client``; never raises for anything a client can send."""
+        """Handle one message from ``client``; never raises, whatever a client sends."""
         try:
             message = _decode(header, buffers)
         except CaesuraError as error:
             logger.warning("dropped a malformed message: %s", error)
-            self._replies.say(client, error.to_reply(str(error.detail.pop("id", ""))))
+            self._replies.send_answer(client, error.to_reply(str(error.detail.pop("id", ""))))
             return
-        except Exception as error:  # noqa: BLE001  whatever a frame does to its decoder, its sender must hear
-            self._replies.say(client, defect("decoding a message", "", error))
+        except Exception as error:  # noqa: BLE001  an unforeseen error of the decoder must be answered, too
+            self._replies.send_answer(client, defect("decoding a message", "", error))
             return
         answers = self._known(client, message, header)
         if answers is None:
             self._begin(client, message, buffers)
         for answer in answers or ():
-            self._replies.say(client, answer, message.id)
+            self._replies.send_answer(client, answer, message.id)
 
     def _known(self, client: bytes, message: ToScheduler, frame: bytes) -> list[Message] | None:
-        """What can be said at once to ``message``: see :meth:`_attach`; an error where that fails."""
+        """The answers that ``message`` gets at once, as :meth:`_attach` says, or an error; None if it must be started."""
         try:
             if isinstance(message, ControlRequest):
                 self._lifecycle.renew_lease(message.owner)
             if isinstance(message, WeightUpdateOptions | EndWeightUpdateReqInput):
-                self._sessions.heard(message, Sender(client, message.owner))
+                self._sessions.note_message(message, Sender(client, message.owner))
             return self._attach(client, message, frame)
         except CaesuraError as error:
             return [error.to_reply(message.id)]
-        except Exception as error:  # noqa: BLE001  a defect, whatever it is: its caller must hear, the loop must go on
+        except Exception as error:  # noqa: BLE001  an unforeseen error must be answered, and the loop must go on
             answer = defect(type(message).__name__, message.id, error)
         self._device_cache.after_failure(type(message).__name__)
         return [answer]
 
     def _begin(self, client: bytes, message: ToScheduler, buffers: list[memoryview]) -> None:
-        """Start what ``message`` asks for, or answer why not."""
+        """Start what ``message`` asks for, or answer with the error."""
         try:
             self._start(client, message, buffers)
         except CaesuraError as error:
@@ -144,17 +144,17 @@ class Dispatcher:
         self._replies.answer(message.id, answer)
 
     def score(self) -> None:
-        """Run what scores for a slice; it neither waits for commands nor makes them wait."""
+        """Run scoring for one slice; scoring and commands do not wait for each other."""
         if self._scoring is not None:
             for answer in self._scoring.advance():
                 self._replies.answer(answer.id, answer)
 
     def client_gone(self, client: bytes) -> None:
-        """A send to ``client`` has failed. Sends happen while results are being made: :meth:`reap` does the rest."""
+        """Record that a send to ``client`` has failed. Sends happen while steps are processed, so :meth:`reap` does the rest."""
         self._gone.append(client)
 
     def reap(self) -> None:
-        """Nobody waits for the generations of clients that are gone, unless another socket attached to them."""
+        """Abort the generations that only clients wait for that are gone, and tell the other modules about these clients."""
         gone, self._gone = self._gone, []
         for client in dict.fromkeys(gone):
             self._generations.client_gone(client)
@@ -162,13 +162,13 @@ class Dispatcher:
             self._sessions.client_gone(client)
 
     def refuse_rest(self, message: str) -> None:
-        """Shutdown: every command and score that is still under way ends with an error."""
+        """Answer every pending command and score with ``shutting_down``."""
         for answer in self._scoring.end(message) if self._scoring is not None else ():
             self._replies.answer(answer.id, answer)
         self._commands.refuse_rest(message)
 
     def _attach(self, client: bytes, message: ToScheduler, frame: bytes) -> list[Message] | None:
-        """What there is to say at once: the answer to a query, or what was answered to this id. None: the id is new."""
+        """The answer to a query, or for a retry the stored answers; None if the message id is new."""
         query = self._queries.get(type(message))
         if query is not None:
             return [query(message)]

@@ -1,12 +1,12 @@
-"""Where the engine listens: which addresses it may take, who owns them, and how they are shut for a while.
+"""The address that the engine listens on: which are allowed, locking it, and shutting it for a while.
 
 Invariants:
-- One scheduler per endpoint: an ``flock`` on a sidecar file is taken first, since a second bind on the same ipc path
-  would succeed and steal the traffic.
-- ipc paths fit ``sockaddr_un`` (107 bytes) and never replace a file that is no socket.
-- tcp binds loopback addresses only, unless clients must show keys.
-- A shut endpoint takes no new connections and keeps those that it has. ZeroMQ has no such state: unbinding ends every
-  connection that came through the address. So an ipc socket is renamed, and a tcp listener drops what asks to connect.
+- One scheduler per endpoint: it first takes an ``flock`` on a lock file beside the ipc path, because a second bind on the
+  same path would succeed and take over the traffic.
+- ipc paths fit ``sockaddr_un`` (107 bytes) and never replace a file that is not a socket.
+- tcp binds loopback addresses only, unless clients must authenticate with keys.
+- A shut endpoint accepts no new connections and keeps those that it has. ZeroMQ has no such state: unbinding closes every
+  connection of the address. Therefore an ipc socket is renamed, and a tcp listener drops connection requests.
 """
 
 import contextlib
@@ -26,14 +26,14 @@ from ...io_struct import CaesuraError, ErrorCode
 MAX_IPC_PATH = 107
 MAX_PORT = 65535
 LISTEN_BACKLOG = 128
-"""Connections that the kernel has made and ZeroMQ has not taken: they come even when the endpoint is shut."""
+"""Most connections that the kernel completes before ZeroMQ accepts them; these are accepted even if the endpoint is shut."""
 SHUT_SUFFIX = ".full"
 _SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27  # asm-generic/socket.h
 _BPF_RET = 0x06
 
 
 class Endpoint:
-    """An address, checked and locked, before it is bound; then what shuts and opens it."""
+    """A checked and locked address; binds a socket to it, shuts it and opens it."""
 
     def __init__(self, address: str, *, has_keys: bool) -> None:
         """Check ``address`` and, for ipc, take its lock.
@@ -42,7 +42,7 @@ class Endpoint:
             CaesuraError: ``endpoint_in_use`` or ``invalid_request``.
         """
         self.address = address
-        """As given, and once it is bound as ZeroMQ names it."""
+        """The configured address; after the bind, the address that ZeroMQ reports."""
         self._lock: int | None = None
         self._listener: socket.socket | None = None
         self._path: str | None = None
@@ -74,7 +74,7 @@ class Endpoint:
             os.chmod(self._path, 0o600)
 
     def shut(self) -> None:
-        """Take no new connections. Raises OSError where that is impossible."""
+        """Accept no new connections. Raises OSError if the system call fails."""
         if self._is_shut:
             return
         if self._path is not None:
@@ -86,7 +86,7 @@ class Endpoint:
         self._is_shut = True
 
     def open(self) -> None:
-        """Take connections again. Raises OSError where that is impossible."""
+        """Accept connections again. Raises OSError if the system call fails."""
         if not self._is_shut:
             return
         if self._path is not None:
@@ -96,8 +96,8 @@ class Endpoint:
         self._is_shut = False
 
     def close(self) -> None:
-        """Let go of the address, after the socket that was bound to it. Idempotent."""
-        if self._path is not None:  # ZeroMQ leaves it; ours as long as we hold the lock
+        """Release the address, after the socket that was bound to it was closed. Idempotent."""
+        if self._path is not None:  # ZeroMQ does not unlink it; it is ours while we hold the lock
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._path + (SHUT_SUFFIX if self._is_shut else ""))
             self._path = None
@@ -117,7 +117,7 @@ def _locked_path(endpoint: str) -> int:
     if len(os.fsencode(path)) > MAX_IPC_PATH:
         raise _bad_endpoint(endpoint, f"ipc paths are limited to {MAX_IPC_PATH} bytes")
     try:
-        # Neither truncated nor removed: what lies there under this name may be somebody's, and the lock is on its inode.
+        # The lock file is neither truncated nor removed: it may be a foreign file, and the lock belongs to its inode.
         lock = os.open(path + ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise _bad_endpoint(endpoint, f"cannot create its lock file: {error.strerror}") from error
@@ -137,21 +137,21 @@ def _locked_path(endpoint: str) -> int:
 
 
 def _refuse_other_files(endpoint: str, path: str) -> None:
-    """Binding unlinks whatever is there: only a socket that a former run left may go."""
+    """Refuse a path with a file that is not a socket, because binding would unlink it."""
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISSOCK(os.lstat(path).st_mode):
             raise _bad_endpoint(endpoint, "a file that is not a socket lies there")
 
 
 def _remove_shut_socket(path: str) -> None:
-    """What a scheduler left that was killed while its endpoint was shut."""
+    """Remove the renamed socket of a scheduler that was killed while its endpoint was shut."""
     with contextlib.suppress(OSError):
         if stat.S_ISSOCK(os.lstat(path + SHUT_SUFFIX).st_mode):
             os.unlink(path + SHUT_SUFFIX)
 
 
 def _checked_tcp(endpoint: str, *, has_keys: bool) -> tuple[str, int]:
-    """Host and port; a host beyond this machine's loopback only where clients must show keys."""
+    """Host and port of a tcp address; refuses a host that is not loopback, unless clients must authenticate with keys."""
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     if not (port.isascii() and port.isdigit() and int(port) <= MAX_PORT):  # ZeroMQ takes 99999 modulo 65536
         raise _bad_endpoint(endpoint, f"needs a port from 0 (any free one) to {MAX_PORT}")
@@ -171,7 +171,7 @@ def _checked_tcp(endpoint: str, *, has_keys: bool) -> tuple[str, int]:
 
 
 def _listener(endpoint: str, host: str, port: int) -> socket.socket:
-    """A listening socket, which ZeroMQ gets a copy of: only who has it can make it drop what asks to connect."""
+    """A listening socket. ZeroMQ gets a duplicate of it; the engine keeps its own to set the filter that drops connections."""
     family = socket.AF_INET6 if "[" in host else socket.AF_INET
     try:
         listener = socket.create_server((host.strip("[]"), port), family=family, backlog=LISTEN_BACKLOG)

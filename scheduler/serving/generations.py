@@ -1,9 +1,9 @@
-"""Generation as clients see it: accepting a request, retries of it, abort, fetching results, clients that leave.
+"""Generations as clients see them: start, retry, abort, fetching results, and clients that leave.
 
 Invariants:
-- One message id, one effect (``answers.py``); and a retry under a new message id, with the same rid and body, attaches to
-  the generation that is live, or gets the results that were kept for it.
-- A generation that nobody waits for any more is aborted; what it had produced is kept, to be fetched by rid.
+- One message id has one effect (``answers.py``). A retry under a new message id, with the same rid and body, attaches to the
+  live generation, or gets its kept results.
+- A generation is aborted when no client waits for it any more. Its results so far are kept and can be fetched by rid.
 """
 
 import hashlib
@@ -59,11 +59,11 @@ class Generations:
         self._shutdown = shutdown
 
     def generate(self, client: bytes, message: GenerateReqInput) -> None:
-        """Start what ``message`` asks for, or attach it to what it repeats.
+        """Start a generation, or attach ``message`` to the generation that it repeats.
 
         Raises:
             CaesuraError: ``duplicate_rid``, ``shutting_down``, ``paused``, ``weights_poisoned``, ``weights_invalid``,
-                ``epoch_behind``; what :func:`admit` refuses. Nothing changed.
+                ``epoch_behind``; what :func:`admit` refuses. Nothing has changed then.
         """
         rid, body = message.rid if message.rid is not None else message.id, _body_of(message)
         if self._join(client, message, rid, body):
@@ -82,14 +82,14 @@ class Generations:
             self._waiting.append(request)
 
     def _join(self, client: bytes, message: GenerateReqInput, rid: str, body: bytes) -> bool:
-        """Whether this is the retry, under a new message id, of a generation that is live or whose results are kept."""
+        """Answer a retry, under a new message id, of a generation that is live or kept; False if it is no such retry."""
         live = self._live.samples(rid)
         exchange = self._answers.get(live[0].message_id) if live else None
         if exchange is not None:
             if exchange.generation != body:
                 raise CaesuraError(ErrorCode.DUPLICATE_RID, f"generation {rid!r} is still running", rid=rid)
             for answer in self._answers.join(client, message.id, exchange):
-                self._replies.say(client, answer, message.id)
+                self._replies.send_answer(client, answer, message.id)
             return True
         kept = self._answers.kept(rid, body)
         if len(kept) < message.sampling_params.n or any(r.finish_reason.type == "abort" for r in kept):
@@ -98,7 +98,7 @@ class Generations:
         return True
 
     def abort(self, message: AbortReq) -> int:
-        """End what ``message`` names; how many samples that were."""
+        """Abort the samples that ``message`` names; returns their number."""
         if message.abort_all:
             return self._outputs.abort_all("Aborted")
         if message.rid is None:
@@ -111,12 +111,12 @@ class Generations:
         return self._outputs.abort(samples, "Aborted")
 
     def fetch(self, message: FetchResultReqInput) -> FetchResultReqOutput:
-        """The kept results of a rid, and how many of its samples are live."""
+        """The kept results of a rid, and the number of its live samples."""
         live = len(self._live.samples(message.rid))
         return FetchResultReqOutput(id=message.id, results=self._answers.kept(message.rid), live=live)
 
     def client_gone(self, client: bytes) -> None:
-        """``client`` cannot be reached: what only it waited for is aborted and kept, the rest goes to the others."""
+        """Abort the requests that only ``client`` waits for, and keep their results; others get a new receiving client."""
         aborted = 0
         for request in self._live.of_client(client):
             exchange = self._answers.get(request.message_id)
@@ -132,5 +132,5 @@ class Generations:
 
 
 def _body_of(message: GenerateReqInput) -> bytes:
-    """What makes two generate requests the same but for their message ids."""
+    """Digest of a generate request without its message id."""
     return hashlib.blake2b(encode(msgspec.structs.replace(message, id="-")), digest_size=16).digest()

@@ -1,4 +1,4 @@
-"""The answer to a client's hello: the same wire, or a refusal that names both versions."""
+"""The answer to a client's hello: the wire version, or a refusal that names both versions."""
 
 import logging
 import os
@@ -10,7 +10,7 @@ logger = logging.getLogger(__name__)
 
 
 def answer_hello(message: HelloReqInput, incarnation: str) -> HelloReqOutput | ErrorReply:
-    """Refuses another major version; every minor version of ours will do."""
+    """Accept every client with the same major version, whatever its minor version; refuse the others."""
     major, minor = WIRE_VERSION
     logger.debug("hello from %s: wire %d.%d", message.client or "?", message.wire_major, message.wire_minor)
     if message.wire_major != major:

@@ -1,9 +1,9 @@
-"""What a step produced, gathered per client and sent as at most one message per client and step.
+"""Collects the output of a step per client, and sends it as at most one message per client and step.
 
 Invariants:
-- A failure to build or send one client's message delays nobody else's. It is tried :data:`MAX_SENDS` times; after that
-  each result goes alone, and a result that cannot be sent is replaced by one that says so.
-- Tokens of a client leave before its terminal results of the same step, in one message.
+- If the message of one client cannot be built or sent, the other clients get theirs without delay. The message is tried
+  :data:`MAX_SENDS` times. After that each result is sent alone, and a result that cannot be sent is replaced by an error.
+- A client's tokens and terminal results of a step are sent in one message, the tokens first.
 """
 
 import logging
@@ -27,13 +27,13 @@ from ..memory.device_memory import is_out_of_memory
 logger = logging.getLogger(__name__)
 
 MAX_SENDS = 3
-"""Attempts to make a message of a client's results."""
+"""Attempts to send the results of a client in one message."""
 
 Send = Callable[[bytes, BatchTokenOutput], None]
 
 
 class _ClientOutput:
-    """What one client gets at the end of this step."""
+    """The output for one client that has not been sent yet."""
 
     __slots__ = (
         "attempts", "counts", "finished", "indices", "logprobs", "rids", "starts", "token_ids_logprobs", "tokens", "top",
@@ -68,7 +68,7 @@ class _ClientOutput:
 
 
 class Outbox:
-    """Gathers outputs and hands them to ``send``."""
+    """Collects outputs and passes them to ``send``."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -76,7 +76,7 @@ class Outbox:
 
     @property
     def has_undelivered(self) -> bool:
-        """Something has gathered for a client, and could not be sent yet."""
+        """Whether any output has not been sent yet."""
         return bool(self._outputs)
 
     def add_tokens(
@@ -86,7 +86,7 @@ class Outbox:
         tokens: Sequence[int],
         logprobs: Sequence[float],
     ) -> None:
-        """One new token of each of ``requests``, which stream; ``starts`` are their places among the output tokens."""
+        """Add one new token of each streaming request; ``starts`` are the tokens' positions in the output."""
         for request, start, token, logprob in zip(requests, starts, tokens, logprobs, strict=True):
             output = self._outputs[request.client]
             output.rids.append(request.rid)
@@ -101,40 +101,40 @@ class Outbox:
             output.token_ids_logprobs.append(given)
 
     def add_result(self, client: bytes, result: GenerateReqOutput) -> None:
-        """The terminal result of a request."""
+        """Add the terminal result of a request."""
         self._outputs[client].finished.append(result)
 
     def deliver(self, step: int) -> None:
-        """Send each client what has gathered for it; ``step`` is the last one that was processed."""
+        """Send each client its collected output; ``step`` is the last processed step."""
         for client in list(self._outputs):
             output = self._outputs[client]
             try:
                 self._send(client, output.message(step))
             except Exception as error:  # the other clients must get theirs
                 output.attempts += 1
-                logger.error("client %s: its results make no message", client.hex(), exc_info=error)
+                logger.error("client %s: its results could not be sent", client.hex(), exc_info=error)
                 if output.attempts < MAX_SENDS:
                     continue  # it goes with what comes next
                 self._deliver_one_by_one(client, output, step)
             del self._outputs[client]
 
     def _deliver_one_by_one(self, client: bytes, output: _ClientOutput, step: int) -> None:
-        """Send every result alone; in place of one that cannot be sent, that it cannot."""
+        """Send every result in a message of its own; a result that cannot be sent is replaced by an error."""
         for result in output.finished:
             try:
                 self._send(client, BatchTokenOutput(step=step, finished=[result]))
                 continue
             except Exception as error:
-                logger.error("request %s: its result makes no message", result.rid, exc_info=error)
-                instead = _without_content(result, error)
+                logger.error("request %s: its result could not be sent", result.rid, exc_info=error)
+                replacement = _error_result(result, error)
             try:
-                self._send(client, BatchTokenOutput(step=step, finished=[instead]))
+                self._send(client, BatchTokenOutput(step=step, finished=[replacement]))
             except Exception as error:
-                logger.error("request %s is not answered", result.rid, exc_info=error)
+                logger.error("request %s: no result could be sent", result.rid, exc_info=error)
 
 
 def _delta_logprobs(rows: list[LogprobRows | None]) -> DeltaLogprobs | None:
-    """Of the rows of a delta, one token each."""
+    """Join the rows of a delta, one per token; None if no row has logprobs."""
     if not any(rows):
         return None
     return DeltaLogprobs(
@@ -144,8 +144,8 @@ def _delta_logprobs(rows: list[LogprobRows | None]) -> DeltaLogprobs | None:
     )
 
 
-def _without_content(result: GenerateReqOutput, error: Exception) -> GenerateReqOutput:
-    """The end of the sample, where nothing else of ``result`` can be told."""
+def _error_result(result: GenerateReqOutput, error: Exception) -> GenerateReqOutput:
+    """A terminal result with ``error`` and no content, in place of ``result``."""
     code = ErrorCode.OUT_OF_MEMORY if is_out_of_memory(error) else ErrorCode.INTERNAL
     message = f"its result cannot be sent: {type(error).__name__}: {error}"
     return GenerateReqOutput(

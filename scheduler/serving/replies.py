@@ -1,8 +1,8 @@
-"""Answers on their way: to everybody who waits for them, and into the store for retries.
+"""Sends answers to every client that waits for them, and stores them for retries.
 
 Invariants:
-- An answer that cannot be sent is replaced by one that says so; sending never raises.
-- Tokens and results that a command caused leave before its reply, to every client.
+- An answer that cannot be sent is replaced by an error; sending never raises.
+- Tokens and results that a command caused are sent before its reply, to every client.
 """
 
 import logging
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class Replies:
-    """Sends and stores."""
+    """Sends and stores answers."""
 
     def __init__(
         self,
@@ -28,25 +28,25 @@ class Replies:
         send: Callable[[bytes, Message], None],
         step: Callable[[], int],
     ) -> None:
-        """``step`` tells the number of the last step that was launched."""
+        """``step`` returns the number of the last launched step."""
         self._answers = answers
         self._outbox = outbox
         self._send = send
         self._step = step
 
     def answer(self, message_id: str, answer: Message) -> None:
-        """The last answer to a message, to everybody who waits for it."""
+        """Send the last answer to a message, to every client that waits for it, and store it."""
         self._outbox.deliver(self._step())
         exchange = self._answers.get(message_id)
         if exchange is None:
             return
         for client in exchange.clients:
-            answer = self.say(client, answer, message_id)
+            answer = self.send_answer(client, answer, message_id)
         exchange.remaining = 1
         self._answers.add(exchange, answer, answer_bytes(answer))
 
     def finished(self, request: Request, result: GenerateReqOutput) -> None:
-        """Store the result of a sample for retries. Its own client gets it through the outbox, others who attached here."""
+        """Store the result of a sample, and send it to the clients that attached; its own client gets it by the outbox."""
         exchange = self._answers.get(request.message_id)
         if exchange is None:
             return
@@ -54,25 +54,25 @@ class Replies:
         self._answers.add(exchange, answer, result_bytes(result))
         for client in exchange.clients:
             if client != request.client:
-                self.say(client, answer, request.message_id)
+                self.send_answer(client, answer, request.message_id)
 
     def results(self, results: list[GenerateReqOutput]) -> BatchTokenOutput:
-        """The answer that carries ``results``."""
+        """An answer that contains ``results``."""
         return BatchTokenOutput(step=self._step(), finished=results)
 
-    def say(self, client: bytes, answer: Message, message_id: str | None = None) -> Message:
-        """Send ``answer``, or in its place that it cannot be sent; returns what was sent.
+    def send_answer(self, client: bytes, answer: Message, message_id: str | None = None) -> Message:
+        """Send ``answer``, or an error if it cannot be sent; returns what was sent.
 
         Args:
-            message_id: what it answers. None: the answer's own id says so.
+            message_id: the message that it answers; None means the ``id`` of the answer.
         """
         try:
             self._send(client, checked(answer))
-        except Exception as error:  # noqa: BLE001  an answer that cannot be encoded, or no memory for it
+        except Exception as error:  # noqa: BLE001  the answer cannot be encoded, or there is no memory for it
             answered = message_id if message_id is not None else str(getattr(answer, "id", ""))
             answer = defect("answering", answered, error)
             try:
                 self._send(client, answer)
             except Exception as again:
-                logger.error("client %s is not answered", client.hex(), exc_info=again)
+                logger.error("client %s: no answer could be sent", client.hex(), exc_info=again)
         return answer

@@ -1,13 +1,14 @@
-"""The scheduler's ROUTER socket: who may bind it, what it does when a client reads slowly or vanishes.
+"""The scheduler's ROUTER socket: receives messages, and sends to clients that may read slowly or vanish.
 
 Invariants:
-- A send never blocks and never drops silently: what a full client cannot take waits in its queue here, in order.
+- A send never blocks and never drops a message silently: a message for a client whose pipe is full waits in that client's
+  queue, in order.
 - A client's queue is bounded (``send_queues.py``); a client that leaves more than that unread counts as gone.
-- Receiving is bounded per tick, in messages and in frames: a message of many frames is read on in the next ticks. One of
-  more frames or bytes than a message may have is refused, its rest is read and dropped, and a client that sends such
-  messages again and again counts as gone and is not heard any more.
-- One slow client costs the others nothing: whatever waits is merged and encoded once, however often it is offered.
-- What may be bound is decided in ``endpoint.py``, who may connect in ``client_access.py``.
+- Receiving is bounded per tick, in messages and in frames. The rest of a message of many frames is read in the next ticks.
+- A message with too many frames or bytes is refused, and its rest is read and dropped. A client that sends several of them
+  counts as gone, and its later messages are dropped.
+- A slow client does not delay the others: its waiting messages are merged and encoded once, however often a send is tried.
+- ``endpoint.py`` decides what may be bound, ``client_access.py`` who may connect.
 """
 
 import contextlib
@@ -29,19 +30,19 @@ from .send_queues import Backlogs
 logger = logging.getLogger(__name__)
 
 HIGH_WATER_MARK = 1000
-"""Messages queued inside ZeroMQ per client, before our own queue begins."""
+"""Messages per client that ZeroMQ queues before the client's own queue is used."""
 RECEIVE_HIGH_WATER_MARK = 8192
-"""Messages of one client that ZeroMQ takes in before it holds the client back."""
+"""Messages of one client that ZeroMQ receives ahead of the loop before it applies back-pressure."""
 LINGER_S = 1.0
 """How long closing waits for slow clients to take their last messages."""
 MESSAGES_PER_DRAIN = 512
 """Messages taken per tick, so that a flood cannot stop generation."""
 FRAMES_PER_DRAIN = 4096
-"""Frames taken per tick behind headers; they cost about 2 us each."""
+"""Frames after the header that are taken per tick; each costs about 2 us."""
 DISCARDED_PER_DRAIN = 16_384
-"""Frames dropped per tick of a message that is refused: nothing else can be heard before its end, so more of them."""
+"""Frames of a refused message that are dropped per tick. No other message can be received before its last frame."""
 OVERLONG_MESSAGES = 3
-"""Messages over the limit that a client may send; with the next one it counts as gone."""
+"""Messages over the limit that a client may send; after the next one it counts as gone."""
 _REMEMBERED_OFFENDERS = 1024
 
 
@@ -51,10 +52,10 @@ class Router:
     def __init__(
         self, endpoint: str, on_gone: Callable[[bytes], None], keys: ServerKeys | None = None
     ) -> None:
-        """Bind ``endpoint``; ``on_gone(client)`` is called whenever something cannot be sent because a client has left.
+        """Bind ``endpoint``; ``on_gone(client)`` is called when a send fails because the client has left.
 
         Args:
-            keys: only clients with an authorized key are heard. None: whoever can open the socket is.
+            keys: only clients with an authorized key may connect; if None, every process that can open the socket may.
 
         Raises:
             CaesuraError: ``endpoint_in_use`` or ``invalid_request``.
@@ -63,7 +64,7 @@ class Router:
         self._backlogs = Backlogs()
         self._incoming: _Incoming | None = None
         self._offenders: OrderedDict[bytes, int] = OrderedDict()
-        """How many over-long messages clients have sent."""
+        """Number of over-long messages by client."""
         self._cleanup = contextlib.ExitStack()
         try:
             self._endpoint = Endpoint(endpoint, has_keys=keys is not None)
@@ -90,11 +91,11 @@ class Router:
 
     @property
     def has_backlog(self) -> bool:
-        """Some client has not taken everything yet."""
+        """Whether any client's queue is not empty."""
         return bool(self._backlogs)
 
     def receive(self) -> Iterator[tuple[bytes, bytes, list[memoryview]]]:
-        """(client, header, buffers) of what has arrived, a bounded number per call; never blocks.
+        """Yield ``(client, header, buffers)`` of received messages, a bounded number per call; never blocks.
 
         Buffers are views of libzmq's own memory, valid while they are referenced.
         """
@@ -109,7 +110,7 @@ class Router:
                 except zmq.Again:
                     return
                 except MemoryError as error:
-                    self._incoming = self._without_memory(client, error)
+                    self._incoming = self._refuse_without_memory(client, error)
                     continue
                 is_muted = bool(self._offenders) and self._offenders.get(client, 0) > OVERLONG_MESSAGES
                 if not socket.rcvmore:
@@ -119,21 +120,21 @@ class Router:
                 message = self._incoming = _Incoming(client, header, is_refused=is_muted)
             if frames == 0:
                 return
-            frames = self._read_on(message, frames)
+            frames = self._read_frames(message, frames)
             if socket.rcvmore:
                 return
             self._incoming = None
             if not message.is_refused:
                 yield message.client, message.header, message.buffers
 
-    def _read_on(self, message: "_Incoming", frames: int) -> int:
-        """Up to ``frames`` further frames of ``message``; how many are left of them."""
+    def _read_frames(self, message: "_Incoming", frames: int) -> int:
+        """Read up to ``frames`` further frames of ``message``; returns how many of them may still be read in this tick."""
         socket = self.socket
         while not message.is_refused and frames and socket.rcvmore:
             try:
                 message.add(socket.recv(copy=False).buffer)
             except MemoryError as error:
-                self._without_memory(message.client, error)
+                self._refuse_without_memory(message.client, error)
                 message.is_refused, message.buffers = True, []
                 break
             frames -= 1
@@ -147,15 +148,15 @@ class Router:
             frames = 0
         return frames
 
-    def _without_memory(self, client: bytes, error: MemoryError) -> "_Incoming":
-        """Answer a message that there is no memory for; what comes of it is to be dropped."""
+    def _refuse_without_memory(self, client: bytes, error: MemoryError) -> "_Incoming":
+        """Answer with ``out_of_memory``; returns a refused message, so that its remaining frames are dropped."""
         logger.error("no memory for a message of client %s", client.hex(), exc_info=error)
         if client:
             self.send(client, CaesuraError(ErrorCode.OUT_OF_MEMORY, "no memory for a message").to_reply(""))
         return _Incoming(client, b"", is_refused=True)
 
     def _refuse(self, message: "_Incoming") -> None:
-        """Answer an over-long message, and let go of what was read of it."""
+        """Answer an over-long message with an error, and drop its frames."""
         client = message.client
         message.is_refused, message.buffers = True, []
         offences = self._offenders.pop(client, 0) + 1
@@ -168,10 +169,10 @@ class Router:
             client, CaesuraError(ErrorCode.MALFORMED_MESSAGE, reason).to_reply(readable_id(message.header))
         )
         if offences > OVERLONG_MESSAGES:
-            self._forget(client)
+            self._drop_client(client)
 
     def send(self, client: bytes, message: Message) -> None:
-        """Hand ``message`` to the socket, or to the client's queue where the socket is full."""
+        """Pass ``message`` to the socket, or to the client's queue if the client's pipe is full."""
         if client in self._backlogs:
             over = self._backlogs.append(client, message)
         else:
@@ -187,39 +188,39 @@ class Router:
                 load.messages,
                 load.nbytes,
             )
-            self._forget(each)
+            self._drop_client(each)
 
     def retry(self) -> None:
-        """Try again what clients could not take."""
+        """Try to send what waits in the queues."""
         for client, backlog in self._backlogs.items():
             while (frame := backlog.head()) is not None and self._offer(client, frame):
                 if client not in self._backlogs:
-                    break  # gone
+                    break  # the send has found the client gone
                 backlog.pop()
             else:
                 if frame is None:
                     self._backlogs.forget(client)
 
     def keepalive(self, clients: set[bytes], step: int) -> None:
-        """Find out which of ``clients`` are gone; ZeroMQ never says so by itself."""
+        """Send a keepalive to ``clients``: only a send reveals which clients are gone."""
         frame = encode(Keepalive(step=step))
         for client in clients:
             if client not in self._backlogs:
                 self._offer(client, frame)
 
     def close(self) -> None:
-        """Give clients up to :data:`LINGER_S` to take what is left, then let go of socket and lock."""
+        """Try to send what is left for up to :data:`LINGER_S`, then release socket and lock."""
         deadline = time.monotonic() + LINGER_S
         self.retry()
         while self._backlogs and time.monotonic() < deadline:
-            self.socket.poll(1)  # a ROUTER never says who became writable, but notices here who has left
+            self.socket.poll(1)  # a ROUTER does not report writability; this lets it notice clients that left
             for _ in self.receive():
-                pass  # too late
+                pass  # messages are ignored while the engine stops
             self.retry()
         self._cleanup.close()
 
     def _offer(self, client: bytes, frame: bytes) -> bool:
-        """False: the client's pipe is full. A client that is gone counts as having taken it."""
+        """Try to send; False if the client's pipe is full. A frame for a client that is gone counts as sent."""
         try:
             self.socket.send_multipart([client, frame], zmq.NOBLOCK)
         except zmq.Again:
@@ -227,32 +228,32 @@ class Router:
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
-            self._forget(client)
+            self._drop_client(client)
         return True
 
-    def _forget(self, client: bytes) -> None:
+    def _drop_client(self, client: bytes) -> None:
         self._backlogs.forget(client)
         self._on_gone(client)
 
 
 @dataclass(slots=True)
 class _Incoming:
-    """A message of several frames while it is read."""
+    """A message of several frames that is being read."""
 
     client: bytes
     header: bytes
     buffers: list[memoryview] = field(default_factory=list)
     nbytes: int = 0
-    """Of the buffers."""
+    """Total size of the buffers."""
     is_refused: bool = False
-    """What is left of it is read and dropped."""
+    """Whether its remaining frames are read and dropped."""
 
     def add(self, buffer: memoryview) -> None:
-        """The next frame."""
+        """Add the next frame."""
         self.buffers.append(buffer)
         self.nbytes += len(buffer)
 
     @property
     def is_too_long(self) -> bool:
-        """It has more frames or bytes than a message may have."""
+        """Whether it has more frames or bytes than a message may have."""
         return len(self.buffers) >= MAX_FRAMES or self.nbytes + len(self.header) > MAX_MESSAGE_BYTES

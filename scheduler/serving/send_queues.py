@@ -1,10 +1,11 @@
-"""What clients have not taken yet: a queue for each, merged while it waits, and bounded.
+"""The queues of messages that clients have not taken yet: one per client, merged while they wait, and bounded.
 
 Invariants:
-- Order is kept: encoded frames first, then the token outputs that still merge. What was encoded is never encoded again.
-- Stream deltas beyond :data:`MAX_PENDING_DELTA_TOKENS` are dropped (the terminal result carries everything); replies and
-  terminal results never are, so a client is bounded by counting as gone: :meth:`Backlogs.append` names who is over.
-- Results count from the moment they wait, merged or not, with the bytes that keeping them takes.
+- Order is kept: encoded frames first, then the *open* token outputs, into which later ones merge. An encoded frame is never
+  encoded again.
+- Stream deltas beyond :data:`MAX_PENDING_DELTA_TOKENS` are dropped, because the terminal result contains all tokens. Replies
+  and terminal results are never dropped. Instead a client with too many counts as gone: :meth:`Backlogs.append` returns it.
+- A result counts from the moment it waits, merged or not, with an estimate of its memory.
 """
 
 from collections import deque
@@ -23,34 +24,34 @@ from ...io_struct import (
 )
 
 MAX_PENDING_DELTA_TOKENS = 1 << 16
-"""Per client: beyond this, stream deltas are dropped (a gap in ``starts``); results are not."""
+"""Per client; further stream deltas are dropped, which leaves a gap in ``starts``."""
 MAX_PENDING_MESSAGES = 1 << 16
-"""Per client: one that leaves more replies and results than this unread counts as gone."""
+"""Per client; a client with more unread replies and results counts as gone."""
 MAX_PENDING_BYTES = 256 << 20
-"""Per client, of replies, results and deltas together; a client beyond it counts as gone."""
+"""Per client, for replies, results and deltas together; a client with more counts as gone."""
 MAX_ALL_PENDING_BYTES = 1 << 30
-"""Of all clients together: beyond it, the client with the most counts as gone."""
+"""For all clients together; beyond it, the client with the most bytes counts as gone."""
 SEAL_BYTES = 4 << 20
-"""Token outputs merge into messages of about this size, so that encoding one never takes long."""
+"""Size at which open token outputs are encoded, so that encoding one message never takes long."""
 _ROW_BYTES = 64  # of a delta's row beside its columns: a reference to the rid, and its share of the lists
 _RESULT_BYTES = 1536  # of a result's fields beside its arrays
 
 
 @dataclass(slots=True)
 class Load:
-    """How much waits."""
+    """Amount of waiting messages."""
 
     messages: int = 0
-    """Replies and terminal results."""
+    """Number of replies and terminal results."""
     nbytes: int = 0
 
 
 class Backlogs:
-    """The queues of all clients that are behind."""
+    """The queues of all clients that have not taken everything."""
 
     def __init__(self) -> None:
         self.load = Load()
-        """Of all of them."""
+        """Of all queues together."""
         self._queues: dict[bytes, Backlog] = {}
 
     def __len__(self) -> int:
@@ -63,22 +64,22 @@ class Backlogs:
         return self._queues[client]
 
     def items(self) -> Iterator[tuple[bytes, "Backlog"]]:
-        """A copy: queues may go while they are looked at."""
+        """Iterate over a copy, because queues may be dropped meanwhile."""
         yield from list(self._queues.items())
 
     def begin(self, client: bytes, frame: bytes) -> list[bytes]:
-        """``client`` could not take ``frame``; returns who counts as gone, as :meth:`append` does."""
+        """Start the queue of ``client`` with a frame that it could not take; returns the clients over a limit."""
         self._queues[client] = Backlog(self.load)
         self._queues[client].put(frame)
         return self._over(client)
 
     def append(self, client: bytes, message: Message) -> list[bytes]:
-        """Put ``message`` behind what waits for ``client``; returns the clients that leave too much unread."""
+        """Append ``message`` to the queue of ``client``; returns the clients over a limit, which count as gone."""
         self._queues[client].append(message)
         return self._over(client)
 
     def forget(self, client: bytes) -> None:
-        """Drop what waits for ``client``, if anything does."""
+        """Drop the queue of ``client``, if it has one."""
         queue = self._queues.pop(client, None)
         if queue is not None:
             queue.drop()
@@ -93,15 +94,15 @@ class Backlogs:
 
 
 class Backlog:
-    """What one client has not taken yet, in order: encoded frames, then token outputs that still merge."""
+    """The queue of one client, in order: encoded frames, then the open token outputs."""
 
     def __init__(self, total: Load) -> None:
-        """``total`` is charged with everything that waits here."""
+        """``total`` is the load of all queues together, which this queue updates."""
         self.load = Load()
         self._total = total
         self._frames: deque[_Frame] = deque()
         self._delta_tokens = 0
-        """In frames and open deltas together."""
+        """Tokens of deltas, in frames and open outputs together."""
         self._is_open = False
         self._step = 0
         self._finished: list[GenerateReqOutput] = []
@@ -110,7 +111,7 @@ class Backlog:
         self._open_delta = _OpenDelta()
 
     def append(self, message: Message) -> None:
-        """Put ``message`` behind everything else."""
+        """Append ``message``."""
         if not isinstance(message, BatchTokenOutput):
             self._seal()
             self.put(encode_reply(message))
@@ -126,23 +127,23 @@ class Backlog:
             self._seal()
 
     def put(self, frame: bytes) -> None:
-        """One encoded reply."""
+        """Append one encoded reply."""
         self._push(_Frame(frame, 1, 0))
 
     def head(self) -> bytes | None:
-        """The frame to send next; None when there is none."""
+        """The frame to send next; None if the queue is empty."""
         if not self._frames:
             self._seal()
         return self._frames[0].data if self._frames else None
 
     def pop(self) -> None:
-        """The client has taken :meth:`head`."""
+        """Remove :meth:`head`, which was sent."""
         frame = self._frames.popleft()
         self._charge(-frame.messages, -len(frame.data))
         self._delta_tokens -= frame.delta_tokens
 
     def drop(self) -> None:
-        """Nobody will take what is left."""
+        """Subtract everything that is left from the loads, because the queue is dropped."""
         self._charge(-self.load.messages, -self.load.nbytes)
 
     def _push(self, frame: "_Frame") -> None:
@@ -177,7 +178,7 @@ class Backlog:
         self._deltas, self._open_delta = [], _OpenDelta()
 
     def _seal(self) -> None:
-        """Merge and encode the token outputs gathered so far: once, whatever happens to the frame afterwards."""
+        """Merge the open token outputs and encode them into a frame."""
         if not self._is_open:
             return
         finished, tokens = self._finished, self._open_delta.tokens
@@ -199,20 +200,20 @@ class _Frame:
 
     data: bytes
     messages: int
-    """Replies or results in it."""
+    """Number of replies or results in it."""
     delta_tokens: int
 
 
 @dataclass(slots=True)
 class _OpenDelta:
-    """How much the deltas hold that still merge."""
+    """Size of the open deltas."""
 
     tokens: int = 0
     nbytes: int = 0
 
 
 def result_bytes(result: GenerateReqOutput) -> int:
-    """What remembering ``result`` takes, about."""
+    """Estimated memory of keeping ``result``."""
     arrays = (
         result.output_ids,
         result.output_logprobs,
@@ -232,7 +233,7 @@ def result_bytes(result: GenerateReqOutput) -> int:
 
 
 def delta_bytes(delta: StreamDelta) -> int:
-    """What keeping ``delta`` takes, about."""
+    """Estimated memory of keeping ``delta``."""
     further = sum(
         len(each.ks) + len(each.ids) + len(each.logprobs)
         for each in (delta.top, delta.given)
@@ -243,9 +244,9 @@ def delta_bytes(delta: StreamDelta) -> int:
 
 
 def merge(deltas: list[StreamDelta], ended: set[tuple[str, int]]) -> StreamDelta | None:
-    """One delta for several: a row per unbroken run of a sample's tokens, none for samples whose result follows.
+    """Merge deltas into one, with a row for each contiguous run of a sample's tokens.
 
-    None when nothing is left.
+    Samples in ``ended`` are left out, because their terminal result follows. None if no row is left.
     """
     numbers: dict[tuple[str, int], int] = {}
     indices = np.concatenate([np.frombuffer(delta.indices, "<i4") for delta in deltas])
@@ -280,7 +281,7 @@ def merge(deltas: list[StreamDelta], ended: set[tuple[str, int]]) -> StreamDelta
 
 
 def _places(lengths: np.ndarray, order: np.ndarray) -> np.ndarray:
-    """Where the values of the rows ``order`` lie, one row after the other, if all rows lie in a line with ``lengths`` each."""
+    """Indices of the values of the rows ``order``, when the values of all rows are concatenated and have ``lengths`` each."""
     begins, taken = (np.cumsum(lengths) - lengths)[order], lengths[order]
     offsets = np.arange(taken.sum()) - np.repeat(np.cumsum(taken) - taken, taken)
     places: np.ndarray = np.repeat(begins, taken) + offsets
@@ -293,7 +294,7 @@ def _merge_further(
     order: np.ndarray,
     first: np.ndarray,
 ) -> DeltaLogprobs | None:
-    """The further logprobs of the rows ``order``, merged into runs that begin at its entries ``first``."""
+    """The extra logprobs of the rows ``order``, merged into runs that begin at its entries ``first``."""
     if not any(further for _, further in deltas):
         return None
     ks = np.concatenate(

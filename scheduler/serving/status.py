@@ -1,6 +1,7 @@
-"""One consistent snapshot of the engine, for people, supervisors and trainers.
+"""Builds the status reply: one consistent snapshot of the engine.
 
-Invariants: taken between two steps; reading has no side effect (no emptying, no synchronisation, no token generated).
+Invariants: the snapshot is taken between two steps; it has no side effect (it empties no cache, synchronises no stream and
+generates no token).
 """
 
 import os
@@ -27,7 +28,7 @@ from ..observability.stage_profiler import StageProfiler
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StaticFacts:
-    """What never changes after start."""
+    """Facts that do not change after start."""
 
     dtype: str
     weights_bytes: int
@@ -38,7 +39,7 @@ class StaticFacts:
 
 
 class StatusReporter:
-    """Builds status replies from the parts."""
+    """Builds status replies from the engine's modules."""
 
     def __init__(
         self,

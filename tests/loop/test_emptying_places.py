@@ -184,9 +184,9 @@ def test_a_message_that_fails_at_once_empties_before_it_is_answered(driver, allo
         raise MemoryError
 
     monkeypatch.setattr(driver.engine.dispatcher, place, fail)
-    say = driver.engine.replies.say
+    say = driver.engine.replies.send_answer
     monkeypatch.setattr(
-        driver.engine.replies, "say", lambda *said: (allocator.log.append("answered"), say(*said))[1]
+        driver.engine.replies, "send_answer", lambda *said: (allocator.log.append("answered"), say(*said))[1]
     )
     driver.send(PauseGenerationReqInput())
     driver.tick(2)

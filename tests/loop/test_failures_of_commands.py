@@ -75,11 +75,11 @@ OCCUPATION_STAGES: dict[str, Callable[[EngineDriver], tuple[object, str]]] = {
     "flush": lambda driver: (driver.engine.cache, "flush"),
     "forget": lambda driver: (driver.engine.scheduler._updates, "forget"),
     "release": lambda driver: (
-        driver.engine.commands._handlers._of_anybody[Release].__self__._residency,
+        driver.engine.commands._handlers._without_sender[Release].__self__._residency,
         "release",
     ),
     "resume": lambda driver: (
-        driver.engine.commands._handlers._of_anybody[Release].__self__._residency,
+        driver.engine.commands._handlers._without_sender[Release].__self__._residency,
         "resume",
     ),
     "synchronize": lambda driver: (driver.runner, "synchronize"),

@@ -146,7 +146,7 @@ def raises(error):
 def test_what_cannot_be_answered_is_answered_so(driver, operation):
     """And stays answered, for a retry."""
     rid = one_lives(driver)
-    driver.engine.commands._handlers._of_sender[FlushCacheReqInput] = operation
+    driver.engine.commands._handlers._with_sender[FlushCacheReqInput] = operation
     message = FlushCacheReqInput()
     assert_error(driver.call(message), "internal")
     again = driver.call(message)
@@ -158,7 +158,7 @@ def test_what_cannot_be_answered_is_answered_so(driver, operation):
 @pytest.mark.parametrize("detail", [2**64, -(2**70), {"n": [2**80]}, "\udc80", float("nan")], ids=str)
 def test_numbers_and_text_that_no_wire_holds_reach_the_client(driver, detail):
     error = CaesuraError(ErrorCode.NOT_IDLE, "no \udc80", value=detail)
-    driver.engine.commands._handlers._of_sender[FlushCacheReqInput] = raises(error)
+    driver.engine.commands._handlers._with_sender[FlushCacheReqInput] = raises(error)
     assert_error(driver.call(FlushCacheReqInput()), "not_idle")
 
 

@@ -361,7 +361,7 @@ def test_a_resume_without_enough_memory_changes_nothing(driver, monkeypatch):
 
 
 def _occupation(driver: EngineDriver) -> MemoryOccupation:
-    return driver.engine.commands._handlers._of_anybody[Release].__self__
+    return driver.engine.commands._handlers._without_sender[Release].__self__
 
 
 def _residency(driver: EngineDriver) -> residency.ComponentResidencyManager:
@@ -376,7 +376,7 @@ class Physics:
         self.invalid = False
         self.violations: list[str] = []
         manager, runner = _residency(driver), driver.runner
-        real_release, real_resume, real_launch = manager.release, manager.resume, runner.launch
+        real_release, real_resume, real_execute = manager.release, manager.resume, runner.execute
 
         def release(tags):
             assert self.gone.isdisjoint(tags), "released twice"
@@ -394,9 +394,9 @@ class Physics:
         def launch(batch):
             if self.gone or self.invalid:
                 self.violations.append(f"launched with {sorted(self.gone)} gone, invalid: {self.invalid}")
-            return real_launch(batch)
+            return real_execute(batch)
 
-        manager.release, manager.resume, runner.launch = release, resume, launch
+        manager.release, manager.resume, runner.execute = release, resume, launch
 
 
 TAGS = st.one_of(st.none(), st.lists(st.sampled_from(MEMORY_TAGS), max_size=3))

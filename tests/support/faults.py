@@ -53,8 +53,8 @@ def check_nothing_is_left(driver: EngineDriver) -> None:
     assert (status.kv.held, status.running_requests, status.prefilling_requests) == (0, 0, 0)
     assert status.waiting_requests == 0
     assert not driver.engine.live
-    assert not scheduler._batcher._leaving
-    assert not scheduler._batcher._computing
+    assert not scheduler._batcher._deferred_releases
+    assert not scheduler._batcher._prefixes_in_progress
     assert not scheduler._batcher.in_flight
     table = scheduler._batcher.table
     assert table.num_free == table.slots
