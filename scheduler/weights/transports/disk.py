@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ....io_struct import CaesuraError, ErrorCode
 from ...files import checkpoint_error, open_regular, read_small
+from ...memory.workspace import Workspace
 from ...models.config import ModelConfig, config_difference, load_model_config
 from ..loader import DTYPES, WeightLoader, WeightPiece
 
@@ -123,7 +124,7 @@ class Checkpoint:
                 os.close(descriptor)
 
 
-def open_fitting(path: str, config: ModelConfig, loader: WeightLoader, bucket: "ReadBucket") -> "DiskSource":
+def open_fitting(path: str, config: ModelConfig, loader: WeightLoader, workspace: Workspace) -> "DiskSource":
     """The checkpoint of an update, checked in all that can be known before its first byte; in any thread.
 
     Raises:
@@ -138,20 +139,7 @@ def open_fitting(path: str, config: ModelConfig, loader: WeightLoader, bucket: "
             config=differing,
         )
     loader.check(checkpoint.specs, complete=True)
-    return DiskSource(checkpoint, bucket)
-
-
-class ReadBucket:
-    """Memory to read into, kept between updates: fresh memory costs a page fault for every 4 KB of it, each time."""
-
-    def __init__(self) -> None:
-        self._bucket = torch.empty(0, dtype=torch.uint8)
-
-    def get(self, nbytes: int) -> Tensor:
-        """uint8 [nbytes]; the same memory as the last time where that had as much."""
-        if self._bucket.numel() < nbytes:
-            self._bucket = torch.empty(nbytes, dtype=torch.uint8)
-        return self._bucket[:nbytes]
+    return DiskSource(checkpoint, workspace)
 
 
 class DiskSource:
@@ -160,16 +148,18 @@ class DiskSource:
     name = "disk"
     complete = True
 
-    def __init__(self, checkpoint: Checkpoint, bucket: ReadBucket) -> None:
+    def __init__(self, checkpoint: Checkpoint, workspace: Workspace) -> None:
+        """``workspace`` is kept between updates: fresh memory costs a page fault for every 4 KB of it, each time."""
         self.specs = checkpoint.specs
         self.total_bytes = checkpoint.total_bytes
         self.path, self.digest = str(checkpoint.path), checkpoint.digest
         self._checkpoint = checkpoint
-        self._bucket = bucket
+        self._workspace = workspace
 
     def pieces(self, bucket_bytes: int, skip: Callable[[str], bool]) -> Generator[WeightPiece, None, None]:
         """Read through one bucket of ``bucket_bytes``; see :meth:`Checkpoint.pieces`."""
-        yield from self._checkpoint.pieces(self._bucket.get(bucket_bytes), skip)
+        bucket = self._workspace.take("disk", (bucket_bytes,), torch.uint8)
+        yield from self._checkpoint.pieces(bucket, skip)
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
