@@ -30,14 +30,8 @@ _ARGUMENTS = (
     *(FLOAT, POINTER, SIZE),  # scale, output, stride of a token
     *(POINTER, SIZE, INT),  # scratch, floats of it for each thread, threads
 )
-_ATTEND = {
-    torch.bfloat16: native.function("caesura_attention_bf16", *_ARGUMENTS),
-    torch.float32: native.function("caesura_attention_f32", *_ARGUMENTS),
-}
-_SCRATCH = {
-    torch.bfloat16: native.function("caesura_attention_scratch_bf16", SIZE, SIZE, result=SIZE),
-    torch.float32: native.function("caesura_attention_scratch_f32", SIZE, SIZE, result=SIZE),
-}
+_ATTEND = native.by_dtype("caesura_attention", *_ARGUMENTS)
+_SCRATCH = native.by_dtype("caesura_attention_scratch", SIZE, SIZE, result=SIZE)
 
 
 def plan_tasks(q_lens: Sequence[int], kv_lens: Sequence[int], group: int) -> np.ndarray:

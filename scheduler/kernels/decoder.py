@@ -22,10 +22,7 @@ from .attention import PagedStep
 from .linear import is_storage, packable, storage_shape
 from .native import FLOAT, INT, POINTER, SIZE
 
-_DECODER = {
-    dtype: native.function(f"caesura_decoder_{name}", POINTER, SIZE, POINTER, POINTER, INT)
-    for dtype, name in ((torch.bfloat16, "bf16"), (torch.float32, "f32"))
-}
+_DECODER = native.by_dtype("caesura_decoder", POINTER, SIZE, POINTER, POINTER, INT)
 _counters = native.function("caesura_decoder_counters", SIZE, INT, result=SIZE)
 
 

@@ -9,10 +9,7 @@ from ..memory.workspace import Workspace
 from . import native
 from .native import INT, POINTER, SIZE
 
-_SAMPLE = {
-    dtype: native.function(f"caesura_sample_{name}", POINTER, SIZE, SIZE, SIZE, *[POINTER] * 11, INT)
-    for dtype, name in ((torch.bfloat16, "bf16"), (torch.float32, "f32"))
-}
+_SAMPLE = native.by_dtype("caesura_sample", POINTER, SIZE, SIZE, SIZE, *[POINTER] * 11, INT)
 _workspace_size = native.function("caesura_sample_workspace", SIZE, result=SIZE)
 
 
