@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 DOCUMENT = Path(__file__).with_name("structures.md")
 
 FLOORS = (
-    ("config", "distributed", "files", "background", "shutdown"),
+    ("config", "distributed", "dtypes", "files", "background", "shutdown"),
     ("memory",),
     ("observability", "guard", "timers"),
     ("cache",),

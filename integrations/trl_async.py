@@ -20,7 +20,6 @@ from itertools import count
 from typing import Any
 
 import numpy as np
-
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 from ..client import AsyncSchedulerClient, GenerateOutput, SamplingParams, SchedulerClient

@@ -22,6 +22,7 @@ from .cache.pool import MHAPool, MLAPool
 from .cache.routing import RoutingPool
 from .config import PAGE_SIZE, EngineConfig
 from .distributed import ParallelState
+from .dtypes import by_torch_name
 from .forward import AttentionBackend, Runner
 from .kernels import TORCH, best, serving
 from .kernels.linear import packable
@@ -74,7 +75,7 @@ class LoadedModel:
 def load_model(config: EngineConfig, folder: str | None = None) -> LoadedModel:
     """Read the checkpoint folder into freshly allocated parameters; ``folder`` has the weights where they are another's."""
     model_config = load_model_config(config.model_path)
-    dtype = model_config.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
+    dtype = model_config.dtype if config.dtype == "auto" else by_torch_name(config.dtype)
     device = torch.device(config.device)
     model = build_model(model_config, dtype, device)
     loader = WeightLoader(model)

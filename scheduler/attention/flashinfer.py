@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..dtypes import torch_name
 from ..forward import AttentionBackend, ForwardBatch, FusedAttention, KVPool
 
 _FLOAT_WORKSPACE_BYTES = 128 << 20
@@ -41,7 +42,7 @@ def why_not(device: torch.device, dtype: torch.dtype, head_size: int) -> str | N
     if device.type != "cuda":
         return f"it runs on CUDA, not on {device.type}"
     if dtype not in _DTYPES:
-        return f"it computes in bfloat16 or float16, not {str(dtype).removeprefix('torch.')}"
+        return f"it computes in bfloat16 or float16, not {torch_name(dtype)}"
     if head_size not in _HEAD_SIZES:
         return f"it has no kernels for heads of {head_size}"
     return None if find_spec("flashinfer") else "it is not installed"

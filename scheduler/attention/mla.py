@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ..cache.pool import MLAPool
 from ..forward import ForwardBatch, FusedAttention
+from ..memory.workspace import Workspace
 from .rows import as_index, group_rows
 
 _WORKSPACE_BYTES = {"cpu": 4 << 20}
@@ -69,7 +70,7 @@ class LatentBackend:
         self._device, self._dtype = storage.device, storage.dtype
         self._page_cells = pool.page_size * pool.width
         self._limit = _WORKSPACE_BYTES.get(self._device.type, _DEFAULT_WORKSPACE_BYTES)
-        self._workspace = torch.empty(0, dtype=self._dtype, device=self._device)
+        self._workspace = Workspace()
         self._columns = torch.empty(0, dtype=torch.int64, device=self._device)
         self._kv_slots = torch.empty(0, dtype=torch.int64, device=self._device)
         self._groups: list[_Group] = []
@@ -146,12 +147,8 @@ class LatentBackend:
 
     def _gather(self, group: _Group, pages: Tensor) -> Tensor:
         """Copies of the group's pages in the workspace, [n, L, width], zeroed beyond each row's end."""
-        count = group.pages.shape[0]
-        if count * self._page_cells > self._workspace.shape[0]:
-            # Freed first, so that the peak is the larger of the two and not their sum.
-            self._workspace = torch.empty(0, dtype=self._dtype, device=self._device)
-            self._workspace = torch.empty(count * self._page_cells, dtype=self._dtype, device=self._device)
-        gathered = self._workspace[: count * self._page_cells].view(count, -1)
+        shape = group.pages.shape[0], self._page_cells
+        gathered = self._workspace.take("gathered", shape, self._dtype, self._device)
         torch.index_select(pages, 0, group.pages, out=gathered)
         latents = gathered.view(-1, self._pool.width)
         latents.index_fill_(0, group.unused, 0.0)

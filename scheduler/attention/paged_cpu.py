@@ -7,13 +7,13 @@ Invariants:
 - Results lie in one grow-only workspace; a call overwrites those of the call before it.
 """
 
-import torch
 from torch import Tensor
 
 from ..config import PAGE_SIZE
 from ..forward import ForwardBatch, FusedAttention, KVPool
 from ..kernels.attention import PagedAttention, PagedStep, plan_tasks
 from ..kernels.elementwise import rope_store
+from ..memory.workspace import Workspace
 
 
 class PagedCpuBackend:
@@ -42,18 +42,12 @@ class PagedCpuBackend:
         scale = head_size**-0.5 if scale is None else scale
         dtype = pool.layer(0)[0].dtype
         self._attention = PagedAttention(dtype, num_kv_heads, self._group, head_size, scale)
-        self._workspace = torch.empty((0, self._width), dtype=dtype)
+        self._workspace = Workspace()
 
     def plan(self, batch: ForwardBatch) -> None:
         """Divide the step's work."""
         tasks = plan_tasks(batch.q_lens_host, batch.kv_lens_host, self._group)
         self.paged = PagedStep(self._attention, self._pool.layer, batch.kv_slots, batch.page_table, tasks)
-        tokens = batch.kv_slots.shape[0]
-        if tokens > self._workspace.shape[0]:
-            # Freed first, so that the peak is the larger of the two and not their sum.
-            dtype = self._workspace.dtype
-            self._workspace = torch.empty((0, self._width), dtype=dtype)
-            self._workspace = torch.empty((tokens, self._width), dtype=dtype)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         """Store this step's K and V, then attend; shapes as in :class:`~..forward.AttentionBackend`."""
@@ -89,5 +83,5 @@ class PagedCpuBackend:
         return self.paged
 
     def _attend(self, q: Tensor, layer: int, step: PagedStep) -> Tensor:
-        out = self._workspace[: q.shape[0]]
+        out = self._workspace.take("attended", (q.shape[0], self._width), self._attention.dtype)
         return self._attention(q, *self._pool.layer(layer), step.page_table, step.tasks, out)

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from ..forward import ForwardBatch, FusedAttention, KVPool
+from ..memory.workspace import Workspace
 from .rows import as_index, group_rows
 
 _WORKSPACE_BYTES = {"cpu": 4 << 20}
@@ -84,7 +85,7 @@ class SdpaBackend:
         limit = _WORKSPACE_BYTES.get(self._device.type, _DEFAULT_WORKSPACE_BYTES)
         self._max_pages = limit // (num_kv_heads * self._page_cells * self._dtype.itemsize)
         self._head_index = torch.arange(num_kv_heads, device=self._device).view(1, -1, 1)
-        self._workspace = torch.empty((2, 0), dtype=self._dtype, device=self._device)
+        self._workspace = Workspace()
         self._slots = (torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64))
         self._num_decode = 0
         self._groups: list[_DecodeGroup] = []
@@ -223,14 +224,8 @@ class SdpaBackend:
 
     def _gather(self, pages: Tensor, k_pool: Tensor, v_pool: Tensor) -> tuple[Tensor, Tensor]:
         """Copies of these pages in the workspace, each [n * kv heads * P, page_size * head size]."""
-        count = pages.shape[0]
-        if count * self._page_cells > self._workspace.shape[1]:
-            # Freed first, so that the peak is the larger of the two and not their sum.
-            self._workspace = torch.empty((2, 0), dtype=self._dtype, device=self._device)
-            self._workspace = torch.empty(
-                (2, count * self._page_cells), dtype=self._dtype, device=self._device
-            )
-        keys, values = (w[: count * self._page_cells].view(count, -1) for w in self._workspace)
+        shape = 2, pages.shape[0], self._page_cells
+        keys, values = self._workspace.take("gathered", shape, self._dtype, self._device)
         torch.index_select(k_pool, 0, pages, out=keys)
         torch.index_select(v_pool, 0, pages, out=values)
         return keys, values

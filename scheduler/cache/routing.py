@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..config import PAGE_SIZE
+from ..dtypes import torch_name
 from ..memory import residency
 
 STAGED_PAGES = 256
@@ -44,7 +45,7 @@ class RoutingPool:
             device_module: makes the stream of reads. None is for the CPU, which has none.
         """
         self.num_layers, self.top_k, self.dtype = num_layers, top_k, dtype
-        self.numpy_dtype = np.dtype(np.uint8 if dtype == torch.uint8 else np.int16)
+        self.numpy_dtype = np.dtype(torch_name(dtype))
         self._page_size = page_size
         self._module = device_module
         self._stream = device_module.Stream() if torch.device(device).type != "cpu" else None

@@ -40,10 +40,10 @@ from ..batching.waiting_queue import pages_for
 from ..cache.allocator import PageAllocator
 from ..config import PAGE_SIZE
 from ..forward import AttentionBackend, ForwardBatch, Runner, SamplingBatch
-from ..layers.parameters import Workspace
 from ..memory.device_cache import DeviceCache
 from ..memory.device_memory import is_out_of_memory
 from ..memory.residency import ComponentResidencyManager, ComponentUse
+from ..memory.workspace import Workspace
 from ..models.base import CausalLM
 from .lifecycle import Lifecycle
 

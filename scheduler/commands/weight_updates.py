@@ -44,12 +44,13 @@ from ..cache.manager import CacheManager
 from ..config import EngineConfig
 from ..forward import Runner
 from ..memory.device_cache import DeviceCache
+from ..memory.workspace import Workspace
 from ..models.base import CausalLM
 from ..observability.memory_history import MemoryHistory
 from ..observability.stage_profiler import StageProfiler
 from ..weights.loader import LoadCounts, WeightLoader, WeightPiece
 from ..weights.source import WeightSource
-from ..weights.transports.disk import DiskSource, ReadBucket, open_fitting
+from ..weights.transports.disk import DiskSource, open_fitting
 from ..weights.transports.distributed import WeightsUpdateGroups
 from ..weights.transports.ipc import SharedMemoryMaps
 from ..weights.transports.tensor import open_frames
@@ -100,7 +101,7 @@ class WeightUpdates:
         self._stages = stages
         self.sessions = sessions
         self._progress: tuple[WeightSource, float] | None = None
-        self._read_bucket = ReadBucket()
+        self._workspace = Workspace()
         self._maps = SharedMemoryMaps(config.device)
         self._process_groups = process_groups
         lifecycle.commit_sessions_by(self._commit_implicit_session)
@@ -171,7 +172,7 @@ class WeightUpdates:
         path, session = request.model_path, self.sessions.session_for_call(request, sender, ("disk", None))
         # In a thread, because the disk may be slow and the headers may be of any size.
         opening = Task(
-            lambda: open_fitting(path, self._model.config, self._loader, self._read_bucket), self._wake
+            lambda: open_fitting(path, self._model.config, self._loader, self._workspace), self._wake
         )
         while not opening.done:
             yield Wait.THREAD

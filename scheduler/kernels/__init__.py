@@ -10,18 +10,8 @@ from . import native
 
 TORCH = native.ISAS[0]
 
-_FLOATS = frozenset({torch.bfloat16, torch.float32})
-_TABLE: dict[tuple[str, str], frozenset[torch.dtype]] = {
-    ("linear", "cpu"): _FLOATS,
-    ("attention", "cpu"): _FLOATS,
-    ("elementwise", "cpu"): _FLOATS,
-    ("experts", "cpu"): _FLOATS,
-    ("decoder", "cpu"): _FLOATS,
-    ("sampler", "cpu"): _FLOATS,
-}
-"""Operation and device type to the dtypes that compiled kernels take."""
-
-OPERATIONS = tuple(dict.fromkeys(operation for operation, _ in _TABLE))
+OPERATIONS = ("linear", "attention", "elementwise", "experts", "decoder", "sampler")
+"""Compiled for the CPU, all in :data:`native.FLOATS`."""
 
 
 def best(operation: str, device: torch.device | str, dtype: torch.dtype) -> str:
@@ -30,10 +20,10 @@ def best(operation: str, device: torch.device | str, dtype: torch.dtype) -> str:
     Raises:
         ValueError: ``CAESURA_KERNELS`` has an unknown value.
     """
-    dtypes = _TABLE.get((operation, torch.device(device).type), frozenset())
-    return native.isa() if dtype in dtypes else TORCH
+    compiled = operation in OPERATIONS and torch.device(device).type == "cpu" and dtype in native.FLOATS
+    return native.isa() if compiled else TORCH
 
 
 def serving(device: torch.device | str, dtype: torch.dtype) -> dict[str, str]:
-    """Every operation of the table and what serves it, for logs and status."""
+    """Every operation and what serves it, for logs and status."""
     return {operation: best(operation, device, dtype) for operation in OPERATIONS}

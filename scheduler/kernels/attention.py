@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..config import PAGE_SIZE
+from ..memory.workspace import Workspace
 from . import native
 from .native import FLOAT, INT, POINTER, SIZE
 
@@ -19,7 +20,6 @@ _TASK_ROWS = 192
 """Queries that share a packed block of KV: fewer pack more often (96: 4 % slower), more leave cores without a task."""
 _PACKING = 16
 """What a task costs beside its rows, in rows: a guess that only orders tasks."""
-_ALIGNMENT = 64
 _TASK_FIELDS = 4
 
 _ARGUMENTS = (
@@ -30,14 +30,8 @@ _ARGUMENTS = (
     *(FLOAT, POINTER, SIZE),  # scale, output, stride of a token
     *(POINTER, SIZE, INT),  # scratch, floats of it for each thread, threads
 )
-_ATTEND = {
-    torch.bfloat16: native.function("caesura_attention_bf16", *_ARGUMENTS),
-    torch.float32: native.function("caesura_attention_f32", *_ARGUMENTS),
-}
-_SCRATCH = {
-    torch.bfloat16: native.function("caesura_attention_scratch_bf16", SIZE, SIZE, result=SIZE),
-    torch.float32: native.function("caesura_attention_scratch_f32", SIZE, SIZE, result=SIZE),
-}
+_ATTEND = native.by_dtype("caesura_attention", *_ARGUMENTS)
+_SCRATCH = native.by_dtype("caesura_attention_scratch", SIZE, SIZE, result=SIZE)
 
 
 def plan_tasks(q_lens: Sequence[int], kv_lens: Sequence[int], group: int) -> np.ndarray:
@@ -77,8 +71,7 @@ class PagedAttention:
         self._attend = _ATTEND[dtype]
         rows = group * max(1, _TASK_ROWS // group)
         self._thread_floats = _SCRATCH[dtype](head_size, rows)
-        self._scratch = torch.empty(0)
-        self._threads = 0
+        self._workspace = Workspace()
 
     def __call__(
         self, q: Tensor, keys: Tensor, values: Tensor, page_table: Tensor, tasks: np.ndarray, out: Tensor
@@ -124,12 +117,8 @@ class PagedAttention:
 
     def scratch(self, threads: int) -> tuple[int, int]:
         """Address of the kernel's memory, valid until more threads ask, and how many floats of it each thread has."""
-        if threads > self._threads:
-            floats = threads * self._thread_floats + _ALIGNMENT // 4
-            self._scratch = torch.empty(floats, dtype=torch.float32)
-            self._threads = threads
-        address = self._scratch.data_ptr()
-        return address + -address % _ALIGNMENT, self._thread_floats
+        scratch = self._workspace.take("scratch", (threads, self._thread_floats), torch.float32)
+        return scratch.data_ptr(), self._thread_floats
 
     def _check(self, q: Tensor, keys: Tensor, values: Tensor, page_table: Tensor, out: Tensor) -> None:
         heads, page, dtype = (

@@ -16,17 +16,14 @@ import torch
 from torch import Tensor
 
 from ..config import PAGE_SIZE
+from ..memory.workspace import ALIGNMENT, Workspace
 from . import native
 from .attention import PagedStep
 from .linear import is_storage, packable, storage_shape
 from .native import FLOAT, INT, POINTER, SIZE
 
-_DECODER = {
-    dtype: native.function(f"caesura_decoder_{name}", POINTER, SIZE, POINTER, POINTER, INT)
-    for dtype, name in ((torch.bfloat16, "bf16"), (torch.float32, "f32"))
-}
+_DECODER = native.by_dtype("caesura_decoder", POINTER, SIZE, POINTER, POINTER, INT)
 _counters = native.function("caesura_decoder_counters", SIZE, INT, result=SIZE)
-_LINE = 64
 
 
 class LayerTensors(NamedTuple):
@@ -113,15 +110,14 @@ class DecoderKernel:
         self._layers, self._last_norm = layers, last_norm
         self._compute = _DECODER[self._dtype]
         self._table = (POINTER * (len(layers) * (len(LayerTensors._fields) + 2)))()
-        self._counters = torch.empty(0, dtype=torch.uint8)
         # Per token, each a multiple of a cache line: update, x, qkv, attended; gate_up and gated take the place of the
         # latter two, and the result that of x, which are dead by then.
         widths = [shape.hidden, shape.hidden, shape.qkv, shape.q, 2 * shape.intermediate, shape.intermediate]
-        lane = _LINE // self._dtype.itemsize
+        lane = ALIGNMENT // self._dtype.itemsize
         self._widths = [-(-width // lane) * lane for width in widths]
         _, x, qkv, attended, gate_up, gated = self._widths
-        width = 2 * x + max(qkv + attended, gate_up + gated)
-        self._workspace = torch.empty((0, width), dtype=self._dtype)
+        self._width = 2 * x + max(qkv + attended, gate_up + gated)
+        self._workspace = Workspace()
 
     def __call__(
         self,
@@ -148,7 +144,9 @@ class DecoderKernel:
         attention, threads = step.attention, native.num_threads()
         tokens, count = residual.shape[0], sampled.shape[0]
         self._check(residual, *angles, positions, sampled, step)
-        update, x, qkv, attended, gate_up, gated = self._regions(max(tokens, count))
+        shape = max(tokens, count), self._width
+        memory = self._workspace.take("activations", shape, self._dtype)
+        update, x, qkv, attended, gate_up, gated = self._regions(memory)
         scratch, thread_floats = attention.scratch(threads)
         arguments = _Step(
             tokens,
@@ -163,32 +161,20 @@ class DecoderKernel:
             *(self._eps, self._head_eps, attention.scale),
         )
         self._fill_table(step)
-        counters = self._counters_for(threads)
+        counted = _counters(len(self._layers), threads)
+        counters = self._workspace.take("counters", (counted,), torch.uint8).data_ptr()
         self._compute(self._table, len(self._layers), ctypes.byref(arguments), counters, threads)
         first, hidden = (x - update) // self._dtype.itemsize, self._shape.hidden
-        return self._workspace.view(-1)[first : first + count * hidden].view(count, hidden)
+        return memory.view(-1)[first : first + count * hidden].view(count, hidden)
 
-    def _regions(self, rows: int) -> tuple[int, int, int, int, int, int]:
-        """Addresses of update, x, qkv, attended, gate_up and gated, with room for ``rows`` of each."""
-        if rows > self._workspace.shape[0]:
-            # Freed first, so that the peak is the larger of the two and not their sum.
-            width = self._workspace.shape[1]
-            self._workspace = torch.empty((0, width), dtype=self._dtype)
-            self._workspace = torch.empty((rows, width), dtype=self._dtype)
-        row = self._workspace.shape[0] * self._dtype.itemsize
+    def _regions(self, memory: Tensor) -> tuple[int, int, int, int, int, int]:
+        """Addresses of update, x, qkv, attended, gate_up and gated, with room for a row of ``memory`` each."""
+        row = memory.shape[0] * self._dtype.itemsize
         update_width, x_width, qkv_width, _, gate_up_width, _ = self._widths
-        update = self._workspace.data_ptr()
+        update = memory.data_ptr()
         x = update + row * update_width
         shared = x + row * x_width
         return update, x, shared, shared + row * qkv_width, shared, shared + row * gate_up_width
-
-    def _counters_for(self, threads: int) -> int:
-        """Address of what the threads count with."""
-        needed = _counters(len(self._layers), threads) + _LINE
-        if self._counters.numel() < needed:
-            self._counters = torch.empty(needed, dtype=torch.uint8)
-        address = self._counters.data_ptr()
-        return address + -address % _LINE
 
     def _fill_table(self, step: PagedStep) -> None:
         tensors = chain.from_iterable((*layer, *step.kv(number)) for number, layer in enumerate(self._layers))

@@ -15,27 +15,17 @@ from ..config import PAGE_SIZE
 from . import native
 from .native import FLOAT, INT, POINTER, SIZE
 
-_NAMES = {torch.bfloat16: "bf16", torch.float32: "f32"}
 _ROW = (POINTER, SIZE)
-_NORM = {
-    dtype: native.function(f"caesura_rms_norm_{name}", *_ROW, *_ROW, POINTER, *_ROW, SIZE, SIZE, FLOAT, INT)
-    for dtype, name in _NAMES.items()
-}
-_SILU_MUL = {
-    dtype: native.function(f"caesura_silu_mul_{name}", *_ROW, *_ROW, SIZE, SIZE, INT)
-    for dtype, name in _NAMES.items()
-}
-_ROPE_STORE = {
-    dtype: native.function(
-        f"caesura_rope_store_{name}",
-        *(*_ROW, SIZE, SIZE, SIZE),  # qkv, query heads, kv heads, head size
-        *(POINTER, POINTER, FLOAT),  # head norms
-        *(POINTER, POINTER, SIZE),  # cosines, sines, stride of a token
-        *(POINTER, POINTER, POINTER),  # slots, keys, values
-        *(*_ROW, SIZE, INT),  # queries, tokens, threads
-    )
-    for dtype, name in _NAMES.items()
-}
+_NORM = native.by_dtype("caesura_rms_norm", *_ROW, *_ROW, POINTER, *_ROW, SIZE, SIZE, FLOAT, INT)
+_SILU_MUL = native.by_dtype("caesura_silu_mul", *_ROW, *_ROW, SIZE, SIZE, INT)
+_ROPE_STORE = native.by_dtype(
+    "caesura_rope_store",
+    *(*_ROW, SIZE, SIZE, SIZE),  # qkv, query heads, kv heads, head size
+    *(POINTER, POINTER, FLOAT),  # head norms
+    *(POINTER, POINTER, SIZE),  # cosines, sines, stride of a token
+    *(POINTER, POINTER, POINTER),  # slots, keys, values
+    *(*_ROW, SIZE, INT),  # queries, tokens, threads
+)
 
 
 def rms_norm(
@@ -186,7 +176,7 @@ def _readable(dtype: torch.dtype, *tensors: Tensor) -> bool:
     for tensor in tensors:  # a generator takes twice as long, and this is called forty times a step
         if tensor.dtype != dtype or tensor.stride(-1) != 1:
             return False
-    return dtype in _NAMES
+    return dtype in native.FLOATS
 
 
 def _describe(*tensors: Tensor) -> str:

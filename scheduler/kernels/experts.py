@@ -17,19 +17,9 @@ from . import native
 from .linear import is_storage, packable, storage_shape
 from .native import INT, POINTER, SIZE
 
-_NAMES = {torch.bfloat16: "bf16", torch.float32: "f32"}
-_ROUTE = {
-    dtype: native.function(f"caesura_route_{name}", *[POINTER] * 3, *[SIZE] * 3, INT, INT)
-    for dtype, name in _NAMES.items()
-}
-_PRODUCTS = {
-    dtype: native.function(f"caesura_grouped_linear_{name}", *[POINTER] * 5, *[SIZE] * 3, INT)
-    for dtype, name in _NAMES.items()
-}
-_COMBINE = {
-    dtype: native.function(f"caesura_combine_{name}", *[POINTER] * 4, *[SIZE] * 3, INT)
-    for dtype, name in _NAMES.items()
-}
+_ROUTE = native.by_dtype("caesura_route", *[POINTER] * 3, *[SIZE] * 3, INT, INT)
+_PRODUCTS = native.by_dtype("caesura_grouped_linear", *[POINTER] * 5, *[SIZE] * 3, INT)
+_COMBINE = native.by_dtype("caesura_combine", *[POINTER] * 4, *[SIZE] * 3, INT)
 _group = native.function("caesura_group", POINTER, *[SIZE] * 3, *[POINTER] * 5, result=SIZE)
 
 

@@ -15,12 +15,7 @@ from torch import Tensor
 from . import native
 from .native import INT, POINTER, SIZE
 
-_PRODUCTS = {
-    dtype: native.function(
-        f"caesura_linear_{name}", POINTER, SIZE, POINTER, POINTER, POINTER, *[SIZE] * 4, INT
-    )
-    for dtype, name in ((torch.bfloat16, "bf16"), (torch.float32, "f32"))
-}
+_PRODUCTS = native.by_dtype("caesura_linear", POINTER, SIZE, POINTER, POINTER, POINTER, *[SIZE] * 4, INT)
 _ROWS = (POINTER, POINTER, SIZE, SIZE, SIZE, SIZE, INT)
 _pack = native.function("caesura_pack_rows", *_ROWS)
 _unpack = native.function("caesura_unpack_rows", *_ROWS)

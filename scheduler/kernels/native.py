@@ -22,10 +22,15 @@ from typing import Any
 
 import torch
 
+from ..dtypes import NAMES
+
 VARIABLE = "CAESURA_KERNELS"
 
 ISAS = ("torch", "avx2", "avx512", "avx512bf16", "amx")
 """In the order of common.h's ``Isa``: each includes those before it."""
+
+FLOATS = (torch.bfloat16, torch.float32)
+"""What kernels compute in."""
 
 _ABI = 5
 """native.cpp has the same; both rise when an argument of a kernel changes."""
@@ -112,6 +117,11 @@ def function(name: str, *arguments: Any, result: Any = None) -> Callable[..., An
         return native(*values)
 
     return call
+
+
+def by_dtype(name: str, *arguments: Any, result: Any = None) -> dict[torch.dtype, Callable[..., Any]]:
+    """The library's functions ``{name}_bf16`` and ``{name}_f32``."""
+    return {dtype: function(f"{name}_{NAMES[dtype].lower()}", *arguments, result=result) for dtype in FLOATS}
 
 
 def num_threads() -> int:

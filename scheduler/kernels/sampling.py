@@ -5,13 +5,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..memory.workspace import Workspace
 from . import native
 from .native import INT, POINTER, SIZE
 
-_SAMPLE = {
-    dtype: native.function(f"caesura_sample_{name}", POINTER, SIZE, SIZE, SIZE, *[POINTER] * 11, INT)
-    for dtype, name in ((torch.bfloat16, "bf16"), (torch.float32, "f32"))
-}
+_SAMPLE = native.by_dtype("caesura_sample", POINTER, SIZE, SIZE, SIZE, *[POINTER] * 11, INT)
 _workspace_size = native.function("caesura_sample_workspace", SIZE, result=SIZE)
 
 
@@ -23,8 +21,7 @@ class RowSampler:
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        self._workspace = torch.empty(0, dtype=torch.float64)
-        self._threads = 0
+        self._workspace = Workspace()
 
     def sample(
         self,
@@ -75,13 +72,15 @@ class RowSampler:
         if (top_k is None or top_p is None) and not top_k is top_p is min_p is None:
             raise ValueError("top_k, top_p and min_p do not fit together: a filter needs the first two")
         threads = native.num_threads()
+        # What no row needs of it is address space, not memory.
+        memory = self._workspace.take("rows", (threads, _workspace_size(self._vocab_size)), torch.float64)
         _SAMPLE[logits.dtype](
             logits.data_ptr(),
             logits.stride(0),
             logits.shape[0],
             self._vocab_size,
             *(None if t is None else t.data_ptr() for t, _ in per_row),
-            self._memory(threads),
+            memory.data_ptr(),
             threads,
         )
 
@@ -95,10 +94,3 @@ class RowSampler:
         ):
             given = [None if t is None else (t.dtype, tuple(t.shape)) for t, _ in per_row]
             raise ValueError(f"logits {logits.dtype} {tuple(logits.shape)} and per row {given} do not fit")
-
-    def _memory(self, threads: int) -> int:
-        """Address of the kernel's memory, made for the most threads that have asked."""
-        if threads > self._threads:  # what no row needs of it is address space, not memory
-            self._workspace = torch.empty(_workspace_size(self._vocab_size) * threads, dtype=torch.float64)
-            self._threads = threads
-        return self._workspace.data_ptr()

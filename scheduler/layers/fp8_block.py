@@ -22,8 +22,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..kernels.experts import Groups
+from ..memory.workspace import Workspace
 from . import fp8_scaled
-from .parameters import CASTABLE, Fp8Blocks, Parameter, Placement, PlainSlot, WeightSlot, Workspace
+from .parameters import CASTABLE, Fp8Blocks, Parameter, Placement, PlainSlot, WeightSlot
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-import torch
 from torch import Tensor
 
 from .parameters import Placement
@@ -41,16 +40,11 @@ class LogitsProcessor:
     ) -> None:
         """``project(hidden, out)`` writes the head's product to ``out`` and returns it."""
         self._project = project
-        self._workspace = torch.empty((0, vocab_size), dtype=place.dtype, device=place.device)
+        self._vocab_size, self._place = vocab_size, place
 
     def forward(self, hidden: Tensor) -> Tensor | None:
         """[S, hidden] to logits [S, vocab] in the model's dtype, valid until the next call; None in a dummy run."""
         if _dummy_run.get():
             return None
-        rows, vocab_size = hidden.shape[0], self._workspace.shape[1]
-        if rows > self._workspace.shape[0]:
-            # Freed first, so that the peak is the larger of the two and not their sum.
-            dtype, device = self._workspace.dtype, self._workspace.device
-            self._workspace = torch.empty((0, vocab_size), dtype=dtype, device=device)
-            self._workspace = torch.empty((rows, vocab_size), dtype=dtype, device=device)
-        return self._project(hidden, self._workspace[:rows])
+        shape, place = (hidden.shape[0], self._vocab_size), self._place
+        return self._project(hidden, place.workspace.take("logits", shape, place.dtype, place.device))

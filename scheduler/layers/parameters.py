@@ -13,16 +13,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
-from math import prod
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from ..memory import residency
-
-ALIGNMENT = 64
-"""Bytes: a cache line, and the widest vector register."""
+from ..memory.workspace import ALIGNMENT, Workspace
 
 _PROBE_ELEMENTS = 1024
 _COMPARE_ELEMENTS = 1 << 20  # bounds the transient of a cast comparison to a few megabytes
@@ -59,28 +56,6 @@ def _not_converted(skipped: frozenset[str]) -> tuple[tuple[str, ...], tuple[str,
     """What the name of a module ends with, or starts with, that is not converted."""
     names = (*skipped, *_NEVER_FP8)
     return names, tuple(f"{name}." for name in names)
-
-
-class Workspace:
-    """Scratch memory that a model's layers share, by purpose; it only grows.
-
-    Invariant: what lies in it is dead when the layer that took it returns, or as long as that layer says.
-    """
-
-    def __init__(self) -> None:
-        self._memory: dict[str, Tensor] = {}
-
-    def take(self, purpose: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Uninitialised; the same memory for every call with this purpose, which has one dtype and device."""
-        count = prod(shape)
-        memory = self._memory.get(purpose)
-        if memory is None or memory.shape[0] < count:
-            # Freed first, so that the peak is the larger of the two and not their sum.
-            self._memory.pop(purpose, None)
-            del memory
-            with torch.inference_mode(False):  # steps and updates use it, and only steps are in that mode
-                memory = self._memory[purpose] = torch.empty(count, dtype=dtype, device=device)
-        return memory[:count].view(shape)
 
 
 @dataclass(frozen=True, slots=True)

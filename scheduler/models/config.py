@@ -16,6 +16,7 @@ import msgspec
 import torch
 
 from ...io_struct import CaesuraError, ErrorCode
+from ..dtypes import by_torch_name
 from ..files import checkpoint_error, read_small
 from ..layers.parameters import Fp8Blocks
 from ..layers.rotary import RopeParameters
@@ -34,7 +35,7 @@ from .registry import families
 
 MAX_CONFIG_BYTES = 1 << 20
 """Of config.json and of generation_config.json, each: a hundred times what models have."""
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_DTYPES = ("float32", "bfloat16", "float16")
 _ROPE_TYPES = ("default", "linear", "llama3")
 _NOT_FORWARD = ("eos_token_ids", "dtype", "max_position_embeddings", "num_mtp_layers")
 
@@ -130,7 +131,7 @@ def parse_model_config(
         attention_bias=bool(config.get("attention_bias") or False) if bias is None else bias,
         hidden_act="silu",
         eos_token_ids=_eos(reader, config, generation or {}),
-        dtype=_DTYPES[_dtype_name(config)],
+        dtype=by_torch_name(_dtype_name(config)),
         fp8=parse_quantization(config, source),
         mla=mla,
         num_mtp_layers=parse_num_mtp_layers(config, reader) if family.latent else 0,

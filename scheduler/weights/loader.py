@@ -19,29 +19,9 @@ import torch
 from torch import Tensor
 
 from ...io_struct import CaesuraError, ErrorCode, TensorSpec
+from ..dtypes import DTYPES, NAMES
 from ..layers.parameters import WeightSlot
 from ..models.base import CausalLM
-
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-"""safetensors dtype names, which are the wire's, too."""
-
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class NamedSpec(Protocol):
@@ -54,7 +34,7 @@ class NamedSpec(Protocol):
 
     @property
     def dtype(self) -> str:
-        """A key of :data:`DTYPES`."""
+        """A key of :data:`~..dtypes.DTYPES`."""
         ...
 
     @property
@@ -312,7 +292,7 @@ class WeightLoader:
         fits = same_dims and end <= prod(piece.shape[:1])
         if fits and piece.shape == slot.shape and slot.accepts(rows.dtype):
             return slot
-        problems = _mismatches(slot, piece.shape, rows.dtype, _NAMES.get(rows.dtype, str(rows.dtype)))
+        problems = _mismatches(slot, piece.shape, rows.dtype, NAMES.get(rows.dtype, str(rows.dtype)))
         if not fits:
             reason = f"rows {list(rows.shape)} at row {piece.start_row} do not fit"
             problems.append({"name": piece.name, "reason": reason})
@@ -336,5 +316,5 @@ def _mismatches(
     if shape != slot.shape:
         found.append({"name": slot.name, "expected_shape": list(slot.shape), "got_shape": list(shape)})
     if dtype is None or not slot.accepts(dtype):
-        found.append({"name": slot.name, "expected_dtype": _NAMES[slot.dtype], "got_dtype": dtype_name})
+        found.append({"name": slot.name, "expected_dtype": NAMES[slot.dtype], "got_dtype": dtype_name})
     return found

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from ...io_struct import CaesuraError, ErrorCode, TensorSpec
-from .loader import DTYPES, NamedSpec, WeightPiece
+from ..dtypes import DTYPES
+from .loader import NamedSpec, WeightPiece
 
 
 class WeightSource(Protocol):

@@ -15,6 +15,7 @@ from support.checkpoints import make_checkpoint, make_fp8_checkpoint
 from support.forward_batches import load_model
 from support.recorded_graphs import RecordingDevice
 from support.scripted import EngineDriver, tokens_of
+from support.workspaces import memory_of
 
 from caesura.io_struct import CaesuraError, GenerateReqInput, SamplingParams
 from caesura.scheduler.attention import flashinfer
@@ -25,6 +26,7 @@ from caesura.scheduler.config import EngineConfig
 from caesura.scheduler.layers.logits_processor import LogitsProcessor, autotune_dummy_run_mode
 from caesura.scheduler.layers.parameters import Placement
 from caesura.scheduler.memory.residency import ComponentResidencyManager
+from caesura.scheduler.memory.workspace import Workspace
 from caesura.scheduler.runner.autotune import TuningCache, WarmUp, flashinfer_tuning, tuning_key
 from caesura.scheduler.runner.model_runner import ModelRunner
 from caesura.scheduler.runner.sampler import Sampler
@@ -80,7 +82,7 @@ def cold_runner(path: str, **options: object) -> ModelRunner:
 # The mode
 
 
-def gathering_processor() -> LogitsProcessor:
+def gathering_processor() -> tuple[LogitsProcessor, Workspace]:
     """A vocabulary divided among ranks: the head's part, then a collective, which raises as there is no group."""
     weight = torch.randn(50, 4)
 
@@ -89,20 +91,21 @@ def gathering_processor() -> LogitsProcessor:
         torch.distributed.all_gather([out], part)
         return out
 
-    return LogitsProcessor(project, 50, place=Placement(torch.float32, CPU))
+    place = Placement(torch.float32, CPU)
+    return LogitsProcessor(project, 50, place=place), place.workspace
 
 
 def test_no_head_and_no_collective_in_a_dummy_run():
-    processor, hidden = gathering_processor(), torch.randn(3, 4)
+    (processor, workspace), hidden = gathering_processor(), torch.randn(3, 4)
     with autotune_dummy_run_mode():
         assert processor.forward(hidden) is None
-    assert processor._workspace.shape[0] == 0, "not even its memory is taken"
+    assert memory_of(workspace, "logits") is None, "not even its memory is taken"
     with pytest.raises(ValueError, match="process group"):
         processor.forward(hidden)
 
 
 def test_the_mode_nests_and_ends_whatever_happens():
-    processor, hidden = gathering_processor(), torch.randn(3, 4)
+    (processor, _), hidden = gathering_processor(), torch.randn(3, 4)
     with contextlib.suppress(KeyError), autotune_dummy_run_mode():
         with contextlib.suppress(IndexError), autotune_dummy_run_mode():
             raise IndexError
@@ -116,7 +119,7 @@ def test_the_mode_nests_and_ends_whatever_happens():
 
 
 def test_other_threads_are_not_in_it():
-    processor, errors = gathering_processor(), []
+    (processor, _), errors = gathering_processor(), []
 
     def forward() -> None:
         try:

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.checkpoints import dequantize_fp8, quantize_fp8
+from support.workspaces import addresses_of
 from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
@@ -202,11 +203,11 @@ def test_all_layers_dequantise_into_the_same_memory() -> None:
     first, second = (Linear(f"l{n}", 16, {f"m{n}": 8 * n}, place=place) for n in (2, 1))
     x = torch.ones(1, 16, dtype=torch.bfloat16)
     first.forward(x)
-    before = {name: memory.data_ptr() for name, memory in place.workspace._memory.items()}
+    before = addresses_of(place.workspace)
     with torch.inference_mode():
         second.forward(x)
     first.read()
-    assert {name: memory.data_ptr() for name, memory in place.workspace._memory.items()} == before
+    assert addresses_of(place.workspace) == before
     assert set(before) >= {"fp8 weight"}
 
 

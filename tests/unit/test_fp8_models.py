@@ -15,12 +15,12 @@ from support.forward_batches import PagedModel, Sequence, load_model
 from torch import Tensor
 
 from caesura.io_struct import CaesuraError, ErrorCode, TensorSpec
+from caesura.scheduler.dtypes import NAMES
 from caesura.scheduler.models.base import CausalLM
 from caesura.scheduler.models.config import config_difference, load_model_config, parse_model_config
 from caesura.scheduler.models.registry import build_model
-from caesura.scheduler.weights.loader import DTYPES, WeightLoader, WeightPiece
+from caesura.scheduler.weights.loader import WeightLoader, WeightPiece
 
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
 CPU = torch.device("cpu")
 K = "model.layers.0.self_attn.k_proj.weight"
 

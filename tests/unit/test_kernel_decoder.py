@@ -10,6 +10,7 @@ from support.checkpoints import make_checkpoint
 from support.forward_batches import Row, forward_batch, load_model
 from support.kernels import instruction_sets, threads
 from support.sanitized import run_sanitized
+from support.workspaces import memory_of
 
 from caesura.scheduler.attention.paged_cpu import PagedCpuBackend
 from caesura.scheduler.attention.sdpa import SdpaBackend
@@ -140,7 +141,7 @@ def test_memory_is_taken_for_the_longest_step_once(models):
         for count in (30, 3, 30, 17):
             backend.plan(batch := batch_of([(count, 0)], 0))
             model.forward(batch, backend)
-            addresses.add(model._kernel._workspace.data_ptr())
+            addresses.add(memory_of(model._kernel._workspace, "activations").data_ptr())
     assert len(addresses) == 1
 
 

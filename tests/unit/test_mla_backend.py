@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.forward_batches import Row, forward_batch
+from support.workspaces import memory_of
 from torch import Tensor
 
 from caesura.scheduler.attention import mla
@@ -124,7 +125,7 @@ def test_the_workspace_and_scores_stay_within_the_limit(monkeypatch: pytest.Monk
     limit = 3 * PAGE * 26 * 4
     monkeypatch.setitem(mla._WORKSPACE_BYTES, "cpu", limit)
     backend = check(Scene(3, 20, 6, [(5, 1), (40, 1), (16, 1), (47, 1)] + [(0, 30)] * 2, 4, 3))
-    assert backend._workspace.nbytes <= limit
+    assert memory_of(backend._workspace, "gathered").nbytes <= limit
     for group in backend._groups:
         for queries in group.queries:
             rows, count, _ = queries.positions.shape
@@ -154,12 +155,12 @@ def test_a_plan_serves_every_layer_and_the_workspace_only_grows() -> None:
     scene = Scene(2, 8, 2, [(100, 1)] * 4, 4, 8)
     backend = scene.backend()
     first = scene.attend(backend)
-    address = backend._workspace.data_ptr()
+    address = memory_of(backend._workspace, "gathered").data_ptr()
     with torch.inference_mode():
         assert torch.equal(backend.forward(scene.q, scene.k, scene.k[..., :8], 0), first)
         backend.plan(forward_batch([Row([0], 4, [1])], 1))
         assert backend.forward(scene.q[:1], scene.k[:1], scene.k[:1, :, :8], 0).shape == (1, 16)
-    assert backend._workspace.data_ptr() == address
+    assert memory_of(backend._workspace, "gathered").data_ptr() == address
 
 
 def test_the_pool_takes_what_the_paper_says_and_nothing_twice() -> None:

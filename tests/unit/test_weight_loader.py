@@ -12,14 +12,13 @@ from support.forward_batches import load_model
 from torch import Tensor
 
 from caesura.io_struct import CaesuraError, ErrorCode, TensorSpec
+from caesura.scheduler.dtypes import NAMES
 from caesura.scheduler.layers.parameters import Parameter
 from caesura.scheduler.models.base import CausalLM
 from caesura.scheduler.models.config import load_model_config
 from caesura.scheduler.models.registry import build_model
-from caesura.scheduler.weights.loader import DTYPES, LoadCounts, WeightLoader, WeightPiece
+from caesura.scheduler.weights.loader import LoadCounts, WeightLoader, WeightPiece
 from caesura.scheduler.weights.transports.disk import load_from_disk, open_checkpoint
-
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @pytest.fixture(scope="session")

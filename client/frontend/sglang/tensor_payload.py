@@ -12,7 +12,6 @@ import itertools
 import math
 import os
 import re
-import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -21,19 +20,20 @@ import msgspec
 
 from ....io_struct import CudaIPCHandle, TensorSpec
 from ....io_struct.legacy_pickle import Call, Global, parse
+from ....io_struct.safetensors import (
+    DTYPES,
+    LENGTH_BYTES,
+    NAMES_BY_TORCH,
+    SafetensorsError,
+    header_length,
+    parse_header,
+)
 from ...exceptions import InvalidRequest, Unsupported
 
 MAX_FRAME_BYTES = 1 << 30
 """The wire's limit: a tensor goes in a frame of its own."""
-MAX_SAFETENSORS_HEADER = 100_000_000
-"""The format's own limit."""
-
-TORCH_DTYPES = {
-    "float32": ("F32", 4), "float": ("F32", 4), "float16": ("F16", 2), "half": ("F16", 2), "bfloat16": ("BF16", 2),
-    "float64": ("F64", 8), "double": ("F64", 8), "float8_e4m3fn": ("F8_E4M3", 1), "float8_e5m2": ("F8_E5M2", 1),
-    "uint8": ("U8", 1), "int8": ("I8", 1), "int16": ("I16", 2), "int32": ("I32", 4), "int64": ("I64", 8), "bool": ("BOOL", 1),
-}  # fmt: skip
-"""torch's name of a dtype: safetensors' name, and bytes."""
+_ALIASES = {"float": "float32", "half": "float16", "double": "float64"}
+"""Other names that torch has for a dtype."""
 
 _SHARED_NAME = re.compile(rb"/torch_[0-9]+_[0-9]+(_[0-9]+)?")
 _SHARED_HEADER = 64
@@ -61,41 +61,23 @@ Part = Frames | DeviceTensors
 
 def dtype_of(name: str) -> str:
     """safetensors' name of a torch dtype, ``torch.`` before it or not; what is none is for the engine to refuse."""
-    return TORCH_DTYPES.get(name.removeprefix("torch."), (name, 0))[0]
-
-
-class _Entry(msgspec.Struct):
-    dtype: str
-    shape: list[int]
-    data_offsets: tuple[int, int]
-
-
-_header = msgspec.json.Decoder(dict[str, Any])
+    name = name.removeprefix("torch.")
+    return NAMES_BY_TORCH.get(_ALIASES.get(name, name), name)
 
 
 def read_safetensors(body: bytes) -> Frames:
     """A safetensors file, each tensor a frame, without a copy.
 
     Raises:
-        InvalidRequest: it is not one, or a tensor lies outside it.
+        InvalidRequest: it is not one, or does not hold what its header says.
     """
-    size = struct.unpack_from("<Q", body)[0] if len(body) >= 8 else MAX_SAFETENSORS_HEADER
-    if size >= MAX_SAFETENSORS_HEADER or 8 + size > len(body):
-        raise InvalidRequest("the body is no safetensors file: its header is cut off", field="body")
     try:
-        fields = _header.decode(body[8 : 8 + size])
-        fields.pop("__metadata__", None)
-        entries = msgspec.convert(fields, dict[str, _Entry])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidRequest(f"the body is no safetensors file: {error}", field="body") from error
-    data = memoryview(body)[8 + size :]
-    pieces = []
-    for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
-        start, end = entry.data_offsets
-        if not 0 <= start <= end <= len(data):
-            raise InvalidRequest(f"tensor {name!r} lies outside the {len(data)} bytes of data", field="body")
-        pieces.append((name, entry.dtype, entry.shape, data[start:end]))
-    return frames_of(pieces)
+        start = LENGTH_BYTES + header_length(body[:LENGTH_BYTES], len(body))
+        data = memoryview(body)[start:]
+        entries = parse_header(memoryview(body)[LENGTH_BYTES:start], len(data))
+    except SafetensorsError as error:
+        raise InvalidRequest(f"the body {error}", field="body") from error
+    return frames_of((e.name, e.dtype, e.shape, data[e.offset : e.offset + e.nbytes]) for e in entries)
 
 
 def frames_of(pieces: Iterable[tuple[str, str, list[int], memoryview]]) -> Frames:
@@ -300,9 +282,11 @@ def _state(item: object, kind: str) -> dict[str, Any]:
 
 
 def _dtype(value: object) -> tuple[str, int]:
-    if not isinstance(value, Global) or value.module != "torch" or value.name not in TORCH_DTYPES:
+    torch_name = value.name if isinstance(value, Global) and value.module == "torch" else ""
+    name = NAMES_BY_TORCH.get(_ALIASES.get(torch_name, torch_name))
+    if name is None:
         _refuse("a tensor is of no dtype of torch that weights have")
-    return TORCH_DTYPES[value.name]
+    return name, DTYPES[name].nbytes
 
 
 def _ints(value: object) -> list[int]:

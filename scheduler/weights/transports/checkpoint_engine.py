@@ -30,8 +30,8 @@ import zmq
 
 from ....io_struct import CaesuraError, CudaIPCHandle, ErrorCode, SharedMemoryHandle, TensorSpec
 from ....io_struct.legacy_pickle import MAX_BYTES, Call, Global, parse
+from ....io_struct.safetensors import DTYPES, NAMES_BY_TORCH
 from ...background import Wakeup
-from ..loader import DTYPES
 
 _ADDRESS = re.compile(r"ipc://.{1,107}|tcp://(127(\.\d{1,3}){3}|localhost|\[::1\]):\d{1,5}")
 _LINGER_MS = 1000
@@ -45,7 +45,6 @@ _REBUILD_ARGUMENTS = (
     "requires_grad", "ref_counter_handle", "ref_counter_offset", "event_handle", "event_sync_required",
 )  # fmt: skip
 """torch's rebuild_cuda_tensor takes them in this order; where they are the same, named as in ``CudaIPCHandle``."""
-_DTYPE_NAMES = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,15 +273,15 @@ def _spec_of(item: object) -> TensorSpec:
     name, dtype = item["name"], item["dtype"]
     if type(name) is not str:
         raise _malformed("a tensor's name is no text")
-    if type(dtype) is not Global or dtype.module != "torch" or dtype.name not in _DTYPE_NAMES:
+    if type(dtype) is not Global or dtype.module != "torch" or dtype.name not in NAMES_BY_TORCH:
         raise _malformed(f"tensor {name!r} is of no dtype of torch that weights have")
     shape = _shape_of(item["shape"])
-    nbytes = DTYPES[_DTYPE_NAMES[dtype.name]].itemsize
+    nbytes = DTYPES[NAMES_BY_TORCH[dtype.name]].nbytes
     for length in shape:
         nbytes *= length
     return TensorSpec(
         name=name,
-        dtype=_DTYPE_NAMES[dtype.name],
+        dtype=NAMES_BY_TORCH[dtype.name],
         shape=shape,
         offset=_natural(item["offset"], "offset"),
         nbytes=_natural(nbytes, "size"),

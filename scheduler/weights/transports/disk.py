@@ -6,26 +6,27 @@ Invariants:
   unpickled.
 - Each piece is checked to have arrived whole, from the very file whose header was read.
 
-The safetensors library maps files or reads them whole and offers no read at an offset, hence a parser of our own; the
-format is described at https://huggingface.co/docs/safetensors.
+The safetensors library maps files or reads them whole and offers no read at an offset, hence a parser of our own
+(``io_struct/safetensors.py``).
 """
 
 import hashlib
 import os
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
-from typing import Annotated
 
 import msgspec
 import torch
 from torch import Tensor
 
 from ....io_struct import CaesuraError, ErrorCode
+from ....io_struct.safetensors import LENGTH_BYTES, SafetensorsError, header_length, parse_header
+from ...dtypes import DTYPES
 from ...files import checkpoint_error, open_regular, read_small
+from ...memory.workspace import Workspace
 from ...models.config import ModelConfig, config_difference, load_model_config
-from ..loader import DTYPES, WeightLoader, WeightPiece
+from ..loader import WeightLoader, WeightPiece
 
 MAX_HEADER_BYTES = 16 << 20
 """Of one file's header: some 130,000 tensors. The format's own bound is 100 MB, whose parsing holds everything else up."""
@@ -33,17 +34,7 @@ MAX_HEADERS_BYTES = 64 << 20
 """Of all headers of a checkpoint."""
 MAX_INDEX_BYTES = 32 << 20
 """Twice the largest that is known."""
-_LENGTH_BYTES = 8
-_PICKLE_MAGIC = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")  # torch.save, pickle
 _OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
-
-_Count = Annotated[int, msgspec.Meta(ge=0)]
-
-
-class _Entry(msgspec.Struct, forbid_unknown_fields=True):
-    dtype: str
-    shape: list[_Count]
-    data_offsets: tuple[_Count, _Count]
 
 
 class _Index(msgspec.Struct):
@@ -56,7 +47,7 @@ class StoredTensor:
 
     name: str
     dtype: str
-    """safetensors name, a key of :data:`~..loader.DTYPES`."""
+    """safetensors name, a key of :data:`~...dtypes.DTYPES`."""
     shape: list[int]
     file: int
     """Index into the checkpoint's files."""
@@ -123,7 +114,7 @@ class Checkpoint:
                 os.close(descriptor)
 
 
-def open_fitting(path: str, config: ModelConfig, loader: WeightLoader, bucket: "ReadBucket") -> "DiskSource":
+def open_fitting(path: str, config: ModelConfig, loader: WeightLoader, workspace: Workspace) -> "DiskSource":
     """The checkpoint of an update, checked in all that can be known before its first byte; in any thread.
 
     Raises:
@@ -138,20 +129,7 @@ def open_fitting(path: str, config: ModelConfig, loader: WeightLoader, bucket: "
             config=differing,
         )
     loader.check(checkpoint.specs, complete=True)
-    return DiskSource(checkpoint, bucket)
-
-
-class ReadBucket:
-    """Memory to read into, kept between updates: fresh memory costs a page fault for every 4 KB of it, each time."""
-
-    def __init__(self) -> None:
-        self._bucket = torch.empty(0, dtype=torch.uint8)
-
-    def get(self, nbytes: int) -> Tensor:
-        """uint8 [nbytes]; the same memory as the last time where that had as much."""
-        if self._bucket.numel() < nbytes:
-            self._bucket = torch.empty(nbytes, dtype=torch.uint8)
-        return self._bucket[:nbytes]
+    return DiskSource(checkpoint, workspace)
 
 
 class DiskSource:
@@ -160,16 +138,18 @@ class DiskSource:
     name = "disk"
     complete = True
 
-    def __init__(self, checkpoint: Checkpoint, bucket: ReadBucket) -> None:
+    def __init__(self, checkpoint: Checkpoint, workspace: Workspace) -> None:
+        """``workspace`` is kept between updates: fresh memory costs a page fault for every 4 KB of it, each time."""
         self.specs = checkpoint.specs
         self.total_bytes = checkpoint.total_bytes
         self.path, self.digest = str(checkpoint.path), checkpoint.digest
         self._checkpoint = checkpoint
-        self._bucket = bucket
+        self._workspace = workspace
 
     def pieces(self, bucket_bytes: int, skip: Callable[[str], bool]) -> Generator[WeightPiece, None, None]:
         """Read through one bucket of ``bucket_bytes``; see :meth:`Checkpoint.pieces`."""
-        yield from self._checkpoint.pieces(self._bucket.get(bucket_bytes), skip)
+        bucket = self._workspace.take("disk", (bucket_bytes,), torch.uint8)
+        yield from self._checkpoint.pieces(bucket, skip)
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
@@ -249,69 +229,24 @@ def _read_file_header(path: Path, number: int) -> tuple[_File, list[StoredTensor
     try:
         identity = _identity(descriptor)
         size = identity[2]
-        prefix = os.pread(descriptor, _LENGTH_BYTES, 0)
-        length = int.from_bytes(prefix, "little")
-        if len(prefix) < _LENGTH_BYTES:
-            raise checkpoint_error(path, f"is truncated: {size} bytes, less than a header's length field")
-        if prefix.startswith(_PICKLE_MAGIC) and length > size:
-            raise checkpoint_error(path, "is a pickle or zip file, not safetensors; pickles are never read")
-        if length > MAX_HEADER_BYTES:
-            raise checkpoint_error(
-                path,
-                f"is not safetensors: its header would be {length} bytes long, of at most {MAX_HEADER_BYTES}",
-            )
-        if _LENGTH_BYTES + length > size:
-            raise checkpoint_error(
-                path, f"is truncated within its header: {size} bytes of at least {_LENGTH_BYTES + length}"
-            )
-        header = os.pread(descriptor, length, _LENGTH_BYTES)
+        length = header_length(os.pread(descriptor, LENGTH_BYTES, 0), size, MAX_HEADER_BYTES)
+        header = os.pread(descriptor, length, LENGTH_BYTES)
         if len(header) < length or _identity(descriptor) != identity:
             raise checkpoint_error(path, "changed while its header was read")
+        data_start = LENGTH_BYTES + length
+        tensors = [
+            StoredTensor(
+                entry.name, entry.dtype, entry.shape, number, data_start + entry.offset, entry.nbytes
+            )
+            for entry in parse_header(header, size - data_start)
+        ]
+    except SafetensorsError as error:
+        raise checkpoint_error(path, str(error)) from error
     except OSError as error:
         raise checkpoint_error(path, f"cannot be read: {error.strerror}") from error
     finally:
         os.close(descriptor)
-    entries = _parse_header(path, header)
-    file = _File(path, identity, hashlib.sha256(header).digest(), length)
-    return file, _place_tensors(path, number, entries, _LENGTH_BYTES + length, size)
-
-
-def _parse_header(path: Path, header: bytes) -> dict[str, _Entry]:
-    try:
-        raw = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
-        raw.pop("__metadata__", None)
-        return {name: msgspec.json.decode(value, type=_Entry) for name, value in raw.items()}
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise checkpoint_error(path, f"is not safetensors: its header is not valid ({error})") from error
-
-
-def _place_tensors(
-    path: Path, number: int, entries: dict[str, _Entry], data_start: int, size: int
-) -> list[StoredTensor]:
-    """Tensors in file order; they must cover the file's data without gap or overlap."""
-    tensors = []
-    position = 0
-    for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
-        begin, end = entry.data_offsets
-        dtype = DTYPES.get(entry.dtype)
-        if dtype is None:
-            raise checkpoint_error(path, f"has {name!r} of unknown dtype {entry.dtype!r}")
-        if end - begin != prod(entry.shape) * dtype.itemsize:
-            raise checkpoint_error(
-                path, f"has {name!r} with {end - begin} bytes for {entry.dtype} {entry.shape}"
-            )
-        if begin != position:
-            raise checkpoint_error(
-                path, f"has {name!r} at offset {begin} where {position} was due: a gap or an overlap"
-            )
-        tensors.append(StoredTensor(name, entry.dtype, entry.shape, number, data_start + begin, end - begin))
-        position = end
-    if data_start + position != size:
-        kind = "is truncated" if size < data_start + position else "has trailing data"
-        raise checkpoint_error(
-            path, f"{kind}: {size} bytes where its header promises {data_start + position}"
-        )
-    return tensors
+    return _File(path, identity, hashlib.sha256(header).digest(), length), tensors
 
 
 def _check_names(

@@ -39,7 +39,8 @@ from ....io_struct import (
     UpdateWeightsFromDistributedReqInput,
 )
 from ...background import Feed, Worker
-from ..loader import DTYPES, WeightPiece
+from ...dtypes import DTYPES
+from ..loader import WeightPiece
 from ..source import cut
 
 MAX_WORLD_SIZE = 16384

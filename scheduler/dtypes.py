@@ -1,0 +1,24 @@
+"""torch's dtypes by the names that others have for them.
+
+Invariant: names come from one table, that of ``io_struct/safetensors.py``; this module only adds torch to it.
+"""
+
+import torch
+
+from ..io_struct.safetensors import DTYPES as KNOWN
+from ..io_struct.safetensors import NAMES_BY_TORCH
+
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, dtype.torch) for name, dtype in KNOWN.items()}
+"""By safetensors' name, which is the wire's: ``BF16``."""
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+"""The other way."""
+
+
+def torch_name(dtype: torch.dtype) -> str:
+    """As in a config.json, and numpy's where that has the dtype: ``bfloat16``."""
+    return KNOWN[NAMES[dtype]].torch
+
+
+def by_torch_name(name: str) -> torch.dtype:
+    """The dtype of this :func:`torch_name`."""
+    return DTYPES[NAMES_BY_TORCH[name]]

@@ -1,0 +1,16 @@
+"""What lies behind a workspace, for tests of who takes how much."""
+
+from torch import Tensor
+
+from caesura.scheduler.memory.workspace import Workspace
+
+
+def memory_of(workspace: Workspace, purpose: str) -> Tensor | None:
+    """All that is held for ``purpose``, as one row of its dtype. None: nothing was ever taken."""
+    held = workspace._taken.get(purpose)
+    return None if held is None else held[0]
+
+
+def addresses_of(workspace: Workspace) -> dict[str, int]:
+    """Where the memory of each purpose lies."""
+    return {purpose: memory.data_ptr() for purpose, (memory, _) in workspace._taken.items()}
