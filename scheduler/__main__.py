@@ -11,7 +11,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import click
 
-# All four are read once, when torch loads these libraries, hence before the imports below. The user's own values win.
+# These variables are read once, when torch loads the libraries, so they are set before the imports below. Values that the
+# user has set are kept.
 # OpenMP's threads spin for milliseconds between kernels by default. The engine shares its cores with a trainer and a
 # front end, and then a spinning thread holds the core that its partner needs: 5,000 to 20,000 turns cost 10 to 30 %
 # beside one busy process, and gain at most 4 % on idle cores (docs/performance.md).
@@ -33,7 +34,7 @@ _RENAMED = {"model_path": "model"}
 
 
 def _field_help() -> dict[str, str]:
-    """The docstring below each field, read from the source: it is written once."""
+    """The docstring below each field of the configuration, read from the source, so that each text is written only once."""
     body = ast.parse(Path(inspect.getfile(config_module)).read_text(encoding="utf-8")).body
     engine = next(
         node for node in body if isinstance(node, ast.ClassDef) and node.name == EngineConfig.__name__
@@ -58,7 +59,7 @@ def _option(field: dataclasses.Field[Any], annotation: Any, text: str) -> click.
             [f"{name}/--no-{name[2:]}", field.name], default=field.default, show_default=True, help=text
         )
     kind = next((k for k in get_args(annotation) if k is not type(None)), annotation) if not choices else str
-    # A default of None, said aloud, would satisfy click in place of a required value.
+    # An explicit default of None would satisfy click in place of a required value.
     fallback: dict[str, Any] = (
         {} if required else {"default": field.default, "show_default": field.default is not None}
     )
@@ -79,7 +80,7 @@ def _serve(ready_fd: int | None, lifeline_fd: int | None, **fields: Any) -> None
         raise click.UsageError(str(error)) from error
     status = run(config, ready_fd, lifeline_fd)
     if any(thread.name.startswith("caesura-") for thread in threading.enumerate()):
-        # A thread inside torch or libzmq would be unwound by the interpreter's end, which aborts the process.
+        # The interpreter's exit would unwind threads inside torch or libzmq, which aborts the process.
         log.flush()
         os._exit(status)
     sys.exit(status)

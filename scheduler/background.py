@@ -1,9 +1,10 @@
-"""Work that may block, beside the loop: a thread that receives, and how it wakes the loop.
+"""Background threads for work that may block, and how they wake the loop.
 
 Invariants:
-- The loop never waits for a thread. It takes what is there, and sleeps in ``poll`` until a message comes or a thread wakes it.
-- A thread never touches engine state: it fills buffers of its own and hands them over, at most ``ahead`` at a time.
-- A thread that was cancelled hands nothing over any more, however long its blocking call still takes.
+- The loop never waits for a thread. It takes the items that are ready, and sleeps in ``poll`` until a message arrives or a
+  thread wakes it.
+- A thread never touches engine state: it fills its own buffers and hands them over, at most ``ahead`` at a time.
+- A cancelled thread hands over nothing more, however long its blocking call still takes.
 """
 
 import contextlib
@@ -19,7 +20,7 @@ Item = TypeVar("Item")
 
 
 class Wakeup:
-    """A descriptor that is readable while somebody has something for the loop."""
+    """A descriptor that threads make readable to wake the loop."""
 
     def __init__(self) -> None:
         self.fd, self._writer = os.pipe()
@@ -29,21 +30,21 @@ class Wakeup:
         self._lock = threading.Lock()
 
     def set(self) -> None:
-        """From any thread; harmless after :meth:`close`."""
+        """Wake the loop, from any thread; has no effect after :meth:`close`."""
         with (
             self._lock,
             contextlib.suppress(BlockingIOError),
-        ):  # full: it is readable, which is all that counts
+        ):  # a full pipe is readable, so the loop wakes anyway
             if not self._closed:
                 os.write(self._writer, b"!")
 
     def clear(self) -> None:
-        """By the loop, before it looks at what came."""
+        """Reset the descriptor; the loop calls this before it looks for results."""
         with contextlib.suppress(BlockingIOError):
             os.read(self.fd, 65536)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close both ends. Idempotent."""
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -52,18 +53,18 @@ class Wakeup:
 
 
 class Worker:
-    """A thread that does one thing after the other. Threads are not free: gloo keeps something of every one that it has seen."""
+    """A thread that runs callables in order. Reuse it for gloo, which keeps some memory for every thread that calls it."""
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         threading.Thread(target=self._run, name="caesura-worker", daemon=True).start()
 
     def submit(self, work: Callable[[], None]) -> None:
-        """Do ``work``, which must not raise, after what was submitted before."""
+        """Run ``work``, which must not raise, after everything submitted before."""
         self._queue.put(work)
 
     def close(self) -> None:
-        """End, after what was submitted before."""
+        """End the thread after everything submitted before."""
         self._queue.put(None)
 
     def _run(self) -> None:
@@ -72,23 +73,23 @@ class Worker:
 
 
 def in_thread(work: Callable[[], None]) -> None:
-    """Do ``work`` in a thread of its own, which does not keep the process alive."""
+    """Run ``work`` in a new daemon thread."""
     threading.Thread(target=work, name="caesura-feed", daemon=True).start()
 
 
 class Task(Generic[Item]):
-    """One call in a thread of its own; the loop sleeps until it is done."""
+    """One call in a new thread, which wakes the loop when the call has ended."""
 
     def __init__(self, work: Callable[[], Item], wake: Callable[[], None]) -> None:
         began = monotonic()
         self.seconds = 0.0
-        """How long it took."""
+        """Duration of the call; 0 until it has ended."""
         self._outcome: tuple[Item] | BaseException | None = None
 
         def run() -> None:
             try:
                 self._outcome = (work(),)
-            except BaseException as error:  # noqa: BLE001  it crosses to the loop, which raises it
+            except BaseException as error:  # noqa: BLE001  result() raises it in the loop's thread
                 self._outcome = error
             self.seconds = monotonic() - began
             wake()
@@ -97,14 +98,14 @@ class Task(Generic[Item]):
 
     @property
     def done(self) -> bool:
-        """There is a result, or an error."""
+        """Whether the call has ended, with a result or an error."""
         return self._outcome is not None
 
     def result(self) -> Item:
-        """What the call returned, once it is done.
+        """The call's return value; it must be done.
 
         Raises:
-            BaseException: what it raised.
+            BaseException: what the call raised.
         """
         assert self._outcome is not None
         if isinstance(self._outcome, BaseException):
@@ -113,10 +114,10 @@ class Task(Generic[Item]):
 
 
 class Feed(Generic[Item]):
-    """What an iterator yields in another thread, taken by the loop without waiting.
+    """Runs an iterator in a thread; the loop takes its items without waiting.
 
-    The iterator runs at most ``ahead`` items before the loop: it goes on to the next one when an earlier one was *released*,
-    which says that its buffers may be used again.
+    The iterator is at most ``ahead`` items ahead of the loop: it goes on when the loop has *released* an earlier item, whose
+    buffers may then be reused.
     """
 
     def __init__(
@@ -127,7 +128,7 @@ class Feed(Generic[Item]):
         ahead: int = 1,
         submit: Callable[[Callable[[], None]], None] = in_thread,
     ) -> None:
-        """``submit`` runs a callable in a thread: one of its own, or a :class:`Worker`'s."""
+        """``submit`` runs a callable in a thread: a new one, or that of a :class:`Worker`."""
         self._items = items
         self._wake = wake
         self._room = threading.Semaphore(ahead)
@@ -139,21 +140,21 @@ class Feed(Generic[Item]):
 
     @property
     def ended(self) -> bool:
-        """Nothing more will come and everything was taken."""
+        """Whether the iterator has ended and every item was taken."""
         return self._ended and not self._ready
 
     @property
     def is_running(self) -> bool:
-        """Its thread works, or waits; also after :meth:`cancel`, until a blocking call returns."""
+        """Whether the thread still runs; after :meth:`cancel` it may run until its blocking call returns."""
         return not self._ended
 
     def take(self) -> Item | None:
-        """The next item, or None: nothing has come yet, or nothing more will.
+        """The next item; None if none is ready, or if the iterator has ended.
 
         Raises:
-            BaseException: what the iterator raised, once all items before it were taken.
+            BaseException: what the iterator raised, after all items before it were taken.
         """
-        ended = self._ended  # read before the queue: an item put in between is found next time
+        ended = self._ended  # read before the queue, so that an item added in between is not missed
         if self._ready:
             return self._ready.popleft()
         if ended and self._error is not None:
@@ -162,11 +163,11 @@ class Feed(Generic[Item]):
         return None
 
     def release(self) -> None:
-        """The oldest item that was taken is not needed any more."""
+        """Allow the thread to reuse the buffers of the oldest taken item."""
         self._room.release()
 
     def cancel(self) -> None:
-        """Nobody will take anything any more."""
+        """Stop the thread; no more items are taken."""
         self._cancelled.set()
         self._room.release()
 
@@ -181,7 +182,7 @@ class Feed(Generic[Item]):
                     break
                 self._ready.append(item)
                 self._wake()
-        except BaseException as error:  # noqa: BLE001  it crosses to the loop, which raises it
+        except BaseException as error:  # noqa: BLE001  take() raises it in the loop's thread
             self._error = error
         finally:
             self._ended = True

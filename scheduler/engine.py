@@ -1,8 +1,8 @@
-"""The parts of an engine, built and wired.
+"""Builds and wires the objects of an engine.
 
 Invariants:
-- The endpoint is bound before anything is allocated: a second engine on it fails first.
-- A part that cannot be built lets go of everything built before it.
+- The endpoint is bound before anything is allocated, so a second engine on the same endpoint fails first.
+- If an object cannot be built, everything that was built before is released.
 """
 
 import contextlib
@@ -67,11 +67,11 @@ from .weights.transports.distributed import WeightsUpdateGroups
 
 @dataclass(frozen=True, slots=True)
 class _Core:
-    """What computes, and what it works on."""
+    """The objects that compute steps, and the state that they work on."""
 
     loaded: LoadedModel
     folder: str | None
-    """Has the weights; None: the configuration's does."""
+    """The folder that the weights came from; None means the configuration's model_path."""
     residency: ComponentResidencyManager
     reference: ReferenceModel | None
     runner: Runner
@@ -84,7 +84,7 @@ class _Core:
 
 @dataclass(frozen=True, slots=True)
 class _Commands:
-    """What carries commands out that take time."""
+    """The objects that carry out commands and scoring."""
 
     updates: WeightUpdates
     handlers: Commands
@@ -92,17 +92,17 @@ class _Commands:
 
 
 class Engine:
-    """All parts of a running scheduler, wired; ``scheduler.run()`` serves."""
+    """A wired scheduler; ``scheduler.run()`` serves."""
 
     def __init__(
         self, config: EngineConfig, shutdown: Shutdown | None = None, make_runner: MakeRunner | None = None
     ) -> None:
-        """Binds the endpoint first: a second engine must fail before it allocates.
+        """Bind the endpoint, then build everything else.
 
         Args:
-            config: resolved.
-            shutdown: says when the loop ends. None: when a message says so.
-            make_runner: builds what executes steps. None: :func:`build_runner`.
+            config: the resolved configuration.
+            shutdown: decides when the loop ends; None if only a shutdown message ends it.
+            make_runner: builds the runner of the steps; None means :func:`build_runner`.
         """
         assert config.endpoint is not None
         assert config.pipeline_depth is not None
@@ -120,7 +120,7 @@ class Engine:
             raise
 
     def close(self) -> None:
-        """Let go of the endpoint and of what runs beside the loop."""
+        """Release the endpoint, stop the background threads, and release memory."""
         self._cleanup.close()
 
     def _build(self, config: EngineConfig, shutdown: Shutdown, make_runner: MakeRunner) -> None:
@@ -130,7 +130,7 @@ class Engine:
         self._device_cache = DeviceCache(module)
         residency = ComponentResidencyManager(config.device, device_cache=self._device_cache)
         self._cleanup.callback(residency.close)
-        self._gauges = MemoryGauges(module, residency)  # before anything large is there
+        self._gauges = MemoryGauges(module, residency)  # before anything large is allocated
         self._history = MemoryHistory(self._gauges)
         self._device_cache.note_failure = lambda what, freed: self._history.note(
             "failure", what, returned=freed
@@ -163,7 +163,7 @@ class Engine:
             shutdown=shutdown,
             heartbeat=self.heartbeat,
         )
-        self._device_cache.empty("start")  # what loading left behind
+        self._device_cache.empty("start")  # loading leaves unused blocks
         self._history.note("start", config.model_path)
 
     def _build_core(
@@ -235,7 +235,7 @@ class Engine:
     def _build_serving(
         self, config: EngineConfig, core: _Core, commands: _Commands, module: Any, shutdown: Shutdown
     ) -> None:
-        """From the socket to commands and the waiting queue, and back."""
+        """Build what is between the socket and the commands and waiting queue."""
         lifecycle = core.lifecycle
         self.answers = Answers(config.result_ttl_s)
         self.replies = Replies(self.answers, self.outbox, self.router.send, lambda: lifecycle.step)

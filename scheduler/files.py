@@ -1,8 +1,8 @@
-"""Small files that somebody else wrote, or that are not files at all.
+"""Safe reading of files from untrusted paths.
 
 Invariants:
-- Opening never waits: not for the other end of a FIFO, not for a device. Only regular files are read.
-- What is read is bounded before it is read, whatever the file's size says and however it grows meanwhile.
+- Opening never blocks, neither on a FIFO nor on a device. Only regular files are read.
+- Reads are bounded, whatever size the file reports and even if it grows meanwhile.
 """
 
 import os
@@ -12,18 +12,18 @@ from pathlib import Path
 from ..io_struct import CaesuraError, ErrorCode
 
 MAX_REASON = 1000
-"""Characters of an error's reason: it may quote what it found."""
+"""Most characters of an error's reason, which may quote the file's contents."""
 
 
 def checkpoint_error(path: str | Path, reason: str) -> CaesuraError:
-    """What is wrong with ``path``, for whoever named it."""
+    """A CHECKPOINT_ERROR that says what is wrong with ``path``."""
     if len(reason) > MAX_REASON:
         reason = reason[:MAX_REASON] + " …"
     return CaesuraError(ErrorCode.CHECKPOINT_ERROR, f"{path}: {reason}", path=str(path), reason=reason)
 
 
 def open_regular(path: str | Path) -> int:
-    """A descriptor of the regular file ``path``, for reading.
+    """Open the regular file ``path`` for reading; returns the descriptor.
 
     Raises:
         CaesuraError: CHECKPOINT_ERROR with ``path`` and ``reason``.
@@ -40,7 +40,7 @@ def open_regular(path: str | Path) -> int:
 
 
 def read_small(path: str | Path, limit: int) -> bytes:
-    """All of the regular file ``path``, which has at most ``limit`` bytes.
+    """Read all of the regular file ``path``, which may have at most ``limit`` bytes.
 
     Raises:
         CaesuraError: CHECKPOINT_ERROR with ``path`` and ``reason``.
@@ -49,14 +49,12 @@ def read_small(path: str | Path, limit: int) -> bytes:
     try:
         size = os.fstat(descriptor).st_size
         if size > limit:
-            raise checkpoint_error(path, f"is {size} bytes long, more than the {limit} that are read of it")
+            raise checkpoint_error(path, f"is {size} bytes long, more than the limit of {limit}")
         data = b""
         while chunk := os.read(descriptor, limit + 1 - len(data)):
             data += chunk
             if len(data) > limit:
-                raise checkpoint_error(
-                    path, f"grew beyond the {limit} bytes that are read of it, while it was read"
-                )
+                raise checkpoint_error(path, f"grew beyond the limit of {limit} bytes while it was read")
     except OSError as error:
         raise checkpoint_error(path, f"cannot be read: {error.strerror}") from error
     finally:

@@ -1,9 +1,9 @@
-"""What a failure that nobody foresaw may do: it is logged and answered, and ends neither the loop nor anybody else's request.
+"""Contains unforeseen exceptions: they are logged and answered, and end neither the loop nor the requests of other clients.
 
 Invariants:
-- Whatever the loop does for a message or a timer runs in :meth:`Guard.run`: its exceptions stop there.
-- Steps are not guarded here. ``step_recovery.py`` knows what was in them, and where it fails itself nobody knows what holds KV:
-  then the loop ends, which tells everybody.
+- Everything that the loop does for a message or a timer runs in :meth:`Guard.run`, which catches its exceptions.
+- Steps are not guarded here: ``step_recovery.py`` knows which requests they contain. If the recovery itself fails, it is
+  unknown which requests hold KV. Then the loop ends and answers every request with an error.
 """
 
 import logging
@@ -18,15 +18,15 @@ logger = logging.getLogger(__name__)
 
 
 class Guard:
-    """Runs what must not end the loop, and counts what would have."""
+    """Runs actions whose exceptions must not end the loop, and counts these exceptions."""
 
     def __init__(self, fatal: tuple[type[Exception], ...] = ()) -> None:
-        """``fatal`` are let through all the same: an engine that checks itself shall stop where a check fails."""
+        """Exceptions of the types ``fatal`` are not caught: an engine that checks itself must stop at a failed check."""
         self.failures = 0
         self._fatal = fatal
 
     def run(self, what: str, act: Callable[..., object], *arguments: Any) -> bool:
-        """``act(*arguments)``; False: it has raised, which is logged as a failure of ``what``."""
+        """Call ``act(*arguments)``; False if it raised, which is logged as a failure of ``what``."""
         try:
             act(*arguments)
         except self._fatal:
@@ -39,7 +39,7 @@ class Guard:
 
 
 def defect(what: str, message_id: str, error: Exception) -> ErrorReply:
-    """The answer to a message where ``what`` has failed in a way that nobody foresaw."""
+    """Log an unforeseen ``error`` of ``what``, and make the answer to the message that caused it."""
     logger.error("%s failed", what, exc_info=error)
     reply = CaesuraError(
         ErrorCode.OUT_OF_MEMORY if is_out_of_memory(error) else ErrorCode.INTERNAL,
@@ -50,7 +50,7 @@ def defect(what: str, message_id: str, error: Exception) -> ErrorReply:
 
 
 def checked(answer: object) -> Message:
-    """What a handler has returned, if that can be an answer."""
+    """Return ``answer`` if it is a message; a handler may return anything."""
     if not isinstance(answer, Message):
-        raise TypeError(f"a handler has returned {type(answer).__name__}, which is no message")
+        raise TypeError(f"a handler has returned {type(answer).__name__}, which is not a message")
     return answer

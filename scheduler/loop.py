@@ -1,12 +1,13 @@
-"""The tick: hear, advance commands, choose, launch, answer.
+"""The scheduler's loop. One tick: receive messages, advance commands, schedule and execute a step, process its output, send.
 
 Invariants:
-- Nothing a client sends or omits stops the loop (I11), nor does a timer (both run under ``guard.py``), nor a step that
-  fails (``step_recovery.py``). Where it ends all the same, every live request still gets its terminal message.
-- The loop blocks in ``poll`` whenever there is nothing to run, paused included: an idle or paused engine uses no CPU.
-- What a step launched is passed from tick to tick, not stored: at pipeline depth 0 it is answered in the same tick, at
-  depth 1 in the next one, while the device works on its successor. A launch that fails is a step whose results are the
-  failure: it is answered when it is due, after the one before it, and nothing is launched until then.
+- The loop survives whatever a client sends or omits (I11), errors of timers (both run under ``guard.py``), and steps that
+  fail (``step_recovery.py``). If it fails all the same, every live request still gets its terminal message.
+- The loop blocks in ``poll`` whenever there is nothing to run, also while paused: an idle or paused engine uses no CPU.
+- At pipeline depth 0 a step's output is processed in the tick that launched it; at depth 1 in the next tick, while the device
+  computes the next step. The step in flight is passed from tick to tick and not stored.
+- A launch that raises counts as a step whose output is a :class:`Failure`. It is processed in order, after the step before it,
+  and no other step is launched until then.
 """
 
 import logging
@@ -41,14 +42,14 @@ from .timers import Timer, Timers
 logger = logging.getLogger(__name__)
 
 KEEPALIVE_S = 2.0
-"""How often those who must be alive are looked at, and are told that this engine is: clients that wait for an answer or have a
-session open, owners of shared memory."""
+"""How often keepalives are sent to clients that wait for an answer or have a session open, which also shows whether they are
+gone; and how often owners of mapped shared memory are checked."""
 WAITING_POLL_S = 0.005
-"""How often an operation that waits for idleness is looked at when nothing else happens."""
+"""How often commands that have stepped aside are checked when nothing else happens."""
 MAX_POLL_S = 3600.0
-"""Longest sleep: poll counts milliseconds in 32 bits, deadlines may be further away or infinite."""
+"""Longest sleep: poll takes milliseconds as 32 bits, and deadlines may be further away or infinite."""
 BACKLOG_POLL_S = 0.005
-"""How often a client that could not take everything is tried again."""
+"""How often unsent output is tried again when nothing else happens."""
 
 
 @dataclass(slots=True)
@@ -56,19 +57,19 @@ class Step:
     """A launched step."""
 
     number: int
-    """Counts launches from 1."""
+    """Number of the launch, from 1."""
     batch: ScheduledBatch
     output: ForwardOutput | Failure
     launched_at: float
 
     @property
-    def is_lost(self) -> bool:
-        """Known to have failed already."""
+    def has_failed(self) -> bool:
+        """Whether its launch raised."""
         return isinstance(self.output, Failure)
 
 
 class Scheduler:
-    """The engine's main loop over its parts."""
+    """The engine's main loop."""
 
     def __init__(
         self,
@@ -95,7 +96,7 @@ class Scheduler:
         shutdown: Shutdown,
         heartbeat: Heartbeat,
     ) -> None:
-        """``awaited_by`` tells which clients wait for an answer, ``shutdown`` when to end; ``heartbeat`` is told of every tick."""
+        """``awaited_by`` returns the clients that wait for an answer; the watchdog watches ``heartbeat``, set in every tick."""
         self._router = router
         self._dispatcher = dispatcher
         self._commands = commands
@@ -122,10 +123,10 @@ class Scheduler:
         self._timers = Timers(
             guard,
             (
-                Timer("the keepalive", self._keepalive_due, self._keep_alive),
-                Timer("the end of a weight session", lambda: updates.sessions.expires, updates.expire),
-                Timer("the end of a pause lease", self._lease_due, self._expire_lease),
-                Timer("emptying the idle engine", self._idle_due, self._empty_idle),
+                Timer("sending keepalives", self._keepalive_due, self._keep_alive),
+                Timer("expiring the weight session", lambda: updates.sessions.expires, updates.expire),
+                Timer("expiring the pause lease", self._lease_due, self._expire_lease),
+                Timer("emptying the device cache of the idle engine", self._idle_due, self._empty_idle),
             ),
         )
         self.last_step_at: float | None = None
@@ -135,50 +136,55 @@ class Scheduler:
             self._poller.register(fd, zmq.POLLIN)
 
     def run(self) -> None:
-        """Until told to stop; then every live request ends and every client is told, whatever the reason is."""
-        ongoing: Step | None = None
+        """Run until the shutdown is requested and drained, then answer every live request and command."""
+        in_flight: Step | None = None
         try:
-            while not self._shutdown.requested or self._must_drain(ongoing):
-                ongoing = self.tick(ongoing)
-            if ongoing is not None and (failure := self._process_output(ongoing)) is not None:
-                self._discard(ongoing, failure, None)
+            while not self._shutdown.requested or self._must_drain(in_flight):
+                in_flight = self.tick(in_flight)
+            if in_flight is not None and (failure := self._process_output(in_flight)) is not None:
+                self._recover(in_flight, failure, None)
         except BaseException as error:
             logger.critical("the loop has failed: the engine ends", exc_info=error)
-            self._end(f"the engine has failed: {type(error).__name__}: {error}", failed=True)
+            self._answer_everything(f"the engine has failed: {type(error).__name__}: {error}", failed=True)
             raise
-        self._end("the engine is shutting down", failed=False)
+        self._answer_everything("the engine is shutting down", failed=False)
 
-    def _end(self, message: str, *, failed: bool) -> None:
-        """Every request and every command is answered, each of these steps whatever became of the one before."""
+    def _answer_everything(self, message: str, *, failed: bool) -> None:
+        """Answer every live request and pending command; an error in one of these actions does not skip the next."""
         run = self._guard.run
-        run("ending the requests", self._outputs.fail if failed else self._outputs.abort, self._live, message)
-        run("ending the commands", self._dispatcher.refuse_rest, message)
+        run(
+            "finishing the live requests",
+            self._outputs.fail if failed else self._outputs.abort,
+            self._live,
+            message,
+        )
+        run("answering the pending commands", self._dispatcher.refuse_rest, message)
         for _ in range(MAX_SENDS):
             run("sending the last results", self._outbox.deliver, self._lifecycle.step)
 
-    def _must_drain(self, ongoing: Step | None) -> bool:
-        """Whether the end waits for something that is under way."""
-        busy = ongoing is not None or self._live or self._outbox.has_undelivered
+    def _must_drain(self, in_flight: Step | None) -> bool:
+        """Whether the shutdown still waits for requests, commands or unsent output."""
+        busy = in_flight is not None or self._live or self._outbox.has_undelivered
         return self._shutdown.is_draining and bool(busy or self._dispatcher.has_unanswered)
 
-    def tick(self, ongoing: Step | None) -> Step | None:
-        """One turn; returns the step that is still in flight, at depth 1."""
+    def tick(self, in_flight: Step | None) -> Step | None:
+        """Run one tick; returns the step that is still in flight, which exists at depth 1 only."""
         run = self._guard.run
-        self._receive(self._timeout(ongoing))
-        run("a command", self._commands.advance)
+        self._receive(self._timeout(in_flight))
+        run("advancing commands", self._commands.advance)
         run("scoring", self._dispatcher.score)
-        may_execute = self._lifecycle.may_execute and not (ongoing is not None and ongoing.is_lost)
+        may_execute = self._lifecycle.may_execute and not (in_flight is not None and in_flight.has_failed)
         launched = self._execute() if may_execute else None
-        due, ongoing = (launched, None) if self._depth == 0 else (ongoing, launched)
+        due, in_flight = (launched, None) if self._depth == 0 else (in_flight, launched)
         if due is not None and (failure := self._process_output(due)) is not None:
-            self._discard(due, failure, ongoing)
-            ongoing = None
+            self._recover(due, failure, in_flight)
+            in_flight = None
         self._outbox.deliver(self._lifecycle.step if due is None else due.number)
-        run("ending the requests of a client that left", self._dispatcher.reap)
-        return ongoing
+        run("aborting the requests of clients that are gone", self._dispatcher.reap)
+        return in_flight
 
     def _receive(self, timeout_s: float | None) -> None:
-        """Drain the inbox; block up to ``timeout_s`` for it (None: until something comes)."""
+        """Wait up to ``timeout_s`` for an event (None means without limit), receive messages, and fire timers."""
         blocks = timeout_s != 0
         if blocks:
             self._heartbeat.asleep = True
@@ -192,27 +198,31 @@ class Scheduler:
             self._wakeup.clear()
         if self._router.socket in events:
             with self._stages.stage("receive"):
-                self._guard.run("receiving", self._drain_socket)
-        for fd in self._shutdown.fds:  # what came before the end is still begun
+                self._guard.run("receiving messages", self._drain_socket)
+        for fd in (
+            self._shutdown.fds
+        ):  # after the socket, so that messages received before the signal are still started
             if fd in events:
-                self._shutdown.heard(fd)
+                self._shutdown.on_readable(fd)
         if self._router.has_backlog:
-            self._guard.run("a client's backlog", self._router.retry)
+            self._guard.run("sending queued messages", self._router.retry)
         self._timers.fire(monotonic())
 
     def _drain_socket(self) -> None:
         for client, header, buffers in self._router.receive():
-            self._guard.run("a message", self._dispatcher.handle, client, header, buffers)
+            self._guard.run("handling a message", self._dispatcher.handle, client, header, buffers)
 
-    def _timeout(self, ongoing: Step | None) -> float | None:
-        """Seconds to block: 0 with work at hand, else until the next timer; None without any."""
+    def _timeout(self, in_flight: Step | None) -> float | None:
+        """Seconds to block in ``poll``: 0 if there is work, else until the next timer; None if no timer is set."""
         runnable = self._lifecycle.may_execute and self._batcher.has_work
-        if ongoing is not None or runnable or self._dispatcher.wants_tick:
+        if in_flight is not None or runnable or self._dispatcher.wants_tick:
             self._idle_since = None
             return 0
         now = monotonic()
         if self._lifecycle.generation != "running":
-            self._idle_since = None  # a pause empties nothing: its continue says whether that is wanted
+            self._idle_since = (
+                None  # a paused engine is not emptied: continue decides whether to empty the device cache
+            )
         elif self._idle_since is None:
             self._idle_since = now
         waits: list[float] = [self._shutdown.left_s] if self._shutdown.requested else []
@@ -243,7 +253,7 @@ class Scheduler:
     def _expire_lease(self) -> None:
         lease, owner = self._lifecycle.ownership.lease, self._lifecycle.ownership.sender
         if lease is not None and owner is not None and lease.action == "continue":
-            self._updates.expire_with_lease(owner)  # a session left open is aborted first
+            self._updates.expire_with_lease(owner)
         self._lifecycle.expire_lease()
 
     def _idle_due(self) -> float | None:
@@ -260,7 +270,7 @@ class Scheduler:
         try:
             with self._stages.stage("schedule"):
                 batch = self._batcher.schedule()
-        except Exception as error:  # noqa: BLE001  a step may fail in any way, and then the next one must not
+        except Exception as error:  # noqa: BLE001  a step may fail in any way; recovery decides what to do
             self._recovery.build_failed(Failure.of(error, number))
             return None
         self._recovery.step_built()
@@ -277,14 +287,14 @@ class Scheduler:
         return Step(number, batch, output, launched_at)
 
     def _process_output(self, step: Step) -> Failure | None:
-        """Take the results of a step in; a failure means that they are lost."""
+        """Process the output of a step; returns the failure if its results are lost."""
         if isinstance(step.output, Failure):
             return step.output
         try:
             output = step.output.fetch()
         except Exception as error:  # noqa: BLE001  as in _execute: device errors surface here
             return Failure.of(error, step.number)
-        # At depth 1 the device began with this step when it had done the one before.
+        # At depth 1 the device began this step when it had finished the one before.
         began = max(step.launched_at, self.last_step_at or 0.0)
         self.last_step_at = monotonic()
         self._stages.record(_kind(step.batch), self.last_step_at - began)
@@ -294,17 +304,17 @@ class Scheduler:
             with self._recovery.output_processing(step.batch, step.number):
                 self._batcher.complete_step(step.batch, self.last_step_at - began)
             self._outbox.deliver(step.number)
-        self._guard.run("sampling the memory", self._history.sample)
+        self._guard.run("sampling memory usage", self._history.sample)
         return None
 
-    def _discard(self, step: Step, failure: Failure, later: Step | None) -> None:
-        """The results of ``step`` are lost, and with them those of the step that was launched after it."""
+    def _recover(self, step: Step, failure: Failure, later: Step | None) -> None:
+        """Recover from the loss of a step's results; ``later`` was launched after it and is rolled back with it."""
         if later is not None and not isinstance(later.output, Failure):
-            with suppress(Exception):  # only that it is over, and its memory free, matters
+            with suppress(Exception):  # its results are dropped; it must only have left the device
                 later.output.fetch()
         self._recovery.step_failed(step.batch, failure, None if later is None else later.batch)
 
 
 def _kind(batch: ScheduledBatch) -> str:
-    """The stage that a step counts as: with any prompt tokens in it, prefill."""
+    """The stage that a step counts as; a step with any prompt tokens is a prefill."""
     return "decode" if batch.forward.num_decode == len(batch.slots) else "prefill"

@@ -1,11 +1,11 @@
 """Build an engine from a configuration and run it as a process.
 
 Invariants:
-- The launcher hears exactly one line on the ready descriptor: that the engine serves, or why it does not.
-- A signal, a shutdown message, the death of the launcher and a loop that fails all end the same way: every live request
-  gets its terminal message, one line of the log says why, then the process exits. ``shutdown.py`` says when.
-- No end takes for ever: a loop that hangs, and an end that does, are cut off (``observability/watchdog.py``).
-- An engine is whole or gone: a thread of ours that fails ends it.
+- The launcher receives exactly one line on the ready descriptor: that the engine serves, or why it does not.
+- A signal, a shutdown message, the launcher's death and a failed loop all have the same effect: every live request gets its
+  terminal message, one log line gives the reason, and the process exits. ``shutdown.py`` decides when.
+- The process always ends: the watchdog ends a loop or a shutdown that hangs (``observability/watchdog.py``).
+- The engine never runs without one of its threads: if one fails, the engine ends.
 """
 
 import contextlib
@@ -34,17 +34,18 @@ from .shutdown import Shutdown, StartInterruptedError, StopSignals
 logger = logging.getLogger(__name__)
 
 END_S = 30.0
-"""How long the end may take once the loop is over: last messages, process groups, files."""
+"""Longest time for the cleanup after the loop: last messages, process groups, files."""
 
 
 def run(config: EngineConfig, ready_fd: int | None, lifeline_fd: int | None) -> int:
     """Serve until told to stop; returns the exit status.
 
     Args:
-        ready_fd: gets one JSON line: ``{"ready": true, "endpoint", "pid"}`` or ``{"ready": false, "code", …}``.
-        lifeline_fd: the process ends when this becomes readable, which it does when its other end closes.
+        ready_fd: receives one JSON line: ``{"ready": true, "endpoint", "pid"}`` or ``{"ready": false, "code", …}``; None if
+            nobody reads it.
+        lifeline_fd: the process ends when this becomes readable, which happens when its other end is closed.
     """
-    faulthandler.enable()  # a fault in a library says where
+    faulthandler.enable()  # prints a traceback if a library crashes
     signals = StopSignals()
     shutdown = shutdown_of(config, signal_fd=signals.fd, lifeline_fd=lifeline_fd)
     with contextlib.ExitStack() as cleanup:
@@ -61,7 +62,7 @@ def run(config: EngineConfig, ready_fd: int | None, lifeline_fd: int | None) -> 
         except StartInterruptedError as interrupted:
             logger.info("the engine ends: %s at start", interrupted)
             return 128 + interrupted.number
-        gc.freeze()  # imports and the engine live as long as the process: a full collection need not go through them
+        gc.freeze()  # imports and the engine live as long as the process, so full collections can skip them
         logger.info(
             "serving %s on %s after %.2f s (%d threads)",
             config.model_path, engine.router.endpoint, time.monotonic() - started, torch.get_num_threads(),
@@ -71,7 +72,7 @@ def run(config: EngineConfig, ready_fd: int | None, lifeline_fd: int | None) -> 
 
 
 def _serve(engine: Engine, shutdown: Shutdown, watchdog_timeout_s: float) -> int:
-    """Until the end; the exit status."""
+    """Serve until the engine ends; returns the exit status."""
     failed: list[str] = []
 
     def thread_failed(failure: threading.ExceptHookArgs) -> None:
@@ -86,7 +87,7 @@ def _serve(engine: Engine, shutdown: Shutdown, watchdog_timeout_s: float) -> int
     watchdog.start()
     try:
         engine.scheduler.run()
-    except Exception as error:  # noqa: BLE001  it was logged, and every client was told
+    except Exception as error:  # noqa: BLE001  the loop has logged it and answered every client
         failed.append(f"its loop has failed: {type(error).__name__}")
         shutdown.request(failed[-1], drain=False)
     finally:
@@ -97,7 +98,7 @@ def _serve(engine: Engine, shutdown: Shutdown, watchdog_timeout_s: float) -> int
 
 
 def _start(config: EngineConfig, shutdown: Shutdown, cleanup: contextlib.ExitStack) -> Engine:
-    """A serving engine; every reason against it is a CaesuraError, since the launcher must hear it."""
+    """Build the engine. Every error is raised as a CaesuraError, so that the launcher gets a reason."""
     try:
         log.configure(config.log_level)
     except ValueError as error:
@@ -105,7 +106,10 @@ def _start(config: EngineConfig, shutdown: Shutdown, cleanup: contextlib.ExitSta
     raise_limit()
     try:
         torch.empty(0, device=None if config.device == "auto" else config.device)
-    except (RuntimeError, AssertionError) as error:  # unknown, not built in, or not there
+    except (
+        RuntimeError,
+        AssertionError,
+    ) as error:  # the device is unknown, not built into torch, or not present
         raise _refused("device", config.device, error) from error
     try:
         resolved = config.resolve()
@@ -133,12 +137,12 @@ def _refused(field: str, value: object, error: Exception) -> CaesuraError:
 
 
 def refusal(error: CaesuraError) -> dict[str, Any]:
-    """The ready line of an engine that does not start."""
+    """The ready line of an engine that cannot start."""
     return {"ready": False, "code": error.code, "message": error.message, "detail": error.detail}
 
 
 def tell(ready_fd: int | None, line: dict[str, Any]) -> None:
-    """Write the ready line and close the descriptor; None: nobody listens."""
+    """Write the ready line and close the descriptor, unless it is None."""
     if ready_fd is None:
         return
     with os.fdopen(ready_fd, "w") as pipe:

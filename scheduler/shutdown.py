@@ -1,11 +1,11 @@
-"""Whether, how and why the engine ends.
+"""Shutdown of the engine: whether it is requested, by whom, and how long requests may go on.
 
 Invariants:
-- The first order to end is carried out as it says, or as the configuration says: ``abort`` ends every request in the
-  next tick, ``drain`` lets those that are there go on until a deadline, and refuses new ones.
-- A later order can only bring the end nearer. A signal to an engine that is ending already means now; one more is the
-  system's own and ends the process without a word.
-- The death of the launcher means now: what it started does not outlive it.
+- The first shutdown request decides the mode, or else the configuration does: ``abort`` ends every request in the next tick;
+  ``drain`` lets live requests go on until a deadline and refuses new ones.
+- A later request can only shorten the time. A signal during the shutdown ends it at once; after that, a further signal has its
+  default action and kills the process.
+- The launcher's death ends the engine at once, so that the engine does not outlive its launcher.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class Shutdown:
-    """The orders that came, and what follows from them."""
+    """The requested shutdown, if any, and its deadline."""
 
     def __init__(
         self,
@@ -31,14 +31,14 @@ class Shutdown:
         signal_fd: int | None = None,
         lifeline_fd: int | None = None,
     ) -> None:
-        """``signal_fd`` yields the numbers of signals; ``lifeline_fd`` becomes readable with the launcher's death.
+        """``signal_fd`` yields one byte per signal, its number; ``lifeline_fd`` becomes readable when the launcher dies.
 
-        ``drain`` and ``drain_timeout_s`` hold for orders that do not say.
+        ``drain`` and ``drain_timeout_s`` are the defaults of requests that do not set them.
         """
         self.requested = False
-        """The loop ends once nothing is to be drained."""
+        """Whether the loop must end, after draining if that was requested."""
         self.reason = ""
-        """Of the order that decided, for the log."""
+        """Reason of the request that decided the deadline, for the log."""
         self.fds = tuple(fd for fd in (signal_fd, lifeline_fd) if fd is not None)
         self._drain = drain
         self._drain_timeout_s = drain_timeout_s
@@ -47,24 +47,24 @@ class Shutdown:
 
     @property
     def left_s(self) -> float:
-        """How much longer requests may go on; 0: no longer."""
+        """Seconds that live requests may still go on; 0 if they must end now."""
         return max(0.0, self._deadline - monotonic())
 
     @property
     def is_draining(self) -> bool:
-        """Ending, but requests that are there go on."""
+        """Whether the engine is shutting down while live requests go on."""
         return self.requested and self.left_s > 0
 
     def request(self, reason: str, *, drain: bool | None = None, timeout_s: float | None = None) -> None:
-        """End. None: as configured."""
+        """Request the shutdown; ``drain`` and ``timeout_s`` are the configured ones if they are None."""
         drain = self._drain if drain is None else drain
         limit = self._drain_timeout_s if timeout_s is None else timeout_s
         deadline = monotonic() + limit if drain else 0.0
         if not self.requested or deadline < self._deadline:
             self.requested, self.reason, self._deadline = True, reason, deadline
 
-    def heard(self, fd: int) -> None:
-        """One of :attr:`fds` is readable."""
+    def on_readable(self, fd: int) -> None:
+        """Handle one of :attr:`fds`, which is readable."""
         if fd != self._signal_fd:
             self.request("its launcher has ended", drain=False)
             return
@@ -73,15 +73,15 @@ class Shutdown:
                 self.request(f"signal {signal.Signals(number).name}", drain=False if self.requested else None)
 
     def refuse_work(self) -> None:
-        """Raise if nothing new is begun any more."""
+        """Raise ``shutting_down`` if the shutdown is requested."""
         if self.requested:
             raise CaesuraError(
-                ErrorCode.SHUTTING_DOWN, "the engine is shutting down: it finishes what it has"
+                ErrorCode.SHUTTING_DOWN, "the engine is shutting down and accepts no new requests"
             )
 
 
 class StartInterruptedError(BaseException):
-    """A signal has come before the engine served."""
+    """A stop signal arrived before the engine served."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -89,9 +89,9 @@ class StartInterruptedError(BaseException):
 
 
 class StopSignals:
-    """Turns signals into bytes on a descriptor; until the engine serves, into an exception.
+    """Turns stop signals into bytes on a descriptor, or into an exception until the engine serves.
 
-    A signal that was ignored when the process began stays ignored if it is SIGHUP: that is what ``nohup`` is for.
+    SIGHUP stays ignored if it was ignored when the process started, so that ``nohup`` works.
     """
 
     def __init__(self) -> None:
@@ -113,14 +113,14 @@ class StopSignals:
         """Yields one byte per signal."""
 
     def serving(self) -> None:
-        """From now on the loop hears signals."""
+        """Let the loop handle signals from now on, by :attr:`fd`."""
         self._serving = True
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         if not self._serving:
-            self._serving = True  # once: what is unwound now must not be interrupted again
+            self._serving = True  # only once, so that the cleanup of this exception is not interrupted again
             raise StartInterruptedError(number)
-        self._count += 1  # the wake-up descriptor does the work
+        self._count += 1  # Python has written the signal's number to the wake-up descriptor
         if self._count > 1:
             for each in self._signals:
                 signal.signal(each, signal.SIG_DFL)

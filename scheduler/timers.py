@@ -1,9 +1,8 @@
-"""What the loop does when its time has come: one table of timers, which says how long the loop may sleep and what is due.
+"""The loop's timers: how long the loop may sleep, and which actions are due.
 
 Invariants:
-- A timer that fails is logged, and is not due again before :data:`HOLD_OFF_S` have passed: neither the loop nor the log
-  spins on it.
-- A timer says itself when it is due, each time it is asked; nothing has to be told when that changes.
+- A failed timer is logged, and is not due again before :data:`HOLD_OFF_S` have passed, so that the loop does not spin on it.
+- A timer computes its due time each time it is asked, so no code has to report a change.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,31 +16,31 @@ HOLD_OFF_S = 1.0
 
 @dataclass(slots=True)
 class Timer:
-    """Something that is due from a moment on, until it has been done."""
+    """An action that is due from a point in time on, until it has been done."""
 
     what: str
-    """For the log."""
+    """Name of the action, for the log."""
     due: Callable[[], float | None]
-    """When, on the monotonic clock. None: it is not set."""
+    """Returns the due time on the monotonic clock; None if the timer is not set."""
     act: Callable[[], object]
     not_before: float = 0.0
-    """On the same clock; after a failure."""
+    """Earliest time of the next attempt after a failure, on the same clock."""
 
 
 class Timers:
-    """All timers of a loop, in the order in which they act."""
+    """The timers of a loop, in the order in which they fire."""
 
     def __init__(self, guard: Guard, timers: Sequence[Timer]) -> None:
         self._guard = guard
         self._timers = timers
 
     def next_due(self) -> float | None:
-        """When the first of them is due, on the monotonic clock; None: none is set."""
+        """Due time of the first timer, on the monotonic clock; None if no timer is set."""
         moments = [max(due, timer.not_before) for timer in self._timers if (due := timer.due()) is not None]
         return min(moments, default=None)
 
     def fire(self, now: float) -> None:
-        """Do what is due at ``now``."""
+        """Run the actions that are due at ``now``."""
         for timer in self._timers:
             due = timer.due()
             if due is None or max(due, timer.not_before) > now:

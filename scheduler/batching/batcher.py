@@ -124,7 +124,7 @@ class Batcher:
         decode = self._rotate_decode_rows(self._ready_decode_slots())
         if not self._extend_decode_pages(decode):
             return None
-        if self._decode_slots is None:  # preemption has taken rows
+        if self._decode_slots is None:  # a preemption has removed rows
             decode = decode[np.isin(decode, self._ready_decode_slots())]
         chunks = self._prefill_chunks(self._chunk_sizer.budget(len(decode)))
         if not len(decode) and not chunks:

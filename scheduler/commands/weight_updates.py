@@ -150,7 +150,7 @@ class WeightUpdates:
         session = self.sessions.session_to_end(request, sender)
         stages, started = session.stages, session.opened
         if not request.commit:
-            self.abandon(session, "the session was ended without commit")
+            self.abort_session(session, "the session was ended without commit")
             return self._reply(request.id, session.counts, stages, started, committed=False, flushed=False)
         self._require_complete(session)
         self._require_flushable(session.flush)
@@ -309,7 +309,7 @@ class WeightUpdates:
                 elif session.kind == "single":
                     self._close_session()  # poisoned or invalid weights stay incomplete; later calls may complete them
             except BaseException as error:
-                self.abandon(session, f"an update failed: {error}")
+                self.abort_session(session, f"an update failed: {error}")
                 raise
         return self._reply(
             message_id, counts, stages, started, committed=committed, flushed=committed and session.flush
@@ -329,7 +329,7 @@ class WeightUpdates:
         session = self.sessions.current
         if session is not None:
             orphaned = session.deadline is None or monotonic() < session.deadline
-            self.abandon(session, "its client is gone" if orphaned else "the session's deadline passed")
+            self.abort_session(session, "its client is gone" if orphaned else "the session's deadline passed")
 
     def expire_with_lease(self, owner: Sender) -> None:
         """Abort the session of ``owner``, whose pause lease expires; also an implicit session without a written byte."""
@@ -338,7 +338,7 @@ class WeightUpdates:
             return
         idle = session.kind == "implicit" and not session.touched
         if idle or session.sender.is_same(owner):
-            self.abandon(session, "the pause lease of its sender expired")
+            self.abort_session(session, "the pause lease of its sender expired")
 
     def forget(self) -> None:
         """Close the session and forget which parameters were written, because the weights' memory is released."""
@@ -365,7 +365,7 @@ class WeightUpdates:
             self._loader.check_rows(rows, whole=single and self._lifecycle.serviceable)
         except CaesuraError as error:
             if session is not None and session.touched:
-                self.abandon(session, f"a later call of the session failed: {error.message}")
+                self.abort_session(session, f"a later call of the session failed: {error.message}")
             raise
         return source
 
@@ -431,7 +431,7 @@ class WeightUpdates:
                 if session.empty:
                     report = self._device_cache.empty("update")
         except BaseException as error:
-            self.abandon(session, f"the commit failed: {error}")
+            self.abort_session(session, f"the commit failed: {error}")
             raise
         self._weights_file.committed(self._lifecycle.stamp, session)
         self._close_session()
@@ -445,7 +445,7 @@ class WeightUpdates:
         if session.counts.written_tensors and not session.counts.changed_tensors:
             logger.warning("weight update changed no tensor: is the trainer sending what it trained?")
 
-    def abandon(self, session: Session, reason: str) -> None:
+    def abort_session(self, session: Session, reason: str) -> None:
         """Abort ``session`` if it is still open. The weights become POISONED if it has written, else they stay as they were."""
         if self.sessions.current is not session:
             return

@@ -196,7 +196,7 @@ class ForgottenIds:
     def __init__(self) -> None:
         self._table = array(
             "Q", bytes(8 * _BUCKETS * _WAYS)
-        )  # copied, so the pages are taken now, and no more later
+        )  # array() copies the bytes, which touches all pages now, so the table never grows later
         self._oldest = bytearray(_BUCKETS)
 
     def add(self, message_id: str) -> None:

@@ -104,7 +104,7 @@ class Access:
             router.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
             router.setsockopt(
                 zmq.ZAP_ENFORCE_DOMAIN, 1
-            )  # without it, ZeroMQ admits everybody when nobody answers
+            )  # without this option, ZeroMQ accepts all clients while no thread answers
             self._zap_socket = context.socket(zmq.REP)
             self._zap_socket.setsockopt(zmq.LINGER, 0)
             self._zap_socket.bind(_ZAP_ENDPOINT)
@@ -112,9 +112,7 @@ class Access:
         router.monitor(address, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED)
         self._events = context.socket(zmq.PAIR)
         self._events.setsockopt(zmq.LINGER, 0)
-        self._events.setsockopt(
-            zmq.RCVHWM, 0
-        )  # ZeroMQ's I/O thread waits for a full one, and then nothing goes on
+        self._events.setsockopt(zmq.RCVHWM, 0)  # no limit: a full pipe would block ZeroMQ's I/O thread
         self._events.connect(address)
         self._thread = threading.Thread(target=self._run, name="caesura-access", daemon=True)
         self._thread.start()

@@ -234,7 +234,7 @@ def test_a_timer_that_fails_is_held_off_and_tried_again(driver, monkeypatch, tim
         table = scheduler._timers._timers
         fault = Fault(patch, owner, name, BUG, range(1000))
         for entry in table:  # bound before the fault was
-            if entry.what == "the end of a weight session":
+            if entry.what == "expiring the weight session":
                 patch.setattr(entry, "act", lambda: scheduler._updates.expire())
                 patch.setattr(entry, "due", lambda: 0.0 if timer == "session" else None)
         if timer == "lease":

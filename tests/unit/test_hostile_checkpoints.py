@@ -84,7 +84,7 @@ def test_what_is_no_file_is_refused_and_not_waited_for(
 def test_json_is_bounded_before_it_is_read(folder: Path, name: str, limit: int) -> None:
     with (folder / name).open("wb") as file:
         file.truncate(3 << 30)
-    assert f"more than the {limit}" in refused(folder)
+    assert f"more than the limit of {limit}" in refused(folder)
     os.truncate(folder / name, limit + 1)
     assert "more than" in refused(folder)
 

@@ -54,13 +54,13 @@ def test_a_later_order_can_only_bring_the_end_nearer():
 def test_the_first_signal_is_as_configured_the_second_means_now(pipe):
     reader, writer = pipe
     shutdown = Shutdown(drain=True, drain_timeout_s=LONG, signal_fd=reader)
-    shutdown.heard(reader)  # readable no more
+    shutdown.on_readable(reader)  # readable no more
     assert not shutdown.requested
     os.write(writer, bytes([signal.SIGHUP]))
-    shutdown.heard(reader)
+    shutdown.on_readable(reader)
     assert (shutdown.reason, shutdown.is_draining) == ("signal SIGHUP", True)
     os.write(writer, bytes([signal.SIGTERM]))
-    shutdown.heard(reader)
+    shutdown.on_readable(reader)
     assert (shutdown.reason, shutdown.is_draining) == ("signal SIGTERM", False)
 
 
@@ -68,13 +68,13 @@ def test_two_signals_at_once_are_two(pipe):
     reader, writer = pipe
     shutdown = Shutdown(drain=True, drain_timeout_s=LONG, signal_fd=reader)
     os.write(writer, bytes([signal.SIGTERM, signal.SIGINT]))
-    shutdown.heard(reader)
+    shutdown.on_readable(reader)
     assert not shutdown.is_draining
 
 
 def test_the_launchers_death_means_now(pipe):
     shutdown = Shutdown(drain=True, drain_timeout_s=LONG, lifeline_fd=pipe[0])
-    shutdown.heard(pipe[0])
+    shutdown.on_readable(pipe[0])
     assert shutdown.requested
     assert not shutdown.is_draining
     assert "launcher" in shutdown.reason
