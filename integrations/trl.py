@@ -157,12 +157,12 @@ def prompt_ids(tokenizer: Tokenizer, prompt: Any, **chat_template_kwargs: Any) -
 
 
 def sampling_params(args: Any) -> SamplingParams:
-    """The sampling parameters of a ``GRPOConfig``, in which ``top_k = 0`` and ``min_p = None`` mean off."""
+    """The sampling parameters of a ``GRPOConfig``, in which ``min_p = None`` means off."""
     return SamplingParams(
         max_new_tokens=args.max_completion_length,
         temperature=args.temperature,
         top_p=args.top_p,
-        top_k=args.top_k or -1,
+        top_k=args.top_k,
         min_p=args.min_p or 0.0,
         repetition_penalty=args.repetition_penalty,
     )

@@ -45,7 +45,7 @@ class SamplingParams(Record, kw_only=True, frozen=True):
     top_p: float = 1.0
     """In (0, 1]; 1 disables it."""
     top_k: int = -1
-    """At least 1; -1 disables it."""
+    """At least 1; -1 and 0 disable it, as SGLang and vLLM write it."""
     min_p: float = 0.0
     """In [0, 1]: tokens less likely than ``min_p`` times the most likely token are removed; 0 disables it."""
     frequency_penalty: float = 0.0
@@ -77,8 +77,8 @@ class SamplingParams(Record, kw_only=True, frozen=True):
             found.append(("temperature", self.temperature, "must be finite and in [0, 10000]"))
         if not 0.0 < self.top_p <= 1.0:
             found.append(("top_p", self.top_p, "must be in (0, 1]"))
-        if not (self.top_k == -1 or 1 <= self.top_k <= MAX_INT32):
-            found.append(("top_k", self.top_k, "must be -1 (all) or at least 1"))
+        if not -1 <= self.top_k <= MAX_INT32:
+            found.append(("top_k", self.top_k, "must be at least 1, or -1 or 0, which keep all"))
         if len(self.stop_token_ids) > 64:
             found.append(("stop_token_ids", len(self.stop_token_ids), "at most 64 ids"))
         return found + self._edit_problems()

@@ -264,7 +264,7 @@ class RequestTable:
         greedy = params.temperature < GREEDY_BELOW
         self.greedy[slot] = greedy
         self.temperature[slot] = 1.0 if greedy else params.temperature
-        self.top_k[slot] = self.vocab_size if params.top_k == -1 else min(params.top_k, self.vocab_size)
+        self.top_k[slot] = self.vocab_size if params.top_k <= 0 else min(params.top_k, self.vocab_size)
         self.top_p[slot] = params.top_p
         self.filtered[slot] = not greedy and (
             self.top_k[slot] < self.vocab_size or params.top_p < 1.0 or params.min_p > 0.0

@@ -147,7 +147,6 @@ class TestGenerate:
             {"top_p": 0.0},
             {"top_p": 1.1},
             {"top_p": math.nan},
-            {"top_k": 0},
             {"top_k": -2},
             {"top_k": 2**31},
             {"stop_token_ids": [VOCAB]},

@@ -77,3 +77,14 @@ def test_begin_and_end_of_a_session_have_numbers_in_range(driver):
     driver.call(EndWeightUpdateReqInput(commit=False, session_id=begun.session_id))
     for endless in (float("inf"), float("nan"), 1e300):
         assert_error(driver.call(BeginWeightUpdateReqInput(deadline_s=endless)), "malformed_message")
+
+
+@pytest.mark.parametrize("top_k", [-1, 0])
+def test_top_k_of_zero_keeps_all_tokens_as_minus_one_does(driver, top_k):
+    """TRL's default is 0, SGLang's is -1; 1 would be greedy."""
+    params = SamplingParams(max_new_tokens=20, top_k=top_k, seed=7, ignore_eos=True, temperature=3.0)
+    driver.send(GenerateReqInput(rid="r", input_ids=[5, 6, 7], sampling_params=params))
+    driver.tick()
+    table = driver.engine.scheduler._batcher.table
+    slot = driver.engine.live["r", 0].slot
+    assert (table.top_k[slot], table.filtered[slot]) == (table.vocab_size, False)
