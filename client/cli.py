@@ -216,7 +216,8 @@ def memory(
     last: int,
 ) -> None:
     """What the engine's memory has been, and why."""
-    from .memory_view import fetch, watch, write_page
+    from .frontend.pages.document import write_page
+    from .memory_view import fetch, watch
     from .memory_view.live import events
 
     with _client(endpoint) as client:

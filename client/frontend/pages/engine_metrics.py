@@ -17,6 +17,7 @@ from ...exceptions import EngineError
 from ...wire.async_control_client import AsyncControlClient
 from ..health import NOBODY
 from ..printable import printable
+from .document import Tick
 from .metric_families import Families
 
 FRESH_S = 0.2
@@ -28,21 +29,6 @@ TICK_S = 0.5
 """Between two ticks that are kept: ten minutes of them."""
 RATE_S = 1.0
 """Throughput is of the last so many seconds, or since the look before, if that is longer ago."""
-
-
-class Tick(msgspec.Struct, frozen=True, array_like=True):
-    """What a chart shows of one moment."""
-
-    at: float
-    """Seconds since the epoch."""
-    uptime_s: float
-    generated_tokens: int
-    running: int
-    waiting: int
-    kv_used: int
-    """Tokens whose KV live requests hold."""
-    reserved: int
-    """Bytes that the device allocator holds."""
 
 
 @dataclass(frozen=True, slots=True)
