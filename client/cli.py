@@ -255,7 +255,8 @@ def memory(
     last: int,
 ) -> None:
     """Show the engine's memory history: device memory over time, with pauses and updates."""
-    from .memory_view import fetch, watch, write_page
+    from .frontend.pages.document import write_page
+    from .memory_view import fetch, watch
     from .memory_view.live import events
 
     with _client(endpoint) as client:

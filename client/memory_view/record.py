@@ -1,4 +1,4 @@
-"""What an engine tells of its memory, and what follows from it: pauses, growth, what emptying was worth."""
+"""What an engine tells of its memory, and what follows from it: growth over the cycles of pause and continue."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,20 +12,6 @@ assert set(TAGS) == set(MemoryByTag.__struct_fields__)
 SETTLED = 10
 """Cycles after which an engine's workspaces have reached their sizes."""
 _ENDS: tuple[MemoryCause, ...] = ("continue", "lease_expiry")
-
-
-@dataclass(frozen=True)
-class Pause:
-    """From the moment when nothing was in flight any more to the continue."""
-
-    begin: MemoryEvent
-    end: MemoryEvent | None
-    """None: it lasts."""
-
-    @property
-    def seconds(self) -> float | None:
-        """None while it lasts."""
-        return None if self.end is None else self.end.at - self.begin.at
 
 
 @dataclass(frozen=True)
@@ -47,37 +33,6 @@ class MemoryRecord:
     """Oldest first, none missing between the first and the last."""
     older: Sequence[MemoryStretch] = ()
     """What came before the first event."""
-
-    @property
-    def start(self) -> float:
-        """When the record begins, in seconds since the epoch."""
-        return self.older[0].start if self.older else self.events[0].at
-
-    @property
-    def pauses(self) -> list[Pause]:
-        """Those whose beginning is among the events."""
-        found: list[Pause] = []
-        begin: MemoryEvent | None = None
-        for event in self.events:
-            if event.cause == "pause" and begin is None:
-                begin = event
-            elif event.cause in _ENDS and begin is not None:
-                found.append(Pause(begin, event))
-                begin = None
-        return found if begin is None else [*found, Pause(begin, None)]
-
-    @property
-    def updates(self) -> list[tuple[MemoryEvent | None, MemoryEvent]]:
-        """(begin, end) of each update that was committed or failed; begin None: before the first event."""
-        found: list[tuple[MemoryEvent | None, MemoryEvent]] = []
-        begin: MemoryEvent | None = None
-        for event in self.events:
-            if event.cause == "update_begin":
-                begin = event
-            elif event.cause in ("update_commit", "update_failed"):
-                found.append((begin, event))
-                begin = None
-        return found
 
     @property
     def continues(self) -> list[MemoryEvent]:

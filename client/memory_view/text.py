@@ -1,4 +1,4 @@
-"""Sizes, durations and causes in words; the same on the page and in the terminal."""
+"""Sizes, durations and causes in words, as the terminal shows them."""
 
 from time import localtime, strftime
 
@@ -31,14 +31,6 @@ def span(seconds: float) -> str:
     if seconds < 7200:
         return f"{seconds / 60:.0f} min"
     return f"{seconds / 3600:.1f} h"
-
-
-def tick(seconds: float) -> str:
-    """A round duration, below a chart."""
-    for unit, scale in (("h", 3600), ("min", 60)):
-        if seconds >= 2 * scale and seconds % scale == 0:
-            return f"{seconds / scale:g} {unit}"
-    return f"{seconds:g} s"
 
 
 def clock(at: float) -> str:

@@ -6,7 +6,6 @@ One engine, one front end in a thread, one headless Chromium for the module.
 import asyncio
 import contextlib
 import json
-import shutil
 import socket
 import threading
 from collections.abc import Iterator
@@ -20,9 +19,9 @@ from litestar import Litestar
 from litestar.di import Provide
 from prometheus_client.parser import text_string_to_metric_families
 from selenium import webdriver
-from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
+from support.browser import browsing, chromium
 from support.waiting import eventually
 
 from caesura.client import AsyncSchedulerClient, SamplingParams, SchedulerClient, launch_scheduler
@@ -30,14 +29,10 @@ from caesura.client.frontend.auth import AuthMiddleware
 from caesura.client.frontend.context import FrontEnd, ServeOptions
 from caesura.client.frontend.pages import dashboard, metrics
 from caesura.client.frontend.pages.metrics import Metrics
+from caesura.client.memory_view import fetch
 
 KEY = "a key for users"
-CHROMIUM, CHROMEDRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 HOSTILE = "<img src=x onerror=alert(1)>"
-browsing = pytest.mark.skipif(
-    CHROMIUM is None or CHROMEDRIVER is None,
-    reason="needs chromium and chromedriver (Debian: chromium-driver)",
-)
 
 
 @pytest.fixture(scope="module")
@@ -91,14 +86,8 @@ def address(engine) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[webdriver.Chrome]:
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    driver = webdriver.Chrome(options, Service(CHROMEDRIVER))
-    yield driver
-    driver.quit()
+    with chromium() as driver:
+        yield driver
 
 
 class Page:
@@ -106,7 +95,9 @@ class Page:
 
     def __init__(self, browser: webdriver.Chrome, address: str) -> None:
         self.browser = browser
-        browser.get(f"{address}/dashboard")
+        browser.get(address)
+        assert browser.current_url == f"{address}/dashboard"
+        assert browser.title == "Caesura", "which is all that it says without a key"
         self.until(lambda: self.find("login").is_displayed())
         assert not self.find("board").is_displayed(), "without a key it has nothing to show"
         self.before_login = browser.get_log("browser")
@@ -148,6 +139,7 @@ def test_it_shows_a_pause_and_an_update_when_they_happen(engine, page, other_mod
         stack.callback(engine.continue_generation, force=True)
         shows_the_pause(engine, page, other_model)
     page.until(lambda: page.text("generation") == "RUNNING")
+    assert page.browser.title.endswith(" · running")
 
 
 def shows_the_pause(engine, page, other_model):
@@ -157,12 +149,14 @@ def shows_the_pause(engine, page, other_model):
     page.until(
         lambda: page.text("generation-note") != before
     )  # its age rises: the page lives while the engine rests
-    page.until(lambda: page.browser.find_elements(By.CSS_SELECTOR, "#memory rect.pause"))
+    page.until(lambda: page.browser.find_elements(By.CSS_SELECTOR, "#timeline rect.pause"))
 
     engine.update_weights_from_disk(str(other_model), weight_version=f"step 1 {HOSTILE}", flush_cache=False)
     page.until(lambda: page.text("version") == f"step 1 {HOSTILE}")
     assert page.text("weights-note") == "epoch 1, valid"
-    page.until(lambda: page.browser.find_elements(By.CSS_SELECTOR, "#memory rect.update"))
+    serves = f"policy {HOSTILE} · step 1 {HOSTILE} · paused in place"
+    assert (page.text("title"), page.browser.title) == (serves, serves)
+    page.until(lambda: page.browser.find_elements(By.CSS_SELECTOR, "#timeline rect.update"))
     causes = [
         row.get_attribute("class") for row in page.browser.find_elements(By.CSS_SELECTOR, "#events .tag")
     ]
@@ -177,12 +171,49 @@ def test_it_draws_load_and_memory_while_tokens_come(engine, page):
     for handle in handles:
         handle.result(timeout=30)
     page.until(lambda: int(page.browser.execute_script(_TOKENS)) >= 8 * 240)
-    for chart in ("throughput", "requests", "kv", "memory"):
+    for chart in ("throughput", "requests", "kv", "timeline", "allocated"):
         page.until(lambda chart=chart: page.browser.find_elements(By.CSS_SELECTOR, f"#{chart} path.line"))
     tags = page.text("tags")
     assert all(tag in tags for tag in ("weights", "KV cache", "runtime"))
 
 
+@browsing
+def test_no_throughput_is_drawn_into_a_pause(engine, page):
+    handle = engine.submit([5, 6, 7], SamplingParams(max_new_tokens=4000, ignore_eos=True))
+    try:
+        page.until(lambda: page.text("tiles").split("\n")[0] != "0")
+        with paused(engine) as began:
+            looks = "return ticks.filter((tick) => tick[0] > arguments[0]).length"
+            page.until(lambda: page.browser.execute_script(looks, began) >= 3)
+            assert page.text("tiles").split("\n")[0] == "0"
+            ends = page.browser.execute_script(_ENDS)
+            assert ends["line"] == pytest.approx(ends["band"], abs=0.2)
+            assert ends["frame"] - ends["band"] > 5, "there was room for more"
+    finally:
+        engine.abort(handle.rid)
+
+
+@contextlib.contextmanager
+def paused(engine):
+    """Since when."""
+    engine.pause("in_place")
+    try:
+        yield fetch(engine, timeout=60).events[-1].at
+    finally:
+        engine.continue_generation()
+
+
+# Where the line ends, where the last band begins, and where both would end without the pause.
+_ENDS = """
+const right = (path) => Math.max(...path.getAttribute("d").match(/[-\\d.]+(?=,)/g).map(Number));
+const svg = document.getElementById("throughput");
+const band = svg.querySelector(".band").getAttribute("d").split("M").at(-1);
+return {
+  line: Math.max(...[...svg.querySelectorAll("path.line")].map(right)),
+  band: Number(band.split(",")[0]),
+  frame: svg.viewBox.baseVal.width - 8,
+};
+"""
 _TOKENS = "return document.querySelector('#tiles small').textContent.split(' ')[0].replaceAll(',', '')"
 
 

@@ -2,16 +2,19 @@
 page that a person gets of it."""
 
 import asyncio
+import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
 from time import monotonic
 
+import msgspec
 import pytest
 from support.scripted import EngineDriver
 
 from caesura.client import AsyncSchedulerClient, SamplingParams, launch_scheduler
+from caesura.client.frontend.pages.document import PageData
 from caesura.client.memory_view import fetch
 from caesura.io_struct import (
     ContinueGenerationReqInput,
@@ -92,7 +95,10 @@ def test_an_update_that_fails_and_one_that_empties(driver, other_model, monkeypa
         patch.setattr(model, "finalize_weights", broken)
         driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_model)))
     driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_model), torch_empty_cache=True))
-    first, failed, second, commit = history(driver, after=1)
+    first, failed, failure, second, commit = history(driver, after=1)
+    assert (failure.cause, failure.returned is not None) == ("failure", True), (
+        "a defect empties the allocator"
+    )
     assert (first.cause, second.cause, commit.cause) == ("update_begin", "update_begin", "update_commit")
     assert (failed.cause, failed.detail) == ("update_failed", "the commit failed: no derivation today")
     assert failed.returned is None
@@ -219,10 +225,14 @@ def test_the_command_writes_a_page(engine, tmp_path):
     page = tmp_path / "memory.html"
     done = run_memory(engine, "--html", str(page))
     assert (done.returncode, done.stderr) == (0, "")
-    text = page.read_text()
-    pid = engine.status(timeout=60).pid
-    assert f"<title>Memory of engine {pid}</title>" in text
-    assert 'class="paused"' in text
+    (told,) = re.findall(r'id="data">(.*?)</script>', page.read_text(), re.DOTALL)
+    data = msgspec.json.decode(told, type=PageData)
+    assert data.status.pid == engine.status(timeout=60).pid
+    assert [event.cause for event in data.history.events if event.cause != "sample"][:3] == [
+        "start",
+        "pause",
+        "continue",
+    ]
 
 
 def test_the_live_view_ends_with_ctrl_c(engine):

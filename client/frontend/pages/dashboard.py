@@ -1,17 +1,13 @@
-"""``/dashboard``: one page about the engine that keeps itself up to date, and the data that it asks for.
+"""``/dashboard``: one page about the engine that keeps itself up to date, and the data that it asks for; ``/`` leads to it.
 
 Invariants:
-- The page is the same bytes for everybody and says nothing: all figures come from ``/dashboard/data``, which needs the key of a
-  user. The key is typed into the page, kept in the browser's session storage, and sent in a header only.
+- The page is the same bytes for everybody and says nothing, nor does ``/``: all figures come from ``/dashboard/data``, which
+  needs the key of a user. The key is typed into the page, kept in the browser's session storage, and sent in a header only.
 - The page loads nothing from anywhere but this server, runs no script and applies no style but its own (a policy of hashes
   says so to the browser), cannot be framed, and inserts what it is told as text.
 - It is answered in every state of the engine, and without the engine: then the last figures stand, with their age.
 """
 
-from base64 import b64encode
-from functools import cache
-from hashlib import sha256
-from pathlib import Path
 from time import time
 from typing import Annotated
 
@@ -19,35 +15,14 @@ import msgspec
 from litestar import MediaType, Response, get
 from litestar.handlers import HTTPRouteHandler
 
-from ....io_struct import GetMemoryHistoryReqOutput, GetStatusReqOutput
+from ....io_struct import GetMemoryHistoryReqOutput
 from ...exceptions import EngineError
 from ...wire.async_control_client import AsyncControlClient
 from ..context import Front
 from ..exchange import HTTPRequest, query_of
 from ..health import NOBODY
-from .engine_metrics import ANSWER_S, Tick
-
-FOLDER = Path(__file__).parent / "dashboard_page"
-
-
-class DashboardData(msgspec.Struct):
-    """What the page draws next."""
-
-    now: float
-    """The server's clock, in seconds since the epoch, as all times here."""
-    answered: bool
-    """False: the engine does not answer, and ``status`` is its last."""
-    age_s: float
-    """Of ``status``."""
-    throughput: float
-    """Tokens per second."""
-    model_name: str
-    status: GetStatusReqOutput | None
-    """None: it has never answered."""
-    history: GetMemoryHistoryReqOutput | None
-    """Memory events after the one that was asked for. None: the engine does not answer."""
-    ticks: list[Tick]
-    """Load at moments after the one that was asked for."""
+from .document import PageData, served
+from .engine_metrics import ANSWER_S
 
 
 class _DataQuery(msgspec.Struct, kw_only=True):
@@ -56,10 +31,16 @@ class _DataQuery(msgspec.Struct, kw_only=True):
     since: Annotated[float, msgspec.Meta(ge=0, le=1e12)] = 0.0
 
 
+@get("/", opt={"access": "open"}, summary="To the page", status_code=307)
+async def root() -> Response[bytes]:
+    """For whoever types the address only; relative, so that it holds behind a prefix too."""
+    return Response(b"", media_type=MediaType.TEXT, headers={"location": "dashboard"})
+
+
 @get("/dashboard", opt={"access": "open"}, summary="The engine as a page")
 async def page() -> Response[bytes]:
     """The page itself, without a figure in it."""
-    content, policy = _page()
+    content, policy = served()
     headers = {
         "content-security-policy": policy,
         "cache-control": "no-cache",
@@ -76,7 +57,7 @@ async def data(request: HTTPRequest, front: Front) -> Response[bytes]:
     engine = front.metrics.engine
     look = await engine.look(front.client)
     history = await _history(front.client, max(0, query.after)) if look.answered else None
-    content = DashboardData(
+    content = PageData(
         now=time(),
         answered=look.answered,
         age_s=look.age_s,
@@ -97,22 +78,4 @@ async def _history(client: AsyncControlClient, after: int) -> GetMemoryHistoryRe
         return None
 
 
-@cache
-def _page() -> tuple[bytes, str]:
-    """The page with its style and script inside, and the policy that allows these two and nothing else."""
-    html, css, script = (
-        (FOLDER / name).read_text(encoding="utf-8") for name in ("page.html", "page.css", "page.js")
-    )
-    policy = (
-        f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(css)}; connect-src 'self'; "
-        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    )
-    return html.replace("$css", css).replace("$script", script).encode(), policy
-
-
-def _hash(inline: str) -> str:
-    digest = b64encode(sha256(inline.encode()).digest()).decode()
-    return f"'sha256-{digest}'"
-
-
-ROUTES: list[HTTPRouteHandler] = [page, data]
+ROUTES: list[HTTPRouteHandler] = [root, page, data]

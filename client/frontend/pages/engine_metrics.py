@@ -17,6 +17,7 @@ from ...exceptions import EngineError
 from ...wire.async_control_client import AsyncControlClient
 from ..health import NOBODY
 from ..printable import printable
+from .document import Tick
 from .metric_families import Families
 
 FRESH_S = 0.2
@@ -28,21 +29,6 @@ TICK_S = 0.5
 """Seconds between two stored ticks; :data:`TICKS` of them cover ten minutes."""
 RATE_S = 1.0
 """Window of the throughput in seconds; longer where the previous tick is older."""
-
-
-class Tick(msgspec.Struct, frozen=True, array_like=True):
-    """One point of the dashboard's charts."""
-
-    at: float
-    """Unix time in seconds."""
-    uptime_s: float
-    generated_tokens: int
-    running: int
-    waiting: int
-    kv_used: int
-    """KV token slots held by live requests."""
-    reserved: int
-    """Bytes that the device allocator holds."""
 
 
 @dataclass(frozen=True, slots=True)

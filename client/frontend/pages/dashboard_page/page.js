@@ -1,33 +1,18 @@
-"use strict";
-const TAGS = ["runtime", "weights", "derived", "kv", "reference", "graphs", "workspace", "other"];
-const WORDS = {
-  kv: "KV cache", lease_expiry: "lease expiry", update_begin: "update begins", update_commit: "update commits",
-  update_failed: "update failed", in_place: "in place",
-};
+// The page: asks for news (a file has them inside), and draws what is known. Everything that was told becomes text, never markup.
+
 const SPANS = [["2 min", 120], ["10 min", 600], ["all", Infinity]];
-const LEFT = 54, RIGHT = 8, MIB = 2 ** 20, MAX_TICKS = 1500, MAX_EVENTS = 4096, ROWS = 60;
-const LEAST = 20; // seconds that a chart shows at least
-const GAP = 20; // seconds without a look; Prometheus looks every 15
+const CLOSE = 48; // events of the closest view
+const MAX_TICKS = 1500, MAX_EVENTS = 4096, ROWS = 200;
+const LEAST = 20; // seconds that the charts of a server show at least
+const MARKED = ["flush", "release", "resume", "idle", "failure", "start"];
 const root = document.documentElement;
 const $ = (id) => document.getElementById(id);
-const word = (name) => WORDS[name] ?? name;
-const count = (value) => Math.round(value).toLocaleString("en-US");
-const clock = (at) => new Date(1000 * at).toLocaleTimeString("en-GB");
+const filed = $("data").textContent !== "";
 
-let key = sessionStorage.getItem("caesura-key") ?? "";
-let shown = SPANS[0][1];
-let news = null, events = [], older = [], ticks = [], hover = null;
-
-function size(bytes, sign = false) {
-  const [unit, scale] = Math.abs(bytes) >= 10240 * MIB ? ["GB", 1024 * MIB] : ["MB", MIB];
-  const value = (bytes / scale).toLocaleString("en-US", { minimumFractionDigits: 1, maximumFractionDigits: 1 });
-  return `${sign && bytes > 0 ? "+" : ""}${value.replace("-", "−")} ${unit}`;
-}
-
-function span(seconds) {
-  if (seconds < 120) return `${seconds.toFixed(1)} s`;
-  return seconds < 7200 ? `${Math.round(seconds / 60)} min` : `${(seconds / 3600).toFixed(1)} h`;
-}
+let key = filed ? "" : sessionStorage.getItem("caesura-key") ?? "";
+let shown = filed ? Infinity : SPANS[0][1];
+let axis = "time", most = Infinity; // of the charts of memory: what they go by, and how many events
+let news = null, events = [], older = [], ticks = [], hover = null, listed = "";
 
 function put(id, text) {
   if ($(id).textContent !== text) $(id).textContent = text;
@@ -48,6 +33,10 @@ async function poll() {
     const waits = !$("login").hidden || (document.hidden && news !== null);
     if (!waits && (await ask())) wait = 0;
   } catch (error) {
+    if (news?.status) {
+      news.answered = false;
+      draw();
+    }
     trouble(`This server does not answer (${error.message}). What you see is old.`);
   }
   setTimeout(poll, wait);
@@ -97,49 +86,7 @@ function trouble(text) {
   put("trouble", text);
 }
 
-// What the events tell.
-
-function pauses() {
-  const found = [];
-  let begin = null;
-  for (const event of events) {
-    if (event.cause === "pause") begin ??= event;
-    else if (begin && (event.cause === "continue" || event.cause === "lease_expiry")) {
-      found.push([begin.at, event.at]);
-      begin = null;
-    }
-  }
-  if (begin) found.push([begin.at, news.now]);
-  return found;
-}
-
-function updates() {
-  const found = [];
-  let begin = null;
-  for (const event of events) {
-    if (event.cause === "update_begin") begin = event;
-    else if (event.cause === "update_commit" || event.cause === "update_failed") {
-      found.push([(begin ?? event).at, event.at, event.cause === "update_failed"]);
-      begin = null;
-    }
-  }
-  if (begin) found.push([begin.at, news.now, false]);
-  return found;
-}
-
-// A throughput for each tick, over the second before it.
-function rates() {
-  const found = [];
-  let first = 0;
-  for (let last = 1; last < ticks.length; last++) {
-    while (first + 1 < last && ticks[last][1] - ticks[first + 1][1] >= 0.9) first++;
-    const seconds = ticks[last][1] - ticks[first][1];
-    if (seconds > 0) found.push([ticks[last][0], (ticks[last][2] - ticks[first][2]) / seconds]);
-  }
-  return found;
-}
-
-// Drawing. Everything that was told becomes text, never markup.
+// Drawing.
 
 function draw() {
   const status = news.status;
@@ -147,9 +94,11 @@ function draw() {
   if (!status) return trouble("The engine has not answered yet.");
   trouble(news.answered ? "" : `The engine does not answer. What you see is ${span(news.age_s)} old.`);
   $("board").classList.toggle("stale", !news.answered);
-  put("title", news.model_name || status.model_path.split("/").pop());
-  put("engine", `${status.model_path} (${status.dtype} on ${status.device}), pid ${status.pid}, up ${span(status.uptime_s)}`);
-  put("foot", `Caesura ${status.version}, looked at ${clock(news.now)}.`);
+  put("title", titleOf(news));
+  document.title = $("title").textContent;
+  const seen = filed ? `. Seen on ${new Date(1000 * news.now).toLocaleDateString("en-CA")} at ${clock(news.now)}` : "";
+  put("engine", `${status.model_path} (${status.dtype} on ${status.device}), pid ${status.pid}, up ${span(status.uptime_s)}${seen}`);
+  put("foot", `Caesura ${status.version}${filed ? "" : `, looked at ${clock(news.now)}`}.`);
   drawState(status);
   drawTiles(status);
   drawCharts(status);
@@ -184,241 +133,249 @@ function drawState(status) {
 
   const memory = status.device_memory;
   const released = status.released_tags.length ? `released: ${status.released_tags.map(word).join(", ")}; ` : "";
-  const note = `${released}reserved; ${size(memory.allocated)} allocated, ${size(memory.available)} available`;
+  const free = memory.available === null ? "" : `, ${size(memory.available)} available`;
+  const note = `${released}reserved; ${size(memory.allocated)} allocated${free}`;
   fact("memory-card", released ? "paused" : "good", "reserved", size(memory.reserved), note);
+}
+
+function tile([figure, name, note]) {
+  const made = element("div");
+  made.append(element("b", "", figure), element("span", "", name), element("small", "", note));
+  return made;
 }
 
 function drawTiles(status) {
   const { kv, totals } = status;
-  const updated = totals.updates.reduce((sum, update) => sum + update.committed, 0);
-  const failed = totals.updates.reduce((sum, update) => sum + update.failed, 0);
-  const paused = totals.pauses.reduce((sum, pause) => sum + pause.count, 0);
-  const seconds = totals.pauses.reduce((sum, pause) => sum + pause.seconds, 0);
+  const updated = sum(totals.updates.map((update) => update.committed));
+  const failed = sum(totals.updates.map((update) => update.failed));
+  const paused = sum(totals.pauses.map((pause) => pause.count));
+  const seconds = sum(totals.pauses.map((pause) => pause.seconds));
   const hits = totals.prompt_tokens ? `${(100 * totals.cached_tokens / totals.prompt_tokens).toFixed(0)} %` : "no";
-  const tiles = [
-    [count(news.throughput), "tokens/s", `${count(status.generated_tokens)} since start`],
+  const lasted = pausesOf(events).filter(([, end]) => end).map(([begin, end]) => end.at - begin.at);
+  const usual = lasted.length ? `, ${span(median(lasted))} in the median, at most ${span(largest(lasted))}` : "";
+  const commit = events.findLast((event) => event.cause === "update_commit");
+  // While nothing runs, the last second is none of the present.
+  const speed = news.throughput === null ? "–" : count(status.generation === "paused" ? 0 : news.throughput);
+  $("tiles").replaceChildren(...[
+    [speed, "tokens/s", `${count(status.generated_tokens)} since start`],
     [count(status.running_requests + status.prefilling_requests), "running", `${count(status.prefilling_requests)} in prefill, at most ${count(status.max_running_requests)}`],
     [count(status.waiting_requests), "waiting", `${count(status.num_retractions)} retractions`],
     [`${(100 * kv.held / Math.max(kv.total, 1)).toFixed(1)} %`, "KV held", `of ${count(kv.total)} tokens; ${count(kv.cached)} cached, ${hits} hits`],
-    [count(paused), "pauses", `${span(seconds)} in all`],
-    [count(updated), "weight updates", failed ? `${count(failed)} failed` : "none failed"],
-  ];
-  const made = tiles.map(([figure, name, note]) => {
-    const tile = element("div");
-    tile.append(element("b", "", figure), element("span", "", name), element("small", "", note));
-    return tile;
-  });
-  $("tiles").replaceChildren(...made);
+    [count(paused), "pauses", `${span(seconds)} in all${usual}`],
+    [count(updated), "weight updates", `${failed ? `${count(failed)} failed` : "none failed"}${commit ? `; last: ${commit.detail}` : ""}`],
+  ].map(tile));
+  $("conclusions").replaceChildren(...conclusionsOf(events).map(tile));
 }
 
-function shape(name, attributes, text) {
-  const made = document.createElementNS("http://www.w3.org/2000/svg", name);
-  for (const [attribute, value] of Object.entries(attributes)) made.setAttribute(attribute, value);
-  if (text !== undefined) made.textContent = text;
-  return made;
+function timeAxis() {
+  const known = [older[0]?.start, events[0]?.at, ticks[0]?.[0]].filter((at) => at !== undefined);
+  const end = filed ? Math.max(events[events.length - 1].until, ticks[ticks.length - 1]?.[0] ?? 0) : news.now;
+  const start = Math.max(smallest([...known, end - (filed ? 1 : LEAST)]), end - shown);
+  return { name: "time", start, end, at: (event) => event.at, until: (event) => event.until };
 }
 
-const path = (points) => `M${points.map(([x, y]) => `${x.toFixed(1)},${y.toFixed(1)}`).join("L")}`;
-
-function nice(value) {
-  const power = 10 ** Math.floor(Math.log10(value));
-  return [1, 2, 5, 10].map((step) => step * power).find((step) => step >= value * (1 - 1e-9));
-}
-
-class Chart {
-  constructor(id, height, top, most, text, { named = String, lines = 4, times = false } = {}) {
-    this.svg = $(id);
-    this.width = Math.max(this.svg.clientWidth, 200);
-    this.height = height;
-    this.bottom = height - (times ? 20 : 4);
-    this.top = top;
-    const known = [news.now - LEAST, older[0]?.start, events[0]?.at, ticks[0]?.[0]].filter((at) => at !== undefined);
-    this.end = news.now;
-    this.start = Math.max(Math.min(...known), news.now - shown);
-    const step = nice(Math.max(most, 1e-9) / lines);
-    this.most = Math.max(most, step) * 1.04;
-    this.parts = [];
-    for (let value = 0; value <= this.most; value += step) {
-      const y = this.y(value);
-      this.add("line", { class: "grid", x1: LEFT, x2: this.width - RIGHT, y1: y, y2: y });
-      this.add("text", { class: "end", x: LEFT - 8, y: y + 4 }, named(value));
-    }
-    if (times) this.times();
-    this.svg.setAttribute("role", "img");
-    this.svg.setAttribute("aria-label", text);
-  }
-
-  x(at) {
-    const share = (Math.min(Math.max(at, this.start), this.end) - this.start) / (this.end - this.start);
-    return LEFT + share * (this.width - LEFT - RIGHT);
-  }
-
-  y(value) {
-    return this.bottom - (value / this.most) * (this.bottom - this.top);
-  }
-
-  add(name, attributes, text) {
-    this.parts.push(shape(name, attributes, text));
-  }
-
-  block(from, to, y, height, kind) {
-    if (to < this.start) return;
-    const x = this.x(from);
-    this.add("rect", { class: kind, x, y, width: Math.max(this.x(to) - x, 2.5), height });
-  }
-
-  // Points (seconds, value), oldest first; where nobody has looked for a while, the line is broken.
-  line(points, kind, filled) {
-    const pieces = [];
-    points.slice(Math.max(0, points.findLastIndex(([at]) => at <= this.start))).forEach(([at, value], index, kept) => {
-      if (!index || at - kept[index - 1][0] > GAP) pieces.push([]);
-      pieces[pieces.length - 1].push([this.x(at), this.y(value)]);
-    });
-    for (const drawn of pieces.filter((piece) => piece.length > 1)) {
-      const ground = [[drawn[drawn.length - 1][0], this.bottom], [drawn[0][0], this.bottom]];
-      if (filled) this.add("path", { class: `area ${kind}`, d: `${path([...drawn, ...ground])}Z` });
-      this.add("path", { class: `line ${kind}`, d: path(drawn) });
-    }
-  }
-
-  times() {
-    const step = [5, 10, 20, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21600, 86400].find(
-      (seconds) => seconds / (this.end - this.start) * (this.width - LEFT) >= 66) ?? 86400;
-    for (let at = Math.ceil(this.start / step) * step; at <= this.end; at += step) {
-      const text = step < 60 ? clock(at) : clock(at).slice(0, 5);
-      if (this.x(at) > LEFT + 24 && this.x(at) < this.width - 24) this.add("text", { class: "mid", x: this.x(at), y: this.height - 4 }, text);
-    }
-  }
-
-  finish() {
-    for (const [from, to] of pauses()) this.block(from, to, this.top, this.bottom - this.top, "band");
-    this.svg.setAttribute("viewBox", `0 0 ${this.width} ${this.height}`);
-    this.svg.setAttribute("height", this.height);
-    this.svg.dataset.start = this.start;
-    this.svg.dataset.end = this.end;
-    if (hover !== null && hover.at >= this.start) {
-      const x = this.x(hover.at);
-      this.add("line", { class: "cross", x1: x, x2: x, y1: 0, y2: this.height });
-    }
-    this.svg.replaceChildren(...this.parts);
-  }
+// Every event has the same room.
+function eventAxis() {
+  const place = (event) => event.seq, last = events[events.length - 1].seq;
+  return { name: "event", start: Math.max(events[0].seq, last + 1 - most), end: last + 1, at: place, until: place };
 }
 
 function drawCharts(status) {
-  for (const button of $("spans").children) button.setAttribute("aria-pressed", Number(button.dataset.seconds) === shown);
-  const begin = shown === Infinity ? 0 : news.now - shown - 2;
-  const recent = ticks.filter((tick) => tick[0] >= begin);
-  const most = (values) => values.reduce((a, b) => Math.max(a, b), 0);
-  const flow = rates().filter(([at]) => at >= begin);
-  const short = (value) => (value >= 1e6 ? `${value / 1e6}M` : value >= 1e4 ? `${value / 1e3}k` : String(value));
-
-  const throughput = new Chart("throughput", 110, 6, Math.max(10, most(flow.map(([, value]) => value))),
-    `${count(news.throughput)} tokens per second now`, { named: short });
-  throughput.line(flow, "tokens", true);
-  throughput.finish();
-
-  const requests = new Chart("requests", 96, 6, Math.max(3, most(recent.map((tick) => Math.max(tick[3], tick[4])))),
-    `${status.running_requests} requests running, ${status.waiting_requests} waiting`, { named: short });
-  requests.line(recent.map((tick) => [tick[0], tick[3]]), "running", true);
-  requests.line(recent.map((tick) => [tick[0], tick[4]]), "waiting", false);
-  requests.finish();
-
-  const share = recent.map((tick) => [tick[0], 100 * tick[5] / Math.max(status.kv.total, 1)]);
-  const kv = new Chart("kv", 96, 6, Math.max(5, most(share.map(([, value]) => value))), "share of the KV pool", { named: (value) => `${value} %`, times: true });
-  kv.line(share, "kv", true);
-  kv.finish();
-  drawMemory(recent, most);
+  for (const button of $("spans").children) button.setAttribute("aria-pressed", button.value === String(shown));
+  for (const button of $("axes").children) button.setAttribute("aria-pressed", button.value === `${axis} ${most}`);
+  const time = timeAxis(), pauses = pausesOf(events);
+  $("load").hidden = filed && !ticks.length;
+  $("memory").hidden = !events.length;
+  if (!$("load").hidden) drawLoad(status, time, pauses);
+  if (!$("memory").hidden) drawMemory(axis === "time" ? time : eventAxis(), pauses);
+  point();
 }
 
-function drawMemory(recent, most) {
-  const used = TAGS.filter((tag) => events.some((event) => event.by_tag[tag] > 0));
-  const last = events[events.length - 1];
-  const entries = used.map((tag) => {
-    const entry = element("span");
-    entry.append(element("i", `fill-${tag}`), word(tag), element("b", "", size(last.by_tag[tag])));
-    return entry;
-  });
-  $("tags").replaceChildren(...entries);
+function drawLoad(status, time, pauses) {
+  const recent = ticks.filter((tick) => tick[0] >= time.start - 2);
+  const flow = rates(ticks, pauses.map(([begin, end]) => [begin.at, end?.at ?? Infinity]));
+  const seen = flow.flat().filter(([at]) => at >= time.start);
 
-  const top = most([...events.map((event) => event.reserved), ...recent.map((tick) => tick[6])]);
-  const chart = new Chart("memory", 280, 40, top / MIB, "reserved memory by what holds it", { named: count, lines: 5, times: true });
-  const begin = Math.max(0, events.findLastIndex((event) => event.at <= chart.start));
-  const seen = events.slice(begin);
-  const below = new Array(2 * seen.length).fill(0);
+  const text = `${count(news.throughput ?? 0)} tokens per second now`;
+  const throughput = new Chart($("throughput"), time, [0, largest(seen.map(([, value]) => value), 10)], text, { height: 110, named: short });
+  for (const piece of flow.filter((each) => each.length && each[each.length - 1][0] >= time.start)) {
+    throughput.line(piece, "tokens", { filled: true, gap: GAP });
+  }
+  throughput.finish(pauses, []);
+
+  const waiting = `${status.running_requests} requests running, ${status.waiting_requests} waiting`;
+  const requests = new Chart($("requests"), time, [0, largest(recent.map((tick) => Math.max(tick[3], tick[4])), 3)], waiting, { named: short });
+  requests.line(recent.map((tick) => [tick[0], tick[3]]), "running", { filled: true, gap: GAP });
+  requests.line(recent.map((tick) => [tick[0], tick[4]]), "waiting", { gap: GAP });
+  requests.finish(pauses, []);
+
+  const share = recent.map((tick) => [tick[0], 100 * tick[5] / Math.max(status.kv.total, 1)]);
+  const held = [0, largest(share.map(([, value]) => value), 5)];
+  const kv = new Chart($("kv"), time, held, "share of the KV pool", { named: (value) => `${value} %`, labels: true });
+  kv.line(share, "kv", { filled: true, gap: GAP });
+  kv.finish(pauses, []);
+}
+
+function drawMemory(along, pauses) {
+  const seen = events.slice(Math.max(0, events.findLastIndex((event) => along.at(event) <= along.start)));
+  drawReserved(along, pauses, seen);
+  drawAllocated(along, pauses, seen);
+  drawReturned(along, pauses, seen.filter((event) => along.at(event) >= along.start));
+  drawParts(along, pauses, seen);
+}
+
+const bothEnds = (along, event) => [...new Set([along.at(event), along.until(event)])];
+
+function drawReserved(along, pauses, seen) {
+  const levels = seen.flatMap((event) => [
+    ...(event.returned > 0 ? [[along.at(event), event.reserved + event.returned]] : []), // the drop
+    ...bothEnds(along, event).map((place) => [place, event.reserved]),
+  ]);
+  const folded = along.name === "time" ? older.filter((stretch) => stretch.end >= along.start) : [];
+  const looks = along.name === "time" ? ticks.filter((tick) => tick[0] >= along.start).map((tick) => [tick[0], tick[6]]) : [];
+  const line = looks.length ? [...levels, ...looks].sort((a, b) => a[0] - b[0]) : levels;
+  const bounds = closeUp([...line.map(([, bytes]) => bytes), ...folded.flatMap((stretch) => [stretch.reserved_min, stretch.reserved_max])]);
+  const chart = new Chart($("timeline"), along, bounds, "reserved memory", { height: 230, top: 44, lines: 6, named: count, unit: MIB });
+  if (folded.length) {
+    const edge = (bound) => folded.flatMap((stretch) => [stretch.start, stretch.end].map((at) => [chart.x(at), chart.y(stretch[bound])]));
+    chart.area(edge("reserved_max"), edge("reserved_min"), "folded");
+  }
+  chart.line(line, "reserved");
+  chart.line(seen.filter(ends).map((event) => [along.at(event), event.reserved]), "floor");
+  for (const pause of pauses) chart.block(pause, 26, 6, "pause");
+  for (const update of updatesOf(events)) chart.block(update, 15, 6, update[1]?.cause === "update_failed" ? "update failed" : "update");
+  for (const event of seen.filter((each) => ends(each))) chart.block([event, event], 26, 6, "continue");
+  for (const event of seen.filter((each) => MARKED.includes(each.cause) && chart.inside(each))) {
+    chart.add("path", { class: `mark ${event.cause}`, d: `M${(chart.x(along.at(event)) - 3.5).toFixed(1)},4h7l-3.5,6z` });
+  }
+  chart.finish(pauses, seen);
+}
+
+function drawAllocated(along, pauses, seen) {
+  const points = seen.flatMap((event) => bothEnds(along, event).map((place) => [place, event.allocated]));
+  const chart = new Chart($("allocated"), along, closeUp(points.map(([, bytes]) => bytes)), "allocated memory", { named: count, unit: MIB });
+  chart.line(points, "allocated");
+  chart.finish(pauses, seen);
+}
+
+function drawReturned(along, pauses, seen) {
+  const gave = seen.filter((event) => event.returned !== null), left = seen.filter((event) => event.residual !== null);
+  const values = [0, ...gave.map((event) => event.returned), ...left.map((event) => event.residual)];
+  const low = smallest(values), high = largest(values), room = Math.max(0.12 * (high - low), MIB / 16);
+  const text = `${gave.length} emptyings returned ${size(sum(gave.map((event) => event.returned)))}`;
+  const named = (value) => `${value > 0 ? "+" : ""}${Number(value.toFixed(3))}`;
+  const chart = new Chart($("returned"), along, [low - room, high + room], text, { height: 120, named, labels: true, unit: MIB });
+  const width = Math.max(1.5, Math.min(9, 0.5 * chart.width / Math.max(1, seen.length)));
+  const zero = chart.y(0);
+  for (const event of gave) {
+    const y = chart.y(event.returned), kind = event.cause === "continue" ? "bar" : "bar elsewhere";
+    chart.add("rect", { class: kind, x: chart.x(along.at(event)) - width / 2, y: Math.min(y, zero), width, height: Math.abs(zero - y) });
+  }
+  for (const event of left) chart.add("circle", { class: "left", cx: chart.x(along.at(event)), cy: chart.y(event.residual), r: 2.6 });
+  chart.add("line", { class: "zero", x1: LEFT, x2: chart.width - RIGHT, y1: zero, y2: zero });
+  chart.finish(pauses, seen);
+}
+
+function drawParts(along, pauses, seen) {
+  const used = TAGS.filter((tag) => events.some((event) => event.by_tag[tag] > 0));
+  const top = largest(seen.map((event) => event.reserved), MIB);
+  const chart = new Chart($("parts"), along, [0, top], "reserved memory by what holds it", { height: 240, lines: 5, named: count, labels: true, unit: MIB });
+  // A part stands until the next look at it.
+  const places = seen.map((event, index) => [along.at(event), index + 1 < seen.length ? along.at(seen[index + 1]) : along.end]);
+  let below = seen.map(() => 0);
   for (const tag of used) {
-    const low = [], high = [];
-    seen.forEach((event, index) => {
-      // A part stands until the next look at it.
-      const ends = [event.at, index + 1 < seen.length ? seen[index + 1].at : news.now];
-      ends.forEach((at, side) => {
-        const x = chart.x(at), slot = 2 * index + side;
-        low.push([x, chart.y(below[slot] / MIB)]);
-        below[slot] += event.by_tag[tag];
-        high.push([x, chart.y(below[slot] / MIB)]);
-      });
-    });
-    if (high.length) chart.add("path", { class: `fill-${tag}`, d: `${path([...high, ...low.reverse()])}Z` });
+    const above = seen.map((event, index) => below[index] + event.by_tag[tag]);
+    const edge = (bytes) => places.flatMap((both, index) => both.map((place) => [chart.x(place), chart.y(bytes[index])]));
+    chart.area(edge(above), edge(below), `fill-${tag}`);
+    below = above;
   }
-  chart.line(recent.map((tick) => [tick[0], tick[6] / MIB]), "reserved", false);
-  for (const [from, to] of pauses()) chart.block(from, to, 26, 6, "pause");
-  for (const [from, to, failed] of updates()) chart.block(from, to, 15, 6, failed ? "update failed" : "update");
-  for (const event of seen) {
-    if (!["flush", "release", "resume", "idle", "failure", "start"].includes(event.cause) || event.at < chart.start) continue;
-    const x = chart.x(event.at);
-    chart.add("path", { class: `mark ${event.cause}`, d: `M${(x - 3.5).toFixed(1)},4h7l-3.5,6z` });
-  }
-  chart.finish();
+  chart.finish(pauses, seen);
+  $("tags").replaceChildren(...used.map(tagRow));
+}
+
+function tagRow(tag) {
+  const values = events.map((event) => event.by_tag[tag]), last = events[events.length - 1];
+  const row = element("tr"), name = element("td"), share = element("td", "share"), bar = element("i", `fill-${tag}`);
+  name.append(element("i", `fill-${tag}`), word(tag), element("small", "", MEANINGS[tag]));
+  bar.style.width = `${(100 * last.by_tag[tag] / Math.max(last.reserved, 1)).toFixed(1)}%`;
+  share.append(bar);
+  const figures = [values[values.length - 1], smallest(values), largest(values)];
+  row.append(name, ...figures.map((bytes) => element("td", "n", size(bytes))), share);
+  return row;
 }
 
 function drawEvents() {
+  if (!events.length) return;
+  const last = events[events.length - 1], state = `${news.status.pid} ${last.seq} ${last.until}`;
+  if (state === listed) return; // so that a selection stays
+  listed = state;
   const rows = events.slice(-ROWS).reverse().map((event) => {
-    const row = element("tr"), what = element("td");
-    what.append(element("b", `tag ${event.cause}`, word(event.cause)), event.detail);
-    const figures = [count(event.step), String(event.weights_epoch), size(event.reserved), event.returned === null ? "" : size(event.returned)];
-    row.append(element("td", "", clock(event.at)), what, ...figures.map((text) => element("td", "n", text)));
+    const row = element("tr"), told = element("td"), lasted = event.until - event.at;
+    told.append(element("b", `tag ${event.cause}`, word(event.cause)), event.detail);
+    const optional = [event.returned === null ? "" : size(event.returned), event.residual === null ? "" : size(event.residual, true)];
+    const figures = [count(event.step), String(event.weights_epoch), size(event.reserved), size(event.allocated), ...optional];
+    const when = element("td", "", exactly(event.at) + (lasted >= 0.1 ? ` + ${span(lasted)}` : ""));
+    row.append(element("td", "n", String(event.seq)), when, told, ...figures.map((text) => element("td", "n", text)));
     return row;
   });
   $("events").replaceChildren(...rows);
+  put("shown", `Newest first, the last ${count(rows.length)} of ${count(last.seq)}.`);
 }
 
 // Hands.
 
-function explain(move, svg) {
-  const box = svg.getBoundingClientRect();
-  const share = (move.clientX - box.left - LEFT) / (box.width - LEFT - RIGHT);
-  const [start, end] = [Number(svg.dataset.start), Number(svg.dataset.end)];
-  hover = { at: start + Math.min(Math.max(share, 0), 1) * (end - start) };
-  const tick = ticks.findLast((each) => each[0] <= hover.at);
-  const event = events.findLast((each) => each.at <= hover.at);
-  const lines = [clock(hover.at)];
+function point() {
+  for (const svg of document.querySelectorAll("svg.chart")) svg.chart?.point(hover);
+}
+
+function leave() {
+  hover = null;
+  $("tooltip").hidden = true;
+  point();
+}
+
+function explain(move, chart) {
+  const along = chart.axis, place = chart.place(move), byTime = along.name === "time";
+  hover = { name: along.name, place };
+  const distance = (event) => Math.max(along.at(event) - place, place - along.until(event), 0);
+  const event = events.length ? events.reduce((near, each) => (distance(each) <= distance(near) ? each : near)) : null;
+  const tick = byTime ? ticks.findLast((each) => each[0] <= place) : undefined;
+  const lines = [];
+  if (byTime) lines.push(clock(place));
   if (tick) lines.push(`${tick[3]} running, ${tick[4]} waiting, ${size(tick[6])} reserved`);
-  if (event) lines.push(`last event: ${word(event.cause)} ${event.detail}`.trimEnd());
+  if (event) {
+    lines.push(`#${event.seq} ${what(event)}`, `at ${exactly(event.at)}, step ${count(event.step)}, epoch ${event.weights_epoch}`);
+    lines.push(`${size(event.reserved)} reserved, ${size(event.allocated)} allocated`);
+    if (event.returned !== null) lines.push(`${size(event.returned)} returned`);
+    if (event.residual !== null) lines.push(`${size(event.residual, true)} since the pause began`);
+  }
   const tooltip = $("tooltip");
   tooltip.textContent = lines.join("\n");
   tooltip.hidden = false;
   tooltip.style.left = `${Math.max(10, Math.min(move.clientX + 16, innerWidth - tooltip.offsetWidth - 10))}px`;
   tooltip.style.top = `${Math.max(10, move.clientY - tooltip.offsetHeight - 14)}px`;
-  drawCharts(news.status);
+  point();
+}
+
+function choice(group, text, value, choose) {
+  const button = element("button", "", text);
+  button.type = "button";
+  button.value = value;
+  button.addEventListener("click", () => {
+    choose();
+    leave();
+    drawCharts(news.status);
+  });
+  $(group).append(button);
 }
 
 for (const svg of document.querySelectorAll("svg.chart")) {
-  svg.addEventListener("mousemove", (move) => explain(move, svg));
-  svg.addEventListener("mouseleave", () => {
-    hover = null;
-    $("tooltip").hidden = true;
-    drawCharts(news.status);
-  });
+  svg.addEventListener("mousemove", (move) => svg.chart && explain(move, svg.chart));
+  svg.addEventListener("mouseleave", leave);
 }
-
-for (const [text, seconds] of SPANS) {
-  const button = element("button", "", text);
-  button.type = "button";
-  button.dataset.seconds = seconds;
-  button.addEventListener("click", () => {
-    shown = seconds;
-    drawCharts(news.status);
-  });
-  $("spans").append(button);
+for (const [text, seconds] of SPANS) choice("spans", text, seconds, () => (shown = seconds));
+for (const [text, name, many] of [["by time", "time", Infinity], ["by event", "event", Infinity], [`last ${CLOSE} events`, "event", CLOSE]]) {
+  choice("axes", text, `${name} ${many}`, () => ([axis, most] = [name, many]));
 }
 
 $("login").addEventListener("submit", (submit) => {
@@ -434,4 +391,9 @@ $("theme").addEventListener("click", () => {
   root.dataset.theme = root.dataset.theme === "dark" ? "light" : "dark";
 });
 addEventListener("resize", () => news?.status && drawCharts(news.status));
-poll();
+if (filed) {
+  take(JSON.parse($("data").textContent));
+  draw();
+} else {
+  poll();
+}
