@@ -45,6 +45,3 @@ class ParallelState:
     def all_reduce_min(self, value: int) -> int:
         """The smallest ``value`` of all ranks."""
         return value
-
-    def barrier(self) -> None:
-        """Return when every rank has called this."""

@@ -24,10 +24,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .allocator import LedgerError, PageAllocator
+from .allocator import LedgerError as LedgerError
+from .allocator import PageAllocator
 from .radix import NO_PAGES, Node, RadixTree
-
-__all__ = ["CacheManager", "LedgerError", "RequestKV", "Usage"]
 
 
 @dataclass(slots=True, eq=False)

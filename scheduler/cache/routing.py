@@ -19,6 +19,7 @@ from torch import Tensor
 from ..config import PAGE_SIZE
 from ..dtypes import torch_name
 from ..memory import residency
+from ..memory.device_module import DeviceModule, streams_of
 
 STAGED_PAGES = 256
 """Pages that one copy to the host takes: 4,096 tokens, 1.5 MB for 48 layers of 8 experts in a byte each."""
@@ -35,7 +36,7 @@ class RoutingPool:
         dtype: torch.dtype,
         num_pages: int,
         device: torch.device | str = "cpu",
-        device_module: Any = None,
+        device_module: DeviceModule | None = None,
         page_size: int = PAGE_SIZE,
     ) -> None:
         """
@@ -47,8 +48,9 @@ class RoutingPool:
         self.num_layers, self.top_k, self.dtype = num_layers, top_k, dtype
         self.numpy_dtype = np.dtype(torch_name(dtype))
         self._page_size = page_size
-        self._module = device_module
-        self._stream = device_module.Stream() if torch.device(device).type != "cpu" else None
+        on_host = torch.device(device).type == "cpu"
+        self._streams = None if device_module is None or on_host else streams_of(device_module)
+        self._stream = None if self._streams is None else self._streams.Stream()
         page = (page_size, num_layers, top_k)
         self._pages = residency.allocate((num_pages, *page), dtype, device)
         staged = min(STAGED_PAGES, num_pages)
@@ -93,7 +95,6 @@ class RoutingPool:
         return host.view(-1, self.num_layers, self.top_k).numpy()
 
     def _reading(self) -> AbstractContextManager[Any]:
-        if self._stream is None:
+        if self._streams is None or self._stream is None:
             return nullcontext()
-        context: AbstractContextManager[Any] = self._module.stream(self._stream)
-        return context
+        return self._streams.stream(self._stream)

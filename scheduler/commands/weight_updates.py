@@ -49,11 +49,10 @@ from ..models.base import CausalLM
 from ..observability.memory_history import MemoryHistory
 from ..observability.stage_profiler import StageProfiler
 from ..weights.loader import LoadCounts, WeightLoader, WeightPiece
-from ..weights.source import WeightSource
+from ..weights.source import BufferSource, WeightSource
 from ..weights.transports.disk import DiskSource, open_fitting
 from ..weights.transports.distributed import WeightsUpdateGroups
 from ..weights.transports.ipc import SharedMemoryMaps
-from ..weights.transports.tensor import open_frames
 from ..weights.writing import END, write_some
 from .committed_weights import WeightsFile
 from .lifecycle import Lifecycle, Operation, Wait
@@ -185,7 +184,9 @@ class WeightUpdates:
         self, request: UpdateWeightsFromTensorReqInput, sender: Sender, frames: Sequence[memoryview]
     ) -> Operation:
         """Update from tensors in the frames of the message."""
-        return self._update(request, sender, ("tensor", None), lambda: open_frames(request, frames))
+        return self._update(
+            request, sender, ("tensor", None), lambda: BufferSource("tensor", request.specs, frames)
+        )
 
     def from_ipc(self, request: UpdateWeightsFromIPCReqInput, sender: Sender) -> Operation:
         """Update from tensors in shared memory."""

@@ -20,7 +20,7 @@ from ..memory.workspace import ALIGNMENT, Workspace
 from . import native
 from .attention import PagedStep
 from .linear import is_storage, packable, storage_shape
-from .native import FLOAT, INT, POINTER, SIZE
+from .native import INT, POINTER, SIZE, DecoderStep
 
 _DECODER = native.by_dtype("caesura_decoder", POINTER, SIZE, POINTER, POINTER, INT)
 _counters = native.function("caesura_decoder_counters", SIZE, INT, result=SIZE)
@@ -60,21 +60,6 @@ class LayerShape:
     def qkv(self) -> int:
         """Elements of a token's queries, keys and values."""
         return (self.heads + 2 * self.kv_heads) * self.head_size
-
-
-class _Step(ctypes.Structure):
-    """decoder.cpp's ``Step``."""
-
-    _fields_ = [
-        *((name, SIZE) for name in ("tokens", "hidden", "heads", "kv_heads", "head_size", "intermediate")),
-        *((name, POINTER) for name in ("residual", "update", "x", "qkv", "attended", "gate_up", "gated")),
-        *((name, POINTER) for name in ("cos", "sin")),
-        *(("angles_row", SIZE), ("positions", POINTER), ("slots", POINTER)),
-        *(("pages", POINTER), ("pages_row", SIZE), ("tasks", POINTER), ("num_tasks", SIZE)),
-        *(("sampled", POINTER), ("num_sampled", SIZE), ("last_norm", POINTER), ("out", POINTER)),
-        *(("scratch", POINTER), ("thread_floats", SIZE)),
-        *((name, FLOAT) for name in ("eps", "head_eps", "scale")),
-    ]
 
 
 class DecoderKernel:
@@ -148,7 +133,7 @@ class DecoderKernel:
         memory = self._workspace.take("activations", shape, self._dtype)
         update, x, qkv, attended, gate_up, gated = self._regions(memory)
         scratch, thread_floats = attention.scratch(threads)
-        arguments = _Step(
+        arguments = DecoderStep(
             tokens,
             *self._sizes,
             *(residual.data_ptr(), update, x, qkv, attended, gate_up, gated),

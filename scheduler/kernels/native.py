@@ -32,7 +32,7 @@ ISAS = ("torch", "avx2", "avx512", "avx512bf16", "amx")
 FLOATS = (torch.bfloat16, torch.float32)
 """What kernels compute in."""
 
-_ABI = 5
+_ABI = 6
 """native.cpp has the same; both rise when an argument of a kernel changes."""
 
 POINTER = ctypes.c_void_p
@@ -40,6 +40,21 @@ POINTER = ctypes.c_void_p
 SIZE = ctypes.c_int64
 INT = ctypes.c_int
 FLOAT = ctypes.c_float
+
+
+class DecoderStep(ctypes.Structure):
+    """``DecoderStep`` of ``cpu/operations.h``; their sizes are compared when the library is loaded."""
+
+    _fields_ = [
+        *((name, SIZE) for name in ("tokens", "hidden", "heads", "kv_heads", "head_size", "intermediate")),
+        *((name, POINTER) for name in ("residual", "update", "x", "qkv", "attended", "gate_up", "gated")),
+        *((name, POINTER) for name in ("cos", "sin")),
+        *(("angles_row", SIZE), ("positions", POINTER), ("slots", POINTER)),
+        *(("pages", POINTER), ("pages_row", SIZE), ("tasks", POINTER), ("num_tasks", SIZE)),
+        *(("sampled", POINTER), ("num_sampled", SIZE), ("last_norm", POINTER), ("out", POINTER)),
+        *(("scratch", POINTER), ("thread_floats", SIZE)),
+        *((name, FLOAT) for name in ("eps", "head_eps", "scale")),
+    ]
 
 
 @cache
@@ -59,6 +74,9 @@ def _library() -> ctypes.CDLL | str:
         return f"{path.name} does not load: {error}"
     if library.caesura_abi() != _ABI:
         return f"{path.name} was built from other sources; install again"
+    theirs, ours = library.caesura_decoder_step_bytes(), ctypes.sizeof(DecoderStep)
+    if theirs != ours:
+        return f"{path.name} takes a decoder step of {theirs} bytes, this source makes one of {ours}"
     return library if library.caesura_use_isa(ISAS.index(limit)) else "this processor has no AVX2"
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from ..forward import AttentionBackend
 from .linear import Linear, QKVLinear
 from .norm import RMSNorm, normalize
-from .parameters import Parameter, Placement, WeightSlot
+from .parameters import CompositeLayer, Layer, Placement
 from .rotary import rotate
 
 
@@ -26,7 +26,7 @@ class AttentionShape:
     """Queries and keys are RMS-normalised per head with this epsilon. None: they are not."""
 
 
-class Attention:
+class Attention(CompositeLayer):
     """One layer's attention block."""
 
     def __init__(
@@ -97,16 +97,8 @@ class Attention:
         attended = backend.forward(qk[:, : shape.num_heads], qk[:, shape.num_heads :], v, self._layer)
         return self.o.forward(attended)
 
-    def slots(self) -> Iterator[WeightSlot]:
-        """q, k, v, o, then the head norms where there are any."""
-        yield from self.qkv.slots()
-        yield from self.o.slots()
-        for norm in self.qk_norms or ():
-            yield from norm.slots()
-
-    def parameters(self) -> Iterator[Parameter]:
-        """qkv, o, then the head norms where there are any."""
-        yield from self.qkv.parameters()
-        yield from self.o.parameters()
-        for norm in self.qk_norms or ():
-            yield from norm.parameters()
+    def parts(self) -> Iterator[Layer]:
+        """q, k and v, o, then the head norms where there are any."""
+        yield self.qkv
+        yield self.o
+        yield from self.qk_norms or ()

@@ -25,7 +25,7 @@ from ..forward import AttentionBackend
 from .fp8_block import Fp8Matrix
 from .linear import Linear, all_fp8
 from .norm import RMSNorm
-from .parameters import Parameter, Placement, PlainSlot, WeightSlot
+from .parameters import CompositeLayer, Layer, Parameter, Placement, PlainSlot, WeightSlot
 from .rotary import rotate
 
 _LATENT_EPS = 1e-6
@@ -140,7 +140,7 @@ class UpProjection:
         return ((head, weight) for head in range(self._heads) for weight in self._weights)
 
 
-class LatentAttention:
+class LatentAttention(CompositeLayer):
     """One layer's latent attention block."""
 
     def __init__(
@@ -208,25 +208,15 @@ class LatentAttention:
         values = torch.bmm(attended.transpose(0, 1), self._kv_up.w_vc.transpose(1, 2))
         return self._o.forward(values.transpose(0, 1).reshape(-1, heads * shape.v_head_dim))
 
-    def slots(self) -> Iterator[WeightSlot]:
-        """In the order of the checkpoint's modules: queries, latents, output."""
-        yield from self._down.slots()
+    def parts(self) -> Iterator[Layer]:
+        """Queries, latents, output."""
+        yield self._down
         if self._q_up is not None and self._q_norm is not None:
-            yield from self._q_norm.slots()
-            yield from self._q_up.slots()
-        yield from self._kv_norm.slots()
-        yield from self._kv_up.slots()
-        yield from self._o.slots()
-
-    def parameters(self) -> Iterator[Parameter]:
-        """down, q_norm and q_up where there are any, kv_norm, the up-projection, o."""
-        yield from self._down.parameters()
-        if self._q_up is not None and self._q_norm is not None:
-            yield from self._q_norm.parameters()
-            yield from self._q_up.parameters()
-        yield from self._kv_norm.parameters()
-        yield from self._kv_up.parameters()
-        yield from self._o.parameters()
+            yield self._q_norm
+            yield self._q_up
+        yield self._kv_norm
+        yield self._kv_up
+        yield self._o
 
     def finalize(self) -> None:
         """See :class:`UpProjection`."""

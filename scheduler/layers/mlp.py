@@ -7,10 +7,10 @@ from torch.nn import functional
 
 from ..kernels import TORCH, best, elementwise
 from .linear import Linear, MergedLinear
-from .parameters import Parameter, Placement, WeightSlot
+from .parameters import CompositeLayer, Layer, Placement
 
 
-class GatedMLP:
+class GatedMLP(CompositeLayer):
     """``down(silu(gate(x)) * up(x))`` with gate and up in one product."""
 
     def __init__(
@@ -41,12 +41,7 @@ class GatedMLP:
         gate, up = self.gate_up.split(gate_up)
         return self.down.forward(functional.silu(gate).mul_(up))
 
-    def slots(self) -> Iterator[WeightSlot]:
-        """gate, up, down."""
-        yield from self.gate_up.slots()
-        yield from self.down.slots()
-
-    def parameters(self) -> Iterator[Parameter]:
-        """gate_up, down."""
-        yield from self.gate_up.parameters()
-        yield from self.down.parameters()
+    def parts(self) -> Iterator[Layer]:
+        """gate and up, down."""
+        yield self.gate_up
+        yield self.down

@@ -14,8 +14,7 @@ from ..kernels import experts as kernel
 from .experts import Experts
 from .linear import Linear
 from .mlp import GatedMLP
-from .parameters import Layer, Parameter, Placement, WeightSlot
-from .routed_experts import RoutedExperts
+from .parameters import CompositeLayer, Layer, Placement
 
 
 class Router(Layer, Protocol):
@@ -26,7 +25,7 @@ class Router(Layer, Protocol):
         ...
 
 
-class TopKRouter:
+class TopKRouter(CompositeLayer):
     """The k experts of the highest probability, softmax in float32 over all of them."""
 
     def __init__(
@@ -60,16 +59,38 @@ class TopKRouter:
             weights = weights / weights.sum(dim=-1, keepdim=True)
         return ids, weights.to(x.dtype).float()
 
-    def slots(self) -> Iterator[WeightSlot]:
-        """The one weight."""
-        return self._logits.slots()
-
-    def parameters(self) -> Iterator[Parameter]:
-        """The one weight."""
-        return self._logits.parameters()
+    def parts(self) -> Iterator[Layer]:
+        """The one product."""
+        yield self._logits
 
 
-class MoeBlock:
+class RoutedExperts:
+    """Expert ids of one step's tokens, for all layers of a model; layers without experts keep zeros.
+
+    Rows belong to the step that ran last; they are read before the next one starts.
+    """
+
+    def __init__(self, num_layers: int, top_k: int, num_experts: int, *, place: Placement) -> None:
+        self.num_layers, self.top_k = num_layers, top_k
+        self.dtype = torch.uint8 if num_experts <= 256 else torch.int16
+        self._device = place.device
+        self._rows = self._allocate(0)
+
+    def record(self, layer: int, expert_ids: Tensor) -> None:
+        """Note the choice of ``layer``: integers [T, top_k], T the tokens of the step."""
+        if expert_ids.shape[0] > self._rows.shape[0]:
+            self._rows = self._allocate(expert_ids.shape[0])
+        self._rows[: expert_ids.shape[0], layer] = expert_ids.to(self.dtype)
+
+    def rows(self, num_tokens: int) -> Tensor:
+        """Of the last step, in the order of its tokens: [num_tokens, layers, top_k], a view."""
+        return self._rows[:num_tokens]
+
+    def _allocate(self, tokens: int) -> Tensor:
+        return torch.zeros((tokens, self.num_layers, self.top_k), dtype=self.dtype, device=self._device)
+
+
+class MoeBlock(CompositeLayer):
     """``experts(x) + shared(x)``."""
 
     def __init__(
@@ -96,17 +117,8 @@ class MoeBlock:
         y = self._experts.forward(x, ids, weights)
         return y if self._shared is None else y.add_(self._shared.forward(x))
 
-    def slots(self) -> Iterator[WeightSlot]:
-        """Those of the parts."""
-        for part in self._parts():
-            yield from part.slots()
-
-    def parameters(self) -> Iterator[Parameter]:
-        """Those of the parts."""
-        for part in self._parts():
-            yield from part.parameters()
-
-    def _parts(self) -> Iterator[Layer]:
+    def parts(self) -> Iterator[Layer]:
+        """Router, experts, and what everything goes through."""
         yield self._router
         yield self._experts
         if self._shared is not None:

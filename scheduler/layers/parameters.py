@@ -212,6 +212,24 @@ class Layer(Protocol):
         ...
 
 
+class CompositeLayer(ABC):
+    """A layer that is made of layers, and owns nothing beside them."""
+
+    @abstractmethod
+    def parts(self) -> Iterator[Layer]:
+        """In the order of the checkpoint's modules."""
+
+    def slots(self) -> Iterator[WeightSlot]:
+        """Those of the parts."""
+        for part in self.parts():
+            yield from part.slots()
+
+    def parameters(self) -> Iterator[Parameter]:
+        """Those of the parts."""
+        for part in self.parts():
+            yield from part.parameters()
+
+
 @runtime_checkable
 class DerivingLayer(Layer, Protocol):
     """A layer that computes with tensors which follow from several of its parameters."""

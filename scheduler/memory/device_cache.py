@@ -9,10 +9,11 @@ Invariants:
 """
 
 import logging
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from ...io_struct import EmptyCacheTotal
-from .device_memory import DeviceMemoryReading, EmptyCacheReport, empty_device_cache
+from .device_memory import EmptyCacheReport, empty_device_cache
+from .device_module import DeviceModule
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,8 +46,7 @@ _LOGGED_AS_INFO: dict[EmptyCachePlace, str] = {
 class DeviceCache:
     """Empties the cache of one device's allocator."""
 
-    def __init__(self, device_module: Any) -> None:
-        """``device_module`` is ``torch.cuda``, ``host.HOST`` or alike (``device_memory.py``)."""
+    def __init__(self, device_module: DeviceModule) -> None:
         self._module = device_module
         self._counts: dict[EmptyCachePlace, int] = {}
         self._freed: dict[EmptyCachePlace, int] = {}
@@ -58,7 +58,7 @@ class DeviceCache:
     @property
     def reserved(self) -> int:
         """Bytes that the allocator holds now."""
-        return DeviceMemoryReading.of(self._module).reserved
+        return self._module.memory_reserved()
 
     def empty(self, place: EmptyCachePlace, *, reserved_before: int | None = None) -> EmptyCacheReport:
         """Return unused blocks to the system once the forward stream is idle.

@@ -4,20 +4,20 @@ Invariants:
 - :func:`empty_device_cache` is the only caller of an ``empty_cache`` in this project, and it is called from named
   places only (docs/memory.md).
 - Reading memory has no side effect: it neither empties, nor synchronises, nor initialises a device.
-- Everything works on a *device module*: ``torch.cuda``, ``torch.xpu``, ``torch.npu``, ``torch.mps``, …, or
-  ``host.HOST`` for the CPU. What a module lacks reads as 0, except free memory, which is an error.
+- Everything works on a *device module* (``device_module.py``). What one lacks reads as 0, except free memory, which is an
+  error.
 """
 
 import errno
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from ...io_struct import CaesuraError, ErrorCode
-from .device_module import device_module_for
+from .device_module import DeviceModule, device_module_for, free_and_total
 
 _MIB = 1 << 20
 _NO_MEMORY = (
@@ -55,12 +55,9 @@ class DeviceMemoryReading:
     """Handed out to tensors."""
 
     @classmethod
-    def of(cls, device_module: Any) -> "DeviceMemoryReading":
-        """Read ``device_module``; MPS has its own names for the two figures."""
-        return cls(
-            reserved=_first_reading(device_module, "memory_reserved", "driver_allocated_memory"),
-            allocated=_first_reading(device_module, "memory_allocated", "current_allocated_memory"),
-        )
+    def of(cls, device_module: DeviceModule) -> "DeviceMemoryReading":
+        """Read ``device_module``."""
+        return cls(device_module.memory_reserved(), device_module.memory_allocated())
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,17 +81,8 @@ class EmptyCacheReport:
         return f"{verb}: reserved {before:.1f} MB -> {after:.1f} MB (freed {freed:.1f} MB)"
 
 
-def empty_device_cache(device_module: Any = None) -> bool:
-    """Return the allocator's unused blocks to the system.
-
-    Args:
-        device_module: None: torch's current accelerator. The engine always passes its own.
-
-    Returns:
-        False where the module has no cache to empty.
-    """
-    if device_module is None:
-        device_module = torch.get_device_module()
+def empty_device_cache(device_module: DeviceModule) -> bool:
+    """Return the allocator's unused blocks to the system; False where the module has no cache to empty."""
     empty_cache = getattr(device_module, "empty_cache", None)
     if empty_cache is None:
         return False
@@ -102,7 +90,7 @@ def empty_device_cache(device_module: Any = None) -> bool:
     return True
 
 
-def empty_device_cache_with_report(device_module: Any) -> EmptyCacheReport:
+def empty_device_cache_with_report(device_module: DeviceModule) -> EmptyCacheReport:
     """:func:`empty_device_cache` between two readings."""
     before = DeviceMemoryReading.of(device_module)
     empty_device_cache(device_module)
@@ -142,7 +130,12 @@ def get_available_memory(
     module = device_module_for(device)
     if empty_cache:
         empty_device_cache(module)
-    available = _available(module, device)
+    known = free_and_total(module)
+    if known is None:
+        raise CaesuraError(
+            ErrorCode.UNSUPPORTED, f"device {device} does not report its free memory", device=str(device)
+        )
+    available = known[0]
     return available if group is None else group.all_reduce_min(available)
 
 
@@ -181,21 +174,3 @@ def refuse_defeating_settings(
                     field=name,
                     value=environ[name],
                 )
-
-
-def _first_reading(device_module: Any, *names: str) -> int:
-    for name in names:
-        read = getattr(device_module, name, None)
-        if read is not None:
-            return int(read())
-    return 0
-
-
-def _available(module: Any, device: torch.device) -> int:
-    if hasattr(module, "mem_get_info"):
-        return int(module.mem_get_info()[0])
-    if hasattr(module, "recommended_max_memory") and hasattr(module, "driver_allocated_memory"):
-        return max(0, int(module.recommended_max_memory()) - int(module.driver_allocated_memory()))
-    raise CaesuraError(
-        ErrorCode.UNSUPPORTED, f"device {device} does not report its free memory", device=str(device)
-    )

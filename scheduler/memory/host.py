@@ -7,7 +7,7 @@ Invariants:
 - A figure that the platform does not give is 0, never a guess and never an exception.
 
 "Reserved" is what the process holds of anonymous memory (RssAnon); pages of mapped files and shared memory are not the
-allocator's and are reported apart. "Allocated" is what malloc has handed out and not got back: ``uordblks + hblkhd``
+allocator's. "Allocated" is what malloc has handed out and not got back: ``uordblks + hblkhd``
 of mallinfo2(3), glibc 2.33 and later. Field meanings: proc_pid_status(5), proc_meminfo(5), the kernel's
 Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst.
 """
@@ -52,11 +52,6 @@ class HostDevice:
     def memory_allocated(self) -> int:
         """What malloc has handed out; 0 where the allocator cannot be asked."""
         return 0
-
-    def file_and_shared(self) -> int:
-        """Resident pages of mapped files and of shared memory: evictable, or owned by several processes."""
-        status = _read_kb_fields(self._proc / "self" / "status")
-        return status.get("RssFile", 0) + status.get("RssShmem", 0)
 
     def mem_get_info(self) -> tuple[int, int]:
         """(free, total): the machine's MemAvailable and MemTotal, or the tightest cgroup's if that is less."""

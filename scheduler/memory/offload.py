@@ -20,11 +20,12 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
+from .device_module import DeviceEvent, DeviceStream, StreamModule
 from .storage import Component
 
 _CHUNK = 4 << 20
@@ -94,11 +95,11 @@ class FileCopy:
 class PinnedCopy:
     """For accelerators: host memory, pinned where there are streams, and a stream beside the one that computes."""
 
-    def __init__(self, device_module: Any, side: Any, *, pin: bool) -> None:
-        """``side`` is the stream of the copies. None: the device has no streams, copies are synchronous."""
-        self._module, self._side, self._pin = device_module, side, pin
+    def __init__(self, streams: StreamModule | None, side: DeviceStream | None, *, pin: bool) -> None:
+        """``side`` is the stream of the copies. None, both of them: the device has no streams, copies are synchronous."""
+        self._module, self._side, self._pin = streams, side, pin
         self._host: list[Tensor] = []
-        self._arrived: Any = None
+        self._arrived: DeviceEvent | None = None
 
     def save(self, tensors: Sequence[Tensor]) -> Iterator[None]:
         """In the order of the current stream, and done when it ends."""
@@ -116,7 +117,7 @@ class PinnedCopy:
 
     def prefetch(self, tensors: Sequence[Tensor]) -> None:
         """Behind what the current stream has been given: it may still use the memory that is written here."""
-        if self._side is None:
+        if self._module is None or self._side is None:
             self._copy(tensors)
             return
         self._side.wait_stream(self._module.current_stream())
@@ -126,7 +127,7 @@ class PinnedCopy:
 
     def wait(self) -> None:
         """By the current stream, not by the host."""
-        if self._arrived is not None:
+        if self._module is not None and self._arrived is not None:
             self._module.current_stream().wait_event(self._arrived)
             self._arrived = None
 
@@ -355,6 +356,9 @@ class ResidentStrategy:
     def leave(self, component: Movable) -> Iterator[None]:
         """Everything stays."""
         yield from ()
+
+
+RESIDENT = ResidentStrategy()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

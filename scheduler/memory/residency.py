@@ -39,8 +39,8 @@ from torch import Tensor
 from ...io_struct import CaesuraError, ErrorCode, MemoryTag
 from .device_cache import DeviceCache
 from .device_memory import available_memory_if_known, refuse_defeating_settings
-from .device_module import device_module_for
-from .offload import FileCopy, HostCopy, Movable, PinnedCopy, Strategy
+from .device_module import DeviceModule, DeviceStream, device_module_for, free_and_total, streams_of
+from .offload import RESIDENT, FileCopy, HostCopy, Movable, PinnedCopy, Strategy
 from .storage import Component, MappedComponent, SavedComponent, StorageComponent
 
 logger = logging.getLogger(__name__)
@@ -114,7 +114,7 @@ class ComponentResidencyManager:
         device: torch.device | str,
         *,
         make_component: MakeComponent | None = None,
-        device_module: Any = None,
+        device_module: DeviceModule | None = None,
         device_cache: DeviceCache | None = None,
         environ: Mapping[str, str] = os.environ,
     ) -> None:
@@ -141,7 +141,7 @@ class ComponentResidencyManager:
         self._tags: dict[str, MemoryTag] = {}
         self._requests: dict[str, tuple[bool, set[str]]] = {}
         self._executor: ThreadPoolExecutor | None = None
-        self._side: Any = None
+        self._side: DeviceStream | None = None
         self.trace: deque[ResidencyEvent] = deque(maxlen=TRACED_EVENTS)
         """The last events, oldest first."""
 
@@ -150,8 +150,11 @@ class ComponentResidencyManager:
         if self._executor is not None:
             self._executor.shutdown()
 
-    def register(self, name: str, strategy: Strategy, *, tag: MemoryTag) -> None:
-        """A component that ``strategy`` moves; a release of ``tag`` takes it off the device, too, with its values kept."""
+    def register(self, name: str, strategy: Strategy = RESIDENT, *, tag: MemoryTag = "weights") -> None:
+        """A component that ``strategy`` moves; a release of ``tag`` takes it off the device, too, with its values kept.
+
+        Without more it is what the policy's weights are, on the device until their memory is released, but keeps its values.
+        """
         assert name not in self._movables, name
         assert name not in self._components, name
         storage_of = tag if strategy.preserve else None  # scratch memory is not written whole, as weights are
@@ -344,18 +347,18 @@ class ComponentResidencyManager:
     @cached_property
     def _large(self) -> float:
         """Bytes from which a component is large; infinite where the device does not tell its size."""
-        mem_get_info = getattr(self._module, "mem_get_info", None)
-        return math.inf if mem_get_info is None else LARGE_SHARE * mem_get_info()[1]
+        known = free_and_total(self._module)
+        return math.inf if known is None else LARGE_SHARE * known[1]
 
     def _make_copy(self) -> HostCopy:
-        streams = hasattr(self._module, "Stream")
-        if self._device.type == "cpu" and not streams:
+        streams = streams_of(self._module)
+        if self._device.type == "cpu" and streams is None:
             if self._executor is None:
                 self._executor = ThreadPoolExecutor(1, thread_name_prefix="caesura-prefetch")
             return FileCopy(self._executor)
-        if streams and self._side is None:
-            self._side = self._module.Stream()
-        return PinnedCopy(self._module, self._side, pin=streams and self._device.type != "cpu")
+        if streams is not None and self._side is None:
+            self._side = streams.Stream()
+        return PinnedCopy(streams, self._side, pin=streams is not None and self._device.type != "cpu")
 
     def _traced(self, event: str, component: Movable | MemoryTag, steps: Iterator[None]) -> Iterator[None]:
         """``steps``, then an event, where something was moved."""

@@ -6,8 +6,8 @@ from typing import Protocol
 from torch import Tensor
 
 from ..forward import AttentionBackend, ForwardBatch
+from ..layers.moe import RoutedExperts
 from ..layers.parameters import WeightSlot
-from ..layers.routed_experts import RoutedExperts
 from .config import ModelConfig
 
 

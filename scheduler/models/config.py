@@ -10,7 +10,7 @@ Invariants:
 
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import torch
@@ -60,7 +60,6 @@ class ModelConfig:
     tie_word_embeddings: bool
     attention_bias: bool
     """Qwen2's, which its config does not mention, included."""
-    hidden_act: Literal["silu"]
     eos_token_ids: tuple[int, ...]
     """Of config.json and generation_config.json, in that order, each once; empty where neither names one."""
     dtype: torch.dtype
@@ -129,7 +128,6 @@ def parse_model_config(
         max_position_embeddings=reader.count("max_position_embeddings"),
         tie_word_embeddings=bool(config.get("tie_word_embeddings") or False),
         attention_bias=bool(config.get("attention_bias") or False) if bias is None else bias,
-        hidden_act="silu",
         eos_token_ids=_eos(reader, config, generation or {}),
         dtype=by_torch_name(_dtype_name(config)),
         fp8=parse_quantization(config, source),

@@ -21,10 +21,10 @@ from ..layers.embedding import Embedding
 from ..layers.linear import Linear
 from ..layers.logits_processor import LogitsProcessor
 from ..layers.mlp import GatedMLP
+from ..layers.moe import RoutedExperts
 from ..layers.norm import RMSNorm
 from ..layers.parameters import DerivingLayer, Layer, Parameter, Placement, WeightSlot
 from ..layers.rotary import RotaryEmbedding
-from ..layers.routed_experts import RoutedExperts
 from .config import ModelConfig
 
 _ROTARY_BUFFER = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")

@@ -9,9 +9,8 @@ from ..layers.experts import Experts
 from ..layers.grouped_router import GroupedRouter
 from ..layers.mla import LatentAttention
 from ..layers.mlp import GatedMLP
-from ..layers.moe import MoeBlock
+from ..layers.moe import MoeBlock, RoutedExperts
 from ..layers.parameters import Placement
-from ..layers.routed_experts import RoutedExperts
 from .config import ModelConfig
 from .config_mla import parse_deepseek_v2_moe, parse_deepseek_v3_moe, refused_by_v2, refused_by_v3
 from .config_moe import MoeConfig

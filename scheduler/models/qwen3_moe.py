@@ -2,9 +2,8 @@
 
 from ..layers.experts import Experts
 from ..layers.mlp import GatedMLP
-from ..layers.moe import MoeBlock, TopKRouter
+from ..layers.moe import MoeBlock, RoutedExperts, TopKRouter
 from ..layers.parameters import Placement
-from ..layers.routed_experts import RoutedExperts
 from .config import ModelConfig
 from .config_moe import parse_qwen3_moe
 from .decoder import DecoderForCausalLM, FeedForward, attention_shape, dense_attention

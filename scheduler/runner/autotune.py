@@ -27,6 +27,7 @@ import msgspec
 import torch
 
 from ..forward import ForwardBatch, SamplingBatch
+from ..memory.device_module import DeviceModule, name_of
 from .graphs import scratch_prefill
 
 logger = logging.getLogger(__name__)
@@ -108,11 +109,10 @@ class TuningCache:
             return {}
 
 
-def tuning_key(device_module: Any, model: object, **also: object) -> str:
+def tuning_key(device_module: DeviceModule, model: object, **also: object) -> str:
     """One key per device name, ``model`` (its ``repr`` tells), versions of the libraries, and ``also``."""
-    get_name = getattr(device_module, "get_device_name", None)
     facts = {
-        "device": "unnamed" if get_name is None else get_name(),
+        "device": name_of(device_module),
         "model": sha256(repr(model).encode()).hexdigest()[:16],
         "torch": torch.__version__,
         "cuda": torch.version.cuda,

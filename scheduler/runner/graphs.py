@@ -29,6 +29,7 @@ from torch import Tensor
 from ..config import PAGE_SIZE
 from ..forward import AttentionBackend, ForwardBatch, SamplingBatch
 from ..memory.device_memory import DeviceMemoryReading
+from ..memory.device_module import DeviceGraph, GraphModule
 from .staging import InputStaging, StepLimits
 
 logger = logging.getLogger(__name__)
@@ -61,7 +62,7 @@ def ladder(largest: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
-    graph: Any
+    graph: DeviceGraph
     attention: AttentionBackend
     hidden: Tensor
     """[size, hidden]: written by every replay."""
@@ -78,7 +79,7 @@ class DecodeGraphs:
         *,
         limits: StepLimits,
         device: torch.device,
-        device_module: Any,
+        device_module: GraphModule,
         on_stream: Callable[[], AbstractContextManager[Any]],
     ) -> None:
         """
@@ -165,7 +166,7 @@ class DecodeGraphs:
             self._backend.plan(staged)
         self._forward(staged, self._backend)
 
-    def _capture(self, size: int, pool: Any) -> _Captured:
+    def _capture(self, size: int, pool: object) -> _Captured:
         attention = self._backend.for_decode(size)
         with self._staging.staged(scratch_prefill([]), size) as staged:
             attention.plan(staged)

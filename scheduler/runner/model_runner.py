@@ -26,6 +26,7 @@ from ..cache.routing import RoutingPool
 from ..forward import AttentionBackend, ForwardBatch, ForwardOutput, HostOutput, SamplingBatch
 from ..layers.logits_processor import autotune_dummy_run_mode
 from ..memory.device_memory import is_out_of_memory
+from ..memory.device_module import DeviceModule, DeviceStream, graphs_of, streams_of
 from ..models.base import CausalLM
 from ..observability.stage_profiler import StageProfiler
 from .autotune import WarmUp, dummy_decode
@@ -65,7 +66,7 @@ class ModelRunner:
         *,
         limits: StepLimits,
         device: torch.device,
-        device_module: Any,
+        device_module: DeviceModule,
         routing: RoutingPool | None = None,
         use_graphs: bool = True,
     ) -> None:
@@ -81,30 +82,31 @@ class ModelRunner:
         self._backend = backend
         self._sampler = sampler
         self._special = SpecialSampler(sampler, model.config.vocab_size, device)
-        self._module = device_module
+        self._streams = streams_of(device_module)
         self._last_tokens = torch.zeros(limits.rows, dtype=torch.int64, device=device)
-        self._stream = device_module.Stream() if hasattr(device_module, "Stream") else None
+        self._stream: DeviceStream | None = None
         self.graphs: DecodeGraphs | None = None
-        if self._stream is not None:
-            self._outputs = OutputStaging(limits, device=device, device_module=device_module)
-            self._inputs = InputStaging(limits, device=device, device_module=device_module)
-            if use_graphs and hasattr(device_module, "CUDAGraph") and isinstance(backend, CapturableBackend):
+        if self._streams is not None:
+            self._stream = self._streams.Stream()
+            self._outputs = OutputStaging(limits, device=device, device_module=self._streams)
+            self._inputs = InputStaging(limits, device=device, device_module=self._streams)
+            graphs = graphs_of(device_module)
+            if use_graphs and graphs is not None and isinstance(backend, CapturableBackend):
                 self.graphs = DecodeGraphs(
                     self._forward,
                     backend,
                     self._inputs,
                     limits=limits,
                     device=device,
-                    device_module=device_module,
+                    device_module=graphs,
                     on_stream=self.on_stream,
                 )
 
     def on_stream(self) -> AbstractContextManager[Any]:
         """Work inside is ordered with the steps: after those launched, before those to come."""
-        if self._stream is None:
+        if self._streams is None or self._stream is None:
             return nullcontext()
-        context: AbstractContextManager[Any] = self._module.stream(self._stream)
-        return context
+        return self._streams.stream(self._stream)
 
     @torch.inference_mode()
     def execute(self, batch: ForwardBatch) -> ForwardOutput:
@@ -173,10 +175,10 @@ class ModelRunner:
     @contextmanager
     def _waiting_both_ways(self) -> Iterator[None]:
         """Work inside goes to the forward stream, behind what the scheduling stream holds, which goes on behind it."""
-        if self._stream is None:
+        if self._streams is None or self._stream is None:
             yield
             return
-        scheduling = self._module.current_stream()
+        scheduling = self._streams.current_stream()
         self._stream.wait_stream(scheduling)
         with self.on_stream():
             yield

@@ -14,7 +14,7 @@ Invariants:
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ..config import PAGE_SIZE
 from ..forward import ForwardBatch, FurtherLogprobs, HostOutput, SamplingBatch
+from ..memory.device_module import StreamModule
 from .sampler import SamplerOutput
 
 _ALIGNMENT = 64
@@ -83,7 +84,7 @@ _SAMPLING = (
 class InputStaging:
     """Moves the inputs of one step after the other to the device."""
 
-    def __init__(self, limits: StepLimits, *, device: torch.device, device_module: Any) -> None:
+    def __init__(self, limits: StepLimits, *, device: torch.device, device_module: StreamModule) -> None:
         counts = {"token": limits.tokens, "row": limits.rows, "sample": limits.rows}
         capacity = self._starts(counts)[-1] + limits.rows * limits.pages * 4
         pinned = device.type != "cpu"
@@ -170,7 +171,7 @@ def _sampling(sampling: SamplingBatch, moved: dict[str, Tensor], device: torch.d
 class _OutputBlock:
     """Pinned room for the results of one step."""
 
-    def __init__(self, rows: int, pinned: bool, device_module: Any) -> None:
+    def __init__(self, rows: int, pinned: bool, device_module: StreamModule) -> None:
         self.token_ids = torch.empty(rows, dtype=torch.int64, pin_memory=pinned)
         self.logprobs, self.raw_logprobs, self.sampled_logprobs = (
             torch.empty(rows, pin_memory=pinned) for _ in range(3)
@@ -181,7 +182,7 @@ class _OutputBlock:
 class OutputStaging:
     """Brings the results of steps to the host."""
 
-    def __init__(self, limits: StepLimits, *, device: torch.device, device_module: Any) -> None:
+    def __init__(self, limits: StepLimits, *, device: torch.device, device_module: StreamModule) -> None:
         self._rows = limits.rows
         self._pinned = device.type != "cpu"
         self._module = device_module

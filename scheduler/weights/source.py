@@ -1,4 +1,9 @@
-"""What a transport delivers: named tensors, in pieces; it never sees a model."""
+"""What a transport delivers: named tensors, in pieces; it never sees a model.
+
+Frames of a message are the simplest: they are read where libzmq put them (8-byte aligned, enough for every dtype), never
+unpickled, and let go when the call has been answered. Of the messages of one update the sender has two under way, half a
+bucket each at most, so one bucket per sender is in memory.
+"""
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from math import prod

@@ -20,7 +20,7 @@ from caesura.scheduler.memory.device_memory import (
     get_available_memory,
     refuse_defeating_settings,
 )
-from caesura.scheduler.memory.device_module import device_module_for
+from caesura.scheduler.memory.device_module import device_module_for, free_and_total, streams_of
 from caesura.scheduler.memory.host import HOST, GlibcHostDevice, HostDevice
 
 MIB = 1 << 20
@@ -95,8 +95,8 @@ def device_modules(monkeypatch):
     """Route torch's lookup of device modules to stand-ins, by device type."""
     modules: dict[str, object] = {}
 
-    def get_device_module(device=None):
-        return modules["current" if device is None else torch.device(device).type]
+    def get_device_module(device):
+        return modules[torch.device(device).type]
 
     monkeypatch.setattr(torch, "get_device_module", get_device_module)
     return modules
@@ -108,28 +108,27 @@ def device_modules(monkeypatch):
 @pytest.mark.parametrize("kind", ["cuda", "xpu", "privateuseone"])
 def test_caching_devices_are_emptied_alike(device_modules, kind):
     module = device_modules[kind] = CachingDevice(allocated=100, cached=40, total=1000)
-    assert device_module_for(kind) is module
+    assert device_module_for(kind).module is module
     assert empty_device_cache(device_module_for(f"{kind}:0")) is True
     assert DeviceMemoryReading.of(module) == DeviceMemoryReading(reserved=100, allocated=100)
 
 
 def test_mps_is_emptied_and_read_by_its_own_names(device_modules):
-    module = device_modules["mps"] = MpsLike()
-    report = empty_device_cache_with_report(module)
+    device_modules["mps"] = MpsLike()
+    bound = device_module_for("mps")
+    report = empty_device_cache_with_report(bound)
     assert report == EmptyCacheReport(300, 200)
-    assert DeviceMemoryReading.of(module) == DeviceMemoryReading(reserved=200, allocated=180)
+    assert DeviceMemoryReading.of(bound) == DeviceMemoryReading(reserved=200, allocated=180)
 
 
-def test_a_module_without_a_cache_says_so():
-    assert empty_device_cache(NoCache()) is False
-    assert DeviceMemoryReading.of(NoCache()) == DeviceMemoryReading(0, 0)
-    assert empty_device_cache_with_report(NoCache()) == EmptyCacheReport(0, 0)
-
-
-def test_without_an_argument_the_current_accelerator_is_emptied(device_modules):
-    module = device_modules["current"] = CachingDevice(1, 1, 10)
-    assert empty_device_cache() is True
-    assert module.calls == ["empty_cache"]
+def test_a_module_without_a_cache_says_so(device_modules):
+    device_modules["xpu"] = NoCache()
+    silent = device_module_for("xpu")
+    assert empty_device_cache(silent) is False
+    assert DeviceMemoryReading.of(silent) == DeviceMemoryReading(0, 0)
+    assert empty_device_cache_with_report(silent) == EmptyCacheReport(0, 0)
+    assert free_and_total(silent) is None
+    assert streams_of(silent) is None
 
 
 def test_cpu_is_the_host_and_not_torch_cpu():
@@ -172,7 +171,6 @@ def test_host_readings_do_not_empty(monkeypatch):
     monkeypatch.setattr(HOST, "empty_cache", fail, raising=False)
     DeviceMemoryReading.of(HOST)
     get_available_memory("cpu")
-    HOST.file_and_shared()
 
 
 @pytest.mark.parametrize(
@@ -367,7 +365,6 @@ def test_process_memory_by_kind(tmp_path):
         },
     )
     assert host.memory_reserved() == 50 * KB
-    assert host.file_and_shared() == 40 * KB
 
 
 def test_platforms_that_say_less(tmp_path):
@@ -376,7 +373,6 @@ def test_platforms_that_say_less(tmp_path):
     assert old_kernel.memory_reserved() == 20 * page
     silent = make_host(tmp_path / "silent", {})
     assert DeviceMemoryReading.of(silent) == DeviceMemoryReading(0, 0)
-    assert silent.file_and_shared() == 0
     assert silent.mem_get_info()[0] == 0
     assert empty_device_cache(silent) is False
 

@@ -1,5 +1,6 @@
 """Which implementation serves, what the environment may say about it, and the compiled library as a citizen."""
 
+import ctypes
 import subprocess
 import sys
 from pathlib import Path
@@ -88,6 +89,17 @@ def test_a_library_of_other_sources_is_not_called(loading, tmp_path):
     loading.setattr(native, "_find", lambda: library)
     assert kernels.best("linear", "cpu", torch.float32) == kernels.TORCH
     assert "other sources" in native.why_not()
+
+
+@pytest.mark.usefixtures("built")
+def test_a_library_whose_structures_have_another_size_is_not_called(loading):
+    class Longer(native.DecoderStep):
+        _fields_ = (("more", native.SIZE),)
+
+    loading.setattr(native, "DecoderStep", Longer)
+    assert kernels.best("decoder", "cpu", torch.float32) == kernels.TORCH
+    size = ctypes.sizeof(Longer)
+    assert f"a decoder step of {size - 8} bytes, this source makes one of {size}" in native.why_not()
 
 
 @pytest.mark.usefixtures("built")

@@ -22,9 +22,8 @@ from caesura.scheduler.layers import experts as experts_module
 from caesura.scheduler.layers import moe
 from caesura.scheduler.layers.experts import Experts
 from caesura.scheduler.layers.mlp import GatedMLP
-from caesura.scheduler.layers.moe import MoeBlock, TopKRouter
+from caesura.scheduler.layers.moe import MoeBlock, RoutedExperts, TopKRouter
 from caesura.scheduler.layers.parameters import Placement
-from caesura.scheduler.layers.routed_experts import RoutedExperts
 from caesura.scheduler.models.config import config_difference, load_model_config
 from caesura.scheduler.models.registry import build_model
 from caesura.scheduler.weights.loader import WeightLoader

@@ -282,6 +282,30 @@ def test_the_system_really_gets_the_memory(strategy):
 
 
 @pytest.mark.parametrize("make", PLACES)
+def test_a_component_without_options_stays_until_its_memory_is_released_and_comes_back(make):
+    """Several of a pipeline, none of which anybody has thought about: a stage may use them like any others."""
+    manager, tensors = make(), {}
+    for number, name in enumerate(("text_encoder", "transformer", "vae"), start=1):
+        manager.register(name)
+        with manager.component(name):
+            tensors[name] = allocate((1000,), torch.float32, CPU).fill_(number)
+    manager.begin_request("image")
+    for name in tensors:
+        use = ComponentUse(name=name)
+        exhaust(manager.before_stage("image", [use]))
+        manager.use("image", use)(0)
+        exhaust(manager.finish_use(use))
+    exhaust(manager.finish_request("image"))
+    assert emptied(manager) == 0
+    assert [manager.device_bytes(name) for name in tensors] == [4000] * 3
+    exhaust(manager.release(["weights"]))
+    assert [manager.device_bytes(name) for name in tensors] == [0] * 3
+    exhaust(manager.resume(["weights"]))
+    assert [tensor.unique().tolist() for tensor in tensors.values()] == [[1], [2], [3]]
+    manager.close()
+
+
+@pytest.mark.parametrize("make", PLACES)
 def test_the_cache_is_emptied_when_something_has_left_and_at_no_other_time(make):
     manager = make()
     model = Model(manager, ComponentOffloadStrategy())

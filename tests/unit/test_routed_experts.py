@@ -13,8 +13,8 @@ from caesura.client.wire.results import decode_output
 from caesura.io_struct import RoutedExperts
 from caesura.scheduler.cache import routing
 from caesura.scheduler.cache.routing import RoutingPool
+from caesura.scheduler.layers.moe import RoutedExperts as Record
 from caesura.scheduler.layers.parameters import Placement
-from caesura.scheduler.layers.routed_experts import RoutedExperts as Record
 from caesura.scheduler.memory.residency import ComponentResidencyManager
 
 LAYERS, TOP_K, PAGES = 3, 2, 40

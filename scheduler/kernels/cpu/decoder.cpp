@@ -21,27 +21,7 @@ int64_t counters_of(int64_t layers, int threads) {
     return (layers * LAYER_STAGES + LAST_STAGES) * Team::counters(threads);
 }
 
-// A step, in the order of kernels/decoder.py. Rows are contiguous: residual, update and x of `hidden` elements, qkv of all
-// heads, attended of the query heads, gate_up of 2 * `intermediate`, gated of `intermediate`, out, for each of the `sampled`
-// tokens, of `hidden`. Angles have a row for each position.
-struct Step {
-    int64_t tokens, hidden, heads, kv_heads, head_size, intermediate;
-    void *residual, *update, *x, *qkv, *attended, *gate_up, *gated;
-    const void *cos, *sin;
-    int64_t angles_row;
-    const int64_t *positions, *slots;
-    const int32_t* pages;
-    int64_t pages_row;
-    const Task* tasks;
-    int64_t num_tasks;
-    const int64_t* sampled;
-    int64_t num_sampled;
-    const void* last_norm;
-    void* out;
-    float* scratch;
-    int64_t thread_floats;
-    float eps, head_eps, scale;
-};
+using Step = DecoderStep;
 
 template <class E>
 void product(const Step& s, const void* x, int64_t inputs, const void* weight, const void* bias, void* y, int64_t outputs,
