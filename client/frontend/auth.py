@@ -1,4 +1,4 @@
-"""Who may call what: the one place where keys are checked.
+"""Authorization: the only place where API keys are checked.
 
 Invariants:
 - Every route says ``opt={"access": "open" | "user" | "admin"}``; what says nothing is treated as ``admin``.

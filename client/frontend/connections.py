@@ -1,4 +1,4 @@
-"""Connections of the HTTP server: how many there may be, and how long each may take over what it sends and reads.
+"""Connections of the HTTP server: their maximum number, and deadlines for reading and writing.
 
 Invariants:
 - Whatever a peer does or leaves undone, its connection ends by itself: first byte, head, body, idleness and the reading of an

@@ -1,4 +1,4 @@
-"""What every handler gets: the connection, the text side, the settings and the counters.
+"""State that every handler uses: connection, tokenizer manager, settings and counters.
 
 Invariants: a :class:`ServeOptions` never prints its keys; a :class:`FrontEnd` is made once, before the first request.
 """

@@ -1,4 +1,4 @@
-"""Reading requests and answering them: what all routes have in common.
+"""Reading requests and sending responses: the common part of all routes.
 
 Invariants: a client that leaves ends what it asked for (nothing generates for nobody); a command is timed and counted in
 one place, :func:`command`; a control body is read as SGLang's: unknown keys and nulls count as left out, text that is a number is one.

@@ -1,4 +1,4 @@
-"""What ends the server: signals, and an engine that has ended for good.
+"""Ends the server: after signals, and when the engine has ended for good.
 
 Invariants:
 - A signal ends the engine first, so that every request in flight is answered, then the server; status 0. The engine drains if it

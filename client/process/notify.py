@@ -1,4 +1,4 @@
-"""Tells a service manager how a service is doing, by systemd's protocol: datagrams to the socket that it names.
+"""Notifications to a service manager by systemd's protocol: datagrams to the socket in ``NOTIFY_SOCKET``.
 
 Invariant: without ``NOTIFY_SOCKET`` nothing happens, and nothing that happens there can fail the caller, nor hold it up for
 long.

@@ -1,4 +1,4 @@
-"""The standard error of commands that serve: whoever writes never waits for whoever reads.
+"""Standard error of serving commands: writers never wait for readers.
 
 Invariants:
 - What is written is queued, up to :data:`MAX_QUEUED`, and goes out in a thread. What finds the queue full is dropped and

@@ -1,4 +1,4 @@
-"""Brings a scheduler back that died or hangs: the same command, the same endpoint, a bounded number of times.
+"""Restarts a scheduler that died or hangs: same command, same endpoint, bounded number of restarts.
 
 Invariants:
 - A scheduler that ends with status 0 has been told to: it is not started again. Neither is one whose configuration is

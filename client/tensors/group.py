@@ -1,4 +1,4 @@
-"""A trainer's end of a weight update group: rank 0 of a process group whose other ranks are engines.
+"""The trainer's side of a weight update group: rank 0 of a process group whose other ranks are engines.
 
 Invariants:
 - The trainer never waits for a broadcast that nobody takes: an engine's refusal comes over its socket, and ends the wait.

@@ -1,4 +1,4 @@
-"""``TokenizerManager``: generation with text on both ends, over one connection to the engine.
+"""``TokenizerManager``: generation with text input and output, over one connection to the engine.
 
 Invariants:
 - Every sample ends in exactly one :class:`Sample`, or its request in one exception, whatever its stop strings and

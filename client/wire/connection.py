@@ -1,4 +1,4 @@
-"""What a client remembers between a request and its answer: no sockets, no threads, no clock.
+"""Protocol state of a client between requests and replies; no sockets, threads or clocks.
 
 Invariants:
 - Every waiter registered here is resolved exactly once: by its reply, by an error, or by :meth:`Connection.fail_all`.

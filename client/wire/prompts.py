@@ -1,4 +1,4 @@
-"""From what a caller passes to ``generate`` to the requests that go on the wire.
+"""From the arguments of ``generate`` to the requests on the wire.
 
 Invariants: one request per prompt, in order; ids of a list are derived from the caller's (``name-0``, ``name-1``, …), so
 that repeating the call with the same ``message_id`` repeats the same messages. Values are checked by the engine, not

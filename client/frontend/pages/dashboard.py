@@ -1,4 +1,4 @@
-"""``/dashboard``: one page about the engine that keeps itself up to date, and the data that it asks for.
+"""``/dashboard``: a page with live figures of the engine, and the route of its data.
 
 Invariants:
 - The page is the same bytes for everybody and says nothing: all figures come from ``/dashboard/data``, which needs the key of a

@@ -1,4 +1,4 @@
-"""Bodies of the commands, as SGLang's trainers send them.
+"""Bodies of SGLang's control routes.
 
 Invariants: field names and defaults are SGLang's; what is not a field is ignored by the reader, as SGLang does. Fields
 below "accepted and ignored" have no meaning here; ``docs/http.md`` says why, and a test compares the two.

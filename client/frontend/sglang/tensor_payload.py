@@ -1,4 +1,4 @@
-"""Weights in HTTP bodies: safetensors files, and the pickles of SGLang's clients read as plain fields.
+"""Weights in HTTP bodies: safetensors files, and SGLang's pickles parsed into plain fields.
 
 Invariants:
 - Nothing is unpickled: ``io_struct/legacy_pickle.py`` writes down what would have been imported and called, and only the

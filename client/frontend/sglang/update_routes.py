@@ -1,4 +1,4 @@
-"""Weight updates and their groups, as SGLang's trainers send them.
+"""SGLang's routes for weight updates and update groups.
 
 Invariants: no session is needed, and one may be used: whoever names it, in the header ``X-Caesura-Session`` or the body, belongs to it, and
 nobody else does (the front end remembers none); an update is answered when its bytes are no longer needed; a path is
