@@ -117,13 +117,13 @@ class Watch:
         else:
             self.status = status_of(state.error)
             reason = "the scheduler was told to end" if state.error is None else f"error: {state.error}"
-            click.echo(f"{reason}; the server ends with it", err=True)
+            click.echo(f"{reason}; the server ends as well", err=True)
             self._leave_once_told(self._loop.time() + TOLD_S)
 
     def _on_exit(self) -> None:
         self._forget_process()
         self.status = 1
-        click.echo("error: the scheduler process has ended; the server ends with it", err=True)
+        click.echo("error: the scheduler process has ended; the server ends as well", err=True)
         self._leave_once_told(self._loop.time() + TOLD_S)
 
     def _leave_once_told(self, deadline: float) -> None:

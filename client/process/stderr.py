@@ -57,7 +57,7 @@ class QueuedStream(io.TextIOBase):
     def write(self, text: str, /) -> int:
         """``text`` goes out, or is dropped and counted; at once either way."""
         if not isinstance(text, str):  # that is how others find out what kind of stream this is
-            raise TypeError(f"text is written here, no {type(text).__name__}")
+            raise TypeError(f"write() takes a str, not {type(text).__name__}")
         with self._changed:
             if self._queued + len(text) > MAX_QUEUED:
                 self._dropped += len(text)

@@ -152,7 +152,7 @@ class Supervisor:
             if isinstance(state, Serving):
                 return state
             if isinstance(state, Ended):
-                raise state.error or EngineDied("the scheduler was told to end before it served")
+                raise state.error or EngineDied("the scheduler was stopped before it was ready")
 
     def begin(self, listener: Listener) -> None:
         """Start the first scheduler; ``listener`` hears what becomes of it."""

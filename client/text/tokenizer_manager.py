@@ -427,7 +427,7 @@ class TokenizerManager:
     def _need_tokenizer(self, field: str) -> TextTokenizer:
         if self.tokenizer is None:
             raise InvalidRequest(
-                "this engine is served without a tokenizer: it takes token ids only", field=field
+                "this engine is served without a tokenizer: only token ids are accepted", field=field
             )
         return self.tokenizer
 

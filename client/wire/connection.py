@@ -370,7 +370,7 @@ class Connection(Generic[WaiterT, QueueT]):
             generation.fail(error)
             self._forget(generation)
         else:
-            logger.warning("an error for message id %r, which nobody waits for: %s", message_id, error)
+            logger.warning("an error for message id %r, which no call waits for: %s", message_id, error)
 
     def _forget(self, generation: Generation[WaiterT, QueueT]) -> None:
         del self._generations[generation.message_id]

@@ -139,7 +139,7 @@ def is_single(input_ids: Sequence[int] | Sequence[Sequence[int]]) -> bool:
 
 def _fields(options: GenerateOptions) -> dict[str, Any]:
     if not _OPTIONS.issuperset(options):
-        raise TypeError(f"a generation has no option {', '.join(sorted(options.keys() - _OPTIONS))}")
+        raise TypeError(f"unknown generation option {', '.join(sorted(options.keys() - _OPTIONS))}")
     if (wanted := options.get("token_ids_logprob")) is not None:
         return {**options, "token_ids_logprob": token_ids(wanted, "token_ids_logprob")}
     return {**options}

@@ -76,7 +76,8 @@ def bound(request: HTTPRequest, body: Named) -> Named:
         return body
     if body.session_id not in (None, name) or not 0 < len(name) <= MAX_ID_LENGTH:
         raise InvalidRequest(
-            f"{SESSION_HEADER} must be a session's id, and the same as session_id", field="session_id"
+            f"{SESSION_HEADER} must be a session id, and equal to session_id if both are given",
+            field="session_id",
         )
     body.session_id = name
     return body
@@ -111,7 +112,7 @@ def allowed_path(path: str, options: ServeOptions) -> str:
     try:
         real, real_root = os.path.realpath(path), os.path.realpath(root)
     except ValueError as error:  # a null byte
-        raise InvalidRequest(f"model_path is no path: {error}", field="model_path") from error
+        raise InvalidRequest(f"model_path is not a valid path: {error}", field="model_path") from error
     if not root or not _lies_under(real, real_root):
         raise InvalidRequest(
             "model_path is outside the directory that this server loads weights from (--weights-root)",
