@@ -1,11 +1,11 @@
 """Standard error of serving commands: writers never wait for readers.
 
 Invariants:
-- What is written is queued, up to :data:`MAX_QUEUED`, and goes out in a thread. What finds the queue full is dropped and
-  counted; the count is written when there is room again. So a pipe that nobody reads, or a terminal that is held, stops
-  neither a server nor the restart of a scheduler.
-- Of the warnings that one place repeats, :data:`REPEATS` are written in :data:`REPEAT_WINDOW_S`; the next one that is written
-  says how many were not. So nobody fills a disk through a server's log.
+- Text is queued, up to :data:`MAX_QUEUED`, and written by a thread. Text that does not fit is dropped and counted; the count
+  is written when there is room again. So a pipe that is not read, or a stopped terminal, blocks neither a server nor the
+  restart of a scheduler.
+- Of the repeated warnings of one call site, :data:`REPEATS` are written in :data:`REPEAT_WINDOW_S`; the next one has the
+  number of the others. So clients cannot fill a disk through a server's log.
 """
 
 import contextlib

@@ -250,7 +250,7 @@ class Connection(Generic[WaiterT, QueueT]):
         return generation, frame
 
     def receive(self, frames: list[bytes]) -> None:
-        """Take one message from the scheduler. One that cannot be read harms whom it names, and nobody else."""
+        """Process one message from the scheduler. An unreadable one fails only the call or generation that it names."""
         try:
             message = decode_reply(frames[0])
         except msgspec.DecodeError as broken:

@@ -37,7 +37,7 @@ class ContinueBody(msgspec.Struct, kw_only=True):
 
     torch_empty_cache: bool = True
     force: bool = False
-    """Ours: continue a pause, and commit an implicit weight session, of somebody who is no HTTP client."""
+    """Caesura's own: continue a pause, and commit an implicit weight session, of a sender other than HTTP clients."""
 
 
 class TagsBody(msgspec.Struct, kw_only=True):

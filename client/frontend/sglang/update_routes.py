@@ -1,8 +1,8 @@
 """SGLang's routes for weight updates and update groups.
 
-Invariants: no session is needed, and one may be used: whoever names it, in the header ``X-Caesura-Session`` or the body, belongs to it, and
-nobody else does (the front end remembers none); an update is answered when its bytes are no longer needed; a path is
-looked at only under the weights root, with symbolic links resolved, its own and those of its files; no pickle is read unless that was asked for at start.
+Invariants: sessions are optional; a call belongs to a session only if it names it, in the header ``X-Caesura-Session`` or in the
+body, since the front end stores none. An update is answered when its bytes are no longer needed. Paths must be under the
+weights root after resolving symbolic links, also those of the files. Pickles are read only if enabled at start.
 """
 
 import asyncio
