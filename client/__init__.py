@@ -1,4 +1,4 @@
-"""Everything that talks to the engine: blocking and asyncio clients, the launcher, typed results and errors."""
+"""The Python client: blocking and asyncio clients, the launcher, typed results and errors."""
 
 from ..io_struct import (
     CaesuraError,

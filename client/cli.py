@@ -1,4 +1,4 @@
-"""The ``caesura`` command: an engine for a person at a terminal.
+"""The ``caesura`` command: control of an engine from a terminal.
 
 Every verb prints one table, or with ``--json`` the reply as it came over the wire. A typed error is one line on stderr
 and exit status 1; a wrong command line is exit status 2. What others chose (owners, labels, paths) is shown as text: it

@@ -31,16 +31,16 @@ RETRYABLE = frozenset(
         ErrorCode.ENGINE_RESTARTING,
     }
 )
-"""Conditions of the engine rather than faults of the call, which pass without the caller doing anything about the call."""
+"""Codes for conditions of the engine, which can pass; the same call may succeed later."""
 
 
 class EngineError(CaesuraError):
-    """Base of everything a client raises on its own account or for the engine.
+    """Base of all errors that a client raises.
 
     Attributes:
-        error_code: of all errors of this class; ``code`` differs from it only for a code of a newer engine.
-        output: the partial result, where a generation failed after it began; else None.
-        outputs: the results of all samples of that request that are known, the failed one included.
+        error_code: the code of this class; ``code`` differs from it only for an unknown code of a newer engine.
+        output: the partial result of a generation that failed after its start; else None.
+        outputs: all known results of that request's samples, including the failed one.
     """
 
     error_code: ClassVar[ErrorCode] = ErrorCode.INTERNAL
@@ -52,8 +52,7 @@ class EngineError(CaesuraError):
 
     @property
     def retryable(self) -> bool:
-        """The same call may succeed later: the engine's condition has refused it. Not so where it may have been done already
-        (:class:`TimedOut`)."""
+        """Whether the same call may succeed later. False if it may have been executed already (:class:`TimedOut`)."""
         return self.code in RETRYABLE
 
 
@@ -64,7 +63,7 @@ class MalformedMessage(EngineError):
 
 
 class VersionMismatch(EngineError):
-    """Client and engine speak wires of different major versions."""
+    """Client and engine use different major versions of the wire."""
 
     error_code = ErrorCode.VERSION_MISMATCH
 
@@ -76,13 +75,13 @@ class InvalidRequest(EngineError):
 
 
 class PromptTooLong(EngineError):
-    """Prompt plus new tokens exceed the context."""
+    """Prompt plus ``max_new_tokens`` exceeds the context length."""
 
     error_code = ErrorCode.PROMPT_TOO_LONG
 
 
 class ExceedsKVPool(EngineError):
-    """The request could never fit into the KV pool, even alone."""
+    """The request needs more KV than the whole pool has."""
 
     error_code = ErrorCode.EXCEEDS_KV_POOL
 
@@ -94,13 +93,13 @@ class DuplicateRid(EngineError):
 
 
 class IdConflict(EngineError):
-    """The message id was used before with another body."""
+    """The message id was used before with a different body."""
 
     error_code = ErrorCode.ID_CONFLICT
 
 
 class AnswerForgotten(EngineError):
-    """The message was answered before, and the engine has not kept the answer; nothing was done again."""
+    """The message was answered before and its answer is no longer stored; nothing was done again."""
 
     error_code = ErrorCode.ANSWER_FORGOTTEN
 
@@ -118,13 +117,13 @@ class EpochBehind(EngineError):
 
 
 class EnginePaused(EngineError):
-    """The engine is configured to refuse requests while paused."""
+    """The engine is paused and configured to refuse requests meanwhile."""
 
     error_code = ErrorCode.PAUSED
 
 
 class NotIdle(EngineError):
-    """Needs an idle engine; ``detail`` says what is pending."""
+    """The command needs an idle engine; ``detail`` lists the unfinished work."""
 
     error_code = ErrorCode.NOT_IDLE
 
@@ -136,7 +135,7 @@ class Busy(EngineError):
 
 
 class NotOwner(EngineError):
-    """Another owner holds the pause; ``force`` overrides."""
+    """The pause has another owner; ``force`` overrides it."""
 
     error_code = ErrorCode.NOT_OWNER
 
@@ -154,19 +153,19 @@ class SessionOpen(EngineError):
 
 
 class WeightsPoisoned(EngineError):
-    """An update failed half-way; only a complete update leads out."""
+    """An update failed after its first byte; only a complete update makes the weights valid again."""
 
     error_code = ErrorCode.WEIGHTS_POISONED
 
 
 class WeightsInvalid(EngineError):
-    """Weights were released and not loaded again, or lost in a restart; a complete update helps."""
+    """The weights were released and not loaded again, or lost in a restart; a complete update makes them valid again."""
 
     error_code = ErrorCode.WEIGHTS_INVALID
 
 
 class MemoryReleased(EngineError):
-    """Needs memory that is released; resume it first."""
+    """The command needs memory that is released; resume it first."""
 
     error_code = ErrorCode.MEMORY_RELEASED
 
@@ -190,7 +189,7 @@ class WeightMismatch(EngineError):
 
 
 class UnsupportedModel(EngineError):
-    """The model's config asks for something this engine does not do."""
+    """The model config requires something that this engine does not implement."""
 
     error_code = ErrorCode.UNSUPPORTED_MODEL
 
@@ -214,37 +213,37 @@ class EndpointInUse(EngineError):
 
 
 class Unsupported(EngineError):
-    """A known message that this engine does not implement in its present configuration."""
+    """The engine does not support this message in its configuration."""
 
     error_code = ErrorCode.UNSUPPORTED
 
 
 class ShuttingDown(EngineError):
-    """The engine is stopping."""
+    """The engine is shutting down."""
 
     error_code = ErrorCode.SHUTTING_DOWN
 
 
 class InternalError(EngineError):
-    """A defect or a failed batch; ``detail["traceback"]`` where there is one."""
+    """A defect of the engine, or a failed step; ``detail["traceback"]`` if there is one."""
 
     error_code = ErrorCode.INTERNAL
 
 
 class EngineDied(EngineError):
-    """The scheduler process or the connection to it is gone, or this client was closed."""
+    """The scheduler process has ended, the connection was lost, or this client was closed."""
 
     error_code = ErrorCode.ENGINE_DIED
 
 
 class EngineRestarting(EngineError):
-    """The scheduler process is gone and its supervisor is starting another one."""
+    """The scheduler process has ended and its supervisor is starting a new one."""
 
     error_code = ErrorCode.ENGINE_RESTARTING
 
 
 class TimedOut(EngineError, TimeoutError):
-    """No answer within the caller's timeout. The command may still complete.
+    """No reply within the caller's timeout. The command may still complete.
 
     Attributes:
         message_id: pass it as ``message_id=`` with the same arguments to attach to the command or its stored answer.
@@ -254,7 +253,7 @@ class TimedOut(EngineError, TimeoutError):
 
     @property
     def message_id(self) -> str:
-        """Of the call that was given up; empty where it had none."""
+        """Message id of the call; empty if it had none."""
         return str(self.detail.get("id", ""))
 
 
@@ -264,7 +263,7 @@ assert set(_CLASSES) == set(ErrorCode), f"codes without a class: {set(ErrorCode)
 
 
 def error_for(code: str, message: str, detail: dict[str, Any] | None = None) -> EngineError:
-    """The exception of ``code``, not raised; :class:`InternalError` for a code this client does not know."""
+    """The exception for ``code``, not raised; :class:`InternalError` for an unknown code."""
     known = _CODES.get(code, ErrorCode.INTERNAL)
     error = _CLASSES[known](message)
     if code and known != code:
@@ -274,10 +273,10 @@ def error_for(code: str, message: str, detail: dict[str, Any] | None = None) -> 
 
 
 def is_answer(error: BaseException) -> bool:
-    """Whether what failed is over; False where its caller has only stopped waiting: it may still happen."""
+    """Whether the call is finished; False if its caller only stopped waiting and it may still be executed."""
     return isinstance(error, Exception) and not isinstance(error, TimedOut)
 
 
 def raise_for(reply: ErrorReply) -> NoReturn:
-    """Raise the exception that ``reply`` stands for."""
+    """Raise the exception for ``reply``."""
     raise error_for(reply.code, reply.message, reply.detail)

@@ -1,4 +1,4 @@
-"""Encode and decode headers; decide what a frame is before anything looks inside it."""
+"""Encodes and decodes headers; the type of a frame is checked before its content."""
 
 from collections.abc import Iterator
 from typing import Any, TypeVar

@@ -1,4 +1,4 @@
-"""Pickles of foreign protocols, read as plain fields: what unpickling would import or call is only written down.
+"""Parses pickles of foreign protocols into plain fields; imports and calls in them are recorded, never executed.
 
 Invariants:
 - Nothing named in a message is imported, looked up, called or given an attribute. Python's unpickler is not used at all:

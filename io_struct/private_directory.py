@@ -1,4 +1,4 @@
-"""Where the socket of an engine lies when nobody named a place: a directory that launcher and engine agree on.
+"""The default place of an engine's socket: a private directory, made by launcher or engine.
 
 Invariants:
 - It is fresh, mode 0700, and its socket's path fits into an ``ipc://`` address.

@@ -1,4 +1,4 @@
-"""Text that a peer chose, shown to a person.
+"""Makes text from a peer safe for a terminal.
 
 Invariant: what :func:`printable` returns cannot move a cursor, colour a terminal, start a line or hide what follows.
 """

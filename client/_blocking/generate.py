@@ -35,7 +35,7 @@ WORDS = {
     "async_driving": "driving",
     "async_handle": "handle",
     "``async for`` yields": "Iterating yields",
-    "from coroutines of one event loop": "from any number of threads",
+    "for coroutines of one event loop": "for any number of threads",
 }
 """Names, and words of docstrings. unasync knows those of the language, such as ``__aenter__``."""
 LEFT_OVER = re.compile(r"[Aa]sync|\bawait\b|[Cc]oroutine|[Ee]vent loop|\bLoop|\bSync[A-Z]")

@@ -1,4 +1,4 @@
-"""The application: all routes over one :class:`FrontEnd`, behind one check of keys and one limit on bodies.
+"""The Litestar application: all routes of a :class:`FrontEnd`, with one key check and one limit on bodies.
 
 Invariant: a route without an access class is refused to everybody, so a forgotten one cannot open anything.
 """

@@ -1,4 +1,4 @@
-"""Who may call what: the one place where keys are checked.
+"""Authorization: the only place where API keys are checked.
 
 Invariants:
 - Every route says ``opt={"access": "open" | "user" | "admin"}``; what says nothing is treated as ``admin``.
@@ -23,7 +23,7 @@ ACCESS_CLASSES = frozenset({"open", "user", "admin"})
 
 
 class AuthMiddleware(ASGIMiddleware):
-    """Answers 401 or 403 to whoever may not call a route."""
+    """Answers 401 or 403 if the caller may not use the route."""
 
     def __init__(self, options: ServeOptions) -> None:
         api, admin = _key(options.api_key), _key(options.admin_key)

@@ -1,4 +1,4 @@
-"""Large JSON bodies as structs, without holding up others and without a multiple of their size in memory.
+"""Decodes large JSON bodies into structs without blocking the event loop and with bounded memory.
 
 Invariants:
 - The decoder lets no other thread run. So a large body is cut up first, which is fast and makes nothing, and then decoded prompt by

@@ -1,12 +1,12 @@
-"""Connections of the HTTP server: how many there may be, and how long each may take over what it sends and reads.
+"""Connections of the HTTP server: their maximum number, and deadlines for reading and writing.
 
 Invariants:
-- Whatever a peer does or leaves undone, its connection ends by itself: first byte, head, body, idleness and the reading of an
-  answer have deadlines of their own, the first two before any key is looked at. Only a whole request that is being answered
-  has none: generating takes what it takes.
-- What a connection has sent and nobody has been handed yet is bounded, too.
-- At the limit, a connection without a request makes room for a new one, those first that never had one. Where all have
-  requests, some room is left for connections that ask for health, load and commands; nothing else is answered there.
+- Every connection ends, whatever its peer does: first byte, head, body, idle time and the reading of a response have their
+  own deadlines, the first two before keys are checked. Only a complete request that is being answered has none, since
+  generation can take any time.
+- The size of received data that no handler has taken yet is limited.
+- At the limit, a connection without a request is closed for a new one, first those that never had a request. If all have
+  requests, some connections are reserved for health, load and commands.
 """
 
 import json

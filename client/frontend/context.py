@@ -1,4 +1,4 @@
-"""What every handler gets: the connection, the text side, the settings and the counters.
+"""State that every handler uses: connection, tokenizer manager, settings and counters.
 
 Invariants: a :class:`ServeOptions` never prints its keys; a :class:`FrontEnd` is made once, before the first request.
 """
@@ -27,22 +27,22 @@ class ServeOptions:
 
     host: str = "127.0.0.1"
     any_host: bool = False
-    """Without keys, requests need not name this machine (``Host``): it was said that everybody may use it."""
+    """Without keys, the ``Host`` of requests is not checked (``--insecure-bind``)."""
     port: int = 30000
     api_key: str | None = field(default=None, repr=False)
-    """None: generation needs no key."""
+    """Key of user routes. None means that they need none."""
     admin_key: str | None = field(default=None, repr=False)
-    """None: what changes the engine needs ``api_key``, if there is one."""
+    """Key of admin routes. None means ``api_key``, if there is one."""
     weights_root: str | None = None
-    """Directory under which every ``model_path`` of an update must lie. None: :attr:`default_weights_root`."""
+    """Folder that must contain every ``model_path`` of an update. None means :attr:`default_weights_root`."""
     allow_pickled_tensors: bool = False
     """Read the base64 pickles of ``/update_weights_from_tensor`` (they are parsed, never unpickled)."""
     max_body_bytes: int = 32 << 20
-    """Of every request but weight updates."""
+    """Maximum size of a request body, except for weight updates."""
     max_update_bytes: int = 2 << 30
-    """Of a request that carries weights."""
+    """Maximum size of a request body with weights."""
     max_batch: int = 4096
-    """Prompts times samples of one request."""
+    """Maximum number of samples of one request: prompts times ``n``."""
     incremental_streaming: bool = False
     """Native streams carry only what is new, instead of everything so far."""
     served_model_name: str = ""

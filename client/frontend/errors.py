@@ -1,4 +1,4 @@
-"""How failures look over HTTP: SGLang's bodies and statuses.
+"""HTTP error responses: SGLang's bodies and status codes.
 
 Invariants: a request that is wrong is 400, never 422; 401 and 403 are keys; 503 means that the engine is not there or
 takes no more, and may be tried again; nothing answers with a traceback or a key. Under ``/v1`` errors have OpenAI's shape,

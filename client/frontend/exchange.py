@@ -1,7 +1,7 @@
-"""Reading requests and answering them: what all routes have in common.
+"""Reading requests and sending responses: the common part of all routes.
 
-Invariants: a client that leaves ends what it asked for (nothing generates for nobody); a command is timed and counted in
-one place, :func:`command`; a control body is read as SGLang's: unknown keys and nulls count as left out, text that is a number is one.
+Invariants: when a client disconnects its generations are aborted; commands are timed and counted in one place,
+:func:`command`; control bodies are read as in SGLang: unknown keys and nulls are ignored, numbers may be strings.
 """
 
 import asyncio
@@ -135,7 +135,7 @@ async def command(front: FrontEnd, name: str, work: Coroutine[Any, Any, T]) -> T
 
 
 def extras(reply: msgspec.Struct) -> dict[str, Any]:
-    """What the engine said beyond what SGLang would: more keys in an answer disturb nobody."""
+    """The engine's reply, as additional keys beside SGLang's."""
     fields: dict[str, Any] = msgspec.to_builtins(reply)
     return {name: value for name, value in fields.items() if name not in ("type", "id")}
 

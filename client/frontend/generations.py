@@ -1,4 +1,4 @@
-"""The generations of one HTTP call, whole or as they come: what SGLang's and OpenAI's routes share.
+"""The generations of one HTTP call, complete or streamed: the common part of SGLang's and OpenAI's routes.
 
 Invariants:
 - Every prompt is counted when it begins and once when it ends, however it ends.

@@ -1,4 +1,4 @@
-"""Whether the engine lives, said within a second whatever it does.
+"""Health checks: whether the engine answers, determined within a second.
 
 Invariants:
 - There is one question to the engine at a time, shared by all who want to know; a late answer counts when it comes.

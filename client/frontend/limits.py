@@ -1,4 +1,4 @@
-"""Bounds on what one HTTP request may carry, by what its route takes.
+"""Limits on the size of an HTTP request, by route.
 
 Invariants: a body over its limit is refused while it arrives, or before where its length is announced; it is never held whole.
 A route that says nothing takes the least. Over the limit of connections only commands and questions are answered.

@@ -1,4 +1,4 @@
-"""Text of clients for people's terminals: in logs, in metrics, in messages about it."""
+"""Makes text from clients safe for terminals: in logs, metrics and messages."""
 
 import logging
 

@@ -1,4 +1,4 @@
-"""``caesura serve``: a scheduler and the HTTP server over it, as one command.
+"""``caesura serve``: a scheduler and its HTTP server in one command.
 
 Invariants:
 - The server listens only when the engine is ready, and says where once it has answered.

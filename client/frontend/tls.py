@@ -1,6 +1,6 @@
 """TLS of the HTTP server, from the files that uvicorn's options of the same names take.
 
-Invariants: TLS 1.2 or later; nobody is asked for a password at a terminal; what is wrong with a file is said before anything starts.
+Invariants: TLS 1.2 or later; no password prompt at a terminal; invalid files are reported before anything starts.
 """
 
 import ssl
@@ -16,7 +16,7 @@ def tls_context(
 
     Args:
         certfile: the certificate, and those between it and its root.
-        keyfile: its key; None: it is in ``certfile``.
+        keyfile: its key; None means that it is in ``certfile``.
         password_file: holds the key's password.
         ca_certs: given: clients need a certificate that one of these signed.
 

@@ -1,4 +1,4 @@
-"""What ends the server: signals, and an engine that has ended for good.
+"""Ends the server: after signals, and when the engine has ended for good.
 
 Invariants:
 - A signal ends the engine first, so that every request in flight is answered, then the server; status 0. The engine drains if it
@@ -117,13 +117,13 @@ class Watch:
         else:
             self.status = status_of(state.error)
             reason = "the scheduler was told to end" if state.error is None else f"error: {state.error}"
-            click.echo(f"{reason}; the server ends with it", err=True)
+            click.echo(f"{reason}; the server ends as well", err=True)
             self._leave_once_told(self._loop.time() + TOLD_S)
 
     def _on_exit(self) -> None:
         self._forget_process()
         self.status = 1
-        click.echo("error: the scheduler process has ended; the server ends with it", err=True)
+        click.echo("error: the scheduler process has ended; the server ends as well", err=True)
         self._leave_once_told(self._loop.time() + TOLD_S)
 
     def _leave_once_told(self, deadline: float) -> None:

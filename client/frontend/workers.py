@@ -1,4 +1,4 @@
-"""Work that takes longer than a message may wait: in a few threads, or on the event loop in slices.
+"""Runs long work off the event loop in a few threads, or on it in slices.
 
 Invariants: as many pieces of work wait for a thread as :data:`MAX_WAITING`, one more is refused; nothing here outlives its server.
 """

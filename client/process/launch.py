@@ -83,12 +83,12 @@ class LaunchedScheduler:
         return self._child.process.poll()
 
     def close(self, *, drain: bool | None = None, drain_s: float | None = None) -> None:
-        """Stop the engine and close the client. Idempotent; a forked child of the launcher stops nothing.
+        """Shut the engine down and close the client. Idempotent; has no effect in a forked child.
 
         Args:
-            drain: requests that are there go on until they end, or for ``drain_s`` seconds. None: as the engine's
-                ``shutdown_mode`` says.
-            drain_s: None: the engine's ``drain_timeout_s``.
+            drain: True lets accepted requests finish within ``drain_s`` seconds, False ends them at once. None means the
+                engine's ``shutdown_mode``.
+            drain_s: None means the engine's ``drain_timeout_s``.
         """
         if not self._child.launcher.is_here:
             return
@@ -330,7 +330,7 @@ def launch_scheduler(
     ``curve_client_key_file`` are the returned client's, for an engine with keys.
 
     Raises:
-        EngineError: the engine's own reason for not starting; EngineDied or TimedOut where it gave none.
+        EngineError: the engine's reason for not starting; EngineDied or TimedOut if it gave none.
     """
     seconds("startup_timeout", startup_timeout)  # refused before anything is made
     options = {

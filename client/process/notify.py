@@ -1,4 +1,4 @@
-"""Tells a service manager how a service is doing, by systemd's protocol: datagrams to the socket that it names.
+"""Notifications to a service manager by systemd's protocol: datagrams to the socket in ``NOTIFY_SOCKET``.
 
 Invariant: without ``NOTIFY_SOCKET`` nothing happens, and nothing that happens there can fail the caller, nor hold it up for
 long.
@@ -28,7 +28,7 @@ def notify(*assignments: str) -> bool:
 
 
 def watchdog_interval_s() -> float | None:
-    """How often the manager wants ``WATCHDOG=1`` from this process, with time to spare; None: it does not."""
+    """Interval in which to send ``WATCHDOG=1``, with a margin; None means that the manager does not expect it."""
     try:
         limit = int(os.environ["WATCHDOG_USEC"]) / 1e6
         pid = int(os.environ.get("WATCHDOG_PID", os.getpid()))

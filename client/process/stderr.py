@@ -1,11 +1,11 @@
-"""The standard error of commands that serve: whoever writes never waits for whoever reads.
+"""Standard error of serving commands: writers never wait for readers.
 
 Invariants:
-- What is written is queued, up to :data:`MAX_QUEUED`, and goes out in a thread. What finds the queue full is dropped and
-  counted; the count is written when there is room again. So a pipe that nobody reads, or a terminal that is held, stops
-  neither a server nor the restart of a scheduler.
-- Of the warnings that one place repeats, :data:`REPEATS` are written in :data:`REPEAT_WINDOW_S`; the next one that is written
-  says how many were not. So nobody fills a disk through a server's log.
+- Text is queued, up to :data:`MAX_QUEUED`, and written by a thread. Text that does not fit is dropped and counted; the count
+  is written when there is room again. So a pipe that is not read, or a stopped terminal, blocks neither a server nor the
+  restart of a scheduler.
+- Of the repeated warnings of one call site, :data:`REPEATS` are written in :data:`REPEAT_WINDOW_S`; the next one has the
+  number of the others. So clients cannot fill a disk through a server's log.
 """
 
 import contextlib
@@ -57,7 +57,7 @@ class QueuedStream(io.TextIOBase):
     def write(self, text: str, /) -> int:
         """``text`` goes out, or is dropped and counted; at once either way."""
         if not isinstance(text, str):  # that is how others find out what kind of stream this is
-            raise TypeError(f"text is written here, no {type(text).__name__}")
+            raise TypeError(f"write() takes a str, not {type(text).__name__}")
         with self._changed:
             if self._queued + len(text) > MAX_QUEUED:
                 self._dropped += len(text)

@@ -1,4 +1,4 @@
-"""``caesura supervise``: a scheduler that is brought back when it dies or hangs.
+"""``caesura supervise``: a scheduler that is restarted when it dies or hangs.
 
 Exit status: 0 when it was told to end, 1 when a start was refused, 2 for a wrong command line, 3 when it gave up.
 """

@@ -1,17 +1,16 @@
-"""Brings a scheduler back that died or hangs: the same command, the same endpoint, a bounded number of times.
+"""Restarts a scheduler that died or hangs: same command, same endpoint, bounded number of restarts.
 
 Invariants:
-- A scheduler that ends with status 0 has been told to: it is not started again. Neither is one whose configuration is
-  refused.
-- Restarts wait longer and longer, and there are at most ``max_restarts`` of them in ``window_s`` seconds: then it is over,
-  with the last reason.
-- Each restart is told in one line, with its reason, before it begins.
+- A scheduler that ends with status 0 was shut down and is not restarted, nor is one whose configuration is refused.
+- The delay between restarts grows. After ``max_restarts`` within ``window_s`` seconds the supervisor gives up, with the last
+  reason.
+- Each restart is logged in one line, with its reason, before it begins.
 - A scheduler that has not answered its status for ``hang_timeout_s`` is killed, whether its process is stopped, its loop
   stuck or its socket gone.
 - The child never outlives this process (the lifeline of ``launch.py``), nor :meth:`Supervisor.close`.
 
 States: *starting* → *serving* → *down* (waiting to start again) → *starting* …, and *ended* for good from any of them.
-One thread starts and watches, whoever calls only signals it.
+One thread starts and watches the process; the methods only signal this thread.
 """
 
 import logging
@@ -38,36 +37,36 @@ logger = logging.getLogger(__name__)
 USAGE_STATUS = 2
 """Exit status of a scheduler whose command line is wrong: it would be wrong again."""
 _NEVER_AGAIN = (ErrorCode.INVALID_REQUEST, ErrorCode.UNSUPPORTED, ErrorCode.UNSUPPORTED_MODEL)
-"""Refusals of a start that nothing but another configuration changes; others may pass, memory that is short, say."""
+"""Refused starts that need another configuration. Other reasons may pass, a lack of memory for example."""
 _LAST_LINE = 300
-"""Characters of a scheduler's last line that are repeated."""
+"""Maximum characters of a scheduler's last line in the log."""
 _PROBES_PER_HANG = 4
 _LONGEST_PROBE_INTERVAL_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartPolicy:
-    """When a scheduler is started again, and when not."""
+    """When a scheduler is restarted."""
 
     max_restarts: int = 5
     window_s: float = 600.0
     first_delay_s: float = 0.5
-    """Before the first restart of a window; each further one waits twice as long."""
+    """Delay before the first restart of a window; it doubles with each further one."""
     longest_delay_s: float = 30.0
     hang_timeout_s: float = 120.0
-    """0: nobody asks."""
+    """Maximum seconds without an answer to a status request. 0: no check."""
     startup_timeout_s: float = 600.0
     stop_timeout_s: float = 60.0
-    """Between SIGTERM and SIGKILL at the end."""
+    """Seconds between SIGTERM and SIGKILL at the end."""
 
     def delay(self, restarts: int) -> float:
-        """Seconds before the next restart, after so many in the window."""
+        """Seconds before the next restart, after ``restarts`` in the window."""
         return float(min(self.longest_delay_s, self.first_delay_s * 2 ** min(restarts, 30)))
 
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """A scheduler answers."""
+    """State: a scheduler is ready."""
 
     endpoint: str
     pid: int
@@ -77,7 +76,7 @@ class Serving:
 
 @dataclass(frozen=True, slots=True)
 class Down:
-    """There is none, and there will be one in ``delay_s`` seconds and the time of a start."""
+    """State: no scheduler runs; the next start is in ``delay_s`` seconds."""
 
     reason: str
     delay_s: float
@@ -85,10 +84,10 @@ class Down:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """There will be none any more."""
+    """State: the supervisor has ended."""
 
     error: EngineError | None
-    """None: it was told to end."""
+    """None means that it was told to end."""
 
 
 State = Serving | Down | Ended
@@ -152,7 +151,7 @@ class Supervisor:
             if isinstance(state, Serving):
                 return state
             if isinstance(state, Ended):
-                raise state.error or EngineDied("the scheduler was told to end before it served")
+                raise state.error or EngineDied("the scheduler was stopped before it was ready")
 
     def begin(self, listener: Listener) -> None:
         """Start the first scheduler; ``listener`` hears what becomes of it."""

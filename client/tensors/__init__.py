@@ -1,4 +1,4 @@
-"""The trainer's half of a weight update; the only part of the client that imports torch, which a trainer has anyway."""
+"""The trainer's side of a weight update; the only part of the client that imports torch."""
 
 from .buckets import Bucket, NamedTensors, Piece, as_frames, buckets, manifest
 from .group import WeightUpdateGroup

@@ -1,4 +1,4 @@
-"""Does what the steps of an update ask for.
+"""Carries out the steps of an update.
 
 Invariant: whatever happens to a step, an interrupt and a cancellation included, is thrown into the steps, which end their session.
 """

@@ -1,4 +1,4 @@
-"""Memory of a CUDA device that a trainer shares with an engine on the same device.
+"""CUDA memory that a trainer shares with an engine on the same device.
 
 Invariants:
 - A bucket is exported once and used for many updates; every message names the same export, so the engine opens it once per

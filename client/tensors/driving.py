@@ -1,5 +1,5 @@
 # Generated from tensors/async_driving.py by `python client/_blocking/generate.py`: change that file.
-"""Does what the steps of an update ask for.
+"""Carries out the steps of an update.
 
 Invariant: whatever happens to a step, an interrupt and a cancellation included, is thrown into the steps, which end their session.
 """

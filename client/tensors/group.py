@@ -1,9 +1,10 @@
-"""A trainer's end of a weight update group: rank 0 of a process group whose other ranks are engines.
+"""The trainer's side of a weight update group: rank 0 of a process group whose other ranks are engines.
 
 Invariants:
-- The trainer never waits for a broadcast that nobody takes: an engine's refusal comes over its socket, and ends the wait.
-- Once a broadcast was not taken the ranks are out of step. The group is then dead, on both sides; close it and create another.
-- Tensors travel whole and as bytes, so any dtype does. Buckets are filled one at a time, into one buffer that is kept.
+- The trainer never waits for a broadcast that an engine does not receive: the refusal arrives over the engine's socket and
+  ends the wait.
+- After a failed broadcast the ranks are out of step. The group is then dead on both sides; close it and create another.
+- Tensors are sent whole and as bytes, so any dtype works. Buckets are filled one at a time, in one buffer that is reused.
 
 The group is an ordinary one of torch.distributed: TCPStore at the master, ``PrefixStore`` of the group's name, the backend's
 own prefixes. One that a trainer has made already is as good (:meth:`WeightUpdateGroup.__init__`).
@@ -67,16 +68,16 @@ class WeightUpdateGroup:
         backend: Backend = "gloo",
         clients: "Sequence[ControlClient]" = (),
     ) -> None:
-        """A group that exists: this process is its rank 0, engines have joined it as ``group_name``.
+        """Wrap an existing group: this process is its rank 0, engines have joined it as ``group_name``.
 
         Args:
             process_group: a torch.distributed ProcessGroup, or a bare backend.
-            clients: of its engines, in the order of their ranks from 1; :meth:`close` has them leave.
+            clients: clients of its engines, in the order of their ranks from 1; :meth:`close` makes them leave.
         """
         self.group_name = group_name
-        """The name that the engines know it by."""
+        """Name of the group in the engines."""
         self.clients = list(clients)
-        """Of its engines, in the order of their ranks from 1."""
+        """Clients of its engines, in the order of their ranks from 1."""
         self._group = process_group
         self._device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else "cpu"
         self._buffer = torch.empty(0, dtype=torch.uint8, device=self._device)
@@ -94,19 +95,19 @@ class WeightUpdateGroup:
         backend: Backend | None = None,
         timeout_s: float = 60.0,
     ) -> Self:
-        """Make a group of this process and the engines of ``clients``; returns when all have joined.
+        """Create a group of this process and the engines of ``clients``; returns when all have joined.
 
         A group of the same name that an earlier trainer left behind is destroyed first.
 
         Args:
-            master_address: under which the engines reach this process. Where it is an address of this host, nothing else is
-                listened on; else (behind a translated address, say) the rendezvous listens on all addresses.
-            master_port: on which they do. 0: any that is free.
-            backend: None: nccl where every engine and this process have CUDA devices, else gloo.
-            timeout_s: bound of joining, and of every broadcast later.
+            master_address: address of this process for the engines. If it is an address of this host, the rendezvous listens
+                only there; else (behind NAT, for example) on all addresses.
+            master_port: port of the rendezvous; 0: any free port.
+            backend: None means nccl if every engine and this process have CUDA devices, else gloo.
+            timeout_s: maximum seconds for joining, and later for every broadcast.
 
         Raises:
-            CaesuraError: what an engine answered; ``group_error`` where somebody did not join in time.
+            CaesuraError: the error of an engine; ``group_error`` if a rank did not join in time.
         """
         backend = backend or _common_backend(clients, timeout_s)
         if backend == "nccl" and not torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""Names in memory to names in the checkpoint.
+"""Maps parameter names in memory to checkpoint names.
 
 Invariants: what is yielded equals what ``save_pretrained`` writes, name by name and byte by byte, and is a view of the model's
 own memory. Tensors that share memory under several names come once.

@@ -7,14 +7,14 @@ client drive the same code:
     Run(work)              -> what ``work()`` returns; it may block
 
 Invariants:
-- Two or three messages are under way, together of one bucket's bytes at most: while the engine copies one, the next is made. Memory
-  is not written again before the reply of its own message is there, also where nobody waits for that any more: it is then
-  left to the messages that name it.
-- An update that fails, whatever ends it, leaves no session of its own open, and ends nobody else's: it names the session by the id
-  of its ``begin``, which is known before the answer. Only ``close()`` of the generator cannot see to that: it may ask for nothing
-  then. Interrupts and cancellations are to be thrown into it, as errors are.
-- Tensors must not change until the update has returned, or raised. What the engine reads later than that is a copy, or belongs to a
-  session that is aborted: it is never committed.
+- Two or three messages are in flight, together at most one bucket in size: while the engine copies one, the next is prepared.
+  Memory is not reused before the reply to its message has arrived; if no caller waits for the reply any more, the memory is
+  left to those messages.
+- An update that fails aborts its own session and no other: it names the session by the id of its ``begin``, which is known
+  before the reply. ``close()`` of the generator cannot do this, since a closed generator cannot send; so interrupts and
+  cancellations must be thrown into it, like errors.
+- Tensors must not change until the update has returned or raised. What the engine reads later is a copy, or belongs to an
+  aborted session, and is never committed.
 """
 
 import contextlib

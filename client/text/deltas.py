@@ -1,4 +1,4 @@
-"""Deltas of one sample, joined and cut for a reader who takes them at his own pace.
+"""Joins and splits the deltas of one sample for a reader with its own pace.
 
 Invariant: a delta made here is one as the engine sends them: everything about its tokens has their number, and ``start`` is
 the position of the first.

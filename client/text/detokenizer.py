@@ -1,4 +1,4 @@
-"""``Detokenizer``: text of one sample while its tokens come.
+"""``Detokenizer``: incremental detokenization of one sample.
 
 Invariants:
 - The pieces put together are the text of all output ids: what decoding the last :data:`CONTEXT` tokens of the prompt and

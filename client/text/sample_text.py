@@ -1,4 +1,4 @@
-"""``SampleText``: the text of one sample and its stop strings, as tokens come; and ``cut``, what a stop string leaves.
+"""``SampleText``: text and stop strings of one sample as its tokens arrive; and ``cut``, the text before a stop string.
 
 Invariants:
 - What is shown is final: it begins no stop string, ends in no half character, and together it is the sample's text.

@@ -1,4 +1,4 @@
-"""Stop strings, found in text as it comes.
+"""Finds stop strings in text as it arrives.
 
 Invariants:
 - The match that is complete first wins; of those complete at the same character, the longest. So how the text is cut into

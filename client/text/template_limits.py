@@ -1,4 +1,4 @@
-"""What a chat template may cost: a time, a size, and no single operation that makes much of little.
+"""Limits on chat templates: time, output size, and the size of intermediate results.
 
 Invariants:
 - Every round of a loop and every call of a macro looks at the clock, so a template that does not end is ended.

@@ -1,4 +1,4 @@
-"""``TextTokenizer``: the tokenizer of a Hugging Face model folder, as text in, ids out, and back.
+"""``TextTokenizer``: the tokenizer of a Hugging Face model folder, from text to ids and back.
 
 Invariants:
 - It gives what ``transformers.AutoTokenizer`` gives for the same folder, without importing it: ids of a text, text of

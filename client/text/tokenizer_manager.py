@@ -1,13 +1,13 @@
-"""``TokenizerManager``: generation with text on both ends, over one connection to the engine.
+"""``TokenizerManager``: generation with text input and output, over one connection to the engine.
 
 Invariants:
-- Every sample ends in exactly one :class:`Sample`, or its request in one exception, whatever its stop strings and
-  whoever reads: what the engine sends after a stop string was found (more tokens, the answer to the abort, an error of
-  another kind of end) changes nothing about the sample, except that an error of the engine is raised.
-- Nobody waits for tokens that nobody wants: a stop string ends its sample in the engine, a cancelled :meth:`generate` and a
-  closed :meth:`stream` end their request.
-- A reader that is slow costs one buffer: what has come meanwhile is decoded at once and is one chunk. Stop strings are looked for
-  as tokens arrive, whether or not anybody reads.
+- Every sample ends in exactly one :class:`Sample`, or its request in one exception. Messages of the engine that arrive after
+  a stop string was found (more tokens, the reply to the abort) do not change the sample; only an error of the engine is
+  raised.
+- The engine does not generate tokens that are not needed: a stop string aborts its sample there, and a cancelled
+  :meth:`generate` or a closed :meth:`stream` aborts its request.
+- A slow reader needs one buffer: tokens that arrive meanwhile are decoded together into one chunk. Stop strings are searched
+  for as tokens arrive, independently of the reader.
 - Requests without stop strings that do not stream get one message from the engine, and are decoded once.
 
 Runs on one event loop, that of the client.
@@ -301,7 +301,7 @@ class _Flow:
 
 
 def _abort(channel: LoopChannel, generation: Generation[Result, Deltas], index: int | None = None) -> None:
-    """End a generation, or one sample of it, in the engine; nobody waits for that."""
+    """Abort a generation, or one sample of it, without waiting for the reply."""
     with contextlib.suppress(EngineError):
         channel.start_call(AbortReq(rid=generation.rid, index=index), AbortReqOutput)
 
@@ -427,7 +427,7 @@ class TokenizerManager:
     def _need_tokenizer(self, field: str) -> TextTokenizer:
         if self.tokenizer is None:
             raise InvalidRequest(
-                "this engine is served without a tokenizer: it takes token ids only", field=field
+                "this engine is served without a tokenizer: only token ids are accepted", field=field
             )
         return self.tokenizer
 

@@ -1,7 +1,7 @@
-"""``AsyncSchedulerClient``: the engine, from coroutines of one event loop.
+"""``AsyncSchedulerClient``: generation, scoring and all commands of an engine, for coroutines of one event loop.
 
-Invariants: those of :class:`~.async_control_client.AsyncControlClient`, and: a ``generate`` that raises, or is interrupted, has
-aborted what it started, except where only its patience ran out.
+Invariants: those of :class:`~.async_control_client.AsyncControlClient`. A ``generate`` that fails or is interrupted aborts what it
+started, unless it timed out.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from .scoring import Scores
 
 
 class AsyncSchedulerClient(AsyncControlClient):
-    """A connection to one engine that generates; constructor and timeouts as of its base class."""
+    """A connection to one engine, with generation and scoring; constructor and timeouts are those of its base class."""
 
     @overload
     async def generate(
@@ -64,29 +64,30 @@ class AsyncSchedulerClient(AsyncControlClient):
         timeout: float | None = None,
         **options: Unpack[GenerateOptions],
     ) -> Any:
-        """Generate and wait. One prompt gives one output (a list of ``n`` when n > 1); a list of prompts gives a list,
-        prompt by prompt, the ``n`` samples of each together.
+        """Generate and wait for the results. One prompt returns one output (a list if n > 1); a list of prompts returns a list of
+        outputs in the order of the prompts, with the ``n`` samples of each prompt together.
 
         Args:
-            input_ids: [tokens], or a list of such prompts; ids of numpy are taken too. Every option below holds for each prompt.
-            sampling_params: one value for all prompts, or one per prompt. None: the defaults.
-            return_logprob: of each new token, natural logarithms: log-softmax over the full vocabulary after temperature.
-            return_raw_logprob: the same of the unedited logits, at temperature 1.
-            return_sampled_logprob: the same under the distribution really sampled, after top-k, top-p and min-p.
-            logprob_start_len: with ``return_logprob``, also of the prompt's tokens from this position on. -1: none.
-            top_logprobs_num: with ``return_logprob``, also the so many likeliest tokens at each position; at most 128.
-            token_ids_logprob: with ``return_logprob``, also of these token ids at each position; at most 1,024.
-            return_routed_experts: which experts computed each position, [rows, layers, experts per token].
+            input_ids: [tokens], or a list of such prompts; numpy integers are accepted. The options below apply to each prompt.
+            sampling_params: one value for all prompts, or one per prompt. None means the defaults.
+            return_logprob: return the logprob of each output token: log-softmax over the full vocabulary after temperature.
+            return_raw_logprob: the same under the unmodified logits, at temperature 1.
+            return_sampled_logprob: the same under the sampling distribution, after top-k, top-p and min-p.
+            logprob_start_len: with ``return_logprob``, also for the prompt tokens from this position on. -1: none.
+            top_logprobs_num: with ``return_logprob``, also this many most likely tokens at each position; at most 128.
+            token_ids_logprob: with ``return_logprob``, also for these token ids at each position; at most 1,024.
+            return_routed_experts: return the experts that computed each position, [rows, layers, experts per token].
             routed_experts_start_len: first position whose experts are returned; at most the prompt's length.
-            rid: names the generation, one per prompt; a single one becomes ``rid-0``, ``rid-1``, … for a list. None: drawn.
-            cache_salt: prefix-cache entries are shared only within one salt.
-            min_weights_epoch: refuse with :class:`EpochBehind` on an engine whose weights are older. None: any.
-            message_id: of an earlier call with the same arguments that timed out: attaches to it. None: a new call.
-            timeout: seconds for the whole call. None: until the engine answers or dies.
+            rid: request id, one per prompt; a single one becomes ``rid-0``, ``rid-1``, … for a list. None means a random id.
+            cache_salt: prefix cache entries are shared only between requests of the same salt.
+            min_weights_epoch: an engine with a lower weights epoch refuses with :class:`EpochBehind`. None means no minimum.
+            message_id: message id of an earlier call with the same arguments that timed out, to attach to it. None means a new
+                call.
+            timeout: seconds for the whole call. None means until the engine answers or dies.
 
         Raises:
-            TimedOut: not everything ended within ``timeout``; the generations go on.
-            EngineError: the first prompt that was refused or failed; the others of this call are aborted.
+            TimedOut: not all generations ended within ``timeout``; they continue.
+            EngineError: of the first prompt that was refused or failed; the others of this call are aborted.
         """
         timeout = seconds("timeout", timeout)
         work = plan(input_ids, sampling_params, options, rid=rid, message_id=message_id)
@@ -102,12 +103,12 @@ class AsyncSchedulerClient(AsyncControlClient):
         message_id: str | None = None,
         **options: Unpack[GenerateOptions],
     ) -> AsyncGenerationHandle:
-        """Start one prompt and return at once; refusals are raised by the handle.
+        """Start a generation and return at once; the handle raises errors.
 
         Args:
             input_ids: [tokens], one prompt.
-            stream: the handle's deltas come step by step. False: all at once, at the end.
-            message_id: of an earlier call with the same arguments: attaches to it. None: a new call.
+            stream: True: the handle yields deltas after each step. False: all at the end.
+            message_id: message id of an earlier call with the same arguments, to attach to it. None means a new call.
 
         The other arguments are those of :meth:`generate`, for one prompt.
 
@@ -150,14 +151,14 @@ class AsyncSchedulerClient(AsyncControlClient):
         message_id: str | None = None,
         timeout: float | None = None,
     ) -> Any:
-        """Log-probabilities of the tokens from ``start`` on (for all sequences, or one for each), given all before them, under
-        the engine's reference checkpoint: its log-softmax after ``temperature``, over the full vocabulary.
+        """Logprobs under the engine's reference model of the tokens from ``start`` on (one value for all sequences, or one for each):
+        log-softmax over the full vocabulary after ``temperature``, given all previous tokens.
 
-        One sequence gives a list of floats, a list of sequences gives a list of lists: [tokens - start] natural logarithms each.
+        One sequence returns a list of floats, a list of sequences a list of lists, with [tokens - start] values each.
 
         Raises:
-            Unsupported: the engine has no reference.
-            EngineError: a sequence was refused (the message names it), and with it the whole call.
+            Unsupported: the engine has no reference model.
+            EngineError: the call was refused; the message names the sequence.
         """
         scores = Scores(input_ids, start, temperature, message_id)
         return scores.decode(await self._call(scores.request, ScoreReqOutput, timeout))
@@ -170,7 +171,7 @@ class AsyncSchedulerClient(AsyncControlClient):
         message_id: str | None = None,
         timeout: float | None = None,
     ) -> AbortReqOutput:
-        """End generations now, by rid or all of them; each answers its own caller with its partial output."""
+        """Abort a generation by rid, or all of them. Their own callers get the partial outputs."""
         return await self._call(
             AbortReq(id=id_of(message_id), rid=rid, abort_all=abort_all), AbortReqOutput, timeout
         )
@@ -178,8 +179,7 @@ class AsyncSchedulerClient(AsyncControlClient):
     async def fetch_result(
         self, rid: str, *, message_id: str | None = None, timeout: float | None = None
     ) -> list[GenerateOutput]:
-        """Results of generation ``rid`` that ended while its client could not be reached, kept for a while by the engine;
-        empty where nothing is kept."""
+        """Stored results of generation ``rid``, which ended while its client could not be reached; empty if none are stored."""
         request = FetchResultReqInput(id=id_of(message_id), rid=rid)
         reply = await self._call(request, FetchResultReqOutput, timeout)
         return [decode_output(result) for result in reply.results]
@@ -199,7 +199,7 @@ class AsyncSchedulerClient(AsyncControlClient):
             raise
 
     def _abandon(self, generations: list[Generation[Result, Deltas]]) -> None:
-        """Abort what is unfinished, without waiting: its caller is leaving with another error."""
+        """Abort unfinished generations without waiting, since the caller is about to raise another error."""
         for generation in generations:
             if not generation.waiter.done():
                 with contextlib.suppress(EngineError):

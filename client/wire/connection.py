@@ -1,4 +1,4 @@
-"""What a client remembers between a request and its answer: no sockets, no threads, no clock.
+"""Protocol state of a client between requests and replies; no sockets, threads or clocks.
 
 Invariants:
 - Every waiter registered here is resolved exactly once: by its reply, by an error, or by :meth:`Connection.fail_all`.
@@ -250,7 +250,7 @@ class Connection(Generic[WaiterT, QueueT]):
         return generation, frame
 
     def receive(self, frames: list[bytes]) -> None:
-        """Take one message from the scheduler. One that cannot be read harms whom it names, and nobody else."""
+        """Process one message from the scheduler. An unreadable one fails only the call or generation that it names."""
         try:
             message = decode_reply(frames[0])
         except msgspec.DecodeError as broken:
@@ -370,7 +370,7 @@ class Connection(Generic[WaiterT, QueueT]):
             generation.fail(error)
             self._forget(generation)
         else:
-            logger.warning("an error for message id %r, which nobody waits for: %s", message_id, error)
+            logger.warning("an error for message id %r, which no call waits for: %s", message_id, error)
 
     def _forget(self, generation: Generation[WaiterT, QueueT]) -> None:
         del self._generations[generation.message_id]

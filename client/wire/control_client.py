@@ -1,13 +1,13 @@
 # Generated from wire/async_control_client.py by `python client/_blocking/generate.py`: change that file.
-"""``ControlClient``: pause, weights, memory and status of an engine, from any number of threads; what a trainer needs.
+"""``ControlClient``: the commands of a trainer (pause, weights, memory, status), for any number of threads.
 
 Invariants:
-- No call can wait for ever on an engine that is gone: when the connection or the launched process ends, every waiter
-  gets :class:`EngineDied`.
-- A timeout is the caller's patience, not the command's: after :class:`TimedOut` the command may still complete.
+- No call waits forever for an engine that has ended: when the connection or the launched process ends, every pending
+  call raises :class:`EngineDied`.
+- A timeout ends the wait, not the command: after :class:`TimedOut` the command may still complete.
   Repeating the call with the same ``message_id`` attaches to it (docs/wire.md, "Idempotence").
-- A call that its caller gives up, in whatever way, changes nothing else in the engine than what it asked for, except that a
-  weight session which it made is aborted.
+- A call that times out or is interrupted has no effect in the engine beyond what it asked for, except that a weight session
+  that it opened is aborted.
 """
 
 import contextlib
@@ -33,9 +33,9 @@ ReplyT = TypeVar("ReplyT", bound=wire.Message)
 class ControlClient(ThreadClient):
     """A connection to one engine.
 
-    Every method's ``timeout`` (seconds) bounds that call; None waits until the engine answers or dies.
-    ``owner`` is the token under which this client pauses and sends commands; it renews the lease of its pause.
-    The other keywords are :class:`~caesura.client.wire.options.ConnectionOptions`.
+    ``timeout`` (seconds) of each method limits that call; None waits until the engine answers or dies.
+    ``owner`` is the owner token that all commands of this client carry; they renew the lease of its pause.
+    The other keywords are those of :class:`~caesura.client.wire.options.ConnectionOptions`.
     """
 
     def __init__(
@@ -43,13 +43,13 @@ class ControlClient(ThreadClient):
     ) -> None:
         super().__init__(endpoint, connection)
         self.owner = owner
-        """The token of every command that is given none. None: they carry none."""
+        """Owner token of commands that are not given another. None means no token."""
         self._session = OpenSession()
         self._shared: SharedBuckets | None = None
 
     @property
     def incarnation(self) -> str | None:
-        """Which start of the engine answered last, 16 hex digits; None before the first connection."""
+        """Incarnation of the engine that answered last, 16 hex digits; None before the first connection."""
         return self._channel.incarnation
 
     def pause(
@@ -62,7 +62,7 @@ class ControlClient(ThreadClient):
         message_id: str | None = None,
         timeout: float | None = None,
     ) -> wire.PauseGenerationReqOutput:
-        """Stop at the next step boundary; when this returns, no step is in flight."""
+        """Pause generation at the next step boundary. When this returns, no step is in flight."""
         request = wire.PauseGenerationReqInput(
             id=id_of(message_id), mode=mode, owner=owner, lease_s=lease_s, on_lease_expiry=on_lease_expiry
         )
@@ -77,7 +77,7 @@ class ControlClient(ThreadClient):
         message_id: str | None = None,
         timeout: float | None = None,
     ) -> wire.ContinueGenerationReqOutput:
-        """Go on; the device allocator's unused blocks are returned first. A no-op on a running engine."""
+        """Continue generation, after emptying the device allocator's cache. A no-op on a running engine."""
         request = wire.ContinueGenerationReqInput(
             id=id_of(message_id), torch_empty_cache=torch_empty_cache, owner=owner, force=force
         )
@@ -86,7 +86,7 @@ class ControlClient(ThreadClient):
     def renew_pause_lease(
         self, owner: str | None = None, *, message_id: str | None = None, timeout: float | None = None
     ) -> wire.RenewPauseLeaseReqOutput:
-        """A sign of life from the pause's owner; every other command of the owner renews the lease as well."""
+        """Renew the lease of the pause; every other command of the owner renews it as well."""
         request = wire.RenewPauseLeaseReqInput(id=id_of(message_id), owner=owner)
         return self._call(request, wire.RenewPauseLeaseReqOutput, timeout)
 
@@ -99,9 +99,9 @@ class ControlClient(ThreadClient):
         message_id: str | None = None,
         timeout: float | None = None,
     ) -> wire.FlushCacheReqOutput:
-        """Clear the engine's prefix cache; the engine waits up to ``timeout_s`` seconds to become idle.
+        """Flush the prefix cache; the engine waits up to ``timeout_s`` seconds to become idle.
 
-        ``force`` commits an implicit weight session that somebody else opened.
+        ``force`` also commits an implicit weight session of another sender.
         """
         request = wire.FlushCacheReqInput(
             id=id_of(message_id), torch_empty_cache=torch_empty_cache, timeout_s=timeout_s, force=force
@@ -117,7 +117,7 @@ class ControlClient(ThreadClient):
         timeout: float | None = None,
         **options: Unpack[UpdateOptions],
     ) -> wire.WeightUpdateReqOutput:
-        """Load a checkpoint folder of the same architecture in place. The path is read by the engine's process."""
+        """Load a checkpoint folder of the same architecture in place. The engine's process reads the path."""
         request = wire.UpdateWeightFromDiskReqInput(
             id=id_of(message_id),
             model_path=os.fspath(model_path),
@@ -136,8 +136,9 @@ class ControlClient(ThreadClient):
     ) -> wire.WeightUpdateReqOutput:
         """Send weights over the socket.
 
-        ``named_tensors`` are checkpoint names and tensors; more than ``bucket_bytes`` of them are sent in a session of
-        their own, unless :meth:`weight_update` has one open. ``timeout`` bounds each bucket. Needs torch.
+        ``named_tensors`` are pairs of checkpoint name and tensor. If they exceed ``bucket_bytes``, they are sent in several
+        calls within one session: the open one of :meth:`weight_update`, else a new one. ``timeout`` limits each bucket.
+        Needs torch.
         """
         from ..tensors import tensor_steps
 
@@ -157,9 +158,9 @@ class ControlClient(ThreadClient):
         timeout: float | None = None,
         **options: Unpack[UpdateOptions],
     ) -> wire.WeightUpdateReqOutput:
-        """Hand weights over through shared memory; the engine runs on this host under the same user.
+        """Pass weights in shared memory; the engine must run on this host as the same user.
 
-        Arguments as of :meth:`update_weights_from_tensor`. Needs torch.
+        Arguments are those of :meth:`update_weights_from_tensor`. Needs torch.
         """
         from ..tensors import ipc_steps
 
@@ -182,7 +183,7 @@ class ControlClient(ThreadClient):
     ) -> wire.WeightUpdateReqOutput:
         """Broadcast weights over ``group``, whose only other rank is this engine.
 
-        Other arguments as of :meth:`update_weights_from_tensor`. Needs torch. :meth:`WeightUpdateGroup.update` does this for several engines.
+        Other arguments are those of :meth:`update_weights_from_tensor`. Needs torch. :meth:`WeightUpdateGroup.update` does this for several engines.
         """
         steps = group.steps(named_tensors, self._session.named(options), bucket_bytes=bucket_bytes)
         return self._drive(steps, timeout)
@@ -196,9 +197,10 @@ class ControlClient(ThreadClient):
         timeout: float | None = None,
         **options: Unpack[UpdateOptions],
     ) -> wire.WeightUpdateReqOutput:
-        """Let a checkpoint-engine parameter server drive an update; ``zmq_handles`` is device uuid to its address.
+        """Let a checkpoint-engine parameter server run an update; ``zmq_handles`` maps device UUID to its address.
 
-        The engine gives up after ``timeout_s`` seconds of silence. It must have been started with ``allow_legacy_pickle``.
+        The update fails if the server sends nothing for ``timeout_s`` seconds. The engine must have been started with
+        ``allow_legacy_pickle``.
         """
         request = wire.UpdateWeightsFromCheckpointEngineReqInput(
             id=id_of(message_id),
@@ -223,7 +225,8 @@ class ControlClient(ThreadClient):
     ) -> wire.InitWeightsUpdateGroupReqOutput:
         """Have the engine join a process group as rank ``rank_offset``; returns when every rank has joined.
 
-        Blocks until the trainer, rank 0, joins as well: call it beside that, or let ``WeightUpdateGroup.create`` do both.
+        It returns only after the trainer, rank 0, has joined as well: call both concurrently, or use
+        ``WeightUpdateGroup.create``, which does.
         """
         request = wire.InitWeightsUpdateGroupReqInput(
             id=id_of(message_id),
@@ -255,7 +258,7 @@ class ControlClient(ThreadClient):
         message_id: str | None = None,
         timeout: float | None = None,
     ) -> wire.ReleaseMemoryOccupationReqOutput:
-        """Give device memory back, by tag (None: all); weights come back without their values."""
+        """Release device memory by tag; None means all tags. The values of released weights are lost."""
         request = wire.ReleaseMemoryOccupationReqInput(
             id=id_of(message_id), tags=None if tags is None else list(tags)
         )
@@ -268,7 +271,7 @@ class ControlClient(ThreadClient):
         message_id: str | None = None,
         timeout: float | None = None,
     ) -> wire.ResumeMemoryOccupationReqOutput:
-        """Take released memory back, all of ``tags`` (None: of what is released) or none."""
+        """Allocate the released memory of ``tags`` again, all of it or none. None means all tags."""
         request = wire.ResumeMemoryOccupationReqInput(
             id=id_of(message_id), tags=None if tags is None else list(tags)
         )
@@ -282,9 +285,9 @@ class ControlClient(ThreadClient):
         message_id: str | None = None,
         timeout: float | None = None,
     ) -> wire.BeginWeightUpdateReqOutput:
-        """Open an explicit session: what follows is committed together by :meth:`end_weight_update`.
+        """Open an explicit session, which :meth:`end_weight_update` commits as a whole.
 
-        This client's updates belong to it until then; those of others name the reply's ``session_id``.
+        Updates of this client belong to it until then; other clients pass the reply's ``session_id``.
         """
         request = wire.BeginWeightUpdateReqInput(
             id=id_of(message_id), manifest=manifest, deadline_s=deadline_s
@@ -301,10 +304,11 @@ class ControlClient(ThreadClient):
         message_id: str | None = None,
         timeout: float | None = None,
     ) -> wire.WeightUpdateReqOutput:
-        """Close a session: commit it, or abort it (weights stay valid only if nothing was written).
+        """End a session: commit it, or abort it (then the weights stay valid only if nothing was written).
 
         ``session_id`` None means the session that this client began, else the implicit one of its calls. ``force`` aborts
-        whatever is open. A commit that is refused (tensors are missing, frozen requests forbid its flush) leaves it open.
+        the open session, whoever opened it. A commit that is refused (tensors are missing, or frozen requests prevent its
+        flush) leaves it open.
         """
         request = wire.EndWeightUpdateReqInput(
             id=id_of(message_id),
@@ -326,9 +330,8 @@ class ControlClient(ThreadClient):
         deadline_s: float | None = None,
         timeout: float | None = None,
     ) -> Iterator[WeightUpdate]:
-        """A session around a block: committed at its end (``.result`` then holds the reply), aborted if that or the block fails.
-
-        ``timeout`` bounds each of the two calls, not the block.
+        """A session for a ``with`` block: committed at its end (``.result`` is then the reply), aborted if the block or the commit
+        fails. ``timeout`` limits each of the two calls, not the block.
         """
         begin = wire.BeginWeightUpdateReqInput(manifest=manifest, deadline_s=deadline_s)
         session = None
@@ -350,7 +353,7 @@ class ControlClient(ThreadClient):
         message_id: str | None = None,
         timeout: float | None = None,
     ) -> wire.WeightsCheckerReqOutput:
-        """Prove what the weights are: checksums, or a comparison with an earlier snapshot."""
+        """Checksums of the weights, or a comparison with an earlier snapshot of them."""
         return self._call(
             wire.WeightsCheckerReqInput(id=id_of(message_id), action=action),
             wire.WeightsCheckerReqOutput,
@@ -360,9 +363,9 @@ class ControlClient(ThreadClient):
     def status(
         self, *, owner: str | None = None, message_id: str | None = None, timeout: float | None = None
     ) -> wire.GetStatusReqOutput:
-        """One consistent snapshot of the engine; answered during pauses and updates too.
+        """A consistent snapshot of the engine's state; answered in every state, also during updates.
 
-        ``owner`` ``""``: a look on nobody's behalf, which renews no lease.
+        ``owner=""`` sends it without an owner token, so that it renews no lease.
         """
         request = wire.GetStatusReqInput(id=id_of(message_id), owner=owner)
         return self._call(request, wire.GetStatusReqOutput, timeout)
@@ -375,9 +378,9 @@ class ControlClient(ThreadClient):
         message_id: str | None = None,
         timeout: float | None = None,
     ) -> wire.GetMemoryHistoryReqOutput:
-        """The engine's memory events with a ``seq`` over ``after``, oldest first; where there are ``more``, ask again.
+        """Memory events with a ``seq`` above ``after``, oldest first. If ``more`` is set, call it again for the next ones.
 
-        ``owner`` as of :meth:`status`.
+        ``owner`` is as in :meth:`status`.
         """
         request = wire.GetMemoryHistoryReqInput(id=id_of(message_id), after=after, owner=owner)
         return self._call(request, wire.GetMemoryHistoryReqOutput, timeout)
@@ -390,18 +393,18 @@ class ControlClient(ThreadClient):
         message_id: str | None = None,
         timeout: float | None = None,
     ) -> wire.ShutdownReqOutput:
-        """Stop the engine: it answers this, ends every request and exits.
+        """Shut the engine down: it replies, ends every request and exits.
 
         Args:
-            drain: True lets the requests that are there go on for up to ``drain_s`` seconds, False ends them at once. None:
-                as the engine's ``shutdown_mode`` says.
-            drain_s: None: the engine's ``drain_timeout_s``.
+            drain: True lets accepted requests finish within ``drain_s`` seconds, False ends them at once. None means the
+                engine's ``shutdown_mode``.
+            drain_s: None means the engine's ``drain_timeout_s``.
         """
         request = wire.ShutdownReqInput(id=id_of(message_id), drain=drain, timeout_s=drain_s)
         return self._call(request, wire.ShutdownReqOutput, timeout)
 
     def close(self) -> None:
-        """Close the connection; whoever still waits gets :class:`EngineDied`. The engine goes on. Idempotent."""
+        """Close the connection; pending calls raise :class:`EngineDied`. The engine keeps running. Idempotent."""
         self._channel.close()
         if self._shared is not None:
             self._shared.close()
@@ -416,18 +419,18 @@ class ControlClient(ThreadClient):
 
     @property
     def session_id(self) -> str | None:
-        """The weight session that this client began and that is open, for all that it knows; None: there is none."""
+        """The open weight session that this client began, as far as it knows; None means none."""
         return self._session.id
 
     def start(
         self, request: wire.Request, expects: type[wire.Message], buffers: Sequence[memoryview] = ()
     ) -> Result:
-        """Send a message and go on; the future gets its reply, or raises the typed error."""
+        """Send a message without waiting; the future returns its reply or raises the typed error."""
         self._sign(request)
         return self._channel.start_call(request, expects, buffers)
 
     def _drive(self, steps: "Steps", timeout: float | None) -> wire.WeightUpdateReqOutput:
-        """Do what ``steps`` asks for (tensors/steps.py); ``timeout`` bounds each wait for an answer."""
+        """Carry out ``steps`` (tensors/steps.py); ``timeout`` limits each wait for a reply."""
         from ..tensors.driving import drive
 
         self._channel.require_own_process()
@@ -442,7 +445,7 @@ class ControlClient(ThreadClient):
         return reply
 
     def _abort_session(self, name: str, error: BaseException, timeout: float | None) -> None:
-        """End the session ``name`` without a commit, whatever has become of it; waits for that only where something was answered."""
+        """Abort the session ``name``, if it is still open; waits for the reply only if the engine has answered before."""
         self._session.id = None
         request = wire.EndWeightUpdateReqInput(commit=False, session_id=name)
         try:

@@ -1,6 +1,6 @@
 """A client's CURVE keys: the engine's public key, pinned, and the client's own pair.
 
-Invariants: a client with keys talks to the engine with that public key, encrypted, or to nobody: there is no falling back.
+Invariant: a client with keys connects only to the engine with that public key, encrypted; it never falls back to plain text.
 What ZeroMQ reports of a failed handshake is put in words that name the option to look at.
 """
 

@@ -1,5 +1,4 @@
-"""What belongs to one process and is copied by a fork: clients, whose threads and sockets stay with the parent, and the
-descriptors by which others see that the parent lives.
+"""Objects that must not be used after a fork: clients, and descriptors that show others that the parent is alive.
 
 Invariants:
 - In a forked child every use of something of the parent's raises at once, before it takes a lock (a thread that does not

@@ -1,8 +1,7 @@
 # Generated from wire/async_handle.py by `python client/_blocking/generate.py`: change that file.
 """What ``submit`` returns: one generation in flight.
 
-Invariant: a handle never changes the generation it names, except by :meth:`GenerationHandle.abort`; giving up waiting, in
-whatever way, leaves it running.
+Invariant: only :meth:`GenerationHandle.abort` affects the generation; a timeout or an interrupted wait leaves it running.
 """
 
 from collections.abc import Iterator
@@ -27,23 +26,23 @@ class GenerationHandle:
 
     def __init__(self, abort: Abort, generation: Generation[Result, Deltas]) -> None:
         self.rid = generation.rid
-        """Names the generation, for ``abort`` and ``fetch_result``."""
+        """Request id, for ``abort`` and ``fetch_result``."""
         self.message_id = generation.message_id
-        """Of the request; ``submit`` with the same one and the same arguments attaches to it."""
+        """Message id of the request; ``submit`` with this id and the same arguments attaches to it."""
         self.n = generation.n
-        """Samples of the prompt."""
+        """Number of samples."""
         self._abort = abort
         self._future = generation.waiter
         self._deltas = generation.deltas
         self._process = Process("generation")
 
     def done(self) -> bool:
-        """Whether all samples have ended, in whatever way."""
+        """Whether all samples have ended."""
         self._process.require()
         return self._future.done()
 
     def result(self, timeout: float | None = None) -> GenerateOutput:
-        """The output of the only sample; raises as :meth:`results`, and ValueError where ``n`` is not 1."""
+        """The output of the only sample. Raises like :meth:`results`, and ValueError if ``n`` is not 1."""
         self._process.require()
         if self.n != 1:
             raise ValueError(f"n = {self.n}: use results()")
@@ -54,8 +53,8 @@ class GenerationHandle:
         """The outputs of all samples, in order.
 
         Raises:
-            TimedOut: not all ended within ``timeout`` seconds; they go on.
-            EngineError: refused or failed; what was generated is in ``.output`` and ``.outputs``.
+            TimedOut: not all ended within ``timeout`` seconds; they continue.
+            EngineError: the request was refused or failed; ``.output`` and ``.outputs`` have what was generated.
         """
         self._process.require()
         timeout = seconds("timeout", timeout)
@@ -63,13 +62,13 @@ class GenerationHandle:
         return outputs
 
     def abort(self, timeout: float | None = None) -> AbortReqOutput:
-        """End this generation now; its result is then the partial output."""
+        """Abort this generation; its result is then the partial output."""
         return self._abort(self.rid, timeout=timeout)
 
     def deltas(self, timeout: float | None = None) -> Iterator[TokenDelta]:
         """Yield every token once, in order per sample; waits at most ``timeout`` seconds for each delta.
 
-        Raises as :meth:`results` once the stream has ended.
+        Raises like :meth:`results` at the end of the stream.
         """
         self._process.require()
         timeout = seconds("timeout", timeout)
@@ -79,7 +78,7 @@ class GenerationHandle:
             return
         while (delta := next_delta(self._deltas, self.message_id, timeout)) is not None:
             yield delta
-        self._deltas.put_nowait(None)  # a second iteration ends at once instead of waiting for ever
+        self._deltas.put_nowait(None)  # a second iteration ends at once instead of waiting forever
         self.results()
 
     def __iter__(self) -> Iterator[TokenDelta]:

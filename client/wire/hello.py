@@ -1,4 +1,4 @@
-"""The first exchange on a connection, seen from the client: who answers there, and in which version of the wire.
+"""The client's side of the hello: version and incarnation of the engine.
 
 Invariant: whatever comes back first on a connection is the answer to its hello, since nothing else has been sent on it.
 """

@@ -1,12 +1,12 @@
 """The socket to one scheduler, without blocking and without a thread of its own.
 
 Invariants:
-- A connection is to one start of one engine. Nothing but a hello is sent on it until that is answered; what is to be
-  sent waits here. libzmq never reconnects by itself, and each socket is connected once: what was queued for an engine
-  that is gone (a pause from the past, say) cannot reach the next one.
-- A lost connection is final for everything that was handed to :meth:`Link.send` before, whatever else happens until it
-  is noticed: a restarted engine has no memory of old requests.
-- Everything the engine sent before it went is delivered before the loss is reported.
+- A connection belongs to one incarnation of an engine. Only a hello is sent on it until that is answered; other messages
+  wait here. libzmq's reconnect is disabled, and each socket is connected once, so messages queued for an engine that has
+  ended (an old pause, for example) cannot reach the next one.
+- When a connection is lost, everything passed to :meth:`Link.send` before has failed, even if the loss is noticed later: a
+  restarted engine does not know old requests.
+- Everything that the engine sent before its end is delivered before the loss is reported.
 - The owner calls :meth:`Link.pump` whenever one of the sockets may be readable, after every send, and at
   :attr:`Link.deadline`. While nothing is pending there is no deadline: an idle client does not look for an engine.
 

@@ -1,4 +1,4 @@
-"""What the methods of both clients take and give beyond plain values."""
+"""Types of the arguments and results that both clients share."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,27 +11,28 @@ from .curve import ClientKeys, KeyOrFile
 
 DEFAULT_CONNECT_TIMEOUT_S = 10.0
 DEFAULT_KEEPALIVE_TIMEOUT_S = 120.0
-"""Sixty keepalives: the engine sends none while it is inside of one C call, such as a step or a large copy."""
+"""Sixty keepalive intervals: the engine sends none during a single C call, such as a step or a large copy."""
 
 LONGEST_S = 1e9
-"""Thirty years: beyond it is for ever."""
+"""About thirty years; longer times mean no limit."""
 
 CheckerAction = Literal["checksum", "snapshot", "compare", "reset_tensors"]
 
 
 class ConnectionOptions(TypedDict, total=False):
-    """Keywords of every client, with the defaults where left out."""
+    """Keywords of every client; all are optional."""
 
     connect_timeout: float | None
-    """Seconds that a call waits for a scheduler to appear; default 10, None: for ever. After that was in vain, and a second after
-    an engine was lost, calls fail as soon as one try to connect has."""
+    """Seconds that a call waits for a scheduler to listen; 10 by default, None means no limit. After a first timeout, and a second
+    after an engine was lost, calls fail as soon as one attempt to connect has."""
     keepalive_timeout: float | None
-    """An engine that says nothing for so many seconds while something is unanswered counts as hung: what is pending fails with
-    :class:`EngineDied`. Default 120, None: never (docs/lifecycle.md, "Clients and lost engines")."""
+    """An engine that sends nothing for this many seconds while calls are pending counts as hung: they fail with
+    :class:`EngineDied`. 120 by default, None disables the check (docs/lifecycle.md, "Clients and lost engines")."""
     curve_server_key: KeyOrFile | None
-    """Public key of an engine that has keys, or a file of it, as ``caesura keygen`` writes it. None, the default: it has none."""
+    """CURVE public key of the engine, or a file that contains it, as ``caesura keygen`` writes it. None, the default, means an engine
+    without keys."""
     curve_client_key_file: KeyOrFile | None
-    """The client's own pair for such an engine."""
+    """File with this client's CURVE key pair; needed for an engine with keys."""
 
 
 class ChannelOptions(TypedDict):
@@ -43,7 +44,7 @@ class ChannelOptions(TypedDict):
 
 
 class GenerateOptions(TypedDict, total=False):
-    """Keywords of every generation: fields of :class:`~caesura.io_struct.GenerateReqInput`, with its defaults where left out."""
+    """Keywords of every generation: fields of :class:`~caesura.io_struct.GenerateReqInput`, with its defaults."""
 
     return_logprob: bool
     return_raw_logprob: bool
@@ -58,39 +59,39 @@ class GenerateOptions(TypedDict, total=False):
 
 
 class UpdateOptions(TypedDict, total=False):
-    """Keywords of every weight update, with the engine's defaults where left out."""
+    """Keywords of every weight update; all are optional."""
 
     weight_version: str | None
-    """The new public label, at commit. None, the default: unchanged."""
+    """The new version label, set at commit. None, the default, means unchanged."""
     flush_cache: bool
-    """True, the default: requests that run are retracted and the prefix cache is cleared. False: they are frozen in place."""
+    """True, the default: running requests are retracted and the prefix cache is flushed. False: they are frozen in place."""
     torch_empty_cache: bool
-    """Also return the allocator's unused blocks; default False."""
+    """Also empty the device allocator's cache; False by default."""
     abort_all_requests: bool
-    """End every request first; default False."""
+    """Abort all requests first; False by default."""
     session_id: str | None
-    """The open session that the update belongs to. Left out: that which this client began, if one is open."""
+    """The open session of the update. The default is the one that this client began, if it is open."""
 
 
 @dataclass(slots=True)
 class WeightUpdate:
-    """What ``weight_update(...)`` hands to its block."""
+    """The value of a ``with weight_update(...)`` block."""
 
     opened: BeginWeightUpdateReqOutput
-    """The answer to ``begin``, with the ``session_id``."""
+    """The reply to ``begin``, with the ``session_id``."""
     result: WeightUpdateReqOutput | None = None
-    """The reply to the commit; None until the block has ended well."""
+    """The reply to the commit; None until the block has ended without an error."""
 
 
 def channel_options(given: ConnectionOptions) -> ChannelOptions:
-    """What a channel is made with.
+    """Checked options of a channel.
 
     Raises:
-        InvalidRequest: a time is no number; a key or its file cannot be used.
-        TypeError: an option that there is not.
+        InvalidRequest: a time is not a number, or a key or its file cannot be used.
+        TypeError: an unknown option.
     """
     if unknown := given.keys() - ConnectionOptions.__annotations__.keys():
-        raise TypeError(f"a client has no option {', '.join(sorted(unknown))}")
+        raise TypeError(f"unknown client option {', '.join(sorted(unknown))}")
     keys = ClientKeys.read(given.get("curve_server_key"), given.get("curve_client_key_file"))
     connect = given.get("connect_timeout", DEFAULT_CONNECT_TIMEOUT_S)
     keepalive = given.get("keepalive_timeout", DEFAULT_KEEPALIVE_TIMEOUT_S)
@@ -102,8 +103,7 @@ def channel_options(given: ConnectionOptions) -> ChannelOptions:
 
 
 def seconds(name: str, value: Any) -> float | None:
-    """A time to wait as clocks take it: None for ever, which is what infinity and what no clock can count mean too; 0 for
-    what has passed already.
+    """A timeout in seconds. None means no limit, and so do infinity and extremely large values; negative values become 0.
 
     Raises:
         InvalidRequest: it is not a number.
@@ -119,5 +119,5 @@ def seconds(name: str, value: Any) -> float | None:
 
 
 def id_of(message_id: str | None) -> str:
-    """``message_id``, or a fresh one."""
+    """``message_id``, or a new one."""
     return new_id() if message_id is None else message_id

@@ -1,4 +1,4 @@
-"""From what a caller passes to ``generate`` to the requests that go on the wire.
+"""From the arguments of ``generate`` to the requests on the wire.
 
 Invariants: one request per prompt, in order; ids of a list are derived from the caller's (``name-0``, ``name-1``, …), so
 that repeating the call with the same ``message_id`` repeats the same messages. Values are checked by the engine, not
@@ -139,7 +139,7 @@ def is_single(input_ids: Sequence[int] | Sequence[Sequence[int]]) -> bool:
 
 def _fields(options: GenerateOptions) -> dict[str, Any]:
     if not _OPTIONS.issuperset(options):
-        raise TypeError(f"a generation has no option {', '.join(sorted(options.keys() - _OPTIONS))}")
+        raise TypeError(f"unknown generation option {', '.join(sorted(options.keys() - _OPTIONS))}")
     if (wanted := options.get("token_ids_logprob")) is not None:
         return {**options, "token_ids_logprob": token_ids(wanted, "token_ids_logprob")}
     return {**options}

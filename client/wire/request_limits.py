@@ -1,4 +1,4 @@
-"""Sizes that one generation may have, checked where its request is made: before a call of many prompts copies them.
+"""Limits on the size of a generation, checked before a call with many prompts copies them.
 
 Invariants:
 - What the wire bounds is bounded here by the same numbers; what only the front end knows (stop strings, keys of the

@@ -1,7 +1,7 @@
 """Typed results of a generation, decoded once from the wire's byte arrays.
 
 Invariant: tokens, logprobs, weight-version spans and routed experts of one output have matching lengths. A message that breaks this
-is refused with :class:`InternalError` rather than handed on: a trainer would pair tokens with the wrong numbers.
+is refused with :class:`InternalError`, since a trainer would pair tokens with the wrong values.
 """
 
 import array
@@ -23,25 +23,25 @@ from ..exceptions import InternalError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprobs:
-    """Log-probabilities of ``k`` tokens at each of some positions, position by position; ``len`` counts positions."""
+    """Logprobs of ``k`` tokens at each of several positions; ``len`` is the number of positions."""
 
     k: int
     """Tokens per position."""
     ids: list[int]
     """[positions * k] token ids."""
     logprobs: list[float]
-    """[positions * k]; of the likeliest tokens in descending order."""
+    """[positions * k]; those of the most likely tokens in descending order."""
 
     def __len__(self) -> int:
         return len(self.logprobs) // self.k
 
     def at(self, position: int) -> list[tuple[float, int]]:
-        """``(logprob, token id)`` of the ``k`` tokens there."""
+        """``(logprob, token id)`` of the ``k`` tokens at ``position``."""
         part = slice(position * self.k, (position + 1) * self.k)
         return list(zip(self.logprobs[part], self.ids[part], strict=True))
 
     def cut(self, start: int, end: int | None = None) -> "TokenLogprobs":
-        """The positions [start, end); None: to the last."""
+        """The positions [start, end); None means to the last."""
         part = slice(start * self.k, None if end is None else end * self.k)
         return TokenLogprobs(k=self.k, ids=self.ids[part], logprobs=self.logprobs[part])
 
@@ -51,45 +51,45 @@ class GenerateOutput:
     """One finished sample. Every list over tokens has ``len(output_ids)`` entries."""
 
     rid: str
-    """Of the request; its message id where it had none."""
+    """Request id: ``rid`` of the request, else its message id."""
     index: int
-    """Which of the ``n`` samples of its prompt."""
+    """Index of the sample, below ``n``."""
     output_ids: list[int]
-    """New tokens only, the stop token that ended it included."""
+    """Output tokens only, including the stop token that ended it."""
     output_logprobs: list[float] | None
     """Log-softmax over the full vocabulary after temperature; None unless ``return_logprob``."""
     raw_logprobs: list[float] | None
-    """Log-softmax of the unedited logits; None unless ``return_raw_logprob``."""
+    """Log-softmax of the unmodified logits; None unless ``return_raw_logprob``."""
     sampled_logprobs: list[float] | None
-    """Under the distribution really sampled; None unless ``return_sampled_logprob``."""
+    """Logprobs under the sampling distribution; None unless ``return_sampled_logprob``."""
     output_top_logprobs: TokenLogprobs | None = None
-    """The likeliest tokens at each position; None unless ``top_logprobs_num``."""
+    """The most likely tokens at each position; None unless ``top_logprobs_num``."""
     output_token_ids_logprobs: TokenLogprobs | None = None
-    """Those of ``token_ids_logprob``; None unless given."""
+    """The tokens of ``token_ids_logprob``; None unless given."""
     input_logprobs: list[float | None] | None = None
-    """Of the prompt's tokens from ``logprob_start_len`` on, without temperature or edits; the first is None. None unless
-    requested, and where the sample ended before its prompt was computed."""
+    """Logprobs of the prompt tokens from ``logprob_start_len`` on, without temperature and logit edits; the first is None. None
+    unless requested, and if the sample ended before its prefill."""
     input_top_logprobs: TokenLogprobs | None = None
     """At each position of ``input_logprobs`` but the first."""
     input_token_ids_logprobs: TokenLogprobs | None = None
     """At each position of ``input_logprobs`` but the first."""
     routed_experts: RoutedExperts | None
-    """Which experts computed each position but the last: ``numpy.asarray`` gives [rows, layers, top_k] without a copy.
-    None unless ``return_routed_experts``, and where an error ended the sample."""
+    """Experts that computed each position except the last: ``numpy.asarray`` gives [rows, layers, top_k] without a copy.
+    None unless ``return_routed_experts``, and if an error ended the sample."""
     finish_reason: FinishReason
     """Why the sample ended: ``stop``, ``length``, ``abort`` or ``error``."""
     weight_versions: list[WeightVersionSpan]
-    """Which weights sampled which tokens: contiguous, covering all of them."""
+    """Spans of tokens sampled with the same weights: contiguous, covering all tokens."""
     prompt_tokens: int
     """Length of the prompt, in tokens."""
     cached_tokens: int
-    """Prompt tokens whose KV came from the prefix cache when the request first ran."""
+    """Prompt tokens found in the prefix cache when the request was first scheduled."""
     seed: int
-    """The seed used: the one given, or the one drawn by the engine."""
+    """The seed that was used: the given one, or a random one of the engine."""
     num_retractions: int
-    """How often its KV was given back (by a pause or for want of memory) and recomputed."""
+    """Times that its KV cache was freed (by a pause, or because the KV cache was full) and recomputed."""
     queue_s: float
-    """Seconds from arrival to the first scheduled step; all of its life if it never ran."""
+    """Seconds from arrival to the first scheduled step; to the end, if it was never scheduled."""
     e2e_latency: float
     """Seconds from arrival to the end."""
 

@@ -1,4 +1,4 @@
-"""Scores: from what a caller passes to the request, and from the answer to lists.
+"""From the arguments of ``score`` to the request, and from the reply to lists.
 
 Invariant: a sequence has exactly one log-probability for each of its tokens from ``start`` on. An answer that breaks this is
 refused rather than handed on: a trainer would pair tokens with the wrong numbers.

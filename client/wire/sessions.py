@@ -1,4 +1,4 @@
-"""The explicit weight session that a client has open: its id, and nothing else.
+"""The id of the explicit weight session that a client has open.
 
 Invariants: the id is the whole state. It is known from the answer to ``begin`` until the session has ended for all that this client
 can know: it was ended, the engine does not know it any more, or the engine is gone. What is sent meanwhile carries it, so a session that

@@ -1,7 +1,6 @@
-"""How many descriptors the process may have open.
+"""The limit on open file descriptors: raised at start, and a warning when it comes close.
 
-libzmq ends the process when there is none left for a new connection, and the usual soft limit is 1,024. So the limit is
-raised as far as the system lets anybody raise it, and coming near it is said.
+libzmq ends the process when no descriptor is left for a new connection, and the usual soft limit is 1,024.
 """
 
 import logging
@@ -11,13 +10,13 @@ import resource
 logger = logging.getLogger(__name__)
 
 MAX_DESCRIPTORS = 1 << 20
-"""Raised no further than this, however much is allowed: some libraries count up to the limit."""
+"""Highest limit to set, even if more is allowed: some libraries iterate up to the limit."""
 NEAR = 0.8
-"""Share of the limit from which on there is a warning."""
+"""Fraction of the limit at which the warning is logged."""
 
 
 def raise_limit() -> int:
-    """The soft limit as high as it may be; returns it."""
+    """Raise the soft limit as far as allowed; returns it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
@@ -27,13 +26,13 @@ def raise_limit() -> int:
 
 
 class DescriptorCheck:
-    """Warns once when many are open, and again when it was better in between."""
+    """Warns once when many descriptors are open, and again after their number has been lower."""
 
     def __init__(self) -> None:
         self._told = False
 
     def __call__(self) -> None:
-        """Look; cheap enough for every few seconds."""
+        """Check the number; cheap enough for every few seconds."""
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         used = len(os.listdir("/proc/self/fd"))
         near = limit != resource.RLIM_INFINITY and used >= NEAR * limit

@@ -1,12 +1,12 @@
-"""Where the engine's log goes: stderr, one line per record.
+"""The engine's log: to stderr, one line per record.
 
 Invariants:
 - Only the ``caesura`` logger is touched, never the root logger, and configuring twice leaves one handler.
-- What a client sends cannot start a line of its own, nor reach a terminal as anything but text: what is not printable
-  is escaped. A traceback follows its record, every line indented by a tab.
-- Whoever logs never waits: records go through a bounded queue to a thread. What finds the queue full is dropped and
-  counted; the count is written when there is room again.
-- A call site that repeats a warning or an error says how often instead of saying it again.
+- Text from clients cannot start a new line or control a terminal: unprintable characters are escaped. A traceback
+  follows its record, every line indented by a tab.
+- Logging never blocks: records go through a bounded queue to a thread. Records that do not fit are dropped and counted;
+  the count is written when there is room again.
+- Repeated warnings and errors of one call site are summarised by their number.
 """
 
 import contextlib
@@ -23,19 +23,19 @@ from ...io_struct.text import printable
 
 _HANDLER_NAME = "caesura.stderr"
 MAX_QUEUED_BYTES = 1 << 20
-"""Of lines that the stream has not taken yet; an engine whose log nobody reads keeps so much."""
+"""Maximum size of lines not written yet, if stderr is not read."""
 MAX_LINE = 4096
-"""Characters of a message, or of one line of a traceback: a client may have chosen them, and the rest of the queue is others'."""
+"""Maximum characters of a message, or of one line of a traceback, which may contain text from a client."""
 REPEATS = 20
-"""Warnings or errors of one call site within :data:`REPEAT_WINDOW_S` that are written."""
+"""Maximum warnings or errors of one call site that are written within :data:`REPEAT_WINDOW_S`."""
 REPEAT_WINDOW_S = 10.0
 FLUSH_S = 1.0
-"""How long the end of the process waits for the stream."""
+"""Maximum seconds to write the queue at the end of the process."""
 _MAX_SITES = 1024
 
 
 class LineFormatter(logging.Formatter):
-    """``2026-08-01 12:00:00.123 INFO scheduler.loop: message``; the rank is shown where it is not 0."""
+    """``2026-08-01 12:00:00.123 INFO scheduler.loop: message``; with the rank if it is not 0."""
 
     def __init__(self, rank: int = 0) -> None:
         where = f" rank{rank}" if rank else ""
@@ -64,14 +64,14 @@ def _bounded(text: str) -> str:
 
 
 class Repeats:
-    """Counts what call sites repeat; safe from any thread."""
+    """Counts repeated records by call site; thread-safe."""
 
     def __init__(self) -> None:
         self._sites: dict[tuple[str, int], _Site] = {}
         self._lock = threading.Lock()
 
     def admit(self, name: str, line: int) -> bool:
-        """Whether the record of this site is to be written."""
+        """Whether a record of this call site should be written."""
         key, now = (name, line), monotonic()
         with self._lock:
             site = self._sites.get(key)
@@ -83,13 +83,13 @@ class Repeats:
             return site.count <= REPEATS
 
     def due_s(self) -> float | None:
-        """Seconds until there is a summary to write; None: nothing was held back."""
+        """Seconds until the next summary is due; None means that nothing was suppressed."""
         with self._lock:
             held = [site.since for site in self._sites.values() if site.count > REPEATS]
         return max(0.0, min(held) + REPEAT_WINDOW_S - monotonic()) if held else None
 
     def summaries(self, *, everything: bool) -> list[str]:
-        """Lines for sites whose window is over, or for all of them; each is counted anew from now on."""
+        """Summary lines of call sites whose window is over, or of all; resets their counts."""
         now, lines = monotonic(), []
         with self._lock:
             for (name, line), site in list(self._sites.items()):
@@ -103,14 +103,14 @@ class Repeats:
 
 @dataclass(slots=True)
 class _Site:
-    """A place in the code that has warned."""
+    """A call site that has logged a warning or an error."""
 
     since: float
     count: int = 0
 
 
 class Writer:
-    """Lines to a stream, from a thread of its own; putting one never waits."""
+    """Writes lines to a stream from its own thread; :meth:`put` never blocks."""
 
     def __init__(self, stream: TextIO) -> None:
         self.repeats = Repeats()
@@ -128,7 +128,7 @@ class Writer:
         threading.Thread(target=self._run, name="caesura-log", daemon=True).start()
 
     def put(self, line: str) -> None:
-        """``line`` goes out, or is dropped and counted."""
+        """Queue ``line``, or drop and count it."""
         with self._changed:
             if self._closed or self._bytes + len(line) > MAX_QUEUED_BYTES:
                 self._dropped += 1
@@ -136,19 +136,19 @@ class Writer:
                 self._append(line)
 
     def hold_back(self) -> None:
-        """Something was: its summary becomes due."""
+        """A record was suppressed: its summary becomes due."""
         with self._changed:
             self._changed.notify_all()
 
     def flush(self, timeout_s: float) -> bool:
-        """Whether everything that was put has been written, waiting for up to ``timeout_s``."""
+        """Wait up to ``timeout_s`` until everything is written; returns whether it is."""
         for line in self.repeats.summaries(everything=True):
             self.put(line)
         with self._changed:
             return self._changed.wait_for(lambda: not self._lines and not self._busy, timeout_s)
 
     def close(self) -> None:
-        """The thread ends with what is there; nothing more is taken."""
+        """Write what is queued, then end the thread; later lines are dropped."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -160,7 +160,7 @@ class Writer:
 
     def _run(self) -> None:
         while (lines := self._take()) is not None:
-            # Gone or closed: nobody can be told. No memory: the next lines may find some.
+            # A closed stream cannot be reported anywhere. After a MemoryError later lines may succeed.
             with contextlib.suppress(OSError, ValueError, MemoryError):
                 self._write(lines)
             with self._changed:
@@ -168,11 +168,11 @@ class Writer:
                 self._busy = False
                 if self._dropped:
                     dropped, self._dropped = self._dropped, 0
-                    self._append(f"… {dropped} records dropped: nobody read the log in time\n")
+                    self._append(f"… {dropped} records dropped: the log was not read in time\n")
                 self._changed.notify_all()
 
     def _take(self) -> str | None:
-        """What there is to write, waiting for it; None: the end."""
+        """Wait for lines to write; None means the end."""
         with self._changed:
             while not self._lines:
                 if self._closed:
@@ -196,7 +196,7 @@ class Writer:
 
 
 class LogHandler(logging.Handler):
-    """Formats where the record is made, and leaves the writing to a :class:`Writer`."""
+    """Formats records in the calling thread; a :class:`Writer` writes them."""
 
     def __init__(self, writer: Writer) -> None:
         super().__init__()
@@ -204,7 +204,7 @@ class LogHandler(logging.Handler):
         self._writer = writer
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Queue the record's line, unless its site has said enough for now."""
+        """Queue the record's line, unless its call site has reached the limit."""
         try:
             if record.levelno >= logging.WARNING and not self._writer.repeats.admit(
                 record.name, record.lineno
@@ -212,15 +212,15 @@ class LogHandler(logging.Handler):
                 self._writer.hold_back()
             else:
                 self._writer.put(self.format(record) + "\n")
-        except Exception:  # noqa: BLE001  a record that cannot be formatted must not fail what it tells of
+        except Exception:  # noqa: BLE001  a record that cannot be formatted must not fail the operation that logs it
             self.handleError(record)
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 (logging's name)
-        """A line without its arguments; logging's own would write to stderr, and wait for it."""
+        """A line without the record's arguments; the default implementation would write to stderr and block."""
         self._writer.put(f"a log record of {record.name} line {record.lineno} could not be formatted\n")
 
     def flush(self) -> None:
-        """What is queued, for a bounded time; called at the interpreter's end, too."""
+        """Write what is queued, within a bounded time; also called at the interpreter's exit."""
         self._writer.flush(FLUSH_S)
 
     def close(self) -> None:
@@ -234,8 +234,8 @@ def configure(level: str | int, rank: int = 0, stream: TextIO | None = None) -> 
 
     Args:
         level: a name or number of :mod:`logging`.
-        rank: shown in every line where it is not 0.
-        stream: None: the present ``sys.stderr``.
+        rank: shown in every line if it is not 0.
+        stream: None means the current ``sys.stderr``.
 
     Raises:
         ValueError: unknown level.
@@ -252,6 +252,6 @@ def configure(level: str | int, rank: int = 0, stream: TextIO | None = None) -> 
 
 
 def flush() -> None:
-    """Wait a bounded time for what has been logged to be written."""
+    """Wait, for a bounded time, until all records are written."""
     for handler in logging.getLogger("caesura").handlers:
         handler.flush()

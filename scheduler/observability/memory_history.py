@@ -1,11 +1,12 @@
-"""What the device's memory has been and why: a bounded record of memory events.
+"""The memory history: a bounded record of memory readings and their causes.
 
 Invariants:
-- Looking has no side effect, and nobody looks per step: at commands, at failures and, while steps run, every few seconds.
-- The record takes the same memory for ever, all of it from the start: it must not be what makes memory grow. Events that
-  no longer fit are folded into stretches of time, which get longer as there are more of them.
-- Looks at steady memory are one event, which is extended; a drift beyond :data:`STEADY_BYTES` begins another, however slow
-  it is.
+- Readings have no side effect and are not taken per step, but at commands, at failures and, while steps run, every few
+  seconds.
+- The record has a fixed size, allocated at start, so that it does not make memory grow itself. Older events are summarised
+  by period; the periods get longer as time passes.
+- Consecutive readings of steady memory are one event, which is extended; a drift beyond :data:`STEADY_BYTES`, however slow,
+  starts another.
 - The parts by tag add up to what is reserved.
 """
 
@@ -29,15 +30,15 @@ from ..memory.residency import ComponentResidencyManager
 EVENTS = 4096
 STRETCHES = 256
 SAMPLE_S = 5.0
-"""Between two looks while steps run."""
+"""Seconds between two samples while steps run."""
 STEADY_BYTES = 1 << 20
 DETAIL_BYTES = 96
-"""Longest detail, in UTF-8; more is cut."""
+"""Maximum length of a detail in UTF-8; longer ones are cut."""
 
 _TAGS = MemoryByTag.__struct_fields__
 _CAUSES: tuple[MemoryCause, ...] = get_args(MemoryCause)
 _AWAITED: tuple[MemoryCause, ...] = ("pause", "continue", "lease_expiry")
-"""Somebody waits for the next token: these are looked at in microseconds."""
+"""Causes whose reading must take microseconds, since generation waits for it."""
 _NONE = np.iinfo(np.int64).min
 _EVENT = np.dtype(
     [
@@ -55,23 +56,23 @@ _STRETCH = np.dtype(
 
 
 class MemoryGauges:
-    """Reads the memory as a whole and by tag. Made before anything large is allocated: what is there then is ``runtime``."""
+    """Reads the memory in total and by tag. Created before large allocations: what is in use then counts as ``runtime``."""
 
     def __init__(self, device_module: Any, residency: ComponentResidencyManager) -> None:
         self._module = device_module
         self._residency = residency
         self._before = DeviceMemoryReading.of(device_module)
         self.derived_bytes = 0
-        """Size of the tensors that layers derive; they lie among the weights."""
+        """Size of the tensors that layers derive; part of the weights' memory."""
         self.graphs_bytes: Callable[[], int] = lambda: 0
-        """What captured graphs take now."""
+        """Size of the captured graphs."""
         self._occupied = (0, 0, 0)
 
     def __call__(self, thorough: bool = True) -> tuple[DeviceMemoryReading, MemoryByTag]:
-        """Reserved and allocated bytes, and what holds the reserved ones.
+        """Reserved and allocated bytes, and the reserved ones by tag.
 
-        ``thorough`` False: components count as of the last thorough look. On the CPU the kernel walks all pages of a mapping
-        to say how many are there, up to a millisecond a gigabyte; what has been touched since is among ``other``.
+        With ``thorough`` False, components count as in the last thorough reading: on the CPU the kernel walks all pages of a
+        mapping, which takes up to a millisecond per gigabyte. Pages touched since count as ``other``.
         """
         reading = DeviceMemoryReading.of(self._module)
         if thorough:
@@ -98,7 +99,7 @@ class MemoryGauges:
         for (
             name,
             nbytes,
-        ) in sizes.items():  # figures of different moments must not add up to more than there is
+        ) in sizes.items():  # readings at different times must not add up to more than the total
             sizes[name] = max(0, min(nbytes, rest))
             rest -= sizes[name]
         return reading, MemoryByTag(**sizes, other=rest)
@@ -119,12 +120,12 @@ class MemoryHistory:
         events: int = EVENTS,
         stretches: int = STRETCHES,
     ) -> None:
-        """``read`` looks at the memory, thoroughly or not; ``events`` and ``stretches`` are how many are kept."""
+        """``read`` reads the memory, thoroughly or not; ``events`` and ``stretches`` are the capacities."""
         self.where: Callable[[], tuple[int, int]] = lambda: (0, 0)
-        """Steps launched and weights epoch."""
+        """Steps started, and the weights epoch."""
         self._read = read
         self._ring = np.zeros(events, _EVENT)
-        # Fresh zeros are not resident yet: these pages are taken now, and no more later.
+        # Fresh zeros are not resident yet: writing commits the pages now, so that the size stays fixed.
         self._ring.view("u1").fill(0)
         self._seq = 0
         self._older = _Stretches(stretches)
@@ -135,11 +136,11 @@ class MemoryHistory:
         self._epoch = time() - monotonic()
 
     def note(self, cause: MemoryCause, detail: str = "", *, returned: int | None = None) -> None:
-        """Something has happened to the memory.
+        """Record an event.
 
         Args:
             detail: for people; cut at :data:`DETAIL_BYTES`.
-            returned: bytes that an emptying gave back. None: there was none.
+            returned: bytes returned by emptying the cache. None means that it was not emptied.
         """
         now = monotonic()
         thorough = cause not in _AWAITED
@@ -154,7 +155,7 @@ class MemoryHistory:
         self._append(now, cause, detail, reading, tags, returned, residual)
 
     def sample(self) -> None:
-        """Steps are running: look, if it is time to. Costs a comparison otherwise."""
+        """Called while steps run: take a sample if it is due; otherwise the cost is a comparison."""
         now = monotonic()
         if now < self._next_sample:
             return
@@ -170,7 +171,7 @@ class MemoryHistory:
 
     @property
     def by_tag(self) -> MemoryByTag | None:
-        """What holds the memory, as of the last event; None: there is none yet."""
+        """Reserved memory by tag at the last event. None means that there was none yet."""
         last = self._ring[(self._seq - 1) % len(self._ring)]
         return MemoryByTag(**{tag: int(last[tag]) for tag in _TAGS}) if self._seq else None
 
@@ -182,7 +183,7 @@ class MemoryHistory:
         )
 
     def events(self, after: int, limit: int) -> tuple[list[MemoryEvent], bool]:
-        """At most ``limit`` events whose number is over ``after``, oldest first, and whether there are newer ones."""
+        """At most ``limit`` events with a number above ``after``, oldest first, and whether there are newer ones."""
         if after >= self._seq:
             return [], False
         first = max(after + 1, self._oldest)
@@ -191,7 +192,7 @@ class MemoryHistory:
         return [_event(row) for row in rows.tolist()], last < self._seq
 
     def older(self, after: int) -> list[MemoryStretch]:
-        """What came before the oldest event that is kept, unless ``after`` is past it."""
+        """Summaries of the time before the oldest kept event, unless ``after`` is later."""
         return self._older.list() if after < self._oldest - 1 else []
 
     @property
@@ -214,7 +215,7 @@ class MemoryHistory:
             self._older.add(row)
         row["seq"], row["at"], row["cause"] = self._seq, self._epoch + now, _CAUSES.index(cause)
         encoded = detail.encode("utf-8", "backslashreplace")[:DETAIL_BYTES]
-        row["detail"] = encoded.decode("utf-8", "ignore").encode()  # not in the midst of a character
+        row["detail"] = encoded.decode("utf-8", "ignore").encode()  # not within a character
         row["returned"] = _NONE if returned is None else returned
         row["residual"] = _NONE if residual is None else residual
         self._write(row, now, reading, tags)
@@ -228,7 +229,7 @@ class MemoryHistory:
 
 
 class _Stretches:
-    """Folded events. When the table is full, neighbours become one, and every later stretch holds twice as many events."""
+    """Summarised events. When the table is full, neighbours are merged, and later stretches hold twice as many events."""
 
     def __init__(self, count: int) -> None:
         assert count >= 2
@@ -260,7 +261,7 @@ class _Stretches:
 
 
 def _merged(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """Stretches and their successors as one each."""
+    """Merges stretches pairwise."""
     result = first.copy()
     for name in ("end", "reserved_last"):
         result[name] = second[name]

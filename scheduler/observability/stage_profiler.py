@@ -15,12 +15,12 @@ from types import TracebackType
 logger = logging.getLogger(__name__)
 
 RECENT = 64
-"""Runs of which the median is taken."""
+"""Number of last runs for the median."""
 
 
 @dataclass(slots=True)
 class StageTotal:
-    """How often a stage ran and how long, in seconds."""
+    """Number of runs of a stage and their durations, in seconds."""
 
     count: int = 0
     seconds: float = 0.0
@@ -55,7 +55,7 @@ class _Stage:
 
 
 class StageProfiler:
-    """Accumulates stages: one for ever, and one per operation that reports to it."""
+    """Accumulates stage times: one profiler for the engine, and one per operation that reports to it."""
 
     def __init__(
         self,
@@ -67,9 +67,9 @@ class StageProfiler:
     ) -> None:
         """
         Args:
-            parent: counts every run, too, as ``prefix`` + name. None: nobody else does.
-            log: write a line at INFO where a stage begins and where it ends.
-            describe_memory: a look at the memory, without side effects; at DEBUG it ends the second line.
+            parent: also counts every run, as ``prefix`` + name. None means no parent.
+            log: log a line at INFO at the start and the end of each stage.
+            describe_memory: describes the memory, without side effects; appended to the second line at DEBUG.
         """
         self._totals: dict[str, StageTotal] = {}
         self._parent = parent
@@ -82,14 +82,14 @@ class StageProfiler:
         return _Stage(self, name)
 
     def begin(self, name: str) -> None:
-        """A stage begins whose end :meth:`record` will tell; for the log only."""
+        """Log the start of a stage; :meth:`record` follows at its end."""
         if self._log:
             logger.info("stage %s begins", name)
         if self._parent is not None:
             self._parent.begin(self._prefix + name)
 
     def record(self, name: str, seconds: float) -> None:
-        """A stage has ended that took ``seconds``."""
+        """Count a run of a stage that took ``seconds``."""
         total = self._totals.get(name)
         if total is None:
             total = self._totals[name] = StageTotal()
@@ -116,7 +116,7 @@ class StageProfiler:
         }
 
     def add(self, other: "StageProfiler") -> None:
-        """Count what ``other`` has measured, too; a parent has heard of it already."""
+        """Add the runs of ``other``; not passed on to the parent, which has counted them already."""
         for name, total in other._totals.items():
             mine = self._totals.setdefault(name, StageTotal())
             mine.count += total.count
@@ -125,7 +125,7 @@ class StageProfiler:
             mine.recent.extend(total.recent)
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Remove all runs."""
         self._totals.clear()
 
     def _log_end(self, name: str, seconds: float) -> None:

@@ -1,17 +1,16 @@
-"""Ends a process whose loop hangs, after saying where it does.
+"""Watchdog of the scheduler loop: ends the process when the loop hangs, after printing all stacks.
 
 Invariants:
-- The loop pays one attribute write per tick. It is not watched while it sleeps in ``poll``, nor while an operation says
-  that it is long.
-- After half of the time the stacks of all threads are on stderr; after all of it the process ends with
-  :data:`EXIT_HUNG`, which a supervisor can tell from every other end.
-- Both happen even if a C call holds the GIL for ever, so that no Python thread runs any more. Hence the watching thread
-  ends nothing by its being there: it puts off, again and again, faulthandler's own thread (C, no GIL) and a timer of the
-  kernel whose expiry glibc answers by calling ``_exit`` in a thread of its own. Only where the GIL is free does it
-  find the words before.
+- The loop pays one attribute write per tick. Time in ``poll`` and in operations declared as long does not
+  count.
+- After half of the timeout the stacks of all threads are printed to stderr; after all of it the process exits with
+  :data:`EXIT_HUNG`, a status that no other exit has.
+- Both happen even if a C call holds the GIL forever, so that no Python thread can run. Therefore the watchdog thread
+  keeps postponing faulthandler's own thread (C, needs no GIL) and a kernel timer, at whose expiry glibc calls ``_exit``
+  in a thread of its own. If the GIL is free, the watchdog thread logs a message before.
 
-Time counts while a process is stopped (SIGSTOP, a frozen cgroup): one that was stopped for longer than the timeout may
-end when it goes on. Time of a suspended machine does not count.
+The time that a process is stopped (SIGSTOP, a frozen cgroup) counts: after more than the timeout it may exit when it
+continues. The time that the machine is suspended does not count.
 """
 
 import contextlib
@@ -30,37 +29,37 @@ from . import log
 logger = logging.getLogger(__name__)
 
 EXIT_HUNG = 70
-"""Exit status of a process that was ended because its loop hung, or its end did."""
+"""Exit status of a process whose loop, or whose shutdown, hung."""
 LOOK_S = 10.0
-"""Longest time between two looks."""
+"""Maximum seconds between two checks."""
 LOOKS = 8
-"""Looks within one timeout, at least."""
+"""Minimum number of checks within one timeout."""
 
 _SIGEV_THREAD = 2
 _CLOCK_MONOTONIC = 1
 
 
 class Heartbeat:
-    """What the loop says about itself, to whoever watches."""
+    """The state of the loop, as the watchdog reads it."""
 
     def __init__(self) -> None:
         self.ticked = False
-        """Set by the loop in every tick, taken back by the watchdog at every look."""
+        """Set by the loop in every tick, cleared by the watchdog at every check."""
         self.asleep = False
-        """The loop blocks in ``poll`` because there is nothing to do."""
+        """The loop is blocked in ``poll`` because there is nothing to do."""
         self.long: str | None = None
-        """The operation that has said that it may take any time."""
+        """The operation that is declared as long. None means no such operation."""
         self.on_change: Callable[[], None] = lambda: None
         """Called after :attr:`long` has changed; set by the watchdog."""
 
     @property
     def is_due(self) -> bool:
-        """The loop should tick."""
+        """Whether the loop is expected to tick."""
         return not (self.asleep or self.long)
 
     @contextlib.contextmanager
     def long_operation(self, what: str) -> Iterator[None]:
-        """Within it, the loop is not expected to tick; in the thread of the loop only."""
+        """Within this context the loop is not expected to tick; for the thread of the loop only."""
         before, self.long = self.long, what
         self.on_change()
         try:
@@ -72,12 +71,12 @@ class Heartbeat:
 
 
 class Watchdog:
-    """A thread that looks at a heartbeat, and what ends the process when it cannot any more."""
+    """A thread that checks a heartbeat, with a backstop that works without the thread."""
 
     def __init__(
         self, heartbeat: Heartbeat, timeout_s: float, checks: tuple[Callable[[], None], ...] = ()
     ) -> None:
-        """``timeout_s`` 0: the loop is not watched; ``checks`` are called at every look all the same."""
+        """``timeout_s`` 0 disables the watchdog; ``checks`` are called at every check in any case."""
         self._heartbeat = heartbeat
         self._timeout_s = timeout_s
         self._interval_s = min(LOOK_S, timeout_s / LOOKS) if timeout_s else LOOK_S
@@ -90,28 +89,28 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name="caesura-watchdog", daemon=True)
 
     def start(self) -> None:
-        """From now on the loop must tick."""
+        """Start watching."""
         self._alive_at = monotonic()
         self._heartbeat.on_change = self._put_off
         self._put_off()
         self._thread.start()
 
     def close(self) -> None:
-        """Nothing is expected any more. Idempotent."""
+        """Stop watching. Idempotent."""
         self._closed.set()
         with self._lock:
             if self._backstop is not None:
                 self._backstop.disarm()
 
     def _put_off(self) -> None:
-        """The loop lives, or is not expected to tick."""
+        """Restart the timeout: the loop has ticked, or is not expected to."""
         with self._lock:
             self._alive_at, self._told = monotonic(), False
             if self._backstop is None or self._closed.is_set():
                 return
             if self._heartbeat.long:
                 self._backstop.disarm()
-            else:  # the thread comes first where it can: it has words
+            else:  # later than the thread, which can log a message
                 late = self._interval_s * 2
                 self._backstop.arm(self._timeout_s / 2, self._timeout_s + late)
 
@@ -123,7 +122,7 @@ class Watchdog:
                     check()
             except Exception:
                 with contextlib.suppress(Exception):
-                    logger.warning("a look at the loop failed", exc_info=True)
+                    logger.warning("the watchdog's check failed", exc_info=True)
 
     def _look(self) -> None:
         heartbeat = self._heartbeat
@@ -148,20 +147,20 @@ class Watchdog:
 
 
 class Backstop:
-    """What happens at a time unless it is put off; needs no GIL."""
+    """Prints stacks and ends the process at given times, unless it is armed again; needs no GIL."""
 
     def __init__(self) -> None:
         self._timer = _ExitTimer()
         self._stderr = _nonblocking_stderr()
 
     def arm(self, dump_s: float, exit_s: float) -> None:
-        """All stacks to stderr in ``dump_s`` seconds, the end of the process in ``exit_s``; instead of any earlier order."""
+        """Print all stacks in ``dump_s`` seconds and exit in ``exit_s``; replaces earlier times."""
         self._timer.set(exit_s)
         if self._stderr is not None:
             faulthandler.dump_traceback_later(dump_s, exit=False, file=self._stderr)
 
     def disarm(self) -> None:
-        """Neither."""
+        """Cancel both."""
         self._timer.set(0.0)
         if self._stderr is not None:
             faulthandler.cancel_dump_traceback_later()
@@ -200,19 +199,19 @@ class _ExitTimer:
             raise OSError(ctypes.get_errno(), "timer_create failed")
 
     def set(self, seconds: float) -> None:
-        """From now; 0: never."""
+        """Exit in ``seconds``; 0 cancels it."""
         spec = _TimerSpec(left=(int(seconds), int(seconds % 1 * 1e9)))
         if self._libc.timer_settime(self._id, 0, ctypes.byref(spec), None):
             raise OSError(ctypes.get_errno(), "timer_settime failed")
 
 
 def exit_within(seconds: float) -> None:
-    """Whatever happens, the process is gone by then: its end is bounded, too."""
+    """Exit in at most ``seconds``, whatever happens: a limit on the shutdown."""
     _ExitTimer().set(seconds)
 
 
 def _nonblocking_stderr() -> int | None:
-    """Our own opening of what stderr is: a dump into a pipe that nobody reads must not hold the thread that puts it off."""
+    """A non-blocking descriptor of stderr: a dump into a pipe that is not read must not block the watchdog thread."""
     try:
         if stat.S_ISREG(os.fstat(2).st_mode):
             return 2  # it never blocks, and another opening would write at another place

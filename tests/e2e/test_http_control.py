@@ -390,9 +390,9 @@ def test_tensors_that_cannot_be_read_are_refused_by_name(server, tiny_model):
     for value, message in (
         (weights, "rebuild_storage_fd"),
         ([(name, 3)], "no tensor"),
-        ({"flattened_tensor": weights[0][1]}, "named tensors are a list"),
+        ({"flattened_tensor": weights[0][1]}, "named tensors must be a list"),
         ([(name, LocalSerializedTensor([b"", b""]))], "one rank"),
-        (print, "named tensors are a list"),
+        (print, "named tensors must be a list"),
     ):
         response = server.post("/update_weights_from_tensor", {"serialized_named_tensors": [pickled(value)]})
         assert response.status_code == 400, response.text

@@ -1,4 +1,4 @@
-"""What completions and chats share: from a request to what the tokenizer manager takes, and from samples to the answer.
+"""Common part of completions and chats: from a request to the tokenizer manager's, and from samples to the response.
 
 Invariants:
 - Failures have OpenAI's shape, ``{"error": {message, type, param, code}}``: 400 for the request's fault, 404 for an unknown

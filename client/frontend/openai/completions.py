@@ -126,7 +126,7 @@ def _prompts(request: CompletionRequest) -> list[str | list[int]]:
     if kinds == {int}:
         return [prompt]
     if kinds == {list} and not all(_are_ids(item) for item in prompt):
-        raise InvalidRequest("prompt: lists in a list hold token ids", field="prompt")
+        raise InvalidRequest("prompt: a list of lists must contain token ids", field="prompt")
     return list(prompt)
 
 

@@ -1,4 +1,4 @@
-"""Logprobs as OpenAI writes them: tokens as text and as exact bytes, the most likely others, offsets into the text.
+"""Logprobs in OpenAI's format: tokens as text and as bytes, the most likely tokens, text offsets.
 
 Invariants:
 - The bytes of the tokens of an output, joined, are the bytes of its text (special tokens and a leading space apart), also where

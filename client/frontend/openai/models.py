@@ -1,4 +1,4 @@
-"""``/v1/models``: the one model that is served.
+"""``/v1/models``: the served model.
 
 Invariant: its id never changes while the server runs, not even by an update of the weights from another folder; what the
 weights are is said by their version (``metadata`` of every answer, ``/model_info``).

@@ -1,4 +1,4 @@
-"""What the OpenAI routes take and give, as msgspec structs: one decode per request, one encode per response or chunk.
+"""Requests and responses of the OpenAI routes as msgspec structs.
 
 Invariants:
 - ``null`` means "not given" for every optional field. Keys that no struct names are ignored, as the servers that these

@@ -1,4 +1,4 @@
-"""The answer to a generating request: at once, or as server-sent events.
+"""Sends the response of a generating request: at once, or as server-sent events.
 
 Invariants:
 - A stream's first event is made before its answer begins: what is refused at once has its HTTP status, what fails later is an

@@ -1,4 +1,4 @@
-"""``/dashboard``: one page about the engine that keeps itself up to date, and the data that it asks for; ``/`` leads to it.
+"""``/dashboard``: a page with live figures of the engine, and the route of its data; ``/`` redirects to it.
 
 Invariants:
 - The page is the same bytes for everybody and says nothing, nor does ``/``: all figures come from ``/dashboard/data``, which

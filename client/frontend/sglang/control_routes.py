@@ -1,7 +1,7 @@
-"""Pause, continue, flush, memory, labels and proofs of the weights.
+"""SGLang's routes for pause, continue, flush, memory, version labels and the weights checker.
 
-Invariants: nothing here keeps state, the engine does; a refusal changes nothing; all HTTP clients count as one owner, so any of
-them may continue what another has paused, and a pause of somebody else needs ``force``.
+Invariants: all state is in the engine; a refusal changes nothing; all HTTP clients count as one owner, so any of them can
+continue the pause of another, and the pause of another owner needs ``force``.
 """
 
 from typing import Annotated

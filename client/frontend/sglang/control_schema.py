@@ -1,4 +1,4 @@
-"""Bodies of the commands, as SGLang's trainers send them.
+"""Bodies of SGLang's control routes.
 
 Invariants: field names and defaults are SGLang's; what is not a field is ignored by the reader, as SGLang does. Fields
 below "accepted and ignored" have no meaning here; ``docs/http.md`` says why, and a test compares the two.
@@ -37,7 +37,7 @@ class ContinueBody(msgspec.Struct, kw_only=True):
 
     torch_empty_cache: bool = True
     force: bool = False
-    """Ours: continue a pause, and commit an implicit weight session, of somebody who is no HTTP client."""
+    """Caesura's own: continue a pause, and commit an implicit weight session, of a sender other than HTTP clients."""
 
 
 class TagsBody(msgspec.Struct, kw_only=True):

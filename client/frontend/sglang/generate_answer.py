@@ -1,4 +1,4 @@
-"""Answers of ``/generate``: SGLang's dictionaries, and its server-sent events.
+"""Responses of ``/generate``: SGLang's dictionaries and server-sent events.
 
 Invariants: lists over tokens have one entry per output id, aborted samples included; a cumulative event is appended to,
 not encoded again, so a stream's JSON costs what its tokens cost.

@@ -140,7 +140,7 @@ async def _frames(front: FrontEnd, job: Job) -> AsyncGenerator[bytes, None]:
 
 @post("/abort_request", status_code=200, opt={"access": "user"})
 async def abort_request(request: HTTPRequest, front: Front) -> Response[bytes]:
-    """End one generation by its exact rid, or all. An empty rid alone means nobody; an unknown one is no error."""
+    """Abort one generation by its exact rid, or all. An empty or unknown rid aborts none and is not an error."""
     body = await read_control(request, AbortBody)
     if body.rid or body.abort_all:
         work = front.client.abort(None if body.abort_all else body.rid, abort_all=body.abort_all)

@@ -1,4 +1,4 @@
-"""``/generate`` as SGLang's clients speak it: the request's fields, and an answer's.
+"""Requests and responses of ``/generate``, as SGLang's clients send and expect them.
 
 Invariants:
 - A field that would change the result and that this engine does not do is refused by name; what only hints is ignored, and

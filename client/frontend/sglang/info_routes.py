@@ -1,4 +1,4 @@
-"""What the engine is and does: health, load, model, server; and tokenization.
+"""SGLang's routes for health, load, model and server information, and tokenization.
 
 Invariants: nothing here generates a token or waits for a step; an engine that is paused, updating or without memory is
 healthy, and one that does not answer is 503; no key is in any answer.

@@ -1,4 +1,4 @@
-"""Weights in HTTP bodies: safetensors files, and the pickles of SGLang's clients read as plain fields.
+"""Weights in HTTP bodies: safetensors files, and SGLang's pickles parsed into plain fields.
 
 Invariants:
 - Nothing is unpickled: ``io_struct/legacy_pickle.py`` writes down what would have been imported and called, and only the
@@ -155,10 +155,10 @@ def _parts(tensors: list[_Tensor]) -> Iterator[Part]:
 def _flattened(message: object) -> list[_Tensor]:
     """Many tensors in one of bytes; none at all is an empty bucket, which slime sends as padding."""
     if not isinstance(message, dict) or message.keys() != {"flattened_tensor", "metadata"}:
-        _refuse("a flattened bucket has the keys flattened_tensor and metadata")
+        _refuse("a flattened bucket must have the keys flattened_tensor and metadata")
     whole, metadata = message["flattened_tensor"], message["metadata"]
     if not isinstance(metadata, (list, tuple)):
-        _refuse("a flattened bucket's metadata is a list")
+        _refuse("the metadata of a flattened bucket must be a list")
     if not metadata:
         return []
     base = _tensor("flattened_tensor", whole)
@@ -171,7 +171,7 @@ def _flattened(message: object) -> list[_Tensor]:
         except KeyError as error:
             _refuse(f"a tensor's metadata lacks {error}")
         if not isinstance(name, str) or type(start) is not int or type(end) is not int:
-            _refuse("a tensor's metadata has a name that is no text, or an index that is no integer")
+            _refuse("a tensor's metadata must have a text as name and integers as indices")
         if not 0 <= start <= end <= base.nbytes or end - start != math.prod(shape) * itemsize:
             _refuse(f"tensor {name!r} does not fit between bytes {start} and {end} of {base.nbytes}")
         tensors.append(_Tensor(name, dtype, shape, base.offset + start, end - start, base.storage))
@@ -181,16 +181,16 @@ def _flattened(message: object) -> list[_Tensor]:
 def _named(message: object) -> list[_Tensor]:
     """``[(name, tensor)]``, each tensor perhaps a pickle of its own, one for each rank."""
     if not isinstance(message, (list, tuple)):
-        _refuse("named tensors are a list")
+        _refuse("named tensors must be a list")
     tensors = []
     for item in message:
         if not isinstance(item, (list, tuple)) or len(item) != 2 or not isinstance(item[0], str):
-            _refuse("a named tensor is a pair of name and tensor")
+            _refuse("a named tensor must be a pair of name and tensor")
         name, value = item
         if isinstance(value, Call) and value.function.name == "LocalSerializedTensor":
             values = _state(value, "LocalSerializedTensor").get("values")
             if not isinstance(values, list) or len(values) != 1 or not isinstance(values[0], bytes):
-                _refuse(f"tensor {name!r} is not given for exactly one rank")
+                _refuse(f"tensor {name!r} must be given for exactly one rank")
             value = parse(values[0])
         tensors.append(_tensor(name, value))
     return tensors
@@ -198,14 +198,14 @@ def _named(message: object) -> list[_Tensor]:
 
 def _tensor(name: str, value: object) -> _Tensor:
     if not isinstance(value, Call):
-        _refuse(f"{name!r} is no tensor")
+        _refuse(f"{name!r} is not a tensor")
     made_by, args = value.function.name, value.args
     if made_by in ("rebuild_cuda_tensor", "_rebuild_cuda_tensor_modified"):
         return _cuda_tensor(name, args)
     if made_by == "rebuild_tensor" and len(args) == 3:
         return _cpu_tensor(name, args[1], args[2])
     raise Unsupported(
-        f"tensor {name!r} is made by {value.function.module}.{made_by}, which is not read here: send a safetensors body"
+        f"tensor {name!r} is made by {value.function.module}.{made_by}, which is not supported: send a safetensors body"
     )
 
 
@@ -214,19 +214,19 @@ def _cpu_tensor(name: str, typed: object, metadata: object) -> _Tensor:
     if not (
         isinstance(typed, Call) and typed.function.name == "rebuild_typed_storage" and len(typed.args) == 2
     ):
-        _refuse(f"tensor {name!r} has no storage that torch makes")
+        _refuse(f"tensor {name!r} has no storage of torch")
     storage, (dtype, itemsize) = typed.args[0], _dtype(typed.args[1])
     if not isinstance(storage, Call) or storage.function.name != "rebuild_storage_filename":
         kind = storage.function.name if isinstance(storage, Call) else type(storage).__name__
         raise Unsupported(
-            f"tensor {name!r} lies where {kind} finds it, which only a child process of its sender can: send a safetensors body, "
-            'or torch.multiprocessing.set_sharing_strategy("file_system")'
+            f"tensor {name!r} is shared by {kind}, which only child processes of the sender can open: send a safetensors body, "
+            'or use torch.multiprocessing.set_sharing_strategy("file_system")'
         )
     if len(storage.args) != 4 or not isinstance(metadata, tuple) or len(metadata) != 4:
-        _refuse(f"tensor {name!r} is not described as torch does")
+        _refuse(f"tensor {name!r} is not described in torch's format")
     _, _, handle, size = storage.args
     if not isinstance(handle, bytes) or not _SHARED_NAME.fullmatch(handle):
-        _refuse(f"tensor {name!r} lies in no shared memory of torch's")
+        _refuse(f"tensor {name!r} is not in shared memory of torch")
     place = _Storage(_natural(size), handle)
     return _inside(name, place, dtype, itemsize, *metadata[:3])
 
@@ -244,7 +244,7 @@ def _cuda_tensor(name: str, args: tuple[object, ...]) -> _Tensor:
     found = dict(zip(_CUDA_ARGUMENTS, args, strict=True))
     if not isinstance(found["device"], str):
         raise Unsupported(
-            f"tensor {name!r} names its device by a number, which means nothing outside its process: SGLang's clients send the "
+            f"tensor {name!r} identifies its device by an index, which is valid in its process only: SGLang's clients send the "
             "device's uuid (monkey_patch_torch_reductions)"
         )
     fields = {key: found[key] for key in CudaIPCHandle.__struct_fields__ if key in found}
@@ -277,7 +277,7 @@ def _inside(
 
 def _state(item: object, kind: str) -> dict[str, Any]:
     if not isinstance(item, Call) or item.function.name != kind or not isinstance(item.state, dict):
-        _refuse(f"what should be a {kind} is none")
+        _refuse(f"a {kind} was expected")
     return item.state
 
 
@@ -285,7 +285,7 @@ def _dtype(value: object) -> tuple[str, int]:
     torch_name = value.name if isinstance(value, Global) and value.module == "torch" else ""
     name = NAMES_BY_TORCH.get(_ALIASES.get(torch_name, torch_name))
     if name is None:
-        _refuse("a tensor is of no dtype of torch that weights have")
+        _refuse("a tensor has a dtype that weights cannot have")
     return name, DTYPES[name].nbytes
 
 
@@ -293,13 +293,13 @@ def _ints(value: object) -> list[int]:
     if isinstance(value, Call) and value.function == Global("torch", "Size") and len(value.args) == 1:
         value = value.args[0]
     if not isinstance(value, (list, tuple)) or len(value) > 64:
-        _refuse("a shape is no list of at most 64 lengths")
+        _refuse("a shape must be a list of at most 64 lengths")
     return [_natural(length) for length in value]
 
 
 def _natural(value: object) -> int:
     if type(value) is not int or not 0 <= value < 1 << 63:
-        _refuse("a length or offset is no natural number of 63 bits")
+        _refuse("a length or offset must be an integer in [0, 2^63)")
     return value
 
 

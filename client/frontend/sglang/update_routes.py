@@ -1,8 +1,8 @@
-"""Weight updates and their groups, as SGLang's trainers send them.
+"""SGLang's routes for weight updates and update groups.
 
-Invariants: no session is needed, and one may be used: whoever names it, in the header ``X-Caesura-Session`` or the body, belongs to it, and
-nobody else does (the front end remembers none); an update is answered when its bytes are no longer needed; a path is
-looked at only under the weights root, with symbolic links resolved, its own and those of its files; no pickle is read unless that was asked for at start.
+Invariants: sessions are optional; a call belongs to a session only if it names it, in the header ``X-Caesura-Session`` or in the
+body, since the front end stores none. An update is answered when its bytes are no longer needed. Paths must be under the
+weights root after resolving symbolic links, also those of the files. Pickles are read only if enabled at start.
 """
 
 import asyncio
@@ -76,7 +76,8 @@ def bound(request: HTTPRequest, body: Named) -> Named:
         return body
     if body.session_id not in (None, name) or not 0 < len(name) <= MAX_ID_LENGTH:
         raise InvalidRequest(
-            f"{SESSION_HEADER} must be a session's id, and the same as session_id", field="session_id"
+            f"{SESSION_HEADER} must be a session id, and equal to session_id if both are given",
+            field="session_id",
         )
     body.session_id = name
     return body
@@ -111,7 +112,7 @@ def allowed_path(path: str, options: ServeOptions) -> str:
     try:
         real, real_root = os.path.realpath(path), os.path.realpath(root)
     except ValueError as error:  # a null byte
-        raise InvalidRequest(f"model_path is no path: {error}", field="model_path") from error
+        raise InvalidRequest(f"model_path is not a valid path: {error}", field="model_path") from error
     if not root or not _lies_under(real, real_root):
         raise InvalidRequest(
             "model_path is outside the directory that this server loads weights from (--weights-root)",
