@@ -389,7 +389,7 @@ def test_tensors_that_cannot_be_read_are_refused_by_name(server, tiny_model):
     name = weights[0][0]
     for value, message in (
         (weights, "rebuild_storage_fd"),
-        ([(name, 3)], "no tensor"),
+        ([(name, 3)], "is not a tensor"),
         ({"flattened_tensor": weights[0][1]}, "named tensors must be a list"),
         ([(name, LocalSerializedTensor([b"", b""]))], "one rank"),
         (print, "named tensors must be a list"),

@@ -226,7 +226,7 @@ def _cpu_tensor(name: str, typed: object, metadata: object) -> _Tensor:
         _refuse(f"tensor {name!r} is not described in torch's format")
     _, _, handle, size = storage.args
     if not isinstance(handle, bytes) or not _SHARED_NAME.fullmatch(handle):
-        _refuse(f"tensor {name!r} is not in shared memory of torch")
+        _refuse(f"tensor {name!r} names no shared memory of torch")
     place = _Storage(_natural(size), handle)
     return _inside(name, place, dtype, itemsize, *metadata[:3])
 
