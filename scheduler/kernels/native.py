@@ -27,6 +27,9 @@ VARIABLE = "CAESURA_KERNELS"
 ISAS = ("torch", "avx2", "avx512", "avx512bf16", "amx")
 """In the order of common.h's ``Isa``: each includes those before it."""
 
+NO_AVX2 = "this processor has no AVX2"
+"""The one reason of :func:`why_not` that is not the installation's."""
+
 _ABI = 5
 """native.cpp has the same; both rise when an argument of a kernel changes."""
 
@@ -54,7 +57,7 @@ def _library() -> ctypes.CDLL | str:
         return f"{path.name} does not load: {error}"
     if library.caesura_abi() != _ABI:
         return f"{path.name} was built from other sources; install again"
-    return library if library.caesura_use_isa(ISAS.index(limit)) else "this processor has no AVX2"
+    return library if library.caesura_use_isa(ISAS.index(limit)) else NO_AVX2
 
 
 def _find() -> Path | None:
