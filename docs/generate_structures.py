@@ -24,7 +24,7 @@ FLOORS = (
     ("models",),
     ("weights",),
     ("runner",),
-    ("batching", "build"),
+    ("batching", "operations", "build"),
     ("commands", "serving"),
     ("loop", "engine", "process", "__main__"),
 )

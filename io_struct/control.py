@@ -414,6 +414,12 @@ class GetStatusReqOutput(Reply, kw_only=True):
     """Data type of computation: ``bfloat16`` or ``float32``."""
     device: str
     """Device that the model runs on: ``cpu``, ``cuda``, …, with an index where one was configured."""
+    kernels: dict[str, str] = {}
+    """Operation to what serves it: ``torch``, an instruction set of the compiled CPU kernels (``avx2``, ``avx512``,
+    ``avx512bf16``, ``amx``), or the library of attention kernels that a GPU has. Operations that the model does not have are
+    absent."""
+    kernels_reason: str | None = None
+    """Why ``torch`` serves some of them on a CPU. None: it does not, or the device is no CPU."""
     context_len: int
     """Maximum length of prompt plus output, in tokens."""
     vocab_size: int

@@ -24,15 +24,14 @@ from .config import PAGE_SIZE, EngineConfig
 from .distributed import ParallelState
 from .dtypes import by_torch_name
 from .forward import AttentionBackend, Runner
-from .kernels import TORCH, best, serving
-from .kernels.linear import packable
-from .kernels.native import why_not
+from .kernels import TORCH, serving
 from .memory.device_memory import available_memory_if_known
 from .memory.device_module import device_module_for
 from .memory.residency import ComponentResidencyManager
 from .models.base import CausalLM
 from .models.config import ModelConfig, load_model_config
 from .models.registry import build_model
+from .operations import attention_by, why_torch
 from .runner.autotune import TuningCache, WarmUp, flashinfer_tuning, tuning_key
 from .runner.model_runner import ModelRunner
 from .runner.sampler import Sampler
@@ -206,62 +205,35 @@ def require_deterministic(loaded: LoadedModel) -> None:
     Raises:
         CaesuraError: ``unsupported``, with what serves which operation.
     """
-    config, found = loaded.config, serving(loaded.device, loaded.dtype)
-    sizes = {config.hidden_size, config.num_heads * config.head_dim}
-    if config.moe is None or not all(config.moe.sparse_layers):
-        sizes.add(config.intermediate_size)
-    if config.moe is not None:
-        sizes.add(config.moe.intermediate_size)
-    reason = None
-    if config.mla is not None:
-        reason = "latent attention is computed by torch"
-    elif config.fp8 is not None:
-        reason = "products with FP8 weights are torch's"
-    elif TORCH in found.values():
-        reason = why_not() or "there are none for this device and dtype"
-    elif not all(packable(size, loaded.dtype) for size in sizes):
-        reason = f"rows of {min(size for size in sizes if not packable(size, loaded.dtype))} cannot be packed"
+    reason = why_torch(loaded)
     if reason is not None:
         raise CaesuraError(
             ErrorCode.UNSUPPORTED,
             f"deterministic needs the compiled CPU kernels for every operation: {reason}",
-            serving=found,
+            serving=serving(loaded.device, loaded.dtype),
         )
 
 
 def build_backend(
     config: EngineConfig, loaded: LoadedModel, pool: MHAPool | MLAPool, limits: StepLimits
 ) -> AttentionBackend:
-    """The best that there is for this model's attention, or what the configuration names.
+    """What computes attention, as :func:`attention_by` chooses.
 
     Raises:
         CaesuraError: ``unsupported``, what was named cannot serve this model here.
     """
-    model, wanted = loaded.config, config.attention_backend
-    unfit = {
-        "flashinfer": flashinfer.why_not(loaded.device, loaded.dtype, model.head_dim),
-        "triton": paged_triton.why_not(loaded.device),
-    }
-    if model.mla is not None:
-        unfit = dict.fromkeys(unfit, "latent attention has a backend of its own")
-    if (reason := unfit.get(wanted)) is not None:
-        raise CaesuraError(
-            ErrorCode.UNSUPPORTED, f"attention_backend = {wanted!r}: {reason}", field="attention_backend"
-        )
-    possible = {name for name in unfit if unfit[name] is None and wanted in ("auto", name)}
+    model, by = loaded.config, attention_by(config, loaded)
     if isinstance(pool, MLAPool):
         assert model.mla is not None
         return LatentBackend(pool, model.num_heads, model.mla.softmax_scale)
     sizes = (model.num_heads, model.num_kv_heads, model.head_dim, model.head_dim**-0.5)
-    if "flashinfer" in possible:
+    if by == "flashinfer":
         return flashinfer.FlashInferBackend(
             pool, *sizes, max_rows=limits.rows, max_tokens=limits.tokens, max_pages=limits.pages
         )
-    if "triton" in possible:
+    if by == "triton":
         return paged_triton.PagedTritonBackend(pool, *sizes, max_rows=limits.rows, max_pages=limits.pages)
-    if wanted == "auto" and best("attention", loaded.device, loaded.dtype) != TORCH:
-        return PagedCpuBackend(pool, *sizes)
-    return SdpaBackend(pool, *sizes)
+    return SdpaBackend(pool, *sizes) if by == TORCH else PagedCpuBackend(pool, *sizes)
 
 
 def build_runner(

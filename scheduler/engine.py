@@ -50,6 +50,7 @@ from .memory.residency import ComponentResidencyManager
 from .observability.memory_history import MemoryGauges, MemoryHistory
 from .observability.stage_profiler import StageProfiler
 from .observability.watchdog import Heartbeat
+from .operations import what_serves
 from .runner.model_runner import ModelRunner
 from .serving.answers import Answers
 from .serving.client_access import ServerKeys
@@ -348,6 +349,8 @@ class Engine:
     def _build_status(
         self, config: EngineConfig, core: _Core, commands: _Commands, module: Any
     ) -> StatusReporter:
+        operations = what_serves(config, core.loaded)
+        operations.log()
         facts = StaticFacts(
             dtype=str(core.loaded.dtype).removeprefix("torch."),
             weights_bytes=core.loaded.weights_bytes,
@@ -355,6 +358,7 @@ class Engine:
             kv_bytes_per_token=kv_bytes_per_token(core.loaded),
             routing_bytes_per_token=routing_bytes_per_token(core.loaded),
             version=__version__,
+            operations=operations,
         )
         return StatusReporter(
             config=config,

@@ -32,6 +32,9 @@ ISAS = ("torch", "avx2", "avx512", "avx512bf16", "amx")
 FLOATS = (torch.bfloat16, torch.float32)
 """What kernels compute in."""
 
+NO_AVX2 = "this processor has no AVX2"
+"""The one reason of :func:`why_not` that is not the installation's."""
+
 _ABI = 6
 """native.cpp has the same; both rise when an argument of a kernel changes."""
 
@@ -77,7 +80,7 @@ def _library() -> ctypes.CDLL | str:
     theirs, ours = library.caesura_decoder_step_bytes(), ctypes.sizeof(DecoderStep)
     if theirs != ours:
         return f"{path.name} takes a decoder step of {theirs} bytes, this source makes one of {ours}"
-    return library if library.caesura_use_isa(ISAS.index(limit)) else "this processor has no AVX2"
+    return library if library.caesura_use_isa(ISAS.index(limit)) else NO_AVX2
 
 
 def _find() -> Path | None:

@@ -24,6 +24,7 @@ from ..memory.device_cache import DeviceCache
 from ..memory.device_memory import DeviceMemoryReading, available_memory_if_known
 from ..observability.memory_history import MemoryHistory
 from ..observability.stage_profiler import StageProfiler
+from ..operations import Serving
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +37,7 @@ class StaticFacts:
     kv_bytes_per_token: int
     routing_bytes_per_token: int
     version: str
+    operations: Serving
 
 
 class StatusReporter:
@@ -115,6 +117,8 @@ class StatusReporter:
             model_path=self._updates.model_path,
             dtype=self._facts.dtype,
             device=self._config.device,
+            kernels=self._facts.operations.by,
+            kernels_reason=self._facts.operations.reason,
             context_len=self._limits.context_len,
             vocab_size=self._limits.vocab_size,
             max_running_requests=self._config.max_running_requests,

@@ -70,8 +70,56 @@ def test_the_health_checks_of_the_compose_file_tell_well_from_ill(tiny_model):
     assert subprocess.run(ask, capture_output=True, timeout=PATIENCE).returncode == 1
 
 
+def dockerfile() -> list[str]:
+    """Its instructions, one a line."""
+    text = (ROOT / "docker/Dockerfile").read_text().replace("\\\n", "")
+    return [line for line in text.splitlines() if line and not line.startswith("#")]
+
+
+def stages() -> dict[str, tuple[str, list[str]]]:
+    """Name to what it is made from, and its instructions."""
+    found: dict[str, tuple[str, list[str]]] = {}
+    for line in dockerfile():
+        if line.startswith("FROM "):
+            _, origin, _, name = line.split()
+            found[name] = (origin, [])
+        elif found:
+            found[name][1].append(line)
+    return found
+
+
+def test_the_compose_file_builds_stages_that_there_are_with_arguments_that_they_take():
+    services = yaml.safe_load((ROOT / "docker/compose.yaml").read_text())["services"]
+    built = {name: service for name, service in services.items() if "build" in service}
+    assert {service["build"]["target"] for service in built.values()} == {"engine", "serve", "demo"}
+    taken = {line.split()[1] for line in stages()["builder"][1] if line.startswith("ARG ")}
+    for name, service in built.items():
+        build = service["build"]
+        assert build["target"] in stages(), name
+        assert service["image"] == f"caesura:{build['target']}", name
+        assert set(build["args"]) == taken, name
+        assert (ROOT / "docker" / build["context"] / build["dockerfile"]).is_file(), name
+    images = {service["image"] for service in built.values()}
+    assert {service["image"] for service in services.values() if "caesura" in service["image"]} == images
+
+
+def test_only_the_stage_that_builds_has_a_compiler_and_it_fails_without_kernels():
+    origin, build = stages()["builder"]
+    install = next(i for i, line in enumerate(build) if "apt-get install" in line and "g++" in line)
+    wheel = next(i for i, line in enumerate(build) if "pip wheel" in line)
+    check = next(i for i, line in enumerate(build) if "-m caesura.scheduler.kernels" in line)
+    assert install < wheel < check
+    base, *_ = stages()["base"]
+    assert base == origin
+    for name in ("engine", "serve", "demo"):
+        assert stages()[name][0] == "base"
+    runtime = [line for name in ("base", "engine", "serve", "demo") for line in stages()[name][1]]
+    assert not any("apt-get" in line for line in runtime)
+    assert [line for line in runtime if line.startswith("USER ")] == ["USER caesura"]
+
+
 def test_the_image_runs_what_is_restarted():
-    lines = (ROOT / "docker/Dockerfile").read_text().replace("\\\n", "").splitlines()
+    lines = dockerfile()
     commands = [yaml.safe_load(line.removeprefix("CMD ")) for line in lines if line.startswith("CMD ")]
     assert [command[0] for command in commands] == ["serve", "supervise"]
     assert "--state-file" in commands[1]

@@ -179,6 +179,8 @@ def status_reply(request: Request) -> GetStatusReqOutput:
         model_path="/models/tiny",
         dtype="float32",
         device="cpu",
+        kernels={"linear": "avx2", "attention": "torch", "sampler": "avx2"},
+        kernels_reason="attention_backend = 'sdpa'",
         context_len=128,
         vocab_size=64,
         max_running_requests=8,

@@ -47,6 +47,7 @@ def test_status_is_readable(fake, caesura):
     assert "paused (in_place, for 1.5 s)" in out
     assert "64 free + 16 cached + 32 held = 112" in out
     assert "3.0 MB reserved" in out
+    assert "avx2: linear, sampler; torch: attention (attention_backend = 'sdpa')" in out
 
 
 def test_status_as_json_is_the_reply(fake, caesura):

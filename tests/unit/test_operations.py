@@ -1,0 +1,119 @@
+"""What serves each operation of a model: as it is built, as ``status`` tells it, and with a warning where it is slow."""
+
+import dataclasses
+import logging
+import subprocess
+import sys
+
+import pytest
+import torch
+from support.checkpoints import make_checkpoint, make_fp8_checkpoint
+
+from caesura.client import launch_scheduler
+from caesura.scheduler.build import load_model
+from caesura.scheduler.config import EngineConfig
+from caesura.scheduler.kernels import OPERATIONS, TORCH, native
+from caesura.scheduler.operations import Serving, what_serves
+
+needs_kernels = pytest.mark.skipif(native.why_not() is not None, reason=f"no kernels: {native.why_not()}")
+ISA = native.isa()
+DENSE = dict.fromkeys(set(OPERATIONS) - {"experts"}, ISA)
+LAYERS_APART = dict.fromkeys(set(OPERATIONS) - {"decoder"}, ISA)
+
+
+def served(path, **options) -> Serving:
+    config = EngineConfig(model_path=str(path), dtype="float32", device="cpu", **options).resolve()
+    return what_serves(config, load_model(config))
+
+
+@needs_kernels
+def test_kernels_serve_every_operation_that_a_model_has(tiny_model, tmp_path):
+    assert served(tiny_model) == Serving(DENSE, None)
+    make_checkpoint(tmp_path, "qwen3-moe")
+    assert served(tmp_path) == Serving(LAYERS_APART, None)
+
+
+@needs_kernels
+def test_what_the_configuration_leaves_to_torch_is_torchs(tiny_model):
+    by = DENSE | {"attention": TORCH, "decoder": TORCH}
+    assert served(tiny_model, attention_backend="sdpa") == Serving(by, "attention_backend = 'sdpa'")
+
+
+@needs_kernels
+def test_what_a_model_leaves_to_torch_is_torchs(tmp_path):
+    make_checkpoint(tmp_path / "mla", "deepseek-v3")
+    latent = served(tmp_path / "mla")
+    assert (latent.by["attention"], latent.reason) == (TORCH, "latent attention is computed by torch")
+    make_checkpoint(tmp_path / "plain", "qwen3")
+    make_fp8_checkpoint(tmp_path / "plain", tmp_path / "fp8", (16, 16))
+    quantised = served(tmp_path / "fp8")
+    assert quantised.by == DENSE | {"linear": TORCH, "decoder": TORCH}
+    assert quantised.reason == "products with FP8 weights are torch's"
+
+
+@needs_kernels
+def test_rows_that_cannot_be_packed_are_torchs(tmp_path):
+    make_checkpoint(tmp_path, "qwen3", intermediate_size=71, dtype=torch.bfloat16)
+    config = EngineConfig(model_path=str(tmp_path), device="cpu").resolve()
+    odd = what_serves(config, load_model(config))
+    assert odd.by == DENSE | {"linear": TORCH, "decoder": TORCH}
+    assert odd.reason == "rows of 71 cannot be packed"
+
+
+def test_on_another_device_nothing_is_missing(tiny_model):
+    config = EngineConfig(model_path=str(tiny_model), dtype="float32", device="cpu").resolve()
+    elsewhere = dataclasses.replace(load_model(config), device=torch.device("meta"))
+    assert what_serves(config, elsewhere) == Serving(dict.fromkeys(DENSE, TORCH), None)
+
+
+@pytest.mark.parametrize(
+    "serving,level",
+    [
+        (Serving({"linear": TORCH, "attention": TORCH}, "the extension was not built"), logging.WARNING),
+        (Serving({"linear": "avx2", "attention": TORCH}, "attention_backend = 'sdpa'"), logging.INFO),
+        (Serving({"linear": TORCH, "attention": "triton"}, None), logging.INFO),
+    ],
+)
+def test_only_an_engine_without_kernels_warns(caplog, serving, level):
+    with caplog.at_level(logging.INFO):
+        serving.log()
+    (record,) = caplog.records
+    assert record.levelno == level
+    assert (serving.reason or "torch: linear; triton: attention") in record.getMessage()
+
+
+def test_an_engine_without_kernels_says_so_in_its_log_and_its_status(tiny_model, monkeypatch, capfd):
+    monkeypatch.setenv(native.VARIABLE, "torch")
+    with launch_scheduler(tiny_model, dtype="float32", num_threads=1, kv_pool_tokens=256) as engine:
+        status = engine.status()
+    assert set(status.kernels.values()) == {TORCH}
+    assert status.kernels_reason == "CAESURA_KERNELS=torch"
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if " WARNING " in line]
+    assert "compiled kernels do not serve" in line
+    assert line.endswith(": CAESURA_KERNELS=torch")
+
+
+@needs_kernels
+def test_an_engine_with_kernels_says_which(tiny_model):
+    with launch_scheduler(tiny_model, dtype="float32", num_threads=1, kv_pool_tokens=256) as engine:
+        status = engine.status()
+    assert (status.kernels, status.kernels_reason) == (DENSE, None)
+
+
+@pytest.mark.parametrize(
+    "value,code", [("torch", 1), pytest.param("avx2", 0, marks=needs_kernels)], ids=["without", "with"]
+)
+def test_a_build_can_ask_for_the_kernels(monkeypatch, value, code):
+    monkeypatch.setenv(native.VARIABLE, value)
+    done = subprocess.run(
+        [sys.executable, "-m", "caesura.scheduler.kernels"], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (code, "" if code else "compiled kernels: avx2\n"), done.stderr
+
+
+def test_a_processor_that_cannot_is_no_failure_of_the_build(monkeypatch, capsys):
+    from caesura.scheduler.kernels import __main__ as command
+
+    monkeypatch.setattr(native, "why_not", lambda: native.NO_AVX2)
+    assert command.main() == 0
+    assert native.NO_AVX2 in capsys.readouterr().err
