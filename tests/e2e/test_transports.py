@@ -102,7 +102,7 @@ def push(
     assert reply.committed
 
 
-@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, suppress_health_check=list(HealthCheck))
 @given(
     data=st.data(),
     steps=st.lists(

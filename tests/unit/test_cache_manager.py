@@ -180,9 +180,7 @@ for machine, examples in (
     (ManagerUnderPressure, 50),
     (ManagerWithoutPrefixCache, 15),
 ):
-    machine.TestCase.settings = settings(
-        max_examples=examples, stateful_step_count=40, deadline=None, derandomize=True, database=None
-    )
+    machine.TestCase.settings = settings(max_examples=examples, stateful_step_count=40)
 TestManagerAgainstContents = ManagerAgainstContents.TestCase
 TestManagerUnderPressure = ManagerUnderPressure.TestCase
 TestManagerWithoutPrefixCache = ManagerWithoutPrefixCache.TestCase

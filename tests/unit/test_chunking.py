@@ -1,7 +1,7 @@
 """Prefill chunks on a simulated machine: base + cost * tokens seconds per step."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from caesura.scheduler.batching.chunking import ChunkSizer
@@ -23,7 +23,6 @@ def settle(sizer: ChunkSizer, base: float, cost: float, steps: int = 60) -> list
     return times
 
 
-@settings(derandomize=True, deadline=None)
 @given(base=st.floats(0.0, 0.1), cost=st.floats(1e-5, 1e-1))
 def test_steps_take_the_target_or_what_one_page_and_the_largest_chunk_allow(base, cost):
     last = settle(ChunkSizer(LARGEST, 0.2), base, cost)[-1]

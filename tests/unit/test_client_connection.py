@@ -330,7 +330,7 @@ def deliveries(draw):
     return outputs, rows, draw(st.permutations([0, 1]))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(deliveries())
 def test_a_stream_is_every_token_once_and_in_order(delivery):
     outputs, rows, order = delivery

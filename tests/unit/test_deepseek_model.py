@@ -67,7 +67,7 @@ def send(loader: WeightLoader, tensors: dict[str, Tensor], max_rows: int, seed: 
 # Weights
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40)
 @given(
     heads=st.integers(1, 4),
     nope=st.integers(1, 5),

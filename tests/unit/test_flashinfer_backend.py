@@ -59,7 +59,7 @@ def projections(tokens: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
 LENGTHS = st.tuples(st.integers(0, 60), st.integers(1, 40))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     decode=st.lists(st.integers(0, 90), max_size=3),
     prefill=st.lists(LENGTHS, max_size=3),

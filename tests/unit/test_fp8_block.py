@@ -95,7 +95,7 @@ def in_pieces(slot, value: Tensor, cuts: list[int], compare: bool = True) -> lis
     return [slot.update(value[a:b], a, compare=compare) for a, b in zip([0, *ends], ends)]
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60)
 @given(
     parts=st.lists(st.integers(1, 40), min_size=1, max_size=3),
     width=st.integers(1, 40),

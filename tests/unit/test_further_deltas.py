@@ -50,7 +50,7 @@ def delta_of(rows: list[tuple[tuple[str, int], int, int]]) -> StreamDelta:
     )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.lists(
         st.lists(st.tuples(st.sampled_from(SAMPLES), st.integers(0, 3)), min_size=1, max_size=4),

@@ -45,14 +45,14 @@ given_fields = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(given_fields, st.sampled_from([None, 1]), st.booleans())
 def test_large_bodies_are_what_small_ones_are(fields, indent, ascii_only):
     raw = json.dumps(fields, indent=indent, ensure_ascii=ascii_only).encode()
     assert decode_large(raw, NATIVE, PROMPTS, 100) == NATIVE.decode(raw)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(texts | ids | st.lists(texts, max_size=4) | st.lists(ids, max_size=4), st.integers(1, 3))
 def test_those_of_completions_too(prompt, n):
     raw = json.dumps({"prompt": prompt, "n": n, "model": "m"}).encode()

@@ -114,7 +114,7 @@ values = st.recursive(
 )
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=list(HealthCheck))
 @given(
     raw=st.binary(max_size=60)
     | st.dictionaries(names, values, max_size=3).map(

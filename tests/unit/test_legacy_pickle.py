@@ -78,7 +78,6 @@ PLAIN = st.recursive(
 )  # fmt: skip
 
 
-@settings(derandomize=True, deadline=None)
 @given(PLAIN, st.sampled_from([3, 4, 5]))
 def test_plain_fields_are_what_the_unpickler_makes_of_them(value, protocol):
     data = pickle.dumps(value, protocol)
@@ -209,7 +208,7 @@ GARBAGE = st.binary(max_size=60) | st.lists(st.sampled_from(CODES) | st.integers
 )
 
 
-@settings(max_examples=600, derandomize=True, deadline=None)
+@settings(max_examples=600)
 @given(GARBAGE)
 @example(b"")
 def test_garbage_is_refused_or_plain(data):

@@ -146,7 +146,7 @@ class World:
         assert found == pytest.approx([logprobs[token] for token in ids], abs=2e-5)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     sent=st.lists(messages(), min_size=1, max_size=SLOTS),
     events=st.lists(

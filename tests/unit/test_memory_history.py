@@ -81,7 +81,7 @@ def test_an_event_says_what_was_noted(memory, clock):
     assert (event.returned, event.residual, event.until) == (-5, None, event.at)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     capacity=st.integers(1, 9),
     stretches=st.sampled_from([2, 4, 6]),

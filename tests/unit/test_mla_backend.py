@@ -82,7 +82,7 @@ prefill_rows = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60)
 @given(
     heads=st.integers(1, 5),
     latent=st.sampled_from([1, 6, 20]),

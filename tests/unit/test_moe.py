@@ -220,7 +220,7 @@ def test_a_block_adds_what_everything_goes_through() -> None:
     [(40, 24, torch.float32), (44, 23, torch.bfloat16), (48, 40, torch.bfloat16)],
 )
 @given(data=st.data())
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=20)
 def test_tensors_are_written_in_place_in_any_pieces(
     hidden: int, width: int, dtype: torch.dtype, data: st.DataObject
 ) -> None:

@@ -57,9 +57,7 @@ class AllocatorAgainstSet(RuleBasedStateMachine):
         assert sorted(self.allocator.free_pages().tolist()) == sorted(self.free)
 
 
-AllocatorAgainstSet.TestCase.settings = settings(
-    max_examples=40, stateful_step_count=20, deadline=None, derandomize=True, database=None
-)
+AllocatorAgainstSet.TestCase.settings = settings(max_examples=40, stateful_step_count=20)
 TestAllocatorAgainstSet = AllocatorAgainstSet.TestCase
 
 

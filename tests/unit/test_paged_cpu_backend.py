@@ -66,7 +66,7 @@ class Scene:
         return q, k, v
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=30)
 @given(
     dtype=st.sampled_from(DTYPES),
     decode=st.lists(st.tuples(st.integers(0, 140), st.just(1)), max_size=5),

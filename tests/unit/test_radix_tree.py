@@ -171,9 +171,7 @@ class TreeAgainstPrefixes(RuleBasedStateMachine):
         assert len(self.tree._heap) <= len(nodes)
 
 
-TreeAgainstPrefixes.TestCase.settings = settings(
-    max_examples=80, stateful_step_count=40, deadline=None, derandomize=True, database=None
-)
+TreeAgainstPrefixes.TestCase.settings = settings(max_examples=80, stateful_step_count=40)
 TestTreeAgainstPrefixes = TreeAgainstPrefixes.TestCase
 
 

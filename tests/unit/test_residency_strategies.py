@@ -535,7 +535,7 @@ def test_a_copy_that_cannot_be_read_leaves_the_part_away(strategy, monkeypatch):
     manager.close()
 
 
-@settings(max_examples=40, stateful_step_count=30, deadline=None, derandomize=True)
+@settings(max_examples=40, stateful_step_count=30)
 class AnyOrder(RuleBasedStateMachine):
     """Any order of verbs, on both kinds of places: values survive, and the account of bytes is exact."""
 

@@ -4,7 +4,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.fake_scheduler import finished
 
@@ -48,7 +48,6 @@ def test_a_record_grows_and_shows_the_last_step_only():
         assert (rows[:, 2] == tokens + 2).all()
 
 
-@settings(deadline=None, derandomize=True, database=None)
 @given(data=st.data(), staged=st.integers(1, 5))
 def test_reading_is_indexing(data, staged):
     """Any order of pages and any range, in however many copies."""

@@ -237,7 +237,7 @@ def test_top_p_ties_across_shortlists():
         assert kept_set(logits, 3 * kept, top_p=(kept - 0.5) / 3000) == set(range(kept))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     values=st.lists(st.integers(-3, 3), min_size=1, max_size=40),
     top_k=st.integers(1, 40),

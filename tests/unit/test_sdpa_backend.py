@@ -86,7 +86,7 @@ prefill_rows = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60)
 @given(
     kv_heads=st.integers(1, 3),
     group=st.integers(1, 4),

@@ -97,7 +97,7 @@ def assert_equal(found: object, expected: object) -> None:
             assert mine == theirs, field.name
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     steps=st.lists(
         st.tuples(st.integers(0, 5), st.lists(st.integers(1, 8), max_size=4), st.integers(1, 7)).filter(
