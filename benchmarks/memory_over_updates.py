@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from architectures import ARCHITECTURES
@@ -114,7 +114,11 @@ class Requests:
 
 
 def run(
-    transport: Transport, folders: Sequence[Path], updates: int, console: Console, dtype: str = "float32"
+    transport: Transport,
+    folders: Sequence[Path],
+    updates: int,
+    console: Console,
+    dtype: Literal["float32", "bfloat16"] = "float32",
 ) -> Series:
     """``updates`` turns by one transport, on an engine of its own."""
     engine = launch_scheduler(

@@ -92,10 +92,9 @@ def test_an_update_that_fails_and_one_that_empties(driver, other_model, monkeypa
         patch.setattr(model, "finalize_weights", broken)
         driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_model)))
     driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_model), torch_empty_cache=True))
-    # What an emptying after the failure gives back, and with it whether it is noted, is up to the allocator.
-    events = [event for event in history(driver, after=1) if event.cause != "failure"]
-    first, failed, second, commit = events
+    first, failed, emptied, second, commit = history(driver, after=1)
     assert (first.cause, second.cause, commit.cause) == ("update_begin", "update_begin", "update_commit")
+    assert (emptied.cause, emptied.detail) == ("failure", "UpdateWeightFromDiskReqInput")
     assert (failed.cause, failed.detail) == ("update_failed", "the commit failed: no derivation today")
     assert failed.returned is None
     assert commit.returned is not None
