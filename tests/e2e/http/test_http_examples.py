@@ -10,8 +10,8 @@ from types import ModuleType
 import pytest
 from support.http_serve import make_text_model, served
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
-ELSEWHERE = {  # they need a trainer or a parameter server at the other end; tests/e2e/test_http_control.py has those
+EXAMPLES = Path(__file__).parents[3] / "examples"
+ELSEWHERE = {  # they need a trainer or a parameter server at the other end; tests/e2e/http/test_http_control.py has those
     "/init_weights_update_group",
     "/destroy_weights_update_group",
     "/update_weights_from_distributed",

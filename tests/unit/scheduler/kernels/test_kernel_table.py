@@ -194,5 +194,5 @@ def test_the_logic_of_amx_in_software(tmp_path):
     with native.limited_to("avx512bf16") as possible:
         if not possible:
             pytest.skip("what surrounds the tile instructions needs AVX-512 with bfloat16")
-    header = Path(__file__).parents[1] / "support" / "fake_amx.h"
+    header = Path(__file__).parents[3] / "support" / "fake_amx.h"
     assert run_sanitized(FAKE_AMX, tmp_path, "linear", flags=("-include", str(header))) == "clean\n"

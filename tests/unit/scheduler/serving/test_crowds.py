@@ -16,7 +16,7 @@ from support.waiting import eventually
 from caesura.io_struct import GetStatusReqInput
 
 LIMIT = 1024
-CHILD = Path(__file__).parents[1] / "support" / "crowded_router.py"
+CHILD = Path(__file__).parents[3] / "support" / "crowded_router.py"
 
 
 @pytest.fixture(params=["ipc", "tcp"])

@@ -11,7 +11,7 @@ import pytest
 
 from caesura.client import SamplingParams, launch_scheduler
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[3] / "docs"
 
 
 @pytest.fixture(scope="module")

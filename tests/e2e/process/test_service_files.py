@@ -10,7 +10,7 @@ import pytest
 from support.http_serve import served
 from support.supervised import PATIENCE, supervised
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 UNITS = sorted((ROOT / "examples/systemd").glob("*.service"))
 yaml = pytest.importorskip("yaml", reason="PyYAML comes with transformers")
 

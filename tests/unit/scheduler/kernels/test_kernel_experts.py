@@ -284,6 +284,6 @@ print("clean")
 def test_no_access_out_of_bounds_and_no_undefined_behaviour(tmp_path):
     """Where AVX-512 with bfloat16 is to be had, with the logic of AMX in software."""
     with native.limited_to("avx512bf16") as possible:
-        header = Path(__file__).parents[1] / "support" / "fake_amx.h"
+        header = Path(__file__).parents[3] / "support" / "fake_amx.h"
         flags = ("-include", str(header)) if possible else ()
     assert run_sanitized(SANITIZED, tmp_path, "linear", "experts", flags=flags) == "clean\n"

@@ -37,7 +37,7 @@ from caesura.io_struct import (
     UpdateTotal,
 )
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[4]
 TOTALS = EngineTotals(
     prompt_tokens=200,
     cached_tokens=50,
