@@ -1,10 +1,20 @@
 # `make demo` and `make test` set everything up on a fresh machine (Python 3.11 or newer with pip is all they need).
+#
+# Three lanes of tests: `make check` while you work (a minute), `make test` before a commit (all that guards the product),
+# `make test-bench` (the benchmarks, the demo and the fault campaign, which start many engines). CI runs the last two.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test lint format api bench mutation serve wheel test-wheel test-images clean
+# A file of tests stays in one process: its tests share their engines.
+WORKERS ?= 2
+PYTEST  := $(BIN)/python -m pytest
+SPREAD  := -n $(WORKERS) --dist loadfile
+CHECKED := tests/architecture tests/unit/io_struct tests/unit/scheduler/batching tests/unit/scheduler/cache \
+	tests/unit/scheduler/serving tests/unit/client/wire tests/loop/test_scripted_loop.py tests/loop/test_lifecycle_table.py
+
+.PHONY: demo check test test-bench lint format api bench mutation serve wheel test-wheel test-images clean
 
 # pip, not another installer: the user's own index and wheel settings are honoured.
 $(STAMP): pyproject.toml __init__.py constraints.txt $(wildcard scheduler/kernels/cpu/*)
@@ -16,8 +26,14 @@ $(STAMP): pyproject.toml __init__.py constraints.txt $(wildcard scheduler/kernel
 demo: $(STAMP)
 	PYTHONPATH=examples $(BIN)/python -m demo $(DEMO_ARGS)
 
+check: lint
+	$(PYTEST) $(SPREAD) -m 'not slow' $(CHECKED)
+
 test: lint
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(PYTEST) $(SPREAD) $(PYTEST_ARGS)
+
+test-bench: $(STAMP)
+	$(PYTEST) $(SPREAD) tests/bench
 
 # mypy wants the import name of the root package, whatever this folder is called: hence the link.
 lint: $(STAMP)
@@ -25,7 +41,7 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/codespell
 	mkdir -p .check && ln -sfn .. .check/caesura
-	cd .check && ../$(BIN)/mypy --config-file ../pyproject.toml -p caesura.io_struct -p caesura.client -p caesura.scheduler
+	cd .check && ../$(BIN)/mypy --config-file ../pyproject.toml -p caesura.io_struct -p caesura.client -p caesura.scheduler && ../$(BIN)/mypy --config-file ../pyproject.toml ../tests ../benchmarks ../examples
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

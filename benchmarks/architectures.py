@@ -181,7 +181,7 @@ def experts(prefix: str, count: int, hidden: int, intermediate: int) -> dict[str
     return shapes
 
 
-_LATENT: dict[str, int] = {
+_LATENT: dict[str, Any] = {
     "num_hidden_layers": 6,
     "hidden_size": 512,
     "intermediate_size": 1024,

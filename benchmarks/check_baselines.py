@@ -40,7 +40,7 @@ SHARE, SLACK_MS = 0.5, 2.0
 HISTORY = 50
 """How many of the last records are kept."""
 QUIET = 0.2
-WORKLOAD = {
+WORKLOAD: dict[str, Any] = {
     "shape": "tiny", "threads": 1, "requests": 64, "prompt_tokens": 128, "new_tokens": 256, "cycles": 100,
     "load_requests": 16, "load_tokens": 2000, "releases": 10,
 }  # fmt: skip

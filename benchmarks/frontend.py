@@ -39,7 +39,7 @@ from rich.console import Console
 from rich.table import Table
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from caesura.client import AsyncSchedulerClient, LaunchedScheduler, SamplingParams, launch_scheduler
+from caesura.client import AsyncSchedulerClient, SamplingParams, SchedulerClient, launch_scheduler
 
 SHAPE = WORKLOADS["tiny"]
 PROMPT_TOKENS, NEW_TOKENS = SHAPE.prompt_tokens, SHAPE.new_tokens
@@ -204,7 +204,7 @@ async def pauses(
 
 
 async def on_caesura(
-    engine: LaunchedScheduler, url: str, options: argparse.Namespace, console: Console
+    engine: SchedulerClient, url: str, options: argparse.Namespace, console: Console
 ) -> dict[str, Any]:
     async with AsyncSchedulerClient(engine.endpoint) as client:
         rates = await throughput(client, url, options, console)

@@ -341,7 +341,8 @@ async def engine_sections(run: Run) -> None:
 
 def growth(run: Run) -> None:
     """Reserved bytes after each of many updates in place, with requests in flight."""
-    reserved, paused_s, update_s = [], [], []
+    reserved: list[int] = []
+    paused_s, update_s = [], []
     params = SamplingParams(max_new_tokens=max(4, run.plan.steps // 4), ignore_eos=True)
     with run.launch(run.folders[2]) as client:
         for turn in range(1, run.plan.updates + 1):
@@ -353,7 +354,9 @@ def growth(run: Run) -> None:
             start = time.perf_counter()
             client.update_weights_from_disk(run.folders[2 + turn % 2], flush_cache=False)
             update_s.append(time.perf_counter() - start)
-            reserved.append(client.continue_generation().reserved_after)
+            after = client.continue_generation().reserved_after
+            assert after is not None, "an engine that was paused says it"
+            reserved.append(after)
             for handle in handles:
                 handle.result()
     total, late = settled_growth(reserved)

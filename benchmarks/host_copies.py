@@ -40,11 +40,11 @@ def ways(descriptor: int, size: int, target: Tensor) -> dict[str, Callable[[], N
     def through(bucket: Tensor) -> None:
         step = len(bucket)
         for start in range(0, size, step):
-            os.preadv(descriptor, [memoryview(bucket.numpy())], start)
+            os.preadv(descriptor, [bucket.numpy().data], start)
             target[start : start + step].copy_(bucket)
 
     def straight() -> None:
-        view = memoryview(target.numpy())
+        view = target.numpy().data
         for start in range(0, size, 8 * MIB):
             os.preadv(descriptor, [view[start : start + 8 * MIB]], start)
 
@@ -72,7 +72,7 @@ def read_ahead(descriptor: int, size: int, buckets: list[Tensor], target: Tensor
     def read() -> None:
         for number, start in enumerate(range(0, size, step)):
             room.acquire()
-            os.preadv(descriptor, [memoryview(buckets[number % count].numpy())], start)
+            os.preadv(descriptor, [buckets[number % count].numpy().data], start)
             ready.put(number)
 
     reader = threading.Thread(target=read)

@@ -23,9 +23,10 @@ from rich.table import Table
 from torch.nn import functional
 
 from caesura.scheduler.cache.pool import MHAPool
+from caesura.scheduler.config import PAGE_SIZE
 from caesura.scheduler.forward import SamplingBatch
 from caesura.scheduler.kernels import linear, native
-from caesura.scheduler.kernels.attention import PAGE_SIZE, PagedAttention, plan_tasks
+from caesura.scheduler.kernels.attention import PagedAttention, plan_tasks
 from caesura.scheduler.kernels.elementwise import rms_norm, rope_store, silu_mul
 from caesura.scheduler.layers.norm import normalize
 from caesura.scheduler.layers.rotary import rotate
@@ -198,7 +199,7 @@ def _attention(name: str, requests: int, tokens: int, length: int, dtype: torch.
         f"{requests} x {tokens} of {length}",
         {
             "torch": lambda i: functional.scaled_dot_product_attention(
-                queries, *dense[i], attn_mask=visible, enable_gqa=True
+                queries, dense[i][0], dense[i][1], attn_mask=visible, enable_gqa=True
             )
         },
         lambda i: kernel(q, *pool.layer(i), table, tasks, out),

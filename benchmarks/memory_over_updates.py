@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from architectures import ARCHITECTURES
@@ -85,6 +85,19 @@ class Requests:
         while len(self._handles) < IN_FLIGHT:
             self._handles.append(self._submit())
 
+    def pause_among_them(self) -> None:
+        """Pause in place while requests run. On a busy machine all of them may end before a pause arrives: then it is taken
+        back."""
+        self._await_half()
+        while not self._client.pause("in_place").held_requests:
+            self._client.continue_generation()
+            self._await_half()
+
+    def _await_half(self) -> None:
+        self.top_up()
+        while self._client.status().running_requests < IN_FLIGHT // 2:
+            self.top_up()
+
     def fill(self) -> None:
         """Run :data:`STORED_ANSWERS` requests to their end; then leave the next ones on their way."""
         for handle in [self._submit() for _ in range(STORED_ANSWERS)]:
@@ -101,7 +114,11 @@ class Requests:
 
 
 def run(
-    transport: Transport, folders: Sequence[Path], updates: int, console: Console, dtype: str = "float32"
+    transport: Transport,
+    folders: Sequence[Path],
+    updates: int,
+    console: Console,
+    dtype: Literal["float32", "bfloat16"] = "float32",
 ) -> Series:
     """``updates`` turns by one transport, on an engine of its own."""
     engine = launch_scheduler(
@@ -120,15 +137,9 @@ def run(
         requests.fill()
         pid, began = client.status().pid, time.perf_counter()
         for turn in track(range(1, updates + 1), description=transport, console=console):
-            requests.top_up()
-            while (
-                client.status().running_requests < IN_FLIGHT // 2
-            ):  # on a busy machine they may not have begun, or have ended
-                requests.top_up()
-            paused = client.pause("in_place")
+            requests.pause_among_them()
             reply = trainer.push(transport, turn % 2, flush_cache=False, weight_version=str(turn))
             report = client.continue_generation()
-            assert paused.held_requests > 0, "the pause met no request"
             assert reply.committed and reply.changed_tensors > 0, "the update changed nothing"
             assert report.reserved_after is not None
             memory = read_memory(pid)

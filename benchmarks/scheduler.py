@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,8 +27,8 @@ from rich.table import Table
 
 from caesura.io_struct import GenerateReqInput, SamplingParams, encode
 from caesura.scheduler.config import EngineConfig
+from caesura.scheduler.engine import Engine
 from caesura.scheduler.forward import ForwardBatch, HostOutput
-from caesura.scheduler.process import Engine
 
 SHAPE = Shape(
     num_hidden_layers=1,
@@ -71,8 +72,8 @@ class NullRunner:
 class Bench:
     """An engine with a null model, and a client's socket."""
 
-    def __init__(self, model: Path, folder: Path, **options: object) -> None:
-        defaults = {
+    def __init__(self, model: Path, folder: Path, **options: Any) -> None:
+        defaults: dict[str, Any] = {
             "max_running_requests": 1024,
             "kv_pool_tokens": 1_500_000,
             "chunked_prefill_size": 1 << 16,
@@ -86,7 +87,7 @@ class Bench:
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
-        self._socket.connect(config.endpoint)
+        self._socket.connect(self.engine.router.endpoint)
         self._rng = np.random.default_rng(0)
 
     def close(self) -> None:

@@ -170,11 +170,11 @@ def measure_commit(client: SchedulerClient, trainer: Trainer, shape: CheckpointS
         seconds.append(time.perf_counter() - start)
         rises.append(read_memory(pid).peak - before)
         assert reply.committed
-    latent = isinstance(shape, LatentShape)
+    latent = shape if isinstance(shape, LatentShape) else None
     fresh = fresh_derivation_bytes(
         trainer.weights[0],
-        shape.num_attention_heads if latent else None,
-        shape.qk_nope_head_dim if latent else None,
+        latent.num_attention_heads if latent else None,
+        latent.qk_nope_head_dim if latent else None,
     )
     return {
         "commit_ms": 1e3 * statistics.median(seconds),

@@ -57,4 +57,4 @@ def main(url: str, model_path: str, steps: int = 30) -> list[float]:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:3])
+    main(sys.argv[1], sys.argv[2])

@@ -1,15 +1,29 @@
-"""Fixtures shared by all tests."""
+"""Fixtures shared by all tests, and what makes a run repeatable: one thread, one Hypothesis profile."""
 
+import os
 import signal
 from pathlib import Path
 
+# Before anything loads a library that counts the cores: tests, engines and trainers share them.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("MKL_NUM_THREADS", "1")
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 from support.checkpoints import make_checkpoint
 
-torch.set_num_threads(1)  # tests, engines and trainers share two cores
+torch.set_num_threads(1)
 # Started in the background of a shell, this process would ignore Ctrl-C, and with it every process that it starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# A machine's load is no property of the code: nothing is measured in time. `HYPOTHESIS_PROFILE=explore` tries new examples
+# and remembers those that fail, which is how to look for more; the default tries the same ones in every run.
+settings.register_profile(
+    "explore", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+)
+settings.register_profile("repeatable", settings.get_profile("explore"), derandomize=True, database=None)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 
 @pytest.fixture(scope="session")

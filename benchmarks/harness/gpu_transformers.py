@@ -31,7 +31,7 @@ class Eager:
 
         self.options = options
         self.device = torch.device(options["device"])
-        model = AutoModelForCausalLM.from_pretrained(options["model"], dtype=torch.bfloat16)
+        model: Any = AutoModelForCausalLM.from_pretrained(options["model"], dtype=torch.bfloat16)
         self.model = model.to(self.device).eval()
 
     def seconds(self, prompts: list[list[int]], new_tokens: int) -> float:
@@ -75,7 +75,7 @@ class Continuous:
         from transformers import AutoModelForCausalLM
 
         self.options = options
-        model = AutoModelForCausalLM.from_pretrained(options["model"], dtype=torch.bfloat16)
+        model: Any = AutoModelForCausalLM.from_pretrained(options["model"], dtype=torch.bfloat16)
         self.model = model.to(torch.device(options["device"])).eval()
 
     def measure(self) -> dict[str, Any]:
@@ -113,9 +113,9 @@ class Continuous:
 
 def main() -> None:
     options = json.loads(sys.argv[1])
-    kind = {"eager": Eager, "continuous": Continuous}[options["kind"]]
+    kinds: dict[str, type[Eager | Continuous]] = {"eager": Eager, "continuous": Continuous}
     try:
-        found = kind(options).measure() | {"transformers": version("transformers")}
+        found = kinds[options["kind"]](options).measure() | {"transformers": version("transformers")}
     except Exception as error:  # noqa: BLE001  whatever it is, the report says it and the benchmark goes on
         found = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
     print("\n" + json.dumps(found), flush=True)

@@ -6,6 +6,7 @@ engine that is told the name can never read half of one.
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -28,7 +29,7 @@ LAYERS = 2
 
 def build_policy(kind: Policy = "dense") -> PreTrainedModel:
     """A randomly initialised policy in float32, less than a million parameters; torch's global seed decides."""
-    common = {
+    common: dict[str, Any] = {
         "vocab_size": task.VOCAB_SIZE,
         "hidden_size": HIDDEN,
         "intermediate_size": 2 * HIDDEN,
@@ -40,13 +41,17 @@ def build_policy(kind: Policy = "dense") -> PreTrainedModel:
         "bos_token_id": None,
         "eos_token_id": task.END,
     }
-    grouped = {"num_key_value_heads": 2, "head_dim": HIDDEN // 4}
+    grouped: dict[str, Any] = {"num_key_value_heads": 2, "head_dim": HIDDEN // 4}
     if kind == "dense":
         return Qwen3ForCausalLM(Qwen3Config(**common, **grouped))
-    experts = {"num_experts_per_tok": 2, "moe_intermediate_size": HIDDEN, "norm_topk_prob": True}
+    experts: dict[str, Any] = {
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": HIDDEN,
+        "norm_topk_prob": True,
+    }
     if kind == "moe":
         return Qwen3MoeForCausalLM(Qwen3MoeConfig(**common, **grouped, **experts, num_experts=8))
-    latent = {
+    latent: dict[str, Any] = {
         "num_key_value_heads": 4,
         "q_lora_rank": None,
         "kv_lora_rank": HIDDEN // 2,
@@ -54,7 +59,7 @@ def build_policy(kind: Policy = "dense") -> PreTrainedModel:
         "qk_rope_head_dim": HIDDEN // 8,
         "v_head_dim": HIDDEN // 4,
     }
-    chosen = {
+    chosen: dict[str, Any] = {
         "n_routed_experts": 8,
         "n_shared_experts": 1,
         "n_group": 2,

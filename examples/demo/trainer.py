@@ -144,7 +144,7 @@ def _serve(pipe: Connection, settings: Settings, checkpoints: Path) -> None:
     from .policy import CheckpointWriter, build_policy
     from .sender import WeightSender
 
-    disable_progress_bar()  # type: ignore[no-untyped-call]
+    disable_progress_bar()
     torch.set_num_threads(settings.trainer_threads)
     torch.manual_seed(settings.seed)
     model = build_policy(settings.policy)

@@ -27,7 +27,7 @@ def test_what_is_there_ends_by_itself_and_new_work_is_refused(driver):
     asked = driver.send(ShutdownReqInput(drain=True))
     late = driver.generate(PROMPT, 5)
     driver.engine.scheduler.run()
-    driver.collect(100)
+    driver.collect()
     assert 0 < driver.replies.pop(asked).drain_s <= LONG
     assert_error(driver.replies.pop(late), "shutting_down")
     for rid in (first, queued):
@@ -42,7 +42,7 @@ def test_a_second_message_ends_the_drain(driver, order):
     driver.tick(2)
     second = driver.send(ShutdownReqInput(**order))
     driver.engine.scheduler.run()
-    driver.collect(100)
+    driver.collect()
     assert driver.replies.pop(first).drain_s > 0
     assert driver.replies.pop(second).drain_s == 0
     result = driver.result(rid)
@@ -58,7 +58,7 @@ def test_the_deadline_ends_what_is_left(driver):
     parked = driver.send(FlushCacheReqInput(timeout_s=LONG))
     driver.send(ShutdownReqInput(timeout_s=0.2))
     driver.engine.scheduler.run()
-    driver.collect(100)
+    driver.collect()
     assert driver.result(rid).finish_reason.type == "abort"
     assert_error(driver.replies.pop(parked), "shutting_down")
 
@@ -73,7 +73,7 @@ def test_a_retry_of_live_work_and_control_are_served_while_it_drains(driver):
     assert driver.call(FetchResultReqInput(rid="r")).live == 1
     assert driver.call(AbortReq(rid="r")).aborted == 1
     driver.engine.scheduler.run()
-    driver.collect(100)
+    driver.collect()
     assert again == rid
     found = [result for _, output in driver.outputs for result in output.finished if result.rid == rid]
     assert len(found) == 2, "to each of the two that asked"
@@ -85,6 +85,6 @@ def test_by_default_a_message_ends_everything_at_once(tiny_model):
         driver.tick()
         asked = driver.send(ShutdownReqInput())
         driver.engine.scheduler.run()
-        driver.collect(100)
+        driver.collect()
         assert driver.replies.pop(asked).drain_s == 0
         assert driver.result(rid).finish_reason.message == "the engine is shutting down"

@@ -318,7 +318,7 @@ def test_a_loop_that_ends_tells_everybody(driver, monkeypatch, error):
     monkeypatch.setattr(scheduler, "tick", tick)
     with pytest.raises(type(error)):
         scheduler.run()
-    driver.collect(patience_ms=50)
+    driver.collect()
     assert_error(driver.replies.pop(parked), "shutting_down")
     for key in [(runs, 0), *((group, index) for index in range(3))]:
         reason = driver.result(*key).finish_reason
@@ -341,7 +341,7 @@ def test_an_end_that_fails_in_part_tells_the_others(driver, monkeypatch, stage):
     Fault(monkeypatch, owner, stage, BUG, {0})
     scheduler._shutdown.request("the test", drain=False)
     scheduler.run()
-    driver.collect(patience_ms=50)
+    driver.collect()
     ended = [rid for rid in rids if (rid, 0) in driver.results]
     assert len(ended) >= 2
     assert stage == "finish" or len(ended) == 3

@@ -391,12 +391,12 @@ class Physics:
             yield from real_resume(tags)
             self.gone -= set(tags)
 
-        def launch(batch):
+        def execute(batch):
             if self.gone or self.invalid:
                 self.violations.append(f"launched with {sorted(self.gone)} gone, invalid: {self.invalid}")
             return real_execute(batch)
 
-        manager.release, manager.resume, runner.execute = release, resume, launch
+        manager.release, manager.resume, runner.execute = release, resume, execute
 
 
 TAGS = st.one_of(st.none(), st.lists(st.sampled_from(MEMORY_TAGS), max_size=3))
@@ -554,7 +554,7 @@ def a_driver(model: Path, depth: int) -> EngineDriver:
     )
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
 @given(commands=st.lists(COMMANDS, min_size=4, max_size=25), depth=st.integers(0, 1))
 def test_any_order_one_command_at_a_time(tiny_model, other_model, commands, depth):
     with a_driver(tiny_model, depth) as driver:
@@ -564,7 +564,7 @@ def test_any_order_one_command_at_a_time(tiny_model, other_model, commands, dept
         trial.bring_back()
 
 
-@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, suppress_health_check=list(HealthCheck))
 @given(
     commands=st.lists(st.lists(COMMANDS, min_size=1, max_size=5), min_size=2, max_size=6),
     depth=st.integers(0, 1),

@@ -496,9 +496,6 @@ def test_no_sequence_of_commands_breaks_the_engine(tiny_model, other_model, dept
         settings=settings(
             max_examples=60,
             stateful_step_count=40,
-            derandomize=True,
-            deadline=None,
-            database=None,
             report_multiple_bugs=False,
             suppress_health_check=list(HealthCheck),
         ),

@@ -1,6 +1,6 @@
 """A bare DEALER socket: for what the clients never send, and for seeing exactly what comes back."""
 
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import zmq
@@ -45,7 +45,7 @@ class RawClient:
         """One message of these frames."""
         self.socket.send_multipart([f if isinstance(f, bytes) else encode(f) for f in frames])
 
-    def receive(self, patience_ms: int = PATIENCE_MS) -> Message:
+    def receive(self, patience_ms: int = PATIENCE_MS) -> Any:
         """The next message that is no keepalive."""
         while True:
             assert self.socket.poll(patience_ms), "nothing came"
@@ -54,14 +54,14 @@ class RawClient:
             if not isinstance(message, Keepalive):
                 return message
 
-    def received(self) -> list[Message]:
+    def received(self) -> list[Any]:
         """Whatever lies there now."""
-        messages = []
+        messages: list[Any] = []
         while self.socket.poll(0):
             messages.append(decode_reply(self.socket.recv_multipart()[0]))
         return messages
 
-    def call(self, *frames: Message | bytes) -> Message:
+    def call(self, *frames: Message | bytes) -> Any:
         """Send, then the next message that is no token output."""
         self.send(*frames)
         while isinstance(message := self.receive(), BatchTokenOutput):

@@ -4,32 +4,40 @@ import os
 import subprocess
 import sys
 from functools import cache
+from hashlib import sha256
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 
 from caesura.scheduler.kernels import native
 
 _SOURCES = Path(native.__file__).parent / "cpu"
+_TESTS = Path(__file__).parents[1]
+_OBJECTS = _TESTS.parent / "build" / "sanitized"
 _FLAGS = ("-O1", "-g", "-std=c++17", "-fopenmp", "-ffp-contract=off", "-fPIC", "-w")
 _SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
 
 
 @cache
-def _object_folder() -> TemporaryDirectory[str]:
-    return TemporaryDirectory(prefix="sanitized-")  # goes with the interpreter
+def _digest() -> str:
+    """Of all that an object file is made of: the sources, and the compiler."""
+    digest = sha256(subprocess.run(["g++", "--version"], capture_output=True, check=True, timeout=60).stdout)
+    for path in sorted(_SOURCES.iterdir()):
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()
 
 
-@cache
 def _compiled(operation: str, flags: tuple[str, ...]) -> Path:
-    """The operation's object file, made once in this process."""
-    folder = Path(_object_folder().name)
-    target = folder / f"{operation}-{len(list(folder.iterdir()))}.o"
-    source = _SOURCES / f"{operation}.cpp"
-    subprocess.run(
-        ["g++", *_FLAGS, *_SANITIZERS, *flags, "-c", source, "-o", target], check=True, timeout=170
-    )
+    """The operation's object file. Compiling takes up to a minute, so it is kept until a source changes."""
+    made_of = [_digest(), operation, *_FLAGS, *_SANITIZERS, *flags]
+    made_of += [Path(flag).read_text(encoding="utf-8") for flag in flags if Path(flag).is_file()]
+    target = _OBJECTS / f"{operation}-{sha256(repr(made_of).encode()).hexdigest()[:16]}.o"
+    if not target.exists():
+        _OBJECTS.mkdir(parents=True, exist_ok=True)
+        written = target.with_suffix(f".{os.getpid()}")
+        source = _SOURCES / f"{operation}.cpp"
+        subprocess.run(["g++", *_FLAGS, *_SANITIZERS, *flags, "-c", source, "-o", written], check=True)
+        written.replace(target)  # at once: another process may be about to link it
     return target
 
 
@@ -47,6 +55,7 @@ def run_sanitized(program: str, folder: Path, *operations: str, flags: tuple[str
     library = folder / "_cpu.so"
     subprocess.run(["g++", "-shared", *_SANITIZERS, *objects, "-o", library], check=True, timeout=60)
     lines = (
+        f"import sys; sys.path.insert(0, {str(_TESTS)!r})",
         "from caesura.scheduler.kernels import native",
         f"native._find = lambda: native.Path({str(library)!r})",
         "assert native.why_not() is None, native.why_not()",

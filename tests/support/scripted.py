@@ -5,12 +5,14 @@ moment; the next token is a hash of all numbers of the row, in order. A page tha
 written twice or kept across epochs therefore changes tokens, and :func:`expected_tokens` says what they should be.
 """
 
+import itertools
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from time import monotonic
 from typing import Any, Self
 
 import numpy as np
@@ -41,6 +43,10 @@ from caesura.scheduler.runner.sampler import SamplerOutput
 
 _MULTIPLIER = np.uint64(6364136223846793005)
 _INCREMENT = np.uint64(1442695040888963407)
+
+_MARK = b"\0everything before this has been taken in"
+_PATIENCE_S = 60.0
+"""For what only a busy machine delays: a message between two sockets, a thread beside the loop."""
 
 
 def cell(token: int, epoch: int) -> np.uint64:
@@ -200,13 +206,15 @@ class _Inbox:
         self._socket = engine.router.socket
         self._receive = engine.router.receive
         self._waiting: deque[tuple[bytes, bytes, list[memoryview]]] = deque()
+        self.would_block = False
+        """The loop had nothing to do when it last looked, and would have slept."""
         engine.router.receive = self.receive  # type: ignore[method-assign]
         engine.scheduler._poller = self  # type: ignore[assignment]
 
     def await_one_more(self) -> None:
         before = len(self._waiting)
         while len(self._waiting) == before:
-            assert self._socket.poll(5000), "the message did not arrive"
+            assert self._socket.poll(_PATIENCE_S * 1000), "the message did not arrive"
             self._waiting.extend(self._receive())
 
     def receive(self) -> Iterator[tuple[bytes, bytes, list[memoryview]]]:
@@ -216,38 +224,38 @@ class _Inbox:
 
     def poll(self, timeout: int | None = None) -> list[tuple[zmq.Socket, int]]:
         """Stands in for the loop's poller: always something to look at."""
+        self.would_block = timeout != 0
         return [(self._socket, zmq.POLLIN)]
 
 
 class _Replies(dict[str, Message]):
-    """What has been answered, by message id; popping one waits until it has come, without a tick."""
+    """What has been answered, by message id; popping one takes in what is on its way, without a tick."""
 
-    def __init__(self, collect: Callable[[int], None]) -> None:
+    def __init__(self, collect: Callable[[], None]) -> None:
         super().__init__()
         self._collect = collect
 
     def pop(self, message_id: str, *default: Any) -> Any:
-        if not default:
-            for _ in range(100):
-                if message_id in self:
-                    break
-                self._collect(50)
+        if not default and message_id not in self:
+            self._collect()
         return super().pop(message_id, *default)
 
 
 class EngineDriver:
     """An engine in this process, its clients' sockets, and the power over when it ticks."""
 
-    def __init__(self, model_path: str, *, scripted: bool = True, **options: object) -> None:
+    def __init__(self, model_path: str, *, scripted: bool = True, **options: Any) -> None:
         self._dir = tempfile.TemporaryDirectory(prefix="caesura-test-")
-        defaults = {
+        defaults: dict[str, Any] = {
             "endpoint": f"ipc://{self._dir.name}/s.sock",
             "dtype": "float32",
             "device": "cpu",
             "kv_pool_tokens": 1024,
             "check_ledger": True,
             "load_bucket_bytes": 4096,
-            "target_step_s": float("inf"),  # chunks must not depend on how fast this machine is
+            # Neither chunks nor what the engine does by itself must depend on how fast this machine is.
+            "target_step_s": float("inf"),
+            "idle_empty_s": 3600.0,
         }
         self.config = EngineConfig(model_path=model_path, **{**defaults, **options}).resolve()
         self.runner: ScriptedRunner | None = None
@@ -262,6 +270,7 @@ class EngineDriver:
         self.ongoing: Step | None = None
         self._context = zmq.Context()
         self.clients: dict[str, zmq.Socket] = {}
+        self._connections = itertools.count()
         self.replies = _Replies(self.collect)
         self.results: dict[tuple[str, int], list[GenerateReqOutput]] = {}
         self.outputs: list[tuple[str, BatchTokenOutput]] = []
@@ -287,6 +296,8 @@ class EngineDriver:
         """The DEALER socket of client ``name``, connected on first use."""
         if name not in self.clients:
             socket = self._context.socket(zmq.DEALER)
+            # Never the name of one that left: the router may not have noticed yet, and would ignore the second.
+            socket.setsockopt(zmq.ROUTING_ID, f"{name} {next(self._connections)}".encode())
             socket.connect(self.config.endpoint)
             self.clients[name] = socket
         return self.clients[name]
@@ -301,33 +312,64 @@ class EngineDriver:
         """Turn the loop, never blocking; take in what it sent."""
         for _ in range(times):
             self._turn()
-        self.collect(patience_ms=1)
+        self.collect()
 
     def _turn(self) -> None:
         self.ongoing = self.engine.scheduler.tick(self.ongoing)
 
-    def collect(self, patience_ms: int = 0) -> None:
-        """Take in what has arrived at the clients; messages that the engine has sent may still be on their way."""
-        for name, socket in self.clients.items():
-            while socket.poll(patience_ms):
-                message = decode_reply(socket.recv_multipart()[0])
-                if isinstance(message, BatchTokenOutput):
-                    self.outputs.append((name, message))
-                    for result in message.finished:
-                        self.results.setdefault((result.rid, result.index), []).append(result)
-                elif not isinstance(message, Keepalive):
-                    assert message.id not in self.replies, f"two answers to {message.id}"
-                    self.replies[message.id] = message
+    def collect(self) -> None:
+        """Take in all that the engine has handed to its socket so far: a mark, sent behind it, comes last."""
+        for name in list(self.clients):
+            if self._mark(self.clients[name]):
+                while self._take(name, _PATIENCE_S):
+                    pass
+        self._take_what_is_here()
 
-    def call(self, message: Message, client: str = "main", max_ticks: int = 500) -> Message:
-        """Send, then tick until it is answered."""
+    def _mark(self, socket: zmq.Socket) -> bool:
+        """Whether the mark is on its way: not to a client that the engine has never heard of, or whose pipe is full."""
+        try:
+            self.engine.router.socket.send_multipart([socket.routing_id, _MARK], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            assert error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN), error
+            return False
+        return True
+
+    def _take_what_is_here(self) -> None:
+        for name in self.clients:
+            while self._take(name, 0):
+                pass
+
+    def _take(self, name: str, patience_s: float) -> bool:
+        """Take in the next message of client ``name``; False: there was none, or it was the mark."""
+        socket = self.clients[name]
+        if not socket.poll(patience_s * 1000):
+            assert not patience_s, "the engine has sent this, and it did not arrive"
+            return False
+        frame = socket.recv_multipart()[0]
+        if frame == _MARK:
+            return False
+        message = decode_reply(frame)
+        if isinstance(message, BatchTokenOutput):
+            self.outputs.append((name, message))
+            for result in message.finished:
+                self.results.setdefault((result.rid, result.index), []).append(result)
+        elif not isinstance(message, Keepalive):
+            assert message.id not in self.replies, f"two answers to {message.id}"
+            self.replies[message.id] = message
+        return True
+
+    def call(self, message: Message, client: str = "main", max_ticks: int = 500) -> Any:
+        """Send, then tick until it is answered; ticks in which the loop would have slept do not count."""
         message_id = self.send(message, client)
-        for _ in range(max_ticks):
-            self._turn()
-            self.client(client).poll(1)
-            self.collect()
+        ticks, deadline = 0, monotonic() + _PATIENCE_S
+        while ticks < max_ticks and monotonic() < deadline:
+            self.tick()
             if message_id in self.replies:
                 return self.replies.pop(message_id)
+            if self._inbox.would_block:
+                self.client(client).poll(1)  # a thread beside the loop is at work
+            else:
+                ticks += 1
         raise AssertionError(f"{message} was not answered in {max_ticks} ticks")
 
     def begin(self, client: str = "main", **fields: Any) -> str:
@@ -343,7 +385,7 @@ class EngineDriver:
         return reply
 
     def generate(
-        self, prompt: list[int], max_new_tokens: int = 8, client: str = "main", **fields: object
+        self, prompt: list[int], max_new_tokens: int = 8, client: str = "main", **fields: Any
     ) -> str:
         """Send a generate request; returns its rid."""
         params = fields.pop("sampling_params", None) or SamplingParams(
@@ -358,17 +400,16 @@ class EngineDriver:
         live = self.engine.live
         for _ in range(max_ticks):
             self._turn()
-            self.collect()
+            self._take_what_is_here()
             if not live and self.ongoing is None:
-                for name in self.clients:  # what was sent before this answer has arrived with it
-                    self.call(GetStatusReqInput(), name)
+                self.tick()  # in which the loop finds that it is idle
                 return
         raise AssertionError(f"{len(live)} requests still live after {max_ticks} ticks")
 
     def result(self, rid: str, index: int = 0) -> GenerateReqOutput:
         """The one terminal result of a sample."""
         if (rid, index) not in self.results:
-            self.collect(patience_ms=1000)  # it was sent, and may still be on its way
+            self.collect()
         found = self.results.get((rid, index), [])
         assert len(found) == 1, f"{rid}/{index} has {len(found)} terminal results"
         return found[0]

@@ -1,0 +1,315 @@
+"""The dashboard in a real browser, over a real engine: what it shows changes when the engine does, and it asks nobody else.
+
+One engine, one front end in a thread, one headless Chromium for the module.
+"""
+
+import asyncio
+import contextlib
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+import torch
+import uvicorn
+from litestar import Litestar
+from litestar.di import Provide
+from prometheus_client.parser import text_string_to_metric_families
+from selenium import webdriver
+from selenium.webdriver.common.by import By
+from selenium.webdriver.support.ui import WebDriverWait
+from support.browser import browsing, chromium
+from support.waiting import eventually
+
+from caesura.client import AsyncSchedulerClient, SamplingParams, SchedulerClient, launch_scheduler
+from caesura.client.frontend.auth import AuthMiddleware
+from caesura.client.frontend.context import FrontEnd, ServeOptions
+from caesura.client.frontend.pages import dashboard, metrics
+from caesura.client.frontend.pages.metrics import Metrics
+from caesura.client.memory_view import fetch
+
+KEY = "a key for users"
+HOSTILE = "<img src=x onerror=alert(1)>"
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model) -> Iterator[SchedulerClient]:
+    with (
+        # An idle engine would note an event of its own some time after the last request: how long that is, is the machine's.
+        launch_scheduler(tiny_model, num_threads=1, kv_pool_tokens=4096, idle_empty_s=3600) as launched,
+        SchedulerClient(launched.endpoint) as client,
+    ):
+        yield client
+
+
+@pytest.fixture(scope="module")
+def address(engine) -> Iterator[str]:
+    """Where a front end listens: the page and the metrics, behind the check of keys."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    server: list[uvicorn.Server] = []
+    ready = threading.Event()
+
+    async def serve() -> None:
+        client = AsyncSchedulerClient(engine.endpoint)
+        front = FrontEnd(
+            manager=None,  # type: ignore[arg-type]  # text is none of these routes' business
+            client=client,
+            options=ServeOptions(served_model_name=f"policy {HOSTILE}", api_key=KEY),
+            metrics=Metrics(),
+        )
+
+        async def provide() -> FrontEnd:
+            return front
+
+        app = Litestar(
+            route_handlers=[*metrics.ROUTES, *dashboard.ROUTES],
+            dependencies={"front": Provide(provide)},
+            middleware=[AuthMiddleware(front.options)],
+            openapi_config=None,
+        )
+        server.append(uvicorn.Server(uvicorn.Config(app, lifespan="off", log_level="warning")))
+        ready.set()
+        try:
+            await server[0].serve(sockets=[listener])
+        finally:
+            await client.close()
+
+    thread = threading.Thread(target=asyncio.run, args=(serve(),))
+    thread.start()
+    assert ready.wait(10)
+    yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    server[0].should_exit = True
+    thread.join()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[webdriver.Chrome]:
+    with chromium() as driver:
+        yield driver
+
+
+class Page:
+    """The open page, with its key entered."""
+
+    def __init__(self, browser: webdriver.Chrome, address: str) -> None:
+        self.browser = browser
+        browser.get(address)
+        assert browser.current_url == f"{address}/dashboard"
+        assert browser.title == "Caesura", "which is all that it says without a key"
+        self.until(lambda: self.find("login").is_displayed())
+        assert not self.find("board").is_displayed(), "without a key it has nothing to show"
+        self.before_login = browser.get_log("browser")
+        self.find("key").send_keys(KEY)
+        self.find("login").submit()
+        self.until(lambda: self.find("board").is_displayed())
+
+    def find(self, name):
+        return self.browser.find_element(By.ID, name)
+
+    def text(self, name) -> str:
+        return self.find(name).text
+
+    def until(self, holds) -> None:
+        WebDriverWait(self.browser, 60, poll_frequency=0.1).until(lambda _: holds())
+
+    def widths(self) -> tuple[int, int]:
+        return tuple(self.browser.execute_script("return [document.documentElement.scrollWidth, innerWidth]"))
+
+    def requests(self) -> list[str]:
+        """Addresses that the page has asked for since the last call."""
+        events = (json.loads(entry["message"])["message"] for entry in self.browser.get_log("performance"))
+        sent = (event["params"] for event in events if event["method"] == "Network.requestWillBeSent")
+        return [
+            params["request"]["url"] for params in sent if params.get("documentURL", "").startswith("http")
+        ]
+
+
+@pytest.fixture(scope="module")
+def page(browser, address) -> Page:
+    return Page(browser, address)
+
+
+@browsing
+def test_it_shows_a_pause_and_an_update_when_they_happen(engine, page, other_model):
+    page.until(lambda: page.text("generation") == "RUNNING")
+    with contextlib.ExitStack() as stack:
+        engine.pause("in_place", owner=f"trainer {HOSTILE}")
+        stack.callback(engine.continue_generation, force=True)
+        shows_the_pause(engine, page, other_model)
+    page.until(lambda: page.text("generation") == "RUNNING")
+    assert page.browser.title.endswith(" · running")
+
+
+def shows_the_pause(engine, page, other_model):
+    page.until(lambda: page.text("generation") == "PAUSED in place")
+    assert f"by trainer {HOSTILE}" in page.text("generation-note"), "what is told is text"
+    before = page.text("generation-note")
+    page.until(
+        lambda: page.text("generation-note") != before
+    )  # its age rises: the page lives while the engine rests
+    page.until(lambda: page.browser.find_elements(By.CSS_SELECTOR, "#timeline rect.pause"))
+
+    engine.update_weights_from_disk(str(other_model), weight_version=f"step 1 {HOSTILE}", flush_cache=False)
+    page.until(lambda: page.text("version") == f"step 1 {HOSTILE}")
+    assert page.text("weights-note") == "epoch 1, valid"
+    serves = f"policy {HOSTILE} · step 1 {HOSTILE} · paused in place"
+    assert (page.text("title"), page.browser.title) == (serves, serves)
+    page.until(lambda: page.browser.find_elements(By.CSS_SELECTOR, "#timeline rect.update"))
+    causes = page.browser.execute_script(_CAUSES)  # at once: the rows are replaced every second
+    assert causes[:3] == ["tag update_commit", "tag update_begin", "tag pause"], "newest first"
+
+
+@browsing
+def test_it_draws_load_and_memory_while_tokens_come(engine, page):
+    handles = [
+        engine.submit([5, 6, 7], SamplingParams(max_new_tokens=240, ignore_eos=True)) for _ in range(8)
+    ]
+    for handle in handles:
+        handle.result(timeout=30)
+    page.until(lambda: int(page.browser.execute_script(_TOKENS)) >= 8 * 240)
+    for chart in ("throughput", "requests", "kv", "timeline", "allocated"):
+        page.until(lambda chart=chart: page.browser.find_elements(By.CSS_SELECTOR, f"#{chart} path.line"))
+    tags = page.text("tags")
+    assert all(tag in tags for tag in ("weights", "KV cache", "runtime"))
+
+
+@browsing
+def test_no_throughput_is_drawn_into_a_pause(engine, page):
+    handle = engine.submit([5, 6, 7], SamplingParams(max_new_tokens=4000, ignore_eos=True))
+    try:
+        page.until(lambda: page.text("tiles").split("\n")[0] != "0")
+        with paused(engine) as began:
+            looks = "return ticks.filter((tick) => tick[0] > arguments[0]).length"
+            page.until(lambda: page.browser.execute_script(looks, began) >= 3)
+            assert page.text("tiles").split("\n")[0] == "0"
+            ends = page.browser.execute_script(_ENDS)
+            assert ends["line"] == pytest.approx(ends["band"], abs=0.2)
+            assert ends["frame"] - ends["band"] > 5, "there was room for more"
+    finally:
+        engine.abort(handle.rid)
+
+
+@contextlib.contextmanager
+def paused(engine):
+    """Since when."""
+    engine.pause("in_place")
+    try:
+        yield fetch(engine, timeout=60).events[-1].at
+    finally:
+        engine.continue_generation()
+
+
+# Where the line ends, where the last band begins, and where both would end without the pause.
+_ENDS = """
+const right = (path) => Math.max(...path.getAttribute("d").match(/[-\\d.]+(?=,)/g).map(Number));
+const svg = document.getElementById("throughput");
+const band = svg.querySelector(".band").getAttribute("d").split("M").at(-1);
+return {
+  line: Math.max(...[...svg.querySelectorAll("path.line")].map(right)),
+  band: Number(band.split(",")[0]),
+  frame: svg.viewBox.baseVal.width - 8,
+};
+"""
+
+_CAUSES = "return [...document.querySelectorAll('#events .tag')].map((tag) => tag.className)"
+_TOKENS = "return document.querySelector('#tiles small').textContent.split(' ')[0].replaceAll(',', '')"
+
+
+@browsing
+@pytest.mark.parametrize("width", [320, 390, 800, 1600])
+def test_nothing_runs_out_of_the_window(page, width):
+    metrics_of_screen = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    page.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics_of_screen)
+    try:
+        page.until(lambda: page.widths()[1] == width)
+        assert page.widths()[0] <= width
+    finally:
+        page.browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+@browsing
+def test_it_follows_the_reader_into_the_dark(page):
+    def background():
+        return page.browser.execute_script("return getComputedStyle(document.body).backgroundColor")
+
+    before = background()
+    page.find("theme").click()
+    after = background()
+    page.find("theme").click()
+    assert before != after
+    assert background() == before
+
+
+@browsing
+def test_it_asks_this_server_only_and_nothing_goes_wrong(page, address):
+    """The last test of the module that uses the page: it looks at what all of them have left in the logs."""
+    page.until(lambda: len(page.find("events").text) > 0)
+    asked = page.requests()
+    assert any("/dashboard/data?" in url for url in asked)
+    assert {urlsplit(url).netloc for url in asked if not url.startswith("data:")} == {
+        urlsplit(address).netloc
+    }
+    assert not any(KEY in url or "key" in urlsplit(url).query for url in asked), "keys travel in headers"
+    refused = [entry["message"] for entry in page.before_login]
+    assert all("401" in message for message in refused), refused
+    assert page.browser.get_log("browser") == []
+
+
+def test_the_engine_counts_its_pauses_and_updates(engine, address, other_model):
+    def scrape():
+        families = text_string_to_metric_families(httpx.get(f"{address}/metrics").text)
+        return {
+            (sample.name, *(v for k, v in sorted(sample.labels.items()) if k != "model_name")): sample.value
+            for family in families
+            for sample in family.samples
+        }
+
+    def rises(name, *labels):
+        return after[f"caesura:{name}", *labels] - before.get((f"caesura:{name}", *labels), 0)
+
+    before = scrape()
+    for _ in range(2):
+        engine.generate([1, 2, 3] * 8, SamplingParams(max_new_tokens=5, ignore_eos=True), timeout=60)
+    engine.pause("in_place")
+    engine.pause("in_place")
+    engine.pause("retract")
+    engine.begin_weight_update()
+    engine.update_weights_from_tensor([("model.norm.weight", torch.ones(40))])
+    engine.end_weight_update(commit=False)
+    engine.update_weights_from_disk(str(other_model))
+    engine.continue_generation()
+    engine.pause("retract")
+    engine.continue_generation()
+    status = engine.status()
+    # Figures may be a moment old, for which nobody asks the engine again.
+    epoch = status.weights_epoch
+    after = eventually(lambda: found if (found := scrape())["caesura:weights_epoch",] == epoch else None)
+    assert rises("pauses_total", "in_place") == 1, "again in the same mode is no other pause"
+    assert rises("pauses_total", "retract") == 2
+    seconds = {pause.mode: pause.seconds for pause in status.totals.pauses}
+    assert after["caesura:pause_seconds_total", "retract"] == pytest.approx(seconds["retract"]), (
+        "it stands still"
+    )
+    assert seconds["retract"] > after["caesura:stage_seconds_total", "update.copy"] > 0
+    assert rises("weight_updates_total", "committed", "disk") == 1
+    assert rises("weight_updates_total", "failed", "tensor") == 1
+    assert rises("weight_updates_total", "committed", "tensor") == 0
+    assert rises("prompt_tokens_total") == 48
+    assert rises("cached_tokens_total") == 16
+    assert rises("finished_requests_total", "length") == 2
+    assert rises("generation_tokens_total") == 10
+    assert after["caesura:memory_bytes", "weights"] > 0
+
+
+def test_a_pause_that_lasts_counts(engine, address):
+    engine.pause("abort")
+    try:
+        (first,) = [pause for pause in engine.status().totals.pauses if pause.mode == "abort"]
+        (second,) = [pause for pause in engine.status().totals.pauses if pause.mode == "abort"]
+        assert second.seconds > first.seconds
+        assert second.count == first.count == 1
+    finally:
+        engine.continue_generation()

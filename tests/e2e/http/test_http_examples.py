@@ -1,0 +1,54 @@
+"""The examples of the HTTP front end, run as they are."""
+
+import importlib.util
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from support.http_serve import make_text_model, served
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+ELSEWHERE = {  # they need a trainer or a parameter server at the other end; tests/e2e/http/test_http_control.py has those
+    "/init_weights_update_group",
+    "/destroy_weights_update_group",
+    "/update_weights_from_distributed",
+    "/update_weights_from_ipc",
+}
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
+def test_curl_for_each_route(tmp_path):
+    model = make_text_model(tmp_path / "text")
+    with served("--model", str(model), env={"CAESURA_API_KEY": "k1", "CAESURA_ADMIN_KEY": "k2"}) as engine:
+        done = subprocess.run(
+            ["bash", str(EXAMPLES / "curl.sh")],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env={**os.environ, "URL": engine.url, "MODEL": str(model), "KEY": "k1", "ADMIN_KEY": "k2"},
+        )
+    assert done.returncode == 0, done.stdout[-1000:] + done.stderr
+    assert done.stdout.endswith("all done\n")
+    script = (EXAMPLES / "curl.sh").read_text()
+    for path in ELSEWHERE:
+        assert path in script
+
+
+def test_a_trainer_over_http_learns(tmp_path):
+    model = make_text_model(tmp_path / "text", seed=5)
+    with served("--model", str(model)) as engine:
+        rewards = load("http_trainer").main(engine.url, str(model), steps=15)
+        assert engine.get("/weight_version").json()["weight_version"] == "15"
+    assert sum(rewards[-5:]) > sum(rewards[:5]) + 0.3, rewards

@@ -1,0 +1,498 @@
+"""Every bad input is answered by its own error, and leaves the engine exactly as it was."""
+
+import json
+import math
+import os
+import pickle
+import shutil
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.checkpoints import edit_config, make_checkpoint
+from support.raw_client import RawClient
+from support.scripted import EngineDriver, assert_error
+from support.waiting import eventually
+
+from caesura.client import (
+    CheckpointError,
+    DuplicateRid,
+    EngineError,
+    ExceedsKVPool,
+    InvalidRequest,
+    MalformedMessage,
+    PromptTooLong,
+    QueueFull,
+    SamplingParams,
+    SchedulerClient,
+    UnsupportedModel,
+    WeightMismatch,
+    launch_scheduler,
+)
+from caesura.io_struct import (
+    AbortReq,
+    BeginWeightUpdateReqInput,
+    ContinueGenerationReqInput,
+    EndWeightUpdateReqInput,
+    FlushCacheReqInput,
+    GenerateReqInput,
+    GetStatusReqInput,
+    GetStatusReqOutput,
+    InitWeightsUpdateGroupReqInput,
+    PauseGenerationReqInput,
+    UpdateWeightFromDiskReqInput,
+    UpdateWeightsFromCheckpointEngineReqInput,
+    WeightUpdateReqOutput,
+)
+from caesura.scheduler.config import EngineConfig
+from caesura.scheduler.engine import Engine
+from caesura.scheduler.serving import command_queue
+
+PATIENCE = 60.0
+CONTEXT, POOL, VOCAB = 256, 128, 97
+GREEDY = SamplingParams(max_new_tokens=6, temperature=0.0, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model, tmp_path_factory):
+    """One engine for every bad input of this file: it has to survive them all."""
+    with launch_scheduler(
+        tiny_model,
+        num_threads=1,
+        kv_pool_tokens=POOL,
+        max_waiting_requests=64,
+        check_ledger=True,
+        log_path=tmp_path_factory.mktemp("log") / "engine.log",
+    ) as client:
+        yield client
+
+
+def state(client: SchedulerClient) -> dict[str, object]:
+    """Everything in status that a refused request must not change."""
+    status = msgspec.structs.asdict(client.status(timeout=PATIENCE))
+    volatile = {
+        "id", "step", "last_step_age_s", "generated_tokens", "uptime_s", "stages", "device_memory", "pause_age_s", "kv",
+        "memory_by_tag", "totals",
+    }  # fmt: skip
+    kept = {name: value for name, value in status.items() if name not in volatile}
+    return {**kept, "held": status["kv"].held}
+
+
+@pytest.fixture
+def unharmed(engine):
+    """Nothing is lost or changed around the test, and the same request gives the same tokens afterwards."""
+    before, tokens = state(engine), engine.generate([5, 6, 7], GREEDY, timeout=PATIENCE).output_ids
+    yield
+    assert state(engine) == before
+    assert engine.generate([5, 6, 7], GREEDY, timeout=PATIENCE).output_ids == tokens
+
+
+pytestmark = pytest.mark.usefixtures("tiny_model")
+
+
+@pytest.mark.usefixtures("unharmed")
+class TestGenerate:
+    @pytest.mark.parametrize(
+        "prompt,new,error",
+        [
+            ([5] * CONTEXT, 1, PromptTooLong),
+            ([5] * 3, CONTEXT - 2, PromptTooLong),
+            ([5] * (CONTEXT + 1), None, PromptTooLong),
+            ([5] * 3, 2**63, PromptTooLong),
+            ([5] * POOL, 2, ExceedsKVPool),
+            ([5] * (POOL + 1), 1, ExceedsKVPool),
+            ([5] * (POOL + 1), None, ExceedsKVPool),
+            ([], 1, InvalidRequest),
+            ([VOCAB], 1, InvalidRequest),
+            ([5, 2**31 - 1], 1, InvalidRequest),
+            ([-1], 1, MalformedMessage),
+            ([2**31], 1, MalformedMessage),
+            ([2**63], 1, MalformedMessage),
+            ([True], 1, InvalidRequest),
+            ([5, False], 1, InvalidRequest),
+            ([5], 0, InvalidRequest),
+            ([5], -1, InvalidRequest),
+        ],
+    )
+    def test_prompts_and_lengths(self, engine, prompt, new, error):
+        with pytest.raises(error) as caught:
+            engine.generate(prompt, SamplingParams(max_new_tokens=new), timeout=PATIENCE)
+        assert type(caught.value) is error
+        if error is PromptTooLong:
+            assert caught.value.detail["prompt_tokens"] == len(prompt)
+            assert caught.value.detail["limit"] == CONTEXT
+        if error is ExceedsKVPool:
+            assert caught.value.detail["needed_tokens"] > caught.value.detail["total_tokens"] == POOL
+
+    def test_the_largest_request_is_served(self, engine):
+        """One token more was refused above: the bound is exact."""
+        params = SamplingParams(max_new_tokens=1, temperature=0.0)
+        assert len(engine.generate([5] * POOL, params, timeout=PATIENCE).output_ids) == 1
+
+    @pytest.mark.parametrize("prompt", [[1.5], ["5"], "text", [None]])
+    def test_token_ids_of_another_type(self, engine, prompt):
+        with pytest.raises((InvalidRequest, MalformedMessage)):
+            engine.generate(prompt, timeout=PATIENCE)
+
+    @pytest.mark.parametrize(
+        "values",
+        [
+            {"temperature": -0.1},
+            {"temperature": math.nan},
+            {"temperature": math.inf},
+            {"temperature": 1e5},
+            {"top_p": 0.0},
+            {"top_p": 1.1},
+            {"top_p": math.nan},
+            {"top_k": -2},
+            {"top_k": 2**31},
+            {"stop_token_ids": [VOCAB]},
+            {"stop_token_ids": [5] * 65},
+        ],
+        ids=str,
+    )
+    def test_sampling_values_out_of_range(self, engine, values):
+        with pytest.raises(InvalidRequest) as caught:
+            engine.generate([5], SamplingParams(**values), timeout=PATIENCE)
+        assert caught.value.detail["field"] == f"sampling_params.{next(iter(values))}"
+
+    @pytest.mark.parametrize(
+        "values",
+        [
+            {"temperature": "hot"},
+            {"temperature": True},
+            {"top_k": 1.5},
+            {"n": 0},
+            {"n": 1025},
+            {"n": "2"},
+            {"seed": -1},
+            {"seed": 2**63},
+            {"ignore_eos": 1},
+            {"stop_token_ids": [-1]},
+            {"stop_token_ids": None},
+            {"max_new_tokens": "many"},
+        ],
+        ids=str,
+    )
+    def test_sampling_values_of_another_type(self, engine, values):
+        with pytest.raises(MalformedMessage):
+            engine.generate([5], SamplingParams(**values), timeout=PATIENCE)
+
+    def test_more_samples_than_may_wait(self, engine):
+        with pytest.raises(QueueFull) as caught:
+            engine.generate([5], SamplingParams(n=65), timeout=PATIENCE)
+        assert caught.value.detail["limit"] == 64
+
+    @pytest.mark.parametrize("name", ["", "r" * 129, 7])
+    def test_names_that_are_none(self, engine, name):
+        with pytest.raises(MalformedMessage):
+            engine.submit([5], rid=name).result(timeout=PATIENCE)
+
+    @pytest.mark.parametrize("name", [7, b"x", ["a"]])
+    def test_a_message_id_that_is_no_string_is_refused_before_it_is_sent(self, engine, name):
+        with pytest.raises(InvalidRequest):
+            engine.flush_cache(message_id=name, timeout=PATIENCE)
+
+    def test_one_bad_prompt_of_a_batch(self, engine):
+        with pytest.raises(InvalidRequest):
+            engine.generate([[5], [VOCAB], [6]], GREEDY, timeout=PATIENCE)
+
+
+@pytest.mark.usefixtures("unharmed")
+class TestControl:
+    def test_a_mode_that_is_none(self, engine):
+        with pytest.raises(MalformedMessage):
+            engine.pause("sideways", timeout=PATIENCE)
+        assert engine.status(timeout=PATIENCE).generation == "running"
+
+    def test_abort_of_nothing_in_particular(self, engine):
+        with pytest.raises(InvalidRequest):
+            engine.abort(timeout=PATIENCE)
+
+    def test_a_format_that_is_never_read(self, engine, tiny_model):
+        for load_format in ("pt", "pickle", "dummy"):
+            with pytest.raises(InvalidRequest):
+                engine.update_weights_from_disk(tiny_model, load_format=load_format, timeout=PATIENCE)
+
+    def test_an_unknown_field_and_an_unknown_message(self, engine):
+        with RawClient(engine.endpoint) as raw:
+            for fields in ({"type": "AbortReq", "rids": []}, {"type": "EvalReq", "code": "1"}):
+                frame = msgspec.msgpack.encode({"id": "it", **fields})
+                assert assert_error(raw.call(frame), "malformed_message").id == "it"
+
+
+def broken(tmp_path: Path, source: Path, breakage: str) -> Path:
+    """A copy of a good checkpoint with one thing wrong."""
+    path = tmp_path / "broken"
+    if breakage == "missing folder":
+        return path
+    shutil.copytree(source, path)
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    norm = "model.norm.weight"
+    if breakage == "missing config":
+        (path / "config.json").unlink()
+    elif breakage == "missing weights":
+        file.unlink()
+    elif breakage == "empty file":
+        file.write_bytes(b"")
+    elif breakage == "truncated data":
+        os.truncate(file, file.stat().st_size - 1)
+    elif breakage == "truncated header":
+        os.truncate(file, 100)
+    elif breakage == "text":
+        file.write_text("these are not weights" * 100)
+    elif breakage == "pickle as safetensors":
+        file.write_bytes(pickle.dumps({"a": 1}))
+    elif breakage == "pickle alone":
+        file.unlink()
+        torch.save(tensors, path / "pytorch_model.bin")
+    elif breakage == "a folder as weights":
+        file.unlink()
+        file.mkdir()
+    elif breakage.startswith("a pipe as "):
+        pipe = path / {"weights": "model.safetensors", "config": "config.json"}[breakage.rpartition(" ")[2]]
+        pipe.unlink()
+        os.mkfifo(pipe)
+    elif breakage == "nested header":
+        header = b'{"a":' + b"[" * 50_000 + b"]" * 50_000 + b"}"
+        file.write_bytes(len(header).to_bytes(8, "little") + header)
+    elif breakage == "nested config":
+        (path / "config.json").write_text('{"a":' + "[" * 100_000 + "]" * 100_000 + "}")
+    elif breakage == "nul in the index":
+        file.unlink()
+        index = {"weight_map": {norm: "a\0.safetensors"}}
+        (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    elif breakage == "architecture of another type":
+        edit_config(path, architectures=[["Qwen3ForCausalLM"]])
+    elif breakage == "number beyond floats":
+        edit_config(path, rms_norm_eps=10**400)
+    elif breakage == "another architecture":
+        edit_config(path, architectures=["GPT2LMHeadModel"])
+    elif breakage == "another config":
+        edit_config(path, num_attention_heads=2)
+    else:
+        change_tensors(tensors, norm, breakage)
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file)
+    return path
+
+
+def change_tensors(tensors: dict[str, torch.Tensor], norm: str, breakage: str) -> None:
+    if breakage == "missing tensor":
+        del tensors[norm]
+    elif breakage == "unexpected tensor":
+        tensors["model.extra"] = torch.zeros(3)
+    elif breakage == "wrong shape":
+        tensors[norm] = torch.zeros(41)
+    elif breakage == "wrong dtype":
+        tensors[norm] = torch.zeros(40, dtype=torch.int32)
+    else:
+        raise AssertionError(breakage)
+
+
+UNREADABLE = [
+    "missing folder", "missing config", "missing weights", "empty file", "truncated data", "truncated header", "text",
+    "pickle as safetensors", "pickle alone", "a folder as weights", "a pipe as weights", "a pipe as config",
+    "nested header", "nested config", "nul in the index",
+    "number beyond floats",
+]  # fmt: skip
+UNFIT = ["missing tensor", "unexpected tensor", "wrong shape", "wrong dtype"]
+UNSUPPORTED = ["another architecture", "architecture of another type"]
+BREAKAGES: list[tuple[str, type[EngineError]]] = [
+    *((breakage, CheckpointError) for breakage in UNREADABLE),
+    *((breakage, WeightMismatch) for breakage in [*UNFIT, "another config"]),
+    *((breakage, UnsupportedModel) for breakage in UNSUPPORTED),
+]
+
+
+@pytest.mark.parametrize("breakage,error", BREAKAGES, ids=[breakage for breakage, _ in BREAKAGES])
+def test_a_broken_checkpoint_as_an_update(engine, unharmed, tmp_path, other_model, breakage, error):
+    checksum = engine.check_weights("checksum", timeout=PATIENCE).total
+    with pytest.raises(EngineError) as caught:
+        engine.update_weights_from_disk(broken(tmp_path, other_model, breakage), timeout=PATIENCE)
+    assert type(caught.value) is error, caught.value
+    assert engine.check_weights("checksum", timeout=PATIENCE).total == checksum
+
+
+@pytest.mark.parametrize("path", ["", "\0", "x" * 5000, "/dev/null", "a\nb"])
+def test_a_path_that_leads_nowhere(engine, unharmed, path):
+    with pytest.raises(CheckpointError):
+        engine.update_weights_from_disk(path, timeout=PATIENCE)
+
+
+@pytest.mark.parametrize(
+    "breakage,error",
+    [(breakage, error) for breakage, error in BREAKAGES if breakage != "another config"],
+    ids=[breakage for breakage, _ in BREAKAGES if breakage != "another config"],
+)
+def test_a_broken_checkpoint_at_start(tmp_path, other_model, breakage, error):
+    """In this process; that the launcher raises what the engine says is tested in test_wire_faults."""
+    config = EngineConfig(
+        model_path=str(broken(tmp_path, other_model, breakage)), endpoint=f"ipc://{tmp_path}/s"
+    )
+    with pytest.raises(Exception) as caught:
+        Engine(config.resolve())
+    assert getattr(caught.value, "code", None) == error.error_code, caught.value
+    assert not (tmp_path / "s").exists()
+
+
+def test_duplicate_rid_between_two_clients(engine, unharmed):
+    engine.pause("in_place", timeout=PATIENCE)
+    other = SchedulerClient(engine.endpoint)
+    try:
+        first = engine.submit([5, 6, 7], GREEDY, rid="taken")
+        assert engine.status(timeout=PATIENCE).waiting_requests == 1  # two sockets have no order between them
+        with pytest.raises(DuplicateRid) as caught:
+            other.submit([8], GREEDY, rid="taken").result(timeout=PATIENCE)
+        assert caught.value.detail["rid"] == "taken"
+        engine.continue_generation(timeout=PATIENCE)
+        assert len(first.result(timeout=PATIENCE).output_ids) == 6, "the first one is untouched"
+        assert len(other.submit([8], GREEDY, rid="taken").result(timeout=PATIENCE).output_ids) == 6
+    finally:
+        other.close()
+
+
+@pytest.fixture
+def driver(tiny_model):
+    with EngineDriver(str(tiny_model)) as driver:
+        yield driver
+
+
+@pytest.fixture
+def second(driver):
+    with RawClient(driver.config.endpoint) as raw:
+        yield raw
+
+
+def until(driver: EngineDriver, raw: RawClient):
+    """Tick until ``raw`` has a message; that message."""
+    for _ in range(500):
+        driver.tick()
+        if raw.socket.poll(1):
+            return raw.receive(0)
+    raise AssertionError("no answer")
+
+
+def test_a_message_id_means_one_body(driver, second):
+    known = driver.call(PauseGenerationReqInput(id="same", mode="retract"))
+    assert_error(driver.call(PauseGenerationReqInput(id="same", mode="in_place")), "id_conflict")
+    assert_error(driver.call(ContinueGenerationReqInput(id="same")), "id_conflict")
+    second.send(AbortReq(id="same", abort_all=True))
+    assert_error(until(driver, second), "id_conflict")
+    assert driver.status().pause_mode == "retract"
+    assert driver.call(PauseGenerationReqInput(id="same", mode="retract")) == known
+    driver.call(ContinueGenerationReqInput())
+    assert driver.call(PauseGenerationReqInput(id="same", mode="retract")) == known, "the stored answer"
+    assert driver.status().generation == "running", "and no second pause"
+
+
+def test_a_conflict_does_not_disturb_what_runs(driver, second):
+    rid = driver.generate([5, 6], 20, id="same")
+    driver.tick(3)
+    second.send(GenerateReqInput(id="same", input_ids=[7]))
+    assert_error(until(driver, second), "id_conflict")
+    driver.run_until_idle()
+    assert len(driver.result(rid).output_ids) == 80
+    assert not second.received()
+
+
+def test_a_retried_update_attaches_and_commits_once(driver, second, other_model, monkeypatch):
+    monkeypatch.setattr(command_queue, "SLICE_S", 0.0)  # one piece per tick
+    monkeypatch.setattr("caesura.scheduler.weights.writing.WRITE_S", 0.0)
+    update = UpdateWeightFromDiskReqInput(id="u", model_path=str(other_model), weight_version="v1")
+    driver.send(update)
+    eventually(lambda: driver.tick() or driver.status().update)
+    assert "u" not in driver.replies, "the update was meant to be under way"
+    second.send(update)
+    driver.send(update)
+    attached = until(driver, second)
+    driver.tick(3)
+    first = driver.replies.pop("u")
+    assert attached == first == driver.call(update)
+    assert isinstance(first, WeightUpdateReqOutput)
+    assert first.committed
+    assert driver.status().weights_epoch == 1
+
+
+def test_a_retried_generate_attaches_and_gives_the_same_tokens(driver, second):
+    request = GenerateReqInput(
+        id="g", input_ids=[5, 6, 7], sampling_params=SamplingParams(max_new_tokens=12, ignore_eos=True, n=2)
+    )
+    driver.send(request)
+    driver.tick(4)
+    second.send(request)
+    driver.run_until_idle()
+    attached = []
+    while len(attached) < 2:
+        attached += until(driver, second).finished
+    results = [driver.result("g", index) for index in range(2)]
+    assert sorted(attached, key=lambda result: result.index) == results
+    assert driver.status().generated_tokens == 24, "generated once"
+    second.send(request)
+    again = []
+    while len(again) < 2:
+        again += until(driver, second).finished
+    assert sorted(again, key=lambda result: result.index) == results
+    assert driver.status().generated_tokens == 24
+
+
+def test_a_refused_request_is_refused_again(driver):
+    bad = GenerateReqInput(id="b", input_ids=[VOCAB])
+    assert assert_error(driver.call(bad), "invalid_request") == driver.call(bad)
+
+
+def test_a_defect_in_a_handler_is_answered_and_the_loop_goes_on(driver, monkeypatch, caplog):
+    """Whatever a command runs into, its caller hears of it and nobody else notices."""
+    rid = driver.generate([5, 6], 8)
+    driver.call(PauseGenerationReqInput(mode="retract"))
+    with monkeypatch.context() as defect:
+        defect.setattr(driver.engine.cache, "flush", lambda: 1 // 0)
+        error = assert_error(driver.call(FlushCacheReqInput(id="f")), "internal")
+    assert "ZeroDivisionError" in error.detail["traceback"]
+    assert "FlushCacheReqInput failed" in caplog.text
+    assert driver.call(FlushCacheReqInput(id="f")) == error, "one id, one answer"
+    driver.call(FlushCacheReqInput())
+    driver.call(ContinueGenerationReqInput())
+    driver.run_until_idle()
+    assert len(driver.result(rid).output_ids) == 32
+    assert driver.status().kv.held == 0
+
+
+@pytest.mark.parametrize("seconds", [86400.1, 1e15, 1e300, math.inf, math.nan])
+@pytest.mark.parametrize(
+    "message",
+    [
+        lambda seconds: BeginWeightUpdateReqInput(deadline_s=seconds),
+        lambda seconds: FlushCacheReqInput(timeout_s=seconds),
+        lambda seconds: PauseGenerationReqInput(owner="o", lease_s=seconds),
+        lambda seconds: UpdateWeightsFromCheckpointEngineReqInput(zmq_handles={}, timeout_s=seconds),
+        lambda seconds: InitWeightsUpdateGroupReqInput(
+            master_address="h", master_port=1, rank_offset=1, world_size=2, timeout_s=seconds
+        ),
+    ],
+    ids=["begin", "flush", "pause", "checkpoint-engine", "group"],
+)
+def test_a_time_beyond_all_time_is_refused(driver, message, seconds):
+    assert_error(driver.call(message(seconds)), "malformed_message")
+    status = driver.status()
+    assert (status.generation, status.session) == ("running", None)
+
+
+def test_the_furthest_deadline_can_be_waited_for(driver):
+    """It is the only appointment of an idle engine."""
+    session_id = driver.begin(deadline_s=86400.0)
+    scheduler = driver.engine.scheduler
+    scheduler._idle_since = math.inf  # the allocator has been emptied once
+    driver.send(GetStatusReqInput(id="s"))
+    scheduler.tick(None)  # waits as the process does
+    assert isinstance(driver.replies.pop("s"), GetStatusReqOutput)
+    driver.call(EndWeightUpdateReqInput(commit=False, session_id=session_id))
+
+
+def test_a_whole_family_of_shapes_is_still_refused_by_name(engine, unharmed, tmp_path):
+    make_checkpoint(tmp_path / "wide", "qwen3", tied=True, hidden_size=48)
+    with pytest.raises(WeightMismatch) as caught:
+        engine.update_weights_from_disk(tmp_path / "wide", timeout=PATIENCE)
+    assert caught.value.detail["config"] == ["hidden_size"]

@@ -1,0 +1,193 @@
+"""FP8 weights by every transport, as FP8 or as bfloat16: the engine of a cold load of the FP8 checkpoint (I7)."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from support.checkpoints import make_checkpoint, make_fp8_checkpoint
+
+from caesura.client import SamplingParams, SchedulerClient, launch_scheduler
+from caesura.client.exceptions import EngineError
+from caesura.client.tensors import SharedTensors, WeightUpdateGroup, manifest
+
+Q = "model.layers.1.self_attn.q_proj.weight"
+BLOCKS = (16, 32)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> list[dict[str, Path]]:
+    """Two checkpoints, each as bfloat16 and as FP8 made of it."""
+    found = []
+    for seed in range(2):
+        root = tmp_path_factory.mktemp("fp8")
+        make_checkpoint(root / "bf16", "qwen3", dtype=torch.bfloat16, seed=seed)
+        make_fp8_checkpoint(root / "bf16", root / "fp8", BLOCKS)
+        found.append({"bf16": root / "bf16", "fp8": root / "fp8"})
+    return found
+
+
+def launch(path: Path):
+    return launch_scheduler(str(path), dtype="float32", num_threads=1, kv_pool_tokens=256)
+
+
+def tokens_of(client: SchedulerClient) -> list[int]:
+    params = SamplingParams(max_new_tokens=12, temperature=0.0, ignore_eos=True)
+    return list(client.generate([3, 1, 4, 1, 5], sampling_params=params).output_ids)
+
+
+@pytest.fixture(scope="module")
+def cold(folders) -> list[tuple[str, list[int]]]:
+    """Checksum and greedy tokens of an engine that was started from each FP8 checkpoint."""
+    found = []
+    for folder in folders:
+        with launch(folder["fp8"]) as client:
+            found.append((client.check_weights("checksum").total, tokens_of(client)))
+    return found
+
+
+@pytest.fixture(scope="module")
+def engine(folders):
+    with launch(folders[0]["fp8"]) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def group(engine):
+    with WeightUpdateGroup.create([engine]) as group:
+        yield group
+
+
+def weights_of(path: Path) -> dict[str, torch.Tensor]:
+    return load_file(path / "model.safetensors")
+
+
+@settings(max_examples=20, suppress_health_check=list(HealthCheck))
+@given(
+    data=st.data(),
+    which=st.integers(0, 1),
+    form=st.sampled_from(["bf16", "fp8", "mixed"]),
+    transport=st.sampled_from(["disk", "tensor", "ipc", "ipc, shared", "distributed"]),
+    bucket_bytes=st.sampled_from([1, 64, 1000, 4096, 1 << 20]),
+    paused=st.booleans(),
+)
+def test_update_equals_cold_load(
+    engine, group, folders, cold, data, which, form, transport, bucket_bytes, paused
+):
+    plain, fp8 = weights_of(folders[which]["bf16"]), weights_of(folders[which]["fp8"])
+    tensors = {"bf16": plain, "fp8": fp8}.get(form)
+    if tensors is None:  # every second projection as bfloat16, without scales
+        half = sorted(name for name in plain if f"{name}_scale_inv" in fp8)[::2]
+        tensors = {name: value for name, value in fp8.items() if name.removesuffix("_scale_inv") not in half}
+        tensors |= {name: plain[name] for name in half}
+    named = [(name, tensors[name]) for name in data.draw(st.permutations(sorted(tensors)))]
+    if paused:
+        engine.pause("retract")
+    if transport == "disk":
+        reply = engine.update_weights_from_disk(folders[which]["fp8" if form == "fp8" else "bf16"])
+    elif transport == "tensor":
+        reply = engine.update_weights_from_tensor(named, bucket_bytes=bucket_bytes)
+    elif transport == "ipc":
+        reply = engine.update_weights_from_ipc(named, bucket_bytes=bucket_bytes)
+    elif transport == "ipc, shared":
+        with SharedTensors(named) as shared:
+            reply = engine.update_weights_from_ipc(shared)
+    else:
+        reply = engine.update_weights_from_distributed(named, group=group, bucket_bytes=bucket_bytes)
+    assert reply.committed
+    engine.continue_generation(torch_empty_cache=False)
+    assert (engine.check_weights("checksum").total, tokens_of(engine)) == cold[which]
+
+
+def test_the_two_checkpoints_differ(cold):
+    assert cold[0] != cold[1]
+
+
+def test_scales_may_come_long_before_or_after_their_weights(engine, folders, cold):
+    fp8 = weights_of(folders[1]["fp8"])
+    scales = {name: value for name, value in fp8.items() if name.endswith("_scale_inv")}
+    rest = {name: value for name, value in fp8.items() if name not in scales}
+    for first, second in ((scales, rest), (rest, scales)):
+        engine.update_weights_from_disk(folders[0]["fp8"])
+        with engine.weight_update(manifest=manifest(fp8.items())):
+            engine.update_weights_from_tensor(first.items())
+            assert engine.status().weights == "updating"
+            engine.update_weights_from_ipc(second.items())
+        assert (engine.check_weights("checksum").total, tokens_of(engine)) == cold[1]
+
+
+def test_a_manifest_of_bfloat16_is_complete_without_scales(engine, folders, cold):
+    plain = weights_of(folders[1]["bf16"])
+    with engine.weight_update(manifest=manifest(plain.items())):
+        engine.update_weights_from_tensor(plain.items(), bucket_bytes=1000)
+    assert engine.check_weights("checksum").total == cold[1][0]
+
+
+def test_a_manifest_lacks_the_scales_of_fp8_or_has_too_many(engine, folders):
+    plain, fp8 = weights_of(folders[1]["bf16"]), weights_of(folders[1]["fp8"])
+    epoch = engine.status().weights_epoch
+    lacking = {name: value for name, value in fp8.items() if name != f"{Q}_scale_inv"}
+    too_many = {**plain, f"{Q}_scale_inv": fp8[f"{Q}_scale_inv"]}
+    for tensors, problem in ((lacking, "missing"), (too_many, "mismatched")):
+        with (
+            pytest.raises(EngineError) as caught,
+            engine.weight_update(manifest=manifest(tensors.items())),
+        ):
+            raise AssertionError("accepted")
+        assert caught.value.code == "weight_mismatch"
+        assert f"{Q}_scale_inv" in str(caught.value.detail[problem])
+    assert (engine.status().weights, engine.status().weights_epoch) == ("valid", epoch)
+
+
+def test_scales_that_belong_to_another_form_are_never_served(engine, folders, cold):
+    """A weight quantised here, then scales of somebody else's: refused at the commit, and until an update is complete."""
+    plain, fp8 = weights_of(folders[1]["bf16"]), weights_of(folders[1]["fp8"])
+    engine.pause("retract")
+    engine.update_weights_from_tensor([(Q, plain[Q])])
+    engine.update_weights_from_tensor([(f"{Q}_scale_inv", 2 * fp8[f"{Q}_scale_inv"])])
+    with pytest.raises(EngineError) as caught:
+        engine.continue_generation()
+    assert (caught.value.code, caught.value.detail["missing"]) == ("weight_mismatch", [Q])
+    assert engine.status().weights == "updating", "the rest may still come"
+    with pytest.raises(EngineError):
+        engine.continue_generation()
+    engine.end_weight_update(commit=False)
+    assert engine.status().weights == "poisoned"
+    with pytest.raises(EngineError):
+        engine.continue_generation()
+    engine.update_weights_from_tensor(plain.items())
+    engine.continue_generation()
+    assert (engine.check_weights("checksum").total, tokens_of(engine)) == cold[1]
+
+
+def test_checker_verbs_see_fp8(engine, folders, cold):
+    engine.update_weights_from_disk(folders[0]["fp8"])
+    engine.check_weights("snapshot")
+    assert engine.check_weights("compare").changed == []
+    value = weights_of(folders[0]["bf16"])[Q]
+    reply = engine.update_weights_from_tensor([(Q, 2 * value)])  # twice the scales, the same FP8
+    assert (reply.committed, reply.changed_tensors, reply.cast_tensors) == (True, 1, 1)
+    assert engine.check_weights("compare").changed == ["layers.1.attention.qkv.weight_scale_inv"]
+    engine.check_weights("reset_tensors")
+    assert engine.status().weights == "poisoned"
+    engine.update_weights_from_disk(folders[0]["bf16"])
+    assert engine.check_weights("compare").changed == []
+    assert tokens_of(engine) == cold[0][1]
+
+
+def test_released_weights_come_back(engine, folders, cold):
+    engine.pause("abort")
+    engine.release_memory(["weights"])
+    engine.resume_memory(["weights"])
+    assert engine.status().weights == "invalid"
+    engine.update_weights_from_disk(folders[1]["bf16"])
+    engine.continue_generation()
+    assert (engine.check_weights("checksum").total, tokens_of(engine)) == cold[1]
+
+
+def test_deterministic_is_refused(folders):
+    with pytest.raises(EngineError, match="FP8 weights") as caught:
+        launch_scheduler(str(folders[0]["fp8"]), dtype="bfloat16", deterministic=True, log_level="ERROR")
+    assert caught.value.code == "unsupported"

@@ -1,0 +1,389 @@
+"""Weights by every transport: the result is that of a cold load, whatever the road (I7)."""
+
+import fcntl
+import os
+from collections import OrderedDict
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from support.checkpoints import make_checkpoint
+from support.scripted import EngineDriver, assert_error
+from support.waiting import eventually
+
+from caesura.client import SamplingParams, SchedulerClient, launch_scheduler
+from caesura.client.exceptions import EngineError
+from caesura.client.tensors import (
+    SharedBucket,
+    SharedTensors,
+    WeightUpdateGroup,
+    as_frames,
+    buckets,
+    manifest,
+)
+from caesura.io_struct import (
+    BeginWeightUpdateReqInput,
+    CaesuraError,
+    ContinueGenerationReqInput,
+    EndWeightUpdateReqInput,
+    PauseGenerationReqInput,
+    TensorSpec,
+    UpdateWeightFromDiskReqInput,
+    UpdateWeightsFromIPCReqInput,
+    UpdateWeightsFromTensorReqInput,
+    encode,
+)
+from caesura.scheduler.weights.transports.ipc import KEPT
+
+Weights = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module", params=["tied", "untied"])
+def family(request, tmp_path_factory) -> list[Path]:
+    """Three checkpoints of one shape; the second is stored in bfloat16 and so is cast by a float32 engine."""
+    paths = []
+    for seed, dtype in enumerate((torch.float32, torch.bfloat16, torch.float32)):
+        path = tmp_path_factory.mktemp("models") / f"{request.param}-{seed}"
+        make_checkpoint(path, "qwen3", tied=request.param == "tied", dtype=dtype, seed=seed)
+        paths.append(path)
+    return paths
+
+
+@pytest.fixture(scope="module")
+def cold(family) -> list[str]:
+    """Checksum of an engine that was started from each checkpoint."""
+    totals = []
+    for path in family:
+        with launch_scheduler(str(path), dtype="float32", num_threads=1, kv_pool_tokens=256) as client:
+            totals.append(client.check_weights("checksum").total)
+    return totals
+
+
+@pytest.fixture(scope="module")
+def engine(family):
+    with launch_scheduler(str(family[0]), dtype="float32", num_threads=1, kv_pool_tokens=256) as client:
+        yield client
+
+
+def weights_of(path: Path) -> Weights:
+    return load_file(path / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def group(engine):
+    with WeightUpdateGroup.create([engine]) as group:
+        yield group
+
+
+def push(
+    client: SchedulerClient,
+    group: WeightUpdateGroup,
+    transport: str,
+    path: Path,
+    order: list[str],
+    bucket_bytes: int,
+) -> None:
+    weights = weights_of(path)
+    tensors = [(name, weights[name]) for name in order]
+    if transport == "disk":
+        reply = client.update_weights_from_disk(path)
+    elif transport == "tensor":
+        reply = client.update_weights_from_tensor(tensors, bucket_bytes=bucket_bytes)
+    elif transport == "ipc":
+        reply = client.update_weights_from_ipc(tensors, bucket_bytes=bucket_bytes)
+    elif transport == "ipc, shared":
+        with SharedTensors(tensors) as shared:
+            reply = client.update_weights_from_ipc(shared)
+    else:
+        reply = client.update_weights_from_distributed(tensors, group=group, bucket_bytes=bucket_bytes)
+    assert reply.committed
+
+
+@settings(max_examples=25, suppress_health_check=list(HealthCheck))
+@given(
+    data=st.data(),
+    steps=st.lists(
+        st.tuples(
+            st.integers(0, 2),
+            st.sampled_from(["disk", "tensor", "ipc", "ipc, shared", "distributed"]),
+            st.sampled_from([1, 64, 1000, 4096, 20_000, 1 << 20]),
+        ),
+        min_size=1,
+        max_size=3,
+    ),
+    twice=st.booleans(),
+    paused=st.booleans(),
+)
+def test_update_equals_cold_load(engine, group, family, cold, data, steps, twice, paused):
+    if paused:
+        engine.pause("retract")
+    for which, transport, bucket_bytes in steps:
+        names = data.draw(st.permutations(sorted(weights_of(family[which]))))
+        for _ in range(1 + twice):
+            push(engine, group, transport, family[which], names, bucket_bytes)
+        assert engine.check_weights("checksum").total == cold[which]
+    engine.continue_generation(torch_empty_cache=False)
+    assert engine.status().weights == "valid"
+
+
+@pytest.mark.parametrize("bucket_bytes", [16, 1000, 1 << 20])
+def test_buckets_hold_their_bound_and_lose_nothing(bucket_bytes):
+    tensors = OrderedDict(
+        scalar=torch.tensor(3.0),
+        vector=torch.arange(100, dtype=torch.bfloat16),
+        matrix=torch.arange(600, dtype=torch.float32).view(30, 20),
+        strided=torch.arange(600, dtype=torch.float32).view(30, 20).t(),
+        empty=torch.empty(0, 4),
+    )
+    seen: dict[str, list[torch.Tensor]] = {}
+    for bucket in buckets(tensors.items(), bucket_bytes):
+        rows = [piece.rows.nbytes // max(len(piece.rows.reshape(-1)), 1) for piece in bucket.pieces]
+        assert bucket.nbytes <= bucket_bytes or len(rows) == 1
+        for piece in bucket.pieces:
+            seen.setdefault(piece.name, []).append(piece.rows)
+    for name, tensor in tensors.items():
+        whole = torch.cat(seen[name]) if tensor.dim() else seen[name][0]
+        assert torch.equal(whole, tensor)
+
+
+class Sender:
+    """Sends single calls of an update to a driven engine."""
+
+    def __init__(self, driver: EngineDriver, path: Path, bucket_bytes: int) -> None:
+        self.driver = driver
+        self.parts = list(buckets(weights_of(path).items(), bucket_bytes))
+
+    def send(self, number: int, frames: list[memoryview] | None = None, **fields: object):
+        specs, real = as_frames(self.parts[number])
+        message = UpdateWeightsFromTensorReqInput(specs=specs, **fields)
+        self.driver.client("main").send_multipart([encode(message), *(real if frames is None else frames)])
+        self.driver._inbox.await_one_more()
+        for _ in range(500):
+            self.driver.tick()
+            if message.id in self.driver.replies:
+                return self.driver.replies.pop(message.id)
+        raise AssertionError("not answered")
+
+
+@pytest.fixture
+def driver(tiny_model):
+    with EngineDriver(str(tiny_model), scripted=False) as driver:
+        yield driver
+
+
+def test_calls_while_paused_join_one_session(driver, other_model):
+    """Committed when the last parameter has come; the label changes then, and only then."""
+    driver.call(PauseGenerationReqInput())
+    sender = Sender(driver, other_model, 20_000)
+    for number in range(len(sender.parts) - 1):
+        reply = sender.send(number, weight_version="v1")
+        assert (reply.committed, reply.weights, reply.weight_version) == (False, "updating", "default")
+    status = driver.status()
+    assert (status.session.kind, status.weights_epoch) == ("implicit", 0)
+    reply = sender.send(len(sender.parts) - 1, weight_version="v1")
+    assert (reply.committed, reply.weights, reply.weight_version, reply.weights_epoch) == (
+        True,
+        "valid",
+        "v1",
+        1,
+    )
+
+
+def test_continue_commits_an_implicit_session(driver, other_model):
+    driver.call(PauseGenerationReqInput())
+    sender = Sender(driver, other_model, 20_000)
+    assert not sender.send(0, weight_version="part").committed
+    driver.call(ContinueGenerationReqInput())
+    status = driver.status()
+    assert (status.generation, status.weights, status.weights_epoch, status.weight_version) == (
+        "running", "valid", 1, "part",
+    )  # fmt: skip
+
+
+def test_a_call_while_running_is_a_session_of_its_own(driver, other_model):
+    sender = Sender(driver, other_model, 20_000)
+    epochs = [sender.send(number).weights_epoch for number in range(len(sender.parts))]
+    assert epochs == list(range(1, len(sender.parts) + 1))
+    assert driver.status().weights == "valid"
+
+
+def test_a_short_buffer_in_mid_session_poisons_and_any_complete_update_recovers(driver, other_model):
+    driver.call(PauseGenerationReqInput())
+    sender = Sender(driver, other_model, 20_000)
+    sender.send(0)
+    assert_error(sender.send(1, frames=[memoryview(b"short")]), "invalid_request")
+    assert driver.status().weights == "poisoned"
+    assert_error(driver.call(ContinueGenerationReqInput()), "weights_poisoned")
+    replies = [sender.send(number) for number in range(len(sender.parts))]
+    assert [reply.committed for reply in replies] == [False] * (len(replies) - 1) + [True]
+    assert driver.status().weights == "valid"
+    driver.call(ContinueGenerationReqInput())
+
+
+def test_poisoned_weights_need_every_parameter_over_all_calls_and_transports(driver, other_model):
+    """Running: no implicit session, but what has been written since counts."""
+    sender = Sender(driver, other_model, 20_000)
+    session_id = driver.begin()
+    sender.send(0, session_id=session_id)
+    driver.call(EndWeightUpdateReqInput(commit=False, session_id=session_id))
+    assert driver.status().weights == "poisoned"
+    for number in range(1, len(sender.parts)):
+        assert not sender.send(number).committed
+    assert sender.send(0).committed
+    assert driver.status().weights == "valid"
+
+
+def test_a_bad_first_buffer_changes_nothing(driver, other_model):
+    sender = Sender(driver, other_model, 1 << 20)
+    assert_error(sender.send(0, frames=[]), "invalid_request")
+    status = driver.status()
+    assert (status.weights, status.session, status.weights_epoch) == ("valid", None, 0)
+
+
+def test_a_manifest_must_be_fulfilled(driver, other_model):
+    specs = manifest(weights_of(other_model).items())
+    session_id = driver.begin(manifest=specs)
+    sender = Sender(driver, other_model, 20_000)
+    sender.send(0, session_id=session_id)
+    error = assert_error(driver.call(EndWeightUpdateReqInput(session_id=session_id)), "weight_mismatch")
+    assert len(error.detail["missing"]) > 0
+    for number in range(1, len(sender.parts)):
+        sender.send(number, session_id=session_id)
+    assert driver.call(EndWeightUpdateReqInput(session_id=session_id)).committed
+
+
+def test_a_manifest_that_does_not_fit_is_refused_at_once(driver):
+    specs = [TensorSpec(name="model.embed_tokens.weight", dtype="F32", shape=[3, 3])]
+    error = assert_error(driver.call(BeginWeightUpdateReqInput(manifest=specs)), "weight_mismatch")
+    assert error.detail["mismatched"][0]["name"] == "model.embed_tokens.weight"
+    assert driver.status().session is None
+
+
+@pytest.mark.parametrize("fault", ["offset", "dtype", "misaligned", "buffer", "rows", "nbytes"])
+def test_specs_are_bounds_checked(driver, other_model, fault):
+    name, tensor = next(iter(weights_of(other_model).items()))
+    fields = {"name": name, "dtype": "F32", "shape": list(tensor.shape), "offset": 0, "nbytes": tensor.nbytes}
+    fields |= {
+        "offset": {"offset": 4},
+        "dtype": {"dtype": "F31"},
+        "misaligned": {"offset": 2, "nbytes": tensor.nbytes - tensor[0].nbytes},
+        "buffer": {"buffer": 3},
+        "rows": {"start_row": 10**9},
+        "nbytes": {"nbytes": tensor.nbytes - 4},
+    }[fault]
+    message = UpdateWeightsFromTensorReqInput(specs=[TensorSpec(**fields)])
+    driver.client("main").send_multipart([encode(message), tensor.numpy().tobytes()])
+    driver._inbox.await_one_more()
+    driver.tick(3)
+    assert driver.status().weights == "valid"
+    reply = driver.replies.pop(message.id)  # it was sent before that answer, to the same client
+    assert reply.code in ("invalid_request", "weight_mismatch")
+
+
+def test_requests_go_on_across_a_tensor_update(engine, family):
+    params = SamplingParams(max_new_tokens=100, temperature=1.0, seed=3, ignore_eos=True)
+    handle = engine.submit([5, 6, 7], sampling_params=params)
+    engine.pause("in_place")
+    engine.update_weights_from_ipc(weights_of(family[2]).items(), flush_cache=False, weight_version="x")
+    engine.continue_generation()
+    spans = handle.result(timeout=60).weight_versions
+    assert (spans[-1].version, spans[-1].end) == ("x", 100)
+
+
+def test_a_failing_block_aborts_its_session(engine, family):
+    epoch = engine.status().weights_epoch
+    with pytest.raises(ZeroDivisionError), engine.weight_update(weight_version="never"):
+        raise ZeroDivisionError
+    status = engine.status()
+    assert (status.weights, status.weights_epoch, status.session) == ("valid", epoch, None)
+    with engine.weight_update(weight_version="later") as update:
+        engine.update_weights_from_tensor(weights_of(family[0]).items(), bucket_bytes=4096)
+        assert engine.status().weights == "updating"
+    assert update.result is not None
+    assert update.result.committed
+    assert engine.status().weight_version == "later"
+
+
+def test_shared_memory_that_could_fault_the_engine_is_refused(engine, family):
+    """Unsealed, of another size, another inode, a plain file, a process that is gone: errors, never a SIGBUS."""
+    (bucket,) = buckets(list(weights_of(family[0]).items())[:1])
+    with SharedBucket(bucket.nbytes) as memory:
+        specs = memory.fill(bucket)
+        good = memory.handle
+        unsealed = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
+        os.ftruncate(unsealed, good.nbytes)
+        inode = os.fstat(unsealed).st_ino
+        import msgspec
+
+        replace = msgspec.structs.replace
+        for handle in (
+            replace(good, fd=unsealed, inode=inode),
+            replace(good, nbytes=good.nbytes + 64),
+            replace(good, inode=good.inode + 1),
+            replace(good, fd=0, inode=os.fstat(0).st_ino),
+            replace(good, pid=2**22 - 1),
+        ):
+            with pytest.raises(EngineError) as caught:
+                engine._call(UpdateWeightsFromIPCReqInput(handle=handle, specs=specs), object, 30)
+            assert caught.value.code == "invalid_request"
+        os.close(unsealed)
+        assert fcntl.fcntl(memory._fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+    assert engine.status().weights == "valid"
+
+
+def test_shared_memory_is_reserved_when_it_is_made(monkeypatch):
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(CaesuraError) as caught:
+        SharedBucket(1 << 20)
+    assert caught.value.code == "out_of_memory"
+
+
+def mapped(pid: int) -> int:
+    return Path(f"/proc/{pid}/maps").read_text().count("caesura-weights")
+
+
+def test_one_mapping_serves_many_updates_and_goes_with_its_owner(family):
+    with launch_scheduler(str(family[0]), dtype="float32", num_threads=1, kv_pool_tokens=256) as client:
+        pid = client.status().pid
+        with SchedulerClient(client.endpoint) as trainer:
+            for _ in range(3):
+                trainer.update_weights_from_ipc(weights_of(family[0]).items(), bucket_bytes=4096)
+                assert mapped(pid) == 1
+            many = [SharedTensors(weights_of(family[1]).items()) for _ in range(KEPT + 1)]
+            for shared in many:  # what is kept is bounded, whoever sends
+                trainer.update_weights_from_ipc(shared)
+            assert mapped(pid) == KEPT
+            for shared in many:
+                shared.close()
+        eventually(lambda: mapped(pid) == 0)  # an idle engine lets go of memory whose owner is gone
+
+
+def test_shared_tensors_are_handed_over_in_place(engine, family, cold):
+    with SharedTensors(weights_of(family[1]).items()) as shared:
+        engine.update_weights_from_ipc(shared)
+        assert engine.check_weights("checksum").total == cold[1]
+        shared.copy_from(weights_of(family[2]).items())
+        assert engine.update_weights_from_ipc(shared).changed_tensors == len(shared)
+        assert engine.check_weights("checksum").total != cold[1]
+    with SharedTensors(weights_of(family[0]).items(), dtype=torch.bfloat16) as shared:
+        assert {tensor.dtype for _, tensor in shared} == {torch.bfloat16}
+        engine.update_weights_from_tensor(shared)
+        for name, tensor in weights_of(family[0]).items():
+            assert torch.equal(shared[name], tensor.bfloat16())
+
+
+def test_disk_after_tensor(driver, other_model):
+    sender = Sender(driver, other_model, 20_000)
+    driver.call(PauseGenerationReqInput())
+    session_id = sender.send(0).session_id
+    update = UpdateWeightFromDiskReqInput(model_path=str(other_model))
+    assert_error(driver.call(update), "session_open")  # it may be another's: a front end sends for many
+    update = UpdateWeightFromDiskReqInput(model_path=str(other_model), session_id=session_id)
+    assert driver.call(update).committed
+    assert driver.status().weights_epoch == 1

@@ -1,0 +1,353 @@
+"""Metrics: what is counted is what is scraped, an engine costs one status however many ask, and silence shows."""
+
+import asyncio
+import re
+from base64 import b64encode
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from itertools import pairwise
+from pathlib import Path
+
+import httpx
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from litestar import Litestar
+from litestar.di import Provide
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
+from prometheus_client.parser import text_string_to_metric_families
+from support.fake_scheduler import FakeScheduler, answer, memory_event, status_reply
+
+from caesura.client import AsyncSchedulerClient
+from caesura.client.frontend.auth import AuthMiddleware
+from caesura.client.frontend.context import FrontEnd, ServeOptions
+from caesura.client.frontend.pages import dashboard, document, engine_metrics, metrics
+from caesura.client.frontend.pages.engine_metrics import EngineWatch
+from caesura.client.frontend.pages.metric_families import PREFIX, Histogram, one_two_five
+from caesura.client.frontend.pages.metrics import Metrics
+from caesura.io_struct import (
+    EmptyCacheTotal,
+    EngineTotals,
+    GetStatusReqInput,
+    MemoryByTag,
+    PauseTotal,
+    StepFailures,
+    UpdateTotal,
+)
+
+ROOT = Path(__file__).parents[4]
+TOTALS = EngineTotals(
+    prompt_tokens=200,
+    cached_tokens=50,
+    finished_requests={"stop": 5, "abort": 2},
+    pauses=[PauseTotal(mode="in_place", count=3, seconds=4.5)],
+    updates=[UpdateTotal(source="disk", committed=2, failed=1)],
+    emptied=[EmptyCacheTotal(place="continue", count=3, freed_bytes=4096)],
+)
+BY_TAG = memory_event(1).by_tag
+
+
+def busy(request):
+    """A healthy engine that has been through something; everything optional is there."""
+    if not isinstance(request, GetStatusReqInput):
+        return answer(request)
+    status = status_reply(request)
+    failures = StepFailures(failed=1, token_limit=64)
+    return [msgspec.structs.replace(status, totals=TOTALS, memory_by_tag=BY_TAG, step_failures=failures)]
+
+
+@dataclass
+class Served:
+    engine: FakeScheduler
+    http: httpx.AsyncClient
+    metrics: Metrics
+
+    async def scrape(self):
+        """Every sample by its name and labels."""
+        reply = await self.http.get("/metrics")
+        assert reply.status_code == 200
+        return samples(text_string_to_metric_families(reply.text))
+
+
+def samples(families):
+    return {
+        (
+            sample.name.removeprefix(PREFIX),
+            *(v for k, v in sorted(sample.labels.items()) if k != "model_name"),
+        ): (sample.value)
+        for family in families
+        for sample in family.samples
+        if not sample.name.endswith("_created")
+    }
+
+
+@asynccontextmanager
+async def served(tmp_path, handler=busy, **options):
+    with FakeScheduler(f"ipc://{tmp_path}/s.sock", handler) as engine:
+        client = AsyncSchedulerClient(engine.endpoint)
+        front = FrontEnd(
+            manager=None,  # type: ignore[arg-type]  # text is none of these routes' business
+            client=client,
+            options=ServeOptions(served_model_name="policy", **options),
+            metrics=Metrics(),
+        )
+
+        async def provide() -> FrontEnd:
+            return front
+
+        app = Litestar(
+            route_handlers=[*metrics.ROUTES, *dashboard.ROUTES],
+            dependencies={"front": Provide(provide)},
+            middleware=[AuthMiddleware(front.options)],
+            openapi_config=None,
+        )
+        transport = httpx.ASGITransport(app)  # type: ignore[arg-type]  # two spellings of one protocol
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+            try:
+                yield Served(engine, http, front.metrics)
+            finally:
+                await client.close()
+
+
+@given(st.lists(st.tuples(st.floats(0, 20_000), st.integers(1, 5))))
+def test_a_histogram_counts_what_is_not_above_each_bound(seen):
+    bounds = one_two_five(-2, 3)
+    histogram = Histogram(bounds)
+    for value, times in seen:
+        histogram.observe(value, times)
+    buckets, total = histogram.cumulative()
+    assert [float(bound) for bound, _ in buckets] == [*bounds, float("inf")]
+    for bound, count in buckets:
+        assert count == sum(times for value, times in seen if value <= float(bound))
+    assert total == pytest.approx(sum(value * times for value, times in seen))
+
+
+def test_bounds_are_round_and_ascend():
+    assert one_two_five(-2, 0) == (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+
+
+async def _what_a_scrape_says(tmp_path):
+    async with served(tmp_path) as it:
+        it.metrics.request_started()
+        it.metrics.request_started()
+        it.metrics.request_started()
+        it.metrics.request_finished(11, 1.2, 0.2, "stop")
+        it.metrics.request_finished(5, 0.4, None, "length")
+        it.metrics.control("pause_generation", 0.25, True)
+        it.metrics.control("pause_generation", 0.5, True)
+        it.metrics.control("flush_cache", 0.1, False)
+        it.metrics.error("not_idle")
+        return await it.scrape()
+
+
+def test_a_scrape_says_what_happened(tmp_path):
+    found = asyncio.run(_what_a_scrape_says(tmp_path))
+    expected = {
+        ("engine_up",): 1, ("engine_state", "paused"): 1, ("engine_state", "running"): 0, ("pause_mode", "in_place"): 1,
+        ("weights_state", "valid"): 1, ("memory_released", "kv_cache"): 0, ("pause_age_seconds",): 1.5,
+        ("num_running_reqs",): 2, ("num_paused_reqs",): 2, ("num_queue_reqs",): 1, ("num_used_tokens",): 32,
+        ("max_total_num_tokens",): 112, ("token_usage",): 32 / 112, ("cache_hit_rate",): 0.25,
+        ("prompt_tokens_total",): 200, ("cached_tokens_total",): 50, ("generation_tokens_total",): 34,
+        ("num_requests_total",): 7, ("num_aborted_requests_total",): 2, ("finished_requests_total", "stop"): 5,
+        ("pauses_total", "in_place"): 3, ("pause_seconds_total", "in_place"): 4.5,
+        ("weight_updates_total", "committed", "disk"): 2, ("weight_updates_total", "failed", "disk"): 1,
+        ("memory_reserved_bytes",): 3 << 20, ("memory_bytes", "weights"): 2 << 20, ("memory_bytes", "kv"): 1 << 20,
+        ("step_token_limit",): 64, ("failed_steps_total",): 1,
+        ("num_http_reqs",): 1, ("http_requests_total", "stop"): 1, ("http_requests_total", "length"): 1,
+        ("control_calls_total", "pause_generation", "ok"): 2, ("control_seconds_total", "pause_generation", "ok"): 0.75,
+        ("control_calls_total", "flush_cache", "error"): 1, ("errors_total", "not_idle"): 1,
+        ("e2e_request_latency_seconds_count",): 2, ("e2e_request_latency_seconds_bucket", "0.5"): 1,
+        ("time_to_first_token_seconds_count",): 1, ("time_to_first_token_seconds_bucket", "0.2"): 1,
+        ("inter_token_latency_seconds_count",): 10, ("inter_token_latency_seconds_bucket", "0.1"): 10,
+        ("inter_token_latency_seconds_bucket", "0.05"): 0,
+    }  # fmt: skip
+    assert {name: found.get(name) for name in expected} == pytest.approx(expected)
+    info = next(name for name in found if name[0] == "engine_info")
+    assert info[1:] == ("cpu", "float32", "0", "/models/tiny", "v0")
+
+
+def test_the_documentation_lists_every_metric_and_no_other(tmp_path):
+    found = {
+        re.sub("_(bucket|sum|count)$", "", name) for name, *_ in asyncio.run(_what_a_scrape_says(tmp_path))
+    }
+    text = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `caesura:(\w+)` \| ([^|]+) \|", text, re.MULTILINE)
+    empty = {"stage_seconds_total", "stage_runs_total"}  # of an engine that has not run
+    empty |= {"http_connections_ended_total"}  # of peers that behave
+    assert {name for name, _ in rows} - empty == found
+    for name, kind in rows:
+        assert name.endswith("_total") == kind.startswith("counter")
+
+
+def test_every_series_names_the_model_and_media_types_say_their_charset_once(tmp_path):
+    async def scrape(accept):
+        async with served(tmp_path) as it:
+            return await it.http.get("/metrics", headers={"accept": accept})
+
+    plain = asyncio.run(scrape("text/plain;version=1.0.0"))
+    strict = asyncio.run(scrape("application/openmetrics-text;version=1.0.0"))
+    for reply in (plain, strict):
+        assert reply.headers["content-type"].count("charset") == 1, (
+            "Prometheus refuses a parameter that comes twice"
+        )
+    assert plain.headers["content-type"].startswith("text/plain; version=1.0.0")
+    assert strict.headers["content-type"].startswith("application/openmetrics-text")
+    for families in (text_string_to_metric_families(plain.text), parse_openmetrics(strict.text)):
+        for family in families:
+            assert family.name.startswith((PREFIX, PREFIX.replace(":", "_")))
+            assert all(sample.labels["model_name"] == "policy" for sample in family.samples)
+
+
+def test_all_who_ask_at_once_cost_the_engine_one_status(tmp_path):
+    async def ask():
+        async with served(tmp_path) as it:
+            await asyncio.gather(*(it.http.get("/metrics") for _ in range(20)))
+            return it.engine.requests.qsize()
+
+    assert asyncio.run(ask()) == 1
+
+
+def test_an_engine_that_is_gone_leaves_its_last_figures(tmp_path, monkeypatch):
+    monkeypatch.setattr(engine_metrics, "FRESH_S", 0.0)
+    monkeypatch.setattr(engine_metrics, "ANSWER_S", 0.2)
+
+    async def ask():
+        async with served(tmp_path) as it:
+            await it.scrape()
+            it.engine.close()
+            return await it.scrape(), (await it.http.get("/dashboard/data")).json()
+
+    found, page = asyncio.run(ask())
+    assert (found["engine_up",], found["generation_tokens_total",], found["gen_throughput",]) == (0, 34, 0)
+    assert found["engine_status_age_seconds",] > 0
+    assert (page["answered"], page["status"]["generated_tokens"], page["history"]) == (False, 34, None)
+
+
+def test_an_engine_that_never_answered_is_down_and_no_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(engine_metrics, "ANSWER_S", 0.1)
+
+    async def ask():
+        async with served(tmp_path, handler=lambda request: []) as it:
+            it.metrics.error("timed_out")
+            return await it.scrape(), (await it.http.get("/dashboard/data")).json()
+
+    found, page = asyncio.run(ask())
+    assert found["engine_up",] == 0
+    assert ("generation_tokens_total",) not in found
+    assert found["errors_total", "timed_out"] == 1
+    assert (page["answered"], page["status"]) == (False, None)
+
+
+class Scripted:
+    """A client whose engine says what it is told to."""
+
+    def __init__(self, *seen):
+        self.seen = list(seen)
+
+    async def status(self, *, owner, timeout):  # noqa: ASYNC109  (as the client's)
+        uptime, tokens, pid = self.seen.pop(0)
+        reply = status_reply(GetStatusReqInput())
+        return msgspec.structs.replace(reply, uptime_s=uptime, generated_tokens=tokens, pid=pid)
+
+
+@pytest.mark.parametrize(
+    ("seen", "throughput"),
+    [
+        pytest.param([(5.0, 100, 1)], 0.0, id="one look says nothing"),
+        pytest.param([(5.0, 100, 1), (5.25, 125, 1)], 100.0, id="close looks"),
+        pytest.param([(5.0, 0, 1), (6.0, 50, 1), (7.0, 250, 1), (8.0, 350, 1)], 100.0, id="the last second"),
+        pytest.param([(5.0, 0, 1), (20.0, 3000, 1)], 200.0, id="since the look before"),
+        pytest.param([(500.0, 9000, 1), (1.0, 10, 2), (2.0, 30, 2)], 20.0, id="another engine"),
+        pytest.param([(5.0, 0, 1)] + [(5 + t / 8, 100 * t, 1) for t in range(1, 33)], 800.0, id="many looks"),
+    ],
+)  # fmt: skip
+def test_throughput_is_of_the_engines_last_second(seen, throughput, monkeypatch):
+    monkeypatch.setattr(engine_metrics, "FRESH_S", 0.0)
+
+    async def ask():
+        watch, client = EngineWatch(), Scripted(*seen)
+        look = None
+        for _ in seen:
+            look = await watch.look(client)  # type: ignore[arg-type]
+        return look, watch.ticks(0.0)
+
+    look, ticks = asyncio.run(ask())
+    assert look.throughput == pytest.approx(throughput)
+    assert [tick.uptime_s for tick in ticks][-1] == seen[-1][0], "the newest is always among them"
+    gaps = [after.uptime_s - before.uptime_s for before, after in pairwise(ticks[:-1])]
+    assert all(gap >= engine_metrics.TICK_S for gap in gaps), "so that ten minutes fit"
+
+
+def test_the_page_gets_only_news(tmp_path):
+    async def ask():
+        async with served(tmp_path) as it:
+            first = (await it.http.get("/dashboard/data")).json()
+            second = (await it.http.get("/dashboard/data", params={"after": 1, "since": first["now"]})).json()
+            below = (await it.http.get("/dashboard/data", params={"after": -1})).json()
+            beyond = [await it.http.get("/dashboard/data", params={"after": n}) for n in (2**63, 10**30)]
+            return first, second, below, beyond
+
+    first, second, below, beyond = asyncio.run(ask())
+    assert [answer.status_code for answer in beyond] == [400, 400]
+    assert [event["seq"] for event in first["history"]["events"]] == [1, 2]
+    assert [event["seq"] for event in second["history"]["events"]] == [2]
+    assert below["history"]["events"] == first["history"]["events"]
+    assert len(first["ticks"]) == 1
+    assert second["ticks"] == []
+    assert first["model_name"] == "policy"
+
+
+def test_the_page_is_open_and_its_data_is_not(tmp_path):
+    async def ask():
+        async with served(tmp_path, api_key="secret") as it:
+            page = await it.http.get("/dashboard")
+            root = await it.http.get("/")
+            scrape = await it.http.get("/metrics")
+            refused = await it.http.get("/dashboard/data")
+            told = await it.http.get("/dashboard/data", headers={"authorization": "Bearer secret"})
+            return page, root, scrape, refused, told
+
+    page, root, scrape, refused, told = asyncio.run(ask())
+    assert [reply.status_code for reply in (page, scrape, refused, told)] == [200, 200, 401, 200]
+    assert not any(b"secret" in reply.content for reply in (page, root, scrape, refused, told))
+    assert (root.status_code, root.headers["location"], root.content) == (307, "dashboard", b"")
+    assert told.headers["cache-control"] == "no-store"
+
+
+def test_the_policy_allows_what_is_on_the_page_and_nothing_else(tmp_path):
+    async def ask():
+        async with served(tmp_path) as it:
+            return await it.http.get("/dashboard")
+
+    page = asyncio.run(ask())
+    policy = dict(part.strip().split(" ", 1) for part in page.headers["content-security-policy"].split(";"))
+    for tag, directive in (("script", "script-src"), ("style", "style-src")):
+        (inline,) = re.findall(f"<{tag}>(.*?)</{tag}>", page.text, re.DOTALL)
+        digest = b64encode(sha256(inline.encode()).digest()).decode()
+        assert policy[directive] == f"'sha256-{digest}'"
+    assert policy["default-src"] == policy["frame-ancestors"] == policy["base-uri"] == "'none'"
+    assert policy["connect-src"] == "'self'"
+    assert not re.search(r"(src|href|action)=\"(?!data:)", page.text), "it loads nothing"
+    assert "innerHTML" not in page.text, "what is told becomes text"
+
+
+def test_all_tags_of_memory_have_a_colour_on_the_page():
+    css = (document.FOLDER / "page.css").read_text(encoding="utf-8")
+    script = (document.FOLDER / "facts.js").read_text(encoding="utf-8")
+    stacked = re.findall(r'"(\w+)"', re.search(r"const TAGS = \[(.*?)\]", script)[1])
+    assert sorted(stacked) == sorted(MemoryByTag.__struct_fields__)
+    assert all(f".fill-{tag} " in css for tag in stacked)
+
+
+def test_prometheus_scrapes_the_front_end_of_the_compose_file():
+    yaml = pytest.importorskip("yaml", reason="PyYAML comes with transformers")
+    compose = yaml.safe_load((ROOT / "docker/compose.yaml").read_text(encoding="utf-8"))["services"]
+    (job,) = yaml.safe_load((ROOT / "docker/prometheus.yml").read_text(encoding="utf-8"))["scrape_configs"]
+    host, port = job["static_configs"][0]["targets"][0].split(":")
+    assert job["metrics_path"] == metrics.metrics.paths.copy().pop()
+    assert compose[host]["ports"] == [f"127.0.0.1:{port}:{port}"], "of this machine only"
+    assert set(compose[host]["networks"]) & set(compose["prometheus"]["networks"])
+    assert compose["scheduler"]["network_mode"] == "none"
+    assert replace(ServeOptions()).port == int(port)

@@ -1,0 +1,79 @@
+"""docs/wire.md says what the structs say, its links lead somewhere, and its client in plain msgpack works."""
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from caesura.client import SamplingParams, launch_scheduler
+
+DOCS = Path(__file__).parents[3] / "docs"
+
+
+@pytest.fixture(scope="module")
+def generator() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("generate_wire", DOCS / "generate_wire.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def document() -> str:
+    return (DOCS / "wire.md").read_text(encoding="utf-8")
+
+
+def test_the_tables_are_those_of_the_structs(generator, document):
+    assert generator.generate(document) == document, "run: python docs/generate_wire.py"
+
+
+def test_every_row_of_the_generated_tables_says_something(generator, document):
+    generated = [
+        document.partition(f"<!-- generated: {name} -->")[2].partition(f"<!-- end of {name} -->")[0]
+        for name in generator.PARTS
+    ]
+    # The first row of a table names its columns, of which the overview of the requests has one without a name.
+    rows = re.findall(r"(?<=\|\n)\| .*\|$", "\n".join(generated), re.MULTILINE)
+    assert len(rows) > 300
+    assert [row for row in rows if any(not cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1])] == []
+
+
+def test_a_changed_table_is_noticed_and_restored(generator, document):
+    changed = document.replace("| `input_ids` | array of int", "| `input_ids` | array of str")
+    assert changed != document
+    assert generator.generate(changed) == document
+
+
+def test_a_document_without_marks_is_refused(generator, document):
+    with pytest.raises(ValueError, match="'limits'"):
+        generator.generate(document.replace("<!-- end of limits -->", ""))
+
+
+def test_links_lead_somewhere(document):
+    anchors = {
+        re.sub(r"[^\w\- ]", "", title).lower().replace(" ", "-")
+        for title in re.findall(r"^#+ (.+)$", document, re.MULTILINE)
+    }
+    targets = re.findall(r"\]\(([^)]+)\)", document)
+    assert len(targets) > 50
+    assert [t for t in targets if t.startswith("#") and t[1:] not in anchors] == []
+    assert [t for t in targets if not t.startswith("#") and not (DOCS / t.partition("#")[0]).exists()] == []
+
+
+def test_the_client_in_plain_msgpack_gets_what_ours_gets(document, tiny_model, tmp_path):
+    (example,) = re.findall(r"```python\n(.*?)```", document, re.DOTALL)
+    assert "caesura" not in example
+    script = tmp_path / "client.py"
+    script.write_text(example)
+    with launch_scheduler(tiny_model, num_threads=1, kv_pool_tokens=1024) as client:
+        expected = client.generate(
+            input_ids=[1, 2, 3], sampling_params=SamplingParams(max_new_tokens=8, temperature=0.0)
+        )
+        endpoint = client.endpoint
+        done = subprocess.run([sys.executable, script, endpoint], capture_output=True, text=True, timeout=60)
+    assert done.stderr == ""
+    assert done.stdout == f"{expected.output_ids} {expected.finish_reason.type}\nrunning\n"

@@ -1,0 +1,197 @@
+"""FlashInfer's plans and page lists, against dense attention: the library is a stand-in that believes only its lists."""
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from support import fake_flashinfer
+from support.forward_batches import Row, forward_batch
+from torch import Tensor
+
+from caesura.io_struct import CaesuraError
+from caesura.scheduler.attention import flashinfer
+from caesura.scheduler.attention.flashinfer import FlashInferBackend, PageLists, page_lists, why_not
+from caesura.scheduler.attention.sdpa import SdpaBackend
+from caesura.scheduler.cache.pool import MHAPool
+from caesura.scheduler.config import EngineConfig
+
+HEADS, KV_HEADS, SIZE = 4, 2, 8
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_workspaces():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flashinfer, "_FLOAT_WORKSPACE_BYTES", 64)
+        patch.setattr(flashinfer, "_INT_WORKSPACE_BYTES", 64)
+        yield
+
+
+def backend_over(pool: MHAPool, **options) -> FlashInferBackend:
+    sizes = {"max_rows": 8, "max_tokens": 200, "max_pages": 8, **options}
+    return FlashInferBackend(pool, HEADS, KV_HEADS, SIZE, 0.3, library=fake_flashinfer, **sizes)
+
+
+def filled_pool(num_pages: int = 60, seed: int = 0) -> MHAPool:
+    pool = MHAPool(num_layers=2, num_pages=num_pages, kv_heads=KV_HEADS, head_size=SIZE, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    for layer in range(2):
+        for storage in pool.layer(layer):
+            storage.copy_(torch.randn(storage.shape, generator=generator))
+    return pool
+
+
+def batch_of(rows: list[tuple[int, int]], num_decode: int, seed: int = 0):
+    """``rows`` are (earlier tokens, new tokens); pages are scattered."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = (torch.randperm(59, generator=generator) + 1).tolist()
+    made = []
+    for start, new in rows:
+        made.append(Row([0] * new, start, [ids.pop() for _ in range(-(-(start + new) // 16))]))
+    return forward_batch(made, num_decode)
+
+
+def projections(tokens: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values as views of one projection, as the attention block has them."""
+    qkv = torch.randn((tokens, HEADS + 2 * KV_HEADS, SIZE), generator=torch.Generator().manual_seed(seed))
+    return qkv[:, :HEADS], qkv[:, HEADS:-KV_HEADS], qkv[:, -KV_HEADS:]
+
+
+LENGTHS = st.tuples(st.integers(0, 60), st.integers(1, 40))
+
+
+@settings(max_examples=40)
+@given(
+    decode=st.lists(st.integers(0, 90), max_size=3),
+    prefill=st.lists(LENGTHS, max_size=3),
+    seed=st.integers(0, 99),
+)
+@example(decode=[15, 16, 0], prefill=[(0, 16), (16, 16), (0, 1)], seed=0)
+def test_mixed_steps_agree_with_the_torch_backend(decode, prefill, seed):
+    rows = [(start, 1) for start in decode] + prefill
+    if not rows:
+        return
+    batch = batch_of(rows, len(decode), seed)
+    q, k, v = projections(len(batch.input_ids), seed)
+    ours, reference = filled_pool(), filled_pool()
+    torch_backend = SdpaBackend(reference, HEADS, KV_HEADS, SIZE, 0.3)
+    backend = backend_over(ours)
+    with torch.inference_mode():
+        for each in (backend, torch_backend):
+            each.plan(batch)
+        for layer in range(2):
+            got = backend.forward(q, k, v, layer)
+            torch.testing.assert_close(got, torch_backend.forward(q, k, v, layer), atol=1e-5, rtol=1e-4)
+            for mine, theirs in zip(ours.layer(layer), reference.layer(layer), strict=True):
+                assert torch.equal(mine, theirs), "K or V went elsewhere"
+
+
+def test_decode_and_prefill_rows_are_planned_apart_and_once_per_step():
+    backend = backend_over(filled_pool())
+    fake_flashinfer.CALLS.clear()
+    batch = batch_of([(20, 1), (3, 1), (0, 40)], 2)
+    backend.plan(batch)
+    for layer in range(2):
+        backend.forward(*projections(42, 0), layer)
+    assert fake_flashinfer.CALLS == ["plan decode 2", "plan prefill 1"]
+
+
+def test_page_lists_of_a_step_by_hand():
+    batch = batch_of([(32, 1), (15, 1), (14, 3)], 2)
+    table = batch.page_table
+    indptr, last, qo_indptr, prefill_indptr, batch_indices, positions, indices = page_lists(batch, 16)
+    assert indptr.tolist() == [0, 3, 4, 6]
+    assert last.tolist() == [1, 16, 1]
+    assert (qo_indptr.tolist(), prefill_indptr.tolist()) == ([0, 3], [0, 2])
+    assert batch_indices.tolist() == [0, 1, 2, 2, 2]
+    assert positions.tolist() == [32, 15, 14, 15, 16]
+    assert indices.tolist() == [*table[0].tolist(), int(table[1, 0]), *table[2, :2].tolist()]
+
+
+def test_lists_of_steps_of_one_size_lie_where_a_graph_looks_for_them():
+    lists = PageLists(rows=4, tokens=70, pages=8, page_size=16, device=torch.device("cpu"))
+    views = lists.decode_views(3)
+    for seed in range(3):
+        batch = batch_of([(seed * 17, 1), (90, 1), (3, 1)], 3, seed)
+        _, device = lists.fill(batch)
+        for name in ("indptr", "last_page_len", "batch_indices", "positions", "indices"):
+            found, expected = getattr(views, name), getattr(device, name)
+            assert found.data_ptr() == expected.data_ptr()
+            assert torch.equal(found[: len(expected)], expected)
+
+
+def test_captured_decode_keeps_its_buffers_and_follows_each_plan():
+    pool, reference = filled_pool(), filled_pool()
+    captured = backend_over(pool).for_decode(3)
+    torch_backend = SdpaBackend(reference, HEADS, KV_HEADS, SIZE, 0.3)
+    buffers = None
+    for seed in range(4):
+        batch = batch_of([(seed * 15, 1), (89, 1), (3 + seed, 1)], 3, seed)
+        q, k, v = projections(3, seed)
+        captured.plan(batch)
+        torch_backend.plan(batch)
+        found = [t.data_ptr() for t in captured._wrapper._plans]
+        assert found == (buffers or found)
+        buffers = found
+        torch.testing.assert_close(
+            captured.forward(q, k, v, 0), torch_backend.forward(q, k, v, 0), atol=1e-5, rtol=1e-4
+        )
+    with pytest.raises(AssertionError, match="another number of rows"):
+        captured.plan(batch_of([(3, 1)], 1))
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_plan_writes_host_memory_only_after_the_copies_of_the_one_before(captured):
+    backend = backend_over(filled_pool())
+    planned = backend.for_decode(2) if captured else backend
+    seen: list[tuple[str, list[int]]] = []
+
+    class Event:
+        def synchronize(self) -> None:
+            seen.append(("wait", backend._lists._host.tolist()))
+
+        def record(self) -> None:
+            seen.append(("copied", backend._lists._host.tolist()))
+
+    backend._copied = Event()
+    for seed in range(3):
+        planned.plan(batch_of([(40 * seed, 1), (9, 1)], 2, seed))
+    assert [kind for kind, _ in seen] == ["wait", "copied"] * 3
+    for (_, copied), (_, at_wait) in zip(seen[1::2], seen[2::2]):
+        assert copied == at_wait, "written before the wait"
+
+
+@pytest.mark.parametrize("heads,expected", [(2, False), (6, False), (8, True), (16, True)])
+def test_large_groups_decode_on_tensor_cores(heads, expected):
+    backend = FlashInferBackend(
+        filled_pool(), heads, KV_HEADS, SIZE, library=fake_flashinfer, max_rows=1, max_tokens=1, max_pages=1
+    )
+    assert backend._decode.use_tensor_cores is expected
+
+
+@pytest.mark.parametrize(
+    "device,dtype,size,reason",
+    [
+        ("cpu", torch.bfloat16, 128, "not on cpu"),
+        ("cuda", torch.float32, 128, "not float32"),
+        ("cuda", torch.bfloat16, 80, "heads of 80"),
+    ],
+)
+def test_it_says_why_it_cannot_serve(device, dtype, size, reason):
+    assert reason in (why_not(torch.device(device), dtype, size) or "")
+
+
+def test_installed_or_not_decides_the_rest(monkeypatch):
+    where = "caesura.scheduler.attention.flashinfer.find_spec"
+    monkeypatch.setattr(where, lambda name: None)
+    assert why_not(torch.device("cuda"), torch.bfloat16, 128) == "it is not installed"
+    monkeypatch.setattr(where, lambda name: object())
+    assert why_not(torch.device("cuda"), torch.bfloat16, 128) is None
+
+
+@pytest.mark.parametrize(
+    "options", [{"attention_backend": "flex"}, {"attention_backend": "sdpa", "deterministic": True}]
+)
+def test_an_impossible_backend_is_refused_by_name(options):
+    with pytest.raises(CaesuraError) as caught:
+        EngineConfig(model_path="m", **options)
+    assert caught.value.detail["field"] == "attention_backend"

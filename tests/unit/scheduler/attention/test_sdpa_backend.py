@@ -1,0 +1,175 @@
+"""The torch attention backend against a dense float64 reference, with NaN wherever nothing may be read."""
+
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.forward_batches import Row, forward_batch
+from support.workspaces import memory_of
+from torch import Tensor
+
+from caesura.scheduler.attention import sdpa
+from caesura.scheduler.attention.sdpa import SdpaBackend
+from caesura.scheduler.cache.pool import MHAPool
+from caesura.scheduler.forward import ForwardBatch
+
+PAGE = 16
+
+
+class Scene:
+    """Rows with random earlier KV in scattered pages of a pool that is NaN everywhere else."""
+
+    def __init__(
+        self, kv_heads: int, group: int, size: int, rows: list[tuple[int, int]], num_decode: int, seed: int
+    ):
+        """``rows`` are (earlier tokens, new tokens)."""
+        generator = torch.Generator().manual_seed(seed)
+
+        def draw(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator)
+
+        self.kv_heads, self.group, self.size, self.rows = kv_heads, group, size, rows
+        needed = [-(-(start + new) // PAGE) for start, new in rows]
+        ids = list(range(1, sum(needed) + 4))
+        random.Random(seed).shuffle(ids)
+        self.pool = MHAPool(
+            num_layers=1, num_pages=len(ids) + 1, kv_heads=kv_heads, head_size=size, dtype=torch.float32
+        )
+        k_pool, v_pool = self.pool.layer(0)
+        k_pool.fill_(torch.nan)
+        v_pool.fill_(torch.nan)
+        self.keys, self.values, batch_rows = [], [], []
+        for (start, new), count in zip(rows, needed):
+            pages = [ids.pop() for _ in range(count)]
+            k, v = draw(start + new, kv_heads, size), draw(start + new, kv_heads, size)
+            slots = torch.tensor(
+                [pages[p // PAGE] * PAGE + p % PAGE for p in range(start)], dtype=torch.int64
+            )
+            self.pool.store(0, k[:start], v[:start], slots)
+            self.keys.append(k)
+            self.values.append(v)
+            batch_rows.append(Row([0] * new, start, pages))
+        self.batch: ForwardBatch = forward_batch(batch_rows, num_decode)
+        self.q = draw(sum(new for _, new in rows), kv_heads * group, size)
+        self.k = torch.cat([k[start:] for k, (start, _) in zip(self.keys, rows)])
+        self.v = torch.cat([v[start:] for v, (start, _) in zip(self.values, rows)])
+
+    @torch.inference_mode()
+    def attend(self) -> Tensor:
+        backend = SdpaBackend(self.pool, self.kv_heads * self.group, self.kv_heads, self.size, 0.3)
+        backend.plan(self.batch)
+        return backend.forward(self.q, self.k, self.v, 0)
+
+    def expected(self) -> Tensor:
+        """Dense attention in float64, one row at a time."""
+        outputs, token = [], 0
+        for (start, new), k, v in zip(self.rows, self.keys, self.values):
+            q = self.q[token : token + new].double().view(new, self.kv_heads, self.group, self.size)
+            scores = torch.einsum("tkgd,skd->kgts", q, k.double()) * 0.3
+            future = torch.arange(start + new) > torch.arange(start, start + new)[:, None]
+            weights = scores.masked_fill(future, -torch.inf).softmax(-1)
+            outputs.append(torch.einsum("kgts,skd->tkgd", weights, v.double()).reshape(new, -1))
+            token += new
+        return torch.cat(outputs)
+
+
+def check(scene: Scene) -> None:
+    got = scene.attend()
+    assert got.isfinite().all()
+    torch.testing.assert_close(got.double(), scene.expected(), atol=2e-6, rtol=1e-5)
+
+
+decode_rows = st.lists(st.tuples(st.integers(0, 70), st.just(1)), max_size=6)
+prefill_rows = st.lists(
+    st.tuples(st.sampled_from([0, 0, 1, 16, 37]), st.sampled_from([1, 2, 15, 16, 33])), max_size=4
+)
+
+
+@settings(max_examples=60)
+@given(
+    kv_heads=st.integers(1, 3),
+    group=st.integers(1, 4),
+    size=st.sampled_from([2, 6, 16]),
+    decode=decode_rows,
+    prefill=prefill_rows,
+    seed=st.integers(0, 1000),
+)
+def test_matches_dense_attention(kv_heads, group, size, decode, prefill, seed) -> None:
+    if decode or prefill:
+        check(Scene(kv_heads, group, size, decode + prefill, len(decode), seed))
+
+
+@pytest.mark.parametrize("limit", [1, 3 * 2 * PAGE * 8 * 4])
+def test_rows_are_split_when_the_workspace_is_full(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A workspace smaller than a page forces a round per row; the result is the same."""
+    monkeypatch.setitem(sdpa._WORKSPACE_BYTES, "cpu", limit)
+    rows = [(5, 1), (40, 1), (16, 1), (15, 1), (47, 1), (0, 1)]
+    scene = Scene(2, 2, 8, rows + [(20, 9)] * 3 + [(0, 12)] * 2, len(rows), 3)
+    check(scene)
+    backend = SdpaBackend(scene.pool, 4, 2, 8)
+    with torch.inference_mode():
+        backend.plan(scene.batch)
+        backend.forward(scene.q, scene.k, scene.v, 0)
+    longest = 3 * 2 * PAGE * 8 * 4
+    assert memory_of(backend._workspace, "gathered").nbytes // 2 <= max(limit, longest)
+
+
+def test_one_long_row_does_not_pad_the_others() -> None:
+    scene = Scene(2, 2, 8, [(20, 1), (1500, 1), (30, 1)] + [(10, 1)] * 20, 23, 4)
+    check(scene)
+    backend = SdpaBackend(scene.pool, 4, 2, 8)
+    backend.plan(scene.batch)
+    assert [group.num_rows for group in backend._groups] == [1, 22]
+    padded = sum(len(group.pages) for group in backend._groups) // 2
+    assert padded < 1.4 * sum(-(-length // PAGE) for length in scene.batch.kv_lens_host)
+
+
+def test_equal_prompts_are_one_run() -> None:
+    scene = Scene(1, 2, 8, [(0, 9)] * 3 + [(16, 9)] * 2 + [(0, 8)], 0, 5)
+    backend = SdpaBackend(scene.pool, 2, 1, 8)
+    backend.plan(scene.batch)
+    assert [(run.num_rows, run.q_len, run.kv_len) for run in backend._runs] == [
+        (3, 9, 9),
+        (2, 9, 25),
+        (1, 8, 8),
+    ]
+    check(scene)
+
+
+def test_a_plan_serves_every_layer_and_the_next_plan_replaces_it() -> None:
+    first, second = Scene(2, 1, 8, [(70, 1), (3, 1)], 2, 6), Scene(2, 1, 8, [(9, 1)], 1, 7)
+    backend = SdpaBackend(first.pool, 2, 2, 8, 0.3)
+    with torch.inference_mode():
+        backend.plan(first.batch)
+        once = backend.forward(first.q, first.k, first.v, 0)
+        assert torch.equal(backend.forward(first.q, first.k, first.v, 0), once)
+        backend.plan(forward_batch([Row([0], 4, [1])], 1))
+        assert backend.forward(second.q, second.k, second.v, 0).shape == (1, 16)
+
+
+def test_the_workspace_only_grows() -> None:
+    scene = Scene(2, 2, 8, [(100, 1)] * 4, 4, 8)
+    backend = SdpaBackend(scene.pool, 4, 2, 8)
+    addresses = set()
+    with torch.inference_mode():
+        backend.plan(scene.batch)
+        for _ in range(3):
+            backend.forward(scene.q, scene.k, scene.v, 0)
+            addresses.add(memory_of(backend._workspace, "gathered").data_ptr())
+        backend.plan(forward_batch([Row([0], 4, [1])], 1))
+        backend.forward(scene.q[:1], scene.k[:1], scene.v[:1], 0)
+        addresses.add(memory_of(backend._workspace, "gathered").data_ptr())
+    assert len(addresses) == 1
+
+
+def test_the_default_scale_is_one_over_the_root_of_the_head_size() -> None:
+    scene = Scene(1, 1, 16, [(5, 1)], 1, 9)
+    with torch.inference_mode():
+        explicit, default = (SdpaBackend(scene.pool, 1, 1, 16, scale) for scale in (0.25, None))
+        results = []
+        for backend in (explicit, default):
+            backend.plan(scene.batch)
+            results.append(backend.forward(scene.q, scene.k, scene.v, 0))
+    assert torch.equal(*results)

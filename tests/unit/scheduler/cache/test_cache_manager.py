@@ -1,0 +1,435 @@
+"""The KV ledger, model-checked: the reference remembers what was computed into every page, and under which weights."""
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from caesura.scheduler.cache.manager import CacheManager, LedgerError, Usage
+
+PAGE = 2
+ROW = 16
+pages = st.sampled_from([(0, 0), (0, 1)])  # two kinds: equal prefixes all the time
+prompts = st.builds(
+    lambda pages, tail: [token for page in pages for token in page] + tail,
+    st.lists(pages, min_size=1, max_size=6),
+    st.sampled_from([[], [0]]),
+)
+
+
+def array(values):
+    return np.array(values, dtype=np.int32)
+
+
+class Request:
+    def __init__(self, kv, tokens, epoch):
+        self.kv = kv
+        self.tokens = tokens
+        self.epoch = epoch  # of its first KV; None: it has none
+        self.computed = kv.num_shared * PAGE
+        self.stale = False
+
+
+class ManagerAgainstContents(RuleBasedStateMachine):
+    """``content[page]`` stands for the KV itself: the epoch, salt and prefix that the page was computed from.
+
+    A request of one epoch must find its own prefix in every full page it holds, whatever others do; that covers use after
+    free, pages shared by mistake, matches across salts or epochs, and donated pages that were never computed.
+    """
+
+    num_pages = 1000
+    prefix_cache = True
+
+    def __init__(self):
+        super().__init__()
+        self.manager = CacheManager(self.num_pages, PAGE, self.prefix_cache)
+        self.requests = []
+        self.content = {}
+        self.donated = set()  # (salt, prefix), ignoring evictions
+        self.epoch = 0
+        self.quiet = 0  # steps since the cache was last emptied
+
+    def prefixes(self, tokens):
+        return [tuple(tokens[:end]) for end in range(PAGE, len(tokens) + 1, PAGE)]
+
+    def remember_donation(self, request):
+        if self.prefix_cache and not request.stale:
+            computed = request.tokens[: request.computed]
+            self.donated |= {(request.kv.salt, prefix) for prefix in self.prefixes(computed)}
+
+    @precondition(lambda self: len(self.requests) < 6)
+    @rule(tokens=prompts, salt=st.sampled_from(["", "a"]))
+    def open(self, tokens, salt):
+        kv = self.manager.open(array(tokens), salt, np.zeros(ROW, dtype=np.int32))
+        longest = 0
+        for prefix in self.prefixes(tokens[:-1]):  # at least one token is left to compute
+            if (salt, prefix) not in self.donated:
+                break
+            longest += 1
+        if self.num_pages >= 1000:
+            assert kv.num_shared == longest
+        assert kv.num_pages == kv.num_shared <= longest
+        assert (kv.node is None) == (kv.num_shared == 0)
+        self.requests.append(Request(kv, list(tokens), self.epoch))
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data(), more=st.lists(st.integers(0, 1), max_size=5))
+    def compute(self, data, more):
+        request = data.draw(st.sampled_from(self.requests))
+        kv, target = request.kv, [*request.tokens, *more][: ROW * PAGE]
+        need = -(-len(target) // PAGE) - kv.num_pages
+        before, row = self.manager.usage(), kv.pages.copy()
+        if not self.manager.extend(kv, len(target)):
+            assert need > self.manager.available()
+            assert self.manager.usage() == before
+            assert np.array_equal(kv.pages, row)
+            return
+        assert kv.num_pages == -(-len(target) // PAGE)
+        request.tokens = target
+        for i in range(request.computed // PAGE, len(target) // PAGE):
+            key = (self.epoch, kv.salt) if not request.stale else (None, kv.salt)
+            assert i >= kv.num_shared  # never written: others read it
+            self.content[int(kv.pages[i])] = (*key, tuple(target[: (i + 1) * PAGE]))
+        request.computed = len(target)
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def donate(self, data):
+        request = data.draw(st.sampled_from(self.requests))
+        shared = request.kv.num_shared
+        self.manager.donate(request.kv, array(request.tokens[: request.computed]))
+        self.remember_donation(request)
+        if request.stale or not self.prefix_cache:
+            assert request.kv.num_shared == shared
+        else:
+            assert request.kv.num_shared == request.computed // PAGE
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data(), keep=st.booleans())
+    def close(self, data, keep):
+        request = self.requests.pop(data.draw(st.integers(0, len(self.requests) - 1)))
+        cached = self.manager.usage().cached
+        self.manager.close(request.kv, array(request.tokens[: request.computed]) if keep else None)
+        if keep:
+            self.remember_donation(request)
+        if request.stale:
+            assert self.manager.usage().cached == cached
+        with pytest.raises(LedgerError, match="closed"):
+            self.manager.extend(request.kv, 1)
+
+    @precondition(lambda self: self.quiet > 8)  # rarely, so that a cache can grow
+    @rule(step=st.integers(1, 2))
+    def commit(self, step):
+        self.quiet = 0
+        before = self.manager.usage()
+        self.epoch += step
+        freed = self.manager.commit_epoch(self.epoch)
+        assert self.manager.usage() == before._replace(free=before.free + before.cached, cached=0)
+        assert freed == before.cached
+        for request in self.requests:
+            request.stale = request.stale or request.kv.num_pages > 0
+            assert request.kv.stale == request.stale
+            assert request.kv.epoch == (request.kv.epoch if request.stale else self.epoch)
+        self.donated.clear()
+
+    @precondition(lambda self: self.quiet > 8)
+    @rule()
+    def flush(self):
+        self.quiet = 0
+        before = self.manager.usage()
+        if self.requests:
+            with pytest.raises(LedgerError, match="hold KV"):
+                self.manager.flush()
+            assert self.manager.usage() == before
+        else:
+            assert self.manager.flush() == before.cached
+            assert self.manager.usage() == Usage(before.total, 0, 0, before.total)
+            self.donated.clear()
+
+    @invariant()
+    def ledger(self):
+        self.quiet += 1
+        self.manager.check()
+        usage = self.manager.usage()
+        assert usage.free + usage.cached + usage.held == usage.total == self.num_pages - 1
+        assert self.manager.available() == usage.free + usage.cached
+        assert usage.held == len({int(p) for r in self.requests for p in r.kv.pages[: r.kv.num_pages]})
+
+    @invariant()
+    def every_page_holds_what_its_request_computed(self):
+        for request in self.requests:
+            for i, prefix in enumerate(self.prefixes(request.tokens[: request.computed])):
+                epoch, salt, stored = self.content[int(request.kv.pages[i])]
+                assert (salt, stored) == (request.kv.salt, prefix)
+                if not request.stale:
+                    assert epoch == self.epoch
+
+
+class ManagerUnderPressure(ManagerAgainstContents):
+    num_pages = 15
+
+
+class ManagerWithoutPrefixCache(ManagerAgainstContents):
+    num_pages = 15
+    prefix_cache = False
+
+
+for machine, examples in (
+    (ManagerAgainstContents, 50),
+    (ManagerUnderPressure, 50),
+    (ManagerWithoutPrefixCache, 15),
+):
+    machine.TestCase.settings = settings(max_examples=examples, stateful_step_count=40)
+TestManagerAgainstContents = ManagerAgainstContents.TestCase
+TestManagerUnderPressure = ManagerUnderPressure.TestCase
+TestManagerWithoutPrefixCache = ManagerWithoutPrefixCache.TestCase
+
+
+# -- named cases -------------------------------------------------------------------------------------------------
+
+
+def make(num_pages=50, prefix_cache=True):
+    return CacheManager(num_pages, PAGE, prefix_cache)
+
+
+def begin(manager, tokens, salt="", compute=True):
+    kv = manager.open(array(tokens), salt, np.zeros(ROW, dtype=np.int32))
+    assert not compute or manager.extend(kv, len(tokens))
+    return kv
+
+
+def held_pages(kv):
+    return kv.pages[: kv.num_pages].tolist()
+
+
+def test_exact_full_hit_leaves_one_token_to_compute():
+    manager = make()
+    first = begin(manager, [1, 2, 3, 4, 5, 6])
+    pages = held_pages(first)
+    manager.close(first, array([1, 2, 3, 4, 5, 6]))
+    assert manager.usage().cached == 3
+    again = begin(manager, [1, 2, 3, 4, 5, 6], compute=False)
+    assert again.num_shared == 2
+    assert held_pages(again) == pages[:2]
+    longer = begin(manager, [1, 2, 3, 4, 5, 6, 7], compute=False)
+    assert held_pages(longer) == pages
+    manager.check()
+
+
+def test_two_requests_donating_the_same_prefix_keep_one_copy():
+    manager = make()
+    tokens = [1, 2, 3, 4, 5]
+    first, second = begin(manager, tokens), begin(manager, [*tokens, 6, 7])
+    assert manager.usage().held == 3 + 4
+    manager.donate(first, array(tokens))
+    manager.donate(second, array([*tokens, 6, 7]))
+    assert held_pages(second)[:2] == held_pages(first)[:2]
+    assert (first.num_shared, second.num_shared) == (2, 3)
+    assert manager.usage().held == 3 + 2  # the second's two duplicates are free again
+    manager.check()
+    manager.close(first, array(tokens))
+    manager.close(second, None)
+    assert manager.usage() == Usage(free=46, cached=3, held=0, total=49)
+    manager.check()
+
+
+def test_of_pages_that_somebody_else_has_donated_meanwhile_the_row_takes_those_of_the_tree():
+    """Behind a prefix that both share already."""
+    manager = make()
+    manager.close(begin(manager, [1, 1, 2]), array([1, 1]))
+    first, second = begin(manager, [1, 1, 2, 2, 3]), begin(manager, [1, 1, 2, 2, 3])
+    assert first.num_shared == second.num_shared == 1
+    manager.donate(first, array([1, 1, 2, 2]))
+    manager.donate(second, array([1, 1, 2, 2]))
+    assert held_pages(second)[:2] == held_pages(first)[:2]
+    manager.check()
+
+
+def test_a_stale_request_never_donates():
+    manager = make()
+    tokens = array([1, 2, 3, 4, 5])
+    live = begin(manager, tokens.tolist())
+    manager.commit_epoch(1)
+    assert live.stale
+    manager.donate(live, tokens)
+    assert live.num_shared == 0
+    assert begin(manager, tokens.tolist(), compute=False).num_shared == 0
+    manager.close(live, tokens)
+    assert manager.usage().cached == 0
+    manager.check()
+
+
+def test_a_request_without_pages_moves_to_the_new_epoch():
+    manager = make()
+    waiting = begin(manager, [1, 2, 3], compute=False)
+    manager.commit_epoch(4)
+    assert (waiting.epoch, waiting.stale) == (4, False)
+    manager.extend(waiting, 3)
+    manager.close(waiting, array([1, 2, 3]))
+    assert manager.usage().cached == 1
+
+
+def test_locked_pages_of_an_old_epoch_are_held_and_freed_with_their_last_request():
+    manager = make()
+    tokens = array([1, 2, 3, 4, 5])
+    manager.close(begin(manager, tokens.tolist()), tokens)
+    first, second = begin(manager, tokens.tolist()), begin(manager, tokens.tolist())
+    assert manager.usage() == Usage(free=45, cached=0, held=4, total=49)
+    assert manager.commit_epoch(1) == 0
+    manager.close(first, tokens)
+    assert manager.usage().held == 3
+    manager.check()
+    manager.close(second, None)
+    assert manager.usage() == Usage(free=49, cached=0, held=0, total=49)
+    manager.check()
+
+
+def test_commit_frees_what_nobody_locks():
+    manager = make()
+    manager.close(begin(manager, [1, 1, 2, 2, 3, 3]), array([1, 1, 2, 2, 3, 3]))
+    live = begin(manager, [1, 1, 9])
+    assert manager.usage().cached == 2
+    assert manager.commit_epoch(1) == 2
+    assert manager.usage().held == live.num_pages == 2
+    manager.check()
+    for epoch in (1, 0):
+        with pytest.raises(ValueError, match="does not follow"):
+            manager.commit_epoch(epoch)
+
+
+def test_eviction_takes_the_least_recent_and_never_a_locked_page():
+    manager = make(num_pages=9)
+    for start in (10, 20, 30):
+        manager.close(begin(manager, [start, start, start, start]), array([start] * 4))
+    locked = begin(manager, [10, 10, 10, 10, 10], compute=False)  # the oldest, in use again
+    assert manager.usage() == Usage(free=2, cached=4, held=2, total=8)
+    other = begin(manager, [1] * 8)  # two free pages, then two evicted ones
+    assert not set(held_pages(other)) & set(held_pages(locked))
+    assert begin(manager, [20] * 5, compute=False).num_shared == 0
+    assert begin(manager, [30] * 5, compute=False).num_shared == 2
+    assert not manager.extend(other, 10)  # everything left is locked
+    assert other.num_pages == 4
+    manager.check()
+
+
+def test_a_leaf_is_evicted_from_its_end_only_as_far_as_needed():
+    manager = make(num_pages=9)
+    manager.close(begin(manager, [5] * 16), array([5] * 16))
+    begin(manager, [1, 1, 1])
+    assert manager.usage() == Usage(free=0, cached=6, held=2, total=8)
+    assert begin(manager, [5] * 16, compute=False).num_shared == 6
+
+
+def test_preemption_returns_everything_but_the_cached_prefix():
+    manager = make()
+    manager.close(begin(manager, [1, 1, 2, 2]), array([1, 1, 2, 2]))
+    kv = begin(manager, [1, 1, 2, 2, 3, 3, 4])
+    manager.close(kv, None)
+    assert manager.usage() == Usage(free=47, cached=2, held=0, total=49)
+
+
+def test_salts_do_not_share():
+    manager = make()
+    manager.close(begin(manager, [1, 2, 3, 4], salt="a"), array([1, 2, 3, 4]))
+    assert begin(manager, [1, 2, 3, 4, 5], salt="b", compute=False).num_shared == 0
+    assert begin(manager, [1, 2, 3, 4, 5], salt="a", compute=False).num_shared == 2
+
+
+def test_without_prefix_cache_nothing_is_stored():
+    manager = make(prefix_cache=False)
+    kv = begin(manager, [1, 2, 3, 4])
+    manager.donate(kv, array([1, 2, 3, 4]))
+    assert kv.num_shared == 0
+    manager.close(kv, array([1, 2, 3, 4]))
+    assert manager.usage() == Usage(free=49, cached=0, held=0, total=49)
+
+
+def test_misuse_is_refused_and_changes_nothing():
+    manager = make()
+    kv = begin(manager, [1, 2, 3])
+    with pytest.raises(LedgerError, match="pages for 4"):
+        manager.donate(kv, array([1] * 6))
+    with pytest.raises(LedgerError, match="pages for 4"):
+        manager.close(kv, array([1] * 6))
+    with pytest.raises(LedgerError, match="the row has 16"):
+        manager.extend(kv, ROW * PAGE + 1)
+    longer = begin(manager, [1, 2, 3, 4, 5])
+    with pytest.raises(LedgerError, match=r"8 computed tokens, but pages for 6$"):
+        manager.donate(longer, array([1] * 8))
+    manager.check()
+    manager.close(longer, None)
+    manager.close(kv, None)
+    for call in (lambda: manager.close(kv, None), lambda: manager.donate(kv, array([1, 2]))):
+        with pytest.raises(LedgerError, match="closed"):
+            call()
+    manager.close(begin(manager, [1] * 8), array([1] * 8))
+    with pytest.raises(LedgerError, match="does not fit a row of 2"):
+        manager.open(array([1] * 9), "", np.zeros(2, dtype=np.int32))
+    manager.check()
+
+
+# -- the check itself: every kind of damage is seen and named -----------------------------------------------------
+
+
+def damaged():
+    manager = make(num_pages=9)
+    manager.close(begin(manager, [1, 2, 3, 4]), array([1, 2, 3, 4]))
+    kv = begin(manager, [1, 2, 3, 4, 5, 6])
+    manager.check()
+    return manager, kv
+
+
+def test_check_names_a_leaked_page():
+    manager, _ = damaged()
+    leaked = manager._allocator.allocate(1)
+    assert leaked is not None
+    with pytest.raises(LedgerError, match=rf"no owner: \[{leaked[0]}\]"):
+        manager.check()
+
+
+@pytest.mark.parametrize("count,more", [(16, ""), (17, r" … \(17 in all\)")])
+def test_of_many_leaked_pages_the_check_names_sixteen(count, more):
+    manager = make()
+    leaked = manager._allocator.allocate(count)
+    assert leaked is not None
+    named = ", ".join(map(str, sorted(leaked)[:16]))
+    with pytest.raises(LedgerError, match=rf"no owner: \[{named}\]{more}$"):
+        manager.check()
+
+
+def test_check_names_a_page_with_two_owners():
+    manager, kv = damaged()
+    kv.pages[2] = kv.pages[0]
+    with pytest.raises(LedgerError, match=rf"several owners: \[{kv.pages[0]}\]"):
+        manager.check()
+
+
+@pytest.mark.parametrize("page", [0, 9])
+def test_check_names_a_page_that_cannot_be_owned(page):
+    manager, kv = damaged()
+    kv.pages[2] = page
+    with pytest.raises(LedgerError, match=rf"unknown pages with an owner: \[{page}\]"):
+        manager.check()
+
+
+def test_check_sees_a_held_counter_that_drifted():
+    manager, _ = damaged()
+    manager._num_owned += 1
+    with pytest.raises(LedgerError, match=r"held=4.*held=3"):
+        manager.check()
+
+
+def test_check_sees_a_row_that_left_its_shared_pages():
+    manager, kv = damaged()
+    kv.pages[[0, 1]] = kv.pages[[1, 0]]
+    with pytest.raises(LedgerError, match="row shares"):
+        manager.check()
+
+
+def test_check_sees_a_lock_that_nobody_holds():
+    manager, kv = damaged()
+    assert kv.node is not None
+    manager._tree.lock(kv.node)
+    with pytest.raises(LedgerError, match="locked 2 times, used 1 times"):
+        manager.check()

@@ -1,0 +1,296 @@
+"""Compiled paged attention against dense attention in float64, and the bits of a row in every company."""
+
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.kernels import instruction_sets, threads
+from support.sanitized import run_sanitized
+from torch import Tensor
+
+from caesura.scheduler.kernels.attention import PAGE_SIZE, PagedAttention, plan_tasks
+
+DTYPES = (torch.float32, torch.bfloat16)
+SCALE = 0.3
+
+
+@dataclass
+class Piece:
+    """Query tokens [start, end) of request ``request``."""
+
+    request: int
+    start: int
+    end: int
+
+
+class Scene:
+    """Requests of given lengths, their K and V in scattered pages of a pool; all else in the pool is NaN."""
+
+    def __init__(
+        self, lengths: Sequence[int], kv_heads: int, group: int, size: int, dtype: torch.dtype, seed: int
+    ):
+        generator = torch.Generator().manual_seed(seed)
+
+        def draw(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator).to(dtype)
+
+        self.lengths, self.kv_heads, self.group, self.size, self.dtype = lengths, kv_heads, group, size, dtype
+        self.keys = [draw(length, kv_heads, size) for length in lengths]
+        self.values = [draw(length, kv_heads, size) for length in lengths]
+        self.queries = [draw(length, kv_heads * group, size) for length in lengths]
+        self.place(seed)
+
+    def place(self, seed: int) -> None:
+        """Write K and V to pages, chosen by ``seed``."""
+        needed = [-(-length // PAGE_SIZE) for length in self.lengths]
+        ids = list(range(1, sum(needed) + 3))
+        random.Random(seed).shuffle(ids)
+        self.pages = [[ids.pop() for _ in range(count)] for count in needed]
+        shape = (sum(needed) + 3, self.kv_heads, PAGE_SIZE, self.size)
+        self.pool = torch.full((2, *shape), torch.nan, dtype=self.dtype)
+        for index, pages in enumerate(self.pages):
+            for pool, rows in zip(self.pool, (self.keys[index], self.values[index])):
+                for position, row in enumerate(rows):
+                    pool[pages[position // PAGE_SIZE], :, position % PAGE_SIZE] = row
+
+    def attend(self, pieces: Sequence[Piece]) -> list[Tensor]:
+        """One step's outputs [tokens, heads, size], piece by piece."""
+        width = max(len(pages) for pages in self.pages) + 1
+        table = torch.zeros(len(pieces), width + 2, dtype=torch.int32)[:, :width]
+        for row, piece in zip(table, pieces):
+            pages = self.pages[piece.request][: -(-piece.end // PAGE_SIZE)]
+            row[: len(pages)] = torch.tensor(pages)
+        q_lens = [piece.end - piece.start for piece in pieces]
+        heads = self.kv_heads * self.group
+        # As slices of a fused projection, into wider rows.
+        fused = torch.full((sum(q_lens), heads + 3, self.size), torch.nan, dtype=self.dtype)
+        q = fused[:, 1 : heads + 1]
+        q.copy_(torch.cat([self.queries[piece.request][piece.start : piece.end] for piece in pieces]))
+        wide = torch.full((sum(q_lens), heads * self.size + 5), 77.0, dtype=self.dtype)
+        out = wide[:, : heads * self.size]
+        attention = PagedAttention(self.dtype, self.kv_heads, self.group, self.size, SCALE)
+        tasks = plan_tasks(q_lens, [piece.end for piece in pieces], self.group)
+        attention(q, *self.pool, table, tasks, out)
+        assert (wide[:, heads * self.size :] == 77).all()
+        return list(out.clone().view(-1, heads, self.size).split(q_lens))
+
+    def expected(self, piece: Piece) -> Tensor:
+        """In float64, of the values as stored."""
+        q = self.queries[piece.request][piece.start : piece.end].double()
+        k, v = (x[piece.request][: piece.end].double() for x in (self.keys, self.values))
+        scores = torch.einsum("tkgd,skd->kgts", q.view(len(q), self.kv_heads, self.group, -1), k) * SCALE
+        future = torch.arange(piece.end) > torch.arange(piece.start, piece.end)[:, None]
+        weights = scores.masked_fill(future, -torch.inf).softmax(-1)
+        return torch.einsum("kgts,skd->tkgd", weights, v).reshape(len(q), -1, self.size)
+
+
+TOLERANCE = {
+    torch.float32: {"atol": 3e-6, "rtol": 2e-5},
+    # Weights and result are rounded to eight bits each; a result is a mean of values of about 1.
+    torch.bfloat16: {"atol": 2.0**-7, "rtol": 2.0**-7},
+}
+
+pieces_of_work = st.lists(
+    st.tuples(
+        st.sampled_from([0, 1, 15, 16, 47, 63, 64, 65, 130]), st.sampled_from([1, 1, 2, 7, 16, 33, 70])
+    ),
+    min_size=1,
+    max_size=5,
+)
+
+
+@settings(max_examples=50)
+@given(
+    dtype=st.sampled_from(DTYPES),
+    kv_heads=st.integers(1, 3),
+    group=st.sampled_from([1, 2, 3, 5, 7, 8]),
+    size=st.sampled_from([1, 2, 5, 16, 24, 33, 64, 80, 128]),
+    work=pieces_of_work,
+    seed=st.integers(0, 1000),
+)
+def test_matches_dense_attention(dtype, kv_heads, group, size, work, seed) -> None:
+    for _ in instruction_sets():
+        scene = Scene([earlier + new for earlier, new in work], kv_heads, group, size, dtype, seed)
+        pieces = [Piece(index, earlier, earlier + new) for index, (earlier, new) in enumerate(work)]
+        for piece, got in zip(pieces, scene.attend(pieces)):
+            torch.testing.assert_close(got.double(), scene.expected(piece), **TOLERANCE[dtype])
+
+
+def test_heads_larger_than_a_task() -> None:
+    """A group of more query heads than a task should have rows is still one task's."""
+    for _ in instruction_sets():
+        scene = Scene([20], 1, 250, 8, torch.float32, 1)
+        (got,) = scene.attend([Piece(0, 0, 20)])
+        torch.testing.assert_close(got.double(), scene.expected(Piece(0, 0, 20)), **TOLERANCE[torch.float32])
+
+
+# The same bits in every company
+
+
+def check_everywhere(dtype: torch.dtype, group: int, size: int, steps: Callable[[Scene], None]) -> None:
+    for _ in instruction_sets():
+        steps(Scene([203, 90, 16], 2, group, size, dtype, 5))
+
+
+def alone(scene: Scene, request: int) -> Tensor:
+    """Every token of a request decoded, by itself, on one thread."""
+    with threads(1):
+        tokens = range(scene.lengths[request])
+        return torch.cat([scene.attend([Piece(request, token, token + 1)])[0] for token in tokens])
+
+
+@settings(max_examples=12)
+@given(
+    dtype=st.sampled_from(DTYPES),
+    shape=st.sampled_from([(1, 16), (2, 64), (3, 40), (5, 33), (8, 7)]),
+    cuts=st.sets(st.integers(1, 202), max_size=6),
+    count=st.integers(1, 3),
+    seed=st.integers(0, 1000),
+)
+def test_a_token_has_the_same_bits_decoded_and_in_any_chunk(dtype, shape, cuts, count, seed) -> None:
+    def steps(scene: Scene) -> None:
+        want = [alone(scene, request) for request in range(3)]
+        scene.place(seed)
+        edges = [0, *sorted(cuts), 203]
+        got = []
+        with threads(count):
+            for start, end in itertools.pairwise(edges):
+                first, *others = scene.attend([Piece(0, start, end), Piece(1, 10, 87), Piece(2, 15, 16)])
+                got.append(first)
+                assert torch.equal(others[0], want[1][10:87])
+                assert torch.equal(others[1], want[2][15:])
+        assert torch.equal(torch.cat(got), want[0])
+
+    check_everywhere(dtype, *shape, steps)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_later_tokens_cannot_show_even_if_they_are_not_finite(dtype: torch.dtype) -> None:
+    """A weight of zero times infinity would be NaN: what a query may not see is left out."""
+
+    def steps(scene: Scene) -> None:
+        for position in (3, 64, 101, 150):
+            want = alone(scene, 0)
+            scene.values[0][position:] = torch.inf
+            scene.keys[0][position + 1 :] = torch.nan
+            scene.place(5)
+            (got,) = scene.attend([Piece(0, 0, 203)])
+            assert torch.equal(got[:position], want[:position])
+            assert not got[position:].isfinite().any()
+            scene = Scene([203, 90, 16], 2, 2, 32, dtype, 5)
+
+    check_everywhere(dtype, 2, 32, steps)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_query_that_is_not_finite_spoils_its_own_row_only(dtype: torch.dtype) -> None:
+    def steps(scene: Scene) -> None:
+        (want,) = scene.attend([Piece(0, 0, 203)])
+        scene.queries[0][100, 1] = torch.nan
+        (got,) = scene.attend([Piece(0, 0, 203)])
+        assert got[100, 1].isnan().all()
+        got[100, 1] = want[100, 1]
+        assert torch.equal(got, want)
+
+    check_everywhere(dtype, 2, 32, steps)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_large_scores_do_not_overflow(dtype: torch.dtype) -> None:
+    def steps(scene: Scene) -> None:
+        scene.queries[0] *= 1000
+        for piece in (Piece(0, 0, 203), Piece(0, 202, 203)):
+            (got,) = scene.attend([piece])
+            torch.testing.assert_close(got.double(), scene.expected(piece), atol=0.05, rtol=0.02)
+
+    check_everywhere(dtype, 2, 16, steps)
+
+
+# Planning
+
+
+@settings(max_examples=100)
+@given(
+    rows=st.lists(st.tuples(st.integers(1, 300), st.integers(0, 500)), min_size=1, max_size=20),
+    group=st.sampled_from([1, 2, 8, 200]),
+)
+def test_a_plan_covers_every_token_once(rows, group) -> None:
+    q_lens, kv_lens = [q for q, _ in rows], [q + earlier for q, earlier in rows]
+    tasks = plan_tasks(q_lens, kv_lens, group)
+    seen = []
+    for row, first, tokens, position in tasks.tolist():
+        assert tokens >= 1
+        assert tokens == 1 or tokens * group <= 192
+        token = sum(q_lens[:row])
+        assert position - (kv_lens[row] - q_lens[row]) == first - token
+        seen += range(first, first + tokens)
+        assert token <= first < first + tokens <= token + q_lens[row]
+    assert sorted(seen) == list(range(sum(q_lens)))
+
+
+def test_rows_that_decode_are_planned_as_beside_a_prompt() -> None:
+    kv_lens = [5, 300, 300, 1, 64, 17]
+    beside = plan_tasks([1] * 6 + [2], [*kv_lens, 2], 3)
+    assert np.array_equal(plan_tasks([1] * 6, kv_lens, 3), beside[beside[:, 0] < 6])
+    assert plan_tasks([], [], 3).shape == (0, 4)
+
+
+def test_the_longest_task_comes_first() -> None:
+    rows = [row for row, *_ in plan_tasks([1, 1, 90, 1], [10, 3000, 90, 200], 1).tolist()]
+    assert rows == [1, 2, 3, 0]
+
+
+# Refusals
+
+
+@pytest.mark.parametrize("change", [
+    {"q": torch.zeros(3, 4, 8).bfloat16()}, {"q": torch.zeros(3, 5, 8)}, {"q": torch.zeros(3, 4, 16)[..., ::2]},
+    {"keys": torch.zeros(2, 2, 8, 16).transpose(2, 3)}, {"values": torch.zeros(2, 2, 16, 4)},
+    {"keys": torch.zeros(2, 1, 16, 8), "values": torch.zeros(2, 1, 16, 8)}, {"keys": torch.zeros(3, 2, 16, 8)},
+    {"table": torch.zeros(3, 1, dtype=torch.int64)}, {"table": torch.zeros(3, 2, dtype=torch.int32)[:, ::2]},
+    {"out": torch.zeros(3, 31)}, {"out": torch.zeros(2, 32)}, {"out": torch.zeros(32, 3).T},
+    {"tasks": np.zeros((3, 4), dtype=np.int32)}, {"tasks": np.zeros((3, 8), dtype=np.int64)[:, ::2]},
+])  # fmt: skip
+def test_what_would_be_misread_is_refused(change) -> None:
+    for _ in instruction_sets():
+        given = {
+            "q": torch.zeros(3, 4, 8), "keys": torch.zeros(2, 2, 16, 8), "values": torch.zeros(2, 2, 16, 8),
+            "table": torch.ones(3, 1, dtype=torch.int32), "tasks": plan_tasks([1] * 3, [5] * 3, 2),
+            "out": torch.ones(3, 32),
+        }  # fmt: skip
+        attention = PagedAttention(torch.float32, 2, 2, 8, SCALE)
+        assert not attention(*given.values()).any()
+        with pytest.raises(ValueError):
+            attention(*(given | change).values())
+
+
+SANITIZED = """
+import sys
+sys.path.insert(0, {here!r})
+from test_kernel_attention import Piece, Scene
+import torch
+from support.kernels import instruction_sets, threads
+for isa in instruction_sets():
+    for dtype in (torch.float32, torch.bfloat16):
+        for size, group in ((5, 3), (16, 1), (33, 2), (80, 7), (128, 2)):
+            scene = Scene([100, 47, 1, 130], 2, group, size, dtype, 0)
+            with threads(2):
+                pieces = [Piece(1, 46, 47), Piece(2, 0, 1), Piece(0, 33, 100), Piece(3, 0, 130)]
+                assert all(out.isfinite().all() for out in scene.attend(pieces))
+    print(isa)
+"""
+
+
+@pytest.mark.slow
+def test_memory_is_accessed_within_bounds(tmp_path) -> None:
+    for _ in instruction_sets():
+        pass  # or skipped
+    here = str(Path(__file__).parent)
+    assert "avx2" in run_sanitized(SANITIZED.format(here=here), tmp_path, "attention")

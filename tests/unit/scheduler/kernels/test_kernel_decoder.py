@@ -1,0 +1,265 @@
+"""All layers in one call against the same layers one by one: the same bits, in hidden states and in the KV pool."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.checkpoints import make_checkpoint
+from support.forward_batches import Row, forward_batch, load_model
+from support.kernels import instruction_sets, threads
+from support.sanitized import run_sanitized
+from support.workspaces import memory_of
+
+from caesura.scheduler.attention.paged_cpu import PagedCpuBackend
+from caesura.scheduler.attention.sdpa import SdpaBackend
+from caesura.scheduler.cache.pool import MHAPool
+from caesura.scheduler.kernels import native
+from caesura.scheduler.kernels.decoder import DecoderKernel, LayerShape, LayerTensors
+from caesura.scheduler.kernels.linear import storage_shape
+
+FAMILIES = {
+    "llama": {"num_attention_heads": 6, "head_dim": 10, "hidden_size": 36},
+    "qwen2": {"intermediate_size": 50},
+    "qwen3": {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 32, "num_hidden_layers": 3},
+    "mistral": {"hidden_size": 64, "head_dim": 16},
+}
+PAGES = 40
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """A model of each family and dtype."""
+    if native.why_not():
+        pytest.skip(f"no compiled kernels: {native.why_not()}")
+    folder = tmp_path_factory.mktemp("models")
+    for family, overrides in FAMILIES.items():
+        make_checkpoint(folder / family, family, **overrides)
+    dtypes = (torch.float32, torch.bfloat16)
+    return {
+        (family, dtype): load_model(str(folder / family), dtype) for family in FAMILIES for dtype in dtypes
+    }
+
+
+def attention(model, dtype, seed=0):
+    config = model.config
+    pool = MHAPool(
+        num_layers=config.num_layers, num_pages=PAGES, kv_heads=config.num_kv_heads,
+        head_size=config.head_dim, dtype=dtype,
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(seed)
+    for layer in range(config.num_layers):
+        for tensor in pool.layer(layer):
+            tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    return pool, PagedCpuBackend(pool, config.num_heads, config.num_kv_heads, config.head_dim)
+
+
+def layer_by_layer(model, batch, backend):
+    steps = model.forward_by_layer(batch, backend)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value
+
+
+def compute(model, dtype, batch, how):
+    """Hidden states, and what the pool holds afterwards."""
+    pool, backend = attention(model, dtype)
+    with torch.inference_mode():
+        backend.plan(batch)
+        hidden = how(model, batch, backend).clone()
+    return hidden, [tensor for layer in range(pool.num_layers) for tensor in pool.layer(layer)]
+
+
+def at_once(model, batch, backend):
+    return model.forward(batch, backend)
+
+
+def batch_of(lengths, num_decode):
+    """Rows of (new tokens, position of the first), on pages of their own."""
+    rows, free = [], list(range(1, PAGES))
+    for number, (count, start) in enumerate(lengths):
+        pages = [free.pop() for _ in range(-(-(start + count) // 16))]
+        rows.append(Row([(7 * number + 3 * i) % 97 for i in range(count)], start, pages))
+    return forward_batch(rows, num_decode)
+
+
+@settings(max_examples=25)
+@given(
+    family=st.sampled_from(sorted(FAMILIES)),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    decoding=st.lists(st.integers(0, 60), max_size=5),
+    prompts=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 20)), max_size=2),
+    num_threads=st.sampled_from([1, 2, 5]),
+)
+def test_the_bits_are_those_of_layers_one_by_one(models, family, dtype, decoding, prompts, num_threads):
+    lengths = [(1, start) for start in decoding] + prompts or [(1, 0)]
+    batch, model = batch_of(lengths, len(decoding)), models[family, dtype]
+    for _ in instruction_sets():
+        with threads(num_threads):
+            hidden, pool = compute(model, dtype, batch, at_once)
+        expected, expected_pool = compute(model, dtype, batch, layer_by_layer)
+        assert hidden.isfinite().all()
+        assert torch.equal(hidden, expected)
+        assert all(torch.equal(*pair) for pair in zip(pool, expected_pool, strict=True))
+
+
+def test_one_call_computes_all_layers(models, monkeypatch):
+    model, calls = models["qwen3", torch.float32], []
+    compute_all = DecoderKernel.__call__
+    monkeypatch.setattr(DecoderKernel, "__call__", lambda *args: calls.append(1) or compute_all(*args))
+    compute(model, torch.float32, batch_of([(1, 3), (5, 0)], 1), at_once)
+    assert calls == [1]
+
+
+def test_many_more_threads_than_cores_compute_the_same(models):
+    """Threads come late and find their share done, or all of it."""
+    model, batch = models["qwen3", torch.float32], batch_of([(1, 30)] * 6 + [(40, 0)], 6)
+    expected, _ = compute(model, torch.float32, batch, layer_by_layer)
+    for count in (16, 64, 200):
+        with threads(count):
+            for _ in range(5):
+                assert torch.equal(compute(model, torch.float32, batch, at_once)[0], expected)
+
+
+def test_what_is_not_sampled_is_left_out(models):
+    model, batch = models["qwen3", torch.float32], batch_of([(1, 3), (5, 0)], 1)
+    every, _ = compute(model, torch.float32, batch, at_once)
+    some, _ = compute(model, torch.float32, replace(batch, sample_tokens=torch.tensor([0, 5])), at_once)
+    none, _ = compute(model, torch.float32, replace(batch, sample_tokens=batch.sample_tokens[:0]), at_once)
+    assert torch.equal(some, every[[0, 5]])
+    assert none.shape == (0, model.config.hidden_size)
+
+
+def test_memory_is_taken_for_the_longest_step_once(models):
+    model = models["llama", torch.float32]
+    _, backend = attention(model, torch.float32)
+    addresses = set()
+    with torch.inference_mode():
+        for count in (30, 3, 30, 17):
+            backend.plan(batch := batch_of([(count, 0)], 0))
+            model.forward(batch, backend)
+            addresses.add(memory_of(model._kernel._workspace, "activations").data_ptr())
+    assert len(addresses) == 1
+
+
+@pytest.mark.parametrize("family,options", [("qwen3-moe", {"num_experts": 4}), ("deepseek-v3", {})])
+def test_other_layers_are_computed_one_by_one(tmp_path, family, options):
+    make_checkpoint(tmp_path, family, **options)
+    assert load_model(str(tmp_path), torch.float32)._kernel is None
+
+
+def test_without_the_paged_kernel_layers_are_computed_one_by_one(models):
+    model, batch = models["qwen3", torch.float32], batch_of([(1, 3), (5, 0)], 1)
+    pool, _ = attention(model, torch.float32)
+    backend = SdpaBackend(pool, model.config.num_heads, model.config.num_kv_heads, model.config.head_dim)
+    with torch.inference_mode():
+        backend.plan(batch)
+        hidden = model.forward(batch, backend)
+    expected, _ = compute(model, torch.float32, batch, at_once)
+    torch.testing.assert_close(hidden, expected, atol=1e-4, rtol=1e-4)
+
+
+SHAPE = LayerShape(hidden=24, heads=4, kv_heads=2, head_size=8, intermediate=40)
+
+
+def layer(**changed):
+    def weight(outputs, inputs):
+        return torch.zeros(storage_shape(outputs, inputs, torch.float32))
+
+    tensors = LayerTensors(
+        input_norm=torch.ones(24), qkv=weight(64, 24), qkv_bias=None, q_norm=torch.ones(8), k_norm=torch.ones(8),
+        o=weight(24, 32), o_bias=None, mlp_norm=torch.ones(24), gate_up=weight(80, 24), down=weight(24, 40),
+    )  # fmt: skip
+    return tensors._replace(**changed)
+
+
+def kernel_of(*layers, last_norm=None, head_eps=1e-6):
+    norm = torch.ones(24) if last_norm is None else last_norm
+    return DecoderKernel(layers, norm, SHAPE, eps=1e-6, head_eps=head_eps)
+
+
+@pytest.mark.parametrize("changed", [
+    {"input_norm": torch.ones(23)}, {"input_norm": torch.ones(48)[::2]}, {"mlp_norm": None}, {"q_norm": None},
+    {"qkv": torch.zeros(64, 24)}, {"qkv": None}, {"down": torch.zeros(32, 32)}, {"gate_up": torch.zeros(96, 32).bfloat16()},
+    {"qkv_bias": torch.zeros(63)}, {"o_bias": torch.zeros(24).bfloat16()}, {"k_norm": torch.ones(16)},
+])  # fmt: skip
+def test_layers_that_would_be_misread_are_refused(changed):
+    kernel_of(layer())
+    with pytest.raises(ValueError, match=f"no layer 1 of .*: {next(iter(changed))} is"):
+        kernel_of(layer(), layer(**changed))
+
+
+def test_head_norms_without_an_epsilon_are_refused():
+    with pytest.raises(ValueError, match="q_norm"):
+        kernel_of(layer(), head_eps=None)
+
+
+@pytest.mark.parametrize("norm", [torch.ones(23), torch.ones(24).bfloat16()])
+def test_a_last_norm_that_would_be_misread_is_refused(norm):
+    with pytest.raises(ValueError, match="no last norm"):
+        kernel_of(layer(), last_norm=norm)
+
+
+@pytest.mark.parametrize("change", [
+    {"residual": torch.zeros(2, 25)}, {"residual": torch.zeros(2, 24).bfloat16()}, {"residual": torch.zeros(24, 2).T},
+    {"cos": torch.zeros(9, 1, 8)}, {"sin": torch.zeros(9, 1, 8)[..., ::2]}, {"sin": torch.zeros(8, 1, 4)},
+    {"positions": torch.zeros(3, dtype=torch.int64)}, {"positions": torch.zeros(4, dtype=torch.int64)[::2]},
+    {"sampled": torch.zeros(1)}, {"sampled": torch.zeros(1, 1, dtype=torch.int64)},
+    {"slots": torch.zeros(3, dtype=torch.int64)}, {"slots": torch.zeros(2, dtype=torch.int32)},
+    {"table": torch.zeros(2, 1, dtype=torch.int64)}, {"keys": torch.zeros(3, 2, 16, 4)},
+    {"values": torch.zeros(3, 2, 8, 16).transpose(2, 3)},
+])  # fmt: skip
+def test_steps_that_would_be_misread_are_refused(change):
+    if native.why_not():
+        pytest.skip(f"no compiled kernels: {native.why_not()}")
+    pool = MHAPool(num_layers=1, num_pages=3, kv_heads=2, head_size=8, dtype=torch.float32)
+    backend = PagedCpuBackend(pool, 4, 2, 8)
+    backend.plan(forward_batch([Row([1], 0, [1]), Row([1], 3, [2])], 2))
+    keys, values = pool.layer(0)
+    right = {
+        "residual": torch.zeros(2, 24), "cos": torch.ones(9, 1, 4), "sin": torch.ones(9, 1, 4),
+        "positions": torch.tensor([0, 3]), "sampled": torch.tensor([1]), "slots": backend.paged.kv_slots,
+        "table": backend.paged.page_table, "keys": keys, "values": values,
+    }  # fmt: skip
+
+    def compute(residual, cos, sin, positions, sampled, slots, table, keys, values):
+        step = replace(backend.paged, kv=lambda _: (keys, values), kv_slots=slots, page_table=table)
+        return kernel_of(layer())(residual, (cos, sin), positions, sampled, step)
+
+    assert not compute(**right).any()
+    with pytest.raises(ValueError, match="no layers of"):
+        compute(**(right | change))
+
+
+SANITIZED = """
+import sys
+sys.path.insert(0, {here!r})
+from test_kernel_decoder import at_once, batch_of, compute, layer_by_layer
+import torch
+from support.forward_batches import load_model
+from support.kernels import instruction_sets, threads
+for dtype in (torch.float32, torch.bfloat16):
+    models = [load_model(path, dtype) for path in {models!r}]
+    for isa in instruction_sets():
+        for model in models:
+            batch = batch_of([(1, 40), (1, 0), (33, 5)], 2)
+            with threads(3):
+                hidden, _ = compute(model, dtype, batch, at_once)
+            assert torch.equal(hidden, compute(model, dtype, batch, layer_by_layer)[0])
+        print(isa)
+"""
+
+
+@pytest.mark.slow
+def test_memory_is_accessed_within_bounds(models, tmp_path):
+    here = str(Path(__file__).parent)
+    checkpoints = [str(tmp_path / family) for family in FAMILIES]
+    for family, overrides in FAMILIES.items():
+        make_checkpoint(tmp_path / family, family, **overrides)
+    program = SANITIZED.format(here=here, models=checkpoints)
+    operations = ("linear", "attention", "elementwise", "decoder")
+    assert "avx2" in run_sanitized(program, tmp_path, *operations)

@@ -1,0 +1,288 @@
+"""Compiled norm, rotation and gate: against float64, against torch's sequence of roundings, and bit by bit by row."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.kernels import instruction_sets, threads
+from support.sanitized import run_sanitized
+from torch import Tensor
+from torch.nn import functional
+
+from caesura.scheduler.kernels.elementwise import rms_norm, rope_store, silu_mul
+from caesura.scheduler.layers.norm import normalize
+from caesura.scheduler.layers.rotary import rotate
+
+DTYPES = (torch.float32, torch.bfloat16)
+EPS = 1e-5
+CANARY = 77.0
+
+dtypes = st.sampled_from(DTYPES)
+sizes = st.sampled_from([1, 2, 7, 16, 31, 64, 100, 129, 300])
+rows = st.integers(0, 9)
+seeds = st.integers(0, 1000)
+
+
+def draw(seed: int, dtype: torch.dtype, *shape: int) -> Tensor:
+    """Rows of a wider tensor, not aligned."""
+    *outer, size = shape
+    wide = torch.randn((*outer, size + 3), generator=torch.Generator().manual_seed(seed))
+    return wide.to(dtype)[..., 1 : size + 1]
+
+
+def framed(dtype: torch.dtype, *shape: int) -> tuple[Tensor, Tensor]:
+    """A tensor to write to, and the columns to its left and right, which have to stay :data:`CANARY`."""
+    *outer, size = shape
+    wide = torch.full((*outer, size + 2), CANARY, dtype=dtype)
+    return wide[..., 1 : size + 1], wide[..., :: size + 1]
+
+
+def assert_near(got: Tensor, want: Tensor, roundings: int) -> None:
+    """Within ``roundings`` half units in the last place of the dtype (and some float32 arithmetic)."""
+    unit = 2.0**-8 if got.dtype == torch.bfloat16 else 2.0**-23
+    torch.testing.assert_close(got.double(), want.double(), rtol=roundings * unit + 1e-6, atol=1e-30)
+
+
+@settings(max_examples=40)
+@given(dtype=dtypes, rows=rows, size=sizes, seed=seeds, with_residual=st.booleans())
+def test_norm(dtype, rows, size, seed, with_residual) -> None:
+    for _ in instruction_sets():
+        x, weight = draw(seed, dtype, rows, size), draw(seed + 1, dtype, size)
+        residual = draw(seed + 2, dtype, rows, size).clone() if with_residual else None
+        total = x if residual is None else residual + x
+        out, frame = framed(dtype, rows, size)
+        assert rms_norm(x, weight, EPS, residual=residual, out=out) is out
+        exact = total.double() / (total.double().square().mean(-1, keepdim=True) + EPS).sqrt()
+        assert_near(out, exact * weight.double(), 3)
+        assert (frame == CANARY).all()
+        if residual is not None:
+            assert torch.equal(residual, total)
+        assert_near(out, normalize(total, EPS).mul_(weight), 2)
+
+
+@settings(max_examples=40)
+@given(dtype=dtypes, rows=rows, size=sizes, seed=seeds)
+def test_gate(dtype, rows, size, seed) -> None:
+    for _ in instruction_sets():
+        x = draw(seed, dtype, rows, 2 * size).mul_(5)
+        out, frame = framed(dtype, rows, size)
+        assert silu_mul(x, out) is out
+        gate, up = x.double().split(size, -1)
+        assert_near(out, functional.silu(gate) * up, 3)
+        assert (frame == CANARY).all()
+        gate, up = x.split(size, -1)
+        assert_near(out, functional.silu(gate).mul_(up), 2)
+
+
+def test_gate_at_the_ends_of_the_range() -> None:
+    gate = torch.tensor(
+        [0.0, -0.0, -60, -80, -89, -1e4, 80, 1e4, 1e38, -1e38, torch.inf, -torch.inf, torch.nan]
+    )
+    for _ in instruction_sets():
+        out = silu_mul(torch.cat((gate, torch.ones(len(gate)))).view(1, -1))[0]
+        torch.testing.assert_close(out, functional.silu(gate), rtol=1e-6, atol=1e-36, equal_nan=True)
+
+
+def test_bfloat16_is_rounded_where_torch_rounds() -> None:
+    """All but the rare bits in which a sum in another order, or an exponential, makes a difference."""
+    x, weight = draw(0, torch.bfloat16, 50, 600), draw(1, torch.bfloat16, 600)
+    gate, up = x.split(300, -1)
+    for _ in instruction_sets():
+        assert (rms_norm(x, weight, EPS) == normalize(x, EPS).mul_(weight)).float().mean() > 0.99
+        assert (silu_mul(x) == functional.silu(gate).mul_(up)).float().mean() > 0.99
+
+
+class Rope:
+    """Inputs and the two ways."""
+
+    def __init__(
+        self, dtype: torch.dtype, tokens: int, heads: int, kv_heads: int, half: int, norm: bool, seed: int
+    ):
+        size = 2 * half
+        self.heads, self.kv_heads = heads, kv_heads
+        # Rows of a wider projection; heads of a token are contiguous.
+        fused = draw(seed, dtype, tokens, (heads + 2 * kv_heads) * size)
+        self.qkv = fused.unflatten(1, (-1, size))
+        angles = draw(seed + 1, torch.float32, tokens, 1, half) * 30
+        self.cos, self.sin = angles.cos().to(dtype), angles.sin().to(dtype)
+        self.norm = (draw(seed + 2, dtype, size), draw(seed + 3, dtype, size), EPS) if norm else None
+        self.slots = torch.randperm(5 * 16, generator=torch.Generator().manual_seed(seed))[:tokens]
+        self.pool = torch.full((2, 5, kv_heads, 16, size), CANARY, dtype=dtype)
+
+    def run(self, out: Tensor) -> Tensor:
+        return rope_store(
+            self.qkv, self.heads, self.cos, self.sin, self.slots, *self.pool, out=out, norm=self.norm
+        )
+
+    def expected(self) -> Tensor:
+        """Rotated queries and keys, by the operations of ``layers/``."""
+        qk = self.qkv[:, : -self.kv_heads]
+        if self.norm is not None:
+            q_weight, k_weight, eps = self.norm
+            qk = normalize(qk, eps)
+            qk[:, : self.heads].mul_(q_weight)
+            qk[:, self.heads :].mul_(k_weight)
+        return rotate(qk, self.cos, self.sin)
+
+    def stored(self) -> tuple[Tensor, Tensor]:
+        keys, values = (pool[self.slots // 16, :, self.slots % 16] for pool in self.pool)
+        return keys, values
+
+
+@settings(max_examples=60)
+@given(
+    dtype=dtypes,
+    tokens=st.integers(0, 9),
+    heads=st.integers(1, 4),
+    kv_heads=st.integers(1, 3),
+    half=st.sampled_from([1, 3, 8, 16, 20, 40, 64]),
+    norm=st.booleans(),
+    seed=seeds,
+)
+def test_rotation_and_store(dtype, tokens, heads, kv_heads, half, norm, seed) -> None:
+    for _ in instruction_sets():
+        rope = Rope(dtype, tokens, heads, kv_heads, half, norm, seed)
+        want, before = rope.expected(), rope.qkv.clone()
+        got = rope.run(torch.empty(tokens, heads, 2 * half, dtype=dtype))
+        keys, values = rope.stored()
+        assert torch.equal(values, before[:, -kv_heads:])
+        assert torch.equal(rope.qkv, before)
+        # A sum in another order moves a norm by a bit, and the difference of two products cancels.
+        scale = float(want.abs().max()) if tokens else 1.0
+        unit = 2.0**-7 if dtype == torch.bfloat16 else 2.0**-21
+        torch.testing.assert_close(got, want[:, :heads], rtol=unit, atol=unit * scale)
+        torch.testing.assert_close(keys, want[:, heads:], rtol=unit, atol=unit * scale)
+        if not norm and dtype == torch.bfloat16:
+            assert torch.equal(torch.cat((got, keys), 1), want)
+        # Nothing else was written, and in place is the same.
+        rope.pool[:, rope.slots // 16, :, rope.slots % 16] = CANARY
+        assert (rope.pool == CANARY).all()
+        in_place = rope.run(rope.qkv[:, :heads])
+        assert torch.equal(in_place, got)
+        assert torch.equal(rope.stored()[0], keys)
+        assert torch.equal(rope.qkv[:, heads:], before[:, heads:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_has_the_same_bits_in_every_batch_and_on_any_number_of_threads(dtype: torch.dtype) -> None:
+    """Large enough for threads to be used."""
+    size, tokens = 130, 300
+    for _ in instruction_sets():
+        x, weight = draw(0, dtype, tokens, 2 * size), draw(1, dtype, 2 * size)
+        rope = Rope(dtype, 60, 5, 2, 65, True, 2)
+        with threads(1):
+            norms = torch.cat([rms_norm(row[None], weight, EPS) for row in x])
+            gates = torch.cat([silu_mul(row[None]) for row in x])
+            one_by_one = Rope(dtype, 60, 5, 2, 65, True, 2)
+            queries = torch.empty(60, 5, 130, dtype=dtype)
+            for token in range(60):
+                cut = slice(token, token + 1)
+                rope_store(
+                    one_by_one.qkv[cut],
+                    5,
+                    one_by_one.cos[cut],
+                    one_by_one.sin[cut],
+                    one_by_one.slots[cut],
+                    *one_by_one.pool,
+                    out=queries[cut],
+                    norm=one_by_one.norm,
+                )
+        with threads(3):
+            assert torch.equal(rms_norm(x, weight, EPS), norms)
+            assert torch.equal(silu_mul(x), gates)
+            assert torch.equal(rope.run(torch.empty(60, 5, 130, dtype=dtype)), queries)
+            assert torch.equal(rope.pool, one_by_one.pool)
+
+
+def test_norm_in_place() -> None:
+    for _ in instruction_sets():
+        x, weight = draw(0, torch.bfloat16, 5, 70), draw(1, torch.bfloat16, 70)
+        want = rms_norm(x, weight, EPS)
+        assert torch.equal(rms_norm(x, weight, EPS, out=x), want)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nan_and_infinity_are_not_hidden(dtype: torch.dtype) -> None:
+    for _ in instruction_sets():
+        x, weight = draw(0, dtype, 3, 40).clone(), torch.ones(40, dtype=dtype)
+        x[1, 39] = torch.nan
+        x[2, 0] = torch.inf
+        out = rms_norm(x, weight, EPS)
+        assert out[0].isfinite().all()
+        assert out[1].isnan().all()
+        assert out[2, 0].isnan()
+        gated = silu_mul(x)
+        assert gated[0].isfinite().all()
+        assert not gated[1:].isfinite().all(-1).any()
+
+
+X = torch.zeros(3, 8)
+
+
+@pytest.mark.parametrize("call", [
+    lambda: rms_norm(X, X[0].bfloat16(), EPS), lambda: rms_norm(X.T, torch.zeros(3), EPS),
+    lambda: rms_norm(X, torch.zeros(7), EPS), lambda: rms_norm(X, X[0], EPS, residual=torch.zeros(2, 8)),
+    lambda: rms_norm(X, X[0], EPS, residual=torch.zeros(8, 3).T), lambda: rms_norm(X, X[0], EPS, out=torch.zeros(3, 7)),
+    lambda: rms_norm(X.double(), X[0].double(), EPS),
+    lambda: silu_mul(X.T), lambda: silu_mul(X, torch.zeros(3, 8)), lambda: silu_mul(X, torch.zeros(3, 4).bfloat16()),
+    lambda: silu_mul(torch.zeros(3, 7)),
+])  # fmt: skip
+def test_what_would_be_misread_is_refused(call) -> None:
+    for _ in instruction_sets():
+        with pytest.raises(ValueError):
+            call()
+
+
+@pytest.mark.parametrize("change", [
+    {"qkv": torch.zeros(4, 6, 16)[..., ::2]}, {"qkv": torch.zeros(6, 4, 8).transpose(0, 1)},
+    {"qkv": torch.zeros(4, 7, 8)}, {"qkv": torch.zeros(4, 6, 7)}, {"cos": torch.zeros(4, 1, 3)},
+    {"sin": torch.zeros(4, 1, 8)[..., :4]}, {"sin": torch.zeros(3, 1, 4)}, {"cos": torch.zeros(4, 1, 4).bfloat16()},
+    {"slots": torch.zeros(4, dtype=torch.int32)}, {"slots": torch.zeros(8, dtype=torch.int64)[::2]},
+    {"slots": torch.zeros(3, dtype=torch.int64)}, {"keys": torch.zeros(2, 2, 8, 8)},
+    {"values": torch.zeros(2, 2, 8, 16).transpose(2, 3)}, {"out": torch.zeros(4, 3, 8)},
+    {"out": torch.zeros(2, 4, 8).transpose(0, 1)}, {"norm": (torch.zeros(7), torch.zeros(8), EPS)},
+    {"norm": (torch.zeros(8), torch.zeros(8).bfloat16(), EPS)},
+])  # fmt: skip
+def test_what_rope_would_misread_is_refused(change) -> None:
+    for _ in instruction_sets():
+        given = {
+            "qkv": torch.zeros(4, 6, 8), "num_heads": 2, "cos": torch.zeros(4, 1, 4), "sin": torch.zeros(4, 1, 4),
+            "slots": torch.zeros(4, dtype=torch.int64), "keys": torch.zeros(2, 2, 16, 8),
+            "values": torch.zeros(2, 2, 16, 8),
+        }  # fmt: skip
+        options = {"out": torch.ones(4, 2, 8), "norm": (torch.zeros(8), torch.zeros(8), EPS)}
+        assert not rope_store(*given.values(), **options).any()
+        arguments = {name: change.get(name, value) for name, value in given.items()}
+        with pytest.raises(ValueError):
+            rope_store(
+                *arguments.values(), **{name: change.get(name, value) for name, value in options.items()}
+            )
+
+
+SANITIZED = """
+import sys
+sys.path.insert(0, {here!r})
+import torch
+from test_kernel_elementwise import EPS, Rope, draw
+from caesura.scheduler.kernels.elementwise import rms_norm, silu_mul
+from support.kernels import instruction_sets, threads
+for isa in instruction_sets():
+    for dtype in (torch.float32, torch.bfloat16):
+        for size in (1, 15, 16, 33, 64):
+            with threads(2):
+                x = draw(0, dtype, 900, 2 * size).clone()
+                rms_norm(x, torch.ones(2 * size, dtype=dtype), EPS, residual=x.clone())
+                silu_mul(x)
+                Rope(dtype, 80, 3, 2, size, size % 2 == 1, 0).run(torch.empty(80, 3, 2 * size, dtype=dtype))
+    print(isa)
+"""
+
+
+@pytest.mark.slow
+def test_memory_is_accessed_within_bounds(tmp_path) -> None:
+    for _ in instruction_sets():
+        pass  # or skipped
+    here = str(Path(__file__).parent)
+    assert "avx2" in run_sanitized(SANITIZED.format(here=here), tmp_path, "elementwise")

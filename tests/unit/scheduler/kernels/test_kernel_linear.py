@@ -1,0 +1,284 @@
+"""Packed products against float64, their bits across batch compositions, and the layout against plain indexing."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from caesura.scheduler.kernels import linear, native
+
+DTYPES = (torch.bfloat16, torch.float32)
+
+
+@pytest.fixture(params=native.ISAS[1 : native.ISAS.index(native.isa()) + 1] or [native.ISAS[1]])
+def isa(request):
+    """Each instruction set in turn."""
+    with native.limited_to(request.param) as possible:
+        if not possible:
+            pytest.skip(
+                f"{request.param} is not to be had here: {native.why_not() or 'the processor lacks it'}"
+            )
+        yield request.param
+
+
+@pytest.fixture
+def kernels():
+    if native.why_not():
+        pytest.skip(f"no compiled kernels: {native.why_not()}")
+
+
+def threads(count: int):
+    """A context in which torch, and so every kernel, uses ``count`` threads."""
+
+    class Threads:
+        def __enter__(self):
+            self.before = torch.get_num_threads()
+            torch.set_num_threads(count)
+
+        def __exit__(self, *_):
+            torch.set_num_threads(self.before)
+
+    return Threads()
+
+
+def packed(w: torch.Tensor) -> torch.Tensor:
+    storage = torch.zeros(linear.storage_shape(*w.shape, w.dtype), dtype=w.dtype)
+    linear.pack_rows(storage, w, 0)
+    return storage
+
+
+def product(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    return linear.linear(x, packed(w), bias, x.new_empty(len(x), len(w)))
+
+
+def tolerance(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Bound per element: one rounding of each sum in float32, and one of the result."""
+    magnitude = x.double().abs() @ w.double().abs().T + (0 if bias is None else bias.double().abs())
+    steps = x.shape[1] + 2
+    return magnitude * (steps * 2.0**-24) + (2.0**-8 * magnitude if x.dtype == torch.bfloat16 else 0) + 1e-30
+
+
+@st.composite
+def products(draw):
+    dtype = draw(st.sampled_from(DTYPES))
+    rows, outputs = draw(st.integers(0, 40)), draw(st.integers(1, 100))
+    inputs = draw(st.integers(1, 150)) * (2 if dtype == torch.bfloat16 else 1)
+    seed = draw(st.integers(0, 2**16))
+    generator = torch.Generator().manual_seed(seed)
+    padding = draw(st.integers(0, 3))  # of rows, so that strides are odd and rows unaligned
+    x = torch.randn(rows, inputs + padding, generator=generator).to(dtype)[:, padding:]
+    w = torch.randn(outputs, inputs, generator=generator).to(dtype)
+    bias = torch.randn(outputs, generator=generator).to(dtype) if draw(st.booleans()) else None
+    out = torch.full((rows + 1, outputs + padding), 77.0, dtype=dtype)
+    return x, w, bias, out
+
+
+@settings(max_examples=60)
+@given(products())
+def test_product_matches_float64_and_writes_nothing_else(case):
+    x, w, bias, out = case
+    expected = x.double() @ w.double().T + (0 if bias is None else bias.double())
+    for name in native.ISAS[1:]:
+        with native.limited_to(name) as possible:
+            if not possible:
+                continue
+            out.fill_(77.0)
+            target = out[: len(x), : len(w)]
+            linear.linear(x, packed(w), bias, target)
+            assert ((target.double() - expected).abs() <= tolerance(x, w, bias)).all(), name
+            assert (out[len(x) :] == 77).all()
+            assert (out[:, len(w) :] == 77).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("outputs,inputs", [(96, 130), (256, 512), (33, 64)])
+def test_a_row_has_the_same_bits_in_every_company(isa, dtype, outputs, inputs):
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(150, inputs, generator=generator).to(dtype)
+    w = packed(torch.randn(outputs, inputs, generator=generator).to(dtype))
+    bias = torch.randn(outputs, generator=generator).to(dtype)
+
+    def run(rows):
+        return linear.linear(rows, w, bias, rows.new_empty(len(rows), outputs))
+
+    alone = torch.cat([run(x[i : i + 1]) for i in range(len(x))])
+    for count in (1, 2, 3):
+        with threads(count):
+            for rows in (*range(1, 28), 48, 49, 97, 150):
+                assert torch.equal(run(x[:rows]), alone[:rows]), (count, rows)
+            order = torch.randperm(len(x), generator=generator)
+            assert torch.equal(run(x[order]), alone[order])
+
+
+def test_long_inputs_go_through_several_chunks_of_rows(isa):
+    generator = torch.Generator().manual_seed(6)
+    x = torch.randn(130, 4096, generator=generator).bfloat16()  # more than what stays in a second-level cache
+    w = torch.randn(64, 4096, generator=generator).bfloat16()
+    expected = x.double() @ w.double().T
+    assert ((product(x, w).double() - expected).abs() <= tolerance(x, w, None)).all()
+
+
+def test_not_a_number_stays_in_its_row(isa):
+    x, w = torch.ones(5, 64).bfloat16(), torch.ones(40, 64).bfloat16()
+    x[2, 63] = torch.nan
+    x[3, 0] = torch.inf
+    y = product(x, w)
+    assert y[2].isnan().all()
+    assert (y[3] == torch.inf).all()
+    assert (y[[0, 1, 4]] == 64).all()
+
+
+# The layout
+
+
+def by_index(w: torch.Tensor) -> torch.Tensor:
+    """The drawing of linear.cpp, word by word."""
+    words = w.view(torch.int32).numpy()
+    panels, tiles = -(-words.shape[0] // 32), -(-words.shape[1] // 16)
+    layout = np.zeros((panels, tiles, 2, 16, 16), np.int32)
+    for n in range(words.shape[0]):
+        for k in range(words.shape[1]):
+            layout[n // 32, k // 16, n // 16 % 2, k % 16, n % 16] = words[n, k]
+    storage = torch.from_numpy(layout.reshape(-1)).view(w.dtype)
+    return storage.view(linear.storage_shape(*w.shape, w.dtype))
+
+
+@st.composite
+def pieces(draw):
+    dtype = draw(st.sampled_from(DTYPES))
+    outputs, words = draw(st.integers(1, 100)), draw(st.integers(1, 70))
+    inputs = words * (2 if dtype == torch.bfloat16 else 1)
+    cuts = sorted(draw(st.sets(st.integers(1, outputs), max_size=5)) | {0, outputs})
+    w = torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(draw(st.integers(0, 999)))).to(
+        dtype
+    )
+    ranges = draw(st.permutations(list(itertools.pairwise(cuts))))
+    return w, ranges, draw(st.integers(0, 3))
+
+
+@settings(max_examples=60)
+@given(pieces())
+@pytest.mark.usefixtures("kernels")
+def test_pieces_in_any_order_give_the_layout(case):
+    w, ranges, padding = case
+    storage = torch.zeros(linear.storage_shape(*w.shape, w.dtype), dtype=w.dtype)
+    strided = torch.zeros(w.shape[0], w.shape[1] + padding, dtype=w.dtype)
+    strided[:, padding:] = w
+    for start, end in ranges:
+        linear.pack_rows(storage, strided[start:end, padding:], start)
+    assert torch.equal(storage.view(torch.int32), by_index(w).view(torch.int32))
+    for start, end in ranges:
+        strided[start:end] = 7
+        linear.unpack_rows(storage, start, strided[start:end, padding:])
+    assert torch.equal(strided[:, padding:], w)
+    assert (strided[:, :padding] == 7).all()
+
+
+@settings(max_examples=40)
+@given(pieces(), st.data())
+@pytest.mark.usefixtures("kernels")
+def test_equality_sees_every_bit_of_the_rows_and_no_other(case, data):
+    w, ranges, _ = case
+    storage = packed(w)
+    start, end = ranges[0]
+    assert linear.equal_rows(storage, w[start:end], start)
+    row, column = data.draw(st.integers(0, len(w) - 1)), data.draw(st.integers(0, w.shape[1] - 1))
+    bits = {2: torch.int16, 4: torch.int32}[w.itemsize]
+    changed = w.clone()
+    changed.view(bits)[row, column] ^= 1 << data.draw(st.integers(0, 8 * w.itemsize - 2))
+    assert linear.equal_rows(storage, changed[start:end], start) is not (start <= row < end)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_an_update_writes_what_differs_and_says_so(isa):
+    w = torch.randn(50, 70, generator=torch.Generator().manual_seed(4)).bfloat16()
+    storage = torch.zeros(linear.storage_shape(*w.shape, w.dtype), dtype=w.dtype)
+    assert linear.update_rows(storage, w[10:40], 10)
+    assert not linear.update_rows(storage, w[10:40], 10)
+    assert linear.update_rows(storage, w, 0)
+    assert torch.equal(storage, packed(w))
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_instruction_set_knows_the_layout(isa, dtype):
+    """Whole tiles, which go through registers, and the ends of rows and panels, which do not."""
+    w = torch.randn(85, 106, generator=torch.Generator().manual_seed(8)).to(dtype)
+    storage = packed(w)
+    assert torch.equal(storage.view(torch.int32), by_index(w).view(torch.int32))
+    assert torch.equal(linear.unpack_rows(storage, 0, torch.empty_like(w)), w)
+    assert linear.equal_rows(storage, w, 0)
+    for row, column in ((0, 0), (15, 31), (16, 32), (63, 95), (84, 105)):
+        w[row, column] += 1
+        assert not linear.equal_rows(storage, w, 0)
+        w[row, column] -= 1
+        linear.pack_rows(storage, w, 0)  # which adding and subtracting may have rounded
+
+
+@pytest.mark.usefixtures("kernels")
+def test_equality_is_of_bytes():
+    w = torch.zeros(40, 32)
+    w[3, 3] = torch.nan
+    storage = packed(w)
+    assert linear.equal_rows(storage, w, 0)
+    w[7, 7] = -0.0
+    assert not linear.equal_rows(storage, w, 0)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_large_weights_are_walked_by_all_threads():
+    w = torch.randn(1000, 200, generator=torch.Generator().manual_seed(1)).bfloat16()
+    with threads(3):
+        storage = packed(w)
+        assert linear.equal_rows(storage, w, 0)
+        assert torch.equal(linear.unpack_rows(storage, 0, torch.empty_like(w)), w)
+    w[999, 199] += 1
+    with threads(3):
+        assert not linear.equal_rows(storage, w, 0)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gathered_rows_are_the_table_s(dtype):
+    table = torch.randn(97, 66, generator=torch.Generator().manual_seed(2)).to(dtype)
+    ids = torch.randint(97, (50,), generator=torch.Generator().manual_seed(3))
+    out = torch.empty(50, 66, dtype=dtype)
+    assert torch.equal(linear.gather_rows(packed(table), ids, out), table[ids])
+    for wrong in (-1, 128, 2**40):
+        with pytest.raises(IndexError, match="row ids"):
+            linear.gather_rows(packed(table), torch.tensor([0, wrong]), out[:2])
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("change", [
+    {"x": torch.zeros(4, 80)}, {"x": torch.zeros(4, 64).bfloat16()}, {"x": torch.zeros(64, 4).T},
+    {"out": torch.zeros(3, 40)}, {"out": torch.zeros(4, 65)}, {"out": torch.zeros(40, 4).T},
+    {"bias": torch.zeros(39)}, {"bias": torch.zeros(40, dtype=torch.float64)}, {"bias": torch.zeros(80)[::2]},
+    {"weight": torch.zeros(64, 80)}, {"weight": torch.zeros(64, 64).T}, {"weight": torch.zeros(4097)[1:].view(64, 64)},
+])  # fmt: skip
+def test_what_does_not_fit_is_refused(change):
+    given = {
+        "x": torch.zeros(4, 64), "weight": torch.zeros(64, 64), "bias": torch.zeros(40), "out": torch.zeros(4, 40)
+    }  # fmt: skip
+    linear.linear(*given.values())
+    with pytest.raises(ValueError, match="packed rows"):
+        linear.linear(*(given | change).values())
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("rows,start", [
+    (torch.zeros(2, 30), 63), (torch.zeros(2, 30), -1), (torch.zeros(2, 60), 0), (torch.zeros(2, 30).double(), 0),
+    (torch.zeros(30, 2).T, 0),
+])  # fmt: skip
+def test_rows_that_do_not_fit_are_refused(rows, start):
+    with pytest.raises(ValueError, match="do not fit"):
+        linear.pack_rows(torch.zeros(64, 32), rows, start)
+
+
+def test_an_odd_number_of_bfloat16_is_left_to_torch():
+    assert not linear.packable(65, torch.bfloat16)
+    assert linear.packable(65, torch.float32)
+    assert not linear.packable(64, torch.float16)

@@ -1,0 +1,210 @@
+"""Which implementation serves, what the environment may say about it, and the compiled library as a citizen."""
+
+import ctypes
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from support.sanitized import run_sanitized
+
+from caesura.scheduler import kernels
+from caesura.scheduler.kernels import native
+
+
+@pytest.fixture
+def built():
+    if native.why_not():
+        pytest.skip(f"no compiled kernels: {native.why_not()}")
+
+
+@pytest.fixture
+def loading(monkeypatch):
+    """Loads the library anew, and afterwards as it was."""
+    monkeypatch.delenv(native.VARIABLE, raising=False)
+    native._library.cache_clear()
+    yield monkeypatch
+    monkeypatch.undo()
+    native._library.cache_clear()
+    native._library()
+
+
+def test_torch_is_the_answer_to_what_is_not_in_the_table():
+    for operation, device, dtype in [
+        ("linear", "cpu", torch.float16), ("linear", "meta", torch.float32), ("bake", "cpu", torch.float32)
+    ]:  # fmt: skip
+        assert kernels.best(operation, device, dtype) == kernels.TORCH
+
+
+@pytest.mark.usefixtures("built")
+def test_the_best_serves_and_can_be_limited():
+    best = kernels.best("linear", "cpu", torch.bfloat16)
+    assert best in native.ISAS[1:]
+    assert set(kernels.serving("cpu", torch.float32)) == set(kernels.OPERATIONS)
+    with native.limited_to("avx2") as possible:
+        assert possible
+        assert set(kernels.serving("cpu", torch.float32).values()) == {"avx2"}
+    assert kernels.best("linear", "cpu", torch.bfloat16) == best
+    assert set(kernels.serving("cpu", torch.float16).values()) == {kernels.TORCH}
+
+
+def test_the_environment_forces_torch(loading):
+    loading.setenv(native.VARIABLE, "torch")
+    assert kernels.best("linear", "cpu", torch.float32) == kernels.TORCH
+    assert native.why_not() == "CAESURA_KERNELS=torch"
+
+
+def test_the_environment_names_what_there_is(loading):
+    loading.setenv(native.VARIABLE, "sse9")
+    with pytest.raises(ValueError, match="CAESURA_KERNELS=sse9: expected one of torch, avx2"):
+        kernels.best("linear", "cpu", torch.float32)
+
+
+@pytest.mark.usefixtures("built")
+def test_the_environment_limits(loading):
+    loading.setenv(native.VARIABLE, "avx2")
+    assert kernels.best("linear", "cpu", torch.float32) == "avx2"
+
+
+@pytest.mark.parametrize("content,reason", [(None, "not built"), (b"no library", "does not load")])
+def test_without_a_library_torch_serves_and_says_why(loading, tmp_path, content, reason):
+    path = tmp_path / "_cpu.so"
+    if content is not None:
+        path.write_bytes(content)
+    loading.setattr(native, "_find", lambda: None if content is None else path)
+    assert kernels.best("linear", "cpu", torch.float32) == kernels.TORCH
+    assert reason in native.why_not()
+    with pytest.raises(RuntimeError, match=reason):
+        native.function("caesura_isa")()
+
+
+def test_a_library_of_other_sources_is_not_called(loading, tmp_path):
+    source, library = tmp_path / "old.c", tmp_path / "old.so"
+    source.write_text("int caesura_abi(void) { return -1; }")
+    try:
+        subprocess.run(["gcc", "-shared", "-fPIC", source, "-o", library], check=True, timeout=60)
+    except FileNotFoundError:
+        pytest.skip("no C compiler")
+    loading.setattr(native, "_find", lambda: library)
+    assert kernels.best("linear", "cpu", torch.float32) == kernels.TORCH
+    assert "other sources" in native.why_not()
+
+
+@pytest.mark.usefixtures("built")
+def test_a_library_whose_structures_have_another_size_is_not_called(loading):
+    class Longer(native.DecoderStep):
+        _fields_ = (("more", native.SIZE),)
+
+    loading.setattr(native, "DecoderStep", Longer)
+    assert kernels.best("decoder", "cpu", torch.float32) == kernels.TORCH
+    size = ctypes.sizeof(Longer)
+    assert f"a decoder step of {size - 8} bytes, this source makes one of {size}" in native.why_not()
+
+
+@pytest.mark.usefixtures("built")
+def test_one_openmp_runtime_serves_torch_and_the_kernels():
+    program = (
+        "import os, torch\n"
+        "from caesura.scheduler.kernels import linear\n"
+        "torch.set_num_threads(2)\n"
+        "w, x = torch.zeros(1024, 1024), torch.zeros(256, 1024)\n"
+        "torch.mm(x, w)\n"
+        "torch.tanh(w)\n"
+        "before = os.listdir('/proc/self/task')\n"
+        "linear.linear(x, w, None, torch.empty(256, 1024))\n"
+        "after = os.listdir('/proc/self/task')\n"
+        "files = {line.split()[-1] for line in open('/proc/self/maps') if '.so' in line}\n"
+        "print(before == after, sum('libgomp' in name or 'libomp' in name or 'libiomp' in name for name in files))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=170)
+    assert (done.stdout, done.stderr) == ("True 1\n", "")
+
+
+def test_the_build_names_every_source():
+    folder = Path(native.__file__).parent / "cpu"
+    text = (Path(native.__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
+    missing = [
+        path.name
+        for path in folder.iterdir()
+        if path.suffix in (".cpp", ".h") and f'"scheduler/kernels/cpu/{path.name}"' not in text
+    ]
+    assert missing == []
+
+
+SANITIZED = """
+import torch
+from caesura.scheduler.kernels import linear
+from caesura.scheduler.kernels.sampling import RowSampler
+torch.set_num_threads(2)
+torch.manual_seed(0)
+
+
+def products(dtype, rows, outputs, inputs):
+    w, x = torch.randn(outputs, inputs).to(dtype), torch.randn(rows, inputs).to(dtype)
+    store = torch.zeros(linear.storage_shape(outputs, inputs, dtype), dtype=dtype)
+    linear.pack_rows(store, w[: outputs // 2], 0)
+    linear.pack_rows(store, w[outputs // 2 :], outputs // 2)
+    assert linear.equal_rows(store, w, 0)
+    linear.unpack_rows(store, 0, torch.empty_like(w))
+    linear.gather_rows(store, torch.arange(outputs), torch.empty_like(w))
+    linear.linear(x, store, w[:, 0].contiguous(), torch.empty(rows, outputs, dtype=dtype))
+
+
+def samples(dtype, vocabulary):
+    logits, greedy, u = torch.randn(9, vocabulary).to(dtype), torch.arange(9) % 2 == 0, torch.rand(9).double()
+    tokens, logprobs = torch.empty(9, dtype=torch.int64), torch.empty(2, 9)
+    RowSampler(vocabulary).sample(logits, torch.full((9,), 0.7), greedy, u, tokens, *logprobs)
+
+
+for isa in native.ISAS[1:]:
+    with native.limited_to(isa) as possible:
+        for dtype in (torch.bfloat16, torch.float32) if possible else ():
+            for shape in ((1, 1, 2), (13, 33, 30), (3, 64, 32), (60, 97, 1026), (150, 300, 66)):
+                products(dtype, *shape)
+            for vocabulary in (1, 31, 255, 1001):
+                samples(dtype, vocabulary)
+print("clean")
+"""
+
+
+@pytest.mark.slow
+def test_no_access_out_of_bounds_and_no_undefined_behaviour(tmp_path):
+    assert run_sanitized(SANITIZED, tmp_path, "linear", "sampler") == "clean\n"
+
+
+FAKE_AMX = """
+import torch
+from caesura.scheduler.kernels import linear
+torch.set_num_threads(2)
+torch.manual_seed(0)
+
+
+def product(x, store, bias):
+    return linear.linear(x, store, bias, torch.empty(len(x), len(bias), dtype=x.dtype))
+
+
+with native.limited_to("amx") as possible:
+    assert possible
+    for rows, outputs, inputs in ((1, 1, 2), (16, 32, 32), (17, 33, 30), (33, 97, 98), (70, 64, 64), (300, 40, 34)):
+        w, x = torch.randn(outputs, inputs).bfloat16(), torch.randn(rows, inputs + 2).bfloat16()[:, 1:-1]
+        bias = torch.randn(outputs).bfloat16()
+        store = torch.zeros(linear.storage_shape(outputs, inputs, w.dtype), dtype=w.dtype)
+        linear.pack_rows(store, w, 0)
+        y = product(x, store, bias)
+        torch.testing.assert_close(y.double(), x.double() @ w.double().T + bias.double(), rtol=0.01, atol=0.02)
+        assert torch.equal(y, torch.cat([product(x[i : i + 1], store, bias) for i in range(rows)]))
+        assert torch.equal(y[: rows // 2], product(x[: rows // 2], store, bias))
+    with native.limited_to("avx512bf16"):
+        torch.testing.assert_close(product(x, store, bias), y, rtol=0.01, atol=0.02)
+print("clean")
+"""
+
+
+@pytest.mark.slow
+def test_the_logic_of_amx_in_software(tmp_path):
+    with native.limited_to("avx512bf16") as possible:
+        if not possible:
+            pytest.skip("what surrounds the tile instructions needs AVX-512 with bfloat16")
+    header = Path(__file__).parents[3] / "support" / "fake_amx.h"
+    assert run_sanitized(FAKE_AMX, tmp_path, "linear", flags=("-include", str(header))) == "clean\n"

@@ -1,0 +1,259 @@
+"""FP8 in blocks: quantised as transformers does, whatever the cut, and products equal to those of dequantised weights."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.checkpoints import dequantize_fp8, quantize_fp8
+from support.workspaces import addresses_of
+from torch import Tensor
+from transformers.integrations.finegrained_fp8 import Fp8Quantize
+
+from caesura.scheduler.layers import fp8_scaled
+from caesura.scheduler.layers.fp8_block import FP8, Fp8ExpertMatrix, Fp8Matrix, quantize
+from caesura.scheduler.layers.linear import Linear
+from caesura.scheduler.layers.parameters import Fp8Blocks, Placement
+
+CPU = torch.device("cpu")
+SMALL = Fp8Blocks(8, 16)
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Values of widely differing magnitudes from row to row."""
+    generator = torch.Generator().manual_seed(seed)
+    spread = torch.rand(shape[0], *[1] * (len(shape) - 1), generator=generator)
+    return (torch.randn(shape, generator=generator) * 10 ** (4 * spread - 3)).to(dtype)
+
+
+def same_bytes(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and torch.equal(
+        a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)
+    )
+
+
+def as_transformers(value: Tensor, blocks: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    config = SimpleNamespace(weight_block_size=blocks, scale_fmt="float")
+    made = Fp8Quantize(SimpleNamespace(quantization_config=config)).convert({"x.weight": value})
+    return made["x.weight"], made["x.weight_scale_inv"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("shape", "blocks"), [((256, 384), (128, 128)), ((64, 32), (8, 16))])
+def test_quantised_as_transformers_does(
+    shape: tuple[int, int], blocks: tuple[int, int], dtype: torch.dtype
+) -> None:
+    value = random(*shape, dtype=dtype)
+    value[: blocks[0], : blocks[1]] = 0.0
+    value[blocks[0], 0] = 1e-7
+    expected = as_transformers(value, blocks)
+    for ours, theirs, by_hand in zip(
+        quantize(value.float(), Fp8Blocks(*blocks)), expected, quantize_fp8(value, blocks), strict=True
+    ):
+        assert ours.dtype == theirs.dtype
+        assert same_bytes(ours, theirs)
+        assert same_bytes(by_hand, theirs)
+
+
+def test_blocks_at_the_edges_are_smaller() -> None:
+    value = random(200, 330)
+    ours, by_hand = quantize(value, Fp8Blocks()), quantize_fp8(value, (128, 128))
+    assert ours[1].shape == (2, 3)
+    assert all(map(same_bytes, ours, by_hand))
+
+
+def test_what_is_not_finite_stays_so_and_what_is_tiny_becomes_zero() -> None:
+    value = torch.ones(16, 16)
+    value[0, 0], value[8, 0] = torch.nan, torch.inf
+    blocks = Fp8Blocks(8, 8)
+    weight, scales = quantize(value, blocks)
+    back = dequantize_fp8(weight, scales, (8, 8), torch.float32)
+    assert not back[0, 0].isfinite()
+    assert not back[8, 0].isfinite()
+    assert torch.equal(back[:, 8:], value[:, 8:])
+    tiny = torch.full((8, 8), 1e-38)
+    tiny[0, 0] = 0.0
+    assert torch.equal(dequantize_fp8(*quantize(tiny, blocks), (8, 8), torch.float32), torch.zeros(8, 8))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_byte_means_what_torch_says(dtype: torch.dtype) -> None:
+    place = Placement(dtype, CPU, Fp8Blocks(1, 32))
+    matrix = Fp8Matrix("m", [16], 16, place)
+    weight, scales = matrix.slots("m", 0, 16)
+    stored = torch.arange(256, dtype=torch.uint8).view(FP8).view(16, 16)
+    factors = torch.logspace(-6, 6, 16)[:, None]  # beyond what e4m3 and float16 hold
+    weight.write(stored, 0)
+    scales.write(factors, 0)
+    torch.testing.assert_close(
+        matrix.read(), (stored.float() * factors).to(dtype), rtol=0, atol=0, equal_nan=True
+    )
+
+
+def in_pieces(slot, value: Tensor, cuts: list[int], compare: bool = True) -> list[bool]:
+    ends = [*sorted({cut for cut in cuts if cut < len(value)}), len(value)]
+    return [slot.update(value[a:b], a, compare=compare) for a, b in zip([0, *ends], ends)]
+
+
+@settings(max_examples=60)
+@given(
+    parts=st.lists(st.integers(1, 40), min_size=1, max_size=3),
+    width=st.integers(1, 40),
+    cuts=st.lists(st.integers(1, 40), max_size=6),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64]),
+    seed=st.integers(0, 5),
+)
+def test_quantising_does_not_depend_on_the_cut(
+    parts: list[int], width: int, cuts: list[int], dtype: torch.dtype, seed: int
+) -> None:
+    matrix = Fp8Matrix("m", parts, width, Placement(torch.float32, CPU, SMALL))
+    start = 0
+    for number, size in enumerate(parts):
+        value = random(size, width, seed=seed + number, dtype=dtype)
+        weight, scales = matrix.slots(f"m{number}", start, size)
+        assert any(in_pieces(weight, value, cuts))
+        expected = quantize_fp8(value, (SMALL.rows, SMALL.columns))
+        assert same_bytes(weight.read(), expected[0])
+        assert same_bytes(scales.read(), expected[1])
+        assert not any(in_pieces(weight, value, cuts[:1]))  # the same again changes nothing
+        start += size
+
+
+def test_a_piece_of_many_blocks_is_quantised_in_bounded_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("caesura.scheduler.layers.fp8_block._CHUNK", 3 * 8 * 20)
+    matrix = Fp8Matrix("m", [100], 20, Placement(torch.float32, CPU, SMALL))
+    value = random(100, 20, dtype=torch.bfloat16)
+    weight, scales = matrix.slots("m", 0, 100)
+    seen = []
+    whole_blocks = weight._whole_blocks
+    monkeypatch.setattr(
+        type(weight),
+        "_whole_blocks",
+        lambda _, rows, start: (
+            (seen.append(len(v)), (first, v))[1] for first, v in whole_blocks(rows, start)
+        ),
+    )
+    weight.update(value[:50], 0)
+    weight.update(value[50:], 50)
+    assert seen == [24, 24, 8, 24, 20]  # 48 to 55 waited for the second piece
+    expected = quantize_fp8(value, (8, 16))
+    assert same_bytes(weight.read(), expected[0])
+    assert same_bytes(scales.read(), expected[1])
+
+
+def test_a_change_is_seen_wherever_it_is() -> None:
+    matrix = Fp8Matrix("m", [20], 20, Placement(torch.float32, CPU, SMALL))
+    weight, scales = matrix.slots("m", 0, 20)
+    value = random(20, 20)
+    weight.update(value, 0)
+    last = value.clone()
+    last[-1, -1] *= 2
+    assert in_pieces(weight, last, [19]) == [False, True]
+    weight.update(value, 0)
+    scales.update(scales.read() * 2, 0)  # the same bytes of FP8, another scale
+    assert weight.update(value, 0)
+    stored = weight.read().clone()
+    assert not weight.update(stored, 0)
+    assert not scales.update(scales.read().clone(), 0)
+    weight.update(torch.zeros_like(value), 0)
+    assert weight.update(stored, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("chunk", [1 << 20, 1000])
+@pytest.mark.parametrize(("parts", "width"), [((200,), 330), ((129, 70, 128), 256), ((3,), 5)])
+def test_product_is_that_of_the_dequantised_weight(
+    parts: tuple[int, ...],
+    width: int,
+    chunk: int,
+    bias: bool,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("caesura.scheduler.layers.fp8_block._CHUNK", chunk)
+    names = {f"part{number}": size for number, size in enumerate(parts)}
+    place = Placement(dtype, CPU, Fp8Blocks())
+    linear = Linear("l", width, names, bias=bias, place=place)
+    slots = {slot.name: slot for slot in linear.slots()}
+    reference = []
+    for number, (name, size) in enumerate(names.items()):
+        weight, scales = quantize_fp8(random(size, width, seed=number), (128, 128))
+        slots[f"{name}.weight"].write(weight, 0)
+        slots[f"{name}.weight_scale_inv"].write(scales, 0)
+        reference.append(dequantize_fp8(weight, scales, (128, 128), dtype))
+        if bias:
+            slots[f"{name}.bias"].write(random(size, seed=9), 0)
+    dense = torch.cat(reference)
+    assert same_bytes(linear.read(), dense)
+    added = torch.cat([random(size, seed=9) for size in parts]).to(dtype) if bias else None
+    for tokens in (1, 7):
+        x = torch.randn(tokens, width, generator=torch.Generator().manual_seed(1)).to(dtype)
+        expected = torch.nn.functional.linear(x, dense, added)
+        tolerance = {"rtol": 1e-5, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+        torch.testing.assert_close(linear.forward(x), expected, **tolerance)
+        out = torch.empty_like(expected)
+        assert linear.forward(x, out) is out
+        torch.testing.assert_close(out, expected, **tolerance)
+
+
+def test_all_layers_dequantise_into_the_same_memory() -> None:
+    place = Placement(torch.bfloat16, CPU, SMALL)
+    first, second = (Linear(f"l{n}", 16, {f"m{n}": 8 * n}, place=place) for n in (2, 1))
+    x = torch.ones(1, 16, dtype=torch.bfloat16)
+    first.forward(x)
+    before = addresses_of(place.workspace)
+    with torch.inference_mode():
+        second.forward(x)
+    first.read()
+    assert addresses_of(place.workspace) == before
+    assert set(before) >= {"fp8 weight"}
+
+
+def reference_scaled_mm(a, b, scale_a, recipe_a, scale_b, recipe_b, *, output_dtype):
+    """torch's block-scaled product as cuBLASLt takes it: strides, and scales of b padded to a multiple of 4."""
+    recipes = torch.nn.functional.ScalingType
+    assert (recipe_a, recipe_b) == (recipes.BlockWise1x128, recipes.BlockWise128x128)
+    assert a.dtype == b.dtype == FP8
+    assert a.shape[0] % 4 == 0
+    assert (a.stride(1), b.stride(0)) == (1, 1)
+    assert scale_a.stride() == (1, a.shape[0])
+    assert scale_b.stride(0) == 1
+    assert scale_b.shape[0] % 4 == 0
+    inner = a.shape[1]
+    left = a.float() * scale_a.repeat_interleave(128, 1)
+    right = b.float() * scale_b.repeat_interleave(128, 0)[:inner].repeat_interleave(128, 1)
+    return (left @ right).to(output_dtype)
+
+
+def test_scaled_product_quantises_activations_as_transformers_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.nn.functional, "scaled_mm", reference_scaled_mm)
+    monkeypatch.setattr(fp8_scaled, "serves", lambda device: True)
+    place = Placement(torch.bfloat16, CPU, Fp8Blocks())
+    linear = Linear("l", 384, {"a": 256, "b": 128}, bias=True, place=place)
+    for number, slot in enumerate(slot for slot in linear.slots() if not slot.name.endswith("scale_inv")):
+        slot.write(random(*slot.shape, seed=number), 0)
+    x = random(5, 384, seed=7, dtype=torch.bfloat16)
+    x[3] = 0.0
+    factors = x.float().view(5, 3, 128).abs().amax(2, keepdim=True).clamp_min(1e-12) / 448
+    rounded = ((x.float().view(5, 3, 128) / factors).to(FP8).float() * factors).view(5, 384)
+    bias = linear._bias.data
+    expected = rounded @ linear._weight.dequantize(torch.empty(384, 384)).t() + bias.float()
+    torch.testing.assert_close(linear.forward(x).float(), expected, rtol=2e-2, atol=2e-2)
+    assert not torch.allclose(
+        linear.forward(x).float(), x.float() @ linear.read().float().t() + bias, 1e-3, 1e-3
+    )
+    experts = Fp8ExpertMatrix("e", 2, [128], 384, place)
+    for expert in range(2):
+        for slot in experts.slots(f"e{expert}", expert, 0, 128):
+            if not slot.name.endswith("scale_inv"):
+                slot.write(random(128, 384, seed=expert), 0)
+    y = experts.plain_product(x, torch.tensor([2, 5]))
+    dense = experts._matrix.dequantize(torch.empty(256, 384)).view(2, 128, 384)
+    expected = torch.cat([rounded[:2] @ dense[0].t(), rounded[2:] @ dense[1].t()])
+    torch.testing.assert_close(y.float(), expected, rtol=2e-2, atol=2e-2)
+
+
+def test_no_scaled_product_where_it_was_not_seen_to_agree() -> None:
+    assert not fp8_scaled.serves(CPU)

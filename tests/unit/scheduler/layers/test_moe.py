@@ -1,0 +1,370 @@
+"""Experts against their definition, routing against transformers, weights written in place, and what configs may say."""
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.checkpoints import edit_config, make_checkpoint
+from support.forward_batches import PagedModel, Sequence, load_model
+from torch import Tensor
+from torch.nn import functional
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
+
+from caesura.io_struct import CaesuraError, ErrorCode
+from caesura.scheduler import kernels
+from caesura.scheduler.kernels import native
+from caesura.scheduler.layers import experts as experts_module
+from caesura.scheduler.layers import moe
+from caesura.scheduler.layers.experts import Experts
+from caesura.scheduler.layers.mlp import GatedMLP
+from caesura.scheduler.layers.moe import MoeBlock, RoutedExperts, TopKRouter
+from caesura.scheduler.layers.parameters import Placement
+from caesura.scheduler.models.config import config_difference, load_model_config
+from caesura.scheduler.models.registry import build_model
+from caesura.scheduler.weights.loader import WeightLoader
+from caesura.scheduler.weights.transports.disk import load_from_disk, open_checkpoint
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(params=["compiled", "torch"])
+def served(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Layers that are built now use compiled kernels, or torch."""
+    if request.param == "torch":
+        for module in (experts_module, moe):
+            monkeypatch.setattr(module, "best", lambda *_: kernels.TORCH)
+    elif native.why_not():
+        pytest.skip(f"no compiled kernels: {native.why_not()}")
+    return str(request.param)
+
+
+def random_experts(count: int, hidden: int, width: int, dtype: torch.dtype, seed: int = 0) -> Experts:
+    layer = Experts("e", "p", count, hidden, width, place=Placement(dtype, CPU))
+    generator = torch.Generator().manual_seed(seed)
+    for slot in layer.slots():
+        slot.write(torch.randn(slot.shape, generator=generator) / slot.shape[1] ** 0.5, 0)
+    return layer
+
+
+def by_definition(layer: Experts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """Token by token in float64."""
+    read = {slot.name: slot.read().double() for slot in layer.slots()}
+    y = torch.zeros(x.shape, dtype=torch.float64)
+    for token, experts in enumerate(ids.tolist()):
+        for expert, weight in zip(experts, weights[token].double()):
+            gate, up, down = (read[f"p.{expert}.{part}_proj.weight"] for part in ("gate", "up", "down"))
+            row = x[token].double()
+            y[token] += weight * (down @ (functional.silu(gate @ row) * (up @ row)))
+    return y
+
+
+@pytest.mark.parametrize(
+    ("hidden", "width", "dtype"),
+    [
+        (40, 24, torch.float32),
+        (41, 7, torch.float32),  # no grouped product of torch's takes it
+        (40, 24, torch.bfloat16),
+        (50, 31, torch.bfloat16),  # nor can it be packed
+        (32, 48, torch.float16),
+    ],
+)
+@pytest.mark.usefixtures("served")
+def test_forward_is_the_definition(hidden: int, width: int, dtype: torch.dtype) -> None:
+    layer = random_experts(5, hidden, width, dtype)
+    generator = torch.Generator().manual_seed(1)
+    for tokens in (1, 2, 37):
+        x = torch.randn(tokens, hidden, generator=generator).to(dtype)
+        ids = torch.rand(tokens, 4, generator=generator).argsort(-1)[:, :3]  # nothing goes to the last expert
+        weights = torch.rand(tokens, 3, generator=generator)
+        for factors in (weights, weights.to(dtype)):
+            with torch.inference_mode():
+                got = layer.forward(x, ids, factors)
+            assert got.dtype == dtype
+            expected = by_definition(layer, x, ids, factors)
+            tolerance = 1e-5 if dtype == torch.float32 else 0.02 if dtype == torch.float16 else 0.05
+            torch.testing.assert_close(got.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+def test_torch_weighs_many_tokens_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the same result."""
+    generator = torch.Generator().manual_seed(2)
+    y, places = torch.randn(60, 9, generator=generator), torch.randperm(60, generator=generator).view(20, 3)
+    weights = torch.rand(20, 3, generator=generator)
+    whole = experts_module.combine(y, places, weights)
+    monkeypatch.setattr(experts_module, "_COMBINED_ELEMENTS", 100)
+    assert torch.equal(experts_module.combine(y, places, weights), whole)
+    torch.testing.assert_close(whole, (y[places] * weights.unsqueeze(-1)).sum(1))
+
+
+def test_torch_sorts_as_the_kernel_does() -> None:
+    if native.why_not():
+        pytest.skip(f"no compiled kernels: {native.why_not()}")
+    ids = torch.randint(0, 9, (50, 3), generator=torch.Generator().manual_seed(3))
+    tokens, places, ends = experts_module.sort_by_expert(ids, 9)
+    groups = experts_module.kernel.group(ids, 9)
+    assert torch.equal(tokens, groups.tokens)
+    assert torch.equal(places, groups.places)
+    assert ends.tolist() == ids.flatten().bincount(minlength=9).cumsum(0).tolist()
+
+
+def test_a_result_outlives_the_next_forward() -> None:
+    """Memory of a forward is shared with the next layer's; what it returns is not."""
+    layer = random_experts(4, 16, 8, torch.float32)
+    x, ids, weights = torch.randn(3, 16), torch.tensor([[0, 1], [2, 3], [1, 2]]), torch.ones(3, 2)
+    y = layer.forward(x, ids, weights)
+    before = y.clone()
+    layer.forward(-x, ids, weights)
+    assert torch.equal(y, before)
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.usefixtures("served")
+def test_routing_is_that_of_transformers(normalize: bool, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "qwen3-moe", num_experts=60, num_experts_per_tok=7, norm_topk_prob=normalize)
+    config = json.loads((tmp_path / "config.json").read_text())
+    theirs = Qwen3MoeTopKRouter(_Attributes({**config, "num_experts": config["num_local_experts"]}))
+    ours = TopKRouter("r", "gate", 40, 60, 7, normalize=normalize, place=Placement(torch.float32, CPU))
+    (slot,) = ours.slots()
+    weight, x = torch.randn(60, 40), torch.randn(200, 40)
+    slot.write(weight, 0)
+    with torch.inference_mode():
+        theirs.weight.copy_(weight)
+        _, expected_weights, expected_ids = theirs(x)
+        ids, weights = ours.forward(x)
+    assert torch.equal(ids, expected_ids)
+    torch.testing.assert_close(weights, expected_weights, rtol=1e-5, atol=1e-7)
+
+
+class _Attributes:
+    def __init__(self, values: dict[str, Any]) -> None:
+        self.__dict__.update(values)
+
+
+@pytest.mark.usefixtures("served")
+def test_weights_of_the_chosen_are_rounded_as_transformers_rounds_them() -> None:
+    """bfloat16 in, bfloat16 values out, though as float32."""
+    router = TopKRouter("r", "gate", 40, 9, 4, normalize=True, place=Placement(torch.bfloat16, CPU))
+    next(router.slots()).write(torch.randn(9, 40), 0)
+    _, weights = router.forward(torch.randn(20, 40).bfloat16())
+    assert weights.dtype == torch.float32
+    assert torch.equal(weights, weights.bfloat16().float())
+    assert (weights.sum(-1) - 1).abs().max() < 0.02
+
+
+def test_a_model_records_what_transformers_chose(tmp_path: Path) -> None:
+    """Over a prefill in chunks and a decode; a dense layer keeps zeros."""
+    reference = make_checkpoint(
+        tmp_path, "qwen3-moe", num_hidden_layers=3, mlp_only_layers=[1], num_experts=11, seed=4
+    )
+    chosen: dict[int, Tensor] = {}
+    for layer in (0, 2):
+        gate = reference.model.layers[layer].mlp.gate
+        gate.register_forward_hook(lambda _m, _a, out, layer=layer: chosen.update({layer: out[2]}))
+    tokens = torch.randint(0, 97, (40,), generator=torch.Generator().manual_seed(5)).tolist()
+    with torch.inference_mode():
+        reference(torch.tensor([tokens]))
+    model = load_model(str(tmp_path), torch.float32)
+    paged, sequence = PagedModel(model, torch.float32), Sequence(tokens)
+    assert model.routing is not None
+    rows = []
+    for count in (23, 16):
+        paged.step([], [(sequence, count)])
+        rows.append(model.routing.rows(count).clone())
+    paged.step([sequence])
+    rows.append(model.routing.rows(1).clone())
+    got = torch.cat(rows)
+    assert got.shape == (40, 3, 3)
+    assert got.dtype == torch.uint8
+    assert torch.equal(got[:, 0].long(), chosen[0])
+    assert torch.equal(got[:, 2].long(), chosen[2])
+    assert not got[:, 1].any()
+
+
+def test_a_block_adds_what_everything_goes_through() -> None:
+    place = Placement(torch.float32, CPU)
+    router = TopKRouter("r", "gate", 16, 4, 2, normalize=True, place=place)
+    layer = random_experts(4, 16, 8, torch.float32)
+    shared = GatedMLP("s", "shared_experts", 16, 24, place=place)
+    for slot in (*router.slots(), *shared.slots()):
+        slot.write(torch.randn(slot.shape) / 4, 0)
+    routing = RoutedExperts(1, 2, 4, place=place)
+    block = MoeBlock(0, router, layer, routing, shared=shared)
+    x = torch.randn(5, 16)
+    ids, weights = router.forward(x)
+    expected = layer.forward(x, ids, weights) + shared.forward(x)
+    torch.testing.assert_close(block.forward(x), expected)
+    assert torch.equal(routing.rows(5)[:, 0].long(), ids)
+    names = [slot.name for slot in block.slots()]
+    assert len(names) == len(set(names)) == 1 + 4 * 3 + 3
+    assert [p.name for p in block.parameters()] == [
+        "r.weight", "e.gate_up", "e.down", "s.gate_up.weight", "s.down.weight"
+    ]  # fmt: skip
+
+
+# Weights
+
+
+@pytest.mark.parametrize(
+    ("hidden", "width", "dtype"),
+    [(40, 24, torch.float32), (44, 23, torch.bfloat16), (48, 40, torch.bfloat16)],
+)
+@given(data=st.data())
+@settings(max_examples=20)
+def test_tensors_are_written_in_place_in_any_pieces(
+    hidden: int, width: int, dtype: torch.dtype, data: st.DataObject
+) -> None:
+    """No byte of a neighbour changes, wherever an expert begins."""
+    layer = random_experts(3, hidden, width, dtype)
+    addresses = [p.data.data_ptr() for p in layer.parameters()]
+    slots = list(layer.slots())
+    assert [slot.name for slot in slots[3:6]] == [
+        f"p.1.{part}_proj.weight" for part in ("gate", "up", "down")
+    ]
+    before = [slot.read().clone() for slot in slots]
+    written = data.draw(st.integers(0, len(slots) - 1))
+    new = torch.randn(slots[written].shape)
+    cuts = sorted(data.draw(st.sets(st.integers(1, len(new) - 1), max_size=3)) | {0, len(new)})
+    for start, end in pairwise(cuts):
+        assert slots[written].differs(new[start:end], start)
+        slots[written].write(new[start:end], start)
+        assert not slots[written].differs(new[start:end], start)
+    for index, slot in enumerate(slots):
+        assert torch.equal(slot.read(), new.to(dtype) if index == written else before[index])
+    assert [p.data.data_ptr() for p in layer.parameters()] == addresses
+
+
+def storage(model: Any) -> dict[str, bytes]:
+    return {name: tensor.view(torch.uint8).numpy().tobytes() for name, tensor in model.named_storage()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_update_equals_a_cold_load_by_bytes(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Once and twice, and in buckets so small that they cut the tensors of an expert."""
+    old, new = str(tmp_path / "old"), str(tmp_path / "new")
+    for seed, path in enumerate((old, new)):
+        make_checkpoint(path, "qwen3-moe", seed=seed, num_experts=3, moe_intermediate_size=23)
+    cold, model = load_model(new, dtype), load_model(old, dtype)
+    addresses = {name: tensor.data_ptr() for name, tensor in model.named_storage()}
+    assert storage(model) != storage(cold)
+    for bucket_bytes in (1 << 20, 512):
+        load_from_disk(WeightLoader(model), open_checkpoint(new), bucket_bytes)
+        model.finalize_weights()
+        assert storage(model) == storage(cold)
+    assert {name: tensor.data_ptr() for name, tensor in model.named_storage()} == addresses
+    for layer in range(2):
+        assert f"layers.{layer}.mlp.experts.gate_up" in addresses
+        assert f"layers.{layer}.mlp.experts.down" in addresses
+        assert f"layers.{layer}.mlp.gate.weight" in addresses
+
+
+def test_a_missing_expert_is_named(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "qwen3-moe")
+    edit_config(tmp_path, num_local_experts=6)
+    model = build_model(load_model_config(tmp_path), torch.float32, CPU)
+    with pytest.raises(CaesuraError) as caught:
+        load_from_disk(WeightLoader(model), open_checkpoint(tmp_path), 1 << 20)
+    assert caught.value.code == ErrorCode.WEIGHT_MISMATCH
+    assert "model.layers.1.mlp.experts.5.up_proj.weight" in caught.value.detail["missing"]
+
+
+# The config
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    make_checkpoint(tmp_path, "qwen3-moe", num_hidden_layers=5)
+    return tmp_path
+
+
+def test_fields_of_the_config(folder: Path) -> None:
+    moe_config = load_model_config(folder).moe
+    assert moe_config is not None
+    assert (moe_config.num_experts, moe_config.top_k, moe_config.intermediate_size) == (5, 3, 24)
+    assert moe_config.normalize is True
+    assert moe_config.sparse_layers == (True,) * 5
+    edit_config(folder, decoder_sparse_step=2, mlp_only_layers=[3, 4], norm_topk_prob=False)
+    changed = load_model_config(folder).moe
+    assert changed is not None
+    assert changed.normalize is False
+    assert changed.sparse_layers == (False, True, False, False, False)
+
+
+def test_absent_fields_are_what_transformers_takes_them_for(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    for name in (
+        "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step",
+        "mlp_only_layers", "norm_topk_prob", "num_key_value_heads",
+    ):  # fmt: skip
+        del config[name]
+    (folder / "config.json").write_text(json.dumps(config))
+    ours = load_model_config(folder)
+    assert ours.moe is not None
+    assert ours.num_kv_heads == 4
+    assert (ours.moe.num_experts, ours.moe.top_k, ours.moe.intermediate_size) == (128, 8, 768)
+    assert (ours.moe.normalize, ours.moe.sparse_layers) == (False, (True,) * 5)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_experts_per_tok": 2},
+        {"norm_topk_prob": False},
+        {"mlp_only_layers": [0]},
+        {"moe_intermediate_size": 25},
+    ],
+)
+def test_a_checkpoint_routed_otherwise_is_another_model(folder: Path, change: dict[str, Any]) -> None:
+    before = load_model_config(folder)
+    edit_config(folder, **change)
+    assert config_difference(before, load_model_config(folder)) == ["moe"]
+
+
+def test_fields_that_concern_training_are_ignored(folder: Path) -> None:
+    before = load_model_config(folder)
+    edit_config(folder, output_router_logits=True, router_aux_loss_coef=0.5)
+    assert config_difference(before, load_model_config(folder)) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"num_experts_per_tok": 6}, "num_experts_per_tok"),
+        ({"num_local_experts": 0}, "num_local_experts"),
+        ({"num_experts": 6}, "num_experts"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step"),
+        ({"mlp_only_layers": [True]}, "mlp_only_layers"),
+        ({"mlp_only_layers": "0"}, "mlp_only_layers"),
+        ({"moe_intermediate_size": 2.5}, "moe_intermediate_size"),
+    ],
+)
+def test_an_impossible_value_is_named(folder: Path, change: dict[str, Any], field: str) -> None:
+    edit_config(folder, **change)
+    with pytest.raises(CaesuraError, match=field) as caught:
+        load_model_config(folder)
+    assert caught.value.code == ErrorCode.CHECKPOINT_ERROR
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        # Its window is that of every layer, whatever max_window_layers says.
+        ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 9}, "use_sliding_window"),
+    ],
+)
+def test_what_is_not_done_is_refused_by_name(folder: Path, change: dict[str, Any], field: str) -> None:
+    edit_config(folder, **change)
+    with pytest.raises(CaesuraError) as caught:
+        load_model_config(folder)
+    assert caught.value.code == ErrorCode.UNSUPPORTED_MODEL
+    assert caught.value.detail["fields"] == [field]

@@ -1,0 +1,260 @@
+"""Components that give their memory back and take it again, on every backend that a CPU can stand in for."""
+
+import gc
+import sys
+from math import prod
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.forward_batches import PagedModel, Sequence, load_model
+
+from caesura.io_struct import CaesuraError
+from caesura.scheduler.cache.pool import MHAPool
+from caesura.scheduler.layers.parameters import Parameter
+from caesura.scheduler.memory import residency
+from caesura.scheduler.memory.device_memory import empty_device_cache
+from caesura.scheduler.memory.host import HOST
+from caesura.scheduler.memory.residency import (
+    MEMORY_TAGS,
+    ComponentResidencyManager,
+    MappedComponent,
+    SavedComponent,
+    StorageComponent,
+    allocate,
+)
+from caesura.scheduler.weights.loader import WeightLoader
+from caesura.scheduler.weights.transports.disk import load_from_disk, open_checkpoint
+
+MIB = 1 << 20
+CPU = torch.device("cpu")
+BACKENDS = [
+    pytest.param(
+        MappedComponent,
+        marks=pytest.mark.skipif(sys.platform != "linux", reason="madvise as Linux has it"),
+    ),
+    StorageComponent,
+]
+
+
+def resident() -> int:
+    """Anonymous pages of this process, after whatever earlier tests left behind has gone."""
+    gc.collect()
+    empty_device_cache(HOST)
+    return HOST.memory_reserved()
+
+
+def exhaust(steps) -> int:
+    return sum(1 for _ in steps)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_system_really_gets_the_memory(backend):
+    """64 MB, the kernel's own count; only the component that was named."""
+    manager = ComponentResidencyManager(CPU, make_component=backend)
+    with manager.component("weights"):
+        weights = [allocate((4 * MIB,), torch.float32, CPU) for _ in range(4)]
+    with manager.component("kv_cache"):
+        cache = allocate((4 * MIB,), torch.float32, CPU)
+    assert (manager.nbytes("weights"), manager.nbytes("kv_cache")) == (64 * MIB, 16 * MIB)
+    for tensor in (*weights, cache):
+        tensor.fill_(1.0)
+    addresses = [tensor.data_ptr() for tensor in weights]
+    before = resident()
+    assert exhaust(manager.release(["weights"])) >= 4, "it yields between allocations"
+    assert before - resident() > 60 * MIB
+    assert bool((cache == 1).all())
+    exhaust(manager.resume(["weights"]))
+    for tensor in weights:
+        assert not tensor.any()
+        tensor.fill_(2.0)
+    assert abs(resident() - before) < 4 * MIB
+    if backend is MappedComponent:
+        assert [tensor.data_ptr() for tensor in weights] == addresses
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="madvise as Linux has it")
+def test_memory_that_nobody_wrote_costs_nothing():
+    manager = ComponentResidencyManager(CPU)
+    before = resident()
+    with manager.component("kv_cache"):
+        cache = allocate((64 * MIB,), torch.float32, CPU)
+    cache[:1024] = 1.0
+    assert HOST.memory_reserved() - before < 4 * MIB
+    exhaust(manager.release(["kv_cache"]))
+    exhaust(manager.resume(["kv_cache"]))
+    assert HOST.memory_reserved() - before < 4 * MIB
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_model_and_its_cache_come_back_through_the_views_made_before(tiny_model, backend):
+    """Fused slots, tied heads, per-slot views of the pool: after a reload, the same bits as before."""
+    manager = ComponentResidencyManager(CPU, make_component=backend)
+    with manager.component("weights"):
+        model = load_model(str(tiny_model), torch.float32)
+    loader = WeightLoader(model)  # its slots are views of the first allocation
+    with manager.component("kv_cache"):
+        paged = PagedModel(model, torch.float32, num_pages=20)
+    assert manager.nbytes("weights") == sum(tensor.nbytes for _, tensor in model.named_storage())
+    assert manager.nbytes("kv_cache") == paged.pool.nbytes
+
+    def logits():
+        sequence = Sequence(list(range(3, 40)))
+        return [*paged.step([], [(sequence, 30)]), *paged.step([sequence]), *paged.step([sequence])]
+
+    before = logits()
+    exhaust(manager.release(MEMORY_TAGS))
+    exhaust(manager.resume(MEMORY_TAGS))
+    assert all(not tensor.any() for _, tensor in model.named_storage())
+    assert not any(storage.any() for layer in range(2) for storage in paged.pool.layer(layer))
+    load_from_disk(loader, open_checkpoint(str(tiny_model)), 4096)
+    model.finalize_weights()
+    assert all(torch.equal(a, b) for a, b in zip(logits(), before, strict=True))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_others_allocate_meanwhile_stays(backend):
+    """Buffers, a parameter outside any component, one of a block that failed."""
+    manager = ComponentResidencyManager(CPU, make_component=backend)
+    with manager.component("weights"):
+        buffer = torch.full((1000,), 3.0)
+        parameter = Parameter("p", (10, 10), torch.float32, CPU)
+    with pytest.raises(ZeroDivisionError), manager.component("kv_cache"):
+        raise ZeroDivisionError
+    outside = Parameter("q", (10, 10), torch.float32, CPU)
+    pool = MHAPool(num_layers=1, num_pages=2, kv_heads=1, head_size=4, dtype=torch.float32)
+    outside.data.fill_(5.0)
+    pool.layer(0)[0].fill_(6.0)
+    assert manager.nbytes("weights") == parameter.data.nbytes
+    assert manager.nbytes("kv_cache") == 0
+    exhaust(manager.release(MEMORY_TAGS))
+    assert bool((buffer == 3).all())
+    assert bool((outside.data == 5).all())
+    assert bool((pool.layer(0)[0] == 6).all())
+
+
+@settings(max_examples=60)
+@given(
+    shape=st.lists(st.integers(0, 40), max_size=3).map(tuple),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.float8_e4m3fn]),
+    backend=st.sampled_from(
+        [MappedComponent, StorageComponent] if sys.platform == "linux" else [StorageComponent]
+    ),
+)
+def test_any_tensor(shape, dtype, backend):
+    component = backend("weights")
+    tensors = [component.allocate(shape, dtype, CPU) for _ in range(2)]
+    view = tensors[0].view(torch.uint8) if tensors[0].dim() else tensors[0]
+    assert component.nbytes == 2 * prod(shape) * dtype.itemsize
+    for _ in range(2):
+        for tensor in tensors:
+            assert (tensor.shape, tensor.dtype, tensor.is_contiguous()) == (shape, dtype, True)
+            assert tensor.data_ptr() % 64 == 0
+            assert not tensor.to(torch.float64).any()
+        tensors[0].fill_(1)
+        assert not tensors[1].to(torch.float64).any(), "tensors share no byte"
+        assert view.numel() == 0 or bool(view.to(torch.float64).any())
+        exhaust(component.release())
+        exhaust(component.resume())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_shortage_is_found_before_anything_is_taken(monkeypatch, backend):
+    manager = ComponentResidencyManager(CPU, make_component=backend)
+    with manager.component("weights"):
+        weights = allocate((1000,), torch.float32, CPU)
+    with manager.component("kv_cache"):
+        allocate((500,), torch.float32, CPU)
+    weights.fill_(1.0)
+    exhaust(manager.release(MEMORY_TAGS))
+    monkeypatch.setattr(residency, "available_memory_if_known", lambda device: 5999)
+    with pytest.raises(CaesuraError) as caught:
+        exhaust(manager.resume(["weights", "kv_cache"]))
+    assert caught.value.code == "out_of_memory"
+    assert caught.value.detail == {"needed_bytes": 6000, "free_bytes": 5999}
+    if backend is StorageComponent:
+        assert weights.untyped_storage().nbytes() == 0
+    monkeypatch.setattr(residency, "available_memory_if_known", lambda device: 6000)
+    exhaust(manager.resume(["weights", "kv_cache"]))
+    weights.fill_(2.0)
+
+
+def test_an_allocator_that_refuses_half_way_leaves_nothing_taken():
+    class Refusing(StorageComponent):
+        def resume(self):
+            for number, step in enumerate(super().resume()):
+                if number == 1 and self is refusing:
+                    raise RuntimeError("out of memory")
+                yield step
+
+    manager = ComponentResidencyManager(CPU, make_component=Refusing)
+    tensors = []
+    for tag in ("weights", "kv_cache"):
+        with manager.component(tag):
+            tensors += [allocate((1000,), torch.float32, CPU) for _ in range(3)]
+    refusing = manager._components["kv_cache"]
+    exhaust(manager.release(MEMORY_TAGS))
+    with pytest.raises(CaesuraError) as caught:
+        exhaust(manager.resume(MEMORY_TAGS))
+    assert caught.value.code == "out_of_memory"
+    assert caught.value.detail["needed_bytes"] == 24_000
+    assert [tensor.untyped_storage().nbytes() for tensor in tensors] == [0] * 6
+    refusing = None
+    exhaust(manager.resume(MEMORY_TAGS))
+    assert [tensor.untyped_storage().nbytes() for tensor in tensors] == [4000] * 6
+
+
+@pytest.fixture
+def saver(tmp_path, monkeypatch):
+    """A package of the saver's name whose calls are noted."""
+    (tmp_path / "torch_memory_saver.py").write_text(
+        "from contextlib import contextmanager\n"
+        "calls = []\n"
+        "class Saver:\n"
+        "    @contextmanager\n"
+        "    def region(self, tag, enable_cpu_backup):\n"
+        "        calls.append(('enter', tag, enable_cpu_backup))\n"
+        "        yield\n"
+        "        calls.append(('leave', tag))\n"
+        "    def pause(self, tag):\n"
+        "        calls.append(('pause', tag))\n"
+        "    def resume(self, tag):\n"
+        "        calls.append(('resume', tag))\n"
+        "torch_memory_saver = Saver()\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "torch_memory_saver", raising=False)
+    import torch_memory_saver
+
+    yield torch_memory_saver
+    sys.modules.pop("torch_memory_saver", None)
+
+
+PRELOADED = {"LD_PRELOAD": "/lib/torch_memory_saver_hook_mode_preload.abi3.so"}
+
+
+def test_the_saver_is_used_where_it_is_active(saver):
+    chosen = ComponentResidencyManager("cuda", environ=PRELOADED)._components["weights"]
+    assert isinstance(chosen, SavedComponent)
+    for device, environ in (("cuda", {}), ("cpu", PRELOADED), ("xpu", PRELOADED)):
+        assert not isinstance(
+            ComponentResidencyManager(device, environ=environ)._components["weights"], SavedComponent
+        )
+    with pytest.raises(CaesuraError, match="PYTORCH_CUDA_ALLOC_CONF sets expandable_segments"):
+        ComponentResidencyManager(
+            "cuda", environ=PRELOADED | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+        )
+
+
+def test_the_saver_is_asked_once_per_component_and_never_for_an_empty_one(saver):
+    manager = ComponentResidencyManager(CPU, make_component=SavedComponent)
+    with manager.component("weights"):
+        tensors = [allocate((8,), torch.float32, CPU) for _ in range(2)]
+    assert saver.calls == [("enter", "caesura-weights", False), ("leave", "caesura-weights")] * 2
+    saver.calls.clear()
+    tensors[0].fill_(7.0)
+    exhaust(manager.release(MEMORY_TAGS))
+    exhaust(manager.resume(MEMORY_TAGS))
+    assert saver.calls == [("pause", "caesura-weights"), ("resume", "caesura-weights")]
+    assert not tensors[0].any(), "what is mapped is undefined until it is zeroed"

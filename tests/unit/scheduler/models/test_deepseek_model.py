@@ -1,0 +1,294 @@
+"""DeepSeek's weights, routing and memory; logits are in test_models_vs_transformers.py."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from support.checkpoints import edit_config, make_checkpoint, make_fp8_checkpoint
+from support.forward_batches import PagedModel, Sequence, load_model
+from torch import Tensor
+from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+
+from caesura.io_struct import CaesuraError, ErrorCode, TensorSpec
+from caesura.scheduler.attention.mla import LatentBackend
+from caesura.scheduler.build import build_components, build_runner, kv_bytes_per_token
+from caesura.scheduler.cache.pool import MLAPool
+from caesura.scheduler.config import EngineConfig
+from caesura.scheduler.layers.mla import UpProjection
+from caesura.scheduler.layers.parameters import Placement
+from caesura.scheduler.memory.residency import MEMORY_TAGS, ComponentResidencyManager
+from caesura.scheduler.models.base import CausalLM
+from caesura.scheduler.models.config import load_model_config
+from caesura.scheduler.models.registry import build_model
+from caesura.scheduler.weights.loader import WeightLoader, WeightPiece
+
+CPU = torch.device("cpu")
+BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
+KV_B = "model.layers.0.self_attn.kv_b_proj.weight"
+MTP = {"model.layers.2.eh_proj.weight": (40, 80), "model.layers.2.self_attn.o_proj.weight": (40, 56)}
+"""What a checkpoint of two layers carries for a third one, in part."""
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("deepseek-v3")
+    make_checkpoint(path, "deepseek-v3", seed=1)
+    return path
+
+
+@pytest.fixture(scope="session")
+def other(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
+    path = tmp_path_factory.mktemp("deepseek-v3-other")
+    make_checkpoint(path, "deepseek-v3", seed=2)
+    return load_file(path / "model.safetensors")
+
+
+def storage(model: CausalLM) -> dict[str, bytes]:
+    return {name: tensor.view(torch.uint8).numpy().tobytes() for name, tensor in model.named_storage()}
+
+
+def send(loader: WeightLoader, tensors: dict[str, Tensor], max_rows: int, seed: int) -> None:
+    """Every tensor in pieces of up to ``max_rows`` rows, in an order of its own."""
+    rng = random.Random(seed)
+    for name in rng.sample(sorted(tensors), len(tensors)):
+        tensor, start = tensors[name], 0
+        while start < tensor.shape[0]:
+            rows = tensor[start : start + rng.randint(1, max_rows)]
+            loader.write(WeightPiece(name, tuple(tensor.shape), tensor.dtype, start, rows))
+            start += len(rows)
+
+
+# Weights
+
+
+@settings(max_examples=40)
+@given(
+    heads=st.integers(1, 4),
+    nope=st.integers(1, 5),
+    value=st.integers(1, 5),
+    cuts=st.lists(st.integers(1, 9), min_size=1, max_size=6),
+    seed=st.integers(0, 99),
+)
+def test_the_up_projection_is_written_in_any_cut(heads, nope, value, cuts, seed) -> None:
+    layer = UpProjection("a", "m", heads, (nope, value), 3, Placement(torch.float32, CPU))
+    (slot,) = layer.slots()
+    full = torch.randn(heads * (nope + value), 3, generator=torch.Generator().manual_seed(seed))
+    assert (slot.name, slot.shape, slot.dtype) == ("m.weight", tuple(full.shape), torch.float32)
+    start = index = 0
+    while start < len(full):
+        rows = full[start : start + cuts[index % len(cuts)]]
+        assert slot.differs(rows, start)
+        slot.write(rows, start)
+        assert not slot.differs(rows, start)
+        changed = rows.clone()
+        changed[-1, -1] += 1
+        assert slot.differs(changed, start)
+        start, index = start + len(rows), index + 1
+    assert torch.equal(slot.read(), full)
+    by_head = full.view(heads, nope + value, 3)
+    assert torch.equal(layer.w_kc, by_head[:, :nope])
+    assert torch.equal(layer.w_vc, by_head[:, nope:])
+    assert layer.w_kc.is_contiguous()
+    assert layer.w_vc.is_contiguous()
+
+
+@pytest.mark.parametrize("max_rows", [1, 7, 1000])
+def test_updates_in_place_equal_a_cold_load(folder: Path, other: dict[str, Tensor], max_rows: int) -> None:
+    cold = storage(load_model(str(folder), torch.float32))
+    model = load_model(str(folder), torch.float32)
+    addresses = {name: tensor.data_ptr() for name, tensor in model.named_storage()}
+    loader = WeightLoader(model)
+    for tensors in (other, load_file(folder / "model.safetensors"), load_file(folder / "model.safetensors")):
+        send(loader, tensors, max_rows, max_rows)
+        model.finalize_weights()
+        assert loader.missing(loader.written) == []
+        assert (storage(model) == cold) is (tensors is not other)
+    counts = loader.counts
+    assert counts.changed_tensors == 2 * counts.written_tensors // 3, "the third time nothing changed"
+    assert {name: tensor.data_ptr() for name, tensor in model.named_storage()} == addresses
+
+
+def test_fp8_up_projections_are_derived_at_commit_and_not_before(
+    folder: Path, other: dict[str, Tensor], tmp_path: Path
+) -> None:
+    make_fp8_checkpoint(folder, tmp_path, (16, 16), ("gate_proj", "up_proj", "down_proj"))
+    model = load_model(str(tmp_path), torch.float32)
+    plain = load_model(str(folder), torch.float32)
+    derived = {name: tensor for name, tensor in model.named_storage() if name.endswith(("w_kc", "w_vc"))}
+    assert sorted(derived) == [f"layers.{i}.attention.{part}" for i in (0, 1) for part in ("w_kc", "w_vc")]
+    exact = dict(plain.named_storage())
+    before = {name: tensor.clone() for name, tensor in derived.items()}
+    for name, tensor in derived.items():
+        assert 0 < (tensor - exact[name]).abs().max() < 0.07 * exact[name].abs().max()
+    loader = WeightLoader(model)
+    loader.write(WeightPiece(KV_B, tuple(other[KV_B].shape), torch.float32, 0, other[KV_B]))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in derived.items())
+    model.finalize_weights()
+    changed = {name for name, tensor in derived.items() if not torch.equal(tensor, before[name])}
+    assert changed == {"layers.0.attention.w_kc", "layers.0.attention.w_vc"}
+
+
+def test_the_router_bias_stays_float32_and_is_required(folder: Path) -> None:
+    model = load_model(str(folder), torch.bfloat16)
+    slots = model.weight_slots()
+    stored = load_file(folder / "model.safetensors")[BIAS]
+    assert not torch.equal(stored.bfloat16().float(), stored), "or rounding would not show"
+    assert torch.equal(slots[BIAS].read(), stored)
+    assert {slot.dtype for name, slot in slots.items() if name != BIAS} == {torch.bfloat16}
+    assert BIAS in WeightLoader(model).missing(set(slots) - {BIAS})
+    assert "model.layers.0.mlp.gate.weight" not in slots, "the first layer is dense"
+
+
+# Multi-token prediction
+
+
+def specs(names: dict[str, tuple[int, ...]]) -> list[TensorSpec]:
+    return [
+        TensorSpec(name=name, dtype="F32", shape=list(shape), nbytes=4 * shape[0] * shape[1])
+        for name, shape in names.items()
+    ]
+
+
+def config_with(folder: Path, path: Path, **changes: Any) -> CausalLM:
+    (path / "config.json").write_text((folder / "config.json").read_text())
+    edit_config(path, **changes)
+    return build_model(load_model_config(path), torch.float32, CPU)
+
+
+def test_layers_of_multi_token_prediction_are_skipped(folder: Path, tmp_path: Path) -> None:
+    loader = WeightLoader(config_with(folder, tmp_path, num_nextn_predict_layers=1))
+    loader.check(specs(MTP), complete=False)
+    for name, shape in MTP.items():
+        loader.write(WeightPiece(name, shape, torch.float32, 0, torch.zeros(shape)))
+    assert (loader.counts.skipped_tensors, loader.counts.written_tensors, loader.written) == (2, 0, set())
+
+
+@pytest.mark.parametrize("num_layers", [0, 1, 2])
+def test_layers_behind_those_are_unexpected(folder: Path, tmp_path: Path, num_layers: int) -> None:
+    model = config_with(folder, tmp_path, num_nextn_predict_layers=num_layers)
+    names = {f"model.layers.{layer}.eh_proj.weight": (4, 4) for layer in (1, 2, 3, 21)}
+    with pytest.raises(CaesuraError) as caught:
+        WeightLoader(model).check(specs(names), complete=False)
+    assert caught.value.code == ErrorCode.WEIGHT_MISMATCH
+    skipped = {f"model.layers.{layer}.eh_proj.weight" for layer in range(2, 2 + num_layers)}
+    assert caught.value.detail["unexpected"] == [name for name in names if name not in skipped]
+
+
+# Routing
+
+
+ROUTING = {
+    "v2-groups": ("deepseek-v2", {}),
+    "v2-greedy": ("deepseek-v2", {"topk_method": "greedy", "num_experts_per_tok": 1}),
+    "v3-groups": ("deepseek-v3", {}),
+    "v3-one-group": ("deepseek-v3", {"n_group": 1, "topk_group": 1, "norm_topk_prob": False}),
+    "v3-many": (
+        "deepseek-v3",
+        {"n_routed_experts": 300, "n_group": 10, "topk_group": 4, "num_experts_per_tok": 8},
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", ROUTING)
+def test_routing_is_that_of_transformers(case: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Which experts and how much each counts; in bf16, too, since both compute scores in float32."""
+    family, overrides = ROUTING[case]
+    reference = make_checkpoint(tmp_path, family, dtype=dtype, seed=3, **overrides)
+    router = next(
+        m for m in reference.modules() if isinstance(m, DeepseekV2TopkRouter | DeepseekV3TopkRouter)
+    )
+    model = load_model(str(tmp_path), dtype)
+    with torch.inference_mode():
+        ours = model._layers[1].mlp._router
+        x = torch.randn(200, 40, generator=torch.Generator().manual_seed(0)).to(dtype)
+        ids, weights = ours.forward(x)
+        _, their_weights, their_ids = router(x)
+    order, their_order = ids.argsort(), their_ids.argsort()
+    assert torch.equal(ids.gather(1, order), their_ids.gather(1, their_order))
+    torch.testing.assert_close(
+        weights.gather(1, order), their_weights.gather(1, their_order).float(), atol=1e-6, rtol=1e-5
+    )
+    assert weights.dtype == torch.float32
+    assert ids.unique().numel() > 1, "or any choice would do"
+
+
+def test_the_bias_chooses_and_does_not_weigh(folder: Path) -> None:
+    model = load_model(str(folder), torch.float32)
+    router = model._layers[1].mlp._router
+    x = torch.randn(50, 40, generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        model.weight_slots()[BIAS].write(torch.tensor([0.0, 0, 0, 0, 50, 50]), 0)
+        ids, weights = router.forward(x)
+    assert all({4, 5} <= set(row) for row in ids.tolist())
+    assert weights.max() < 2.5, "a normalised weight times the scale, whatever the bias"
+    torch.testing.assert_close(weights.sum(-1), torch.full((50,), 2.5))
+
+
+def test_the_step_records_its_routing(folder: Path) -> None:
+    """Layers without experts keep zeros."""
+    model = load_model(str(folder), torch.float32)
+    paged = PagedModel(model, torch.float32)
+    paged.step([], [(Sequence(list(range(20))), 20)])
+    rows = model.routing.rows(20)
+    assert rows.shape == (20, 2, 3)
+    assert not rows[:, 0].any()
+    assert all(len(set(row)) == 3 for row in rows[:, 1].tolist())
+
+
+# Numbers and memory
+
+
+@pytest.mark.parametrize("family", ["deepseek-v2", "deepseek-v3"])
+def test_bfloat16(family: str, tmp_path: Path) -> None:
+    """All experts chosen: a routing that hangs on a rounding would hide what is compared."""
+    everything = {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 6}
+    reference = make_checkpoint(tmp_path, family, dtype=torch.bfloat16, seed=4, **everything)
+    tokens = torch.randint(0, 97, (40,), generator=torch.Generator().manual_seed(0)).tolist()
+    paged = PagedModel(load_model(str(tmp_path), torch.bfloat16), torch.bfloat16)
+    sequence = Sequence(tokens)
+    got = torch.cat([paged.step([], [(sequence, 30)])[0], *(paged.step([sequence])[0] for _ in range(10))])
+    with torch.inference_mode():
+        expected = reference.float()(torch.tensor([tokens])).logits[0]
+    assert got.dtype == torch.bfloat16
+    assert (got.float() - expected).abs().mean() < 0.03 * expected.std()
+
+
+def engine_config(folder: Path, **options: Any) -> EngineConfig:
+    return EngineConfig(
+        model_path=str(folder), device="cpu", dtype="float32", kv_pool_tokens=512, **options
+    ).resolve()
+
+
+def test_the_engine_stores_latents_alone(folder: Path) -> None:
+    """(20 + 6) elements of 4 bytes in each of two layers; released and resumed, the same tokens' logits come back."""
+    config = engine_config(folder)
+    manager = ComponentResidencyManager(CPU)
+    loaded, pool, routing, _ = build_components(config, manager)
+    assert kv_bytes_per_token(loaded) == 2 * (20 + 6) * 4
+    assert isinstance(pool, MLAPool)
+    assert pool.nbytes == (512 + 16) * kv_bytes_per_token(loaded)
+    assert isinstance(build_runner(config, loaded, pool, routing)._backend, LatentBackend)
+    pool.layer(1).fill_(3.0)
+    for step in (manager.release(MEMORY_TAGS), manager.resume(MEMORY_TAGS)):
+        for _ in step:
+            pass
+    assert not pool.layer(1).any()
+    assert all(not tensor.any() for _, tensor in loaded.model.named_storage())
+    send(loaded.loader, load_file(folder / "model.safetensors"), 1000, 0)
+    loaded.model.finalize_weights()
+    assert storage(loaded.model) == storage(load_model(str(folder), torch.float32))
+
+
+def test_deterministic_mode_is_refused(folder: Path) -> None:
+    config = engine_config(folder, deterministic=True)
+    loaded, pool, routing, _ = build_components(config, ComponentResidencyManager(CPU))
+    with pytest.raises(CaesuraError, match="latent attention") as caught:
+        build_runner(config, loaded, pool, routing)
+    assert caught.value.code == ErrorCode.UNSUPPORTED

@@ -1,0 +1,321 @@
+"""Logits against transformers, for every family and every way that a token can be computed."""
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.checkpoints import (
+    ROPE_LINEAR,
+    ROPE_YARN,
+    edit_config,
+    make_checkpoint,
+    rewrite_config_as_v4,
+)
+from support.forward_batches import PagedModel, Row, Sequence, forward_batch, load_model
+from torch import Tensor
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from caesura.scheduler import models
+from caesura.scheduler.layers.norm import RMSNorm
+from caesura.scheduler.layers.parameters import Placement
+from caesura.scheduler.models import registry
+from caesura.scheduler.models.config import load_model_config
+from caesura.scheduler.models.registry import build_model
+
+TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True)
+class Case:
+    family: str
+    tied: bool = False
+    v4: bool = False
+    overrides: dict[str, Any] = field(default_factory=dict)
+
+
+def heads(query: int, kv: int, size: int, hidden: int) -> dict[str, Any]:
+    return {"num_attention_heads": query, "num_key_value_heads": kv, "head_dim": size, "hidden_size": hidden}
+
+
+def latent(query: int, hidden: int, kv: int, nope: int, rope: int, value: int) -> dict[str, Any]:
+    return {
+        **heads(query, query, rope, hidden),
+        "kv_lora_rank": kv,
+        "qk_nope_head_dim": nope,
+        "qk_rope_head_dim": rope,
+        "v_head_dim": value,
+    }
+
+
+CASES = {
+    "llama": Case("llama"),
+    "llama-tied-v4": Case("llama", tied=True, v4=True),
+    "llama-bias": Case("llama", overrides={"attention_bias": True}),
+    "llama-groups-of-3": Case("llama", overrides=heads(6, 2, 10, 36)),
+    "llama3-rope": Case("llama3-rope"),
+    "llama3-rope-tied-v4": Case("llama3-rope", tied=True, v4=True),
+    "linear-rope": Case("llama", overrides={"rope_parameters": ROPE_LINEAR}),
+    "mistral": Case("mistral", overrides=heads(3, 3, 14, 42)),
+    "mistral-tied": Case("mistral", tied=True),
+    "qwen2": Case("qwen2", overrides=heads(4, 2, 10, 40)),
+    "qwen2-tied-v4": Case("qwen2", tied=True, v4=True, overrides=heads(6, 2, 6, 36)),
+    "qwen3": Case("qwen3", overrides=heads(6, 2, 16, 44)),
+    "qwen3-tied": Case("qwen3", tied=True),
+    "qwen3-one-kv-head": Case("qwen3", overrides=heads(5, 1, 8, 36)),
+    "qwen3-moe": Case("qwen3-moe", overrides=heads(6, 2, 16, 44)),
+    "qwen3-moe-every-second-layer-v4": Case(
+        "qwen3-moe",
+        v4=True,
+        overrides={
+            **heads(5, 1, 8, 36),
+            "num_hidden_layers": 3,
+            "decoder_sparse_step": 2,
+            "moe_intermediate_size": 33,
+            "num_experts": 7,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": False,
+        },
+    ),
+    "qwen3-moe-dense-layer-tied": Case(
+        "qwen3-moe",
+        tied=True,
+        overrides={
+            "num_hidden_layers": 3,
+            "mlp_only_layers": [1],
+            "moe_intermediate_size": 16,
+            "num_experts": 3,
+            "attention_bias": True,
+        },
+    ),
+    "qwen3-moe-one-of-many": Case(
+        "qwen3-moe",
+        overrides={
+            "moe_intermediate_size": 1,
+            "num_experts": 300,
+            "num_experts_per_tok": 1,
+            "norm_topk_prob": False,
+        },
+    ),
+    "deepseek-v2": Case("deepseek-v2", overrides=latent(3, 42, 20, 10, 6, 14)),
+    "deepseek-v2-lite": Case(
+        "deepseek-v2",
+        tied=True,
+        overrides={
+            **latent(5, 45, 18, 14, 4, 9),
+            "q_lora_rank": None,
+            "topk_method": "greedy",
+            "first_k_dense_replace": 0,
+            "n_shared_experts": 1,
+        },
+    ),
+    "deepseek-v2-yarn-bias-v4": Case(
+        "deepseek-v2",
+        v4=True,
+        overrides={"rope_parameters": ROPE_YARN, "attention_bias": True, "rms_norm_eps": 1e-3},
+    ),
+    "deepseek-v3": Case("deepseek-v3", overrides=latent(3, 43, 20, 10, 6, 14)),
+    "deepseek-v3-one-group-tied": Case(
+        "deepseek-v3",
+        tied=True,
+        overrides={**latent(7, 40, 9, 5, 2, 3), "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0},
+    ),
+    "deepseek-v3-halves-yarn-v4": Case(
+        "deepseek-v3",
+        v4=True,
+        overrides={
+            **latent(1, 40, 33, 4, 8, 17),
+            "rope_parameters": ROPE_YARN,
+            "rope_interleave": False,
+            "q_lora_rank": None,
+            "norm_topk_prob": False,
+        },
+    ),
+}
+
+
+@dataclass
+class Subject:
+    reference: Any
+    model: Any
+
+    def expected(self, tokens: list[int]) -> Tensor:
+        with torch.inference_mode():
+            return self.reference(torch.tensor([tokens])).logits[0]
+
+    def paged(self) -> PagedModel:
+        return PagedModel(self.model, torch.float32)
+
+
+@pytest.fixture(scope="session", params=CASES)
+def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
+    case = CASES[request.param]
+    path = tmp_path_factory.mktemp(request.param)
+    reference = make_checkpoint(path, case.family, tied=case.tied, seed=len(request.param), **case.overrides)
+    if case.v4:
+        rewrite_config_as_v4(path)
+    return Subject(reference, load_model(str(path), torch.float32))
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return torch.randint(0, 97, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def assert_close(got: Tensor, expected: Tensor) -> None:
+    assert got.shape == expected.shape
+    assert (got - expected).abs().max().item() <= TOLERANCE
+
+
+def test_reference_logits_are_not_trivially_small(subject: Subject) -> None:
+    """The absolute tolerance would mean nothing for logits near zero."""
+    assert subject.expected(prompt(20)).std() > 0.3
+
+
+@pytest.mark.parametrize("length", [1, 16, 17, 70])
+def test_prefill(subject: Subject, length: int) -> None:
+    tokens = prompt(length)
+    (got,) = subject.paged().step([], [(Sequence(tokens), length)])
+    assert_close(got, subject.expected(tokens))
+
+
+def test_prefill_of_several_prompts(subject: Subject) -> None:
+    """Equal lengths are computed together, others apart."""
+    lengths = (23, 23, 5, 23, 32, 32, 32)
+    sequences = [Sequence(prompt(n, seed)) for seed, n in enumerate(lengths)]
+    results = subject.paged().step([], [(s, len(s.tokens)) for s in sequences])
+    for sequence, got in zip(sequences, results):
+        assert_close(got, subject.expected(sequence.tokens))
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 16, 33])
+def test_chunked_prefill(subject: Subject, chunk: int) -> None:
+    tokens = prompt(50)
+    paged, sequence = subject.paged(), Sequence(tokens)
+    parts = []
+    while sequence.computed < len(tokens):
+        parts += paged.step([], [(sequence, min(chunk, len(tokens) - sequence.computed))])
+    assert_close(torch.cat(parts), subject.expected(tokens))
+
+
+def test_decode_of_ragged_rows(subject: Subject) -> None:
+    """Prompts of very different lengths decode together, across page boundaries."""
+    paged = subject.paged()
+    sequences = [Sequence(prompt(n + 6, seed)) for seed, n in enumerate((3, 14, 15, 16, 120, 40))]
+    paged.step([], [(s, len(s.tokens) - 6) for s in sequences])
+    rows = [paged.step(sequences) for _ in range(6)]
+    for index, sequence in enumerate(sequences):
+        got = torch.cat([step[index] for step in rows])
+        assert_close(got, subject.expected(sequence.tokens)[-6:])
+
+
+def test_prefix_hit(subject: Subject) -> None:
+    """A second request starts from pages that the first one computed."""
+    paged, shared = subject.paged(), prompt(32)
+    first = Sequence(shared + prompt(9, 1))
+    paged.step([], [(first, len(first.tokens))])
+    seconds = [Sequence(shared + prompt(12, seed), computed=32, pages=first.pages[:2]) for seed in (2, 3)]
+    for sequence, got in zip(seconds, paged.step([], [(s, 12) for s in seconds])):
+        assert_close(got, subject.expected(sequence.tokens)[32:])
+
+
+def test_mixed_decode_and_prefill(subject: Subject) -> None:
+    paged = subject.paged()
+    decoding = [Sequence(prompt(n, seed)) for seed, n in enumerate((30, 9))]
+    paged.step([], [(s, len(s.tokens) - 1) for s in decoding])
+    chunked, fresh = Sequence(prompt(45, 7)), Sequence(prompt(18, 8))
+    paged.step([], [(chunked, 20)])
+    results = paged.step(decoding, [(chunked, 25), (fresh, 18)])
+    expected = [subject.expected(s.tokens) for s in (*decoding, chunked, fresh)]
+    assert_close(results[0], expected[0][-1:])
+    assert_close(results[1], expected[1][-1:])
+    assert_close(results[2], expected[2][20:])
+    assert_close(results[3], expected[3])
+
+
+def test_only_sampled_tokens_reach_the_head(subject: Subject) -> None:
+    paged, sequence = subject.paged(), Sequence(prompt(21))
+    (logits,) = paged.step([], [(sequence, 21)])
+    batch = forward_batch([Row(sequence.tokens, 0, sequence.pages)], 0)
+    batch.sample_tokens = torch.tensor([20, 4])
+    with torch.inference_mode():
+        paged.backend.plan(batch)
+        hidden = paged.model.forward(batch, paged.backend)
+        assert hidden.shape == (2, paged.model.config.hidden_size)
+        assert_close(paged.model.logits(hidden), logits[[20, 4]])
+        batch.sample_tokens = torch.tensor([], dtype=torch.int64)
+        assert paged.model.forward(batch, paged.backend).shape == (0, paged.model.config.hidden_size)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3-moe"])
+def test_bfloat16(family: str, tmp_path: Any) -> None:
+    """Loose: roundings differ with the order of operations; far tighter than what a wrong operation would give."""
+    reference = make_checkpoint(tmp_path, family, dtype=torch.bfloat16, sharded=True)
+    tokens = prompt(40)
+    paged = PagedModel(load_model(str(tmp_path), torch.bfloat16), torch.bfloat16)
+    sequence = Sequence(tokens)
+    first = paged.step([], [(sequence, 30)])[0]
+    got = torch.cat([first, *(paged.step([sequence])[0] for _ in range(10))])
+    assert got.dtype == torch.bfloat16
+    with torch.inference_mode():
+        expected = reference.float()(torch.tensor([tokens])).logits[0]
+    assert (got.float() - expected).abs().mean() < 0.03 * expected.std()
+
+
+def test_norm_rounds_as_transformers_does() -> None:
+    """Bit for bit in bf16, where the order of rounding and weight matters."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(50, 64, generator=generator).mul(3).bfloat16()
+    ours = RMSNorm("n", "n", 64, 1e-5, place=Placement(torch.bfloat16, torch.device("cpu")))
+    theirs = LlamaRMSNorm(64, 1e-5).bfloat16()
+    weight = torch.randn(64, generator=generator).bfloat16()
+    next(ours.slots()).write(weight, 0)
+    with torch.inference_mode():
+        theirs.weight.copy_(weight)
+        assert torch.equal(ours.forward(x), theirs(x))
+        residual, update = x.clone(), x.flip(0)
+        assert torch.equal(ours.add(update, residual), theirs(x + update))
+        assert torch.equal(residual, x + update)
+
+
+def test_a_new_architecture_is_one_new_file(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file beside the others, which names its family, is served like them."""
+    (tmp_path / "renamed.py").write_text(
+        "from caesura.scheduler.models.family import Family\n"
+        "from caesura.scheduler.models.qwen3 import Qwen3ForCausalLM\n"
+        "FAMILIES = {'RenamedForCausalLM': Family(num_kv_heads=1, head_dim=6)}\n"
+        "class RenamedForCausalLM(Qwen3ForCausalLM):\n    pass\n"
+    )
+    known = set(registry.families())
+    assert "RenamedForCausalLM" not in known
+    make_checkpoint(tmp_path / "model", "qwen3")
+    edit_config(tmp_path / "model", architectures=["RenamedForCausalLM"])
+    monkeypatch.setattr(models, "__path__", [*models.__path__, str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "caesura.scheduler.models.renamed", raising=False)
+    registry._modules.cache_clear()
+    try:
+        assert set(registry.families()) - known == {"RenamedForCausalLM"}
+        model = build_model(load_model_config(tmp_path / "model"), torch.float32, torch.device("cpu"))
+        assert type(model).__name__ == "RenamedForCausalLM"
+    finally:
+        registry._modules.cache_clear()
+
+
+def test_parameters_are_aligned_and_stay_where_they_are(tmp_path: Any) -> None:
+    make_checkpoint(tmp_path, "qwen3", tied=True)
+    model = build_model(load_model_config(tmp_path), torch.float32, torch.device("cpu"))
+    before = {name: tensor.data_ptr() for name, tensor in model.named_storage()}
+    assert all(address % 64 == 0 for address in before.values())
+    loaded = load_model(str(tmp_path), torch.float32)
+    storage = dict(loaded.named_storage())
+    assert "lm_head.weight" not in storage  # tied: one storage, one owner
+    assert len({tensor.data_ptr() for tensor in storage.values()}) == len(storage)
+    assert {name: tuple(t.shape) for name, t in storage.items()} == {
+        name: tuple(t.shape) for name, t in model.named_storage()
+    }
+
+
+def test_the_documentation_shows_the_file_as_it_is() -> None:
+    code = Path(models.__file__).with_name("qwen3.py").read_text().partition("\n\n")[2]
+    assert code in (Path(__file__).parents[4] / "docs" / "models.md").read_text()

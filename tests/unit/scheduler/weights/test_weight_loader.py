@@ -1,0 +1,281 @@
+"""Checks before the first byte, writes in place, and what is counted."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.checkpoints import make_checkpoint
+from support.forward_batches import load_model
+from torch import Tensor
+
+from caesura.io_struct import CaesuraError, ErrorCode, TensorSpec
+from caesura.scheduler.dtypes import NAMES
+from caesura.scheduler.layers.parameters import Parameter
+from caesura.scheduler.models.base import CausalLM
+from caesura.scheduler.models.config import load_model_config
+from caesura.scheduler.models.registry import build_model
+from caesura.scheduler.weights.loader import LoadCounts, WeightLoader, WeightPiece
+from caesura.scheduler.weights.transports.disk import load_from_disk, open_checkpoint
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("qwen3")
+    make_checkpoint(path, "qwen3", seed=1)
+    return path
+
+
+@pytest.fixture(scope="session")
+def tensors(folder: Path) -> dict[str, Tensor]:
+    checkpoint = open_checkpoint(folder)
+    bucket = torch.empty(1 << 20, dtype=torch.uint8)
+    return {piece.name: piece.rows.clone() for piece in checkpoint.pieces(bucket)}
+
+
+@pytest.fixture
+def model(folder: Path) -> CausalLM:
+    return build_model(load_model_config(folder), torch.float32, torch.device("cpu"))
+
+
+def spec(name: str, tensor: Tensor) -> TensorSpec:
+    return TensorSpec(name=name, dtype=NAMES[tensor.dtype], shape=list(tensor.shape), nbytes=tensor.nbytes)
+
+
+def whole(name: str, tensor: Tensor) -> WeightPiece:
+    return WeightPiece(name, tuple(tensor.shape), tensor.dtype, 0, tensor)
+
+
+def storage(model: CausalLM) -> dict[str, bytes]:
+    return {name: tensor.view(torch.uint8).numpy().tobytes() for name, tensor in model.named_storage()}
+
+
+def mismatch(loader: WeightLoader, specs: list[TensorSpec], complete: bool = True) -> dict[str, Any]:
+    with pytest.raises(CaesuraError) as caught:
+        loader.check(specs, complete)
+    assert caught.value.code == ErrorCode.WEIGHT_MISMATCH
+    return caught.value.detail
+
+
+def test_every_slot_takes_its_checkpoint_tensor(model: CausalLM, tensors: dict[str, Tensor]) -> None:
+    loader = WeightLoader(model)
+    loader.check([spec(n, t) for n, t in tensors.items()], complete=True)
+    for name, tensor in tensors.items():
+        loader.write(whole(name, tensor))
+    for name, slot in model.weight_slots().items():
+        assert torch.equal(slot.read(), tensors[name]), name
+    assert loader.missing(loader.written) == []
+    attention = model._layers[1].attention
+    fused = attention.qkv.read()
+    parts = [tensors[f"model.layers.1.self_attn.{p}_proj.weight"] for p in "qkv"]
+    assert torch.equal(fused, torch.cat(parts))
+
+
+def test_all_problems_are_listed_at_once(model: CausalLM, tensors: dict[str, Tensor]) -> None:
+    given_specs = {name: spec(name, tensor) for name, tensor in tensors.items()}
+    del given_specs["model.norm.weight"]
+    del given_specs["model.layers.0.mlp.up_proj.weight"]
+    q, k = (f"model.layers.0.self_attn.{p}_proj.weight" for p in "qk")
+    given_specs[q] = spec(q, tensors[q][:-1])
+    given_specs[k] = spec(k, tensors[k].to(torch.int32))
+    given_specs["model.layers.2.mlp.up_proj.weight"] = spec(
+        "model.layers.2.mlp.up_proj.weight", torch.zeros(72, 40)
+    )
+    before = storage(model)
+    detail = mismatch(WeightLoader(model), list(given_specs.values()))
+    assert sorted(detail["missing"]) == ["model.layers.0.mlp.up_proj.weight", "model.norm.weight"]
+    assert detail["unexpected"] == ["model.layers.2.mlp.up_proj.weight"]
+    assert sorted(detail["mismatched"], key=lambda entry: entry["name"]) == [
+        {"name": k, "expected_dtype": "F32", "got_dtype": "I32"},
+        {"name": q, "expected_shape": [48, 40], "got_shape": [47, 40]},
+    ]
+    assert storage(model) == before
+
+
+def test_an_incomplete_call_may_lack_names(model: CausalLM, tensors: dict[str, Tensor]) -> None:
+    some = [spec("model.norm.weight", tensors["model.norm.weight"])]
+    loader = WeightLoader(model)
+    loader.check(some, complete=False)
+    assert len(mismatch(loader, some)["missing"]) == len(tensors) - 1
+
+
+@pytest.mark.parametrize("dtype", ["F64", "F16", "BF16", "F32"])
+def test_float_dtypes_fit(model: CausalLM, dtype: str) -> None:
+    norm = TensorSpec(name="model.norm.weight", dtype=dtype, shape=[40], nbytes=0)
+    WeightLoader(model).check([norm], complete=False)
+
+
+@pytest.mark.parametrize("dtype", ["I64", "U8", "BOOL", "F8_E4M3", "F8_E5M2", "F4", ""])
+def test_other_dtypes_are_refused(model: CausalLM, dtype: str) -> None:
+    norm = TensorSpec(name="model.norm.weight", dtype=dtype, shape=[40], nbytes=0)
+    detail = mismatch(WeightLoader(model), [norm], complete=False)
+    assert detail["mismatched"] == [
+        {"name": "model.norm.weight", "expected_dtype": "F32", "got_dtype": dtype}
+    ]
+
+
+def test_a_name_given_twice_is_refused(model: CausalLM, tensors: dict[str, Tensor]) -> None:
+    norm = spec("model.norm.weight", tensors["model.norm.weight"])
+    detail = mismatch(WeightLoader(model), [norm, norm], complete=False)
+    assert detail["mismatched"] == [{"name": "model.norm.weight", "reason": "named twice"}]
+
+
+def test_skipped_names(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama", tied=True)
+    model = load_model(str(tmp_path), torch.float32)
+    loader = WeightLoader(model)
+    before = storage(model)
+    ignored = {
+        "lm_head.weight": torch.zeros(97, 40),
+        "model.rotary_emb.inv_freq": torch.zeros(6),
+        "model.layers.1.self_attn.rotary_emb.inv_freq": torch.zeros(6),
+    }
+    loader.check([spec(n, t) for n, t in ignored.items()], complete=False)
+    for name, tensor in ignored.items():
+        loader.write(whole(name, tensor))
+    assert loader.take_counts() == LoadCounts(skipped_tensors=3)
+    assert (storage(model), loader.written) == (before, set())
+
+
+def test_an_untied_head_is_not_skipped(model: CausalLM) -> None:
+    assert "lm_head.weight" in WeightLoader(model).missing(set())
+
+
+def test_counts(model: CausalLM, tensors: dict[str, Tensor]) -> None:
+    loader = WeightLoader(model)
+    for name, tensor in tensors.items():
+        loader.write(whole(name, tensor))
+    first = loader.take_counts()
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    assert (first.written_tensors, first.written_bytes) == (len(tensors), total)
+    for name, tensor in tensors.items():
+        loader.write(whole(name, tensor))
+    assert loader.take_counts().changed_tensors == 0
+    norm, head = tensors["model.norm.weight"], tensors["lm_head.weight"].clone()
+    head[-1, -1] += 1  # beyond the first probe
+    loader.write(whole("model.norm.weight", norm.double()))
+    loader.write(whole("lm_head.weight", head))
+    assert loader.counts == LoadCounts(
+        written_tensors=2, written_bytes=2 * norm.nbytes + head.nbytes, changed_tensors=1, cast_tensors=1
+    )
+    total_counts = LoadCounts(written_tensors=1)
+    total_counts.add(loader.take_counts())
+    assert (total_counts.written_tensors, total_counts.changed_tensors) == (3, 1)
+    assert loader.counts == LoadCounts()
+
+
+def test_a_cast_is_that_of_a_cold_load(model: CausalLM, tensors: dict[str, Tensor]) -> None:
+    loader = WeightLoader(model)
+    head = torch.randn(97, 40, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    loader.write(whole("lm_head.weight", head))
+    assert torch.equal(model.weight_slots()["lm_head.weight"].read(), head.float())
+    loader.take_counts()
+    loader.write(whole("lm_head.weight", head))
+    assert loader.counts.changed_tensors == 0
+
+
+@settings(max_examples=25)
+@given(bucket_bytes=st.integers(1, 1 << 15), times=st.integers(1, 2))
+def test_the_result_depends_neither_on_the_bucket_nor_on_repetition(
+    folder: Path, bucket_bytes: int, times: int
+) -> None:
+    """Equal to a cold load, by bytes."""
+    model = build_model(load_model_config(folder), torch.bfloat16, torch.device("cpu"))
+    addresses = [tensor.data_ptr() for _, tensor in model.named_storage()]
+    for _ in range(times):
+        load_from_disk(WeightLoader(model), open_checkpoint(folder), bucket_bytes)
+    assert storage(model) == storage(load_model(str(folder), torch.bfloat16))
+    assert [tensor.data_ptr() for _, tensor in model.named_storage()] == addresses
+
+
+def test_a_tensor_is_written_when_all_its_rows_are(model: CausalLM, tensors: dict[str, Tensor]) -> None:
+    loader, head = WeightLoader(model), tensors["lm_head.weight"]
+    pieces = [
+        WeightPiece("lm_head.weight", (97, 40), head.dtype, a, head[a:b]) for a, b in ((0, 50), (50, 97))
+    ]
+    loader.write(pieces[0])
+    assert (loader.written, loader.counts.written_tensors) == (set(), 0)
+    loader.write(pieces[1])
+    assert (loader.written, loader.counts.written_tensors) == ({"lm_head.weight"}, 1)
+    loader.write(pieces[0])  # half rewritten: no longer whole
+    assert loader.written == set()
+    loader.write(pieces[0])  # a retry starts over
+    loader.write(pieces[1])
+    assert loader.written == {"lm_head.weight"}
+    loader.forget_written()
+    assert loader.written == set()
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [
+        WeightPiece("lm_head.weight", (97, 40), torch.float32, 5, torch.zeros(4, 40)),
+        WeightPiece("lm_head.weight", (97, 40), torch.float32, 0, torch.zeros(98, 40)),
+        WeightPiece("lm_head.weight", (97, 40), torch.float32, 0, torch.zeros(97, 41)),
+        WeightPiece("lm_head.weight", (97, 41), torch.float32, 0, torch.zeros(97, 41)),
+        WeightPiece("lm_head.weight", (97, 40), torch.float32, 0, torch.zeros(97, 40, dtype=torch.int32)),
+        WeightPiece("lm_tail.weight", (97, 40), torch.float32, 0, torch.zeros(97, 40)),
+        WeightPiece("model.norm.weight", (40,), torch.float32, 0, torch.tensor(1.0)),
+    ],
+)
+def test_a_piece_that_does_not_fit_is_refused_before_it_is_written(
+    model: CausalLM, piece: WeightPiece
+) -> None:
+    for _, tensor in model.named_storage():
+        tensor.fill_(3.0)
+    before = storage(model)
+    loader = WeightLoader(model)
+    with pytest.raises(CaesuraError) as caught:
+        loader.write(piece)
+    assert caught.value.code == ErrorCode.WEIGHT_MISMATCH
+    assert storage(model) == before
+
+
+def test_tensors_do_not_interleave(model: CausalLM, tensors: dict[str, Tensor]) -> None:
+    loader, head = WeightLoader(model), tensors["lm_head.weight"]
+    loader.write(WeightPiece("lm_head.weight", (97, 40), head.dtype, 0, head[:50]))
+    loader.write(whole("model.norm.weight", tensors["model.norm.weight"]))
+    with pytest.raises(CaesuraError):
+        loader.write(WeightPiece("lm_head.weight", (97, 40), head.dtype, 50, head[50:]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_difference_is_by_bytes(dtype: torch.dtype) -> None:
+    parameter = Parameter("p", (3, 1000), dtype, torch.device("cpu"))
+    parameter.data.fill_(0.0)
+    parameter.data[1, 3] = torch.nan
+    slot = parameter.slot("c", 1, 2)
+    assert slot.shape == (2, 1000)
+    same = parameter.data[1:].clone()
+    assert not slot.differs(same, 0)
+    assert not slot.differs(same[1:], 1)
+    for row, column in ((0, 0), (1, 999)):
+        negative_zero = same.clone()
+        negative_zero[row, column] = -0.0
+        assert slot.differs(negative_zero, 0)
+
+
+@pytest.mark.parametrize("length", [1, 3, 1027, 5000])
+@pytest.mark.parametrize("offset", [0, 1])
+def test_difference_of_any_length_and_alignment(length: int, offset: int) -> None:
+    parameter = Parameter("p", (length,), torch.bfloat16, torch.device("cpu"))
+    parameter.data.copy_(torch.arange(length))
+    slot = parameter.slot("c")
+    base = torch.arange(-offset, length).to(torch.bfloat16)
+    rows = base[offset:]
+    assert not slot.differs(rows, 0)
+    for index in (0, length // 2, length - 1):
+        other = base.clone()[offset:]
+        other[index] += 100
+        assert slot.differs(other, 0)
+
+
+def test_scalars_can_be_written() -> None:
+    parameter = Parameter("p", (), torch.float32, torch.device("cpu"))
+    slot = parameter.slot("c")
+    slot.write(torch.tensor(2.5), 0)
+    assert parameter.data.item() == 2.5
+    assert slot.differs(torch.tensor(2.0), 0)
+    assert not slot.differs(torch.tensor(2.5), 0)
