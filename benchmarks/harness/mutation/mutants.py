@@ -107,7 +107,7 @@ def _head(node: ast.AST, lines: range) -> range:
 def line_of(node: ast.stmt) -> int:
     """First line of ``node``, decorators included."""
     decorators = getattr(node, "decorator_list", [])
-    return min([node.lineno, *(decorator.lineno for decorator in decorators)])
+    return int(min([node.lineno, *(decorator.lineno for decorator in decorators)]))
 
 
 def _excluded(tree: ast.Module) -> Iterator[Span]:

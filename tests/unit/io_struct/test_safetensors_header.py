@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save
 
@@ -27,7 +27,6 @@ def header_of(entries: Mapping[str, object]) -> bytes:
     return json.dumps(entries).encode()
 
 
-@settings(deadline=None)
 @given(
     st.dictionaries(
         st.text(max_size=5).filter(lambda name: name != "__metadata__"),

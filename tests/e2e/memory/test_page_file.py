@@ -6,7 +6,7 @@ import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from selenium import webdriver
 from selenium.webdriver.common.by import By
@@ -279,7 +279,6 @@ def watches(draw):
     return pauses, watched([look / 100 for look in looks], pauses)
 
 
-@settings(deadline=None)
 @given(seen=watches())
 def test_no_throughput_reaches_into_a_pause(browser, blank, seen):
     pauses, ticks = seen
