@@ -24,7 +24,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -176,7 +176,7 @@ class Container:
         )
 
     @contextmanager
-    def started(self, log: Path, *further: str, **environment: str) -> Iterator[None]:
+    def started(self, log: Path, *further: str, **environment: str) -> Iterator["subprocess.Popen[bytes]"]:
         """Its own command with ``further`` arguments, until the block ends; a failure of the block shows the log."""
         with log.open("w", encoding="utf-8") as output:
             process = subprocess.Popen(
@@ -187,7 +187,7 @@ class Container:
                 start_new_session=True,
             )
         try:
-            yield
+            yield process
         except BaseException:
             sys.stderr.write(log.read_text(encoding="utf-8"))
             raise
@@ -232,22 +232,25 @@ def try_images(buildah: Buildah, folder: Path) -> None:
     mounts = (f"--volume={models}:/models:ro", f"--volume={sockets}:{SOCKET_FOLDER}")
     engine, front = (container_of(buildah, target, mounts) for target in ("engine", "serve"))
     user = int(run(*engine.command("id", "--user")))
-    os.chown(sockets, user, user)
+    for path in (sockets, *models.rglob("*")):
+        os.chown(path, user, user)
     sockets.chmod(0o700)
-    with engine.started(folder / "engine.log"):
-        status = engine_status(engine)
+    with engine.started(folder / "engine.log") as process:
+        status = engine_status(engine, process)
         print(f"engine serves with {status['kernels']}")
         torchs = [operation for operation, name in status["kernels"].items() if name == "torch"]
         assert not torchs, f"torch serves {torchs}: {status['kernels_reason']}"
         port = free_port()
         address = ("--host", "127.0.0.1", "--port", str(port))
-        with front.started(folder / "front.log", *address, CAESURA_API_KEY=KEY, CAESURA_ADMIN_KEY=KEY):
-            wait_for(lambda: ask(port, "/health") is not None, "the front end")
+        with front.started(
+            folder / "front.log", *address, CAESURA_API_KEY=KEY, CAESURA_ADMIN_KEY=KEY
+        ) as process:
+            wait_for(lambda: ask(port, "/health") is not None, process)
             generate(port)
     buildah("rm", engine.name, front.name)
 
 
-def engine_status(engine: Container) -> dict[str, Any]:
+def engine_status(engine: Container, process: "subprocess.Popen[bytes]") -> dict[str, Any]:
     """What ``caesura status`` in the engine's own image says, once it answers."""
     answers: list[str] = []
 
@@ -258,7 +261,7 @@ def engine_status(engine: Container) -> dict[str, Any]:
         answers.append(done.stdout)
         return done.returncode == 0
 
-    wait_for(asked, "the engine")
+    wait_for(asked, process)
     answer: dict[str, Any] = json.loads(answers[-1])
     return answer
 
@@ -295,12 +298,14 @@ def ask(port: int, path: str, body: object | None = None) -> Any:
         return None
 
 
-def wait_for(condition: Any, what: str) -> None:
-    """Until it holds, two minutes at most."""
+def wait_for(condition: Callable[[], bool], process: "subprocess.Popen[bytes]") -> None:
+    """Until it holds, two minutes at most and as long as ``process`` lives."""
     deadline = time.monotonic() + START_S
     while not condition():
+        if process.poll() is not None:
+            raise RuntimeError(f"ended with status {process.returncode}: {process.args}")
         if time.monotonic() > deadline:
-            raise TimeoutError(f"{what} does not answer after {START_S:.0f} s")
+            raise TimeoutError(f"no answer after {START_S:.0f} s: {process.args}")
         time.sleep(0.2)
 
 
