@@ -303,9 +303,9 @@ def wait_for(condition: Callable[[], bool], process: "subprocess.Popen[bytes]") 
     deadline = time.monotonic() + START_S
     while not condition():
         if process.poll() is not None:
-            raise RuntimeError(f"ended with status {process.returncode}: {process.args}")
+            raise RuntimeError(f"ended with status {process.returncode}: {process.args!r}")
         if time.monotonic() > deadline:
-            raise TimeoutError(f"no answer after {START_S:.0f} s: {process.args}")
+            raise TimeoutError(f"no answer after {START_S:.0f} s: {process.args!r}")
         time.sleep(0.2)
 
 
