@@ -17,7 +17,7 @@ from caesura.scheduler.observability.descriptors import DescriptorCheck
 )
 def test_the_soft_limit_is_raised_as_far_as_allowed_and_sensible(allowed, most, expected):
     script = (
-        "import resource; from caesura.scheduler import descriptors as d\n"
+        "import resource; from caesura.scheduler.observability import descriptors as d\n"
         f"resource.setrlimit(resource.RLIMIT_NOFILE, (100, {allowed}))\n"
         f"d.MAX_DESCRIPTORS = {most}\n"
         "print(d.raise_limit(), *resource.getrlimit(resource.RLIMIT_NOFILE))"
