@@ -6,6 +6,7 @@ written twice or kept across epochs therefore changes tokens, and :func:`expecte
 """
 
 import itertools
+import select
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -366,11 +367,17 @@ class EngineDriver:
             self.tick()
             if message_id in self.replies:
                 return self.replies.pop(message_id)
-            if self._inbox.would_block:
-                self.client(client).poll(1)  # a thread beside the loop is at work
+            if self.engine.scheduler._commands._outside:
+                self._await_thread()  # or it would be the machine's load that says how many steps run meanwhile
+            elif self._inbox.would_block:
+                self.client(client).poll(1)
             else:
                 ticks += 1
         raise AssertionError(f"{message} was not answered in {max_ticks} ticks")
+
+    def _await_thread(self) -> None:
+        """Wait for the thread beside the loop that a command waits for; not for long, it may wait for somebody itself."""
+        select.select([self.engine.wakeup.fd], [], [], 0.25)
 
     def begin(self, client: str = "main", **fields: Any) -> str:
         """Open an explicit session; its id."""

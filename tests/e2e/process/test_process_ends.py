@@ -179,7 +179,7 @@ HANGS = """
     from caesura.scheduler.runner.model_runner import ModelRunner
     def execute(self, batch):
         {}
-    ModelRunner.launch = launch
+    ModelRunner.execute = execute
 """
 
 
@@ -192,7 +192,7 @@ def test_an_engine_that_hangs_ends_itself(tiny_model, endpoint, how):
         status, error = engine.end()
         client.close()
     assert status == EXIT_HUNG
-    assert "in launch" in error
+    assert "in execute" in error
     with started(tiny_model, "--endpoint", endpoint) as again:
         assert again.ready() == endpoint
 
