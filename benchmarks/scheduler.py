@@ -3,8 +3,8 @@
     python benchmarks/scheduler.py                 # a decode step by batch size, and how it grows
     python benchmarks/scheduler.py --profile 256   # where the time goes at 256 requests
 
-Everything runs in this process, on one thread; a message goes through a real socket. ``choose`` builds the batch,
-``launch`` is the null model, ``record`` takes the tokens in, ``rest`` is the tick's poll, timers and delivery.
+Everything runs in this process, on one thread; a message goes through a real socket. ``schedule`` builds the batch,
+``execute`` is the null model, ``process`` records the tokens, ``rest`` is the tick's poll, timers and delivery.
 """
 
 import argparse

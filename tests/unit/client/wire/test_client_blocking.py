@@ -98,7 +98,7 @@ def test_token_ids_that_are_no_integers_are_refused_here(endpoint, prompt):
 
 def test_options_go_on_the_wire_and_what_is_none_is_refused(endpoint):
     with FakeScheduler(endpoint) as fake, SchedulerClient(endpoint) as client:
-        with pytest.raises(TypeError, match="no option stream"):
+        with pytest.raises(TypeError, match="unknown generation option stream"):
             client.generate([1], stream=True)
         with pytest.raises(TypeError, match="no option id, timeout"):
             client.submit([1], id="x", timeout=1.0)
