@@ -78,12 +78,7 @@ def _serve(ready_fd: int | None, lifeline_fd: int | None, **fields: Any) -> None
     except CaesuraError as error:
         tell(ready_fd, refusal(error))
         raise click.UsageError(str(error)) from error
-    status = run(config, ready_fd, lifeline_fd)
-    if any(thread.name.startswith("caesura-") for thread in threading.enumerate()):
-        # The interpreter's exit would unwind threads inside torch or libzmq, which aborts the process.
-        log.flush()
-        os._exit(status)
-    sys.exit(status)
+    sys.exit(run(config, ready_fd, lifeline_fd))
 
 
 def _command() -> click.Command:
@@ -100,5 +95,17 @@ def _command() -> click.Command:
     )
 
 
+def main() -> None:
+    """Run the command as all that this process does."""
+    try:
+        _command()()
+    except SystemExit as end:
+        if any(thread.name.startswith("caesura-") for thread in threading.enumerate()):
+            # The interpreter's exit would unwind threads inside torch or libzmq, which aborts the process.
+            log.flush()
+            os._exit(end.code if isinstance(end.code, int) else 1)
+        raise
+
+
 if __name__ == "__main__":
-    _command()()
+    main()

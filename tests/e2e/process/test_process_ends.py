@@ -21,7 +21,7 @@ from caesura.scheduler.observability.watchdog import EXIT_HUNG
 
 PATIENCE = 60.0
 ENDLESS = SamplingParams(max_new_tokens=240, temperature=0.0, ignore_eos=True)
-MAIN = "from caesura.scheduler.__main__ import _command; _command()()"
+MAIN = "from caesura.scheduler.__main__ import main; main()"
 
 
 class Started:
