@@ -73,11 +73,11 @@ MODULES = {
         ),
     ),
     "scheduler/memory/device_memory.py": Tests(
-        near=("tests/unit/test_device_memory.py",),
+        near=("tests/unit/scheduler/memory/test_device_memory.py",),
         wide=("tests/loop/test_empty_cache.py", "tests/loop/test_emptying_places.py"),
     ),
     "scheduler/memory/residency.py": Tests(
-        near=("tests/unit/test_residency.py", "tests/unit/test_residency_strategies.py"),
+        near=("tests/unit/scheduler/memory/test_residency.py", "tests/unit/scheduler/memory/test_residency_strategies.py"),
         wide=("tests/loop/test_occupation.py",),
     ),
     "scheduler/batching/output_processor.py": Tests(
@@ -91,7 +91,7 @@ MODULES = {
         ),
     ),
     "scheduler/cache/manager.py": Tests(
-        near=("tests/unit/test_cache_manager.py",), wide=("tests/loop/test_scripted_loop.py",)
+        near=("tests/unit/scheduler/cache/test_cache_manager.py",), wide=("tests/loop/test_scripted_loop.py",)
     ),
 }  # fmt: skip
 """Which modules are mutated, and the tests that are run."""

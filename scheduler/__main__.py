@@ -6,6 +6,7 @@ import inspect
 import os
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -95,10 +96,10 @@ def _command() -> click.Command:
     )
 
 
-def main() -> None:
-    """Run the command as all that this process does."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command as all that this process does; ``arguments`` None means those of the process."""
     try:
-        _command()()
+        _command()(arguments)
     except SystemExit as end:
         if any(thread.name.startswith("caesura-") for thread in threading.enumerate()):
             # The interpreter's exit would unwind threads inside torch or libzmq, which aborts the process.

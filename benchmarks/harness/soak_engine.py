@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import IO, Any
 
 # Before torch: it sets what torch's libraries read when they are loaded.
-from caesura.scheduler.__main__ import _command
+from caesura.scheduler.__main__ import main as run_scheduler
 
 import torch  # isort: skip
 
-from caesura.scheduler.memory import device_memory
+from caesura.scheduler.memory import device_cache
 from caesura.scheduler.models import qwen3
 
 SCRATCH_TENSORS = 32
@@ -73,9 +73,9 @@ class FragmentingQwen3(qwen3.Qwen3ForCausalLM):
 
 
 def time_emptyings(file: IO[bytes]) -> None:
-    """From now on every emptying that ``scheduler/memory/device_memory.py`` does for others, a continue's above all, writes its
+    """From now on every emptying through ``scheduler/memory/device_cache.py``, a continue's above all, writes its
     seconds into ``file``, a line each."""
-    empty = device_memory.empty_device_cache
+    empty = device_cache.empty_device_cache
 
     def timed(device_module: Any = None) -> bool:
         started = time.perf_counter()
@@ -83,7 +83,7 @@ def time_emptyings(file: IO[bytes]) -> None:
         file.write(f"{time.perf_counter() - started!r}\n".encode())
         return found
 
-    device_memory.empty_device_cache = timed
+    device_cache.empty_device_cache = timed
 
 
 def main() -> None:
@@ -96,7 +96,7 @@ def main() -> None:
         setattr(qwen3, qwen3.Qwen3ForCausalLM.__name__, FragmentingQwen3)
     with options.emptyings.open("wb", buffering=0) as file:
         time_emptyings(file)
-        _command()(arguments)
+        run_scheduler(arguments)
 
 
 if __name__ == "__main__":

@@ -187,7 +187,9 @@ def test_an_expired_lease_is_logged_with_its_owner_and_length(driver, clock, cap
     with caplog.at_level(logging.WARNING, logger="caesura"):
         driver.tick(2)
     lines = [r.getMessage() for r in caplog.records if "lease" in r.getMessage()]
-    assert lines == ["pause lease of 'trainer' expired after 10.0 s without a message from the owner: continue"]
+    assert lines == [
+        "pause lease of 'trainer' expired after 10.0 s without a message from the owner: continue"
+    ]
     assert last_event(driver, "lease_expiry").detail == "of 'trainer'"
 
 

@@ -37,10 +37,10 @@ def follow_clock(file: Path) -> None:
 def main() -> None:
     follow_clock(Path(sys.argv[1]))
     from caesura.scheduler import loop
-    from caesura.scheduler.__main__ import _command
+    from caesura.scheduler.__main__ import main as run_scheduler
 
     loop.KEEPALIVE_S = KEEPALIVE_S
-    _command()(sys.argv[2:])
+    run_scheduler(sys.argv[2:])
 
 
 if __name__ == "__main__":
