@@ -21,6 +21,7 @@ from caesura.scheduler.__main__ import main as run_scheduler
 import torch  # isort: skip
 
 from caesura.scheduler.memory import device_cache
+from caesura.scheduler.memory.device_memory import empty_device_cache
 from caesura.scheduler.models import qwen3
 
 SCRATCH_TENSORS = 32
@@ -75,15 +76,14 @@ class FragmentingQwen3(qwen3.Qwen3ForCausalLM):
 def time_emptyings(file: IO[bytes]) -> None:
     """From now on every emptying through ``scheduler/memory/device_cache.py``, a continue's above all, writes its
     seconds into ``file``, a line each."""
-    empty = device_cache.empty_device_cache
 
     def timed(device_module: Any = None) -> bool:
         started = time.perf_counter()
-        found = empty(device_module)
+        found = empty_device_cache(device_module)
         file.write(f"{time.perf_counter() - started!r}\n".encode())
         return found
 
-    device_cache.empty_device_cache = timed
+    setattr(device_cache, empty_device_cache.__name__, timed)
 
 
 def main() -> None:
