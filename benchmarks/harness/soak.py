@@ -72,7 +72,7 @@ class Cost:
     freed: list[int] = field(default_factory=list)
     """Bytes that each gave back."""
     steps: dict[bool, list[list[float]]] = field(default_factory=lambda: {False: [], True: []})
-    """Seconds of the :data:`STEPS_AFTER` first steps after each continue; by whether it emptied."""
+    """Seconds of the :data:`STEPS_AFTER` first steps after each continue is sent; by whether it emptied."""
 
     def steady(self) -> float:
         """Median seconds of a step that is no longer one of the first."""
@@ -209,13 +209,17 @@ def measure_cost(
 def _cost_cycle(
     client: SchedulerClient, load: Load, weight: torch.Tensor, empty: bool
 ) -> tuple[list[float], int | None]:
-    """Seconds of the first steps after a continue, and how many bytes it gave back."""
+    """Seconds of the first steps after a continue, and how many bytes it gave back.
+
+    The first counts from the sending of the continue, and so has the emptying in it: by the time the answer is read here,
+    the load may have that step's tokens already.
+    """
     load.steady(1)
     paused = client.pause("in_place")
     with client.weight_update():
         client.update_weights_from_tensor([(SMALL_WEIGHT, weight)], flush_cache=False)
+    began = time.perf_counter()
     reply = client.continue_generation(torch_empty_cache=empty)
-    continued = time.perf_counter()
     arrivals = load.following(paused.step, STEPS_AFTER)
-    times = [continued, *(at for _, at in arrivals)]
+    times = [began, *(at for _, at in arrivals)]
     return [later - earlier for earlier, later in itertools.pairwise(times)], reply.freed
