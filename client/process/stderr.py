@@ -1,9 +1,8 @@
 """Standard error of serving commands: writers never wait for readers.
 
 Invariants:
-- Text is queued, up to :data:`MAX_QUEUED`, and written by a thread. Text that does not fit is dropped and counted; the count
-  is written when there is room again. So a pipe that is not read, or a stopped terminal, blocks neither a server nor the
-  restart of a scheduler.
+- Text goes through the bounded queue of :class:`QueuedWriter`. So a pipe that is not read, or a stopped terminal, blocks
+  neither a server nor the restart of a scheduler.
 - Of the repeated warnings of one call site, :data:`REPEATS` are written in :data:`REPEAT_WINDOW_S`; the next one has the
   number of the others. So clients cannot fill a disk through a server's log.
 """
@@ -14,33 +13,25 @@ import logging
 import os
 import sys
 import threading
-from collections import deque
 from collections.abc import Iterator
 from time import monotonic
 
-MAX_QUEUED = 1 << 20
-"""Characters that the reader has not taken yet."""
+from ...io_struct.queued_writer import FLUSH_S, QueuedWriter
+
 REPEATS = 20
 REPEAT_WINDOW_S = 10.0
-FLUSH_S = 1.0
-"""How long the end of the command waits for the reader."""
 _MAX_PLACES = 1024
 
 
 class QueuedStream(io.TextIOBase):
-    """A text stream over a descriptor, written by a thread of its own."""
+    """A text stream over a descriptor, written by a :class:`QueuedWriter`."""
 
     encoding = "utf-8"
     errors = "backslashreplace"
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
-        self._pieces: deque[str] = deque()
-        self._queued = 0
-        self._dropped = 0
-        self._busy = False
-        self._changed = threading.Condition()
-        threading.Thread(target=self._run, name="caesura-log", daemon=True).start()
+        self._writer = QueuedWriter(descriptor)
 
     def writable(self) -> bool:
         """As of every such stream."""
@@ -58,41 +49,12 @@ class QueuedStream(io.TextIOBase):
         """``text`` goes out, or is dropped and counted; at once either way."""
         if not isinstance(text, str):  # that is how others find out what kind of stream this is
             raise TypeError(f"write() takes a str, not {type(text).__name__}")
-        with self._changed:
-            if self._queued + len(text) > MAX_QUEUED:
-                self._dropped += len(text)
-            else:
-                self._append(text)
+        self._writer.put(text)
         return len(text)
 
     def settle(self, timeout_s: float) -> bool:
         """Whether all has gone out, waiting for up to ``timeout_s``. ``flush`` does not wait: others call it with every line."""
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._pieces and not self._busy, timeout_s)
-
-    def _append(self, text: str) -> None:
-        self._pieces.append(text)
-        self._queued += len(text)
-        self._changed.notify_all()
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._pieces)
-                text = "".join(self._pieces)
-                self._pieces.clear()
-                self._busy = True
-            with contextlib.suppress(OSError, MemoryError):  # closed, or gone: nobody can be told
-                data = memoryview(text.encode(self.encoding, self.errors))
-                while data:
-                    data = data[os.write(self._descriptor, data) :]
-            with self._changed:
-                self._queued -= len(text)
-                self._busy = False
-                if self._dropped:
-                    dropped, self._dropped = self._dropped, 0
-                    self._append(f"… {dropped} characters dropped: nobody read them in time\n")
-                self._changed.notify_all()
+        return self._writer.flush(timeout_s)
 
 
 @contextlib.contextmanager

@@ -4,33 +4,26 @@ Invariants:
 - Only the ``caesura`` logger is touched, never the root logger, and configuring twice leaves one handler.
 - Text from clients cannot start a new line or control a terminal: unprintable characters are escaped. A traceback
   follows its record, every line indented by a tab.
-- Logging never blocks: records go through a bounded queue to a thread. Records that do not fit are dropped and counted;
-  the count is written when there is room again.
+- Logging never blocks: lines go through the bounded queue of :class:`QueuedWriter`.
 - Repeated warnings and errors of one call site are summarised by their number.
 """
 
-import contextlib
 import logging
-import os
 import sys
 import threading
-from collections import deque
 from dataclasses import dataclass
 from time import monotonic
 from typing import TextIO
 
+from ...io_struct.queued_writer import FLUSH_S, QueuedWriter
 from ...io_struct.text import printable
 
 _HANDLER_NAME = "caesura.stderr"
-MAX_QUEUED_BYTES = 1 << 20
-"""Maximum size of lines not written yet, if stderr is not read."""
 MAX_LINE = 4096
 """Maximum characters of a message, or of one line of a traceback, which may contain text from a client."""
 REPEATS = 20
 """Maximum warnings or errors of one call site that are written within :data:`REPEAT_WINDOW_S`."""
 REPEAT_WINDOW_S = 10.0
-FLUSH_S = 1.0
-"""Maximum seconds to write the queue at the end of the process."""
 _MAX_SITES = 1024
 
 
@@ -88,7 +81,7 @@ class Repeats:
             held = [site.since for site in self._sites.values() if site.count > REPEATS]
         return max(0.0, min(held) + REPEAT_WINDOW_S - monotonic()) if held else None
 
-    def summaries(self, *, everything: bool) -> list[str]:
+    def take(self, *, everything: bool = False) -> list[str]:
         """Summary lines of call sites whose window is over, or of all; resets their counts."""
         now, lines = monotonic(), []
         with self._lock:
@@ -109,107 +102,20 @@ class _Site:
     count: int = 0
 
 
-class Writer:
-    """Writes lines to a stream from its own thread; :meth:`put` never blocks."""
+class LogHandler(logging.Handler):
+    """Formats records in the calling thread; a :class:`QueuedWriter` writes them."""
 
     def __init__(self, stream: TextIO) -> None:
-        self.repeats = Repeats()
-        self._stream = stream
-        self._descriptor: int | None = None
-        with contextlib.suppress(OSError, AttributeError, ValueError):  # a stream of Python's own
-            # Not through the stream's buffer: its lock, held by a write that blocks, would stop the interpreter's end.
-            self._descriptor = stream.fileno()
-        self._lines: deque[str] = deque()
-        self._bytes = 0
-        self._dropped = 0
-        self._busy = False
-        self._closed = False
-        self._changed = threading.Condition()
-        threading.Thread(target=self._run, name="caesura-log", daemon=True).start()
-
-    def put(self, line: str) -> None:
-        """Queue ``line``, or drop and count it."""
-        with self._changed:
-            if self._closed or self._bytes + len(line) > MAX_QUEUED_BYTES:
-                self._dropped += 1
-            else:
-                self._append(line)
-
-    def hold_back(self) -> None:
-        """A record was suppressed: its summary becomes due."""
-        with self._changed:
-            self._changed.notify_all()
-
-    def flush(self, timeout_s: float) -> bool:
-        """Wait up to ``timeout_s`` until everything is written; returns whether it is."""
-        for line in self.repeats.summaries(everything=True):
-            self.put(line)
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._lines and not self._busy, timeout_s)
-
-    def close(self) -> None:
-        """Write what is queued, then end the thread; later lines are dropped."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-
-    def _append(self, line: str) -> None:
-        self._lines.append(line)
-        self._bytes += len(line)
-        self._changed.notify_all()
-
-    def _run(self) -> None:
-        while (lines := self._take()) is not None:
-            # A closed stream cannot be reported anywhere. After a MemoryError later lines may succeed.
-            with contextlib.suppress(OSError, ValueError, MemoryError):
-                self._write(lines)
-            with self._changed:
-                self._bytes -= len(lines)
-                self._busy = False
-                if self._dropped:
-                    dropped, self._dropped = self._dropped, 0
-                    self._append(f"… {dropped} records dropped: the log was not read in time\n")
-                self._changed.notify_all()
-
-    def _take(self) -> str | None:
-        """Wait for lines to write; None means the end."""
-        with self._changed:
-            while not self._lines:
-                if self._closed:
-                    return None
-                self._changed.wait(self.repeats.due_s())
-                for line in self.repeats.summaries(everything=False):
-                    self._append(line)
-            lines = "".join(self._lines)
-            self._lines.clear()
-            self._busy = True
-            return lines
-
-    def _write(self, text: str) -> None:
-        if self._descriptor is None:
-            self._stream.write(text)
-            self._stream.flush()
-            return
-        data = memoryview(text.encode("utf-8", "backslashreplace"))
-        while data:
-            data = data[os.write(self._descriptor, data) :]
-
-
-class LogHandler(logging.Handler):
-    """Formats records in the calling thread; a :class:`Writer` writes them."""
-
-    def __init__(self, writer: Writer) -> None:
         super().__init__()
         self.name = _HANDLER_NAME
-        self._writer = writer
+        self._repeats = Repeats()
+        self._writer = QueuedWriter(stream, self._repeats)
 
     def emit(self, record: logging.LogRecord) -> None:
         """Queue the record's line, unless its call site has reached the limit."""
         try:
-            if record.levelno >= logging.WARNING and not self._writer.repeats.admit(
-                record.name, record.lineno
-            ):
-                self._writer.hold_back()
+            if record.levelno >= logging.WARNING and not self._repeats.admit(record.name, record.lineno):
+                self._writer.wake()
             else:
                 self._writer.put(self.format(record) + "\n")
         except Exception:  # noqa: BLE001  a record that cannot be formatted must not fail the operation that logs it
@@ -221,6 +127,8 @@ class LogHandler(logging.Handler):
 
     def flush(self) -> None:
         """Write what is queued, within a bounded time; also called at the interpreter's exit."""
+        for line in self._repeats.take(everything=True):
+            self._writer.put(line)
         self._writer.flush(FLUSH_S)
 
     def close(self) -> None:
@@ -245,7 +153,7 @@ def configure(level: str | int, rank: int = 0, stream: TextIO | None = None) -> 
     for old in [h for h in logger.handlers if h.name == _HANDLER_NAME]:
         logger.removeHandler(old)
         old.close()
-    handler = LogHandler(Writer(stream if stream is not None else sys.stderr))
+    handler = LogHandler(stream if stream is not None else sys.stderr)
     handler.setFormatter(LineFormatter(rank))
     logger.addHandler(handler)
     logger.propagate = False  # a root handler would print every line again

@@ -12,7 +12,8 @@ import pytest
 from support.waiting import eventually
 
 from caesura.client.process import stderr
-from caesura.client.process.stderr import MAX_QUEUED, REPEATS, QueuedStream, Repeats, queued_stderr
+from caesura.client.process.stderr import REPEATS, QueuedStream, Repeats, queued_stderr
+from caesura.io_struct.queued_writer import MAX_QUEUED
 
 
 @pytest.fixture
@@ -51,7 +52,7 @@ def test_a_pipe_that_nobody_reads_stops_nobody_and_its_loss_is_told(pipe):
     writing.join(20)
     assert not writing.is_alive()
     assert not stream.settle(0.0)
-    kept = read_all(pipe[0], "nobody read them in time\n")
+    kept = read_all(pipe[0], "not read in time\n")
     lines = kept.splitlines()
     assert set(lines[:-1]) == {line.strip()}
     dropped = int(lines[-1].split()[1])
