@@ -1,7 +1,7 @@
 # `make demo` and `make test` set everything up on a fresh machine (Python 3.11 or newer with pip is all they need).
 #
 # Three lanes of tests: `make check` while you work (a minute), `make test` before a commit (all that guards the product),
-# `make test-bench` (the benchmarks, the demo and the fault campaign, which start many engines). CI runs the last two.
+# `make test-bench` (the benchmarks and the demo, which start many engines). CI runs the last two.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -41,7 +41,7 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/codespell
 	mkdir -p .check && ln -sfn .. .check/caesura
-	cd .check && ../$(BIN)/mypy --config-file ../pyproject.toml -p caesura.io_struct -p caesura.client -p caesura.scheduler && ../$(BIN)/mypy --config-file ../pyproject.toml ../tests ../benchmarks ../examples
+	cd .check && ../$(BIN)/mypy --config-file ../pyproject.toml -p caesura.io_struct -p caesura.client -p caesura.scheduler -p caesura.integrations && ../$(BIN)/mypy --config-file ../pyproject.toml ../docs ../tests ../benchmarks ../examples
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

@@ -1,8 +1,7 @@
 """Writes the generated parts of docs/structures.md from the source tree: the floors and the tables of modules.
 
-Invariants: only what stands between ``<!-- generated: NAME -->`` and ``<!-- end of NAME -->`` is ever replaced; what a module
-is for is the first sentence of its docstring. Run ``python docs/generate_structures.py`` after adding or renaming a module;
-with ``--check`` nothing is written and the exit status says whether the page is up to date.
+Invariant: what a module is for is the first sentence of its docstring. Run ``python docs/generate_structures.py`` after adding
+or renaming a module (``--check``: see :mod:`generated_parts`).
 """
 
 import ast
@@ -10,6 +9,8 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+
+from generated_parts import update
 
 ROOT = Path(__file__).parents[1]
 DOCUMENT = Path(__file__).with_name("structures.md")
@@ -85,34 +86,9 @@ PARTS = {
     "io_struct": lambda: modules("io_struct"),
     "scheduler": lambda: modules("scheduler"),
     "client": lambda: modules("client"),
+    "integrations": lambda: modules("integrations"),
 }
 
 
-def generate(document: str) -> str:
-    """``document`` with all its generated parts up to date.
-
-    Raises:
-        ValueError: a part's marks are missing.
-    """
-    for name, part in PARTS.items():
-        marks = f"<!-- generated: {name} -->", f"<!-- end of {name} -->"
-        before, begin, rest = document.partition(marks[0])
-        _, end, after = rest.partition(marks[1])
-        if not (begin and end):
-            raise ValueError(f"structures.md lacks the marks of {name!r}")
-        document = f"{before}{begin}\n\n{part()}\n\n{end}{after}"
-    return document
-
-
-def main() -> int:
-    """Exit status: 1 where ``--check`` finds the document out of date."""
-    old = DOCUMENT.read_text(encoding="utf-8")
-    new = generate(old)
-    if "--check" in sys.argv[1:]:
-        return int(new != old)
-    DOCUMENT.write_text(new, encoding="utf-8")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(update(DOCUMENT, PARTS))

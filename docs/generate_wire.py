@@ -1,8 +1,7 @@
 """Writes the generated parts of docs/wire.md from the structs that are the wire, so that the two cannot drift.
 
-Invariants: only what stands between ``<!-- generated: NAME -->`` and ``<!-- end of NAME -->`` is ever replaced; a field's
-meaning is the docstring below it, its type and default are what the decoder checks. Run ``python docs/generate_wire.py``
-after a change of ``io_struct/``; with ``--check`` nothing is written and the exit status says whether it is up to date.
+Invariant: a field's meaning is the docstring below it, its type and default are what the decoder checks. Run
+``python docs/generate_wire.py`` after a change of ``io_struct/`` (``--check``: see :mod:`generated_parts`).
 """
 
 import ast
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import msgspec
+from generated_parts import update
 from msgspec import inspect as wire_types
 
 from caesura import io_struct
@@ -230,31 +230,5 @@ def link(name: str) -> str:
 PARTS = {"requests": requests, "replies": replies, "records": records, "errors": errors, "limits": limits}
 
 
-def generate(document: str) -> str:
-    """``document`` with all its generated parts up to date.
-
-    Raises:
-        ValueError: a part's marks are missing.
-    """
-    for name, part in PARTS.items():
-        marks = f"<!-- generated: {name} -->", f"<!-- end of {name} -->"
-        before, begin, rest = document.partition(marks[0])
-        _, end, after = rest.partition(marks[1])
-        if not (begin and end):
-            raise ValueError(f"wire.md lacks the marks of {name!r}")
-        document = f"{before}{begin}\n\n{part()}\n\n{end}{after}"
-    return document
-
-
-def main() -> int:
-    """Exit status: 1 where ``--check`` finds the document out of date."""
-    old = DOCUMENT.read_text(encoding="utf-8")
-    new = generate(old)
-    if "--check" in sys.argv[1:]:
-        return int(new != old)
-    DOCUMENT.write_text(new, encoding="utf-8")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(update(DOCUMENT, PARTS))

@@ -1,4 +1,4 @@
-"""TRL's trainers with Caesura in the place of vLLM (``pip install 'caesura[trl]'``).
+"""TRL's trainers with Caesura in the place of vLLM (``pip install '.[trl]'``).
 
 - :class:`Rollouts` is the ``rollout_func`` of ``trl.GRPOTrainer``.
 - :class:`WeightTransfer` is the ``weight_transfer`` of ``trl.experimental.async_grpo.AsyncGRPOTrainer``.

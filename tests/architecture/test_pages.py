@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
-FOLDERS = ("io_struct", "scheduler", "client", "tests", "examples", "benchmarks", "docs")
+FOLDERS = ("io_struct", "scheduler", "client", "integrations", "tests", "examples", "benchmarks", "docs")
 MAX_LINE = 120
 URL = re.compile(r"https?://\S+")
 PATH = re.compile(r"`([\w./-]+\.(?:py|cpp))`")
@@ -35,7 +35,7 @@ def missing(text: str, files: set[str]) -> list[str]:
 
 def cited() -> Iterator[tuple[str, str]]:
     """Where a docstring or comment cites an invariant, and which."""
-    for folder in ("scheduler", "client", "io_struct"):
+    for folder in ("scheduler", "client", "io_struct", "integrations"):
         for path in sorted((ROOT / folder).rglob("*.py")):
             for prose in PROSE.findall(path.read_text(encoding="utf-8")):
                 yield from ((str(path.relative_to(ROOT)), number) for number in INVARIANT.findall(prose))
