@@ -316,7 +316,7 @@ class StreamDelta(ReplyRecord, kw_only=True, frozen=True):
     """float32 [sum(counts)]; NaN where not requested."""
     top: DeltaLogprobs | None = None
     """The most likely tokens. None means that no row requested them."""
-    given: DeltaLogprobs | None = None
+    token_ids: DeltaLogprobs | None = None
     """The tokens of ``token_ids_logprob``. None means that no row requested them."""
 
 

@@ -8,7 +8,6 @@ Invariants:
 import contextlib
 import secrets
 from dataclasses import dataclass
-from typing import Any
 
 from .. import __version__
 from ..io_struct import GenerateReqOutput, GetMemoryHistoryReqInput, GetStatusReqInput, HelloReqInput
@@ -45,7 +44,7 @@ from .forward import Runner
 from .guard import Guard
 from .loop import Scheduler
 from .memory.device_cache import DeviceCache
-from .memory.device_module import device_module_for
+from .memory.device_module import DeviceModule, device_module_for
 from .memory.residency import ComponentResidencyManager
 from .observability.memory_history import MemoryGauges, MemoryHistory
 from .observability.stage_profiler import StageProfiler
@@ -234,7 +233,7 @@ class Engine:
         )
 
     def _build_serving(
-        self, config: EngineConfig, core: _Core, commands: _Commands, module: Any, shutdown: Shutdown
+        self, config: EngineConfig, core: _Core, commands: _Commands, module: DeviceModule, shutdown: Shutdown
     ) -> None:
         """Build what is between the socket and the commands and waiting queue."""
         lifecycle = core.lifecycle
@@ -278,7 +277,7 @@ class Engine:
             shutdown=shutdown,
         )
 
-    def _build_commands(self, config: EngineConfig, core: _Core, module: Any) -> _Commands:
+    def _build_commands(self, config: EngineConfig, core: _Core, module: DeviceModule) -> _Commands:
         loaded, residency, runner, lifecycle = core.loaded, core.residency, core.runner, core.lifecycle
         self.process_groups = WeightsUpdateGroups(
             loaded.device, self.wakeup.set, runner.synchronize, config.group_interface
@@ -334,7 +333,7 @@ class Engine:
         )
         return _Commands(updates, handlers, self._build_scoring(core, module))
 
-    def _build_scoring(self, core: _Core, module: Any) -> Scoring | None:
+    def _build_scoring(self, core: _Core, module: DeviceModule) -> Scoring | None:
         if core.reference is None:
             return None
         return Scoring(
@@ -347,7 +346,7 @@ class Engine:
         )
 
     def _build_status(
-        self, config: EngineConfig, core: _Core, commands: _Commands, module: Any
+        self, config: EngineConfig, core: _Core, commands: _Commands, module: DeviceModule
     ) -> StatusReporter:
         operations = what_serves(config, core.loaded)
         operations.log()

@@ -54,8 +54,8 @@ class SpecialRows:
     """int64 [N]"""
     top: int
     """K: the likeliest tokens of each of these."""
-    given: Tensor
-    """int64 [N, M]: the given tokens of each of these, padded with token 0."""
+    token_ids: Tensor
+    """int64 [N, M]: `token_ids_logprob` of each of these, padded with token 0."""
     num_counters: int
     """Counters that the table must have."""
 
@@ -74,8 +74,8 @@ class InputTokens:
     """int64 [I]: the prompt's next token after each."""
     top: int
     """K: the likeliest tokens at each position."""
-    given: Tensor
-    """int64 [I, M]: the given tokens at each position, padded with token 0."""
+    token_ids: Tensor
+    """int64 [I, M]: `token_ids_logprob` at each position, padded with token 0."""
 
     def to(self, device: torch.device) -> "InputTokens":
         """A copy on ``device``."""
@@ -92,7 +92,7 @@ class FurtherLogprobs:
     """[N, K]"""
     top: Tensor
     """[N, K], descending."""
-    given: Tensor
+    token_ids_logprobs: Tensor
     """[N, M]"""
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> "FurtherLogprobs":
@@ -101,7 +101,7 @@ class FurtherLogprobs:
             logprobs=move(self.logprobs),
             top_ids=move(self.top_ids),
             top=move(self.top),
-            given=move(self.given),
+            token_ids_logprobs=move(self.token_ids_logprobs),
         )
 
 

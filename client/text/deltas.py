@@ -41,12 +41,12 @@ def part(delta: TokenDelta, start: int, end: int | None) -> TokenDelta:
     """The tokens [start, end) of a delta."""
     if start == 0 and end == len(delta.output_ids):
         return delta
-    top, given = delta.output_top_logprobs, delta.output_token_ids_logprobs
+    top, token_ids = delta.output_top_logprobs, delta.output_token_ids_logprobs
     return replace(
         delta,
         start=delta.start + start,
         output_ids=delta.output_ids[start:end],
         output_logprobs=None if delta.output_logprobs is None else delta.output_logprobs[start:end],
         output_top_logprobs=None if top is None else top.cut(start, end),
-        output_token_ids_logprobs=None if given is None else given.cut(start, end),
+        output_token_ids_logprobs=None if token_ids is None else token_ids.cut(start, end),
     )

@@ -134,7 +134,7 @@ def cut(output: GenerateOutput, length: int) -> GenerateOutput:
     spans = [span for span in output.weight_versions if span.start < length]
     if spans:
         spans[-1] = structs.replace(spans[-1], end=min(spans[-1].end, length))
-    top, given = output.output_top_logprobs, output.output_token_ids_logprobs
+    top, token_ids = output.output_top_logprobs, output.output_token_ids_logprobs
     return replace(
         output,
         output_ids=output.output_ids[:length],
@@ -142,7 +142,7 @@ def cut(output: GenerateOutput, length: int) -> GenerateOutput:
         raw_logprobs=_first(output.raw_logprobs, length),
         sampled_logprobs=_first(output.sampled_logprobs, length),
         output_top_logprobs=None if top is None else top.cut(0, length),
-        output_token_ids_logprobs=None if given is None else given.cut(0, length),
+        output_token_ids_logprobs=None if token_ids is None else token_ids.cut(0, length),
         routed_experts=_first_rows(output.routed_experts, output.prompt_tokens + length - 1 if length else 0),
         weight_versions=spans,
     )

@@ -117,7 +117,7 @@ class Generation(Generic[WaiterT, QueueT]):
         tokens: list[int],
         logprobs: list[float],
         top: TokenLogprobs | None = None,
-        given: TokenLogprobs | None = None,
+        token_ids: TokenLogprobs | None = None,
     ) -> None:
         """Hand on what is new in one row of a stream delta."""
         delivered = self._delivered.get(index, 0)
@@ -132,7 +132,7 @@ class Generation(Generic[WaiterT, QueueT]):
                 output_ids=tokens[seen:],
                 output_logprobs=known_logprobs(logprobs[seen:]),
                 output_top_logprobs=None if top is None else top.cut(seen),
-                output_token_ids_logprobs=None if given is None else given.cut(seen),
+                output_token_ids_logprobs=None if token_ids is None else token_ids.cut(seen),
             )
         )
 
@@ -348,7 +348,7 @@ class Connection(Generic[WaiterT, QueueT]):
             raise InternalError(
                 f"a stream delta counts {sum(counts)} tokens but holds {len(tokens)} and {len(logprobs)} logprobs"
             )
-        top, given = further_logprobs(delta.top, counts), further_logprobs(delta.given, counts)
+        top, token_ids = further_logprobs(delta.top, counts), further_logprobs(delta.token_ids, counts)
         offset = 0
         for row, (rid, index, start, count) in enumerate(
             zip(delta.rids, indices, starts, counts, strict=True)
@@ -357,7 +357,7 @@ class Connection(Generic[WaiterT, QueueT]):
             generation = self._by_rid.get(rid)
             if generation is not None:
                 generation.add_tokens(
-                    index, start, tokens[offset:end], logprobs[offset:end], top[row], given[row]
+                    index, start, tokens[offset:end], logprobs[offset:end], top[row], token_ids[row]
                 )
             offset = end
 

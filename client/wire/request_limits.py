@@ -29,11 +29,11 @@ def check_limits(request: "GenerationRequest") -> None:
     Raises:
         InvalidRequest: ``field`` and ``value`` (the size) in its detail.
     """
-    params, given = request.sampling_params, request.token_ids_logprob
+    params, token_ids = request.sampling_params, request.token_ids_logprob
     check_size("rid", len(request.rid or ""), MAX_ID_LENGTH, "characters")
     check_size("stop", characters(request.stop), MAX_STOP_CHARACTERS, "characters in all")
     check_size("cache_salt", len(request.cache_salt), MAX_SALT_CHARACTERS, "characters")
-    check_size("token_ids_logprob", 0 if given is None else len(given), MAX_TOKEN_IDS_LOGPROB, "ids")
+    check_size("token_ids_logprob", 0 if token_ids is None else len(token_ids), MAX_TOKEN_IDS_LOGPROB, "ids")
     check_size("stop_token_ids", len(params.stop_token_ids), MAX_STOP_TOKEN_IDS, "ids")
     check_size("logit_bias", len(params.logit_bias or {}), MAX_LOGIT_BIAS, "tokens")
 

@@ -23,12 +23,6 @@ class LiveRequests:
         """In the order of admission. Iterates over a copy, because finishing a request removes it."""
         return iter(list(self._by_key.values()))
 
-    def __contains__(self, key: tuple[str, int]) -> bool:
-        return key in self._by_key
-
-    def __getitem__(self, key: tuple[str, int]) -> Request:
-        return self._by_key[key]
-
     def add(self, requests: Iterable[Request]) -> None:
         """Register admitted requests."""
         for request in requests:

@@ -170,7 +170,7 @@ class OutputProcessor:
         special, table = batch.forward.sampling.special, self._table
         assert special is not None
         rows = special.rows.numpy()[special.wants_host]
-        values = further.top_ids.numpy(), further.top.numpy(), further.given.numpy()
+        values = further.top_ids.numpy(), further.top.numpy(), further.token_ids_logprobs.numpy()
         for row, *of_row in zip(rows.tolist(), *values, strict=True):
             slot = batch.sample_slots[row]
             request = table.by_slot[slot]
@@ -224,13 +224,8 @@ class OutputProcessor:
 
     def _stream(self, slots: np.ndarray, at: np.ndarray) -> None:
         table = self._table
-        requests = []
-        for slot in slots.tolist():
-            request = table.by_slot[slot]
-            assert request is not None
-            requests.append(request)
         self._sink.add_tokens(
-            requests,
+            [request for slot in slots.tolist() if (request := table.by_slot[slot]) is not None],
             (at - table.prompt_len[slots]).tolist(),
             table.tokens[slots, at].tolist(),
             table.logprobs[slots, at].tolist(),
@@ -284,19 +279,21 @@ class OutputProcessor:
 
 def _further_fields(record: LogprobRecord, count: int) -> dict[str, Any]:
     """The result fields that come from ``record``, for ``count`` output tokens."""
-    top, given = record.output_rows(0, count)
-    input_logprobs, input_top, input_given = record.input_rows()
+    top, token_ids = record.output_rows(0, count)
+    input_logprobs, input_top, input_token_ids = record.input_rows()
     return {
         "output_top_logprobs": top,
-        "output_token_ids_logprobs": given,
+        "output_token_ids_logprobs": token_ids,
         "input_logprobs": input_logprobs,
         "input_top_logprobs": input_top,
-        "input_token_ids_logprobs": input_given,
+        "input_token_ids_logprobs": input_token_ids,
     }
 
 
 def _record_inputs(spans: list[InputSpan], values: FurtherLogprobs) -> None:
-    columns = [column.numpy() for column in (values.logprobs, values.top_ids, values.top, values.given)]
+    columns = [
+        column.numpy() for column in (values.logprobs, values.top_ids, values.top, values.token_ids_logprobs)
+    ]
     offset = 0
     for span in spans:
         rows = slice(offset, offset := offset + span.count)

@@ -24,15 +24,15 @@ class LogprobRecord:
 
     def __init__(self, message: GenerateReqInput) -> None:
         self.top = message.top_logprobs_num
-        self.given = np.asarray(message.token_ids_logprob or (), np.int32)
+        self.token_ids = np.asarray(message.token_ids_logprob or (), np.int32)
         prompt_len, start = len(message.input_ids), message.logprob_start_len
         self.start: int | None = start if 0 <= start < prompt_len else None
         """Prompt position after which log-probabilities are wanted; None if none of the prompt are."""
         self.num_inputs = 0 if self.start is None else prompt_len - 1 - self.start
         self.known_inputs = 0
         """Prompt log-probabilities recorded so far, from the first one on."""
-        self._outputs = _Rows(self.top, len(self.given))
-        self._inputs = _Rows(self.top, len(self.given))
+        self._outputs = _Rows(self.top, len(self.token_ids))
+        self._inputs = _Rows(self.top, len(self.token_ids))
         self._input_logprobs = np.empty(self.num_inputs, np.float32)
 
     @staticmethod
@@ -45,7 +45,7 @@ class LogprobRecord:
     @property
     def wants_outputs(self) -> bool:
         """Whether extra log-probabilities are wanted at each sampled position."""
-        return self.top > 0 or len(self.given) > 0
+        return self.top > 0 or len(self.token_ids) > 0
 
     @property
     def first_uncached(self) -> int | None:
@@ -59,18 +59,23 @@ class LogprobRecord:
         first = max(start, self.start)
         return first, max(first, min(end, self.start + self.num_inputs))
 
-    def put_output(self, at: int, top_ids: np.ndarray, top: np.ndarray, given: np.ndarray) -> None:
+    def put_output(self, at: int, top_ids: np.ndarray, top: np.ndarray, logprobs_of_ids: np.ndarray) -> None:
         """Record output token number ``at``, from rows [K], [K] and [M]; this sample's columns come first in them."""
-        self._outputs.put(at, top_ids[None], top[None], given[None])
+        self._outputs.put(at, top_ids[None], top[None], logprobs_of_ids[None])
 
     def put_inputs(
-        self, first: int, logprobs: np.ndarray, top_ids: np.ndarray, top: np.ndarray, given: np.ndarray
+        self,
+        first: int,
+        logprobs: np.ndarray,
+        top_ids: np.ndarray,
+        top: np.ndarray,
+        logprobs_of_ids: np.ndarray,
     ) -> None:
         """Record the tokens that follow the positions from ``first`` on: [I], and [I, …] with columns as above."""
         assert self.start is not None
         at = first - self.start
         self._input_logprobs[at : at + len(logprobs)] = logprobs
-        self._inputs.put(at, top_ids, top, given)
+        self._inputs.put(at, top_ids, top, logprobs_of_ids)
         self.known_inputs = at + len(logprobs)
 
     def forget_inputs(self) -> None:
@@ -78,58 +83,60 @@ class LogprobRecord:
         self.known_inputs = 0
 
     def output_rows(self, start: int, end: int) -> tuple[LogprobRows | None, LogprobRows | None]:
-        """``(top, given)`` of the output tokens [start, end); None for what was not asked for."""
-        return self._outputs.wire(start, end, self.given)
+        """``(top, token_ids)`` of the output tokens [start, end); None for what was not asked for."""
+        return self._outputs.wire(start, end, self.token_ids)
 
     def input_rows(self) -> tuple[bytes | None, LogprobRows | None, LogprobRows | None]:
-        """Logprobs of the prompt (the first is NaN), and ``(top, given)``; all None unless all are wanted and known."""
+        """Logprobs of the prompt (the first is NaN), and ``(top, token_ids)``; all None unless all are wanted and known."""
         if self.start is None or self.known_inputs < self.num_inputs:
             return None, None, None
         logprobs = np.concatenate([np.full(1, np.nan, "<f4"), self._input_logprobs]).astype("<f4").tobytes()
-        return logprobs, *self._inputs.wire(0, self.num_inputs, self.given)
+        return logprobs, *self._inputs.wire(0, self.num_inputs, self.token_ids)
 
 
 class _Rows:
-    """Growing arrays of ``top`` and ``given`` log-probabilities by position."""
+    """Growing arrays of the ``top`` most likely and the requested token ids: log-probabilities by position."""
 
-    def __init__(self, top: int, given: int) -> None:
+    def __init__(self, top: int, num_token_ids: int) -> None:
         self._known = 0
         self._top_ids = np.empty((0, top), np.int32)
         self._top = np.empty((0, top), np.float32)
-        self._given = np.empty((0, given), np.float32)
+        self._of_ids = np.empty((0, num_token_ids), np.float32)
 
-    def put(self, at: int, top_ids: np.ndarray, top: np.ndarray, given: np.ndarray) -> None:
+    def put(self, at: int, top_ids: np.ndarray, top: np.ndarray, logprobs_of_ids: np.ndarray) -> None:
         end = at + len(top)
         if end > len(self._top):
             room = max(end, 2 * len(self._top), 16)
-            self._top_ids, self._top, self._given = (
+            self._top_ids, self._top, self._of_ids = (
                 np.concatenate([old, np.empty((room - len(old), old.shape[1]), old.dtype)])
-                for old in (self._top_ids, self._top, self._given)
+                for old in (self._top_ids, self._top, self._of_ids)
             )
         self._top_ids[at:end] = top_ids[:, : self._top.shape[1]]
         self._top[at:end] = top[:, : self._top.shape[1]]
-        self._given[at:end] = given[:, : self._given.shape[1]]
+        self._of_ids[at:end] = logprobs_of_ids[:, : self._of_ids.shape[1]]
         self._known = end
 
     def wire(
-        self, start: int, end: int, given_ids: np.ndarray
+        self, start: int, end: int, token_ids: np.ndarray
     ) -> tuple[LogprobRows | None, LogprobRows | None]:
-        top, given = self._top.shape[1], self._given.shape[1]
-        assert end <= self._known or not top + given or start == end, f"{self._known} rows, {end} tokens"
-        top_rows = given_rows = None
+        top, num_token_ids = self._top.shape[1], self._of_ids.shape[1]
+        assert end <= self._known or not top + num_token_ids or start == end, (
+            f"{self._known} rows, {end} tokens"
+        )
+        top_rows = token_ids_rows = None
         if top:
             top_rows = LogprobRows(
                 k=top,
                 ids=self._top_ids[start:end].astype("<i4").tobytes(),
                 logprobs=self._top[start:end].astype("<f4").tobytes(),
             )
-        if given:
-            given_rows = LogprobRows(
-                k=given,
-                ids=given_ids.astype("<i4").tobytes(),
-                logprobs=self._given[start:end].astype("<f4").tobytes(),
+        if num_token_ids:
+            token_ids_rows = LogprobRows(
+                k=num_token_ids,
+                ids=token_ids.astype("<i4").tobytes(),
+                logprobs=self._of_ids[start:end].astype("<f4").tobytes(),
             )
-        return top_rows, given_rows
+        return top_rows, token_ids_rows
 
 
 class SamplingExtras:
@@ -150,7 +157,7 @@ class SamplingExtras:
         self.stops = _Ids(slots)
         self.bias = _Ids(slots)
         self.top = np.zeros(slots, np.int64)
-        self.given = _Ids(slots)
+        self.token_ids = _Ids(slots)
         self.num_counters = 0
         """Most counters that were ever in use at once."""
         self._free_counters: list[int] = []  # a heap
@@ -167,10 +174,10 @@ class SamplingExtras:
         self.release(slot)  # an earlier bind that raised may have left its counter behind
         bias = params.logit_bias or {}
         stops = stops if params.min_new_tokens else ()
-        given = record.given if record is not None else np.empty(0, np.int32)
+        token_ids = record.token_ids if record is not None else np.empty(0, np.int32)
         self.stops.put(slot, stops, -np.inf)
         self.bias.put(slot, list(bias), list(bias.values()))
-        self.given.put(slot, given, 0.0)
+        self.token_ids.put(slot, token_ids, 0.0)
         self.may_stop_at[slot] = prompt_len + params.min_new_tokens
         self.min_p[slot] = params.min_p
         self.repetition[slot] = params.repetition_penalty

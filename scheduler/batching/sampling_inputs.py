@@ -65,8 +65,8 @@ def _special_rows(table: RequestTable, slots: np.ndarray, positions: np.ndarray)
     assert (table.length[restarted] == positions[: len(penalised)][out_of_date]).all(), "a token is in flight"
     prompts, outputs = _history(table, restarted)
     bias_ids, bias = _biases(table, slots, positions)
-    top, given_count = extras.top[slots], extras.given.count[slots]
-    wants = np.flatnonzero((top > 0) | (given_count > 0))
+    top, num_token_ids = extras.top[slots], extras.token_ids.count[slots]
+    wants = np.flatnonzero((top > 0) | (num_token_ids > 0))
     return SpecialRows(
         rows=torch.from_numpy(rows),
         repetition=torch.from_numpy(extras.repetition[penalised]),
@@ -81,7 +81,7 @@ def _special_rows(table: RequestTable, slots: np.ndarray, positions: np.ndarray)
         wants=torch.from_numpy(wants),
         wants_host=wants,
         top=int(top.max(initial=0)),
-        given=torch.from_numpy(extras.given.of(slots[wants])[0]),
+        token_ids=torch.from_numpy(extras.token_ids.of(slots[wants])[0]),
         num_counters=extras.num_counters,
     )
 
@@ -126,17 +126,17 @@ def input_tokens(spans: list[InputSpan], slots: np.ndarray, offsets: np.ndarray)
     if not spans:
         return None
     offset_of = dict(zip(slots.tolist(), offsets.tolist(), strict=True))
-    tokens, targets, given = [], [], []
-    width = max(len(span.record.given) for span in spans)
+    tokens, targets, token_ids = [], [], []
+    width = max(len(span.record.token_ids) for span in spans)
     for span in spans:
         positions = np.arange(span.first, span.first + span.count)
-        ids = span.record.given.astype(np.int64)
+        ids = span.record.token_ids.astype(np.int64)
         tokens.append(positions + offset_of[span.request.slot])
         targets.append(span.request.prompt[positions + 1].astype(np.int64))
-        given.append(np.tile(np.pad(ids, (0, width - len(ids))), (span.count, 1)))
+        token_ids.append(np.tile(np.pad(ids, (0, width - len(ids))), (span.count, 1)))
     return InputTokens(
         tokens=torch.from_numpy(np.concatenate(tokens)),
         targets=torch.from_numpy(np.concatenate(targets)),
         top=max(span.record.top for span in spans),
-        given=torch.from_numpy(np.concatenate(given)),
+        token_ids=torch.from_numpy(np.concatenate(token_ids)),
     )

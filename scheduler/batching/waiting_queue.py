@@ -134,13 +134,17 @@ def _check_routing(message: GenerateReqInput, limits: AdmissionLimits) -> None:
 
 def _check_further_logprobs(message: GenerateReqInput, limit: int, limits: AdmissionLimits) -> None:
     """Refuse values out of range, and extra logprobs that would make a result too large for one message."""
-    top, given, start = message.top_logprobs_num, message.token_ids_logprob or [], message.logprob_start_len
+    top, token_ids, start = (
+        message.top_logprobs_num,
+        message.token_ids_logprob or [],
+        message.logprob_start_len,
+    )
     prompt_len, most = len(message.input_ids), min(MAX_TOP_LOGPROBS, limits.vocab_size)
-    nbytes = (8 * top + 4 * len(given)) * (limit - (start if 0 <= start < prompt_len else prompt_len))
+    nbytes = (8 * top + 4 * len(token_ids)) * (limit - (start if 0 <= start < prompt_len else prompt_len))
     problems = (
         ("top_logprobs_num", top, f"must be in [0, {most}]", 0 <= top <= most),
         ("logprob_start_len", start, "must be a position, or -1", -1 <= start <= MAX_INT32),
-        ("token_ids_logprob", len(given), f"has at most {MAX_TOKEN_IDS_LOGPROB} ids", len(given) <= MAX_TOKEN_IDS_LOGPROB),
+        ("token_ids_logprob", len(token_ids), f"has at most {MAX_TOKEN_IDS_LOGPROB} ids", len(token_ids) <= MAX_TOKEN_IDS_LOGPROB),
         ("top_logprobs_num", top, f"and token_ids_logprob: up to {nbytes} bytes, the limit is {MAX_FURTHER_BYTES}",
          nbytes <= MAX_FURTHER_BYTES or not message.return_logprob),
     )  # fmt: skip
@@ -149,7 +153,7 @@ def _check_further_logprobs(message: GenerateReqInput, limit: int, limits: Admis
             raise CaesuraError(
                 ErrorCode.INVALID_REQUEST, f"{field} = {value}: {requirement}", field=field, value=value
             )
-    _check_ids("token_ids_logprob", given, limits.vocab_size)
+    _check_ids("token_ids_logprob", token_ids, limits.vocab_size)
 
 
 def _check_ids(field: str, ids: list[int], vocab_size: int) -> None:

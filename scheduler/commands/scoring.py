@@ -42,6 +42,7 @@ from ..config import PAGE_SIZE
 from ..forward import AttentionBackend, ForwardBatch, Runner, SamplingBatch
 from ..memory.device_cache import DeviceCache
 from ..memory.device_memory import is_out_of_memory
+from ..memory.device_module import DeviceModule, streams_of
 from ..memory.residency import ComponentResidencyManager, ComponentUse
 from ..memory.workspace import Workspace
 from ..models.base import CausalLM
@@ -127,7 +128,7 @@ class Scoring:
         residency: ComponentResidencyManager,
         lifecycle: Lifecycle,
         runner: Runner,
-        device_module: Any,
+        device_module: DeviceModule,
         device_cache: DeviceCache,
     ) -> None:
         """``runner`` provides the forward stream, on which scoring runs like the steps."""
@@ -313,8 +314,8 @@ class Scoring:
 
     def _wait_for_device(self) -> Generator[None, None, None]:
         """Wait, without blocking, until the device has finished the work queued so far."""
-        if hasattr(self._module, "Stream"):
-            done = self._module.current_stream().record_event()
+        if (streams := streams_of(self._module)) is not None:
+            done = streams.current_stream().record_event()
             while not done.query():
                 self.waits = True
                 yield

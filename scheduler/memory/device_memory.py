@@ -90,13 +90,6 @@ def empty_device_cache(device_module: DeviceModule) -> bool:
     return True
 
 
-def empty_device_cache_with_report(device_module: DeviceModule) -> EmptyCacheReport:
-    """:func:`empty_device_cache` between two readings."""
-    before = DeviceMemoryReading.of(device_module)
-    empty_device_cache(device_module)
-    return EmptyCacheReport(before.reserved, DeviceMemoryReading.of(device_module).reserved)
-
-
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an allocation on a device or the host has failed, as far as an error says so.
 

@@ -25,6 +25,7 @@ from ...io_struct import (
     MemoryStretch,
 )
 from ..memory.device_memory import DeviceMemoryReading
+from ..memory.device_module import DeviceModule
 from ..memory.residency import ComponentResidencyManager
 
 EVENTS = 4096
@@ -58,7 +59,7 @@ _STRETCH = np.dtype(
 class MemoryGauges:
     """Reads the memory in total and by tag. Created before large allocations: what is in use then counts as ``runtime``."""
 
-    def __init__(self, device_module: Any, residency: ComponentResidencyManager) -> None:
+    def __init__(self, device_module: DeviceModule, residency: ComponentResidencyManager) -> None:
         self._module = device_module
         self._residency = residency
         self._before = DeviceMemoryReading.of(device_module)

@@ -31,5 +31,5 @@ def input_logprobs(
         logits = head(hidden[block])
         assert logits is not None, "a dummy run has no prompts"
         logprobs = torch.log_softmax(logits.float(), 1)
-        parts.append(further_of(logprobs, inputs.targets[block], inputs.top, inputs.given[block]))
+        parts.append(further_of(logprobs, inputs.targets[block], inputs.top, inputs.token_ids[block]))
     return joined(parts)

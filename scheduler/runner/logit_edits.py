@@ -120,7 +120,7 @@ class SpecialSampler:
             return []
         local = rows.wants[chosen] - part.start
         scaled = edited.index_select(0, local) / selected.temperature[local, None]
-        return [further_of(torch.log_softmax(scaled, 1), None, rows.top, rows.given[chosen])]
+        return [further_of(torch.log_softmax(scaled, 1), None, rows.top, rows.token_ids[chosen])]
 
     def _sampler(self) -> Sampler:
         """For float32 logits; the ordinary one where these are."""
@@ -129,14 +129,14 @@ class SpecialSampler:
         return self._exact
 
 
-def further_of(logprobs: Tensor, targets: Tensor | None, top: int, given: Tensor) -> FurtherLogprobs:
-    """What is wanted of ``logprobs`` [N, V]: those of ``targets`` [N] (None: of none), the ``top`` largest, and ``given`` [N, M]."""
+def further_of(logprobs: Tensor, targets: Tensor | None, top: int, token_ids: Tensor) -> FurtherLogprobs:
+    """What is wanted of ``logprobs`` [N, V]: those of ``targets`` [N] (None: of none), the ``top`` largest, and ``token_ids`` [N, M]."""
     best = logprobs.topk(top, 1)
     return FurtherLogprobs(
         logprobs=logprobs[:0, 0] if targets is None else logprobs.gather(1, targets[:, None])[:, 0],
         top_ids=best.indices.int(),
         top=best.values,
-        given=logprobs.gather(1, given),
+        token_ids_logprobs=logprobs.gather(1, token_ids),
     )
 
 
@@ -146,7 +146,7 @@ def joined(parts: list[FurtherLogprobs]) -> FurtherLogprobs:
         logprobs=torch.cat([part.logprobs for part in parts]),
         top_ids=torch.cat([part.top_ids for part in parts]),
         top=torch.cat([part.top for part in parts]),
-        given=torch.cat([part.given for part in parts]),
+        token_ids_logprobs=torch.cat([part.token_ids_logprobs for part in parts]),
     )
 
 

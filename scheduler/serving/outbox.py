@@ -62,7 +62,7 @@ class _ClientOutput:
                 tokens=np.asarray(self.tokens, "<i4").tobytes(),
                 logprobs=np.asarray(self.logprobs, "<f4").tobytes(),
                 top=_delta_logprobs(self.top),
-                given=_delta_logprobs(self.token_ids_logprobs),
+                token_ids=_delta_logprobs(self.token_ids_logprobs),
             )
         return BatchTokenOutput(step=step, delta=delta, finished=self.finished)
 
@@ -96,9 +96,9 @@ class Outbox:
             output.tokens.append(token)
             output.logprobs.append(logprob if request.return_logprob else np.nan)
             record = request.record
-            top, given = (None, None) if record is None else record.output_rows(start, start + 1)
+            top, token_ids = (None, None) if record is None else record.output_rows(start, start + 1)
             output.top.append(top)
-            output.token_ids_logprobs.append(given)
+            output.token_ids_logprobs.append(token_ids)
 
     def add_result(self, client: bytes, result: GenerateReqOutput) -> None:
         """Add the terminal result of a request."""

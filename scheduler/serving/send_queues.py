@@ -236,7 +236,7 @@ def delta_bytes(delta: StreamDelta) -> int:
     """Estimated memory of keeping ``delta``."""
     further = sum(
         len(each.ks) + len(each.ids) + len(each.logprobs)
-        for each in (delta.top, delta.given)
+        for each in (delta.top, delta.token_ids)
         if each is not None
     )
     columns = (delta.indices, delta.starts, delta.counts, delta.tokens, delta.logprobs)
@@ -276,7 +276,7 @@ def merge(deltas: list[StreamDelta], ended: set[tuple[str, int]]) -> StreamDelta
         tokens=tokens[places].tobytes(),
         logprobs=logprobs[places].tobytes(),
         top=_merge_further([(delta, delta.top) for delta in deltas], counts, order, first),
-        given=_merge_further([(delta, delta.given) for delta in deltas], counts, order, first),
+        token_ids=_merge_further([(delta, delta.token_ids) for delta in deltas], counts, order, first),
     )
 
 

@@ -8,7 +8,6 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from time import monotonic
-from typing import Any
 
 from ...io_struct import DeviceMemory, EngineTotals, GetStatusReqOutput, KVUsage, StageStatus
 from ..batching.batcher import Batcher
@@ -22,6 +21,7 @@ from ..commands.weight_updates import WeightUpdates
 from ..config import PAGE_SIZE, EngineConfig
 from ..memory.device_cache import DeviceCache
 from ..memory.device_memory import DeviceMemoryReading, available_memory_if_known
+from ..memory.device_module import DeviceModule
 from ..observability.memory_history import MemoryHistory
 from ..observability.stage_profiler import StageProfiler
 from ..operations import Serving
@@ -57,7 +57,7 @@ class StatusReporter:
         cache: CacheManager,
         scoring: Scoring | None,
         recovery: Recovery,
-        device_module: Any,
+        device_module: DeviceModule,
         device_cache: DeviceCache,
         history: MemoryHistory,
         stages: StageProfiler,

@@ -62,7 +62,7 @@ def test_two_requests_of_a_client_that_left_end_in_one_step(driver):
     leave(driver, "guest", own)
     driver.run_until_idle()
     check(driver, shared.id, SHORT)
-    assert (own, 0) not in driver.engine.live
+    assert not driver.engine.live.samples(own)
     assert driver.status().kv.held == 0
 
 
@@ -82,7 +82,7 @@ def test_abort_all_meets_a_client_that_left(driver):
 
 def leave(driver: EngineDriver, client: str, rid: str) -> None:
     """Close the socket of ``client``, the sender of ``rid``, and wait until the engine's socket could notice."""
-    identity = driver.engine.live[rid, 0].client
+    identity = driver.engine.live.samples(rid)[0].client
     driver.collect()
     driver.clients.pop(client).close(0)
     router = driver.engine.router.socket

@@ -159,7 +159,7 @@ def test_streamed_rows_are_those_of_the_result(tiny_model, depth):
         )  # fmt: skip
         driver.generate(PROMPTS[1], sampling_params=PARAMS[0], stream=True, rid="plain")
         driver.run_until_idle()
-        found: dict[str, bytes] = {"top": b"", "given": b""}
+        found: dict[str, bytes] = {"top": b"", "token_ids": b""}
         for _, message in driver.outputs:
             if message.delta is None:
                 continue
@@ -167,15 +167,15 @@ def test_streamed_rows_are_those_of_the_result(tiny_model, depth):
                 name: np.frombuffer(further.ks, "<i4").tolist()
                 if further is not None
                 else [0] * len(message.delta.rids)
-                for name, further in (("top", message.delta.top), ("given", message.delta.given))
+                for name, further in (("top", message.delta.top), ("token_ids", message.delta.token_ids))
             }
-            for rid, top_k, given_k in zip(message.delta.rids, ks["top"], ks["given"], strict=True):
-                assert (top_k, given_k) == ((3, 2) if rid == "asked" else (0, 0))
+            for rid, top_k, ids_k in zip(message.delta.rids, ks["top"], ks["token_ids"], strict=True):
+                assert (top_k, ids_k) == ((3, 2) if rid == "asked" else (0, 0))
             if message.delta.top is not None:
                 found["top"] += message.delta.top.logprobs
-                found["given"] += message.delta.given.logprobs
+                found["token_ids"] += message.delta.token_ids.logprobs
         result = driver.result(asked)
         # The last token comes with the result alone.
         assert found["top"] == result.output_top_logprobs.logprobs[: -3 * 4]
-        assert found["given"] == result.output_token_ids_logprobs.logprobs[: -2 * 4]
+        assert found["token_ids"] == result.output_token_ids_logprobs.logprobs[: -2 * 4]
         assert result.output_token_ids_logprobs.ids == np.asarray([5, 90], "<i4").tobytes()

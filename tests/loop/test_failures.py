@@ -331,7 +331,7 @@ def test_results_that_make_no_message(driver, monkeypatch, failures):
     other = driver.generate(PROMPTS[0], 1, client="other")
     driver.engine.scheduler._receive(0)
     results = driver.engine.outbox
-    identity = driver.engine.live[message.id, 0].client
+    identity = driver.engine.live.samples(message.id)[0].client
     original, attempts = results._send, []
 
     def send(client, output):

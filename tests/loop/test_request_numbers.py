@@ -86,5 +86,5 @@ def test_top_k_of_zero_keeps_all_tokens_as_minus_one_does(driver, top_k):
     driver.send(GenerateReqInput(rid="r", input_ids=[5, 6, 7], sampling_params=params))
     driver.tick()
     table = driver.engine.scheduler._batcher.table
-    slot = driver.engine.live["r", 0].slot
+    slot = driver.engine.live.samples("r")[0].slot
     assert (table.top_k[slot], table.filtered[slot]) == (table.vocab_size, False)

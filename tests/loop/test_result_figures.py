@@ -96,7 +96,7 @@ def test_a_stream_has_every_token_once_at_its_place(driver):
         delta = message.delta
         if delta is None:
             continue
-        assert (delta.top, delta.given) == (None, None)
+        assert (delta.top, delta.token_ids) == (None, None)
         assert ints(delta.counts) == [1] * len(delta.rids)
         rows = zip(
             delta.rids,
@@ -230,7 +230,7 @@ def test_what_has_ended_already_is_passed_over_and_the_rest_is_aborted(driver):
     rids = [driver.generate(PROMPT, 50) for _ in range(3)]
     driver.tick(3)
     results = driver.engine.outputs
-    requests = [driver.engine.live[rid, 0] for rid in rids]
+    requests = [driver.engine.live.samples(rid)[0] for rid in rids]
     assert results.abort(requests[1:2], "first") == 1
     assert results.abort(requests, "then") == 2
     assert results.abort(requests, "again") == 0

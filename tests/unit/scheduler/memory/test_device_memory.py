@@ -11,12 +11,12 @@ import torch
 
 from caesura.io_struct import CaesuraError, ErrorCode
 from caesura.scheduler.memory import device_memory
+from caesura.scheduler.memory.device_cache import DeviceCache
 from caesura.scheduler.memory.device_memory import (
     DeviceMemoryReading,
     EmptyCacheReport,
     available_memory_if_known,
     empty_device_cache,
-    empty_device_cache_with_report,
     get_available_memory,
     refuse_defeating_settings,
 )
@@ -116,7 +116,7 @@ def test_caching_devices_are_emptied_alike(device_modules, kind):
 def test_mps_is_emptied_and_read_by_its_own_names(device_modules):
     device_modules["mps"] = MpsLike()
     bound = device_module_for("mps")
-    report = empty_device_cache_with_report(bound)
+    report = DeviceCache(bound).empty("idle")
     assert report == EmptyCacheReport(300, 200)
     assert DeviceMemoryReading.of(bound) == DeviceMemoryReading(reserved=200, allocated=180)
 
@@ -126,7 +126,7 @@ def test_a_module_without_a_cache_says_so(device_modules):
     silent = device_module_for("xpu")
     assert empty_device_cache(silent) is False
     assert DeviceMemoryReading.of(silent) == DeviceMemoryReading(0, 0)
-    assert empty_device_cache_with_report(silent) == EmptyCacheReport(0, 0)
+    assert DeviceCache(silent).empty("idle") == EmptyCacheReport(0, 0)
     assert free_and_total(silent) is None
     assert streams_of(silent) is None
 
@@ -382,8 +382,9 @@ def test_platforms_that_say_less(tmp_path):
 
 INTERLEAVED = """
 import torch
+from caesura.scheduler.memory.device_cache import DeviceCache
 from caesura.scheduler.memory.host import HOST
-from caesura.scheduler.memory.device_memory import DeviceMemoryReading, empty_device_cache_with_report
+from caesura.scheduler.memory.device_memory import DeviceMemoryReading
 
 generator = torch.Generator().manual_seed(0)
 sizes = torch.randint(25_000, 50_000, (4000,), generator=generator).tolist()
@@ -391,7 +392,7 @@ tensors = [torch.ones(size) for size in sizes]          # 100 to 200 KB each, ab
 full = DeviceMemoryReading.of(HOST)
 tensors = tensors[::2]
 freed = DeviceMemoryReading.of(HOST)
-report = empty_device_cache_with_report(HOST)
+report = DeviceCache(HOST).empty("idle")
 after = DeviceMemoryReading.of(HOST)
 intact = all(bool((tensor == 1).all()) for tensor in tensors)
 print(full.allocated, freed.allocated, after.allocated, report.reserved_before, report.reserved_after, intact)

@@ -142,7 +142,7 @@ class World:
         )
         assert out.further.top[place, :top].tolist() == pytest.approx([logprobs[t] for t in best], abs=2e-5)
         ids = message.token_ids_logprob or []
-        found = out.further.given[place, : len(ids)].tolist()
+        found = out.further.token_ids_logprobs[place, : len(ids)].tolist()
         assert found == pytest.approx([logprobs[token] for token in ids], abs=2e-5)
 
 
@@ -253,7 +253,9 @@ def test_a_row_depends_on_itself_alone():
             mine, theirs = part_order.index(row), order.index(number)
             k = sent[number].top_logprobs_num
             assert torch.equal(part.further.top[mine, :k], whole.further.top[theirs, :k])
-            assert torch.equal(part.further.given[mine], whole.further.given[theirs])
+            assert torch.equal(
+                part.further.token_ids_logprobs[mine], whole.further.token_ids_logprobs[theirs]
+            )
 
 
 def test_a_row_that_is_not_finite_disturbs_nobody():

@@ -46,7 +46,7 @@ def delta_of(rows: list[tuple[tuple[str, int], int, int]]) -> StreamDelta:
         tokens=ints(tokens),
         logprobs=(-np.asarray(tokens, "<f4")).tobytes(),
         top=further if asked else None,
-        given=None,
+        token_ids=None,
     )
 
 
@@ -71,7 +71,7 @@ def test_each_token_keeps_its_own(steps, ended):
     merged = merge(deltas, ended)
     if merged is None:
         return
-    assert merged.given is None
+    assert merged.token_ids is None
     counts, starts = read_ints(merged.counts), read_ints(merged.starts)
     samples = list(zip(merged.rids, read_ints(merged.indices), strict=True))
     found = further_logprobs(merged.top, counts)
