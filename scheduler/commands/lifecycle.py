@@ -52,6 +52,10 @@ from .weight_sessions import Session, Sessions
 logger = logging.getLogger(__name__)
 
 
+SLICE_S = 0.010
+"""Longest time that operations run before the loop receives messages again."""
+
+
 class Wait(Enum):
     """What an operation waits for when it yields."""
 

@@ -13,7 +13,9 @@ Invariants:
 """
 
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from time import perf_counter
 from typing import Any
 
 from ...io_struct import (
@@ -33,7 +35,7 @@ from ..observability.memory_history import MemoryHistory
 from ..observability.stage_profiler import StageProfiler
 from ..observability.watchdog import Heartbeat
 from ..runner.graphs import DecodeGraphs
-from .lifecycle import Lifecycle, Operation, Wait
+from .lifecycle import SLICE_S, Lifecycle, Operation, Wait
 from .weight_updates import WeightUpdates
 
 logger = logging.getLogger(__name__)
@@ -87,9 +89,7 @@ class MemoryOccupation:
                 self._graphs.drop()
             for tag in sorted(tags):
                 with self._stages.stage(f"release.{tag}"):
-                    releasing = self._residency.release([tag])
-                    while self._step(releasing, "release"):
-                        yield Wait.SLICE
+                    yield from self._advance(self._residency.release([tag]), "release")
             with self._stages.stage("release.empty_cache"):
                 after = self._device_cache.empty("release", reserved_before=before).reserved_after
             self._history.note("release", ", ".join(sorted(tags)), returned=before - after)
@@ -106,13 +106,10 @@ class MemoryOccupation:
         lifecycle = self._lifecycle
         tags = _requested_tags(request.tags) & lifecycle.released
         if tags:
-            steps = self._residency.resume(tags)
-            while self._advance(steps):
-                yield Wait.SLICE
+            # On the stream on which updates write and steps read.
+            yield from self._advance(self._residency.resume(tags), "resume", self._runner.on_stream)
             if self._graphs is not None and lifecycle.released == tags:
-                capturing = self._graphs.capture()
-                while self._step(capturing, "capture"):
-                    yield Wait.SLICE
+                yield from self._advance(self._graphs.capture(), "capture")
             self._runner.synchronize()
             lifecycle.set_released(lifecycle.released - tags)
             self._history.note("resume", ", ".join(sorted(tags)))
@@ -121,14 +118,25 @@ class MemoryOccupation:
             id=request.id, released_tags=sorted(lifecycle.released), resumed_bytes=self._sizes(tags)
         )
 
-    def _advance(self, steps: Iterator[None]) -> bool:
-        with self._runner.on_stream():  # the stream on which updates write and steps read
-            return self._step(steps, "resume")
+    def _advance(
+        self,
+        steps: Iterator[None],
+        what: str,
+        context: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> Operation:
+        """Run ``steps`` to their end, each slice of them within ``context``.
 
-    def _step(self, steps: Iterator[None], what: str) -> bool:
-        """Advance ``steps`` once; False at its end. The watchdog is told, since one advance may move all of a model's memory."""
-        with self._heartbeat.long_operation(what):
-            return next(steps, _END) is not _END
+        A slice, not a step, is declared as a long operation: one step may move all of a model's memory, many are short, and
+        the declaration takes a tenth of a millisecond.
+        """
+        unfinished = True
+        while unfinished:
+            until = perf_counter() + SLICE_S
+            with context(), self._heartbeat.long_operation(what):
+                while (unfinished := next(steps, _END) is not _END) and perf_counter() < until:
+                    pass
+            if unfinished:
+                yield Wait.SLICE
 
     def _require_releasable(self, tags: Collection[MemoryTag]) -> None:
         lifecycle = self._lifecycle

@@ -22,7 +22,7 @@ from ...io_struct import (
     UpdateWeightFromDiskReqInput,
 )
 from ..commands.handlers import Commands
-from ..commands.lifecycle import Lifecycle, Operation, Wait
+from ..commands.lifecycle import SLICE_S, Lifecycle, Operation, Wait
 from ..guard import defect
 from ..memory.device_cache import DeviceCache
 from .answers import Answers
@@ -30,8 +30,6 @@ from .replies import Replies
 
 logger = logging.getLogger(__name__)
 
-SLICE_S = 0.010
-"""Longest time that operations run before the loop receives messages again."""
 MAX_PENDING_COMMANDS = 1024
 """Most commands that are queued, under way or have stepped aside."""
 

@@ -1,7 +1,7 @@
 """Pause leases, owner tokens, kept results: what remains when a trainer or a client has died."""
 
 import pytest
-from support.scripted import EngineDriver, assert_error, tokens_of
+from support.scripted import EngineDriver, assert_error, one_piece_per_slice, tokens_of
 
 from caesura.io_struct import (
     AbortReq,
@@ -147,7 +147,7 @@ def test_expiry_with_an_open_session_aborts_it_first(driver, clock, other_model)
 
 
 def test_a_long_command_of_the_owner_keeps_the_lease(driver, clock, other_model, monkeypatch):
-    monkeypatch.setattr("caesura.scheduler.serving.command_queue.SLICE_S", 0.0)
+    one_piece_per_slice(monkeypatch)
     monkeypatch.setattr("caesura.scheduler.weights.writing.WRITE_S", 0.0)
     pause(driver, "continue", mode="abort")
     update = driver.send(UpdateWeightFromDiskReqInput(model_path=str(other_model), owner="trainer"))

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from support.scripted import EngineDriver
+from support.scripted import EngineDriver, one_piece_per_slice
 from support.waiting import eventually
 
 from caesura.io_struct import (
@@ -162,9 +162,7 @@ def broken_model(tmp_path_factory, other_model):
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("command", list(TABLE))
 def test_cell(tiny_model, other_model, broken_model, command, state, depth, monkeypatch):
-    monkeypatch.setattr(
-        "caesura.scheduler.serving.command_queue.SLICE_S", 0.0
-    )  # one bucket per tick: "updating" can be met
+    one_piece_per_slice(monkeypatch)  # one bucket per tick: "updating" can be met
     monkeypatch.setattr("caesura.scheduler.weights.writing.WRITE_S", 0.0)
     reference = {"reference_model_path": str(other_model)} if command == "score" else {}
     with EngineDriver(str(tiny_model), pipeline_depth=depth, **reference) as driver:

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.buckets_by_hand import Sender
 from support.checkpoints import make_checkpoint
-from support.scripted import EngineDriver, assert_error, expected_tokens, tokens_of
+from support.scripted import EngineDriver, assert_error, expected_tokens, one_piece_per_slice, tokens_of
 
 from caesura.io_struct import (
     AbortReq,
@@ -240,7 +240,7 @@ def test_requests_wait_while_the_cache_is_away_and_the_loop_sleeps(tiny_model, d
 
 def test_the_gate_closes_before_the_memory_goes_and_opens_after_it_is_back(driver, monkeypatch):
     """Between two slices: status is answered, and says released from the first to the last of them."""
-    monkeypatch.setattr("caesura.scheduler.serving.command_queue.SLICE_S", 0.0)
+    one_piece_per_slice(monkeypatch)
     physics, synchronized = Physics(driver), []
     monkeypatch.setattr(driver.runner, "synchronize", lambda: synchronized.append(set(physics.gone)))
     message_id = driver.send(Release())
@@ -572,7 +572,7 @@ def test_any_order_one_command_at_a_time(tiny_model, other_model, commands, dept
 def test_any_order_without_waiting_for_answers(tiny_model, other_model, commands, depth):
     """Whole bursts are sent before the loop turns, and it turns one slice at a time."""
     with pytest.MonkeyPatch.context() as patch, a_driver(tiny_model, depth) as driver:
-        patch.setattr("caesura.scheduler.serving.command_queue.SLICE_S", 0.0)
+        one_piece_per_slice(patch)
         patch.setattr("caesura.scheduler.weights.writing.WRITE_S", 0.0)
         trial = Trial(driver, other_model)
         trial.commit_watch("update")

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 import zmq
-from support.scripted import EngineDriver, assert_error, expected_tokens, tokens_of
+from support.scripted import EngineDriver, assert_error, expected_tokens, one_piece_per_slice, tokens_of
 from support.waiting import eventually
 
 from caesura.io_struct import (
@@ -478,7 +478,7 @@ def test_an_idle_loop_sleeps_while_a_checkpoint_is_looked_at(driver, other_model
 
 
 def test_status_and_abort_are_answered_between_two_buckets_of_an_update(driver, other_model, monkeypatch):
-    monkeypatch.setattr("caesura.scheduler.serving.command_queue.SLICE_S", 0.0)
+    one_piece_per_slice(monkeypatch)
     monkeypatch.setattr("caesura.scheduler.weights.writing.WRITE_S", 0.0)
     rid = driver.generate(prompt_of(4), 50)
     driver.tick(4)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
-from support.scripted import EngineDriver, assert_error
+from support.scripted import EngineDriver, assert_error, one_piece_per_slice
 from support.waiting import eventually
 
 from caesura.client.tensors import manifest
@@ -143,7 +143,7 @@ def test_shared_memory_is_kept_by_who_has_mapped_some(driver):
 
 
 def test_status_shows_an_update_that_runs(driver, other_model, monkeypatch, clock):
-    monkeypatch.setattr("caesura.scheduler.serving.command_queue.SLICE_S", 0.0)
+    one_piece_per_slice(monkeypatch)
     monkeypatch.setattr("caesura.scheduler.weights.writing.WRITE_S", 0.0)
     _, nbytes = size_of(other_model)
     assert driver.status().update is None

@@ -17,6 +17,7 @@ from time import monotonic
 from typing import Any, Self
 
 import numpy as np
+import pytest
 import torch
 import zmq
 
@@ -240,6 +241,12 @@ class _Replies(dict[str, Message]):
         if not default and message_id not in self:
             self._collect()
         return super().pop(message_id, *default)
+
+
+def one_piece_per_slice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operations let the loop turn after every piece of their work."""
+    monkeypatch.setattr("caesura.scheduler.serving.command_queue.SLICE_S", 0.0)
+    monkeypatch.setattr("caesura.scheduler.commands.memory_occupation.SLICE_S", 0.0)
 
 
 class EngineDriver:
