@@ -7,7 +7,6 @@ Invariants:
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -28,14 +27,14 @@ from .kernels import TORCH, serving
 from .memory.device_memory import available_memory_if_known
 from .memory.device_module import device_module_for
 from .memory.residency import ComponentResidencyManager
-from .models.base import CausalLM
-from .models.config import ModelConfig, load_model_config
+from .models.config import load_model_config
 from .models.registry import build_model
 from .operations import attention_by, why_torch
 from .runner.autotune import TuningCache, WarmUp, flashinfer_tuning, tuning_key
 from .runner.model_runner import ModelRunner
 from .runner.sampler import Sampler
 from .runner.staging import StepLimits
+from .weights.loaded_model import LoadedModel
 from .weights.loader import WeightLoader
 from .weights.transports.disk import load_from_disk, open_checkpoint
 
@@ -45,30 +44,6 @@ _TOUCHED_KV_BYTES = 128 << 20
 """Of a KV pool on the CPU, before the first request: its page faults would take a tenth of a small model's steps."""
 _CPU_WARM_UP_ROWS = 16
 """Nothing is chosen by the number of rows there: a few meet every kernel, and take hardly longer than one."""
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedModel:
-    """A model with its weights in, and what follows from it."""
-
-    config: ModelConfig
-    model: CausalLM
-    loader: WeightLoader
-    dtype: torch.dtype
-    device: torch.device
-    digest: str
-    """What tells the folder's files from others (``Checkpoint.digest``)."""
-
-    @property
-    def weights_bytes(self) -> int:
-        """Bytes of parameters and derived tensors."""
-        return sum(tensor.nbytes for _, tensor in self.model.named_storage())
-
-    @property
-    def derived_bytes(self) -> int:
-        """Bytes of derived tensors alone."""
-        written = {slot.parameter for slot in self.model.weight_slots().values()}
-        return sum(tensor.nbytes for name, tensor in self.model.named_storage() if name not in written)
 
 
 def load_model(config: EngineConfig, folder: str | None = None) -> LoadedModel:

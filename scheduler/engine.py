@@ -20,7 +20,6 @@ from .batching.request import Request, RequestTable, WeightStamp
 from .batching.step_recovery import Recovery
 from .batching.waiting_queue import AdmissionLimits, WaitingQueue
 from .build import (
-    LoadedModel,
     MakeRunner,
     build_components,
     build_runner,
@@ -62,6 +61,7 @@ from .serving.replies import Replies
 from .serving.router_socket import Router
 from .serving.status import StaticFacts, StatusReporter
 from .shutdown import Shutdown
+from .weights.loaded_model import LoadedModel
 from .weights.transports.distributed import WeightsUpdateGroups
 
 

@@ -8,7 +8,6 @@ Invariants:
 
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ..io_struct import CaesuraError, ErrorCode
 from .attention import flashinfer, paged_triton
@@ -16,9 +15,7 @@ from .config import EngineConfig
 from .kernels import TORCH, best, serving
 from .kernels.linear import packable
 from .kernels.native import why_not
-
-if TYPE_CHECKING:
-    from .build import LoadedModel
+from .weights.loaded_model import LoadedModel
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +43,7 @@ class Serving:
         logger.info("kernels: %s%s", served, "" if self.reason is None else f" ({self.reason})")
 
 
-def attention_by(config: EngineConfig, loaded: "LoadedModel") -> str:
+def attention_by(config: EngineConfig, loaded: LoadedModel) -> str:
     """What computes attention: the best that there is for this model, or what the configuration names.
 
     Raises:
@@ -71,7 +68,7 @@ def attention_by(config: EngineConfig, loaded: "LoadedModel") -> str:
     return TORCH
 
 
-def what_serves(config: EngineConfig, loaded: "LoadedModel") -> Serving:
+def what_serves(config: EngineConfig, loaded: LoadedModel) -> Serving:
     """Of the operations that the model has.
 
     Raises:
@@ -95,7 +92,7 @@ def what_serves(config: EngineConfig, loaded: "LoadedModel") -> Serving:
     return Serving(by, reason)
 
 
-def why_torch(loaded: "LoadedModel") -> str | None:
+def why_torch(loaded: LoadedModel) -> str | None:
     """Why torch computes some of this model's products, whatever the configuration names. None: it computes none."""
     config = loaded.config
     if TORCH in serving(loaded.device, loaded.dtype).values():
@@ -108,7 +105,7 @@ def why_torch(loaded: "LoadedModel") -> str | None:
     return f"rows of {min(odd)} cannot be packed" if odd else None
 
 
-def _row_sizes(loaded: "LoadedModel") -> set[int]:
+def _row_sizes(loaded: LoadedModel) -> set[int]:
     """Lengths of the rows of the model's matrices."""
     config = loaded.config
     sizes = {config.hidden_size, config.num_heads * config.head_dim}

@@ -13,7 +13,7 @@ Invariants:
 """
 
 import logging
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
 from typing import Any
@@ -123,7 +123,7 @@ class MemoryOccupation:
         steps: Iterator[None],
         what: str,
         context: Callable[[], AbstractContextManager[object]] = nullcontext,
-    ) -> Operation:
+    ) -> Generator[Wait, None, None]:
         """Run ``steps`` to their end, each slice of them within ``context``.
 
         A slice, not a step, is declared as a long operation: one step may move all of a model's memory, many are short, and
