@@ -209,7 +209,8 @@ class Child:
             if not self.wait(SHUTDOWN_S):
                 self.process.kill()
         for thread in self._threads:
-            thread.join(SHUTDOWN_S)
+            if thread is not threading.current_thread():  # any thread may be the one that collects the client
+                thread.join(SHUTDOWN_S)
         os.close(self._ready_read)
         self._remove_directory()
 

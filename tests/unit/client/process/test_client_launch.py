@@ -8,6 +8,7 @@ import sys
 import textwrap
 import threading
 import time
+import weakref
 
 import psutil
 import pytest
@@ -67,6 +68,23 @@ def test_without_a_block(directory):
     other.close()
     launched.close()
     assert gone(launched.pid)
+
+
+def test_the_thread_that_sees_the_end_may_be_the_one_that_collects_the_client(directory):
+    launched = launch(directory)
+    finished = threading.Event()
+
+    class Collected:
+        def ended(self, reason):
+            launched._finalizer()
+            finished.set()
+
+    collected = Collected()
+    launched._child.report_exit_to(weakref.WeakMethod(collected.ended))
+    os.kill(launched.pid, signal.SIGKILL)
+    assert finished.wait(PATIENCE)
+    assert not directory.exists()
+    launched.client.close()
 
 
 def test_a_client_kept_alone_keeps_its_engine(directory):
