@@ -9,6 +9,7 @@ Invariants:
 - A graph reads its inputs where ``staging.py`` puts those of a step of its size, and what its attention's ``plan``
   writes, outside of the graph, into buffers that never move.
 - Steps are padded to the next size of a ladder with rows that read and write the scratch page only.
+- Whatever a graph reads and has not allocated itself lives as long as the graph.
 - Workspaces that grow have grown before anything is captured: the largest possible step runs first. A layer whose
   workspace could still grow afterwards would leave a graph with memory that is somebody else's.
 
@@ -64,6 +65,8 @@ def ladder(largest: int) -> list[int]:
 class _Captured:
     graph: DeviceGraph
     attention: AttentionBackend
+    inputs: ForwardBatch
+    """What the graph reads besides staging, weights and KV: a graph keeps the addresses of its inputs, not the inputs."""
     hidden: Tensor
     """[size, hidden]: written by every replay."""
 
@@ -187,7 +190,7 @@ class DecodeGraphs:
                 graph.capture_end()
             raise
         graph.capture_end()
-        return _Captured(graph, attention, hidden)
+        return _Captured(graph, attention, static, hidden)
 
 
 def scratch_prefill(lengths: list[int]) -> ForwardBatch:

@@ -1,17 +1,21 @@
 """A device module whose streams do nothing and whose graphs record torch operations on the CPU.
 
-A replay runs the recorded operations again over the same tensors: what was a number on the host while it was captured stays
+A replay runs the recorded operations again over the same memory: what was a number on the host while it was captured stays
 that number, and what a buffer holds by then is read anew. That is what makes a wrong capture give wrong results here, too.
+As on a device, a graph owns what its operations allocated, and keeps nothing else alive: a replay that would read memory
+that somebody has given up fails.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 
 class Event:
@@ -35,6 +39,24 @@ class Stream:
         """Nothing is pending."""
 
 
+@dataclass(frozen=True, slots=True)
+class Outside:
+    """A view of memory that no recorded operation has allocated."""
+
+    storage: StorageWeakRef
+    dtype: torch.dtype
+    offset: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    read_by: str
+
+    def tensor(self) -> Tensor:
+        storage = torch.UntypedStorage._new_with_weak_ptr(self.storage.cdata)
+        if storage is None:
+            raise AssertionError(f"{self.read_by} reads {self.size} {self.dtype} that nothing keeps alive")
+        return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.size, self.stride)
+
+
 class Graph(TorchDispatchMode):
     """Interface of ``torch.cuda.CUDAGraph``."""
 
@@ -42,6 +64,8 @@ class Graph(TorchDispatchMode):
         super().__init__()
         self._owner = owner
         self._calls: list[tuple[Any, Any, Any, Any]] = []
+        self._own: set[int] = set()
+        """Storages that recorded operations have allocated."""
 
     def capture_begin(self, pool: object = None, capture_error_mode: str = "global") -> None:
         assert capture_error_mode == "thread_local"
@@ -54,17 +78,41 @@ class Graph(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in self._owner.forbidden:
             raise RuntimeError("operation not permitted when stream is capturing")
+        given = {_storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         out = func(*args, **(kwargs or {}))
-        self._calls.append((func, args, kwargs or {}, out))
+        made = {_storage(leaf) for leaf in tree_leaves(out) if isinstance(leaf, Tensor)}
+        self._own |= made - given
+        self._calls.append(tuple(self._kept(part, str(func)) for part in (func, args, kwargs or {}, out)))
         return out
+
+    def _kept(self, part: Any, read_by: str) -> Any:
+        """``part`` with every tensor outside of the graph's own memory as an :class:`Outside`."""
+
+        def kept(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor) or _storage(leaf) in self._own or not leaf.numel():
+                return leaf
+            storage = StorageWeakRef(leaf.untyped_storage())
+            size, stride = tuple(leaf.shape), tuple(leaf.stride())
+            return Outside(storage, leaf.dtype, leaf.storage_offset(), size, stride, read_by)
+
+        return tree_map(kept, part)
 
     def replay(self) -> None:
         self._owner.replays += 1
-        for func, args, kwargs, out in self._calls:
+        for call in self._calls:
+            func, args, kwargs, out = tree_map(_found, call)
             again = func(*args, **kwargs)
             for old, new in zip(tree_leaves(out), tree_leaves(again), strict=True):
                 if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
                     old.copy_(new)
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _found(leaf: Any) -> Any:
+    return leaf.tensor() if isinstance(leaf, Outside) else leaf
 
 
 class RecordingDevice:
