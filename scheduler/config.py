@@ -163,6 +163,7 @@ class EngineConfig:
         if device == "auto":
             accelerator = torch.accelerator.current_accelerator(check_available=True)
             device = accelerator.type if accelerator is not None else "cpu"
+        device = _with_index(device)
         endpoint = self.endpoint
         if endpoint is None:
             endpoint = f"ipc://{private_directory.make()}/{private_directory.SOCKET}"
@@ -178,6 +179,15 @@ class EngineConfig:
             state_file=self.state_file and os.path.abspath(os.path.expanduser(self.state_file)),
             reference_model_path=reference and str(Path(os.path.expanduser(reference))),
         )
+
+
+def _with_index(device: str) -> str:
+    """``cuda`` as ``cuda:0``, whichever is current: streams and process groups are made for one device, not for a kind."""
+    kind = torch.device(device)
+    current = getattr(torch.get_device_module(kind), "current_device", None)
+    if kind.type == "cpu" or ":" in device or current is None:  # MPS has one device and no index
+        return device
+    return f"{kind.type}:{current()}"
 
 
 def _interfaces() -> set[str]:

@@ -118,6 +118,7 @@ def _start(config: EngineConfig, shutdown: Shutdown, cleanup: contextlib.ExitSta
             directory = os.path.dirname(resolved.endpoint.removeprefix("ipc://"))
             cleanup.callback(private_directory.remove, directory)
         torch.set_num_threads(resolved.num_threads or 1)
+        use_device(resolved.device)
         return Engine(resolved, shutdown)
     except CaesuraError:
         raise
@@ -129,6 +130,13 @@ def _start(config: EngineConfig, shutdown: Shutdown, cleanup: contextlib.ExitSta
             f"the engine could not be built: {type(error).__name__}: {error}",
             traceback="".join(traceback.format_exception(error)),
         ) from error
+
+
+def use_device(device: str) -> None:
+    """Make ``device`` the current one of this thread: what names no device, as kernels do, then runs where the tensors are."""
+    set_device = getattr(torch.get_device_module(device), "set_device", None)
+    if set_device is not None and ":" in device:
+        set_device(torch.device(device))
 
 
 def _refused(field: str, value: object, error: Exception) -> CaesuraError:

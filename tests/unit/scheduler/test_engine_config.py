@@ -1,9 +1,11 @@
 """An impossible configuration is refused by field name, before anything is allocated."""
 
 import pytest
+import torch
 
 from caesura.io_struct import CaesuraError
 from caesura.scheduler.config import EngineConfig
+from caesura.scheduler.process import use_device
 
 
 @pytest.mark.parametrize(
@@ -32,6 +34,32 @@ def test_an_impossible_value_is_refused_by_name(field, value):
         EngineConfig(model_path="m", **{field: value})
     assert caught.value.code == "invalid_request"
     assert caught.value.detail["field"] == field
+
+
+class SecondOfTwo:
+    """As much of ``torch.cuda`` as choosing a device takes; the second device is current."""
+
+    def __init__(self) -> None:
+        self.chosen: list[torch.device] = []
+
+    def current_device(self) -> int:
+        return 1
+
+    def set_device(self, device: torch.device) -> None:
+        self.chosen.append(device)
+
+
+@pytest.mark.parametrize(
+    ("device", "resolved"), [("cuda", "cuda:1"), ("cuda:0", "cuda:0"), ("mps", "mps"), ("cpu", "cpu")]
+)
+def test_a_device_is_one_device(tmp_path, monkeypatch, device, resolved):
+    """torch.cuda.set_device, which NCCL's groups need, takes no device without an index, and a stream would be of device 0."""
+    modules = {"cuda": SecondOfTwo(), "mps": object(), "cpu": torch.cpu}
+    monkeypatch.setattr(torch, "get_device_module", lambda of: modules[torch.device(of).type])
+    found = EngineConfig(model_path="m", device=device, endpoint="ipc:///tmp/x", num_threads=1).resolve()
+    assert found.device == resolved
+    use_device(found.device)
+    assert modules["cuda"].chosen == ([torch.device(resolved)] if device.startswith("cuda") else [])
 
 
 def test_resolving_decides_everything_and_changes_nothing(tmp_path, monkeypatch):
