@@ -1,5 +1,7 @@
 """What a terminal result, a stream and the totals of an engine say, figure by figure."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from support.scripted import EngineDriver, expected_tokens, tokens_of
@@ -12,6 +14,7 @@ from caesura.io_struct import (
     UpdateWeightFromDiskReqInput,
     WeightVersionSpan,
 )
+from caesura.scheduler.batching.request import OutputArrays, Request, RequestTable
 
 VOCAB = 97
 PROMPT = [3 + i * 7 % 90 for i in range(20)]
@@ -268,3 +271,25 @@ def test_spans_are_told_apart_after_many_commits(driver):
         ("v99", 100, False),
         ("last", 101, True),
     ]
+
+
+@pytest.mark.parametrize("lost", [-1, 1])
+@pytest.mark.parametrize("what", ["logprobs", "spans", "logprobs and spans"])
+def test_a_result_whose_parts_differ_in_length_is_an_error_not_a_result(driver, monkeypatch, what, lost):
+    """``lost`` 1: a value is missing; -1: there is one too many."""
+    outputs, spans = RequestTable.outputs, Request.version_spans
+
+    def of_request(table: RequestTable, request: Request) -> OutputArrays:
+        found = outputs(table, request)
+        return replace(found, logprobs=np.resize(found.logprobs, len(found.tokens) - lost))
+
+    if "logprobs" in what:
+        monkeypatch.setattr(RequestTable, "outputs", of_request)
+    if "spans" in what:
+        monkeypatch.setattr(Request, "version_spans", lambda request, count: spans(request, count - lost))
+    rid = driver.generate(PROMPT, 4)
+    driver.run_until_idle()
+    result = driver.result(rid)
+    assert (result.finish_reason.type, result.finish_reason.code) == ("error", "internal")
+    assert "could not be built" in result.finish_reason.message
+    assert tokens_of(result) == []

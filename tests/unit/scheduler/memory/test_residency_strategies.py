@@ -538,6 +538,15 @@ def test_what_stays_says_why():
     assert kept(manager) == ["in_use"]
 
 
+def test_the_end_of_a_request_passes_over_what_it_has_not_used():
+    manager = accelerator()
+    manager.register("unused", ComponentOffloadStrategy(), tag="weights")
+    with manager.component("unused"):
+        allocate((10,), torch.float32, CPU)
+    Model(manager, ComponentOffloadStrategy()).request()
+    assert manager.device_bytes("model") == 0
+
+
 @pytest.mark.parametrize("share,emptied", [(1.5, 1), (0.5, 0)])
 def test_a_large_component_is_memory_intensive_whatever_its_label_says(share, emptied):
     """``share`` of what counts as large."""
