@@ -306,3 +306,37 @@ def test_the_account_tells_epochs_positions_and_tokens_apart():
     """Two rows of one text are equal only if nothing that matters differs."""
     rows = expert_rows(np.array([5, 5, 6, 5]), np.array([0, 1, 0, 0]), np.array([3, 3, 3, 4]), LAYERS, TOP_K)
     assert len({row.tobytes() for row in rows}) == 4
+
+
+def test_expert_numbers_beyond_a_byte_are_16_bit(driver, monkeypatch):
+    original = driver.engine.outputs._batcher.routed_experts
+    monkeypatch.setattr(
+        driver.engine.outputs._batcher,
+        "routed_experts",
+        lambda request: original(request).astype(np.uint16) + 300,
+    )
+    prompt = prompt_of(9)
+    rid = ask(driver, prompt, 3)
+    driver.run_until_idle()
+    result = driver.result(rid)
+    assert result.routed_experts.dtype == "U16"
+    expected = expected_experts(prompt, result, LAYERS, TOP_K)
+    np.testing.assert_array_equal(rows_of(result), expected.astype(np.int64) + 300)
+
+
+@pytest.mark.parametrize("rows", [1, -1])
+def test_routed_experts_of_other_positions_than_the_tokens_are_an_error(driver, monkeypatch, rows):
+    """``rows`` too many."""
+    original = driver.engine.outputs._batcher.routed_experts
+    monkeypatch.setattr(
+        driver.engine.outputs._batcher,
+        "routed_experts",
+        lambda request: np.resize(
+            original(request), (len(original(request)) + rows if original(request).size else 0, LAYERS, TOP_K)
+        ),
+    )
+    rid = ask(driver, prompt_of(9), 3)
+    driver.run_until_idle()
+    reason = driver.result(rid).finish_reason
+    assert (reason.type, reason.code) == ("error", "internal")
+    assert "rows of routed experts" in reason.message
