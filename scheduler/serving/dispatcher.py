@@ -143,6 +143,10 @@ class Dispatcher:
             self._device_cache.after_failure(type(message).__name__)
         self._replies.answer(message.id, answer)
 
+    def advance(self) -> None:
+        """Advance the commands for at most a slice."""
+        self._commands.advance()
+
     def score(self) -> None:
         """Run scoring for one slice; scoring and commands do not wait for each other."""
         if self._scoring is not None:

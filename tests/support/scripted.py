@@ -367,7 +367,7 @@ class EngineDriver:
             self.tick()
             if message_id in self.replies:
                 return self.replies.pop(message_id)
-            if self.engine.scheduler._commands._waits_for_thread:
+            if self.engine.commands._waits_for_thread:
                 self._await_thread()  # or it would be the machine's load that says how many steps run meanwhile
             elif self._inbox.would_block:
                 self.client(client).poll(1)
