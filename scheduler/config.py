@@ -93,6 +93,9 @@ class EngineConfig:
     session arrives."""
     load_bucket_bytes: int = 8 << 20
     """Bytes of weights to load at a time; between two such buckets the engine handles messages."""
+    check_finite: bool = False
+    """Check every written weight for NaN and infinities at each commit, and refuse the commit if there are any: the
+    weights are poisoned then. It reads all weights that were written."""
     group_interface: str | None = None
     """Network interface (for example eth0) for weight update groups. The default is loopback if the master address is
     loopback, else the interface of the host name's address."""

@@ -36,6 +36,7 @@ from .commands.parameter_server import ParameterServerUpdates
 from .commands.process_groups import ProcessGroupCommands
 from .commands.reference import load_reference
 from .commands.scoring import ReferenceModel, Scoring
+from .commands.weight_commit import WeightCommit
 from .commands.weight_sessions import Sessions
 from .commands.weight_updates import WeightUpdates
 from .commands.weights_checker import WeightsChecker
@@ -295,24 +296,7 @@ class Engine:
             loaded.device, self.wakeup.set, runner.synchronize, config.group_interface
         )
         self._cleanup.callback(self.process_groups.close)
-        self.updates = WeightUpdates(
-            config=config,
-            model=loaded.model,
-            loader=loaded.loader,
-            runner=runner,
-            lifecycle=lifecycle,
-            sessions=lifecycle.sessions,
-            batcher=core.batcher,
-            outputs=self.outputs,
-            cache=self.cache,
-            device_cache=self._device_cache,
-            process_groups=self.process_groups,
-            history=self.history,
-            stages=self._stages,
-            weights_file=self._weights_file,
-            model_path=core.folder or config.model_path,
-            wake=self.wakeup.set,
-        )
+        self.updates = self._build_updates(config, core)
         parameter_server = ParameterServerUpdates(config=config, updates=self.updates, wake=self.wakeup.set)
         self._cleanup.callback(parameter_server.close)
         graphs = None
@@ -344,6 +328,36 @@ class Engine:
             checker=checker,
         )
         return _Commands(handlers, self._build_scoring(core, module))
+
+    def _build_updates(self, config: EngineConfig, core: _Core) -> WeightUpdates:
+        loaded, runner, lifecycle = core.loaded, core.runner, core.lifecycle
+        return WeightUpdates(
+            config=config,
+            model=loaded.model,
+            loader=loaded.loader,
+            runner=runner,
+            lifecycle=lifecycle,
+            sessions=lifecycle.sessions,
+            batcher=core.batcher,
+            outputs=self.outputs,
+            weight_commit=WeightCommit(
+                check_finite=config.check_finite,
+                model=loaded.model,
+                loader=loaded.loader,
+                runner=runner,
+                lifecycle=lifecycle,
+                sessions=lifecycle.sessions,
+                batcher=core.batcher,
+                cache=self.cache,
+                device_cache=self._device_cache,
+            ),
+            process_groups=self.process_groups,
+            history=self.history,
+            stages=self._stages,
+            weights_file=self._weights_file,
+            model_path=core.folder or config.model_path,
+            wake=self.wakeup.set,
+        )
 
     def _build_scoring(self, core: _Core, module: DeviceModule) -> Scoring | None:
         if core.reference is None:

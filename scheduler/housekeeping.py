@@ -1,13 +1,15 @@
-"""What the loop does by the clock: keepalives, expiries, and the emptying of an idle engine.
+"""What the loop does by the clock: keepalives, expiries, the emptying of an idle engine, and the warning of a long pause.
 
 Invariants:
 - A timer is set only while something can become due, so an engine that has nothing to do is not woken.
 - Actions run in the loop's thread, between two steps, under the guard of :class:`~.timers.Timers`.
 """
 
+import logging
+import shlex
 from collections.abc import Callable
 from math import inf
-from time import monotonic
+from time import localtime, monotonic, strftime, time
 
 from .batching.live_requests import LiveRequests
 from .commands.lifecycle import Lifecycle
@@ -20,9 +22,13 @@ from .serving.dispatcher import Dispatcher
 from .serving.router_socket import Router
 from .timers import Timer, Timers
 
+logger = logging.getLogger(__name__)
+
 KEEPALIVE_S = 2.0
 """How often keepalives are sent to clients that wait for an answer or have a session open, which also shows whether they are
 gone; and how often owners of mapped shared memory are checked."""
+LONG_PAUSE_S = 60.0
+"""A pause that has no lease for so long is warned of, once: nothing but a command ends it."""
 
 
 class Housekeeping:
@@ -55,6 +61,8 @@ class Housekeeping:
         self._device_cache = device_cache
         self._idle_empty_s = idle_empty_s
         self._idle_since: float | None = None
+        self._warned_of: float | None = None
+        """:attr:`Lifecycle.unleased_since` of the pause that was warned of."""
         self.next_keepalive = 0.0
         """When the next keepalives are due if anybody waits, on the monotonic clock."""
         self.timers = Timers(
@@ -63,6 +71,7 @@ class Housekeeping:
                 Timer("sending keepalives", self._keepalive_due, self._keep_alive),
                 Timer("expiring the weight session", lambda: updates.sessions.expires, updates.expire),
                 Timer("expiring the pause lease", self._lease_due, self._expire_lease),
+                Timer("warning of a long pause", self._long_pause_due, self._warn_of_long_pause),
                 Timer("emptying the device cache of the idle engine", self._idle_due, self._empty_idle),
             ),
         )
@@ -103,6 +112,26 @@ class Housekeeping:
         if lease is not None and owner is not None and lease.action == "continue":
             self._updates.expire_with_lease(owner)
         self._lifecycle.expire_lease()
+
+    def _long_pause_due(self) -> float | None:
+        since = self._lifecycle.unleased_since
+        return None if since is None or since == self._warned_of else since + LONG_PAUSE_S
+
+    def _warn_of_long_pause(self) -> None:
+        lifecycle, age = self._lifecycle, self._lifecycle.pause_age_s or 0.0
+        self._warned_of = lifecycle.unleased_since
+        owner = lifecycle.pause_owner
+        token = "" if owner is None else f" --owner {shlex.quote(owner)}"
+        logger.warning(
+            "paused (%s) since %s by %s, for %.0f s, and no lease ends the pause; to continue: "
+            "caesura continue --endpoint %s%s",
+            lifecycle.pause_mode,
+            strftime("%Y-%m-%d %H:%M:%S", localtime(time() - age)),
+            "a client without an owner token" if owner is None else f"owner {owner!r}",
+            age,
+            shlex.quote(self._router.endpoint),
+            token,
+        )
 
     def _idle_due(self) -> float | None:
         since = self._idle_since

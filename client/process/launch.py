@@ -306,6 +306,7 @@ def launch_scheduler(
     on_lost_weights: Literal["refuse", "serve_initial"] | None = None,
     session_deadline_s: float | None = None,
     session_orphan_s: float | None = None,
+    check_finite: bool | None = None,
     group_interface: str | None = None,
     deterministic: bool | None = None,
     reference_model_path: str | os.PathLike[str] | None = None,
