@@ -116,6 +116,9 @@ class EngineConfig:
     log_stages: bool = False
     """Log the start and end of each stage of steps, pauses, updates and releases; at log level DEBUG with the memory
     in use."""
+    log_stats_interval_s: float = 10.0
+    """While requests run, log running and waiting requests, KV use and throughput every this many seconds, and once
+    more when they have ended. 0: never."""
     log_level: str = "INFO"
     """Minimum severity of log records: DEBUG, INFO, WARNING or ERROR."""
     shutdown_mode: Literal["abort", "drain"] = "abort"
@@ -143,6 +146,7 @@ class EngineConfig:
         for name in (
             "autotune_lm_head_rows",
             "idle_empty_s",
+            "log_stats_interval_s",
             "result_ttl_s",
             "session_deadline_s",
             "session_orphan_s",

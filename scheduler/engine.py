@@ -50,6 +50,7 @@ from .memory.device_module import DeviceModule, device_module_for
 from .memory.residency import ComponentResidencyManager
 from .observability.memory_history import MemoryGauges, MemoryHistory
 from .observability.stage_profiler import StageProfiler
+from .observability.throughput import Counters, Throughput
 from .observability.watchdog import Heartbeat
 from .operations import what_serves
 from .runner.model_runner import ModelRunner
@@ -139,11 +140,33 @@ class Engine:
         self._stages = StageProfiler(log=config.log_stages, describe_memory=self._gauges.describe)
         core = self._build_core(config, residency, make_runner)
         self._device_cache.synchronize = core.runner.synchronize
+        self._throughput = Throughput(
+            lambda: self._counters(core),
+            lambda: core.lifecycle.may_execute and core.batcher.has_work,
+            config.log_stats_interval_s,
+        )
         commands = self._build_commands(config, core, module)
         self._build_serving(config, core, commands, module, shutdown)
         self.scheduler = self._build_loop(config, core, shutdown)
         self._device_cache.empty("start")  # loading leaves unused blocks
         self.history.note("start", config.model_path)
+
+    def _counters(self, core: _Core) -> Counters:
+        lifecycle, batcher, kv = core.lifecycle, core.batcher, self.cache.usage()
+        states = (lifecycle.generation, lifecycle.pause_mode)
+        return Counters(
+            generated_tokens=self.outputs.generated_tokens,
+            prefilled_tokens=batcher.prefilled_tokens,
+            prompt_tokens=batcher.prompt_tokens,
+            cached_tokens=batcher.cached_tokens,
+            paused_s=sum(total.seconds for total in lifecycle.pause_totals()),
+            running=batcher.num_running + batcher.num_prefilling,
+            waiting=len(core.waiting),
+            kv_held=kv.held,
+            kv_total=kv.total,
+            state=" ".join(filter(None, states))
+            + ("" if lifecycle.weights == "valid" else f", weights {lifecycle.weights}"),
+        )
 
     def _build_loop(self, config: EngineConfig, core: _Core, shutdown: Shutdown) -> Scheduler:
         guard = Guard(fatal=(LedgerError,) if config.check_ledger else ())
@@ -157,6 +180,7 @@ class Engine:
             updates=self.updates,
             history=self.history,
             device_cache=self._device_cache,
+            throughput=self._throughput,
             guard=guard,
             idle_empty_s=config.idle_empty_s,
         )
@@ -401,6 +425,7 @@ class Engine:
             device_cache=self._device_cache,
             history=self.history,
             stages=self._stages,
+            throughput=self._throughput,
             last_step_at=lambda: self.scheduler.last_step_at,
         )
 

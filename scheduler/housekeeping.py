@@ -1,4 +1,4 @@
-"""What the loop does by the clock: keepalives, expiries, the emptying of an idle engine, and the warning of a long pause.
+"""What the loop does by the clock: keepalives, expiries, the emptying of an idle engine, readings of the load, and the warning of a long pause.
 
 Invariants:
 - A timer is set only while something can become due, so an engine that has nothing to do is not woken.
@@ -17,6 +17,7 @@ from .commands.weight_updates import WeightUpdates
 from .guard import Guard
 from .memory.device_cache import DeviceCache
 from .observability.memory_history import MemoryHistory
+from .observability.throughput import Throughput
 from .serving.command_queue import CommandQueue
 from .serving.dispatcher import Dispatcher
 from .serving.router_socket import Router
@@ -46,6 +47,7 @@ class Housekeeping:
         updates: WeightUpdates,
         history: MemoryHistory,
         device_cache: DeviceCache,
+        throughput: Throughput,
         guard: Guard,
         idle_empty_s: float,
     ) -> None:
@@ -72,6 +74,7 @@ class Housekeeping:
                 Timer("expiring the weight session", lambda: updates.sessions.expires, updates.expire),
                 Timer("expiring the pause lease", self._lease_due, self._expire_lease),
                 Timer("warning of a long pause", self._long_pause_due, self._warn_of_long_pause),
+                Timer("reading the load", throughput.due, throughput.act),
                 Timer("emptying the device cache of the idle engine", self._idle_due, self._empty_idle),
             ),
         )

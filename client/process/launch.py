@@ -316,6 +316,7 @@ def launch_scheduler(
     allow_legacy_pickle: bool | None = None,
     check_ledger: bool | None = None,
     log_stages: bool | None = None,
+    log_stats_interval_s: float | None = None,
     log_level: str | None = None,
     shutdown_mode: Literal["abort", "drain"] | None = None,
     drain_timeout_s: float | None = None,

@@ -257,6 +257,7 @@ class EngineDriver:
             # Neither chunks nor what the engine does by itself must depend on how fast this machine is.
             "target_step_s": float("inf"),
             "idle_empty_s": 3600.0,
+            "log_stats_interval_s": 0.0,
         }
         self.config = EngineConfig(model_path=model_path, **{**defaults, **options}).resolve()
         self.runner: ScriptedRunner | None = None
