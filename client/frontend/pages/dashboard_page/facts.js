@@ -137,3 +137,23 @@ function rates(ticks, paused) {
   }
   return pieces;
 }
+
+// Points [at, value], oldest first, with more at the edges of pauses, so that no line slants into one or out of one: what was
+// true before a pause is drawn until it begins, and what is true in it until it ends. Not where points are further apart than
+// `gap`, between which nothing is drawn.
+function steady(points, paused, gap) {
+  const found = points.slice(0, 1);
+  let next = 0;
+  for (let index = 1; index < points.length; index++) {
+    const [[at, value], [until, then]] = [points[index - 1], points[index]];
+    while (next < paused.length && paused[next][1] <= at) next++;
+    for (let each = next; each < paused.length && paused[each][0] < until && until - at <= gap; each++) {
+      const [begin, end] = paused[each];
+      if (begin > at) found.push([begin, value]);
+      if (begin > at && end >= until) found.push([begin, then]);
+      if (end < until) found.push([end, value]);
+    }
+    found.push(points[index]);
+  }
+  return found;
+}
