@@ -449,6 +449,8 @@ class ShutdownReqInput(Request, kw_only=True):
     timeout_s: Duration | None = None
     """With drain: seconds after which the remaining requests are aborted. None means the engine's
     ``drain_timeout_s``."""
+    requested_by: Label = ""
+    """Who asks, as text for the engine's log: a program, its process and its host. Empty means unknown."""
 
 
 class ShutdownReqOutput(Reply, kw_only=True):

@@ -67,7 +67,9 @@ def test_a_line_each_interval_while_requests_run_and_one_more_when_they_have_end
     step_for(driver, clock, 21)
     first, second = lines(caplog)
     assert first.startswith("load: running; 2 running, 0 waiting, KV ")
-    assert "prefilled 4.8 tok/s, prefix hits 25 %;" in first, "of 64 prompt tokens, 16 lay in a page of the other"
+    assert "prefilled 4.8 tok/s, prefix hits 25 %;" in first, (
+        "of 64 prompt tokens, 16 lay in a page of the other"
+    )
     assert second.endswith("generated 8.0 tok/s, prefilled 0.0 tok/s, prefix hits none; over 10.0 s")
     driver.run_until_idle()
     assert 0 < sleeps(driver) <= INTERVAL, "the only thing that it wakes for"

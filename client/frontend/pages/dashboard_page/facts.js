@@ -19,7 +19,7 @@ const LEAST_S = 0.25; // and never over less: for a moment at the edge of a paus
 
 const word = (name) => WORDS[name] ?? name;
 const count = (value) => Math.round(value).toLocaleString("en-US");
-const short = (value) => (value >= 1e6 ? `${value / 1e6}M` : value >= 1e4 ? `${value / 1e3}k` : String(value));
+const short = (value) => (value >= 1e6 ? `${value / 1e6}M` : value >= 1e3 ? `${value / 1e3}k` : String(value));
 const minus = (text) => text.replace("-", "−");
 const sum = (values) => values.reduce((total, value) => total + value, 0);
 const largest = (values, least = 0) => values.reduce((found, value) => Math.max(found, value), least);
