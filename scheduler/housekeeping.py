@@ -1,4 +1,4 @@
-"""What the loop does by the clock: keepalives, expiries, the emptying of an idle engine, readings of the load, and the warning of a long pause.
+"""What the loop does by the clock: keepalives, expiries, readings of the load, warnings, the emptying of an idle engine.
 
 Invariants:
 - A timer is set only while something can become due, so an engine that has nothing to do is not woken.
@@ -126,12 +126,15 @@ class Housekeeping:
         owner = lifecycle.pause_owner
         token = "" if owner is None else f" --owner {shlex.quote(owner)}"
         logger.warning(
-            "paused (%s) since %s by %s, for %.0f s, and no lease ends the pause; to continue: "
+            "paused (%s) since %s by %s, for %.0f s, and no lease ends the pause%s; to continue: "
             "caesura continue --endpoint %s%s",
             lifecycle.pause_mode,
             strftime("%Y-%m-%d %H:%M:%S", localtime(time() - age)),
-            "a client without an owner token" if owner is None else f"owner {owner!r}",
+            lifecycle.paused_by,
             age,
+            ""
+            if lifecycle.serviceable
+            else f", with weights {lifecycle.weights}: a complete update must come first",
             shlex.quote(self._router.endpoint),
             token,
         )

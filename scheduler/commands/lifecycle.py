@@ -176,6 +176,17 @@ class Lifecycle:
         return self.ownership.owner
 
     @property
+    def paused_by(self) -> str:
+        """Who has paused, for people."""
+        if self.pause_owner is not None:
+            return f"owner {self.pause_owner!r}"
+        return (
+            "a client without an owner token"
+            if self._lease_ended_at is None
+            else "an owner whose lease has expired"
+        )
+
+    @property
     def lease_left_s(self) -> float | None:
         """Seconds until the pause's lease expires; None if it has none."""
         lease = self.ownership.lease

@@ -288,6 +288,17 @@ def test_each_pause_is_warned_of_and_an_ownerless_one_too(driver, time_of_all, c
     assert warned(caplog) == []
 
 
+def test_the_warning_says_what_continue_would_refuse(driver, time_of_all, caplog):
+    driver.call(PauseGenerationReqInput(mode="abort"))
+    driver.engine.updates.poison("a test")
+    time_of_all.now += 61
+    driver.tick(2)
+    (message,) = warned(caplog)
+    assert (
+        ", with weights poisoned: a complete update must come first; to continue: caesura continue" in message
+    )
+
+
 def test_a_lease_makes_the_warning_needless_until_it_has_ended(driver, time_of_all, caplog):
     pause(driver, "stay")
     for _ in range(20):
@@ -301,5 +312,5 @@ def test_a_lease_makes_the_warning_needless_until_it_has_ended(driver, time_of_a
     time_of_all.now += 61
     driver.tick(2)
     (message,) = warned(caplog)
-    assert "for 252 s" in message
+    assert "by an owner whose lease has expired, for 252 s" in message
     assert "--owner" not in message
