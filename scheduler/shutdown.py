@@ -124,8 +124,11 @@ def end_on_stop_signals() -> None:
 def name_fatal_signals(say: Callable[[str], None]) -> None:
     """Call ``say`` with a text before one of :data:`FATAL_SIGNALS` ends the process as it would have done anyway.
 
-    A signal that is ignored, or that another handler takes, is left alone.
+    A signal that is ignored, or that another handler takes, is left alone. To process 1, the first of a container, none of
+    them does anything.
     """
+    if os.getpid() == 1:
+        return
 
     def end(number: int, _frame: FrameType | None) -> None:
         signal.signal(number, signal.SIG_DFL)
