@@ -2,12 +2,14 @@
 
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.checkpoints import make_checkpoint, make_fp8_checkpoint
+from support.parameter_server import ParameterServer
 
 from caesura.client import (
     SamplingParams,
@@ -19,6 +21,7 @@ from caesura.client import (
 from caesura.client.tensors import WeightUpdateGroup
 
 NAN, INF = float("nan"), float("inf")
+PATIENCE = 30.0
 NORM = "model.norm.weight"
 Q, K, DOWN = (
     f"model.layers.{layer}.{part}.weight"
@@ -43,7 +46,8 @@ def folder(request, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(folder) -> Iterator[SchedulerClient]:
-    with launch_scheduler(folder, num_threads=1, kv_pool_tokens=256, check_finite=True) as client:
+    options = {"check_finite": True, "allow_legacy_pickle": True}
+    with launch_scheduler(folder, num_threads=1, kv_pool_tokens=256, **options) as client:
         yield client
 
 
@@ -116,6 +120,24 @@ def test_what_is_not_finite_is_refused_by_name_and_poisons_until_a_complete_upda
     status = engine.status()
     assert (status.weights, status.weights_epoch) == ("valid", before.weights_epoch + 1)
     assert engine.generate([5, 6, 7], SamplingParams(max_new_tokens=1)).output_ids
+
+
+def test_a_parameter_server_hears_it_instead_of_the_commit(engine, folder):
+    epoch, weights = engine.status().weights_epoch, weights_of(folder)
+    bad = {**weights}
+    spoil(bad, NORM, NAN, INF)
+    with ThreadPoolExecutor(1) as pool, ParameterServer(1 << 20) as server:
+        update = pool.submit(
+            engine.update_weights_from_checkpoint_engine, {"cpu": server.address}, timeout_s=PATIENCE
+        )
+        told = [server.ask(message) for message in (server.handle, *server.buckets(bad), None, None)]
+        assert told[:-1] == [""] * (len(told) - 1)
+        assert f"{NORM} (2 of {weights[NORM].numel()})" in told[-1]
+        with pytest.raises(WeightsNotFinite):
+            update.result(PATIENCE)
+    status = engine.status()
+    assert (status.weights, status.weights_epoch) == ("poisoned", epoch)
+    assert engine.update_weights_from_tensor(list(weights.items())).committed
 
 
 def test_finite_values_that_overflow_in_the_cast_are_found(engine, folder):
