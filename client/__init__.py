@@ -41,6 +41,7 @@ from .exceptions import (
     VersionMismatch,
     WeightMismatch,
     WeightsInvalid,
+    WeightsNotFinite,
     WeightsPoisoned,
     raise_for,
 )
@@ -104,6 +105,7 @@ __all__ = [
     "WeightUpdate",
     "WeightVersionSpan",
     "WeightsInvalid",
+    "WeightsNotFinite",
     "WeightsPoisoned",
     "launch_scheduler",
     "raise_for",

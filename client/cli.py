@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from time import localtime, strftime, time
 from typing import Any, NoReturn
 
 import click
@@ -307,8 +308,7 @@ def _text(name: str, value: Any) -> str:
 def _status_rows(status: GetStatusReqOutput) -> Iterable[tuple[str, str]]:
     generation: str = status.generation
     if status.pause_mode is not None:
-        owner = f", owner {status.pause_owner}" if status.pause_owner is not None else ""
-        generation += f" ({status.pause_mode}, for {status.pause_age_s or 0.0:.1f} s{owner})"
+        generation += f" ({_pause(status)})"
     weights = f"{status.weights}, version {status.weight_version}, epoch {status.weights_epoch}"
     if status.weights_detail is not None:
         weights += f": {status.weights_detail}"
@@ -332,6 +332,7 @@ def _status_rows(status: GetStatusReqOutput) -> Iterable[tuple[str, str]]:
         ),
     )
     age = "none yet" if status.last_step_age_s is None else f"last {status.last_step_age_s:.1f} s ago"
+    yield "throughput", f"{status.gen_throughput:.1f} tokens/s generated in the last seconds"
     yield (
         "steps",
         f"{status.step} ({age}), {status.generated_tokens} tokens, {status.num_retractions} retractions",
@@ -360,6 +361,15 @@ def _status_rows(status: GetStatusReqOutput) -> Iterable[tuple[str, str]]:
         f"{status.model_path} ({status.dtype}, context {status.context_len}, vocabulary {status.vocab_size})",
     )
     yield "process", f"pid {status.pid}, up {status.uptime_s:.0f} s, version {status.version}"
+
+
+def _pause(status: GetStatusReqOutput) -> str:
+    """Mode, how long, since when by this machine's clock, whose, and until when at most."""
+    age = status.pause_age_s or 0.0
+    since = strftime("%Y-%m-%d %H:%M:%S", localtime(time() - age))
+    owner = "no owner" if status.pause_owner is None else f"owner {status.pause_owner}"
+    lease = "no lease" if status.lease_left_s is None else f"lease ends in {status.lease_left_s:.1f} s"
+    return f"{status.pause_mode}, for {age:.1f} s, since {since}, {owner}, {lease}"
 
 
 def _kernels(status: GetStatusReqOutput) -> str:

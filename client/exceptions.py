@@ -188,6 +188,12 @@ class WeightMismatch(EngineError):
     error_code = ErrorCode.WEIGHT_MISMATCH
 
 
+class WeightsNotFinite(EngineError):
+    """An update has values that are NaN or infinite, and the engine checks for them: it was not committed."""
+
+    error_code = ErrorCode.WEIGHTS_NOT_FINITE
+
+
 class UnsupportedModel(EngineError):
     """The model config requires something that this engine does not implement."""
 

@@ -27,7 +27,7 @@ FLOORS = (
     ("runner",),
     ("batching", "operations", "build"),
     ("commands", "serving"),
-    ("loop", "engine", "process", "__main__"),
+    ("housekeeping", "loop", "engine", "process", "__main__"),
 )
 """The modules and packages of ``scheduler/`` from the ground up. A file imports from floors below its own, from its own package,
 and from modules to its left; ``tests/architecture/test_layers.py`` checks it."""

@@ -391,6 +391,9 @@ class GetStatusReqOutput(Reply, kw_only=True):
     """Seconds since the last step finished. None means that there was none yet."""
     generated_tokens: int
     """Tokens generated since start."""
+    gen_throughput: float = 0.0
+    """Tokens generated per second over the last five seconds, or since the engine began to generate if that was
+    later."""
     num_retractions: int
     """Retractions since start: by a pause, or because the KV cache was full."""
     step_failures: StepFailures = StepFailures()
@@ -446,6 +449,8 @@ class ShutdownReqInput(Request, kw_only=True):
     timeout_s: Duration | None = None
     """With drain: seconds after which the remaining requests are aborted. None means the engine's
     ``drain_timeout_s``."""
+    requested_by: Label = ""
+    """Who asks, as text for the engine's log: a program, its process and its host. Empty means unknown."""
 
 
 class ShutdownReqOutput(Reply, kw_only=True):

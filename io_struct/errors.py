@@ -68,6 +68,9 @@ class ErrorCode(StrEnum):
     WEIGHT_MISMATCH = "weight_mismatch"
     """The tensors or the config do not match the model. ``detail``: missing, unexpected, mismatched (lists), config
     (fields that differ)."""
+    WEIGHTS_NOT_FINITE = "weights_not_finite"
+    """The engine checks weights (``check_finite``), and some of an update are NaN or infinite; it was not committed.
+    ``detail``: tensors (how many have such values), non_finite (the first three: name, count, total)."""
     UNSUPPORTED_MODEL = "unsupported_model"
     """The model config requires something that this engine does not implement. ``detail``: fields."""
     OUT_OF_MEMORY = "out_of_memory"

@@ -93,6 +93,9 @@ class EngineConfig:
     session arrives."""
     load_bucket_bytes: int = 8 << 20
     """Bytes of weights to load at a time; between two such buckets the engine handles messages."""
+    check_finite: bool = False
+    """Check every written weight for NaN and infinities at each commit, and refuse the commit if there are any: the
+    weights are poisoned then. It reads all weights that were written."""
     group_interface: str | None = None
     """Network interface (for example eth0) for weight update groups. The default is loopback if the master address is
     loopback, else the interface of the host name's address."""
@@ -113,6 +116,9 @@ class EngineConfig:
     log_stages: bool = False
     """Log the start and end of each stage of steps, pauses, updates and releases; at log level DEBUG with the memory
     in use."""
+    log_stats_interval_s: float = 10.0
+    """While requests run, log running and waiting requests, KV use and throughput every this many seconds, and once
+    more when they have ended. 0: never."""
     log_level: str = "INFO"
     """Minimum severity of log records: DEBUG, INFO, WARNING or ERROR."""
     shutdown_mode: Literal["abort", "drain"] = "abort"
@@ -140,6 +146,7 @@ class EngineConfig:
         for name in (
             "autotune_lm_head_rows",
             "idle_empty_s",
+            "log_stats_interval_s",
             "result_ttl_s",
             "session_deadline_s",
             "session_orphan_s",

@@ -35,18 +35,21 @@ from .commands.parameter_server import ParameterServerUpdates
 from .commands.process_groups import ProcessGroupCommands
 from .commands.reference import load_reference
 from .commands.scoring import ReferenceModel, Scoring
+from .commands.weight_commit import WeightCommit
 from .commands.weight_sessions import Sessions
 from .commands.weight_updates import WeightUpdates
 from .commands.weights_checker import WeightsChecker
 from .config import PAGE_SIZE, EngineConfig
 from .forward import Runner
 from .guard import Guard
+from .housekeeping import Housekeeping
 from .loop import Scheduler
 from .memory.device_cache import DeviceCache
 from .memory.device_module import DeviceModule, device_module_for
 from .memory.residency import ComponentResidencyManager
 from .observability.memory_history import MemoryGauges, MemoryHistory
 from .observability.stage_profiler import StageProfiler
+from .observability.throughput import Counters, Throughput
 from .observability.watchdog import Heartbeat
 from .operations import what_serves
 from .runner.model_runner import ModelRunner
@@ -86,7 +89,6 @@ class _Core:
 class _Commands:
     """The objects that carry out commands and scoring."""
 
-    updates: WeightUpdates
     handlers: Commands
     scoring: Scoring | None
 
@@ -131,20 +133,60 @@ class Engine:
         residency = ComponentResidencyManager(config.device, device_cache=self._device_cache)
         self._cleanup.callback(residency.close)
         self._gauges = MemoryGauges(module, residency)  # before anything large is allocated
-        self._history = MemoryHistory(self._gauges)
-        self._device_cache.note_failure = lambda what, freed: self._history.note(
+        self.history = MemoryHistory(self._gauges)
+        self._device_cache.note_failure = lambda what, freed: self.history.note(
             "failure", what, returned=freed
         )
         self._stages = StageProfiler(log=config.log_stages, describe_memory=self._gauges.describe)
         core = self._build_core(config, residency, make_runner)
         self._device_cache.synchronize = core.runner.synchronize
+        self._throughput = Throughput(
+            lambda: self._counters(core),
+            lambda: core.lifecycle.may_execute and core.batcher.has_work,
+            config.log_stats_interval_s,
+        )
         commands = self._build_commands(config, core, module)
         self._build_serving(config, core, commands, module, shutdown)
-        self.scheduler = Scheduler(
+        self.scheduler = self._build_loop(config, core, shutdown)
+        self._device_cache.empty("start")  # loading leaves unused blocks
+        self.history.note("start", config.model_path)
+
+    def _counters(self, core: _Core) -> Counters:
+        lifecycle, batcher, kv = core.lifecycle, core.batcher, self.cache.usage()
+        states = (lifecycle.generation, lifecycle.pause_mode)
+        return Counters(
+            generated_tokens=self.outputs.generated_tokens,
+            prefilled_tokens=batcher.prefilled_tokens,
+            prompt_tokens=batcher.prompt_tokens,
+            cached_tokens=batcher.cached_tokens,
+            paused_s=sum(total.seconds for total in lifecycle.pause_totals()),
+            running=batcher.num_running + batcher.num_prefilling,
+            waiting=len(core.waiting),
+            kv_held=kv.held,
+            kv_total=kv.total,
+            state=" ".join(filter(None, states))
+            + ("" if lifecycle.weights == "valid" else f", weights {lifecycle.weights}"),
+        )
+
+    def _build_loop(self, config: EngineConfig, core: _Core, shutdown: Shutdown) -> Scheduler:
+        guard = Guard(fatal=(LedgerError,) if config.check_ledger else ())
+        self.housekeeping = Housekeeping(
             router=self.router,
             dispatcher=self.dispatcher,
             commands=self.commands,
             awaited_by=self.answers.awaited_by,
+            lifecycle=core.lifecycle,
+            live=self.live,
+            updates=self.updates,
+            history=self.history,
+            device_cache=self._device_cache,
+            throughput=self._throughput,
+            guard=guard,
+            idle_empty_s=config.idle_empty_s,
+        )
+        return Scheduler(
+            router=self.router,
+            dispatcher=self.dispatcher,
             lifecycle=core.lifecycle,
             batcher=core.batcher,
             live=self.live,
@@ -152,19 +194,14 @@ class Engine:
             outbox=self.outbox,
             runner=core.runner,
             recovery=core.recovery,
-            updates=commands.updates,
-            guard=Guard(fatal=(LedgerError,) if config.check_ledger else ()),
-            history=self._history,
+            housekeeping=self.housekeeping,
+            guard=guard,
             stages=self._stages,
-            device_cache=self._device_cache,
             pipeline_depth=config.pipeline_depth or 0,
-            idle_empty_s=config.idle_empty_s,
             wakeup=self.wakeup,
             shutdown=shutdown,
             heartbeat=self.heartbeat,
         )
-        self._device_cache.empty("start")  # loading leaves unused blocks
-        self._history.note("start", config.model_path)
 
     def _build_core(
         self,
@@ -213,12 +250,12 @@ class Engine:
             runner=runner,
             device_cache=self._device_cache,
             stamp=stamp,
-            history=self._history,
+            history=self.history,
             stages=self._stages,
             lost=start.lost,
             serve_lost=config.on_lost_weights == "serve_initial",
         )
-        self._history.where = lambda: (lifecycle.step, lifecycle.stamp.epoch)
+        self.history.where = lambda: (lifecycle.step, lifecycle.stamp.epoch)
         return _Core(
             loaded,
             start.folder,
@@ -262,7 +299,7 @@ class Engine:
         queries: Queries = {
             HelloReqInput: lambda request: answer_hello(request, lifecycle.stamp.incarnation),
             GetStatusReqInput: lambda request: self.status(request.id),
-            GetMemoryHistoryReqInput: self._history.answer,
+            GetMemoryHistoryReqInput: self.history.answer,
         }
         self.dispatcher = Dispatcher(
             queries=queries,
@@ -270,7 +307,7 @@ class Engine:
             commands=self.commands,
             scoring=commands.scoring,
             lifecycle=lifecycle,
-            sessions=commands.updates.sessions,
+            sessions=self.updates.sessions,
             answers=self.answers,
             replies=self.replies,
             device_cache=self._device_cache,
@@ -283,25 +320,8 @@ class Engine:
             loaded.device, self.wakeup.set, runner.synchronize, config.group_interface
         )
         self._cleanup.callback(self.process_groups.close)
-        updates = WeightUpdates(
-            config=config,
-            model=loaded.model,
-            loader=loaded.loader,
-            runner=runner,
-            lifecycle=lifecycle,
-            sessions=lifecycle.sessions,
-            batcher=core.batcher,
-            outputs=self.outputs,
-            cache=self.cache,
-            device_cache=self._device_cache,
-            process_groups=self.process_groups,
-            history=self._history,
-            stages=self._stages,
-            weights_file=self._weights_file,
-            model_path=core.folder or config.model_path,
-            wake=self.wakeup.set,
-        )
-        parameter_server = ParameterServerUpdates(config=config, updates=updates, wake=self.wakeup.set)
+        self.updates = self._build_updates(config, core)
+        parameter_server = ParameterServerUpdates(config=config, updates=self.updates, wake=self.wakeup.set)
         self._cleanup.callback(parameter_server.close)
         graphs = None
         if isinstance(runner, ModelRunner):
@@ -311,27 +331,57 @@ class Engine:
         occupation = MemoryOccupation(
             residency=residency,
             lifecycle=lifecycle,
-            updates=updates,
+            updates=self.updates,
             cache=self.cache,
             runner=runner,
             graphs=graphs,
             device_cache=self._device_cache,
-            history=self._history,
+            history=self.history,
             stages=self._stages,
             heartbeat=self.heartbeat,
         )
         checker = WeightsChecker(
-            model=loaded.model, runner=runner, lifecycle=lifecycle, poison=updates.poison
+            model=loaded.model, runner=runner, lifecycle=lifecycle, poison=self.updates.poison
         )
         handlers = Commands(
             lifecycle=lifecycle,
-            updates=updates,
+            updates=self.updates,
             parameter_server=parameter_server,
             process_groups=ProcessGroupCommands(self.process_groups),
             occupation=occupation,
             checker=checker,
         )
-        return _Commands(updates, handlers, self._build_scoring(core, module))
+        return _Commands(handlers, self._build_scoring(core, module))
+
+    def _build_updates(self, config: EngineConfig, core: _Core) -> WeightUpdates:
+        loaded, runner, lifecycle = core.loaded, core.runner, core.lifecycle
+        return WeightUpdates(
+            config=config,
+            model=loaded.model,
+            loader=loaded.loader,
+            runner=runner,
+            lifecycle=lifecycle,
+            sessions=lifecycle.sessions,
+            batcher=core.batcher,
+            outputs=self.outputs,
+            weight_commit=WeightCommit(
+                check_finite=config.check_finite,
+                model=loaded.model,
+                loader=loaded.loader,
+                runner=runner,
+                lifecycle=lifecycle,
+                sessions=lifecycle.sessions,
+                batcher=core.batcher,
+                cache=self.cache,
+                device_cache=self._device_cache,
+            ),
+            process_groups=self.process_groups,
+            history=self.history,
+            stages=self._stages,
+            weights_file=self._weights_file,
+            model_path=core.folder or config.model_path,
+            wake=self.wakeup.set,
+        )
 
     def _build_scoring(self, core: _Core, module: DeviceModule) -> Scoring | None:
         if core.reference is None:
@@ -364,7 +414,7 @@ class Engine:
             limits=core.limits,
             facts=facts,
             lifecycle=core.lifecycle,
-            updates=commands.updates,
+            updates=self.updates,
             batcher=core.batcher,
             waiting=core.waiting,
             outputs=self.outputs,
@@ -373,8 +423,9 @@ class Engine:
             recovery=core.recovery,
             device_module=module,
             device_cache=self._device_cache,
-            history=self._history,
+            history=self.history,
             stages=self._stages,
+            throughput=self._throughput,
             last_step_at=lambda: self.scheduler.last_step_at,
         )
 

@@ -11,10 +11,8 @@ Invariants:
 """
 
 import logging
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from math import inf
 from time import monotonic
 
 import zmq
@@ -25,25 +23,18 @@ from .batching.live_requests import LiveRequests
 from .batching.output_processor import OutputProcessor
 from .batching.step_recovery import Failure, Recovery
 from .commands.lifecycle import Lifecycle
-from .commands.weight_updates import WeightUpdates
 from .forward import ForwardOutput, Runner
 from .guard import Guard
-from .memory.device_cache import DeviceCache
-from .observability.memory_history import MemoryHistory
+from .housekeeping import Housekeeping
 from .observability.stage_profiler import StageProfiler
 from .observability.watchdog import Heartbeat
-from .serving.command_queue import CommandQueue
 from .serving.dispatcher import Dispatcher
 from .serving.outbox import MAX_SENDS, Outbox
 from .serving.router_socket import Router
 from .shutdown import Shutdown
-from .timers import Timer, Timers
 
 logger = logging.getLogger(__name__)
 
-KEEPALIVE_S = 2.0
-"""How often keepalives are sent to clients that wait for an answer or have a session open, which also shows whether they are
-gone; and how often owners of mapped shared memory are checked."""
 WAITING_POLL_S = 0.005
 """How often commands that have stepped aside are checked when nothing else happens."""
 MAX_POLL_S = 3600.0
@@ -76,8 +67,6 @@ class Scheduler:
         *,
         router: Router,
         dispatcher: Dispatcher,
-        commands: CommandQueue,
-        awaited_by: Callable[[], set[bytes]],
         lifecycle: Lifecycle,
         batcher: Batcher,
         live: LiveRequests,
@@ -85,22 +74,17 @@ class Scheduler:
         outbox: Outbox,
         runner: Runner,
         recovery: Recovery,
-        updates: WeightUpdates,
+        housekeeping: Housekeeping,
         guard: Guard,
-        history: MemoryHistory,
         stages: StageProfiler,
-        device_cache: DeviceCache,
         pipeline_depth: int,
-        idle_empty_s: float,
         wakeup: Wakeup,
         shutdown: Shutdown,
         heartbeat: Heartbeat,
     ) -> None:
-        """``awaited_by`` returns the clients that wait for an answer; the watchdog watches ``heartbeat``, set in every tick."""
+        """The watchdog watches ``heartbeat``, set in every tick."""
         self._router = router
         self._dispatcher = dispatcher
-        self._commands = commands
-        self._awaited_by = awaited_by
         self._lifecycle = lifecycle
         self._batcher = batcher
         self._live = live
@@ -108,27 +92,13 @@ class Scheduler:
         self._outbox = outbox
         self._runner = runner
         self._recovery = recovery
-        self._updates = updates
+        self._housekeeping = housekeeping
         self._guard = guard
-        self._history = history
         self._stages = stages
-        self._device_cache = device_cache
         self._depth = pipeline_depth
-        self._idle_empty_s = idle_empty_s
         self._wakeup = wakeup
         self._shutdown = shutdown
         self._heartbeat = heartbeat
-        self._idle_since: float | None = None
-        self._next_keepalive = 0.0
-        self._timers = Timers(
-            guard,
-            (
-                Timer("sending keepalives", self._keepalive_due, self._keep_alive),
-                Timer("expiring the weight session", lambda: updates.sessions.expires, updates.expire),
-                Timer("expiring the pause lease", self._lease_due, self._expire_lease),
-                Timer("emptying the device cache of the idle engine", self._idle_due, self._empty_idle),
-            ),
-        )
         self.last_step_at: float | None = None
         self._poller = zmq.Poller()
         self._poller.register(router.socket, zmq.POLLIN)
@@ -171,7 +141,7 @@ class Scheduler:
         """Run one tick; returns the step that is still in flight, which exists at depth 1 only."""
         run = self._guard.run
         self._receive(self._timeout(in_flight))
-        run("advancing commands", self._commands.advance)
+        run("advancing commands", self._dispatcher.advance)
         run("scoring", self._dispatcher.score)
         may_execute = self._lifecycle.may_execute and not (in_flight is not None and in_flight.has_failed)
         launched = self._execute() if may_execute else None
@@ -206,7 +176,7 @@ class Scheduler:
                 self._shutdown.on_readable(fd)
         if self._router.has_backlog:
             self._guard.run("sending queued messages", self._router.retry)
-        self._timers.fire(monotonic())
+        self._housekeeping.timers.fire(monotonic())
 
     def _drain_socket(self) -> None:
         for client, header, buffers in self._router.receive():
@@ -216,54 +186,18 @@ class Scheduler:
         """Seconds to block in ``poll``: 0 if there is work, else until the next timer; None if no timer is set."""
         runnable = self._lifecycle.may_execute and self._batcher.has_work
         if in_flight is not None or runnable or self._dispatcher.wants_tick:
-            self._idle_since = None
+            self._housekeeping.busy()
             return 0
         now = monotonic()
-        if self._lifecycle.generation != "running":
-            self._idle_since = (
-                None  # a paused engine is not emptied: continue decides whether to empty the device cache
-            )
-        elif self._idle_since is None:
-            self._idle_since = now
+        self._housekeeping.idle(now)
         waits: list[float] = [self._shutdown.left_s] if self._shutdown.requested else []
         if self._dispatcher.waits:
             waits.append(WAITING_POLL_S)
         if self._router.has_backlog or self._outbox.has_undelivered:
             waits.append(BACKLOG_POLL_S)
-        if (due := self._timers.next_due()) is not None:
+        if (due := self._housekeeping.timers.next_due()) is not None:
             waits.append(max(0.0, due - now))
         return min(waits) if waits else None
-
-    def _keepalive_due(self) -> float | None:
-        waiting = self._live or self._dispatcher.has_unanswered or self._updates.sessions.client is not None
-        return self._next_keepalive if waiting or self._updates.keeps_memory else None
-
-    def _keep_alive(self) -> None:
-        self._next_keepalive = monotonic() + KEEPALIVE_S
-        clients = self._awaited_by()
-        if self._updates.sessions.client is not None:
-            clients.add(self._updates.sessions.client)
-        self._router.keepalive(clients, self._lifecycle.step)
-        self._updates.collect()
-
-    def _lease_due(self) -> float | None:
-        lease_left = self._lifecycle.lease_left_s
-        return None if lease_left is None or self._commands.defers_lease else monotonic() + lease_left
-
-    def _expire_lease(self) -> None:
-        lease, owner = self._lifecycle.ownership.lease, self._lifecycle.ownership.sender
-        if lease is not None and owner is not None and lease.action == "continue":
-            self._updates.expire_with_lease(owner)
-        self._lifecycle.expire_lease()
-
-    def _idle_due(self) -> float | None:
-        since = self._idle_since
-        return None if since is None or since == inf else since + self._idle_empty_s
-
-    def _empty_idle(self) -> None:
-        self._idle_since = inf  # once per idle period
-        report = self._device_cache.empty("idle")
-        self._history.note("idle", returned=report.freed)
 
     def _execute(self) -> Step | None:
         number = self._lifecycle.step + 1
@@ -304,7 +238,7 @@ class Scheduler:
             with self._recovery.output_processing(step.batch, step.number):
                 self._batcher.complete_step(step.batch, self.last_step_at - began)
             self._outbox.deliver(step.number)
-        self._guard.run("sampling memory usage", self._history.sample)
+        self._guard.run("sampling memory usage", self._housekeeping.step_completed)
         return None
 
     def _recover(self, step: Step, failure: Failure, later: Step | None) -> None:

@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 import torch
 
+from .. import __version__
 from ..io_struct import CaesuraError, ErrorCode, private_directory
 from .config import EngineConfig
 from .engine import Engine, shutdown_of
@@ -29,7 +30,7 @@ from .memory.device_memory import is_out_of_memory
 from .observability import log
 from .observability.descriptors import DescriptorCheck, raise_limit
 from .observability.watchdog import Watchdog, exit_within
-from .shutdown import Shutdown, StartInterruptedError, StopSignals
+from .shutdown import Shutdown, StartInterruptedError, StopSignals, name_fatal_signals
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +48,7 @@ def run(config: EngineConfig, ready_fd: int | None, lifeline_fd: int | None) -> 
     """
     faulthandler.enable()  # prints a traceback if a library crashes
     signals = StopSignals()
+    name_fatal_signals(_last_words)
     shutdown = shutdown_of(config, signal_fd=signals.fd, lifeline_fd=lifeline_fd)
     with contextlib.ExitStack() as cleanup:
         cleanup.callback(log.flush)
@@ -56,12 +58,13 @@ def run(config: EngineConfig, ready_fd: int | None, lifeline_fd: int | None) -> 
             cleanup.callback(engine.close)
             signals.serving()
         except CaesuraError as error:
-            logger.error("cannot start: %s", error)
+            logger.error("the engine ends: cannot start: %s (exit status 1)", error)
             tell(ready_fd, refusal(error))
             return 1
         except StartInterruptedError as interrupted:
-            logger.info("the engine ends: %s at start", interrupted)
-            return 128 + interrupted.number
+            status = 128 + interrupted.number
+            logger.info("the engine ends: signal %s at start (exit status %d)", interrupted, status)
+            return status
         gc.freeze()  # imports and the engine live as long as the process, so full collections can skip them
         logger.info(
             "serving %s on %s after %.2f s (%d threads)",
@@ -93,8 +96,15 @@ def _serve(engine: Engine, shutdown: Shutdown, watchdog_timeout_s: float) -> int
     finally:
         watchdog.close()
         exit_within(END_S)
-    logger.info("the engine ends: %s", failed[0] if failed else shutdown.reason)
-    return 1 if failed else 0
+    status = 1 if failed else 0
+    logger.info("the engine ends: %s (exit status %d)", failed[0] if failed else shutdown.reason, status)
+    return status
+
+
+def _last_words(reason: str) -> None:
+    """The last line of an engine that a signal ends at once."""
+    logger.critical("the engine ends: %s", reason)
+    log.flush()
 
 
 def _start(config: EngineConfig, shutdown: Shutdown, cleanup: contextlib.ExitStack) -> Engine:
@@ -103,6 +113,7 @@ def _start(config: EngineConfig, shutdown: Shutdown, cleanup: contextlib.ExitSta
         log.configure(config.log_level)
     except ValueError as error:
         raise _refused("log_level", config.log_level, error) from error
+    logger.info("caesura %s, pid %d: loading %s", __version__, os.getpid(), config.model_path)
     raise_limit()
     try:
         torch.empty(0, device=None if config.device == "auto" else config.device)

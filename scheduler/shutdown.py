@@ -6,18 +6,33 @@ Invariants:
 - A later request can only shorten the time. A signal during the shutdown ends it at once; after that, a further signal has its
   default action and kills the process.
 - The launcher's death ends the engine at once, so that the engine does not outlive its launcher.
+- A signal that ends the process is named in a last line first, but for those that no process can handle (SIGKILL) and those
+  of a crash, whose stacks ``faulthandler`` prints.
 """
 
 import contextlib
 import os
 import signal
 import socket
+from collections.abc import Callable, Sequence
 from time import monotonic
 from types import FrameType
 
 from ..io_struct import CaesuraError, ErrorCode
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+FATAL_SIGNALS = (
+    signal.SIGQUIT,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGALRM,
+    signal.SIGVTALRM,
+    signal.SIGPROF,
+    signal.SIGXCPU,
+    signal.SIGIO,
+    signal.SIGPWR,
+)
+"""Signals that the engine does not use and that end a process by default."""
 
 
 class Shutdown:
@@ -43,6 +58,7 @@ class Shutdown:
         self._drain = drain
         self._drain_timeout_s = drain_timeout_s
         self._signal_fd = signal_fd
+        self._launcher = os.getppid()
         self._deadline = 0.0
 
     @property
@@ -66,7 +82,7 @@ class Shutdown:
     def on_readable(self, fd: int) -> None:
         """Handle one of :attr:`fds`, which is readable."""
         if fd != self._signal_fd:
-            self.request("its launcher has ended", drain=False)
+            self.request(f"its launcher (pid {self._launcher}) has ended", drain=False)
             return
         with contextlib.suppress(BlockingIOError):
             for number in os.read(fd, 64):
@@ -88,6 +104,48 @@ class StartInterruptedError(BaseException):
         self.number = number
 
 
+def end_on_stop_signals() -> None:
+    """Until :class:`StopSignals` takes over, a stop signal ends the process at once, with a line on stderr.
+
+    For the seconds that the imports take.
+    """
+
+    def end(number: int, _frame: FrameType | None) -> None:
+        status = 128 + number
+        line = f"the engine ends: signal {signal.Signals(number).name} at start (exit status {status})\n"
+        with contextlib.suppress(OSError):
+            os.write(2, line.encode())
+        os._exit(status)
+
+    for number in _handled(STOP_SIGNALS):
+        signal.signal(number, end)
+
+
+def name_fatal_signals(say: Callable[[str], None]) -> None:
+    """Call ``say`` with a text before one of :data:`FATAL_SIGNALS` ends the process as it would have done anyway.
+
+    A signal that is ignored, or that another handler takes, is left alone. To process 1, the first of a container, none of
+    them does anything.
+    """
+    if os.getpid() == 1:
+        return
+
+    def end(number: int, _frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        say(f"signal {signal.Signals(number).name}")
+        signal.raise_signal(number)
+
+    for number in FATAL_SIGNALS:
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, end)
+
+
+def _handled(numbers: Sequence[signal.Signals]) -> list[signal.Signals]:
+    """Those of ``numbers`` that the engine handles: all but a SIGHUP that was ignored when the process started."""
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [number for number in numbers if not (number == signal.SIGHUP and ignored)]
+
+
 class StopSignals:
     """Turns stop signals into bytes on a descriptor, or into an exception until the engine serves.
 
@@ -100,11 +158,7 @@ class StopSignals:
             end.setblocking(False)
         self._count = 0
         self._serving = False
-        self._signals = [
-            number
-            for number in STOP_SIGNALS
-            if not (number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN)
-        ]
+        self._signals = _handled(STOP_SIGNALS)
         signal.set_wakeup_fd(writer.fileno())
         for number in self._signals:
             signal.signal(number, self._on_signal)

@@ -43,7 +43,7 @@ class Timers:
         """Run the actions that are due at ``now``."""
         for timer in self._timers:
             due = timer.due()
-            if due is None or max(due, timer.not_before) > now:
+            if due is None or due > now or timer.not_before > now:
                 continue
             if not self._guard.run(timer.what, timer.act):
                 timer.not_before = monotonic() + HOLD_OFF_S

@@ -7,6 +7,7 @@ Invariants:
   (no process, no socket directory) in the second case.
 - ``close`` ends the process whatever its state, in bounded time: shutdown message, as long as the engine says that it
   drains, then SIGTERM, then SIGKILL.
+- An engine that ends while nobody has asked this process to end it is logged, with its exit status or signal.
 
 Ready handshake: the child writes one JSON line to the ``--ready-fd`` pipe, ``{"ready": true, "endpoint": …}`` or
 ``{"ready": false, "code": …, "message": …, "detail": {…}}``. The end of that pipe without a line means that it died.
@@ -14,6 +15,7 @@ Ready handshake: the child writes one JSON line to the ``--ready-fd`` pipe, ``{"
 
 import contextlib
 import json
+import logging
 import os
 import select
 import subprocess
@@ -32,6 +34,9 @@ from ..wire.curve import ClientKeys, KeyOrFile
 from ..wire.fork import Process, close_sign_of_life, keep_from_children, not_forking
 from ..wire.options import LONGEST_S, seconds
 from ..wire.scheduler_client import SchedulerClient
+from .child_log import ChildLog, how_it_ended
+
+logger = logging.getLogger(__name__)
 
 STDERR_TAIL_BYTES = 4096
 _MAX_POLL_MS = 1e9
@@ -71,6 +76,7 @@ class LaunchedScheduler:
         self._finalizer = weakref.finalize(self.client, self._child.end)
         self.client.expect_exit()
         self._child.report_exit_to(weakref.WeakMethod(self.client.engine_exited))
+        self._child.log_end()
 
     @property
     def pid(self) -> int:
@@ -93,6 +99,7 @@ class LaunchedScheduler:
         if not self._child.launcher.is_here:
             return
         if self._finalizer.alive and self.returncode is None:
+            self._child.expected = True
             patience = SHUTDOWN_S
             with contextlib.suppress(CaesuraError):  # gone, stuck or already stopping: the signals follow
                 patience += self.client.shutdown(drain=drain, drain_s=drain_s, timeout=SHUTDOWN_S).drain_s
@@ -124,12 +131,15 @@ class Child:
         self.launcher = Process("engine")
         self._directory = directory
         self._log_path = log_path
+        self.expected = False
+        """Whether the end of the process was asked for here, so that it is no news."""
+        self._logs_end = False
         self._tail = b""
         self._listener: weakref.WeakMethod[Any] | None = None
         self._lock = threading.Lock()
         self._exited = threading.Event()
         try:
-            log = None if log_path is None else open(log_path, "ab")  # noqa: SIM115 (closed below; the child has its own)
+            log = None if log_path is None else ChildLog(log_path, command)
         except OSError:
             self._remove_directory()
             raise
@@ -141,12 +151,14 @@ class Child:
             self.process = subprocess.Popen(  # noqa: S603 (our own interpreter and module)
                 [*command, "--ready-fd", str(ready_write), "--lifeline-fd", str(lifeline_read)],
                 stdin=subprocess.DEVNULL,
-                stderr=subprocess.PIPE if log is None else log,
-                stdout=None if log is None else log,
+                stderr=subprocess.PIPE if log is None else log.fd,
+                stdout=None if log is None else log.fd,
                 pass_fds=(ready_write, lifeline_read),
                 # Its own group: Ctrl-C at a terminal reaches the parent only, which then stops the engine in order.
                 process_group=0,
             )
+            if log is not None:
+                log.started(self.process.pid)
         except OSError:
             os.close(self._ready_read)
             close_sign_of_life(self._lifeline_write)
@@ -193,6 +205,14 @@ class Child:
         if exited:
             self._report()
 
+    def log_end(self) -> None:
+        """Log the end of the process, with a warning where it failed; nothing if it was asked for here."""
+        with self._lock:
+            self._logs_end = True
+            exited = self._exited.is_set()
+        if exited:
+            self._log_exit()
+
     def wait(self, timeout: float) -> bool:
         """Whether the process has ended within ``timeout`` seconds."""
         return self._exited.wait(timeout)
@@ -205,9 +225,14 @@ class Child:
             self._lifeline_write
         )  # what a dead parent would do; the child stops by itself on it
         if not self.wait(0.0):
+            self.expected = True
             self.process.terminate()
             if not self.wait(SHUTDOWN_S):
                 self.process.kill()
+                logger.warning(
+                    "the scheduler process (pid %d) had not ended %g s after SIGTERM, and is killed",
+                    self.process.pid, SHUTDOWN_S,
+                )  # fmt: skip
         for thread in self._threads:
             if thread is not threading.current_thread():  # any thread may be the one that collects the client
                 thread.join(SHUTDOWN_S)
@@ -237,7 +262,19 @@ class Child:
         self.process.wait()
         with self._lock:
             self._exited.set()
+            logs_end = self._logs_end
         self._report()
+        if logs_end:
+            self._log_exit()
+
+    def _log_exit(self) -> None:
+        if self.expected:
+            return
+        last = self.last_line()
+        level = logging.WARNING if self.process.returncode else logging.INFO
+        how = how_it_ended(self.process.returncode)
+        text = "the scheduler process (pid %d) %s%s"
+        logger.log(level, text, self.process.pid, how, last and f", last line: {last}")
 
     def _report(self) -> None:
         listener = self._listener() if self._listener is not None else None
@@ -251,9 +288,8 @@ class Child:
 
     def _exit_reason(self, when: str) -> str:
         last = self.last_line()
-        return f"the scheduler process ended {when} (exit code {self.process.returncode})" + (
-            last and f": {last}"
-        )
+        how = how_it_ended(self.process.returncode)
+        return f"the scheduler process {how} {when}" + (last and f": {last}")
 
     def _stderr_tail(self) -> str:
         if self._log_path is not None:
@@ -307,6 +343,7 @@ def launch_scheduler(
     on_lost_weights: Literal["refuse", "serve_initial"] | None = None,
     session_deadline_s: float | None = None,
     session_orphan_s: float | None = None,
+    check_finite: bool | None = None,
     group_interface: str | None = None,
     deterministic: bool | None = None,
     reference_model_path: str | os.PathLike[str] | None = None,
@@ -316,6 +353,7 @@ def launch_scheduler(
     allow_legacy_pickle: bool | None = None,
     check_ledger: bool | None = None,
     log_stages: bool | None = None,
+    log_stats_interval_s: float | None = None,
     log_level: str | None = None,
     shutdown_mode: Literal["abort", "drain"] | None = None,
     drain_timeout_s: float | None = None,
@@ -327,7 +365,7 @@ def launch_scheduler(
 
     Use it as ``with launch_scheduler(...) as client:``, or keep the result and call ``.client`` and ``.close()``. The
     options are the engine's own (``caesura scheduler --help``); None leaves each at its default. The engine's stderr
-    goes to this process's, or with its stdout to ``log_path``. ``startup_timeout`` is in seconds. ``curve_server_key`` and
+    goes to this process's, or with its stdout to the end of the file ``log_path``. ``startup_timeout`` is in seconds. ``curve_server_key`` and
     ``curve_client_key_file`` are the returned client's, for an engine with keys.
 
     Raises:

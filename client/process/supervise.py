@@ -4,6 +4,7 @@ Exit status: 0 when it was told to end, 1 when a start was refused, 2 for a wron
 """
 
 import contextlib
+import logging
 import select
 import signal
 import socket
@@ -193,6 +194,10 @@ def supervise(
         curve_client_key_file=curve_client_key_file,
     )
     with queued_stderr():
+        logging.basicConfig(
+            format="%(asctime)s.%(msecs)03d %(levelname)s supervise: %(message)s", datefmt="%Y-%m-%d %H:%M:%S"
+        )
+        logging.getLogger(__package__).setLevel(logging.INFO)
         status = _run(supervisor)
     context.exit(status)
 

@@ -30,6 +30,7 @@ from ...io_struct import CaesuraError, ErrorCode, private_directory
 from ..exceptions import EngineDied, EngineError, InternalError, TimedOut
 from ..wire.control_client import ControlClient
 from ..wire.curve import ClientKeys, KeyOrFile
+from .child_log import how_it_ended
 from .launch import Child
 
 logger = logging.getLogger(__name__)
@@ -218,6 +219,7 @@ class Supervisor:
                 self._run_once()
             except _Failure as failure:
                 if self._stopping.is_set():
+                    logger.warning("the scheduler, which was to end, %s", failure)
                     return None
                 if failure.final is not None:
                     return failure.final
@@ -301,6 +303,7 @@ class Supervisor:
             raise _Failure(f"did not answer its status for {patience:g} s and was killed")
         if child.process.returncode != 0:
             raise _Failure(_exit_of(child))
+        logger.info("the scheduler %s", how_it_ended(0))
 
     def _answers_until_it_ends(self, child: Child, patience: float) -> bool:
         """False as soon as it has been silent for ``patience`` seconds.
@@ -340,10 +343,6 @@ def _exit_of(child: Child) -> str:
     """How a process ended, with its last words."""
     with suppress(subprocess.TimeoutExpired):
         child.process.wait(1.0)
-    status = child.process.returncode
-    if status is not None and status < 0:
-        how = f"was killed by signal {-status} ({signal.strsignal(-status)})"
-    else:
-        how = f"ended with status {status}"
+    how = how_it_ended(child.process.returncode)
     last = child.last_line()[:_LAST_LINE]
     return f"{how}, last line: {last}" if last else how

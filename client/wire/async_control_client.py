@@ -20,7 +20,15 @@ from ...io_struct.control import LeaseAction
 from ...io_struct.weights import DEFAULT_BUCKET_BYTES, DEFAULT_GROUP_NAME
 from ..exceptions import NoSession, is_answer
 from .async_channel import LoopClient, Result, wait_for
-from .options import CheckerAction, ConnectionOptions, UpdateOptions, WeightUpdate, id_of, seconds
+from .options import (
+    CheckerAction,
+    ConnectionOptions,
+    UpdateOptions,
+    WeightUpdate,
+    id_of,
+    seconds,
+    this_process,
+)
 from .sessions import OpenSession
 
 if TYPE_CHECKING:
@@ -399,7 +407,9 @@ class AsyncControlClient(LoopClient):
                 engine's ``shutdown_mode``.
             drain_s: None means the engine's ``drain_timeout_s``.
         """
-        request = wire.ShutdownReqInput(id=id_of(message_id), drain=drain, timeout_s=drain_s)
+        request = wire.ShutdownReqInput(
+            id=id_of(message_id), drain=drain, timeout_s=drain_s, requested_by=this_process()
+        )
         return await self._call(request, wire.ShutdownReqOutput, timeout)
 
     async def close(self) -> None:

@@ -1,11 +1,15 @@
 """Types of the arguments and results that both clients share."""
 
+import os
+import socket
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Literal, TypedDict
 
 from ...io_struct import BeginWeightUpdateReqOutput, WeightUpdateReqOutput, new_id
+from ...io_struct.base import MAX_LABEL_LENGTH
 from ..exceptions import InvalidRequest
 from .curve import ClientKeys, KeyOrFile
 
@@ -116,6 +120,12 @@ def seconds(name: str, value: Any) -> float | None:
         )
     number: Any = value  # integers may be larger than floats
     return None if number > LONGEST_S else max(0.0, float(number))
+
+
+def this_process() -> str:
+    """This process, for the log of an engine."""
+    program = os.path.basename(sys.argv[0] if sys.argv else "") or "python"
+    return f"{program}, pid {os.getpid()} on {socket.gethostname()}"[:MAX_LABEL_LENGTH]
 
 
 def id_of(message_id: str | None) -> str:

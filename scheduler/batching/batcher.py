@@ -104,6 +104,11 @@ class Batcher:
         return len(self._prefilling)
 
     @property
+    def prefilled_tokens(self) -> int:
+        """Prompt tokens that steps have computed since the engine's start."""
+        return self._chunk_sizer.prompt_tokens
+
+    @property
     def num_holding(self) -> int:
         """Requests that hold KV, including finished ones whose release waits for a step in flight."""
         return len(self._active) + len(self._deferred_releases)

@@ -26,12 +26,14 @@ class ChunkSizer:
     """Turns measured steps into the next step's budget of prompt tokens.
 
     Attributes:
+        prompt_tokens: prompt tokens of all measured steps, computed again after a retraction or not.
         limit: most tokens of a step (decode and prefill), at least 1, after a step ran out of memory. None if there is no
             such limit.
     """
 
     def __init__(self, largest: int, target_s: float) -> None:
         """``target_s`` is the step time to aim at; if it is infinite, the budget is always ``largest``."""
+        self.prompt_tokens = 0
         self.limit: int | None = None
         self._largest = largest
         self._target_s = target_s
@@ -52,6 +54,7 @@ class ChunkSizer:
         if prompt_tokens == 0:
             self._base_s += _WEIGHT * (seconds - self._base_s)
             return
+        self.prompt_tokens += prompt_tokens
         cost = max(seconds - self._base_s, 1e-9) / prompt_tokens
         self._cost_s = cost if self._cost_s is None else self._cost_s + _WEIGHT * (cost - self._cost_s)
 

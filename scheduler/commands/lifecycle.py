@@ -131,7 +131,8 @@ class Lifecycle:
         self._failures: Counter[str] = Counter()
         self._released: frozenset[MemoryTag] = frozenset()
         self._step = 0
-        self._commit_session: Callable[[Session], None] | None = None
+        self._commit_session: Callable[[Session], Generator[Wait, None, None]] | None = None
+        self._lease_ended_at: float | None = None
 
     @property
     def step(self) -> int:
@@ -142,7 +143,7 @@ class Lifecycle:
         """Count the step that the loop is about to execute."""
         self._step += 1
 
-    def commit_sessions_by(self, commit: Callable[[Session], None]) -> None:
+    def commit_sessions_by(self, commit: Callable[[Session], Generator[Wait, None, None]]) -> None:
         """Set the function by which :meth:`continue_generation` and :meth:`flush` commit an implicit session."""
         self._commit_session = commit
 
@@ -167,9 +168,27 @@ class Lifecycle:
         return None if self._paused_at is None else monotonic() - self._paused_at
 
     @property
+    def unleased_since(self) -> float | None:
+        """Since when, on the monotonic clock, the pause has been without a lease; None unless paused without one."""
+        if self._paused_at is None or self.ownership.lease is not None:
+            return None
+        return self._paused_at if self._lease_ended_at is None else self._lease_ended_at
+
+    @property
     def pause_owner(self) -> str | None:
         """Owner token of the pause; None if it has none."""
         return self.ownership.owner
+
+    @property
+    def paused_by(self) -> str:
+        """Who has paused, for people."""
+        if self.pause_owner is not None:
+            return f"owner {self.pause_owner!r}"
+        return (
+            "a client without an owner token"
+            if self._lease_ended_at is None
+            else "an owner whose lease has expired"
+        )
 
     @property
     def lease_left_s(self) -> float | None:
@@ -239,13 +258,12 @@ class Lifecycle:
 
     def continue_generation(self, request: ContinueGenerationReqInput, sender: Sender) -> Operation:
         """Empty the device cache while still paused, then run. Has no effect if the engine runs already."""
-        yield from ()
         if self._generation == "running":
             return ContinueGenerationReqOutput(id=request.id, was_paused=False)
         self.ownership.require_continue(sender, request.force)
         if self.sessions.is_explicit:
             raise CaesuraError(ErrorCode.SESSION_OPEN, "a weight session is open: end it before continuing")
-        self._commit_implicit_session(sender, request.force)
+        yield from self._commit_implicit_session(sender, request.force)
         self.require_serviceable("cannot continue")
         report = self._device_cache.empty("continue") if request.torch_empty_cache else None
         self._history.note("continue", self._mode or "", returned=_freed(report))
@@ -263,7 +281,7 @@ class Lifecycle:
                     **self.pending(),
                 )
             yield Wait.CHANGE
-        self._commit_implicit_session(sender, request.force)
+        yield from self._commit_implicit_session(sender, request.force)
         freed = self._cache.flush()
         report = self._device_cache.empty("flush") if request.torch_empty_cache else None
         self._history.note("flush", f"{freed * PAGE_SIZE} tokens", returned=_freed(report))
@@ -280,6 +298,7 @@ class Lifecycle:
         lease, owner = self.ownership.lease, self.ownership.owner
         assert lease is not None
         self.ownership.end()
+        self._lease_ended_at = monotonic()
         logger.warning(
             "pause lease of %r expired after %.1f s without a message from the owner: %s",
             owner,
@@ -411,12 +430,12 @@ class Lifecycle:
         if source:  # empty for a session that only changed the label: then the lost weights are still missing
             self._lost = None
 
-    def _commit_implicit_session(self, sender: Sender, force: bool) -> None:
+    def _commit_implicit_session(self, sender: Sender, force: bool) -> Generator[Wait, None, None]:
         """Commit the implicit session if one is open; raise if ``sender`` may not commit it."""
         session = self.sessions.session_to_commit(sender, may_commit=force or self.ownership.is_owner(sender))
         if session is not None:
             assert self._commit_session is not None, "WeightUpdates calls commit_sessions_by at start"
-            self._commit_session(session)
+            yield from self._commit_session(session)
 
     def _enter(self, mode: PauseMode | None) -> None:
         """Record a change of the pause's mode; None means that the pause ends."""
@@ -433,7 +452,7 @@ class Lifecycle:
     def _run(self) -> None:
         self._generation = "running"
         self._enter(None)
-        self._paused_at = None
+        self._paused_at = self._lease_ended_at = None
         self.ownership.end()
 
 

@@ -106,7 +106,7 @@ class ParameterServerUpdates:
         while (turn := feed.take()) is None:
             yield Wait.THREAD
             if session is not None:
-                self._updates.require_open(session)
+                self._updates.sessions.require_open(session)
         if isinstance(turn, Failed):
             raise turn.error
         return turn

@@ -179,6 +179,11 @@ class Sessions:
         if self.current is not None:
             raise _refused(self.current, sender, "a weight session is open already")
 
+    def require_open(self, session: Session) -> None:
+        """Raise ``deadline_exceeded`` if ``session`` has expired."""
+        if self.current is not session:
+            raise CaesuraError(ErrorCode.DEADLINE_EXCEEDED, "the session expired during the update")
+
     def session_for_call(self, request: WeightUpdateOptions, sender: Sender, route: Route) -> Session | None:
         """The open session that this call belongs to; None if none is open, so that the call may open one.
 

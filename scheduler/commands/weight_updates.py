@@ -40,10 +40,8 @@ from ...io_struct import (
 from ..background import Task
 from ..batching.batcher import Batcher
 from ..batching.output_processor import OutputProcessor
-from ..cache.manager import CacheManager
 from ..config import EngineConfig
 from ..forward import Runner
-from ..memory.device_cache import DeviceCache
 from ..memory.workspace import Workspace
 from ..models.base import CausalLM
 from ..observability.memory_history import MemoryHistory
@@ -57,6 +55,7 @@ from ..weights.writing import END, write_some
 from .committed_weights import WeightsFile
 from .lifecycle import Lifecycle, Operation, Wait
 from .pause_ownership import Sender
+from .weight_commit import WeightCommit
 from .weight_sessions import Route, Session, Sessions
 
 logger = logging.getLogger(__name__)
@@ -76,8 +75,7 @@ class WeightUpdates:
         sessions: Sessions,
         batcher: Batcher,
         outputs: OutputProcessor,
-        cache: CacheManager,
-        device_cache: DeviceCache,
+        weight_commit: WeightCommit,
         process_groups: WeightsUpdateGroups,
         history: MemoryHistory,
         stages: StageProfiler,
@@ -94,8 +92,7 @@ class WeightUpdates:
         self._lifecycle = lifecycle
         self._batcher = batcher
         self._outputs = outputs
-        self._cache = cache
-        self._device_cache = device_cache
+        self._weight_commit = weight_commit
         self._history = history
         self._stages = stages
         self.sessions = sessions
@@ -156,7 +153,7 @@ class WeightUpdates:
         yield from self._stop_steps(session)  # the commit needs it even if nothing was written
         if request.weight_version is not None:
             session.version = request.weight_version
-        self._commit(session, stages)
+        yield from self._commit(session, stages)
         return self._reply(request.id, session.counts, stages, started, committed=True, flushed=session.flush)
 
     def from_disk(self, request: UpdateWeightFromDiskReqInput, sender: Sender) -> Operation:
@@ -176,7 +173,7 @@ class WeightUpdates:
         while not opening.done:
             yield Wait.THREAD
         if session is not None:
-            self.require_open(session)
+            self.sessions.require_open(session)
         route = ("disk", None)
         return (yield from self._update(request, sender, route, opening.result, opening.seconds))
 
@@ -205,7 +202,7 @@ class WeightUpdates:
                 self._process_groups.out_of_step(request.group_name, f"an update failed: {error}")
             raise
 
-    def _commit_implicit_session(self, session: Session) -> None:
+    def _commit_implicit_session(self, session: Session) -> Generator[Wait, None, None]:
         """Commit an implicit session before a ``continue`` or an explicit ``flush_cache``.
 
         Raises:
@@ -213,7 +210,7 @@ class WeightUpdates:
                 since do not cover every parameter.
         """
         self._require_complete(session)
-        self._commit(session, session.stages)
+        yield from self._commit(session, session.stages)
 
     def _update(
         self,
@@ -275,7 +272,7 @@ class WeightUpdates:
                     with self._runner.on_stream():
                         piece = write_some(self._loader.write, piece, pieces, stages)
                     yield Wait.SLICE
-                    self.require_open(session)
+                    self.sessions.require_open(session)
                     if piece is None:
                         piece = yield from self._next_piece(pieces, session, stages)
             finally:
@@ -306,7 +303,7 @@ class WeightUpdates:
                 session.stages.add(stages)
                 committed = self._should_commit(session, is_last_call)
                 if committed:
-                    self._commit(session, stages)
+                    yield from self._commit(session, stages)
                 elif session.kind == "single":
                     self._close_session()  # poisoned or invalid weights stay incomplete; later calls may complete them
             except BaseException as error:
@@ -380,17 +377,12 @@ class WeightUpdates:
                 **self._lifecycle.pending(),
             )
 
-    def require_open(self, session: Session) -> None:
-        """Raise if the session has expired."""
-        if self.sessions.current is not session:
-            raise CaesuraError(ErrorCode.DEADLINE_EXCEEDED, "the session expired during the update")
-
     def _stop_steps(self, session: Session) -> Generator[Wait, None, None]:
         """Close the gate for steps and wait for the step in flight; raises if the session expires meanwhile."""
         self._lifecycle.start_writing()
         for wait in self._lifecycle.barrier():
             yield wait
-            self.require_open(session)
+            self.sessions.require_open(session)
 
     def _require_complete(self, session: Session) -> None:
         """Raise if a tensor lacks rows, if one of the manifest was not written, or, unless the weights are serviceable, if any
@@ -412,25 +404,13 @@ class WeightUpdates:
         with stages.stage("receive"):
             while (piece := next(pieces, END)) is None:
                 yield Wait.THREAD
-                self.require_open(session)
+                self.sessions.require_open(session)
         return piece
 
-    def _commit(self, session: Session, stages: StageProfiler) -> None:
-        """Compute derived tensors, then make the new weights serve. A failure leaves the weights poisoned."""
-        report = None
+    def _commit(self, session: Session, stages: StageProfiler) -> Generator[Wait, None, None]:
+        """Make the new weights serve. A failure leaves the weights poisoned."""
         try:
-            with stages.stage("derive"), self._runner.on_stream():
-                self._loader.require_whole()
-                self._model.finalize_weights()
-            self._runner.synchronize()
-            with stages.stage("flush"):
-                if session.flush:
-                    self._batcher.retract_all()
-                self._lifecycle.commit_weights(session.version, session.source)
-                if session.flush:
-                    self._cache.flush()
-                if session.empty:
-                    report = self._device_cache.empty("update")
+            report = yield from self._weight_commit.run(session, stages)
         except BaseException as error:
             self.abort_session(session, f"the commit failed: {error}")
             raise
@@ -443,8 +423,6 @@ class WeightUpdates:
             f"{session}, {session.counts.written_tensors} tensors",
             returned=None if report is None else report.freed,
         )
-        if session.counts.written_tensors and not session.counts.changed_tensors:
-            logger.warning("weight update changed no tensor: is the trainer sending what it trained?")
 
     def abort_session(self, session: Session, reason: str) -> None:
         """Abort ``session`` if it is still open. The weights become POISONED if it has written, else they stay as they were."""

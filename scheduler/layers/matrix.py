@@ -44,10 +44,11 @@ class PackedSlot(WeightSlot):
         """Whether writing would change a byte; stops soon after the first difference."""
         return not kernel.equal_rows(self._storage, self._cast(rows), self._start + start)
 
-    def read(self) -> Tensor:
-        """The tensor in checkpoint layout: a copy."""
-        out = torch.empty(self.shape, dtype=self.dtype)
-        return kernel.unpack_rows(self._storage, self._start, out)
+    def read(self, start: int = 0, stop: int | None = None) -> Tensor:
+        """Rows in checkpoint layout: a copy."""
+        rows = len(range(*slice(start, stop).indices(self.shape[0])))
+        out = torch.empty((rows, self.shape[1]), dtype=self.dtype)
+        return kernel.unpack_rows(self._storage, self._start + start, out)
 
     def _cast(self, rows: Tensor) -> Tensor:
         return rows.to(device=self._storage.device, dtype=self.dtype).contiguous()

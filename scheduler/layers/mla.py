@@ -68,18 +68,26 @@ class ScatteredSlot(WeightSlot):
             part.differs(its_rows, its_start) for part, its_rows, its_start in self._overlapping(rows, start)
         )
 
-    def read(self) -> Tensor:
+    def read(self, start: int = 0, stop: int | None = None) -> Tensor:
         """A copy."""
-        return torch.cat([part.read() for part in self._parts])
+        places = self._places(start, self.shape[0] if stop is None else stop)
+        return torch.cat([part.read(first, last) for part, first, last in places])
 
     def _overlapping(self, rows: Tensor, start: int) -> Iterator[tuple[WeightSlot, Tensor, int]]:
         """Each part that some of ``rows`` belong to, with those, and where they begin in it."""
+        taken = 0
+        for part, first, last in self._places(start, start + len(rows)):
+            yield part, rows[taken : taken + last - first], first
+            taken += last - first
+
+    def _places(self, start: int, stop: int) -> Iterator[tuple[WeightSlot, int, int]]:
+        """Each part that has some of the rows ``[start, stop)``, with the first and the end of them in it."""
         begin = 0
         for part in self._parts:
             size = part.shape[0]
-            first, last = max(start, begin), min(start + len(rows), begin + size)
+            first, last = max(start - begin, 0), min(stop - begin, size)
             if first < last:
-                yield part, rows[first - start : last - start], first - begin
+                yield part, first, last
             begin += size
 
 

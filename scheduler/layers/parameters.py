@@ -118,8 +118,11 @@ class WeightSlot(ABC):
         """Whether writing would change a byte; stops at the first difference, which is nearly always at once."""
 
     @abstractmethod
-    def read(self) -> Tensor:
-        """The tensor in checkpoint layout: a view where storage has that layout, else a copy."""
+    def read(self, start: int = 0, stop: int | None = None) -> Tensor:
+        """Rows ``[start, stop)`` in checkpoint layout: a view where storage has that layout, else a copy; None: to the end.
+
+        A scalar is read whole.
+        """
 
 
 class PlainSlot(WeightSlot):
@@ -148,9 +151,9 @@ class PlainSlot(WeightSlot):
         """See :meth:`WeightSlot.differs`."""
         return _differ(rows, self._target(rows, start))
 
-    def read(self) -> Tensor:
+    def read(self, start: int = 0, stop: int | None = None) -> Tensor:
         """A view."""
-        return self._rows
+        return self._rows[start:stop] if self.shape else self._rows
 
     def _target(self, rows: Tensor, start: int) -> Tensor:
         if rows.shape == self.shape:  # all of it

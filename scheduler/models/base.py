@@ -59,6 +59,10 @@ class CausalLM(Protocol):
         """Derive what depends on several parameters, into preallocated storage; once, at commit."""
         ...
 
+    def derived(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor that :meth:`finalize_weights` derives, by engine name."""
+        ...
+
     def named_storage(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter and derived tensor, each once, by engine name."""
         ...

@@ -202,12 +202,16 @@ class DecoderForCausalLM:
         for layer in self._deriving:
             layer.finalize()
 
+    def derived(self) -> Iterator[tuple[str, Tensor]]:
+        """Those of each layer."""
+        for layer in self._deriving:
+            yield from layer.derived()
+
     def named_storage(self) -> Iterator[tuple[str, Tensor]]:
         """Parameters and derived tensors by engine name, each once."""
         for parameter in self._parameters():
             yield parameter.name, parameter.data
-        for layer in self._deriving:
-            yield from layer.derived()
+        yield from self.derived()
 
     def _parameters(self) -> Iterator[Parameter]:
         for layer in self._owners():

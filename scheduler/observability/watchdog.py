@@ -21,7 +21,7 @@ import os
 import stat
 import threading
 from collections.abc import Callable, Iterator
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any
 
 from . import log
@@ -32,6 +32,8 @@ EXIT_HUNG = 70
 """Exit status of a process whose loop, or whose shutdown, hung."""
 LOOK_S = 10.0
 """Maximum seconds between two checks."""
+_DUMP_S = 0.5
+"""Time to print stacks before the process exits."""
 LOOKS = 8
 """Minimum number of checks within one timeout."""
 
@@ -206,8 +208,20 @@ class _ExitTimer:
 
 
 def exit_within(seconds: float) -> None:
-    """Exit in at most ``seconds``, whatever happens: a limit on the shutdown."""
-    _ExitTimer().set(seconds)
+    """Exit in at most ``seconds`` and a little, whatever happens: a limit on the shutdown, which says so before."""
+
+    def end() -> None:
+        sleep(seconds + _DUMP_S)
+        logger.critical(
+            "the engine ends: its shutdown has taken more than %g s (exit status %d); the stacks of all threads precede",
+            seconds,
+            EXIT_HUNG,
+        )
+        log.flush()
+        os._exit(EXIT_HUNG)
+
+    Backstop().arm(seconds, seconds + 4 * _DUMP_S)
+    threading.Thread(target=end, name="caesura-end", daemon=True).start()
 
 
 def _nonblocking_stderr() -> int | None:

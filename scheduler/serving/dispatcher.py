@@ -143,6 +143,10 @@ class Dispatcher:
             self._device_cache.after_failure(type(message).__name__)
         self._replies.answer(message.id, answer)
 
+    def advance(self) -> None:
+        """Advance the commands for at most a slice."""
+        self._commands.advance()
+
     def score(self) -> None:
         """Run scoring for one slice; scoring and commands do not wait for each other."""
         if self._scoring is not None:
@@ -193,7 +197,9 @@ class Dispatcher:
         if isinstance(message, FetchResultReqInput):
             return self._generations.fetch(message)
         assert isinstance(message, ShutdownReqInput)
-        self._shutdown.request("a client asked for it", drain=message.drain, timeout_s=message.timeout_s)
+        sender = message.requested_by or "a client that does not say who it is"
+        reason = f"shutdown message from {sender}"
+        self._shutdown.request(reason, drain=message.drain, timeout_s=message.timeout_s)
         return ShutdownReqOutput(id=message.id, drain_s=self._shutdown.left_s)
 
     def _score(self, message: ScoreReqInput) -> None:

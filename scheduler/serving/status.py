@@ -24,6 +24,7 @@ from ..memory.device_memory import DeviceMemoryReading, available_memory_if_know
 from ..memory.device_module import DeviceModule
 from ..observability.memory_history import MemoryHistory
 from ..observability.stage_profiler import StageProfiler
+from ..observability.throughput import Throughput
 from ..operations import Serving
 
 
@@ -61,6 +62,7 @@ class StatusReporter:
         device_cache: DeviceCache,
         history: MemoryHistory,
         stages: StageProfiler,
+        throughput: Throughput,
         last_step_at: Callable[[], float | None],
     ) -> None:
         self._config = config
@@ -78,6 +80,7 @@ class StatusReporter:
         self._device_cache = device_cache
         self._history = history
         self._stages = stages
+        self._throughput = throughput
         self._last_step_at = last_step_at
         self._started = monotonic()
 
@@ -106,6 +109,7 @@ class StatusReporter:
             step=lifecycle.step,
             last_step_age_s=None if last is None else now - last,
             generated_tokens=self._outputs.generated_tokens,
+            gen_throughput=self._throughput.generated_per_s(),
             num_retractions=self._batcher.num_retractions,
             step_failures=self._recovery.counts(),
             kv=self._kv(),

@@ -29,5 +29,4 @@ class LoadedModel:
     @property
     def derived_bytes(self) -> int:
         """Bytes of derived tensors alone."""
-        written = {slot.parameter for slot in self.model.weight_slots().values()}
-        return sum(tensor.nbytes for name, tensor in self.model.named_storage() if name not in written)
+        return sum(tensor.nbytes for _, tensor in self.model.derived())

@@ -126,7 +126,7 @@ def test_a_session_that_expires_before_the_first_byte(tiny_model, other_model, c
         scheduler._receive(0)
         eventually(lambda: driver.engine.commands.advance() or driver.engine.dispatcher.wants_tick)
         assert driver.engine.commands.is_busy, "it was meant to wait for the step"
-        scheduler._updates.sessions.current.deadline = 0.0
+        driver.engine.updates.sessions.current.deadline = 0.0
         driver.tick(2)
         assert_error(driver.replies.pop(waiting), "deadline_exceeded")
         status = driver.status()
@@ -150,7 +150,7 @@ def test_a_session_that_expires_while_its_checkpoint_is_looked_at(driver, other_
     update = driver.send(UpdateWeightFromDiskReqInput(model_path=str(other_model), session_id=session_id))
     driver.tick()
     assert looked.wait(60)
-    driver.engine.scheduler._updates.sessions.current.deadline = 0.0
+    driver.engine.updates.sessions.current.deadline = 0.0
     driver.tick()
     assert driver.status().session is None
     go_on.set()

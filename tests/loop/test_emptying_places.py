@@ -60,7 +60,7 @@ def driver(tiny_model, allocator):
 
 
 def derivations_into(log: list[str], driver: EngineDriver, monkeypatch) -> None:
-    model = driver.engine.scheduler._updates._model
+    model = driver.engine.updates._model
     derive = model.finalize_weights
     monkeypatch.setattr(model, "finalize_weights", lambda: (log.append("derived"), derive()))
 
@@ -146,7 +146,7 @@ def test_a_commit_without_memory_empties_before_it_answers(driver, allocator, ot
         logging.getLogger("caesura"), "propagate", False
     )  # pytest keeps records, exceptions included
     answered_into(allocator.log, driver, monkeypatch)
-    monkeypatch.setattr(driver.engine.scheduler._updates._model, "finalize_weights", derive)
+    monkeypatch.setattr(driver.engine.updates._model, "finalize_weights", derive)
     empty = allocator.empty_cache
     alive: list[bool] = []
     monkeypatch.setattr(
@@ -165,7 +165,7 @@ def test_an_update_that_poisons_empties_before_it_answers(driver, allocator, oth
         raise CaesuraError(ErrorCode.WEIGHT_MISMATCH, "half a tensor")
 
     answered_into(allocator.log, driver, monkeypatch)
-    monkeypatch.setattr(driver.engine.scheduler._updates._model, "finalize_weights", refuse)
+    monkeypatch.setattr(driver.engine.updates._model, "finalize_weights", refuse)
     reply = driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_model)))
     assert reply.code == ErrorCode.WEIGHT_MISMATCH
     assert allocator.log == ["emptied", "ErrorReply"]
@@ -279,7 +279,7 @@ def test_looking_empties_nothing(tiny_model, allocator, caplog):
             driver.call(GetMemoryHistoryReqInput())
             driver.generate([5, 6, 7], 3)
             driver.run_until_idle()
-            driver.engine.scheduler._history.sample()
+            driver.engine.history.sample()
         assert "reserved 12.0 MB, allocated 7.0 MB" in driver.engine._gauges.describe()
     assert allocator.log == []
     ends = [line for line in caplog.messages if line.startswith("stage decode ends")]

@@ -26,9 +26,9 @@ def driver(tiny_model, request):
 
 UPDATE_STAGES: dict[str, Callable[[EngineDriver], tuple[object, str]]] = {
     "open": lambda driver: (weight_updates, "open_fitting"),
-    "check": lambda driver: (driver.engine.scheduler._updates._loader, "check"),
-    "write": lambda driver: (driver.engine.scheduler._updates._loader, "write"),
-    "derive": lambda driver: (driver.engine.scheduler._updates._model, "finalize_weights"),
+    "check": lambda driver: (driver.engine.updates._loader, "check"),
+    "write": lambda driver: (driver.engine.updates._loader, "write"),
+    "derive": lambda driver: (driver.engine.updates._model, "finalize_weights"),
     "synchronize": lambda driver: (driver.runner, "synchronize"),
     "retract": lambda driver: (driver.engine.scheduler._batcher, "retract_all"),
     "commit": lambda driver: (driver.engine.scheduler._lifecycle, "commit_weights"),
@@ -73,7 +73,7 @@ def test_an_explicit_session_whose_commit_fails(driver, monkeypatch, other_model
 
 OCCUPATION_STAGES: dict[str, Callable[[EngineDriver], tuple[object, str]]] = {
     "flush": lambda driver: (driver.engine.cache, "flush"),
-    "forget": lambda driver: (driver.engine.scheduler._updates, "forget"),
+    "forget": lambda driver: (driver.engine.updates, "forget"),
     "release": lambda driver: (
         driver.engine.commands._handlers._without_sender[Release].__self__._residency,
         "release",

@@ -19,7 +19,7 @@ from caesura.io_struct import (
     PauseGenerationReqInput,
     RenewPauseLeaseReqInput,
 )
-from caesura.scheduler import engine, loop, timers
+from caesura.scheduler import engine, housekeeping, loop, timers
 from caesura.scheduler.cache.manager import LedgerError
 from caesura.scheduler.serving import command_queue, dispatcher
 
@@ -62,11 +62,11 @@ def test_memory_events_after_any_number(driver, after):
 HANDLERS = {
     "hello": (lambda d: (engine, "answer_hello"), lambda: HelloReqInput(wire_major=1, wire_minor=0)),
     "status": (lambda d: (d.engine, "status"), GetStatusReqInput),
-    "history": (lambda d: (d.engine.scheduler._history, "events"), GetMemoryHistoryReqInput),
+    "history": (lambda d: (d.engine.history, "events"), GetMemoryHistoryReqInput),
     "abort": (lambda d: (d.engine.live, "samples"), lambda: AbortReq(rid="r")),
     "lease": (lambda d: (d.engine.scheduler._lifecycle, "renew_lease"), lambda: RenewPauseLeaseReqInput(owner="o")),
     "flush": (lambda d: (d.engine.cache, "flush"), lambda: FlushCacheReqInput(timeout_s=100.0)),
-    "pause": (lambda d: (d.engine.scheduler._history, "note"), PauseGenerationReqInput),
+    "pause": (lambda d: (d.engine.history, "note"), PauseGenerationReqInput),
     "attach": (lambda d: (d.engine.answers, "attach"), PauseGenerationReqInput),
 }  # fmt: skip
 
@@ -216,9 +216,9 @@ def lease(driver: EngineDriver, action: str) -> None:
 
 TIMERS = {
     "keepalive": lambda d: (d.engine.router, "keepalive"),
-    "collect": lambda d: (d.engine.scheduler._updates, "collect"),
+    "collect": lambda d: (d.engine.updates, "collect"),
     "lease": lambda d: (d.engine.scheduler._lifecycle, "expire_lease"),
-    "session": lambda d: (d.engine.scheduler._updates, "expire"),
+    "session": lambda d: (d.engine.updates, "expire"),
 }
 
 
@@ -228,24 +228,25 @@ def test_a_timer_that_fails_is_held_off_and_tried_again(driver, monkeypatch, tim
     rid = one_lives(driver)
     monkeypatch.setattr(timers, "monotonic", clock)
     monkeypatch.setattr(loop, "monotonic", clock)
-    scheduler = driver.engine.scheduler
+    monkeypatch.setattr(housekeeping, "monotonic", clock)
+    scheduler, keeping = driver.engine.scheduler, driver.engine.housekeeping
     with monkeypatch.context() as patch:
         owner, name = TIMERS[timer](driver)
-        table = scheduler._timers._timers
+        table = keeping.timers._timers
         fault = Fault(patch, owner, name, BUG, range(1000))
         for entry in table:  # bound before the fault was
             if entry.what == "expiring the weight session":
-                patch.setattr(entry, "act", lambda: scheduler._updates.expire())
+                patch.setattr(entry, "act", lambda: driver.engine.updates.expire())
                 patch.setattr(entry, "due", lambda: 0.0 if timer == "session" else None)
         if timer == "lease":
             lease(driver, "stay")
-        scheduler._next_keepalive = 0.0
+        keeping.next_keepalive = 0.0
         driver.tick(20)
         assert fault.raised == 1
         assert scheduler._timeout(None) >= 0
-        assert scheduler._timers.next_due() > 0.0, "nothing is due at once"
+        assert keeping.timers.next_due() > 0.0, "nothing is due at once"
         clock.now += timers.HOLD_OFF_S + 1
-        scheduler._next_keepalive = 0.0
+        keeping.next_keepalive = 0.0
         driver.tick(2)
         assert fault.raised == 2 or timer == "keepalive"
     driver.call(ContinueGenerationReqInput(force=True))
@@ -273,11 +274,10 @@ def test_a_part_of_the_tick_that_fails_does_not_end_it(driver, monkeypatch, part
 
 
 def test_the_emptying_of_an_idle_engine_may_fail(driver, monkeypatch):
-    scheduler = driver.engine.scheduler
-    fault = Fault(monkeypatch, scheduler._history, "note", BUG, {0})
+    scheduler, keeping = driver.engine.scheduler, driver.engine.housekeeping
+    fault = Fault(monkeypatch, driver.engine.history, "note", BUG, {0})
     scheduler._timeout(None)
-    scheduler._idle_since -= scheduler._idle_empty_s
-    scheduler._timers.fire(monotonic())
+    keeping.timers.fire(monotonic() + driver.config.idle_empty_s)
     assert fault.raised == 1
     assert scheduler._timeout(None) is None, "once per idle period"
     check_everybody(driver, submit(driver))
@@ -285,7 +285,7 @@ def test_the_emptying_of_an_idle_engine_may_fail(driver, monkeypatch):
 
 def test_looking_at_the_memory_may_fail(driver, monkeypatch):
     rid = one_lives(driver)
-    fault = Fault(monkeypatch, driver.engine.scheduler._history, "sample", BUG, range(5))
+    fault = Fault(monkeypatch, driver.engine.history, "sample", BUG, range(5))
     driver.tick(8)
     assert fault.raised == 5
     check_it(driver, rid)

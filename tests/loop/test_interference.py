@@ -55,7 +55,7 @@ def test_a_flush_that_waits_does_not_commit_half_an_update(driver, other_model):
     assert answered == [update, flush]
     assert driver.replies[update].committed
     assert isinstance(driver.replies[flush], FlushCacheReqOutput)
-    slots = driver.engine.scheduler._updates._model.weight_slots()
+    slots = driver.engine.updates._model.weight_slots()
     for name, tensor in load_file(other_model / "model.safetensors").items():
         assert slots[name].read().equal(tensor), name
 
@@ -94,7 +94,7 @@ def test_a_session_that_expires_does_not_serve_scrambled_weights(driver, monkeyp
     driver.tick(2)
     launched = len(driver.runner.launches)
     assert reset not in driver.replies
-    driver.engine.scheduler._updates.expire()
+    driver.engine.updates.expire()
     driver.tick(5)
     assert len(driver.runner.launches) == launched
     assert driver.status().weights == "poisoned"
@@ -107,11 +107,11 @@ def test_refused_updates_do_not_gather_mappings(driver, other_model):
     for each in shared:
         message = UpdateWeightsFromIPCReqInput(handle=each.memory.handle, specs=each.specs)
         assert_error(driver.call(message), "weight_mismatch")
-    assert len(driver.engine.scheduler._updates._maps) <= KEPT
+    assert len(driver.engine.updates._maps) <= KEPT
     for each in shared:
         each.close()
-    driver.engine.scheduler._updates.collect()
-    assert not driver.engine.scheduler._updates.keeps_memory
+    driver.engine.updates.collect()
+    assert not driver.engine.updates.keeps_memory
 
 
 def test_a_command_that_waits_is_a_sign_of_life(driver, monkeypatch):

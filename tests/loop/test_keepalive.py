@@ -35,7 +35,7 @@ def test_clients_that_wait_for_a_command_or_a_generation_get_keepalives(driver):
     driver.send(request, "attached")
     driver.call(GetStatusReqInput(), "idle")
     for _ in range(2):
-        driver.engine.scheduler._next_keepalive = 0.0
+        driver.engine.housekeeping.next_keepalive = 0.0
         driver._turn()
         assert all(next_is_keepalive(driver, name) for name in ("generates", "commands", "attached"))
     assert not driver.client("idle").poll(0)

@@ -235,3 +235,82 @@ def test_a_retry_with_the_same_rid_attaches_while_live(driver):
     first, second = driver.results.pop(("r1", 0))
     assert tokens_of(first) == tokens_of(second)
     assert driver.call(AbortReq(rid="r1")).aborted == 0
+
+
+# -- the warning of a pause without a lease ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def time_of_all(monkeypatch, clock):
+    """The same clock for the loop and its timers."""
+    for module in ("loop", "housekeeping", "timers"):
+        monkeypatch.setattr(f"caesura.scheduler.{module}.monotonic", clock)
+    return clock
+
+
+def warned(caplog) -> list[str]:
+    found = [message for message in caplog.messages if "no lease ends the pause" in message]
+    caplog.clear()
+    return found
+
+
+def test_a_long_pause_without_a_lease_is_warned_of_once(driver, time_of_all, caplog):
+    driver.call(PauseGenerationReqInput(mode="retract", owner="trainer 7"))
+    time_of_all.now += 59.9
+    driver.tick(2)
+    assert driver.engine.scheduler._timeout(None) == pytest.approx(0.1), "it is what the loop sleeps for"
+    assert warned(caplog) == []
+    time_of_all.now += 0.2
+    driver.tick(3)
+    (message,) = warned(caplog)
+    assert message.startswith("paused (retract) since ")
+    assert "by owner 'trainer 7', for 60 s" in message
+    command = f"caesura continue --endpoint {driver.config.endpoint} --owner 'trainer 7'"
+    assert message.endswith(command), "it can be pasted"
+    driver.call(PauseGenerationReqInput(mode="in_place", owner="trainer 7"))
+    time_of_all.now += 3600
+    driver.tick(3)
+    assert warned(caplog) == [], "the mode changed, and it is the same pause"
+    assert driver.engine.scheduler._timeout(None) is None, "nothing wakes it for this any more"
+
+
+def test_each_pause_is_warned_of_and_an_ownerless_one_too(driver, time_of_all, caplog):
+    for _ in range(2):
+        driver.call(PauseGenerationReqInput(mode="abort"))
+        time_of_all.now += 61
+        driver.tick(2)
+        (message,) = warned(caplog)
+        assert "by a client without an owner token" in message
+        assert message.endswith(f"caesura continue --endpoint {driver.config.endpoint}")
+        driver.call(ContinueGenerationReqInput())
+    time_of_all.now += 3600
+    driver.tick(2)
+    assert warned(caplog) == []
+
+
+def test_the_warning_says_what_continue_would_refuse(driver, time_of_all, caplog):
+    driver.call(PauseGenerationReqInput(mode="abort"))
+    driver.engine.updates.poison("a test")
+    time_of_all.now += 61
+    driver.tick(2)
+    (message,) = warned(caplog)
+    assert (
+        ", with weights poisoned: a complete update must come first; to continue: caesura continue" in message
+    )
+
+
+def test_a_lease_makes_the_warning_needless_until_it_has_ended(driver, time_of_all, caplog):
+    pause(driver, "stay")
+    for _ in range(20):
+        time_of_all.now += 9
+        driver.call(RenewPauseLeaseReqInput(owner="trainer"))
+    assert warned(caplog) == []
+    time_of_all.now += 11
+    driver.tick(2)
+    assert driver.status().pause_owner is None, "the lease has expired"
+    assert warned(caplog) == [], "that was a warning of its own"
+    time_of_all.now += 61
+    driver.tick(2)
+    (message,) = warned(caplog)
+    assert "by an owner whose lease has expired, for 252 s" in message
+    assert "--owner" not in message

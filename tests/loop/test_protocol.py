@@ -57,7 +57,7 @@ class ProtocolMachine(RuleBasedStateMachine):
         names = frozenset(self.tensors[0])
         self.model = Protocol(names, contents=dict.fromkeys(names, 0))
         self.stale: list[str] = ["never"]
-        self.slots = self.driver.engine.scheduler._updates._model.weight_slots()
+        self.slots = self.driver.engine.updates._model.weight_slots()
 
     # -- sending and checking
 
@@ -163,7 +163,7 @@ class ProtocolMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.model.session is not None)
     @rule()
     def deadline_passes(self):
-        self.driver.engine.scheduler._updates.sessions.current.deadline = 0.0
+        self.driver.engine.updates.sessions.current.deadline = 0.0
         self.driver.tick()
         self.model.abandon()
 

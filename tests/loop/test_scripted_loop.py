@@ -417,7 +417,7 @@ def test_an_empty_session_commits_on_a_busy_engine(driver):
 
 def test_an_update_that_fails_in_the_middle_poisons(driver, other_model, monkeypatch):
     """Any failure after the first byte, not only those that were foreseen."""
-    loader = driver.engine.scheduler._updates._loader
+    loader = driver.engine.updates._loader
     write, calls = loader.write, []
 
     def failing(piece):

@@ -129,7 +129,7 @@ def test_a_piece_of_a_session_that_is_gone_changes_nothing(driver, other_model, 
     opened = driver.call(BeginWeightUpdateReqInput(deadline_s=600.0))
     session_id = "never" if gone == "never" else opened.session_id
     if gone == "expired":
-        driver.engine.scheduler._updates.sessions.current.deadline = 0.0
+        driver.engine.updates.sessions.current.deadline = 0.0
         driver.tick()
     else:
         driver.call(EndWeightUpdateReqInput(commit=False, session_id=opened.session_id))
@@ -275,11 +275,11 @@ def test_a_lease_serves_nothing_that_a_foreign_flush_would_have_committed(driver
 def vanish(driver: EngineDriver, name: str) -> None:
     """Close the socket of ``name``; returns when the engine has found out."""
     driver.clients.pop(name).close(0)
-    sessions = driver.engine.scheduler._updates.sessions
+    sessions = driver.engine.updates.sessions
     for _ in range(5000):
         if sessions.current is None or sessions.current.orphaned_at is not None:
             return
-        driver.engine.scheduler._next_keepalive = 0.0
+        driver.engine.housekeeping.next_keepalive = 0.0
         driver.tick()
     raise AssertionError("the engine never noticed that the client is gone")
 
@@ -309,7 +309,7 @@ def test_a_message_that_names_the_session_keeps_it(tiny_model, other_model):
     with EngineDriver(str(tiny_model), session_orphan_s=3600.0) as driver:
         session_id = driver.call(BeginWeightUpdateReqInput(), "gone").session_id
         vanish(driver, "gone")
-        sessions = driver.engine.scheduler._updates.sessions
+        sessions = driver.engine.updates.sessions
         assert sessions.current.orphaned_at is not None
         pieces = Pieces(driver, other_model, session_id=session_id)
         for number in range(len(pieces)):

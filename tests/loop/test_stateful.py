@@ -365,7 +365,7 @@ class EngineMachine(RuleBasedStateMachine):
     @property
     def whole(self) -> bool:
         """Everything has been written since the weights were poisoned."""
-        loader = self.driver.engine.scheduler._updates._loader
+        loader = self.driver.engine.updates._loader
         return not loader.missing(loader.written)
 
     @precondition(lambda self: self.resets == 0 and len(self.submitted) > 4)
@@ -391,10 +391,9 @@ class EngineMachine(RuleBasedStateMachine):
                 if not submitted.waiters:
                     alone.add(rid)
         deadline = monotonic() + 10
-        scheduler = self.driver.engine.scheduler
         while alone & self.live:
             assert monotonic() < deadline, "requests outlive their client"
-            scheduler._next_keepalive = 0.0
+            self.driver.engine.housekeeping.next_keepalive = 0.0
             self.driver.tick()
         self.guests[client] = f"guest-{self.num_guests}"
         self.num_guests += 1

@@ -139,7 +139,7 @@ def test_only_a_flushing_update_drops_the_prefix_cache(driver, other_model):
 
 
 def test_shared_memory_is_kept_by_who_has_mapped_some(driver):
-    assert not driver.engine.scheduler._updates.keeps_memory
+    assert not driver.engine.updates.keeps_memory
 
 
 def test_status_shows_an_update_that_runs(driver, other_model, monkeypatch, clock):
@@ -188,7 +188,7 @@ def test_a_manifest_must_be_fulfilled_by_name(driver, other_model):
 def test_an_abandoned_session_says_why(driver, other_model, clock, now, late):
     session_id = driver.begin(deadline_s=600.0)
     driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_model), session_id=session_id))
-    updates = driver.engine.scheduler._updates
+    updates = driver.engine.updates
     updates.sessions.current.deadline = 2000.0
     clock[0] = now
     updates.expire()
@@ -200,7 +200,7 @@ def test_an_abandoned_session_says_why(driver, other_model, clock, now, late):
 def test_a_session_without_a_deadline_is_abandoned_for_its_client_alone(driver, other_model, clock):
     session_id = driver.begin(deadline_s=600.0)
     driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_model), session_id=session_id))
-    updates = driver.engine.scheduler._updates
+    updates = driver.engine.updates
     updates.sessions.current.deadline = None
     updates.expire()
     assert driver.status().weights_detail == "its client is gone"

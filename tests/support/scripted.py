@@ -264,6 +264,7 @@ class EngineDriver:
             # Neither chunks nor what the engine does by itself must depend on how fast this machine is.
             "target_step_s": float("inf"),
             "idle_empty_s": 3600.0,
+            "log_stats_interval_s": 0.0,
         }
         self.config = EngineConfig(model_path=model_path, **{**defaults, **options}).resolve()
         self.runner: ScriptedRunner | None = None
@@ -374,7 +375,7 @@ class EngineDriver:
             self.tick()
             if message_id in self.replies:
                 return self.replies.pop(message_id)
-            if self.engine.scheduler._commands._waits_for_thread:
+            if self.engine.commands._waits_for_thread:
                 self._await_thread()  # or it would be the machine's load that says how many steps run meanwhile
             elif self._inbox.would_block:
                 self.client(client).poll(1)

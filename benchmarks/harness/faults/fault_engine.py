@@ -36,10 +36,10 @@ def follow_clock(file: Path) -> None:
 
 def main() -> None:
     follow_clock(Path(sys.argv[1]))
-    from caesura.scheduler import loop
+    from caesura.scheduler import housekeeping
     from caesura.scheduler.__main__ import main as run_scheduler
 
-    loop.KEEPALIVE_S = KEEPALIVE_S
+    housekeeping.KEEPALIVE_S = KEEPALIVE_S
     run_scheduler(sys.argv[2:])
 
 

@@ -238,6 +238,8 @@ def test_it_follows_the_reader_into_the_dark(page):
     before = background()
     page.find("theme").click()
     after = background()
+    scheme = "return getComputedStyle(document.documentElement).colorScheme"
+    assert page.browser.execute_script(scheme) == "dark", "scroll bars too"
     page.find("theme").click()
     assert before != after
     assert background() == before

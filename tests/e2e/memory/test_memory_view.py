@@ -90,7 +90,7 @@ def test_an_update_that_fails_and_one_that_empties(driver, other_model, monkeypa
     def broken() -> None:
         raise RuntimeError("no derivation today")
 
-    model = driver.engine.scheduler._updates._model
+    model = driver.engine.updates._model
     with monkeypatch.context() as patch:
         patch.setattr(model, "finalize_weights", broken)
         driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_model)))

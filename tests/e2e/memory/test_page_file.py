@@ -1,5 +1,6 @@
 """The page of `caesura memory --html` in a real browser: its charts say what is in the record, and it asks nobody."""
 
+import itertools
 import json
 import re
 import xml.etree.ElementTree as ET
@@ -290,6 +291,27 @@ def test_no_throughput_reaches_into_a_pause(browser, blank, seen):
         if piece:
             inside = [(b, e) for b, e in pauses if b < piece[-1][0] - 1e-6 and e > piece[0][0] + 1e-6]
             assert inside == [], "neither a point nor the line between two"
+
+
+@given(seen=watches(), values=st.lists(st.integers(0, 9), min_size=80, max_size=80))
+def test_no_line_slants_over_the_edge_of_a_pause(browser, blank, seen, values):
+    pauses, ticks = seen
+    points = [[tick[0], value] for tick, value in zip(ticks, values)]
+    drawn = browser.execute_script("return steady(...arguments)", points, pauses, GAP_S)
+    assert [point for point in drawn if point in points] == points, "what was seen is drawn"
+    edges = [edge for pause in pauses for edge in pause]
+    for (start, before), (end, after) in itertools.pairwise(drawn):
+        assert start <= end
+        crossed = [edge for edge in edges if start < edge < end]
+        apart = any(
+            b - a > GAP_S and a <= start and end <= b for (a, _), (b, _) in itertools.pairwise(points)
+        )
+        assert before == after or not crossed or apart
+        if apart:
+            assert end - start > GAP_S, "nothing bridges what nobody has looked at"
+
+
+GAP_S = 20.0
 
 
 def test_a_throughput_is_over_about_a_second(browser, blank):

@@ -6,6 +6,7 @@ import os
 import pickle
 import shutil
 from pathlib import Path
+from time import monotonic
 
 import msgspec
 import pytest
@@ -484,7 +485,8 @@ def test_the_furthest_deadline_can_be_waited_for(driver):
     """It is the only appointment of an idle engine."""
     session_id = driver.begin(deadline_s=86400.0)
     scheduler = driver.engine.scheduler
-    scheduler._idle_since = math.inf  # the allocator has been emptied once
+    scheduler._timeout(None)  # finds that it is idle
+    driver.engine.housekeeping.timers.fire(monotonic() + driver.config.idle_empty_s)
     driver.send(GetStatusReqInput(id="s"))
     scheduler.tick(None)  # waits as the process does
     assert isinstance(driver.replies.pop("s"), GetStatusReqOutput)

@@ -14,9 +14,12 @@ from pathlib import Path
 
 import pytest
 import zmq
+from support.raw_client import RawClient
 from support.waiting import eventually
 
 from caesura.client import EngineError, SamplingParams, SchedulerClient, ShuttingDown
+from caesura.client.wire.options import this_process
+from caesura.io_struct import ShutdownReqInput
 from caesura.scheduler.observability.watchdog import EXIT_HUNG
 
 PATIENCE = 60.0
@@ -94,7 +97,7 @@ def test_a_signal_ends_every_request_and_leaves_no_socket(tiny_model, endpoint, 
             assert handle.result(timeout=PATIENCE).finish_reason.type == "abort"
         status, error = engine.end()
     assert status == 0
-    assert f"the engine ends: signal {number.name}" in error
+    assert f"the engine ends: signal {number.name} (exit status 0)" in error
     assert not socket_of(endpoint).exists()
 
 
@@ -140,7 +143,17 @@ def test_drained_means_that_requests_end_by_themselves(tiny_model, endpoint):
             client.continue_generation()
             assert handle.result(timeout=PATIENCE).finish_reason.type == "length"
         status, error = engine.end()
-    assert (status, "a client asked for it" in error) == (0, True)
+    asked = f"the engine ends: shutdown message from {this_process()} (exit status 0)"
+    assert (status, asked in error) == (0, True)
+    assert f"pid {os.getpid()} on " in asked
+
+
+def test_a_foreign_client_that_shuts_down_need_not_say_who_it_is(tiny_model, endpoint):
+    with started(tiny_model, "--endpoint", endpoint) as engine, RawClient(engine.ready()) as client:
+        client.send(ShutdownReqInput(id="end"))
+        status, error = engine.end()
+    assert status == 0
+    assert "the engine ends: shutdown message from a client that does not say who it is" in error
 
 
 def test_the_launchers_death_is_named_and_means_now(tiny_model, endpoint):
@@ -152,7 +165,8 @@ def test_the_launchers_death_is_named_and_means_now(tiny_model, endpoint):
             os.close(writer)
             assert handle.result(timeout=PATIENCE).finish_reason.type == "abort"
         status, error = engine.end()
-    assert (status, "the engine ends: its launcher has ended" in error) == (0, True)
+    launcher = f"the engine ends: its launcher (pid {os.getpid()}) has ended (exit status 0)"
+    assert (status, launcher in error) == (0, True)
 
 
 def test_a_signal_during_the_start_ends_it(tiny_model, endpoint):
@@ -166,12 +180,50 @@ def test_a_signal_during_the_start_ends_it(tiny_model, endpoint):
         build.load_model = load_model
     """
     with started(tiny_model, "--endpoint", endpoint, prelude=prelude) as engine:
-        assert engine.process.stderr.readline() == "loading\n"
+        assert "loading\n" in engine.process.stderr, "it reads as far as that line"
         engine.process.send_signal(signal.SIGTERM)
         status, error = engine.end()
     assert status == 128 + signal.SIGTERM
-    assert "the engine ends: SIGTERM at start" in error
+    assert "the engine ends: signal SIGTERM at start (exit status 143)" in error
     assert not socket_of(endpoint).exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_during_the_imports_is_named(tmp_path, number):
+    """However long torch takes: here for ever."""
+    (tmp_path / "torch.py").write_text(
+        "import os, threading; os.write(2, b'importing\\n'); threading.Event().wait()"
+    )
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    command = [sys.executable, "-m", "caesura.scheduler", "--model", "/nowhere"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stderr.readline() == "importing\n"
+        process.send_signal(number)
+        _, error = process.communicate(timeout=PATIENCE)
+    status = 128 + number
+    assert process.returncode == status
+    assert error == f"the engine ends: signal {number.name} at start (exit status {status})\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGQUIT, signal.SIGUSR1, signal.SIGXCPU, signal.SIGALRM])
+def test_a_signal_that_nobody_expects_is_named_before_it_kills(tiny_model, endpoint, number):
+    with started(tiny_model, "--endpoint", endpoint) as engine:
+        engine.ready()
+        engine.process.send_signal(number)
+        status, error = engine.end()
+    assert status == -number
+    assert error.splitlines()[-1].endswith(
+        f"CRITICAL scheduler.process: the engine ends: signal {number.name}"
+    )
+
+
+def test_a_crash_prints_what_it_was(tiny_model, endpoint):
+    with started(tiny_model, "--endpoint", endpoint) as engine:
+        engine.ready()
+        engine.process.send_signal(signal.SIGSEGV)
+        status, error = engine.end()
+    assert status == -signal.SIGSEGV
+    assert "Fatal Python error: Segmentation fault" in error
 
 
 HANGS = """
@@ -225,7 +277,7 @@ def test_a_loop_that_fails_tells_everybody_and_why(tiny_model, endpoint):
             assert caught.value.output.finish_reason.type == "error"
         status, error = engine.end()
     assert status == 1
-    assert "the engine ends: its loop has failed: MemoryError" in error
+    assert "the engine ends: its loop has failed: MemoryError (exit status 1)" in error
     assert not socket_of(endpoint).exists()
 
 
@@ -253,12 +305,18 @@ def test_an_end_that_hangs_is_cut_off(tiny_model, endpoint):
         import threading
         from caesura.scheduler import process
         process.END_S = 1.0
-        process.Engine.close = lambda self: threading.Event().wait()
+        def close(self):
+            threading.Event().wait()
+        process.Engine.close = close
     """
     with started(tiny_model, "--endpoint", endpoint, prelude=prelude) as engine:
         engine.ready()
         engine.process.send_signal(signal.SIGTERM)
-        assert engine.end()[0] == EXIT_HUNG
+        status, error = engine.end()
+    assert status == EXIT_HUNG
+    assert "the engine ends: signal SIGTERM (exit status 0)" in error, "which was what it meant to do"
+    assert "the engine ends: its shutdown has taken more than 1 s (exit status 70)" in error
+    assert error.index("in close") < error.index("its shutdown has taken"), "where it hung"
 
 
 def test_too_little_memory_to_start_is_an_end_too(tiny_model, endpoint):
@@ -279,7 +337,8 @@ def test_too_little_memory_to_start_is_an_end_too(tiny_model, endpoint):
         status, error = engine.end()
     assert (message["ready"], message["code"]) == (False, "out_of_memory")
     assert status == 1
-    assert "cannot start" in error
+    assert "the engine ends: cannot start: " in error
+    assert "[out_of_memory] (exit status 1)" in error
     assert not socket_of(endpoint).exists()
 
 

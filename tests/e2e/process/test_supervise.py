@@ -166,6 +166,8 @@ def test_a_signal_ends_both_in_order(tiny_model, number):
     assert not psutil.pid_exists(pid)
     assert not running.folder.exists()
     assert not any("restart " in line for line in running.told)
+    assert any("the engine ends: signal SIGTERM (exit status 0)" in line for line in running.told)
+    assert running.told[-1].endswith("INFO supervise: the scheduler ended with status 0\n")
 
 
 def test_a_shutdown_message_ends_both(tiny_model):

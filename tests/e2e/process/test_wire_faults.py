@@ -491,7 +491,7 @@ def test_a_reconnecting_client_gets_its_result(driver):
 
 
 def _keepalive(driver: EngineDriver) -> None:
-    driver.engine.scheduler._next_keepalive = 0.0
+    driver.engine.housekeeping.next_keepalive = 0.0
     driver.tick()
 
 

@@ -1,6 +1,7 @@
 """The ``caesura`` command against a fake scheduler."""
 
 import json
+import re
 import sys
 
 import pytest
@@ -44,10 +45,28 @@ def caesura(monkeypatch, capsys):
 def test_status_is_readable(fake, caesura):
     code, out, err = caesura("status")
     assert (code, err) == (0, "")
-    assert "paused (in_place, for 1.5 s)" in out
+    since = r"paused \(in_place, for 1.5 s, since \d{4}-\d\d-\d\d \d\d:\d\d:\d\d, no owner, no lease\)"
+    assert re.search(since, out)
+    assert "throughput  0.0 tokens/s generated" in out
     assert "64 free + 16 cached + 32 held = 112" in out
     assert "3.0 MB reserved" in out
     assert "avx2: linear, sampler; torch: attention (attention_backend = 'sdpa')" in out
+
+
+def test_status_says_whose_the_pause_is_and_until_when(tmp_path_factory, caesura):
+    endpoint = f"ipc://{tmp_path_factory.mktemp('s')}/s"
+
+    def leased(request):
+        reply = status_reply(request)
+        reply.pause_owner, reply.lease_left_s, reply.gen_throughput = "trainer 7", 12.34, 1234.56
+        return [reply]
+
+    with FakeScheduler(endpoint, leased):
+        code, out, _ = caesura("status", "--endpoint", endpoint)
+    assert code == 0
+    words = " ".join(out.split())  # wherever the table breaks a line
+    assert "owner trainer 7, lease ends in 12.3 s)" in words
+    assert "throughput 1234.6 tokens/s generated" in words
 
 
 def test_status_as_json_is_the_reply(fake, caesura):

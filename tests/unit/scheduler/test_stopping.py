@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from caesura.io_struct import CaesuraError, ErrorCode
-from caesura.scheduler.shutdown import Shutdown
+from caesura.scheduler.shutdown import FATAL_SIGNALS, Shutdown, name_fatal_signals
 
 LONG = 3600.0
 
@@ -78,3 +78,25 @@ def test_the_launchers_death_means_now(pipe):
     assert shutdown.requested
     assert not shutdown.is_draining
     assert "launcher" in shutdown.reason
+
+
+@pytest.fixture
+def handlers():
+    """Sets the handlers of the signals that end a process; they are what they were afterwards."""
+    before = {number: signal.getsignal(number) for number in FATAL_SIGNALS}
+    yield lambda handler: [signal.signal(number, handler) for number in FATAL_SIGNALS]
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_only_signals_that_would_kill_are_named(handlers, monkeypatch):
+    handlers(signal.SIG_IGN)
+    name_fatal_signals(print)
+    assert {signal.getsignal(number) for number in FATAL_SIGNALS} == {signal.SIG_IGN}
+    handlers(signal.SIG_DFL)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: 1)
+        name_fatal_signals(print)
+        assert {signal.getsignal(number) for number in FATAL_SIGNALS} == {signal.SIG_DFL}
+    name_fatal_signals(print)
+    assert signal.SIG_DFL not in {signal.getsignal(number) for number in FATAL_SIGNALS}

@@ -19,7 +19,7 @@ const LEAST_S = 0.25; // and never over less: for a moment at the edge of a paus
 
 const word = (name) => WORDS[name] ?? name;
 const count = (value) => Math.round(value).toLocaleString("en-US");
-const short = (value) => (value >= 1e6 ? `${value / 1e6}M` : value >= 1e4 ? `${value / 1e3}k` : String(value));
+const short = (value) => (value >= 1e6 ? `${value / 1e6}M` : value >= 1e3 ? `${value / 1e3}k` : String(value));
 const minus = (text) => text.replace("-", "−");
 const sum = (values) => values.reduce((total, value) => total + value, 0);
 const largest = (values, least = 0) => values.reduce((found, value) => Math.max(found, value), least);
@@ -136,4 +136,24 @@ function rates(ticks, paused) {
     from = Math.max(from, end);
   }
   return pieces;
+}
+
+// Points [at, value], oldest first, with more at the edges of pauses, so that no line slants into one or out of one: what was
+// true before a pause is drawn until it begins, and what is true in it until it ends. Not where points are further apart than
+// `gap`, between which nothing is drawn.
+function steady(points, paused, gap) {
+  const found = points.slice(0, 1);
+  let next = 0;
+  for (let index = 1; index < points.length; index++) {
+    const [[at, value], [until, then]] = [points[index - 1], points[index]];
+    while (next < paused.length && paused[next][1] <= at) next++;
+    for (let each = next; each < paused.length && paused[each][0] < until && until - at <= gap; each++) {
+      const [begin, end] = paused[each];
+      if (begin > at) found.push([begin, value]);
+      if (begin > at && end >= until) found.push([begin, then]);
+      if (end < until) found.push([end, value]);
+    }
+    found.push(points[index]);
+  }
+  return found;
 }

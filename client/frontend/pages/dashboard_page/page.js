@@ -193,7 +193,8 @@ function drawCharts(status) {
 
 function drawLoad(status, time, pauses) {
   const recent = ticks.filter((tick) => tick[0] >= time.start - 2);
-  const flow = rates(ticks, pauses.map(([begin, end]) => [begin.at, end?.at ?? Infinity]));
+  const paused = pauses.map(([begin, end]) => [begin.at, end?.at ?? Infinity]);
+  const flow = rates(ticks, paused);
   const seen = flow.flat().filter(([at]) => at >= time.start);
 
   const text = `${count(news.throughput ?? 0)} tokens per second now`;
@@ -205,14 +206,14 @@ function drawLoad(status, time, pauses) {
 
   const waiting = `${status.running_requests} requests running, ${status.waiting_requests} waiting`;
   const requests = new Chart($("requests"), time, [0, largest(recent.map((tick) => Math.max(tick[3], tick[4])), 3)], waiting, { named: short });
-  requests.line(recent.map((tick) => [tick[0], tick[3]]), "running", { filled: true, gap: GAP });
-  requests.line(recent.map((tick) => [tick[0], tick[4]]), "waiting", { gap: GAP });
+  requests.line(steady(recent.map((tick) => [tick[0], tick[3]]), paused, GAP), "running", { filled: true, gap: GAP });
+  requests.line(steady(recent.map((tick) => [tick[0], tick[4]]), paused, GAP), "waiting", { gap: GAP });
   requests.finish(pauses, []);
 
   const share = recent.map((tick) => [tick[0], 100 * tick[5] / Math.max(status.kv.total, 1)]);
   const held = [0, largest(share.map(([, value]) => value), 5)];
   const kv = new Chart($("kv"), time, held, "share of the KV pool", { named: (value) => `${value} %`, labels: true });
-  kv.line(share, "kv", { filled: true, gap: GAP });
+  kv.line(steady(share, paused, GAP), "kv", { filled: true, gap: GAP });
   kv.finish(pauses, []);
 }
 

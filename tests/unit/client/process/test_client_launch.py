@@ -1,7 +1,9 @@
 """Starting, watching and ending a child process; the child is a fake scheduler that behaves as told."""
 
 import contextlib
+import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +17,7 @@ import pytest
 import support.fake_scheduler
 from support.waiting import eventually
 
+from caesura import __version__
 from caesura.client import (
     CheckpointError,
     EngineDied,
@@ -22,6 +25,7 @@ from caesura.client import (
     TimedOut,
     launch_scheduler,
 )
+from caesura.client.process.child_log import how_it_ended
 from caesura.client.process.launch import LaunchedScheduler
 
 FAKE = support.fake_scheduler.__file__
@@ -105,7 +109,7 @@ def test_a_refused_start_raises_the_engines_own_error(directory):
 
 def test_a_crash_at_start_tells_exit_code_and_last_words(directory, capsys):
     with pytest.raises(
-        EngineDied, match=r"before it was ready \(exit code 1\): RuntimeError: out of paper"
+        EngineDied, match="ended with status 1 before it was ready: RuntimeError: out of paper"
     ) as caught:
         launch(directory, "crash")
     assert caught.value.detail["returncode"] == 1
@@ -118,8 +122,45 @@ def test_a_log_file_takes_the_childs_output(directory, tmp_path, capsys):
     log = tmp_path / "engine.log"
     with pytest.raises(EngineDied, match="out of paper"):
         launch(directory, "crash", log_path=log)
-    assert log.read_text() == "RuntimeError: out of paper\n"
+    first, *rest = log.read_text().splitlines()
+    assert FIRST_LINE.fullmatch(first)
+    assert rest == ["RuntimeError: out of paper"]
     assert capsys.readouterr().err == ""
+
+
+FIRST_LINE = re.compile(
+    rf"===== \d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d caesura {re.escape(__version__)} scheduler, pid (\d+) +on ipc://\S+/s ====="
+)
+
+
+def test_each_run_in_a_log_file_begins_with_a_line_that_says_whose_it_is(tmp_path):
+    log = tmp_path / "engine.log"
+    log.write_text("what was there\nand was cut off")
+    pids = []
+    for run in ("one", "two"):
+        directory = tmp_path / run
+        directory.mkdir(mode=0o700)
+        launched = launch(directory, log_path=log)
+        pids.append(launched.pid)
+        launched.close()
+    lines = log.read_text().splitlines()
+    assert lines[:2] == ["what was there", "and was cut off"]
+    assert [int(FIRST_LINE.fullmatch(line)[1]) for line in lines[2:]] == pids
+
+
+@pytest.mark.parametrize("name", ["/dev/null", "fifo"])
+def test_a_log_need_not_be_a_file(directory, tmp_path, name):
+    path = tmp_path / name
+    reader = None
+    if name == "fifo":
+        os.mkfifo(path)
+        reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    launched = launch(directory, log_path=path)
+    launched.close()
+    if reader is not None:
+        (line,) = os.read(reader, 65536).decode().splitlines()
+        assert int(FIRST_LINE.fullmatch(line)[1]) == launched.pid
+        os.close(reader)
 
 
 def test_a_log_file_that_cannot_be_written_leaves_nothing_behind(directory, tmp_path):
@@ -138,9 +179,11 @@ def test_a_start_that_takes_too_long_is_ended(directory):
 
 def test_death_in_use_fails_waiters_with_the_exit_code(directory, capsys):
     with launch(directory, "die-on-generate") as client:
-        with pytest.raises(EngineDied, match=r"while it was in use \(exit code 3\): last words"):
+        with pytest.raises(EngineDied, match="ended with status 3 while it was in use: last words"):
             client.generate([1], timeout=PATIENCE)
-        with pytest.raises(EngineDied, match="exit code 3"):  # for good: nothing will listen there again
+        with pytest.raises(
+            EngineDied, match="ended with status 3"
+        ):  # for good: nothing will listen there again
             client.status(timeout=PATIENCE)
 
 
@@ -149,17 +192,66 @@ def test_a_killed_engine_is_noticed_without_a_call_in_flight(directory):
     handle = launched.client.submit([1])
     assert handle.result(PATIENCE).output_ids == [1, 0]
     os.kill(launched.pid, signal.SIGKILL)
-    with pytest.raises(EngineDied, match="exit code -9"):
+    with pytest.raises(EngineDied, match=r"was killed by signal 9 \(SIGKILL: .* memory\) while"):
         while True:
             launched.client.status(timeout=PATIENCE)
     launched.close()
 
 
-def test_an_engine_that_ignores_everything_is_killed(directory, monkeypatch):
+def ends_logged(caplog, number: int) -> list[str]:
+    """The first ``number`` lines about ends, from whatever thread."""
+    return eventually(
+        lambda: (
+            found
+            if len(found := [m for m in caplog.messages if "the scheduler process" in m]) >= number
+            else []
+        )
+    )
+
+
+def test_an_end_that_nobody_asked_for_is_logged_and_no_other(directory, tmp_path, caplog):
+    caplog.set_level(logging.INFO, logger="caesura")
+    launched = launch(directory)
+    os.kill(launched.pid, signal.SIGKILL)
+    (line,) = ends_logged(caplog, 1)
+    killed = "was killed by signal 9 (SIGKILL: by somebody, or by the kernel for lack of memory)"
+    assert line == f"the scheduler process (pid {launched.pid}) {killed}"
+    assert caplog.records[-1].levelname == "WARNING"
+    launched.close()
+    caplog.clear()
+    (tmp_path / "again").mkdir(mode=0o700)
+    launched = launch(tmp_path / "again")
+    launched.close()
+    assert launched.returncode == 0
+    (tmp_path / "third").mkdir(mode=0o700)
+    launched = launch(tmp_path / "third")
+    launched.client.shutdown(timeout=PATIENCE)
+    (line,) = ends_logged(caplog, 1)
+    assert line == f"the scheduler process (pid {launched.pid}) ended with status 0"
+    assert caplog.records[-1].levelname == "INFO"
+    launched.close()
+
+
+@pytest.mark.parametrize(
+    ("returncode", "text"),
+    [
+        (0, "ended with status 0"),
+        (70, "ended with status 70 (its loop or its shutdown hung)"),
+        (-11, "was killed by signal 11 (SIGSEGV)"),
+        (-40, "was killed by signal 40 (a real-time signal)"),
+        (None, "has not ended"),
+    ],
+)
+def test_how_a_process_has_ended_in_words(returncode, text):
+    assert how_it_ended(returncode) == text
+
+
+def test_an_engine_that_ignores_everything_is_killed(directory, monkeypatch, caplog):
     monkeypatch.setattr("caesura.client.process.launch.SHUTDOWN_S", 0.2)
     launched = launch(directory, "ignore-signals")
     launched.close()
     assert launched.returncode == -signal.SIGKILL
+    assert f"(pid {launched.pid}) had not ended 0.2 s after SIGTERM, and is killed" in caplog.text
     assert not directory.exists()
 
 

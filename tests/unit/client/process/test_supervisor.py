@@ -170,12 +170,13 @@ def test_nobody_asks_where_the_hang_timeout_is_0(watch):
     watched.next(Down)
 
 
-def test_one_that_ignores_every_signal_is_killed_at_the_end(watch):
+def test_one_that_ignores_every_signal_is_killed_at_the_end(watch, caplog):
     watched = watch("ignore-signals", stop_timeout_s=0.3).begin()
     pid = watched.next(Serving).pid
     watched.supervisor.close()
     assert watched.next(Ended).error is None
     assert not psutil.pid_exists(pid)
+    assert "the scheduler, which was to end, was killed by signal 9 (SIGKILL" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,115 @@
+"""Throughput over the last seconds, and the log line about load.
+
+Invariants:
+- Counters that exist anyway are read about once a second while steps run, and never per step or token. An engine that has
+  nothing to do is woken once, for the last line.
+- A line covers the time since the line before, or since the work began: what an idle engine does not do is not averaged in.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from time import monotonic
+from typing import NamedTuple
+
+logger = logging.getLogger(__name__)
+
+READ_S = 1.0
+"""Seconds between two readings of the counters."""
+_LEAST_READ_S = 0.1
+WINDOW_S = 5.0
+"""What :meth:`Throughput.generated_per_s` looks back on."""
+
+
+class Counters(NamedTuple):
+    """The counters of an engine at one moment; all but the state at the end only rise."""
+
+    generated_tokens: int
+    prefilled_tokens: int
+    """Prompt tokens that steps have computed."""
+    prompt_tokens: int
+    """Prompt tokens of requests that have started."""
+    cached_tokens: int
+    """Those of them that came from the prefix cache."""
+    paused_s: float
+    """Seconds that the engine was paused."""
+    running: int
+    waiting: int
+    kv_held: int
+    kv_total: int
+    state: str
+    """What the engine does, for people: ``running``, ``paused in_place``, …"""
+
+
+class _Reading(NamedTuple):
+    at: float
+    counters: Counters
+
+
+class Throughput:
+    """Reads counters while there is work; knows the recent throughput, and logs it."""
+
+    def __init__(
+        self, read: Callable[[], Counters], is_working: Callable[[], bool], log_interval_s: float
+    ) -> None:
+        """``is_working`` says whether steps run; ``log_interval_s`` 0: no lines are logged."""
+        self._read = read
+        self._is_working = is_working
+        self._log_interval_s = log_interval_s
+        self._read_s = max(_LEAST_READ_S, min(READ_S, log_interval_s or READ_S))
+        self._readings: deque[_Reading] = deque(maxlen=round(WINDOW_S / self._read_s) + 2)
+        self._next = 0.0
+        self._logged: _Reading | None = None
+        """Where the next line begins; None: no work since the last one."""
+
+    def generated_per_s(self) -> float:
+        """Tokens generated per second in the last :data:`WINDOW_S`, or since the work began if that was later."""
+        now = monotonic()
+        recent = [reading for reading in self._readings if now - reading.at <= WINDOW_S]
+        if not recent and self._readings and self._is_working():  # steps take longer than the window
+            recent = [self._readings[-1]]
+        if not recent or now <= recent[0].at:
+            return 0.0
+        tokens = self._read().generated_tokens - recent[0].counters.generated_tokens
+        return tokens / (now - recent[0].at)
+
+    def due(self) -> float | None:
+        """When :meth:`act` is due, on the monotonic clock; None if there is nothing to do."""
+        if self._is_working():
+            return self._next
+        return None if self._logged is None else self._logged.at + self._log_interval_s
+
+    def act(self) -> None:
+        """Read the counters, and log a line if its interval is over."""
+        reading = _Reading(monotonic(), self._read())
+        self._next = reading.at + self._read_s
+        working = self._is_working()
+        if working:
+            self._readings.append(reading)
+        if not self._log_interval_s:
+            return
+        if self._logged is None:
+            self._logged = reading
+        elif reading.at - self._logged.at >= self._log_interval_s:
+            _log(self._logged, reading)
+            self._logged = reading if working else None
+
+
+def _log(first: _Reading, last: _Reading) -> None:
+    before, now, seconds = first.counters, last.counters, last.at - first.at
+    prompts = now.prompt_tokens - before.prompt_tokens
+    hits = f"{100 * (now.cached_tokens - before.cached_tokens) / prompts:.0f} %" if prompts else "none"
+    paused = now.paused_s - before.paused_s
+    logger.info(
+        "load: %s; %d running, %d waiting, KV %.0f %% held; generated %.1f tok/s, prefilled %.1f tok/s, prefix hits %s; "
+        "over %.1f s%s",
+        now.state,
+        now.running,
+        now.waiting,
+        100 * now.kv_held / max(now.kv_total, 1),
+        (now.generated_tokens - before.generated_tokens) / seconds,
+        (now.prefilled_tokens - before.prefilled_tokens) / seconds,
+        hits,
+        seconds,
+        f", {paused:.1f} s of them paused" if paused >= 0.05 else "",
+    )
