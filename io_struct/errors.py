@@ -16,7 +16,8 @@ class ErrorCode(StrEnum):
     """The kinds of failure that a client can react to."""
 
     MALFORMED_MESSAGE = "malformed_message"
-    """The frames are not a valid message (garbage, wrong types, unknown fields). Nothing was done."""
+    """The frames are not a valid message (garbage, wrong types, unknown fields). Nothing was done. ``detail``: field,
+    where one does not fit."""
     VERSION_MISMATCH = "version_mismatch"
     """Client and engine use different major versions of the wire. ``detail``: engine and client (``"major.minor"``
     each)."""

@@ -100,7 +100,7 @@ def test_options_go_on_the_wire_and_what_is_none_is_refused(endpoint):
     with FakeScheduler(endpoint) as fake, SchedulerClient(endpoint) as client:
         with pytest.raises(TypeError, match="unknown generation option stream"):
             client.generate([1], stream=True)
-        with pytest.raises(TypeError, match="unknown generation option id, timeout"):
+        with pytest.raises(TypeError, match="unknown generation option id; options are"):
             client.submit([1], id="x", timeout=1.0)
         with pytest.raises(InvalidRequest) as caught:
             client.submit([1], token_ids_logprob=["x"])
