@@ -39,8 +39,8 @@ from ...io_struct import (
 from ...io_struct.weights import DEFAULT_BUCKET_BYTES, DEFAULT_GROUP_NAME
 from ..exceptions import EngineError, GroupError, Unsupported, is_answer
 from ..wire.channel import wait_for
-from ..wire.options import UpdateOptions
-from .buckets import NamedTensors, manifest
+from ..wire.options import UpdateOptions, update_fields
+from .buckets import NamedTensors, manifest, pairs
 from .steps import Await, Run, Send, Steps, in_one_session
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ class WeightUpdateGroup:
         """
         if self._dead is not None:
             raise self._error(self._dead)
-        tensors = [(name, tensor.detach()) for name, tensor in named_tensors]
+        tensors = [(name, tensor.detach()) for name, tensor in pairs(named_tensors)]
         parts = list(_whole(tensors, bucket_bytes))
         return (
             yield from in_one_session(
@@ -174,9 +174,9 @@ class WeightUpdateGroup:
         others may have committed, so compare their ``weights_epoch``.
         """
         begun = all(client.session_id is not None for client in self.clients)
-        named = (
-            {**options, "session_id": self.clients[0].session_id} if begun and self.clients else {**options}
-        )
+        named = update_fields(options)
+        if begun and self.clients:
+            named["session_id"] = self.clients[0].session_id
         steps = self.steps(named_tensors, named, bucket_bytes=bucket_bytes, load_format=load_format)
         return _Fleet(self.clients, timeout, begun=begun).drive(steps)
 

@@ -20,7 +20,7 @@ from ...io_struct.control import LeaseAction
 from ...io_struct.weights import DEFAULT_BUCKET_BYTES, DEFAULT_GROUP_NAME
 from ..exceptions import NoSession, is_answer
 from .async_channel import LoopClient, Result, wait_for
-from .options import CheckerAction, ConnectionOptions, UpdateOptions, WeightUpdate, id_of, seconds
+from .options import CheckerAction, ConnectionOptions, UpdateOptions, WeightUpdate, id_of, label, seconds
 from .sessions import OpenSession
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ class AsyncControlClient(LoopClient):
     ) -> wire.WeightUpdateReqOutput:
         """Send weights over the socket.
 
-        ``named_tensors`` are pairs of checkpoint name and tensor. If they exceed ``bucket_bytes``, they are sent in several
+        ``named_tensors`` are checkpoint names and tensors, as pairs or as a dict (``model.state_dict()``). If they exceed ``bucket_bytes``, they are sent in several
         calls within one session: the open one of :meth:`weight_update`, else a new one. ``timeout`` limits each bucket.
         Needs torch.
         """
@@ -299,7 +299,7 @@ class AsyncControlClient(LoopClient):
         commit: bool = True,
         session_id: str | None = None,
         force: bool = False,
-        weight_version: str | None = None,
+        weight_version: str | int | None = None,
         message_id: str | None = None,
         timeout: float | None = None,
     ) -> wire.WeightUpdateReqOutput:
@@ -314,7 +314,7 @@ class AsyncControlClient(LoopClient):
             commit=commit,
             session_id=session_id if session_id is not None else self._session.id,
             force=force,
-            weight_version=weight_version,
+            weight_version=label(weight_version),
         )
         reply = await self._call(request, wire.WeightUpdateReqOutput, timeout)
         self._session.ended(self._session.id if force else request.session_id)
@@ -324,7 +324,7 @@ class AsyncControlClient(LoopClient):
     async def weight_update(
         self,
         *,
-        weight_version: str | None = None,
+        weight_version: str | int | None = None,
         manifest: list[wire.TensorSpec] | None = None,
         deadline_s: float | None = None,
         timeout: float | None = None,

@@ -21,7 +21,7 @@ from ...io_struct.control import LeaseAction
 from ...io_struct.weights import DEFAULT_BUCKET_BYTES, DEFAULT_GROUP_NAME
 from ..exceptions import NoSession, is_answer
 from .channel import Result, ThreadClient, wait_for
-from .options import CheckerAction, ConnectionOptions, UpdateOptions, WeightUpdate, id_of, seconds
+from .options import CheckerAction, ConnectionOptions, UpdateOptions, WeightUpdate, id_of, label, seconds
 from .sessions import OpenSession
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ class ControlClient(ThreadClient):
     ) -> wire.WeightUpdateReqOutput:
         """Send weights over the socket.
 
-        ``named_tensors`` are pairs of checkpoint name and tensor. If they exceed ``bucket_bytes``, they are sent in several
+        ``named_tensors`` are checkpoint names and tensors, as pairs or as a dict (``model.state_dict()``). If they exceed ``bucket_bytes``, they are sent in several
         calls within one session: the open one of :meth:`weight_update`, else a new one. ``timeout`` limits each bucket.
         Needs torch.
         """
@@ -300,7 +300,7 @@ class ControlClient(ThreadClient):
         commit: bool = True,
         session_id: str | None = None,
         force: bool = False,
-        weight_version: str | None = None,
+        weight_version: str | int | None = None,
         message_id: str | None = None,
         timeout: float | None = None,
     ) -> wire.WeightUpdateReqOutput:
@@ -315,7 +315,7 @@ class ControlClient(ThreadClient):
             commit=commit,
             session_id=session_id if session_id is not None else self._session.id,
             force=force,
-            weight_version=weight_version,
+            weight_version=label(weight_version),
         )
         reply = self._call(request, wire.WeightUpdateReqOutput, timeout)
         self._session.ended(self._session.id if force else request.session_id)
@@ -325,7 +325,7 @@ class ControlClient(ThreadClient):
     def weight_update(
         self,
         *,
-        weight_version: str | None = None,
+        weight_version: str | int | None = None,
         manifest: list[wire.TensorSpec] | None = None,
         deadline_s: float | None = None,
         timeout: float | None = None,

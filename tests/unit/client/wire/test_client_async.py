@@ -289,7 +289,7 @@ def test_a_new_engine_at_the_same_endpoint_is_found(endpoint):
 def test_nobody_at_the_endpoint_is_an_error(endpoint):
     async def main():
         async with AsyncSchedulerClient(endpoint, connect_timeout=0.05) as client:
-            with pytest.raises(EngineDied, match="no scheduler answered"):
+            with pytest.raises(EngineDied, match="there is no such socket file"):
                 await client.status()
 
     asyncio.run(main(), debug=True)
@@ -306,7 +306,7 @@ def test_a_timer_that_fires_early_is_set_again(endpoint, monkeypatch):
             monkeypatch.setattr(loop, "call_later", lambda delay, *rest: later(delay / 2, *rest))
             done, _ = await asyncio.wait({waiting}, timeout=PATIENCE)
             assert done
-            with pytest.raises(EngineDied, match="no scheduler answered"):
+            with pytest.raises(EngineDied, match="there is no such socket file"):
                 waiting.result()
 
     asyncio.run(use())

@@ -375,7 +375,7 @@ def test_nothing_meant_for_a_lost_engine_reaches_the_next(endpoint):
 
 def test_nobody_at_the_endpoint_is_an_error_and_the_request_is_dropped(endpoint):
     with SchedulerClient(endpoint, connect_timeout=0.05) as client:
-        with pytest.raises(EngineDied, match="no scheduler answered"):
+        with pytest.raises(EngineDied, match="there is no such socket file"):
             client.pause()
         with FakeScheduler(endpoint) as fake:
             while (
