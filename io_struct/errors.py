@@ -90,7 +90,8 @@ class ErrorCode(StrEnum):
     """Raised by front ends only: the scheduler process has ended and a new one is being started. ``detail``:
     reason."""
     TIMED_OUT = "timed_out"
-    """Raised by clients only: no reply within the caller's timeout. The command may still complete."""
+    """Raised by clients only: no reply within the caller's timeout. The command may still complete. ``detail``: id,
+    timeout, and for a generation on a paused engine paused (mode, owner, age_s)."""
 
 
 class ErrorReply(Reply, kw_only=True):

@@ -56,6 +56,7 @@ def run(config: EngineConfig, ready_fd: int | None, lifeline_fd: int | None) -> 
             cleanup.callback(engine.close)
             signals.serving()
         except CaesuraError as error:
+            signals.ending()  # a launcher ends this process as soon as it knows the reason
             logger.error("cannot start: %s", error)
             tell(ready_fd, refusal(error))
             return 1

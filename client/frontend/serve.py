@@ -177,8 +177,12 @@ def serve(context: click.Context, /, **given: Any) -> None:
     except ImportError as error:
         raise click.ClickException(f"{_NEEDS_EXTRA} ({error})") from error
     if (given["model"] is None) == (given["endpoint"] is None):
-        raise click.UsageError("give either --model or --endpoint")
-    if given["model"] is not None:
+        raise click.UsageError(
+            "give either --model, a model folder to serve, or --endpoint, the address of a running scheduler"
+        )
+    if given["model"] is not None and os.path.exists(
+        given["model"]
+    ):  # else the scheduler's refusal quotes what was typed
         given["model"] = os.path.abspath(given["model"])
     if given["restart"] and given["model"] is None:
         raise click.UsageError(

@@ -34,6 +34,8 @@ from ..wire.options import LONGEST_S, seconds
 from ..wire.scheduler_client import SchedulerClient
 
 STDERR_TAIL_BYTES = 4096
+USAGE_STATUS = 2
+"""Exit status of a scheduler whose command line is wrong: it would be wrong again."""
 _MAX_POLL_MS = 1e9
 SHUTDOWN_S = 5.0
 """How long each stage of closing (message, SIGTERM) may take before the next."""
@@ -175,8 +177,9 @@ class Child:
             raise TimedOut(f"the scheduler was not ready within {timeout} s", timeout=timeout)
         if not line.endswith(b"\n"):
             self.wait(SHUTDOWN_S)
+            refused = self.process.returncode == USAGE_STATUS
             raise EngineDied(
-                self._exit_reason("before it was ready"),
+                self._refused_options() if refused else self._exit_reason("before it was ready"),
                 returncode=self.process.returncode,
                 stderr=self._stderr_tail(),
             )
@@ -247,6 +250,9 @@ class Child:
         """What an ended process has said last; empty: nothing."""
         tail = self._stderr_tail().strip()
         return tail.splitlines()[-1] if tail else ""
+
+    def _refused_options(self) -> str:
+        return f"the scheduler refused its options: {self.last_line().removeprefix('Error: ')}"
 
     def _exit_reason(self, when: str) -> str:
         last = self.last_line()

@@ -87,13 +87,17 @@ class AsyncSchedulerClient(AsyncControlClient):
             timeout: seconds for the whole call. None means until the engine answers or dies.
 
         Raises:
-            TimedOut: not all generations ended within ``timeout``; they continue.
+            TimedOut: not all generations ended within ``timeout``; they continue. The message says if the engine is paused, by whom
+                and since when, or what else it waits for.
             InvalidRequest: a prompt is text or no token ids, or a sampling parameter is unknown.
             EngineError: of the first prompt that was refused or failed; the others of this call are aborted.
         """
         timeout = seconds("timeout", timeout)
         work = plan(input_ids, sampling_params, options, rid=rid, message_id=message_id)
-        return await self._generate(work, timeout)
+        try:
+            return await self._generate(work, timeout)
+        except TimedOut as error:
+            raise await self._explained(error) from None
 
     async def submit(
         self,
@@ -120,7 +124,7 @@ class AsyncSchedulerClient(AsyncControlClient):
         request = one_request(
             input_ids, sampling_params, options, rid=rid, message_id=message_id, stream=stream
         )
-        return AsyncGenerationHandle(self.abort, self._channel.start_generation(request))
+        return AsyncGenerationHandle(self.abort, self._explained, self._channel.start_generation(request))
 
     @overload
     async def score(

@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Literal, Self, TypeVar, Unpack
 from ... import io_struct as wire
 from ...io_struct.control import LeaseAction
 from ...io_struct.weights import DEFAULT_BUCKET_BYTES, DEFAULT_GROUP_NAME
-from ..exceptions import NoSession, is_answer
+from ..exceptions import NoSession, TimedOut, is_answer
 from .async_channel import LoopClient, Result, wait_for
 from .options import CheckerAction, ConnectionOptions, UpdateOptions, WeightUpdate, id_of, label, seconds
 from .sessions import OpenSession
+from .why_waiting import explained, time_to_ask
 
 if TYPE_CHECKING:
     from ..tensors import NamedTensors, SharedBuckets, Steps, WeightUpdateGroup
@@ -464,6 +465,16 @@ class AsyncControlClient(LoopClient):
             self._session.failed(request, error)
             raise
         return reply
+
+    async def _explained(self, error: TimedOut) -> TimedOut:
+        """The timeout of a generation, with what the engine says that it waits for."""
+        patience = time_to_ask(error)
+        if patience <= 0:
+            return error
+        try:
+            return explained(error, await self.status(owner="", timeout=patience))
+        except wire.CaesuraError:  # it says nothing now, or is gone
+            return error
 
     def _shared_buckets(self) -> "SharedBuckets":
         from ..tensors import SharedBuckets

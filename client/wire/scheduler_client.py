@@ -88,13 +88,17 @@ class SchedulerClient(ControlClient):
             timeout: seconds for the whole call. None means until the engine answers or dies.
 
         Raises:
-            TimedOut: not all generations ended within ``timeout``; they continue.
+            TimedOut: not all generations ended within ``timeout``; they continue. The message says if the engine is paused, by whom
+                and since when, or what else it waits for.
             InvalidRequest: a prompt is text or no token ids, or a sampling parameter is unknown.
             EngineError: of the first prompt that was refused or failed; the others of this call are aborted.
         """
         timeout = seconds("timeout", timeout)
         work = plan(input_ids, sampling_params, options, rid=rid, message_id=message_id)
-        return self._generate(work, timeout)
+        try:
+            return self._generate(work, timeout)
+        except TimedOut as error:
+            raise self._explained(error) from None
 
     def submit(
         self,
@@ -121,7 +125,7 @@ class SchedulerClient(ControlClient):
         request = one_request(
             input_ids, sampling_params, options, rid=rid, message_id=message_id, stream=stream
         )
-        return GenerationHandle(self.abort, self._channel.start_generation(request))
+        return GenerationHandle(self.abort, self._explained, self._channel.start_generation(request))
 
     @overload
     def score(
