@@ -391,7 +391,11 @@ def main() -> NoReturn:
         sys.exit(error.exit_code)
     except click.Abort:
         sys.exit(130)
-    except (CaesuraError, OSError) as error:
+    except CaesuraError as error:
         click.echo(f"error: {printable(str(error))}", err=True)
+        sys.exit(1)
+    except OSError as error:
+        said = error if error.filename is None else f"{error.filename}: {error.strerror}"
+        click.echo(f"error: {printable(str(said))}", err=True)
         sys.exit(1)
     sys.exit(status if isinstance(status, int) else 0)

@@ -34,13 +34,22 @@ def require_folder(path: str | Path) -> None:
         return
     if os.path.lexists(given):
         raise checkpoint_error(path, "is a file; a model is a folder with config.json and *.safetensors")
-    is_hub_id = re.fullmatch(r"[\w.-]+/[\w.-]+", given) is not None
-    name = given if is_hub_id else "ORG/NAME"
+    name = _hub_id(given) or "ORG/NAME"
     raise checkpoint_error(
         path,
         "there is no such folder. Nothing is downloaded: `hf download "
         f"{name} --local-dir FOLDER` gets a model of the Hugging Face hub, and FOLDER is then its path",
     )
+
+
+def _hub_id(path: str) -> str | None:
+    """The id of the Hugging Face hub that was given as a path, as it is or behind a working directory; None if it does not look
+    like one."""
+    organisation, name = os.path.split(os.path.normpath(path))
+    place, organisation = os.path.split(organisation)
+    is_behind_nothing = not os.path.lexists(os.path.join(place, organisation)) and os.path.isdir(place or ".")
+    found = f"{organisation}/{name}"
+    return found if is_behind_nothing and re.fullmatch(r"[\w.-]+/[\w.-]+", found) else None
 
 
 def open_regular(path: str | Path) -> int:

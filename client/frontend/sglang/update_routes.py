@@ -30,6 +30,7 @@ from ....io_struct import (
 from ....io_struct.base import MAX_ID_LENGTH
 from ....io_struct.field_errors import shown
 from ...exceptions import InvalidRequest, Unsupported
+from ...wire.options import label
 from ..context import Front, FrontEnd, ServeOptions
 from ..exchange import HTTPRequest, query_of, read_control, succeed
 from ..limits import is_binary
@@ -284,7 +285,10 @@ async def end_weight_update(request: HTTPRequest, front: Front) -> Response[byte
     """Commit the session, or abort it."""
     body = bound(request, await read_control(request, EndBody))
     wire = EndWeightUpdateReqInput(
-        commit=body.commit, session_id=body.session_id, force=body.force, weight_version=body.weight_version
+        commit=body.commit,
+        session_id=body.session_id,
+        force=body.force,
+        weight_version=label(body.weight_version),
     )
     return await succeed(front, "end_weight_update", "Success", _sent(front, wire))
 

@@ -99,7 +99,7 @@ def test_what_is_no_prompt_is_told_in_a_sentence(generate, prompt, sentence):
             {"max_tokens": 5},
             r"sampling_params.max_tokens is not known \(did you mean max_new_tokens\?\); valid are max_new",
         ),
-        ({"temperatur" + "es": 1}, r"did you mean temperature\?"),
+        ({"temp": 1}, r"did you mean temperature\?"),
         ({"temperature": "hot"}, "sampling_params.temperature = 'hot' must be a number"),
         ({"n": 0}, "sampling_params.n = 0 must be an integer from 1 to 1024"),
         ({1: 2}, "sampling_params"),
