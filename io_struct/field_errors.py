@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec import UNSET, inspect
 
+from .text import printable
+
 _MAX_SHOWN = 60
 """Characters of a value that are repeated."""
 _MAX_NAME = 200
@@ -63,7 +65,8 @@ def field_error(
     place = _dotted(prefix, path)
     types = _at(_info(kind), steps)
     if unknown := _UNKNOWN_FIELD.fullmatch(problem):
-        return _unknown(_dotted(place, f".{unknown['name'][:_MAX_NAME]}"), unknown["name"], _names_in(types))
+        name = printable(unknown["name"][:_MAX_NAME])
+        return _unknown(_dotted(place, f".{name}"), name, _names_in(types))
     if missing := _MISSING_FIELD.fullmatch(problem):
         name = _dotted(place, f".{missing['name']}")
         return FieldError(name, f"{name} is missing")

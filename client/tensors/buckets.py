@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ...io_struct import TensorSpec
 from ...io_struct.base import MAX_FRAMES
+from ...io_struct.field_errors import shown
 from ...io_struct.weights import DEFAULT_BUCKET_BYTES
 from ..exceptions import InvalidRequest
 
@@ -132,6 +133,19 @@ def buckets(named_tensors: NamedTensors, bucket_bytes: int = DEFAULT_BUCKET_BYTE
             bucket.nbytes += size
     if bucket.pieces:
         yield bucket
+
+
+def bucket_size(bucket_bytes: object) -> int:
+    """``bucket_bytes`` of an update.
+
+    Raises:
+        InvalidRequest: it is no size.
+    """
+    if not isinstance(bucket_bytes, int) or isinstance(bucket_bytes, bool) or bucket_bytes < 1:
+        raise InvalidRequest(
+            f"bucket_bytes = {shown(bucket_bytes)} must be an integer of at least 1", field="bucket_bytes"
+        )
+    return bucket_bytes
 
 
 def as_frames(bucket: Bucket) -> tuple[list[TensorSpec], list[memoryview]]:

@@ -38,7 +38,7 @@ from ...io_struct import (
 )
 from ...io_struct.base import MAX_FRAME_BYTES
 from ..exceptions import InvalidRequest, NoSession, WeightMismatch, is_answer
-from .buckets import Bucket, NamedTensors, as_frames, buckets, manifest, pairs
+from .buckets import Bucket, NamedTensors, as_frames, bucket_size, buckets, manifest, pairs
 from .cuda_ipc import common_cuda_device
 from .shared import SharedBuckets, SharedTensors
 
@@ -118,7 +118,7 @@ def tensor_steps(
     A single message is sent from a copy, in memory of ``shared``: it may commit by itself when its sender has long given up waiting.
     """
     tensors = list(pairs(named_tensors))
-    bucket_bytes = min(bucket_bytes, MAX_FRAME_BYTES)
+    bucket_bytes = min(bucket_size(bucket_bytes), MAX_FRAME_BYTES)
     size, total = bucket_bytes, total_bytes(tensors)
     if total > bucket_bytes:  # several messages, so that one can be sent while another is copied
         size = part_bytes(total // 4, bucket_bytes, UNDER_WAY)
@@ -138,7 +138,7 @@ def ipc_steps(
     if isinstance(named_tensors, SharedTensors):
         return (yield from _handed_over(named_tensors, options))
     tensors = list(pairs(named_tensors))
-    size, total = bucket_bytes, total_bytes(tensors)
+    size, total = bucket_size(bucket_bytes), total_bytes(tensors)
     device = common_cuda_device(tensor for _, tensor in tensors)
     under_way = HOST_UNDER_WAY if device is None else UNDER_WAY
     if total > MIN_PART_BYTES:

@@ -17,10 +17,21 @@ from typing import TYPE_CHECKING, Literal, Self, TypeVar, Unpack
 
 from ... import io_struct as wire
 from ...io_struct.control import LeaseAction
+from ...io_struct.field_errors import shown
 from ...io_struct.weights import DEFAULT_BUCKET_BYTES, DEFAULT_GROUP_NAME
-from ..exceptions import NoSession, TimedOut, is_answer
+from ..exceptions import InvalidRequest, NoSession, TimedOut, is_answer
 from .async_channel import LoopClient, Result, wait_for
-from .options import CheckerAction, ConnectionOptions, UpdateOptions, WeightUpdate, id_of, label, seconds
+from .options import (
+    CheckerAction,
+    ConnectionOptions,
+    UpdateOptions,
+    WeightUpdate,
+    folder_of,
+    id_of,
+    label,
+    seconds,
+    tags_of,
+)
 from .sessions import OpenSession
 from .why_waiting import explained, time_to_ask
 
@@ -120,7 +131,7 @@ class AsyncControlClient(LoopClient):
         """Load a checkpoint folder of the same architecture in place. The engine's process reads the path."""
         request = wire.UpdateWeightFromDiskReqInput(
             id=id_of(message_id),
-            model_path=os.fspath(model_path),
+            model_path=folder_of(model_path),
             load_format=load_format,
             **self._session.named(options),
         )
@@ -185,6 +196,11 @@ class AsyncControlClient(LoopClient):
 
         Other arguments are those of :meth:`update_weights_from_tensor`. Needs torch. :meth:`WeightUpdateGroup.update` does this for several engines.
         """
+        if not hasattr(group, "steps"):
+            raise InvalidRequest(
+                f"group = {shown(group)} must be a WeightUpdateGroup: WeightUpdateGroup.create([client]) makes one",
+                field="group",
+            )
         steps = group.steps(named_tensors, self._session.named(options), bucket_bytes=bucket_bytes)
         return await self._drive(steps, timeout)
 
@@ -253,28 +269,24 @@ class AsyncControlClient(LoopClient):
 
     async def release_memory(
         self,
-        tags: Sequence[wire.MemoryTag] | None = None,
+        tags: wire.MemoryTag | Sequence[wire.MemoryTag] | None = None,
         *,
         message_id: str | None = None,
         timeout: float | None = None,
     ) -> wire.ReleaseMemoryOccupationReqOutput:
-        """Release device memory by tag; None means all tags. The values of released weights are lost."""
-        request = wire.ReleaseMemoryOccupationReqInput(
-            id=id_of(message_id), tags=None if tags is None else list(tags)
-        )
+        """Release device memory by tag, one or several; None means all tags. The values of released weights are lost."""
+        request = wire.ReleaseMemoryOccupationReqInput(id=id_of(message_id), tags=tags_of(tags))
         return await self._call(request, wire.ReleaseMemoryOccupationReqOutput, timeout)
 
     async def resume_memory(
         self,
-        tags: Sequence[wire.MemoryTag] | None = None,
+        tags: wire.MemoryTag | Sequence[wire.MemoryTag] | None = None,
         *,
         message_id: str | None = None,
         timeout: float | None = None,
     ) -> wire.ResumeMemoryOccupationReqOutput:
         """Allocate the released memory of ``tags`` again, all of it or none. None means all tags."""
-        request = wire.ResumeMemoryOccupationReqInput(
-            id=id_of(message_id), tags=None if tags is None else list(tags)
-        )
+        request = wire.ResumeMemoryOccupationReqInput(id=id_of(message_id), tags=tags_of(tags))
         return await self._call(request, wire.ResumeMemoryOccupationReqOutput, timeout)
 
     async def begin_weight_update(

@@ -114,7 +114,7 @@ class Link:
         self._is_only_try = False
         """What is held now fails with the try that is under way: nobody was to be waited for, or was in vain."""
         self._was_refused = False
-        """The last try that ended found nobody."""
+        """The last try that ended found nobody; ``_was_cut_off``: somebody who broke it off."""
         self._was_silent = False
         """The engine went by a silence, and has not answered since."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -192,7 +192,7 @@ class Link:
         self._refusal: EngineError | None = None
         self._unheard: str | None = None
         """Why the handshake failed, where that can be told."""
-        self._try_failed = False
+        self._try_failed = self._was_cut_off = False
         self._tried_at = time.monotonic()
         self._dealer = self._context.socket(zmq.DEALER)
         self._dealer.linger = 0
@@ -267,7 +267,9 @@ class Link:
             if self._held and not self._was_silent:
                 self._patience = self._greeting_limit()
         elif not self._connected:
-            self._try_failed = self._was_refused = True
+            self._try_failed = True
+            self._was_cut_off |= bool(event & HANDSHAKE_FAILURES)
+            self._was_refused = not self._was_cut_off
             if self._held and not self._is_only_try:
                 self._retry_at = self._tried_at + RETRY_S
         elif event == zmq.EVENT_DISCONNECTED:
@@ -286,7 +288,7 @@ class Link:
         elif self._exit_reason is not None and _is_due(self._settle_at, now):
             self._give_up(EngineDied(self._exit_reason))
         elif self._held and self._is_only_try and self._try_failed and self._retry_at is None:
-            self._give_up(EngineDied(nobody_at(self.endpoint)))
+            self._give_up(EngineDied(self._vain_wait()))
         elif _is_due(self._patience, now):
             self._was_silent = self._connected
             self._give_up(EngineDied(self._exit_reason or self._vain_wait()))
@@ -345,7 +347,12 @@ class Link:
             return f"the engine at {self.endpoint} accepted the connection and then said nothing"
         if self._was_refused:
             return nobody_at(self.endpoint)
-        return f"no scheduler answered at {self.endpoint} within {self._connect_timeout} s"
+        if self._was_cut_off:
+            return (
+                f"what listens at {self.endpoint} broke the connection off: it is no scheduler, one that asks for keys "
+                "(curve_server_key), or one that ends"
+            )
+        return f"no scheduler answered at {self.endpoint} within {self._connect_timeout} s; is what listens there a scheduler?"
 
     def _give_up(self, error: EngineError) -> None:
         """Everything that was sent or held is lost."""

@@ -1,6 +1,7 @@
 """Types of the arguments and results that both clients share."""
 
 import operator
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
@@ -154,6 +155,25 @@ def update_fields(options: Mapping[str, Any]) -> dict[str, Any]:
     """
     _require_known("update", options, UpdateOptions)
     return {**options, "weight_version": label(options.get("weight_version"))}
+
+
+def folder_of(model_path: Any) -> str:
+    """The path of a checkpoint folder as text.
+
+    Raises:
+        InvalidRequest: it is no path.
+    """
+    try:
+        return os.fsdecode(model_path)
+    except TypeError:
+        raise InvalidRequest(
+            f"model_path = {shown(model_path)} must be a path", field="model_path", value=str(model_path)
+        ) from None
+
+
+def tags_of(tags: Any) -> Any:
+    """Memory tags as the wire has them: one alone may stand for a list of it; what is none the engine refuses."""
+    return [tags] if isinstance(tags, str) else tags if tags is None else list(tags)
 
 
 def id_of(message_id: str | None) -> str:

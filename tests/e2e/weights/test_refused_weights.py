@@ -5,7 +5,14 @@ import asyncio
 import pytest
 from safetensors.torch import load_file, save_file
 
-from caesura.client import AsyncControlClient, ControlClient, InvalidRequest, WeightMismatch, launch_scheduler
+from caesura.client import (
+    AsyncControlClient,
+    ControlClient,
+    EngineError,
+    InvalidRequest,
+    WeightMismatch,
+    launch_scheduler,
+)
 from caesura.client.tensors import SharedTensors, WeightUpdateGroup
 
 PATIENCE = 60.0
@@ -57,6 +64,40 @@ def test_a_state_dict_updates_and_wrong_names_are_told(engine, tiny_model, folde
         updated(engine, transport, wrapped, folder)
     assert updated(engine, transport, weights, folder, weight_version=7).weight_version == "7"
     assert engine.status().weights == "valid"
+
+
+@pytest.mark.parametrize(
+    "call,sentence",
+    [
+        (lambda c: c.update_weights_from_disk(None), "model_path = None must be a path"),
+        (
+            lambda c: c.update_weights_from_tensor({}, bucket_bytes="1GB"),
+            "bucket_bytes = '1GB' must be an integer",
+        ),
+        (
+            lambda c: c.update_weights_from_ipc({}, bucket_bytes=0),
+            "bucket_bytes = 0 must be an integer of at",
+        ),
+        (
+            lambda c: c.update_weights_from_distributed({}, group="g"),
+            "group = 'g' must be a WeightUpdateGroup",
+        ),
+        (WeightUpdateGroup.create, "clients must be a list of clients, not a SchedulerClient"),
+        (lambda c: WeightUpdateGroup.create([c], backend="mpi"), "backend = 'mpi' must be gloo or nccl"),
+        (lambda c: c.pause("inplace"), r"mode = 'inplace' must be .* \(did you mean 'in_place'\?\)"),
+        (lambda c: c.release_memory("kv"), r"tags\[0\] = 'kv' must be .* \(did you mean 'kv_cache'\?\)"),
+    ],
+)
+def test_a_mistake_of_a_trainer_is_told_in_a_sentence(engine, call, sentence):
+    with pytest.raises(EngineError, match=sentence):
+        call(engine)
+
+
+def test_one_tag_is_as_good_as_a_list_of_it(engine):
+    engine.pause("abort")
+    assert engine.release_memory("kv_cache").released_tags == ["kv_cache"]
+    assert engine.resume_memory("kv_cache").released_tags == []
+    engine.continue_generation()
 
 
 @pytest.mark.parametrize("label", [7.0, True, ["7"]])

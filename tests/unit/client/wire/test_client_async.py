@@ -152,6 +152,7 @@ def test_a_timeout_names_the_message_and_a_retry_attaches(endpoint):
             await client.generate([1], timeout=0.05)
         first = await asyncio.to_thread(fake.next_request)
         assert caught.value.message_id == first.id
+        assert isinstance(await asyncio.to_thread(fake.next_request), GetStatusReqInput)  # why it waits
         retry = asyncio.create_task(client.generate([1], message_id=first.id, timeout=PATIENCE))
         fake.push(echo(await asyncio.to_thread(fake.next_request)))
         assert (await retry).output_ids == [1, 0]

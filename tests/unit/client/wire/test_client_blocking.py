@@ -189,6 +189,7 @@ def test_a_timed_out_generate_goes_on_and_can_be_collected(endpoint):
         with pytest.raises(TimedOut) as caught:
             client.generate([[1], [2]], timeout=0.05)
         requests = [fake.next_request(), fake.next_request()]
+        assert isinstance(fake.next_request(), GetStatusReqInput)  # why they wait
         assert fake.requests.empty()  # nothing was aborted
         for request in requests:
             fake.push(echo(request))

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import socket
+import threading
 
 import pytest
 from support.fake_scheduler import FakeScheduler
@@ -59,6 +60,26 @@ def test_a_port_without_a_listener_is_told_at_once():
         taken.bind(("127.0.0.1", 0))  # bound, so that nobody else listens there meanwhile
         endpoint = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
         assert all(f"no scheduler answers at {endpoint}: nobody" in each for each in refusals(endpoint))
+
+
+def test_somebody_else_at_the_port_is_told_at_once():
+    """One who closes the connection before there was a handshake."""
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as other:
+
+        def hang_up():
+            with contextlib.suppress(OSError):  # it was closed
+                while True:
+                    other.accept()[0].close()
+
+        thread = threading.Thread(target=hang_up)
+        thread.start()
+        endpoint = f"tcp://127.0.0.1:{other.getsockname()[1]}"
+        try:
+            said = f"what listens at {endpoint} broke the connection off: it is no scheduler, one that asks for keys "
+            assert all(each.startswith(said) for each in refusals(endpoint))
+        finally:
+            other.shutdown(socket.SHUT_RDWR)
+            thread.join()
 
 
 def test_a_scheduler_without_room_is_told_at_once(tmp_path):
