@@ -70,6 +70,8 @@ def field_error(
     if missing := _MISSING_FIELD.fullmatch(problem):
         name = _dotted(place, f".{missing['name']}")
         return FieldError(name, f"{name} is missing")
+    if is_key and any(isinstance(each, inspect.StructType) for each in types):
+        return FieldError(place, f"every key of {place or whole} must be a string")
     if is_key:
         types = [each.key_type for each in types if isinstance(each, inspect.DictType)]
     wanted = _wanted(types)

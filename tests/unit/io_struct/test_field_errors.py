@@ -66,6 +66,7 @@ def said(message: object) -> str:
             {**GENERATE, "sampling_params": {"logit_bias": {5: "much"}}},
             "every value of sampling_params.logit_bias must be a number",
         ),
+        ({**GENERATE, "sampling_params": {1: 2}}, "every key of sampling_params must be a string"),
         ({**GENERATE, "sampling_params": [1]}, "sampling_params = [1] must be an object"),
     ],
 )

@@ -102,7 +102,7 @@ def test_what_is_no_prompt_is_told_in_a_sentence(generate, prompt, sentence):
         ({"temp": 1}, r"did you mean temperature\?"),
         ({"temperature": "hot"}, "sampling_params.temperature = 'hot' must be a number"),
         ({"n": 0}, "sampling_params.n = 0 must be an integer from 1 to 1024"),
-        ({1: 2}, "sampling_params"),
+        ({1: 2}, "every key of sampling_params must be a string"),
         (
             "greedy",
             "sampling_params = 'greedy' must be a SamplingParams or a dict, or a list of one for each prompt",
