@@ -27,6 +27,7 @@ from .wire.curve import CLIENT_KEY_VARIABLE, SERVER_KEY_VARIABLE
 from .wire.scheduler_client import SchedulerClient
 
 MIB = 1 << 20
+ENDPOINT_VARIABLE = "CAESURA_ENDPOINT"
 Command = Callable[..., None]
 
 
@@ -47,6 +48,16 @@ def _key_option(name: str, variable: str, text: str) -> Callable[[Command], Comm
     )
 
 
+def _endpoint(_: click.Context, __: click.Parameter, value: str | None) -> str:
+    """Where the scheduler is; a verb cannot do without."""
+    if value is None:
+        raise click.UsageError(
+            f"which scheduler? Give --endpoint, or set {ENDPOINT_VARIABLE}, to its address: ipc://PATH or tcp://HOST:PORT, as "
+            "given to `caesura scheduler --endpoint`"
+        )
+    return value
+
+
 def _client(endpoint: str) -> SchedulerClient:
     """A client with the keys of the command line."""
     return SchedulerClient(endpoint, **click.get_current_context().ensure_object(dict))
@@ -59,9 +70,9 @@ def _talks(default_timeout: float | None) -> Callable[[Command], Command]:
         options = (
             click.option(
                 "--endpoint",
-                envvar="CAESURA_ENDPOINT",
-                required=True,
-                help="Address of the scheduler: ipc://PATH or tcp://HOST:PORT.  [env: CAESURA_ENDPOINT]",
+                envvar=ENDPOINT_VARIABLE,
+                callback=_endpoint,
+                help=f"Address of the scheduler: ipc://PATH or tcp://HOST:PORT.  [env: {ENDPOINT_VARIABLE}]",
             ),
             _key_option(
                 "--curve-server-key",
@@ -390,7 +401,11 @@ def main() -> NoReturn:
         sys.exit(error.exit_code)
     except click.Abort:
         sys.exit(130)
-    except (CaesuraError, OSError) as error:
+    except CaesuraError as error:
         click.echo(f"error: {printable(str(error))}", err=True)
+        sys.exit(1)
+    except OSError as error:
+        said = error if error.filename is None else f"{error.filename}: {error.strerror}"
+        click.echo(f"error: {printable(str(said))}", err=True)
         sys.exit(1)
     sys.exit(status if isinstance(status, int) else 0)

@@ -1,7 +1,7 @@
 """Encodes and decodes headers; the type of a frame is checked before its content."""
 
 from collections.abc import Iterator
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import msgspec
 
@@ -25,6 +25,7 @@ from .control import (
     ShutdownReqOutput,
 )
 from .errors import CaesuraError, ErrorCode, ErrorReply
+from .field_errors import field_error, nearest
 from .generate import (
     AbortReq,
     AbortReqOutput,
@@ -113,6 +114,8 @@ T = TypeVar("T")
 
 _MAX_QUOTED = 500
 """Characters of a decoder's complaint that are repeated."""
+_MAX_EXPLAINED = 64 << 10
+"""Bytes of the longest refused header that is decoded once more, to say what it gave."""
 
 _encoder = msgspec.msgpack.Encoder()
 _to_scheduler = msgspec.msgpack.Decoder(ToScheduler)
@@ -125,7 +128,12 @@ class _IdOnly(msgspec.Struct):
     id: str = ""
 
 
+class _TypeOnly(msgspec.Struct):
+    type: str = ""
+
+
 _id_only = msgspec.msgpack.Decoder(_IdOnly)
+_type_only = msgspec.msgpack.Decoder(_TypeOnly)
 
 
 def encode(message: Message) -> bytes:
@@ -174,14 +182,28 @@ def decode_request(frame: bytes | memoryview) -> ToScheduler:
     try:
         request: ToScheduler = _to_scheduler.decode(frame)
     except _UNREADABLE as error:
-        raise CaesuraError(
-            ErrorCode.MALFORMED_MESSAGE, f"not a Caesura message: {_shortened(error)}", id=readable_id(frame)
-        ) from error
+        raise _malformed(frame, error) from error
     except MemoryError as error:
         raise CaesuraError(
             ErrorCode.OUT_OF_MEMORY, f"no memory for a message of {len(frame)} bytes", id=readable_id(frame)
         ) from error
     return request
+
+
+def _malformed(frame: bytes | memoryview, error: Exception) -> CaesuraError:
+    """What ``error`` says of ``frame``: the field and what is valid there, where the message's type is known."""
+    name = _readable(_type_only, frame, _TypeOnly()).type
+    kind = _KINDS.get(name)
+    if kind is None or not isinstance(error, msgspec.ValidationError):
+        near = nearest(name, list(_KINDS)) if name else None
+        hint = "" if near is None else f" (did you mean {near}?)"
+        said = f"not a Caesura message: {_shortened(error)}{hint}"
+        return CaesuraError(ErrorCode.MALFORMED_MESSAGE, said, id=readable_id(frame))
+    given = _readable(_anything, frame, msgspec.UNSET) if len(frame) <= _MAX_EXPLAINED else msgspec.UNSET
+    field, sentence = field_error(error, kind, given, whole=name)
+    return CaesuraError(
+        ErrorCode.MALFORMED_MESSAGE, sentence, id=readable_id(frame), **({"field": field} if field else {})
+    )
 
 
 def _shortened(error: Exception) -> str:
@@ -222,6 +244,8 @@ class _RidOnly(msgspec.Struct):
 
 _UNREADABLE = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
 _unread = msgspec.msgpack.Decoder(UnreadReply)
+_anything: "msgspec.msgpack.Decoder[Any]" = msgspec.msgpack.Decoder()
+_KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in get_args(ToScheduler)}
 _rid_only = msgspec.msgpack.Decoder(_RidOnly)
 _result = msgspec.msgpack.Decoder(GenerateReqOutput)
 

@@ -414,7 +414,7 @@ class GetStatusReqOutput(Reply, kw_only=True):
     """Folder of the last committed update from disk, or of the start; updates by other transports do not change
     it."""
     dtype: str
-    """Data type of computation: ``bfloat16`` or ``float32``."""
+    """Data type of computation: ``bfloat16``, ``float32`` or ``float16``."""
     device: str
     """Device that the model runs on: ``cpu``, ``cuda``, …, with an index where one was configured."""
     kernels: dict[str, str] = {}

@@ -16,7 +16,8 @@ class ErrorCode(StrEnum):
     """The kinds of failure that a client can react to."""
 
     MALFORMED_MESSAGE = "malformed_message"
-    """The frames are not a valid message (garbage, wrong types, unknown fields). Nothing was done."""
+    """The frames are not a valid message (garbage, wrong types, unknown fields). Nothing was done. ``detail``: field,
+    where one does not fit."""
     VERSION_MISMATCH = "version_mismatch"
     """Client and engine use different major versions of the wire. ``detail``: engine and client (``"major.minor"``
     each)."""
@@ -92,7 +93,8 @@ class ErrorCode(StrEnum):
     """Raised by front ends only: the scheduler process has ended and a new one is being started. ``detail``:
     reason."""
     TIMED_OUT = "timed_out"
-    """Raised by clients only: no reply within the caller's timeout. The command may still complete."""
+    """Raised by clients only: no reply within the caller's timeout. The command may still complete. ``detail``: id,
+    timeout, and for a generation on a paused engine paused (mode, owner, age_s)."""
 
 
 class ErrorReply(Reply, kw_only=True):

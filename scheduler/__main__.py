@@ -104,7 +104,7 @@ def _command() -> click.Command:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command as all that this process does; ``arguments`` None means those of the process."""
     try:
-        _command()(arguments)
+        _command()(arguments, prog_name="caesura scheduler")
     except SystemExit as end:
         if any(thread.name.startswith("caesura-") for thread in threading.enumerate()):
             # The interpreter's exit would unwind threads inside torch or libzmq, which aborts the process.

@@ -47,8 +47,22 @@ _CPU_WARM_UP_ROWS = 16
 
 
 def load_model(config: EngineConfig, folder: str | None = None) -> LoadedModel:
-    """Read the checkpoint folder into freshly allocated parameters; ``folder`` has the weights where they are another's."""
+    """Read the checkpoint folder into freshly allocated parameters; ``folder`` has the weights where they are another's.
+
+    Raises:
+        CaesuraError: the checkpoint cannot be read or served, or ``context_len`` is beyond what it was made for.
+    """
     model_config = load_model_config(config.model_path)
+    possible = model_config.max_position_embeddings
+    if config.context_len is not None and config.context_len > possible:
+        raise CaesuraError(
+            ErrorCode.INVALID_REQUEST,
+            f"context_len = {config.context_len} is beyond the {possible} tokens of this model (max_position_embeddings in "
+            f"{config.model_path}/config.json): give at most that, or leave it out",
+            field="context_len",
+            value=config.context_len,
+            limit=possible,
+        )
     dtype = model_config.dtype if config.dtype == "auto" else by_torch_name(config.dtype)
     device = torch.device(config.device)
     model = build_model(model_config, dtype, device)

@@ -14,7 +14,7 @@ import torch
 
 from ..io_struct import CaesuraError, ErrorCode, Residency, private_directory
 
-DtypeName = Literal["auto", "float32", "bfloat16"]
+DtypeName = Literal["auto", "float32", "bfloat16", "float16", "fp32", "bf16", "fp16", "float", "half"]
 PAGE_SIZE = 16
 """Tokens per KV page; the measured layout is [page, kv head, 16, head size]."""
 
@@ -35,7 +35,8 @@ class EngineConfig:
     """Public keys of the authorized clients: a file, or a folder of *.key files. They are read again at each
     connection."""
     dtype: DtypeName = "auto"
-    """Data type of computation. auto: the data type of the checkpoint."""
+    """Data type of computation: float32, bfloat16 or float16 (or fp32, bf16, fp16, and SGLang's float and half). auto: the
+    data type of the checkpoint."""
     device: str = "auto"
     """Device to run on: cpu, cuda, and so on. auto: the accelerator if there is one, else cpu."""
     num_threads: int | None = None

@@ -10,6 +10,10 @@ from ..io_struct.safetensors import NAMES_BY_TORCH
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, dtype.torch) for name, dtype in KNOWN.items()}
 """By safetensors' name, which is the wire's: ``BF16``."""
+SHORT_NAMES = {
+    "fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "float": "float32", "half": "float16",
+}  # fmt: skip
+"""What people and other engines call a dtype."""
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 """The other way."""
 
@@ -20,5 +24,5 @@ def torch_name(dtype: torch.dtype) -> str:
 
 
 def by_torch_name(name: str) -> torch.dtype:
-    """The dtype of this :func:`torch_name`."""
-    return DTYPES[NAMES_BY_TORCH[name]]
+    """The dtype of this :func:`torch_name`, or of a short name."""
+    return DTYPES[NAMES_BY_TORCH[SHORT_NAMES.get(name, name)]]

@@ -6,6 +6,7 @@ Invariants:
 """
 
 import os
+import re
 import stat
 from pathlib import Path
 
@@ -20,6 +21,35 @@ def checkpoint_error(path: str | Path, reason: str) -> CaesuraError:
     if len(reason) > MAX_REASON:
         reason = reason[:MAX_REASON] + " …"
     return CaesuraError(ErrorCode.CHECKPOINT_ERROR, f"{path}: {reason}", path=str(path), reason=reason)
+
+
+def require_folder(path: str | Path) -> None:
+    """Refuse a checkpoint that is no folder, with what would be one.
+
+    Raises:
+        CaesuraError: CHECKPOINT_ERROR with ``path`` and ``reason``.
+    """
+    given = str(path)
+    if os.path.isdir(given):  # pathlib's raises on a path that is too long
+        return
+    if os.path.lexists(given):
+        raise checkpoint_error(path, "is a file; a model is a folder with config.json and *.safetensors")
+    name = _hub_id(given) or "ORG/NAME"
+    raise checkpoint_error(
+        path,
+        "there is no such folder. Nothing is downloaded: `hf download "
+        f"{name} --local-dir FOLDER` gets a model of the Hugging Face hub, and FOLDER is then its path",
+    )
+
+
+def _hub_id(path: str) -> str | None:
+    """The id of the Hugging Face hub that was given as a path, as it is or behind a working directory; None if it does not look
+    like one."""
+    organisation, name = os.path.split(os.path.normpath(path))
+    place, organisation = os.path.split(organisation)
+    is_behind_nothing = not os.path.lexists(os.path.join(place, organisation)) and os.path.isdir(place or ".")
+    found = f"{organisation}/{name}"
+    return found if is_behind_nothing and re.fullmatch(r"[\w.-]+/[\w.-]+", found) else None
 
 
 def open_regular(path: str | Path) -> int:

@@ -58,6 +58,7 @@ def run(config: EngineConfig, ready_fd: int | None, lifeline_fd: int | None) -> 
             cleanup.callback(engine.close)
             signals.serving()
         except CaesuraError as error:
+            signals.ending()  # a launcher ends this process as soon as it knows the reason
             logger.error("the engine ends: cannot start: %s (exit status 1)", error)
             tell(ready_fd, refusal(error))
             return 1

@@ -170,6 +170,10 @@ class StopSignals:
         """Let the loop handle signals from now on, by :attr:`fd`."""
         self._serving = True
 
+    def ending(self) -> None:
+        """Let no signal interrupt what is left to do: the start has failed, and the process ends by itself."""
+        self._serving = True
+
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         if not self._serving:
             self._serving = True  # only once, so that the cleanup of this exception is not interrupted again

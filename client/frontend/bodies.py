@@ -7,11 +7,13 @@ Invariants:
   otherwise take dozens of times its size.
 """
 
+import contextlib
 from functools import cache
 from typing import Any, TypeVar
 
 import msgspec
 
+from ...io_struct.field_errors import FieldError, field_error
 from ...io_struct.generate import TokenId
 from ..exceptions import InvalidRequest, PromptTooLong
 from ..wire.request_limits import check_size
@@ -29,6 +31,26 @@ StructT = TypeVar("StructT", bound=msgspec.Struct)
 _TEXTS = msgspec.json.Decoder(list[str])
 _IDS = msgspec.json.Decoder(list[TokenId])
 _ROWS = msgspec.json.Decoder(list[msgspec.Raw])
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What decoders raise of a body that is not what it should be."""
+
+
+def unreadable(error: Exception, raw: bytes, kind: type[msgspec.Struct]) -> FieldError:
+    """What is wrong with the body ``raw``, of which a decoder of ``kind`` has raised one of :data:`UNREADABLE`."""
+    if isinstance(error, RecursionError):
+        return FieldError("", "the body is nested too deeply")
+    if not isinstance(error, msgspec.ValidationError):
+        what = (
+            "is empty"
+            if not raw.strip()
+            else f"is not valid JSON: {str(error).removeprefix('JSON is malformed: ')}"
+        )
+        return FieldError("", f"the body {what}")
+    given: Any = msgspec.UNSET
+    if len(raw) <= INLINE:
+        with contextlib.suppress(*UNREADABLE):  # numbers that only a typed decoder reads
+            given = msgspec.json.decode(raw)
+    return field_error(error, kind, given, whole="the body")
 
 
 def decode_large(
@@ -81,7 +103,13 @@ def _prompts(field: str, value: bytes, most: int) -> Any:
             return _TEXTS.decode(value)
         return _ids(field, value)
     except msgspec.DecodeError as error:
-        raise InvalidRequest(f"{field}: {error}", field=field) from error
+        raise InvalidRequest(_said(error, list[str], field), field=field) from error
+
+
+def _said(error: msgspec.DecodeError, kind: Any, field: str) -> str:
+    if isinstance(error, msgspec.ValidationError):
+        return field_error(error, kind, prefix=field).sentence
+    return f"{field}: {error}"
 
 
 def _check_count(field: str, count: int, most: int) -> None:
@@ -100,4 +128,4 @@ def _ids(field: str, value: bytes) -> list[int]:
     try:
         return _IDS.decode(value)
     except msgspec.DecodeError as error:
-        raise InvalidRequest(f"{field}: {error}", field=field) from error
+        raise InvalidRequest(_said(error, list[TokenId], field), field=field) from error

@@ -11,10 +11,11 @@ from typing import Any
 
 import msgspec
 from litestar import Request, Response
-from litestar.exceptions import HTTPException
+from litestar.exceptions import HTTPException, NotFoundException
 from litestar.types import ExceptionHandlersMap, Scope, Send
 
 from ...io_struct import CaesuraError, ErrorCode
+from ...io_struct.field_errors import nearest
 from ..exceptions import RETRYABLE
 from .connections import RETRY_AFTER_S
 from .printable import printable
@@ -129,7 +130,14 @@ def _typed(_: Request[Any, Any, Any], error: CaesuraError) -> Response[bytes]:
 
 
 def _http(request: Request[Any, Any, Any], error: HTTPException) -> Response[bytes]:
-    return json_response(_plain_error(request.scope, error.detail, error.status_code), error.status_code)
+    detail = _no_route(request) if isinstance(error, NotFoundException) else error.detail
+    return json_response(_plain_error(request.scope, detail, error.status_code), error.status_code)
+
+
+def _no_route(request: Request[Any, Any, Any]) -> str:
+    path = request.scope["path"]
+    near = nearest(path, sorted({route.path for route in request.app.routes}))
+    return f"there is no route {printable(path)}" + ("" if near is None else f" (did you mean {near}?)")
 
 
 def _defect(request: Request[Any, Any, Any], error: Exception) -> Response[bytes]:

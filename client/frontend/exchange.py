@@ -16,8 +16,9 @@ from litestar.exceptions import ClientException
 from litestar.response import Stream
 
 from ...io_struct import CaesuraError, Message
+from ...io_struct.field_errors import field_error
 from ..exceptions import RETRYABLE
-from .bodies import INLINE
+from .bodies import INLINE, UNREADABLE, unreadable
 from .context import FrontEnd
 from .errors import error_fields, json_response, native_error, status_of
 
@@ -50,8 +51,8 @@ async def read_control(request: HTTPRequest, kind: type[StructT], *, text: bool 
             raise ClientException("the body must be a JSON object")
         given = {name: value for name, value in fields.items() if value is not None}
         return msgspec.convert(given, kind, strict=False)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ClientException(str(error)) from error
+    except UNREADABLE as error:
+        raise ClientException(unreadable(error, raw, kind).sentence) from error
 
 
 def check_values(raw: bytes) -> None:
@@ -70,10 +71,11 @@ def query_of(request: HTTPRequest, kind: type[StructT]) -> StructT:
     Raises:
         ClientException: 400, a value is of no use.
     """
+    given = dict(request.query_params)
     try:
-        return msgspec.convert(dict(request.query_params), kind, strict=False)
+        return msgspec.convert(given, kind, strict=False)
     except msgspec.ValidationError as error:
-        raise ClientException(str(error)) from error
+        raise ClientException(field_error(error, kind, given, whole="the query").sentence) from error
 
 
 async def unless_left(request: HTTPRequest, work: Coroutine[Any, Any, T]) -> T:

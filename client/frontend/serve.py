@@ -9,6 +9,7 @@ Invariants:
 
 import asyncio
 import contextlib
+import errno
 import gc
 import ipaddress
 import logging
@@ -177,8 +178,12 @@ def serve(context: click.Context, /, **given: Any) -> None:
     except ImportError as error:
         raise click.ClickException(f"{_NEEDS_EXTRA} ({error})") from error
     if (given["model"] is None) == (given["endpoint"] is None):
-        raise click.UsageError("give either --model or --endpoint")
-    if given["model"] is not None:
+        raise click.UsageError(
+            "give either --model or --endpoint: a model folder to serve, or the address of a running scheduler"
+        )
+    if given["model"] is not None and os.path.exists(
+        given["model"]
+    ):  # else the scheduler's refusal quotes what was typed
         given["model"] = os.path.abspath(given["model"])
     if given["restart"] and given["model"] is None:
         raise click.UsageError(
@@ -219,7 +224,10 @@ def _key(variable: str, file: str | None) -> str | None:
         try:
             key = Path(file).read_text("utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise click.UsageError(f"cannot read the key file {file}: {type(error).__name__}") from None
+            reason = (
+                error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
+            )  # never what is in it
+            raise click.UsageError(f"cannot read the key file {file}: {reason}") from None
     if key is None:
         return None
     key = key.strip()
@@ -263,7 +271,8 @@ def _bound(host: str, port: int) -> socket.socket:
         listener.bind((host, port))
     except OSError as error:
         listener.close()
-        raise click.ClickException(f"cannot listen on {host}:{port}: {error.strerror}") from error
+        other = "; give another --port (0: any free one)" if error.errno == errno.EADDRINUSE else ""
+        raise click.ClickException(f"cannot listen on {host}:{port}: {error.strerror}{other}") from error
     listener.set_inheritable(False)
     return listener
 

@@ -39,6 +39,8 @@ from .child_log import ChildLog, how_it_ended
 logger = logging.getLogger(__name__)
 
 STDERR_TAIL_BYTES = 4096
+USAGE_STATUS = 2
+"""Exit status of a scheduler whose command line is wrong: it would be wrong again."""
 _MAX_POLL_MS = 1e9
 SHUTDOWN_S = 5.0
 """How long each stage of closing (message, SIGTERM) may take before the next."""
@@ -187,8 +189,9 @@ class Child:
             raise TimedOut(f"the scheduler was not ready within {timeout} s", timeout=timeout)
         if not line.endswith(b"\n"):
             self.wait(SHUTDOWN_S)
+            refused = self.process.returncode == USAGE_STATUS
             raise EngineDied(
-                self._exit_reason("before it was ready"),
+                self._refused_options() if refused else self._exit_reason("before it was ready"),
                 returncode=self.process.returncode,
                 stderr=self._stderr_tail(),
             )
@@ -286,6 +289,9 @@ class Child:
         tail = self._stderr_tail().strip()
         return tail.splitlines()[-1] if tail else ""
 
+    def _refused_options(self) -> str:
+        return f"the scheduler refused its options: {self.last_line().removeprefix('Error: ')}"
+
     def _exit_reason(self, when: str) -> str:
         last = self.last_line()
         how = how_it_ended(self.process.returncode)
@@ -319,7 +325,8 @@ def launch_scheduler(
     curve_authorized_clients: str | os.PathLike[str] | None = None,
     curve_server_key: KeyOrFile | None = None,
     curve_client_key_file: KeyOrFile | None = None,
-    dtype: Literal["auto", "float32", "bfloat16"] | None = None,
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "fp32", "bf16", "fp16", "float", "half"]
+    | None = None,
     device: str | None = None,
     num_threads: int | None = None,
     context_len: int | None = None,

@@ -19,9 +19,10 @@ import click
 from ...io_struct import private_directory
 from ..exceptions import EngineDied, EngineError
 from ..wire.curve import CLIENT_KEY_VARIABLE, SERVER_KEY_VARIABLE, ClientKeys, KeyOrFile
+from .launch import USAGE_STATUS
 from .notify import notify, watchdog_interval_s
 from .stderr import queued_stderr
-from .supervisor import USAGE_STATUS, Ended, RestartPolicy, Serving, State, Supervisor
+from .supervisor import Ended, RestartPolicy, Serving, State, Supervisor
 
 GAVE_UP_STATUS = 3
 STOP_TIMEOUT_S = 60.0

@@ -31,12 +31,9 @@ from ..exceptions import EngineDied, EngineError, InternalError, TimedOut
 from ..wire.control_client import ControlClient
 from ..wire.curve import ClientKeys, KeyOrFile
 from .child_log import how_it_ended
-from .launch import Child
+from .launch import USAGE_STATUS, Child
 
 logger = logging.getLogger(__name__)
-
-USAGE_STATUS = 2
-"""Exit status of a scheduler whose command line is wrong: it would be wrong again."""
 _NEVER_AGAIN = (ErrorCode.INVALID_REQUEST, ErrorCode.UNSUPPORTED, ErrorCode.UNSUPPORTED_MODEL)
 """Refused starts that need another configuration. Other reasons may pass, a lack of memory for example."""
 _LAST_LINE = 300

@@ -6,15 +6,17 @@ Invariants:
 - Tensors are viewed, not copied, where they are contiguous and on the CPU.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from ...io_struct import CaesuraError, ErrorCode, TensorSpec
+from ...io_struct import TensorSpec
 from ...io_struct.base import MAX_FRAMES
+from ...io_struct.field_errors import shown
 from ...io_struct.weights import DEFAULT_BUCKET_BYTES
+from ..exceptions import InvalidRequest
 
 _ALIGNMENT = 64
 
@@ -34,8 +36,8 @@ DTYPE_NAMES = {
 }
 """torch dtype to its name on the wire, which is that of safetensors."""
 
-NamedTensors = Iterable[tuple[str, Tensor]]
-"""What ``model.state_dict().items()`` gives: checkpoint names and tensors."""
+NamedTensors = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
+"""Checkpoint names and tensors: a mapping, as ``model.state_dict()``, or pairs, as its ``items()`` or a generator of them."""
 
 
 @dataclass(slots=True)
@@ -64,18 +66,63 @@ class Bucket:
     """Bytes of all pieces, with the padding that shared memory puts between pieces."""
 
 
+def pairs(named_tensors: NamedTensors) -> Iterator[tuple[str, Tensor]]:
+    """Each name with its tensor.
+
+    Raises:
+        InvalidRequest: these are no named tensors, or one cannot be sent: it lies nowhere, is sharded, or has a dtype that the
+            wire has no name for.
+    """
+    if isinstance(named_tensors, torch.nn.Module):
+        raise InvalidRequest(
+            f"named_tensors is a {type(named_tensors).__name__}: pass checkpoint_tensors(model), which has the names of the "
+            "checkpoint, or model.state_dict()",
+            field="named_tensors",
+        )
+    if isinstance(named_tensors, (str, Tensor)) or not isinstance(named_tensors, Iterable):
+        raise InvalidRequest(
+            f"named_tensors must be pairs of name and tensor or a dict, not a {type(named_tensors).__name__}",
+            field="named_tensors",
+        )
+    each = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
+    return (_checked(position, pair) for position, pair in enumerate(each))
+
+
+def _checked(position: int, pair: object) -> tuple[str, Tensor]:
+    if not (isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[0], str)):
+        raise InvalidRequest(
+            f"named_tensors[{position}] must be a pair of name and tensor, not a {type(pair).__name__}",
+            field="named_tensors",
+        )
+    name, tensor = pair
+    if not isinstance(tensor, Tensor):
+        raise _cannot_send(name, f"is a {type(tensor).__name__}, not a torch.Tensor")
+    if hasattr(tensor, "full_tensor"):
+        raise _cannot_send(name, "is sharded: gather it first, with its full_tensor()")
+    if tensor.is_meta:
+        raise _cannot_send(name, "has no values: it lies on the device meta")
+    if tensor.layout != torch.strided:
+        raise _cannot_send(name, f"has the layout {tensor.layout}: make it dense first")
+    _dtype_name(name, tensor)
+    return name, tensor
+
+
+def _cannot_send(name: str, reason: str) -> InvalidRequest:
+    return InvalidRequest(f"tensor {name!r} {reason}", field=name)
+
+
 def manifest(named_tensors: NamedTensors) -> list[TensorSpec]:
     """Names, shapes and dtypes of all tensors, as ``begin_weight_update`` takes them."""
     return [
-        TensorSpec(name=name, dtype=_dtype_name(name, t), shape=list(t.shape)) for name, t in named_tensors
+        TensorSpec(name=name, dtype=_dtype_name(name, t), shape=list(t.shape))
+        for name, t in pairs(named_tensors)
     ]
 
 
 def buckets(named_tensors: NamedTensors, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> Iterator[Bucket]:
     """Tensors in their order, packed into buckets."""
     bucket = Bucket()
-    for name, tensor in named_tensors:
-        _dtype_name(name, tensor)
+    for name, tensor in pairs(named_tensors):
         for piece in _cut(name, tensor.detach(), bucket_bytes):
             size = padded(piece.rows.nbytes)
             is_full = bucket.nbytes + size > bucket_bytes or len(bucket.pieces) == MAX_FRAMES - 1
@@ -86,6 +133,19 @@ def buckets(named_tensors: NamedTensors, bucket_bytes: int = DEFAULT_BUCKET_BYTE
             bucket.nbytes += size
     if bucket.pieces:
         yield bucket
+
+
+def bucket_size(bucket_bytes: object) -> int:
+    """``bucket_bytes`` of an update.
+
+    Raises:
+        InvalidRequest: it is no size.
+    """
+    if not isinstance(bucket_bytes, int) or isinstance(bucket_bytes, bool) or bucket_bytes < 1:
+        raise InvalidRequest(
+            f"bucket_bytes = {shown(bucket_bytes)} must be an integer of at least 1", field="bucket_bytes"
+        )
+    return bucket_bytes
 
 
 def as_frames(bucket: Bucket) -> tuple[list[TensorSpec], list[memoryview]]:
@@ -128,11 +188,7 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 def _dtype_name(name: str, tensor: Tensor) -> str:
     found = DTYPE_NAMES.get(tensor.dtype)
     if found is None:
-        raise CaesuraError(
-            ErrorCode.INVALID_REQUEST,
-            f"tensor {name!r} has the dtype {tensor.dtype}, which cannot be sent",
-            field=name,
-        )
+        raise _cannot_send(name, f"has the dtype {tensor.dtype}, which cannot be sent")
     return found
 
 

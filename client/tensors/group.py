@@ -36,11 +36,12 @@ from ...io_struct import (
     UpdateWeightsFromDistributedReqInput,
     WeightUpdateReqOutput,
 )
+from ...io_struct.field_errors import one_of, shown
 from ...io_struct.weights import DEFAULT_BUCKET_BYTES, DEFAULT_GROUP_NAME
-from ..exceptions import EngineError, GroupError, Unsupported, is_answer
+from ..exceptions import EngineError, GroupError, InvalidRequest, Unsupported, is_answer
 from ..wire.channel import wait_for
-from ..wire.options import UpdateOptions
-from .buckets import NamedTensors, manifest
+from ..wire.options import UpdateOptions, update_fields
+from .buckets import NamedTensors, bucket_size, manifest, pairs
 from .steps import Await, Run, Send, Steps, in_one_session
 
 if TYPE_CHECKING:
@@ -109,6 +110,14 @@ class WeightUpdateGroup:
         Raises:
             CaesuraError: the error of an engine; ``group_error`` if a rank did not join in time.
         """
+        if not isinstance(clients, Sequence):
+            raise InvalidRequest(
+                f"clients must be a list of clients, not a {type(clients).__name__}", field="clients"
+            )
+        if backend is not None and backend not in _PREFIXES:
+            raise InvalidRequest(
+                f"backend = {shown(backend)} must be {one_of(sorted(_PREFIXES))}", field="backend"
+            )
         backend = backend or _common_backend(clients, timeout_s)
         if backend == "nccl" and not torch.cuda.is_available():
             raise Unsupported("the backend nccl needs a CUDA device")
@@ -150,8 +159,8 @@ class WeightUpdateGroup:
         """
         if self._dead is not None:
             raise self._error(self._dead)
-        tensors = [(name, tensor.detach()) for name, tensor in named_tensors]
-        parts = list(_whole(tensors, bucket_bytes))
+        tensors = [(name, tensor.detach()) for name, tensor in pairs(named_tensors)]
+        parts = list(_whole(tensors, bucket_size(bucket_bytes)))
         return (
             yield from in_one_session(
                 tensors, options, len(parts), lambda named: self._calls(parts, named, load_format)
@@ -174,9 +183,9 @@ class WeightUpdateGroup:
         others may have committed, so compare their ``weights_epoch``.
         """
         begun = all(client.session_id is not None for client in self.clients)
-        named = (
-            {**options, "session_id": self.clients[0].session_id} if begun and self.clients else {**options}
-        )
+        named = update_fields(options)
+        if begun and self.clients:
+            named["session_id"] = self.clients[0].session_id
         steps = self.steps(named_tensors, named, bucket_bytes=bucket_bytes, load_format=load_format)
         return _Fleet(self.clients, timeout, begun=begun).drive(steps)
 

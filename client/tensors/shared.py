@@ -20,7 +20,9 @@ import torch
 from torch import Tensor
 
 from ...io_struct import CaesuraError, ErrorCode, SharedMemoryHandle, TensorSpec
-from .buckets import Bucket, NamedTensors, Piece, manifest, padded, spec_of
+from ...io_struct.field_errors import nearest
+from ..exceptions import InvalidRequest
+from .buckets import Bucket, NamedTensors, Piece, manifest, padded, pairs, spec_of
 from .cuda_ipc import CudaBucket
 
 
@@ -100,7 +102,7 @@ class SharedTensors:
         Raises:
             CaesuraError: ``invalid_request``, a dtype cannot be sent; ``out_of_memory``, shared memory is full.
         """
-        tensors = {name: tensor.detach() for name, tensor in named_tensors}
+        tensors = {name: tensor.detach() for name, tensor in pairs(named_tensors)}
         dtypes = {
             name: dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
             for name, tensor in tensors.items()
@@ -124,8 +126,23 @@ class SharedTensors:
 
     def copy_from(self, named_tensors: NamedTensors) -> None:
         """Overwrite the values, casting where dtypes differ; names must be known."""
-        for name, tensor in named_tensors:
-            self._tensors[name].copy_(tensor.detach())
+        for name, tensor in pairs(named_tensors):
+            if name not in self._tensors:
+                raise InvalidRequest(
+                    f"{name!r} is not among these {len(self._tensors)} tensors{self._nearest(name)}",
+                    field=name,
+                )
+            own = self._tensors[name]
+            if tensor.shape != own.shape:
+                raise InvalidRequest(
+                    f"{name!r} has the shape {list(tensor.shape)} and was made with {list(own.shape)}",
+                    field=name,
+                )
+            own.copy_(tensor.detach())
+
+    def _nearest(self, name: str) -> str:
+        near = nearest(name, list(self._tensors))
+        return "" if near is None else f" (did you mean {near!r}?)"
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return iter(self._tensors.items())

@@ -30,7 +30,6 @@ from ...io_struct import (
     CaesuraError,
     ControlRequest,
     EndWeightUpdateReqInput,
-    ErrorCode,
     Reply,
     TensorSpec,
     UpdateWeightsFromIPCReqInput,
@@ -38,8 +37,8 @@ from ...io_struct import (
     WeightUpdateReqOutput,
 )
 from ...io_struct.base import MAX_FRAME_BYTES
-from ..exceptions import NoSession, WeightMismatch, is_answer
-from .buckets import Bucket, NamedTensors, as_frames, buckets, manifest
+from ..exceptions import InvalidRequest, NoSession, WeightMismatch, is_answer
+from .buckets import Bucket, NamedTensors, as_frames, bucket_size, buckets, manifest, pairs
 from .cuda_ipc import common_cuda_device
 from .shared import SharedBuckets, SharedTensors
 
@@ -118,8 +117,8 @@ def tensor_steps(
 
     A single message is sent from a copy, in memory of ``shared``: it may commit by itself when its sender has long given up waiting.
     """
-    tensors = list(named_tensors)
-    bucket_bytes = min(bucket_bytes, MAX_FRAME_BYTES)
+    tensors = list(pairs(named_tensors))
+    bucket_bytes = min(bucket_size(bucket_bytes), MAX_FRAME_BYTES)
     size, total = bucket_bytes, total_bytes(tensors)
     if total > bucket_bytes:  # several messages, so that one can be sent while another is copied
         size = part_bytes(total // 4, bucket_bytes, UNDER_WAY)
@@ -138,8 +137,8 @@ def ipc_steps(
     """
     if isinstance(named_tensors, SharedTensors):
         return (yield from _handed_over(named_tensors, options))
-    tensors = list(named_tensors)
-    size, total = bucket_bytes, total_bytes(tensors)
+    tensors = list(pairs(named_tensors))
+    size, total = bucket_size(bucket_bytes), total_bytes(tensors)
     device = common_cuda_device(tensor for _, tensor in tensors)
     under_way = HOST_UNDER_WAY if device is None else UNDER_WAY
     if total > MIN_PART_BYTES:
@@ -175,7 +174,10 @@ def in_one_session(
         exchanges: is given the options of its calls, which name the session.
     """
     if not num_calls:
-        raise CaesuraError(ErrorCode.INVALID_REQUEST, "there are no tensors to send", field="named_tensors")
+        raise InvalidRequest(
+            "there are no tensors to send: named_tensors is empty, or a generator that was used up before",
+            field="named_tensors",
+        )
     if num_calls == 1 or options.get("session_id") is not None:
         return (yield from exchanges(options))
     begin = BeginWeightUpdateReqInput(manifest=manifest(tensors))

@@ -18,8 +18,9 @@ from ...io_struct import GenerateReqInput, Message, Request
 from ..exceptions import EngineDied, EngineError
 from .connection import Connection, Generation, Sink
 from .curve import ClientKeys
+from .endpoints import check_endpoint
 from .fork import Process
-from .link import Frames, Link, check_endpoint
+from .link import Frames, Link
 from .options import ConnectionOptions, channel_options
 from .prompts import timed_out
 from .results import TokenDelta
@@ -69,6 +70,7 @@ class LoopChannel:
         endpoint: str,
         *,
         connect_timeout: float | None,
+        waits_for_engine: bool = True,
         keepalive_timeout: float | None,
         keys: ClientKeys | None = None,
     ) -> None:
@@ -76,6 +78,7 @@ class LoopChannel:
         self._process = Process("client")
         self._endpoint = endpoint
         self._connect_timeout = connect_timeout
+        self._waits_for_engine = waits_for_engine
         self._keepalive_timeout = keepalive_timeout
         self._keys = keys
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -178,6 +181,7 @@ class LoopChannel:
         return Link(
             self._endpoint,
             connect_timeout=self._connect_timeout,
+            waits_for_engine=self._waits_for_engine,
             keepalive_timeout=self._keepalive_timeout,
             pending=lambda: self._connection.pending > 0,
             keys=self._keys,

@@ -17,19 +17,24 @@ from typing import TYPE_CHECKING, Literal, Self, TypeVar, Unpack
 
 from ... import io_struct as wire
 from ...io_struct.control import LeaseAction
+from ...io_struct.field_errors import shown
 from ...io_struct.weights import DEFAULT_BUCKET_BYTES, DEFAULT_GROUP_NAME
-from ..exceptions import NoSession, is_answer
+from ..exceptions import InvalidRequest, NoSession, TimedOut, is_answer
 from .async_channel import LoopClient, Result, wait_for
 from .options import (
     CheckerAction,
     ConnectionOptions,
     UpdateOptions,
     WeightUpdate,
+    folder_of,
     id_of,
+    label,
     seconds,
+    tags_of,
     this_process,
 )
 from .sessions import OpenSession
+from .why_waiting import explained, time_to_ask
 
 if TYPE_CHECKING:
     from ..tensors import NamedTensors, SharedBuckets, Steps, WeightUpdateGroup
@@ -127,7 +132,7 @@ class AsyncControlClient(LoopClient):
         """Load a checkpoint folder of the same architecture in place. The engine's process reads the path."""
         request = wire.UpdateWeightFromDiskReqInput(
             id=id_of(message_id),
-            model_path=os.fspath(model_path),
+            model_path=folder_of(model_path),
             load_format=load_format,
             **self._session.named(options),
         )
@@ -143,7 +148,7 @@ class AsyncControlClient(LoopClient):
     ) -> wire.WeightUpdateReqOutput:
         """Send weights over the socket.
 
-        ``named_tensors`` are pairs of checkpoint name and tensor. If they exceed ``bucket_bytes``, they are sent in several
+        ``named_tensors`` are checkpoint names and tensors, as pairs or as a dict (``model.state_dict()``). If they exceed ``bucket_bytes``, they are sent in several
         calls within one session: the open one of :meth:`weight_update`, else a new one. ``timeout`` limits each bucket.
         Needs torch.
         """
@@ -192,6 +197,11 @@ class AsyncControlClient(LoopClient):
 
         Other arguments are those of :meth:`update_weights_from_tensor`. Needs torch. :meth:`WeightUpdateGroup.update` does this for several engines.
         """
+        if not hasattr(group, "steps"):
+            raise InvalidRequest(
+                f"group = {shown(group)} must be a WeightUpdateGroup: WeightUpdateGroup.create([client]) makes one",
+                field="group",
+            )
         steps = group.steps(named_tensors, self._session.named(options), bucket_bytes=bucket_bytes)
         return await self._drive(steps, timeout)
 
@@ -260,28 +270,24 @@ class AsyncControlClient(LoopClient):
 
     async def release_memory(
         self,
-        tags: Sequence[wire.MemoryTag] | None = None,
+        tags: wire.MemoryTag | Sequence[wire.MemoryTag] | None = None,
         *,
         message_id: str | None = None,
         timeout: float | None = None,
     ) -> wire.ReleaseMemoryOccupationReqOutput:
-        """Release device memory by tag; None means all tags. The values of released weights are lost."""
-        request = wire.ReleaseMemoryOccupationReqInput(
-            id=id_of(message_id), tags=None if tags is None else list(tags)
-        )
+        """Release device memory by tag, one or several; None means all tags. The values of released weights are lost."""
+        request = wire.ReleaseMemoryOccupationReqInput(id=id_of(message_id), tags=tags_of(tags))
         return await self._call(request, wire.ReleaseMemoryOccupationReqOutput, timeout)
 
     async def resume_memory(
         self,
-        tags: Sequence[wire.MemoryTag] | None = None,
+        tags: wire.MemoryTag | Sequence[wire.MemoryTag] | None = None,
         *,
         message_id: str | None = None,
         timeout: float | None = None,
     ) -> wire.ResumeMemoryOccupationReqOutput:
         """Allocate the released memory of ``tags`` again, all of it or none. None means all tags."""
-        request = wire.ResumeMemoryOccupationReqInput(
-            id=id_of(message_id), tags=None if tags is None else list(tags)
-        )
+        request = wire.ResumeMemoryOccupationReqInput(id=id_of(message_id), tags=tags_of(tags))
         return await self._call(request, wire.ResumeMemoryOccupationReqOutput, timeout)
 
     async def begin_weight_update(
@@ -307,7 +313,7 @@ class AsyncControlClient(LoopClient):
         commit: bool = True,
         session_id: str | None = None,
         force: bool = False,
-        weight_version: str | None = None,
+        weight_version: str | int | None = None,
         message_id: str | None = None,
         timeout: float | None = None,
     ) -> wire.WeightUpdateReqOutput:
@@ -322,7 +328,7 @@ class AsyncControlClient(LoopClient):
             commit=commit,
             session_id=session_id if session_id is not None else self._session.id,
             force=force,
-            weight_version=weight_version,
+            weight_version=label(weight_version),
         )
         reply = await self._call(request, wire.WeightUpdateReqOutput, timeout)
         self._session.ended(self._session.id if force else request.session_id)
@@ -332,7 +338,7 @@ class AsyncControlClient(LoopClient):
     async def weight_update(
         self,
         *,
-        weight_version: str | None = None,
+        weight_version: str | int | None = None,
         manifest: list[wire.TensorSpec] | None = None,
         deadline_s: float | None = None,
         timeout: float | None = None,
@@ -474,6 +480,16 @@ class AsyncControlClient(LoopClient):
             self._session.failed(request, error)
             raise
         return reply
+
+    async def _explained(self, error: TimedOut) -> TimedOut:
+        """The timeout of a generation, with what the engine says that it waits for."""
+        patience = time_to_ask(error)
+        if patience <= 0:
+            return error
+        try:
+            return explained(error, await self.status(owner="", timeout=patience))
+        except wire.CaesuraError:  # it says nothing now, or is gone
+            return error
 
     def _shared_buckets(self) -> "SharedBuckets":
         from ..tensors import SharedBuckets

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Protocol
 
 from ...io_struct import AbortReqOutput
+from ..exceptions import TimedOut
 from .async_channel import Deltas, Result, next_delta, wait_for
 from .connection import Generation
 from .fork import Process
@@ -20,10 +21,16 @@ class Abort(Protocol):
     async def __call__(self, rid: str, *, timeout: float | None) -> AbortReqOutput: ...
 
 
+class Explained(Protocol):
+    """A client's way to find out what a generation that timed out waits for."""
+
+    async def __call__(self, error: TimedOut, /) -> TimedOut: ...
+
+
 class AsyncGenerationHandle:
     """One submitted prompt. ``async for`` yields the tokens as :class:`TokenDelta` (all at once unless it streams)."""
 
-    def __init__(self, abort: Abort, generation: Generation[Result, Deltas]) -> None:
+    def __init__(self, abort: Abort, explained: Explained, generation: Generation[Result, Deltas]) -> None:
         self.rid = generation.rid
         """Request id, for ``abort`` and ``fetch_result``."""
         self.message_id = generation.message_id
@@ -31,6 +38,7 @@ class AsyncGenerationHandle:
         self.n = generation.n
         """Number of samples."""
         self._abort = abort
+        self._explained = explained
         self._future = generation.waiter
         self._deltas = generation.deltas
         self._process = Process("generation")
@@ -52,12 +60,15 @@ class AsyncGenerationHandle:
         """The outputs of all samples, in order.
 
         Raises:
-            TimedOut: not all ended within ``timeout`` seconds; they continue.
+            TimedOut: not all ended within ``timeout`` seconds; they continue. The message says what the engine waits for.
             EngineError: the request was refused or failed; ``.output`` and ``.outputs`` have what was generated.
         """
         self._process.require()
         timeout = seconds("timeout", timeout)
-        outputs: list[GenerateOutput] = await wait_for(self._future, self.message_id, timeout)
+        try:
+            outputs: list[GenerateOutput] = await wait_for(self._future, self.message_id, timeout)
+        except TimedOut as error:
+            raise await self._explained(error) from None
         return outputs
 
     async def abort(self, timeout: float | None = None) -> AbortReqOutput:
@@ -75,10 +86,16 @@ class AsyncGenerationHandle:
             for output in await self.results(timeout):
                 yield output.as_delta()
             return
-        while (delta := await next_delta(self._deltas, self.message_id, timeout)) is not None:
+        while (delta := await self._next(self._deltas, timeout)) is not None:
             yield delta
         self._deltas.put_nowait(None)  # a second iteration ends at once instead of waiting forever
         await self.results()
+
+    async def _next(self, deltas: Deltas, timeout: float | None) -> TokenDelta | None:
+        try:
+            return await next_delta(deltas, self.message_id, timeout)
+        except TimedOut as error:
+            raise await self._explained(error) from None
 
     def __aiter__(self) -> AsyncIterator[TokenDelta]:
         return self.deltas()

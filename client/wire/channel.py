@@ -77,6 +77,7 @@ class ThreadChannel:
         endpoint: str,
         *,
         connect_timeout: float | None,
+        waits_for_engine: bool = True,
         keepalive_timeout: float | None,
         keys: ClientKeys | None = None,
     ) -> None:
@@ -93,6 +94,7 @@ class ThreadChannel:
         self._link = Link(
             endpoint,
             connect_timeout=connect_timeout,
+            waits_for_engine=waits_for_engine,
             keepalive_timeout=keepalive_timeout,
             pending=lambda: self._connection.pending > 0,
             keys=keys,

@@ -18,19 +18,24 @@ from typing import TYPE_CHECKING, Literal, Self, TypeVar, Unpack
 
 from ... import io_struct as wire
 from ...io_struct.control import LeaseAction
+from ...io_struct.field_errors import shown
 from ...io_struct.weights import DEFAULT_BUCKET_BYTES, DEFAULT_GROUP_NAME
-from ..exceptions import NoSession, is_answer
+from ..exceptions import InvalidRequest, NoSession, TimedOut, is_answer
 from .channel import Result, ThreadClient, wait_for
 from .options import (
     CheckerAction,
     ConnectionOptions,
     UpdateOptions,
     WeightUpdate,
+    folder_of,
     id_of,
+    label,
     seconds,
+    tags_of,
     this_process,
 )
 from .sessions import OpenSession
+from .why_waiting import explained, time_to_ask
 
 if TYPE_CHECKING:
     from ..tensors import NamedTensors, SharedBuckets, Steps, WeightUpdateGroup
@@ -128,7 +133,7 @@ class ControlClient(ThreadClient):
         """Load a checkpoint folder of the same architecture in place. The engine's process reads the path."""
         request = wire.UpdateWeightFromDiskReqInput(
             id=id_of(message_id),
-            model_path=os.fspath(model_path),
+            model_path=folder_of(model_path),
             load_format=load_format,
             **self._session.named(options),
         )
@@ -144,7 +149,7 @@ class ControlClient(ThreadClient):
     ) -> wire.WeightUpdateReqOutput:
         """Send weights over the socket.
 
-        ``named_tensors`` are pairs of checkpoint name and tensor. If they exceed ``bucket_bytes``, they are sent in several
+        ``named_tensors`` are checkpoint names and tensors, as pairs or as a dict (``model.state_dict()``). If they exceed ``bucket_bytes``, they are sent in several
         calls within one session: the open one of :meth:`weight_update`, else a new one. ``timeout`` limits each bucket.
         Needs torch.
         """
@@ -193,6 +198,11 @@ class ControlClient(ThreadClient):
 
         Other arguments are those of :meth:`update_weights_from_tensor`. Needs torch. :meth:`WeightUpdateGroup.update` does this for several engines.
         """
+        if not hasattr(group, "steps"):
+            raise InvalidRequest(
+                f"group = {shown(group)} must be a WeightUpdateGroup: WeightUpdateGroup.create([client]) makes one",
+                field="group",
+            )
         steps = group.steps(named_tensors, self._session.named(options), bucket_bytes=bucket_bytes)
         return self._drive(steps, timeout)
 
@@ -261,28 +271,24 @@ class ControlClient(ThreadClient):
 
     def release_memory(
         self,
-        tags: Sequence[wire.MemoryTag] | None = None,
+        tags: wire.MemoryTag | Sequence[wire.MemoryTag] | None = None,
         *,
         message_id: str | None = None,
         timeout: float | None = None,
     ) -> wire.ReleaseMemoryOccupationReqOutput:
-        """Release device memory by tag; None means all tags. The values of released weights are lost."""
-        request = wire.ReleaseMemoryOccupationReqInput(
-            id=id_of(message_id), tags=None if tags is None else list(tags)
-        )
+        """Release device memory by tag, one or several; None means all tags. The values of released weights are lost."""
+        request = wire.ReleaseMemoryOccupationReqInput(id=id_of(message_id), tags=tags_of(tags))
         return self._call(request, wire.ReleaseMemoryOccupationReqOutput, timeout)
 
     def resume_memory(
         self,
-        tags: Sequence[wire.MemoryTag] | None = None,
+        tags: wire.MemoryTag | Sequence[wire.MemoryTag] | None = None,
         *,
         message_id: str | None = None,
         timeout: float | None = None,
     ) -> wire.ResumeMemoryOccupationReqOutput:
         """Allocate the released memory of ``tags`` again, all of it or none. None means all tags."""
-        request = wire.ResumeMemoryOccupationReqInput(
-            id=id_of(message_id), tags=None if tags is None else list(tags)
-        )
+        request = wire.ResumeMemoryOccupationReqInput(id=id_of(message_id), tags=tags_of(tags))
         return self._call(request, wire.ResumeMemoryOccupationReqOutput, timeout)
 
     def begin_weight_update(
@@ -308,7 +314,7 @@ class ControlClient(ThreadClient):
         commit: bool = True,
         session_id: str | None = None,
         force: bool = False,
-        weight_version: str | None = None,
+        weight_version: str | int | None = None,
         message_id: str | None = None,
         timeout: float | None = None,
     ) -> wire.WeightUpdateReqOutput:
@@ -323,7 +329,7 @@ class ControlClient(ThreadClient):
             commit=commit,
             session_id=session_id if session_id is not None else self._session.id,
             force=force,
-            weight_version=weight_version,
+            weight_version=label(weight_version),
         )
         reply = self._call(request, wire.WeightUpdateReqOutput, timeout)
         self._session.ended(self._session.id if force else request.session_id)
@@ -333,7 +339,7 @@ class ControlClient(ThreadClient):
     def weight_update(
         self,
         *,
-        weight_version: str | None = None,
+        weight_version: str | int | None = None,
         manifest: list[wire.TensorSpec] | None = None,
         deadline_s: float | None = None,
         timeout: float | None = None,
@@ -475,6 +481,16 @@ class ControlClient(ThreadClient):
             self._session.failed(request, error)
             raise
         return reply
+
+    def _explained(self, error: TimedOut) -> TimedOut:
+        """The timeout of a generation, with what the engine says that it waits for."""
+        patience = time_to_ask(error)
+        if patience <= 0:
+            return error
+        try:
+            return explained(error, self.status(owner="", timeout=patience))
+        except wire.CaesuraError:  # it says nothing now, or is gone
+            return error
 
     def _shared_buckets(self) -> "SharedBuckets":
         from ..tensors import SharedBuckets

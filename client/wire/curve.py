@@ -77,6 +77,8 @@ def why_refused(event: int, value: int, keys: ClientKeys | None) -> str | None:
         if keys is None:
             return "it asks for keys: give curve_server_key and curve_client_key_file"
         return "it has no keys, and this client was told to use some"
+    if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
+        return "what listens there is no scheduler (an HTTP server?)"
     if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and keys is not None:
-        return "it broke the handshake off: curve_server_key is perhaps not the key of this engine"
+        return "it broke the handshake off: curve_server_key is perhaps not the key of this engine, or it has no keys"
     return None

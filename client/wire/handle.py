@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from ...io_struct import AbortReqOutput
+from ..exceptions import TimedOut
 from .channel import Deltas, Result, next_delta, wait_for
 from .connection import Generation
 from .fork import Process
@@ -21,10 +22,16 @@ class Abort(Protocol):
     def __call__(self, rid: str, *, timeout: float | None) -> AbortReqOutput: ...
 
 
+class Explained(Protocol):
+    """A client's way to find out what a generation that timed out waits for."""
+
+    def __call__(self, error: TimedOut, /) -> TimedOut: ...
+
+
 class GenerationHandle:
     """One submitted prompt. Iterating yields the tokens as :class:`TokenDelta` (all at once unless it streams)."""
 
-    def __init__(self, abort: Abort, generation: Generation[Result, Deltas]) -> None:
+    def __init__(self, abort: Abort, explained: Explained, generation: Generation[Result, Deltas]) -> None:
         self.rid = generation.rid
         """Request id, for ``abort`` and ``fetch_result``."""
         self.message_id = generation.message_id
@@ -32,6 +39,7 @@ class GenerationHandle:
         self.n = generation.n
         """Number of samples."""
         self._abort = abort
+        self._explained = explained
         self._future = generation.waiter
         self._deltas = generation.deltas
         self._process = Process("generation")
@@ -53,12 +61,15 @@ class GenerationHandle:
         """The outputs of all samples, in order.
 
         Raises:
-            TimedOut: not all ended within ``timeout`` seconds; they continue.
+            TimedOut: not all ended within ``timeout`` seconds; they continue. The message says what the engine waits for.
             EngineError: the request was refused or failed; ``.output`` and ``.outputs`` have what was generated.
         """
         self._process.require()
         timeout = seconds("timeout", timeout)
-        outputs: list[GenerateOutput] = wait_for(self._future, self.message_id, timeout)
+        try:
+            outputs: list[GenerateOutput] = wait_for(self._future, self.message_id, timeout)
+        except TimedOut as error:
+            raise self._explained(error) from None
         return outputs
 
     def abort(self, timeout: float | None = None) -> AbortReqOutput:
@@ -76,10 +87,16 @@ class GenerationHandle:
             for output in self.results(timeout):
                 yield output.as_delta()
             return
-        while (delta := next_delta(self._deltas, self.message_id, timeout)) is not None:
+        while (delta := self._next(self._deltas, timeout)) is not None:
             yield delta
         self._deltas.put_nowait(None)  # a second iteration ends at once instead of waiting forever
         self.results()
+
+    def _next(self, deltas: Deltas, timeout: float | None) -> TokenDelta | None:
+        try:
+            return next_delta(deltas, self.message_id, timeout)
+        except TimedOut as error:
+            raise self._explained(error) from None
 
     def __iter__(self) -> Iterator[TokenDelta]:
         return self.deltas()

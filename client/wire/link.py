@@ -22,12 +22,10 @@ from collections.abc import Callable, Sequence
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from ..exceptions import EngineDied, EngineError, InvalidRequest, VersionMismatch
+from ..exceptions import EngineDied, EngineError, VersionMismatch
 from .curve import HANDSHAKE_FAILURES, ClientKeys, configure, why_refused
+from .endpoints import check_endpoint, nobody_at
 from .hello import hello_frame, incarnation_in
-
-MAX_IPC_PATH = 107
-"""Longest ipc:// path, in bytes: the kernel's sun_path less its terminating zero."""
 
 EXIT_GRACE_S = 1.0
 """How long a closed connection and the exit of its process wait for each other, so that the error names both."""
@@ -72,7 +70,8 @@ Frames = Sequence[bytes | memoryview]
 class Link:
     """One DEALER socket and its monitor.
 
-    ``receive(frames)`` gets every message but the answer to the hello; ``lost(error, final)`` is told that the engine is
+    ``waits_for_engine``: a scheduler may begin to listen within ``connect_timeout``; else it must listen already, and a first try
+    that fails ends what waits. ``receive(frames)`` gets every message but the answer to the hello; ``lost(error, final)`` is told that the engine is
     gone, ``final`` when no reconnect can help; ``pending()`` says whether anything is unanswered; ``watch(socket)`` and
     ``unwatch(socket)`` keep the owner's poller right as sockets are replaced.
 
@@ -85,6 +84,7 @@ class Link:
         endpoint: str,
         *,
         connect_timeout: float | None,
+        waits_for_engine: bool = True,
         keepalive_timeout: float | None,
         pending: Callable[[], bool],
         keys: ClientKeys | None = None,
@@ -97,6 +97,7 @@ class Link:
         self.endpoint = endpoint
         self.incarnation: str | None = None
         self._connect_timeout = connect_timeout
+        self._waits_for_engine = waits_for_engine
         self._keepalive_timeout = keepalive_timeout
         self._pending = pending
         self._keys = keys
@@ -111,7 +112,9 @@ class Link:
         self._grace_until: float | None = None
         """After a loss or a vain wait: until when requests wait. None: connected since, or never tried to the end."""
         self._is_only_try = False
-        """What is held now was sent after that, and fails with the try that is under way."""
+        """What is held now fails with the try that is under way: nobody was to be waited for, or was in vain."""
+        self._was_refused = False
+        """The last try that ended found nobody; ``_was_cut_off``: somebody who broke it off."""
         self._was_silent = False
         """The engine went by a silence, and has not answered since."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -189,7 +192,7 @@ class Link:
         self._refusal: EngineError | None = None
         self._unheard: str | None = None
         """Why the handshake failed, where that can be told."""
-        self._try_failed = False
+        self._try_failed = self._was_cut_off = False
         self._tried_at = time.monotonic()
         self._dealer = self._context.socket(zmq.DEALER)
         self._dealer.linger = 0
@@ -259,12 +262,14 @@ class Link:
                     time.monotonic() if self._held else None
                 )  # another try would end the same way
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            self._connected = True
+            self._connected, self._was_refused = True, False
             self._retry_at = None
             if self._held and not self._was_silent:
                 self._patience = self._greeting_limit()
         elif not self._connected:
             self._try_failed = True
+            self._was_cut_off |= bool(event & HANDSHAKE_FAILURES)
+            self._was_refused = not self._was_cut_off
             if self._held and not self._is_only_try:
                 self._retry_at = self._tried_at + RETRY_S
         elif event == zmq.EVENT_DISCONNECTED:
@@ -283,7 +288,7 @@ class Link:
         elif self._exit_reason is not None and _is_due(self._settle_at, now):
             self._give_up(EngineDied(self._exit_reason))
         elif self._held and self._is_only_try and self._try_failed and self._retry_at is None:
-            self._give_up(EngineDied(f"no scheduler answers at {self.endpoint}"))
+            self._give_up(EngineDied(self._vain_wait()))
         elif _is_due(self._patience, now):
             self._was_silent = self._connected
             self._give_up(EngineDied(self._exit_reason or self._vain_wait()))
@@ -320,6 +325,7 @@ class Link:
             self._patience = self._greeting_limit()
         elif self._connect_timeout is not None:
             if self._grace_until is None:
+                self._is_only_try = not self._waits_for_engine
                 self._patience = now + self._connect_timeout
             elif now < self._grace_until:
                 self._patience = self._grace_until
@@ -339,9 +345,14 @@ class Link:
             return f"the scheduler at {self.endpoint} cannot be used: {self._unheard}"
         if self._connected:
             return f"the engine at {self.endpoint} accepted the connection and then said nothing"
-        if self._grace_until is not None:
-            return f"no scheduler answers at {self.endpoint} since the last one was lost"
-        return f"no scheduler answered at {self.endpoint} within {self._connect_timeout} s"
+        if self._was_refused:
+            return nobody_at(self.endpoint)
+        if self._was_cut_off:
+            return (
+                f"what listens at {self.endpoint} broke the connection off: it is no scheduler, one that asks for keys "
+                "(curve_server_key), or one that ends"
+            )
+        return f"no scheduler answered at {self.endpoint} within {self._connect_timeout} s; is what listens there a scheduler?"
 
     def _give_up(self, error: EngineError) -> None:
         """Everything that was sent or held is lost."""
@@ -370,18 +381,3 @@ def _is_readable(socket: "zmq.Socket[bytes]") -> bool:
 
 def _is_due(at: float | None, now: float) -> bool:
     return at is not None and now >= at
-
-
-def check_endpoint(endpoint: str) -> None:
-    """Refuse an address that ZeroMQ would take wrongly or not at all, by name."""
-    scheme, _, path = endpoint.partition("://")
-    if scheme not in ("ipc", "tcp") or not path:
-        raise InvalidRequest(
-            f"endpoint = {endpoint!r} must begin with ipc:// or tcp://", field="endpoint", value=endpoint
-        )
-    if scheme == "ipc" and len(os.fsencode(path)) > MAX_IPC_PATH:
-        raise InvalidRequest(
-            f"endpoint = {endpoint!r}: an ipc:// path has at most {MAX_IPC_PATH} bytes",
-            field="endpoint",
-            value=endpoint,
-        )

@@ -1,15 +1,17 @@
 """Types of the arguments and results that both clients share."""
 
+import operator
 import os
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Literal, TypedDict
 
 from ...io_struct import BeginWeightUpdateReqOutput, WeightUpdateReqOutput, new_id
 from ...io_struct.base import MAX_LABEL_LENGTH
+from ...io_struct.field_errors import nearest, one_of, shown
 from ..exceptions import InvalidRequest
 from .curve import ClientKeys, KeyOrFile
 
@@ -27,8 +29,9 @@ class ConnectionOptions(TypedDict, total=False):
     """Keywords of every client; all are optional."""
 
     connect_timeout: float | None
-    """Seconds that a call waits for a scheduler to listen; 10 by default, None means no limit. After a first timeout, and a second
-    after an engine was lost, calls fail as soon as one attempt to connect has."""
+    """Seconds that a call waits for a scheduler to listen; None means no limit. After a first timeout, and a second after an engine
+    was lost, calls fail as soon as one attempt to connect has. If it is left out, nobody is waited for: a call fails at once if no
+    scheduler listens, and after 10 s if connecting takes that long."""
     keepalive_timeout: float | None
     """An engine that sends nothing for this many seconds while calls are pending counts as hung: they fail with
     :class:`EngineDied`. 120 by default, None disables the check (docs/lifecycle.md, "Clients and lost engines")."""
@@ -43,6 +46,7 @@ class ChannelOptions(TypedDict):
     """:class:`ConnectionOptions`, checked, as a channel takes them."""
 
     connect_timeout: float | None
+    waits_for_engine: bool
     keepalive_timeout: float | None
     keys: ClientKeys | None
 
@@ -65,8 +69,8 @@ class GenerateOptions(TypedDict, total=False):
 class UpdateOptions(TypedDict, total=False):
     """Keywords of every weight update; all are optional."""
 
-    weight_version: str | None
-    """The new version label, set at commit. None, the default, means unchanged."""
+    weight_version: str | int | None
+    """The new version label, set at commit: text, or a number, which becomes text. None, the default, means unchanged."""
     flush_cache: bool
     """True, the default: running requests are retracted and the prefix cache is flushed. False: they are frozen in place."""
     torch_empty_cache: bool
@@ -94,16 +98,24 @@ def channel_options(given: ConnectionOptions) -> ChannelOptions:
         InvalidRequest: a time is not a number, or a key or its file cannot be used.
         TypeError: an unknown option.
     """
-    if unknown := given.keys() - ConnectionOptions.__annotations__.keys():
-        raise TypeError(f"unknown client option {', '.join(sorted(unknown))}")
+    _require_known("client", given, ConnectionOptions)
     keys = ClientKeys.read(given.get("curve_server_key"), given.get("curve_client_key_file"))
     connect = given.get("connect_timeout", DEFAULT_CONNECT_TIMEOUT_S)
     keepalive = given.get("keepalive_timeout", DEFAULT_KEEPALIVE_TIMEOUT_S)
     return ChannelOptions(
         connect_timeout=seconds("connect_timeout", connect),
+        waits_for_engine="connect_timeout" in given,
         keepalive_timeout=seconds("keepalive_timeout", keepalive),
         keys=keys,
     )
+
+
+def _require_known(kind: str, given: Mapping[str, Any], options: type) -> None:
+    known = sorted(options.__annotations__)
+    if unknown := sorted(given.keys() - set(known)):
+        near = nearest(unknown[0], known)
+        hint = "" if near is None else f" (did you mean {near}?)"
+        raise TypeError(f"unknown {kind} option {unknown[0]}{hint}; options are {one_of(known)}")
 
 
 def seconds(name: str, value: Any) -> float | None:
@@ -126,6 +138,51 @@ def this_process() -> str:
     """This process, for the log of an engine."""
     program = os.path.basename(sys.argv[0] if sys.argv else "") or "python"
     return f"{program}, pid {os.getpid()} on {socket.gethostname()}"[:MAX_LABEL_LENGTH]
+
+
+def label(weight_version: Any) -> str | None:
+    """A version label as the wire has it: a trainer's step counter is as good as its text.
+
+    Raises:
+        InvalidRequest: neither text nor an integer.
+    """
+    if weight_version is None or isinstance(weight_version, str):
+        return weight_version
+    if hasattr(weight_version, "__index__") and not isinstance(weight_version, bool):
+        return str(operator.index(weight_version))
+    raise InvalidRequest(
+        f"weight_version = {shown(weight_version)} must be a string or an integer", field="weight_version"
+    )
+
+
+def update_fields(options: Mapping[str, Any]) -> dict[str, Any]:
+    """:class:`UpdateOptions` as fields of a message.
+
+    Raises:
+        InvalidRequest: a label that is none.
+        TypeError: an option that there is not.
+    """
+    _require_known("update", options, UpdateOptions)
+    return {**options, "weight_version": label(options.get("weight_version"))}
+
+
+def folder_of(model_path: Any) -> str:
+    """The path of a checkpoint folder as text.
+
+    Raises:
+        InvalidRequest: it is no path.
+    """
+    try:
+        return os.fsdecode(model_path)
+    except TypeError:
+        raise InvalidRequest(
+            f"model_path = {shown(model_path)} must be a path", field="model_path", value=str(model_path)
+        ) from None
+
+
+def tags_of(tags: Any) -> Any:
+    """Memory tags as the wire has them: one alone may stand for a list of it; what is none the engine refuses."""
+    return [tags] if isinstance(tags, str) else tags if tags is None else list(tags)
 
 
 def id_of(message_id: str | None) -> str:

@@ -2,19 +2,41 @@
 
 Invariants: one request per prompt, in order; ids of a list are derived from the caller's (``name-0``, ``name-1``, …), so
 that repeating the call with the same ``message_id`` repeats the same messages. Values are checked by the engine, not
-twice: only what decides between one prompt and many is looked at here.
+twice: only what the wire cannot carry, and what decides between one prompt and many, is looked at here. Arrays and tensors
+are whatever has a ``tolist``: no library is imported for them.
 """
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import msgspec
+
 from ...io_struct import GenerateReqInput, SamplingParams
+from ...io_struct.field_errors import field_error, nearest, one_of, shown
 from ..exceptions import InvalidRequest, TimedOut
 from .options import GenerateOptions, id_of
 
 _OPTIONS = frozenset(GenerateOptions.__annotations__)
+_SAMPLING: dict[type, str] = {SamplingParams: "a SamplingParams", Mapping: "a dict"}
+_TOKENIZES = "tokenize it first, or send text to `caesura serve` (/generate), which tokenizes"
+
+
+class Array(Protocol):
+    """A tensor or an array: torch's, numpy's, or any other that can become a list."""
+
+    def tolist(self) -> Any:
+        """Nested lists of plain numbers, or one number."""
+        ...
+
+
+Ids = Sequence[int] | Array
+"""One prompt."""
+Prompts = Ids | Sequence[Ids]
+"""One prompt or several; an array of two dimensions is several."""
+Sampling = SamplingParams | Mapping[str, Any]
+"""Sampling parameters of one prompt; a mapping has their fields, and None in it means left out, except in ``max_new_tokens``."""
 
 
 class Finished(Protocol):
@@ -60,8 +82,8 @@ def timed_out(message_id: str, timeout: float | None) -> TimedOut:
 
 
 def plan(
-    input_ids: Sequence[int] | Sequence[Sequence[int]],
-    sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+    input_ids: Prompts,
+    sampling_params: Sampling | Sequence[Sampling] | None,
     options: GenerateOptions,
     *,
     rid: str | Sequence[str] | None,
@@ -70,25 +92,24 @@ def plan(
     """Lay out one ``generate`` call.
 
     Raises:
-        InvalidRequest: token ids that are not integers, or lists of different lengths.
+        InvalidRequest: prompts that are not token ids, sampling parameters that there are not, or lists of different lengths.
         TypeError: an option that there is not.
     """
     fields = _fields(options)
-    single = is_single(input_ids)
-    prompts: list[Any] = [input_ids] if single else list(input_ids)
-    params = _per_prompt("sampling_params", sampling_params, SamplingParams, len(prompts))
+    prompts, single = sequences(input_ids)
+    params = _per_prompt("sampling_params", sampling_params, _SAMPLING, len(prompts))
     base = id_of(message_id)
     names = range(len(prompts))
     ids = [base] if single else [f"{base}-{i}" for i in names]
     if isinstance(rid, str) and not single:
         rid = [f"{rid}-{i}" for i in names]
-    rids = _per_prompt("rid", rid, str, len(prompts))
+    rids = _per_prompt("rid", rid, {str: "a string"}, len(prompts))
     requests = [
         GenerateReqInput(
             id=ids[position],
             rid=rids[position],
             input_ids=token_ids(prompt),
-            sampling_params=params[position] or SamplingParams(),
+            sampling_params=sampling(params[position]),
             **fields,
         )
         for position, prompt in enumerate(prompts)
@@ -97,8 +118,8 @@ def plan(
 
 
 def one_request(
-    input_ids: Sequence[int],
-    sampling_params: SamplingParams | None,
+    input_ids: Ids,
+    sampling_params: Sampling | None,
     options: GenerateOptions,
     *,
     rid: str | None,
@@ -106,48 +127,129 @@ def one_request(
     stream: bool,
 ) -> GenerateReqInput:
     """The request of one ``submit``; raises as :func:`plan`."""
+    fields = _fields(options)
+    prompts, single = sequences(input_ids)
+    if not single:
+        raise InvalidRequest(
+            f"submit takes one prompt, not a list of {len(prompts)}: generate takes several",
+            field="input_ids",
+        )
     return GenerateReqInput(
         id=id_of(message_id),
         rid=rid,
-        input_ids=token_ids(input_ids),
-        sampling_params=sampling_params or SamplingParams(),
+        input_ids=token_ids(prompts[0]),
+        sampling_params=sampling(sampling_params),
         stream=stream,
-        **_fields(options),
+        **fields,
     )
 
 
-def token_ids(prompt: Sequence[int], field: str = "input_ids") -> list[int]:
-    """``field`` of a request as plain integers; numpy's integers are taken too, booleans are not."""
+def sampling(given: Any) -> SamplingParams:
+    """Sampling parameters as the wire has them; None means the defaults.
+
+    Raises:
+        InvalidRequest: neither a :class:`SamplingParams` nor a dict, or a dict with a key or a value that there is not.
+    """
+    if isinstance(given, SamplingParams):
+        return given
+    if given is None:
+        return SamplingParams()
+    if not isinstance(given, Mapping):
+        raise InvalidRequest(
+            f"sampling_params = {shown(given)} must be {one_of(list(_SAMPLING.values()))}",
+            field="sampling_params",
+        )
+    fields = {name: value for name, value in given.items() if value is not None or name == "max_new_tokens"}
+    try:
+        return msgspec.convert(fields, SamplingParams)
+    except msgspec.ValidationError as error:
+        field, sentence = field_error(error, SamplingParams, fields, prefix="sampling_params")
+        raise InvalidRequest(sentence, field=field) from error
+
+
+def token_ids(prompt: Any, field: str = "input_ids") -> list[int]:
+    """``field`` of a request as plain integers; arrays and numpy's integers are taken too, booleans are not."""
+    prompt = _plain(prompt)
     try:
         ids = list(map(operator.index, prompt))
     except TypeError as error:
-        raise InvalidRequest(f"{field} must be integers: {error}", field=field) from error
+        raise InvalidRequest(_no_ids(prompt, field), field=field) from error
     if bool in set(map(type, prompt)):
         raise InvalidRequest(f"{field} must be integers, not bool", field=field)
     return ids
 
 
-def is_single(input_ids: Sequence[int] | Sequence[Sequence[int]]) -> bool:
+def sequences(input_ids: Any) -> tuple[list[Any], bool]:
+    """The prompts, and whether the caller passed one rather than several.
+
+    Raises:
+        InvalidRequest: these are no token ids.
+    """
+    input_ids = _plain(input_ids)
+    if not isinstance(input_ids, Sequence) or isinstance(input_ids, (str, bytes)):
+        raise InvalidRequest(_no_ids(input_ids, "input_ids"), field="input_ids")
+    return ([input_ids], True) if is_single(input_ids) else (list(input_ids), False)
+
+
+def is_single(input_ids: Sequence[Any]) -> bool:
     """Whether these are the ids of one sequence, rather than several sequences."""
     if len(input_ids) == 0:
         return True  # an empty prompt, which the engine refuses
-    first = input_ids[0]
+    first = _plain(input_ids[0])
     if isinstance(first, (str, float)):
-        raise InvalidRequest(f"input_ids must be integers, not {type(first).__name__}", field="input_ids")
+        raise InvalidRequest(_no_ids(input_ids, "input_ids"), field="input_ids")
     return not hasattr(first, "__len__")
 
 
+def _plain(given: Any) -> Any:
+    """Arrays and tensors as lists, everything else as it is."""
+    return given.tolist() if hasattr(given, "tolist") else given
+
+
+def _no_ids(given: Any, field: str) -> str:
+    """Why ``given`` is no list of token ids."""
+    if isinstance(given, str):
+        return f"{field} = {shown(given)} is text, and the scheduler takes token ids: {_TOKENIZES}"
+    if isinstance(given, Mapping):
+        inside = f": pass its [{field!r}]" if field in given else ""
+        return f"{field} must be a list of token ids, not a {type(given).__name__}{inside}"
+    if not isinstance(given, Sequence):
+        return f"{field} = {shown(given)} must be a list of token ids"
+    for position, each in enumerate(given):
+        if isinstance(each, str):
+            return f"{field}[{position}] = {shown(each)} is text, and the scheduler takes token ids: {_TOKENIZES}"
+        if not hasattr(each, "__index__"):
+            return f"{field}[{position}] = {shown(each)} must be an integer"
+    return f"{field} must be a list of integers"
+
+
 def _fields(options: GenerateOptions) -> dict[str, Any]:
-    if not _OPTIONS.issuperset(options):
-        raise TypeError(f"unknown generation option {', '.join(sorted(options.keys() - _OPTIONS))}")
+    unknown = sorted(options.keys() - _OPTIONS)
+    if unknown:
+        raise TypeError(f"unknown generation option {_unknown_option(unknown[0])}")
     if (wanted := options.get("token_ids_logprob")) is not None:
         return {**options, "token_ids_logprob": token_ids(wanted, "token_ids_logprob")}
     return {**options}
 
 
-def _per_prompt(field: str, value: Any, kind: type, count: int) -> list[Any]:
-    if value is None or isinstance(value, kind):
+def _unknown_option(name: str) -> str:
+    known, of_sampling = sorted(_OPTIONS), SamplingParams.__struct_fields__
+    if name in of_sampling:
+        return f"{name}: it is a field of sampling_params"
+    near = nearest(name, known) or nearest(name, of_sampling)
+    place = ", a field of sampling_params" if near in of_sampling else ""
+    hint = "" if near is None else f" (did you mean {near}{place}?)"
+    return f"{name}{hint}; options are {one_of(known)}"
+
+
+def _per_prompt(field: str, value: Any, kinds: dict[type, str], count: int) -> list[Any]:
+    if value is None or isinstance(value, tuple(kinds)):
         return [value] * count
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        wanted = one_of(list(kinds.values()))
+        raise InvalidRequest(
+            f"{field} = {shown(value)} must be {wanted}, or a list of one for each prompt", field=field
+        )
     values = list(value)
     if len(values) != count:
         raise InvalidRequest(f"{len(values)} {field} for {count} prompts", field=field, value=len(values))

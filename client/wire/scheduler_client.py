@@ -14,7 +14,6 @@ from ...io_struct import (
     AbortReqOutput,
     FetchResultReqInput,
     FetchResultReqOutput,
-    SamplingParams,
     ScoreReqOutput,
 )
 from ..exceptions import EngineError, TimedOut
@@ -23,7 +22,7 @@ from .connection import Generation
 from .control_client import ControlClient
 from .handle import GenerationHandle
 from .options import GenerateOptions, id_of, seconds
-from .prompts import Plan, one_request, plan
+from .prompts import Ids, Plan, Prompts, Sampling, one_request, plan
 from .results import GenerateOutput, decode_output
 from .scoring import Scores
 
@@ -34,8 +33,8 @@ class SchedulerClient(ControlClient):
     @overload
     def generate(
         self,
-        input_ids: Sequence[Sequence[int]],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = ...,
+        input_ids: Sequence[Ids],
+        sampling_params: Sampling | Sequence[Sampling] | None = ...,
         *,
         rid: str | Sequence[str] | None = ...,
         message_id: str | None = ...,
@@ -46,19 +45,19 @@ class SchedulerClient(ControlClient):
     @overload
     def generate(
         self,
-        input_ids: Sequence[int],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = ...,
+        input_ids: Ids,
+        sampling_params: Sampling | Sequence[Sampling] | None = ...,
         *,
         rid: str | Sequence[str] | None = ...,
         message_id: str | None = ...,
         timeout: float | None = ...,
         **options: Unpack[GenerateOptions],
-    ) -> GenerateOutput | Any: ...  # a list when n > 1, which no type says
+    ) -> GenerateOutput | Any: ...  # a list when n > 1, or of an array of two dimensions, which no type says
 
     def generate(
         self,
-        input_ids: Sequence[int] | Sequence[Sequence[int]],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        input_ids: Prompts,
+        sampling_params: Sampling | Sequence[Sampling] | None = None,
         *,
         rid: str | Sequence[str] | None = None,
         message_id: str | None = None,
@@ -69,8 +68,10 @@ class SchedulerClient(ControlClient):
         outputs in the order of the prompts, with the ``n`` samples of each prompt together.
 
         Args:
-            input_ids: [tokens], or a list of such prompts; numpy integers are accepted. The options below apply to each prompt.
-            sampling_params: one value for all prompts, or one per prompt. None means the defaults.
+            input_ids: [tokens], or a list of such prompts. Tensors and arrays are accepted: one dimension is a prompt, two are several
+                of equal length. The options below apply to each prompt.
+            sampling_params: one value for all prompts, or one per prompt: a :class:`SamplingParams`, or a dict of its fields. None
+                means the defaults.
             return_logprob: return the logprob of each output token: log-softmax over the full vocabulary after temperature.
             return_raw_logprob: the same under the unmodified logits, at temperature 1.
             return_sampled_logprob: the same under the sampling distribution, after top-k, top-p and min-p.
@@ -87,17 +88,22 @@ class SchedulerClient(ControlClient):
             timeout: seconds for the whole call. None means until the engine answers or dies.
 
         Raises:
-            TimedOut: not all generations ended within ``timeout``; they continue.
+            TimedOut: not all generations ended within ``timeout``; they continue. The message says if the engine is paused, by whom
+                and since when, or what else it waits for.
+            InvalidRequest: a prompt is text or no token ids, or a sampling parameter is unknown.
             EngineError: of the first prompt that was refused or failed; the others of this call are aborted.
         """
         timeout = seconds("timeout", timeout)
         work = plan(input_ids, sampling_params, options, rid=rid, message_id=message_id)
-        return self._generate(work, timeout)
+        try:
+            return self._generate(work, timeout)
+        except TimedOut as error:
+            raise self._explained(error) from None
 
     def submit(
         self,
-        input_ids: Sequence[int],
-        sampling_params: SamplingParams | None = None,
+        input_ids: Ids,
+        sampling_params: Sampling | None = None,
         *,
         stream: bool = False,
         rid: str | None = None,
@@ -114,17 +120,17 @@ class SchedulerClient(ControlClient):
         The other arguments are those of :meth:`generate`, for one prompt.
 
         Raises:
-            InvalidRequest: token ids that are not integers.
+            InvalidRequest: as :meth:`generate`, or more than one prompt.
         """
         request = one_request(
             input_ids, sampling_params, options, rid=rid, message_id=message_id, stream=stream
         )
-        return GenerationHandle(self.abort, self._channel.start_generation(request))
+        return GenerationHandle(self.abort, self._explained, self._channel.start_generation(request))
 
     @overload
     def score(
         self,
-        input_ids: Sequence[Sequence[int]],
+        input_ids: Sequence[Ids],
         *,
         start: int | Sequence[int],
         temperature: float = ...,
@@ -135,7 +141,7 @@ class SchedulerClient(ControlClient):
     @overload
     def score(
         self,
-        input_ids: Sequence[int],
+        input_ids: Ids,
         *,
         start: int,
         temperature: float = ...,
@@ -145,7 +151,7 @@ class SchedulerClient(ControlClient):
 
     def score(
         self,
-        input_ids: Sequence[int] | Sequence[Sequence[int]],
+        input_ids: Prompts,
         *,
         start: int | Sequence[int],
         temperature: float = 1.0,

@@ -10,7 +10,7 @@ from typing import Any
 from ...io_struct import ScoreReqInput, ScoreReqOutput
 from ..exceptions import InternalError, InvalidRequest
 from .options import id_of
-from .prompts import is_single, token_ids
+from .prompts import Prompts, sequences, token_ids
 from .results import read_floats
 
 
@@ -19,7 +19,7 @@ class Scores:
 
     def __init__(
         self,
-        input_ids: Sequence[int] | Sequence[Sequence[int]],
+        input_ids: Prompts,
         start: int | Sequence[int],
         temperature: float,
         message_id: str | None,
@@ -29,10 +29,9 @@ class Scores:
         Raises:
             InvalidRequest: ids or starts are no integers, or not one start for each sequence.
         """
-        self._single = is_single(input_ids)
-        sequences: Any = [input_ids] if self._single else input_ids
-        ids = [token_ids(sequence) for sequence in sequences]
-        starts = [start] * len(ids) if isinstance(start, int) else token_ids(start)
+        each, self._single = sequences(input_ids)
+        ids = [token_ids(sequence) for sequence in each]
+        starts = [start] * len(ids) if isinstance(start, int) else token_ids(start, "start")
         if len(starts) != len(ids):
             raise InvalidRequest(
                 f"{len(starts)} start for {len(ids)} sequences", field="start", value=len(starts)

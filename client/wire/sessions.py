@@ -10,6 +10,7 @@ from typing import Any
 
 from ...io_struct import EndWeightUpdateReqInput, Request, WeightUpdateOptions
 from ..exceptions import DeadlineExceeded, EngineDied, NoSession, NotIdle, NotOwner, WeightMismatch, is_answer
+from .options import update_fields
 
 _STILL_OPEN = (WeightMismatch, NotIdle, NotOwner)
 """Refusals of an ``end`` that leave its session open."""
@@ -23,8 +24,12 @@ class OpenSession:
         """None: no session of this client is open."""
 
     def named(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """``options`` of an update, with this session where they name none."""
-        return {"session_id": self.id, **options}
+        """``options`` of an update as the wire has them, with this session where they name none.
+
+        Raises:
+            InvalidRequest: a label that is none.
+        """
+        return update_fields({"session_id": self.id, **options})
 
     def ended(self, session_id: str | None) -> None:
         """The session of that id is no more."""

@@ -68,7 +68,8 @@ def admit(
     _check_ids("sampling_params.logit_bias", list(params.logit_bias or ()), limits.vocab_size)
     prompt_len = len(message.input_ids)
     if prompt_len == 0:
-        raise CaesuraError(ErrorCode.INVALID_REQUEST, "input_ids is empty", field="input_ids", value=[])
+        said = "input_ids is empty: a prompt has at least one token id"
+        raise CaesuraError(ErrorCode.INVALID_REQUEST, said, field="input_ids", value=[])
     _check_routing(message, limits)
     if waiting + params.n > limits.max_waiting:
         raise CaesuraError(

@@ -44,7 +44,7 @@ def load_reference(config: EngineConfig, residency: ComponentResidencyManager) -
     residency.register(PAGES.name, _STRATEGIES[config.reference_residency][1], tag="weights")
     residency.begin_request("load_reference", warm_up=True)
     with residency.component(WEIGHTS.name):
-        loaded = load_model(replace(config, model_path=config.reference_model_path))
+        loaded = load_model(replace(config, model_path=config.reference_model_path, context_len=None))
     residency.divide(WEIGHTS.name, _layers(loaded.model))
     if config.deterministic:
         require_deterministic(loaded)

@@ -8,6 +8,7 @@ Invariants:
 - Two equal :class:`ModelConfig` values mean the same forward pass over equal weights.
 """
 
+import os
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 
 from ...io_struct import CaesuraError, ErrorCode
 from ..dtypes import by_torch_name
-from ..files import checkpoint_error, read_small
+from ..files import checkpoint_error, read_small, require_folder
 from ..layers.parameters import Fp8Blocks
 from ..layers.rotary import RopeParameters
 from .config_mla import (
@@ -87,10 +88,21 @@ def load_model_config(path: str | Path) -> ModelConfig:
             it asks for something that the forward does not do.
     """
     folder = Path(path)
+    require_folder(folder)
+    if os.access(folder, os.R_OK | os.X_OK) and not os.path.lexists(folder / "config.json"):
+        raise checkpoint_error(folder, f"has no config.json{_elsewhere(folder)}")
     config = _read_json(folder / "config.json")
     generation_path = folder / "generation_config.json"
     generation = _read_json(generation_path) if generation_path.exists() else {}
     return parse_model_config(config, generation, source=str(folder / "config.json"))
+
+
+def _elsewhere(folder: Path) -> str:
+    """Where a folder without config.json may have one: that of a Hugging Face cache has a folder for each revision."""
+    found = next(
+        iter(sorted(folder.glob("snapshots/*/config.json")) or sorted(folder.glob("*/config.json"))), None
+    )
+    return "" if found is None else f"; {found.parent} has one"
 
 
 def parse_model_config(

@@ -120,7 +120,9 @@ def _locked_path(endpoint: str) -> int:
         # The lock file is neither truncated nor removed: it may be a foreign file, and the lock belongs to its inode.
         lock = os.open(path + ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        raise _bad_endpoint(endpoint, f"cannot create its lock file: {error.strerror}") from error
+        folder = os.path.dirname(path)
+        missing = "" if os.path.isdir(folder) else f"; {folder} is not a folder"
+        raise _bad_endpoint(endpoint, f"cannot create its lock file: {error.strerror}{missing}") from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         _refuse_other_files(endpoint, path)

@@ -18,10 +18,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ...io_struct import CaesuraError, ErrorCode, TensorSpec
+from ...io_struct import TensorSpec
 from ..dtypes import DTYPES, NAMES
 from ..layers.parameters import WeightSlot
 from ..models.base import CausalLM
+from .misfits import Misfits
 
 
 class NamedSpec(Protocol):
@@ -76,26 +77,6 @@ class LoadCounts:
         """Add ``other`` to these, field by field."""
         for counter in fields(self):
             setattr(self, counter.name, getattr(self, counter.name) + getattr(other, counter.name))
-
-
-@dataclass(slots=True)
-class _Problems:
-    missing: list[str] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)
-    mismatched: list[dict[str, Any]] = field(default_factory=list)
-
-    def raise_if_any(self) -> None:
-        if not (self.missing or self.unexpected or self.mismatched):
-            return
-        kinds = ("missing", self.missing), ("unexpected", self.unexpected), ("mismatched", self.mismatched)
-        summary = ", ".join(f"{len(found)} {kind}" for kind, found in kinds if found)
-        raise CaesuraError(
-            ErrorCode.WEIGHT_MISMATCH,
-            f"these tensors do not fit the model: {summary}",
-            missing=self.missing,
-            unexpected=self.unexpected,
-            mismatched=self.mismatched,
-        )
 
 
 @dataclass(slots=True)
@@ -166,7 +147,7 @@ class WeightLoader:
             CaesuraError: WEIGHT_MISMATCH with ``missing`` and ``unexpected`` names and ``mismatched`` entries
                 ``{name, expected_shape, got_shape}``, ``{name, expected_dtype, got_dtype}`` or ``{name, reason}``.
         """
-        problems = _Problems()
+        problems = Misfits(self._slots)
         seen: set[str] = set()
         filled: dict[str, str] = {}
         for spec in specs:
@@ -174,7 +155,7 @@ class WeightLoader:
             if slot is None and self._is_skipped(spec.name):
                 continue
             if slot is None:
-                problems.unexpected.append(spec.name)
+                problems.add_unexpected(spec.name, spec.shape)
             else:
                 dtype = DTYPES.get(spec.dtype)
                 problems.mismatched += _mismatches(slot, tuple(spec.shape), dtype, spec.dtype)
@@ -188,7 +169,7 @@ class WeightLoader:
         ]
         if complete:
             problems.missing = self.missing(seen | filled.keys())
-        problems.raise_if_any()
+        problems.raise_if_any(given=seen)
 
     def check_rows(self, specs: Iterable[TensorSpec], whole: bool) -> None:
         """Compare the rows that will come with those that are due; nothing is written. :meth:`check` has seen ``specs``.
@@ -199,7 +180,7 @@ class WeightLoader:
         Raises:
             CaesuraError: WEIGHT_MISMATCH, as :meth:`write` and :meth:`require_whole` would later.
         """
-        problems, account = _Problems(), self._account.copy()
+        problems, account = Misfits(self._slots), self._account.copy()
         for spec in specs:
             slot = self._slots.get(spec.name)
             if slot is None:
@@ -241,7 +222,7 @@ class WeightLoader:
         slot = self._slot_for(piece)
         due = self._account.due_row(piece.name, piece.start_row)
         if piece.start_row != due:
-            _Problems(mismatched=[_out_of_order(piece.name, piece.start_row, due)]).raise_if_any()
+            Misfits(self._slots, mismatched=[_out_of_order(piece.name, piece.start_row, due)]).raise_if_any()
         changed = self._changed if due else False
         rows_done = piece.start_row + (piece.rows.shape[0] if piece.shape else 1)
         is_whole = self._account.take(piece.name, rows_done, _rows(piece.shape))
@@ -265,7 +246,7 @@ class WeightLoader:
         Raises:
             CaesuraError: WEIGHT_MISMATCH with the names that must still come.
         """
-        _Problems(missing=sorted(self._account.due)).raise_if_any()
+        Misfits(self._slots, missing=sorted(self._account.due)).raise_if_any()
 
     @property
     def is_whole(self) -> bool:
@@ -283,7 +264,7 @@ class WeightLoader:
 
     def _slot_for(self, piece: WeightPiece) -> WeightSlot:
         if piece.name not in self._slots:
-            _Problems(unexpected=[piece.name]).raise_if_any()
+            Misfits(self._slots, unexpected=[piece.name]).raise_if_any()
         slot, rows = self._slots[piece.name], piece.rows
         if rows.shape == piece.shape == slot.shape and not piece.start_row and slot.accepts(rows.dtype):
             return slot  # whole, as nearly all are
@@ -296,7 +277,7 @@ class WeightLoader:
         if not fits:
             reason = f"rows {list(rows.shape)} at row {piece.start_row} do not fit"
             problems.append({"name": piece.name, "reason": reason})
-        _Problems(mismatched=problems).raise_if_any()
+        Misfits(self._slots, mismatched=problems).raise_if_any()
         return slot
 
 

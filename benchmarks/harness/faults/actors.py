@@ -38,6 +38,8 @@ Transport = Literal["disk", "tensor", "ipc", "distributed"]
 T = TypeVar("T")
 
 GROUP_TIMEOUT_S = 5.0
+CONNECT_S = 10.0
+"""How long a client that begins while the engine restarts waits for it."""
 BUCKET_BYTES = 128 << 10
 CLONE_NEWNS, MS_REC, MS_PRIVATE = 0x20000, 0x4000, 0x40000
 
@@ -117,7 +119,7 @@ def _again(errand: Errand, call: Callable[[str], T]) -> T:
 
 
 def _update(errand: Errand, pipe: Connection) -> dict[str, Any]:
-    client = SchedulerClient(errand.endpoint, owner=f"trainer {os.getpid()}")
+    client = SchedulerClient(errand.endpoint, owner=f"trainer {os.getpid()}", connect_timeout=CONNECT_S)
     with _group(errand, client) as group:
         _pause(errand, client, pipe)
         with _session(errand, client):
@@ -182,7 +184,7 @@ def _continue(errand: Errand, client: SchedulerClient, pipe: Connection) -> None
 
 
 def _only_pause(errand: Errand, pipe: Connection) -> dict[str, Any]:
-    client = SchedulerClient(errand.endpoint, owner=f"trainer {os.getpid()}")
+    client = SchedulerClient(errand.endpoint, owner=f"trainer {os.getpid()}", connect_timeout=CONNECT_S)
     _pause(errand, client, pipe)
     _tell(pipe, "at", "paused")
     time.sleep(errand.hold_s)
@@ -193,7 +195,7 @@ def _only_pause(errand: Errand, pipe: Connection) -> dict[str, Any]:
 
 def _release(errand: Errand, pipe: Connection) -> dict[str, Any]:
     """Everything goes and comes back, and then new weights."""
-    client = SchedulerClient(errand.endpoint, owner=f"trainer {os.getpid()}")
+    client = SchedulerClient(errand.endpoint, owner=f"trainer {os.getpid()}", connect_timeout=CONNECT_S)
     folder, patience = errand.folder, errand.timeout_s
     assert folder is not None
     _pause(errand, client, pipe)
@@ -216,7 +218,7 @@ def _release(errand: Errand, pipe: Connection) -> dict[str, Any]:
 
 
 def _stream(errand: Errand, pipe: Connection) -> dict[str, Any]:
-    client = SchedulerClient(errand.endpoint)
+    client = SchedulerClient(errand.endpoint, connect_timeout=CONNECT_S)
     params = SamplingParams(
         max_new_tokens=errand.new_tokens, temperature=0.0, ignore_eos=True, n=errand.samples
     )

@@ -18,7 +18,7 @@ from msgspec import UNSET, UnsetType
 from ....io_struct.base import Identifier
 from ....io_struct.generate import MAX_SAMPLES, MAX_TOP_LOGPROBS, TokenId
 from ...exceptions import InvalidRequest
-from ..bodies import INLINE, decode_large
+from ..bodies import INLINE, UNREADABLE, decode_large, unreadable
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 TopCount = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOP_LOGPROBS)]
@@ -218,20 +218,24 @@ _REFUSED_OF: dict[type[CommonRequest], tuple[str, ...]] = {
 def decode_completion(body: bytes, max_batch: int = 4096) -> CompletionRequest:
     """Raises :class:`InvalidRequest` for what is malformed or refused by name, and for more prompts than ``max_batch``."""
     if len(body) <= INLINE:
-        return _decode(_COMPLETION.decode, body)
-    return _decode(lambda raw: decode_large(raw, _COMPLETION, {"prompt": b"[]"}, max_batch), body)
+        return _decode(_COMPLETION.decode, body, CompletionRequest)
+    return _decode(
+        lambda raw: decode_large(raw, _COMPLETION, {"prompt": b"[]"}, max_batch), body, CompletionRequest
+    )
 
 
 def decode_chat(body: bytes) -> ChatRequest:
     """Raises :class:`InvalidRequest` for what is malformed or refused by name."""
-    return _decode(_CHAT.decode, body)
+    return _decode(_CHAT.decode, body, ChatRequest)
 
 
-def _decode(decode: Callable[[bytes], RequestT], body: bytes) -> RequestT:
+def _decode(decode: Callable[[bytes], RequestT], body: bytes, kind: type[RequestT]) -> RequestT:
     try:
         request = decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidRequest(f"the body: {error}", field=_field_of(str(error))) from error
+    except UNREADABLE as error:
+        wrong = unreadable(error, body, kind)
+        field = re.split(r"[.\[]", wrong.field, maxsplit=1)[0] or None  # OpenAI's param is the top level's
+        raise InvalidRequest(wrong.sentence, field=field) from error
     for name in _REFUSED_OF[type(request)]:
         value = getattr(request, name)
         if value not in NOTHING:
@@ -248,12 +252,6 @@ def _check_text_only(request: CommonRequest) -> None:
         )
     if request.modalities and request.modalities != ["text"]:
         raise InvalidRequest("modalities is not supported: output is text only", field="modalities")
-
-
-def _field_of(message: str) -> str | None:
-    """The top-level field that msgspec's error message points at."""
-    _, found, path = message.rpartition("`$.")
-    return re.split(r"[^a-z_]", path, maxsplit=1)[0] if found else None
 
 
 class TokenDetails(msgspec.Struct, kw_only=True):

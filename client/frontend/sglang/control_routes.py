@@ -102,7 +102,7 @@ async def update_weight_version(request: HTTPRequest, front: Front) -> Response[
     except CaesuraError as error:
         return failure(error)
     message = f"Weight version updated to {body.new_version}"
-    return json_response({"success": True, "message": message, "new_version": body.new_version})
+    return json_response({"success": True, "message": message, "new_version": str(body.new_version)})
 
 
 async def _relabel(front: FrontEnd, body: VersionBody) -> WeightUpdateReqOutput:

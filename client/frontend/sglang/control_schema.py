@@ -12,6 +12,7 @@ from ....io_struct import MemoryTag, PauseMode
 from ....io_struct.base import MAX_ID_LENGTH
 from ....io_struct.control import LeaseAction, PositiveDuration
 from ....io_struct.weights import DEFAULT_GROUP_NAME
+from ...wire.options import update_fields
 
 Selector = Literal["target", "all"]
 MAX_LABEL = 1024
@@ -21,6 +22,10 @@ VISIBLE = r"^[^\x00-\x1f\x7f-\x9f]*\Z"
 Label = Annotated[str, msgspec.Meta(max_length=MAX_LABEL, pattern=VISIBLE)]
 Group = Annotated[str, msgspec.Meta(max_length=MAX_LABEL, pattern=VISIBLE)]
 SessionId = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_ID_LENGTH)]
+
+
+Version = Label | int
+"""A weight version; a number, a step counter say, becomes text."""
 
 
 class PauseBody(msgspec.Struct, kw_only=True):
@@ -49,7 +54,7 @@ class TagsBody(msgspec.Struct, kw_only=True):
 class VersionBody(msgspec.Struct, kw_only=True):
     """``/update_weight_version``."""
 
-    new_version: Label
+    new_version: Version
     abort_all_requests: bool = True
     session_id: SessionId | None = None
     """Ours: refused, as it commits by itself; the header ``X-Caesura-Session`` says the same."""
@@ -106,7 +111,7 @@ class EndBody(msgspec.Struct, kw_only=True):
 
     commit: bool = True
     """Ours: false aborts the session."""
-    weight_version: Label | None = None
+    weight_version: Version | None = None
     """Ours: the new label."""
     session_id: SessionId | None = None
     """Ours: which session; the header ``X-Caesura-Session`` says the same. Null: the implicit one of HTTP clients."""
@@ -119,14 +124,14 @@ class UpdateBody(msgspec.Struct, kw_only=True):
 
     flush_cache: bool = True
     torch_empty_cache: bool = False
-    weight_version: Label | None = None
+    weight_version: Version | None = None
     abort_all_requests: bool = False
     session_id: SessionId | None = None
     """Ours: the session that the call belongs to; the header ``X-Caesura-Session`` says the same."""
 
     def options(self) -> dict[str, Any]:
         """These fields, for the wire."""
-        return {name: getattr(self, name) for name in UpdateBody.__struct_fields__}
+        return update_fields({name: getattr(self, name) for name in UpdateBody.__struct_fields__})
 
 
 class DiskBody(UpdateBody, kw_only=True):

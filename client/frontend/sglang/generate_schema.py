@@ -15,12 +15,13 @@ import msgspec
 
 from ....io_struct import SamplingParams
 from ....io_struct.base import MAX_ID_LENGTH
+from ....io_struct.field_errors import field_error
 from ....io_struct.generate import MAX_SAMPLES, Seed, TokenId
 from ...exceptions import InvalidRequest
 from ...text.tokenizer_manager import GenerationRequest
 from ...wire.prompts import is_single
 from ...wire.request_limits import MAX_SALT_CHARACTERS, MAX_STOP_CHARACTERS, characters, check_size
-from ..bodies import INLINE, decode_large
+from ..bodies import INLINE, UNREADABLE, decode_large, unreadable
 from .control_schema import VISIBLE
 
 MAX_STOP_STRINGS = 32
@@ -156,10 +157,9 @@ def decode_body(raw: bytes, max_batch: int = 4096) -> GenerateBody:
             body = _decoder.decode(raw)
         else:
             body = decode_large(raw, _decoder, _PROMPTS, max_batch)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidRequest(str(error)) from error
-    except RecursionError as error:
-        raise InvalidRequest("the body is nested too deeply") from error
+    except UNREADABLE as error:
+        wrong = unreadable(error, raw, GenerateBody)
+        raise InvalidRequest(wrong.sentence, **({"field": wrong.field} if wrong.field else {})) from error
     _refuse(body, REFUSED, "")
     return body
 
@@ -221,7 +221,7 @@ def _prompts(body: GenerateBody) -> tuple[list[Any], bool]:
         if body.text == []:
             raise InvalidRequest("text is an empty list: there is no prompt", field="text")
         return ([body.text], True) if isinstance(body.text, str) else (list(body.text), False)
-    one = is_single(body.input_ids)  # type: ignore[arg-type]  # which of the two it is
+    one = is_single(body.input_ids)
     kinds = set(map(type, body.input_ids))
     if len(kinds) > 1:
         raise InvalidRequest(
@@ -343,4 +343,5 @@ def bias_of(given: dict[str, float]) -> dict[int, float]:
     try:
         return msgspec.convert(given, dict[TokenId, float], str_keys=True)
     except msgspec.ValidationError as error:
-        raise InvalidRequest(f"logit_bias: {error}", field="logit_bias") from error
+        said = field_error(error, dict[TokenId, float], prefix="logit_bias").sentence
+        raise InvalidRequest(said, field="logit_bias") from error

@@ -28,7 +28,9 @@ from ....io_struct import (
     WeightUpdateReqOutput,
 )
 from ....io_struct.base import MAX_ID_LENGTH
+from ....io_struct.field_errors import shown
 from ...exceptions import InvalidRequest, Unsupported
+from ...wire.options import label
 from ..context import Front, FrontEnd, ServeOptions
 from ..exchange import HTTPRequest, query_of, read_control, succeed
 from ..limits import is_binary
@@ -109,21 +111,26 @@ def allowed_path(path: str, options: ServeOptions) -> str:
         InvalidRequest: it does not lie under the weights root with every file that a checkpoint is read from, or is no path at all.
     """
     root = options.weights_root or options.default_weights_root
+    if not root:
+        raise InvalidRequest(
+            "this server loads no weights from disk (--weights-root)", field="model_path", value=path
+        )
     try:
         real, real_root = os.path.realpath(path), os.path.realpath(root)
     except ValueError as error:  # a null byte
         raise InvalidRequest(f"model_path is not a valid path: {error}", field="model_path") from error
-    if not root or not _lies_under(real, real_root):
+    if not _lies_under(real, real_root):
         raise InvalidRequest(
-            "model_path is outside the directory that this server loads weights from (--weights-root)",
+            f"model_path = {shown(path)} is outside {printable(real_root)}, the folder that this server loads weights from "
+            "(--weights-root)",
             field="model_path",
             value=path,
         )
     for name in _read_files(real):
         if not _lies_under(os.path.realpath(os.path.join(real, name)), real_root):
             raise InvalidRequest(
-                f"{printable(name)} in model_path is a link out of the directory that this server loads weights from "
-                "(--weights-root)",
+                f"{printable(name)} in model_path is a link out of {printable(real_root)}, the folder that this server loads weights "
+                "from (--weights-root)",
                 field="model_path",
                 value=path,
             )
@@ -278,7 +285,10 @@ async def end_weight_update(request: HTTPRequest, front: Front) -> Response[byte
     """Commit the session, or abort it."""
     body = bound(request, await read_control(request, EndBody))
     wire = EndWeightUpdateReqInput(
-        commit=body.commit, session_id=body.session_id, force=body.force, weight_version=body.weight_version
+        commit=body.commit,
+        session_id=body.session_id,
+        force=body.force,
+        weight_version=label(body.weight_version),
     )
     return await succeed(front, "end_weight_update", "Success", _sent(front, wire))
 

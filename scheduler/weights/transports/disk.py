@@ -23,7 +23,7 @@ from torch import Tensor
 from ....io_struct import CaesuraError, ErrorCode
 from ....io_struct.safetensors import LENGTH_BYTES, SafetensorsError, header_length, parse_header
 from ...dtypes import DTYPES
-from ...files import checkpoint_error, open_regular, read_small
+from ...files import checkpoint_error, open_regular, read_small, require_folder
 from ...memory.workspace import Workspace
 from ...models.config import ModelConfig, config_difference, load_model_config
 from ..loader import WeightLoader, WeightPiece
@@ -169,8 +169,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 
 
 def _open_folder(folder: Path) -> Checkpoint:
-    if not os.path.isdir(folder):  # pathlib's raises on a path that is too long
-        raise checkpoint_error(folder, "is not a folder")
+    require_folder(folder)
     index_path = folder / "model.safetensors.index.json"
     index: dict[str, str] | None = None
     if (folder / "model.safetensors").exists():

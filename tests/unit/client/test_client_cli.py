@@ -1,7 +1,9 @@
 """The ``caesura`` command against a fake scheduler."""
 
+import contextlib
 import json
 import re
+import socket
 import sys
 
 import pytest
@@ -168,6 +170,35 @@ def test_an_impossible_endpoint_is_one_line(caesura):
     assert code == 1
     assert err.startswith("error: endpoint = 'nowhere'")
     assert err.count("\n") == 1
+
+
+def test_a_missing_endpoint_is_told_where_it_may_stand(caesura, monkeypatch):
+    monkeypatch.delenv("CAESURA_ENDPOINT", raising=False)
+    code, _, err = caesura("status")
+    assert code == 2
+    assert "Give --endpoint, or set CAESURA_ENDPOINT, to its address: ipc://PATH or tcp://HOST:PORT" in err
+
+
+@pytest.mark.parametrize("verb", [["status"], ["pause"], ["serve", "--port", "0"]])
+def test_a_scheduler_that_is_not_there_is_told_in_the_clients_words(caesura, tmp_path, verb):
+    endpoint = f"ipc://{tmp_path}/nobody"
+    code, _, err = caesura(*verb, "--endpoint", endpoint)
+    assert code == 1
+    assert err == (
+        f"error: no scheduler answers at {endpoint}: there is no such socket file; `caesura scheduler --endpoint {endpoint}` starts "
+        "one [engine_died]\n"
+    )
+
+
+def test_a_port_that_is_taken_is_told_with_the_option(caesura):
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as taken:
+        port = taken.getsockname()[1]
+        code, _, err = caesura("serve", "--model", "/m", "--port", str(port))
+    assert code == 1
+    assert (
+        err
+        == f"Error: cannot listen on 127.0.0.1:{port}: Address already in use; give another --port (0: any free one)\n"
+    )
 
 
 def test_help_lists_the_verbs(caesura):

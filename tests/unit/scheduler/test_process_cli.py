@@ -5,6 +5,8 @@ import dataclasses
 import json
 import logging
 import os
+import subprocess
+import sys
 
 import pytest
 from click.testing import CliRunner
@@ -39,6 +41,27 @@ def logger():
     yield logger
     logger.level, logger.propagate = before[:2]
     logger.handlers[:] = before[2]
+
+
+def test_a_launcher_that_ends_a_refused_start_interrupts_nothing(tmp_path):
+    """It does so as soon as it has read the reason, which may be before the process has ended by itself."""
+    program = (
+        "import os, signal, sys\n"
+        "from caesura.scheduler import process\n"
+        "from caesura.scheduler.config import EngineConfig\n"
+        "process.tell = lambda *_: os.kill(os.getpid(), signal.SIGTERM)\n"
+        "sys.exit(process.run(EngineConfig(model_path=sys.argv[1]), None, None))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "absent")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "there is no such folder" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_defaults_are_those_of_the_configuration(served):

@@ -2,12 +2,14 @@
 
 import gc
 import os
+from collections import OrderedDict
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 import torch
 
-from caesura.client import TimedOut
+from caesura.client import InvalidRequest, TimedOut
 from caesura.client.tensors import (
     Await,
     Run,
@@ -17,6 +19,7 @@ from caesura.client.tensors import (
     SharedTensors,
     ipc_steps,
     steps,
+    tensor_steps,
 )
 from caesura.client.tensors.buckets import buckets
 from caesura.io_struct import (
@@ -49,10 +52,83 @@ def test_a_dtype_that_cannot_be_sent_is_refused_before_memory_is_made(monkeypatc
     assert caught.value.code == "invalid_request"
 
 
+def sent_by(steps):
+    """The first messages of an update, until it waits."""
+    messages = []
+    wanted = next(steps)
+    while not isinstance(wanted, Await):
+        is_send = isinstance(wanted, Send)
+        if is_send:
+            sent = wanted.request
+            messages.append(sent.manifest if isinstance(sent, BeginWeightUpdateReqInput) else sent.specs)
+        wanted = steps.send(Future() if is_send else wanted.work())
+    steps.close()
+    return messages
+
+
+def options(bucket_bytes):
+    return {"options": {}, "bucket_bytes": bucket_bytes, "shared": SharedBuckets()}
+
+
+@pytest.mark.parametrize("transport", [tensor_steps, ipc_steps])
+@pytest.mark.parametrize("bucket_bytes", [BUCKET_BYTES, 1 << 20])
+def test_a_state_dict_is_as_good_as_pairs(transport, bucket_bytes):
+    expected = sent_by(transport(TENSORS, **options(bucket_bytes)))
+    assert {spec.name for spec in expected[0]} == {name for name, _ in TENSORS}
+    for given in (dict(TENSORS), OrderedDict(TENSORS), dict(TENSORS).items(), iter(TENSORS), tuple(TENSORS)):
+        assert sent_by(transport(given, **options(bucket_bytes))) == expected
+
+
+def test_shared_tensors_are_made_of_and_filled_from_a_state_dict():
+    with SharedTensors(dict(TENSORS)) as shared:
+        assert [name for name, _ in shared] == [name for name, _ in TENSORS]
+        shared.copy_from({"w1": torch.full((16, 16), 7.0)})
+        assert shared["w1"][0, 0] == 7
+        with pytest.raises(CaesuraError, match=r"'w00' is not among these 4 tensors \(did you mean 'w0'"):
+            shared.copy_from({"w00": torch.ones(16, 16)})
+
+
+class Sharded(torch.Tensor):
+    """As a DTensor looks from outside."""
+
+    def full_tensor(self):
+        raise NotImplementedError
+
+
+ONE = torch.ones(2)
+
+
+@pytest.mark.parametrize(
+    "given,sentence",
+    [
+        (torch.nn.Linear(1, 1), r"is a Linear: pass checkpoint_tensors\(model\)"),
+        (ONE, "must be pairs of name and tensor or a dict, not a Tensor"),
+        (None, "must be pairs of name and tensor or a dict, not a NoneType"),
+        ([ONE], r"named_tensors\[0\] must be a pair of name and tensor, not a Tensor"),
+        (["w"], r"named_tensors\[0\] must be a pair of name and tensor, not a str"),
+        ({"w": ONE.numpy()}, r"tensor 'w' is a ndarray, not a torch.Tensor"),
+        ({"w": ONE.to("meta")}, "tensor 'w' has no values: it lies on the device meta"),
+        ({"w": ONE.to_sparse()}, "tensor 'w' has the layout torch.sparse_coo"),
+        (
+            {"w": ONE.as_subclass(Sharded)},
+            r"tensor 'w' is sharded: gather it first, with its full_tensor\(\)",
+        ),
+        ({"w": ONE.to(torch.complex64)}, "tensor 'w' has the dtype torch.complex64, which cannot be sent"),
+        ({}, "there are no tensors to send: named_tensors is empty, or a generator that was used up"),
+    ],
+)
+@pytest.mark.parametrize("transport", [tensor_steps, ipc_steps])
+def test_what_are_no_named_tensors_is_told_in_a_sentence(transport, given, sentence):
+    with pytest.raises(InvalidRequest, match=sentence):
+        next(transport(given, **options(BUCKET_BYTES)))
+
+
 def test_what_is_dropped_or_fails_leaves_no_memory_behind():
     before = memories()
-    with pytest.raises(NotImplementedError):  # it has no values to copy
+    with pytest.raises(CaesuraError, match="no values"):
         SharedTensors([("w", torch.ones(4, device="meta"))])
+    with pytest.raises(CaesuraError, match="shape"):
+        SharedTensors(TENSORS).copy_from({"w0": torch.ones(4)})
     kept = SharedTensors(TENSORS)
     bucket = SharedBucket(64)
     assert memories() > before

@@ -41,5 +41,5 @@ def test_without_an_engine_it_ends_with_the_time_to_connect(tmp_path):
         async with AsyncControlClient(f"ipc://{tmp_path}/nobody", connect_timeout=0.5) as client:
             await client.status()
 
-    with pytest.raises(EngineDied, match="no scheduler answered"):
+    with pytest.raises(EngineDied, match="there is no such socket file"):
         asyncio.run(ask())

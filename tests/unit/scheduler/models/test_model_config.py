@@ -215,7 +215,8 @@ def test_missing_or_broken_file(content: bytes | None, tmp_path: Path) -> None:
     with pytest.raises(CaesuraError) as caught:
         load_model_config(tmp_path)
     assert caught.value.code == ErrorCode.CHECKPOINT_ERROR
-    assert caught.value.detail["path"] == str(tmp_path / "config.json")
+    missing = content is None
+    assert caught.value.detail["path"] == str(tmp_path if missing else tmp_path / "config.json")
 
 
 def config_with(**changes: Any) -> ModelConfig:

@@ -174,7 +174,16 @@ def test_a_single_file_is_preferred_to_a_stale_index(tmp_path: Path) -> None:
 
 
 def test_missing_folder_and_empty_folder(tmp_path: Path) -> None:
-    assert "not a folder" in reason(tmp_path / "absent")
+    assert reason(tmp_path / "absent").startswith(
+        "there is no such folder. Nothing is downloaded: `hf download ORG/NAME "
+    )
+    assert reason("Qwen/Qwen3-0.6B").startswith(
+        "there is no such folder. Nothing is downloaded: `hf download Qwen/Qwen3-0.6B "
+    )
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    assert (
+        reason(tmp_path / "model.gguf") == "is a file; a model is a folder with config.json and *.safetensors"
+    )
     assert reason(tmp_path) == "has no *.safetensors file"
 
 

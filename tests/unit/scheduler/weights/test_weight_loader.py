@@ -1,5 +1,6 @@
 """Checks before the first byte, writes in place, and what is counted."""
 
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,49 @@ def test_all_problems_are_listed_at_once(model: CausalLM, tensors: dict[str, Ten
         {"name": q, "expected_shape": [48, 40], "got_shape": [47, 40]},
     ]
     assert storage(model) == before
+
+
+def said(model: CausalLM, specs: list[TensorSpec], complete: bool = False) -> str:
+    with pytest.raises(CaesuraError) as caught:
+        WeightLoader(model).check(specs, complete)
+    return caught.value.message
+
+
+def test_the_message_names_the_first_three_with_their_shapes(
+    model: CausalLM, tensors: dict[str, Tensor]
+) -> None:
+    names = sorted(tensors)
+    wide = [spec(name, torch.zeros(3, 5)) for name in names[:5]]
+    listed = ", ".join(
+        f"{name} has the shape [3, 5], expected {list(tensors[name].shape)}" for name in names[:3]
+    )
+    assert said(model, wide) == f"these tensors do not fit the model: 5 mismatched; {listed}, and 2 more"
+    assert said(model, [spec(names[0], tensors[names[0]].long()), spec("new", torch.zeros(2))]) == (
+        f"these tensors do not fit the model: 1 unexpected, 1 mismatched; {names[0]} has the dtype I64, expected F32, "
+        "new [2] is not in the model"
+    )
+    most = [spec(name, tensor) for name, tensor in tensors.items() if name != "model.norm.weight"]
+    assert said(model, most, complete=True) == (
+        "these tensors do not fit the model: 1 missing; model.norm.weight [40] is missing"
+    )
+
+
+def test_a_prefix_that_all_names_have_or_lack_is_told(model: CausalLM, tensors: dict[str, Tensor]) -> None:
+    def renamed(change: Callable[[str], str], names: Iterable[str] = tensors) -> str:
+        return said(model, [spec(change(name), tensors[name]) for name in names], complete=True)
+
+    all_of = f"all {len(tensors)} names"
+    for prefix in ("module.", "_orig_mod.", "base_model.model."):
+        message = renamed(lambda name, prefix=prefix: prefix + name)
+        assert f"; {all_of} begin with {prefix!r}, which the checkpoint's names do not; " in message
+    inner = [name for name in tensors if name.startswith("model.")]
+    message = renamed(lambda name: name.removeprefix("model."), inner)
+    assert f"; all {len(inner)} names lack 'model.', with which the checkpoint's names begin; " in message
+    for change in (str.upper, lambda name: f"{name}_x"):
+        assert "names" not in renamed(change)
+    one = next(iter(tensors))
+    mixed = [spec(f"module.{one}", tensors[one]), *(spec(n, t) for n, t in tensors.items() if n != one)]
+    assert "names" not in said(model, mixed)
 
 
 def test_an_incomplete_call_may_lack_names(model: CausalLM, tensors: dict[str, Tensor]) -> None:

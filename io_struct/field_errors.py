@@ -1,0 +1,256 @@
+"""What msgspec says of a value that does not fit its type, as a sentence for a person.
+
+Invariants:
+- The sentence names the field as its sender wrote it (``sampling_params.n``), what was given where that is known, and what
+  is valid. What is quoted of the value is short, whatever its size.
+- Only refused values come here; types are looked at once each.
+"""
+
+import re
+from collections.abc import Sequence
+from difflib import get_close_matches
+from functools import cache
+from typing import Any, NamedTuple
+
+import msgspec
+from msgspec import UNSET, inspect
+
+from .text import printable
+
+_MAX_SHOWN = 60
+"""Characters of a value that are repeated."""
+_MAX_NAME = 200
+"""Characters of a field's name that are repeated: where a field is unknown, its sender chose it."""
+_PLACE = re.compile(r"(?P<key>`key` in )?`\$(?P<path>[\w.\[\]-]*)`")
+_STEP = re.compile(r"\.(?P<name>[\w-]+)|\[(?P<index>\d*)(?:\.\.\.)?\]")
+_UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
+_MISSING_FIELD = re.compile(r"Object missing required field `(?P<name>.*)`", re.DOTALL)
+_OTHER_NAMES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "best_of": "n"}
+"""What other engines call a field, where its spelling alone would not lead to ours."""
+
+_WORDS: dict[type[inspect.Type], str] = {
+    inspect.NoneType: "null",
+    inspect.ListType: "a list",
+    inspect.DictType: "an object",
+    inspect.StructType: "an object",
+    inspect.BytesType: "bytes",
+}
+
+
+class FieldError(NamedTuple):
+    """What is wrong with one field."""
+
+    field: str
+    """Its path, ``sampling_params.n``; empty where the whole value is meant."""
+    sentence: str
+
+
+def field_error(
+    error: msgspec.ValidationError,
+    kind: Any,
+    given: Any = UNSET,
+    *,
+    whole: str = "the message",
+    prefix: str = "",
+) -> FieldError:
+    """What ``error`` means, which was raised for a value of type ``kind``.
+
+    Args:
+        given: the value that was refused, as plain objects; without it the sentence does not repeat what was given.
+        whole: what the value as such is called.
+        prefix: where it stands in what its sender wrote, as ``"sampling_params"``.
+    """
+    problem, path, is_key = _parts(str(error))
+    steps = _steps(path)
+    place = _dotted(prefix, path)
+    types = _at(_info(kind), steps)
+    if unknown := _UNKNOWN_FIELD.fullmatch(problem):
+        name = printable(unknown["name"][:_MAX_NAME])
+        return _unknown(_dotted(place, f".{name}"), name, _names_in(types))
+    if missing := _MISSING_FIELD.fullmatch(problem):
+        name = _dotted(place, f".{missing['name']}")
+        return FieldError(name, f"{name} is missing")
+    if is_key and any(isinstance(each, inspect.StructType) for each in types):
+        return FieldError(place, f"every key of {place or whole} must be a string")
+    if is_key:
+        types = [each.key_type for each in types if isinstance(each, inspect.DictType)]
+    wanted = _wanted(types)
+    if not wanted:
+        return FieldError(place, f"{place or whole}: {problem}")
+    if is_key or "..." in path:  # which entry it was is not known
+        what = "every key" if is_key else "every value"
+        return FieldError(place, f"{what} of {place.removesuffix('[...]')} must be {wanted}")
+    value = _value_at(given, steps)
+    equals = "" if value is UNSET else f" = {shown(value)}"
+    hint = _hint(value, types) if isinstance(value, str) else ""
+    return FieldError(place, f"{place or whole}{equals} must be {wanted}{hint}")
+
+
+def unknown_name(name: str, names: Sequence[str]) -> str:
+    """The end of a sentence that begins with a name that is none of ``names``: the nearest, and all."""
+    near = nearest(name, names)
+    hint = "" if near is None else f" (did you mean {near}?)"
+    return f"is not known{hint}; valid are {', '.join(names)}"
+
+
+def nearest(name: str, names: Sequence[str]) -> str | None:
+    """Which of ``names`` was probably meant; None where none resembles ``name``."""
+    name = name[:_MAX_NAME]
+    if (other := _OTHER_NAMES.get(name)) in names:
+        return other
+    if close := get_close_matches(name, names, n=1, cutoff=0.75):
+        return close[0]
+    inside = [
+        each
+        for each in names
+        if (len(name) > 1 and each.startswith(name)) or (len(name) > 3 and (name in each or each in name))
+    ]
+    return next(iter(inside or get_close_matches(name, names, n=1)), None)
+
+
+def shown(value: Any) -> str:
+    """``value`` in a sentence: as Python writes it, shortened."""
+    if isinstance(value, str) and len(value) > _MAX_SHOWN:
+        return f"{value[:_MAX_SHOWN]!r}… ({len(value)} characters)"
+    if isinstance(value, (list, tuple, dict, bytes)) and len(value) > _MAX_SHOWN:
+        return f"{type(value).__name__} of {len(value)}"
+    text = repr(value)
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"
+
+
+def one_of(choices: Sequence[str]) -> str:
+    """``a, b or c``."""
+    *others, last = choices
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def _names_in(types: Sequence[inspect.Type]) -> list[str]:
+    """Fields of the structs among ``types``, but for those that take anything: they are there to be refused by name."""
+    fields = [field for each in types if isinstance(each, inspect.StructType) for field in each.fields]
+    return [field.encode_name for field in fields if not isinstance(field.type, inspect.AnyType)]
+
+
+@cache
+def _info(kind: Any) -> inspect.Type:
+    return inspect.type_info(kind)
+
+
+def _parts(text: str) -> tuple[str, str, bool]:
+    """What is wrong, the path to it without its ``$``, and whether a key is meant."""
+    problem, _, tail = text.rpartition(" - at ")
+    place = _PLACE.fullmatch(tail)
+    if not problem or place is None:
+        return text, "", False
+    return problem, place["path"], place["key"] is not None
+
+
+def _steps(path: str) -> list[str | int | None]:
+    """Names and positions; None for an entry of an object that is not told."""
+    return [
+        step["name"] if step["name"] is not None else int(step["index"]) if step["index"] else None
+        for step in _STEP.finditer(path)
+    ]
+
+
+def _dotted(prefix: str, path: str) -> str:
+    return f"{prefix}{path}" if prefix else path.removeprefix(".")
+
+
+def _unknown(field: str, name: str, names: list[str]) -> FieldError:
+    return FieldError(field, f"{field} {unknown_name(name, names)}")
+
+
+def _at(kind: inspect.Type, steps: Sequence[str | int | None]) -> list[inspect.Type]:
+    """What may stand at the end of ``steps``, unions taken apart."""
+    types = _alternatives(kind)
+    for step in steps:
+        types = [
+            further for each in types for found in _below(each, step) for further in _alternatives(found)
+        ]
+    return types
+
+
+def _alternatives(kind: inspect.Type) -> list[inspect.Type]:
+    if isinstance(kind, inspect.Metadata):
+        return _alternatives(kind.type)
+    if isinstance(kind, inspect.UnionType):
+        return [found for each in kind.types for found in _alternatives(each)]
+    return [kind]
+
+
+def _below(kind: inspect.Type, step: str | int | None) -> list[inspect.Type]:
+    if isinstance(kind, inspect.StructType):
+        return [field.type for field in kind.fields if field.encode_name == step]
+    if isinstance(kind, inspect.ListType) and isinstance(step, int):
+        return [kind.item_type]
+    return [kind.value_type] if isinstance(kind, inspect.DictType) and step is None else []
+
+
+def _wanted(types: Sequence[inspect.Type]) -> str:
+    """What is valid, in words; empty where they would say nothing."""
+    words = list(dict.fromkeys(word for each in types for word in _in_words(each)))
+    words.sort(key=lambda word: word == "null")  # it stands last
+    return one_of(words) if words else ""
+
+
+def _in_words(kind: inspect.Type) -> list[str]:
+    if isinstance(kind, inspect.LiteralType):
+        return [repr(value) for value in kind.values]
+    if isinstance(kind, inspect.BoolType):
+        return ["true", "false"]
+    if isinstance(kind, inspect.IntType | inspect.FloatType):
+        return [("an integer" if isinstance(kind, inspect.IntType) else "a number") + _range(kind)]
+    if isinstance(kind, inspect.StrType):
+        return ["a string" + _length(kind)]
+    if isinstance(kind, inspect.ListType) and (of := _wanted(_alternatives(kind.item_type))):
+        return [f"a list of {_plural(of)}"]
+    word = _WORDS.get(type(kind))
+    return [] if word is None else [word]
+
+
+def _plural(words: str) -> str:
+    return re.sub(r"\ban? (integer|number|string|object|list)\b", r"\1s", words)
+
+
+def _range(kind: inspect.IntType | inspect.FloatType) -> str:
+    if kind.gt is not None:
+        return f" above {kind.gt:g}" + ("" if kind.le is None else f", at most {kind.le:g}")
+    if kind.ge is not None and kind.le is not None:
+        return f" from {_digits(kind.ge)} to {_digits(kind.le)}"
+    if kind.ge is not None:
+        return f" of at least {_digits(kind.ge)}"
+    return "" if kind.le is None else f" of at most {_digits(kind.le)}"
+
+
+def _digits(bound: float) -> str:
+    return str(int(bound)) if bound == int(bound) else str(bound)
+
+
+def _length(kind: inspect.StrType) -> str:
+    if kind.min_length and kind.max_length is not None:
+        return f" of {kind.min_length} to {kind.max_length} characters"
+    if kind.max_length is not None:
+        visible = " without control characters" if kind.pattern else ""
+        return f" of at most {kind.max_length} characters{visible}"
+    return ""
+
+
+def _value_at(given: Any, steps: Sequence[str | int | None]) -> Any:
+    for step in steps:
+        try:
+            given = given[step]
+        except (LookupError, TypeError):
+            return UNSET
+    return given
+
+
+def _hint(value: str, types: Sequence[inspect.Type]) -> str:
+    choices = [
+        v
+        for each in types
+        if isinstance(each, inspect.LiteralType)
+        for v in each.values
+        if isinstance(v, str)
+    ]
+    near = nearest(value, choices)
+    return "" if near is None else f" (did you mean {near!r}?)"

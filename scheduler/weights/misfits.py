@@ -1,0 +1,90 @@
+"""Tensors that do not fit the model, in words and as data.
+
+Invariants: the detail of the error lists all of them; its message names the first few with their shapes, given and expected, and
+a prefix that alone keeps the names apart.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...io_struct import CaesuraError, ErrorCode
+from ..layers.parameters import WeightSlot
+
+_NAMED = 3
+"""Tensors that a message names."""
+
+
+@dataclass(slots=True)
+class Misfits:
+    """What is wrong with some tensors, of which ``slots`` has what the model takes."""
+
+    slots: Mapping[str, WeightSlot]
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    mismatched: list[dict[str, Any]] = field(default_factory=list)
+    """Entries as :meth:`~.loader.WeightLoader.check` lists them."""
+    _shapes: dict[str, list[int]] = field(default_factory=dict)
+
+    def add_unexpected(self, name: str, shape: Sequence[int]) -> None:
+        """The model has no tensor ``name``."""
+        self.unexpected.append(name)
+        self._shapes[name] = list(shape)
+
+    def raise_if_any(self, given: Collection[str] = ()) -> None:
+        """Raise WEIGHT_MISMATCH if anything is wrong; ``given`` are the names of all tensors that were looked at."""
+        if not (self.missing or self.unexpected or self.mismatched):
+            return
+        kinds = ("missing", self.missing), ("unexpected", self.unexpected), ("mismatched", self.mismatched)
+        summary = ", ".join(f"{len(found)} {kind}" for kind, found in kinds if found)
+        parts = [f"these tensors do not fit the model: {summary}"]
+        if self.unexpected and (prefix := self._prefix(given)) is not None:
+            parts.append(prefix)
+        parts.append(", ".join(self._first()))
+        raise CaesuraError(
+            ErrorCode.WEIGHT_MISMATCH,
+            "; ".join(parts),
+            missing=self.missing,
+            unexpected=self.unexpected,
+            mismatched=self.mismatched,
+        )
+
+    def _first(self) -> list[str]:
+        """A few of them, those first that say most."""
+        said = [_said(entry) for entry in self.mismatched[:_NAMED]]
+        said += [f"{name}{self._shape(name)} is not in the model" for name in self.unexpected[:_NAMED]]
+        said += [f"{name}{self._shape(name)} is missing" for name in self.missing[:_NAMED]]
+        left = len(self.mismatched) + len(self.unexpected) + len(self.missing) - _NAMED
+        return said[:_NAMED] + ([f"and {left} more"] if left > 0 else [])
+
+    def _shape(self, name: str) -> str:
+        shape = list(self.slots[name].shape) if name in self.slots else self._shapes.get(name)
+        return "" if shape is None else f" {shape}"
+
+    def _prefix(self, given: Collection[str]) -> str | None:
+        """That all of ``given`` begin with what no name of the model begins with, or the other way round."""
+        name = self.unexpected[0]
+        for known in self.slots:
+            if name.endswith(f".{known}"):
+                prefix = name.removesuffix(known)
+                if all(n.startswith(prefix) for n in given) and not any(
+                    n.startswith(prefix) for n in self.slots
+                ):
+                    return (
+                        f"all {len(given)} names begin with {prefix!r}, which the checkpoint's names do not"
+                    )
+            elif known.endswith(f".{name}"):
+                prefix = known.removesuffix(name)
+                if all(prefix + n in self.slots for n in given):
+                    return f"all {len(given)} names lack {prefix!r}, with which the checkpoint's names begin"
+        return None
+
+
+def _said(entry: dict[str, Any]) -> str:
+    """A mismatched entry."""
+    name = entry["name"]
+    if "got_shape" in entry:
+        return f"{name} has the shape {entry['got_shape']}, expected {entry['expected_shape']}"
+    if "got_dtype" in entry:
+        return f"{name} has the dtype {entry['got_dtype']}, expected {entry['expected_dtype']}"
+    return f"{name}: {entry['reason']}"

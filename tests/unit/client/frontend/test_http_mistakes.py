@@ -1,0 +1,132 @@
+"""What a person gets over HTTP for a mistake: 400 (404 for a route), and a sentence with the field and what is valid."""
+
+import json
+import urllib.error
+import urllib.request
+
+import pytest
+from support.fake_scheduler import FakeScheduler
+from support.http_server import listening
+
+from caesura.io_struct import UpdateWeightFromDiskReqInput
+
+LABEL = "must be a string of at most 1024 characters without control characters, an integer or null"
+MISTAKES = [
+    (
+        "/generate",
+        {"input_ids": [1], "sampling_params": {"max_tokens": 3}},
+        "sampling_params.max_tokens is not known (did you mean max_new_tokens?); valid are max_new_tokens, stop, ",
+    ),
+    (
+        "/generate",
+        {"input_ids": [1], "sampling_params": {"n": 0}},
+        "sampling_params.n = 0 must be an integer from 1 to 1024 or null",
+    ),
+    (
+        "/generate",
+        {"input_ids": [1], "sampling_params": {"temperature": "hot"}},
+        "sampling_params.temperature = 'hot' must be a number or null",
+    ),
+    ("/generate", {"input_ids": "Hello"}, "input_ids = 'Hello' must be a list of integers from 0 to "),
+    ("/generate", {"input_ids": [-1]}, "input_ids[0] = -1 must be an integer from 0 to "),
+    ("/generate", {"prompt": "Hello"}, "either text or input_ids is needed"),
+    ("/generate", b"mode=in_place", "the body is not valid JSON: invalid character (byte 0)"),
+    ("/generate", b"", "the body is empty"),
+    ("/generate", [1], "the body = [1] must be an object"),
+    (
+        "/pause_generation",
+        {"mode": "inplace"},
+        "mode = 'inplace' must be 'abort', 'in_place' or 'retract' (did you mean 'in_place'?)",
+    ),
+    ("/pause_generation", {"lease_s": -1}, "lease_s = -1 must be a number above 0, at most 86400 or null"),
+    ("/pause_generation", b"{mode: 1}", "the body is not valid JSON: object keys must be strings (byte 1)"),
+    ("/continue_generation", [1], "the body must be a JSON object"),
+    ("/update_weights_from_disk", {"path": "/x"}, "model_path is missing"),
+    (
+        "/update_weights_from_disk",
+        {"model_path": "/m/x", "weight_version": True},
+        f"weight_version = True {LABEL}",
+    ),
+    (
+        "/update_weights_from_disk",
+        {"model_path": "/etc"},
+        "model_path = '/etc' is outside /m, the folder that this server loads weights from (--weights-root)",
+    ),
+    (
+        "/update_weights_from_tensor",
+        {"serialized_named_tensors": "x"},
+        "serialized_named_tensors = 'x' must be a list of strings",
+    ),
+    ("/update_weights_from_distributed", {"names": ["a"]}, "dtypes is missing"),
+    (
+        "/update_weights_from_distributed",
+        {"names": ["a"], "dtypes": ["F32"], "shapes": [["one"]]},
+        "shapes[0][0] = 'one' must be an integer",
+    ),
+    ("/update_weights_from_ipc", {"zmq_handles": "x"}, "zmq_handles = 'x' must be an object"),
+    (
+        "/release_memory_occupation",
+        {"tags": ["kv"]},
+        "tags[0] = 'kv' must be 'cuda_graph', 'kv_cache' or 'weights' (did you mean 'kv_cache'?)",
+    ),
+    ("/flush_cache?timeout=soon", {}, "timeout = 'soon' must be a number from 0 to 3600"),
+    (
+        "/v1/completions",
+        {"prompt": [1], "max_tokens": -1},
+        "max_tokens = -1 must be an integer of at least 0 or null",
+    ),
+    ("/v1/chat/completions", {"messages": "hi"}, "messages = 'hi' must be a list of objects"),
+]
+
+
+@pytest.fixture(scope="module")
+def fake(tmp_path_factory):
+    with FakeScheduler(f"ipc://{tmp_path_factory.mktemp('s')}/s") as scheduler:
+        yield scheduler
+
+
+@pytest.fixture(scope="module")
+def server(fake):
+    with listening(endpoint=fake.endpoint, connect_timeout=60, weights_root="/m") as found:
+        yield found
+
+
+def post(server, path, body):
+    """Status and decoded body."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    request = urllib.request.Request(server.url + path, data, {"content-type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return response.status, json.load(response)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, json.load(error)
+
+
+def sentence_of(body):
+    return body["message"] if "message" in body else body["error"]["message"]
+
+
+@pytest.mark.parametrize("path,body,sentence", MISTAKES)
+def test_a_mistake_is_told_in_a_sentence(server, path, body, sentence):
+    status, answer = post(server, path, body)
+    assert status == 400
+    said = sentence_of(answer)
+    assert said.startswith(sentence)
+    assert "`" not in said
+    assert "$" not in said
+
+
+def test_a_route_that_there_is_not_is_told_the_nearest(server):
+    status, answer = post(server, "/pause_generatoin", {})
+    assert (status, sentence_of(answer)) == (
+        404,
+        "there is no route /pause_generatoin (did you mean /pause_generation?)",
+    )
+
+
+@pytest.mark.parametrize("label", [3, "3"])
+def test_a_step_counter_is_a_label(server, fake, label):
+    status, _ = post(server, "/update_weights_from_disk", {"model_path": "/m/x", "weight_version": label})
+    assert status == 200
+    assert fake.next_request(UpdateWeightFromDiskReqInput).weight_version == "3"

@@ -1,0 +1,117 @@
+"""Refused values in words: the field, what was given, what is valid."""
+
+import msgspec
+import pytest
+
+from caesura.io_struct import CaesuraError, decode_request
+from caesura.io_struct.field_errors import nearest, shown
+
+GENERATE = {"type": "GenerateReqInput", "input_ids": [1]}
+SAMPLING = (
+    "max_new_tokens, temperature, top_p, top_k, min_p, frequency_penalty, presence_penalty, repetition_penalty, logit_bias, "
+    "min_new_tokens, stop_token_ids, ignore_eos, seed, n"
+)
+
+
+def said(message: object) -> str:
+    with pytest.raises(CaesuraError) as caught:
+        decode_request(msgspec.msgpack.encode(message))
+    assert caught.value.code == "malformed_message"
+    return caught.value.message
+
+
+@pytest.mark.parametrize(
+    "message,sentence",
+    [
+        (
+            {"type": "PauseGenerationReqInput", "mode": "inplace"},
+            "mode = 'inplace' must be 'abort', 'in_place' or 'retract' (did you mean 'in_place'?)",
+        ),
+        (
+            {"type": "PauseGenerationReqInput", "lease_s": -1},
+            "lease_s = -1 must be a number above 0, at most 86400 or null",
+        ),
+        (
+            {"type": "ReleaseMemoryOccupationReqInput", "tags": ["kv"]},
+            "tags[0] = 'kv' must be 'cuda_graph', 'kv_cache' or 'weights' (did you mean 'kv_cache'?)",
+        ),
+        ({"type": "GenerateReqInput"}, "input_ids is missing"),
+        (
+            {**GENERATE, "input_ids": "abc"},
+            "input_ids = 'abc' must be a list of integers from 0 to 2147483647",
+        ),
+        ({**GENERATE, "input_ids": [5, -1]}, "input_ids[1] = -1 must be an integer from 0 to 2147483647"),
+        ({**GENERATE, "stream": "yes"}, "stream = 'yes' must be true or false"),
+        (
+            {**GENERATE, "rid": "x" * 200},
+            f"rid = '{'x' * 60}'… (200 characters) must be a string of 1 to 128 characters or null",
+        ),
+        (
+            {**GENERATE, "sampling_params": {"max_tokens": 5}},
+            f"sampling_params.max_tokens is not known (did you mean max_new_tokens?); valid are {SAMPLING}",
+        ),
+        (
+            {**GENERATE, "sampling_params": {"logprobs": 5}},
+            f"sampling_params.logprobs is not known; valid are {SAMPLING}",
+        ),
+        (
+            {**GENERATE, "sampling_params": {"max_new_tokens": "ten"}},
+            "sampling_params.max_new_tokens = 'ten' must be an integer or null",
+        ),
+        (
+            {**GENERATE, "sampling_params": {"logit_bias": {"the": 1.0}}},
+            "every key of sampling_params.logit_bias must be an integer from 0 to 2147483647",
+        ),
+        (
+            {**GENERATE, "sampling_params": {"logit_bias": {5: "much"}}},
+            "every value of sampling_params.logit_bias must be a number",
+        ),
+        ({**GENERATE, "sampling_params": {1: 2}}, "every key of sampling_params must be a string"),
+        ({**GENERATE, "sampling_params": [1]}, "sampling_params = [1] must be an object"),
+    ],
+)
+def test_a_field_that_does_not_fit_is_told_in_a_sentence(message, sentence):
+    assert said(message) == sentence
+
+
+def test_a_message_of_no_known_type_is_told_the_nearest():
+    assert "did you mean GenerateReqInput?" in said({"type": "GenerateRequestInput"})
+    assert "not a Caesura message" in said([])
+
+
+def test_the_id_stays_with_the_error_whatever_the_field():
+    with pytest.raises(CaesuraError) as caught:
+        decode_request(msgspec.msgpack.encode({**GENERATE, "id": "a", "stream": 3}))
+    assert caught.value.detail == {"id": "a", "field": "stream"}
+
+
+def test_a_large_message_is_not_decoded_twice_to_be_refused():
+    """What it gave is left out; the field and what is valid are there."""
+    message = {**GENERATE, "input_ids": [1] * 100_000, "sampling_params": {"n": 0}}
+    assert said(message) == "sampling_params.n must be an integer from 1 to 1024"
+
+
+@pytest.mark.parametrize("name", ["x" * 100_000, "a - at `$.b`", "`", "\x1b[2J", ""])
+def test_names_that_a_sender_chose_stay_short(name):
+    assert len(said({**GENERATE, name: 1})) < 1000
+
+
+def test_values_are_shown_short():
+    assert shown("x" * 5000).endswith("(5000 characters)")
+    assert shown([0] * 5000) == "list of 5000"
+    assert len(shown({"a": "x" * 500})) < 80
+
+
+@pytest.mark.parametrize(
+    "given,found",
+    [
+        ("max_tokens", "max_new_tokens"),
+        ("temp", "temperature"),
+        ("sampling_seed", "seed"),
+        ("stop", "stop_token_ids"),
+        ("topp", "top_p"),
+        ("zzz", None),
+    ],
+)
+def test_the_nearest_name(given, found):
+    assert nearest(given, SAMPLING.split(", ")) == found
