@@ -12,6 +12,11 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import click
 
+from .shutdown import exit_on_stop_signals
+
+if __name__ == "__main__":  # the imports below take seconds
+    exit_on_stop_signals()
+
 # These variables are read once, when torch loads the libraries, so they are set before the imports below. Values that the
 # user has set are kept.
 # OpenMP's threads spin for milliseconds between kernels by default. The engine shares its cores with a trainer and a

@@ -46,29 +46,43 @@ def run(config: EngineConfig, ready_fd: int | None, lifeline_fd: int | None) -> 
         lifeline_fd: the process ends when this becomes readable, which happens when its other end is closed.
     """
     faulthandler.enable()  # prints a traceback if a library crashes
+    try:
+        with contextlib.ExitStack() as cleanup:
+            return _run(config, ready_fd, lifeline_fd, cleanup)
+    except StartInterruptedError as interrupted:
+        logger.info("the engine ends: %s at start", interrupted)
+        return 128 + interrupted.number
+    finally:
+        log.flush()
+
+
+def _run(
+    config: EngineConfig, ready_fd: int | None, lifeline_fd: int | None, cleanup: contextlib.ExitStack
+) -> int:
+    """:func:`run` without its last words; ``cleanup`` gets what must be undone at the end."""
+    started = time.monotonic()
     signals = StopSignals()
     shutdown = shutdown_of(config, signal_fd=signals.fd, lifeline_fd=lifeline_fd)
-    with contextlib.ExitStack() as cleanup:
-        cleanup.callback(log.flush)
-        started = time.monotonic()
-        try:
-            engine = _start(config, shutdown, cleanup)
-            cleanup.callback(engine.close)
-            signals.serving()
-        except CaesuraError as error:
-            logger.error("cannot start: %s", error)
-            tell(ready_fd, refusal(error))
-            return 1
-        except StartInterruptedError as interrupted:
-            logger.info("the engine ends: %s at start", interrupted)
-            return 128 + interrupted.number
-        gc.freeze()  # imports and the engine live as long as the process, so full collections can skip them
-        logger.info(
-            "serving %s on %s after %.2f s (%d threads)",
-            config.model_path, engine.router.endpoint, time.monotonic() - started, torch.get_num_threads(),
-        )  # fmt: skip
-        tell(ready_fd, {"ready": True, "endpoint": engine.router.endpoint, "pid": os.getpid()})
-        return _serve(engine, shutdown, config.watchdog_timeout_s)
+    try:
+        engine = _start(config, shutdown, cleanup)
+        cleanup.callback(engine.close)
+        signals.serving()
+    except CaesuraError as error:
+        signals.serving()  # this process ends in any case, so a signal must not interrupt the reason
+        exit_within(END_S)
+        logger.error("cannot start: %s", error)
+        tell(ready_fd, refusal(error))
+        return 1
+    except StartInterruptedError:
+        exit_within(END_S)
+        raise
+    gc.freeze()  # imports and the engine live as long as the process, so full collections can skip them
+    logger.info(
+        "serving %s on %s after %.2f s (%d threads)",
+        config.model_path, engine.router.endpoint, time.monotonic() - started, torch.get_num_threads(),
+    )  # fmt: skip
+    tell(ready_fd, {"ready": True, "endpoint": engine.router.endpoint, "pid": os.getpid()})
+    return _serve(engine, shutdown, config.watchdog_timeout_s)
 
 
 def _serve(engine: Engine, shutdown: Shutdown, watchdog_timeout_s: float) -> int:
@@ -142,9 +156,9 @@ def refusal(error: CaesuraError) -> dict[str, Any]:
 
 
 def tell(ready_fd: int | None, line: dict[str, Any]) -> None:
-    """Write the ready line and close the descriptor, unless it is None."""
+    """Write the ready line and close the descriptor, unless it is None. A launcher that has ended needs no line."""
     if ready_fd is None:
         return
-    with os.fdopen(ready_fd, "w") as pipe:
+    with contextlib.suppress(BrokenPipeError), os.fdopen(ready_fd, "w") as pipe:
         json.dump(msgspec.to_builtins(line), pipe)
         pipe.write("\n")

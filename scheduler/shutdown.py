@@ -80,6 +80,24 @@ class Shutdown:
             )
 
 
+def exit_on_stop_signals() -> None:
+    """Let stop signals end the process at once, until :class:`StopSignals` takes over: nothing has been made yet."""
+    for number in _stop_signals():
+        signal.signal(number, _exit_at_start)
+
+
+def _exit_at_start(number: int, _frame: FrameType | None) -> None:
+    with contextlib.suppress(OSError):
+        os.write(2, f"the engine ends: {signal.Signals(number).name} at start\n".encode())
+    os._exit(128 + number)
+
+
+def _stop_signals() -> list[signal.Signals]:
+    """SIGHUP stays ignored if it was ignored when the process started, so that ``nohup`` works."""
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [number for number in STOP_SIGNALS if not (number == signal.SIGHUP and ignored)]
+
+
 class StartInterruptedError(BaseException):
     """A stop signal arrived before the engine served."""
 
@@ -89,10 +107,7 @@ class StartInterruptedError(BaseException):
 
 
 class StopSignals:
-    """Turns stop signals into bytes on a descriptor, or into an exception until the engine serves.
-
-    SIGHUP stays ignored if it was ignored when the process started, so that ``nohup`` works.
-    """
+    """Turns stop signals into bytes on a descriptor, or into an exception until the engine serves."""
 
     def __init__(self) -> None:
         reader, writer = socket.socketpair()
@@ -100,11 +115,7 @@ class StopSignals:
             end.setblocking(False)
         self._count = 0
         self._serving = False
-        self._signals = [
-            number
-            for number in STOP_SIGNALS
-            if not (number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN)
-        ]
+        self._signals = _stop_signals()
         signal.set_wakeup_fd(writer.fileno())
         for number in self._signals:
             signal.signal(number, self._on_signal)
@@ -113,7 +124,7 @@ class StopSignals:
         """Yields one byte per signal."""
 
     def serving(self) -> None:
-        """Let the loop handle signals from now on, by :attr:`fd`."""
+        """Signals no longer raise: the loop handles them, by :attr:`fd`."""
         self._serving = True
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:

@@ -53,10 +53,16 @@ class Started:
         _, error = self.process.communicate(timeout=PATIENCE)
         return self.process.returncode, error
 
+    def stop_listening(self) -> None:
+        """Close the ready pipe, as a launcher's death does."""
+        os.close(self._ready)
+        self._ready = -1
+
     def close(self) -> None:
         self.process.kill()
         self.process.communicate()
-        os.close(self._ready)
+        if self._ready >= 0:
+            os.close(self._ready)
 
 
 @contextmanager
@@ -172,6 +178,88 @@ def test_a_signal_during_the_start_ends_it(tiny_model, endpoint):
     assert status == 128 + signal.SIGTERM
     assert "the engine ends: SIGTERM at start" in error
     assert not socket_of(endpoint).exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_while_libraries_are_imported_cancels_the_start(tmp_path, number):
+    """Before the engine's own code runs, which takes seconds. Here ``import torch`` never returns."""
+    (tmp_path / "torch.py").write_text(
+        "import os, threading\nos.write(2, b'importing\\n')\nthreading.Event().wait()\n"
+    )
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]),
+    }
+    command = [sys.executable, "-m", "caesura.scheduler", "--model", str(tmp_path)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, process_group=0)
+    try:
+        assert process.stderr.readline() == "importing\n"
+        process.send_signal(number)
+        _, error = process.communicate(timeout=PATIENCE)
+    finally:
+        process.kill()
+    assert process.returncode == 128 + number
+    assert error == f"the engine ends: {number.name} at start\n"
+
+
+SLOW_TELL = """
+    import os, threading
+    from caesura.scheduler import process
+    def tell(ready_fd, line, tell=process.tell):
+        os.write(2, b"telling\\n")
+        os.read(0, 1)
+        tell(ready_fd, line)
+    process.tell = tell
+"""
+
+
+def test_a_signal_while_a_refused_start_is_told_changes_nothing(tmp_path):
+    with started(tmp_path / "no model", prelude=SLOW_TELL, stdin=subprocess.PIPE) as engine:
+        for line in engine.process.stderr:
+            if line == "telling\n":
+                break
+        engine.process.send_signal(signal.SIGTERM)
+        eventually(lambda: signal.SIGTERM not in pending_signals(engine.process.pid))
+        engine.process.stdin.write("x")
+        engine.process.stdin.flush()
+        assert engine.heard()["ready"] is False
+        status, error = engine.end()
+    assert (status, "Traceback" in error) == (1, False)
+
+
+def pending_signals(pid: int) -> set[int]:
+    """Signals that the process has not taken yet."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    bits = int(next(line.split()[1] for line in lines if line.startswith("ShdPnd:")), 16)
+    return {number for number in range(1, 64) if bits >> (number - 1) & 1}
+
+
+def test_a_launcher_that_dies_during_the_start_is_named(tiny_model, endpoint):
+    """Nobody reads whether it is ready, then."""
+    reader, writer = os.pipe()
+    with started(tiny_model, "--endpoint", endpoint, lifeline=reader) as engine:
+        os.close(reader)
+        os.close(writer)
+        engine.stop_listening()
+        status, error = engine.end()
+    assert (status, "the engine ends: its launcher has ended" in error) == (0, True)
+
+
+def test_a_cancelled_start_whose_cleanup_hangs_is_cut_off(tiny_model, endpoint):
+    prelude = """
+        import os, threading
+        from caesura.scheduler import build, process
+        process.END_S = 1.0
+        process.private_directory.remove = lambda path: threading.Event().wait()
+        def load_model(config, folder=None):
+            os.write(2, b"loading\\n")
+            threading.Event().wait()
+        build.load_model = load_model
+    """
+    with started(tiny_model, prelude=prelude) as engine:
+        assert engine.process.stderr.readline() == "loading\n"
+        engine.process.send_signal(signal.SIGTERM)
+        assert engine.end()[0] == EXIT_HUNG
 
 
 HANGS = """
