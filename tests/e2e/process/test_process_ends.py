@@ -1,6 +1,7 @@
 """How a scheduler process ends: by signals, at once or drained, hung, without memory; and what it says and leaves."""
 
 import json
+import math
 import os
 import resource
 import select
@@ -16,7 +17,7 @@ import pytest
 import zmq
 from support.waiting import eventually
 
-from caesura.client import EngineError, SamplingParams, SchedulerClient, ShuttingDown
+from caesura.client import EngineError, SamplingParams, SchedulerClient, ShuttingDown, launch_scheduler
 from caesura.scheduler.observability.watchdog import EXIT_HUNG
 
 PATIENCE = 60.0
@@ -147,6 +148,21 @@ def test_drained_means_that_requests_end_by_themselves(tiny_model, endpoint):
             assert handle.result(timeout=PATIENCE).finish_reason.type == "length"
         status, error = engine.end()
     assert (status, "a client asked for it" in error) == (0, True)
+
+
+def test_a_drain_without_a_limit_is_waited_for(tiny_model):
+    engine = launch_scheduler(
+        tiny_model,
+        num_threads=1,
+        kv_pool_tokens=2048,
+        autotune=False,
+        shutdown_mode="drain",
+        drain_timeout_s=math.inf,
+    )
+    handle = engine.client.submit([5, 6, 7], ENDLESS)
+    engine.close()
+    assert engine.returncode == 0
+    assert handle.result(timeout=PATIENCE).finish_reason.type == "length"
 
 
 def test_the_launchers_death_is_named_and_means_now(tiny_model, endpoint):
@@ -283,6 +299,15 @@ def test_an_engine_that_hangs_ends_itself(tiny_model, endpoint, how):
     assert "in execute" in error
     with started(tiny_model, "--endpoint", endpoint) as again:
         assert again.ready() == endpoint
+
+
+@pytest.mark.parametrize("timeout", ["inf", "1e300", "9e9"])
+def test_a_watchdog_without_a_limit_is_none(tiny_model, endpoint, timeout):
+    with started(tiny_model, "--endpoint", endpoint, "--watchdog-timeout-s", timeout) as engine:
+        with SchedulerClient(engine.ready()) as client:
+            assert client.generate([5], SamplingParams(max_new_tokens=2), timeout=PATIENCE).output_ids
+        engine.process.send_signal(signal.SIGTERM)
+        assert engine.end()[0] == 0
 
 
 def test_an_idle_engine_is_not_taken_for_a_hung_one(tiny_model, endpoint):
