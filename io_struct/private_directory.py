@@ -6,7 +6,7 @@ Invariants:
   the lock of its socket (``scheduler.sock.lock``), and of its state file where that is here too.
 - What a killed process left is removed by the next :func:`make`: only directories of this pattern, of this user, of mode
   0700, whose locks are all free, and of these only the files that an engine makes. Anything else in it stays, and so
-  does the directory then.
+  does the directory then. An empty one may be fresh and not locked yet: its maker notices the removal and makes another.
 """
 
 import contextlib
@@ -35,15 +35,48 @@ _held: dict[str, int] = {}
 
 def make() -> Path:
     """A fresh directory, after removing what killed processes left beside it."""
-    path = tempfile.mkdtemp(prefix=PREFIX)
-    if len(os.fsencode(path)) + len(f"/{SOCKET}") > MAX_SOCKET_PATH:
-        os.rmdir(path)
-        path = tempfile.mkdtemp(prefix=PREFIX, dir="/tmp")
-    with contextlib.suppress(OSError):  # a file system without locks: then nobody removes it but its owner
-        _held[path] = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        fcntl.flock(_held[path], fcntl.LOCK_EX | fcntl.LOCK_NB)
+    path = _make_fresh()
+    while not _lock(path):
+        path = _make_fresh()
     remove_stale(os.path.dirname(path))
     return Path(path)
+
+
+def _make_fresh() -> str:
+    path = tempfile.mkdtemp(prefix=PREFIX)
+    socket = os.fsencode(f"{path}/{SOCKET}")
+    if len(socket) > MAX_SOCKET_PATH or not _is_utf8(socket):  # ZeroMQ's addresses are text
+        os.rmdir(path)
+        path = tempfile.mkdtemp(prefix=PREFIX, dir="/tmp")
+    return path
+
+
+def _is_utf8(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _lock(path: str) -> bool:
+    """Take the lock; False: another process takes the directory for a dead one's, and removes it."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return False
+    except OSError:  # a file system without locks: then nobody removes it but its owner
+        pass
+    if not os.path.isdir(path):
+        os.close(descriptor)
+        return False
+    _held[path] = descriptor
+    return True
 
 
 def remove(path: str | os.PathLike[str]) -> None:
@@ -72,8 +105,7 @@ def _remove_if_stale(path: str) -> None:
         fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
         found = set(os.listdir(directory))
         locks = found & {LOCK, STATE_LOCK}
-        # Without a lock file no engine has been in it: it may be so fresh that its maker has not locked it yet.
-        if locks and found <= _OURS:
+        if (locks or not found) and found <= _OURS:
             with contextlib.ExitStack() as opened:
                 for name in locks:
                     lock = os.open(name, flags, dir_fd=directory)

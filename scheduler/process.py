@@ -47,32 +47,45 @@ def run(config: EngineConfig, ready_fd: int | None, lifeline_fd: int | None) -> 
         lifeline_fd: the process ends when this becomes readable, which happens when its other end is closed.
     """
     faulthandler.enable()  # prints a traceback if a library crashes
+    try:
+        with contextlib.ExitStack() as cleanup:
+            return _run(config, ready_fd, lifeline_fd, cleanup)
+    except StartInterruptedError as interrupted:
+        status = 128 + interrupted.number
+        logger.info("the engine ends: signal %s at start (exit status %d)", interrupted, status)
+        return status
+    finally:
+        log.flush()
+
+
+def _run(
+    config: EngineConfig, ready_fd: int | None, lifeline_fd: int | None, cleanup: contextlib.ExitStack
+) -> int:
+    """:func:`run` without its last words; ``cleanup`` gets what must be undone at the end."""
+    started = time.monotonic()
     signals = StopSignals()
     name_fatal_signals(_last_words)
     shutdown = shutdown_of(config, signal_fd=signals.fd, lifeline_fd=lifeline_fd)
-    with contextlib.ExitStack() as cleanup:
-        cleanup.callback(log.flush)
-        started = time.monotonic()
-        try:
-            engine = _start(config, shutdown, cleanup)
-            cleanup.callback(engine.close)
-            signals.serving()
-        except CaesuraError as error:
-            signals.ending()  # a launcher ends this process as soon as it knows the reason
-            logger.error("the engine ends: cannot start: %s (exit status 1)", error)
-            tell(ready_fd, refusal(error))
-            return 1
-        except StartInterruptedError as interrupted:
-            status = 128 + interrupted.number
-            logger.info("the engine ends: signal %s at start (exit status %d)", interrupted, status)
-            return status
-        gc.freeze()  # imports and the engine live as long as the process, so full collections can skip them
-        logger.info(
-            "serving %s on %s after %.2f s (%d threads)",
-            config.model_path, engine.router.endpoint, time.monotonic() - started, torch.get_num_threads(),
-        )  # fmt: skip
-        tell(ready_fd, {"ready": True, "endpoint": engine.router.endpoint, "pid": os.getpid()})
-        return _serve(engine, shutdown, config.watchdog_timeout_s)
+    try:
+        engine = _start(config, shutdown, cleanup)
+        cleanup.callback(engine.close)
+        signals.serving()
+    except CaesuraError as error:
+        signals.serving()  # a launcher ends this process as soon as it knows the reason
+        exit_within(END_S)
+        logger.error("the engine ends: cannot start: %s (exit status 1)", error)
+        tell(ready_fd, refusal(error))
+        return 1
+    except StartInterruptedError:
+        exit_within(END_S)
+        raise
+    gc.freeze()  # imports and the engine live as long as the process, so full collections can skip them
+    logger.info(
+        "serving %s on %s after %.2f s (%d threads)",
+        config.model_path, engine.router.endpoint, time.monotonic() - started, torch.get_num_threads(),
+    )  # fmt: skip
+    tell(ready_fd, {"ready": True, "endpoint": engine.router.endpoint, "pid": os.getpid()})
+    return _serve(engine, shutdown, config.watchdog_timeout_s)
 
 
 def _serve(engine: Engine, shutdown: Shutdown, watchdog_timeout_s: float) -> int:
@@ -162,9 +175,9 @@ def refusal(error: CaesuraError) -> dict[str, Any]:
 
 
 def tell(ready_fd: int | None, line: dict[str, Any]) -> None:
-    """Write the ready line and close the descriptor, unless it is None."""
+    """Write the ready line and close the descriptor, unless it is None. A launcher that has ended needs no line."""
     if ready_fd is None:
         return
-    with os.fdopen(ready_fd, "w") as pipe:
+    with contextlib.suppress(BrokenPipeError), os.fdopen(ready_fd, "w") as pipe:
         json.dump(msgspec.to_builtins(line), pipe)
         pipe.write("\n")

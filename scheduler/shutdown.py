@@ -141,16 +141,13 @@ def name_fatal_signals(say: Callable[[str], None]) -> None:
 
 
 def _handled(numbers: Sequence[signal.Signals]) -> list[signal.Signals]:
-    """Those of ``numbers`` that the engine handles: all but a SIGHUP that was ignored when the process started."""
+    """Those of ``numbers`` that the engine handles: all but a SIGHUP that was ignored when the process started (``nohup``)."""
     ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return [number for number in numbers if not (number == signal.SIGHUP and ignored)]
 
 
 class StopSignals:
-    """Turns stop signals into bytes on a descriptor, or into an exception until the engine serves.
-
-    SIGHUP stays ignored if it was ignored when the process started, so that ``nohup`` works.
-    """
+    """Turns stop signals into bytes on a descriptor, or into an exception until the engine serves."""
 
     def __init__(self) -> None:
         reader, writer = socket.socketpair()
@@ -167,11 +164,7 @@ class StopSignals:
         """Yields one byte per signal."""
 
     def serving(self) -> None:
-        """Let the loop handle signals from now on, by :attr:`fd`."""
-        self._serving = True
-
-    def ending(self) -> None:
-        """Let no signal interrupt what is left to do: the start has failed, and the process ends by itself."""
+        """Signals no longer raise: the loop handles them, by :attr:`fd`, or the process ends by itself, since its start failed."""
         self._serving = True
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:

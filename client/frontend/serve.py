@@ -15,11 +15,10 @@ import ipaddress
 import logging
 import os
 import resource
-import signal
 import socket
 import ssl
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,7 +36,7 @@ from ..wire.async_client import AsyncSchedulerClient
 from ..wire.curve import CLIENT_KEY_VARIABLE, SERVER_KEY_VARIABLE
 from .printable import PrintableFormatter
 from .tls import tls_context
-from .watch import Watch, stop_signals
+from .watch import Watch, interrupted_by_signals, unless_stopped
 
 if TYPE_CHECKING:
     from .context import FrontEnd, ServeOptions
@@ -331,14 +330,14 @@ def _configure_log() -> None:
 
 
 def _run(settings: Settings, listener: socket.socket, server_class: "type[Server]") -> int:
-    with _interrupted_by_signals():
+    with interrupted_by_signals():  # until the event loop has handlers of its own
         launched = None if settings.model is None else _launch(settings)
-    try:
-        endpoint = launched.endpoint if launched is not None else str(settings.endpoint)
-        return _event_loop()(_serve(settings, endpoint, launched, listener, server_class))
-    finally:
-        if launched is not None:
-            launched.close()
+        try:
+            endpoint = launched.endpoint if launched is not None else str(settings.endpoint)
+            return _event_loop()(_serve(settings, endpoint, launched, listener, server_class))
+        finally:
+            if launched is not None:
+                launched.close()
 
 
 def _event_loop() -> Callable[[Any], int]:
@@ -348,23 +347,6 @@ def _event_loop() -> Callable[[Any], int]:
         return asyncio.run
     run_with: Callable[[Any], int] = uvloop.run
     return run_with
-
-
-@contextlib.contextmanager
-def _interrupted_by_signals() -> Iterator[None]:
-    """Signals that end like Ctrl-C, so that a start that is waited for is cleaned up."""
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, interrupt) for number in stop_signals()}
-    try:
-        yield
-    except KeyboardInterrupt:
-        raise click.Abort from None
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _launch(settings: Settings) -> LaunchedScheduler | Supervisor:
@@ -416,7 +398,6 @@ async def _serve(
     listener: socket.socket,
     server_class: "type[Server]",
 ) -> int:
-    from .app import create_app
     from .context import OWNER
 
     client = AsyncSchedulerClient(
@@ -425,7 +406,10 @@ async def _serve(
         curve_server_key=settings.curve_server_key,
         curve_client_key_file=settings.curve_client_key_file,
     )
-    try:
+
+    async def start() -> tuple["Server", Watch]:
+        from .app import create_app
+
         front = await front_end(settings, client)
         server = server_class(
             create_app(front),
@@ -434,7 +418,11 @@ async def _serve(
             tls=settings.tls,
         )
         watch = Watch(server, front, launched)
-        watch.begin()
+        watch.begin()  # without a pause since the last await: no signal is lost in between
+        return server, watch
+
+    try:
+        server, watch = await unless_stopped(start())
         gc.freeze()  # imports and routes live as long as the process: a full collection need not go through them
         try:
             await server.serve(sockets=[listener])

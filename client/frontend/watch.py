@@ -11,7 +11,8 @@ import asyncio
 import contextlib
 import os
 import signal
-from typing import TYPE_CHECKING
+from collections.abc import Coroutine, Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from .context import FrontEnd
     from .server import Server
 
+T = TypeVar("T")
+
 EXIT_GRACE_S = 0.3
 """Between the engine's unexpected end and the server's: the answers that this causes are written meanwhile."""
 TOLD_S, LOOK_S = 5.0, 0.02
@@ -37,6 +40,51 @@ def stop_signals() -> list[signal.Signals]:
     """What ends the command; SIGHUP not where it was ignored when the command began, as under ``nohup``."""
     ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return [signal.SIGINT, signal.SIGTERM, *([] if ignored else [signal.SIGHUP])]
+
+
+@contextlib.contextmanager
+def interrupted_by_signals() -> Iterator[None]:
+    """Stop signals cancel the start, which is cleaned up: the command exits with 128 and the signal's number."""
+
+    def interrupt(number: int, _frame: object) -> None:
+        raise KeyboardInterrupt(number)
+
+    before = {number: signal.signal(number, interrupt) for number in stop_signals()}
+    try:
+        yield
+    except KeyboardInterrupt as interrupted:
+        number = signal.Signals(interrupted.args[0] if interrupted.args else signal.SIGINT)
+        click.echo(f"the server ends: {number.name} at start", err=True)
+        raise click.exceptions.Exit(128 + number) from None
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+async def unless_stopped(starting: Coroutine[Any, Any, T]) -> T:
+    """What ``starting`` returns; a stop signal meanwhile cancels it. The loop keeps its signal handlers.
+
+    Raises:
+        KeyboardInterrupt: such a signal came; its number.
+    """
+    loop, task = asyncio.get_running_loop(), asyncio.ensure_future(starting)
+    came: list[int] = []
+
+    def cancel(number: int) -> None:
+        came.append(number)
+        task.cancel()
+
+    numbers = stop_signals()
+    for number in numbers:
+        loop.add_signal_handler(number, cancel, number)
+    try:
+        return await task
+    except asyncio.CancelledError:
+        for number in numbers:
+            loop.remove_signal_handler(number)
+        if came:
+            raise KeyboardInterrupt(came[0]) from None
+        raise
 
 
 class Watch:

@@ -218,7 +218,7 @@ class Child:
 
     def wait(self, timeout: float) -> bool:
         """Whether the process has ended within ``timeout`` seconds."""
-        return self._exited.wait(timeout)
+        return self._exited.wait(min(timeout, threading.TIMEOUT_MAX))
 
     def end(self) -> None:
         """Terminate, kill if need be, close the pipes and remove the directory."""

@@ -205,7 +205,11 @@ class WeightsFile:
         self._record = record
         folder, name = os.path.split(self._path)
         temporary = os.path.join(folder, f".{name}.new")
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+        with contextlib.suppress(
+            FileNotFoundError
+        ):  # a killed engine's; opening a FIFO there would never return
+            os.unlink(temporary)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         with open(os.open(temporary, flags, 0o600), "wb") as file:
             file.write(msgspec.json.encode(record) + b"\n")
         os.replace(temporary, self._path)

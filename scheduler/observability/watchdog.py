@@ -34,6 +34,8 @@ LOOK_S = 10.0
 """Maximum seconds between two checks."""
 _DUMP_S = 0.5
 """Time to print stacks before the process exits."""
+LONGEST_S = 1e9
+"""Longest timeout, 32 years: the system's timers take no more. A longer one, inf too, means none."""
 LOOKS = 8
 """Minimum number of checks within one timeout."""
 
@@ -79,6 +81,7 @@ class Watchdog:
         self, heartbeat: Heartbeat, timeout_s: float, checks: tuple[Callable[[], None], ...] = ()
     ) -> None:
         """``timeout_s`` 0 disables the watchdog; ``checks`` are called at every check in any case."""
+        timeout_s = timeout_s if timeout_s <= LONGEST_S else 0.0
         self._heartbeat = heartbeat
         self._timeout_s = timeout_s
         self._interval_s = min(LOOK_S, timeout_s / LOOKS) if timeout_s else LOOK_S

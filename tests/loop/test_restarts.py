@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import stat
 from pathlib import Path
 
 import pytest
@@ -307,6 +308,26 @@ def test_a_commit_stands_when_its_record_cannot_be_written(start, folder, tmp_pa
         from_disk(driver, folder)
         assert driver.status().weights_epoch == 1
     assert "could not be written" in caplog.text
+
+
+def test_what_lies_where_the_next_record_is_written_is_replaced(start, folder, tmp_path):
+    """A FIFO would hold up the commit for ever, and a file of somebody else would stay writable for them."""
+    path, temporary = tmp_path / "weights.json", tmp_path / ".weights.json.new"
+    with start() as driver:
+        os.mkfifo(temporary)
+        reader = os.open(
+            temporary, os.O_RDONLY | os.O_NONBLOCK
+        )  # so that a writer that opens it is seen, and not stuck
+        try:
+            from_disk(driver, folder)
+            assert os.read(reader, 1) == b""
+        finally:
+            os.close(reader)
+        assert stat.S_ISREG(path.lstat().st_mode)
+        temporary.touch(0o666)
+        from_disk(driver, folder)
+        assert path.stat().st_mode & 0o777 == 0o600
+        assert json.loads(path.read_bytes())["weights_epoch"] == 2
 
 
 def test_two_engines_do_not_share_a_file(start, tiny_model, tmp_path):

@@ -137,6 +137,46 @@ def test_a_parent_that_is_killed_leaves_nothing_behind(tiny_model):
                 os.kill(pid, 0)
 
 
+ENGINE_THAT_IS_NEVER_ASKED = """
+import asyncio, os
+from caesura.client.wire.async_client import AsyncSchedulerClient
+async def status(self, **options):
+    os.write(2, b"asking\\n")
+    await asyncio.Event().wait()
+AsyncSchedulerClient.status = status
+from caesura.client.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("restart", [(), ("--restart",)])
+def test_a_signal_before_the_server_listens_cancels_the_start(tiny_model, tmp_path, number, restart):
+    """The engine is ready, and the front end asks it what it serves, or loads a tokenizer."""
+    command = [
+        sys.executable,
+        "-c",
+        ENGINE_THAT_IS_NEVER_ASKED,
+        "serve",
+        "--port",
+        "0",
+        "--model",
+        str(tiny_model),
+    ]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    process = subprocess.Popen([*command, *restart], stderr=subprocess.PIPE, text=True, env=environment)
+    try:
+        assert any(line == "asking\n" for line in process.stderr)
+        process.send_signal(number)
+        _, error = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 128 + number
+    assert f"the server ends: {number.name} at start" in error
+    assert "Traceback" not in error
+    assert not list(tmp_path.glob("caesura-*"))
+
+
 def test_an_engine_that_runs_already_is_served_and_left_alone(tiny_model):
     with launch_scheduler(tiny_model, num_threads=1) as client:
         with served("--endpoint", client.endpoint) as engine:

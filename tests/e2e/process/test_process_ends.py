@@ -1,6 +1,7 @@
 """How a scheduler process ends: by signals, at once or drained, hung, without memory; and what it says and leaves."""
 
 import json
+import math
 import os
 import resource
 import select
@@ -17,7 +18,7 @@ import zmq
 from support.raw_client import RawClient
 from support.waiting import eventually
 
-from caesura.client import EngineError, SamplingParams, SchedulerClient, ShuttingDown
+from caesura.client import EngineError, SamplingParams, SchedulerClient, ShuttingDown, launch_scheduler
 from caesura.client.wire.options import this_process
 from caesura.io_struct import ShutdownReqInput
 from caesura.scheduler.observability.watchdog import EXIT_HUNG
@@ -56,10 +57,16 @@ class Started:
         _, error = self.process.communicate(timeout=PATIENCE)
         return self.process.returncode, error
 
+    def stop_listening(self) -> None:
+        """Close the ready pipe, as a launcher's death does."""
+        os.close(self._ready)
+        self._ready = -1
+
     def close(self) -> None:
         self.process.kill()
         self.process.communicate()
-        os.close(self._ready)
+        if self._ready >= 0:
+            os.close(self._ready)
 
 
 @contextmanager
@@ -156,6 +163,21 @@ def test_a_foreign_client_that_shuts_down_need_not_say_who_it_is(tiny_model, end
     assert "the engine ends: shutdown message from a client that does not say who it is" in error
 
 
+def test_a_drain_without_a_limit_is_waited_for(tiny_model):
+    engine = launch_scheduler(
+        tiny_model,
+        num_threads=1,
+        kv_pool_tokens=2048,
+        autotune=False,
+        shutdown_mode="drain",
+        drain_timeout_s=math.inf,
+    )
+    handle = engine.client.submit([5, 6, 7], ENDLESS)
+    engine.close()
+    assert engine.returncode == 0
+    assert handle.result(timeout=PATIENCE).finish_reason.type == "length"
+
+
 def test_the_launchers_death_is_named_and_means_now(tiny_model, endpoint):
     reader, writer = os.pipe()
     with started(tiny_model, "--endpoint", endpoint, "--shutdown-mode", "drain", lifeline=reader) as engine:
@@ -188,7 +210,7 @@ def test_a_signal_during_the_start_ends_it(tiny_model, endpoint):
     assert not socket_of(endpoint).exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_during_the_imports_is_named(tmp_path, number):
     """However long torch takes: here for ever."""
     (tmp_path / "torch.py").write_text(
@@ -226,6 +248,66 @@ def test_a_crash_prints_what_it_was(tiny_model, endpoint):
     assert "Fatal Python error: Segmentation fault" in error
 
 
+SLOW_TELL = """
+    import os, threading
+    from caesura.scheduler import process
+    def tell(ready_fd, line, tell=process.tell):
+        os.write(2, b"telling\\n")
+        os.read(0, 1)
+        tell(ready_fd, line)
+    process.tell = tell
+"""
+
+
+def test_a_signal_while_a_refused_start_is_told_changes_nothing(tmp_path):
+    with started(tmp_path / "no model", prelude=SLOW_TELL, stdin=subprocess.PIPE) as engine:
+        for line in engine.process.stderr:
+            if line == "telling\n":
+                break
+        engine.process.send_signal(signal.SIGTERM)
+        eventually(lambda: signal.SIGTERM not in pending_signals(engine.process.pid))
+        engine.process.stdin.write("x")
+        engine.process.stdin.flush()
+        assert engine.heard()["ready"] is False
+        status, error = engine.end()
+    assert (status, "Traceback" in error) == (1, False)
+
+
+def pending_signals(pid: int) -> set[int]:
+    """Signals that the process has not taken yet."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    bits = int(next(line.split()[1] for line in lines if line.startswith("ShdPnd:")), 16)
+    return {number for number in range(1, 64) if bits >> (number - 1) & 1}
+
+
+def test_a_launcher_that_dies_during_the_start_is_named(tiny_model, endpoint):
+    """Nobody reads whether it is ready, then."""
+    reader, writer = os.pipe()
+    with started(tiny_model, "--endpoint", endpoint, lifeline=reader) as engine:
+        os.close(reader)
+        os.close(writer)
+        engine.stop_listening()
+        status, error = engine.end()
+    assert (status, "the engine ends: its launcher (pid" in error) == (0, True)
+
+
+def test_a_cancelled_start_whose_cleanup_hangs_is_cut_off(tiny_model, endpoint):
+    prelude = """
+        import os, threading
+        from caesura.scheduler import build, process
+        process.END_S = 1.0
+        process.private_directory.remove = lambda path: threading.Event().wait()
+        def load_model(config, folder=None):
+            os.write(2, b"loading\\n")
+            threading.Event().wait()
+        build.load_model = load_model
+    """
+    with started(tiny_model, prelude=prelude) as engine:
+        assert "loading\n" in iter(engine.process.stderr.readline, "")
+        engine.process.send_signal(signal.SIGTERM)
+        assert engine.end()[0] == EXIT_HUNG
+
+
 HANGS = """
     import ctypes, threading
     from caesura.scheduler.runner.model_runner import ModelRunner
@@ -247,6 +329,15 @@ def test_an_engine_that_hangs_ends_itself(tiny_model, endpoint, how):
     assert "in execute" in error
     with started(tiny_model, "--endpoint", endpoint) as again:
         assert again.ready() == endpoint
+
+
+@pytest.mark.parametrize("timeout", ["inf", "1e300", "9e9"])
+def test_a_watchdog_without_a_limit_is_none(tiny_model, endpoint, timeout):
+    with started(tiny_model, "--endpoint", endpoint, "--watchdog-timeout-s", timeout) as engine:
+        with SchedulerClient(engine.ready()) as client:
+            assert client.generate([5], SamplingParams(max_new_tokens=2), timeout=PATIENCE).output_ids
+        engine.process.send_signal(signal.SIGTERM)
+        assert engine.end()[0] == 0
 
 
 def test_an_idle_engine_is_not_taken_for_a_hung_one(tiny_model, endpoint):

@@ -83,8 +83,52 @@ def test_a_living_engine_keeps_its_state_file(parent):
         assert (orphan / STATE_FILE).exists()
 
 
+def test_a_path_that_is_no_text_is_avoided(parent, monkeypatch):
+    odd = os.fsdecode(os.fsencode(parent) + b"/\xff")
+    os.mkdir(odd)
+    monkeypatch.setattr("tempfile.tempdir", odd)
+    directory = private_directory.make()
+    str(directory).encode()
+    assert not os.listdir(odd)
+    private_directory.remove(directory)
+
+
+def test_a_launcher_that_was_killed_before_its_engine_came_leaves_nothing(parent):
+    empty = parent / "caesura-empty"
+    empty.mkdir(mode=0o700)
+    private_directory.remove_stale(str(parent))
+    assert not empty.exists()
+
+
+def test_a_fresh_directory_that_is_taken_for_a_dead_ones_is_made_again(parent, monkeypatch):
+    """At each point between its making and its lock: gone, being removed, and removed while it was opened."""
+    make, flock, made = private_directory._make_fresh, fcntl.flock, []
+
+    def make_fresh() -> str:
+        made.append(make())
+        if len(made) == 1:
+            os.rmdir(made[0])
+        return made[-1]
+
+    def lock(descriptor: int, how: int) -> None:
+        if len(made) == 2:
+            raise BlockingIOError
+        if len(made) == 3:
+            os.rmdir(made[2])
+        flock(descriptor, how)
+
+    monkeypatch.setattr(private_directory, "_make_fresh", make_fresh)
+    monkeypatch.setattr(fcntl, "flock", lock)
+    directory = private_directory.make()
+    assert str(directory) == made[3]
+    monkeypatch.undo()
+    private_directory.remove_stale(str(parent))
+    assert directory.exists(), "it is locked"
+    private_directory.remove(directory)
+
+
 def test_only_our_own_kind_is_touched(parent):
-    fresh = left_by_the_dead(parent, "caesura-fresh", SOCKET)  # not locked yet, perhaps
+    fresh = left_by_the_dead(parent, "caesura-fresh", SOCKET)  # no engine has been in it
     rich = left_by_the_dead(parent, "caesura-rich", LOCK, "precious")
     opened = left_by_the_dead(parent, "caesura-open")
     opened.chmod(0o755)
