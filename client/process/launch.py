@@ -212,7 +212,10 @@ class Child:
             if not self.wait(SHUTDOWN_S):
                 self.process.kill()
         for thread in self._threads:
-            thread.join(SHUTDOWN_S)
+            if (
+                thread is not threading.current_thread()
+            ):  # the client went when its exit was reported, by that thread
+                thread.join(SHUTDOWN_S)
         os.close(self._ready_read)
         self._remove_directory()
 
