@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Literal, Self, TypeVar, Unpack
 
 from ... import io_struct as wire
 from ...io_struct.control import LeaseAction
-from ...io_struct.field_errors import shown
 from ...io_struct.weights import DEFAULT_BUCKET_BYTES, DEFAULT_GROUP_NAME
-from ..exceptions import InvalidRequest, NoSession, TimedOut, is_answer
+from ..exceptions import NoSession, TimedOut, is_answer
 from .async_channel import LoopClient, Result, wait_for
 from .options import (
     CheckerAction,
@@ -29,6 +28,7 @@ from .options import (
     folder_of,
     id_of,
     label,
+    require_group,
     seconds,
     tags_of,
     this_process,
@@ -197,11 +197,7 @@ class AsyncControlClient(LoopClient):
 
         Other arguments are those of :meth:`update_weights_from_tensor`. Needs torch. :meth:`WeightUpdateGroup.update` does this for several engines.
         """
-        if not hasattr(group, "steps"):
-            raise InvalidRequest(
-                f"group = {shown(group)} must be a WeightUpdateGroup: WeightUpdateGroup.create([client]) makes one",
-                field="group",
-            )
+        require_group(group)
         steps = group.steps(named_tensors, self._session.named(options), bucket_bytes=bucket_bytes)
         return await self._drive(steps, timeout)
 

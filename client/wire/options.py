@@ -180,6 +180,19 @@ def folder_of(model_path: Any) -> str:
         ) from None
 
 
+def require_group(group: Any) -> None:
+    """Refuse what is no weight update group, such as the name of one.
+
+    Raises:
+        InvalidRequest: it is none.
+    """
+    if not hasattr(group, "steps"):
+        raise InvalidRequest(
+            f"group = {shown(group)} must be a WeightUpdateGroup: WeightUpdateGroup.create([client]) makes one",
+            field="group",
+        )
+
+
 def tags_of(tags: Any) -> Any:
     """Memory tags as the wire has them: one alone may stand for a list of it; what is none the engine refuses."""
     return [tags] if isinstance(tags, str) else tags if tags is None else list(tags)

@@ -129,7 +129,9 @@ def _locked_path(endpoint: str) -> int:
     except BlockingIOError as error:
         os.close(lock)
         raise CaesuraError(
-            ErrorCode.ENDPOINT_IN_USE, f"another scheduler owns {endpoint}", endpoint=endpoint
+            ErrorCode.ENDPOINT_IN_USE,
+            f"another scheduler owns {endpoint}: end it, or listen elsewhere",
+            endpoint=endpoint,
         ) from error
     except CaesuraError:
         os.close(lock)

@@ -228,9 +228,11 @@ def test_an_address_beyond_loopback_needs_a_key(tiny_model, tmp_path):
 def test_wrong_command_lines_say_why(tiny_model, tmp_path):
     assert "either --model or --endpoint" in fails()
     assert "cannot be used with --endpoint" in fails("--endpoint", "ipc:///x", "--num-threads", "1")
-    assert "missing: there is no such folder" in fails("--model", str(tmp_path / "missing"))
-    assert "`hf download Qwen/Qwen3-0.6B --local-dir FOLDER`" in fails("--model", "Qwen/Qwen3-0.6B")
-    assert "no-such-option" in fails("--model", str(tiny_model), "--no-such-option", "1")
+    assert "missing: there is no such folder" in fails("--model", str(tmp_path / "missing"), "--port", "0")
+    assert "`hf download Qwen/Qwen3-0.6B --local-dir FOLDER`" in fails(
+        "--model", "Qwen/Qwen3-0.6B", "--port", "0"
+    )
+    assert "no-such-option" in fails("--model", str(tiny_model), "--port", "0", "--no-such-option", "1")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         assert "cannot listen" in fails("--model", str(tiny_model), "--port", port)
