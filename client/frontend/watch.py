@@ -44,10 +44,18 @@ def stop_signals() -> list[signal.Signals]:
 
 @contextlib.contextmanager
 def interrupted_by_signals() -> Iterator[None]:
-    """Stop signals cancel the start, which is cleaned up: the command exits with 128 and the signal's number."""
+    """A stop signal cancels the start: the command exits with 128 and the signal's number.
+
+    A second signal does not interrupt the cleanup; a third one has its default action.
+    """
+    came: list[int] = []
 
     def interrupt(number: int, _frame: object) -> None:
-        raise KeyboardInterrupt(number)
+        came.append(number)
+        if len(came) == 1:
+            raise KeyboardInterrupt(number)
+        for each in before:
+            signal.signal(each, signal.SIG_DFL)
 
     before = {number: signal.signal(number, interrupt) for number in stop_signals()}
     try:

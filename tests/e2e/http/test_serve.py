@@ -13,12 +13,14 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import httpx
 import pytest
 from support.http_serve import ServedEngine, served
 from support.waiting import eventually
 
 from caesura.client import SchedulerClient, ShuttingDown, launch_scheduler
+from caesura.client.frontend.watch import interrupted_by_signals
 
 API, ADMIN = "user-key-7f3a", "admin-key-91bc"
 
@@ -175,6 +177,19 @@ def test_a_signal_before_the_server_listens_cancels_the_start(tiny_model, tmp_pa
     assert f"the server ends: {number.name} at start" in error
     assert "Traceback" not in error
     assert not list(tmp_path.glob("caesura-*"))
+
+
+def test_a_second_signal_does_not_interrupt_the_cleanup_of_a_start():
+    before, cleaned = signal.getsignal(signal.SIGTERM), []
+    with pytest.raises(click.exceptions.Exit) as caught, interrupted_by_signals():
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        finally:
+            signal.raise_signal(signal.SIGINT)
+            cleaned.append(signal.getsignal(signal.SIGTERM))
+    assert cleaned == [signal.SIG_DFL]  # a third one would end the process
+    assert caught.value.exit_code == 128 + signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_an_engine_that_runs_already_is_served_and_left_alone(tiny_model):
