@@ -26,7 +26,7 @@ from caesura.client import (
     launch_scheduler,
 )
 from caesura.client.process.child_log import how_it_ended
-from caesura.client.process.launch import Child, LaunchedScheduler
+from caesura.client.process.launch import LaunchedScheduler
 
 FAKE = support.fake_scheduler.__file__
 PATIENCE = 30.0
@@ -98,28 +98,6 @@ def test_a_client_kept_alone_keeps_its_engine(directory):
     client.shutdown(timeout=PATIENCE)
     assert gone(pid)
     client.close()
-
-
-def test_the_thread_that_reports_an_exit_may_be_the_one_that_cleans_up(directory):
-    """It holds the client while it reports, so it may be the last that does."""
-    ended, errors = threading.Event(), []
-
-    class Client:
-        def engine_exited(self, reason):
-            try:
-                child.end()
-            except RuntimeError as error:
-                errors.append(error)
-            ended.set()
-
-    command = [sys.executable, FAKE, "--endpoint", f"ipc://{directory}/s", "--behave", "well"]
-    child, client = Child(command, directory, None), Client()
-    child.wait_ready(PATIENCE)
-    child.report_exit_to(weakref.WeakMethod(client.engine_exited))
-    child.process.kill()
-    assert ended.wait(PATIENCE)
-    assert errors == []
-    assert not directory.exists()
 
 
 def test_a_refused_start_raises_the_engines_own_error(directory):
