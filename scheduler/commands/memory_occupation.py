@@ -4,7 +4,8 @@ Invariants:
 - A release is refused with an error if a live request holds the KV, if an update is writing the weights, or if the engine is
   neither paused nor idle.
 - No step is launched while any tag is released: the gate closes before memory is released and opens after it has been
-  resumed. Weights become INVALID before their memory is released.
+  resumed. Weights become INVALID before their memory is released, unless they are backed up: then their values are copied
+  to the host behind the closed gate, and a copy that fails opens it again, with nothing released.
 - A release also drops what depends on the memory: with the KV the prefix cache, with the weights the record of what an
   uncommitted update has written.
 - A resume that fails changes nothing. Resuming what is resident, and releasing what is released, has no effect.
@@ -13,7 +14,7 @@ Invariants:
 """
 
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Generator, Iterator
 from typing import Any
 
 from ...io_struct import (
@@ -78,11 +79,11 @@ class MemoryOccupation:
         if tags:
             self._require_releasable(tags)
             yield from lifecycle.barrier()  # the engine is paused or idle, so this waits for the forward stream only
+            yield from self._close_gate(tags)
             if "kv_cache" in tags:
                 self._cache.flush()
             if "weights" in tags:
                 self._updates.forget()
-            lifecycle.set_released(lifecycle.released | tags)
             if self._graphs is not None and ("cuda_graph" in tags or self._residency.moves(tags)):
                 self._graphs.drop()
             for tag in sorted(tags):
@@ -101,13 +102,28 @@ class MemoryOccupation:
             reserved_after=after,
         )
 
+    def _close_gate(self, tags: frozenset[MemoryTag]) -> Generator[Wait, None, None]:
+        """Call ``tags`` released, and copy what is backed up to the host. If that fails, nothing has changed."""
+        lifecycle = self._lifecycle
+        before = lifecycle.released
+        lifecycle.set_released(before | tags)
+        try:
+            with self._stages.stage("release.keep"):
+                keeping = self._residency.keep(tags)
+                while self._advance(keeping, "keep"):
+                    yield Wait.SLICE
+        except BaseException:
+            lifecycle.set_released(before)
+            raise
+
     def resume(self, request: ResumeMemoryOccupationReqInput) -> Operation:
-        """Allocate released memory again: all requested tags or none. Weights come back without values."""
+        """Allocate released memory again: all requested tags or none. Weights come back with their values if they are backed
+        up, else without."""
         lifecycle = self._lifecycle
         tags = _requested_tags(request.tags) & lifecycle.released
         if tags:
             steps = self._residency.resume(tags)
-            while self._advance(steps):
+            while self._advance(steps, "resume"):
                 yield Wait.SLICE
             if self._graphs is not None and lifecycle.released == tags:
                 capturing = self._graphs.capture()
@@ -121,9 +137,9 @@ class MemoryOccupation:
             id=request.id, released_tags=sorted(lifecycle.released), resumed_bytes=self._sizes(tags)
         )
 
-    def _advance(self, steps: Iterator[None]) -> bool:
+    def _advance(self, steps: Iterator[None], what: str) -> bool:
         with self._runner.on_stream():  # the stream on which updates write and steps read
-            return self._step(steps, "resume")
+            return self._step(steps, what)
 
     def _step(self, steps: Iterator[None], what: str) -> bool:
         """Advance ``steps`` once; False at its end. The watchdog is told, since one advance may move all of a model's memory."""
