@@ -17,6 +17,7 @@ from litestar.types import ExceptionHandlersMap, Scope, Send
 from ...io_struct import CaesuraError, ErrorCode
 from ..exceptions import RETRYABLE
 from .connections import RETRY_AFTER_S
+from .not_offered import why_not
 from .printable import printable
 
 logger = logging.getLogger(__name__)
@@ -129,7 +130,10 @@ def _typed(_: Request[Any, Any, Any], error: CaesuraError) -> Response[bytes]:
 
 
 def _http(request: Request[Any, Any, Any], error: HTTPException) -> Response[bytes]:
-    return json_response(_plain_error(request.scope, error.detail, error.status_code), error.status_code)
+    message = error.detail
+    if error.status_code == 404:
+        message = why_not(request.scope["path"]) or message
+    return json_response(_plain_error(request.scope, message, error.status_code), error.status_code)
 
 
 def _defect(request: Request[Any, Any, Any], error: Exception) -> Response[bytes]:
