@@ -251,7 +251,10 @@ def _warn(host: str, keys: _Keys, tls: ssl.SSLContext | None) -> None:
     if _is_loopback(host):
         return
     if keys.api is None:
-        what = "no API key: anyone who can reach it can generate, pause and stop generation, and replace the weights"
+        what = (
+            "no API key: anyone who can reach it can generate, abort the generations of others, pause, replace the weights "
+            "and have files under --weights-root read"
+        )
     elif tls is None:
         what = "no TLS: keys, prompts and outputs are sent unencrypted"
     else:

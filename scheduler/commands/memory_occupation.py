@@ -107,6 +107,8 @@ class MemoryOccupation:
         lifecycle = self._lifecycle
         before = lifecycle.released
         lifecycle.set_released(before | tags)
+        if not self._residency.backs_up(tags):
+            return
         try:
             with self._stages.stage("release.keep"):
                 keeping = self._residency.keep(tags)

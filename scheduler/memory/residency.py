@@ -276,6 +276,10 @@ class ComponentResidencyManager:
         yield from self._leave(leaving)
         self._note("finish_request", request, "", 0, 0.0)
 
+    def backs_up(self, tags: Collection[MemoryTag]) -> bool:
+        """Whether :meth:`keep` has anything to do for ``tags``."""
+        return any(tag in self._backups for tag in tags)
+
     def backup_bytes(self, tag: MemoryTag) -> int:
         """Size of the copy that a release of ``tag`` has left on the host; 0 while it is resident, and without a backup."""
         return self._backups[tag].copied_bytes if tag in self._backups else 0
