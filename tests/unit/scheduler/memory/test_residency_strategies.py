@@ -579,6 +579,7 @@ def test_a_tag_that_is_backed_up_comes_back_as_it_was_last(make):
     for tag in ("weights", "kv_cache"):
         with manager.component(tag):
             tensors[tag] = [allocate((300, 7), torch.float32, CPU) for _ in range(3)]
+            allocate((0, 7), torch.float32, CPU)
     for round_ in (1.0, 2.0):
         for number, tensor in enumerate((*tensors["weights"], *tensors["kv_cache"])):
             tensor.fill_(round_ + number / 8)
