@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # One call of each route of `caesura serve`, in an order in which all succeed:
 #
-#     caesura serve --model DIR &
+#     caesura serve --model DIR --enable-memory-saver &
 #     MODEL=DIR bash examples/curl.sh
 #
 # URL, KEY and ADMIN_KEY may be set as well. Prints each route and what it answered.
@@ -65,7 +65,7 @@ call -H 'Content-Type: application/octet-stream' -H "X-Caesura-Session: $session
     "$URL/update_weights_from_tensor?flush_cache=true" --data-binary "@$MODEL/model.safetensors"
 post /end_weight_update '{"weight_version": "3"}' -H "X-Caesura-Session: $session"
 
-# Lend the memory of the KV cache to a trainer, and take it back
+# Lend the memory of the KV cache to a trainer, and take it back (a server with --enable-memory-saver)
 post /release_memory_occupation '{"tags": ["kv_cache"]}'
 post /resume_memory_occupation '{"tags": ["kv_cache"]}'
 

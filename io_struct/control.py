@@ -200,6 +200,10 @@ class DeviceMemory(ReplyRecord, kw_only=True, frozen=True):
     """Bytes of the model's parameters and buffers."""
     kv_cache: int
     """Bytes of the paged KV cache pool."""
+    weights_backup: int = 0
+    """Bytes of the copy of the weights on the host, which exists only while their memory is released
+    (``weights_cpu_backup``). On the CPU it is a file in the temporary directory, on accelerators pinned memory;
+    ``reserved`` does not include it."""
 
 
 class UpdateProgress(ReplyRecord, kw_only=True, frozen=True):
@@ -417,6 +421,8 @@ class GetStatusReqOutput(Reply, kw_only=True):
     """Data type of computation: ``bfloat16``, ``float32`` or ``float16``."""
     device: str
     """Device that the model runs on: ``cpu``, ``cuda``, …, with an index where one was configured."""
+    weights_cpu_backup: bool = False
+    """A release of the weights keeps a copy on the host, and a resume restores it."""
     kernels: dict[str, str] = {}
     """Operation to what serves it: ``torch``, an instruction set of the compiled CPU kernels (``avx2``, ``avx512``,
     ``avx512bf16``, ``amx``), or the library of attention kernels that a GPU has. Operations that the model does not have are

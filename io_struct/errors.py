@@ -56,7 +56,7 @@ class ErrorCode(StrEnum):
     """A weight update failed after its first byte was written. Only a complete update makes the weights valid
     again."""
     WEIGHTS_INVALID = "weights_invalid"
-    """The weights were released and not loaded again, or lost in a restart. Only a complete update makes them valid
+    """The weights were released without a copy and not loaded again, or lost in a restart. Only a complete update makes them valid
     again."""
     MEMORY_RELEASED = "memory_released"
     """The command needs memory that is released; resume it first. ``detail``: released (tags)."""

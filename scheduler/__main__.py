@@ -37,6 +37,8 @@ from .observability import log
 from .process import refusal, run, tell
 
 _RENAMED = {"model_path": "model"}
+_ALSO = {"weights_cpu_backup": "--enable-weights-cpu-backup"}
+"""SGLang's spelling, where it is another one."""
 
 
 def _field_help() -> dict[str, str]:
@@ -61,9 +63,8 @@ def _option(field: dataclasses.Field[Any], annotation: Any, text: str) -> click.
     required = field.default is dataclasses.MISSING
     choices = get_args(annotation) if get_origin(annotation) is Literal else ()
     if annotation is bool:
-        return click.Option(
-            [f"{name}/--no-{name[2:]}", field.name], default=field.default, show_default=True, help=text
-        )
+        names = [f"{name}/--no-{name[2:]}", *filter(None, [_ALSO.get(field.name)]), field.name]
+        return click.Option(names, default=field.default, show_default=True, help=text)
     kind = next((k for k in get_args(annotation) if k is not type(None)), annotation) if not choices else str
     # An explicit default of None would satisfy click in place of a required value.
     fallback: dict[str, Any] = (

@@ -92,6 +92,9 @@ class EngineConfig:
     session_orphan_s: float = 10.0
     """Seconds after which the weight update session of a disconnected client is aborted, unless a message of the
     session arrives."""
+    weights_cpu_backup: bool = False
+    """Keep a copy of the weights on the host while their memory is released, and restore it when the memory is resumed.
+    Without it, released weights need a complete update."""
     load_bucket_bytes: int = 8 << 20
     """Bytes of weights to load at a time; between two such buckets the engine handles messages."""
     check_finite: bool = False

@@ -10,7 +10,13 @@ import secrets
 from dataclasses import dataclass
 
 from .. import __version__
-from ..io_struct import GenerateReqOutput, GetMemoryHistoryReqInput, GetStatusReqInput, HelloReqInput
+from ..io_struct import (
+    GenerateReqOutput,
+    GetMemoryHistoryReqInput,
+    GetStatusReqInput,
+    HelloReqInput,
+    MemoryTag,
+)
 from .background import Wakeup
 from .batching.batcher import Batcher
 from .batching.chunking import ChunkSizer
@@ -27,7 +33,7 @@ from .build import (
     routing_bytes_per_token,
 )
 from .cache.manager import CacheManager, LedgerError
-from .commands.committed_weights import WeightsFile
+from .commands.committed_weights import Start, WeightsFile
 from .commands.handlers import Commands
 from .commands.lifecycle import Lifecycle
 from .commands.memory_occupation import MemoryOccupation
@@ -130,7 +136,10 @@ class Engine:
         self._cleanup.callback(self._weights_file.close)
         module = device_module_for(config.device)
         self._device_cache = DeviceCache(module)
-        residency = ComponentResidencyManager(config.device, device_cache=self._device_cache)
+        backed_up: tuple[MemoryTag, ...] = ("weights",) if config.weights_cpu_backup else ()
+        residency = ComponentResidencyManager(
+            config.device, device_cache=self._device_cache, backed_up=backed_up
+        )
         self._cleanup.callback(residency.close)
         self._gauges = MemoryGauges(module, residency)  # before anything large is allocated
         self.history = MemoryHistory(self._gauges)
@@ -241,20 +250,7 @@ class Engine:
             chunks=chunks,
             device_cache=self._device_cache,
         )
-        lifecycle = Lifecycle(
-            sessions=Sessions(deadline_s=config.session_deadline_s, orphan_s=config.session_orphan_s),
-            batcher=batcher,
-            waiting=waiting,
-            outputs=self.outputs,
-            cache=self.cache,
-            runner=runner,
-            device_cache=self._device_cache,
-            stamp=stamp,
-            history=self.history,
-            stages=self._stages,
-            lost=start.lost,
-            serve_lost=config.on_lost_weights == "serve_initial",
-        )
+        lifecycle = self._build_lifecycle(config, start, stamp, batcher, waiting, runner)
         self.history.where = lambda: (lifecycle.step, lifecycle.stamp.epoch)
         return _Core(
             loaded,
@@ -267,6 +263,32 @@ class Engine:
             batcher,
             recovery,
             lifecycle,
+        )
+
+    def _build_lifecycle(
+        self,
+        config: EngineConfig,
+        start: Start,
+        stamp: WeightStamp,
+        batcher: Batcher,
+        waiting: WaitingQueue,
+        runner: Runner,
+    ) -> Lifecycle:
+        """The state of an engine that begins as ``start`` says."""
+        return Lifecycle(
+            sessions=Sessions(deadline_s=config.session_deadline_s, orphan_s=config.session_orphan_s),
+            batcher=batcher,
+            waiting=waiting,
+            outputs=self.outputs,
+            cache=self.cache,
+            runner=runner,
+            device_cache=self._device_cache,
+            stamp=stamp,
+            history=self.history,
+            stages=self._stages,
+            lost=start.lost,
+            serve_lost=config.on_lost_weights == "serve_initial",
+            keeps_weights=config.weights_cpu_backup,
         )
 
     def _build_serving(
@@ -423,6 +445,7 @@ class Engine:
             recovery=core.recovery,
             device_module=module,
             device_cache=self._device_cache,
+            residency=core.residency,
             history=self.history,
             stages=self._stages,
             throughput=self._throughput,

@@ -35,6 +35,8 @@ class ServeOptions:
     """Key of admin routes. None means ``api_key``, if there is one."""
     weights_root: str | None = None
     """Folder that must contain every ``model_path`` of an update. None means :attr:`default_weights_root`."""
+    enable_memory_saver: bool = False
+    """Release the engine's memory when a client of this server asks for it."""
     allow_pickled_tensors: bool = False
     """Read the base64 pickles of ``/update_weights_from_tensor`` (they are parsed, never unpickled)."""
     max_body_bytes: int = 32 << 20

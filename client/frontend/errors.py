@@ -18,6 +18,7 @@ from ...io_struct import CaesuraError, ErrorCode
 from ...io_struct.field_errors import nearest
 from ..exceptions import RETRYABLE
 from .connections import RETRY_AFTER_S
+from .not_offered import why_not
 from .printable import printable
 
 logger = logging.getLogger(__name__)
@@ -136,6 +137,8 @@ def _http(request: Request[Any, Any, Any], error: HTTPException) -> Response[byt
 
 def _no_route(request: Request[Any, Any, Any]) -> str:
     path = request.scope["path"]
+    if (reason := why_not(path)) is not None:
+        return reason
     near = nearest(path, sorted({route.path for route in request.app.routes}))
     return f"there is no route {printable(path)}" + ("" if near is None else f" (did you mean {near}?)")
 

@@ -112,6 +112,11 @@ _NEEDS_EXTRA = 'the HTTP server needs additional packages: pip install "caesura[
     help="Weight updates from disk must be in this folder.  [default: the parent folder of the model, unless that is /]",
 )
 @click.option(
+    "--enable-memory-saver",
+    is_flag=True,
+    help="Let clients release the engine's memory (weights, KV cache, CUDA graphs) and resume it, as colocated trainers do.",
+)
+@click.option(
     "--allow-pickled-tensors",
     is_flag=True,
     help="Accept weights in SGLang's pickle format. They are parsed, never unpickled.",
@@ -253,7 +258,10 @@ def _warn(host: str, keys: _Keys, tls: ssl.SSLContext | None) -> None:
     if _is_loopback(host):
         return
     if keys.api is None:
-        what = "no API key: anyone who can reach it can generate, pause and stop generation, and replace the weights"
+        what = (
+            "no API key: anyone who can reach it can generate, abort the generations of others, pause, replace the weights "
+            "and have files under --weights-root read"
+        )
     elif tls is None:
         what = "no TLS: keys, prompts and outputs are sent unencrypted"
     else:
@@ -292,6 +300,7 @@ class Settings:
     host: str
     port: int
     weights_root: str | None
+    enable_memory_saver: bool
     allow_pickled_tensors: bool
     incremental_streaming: bool
     served_model_name: str
@@ -462,6 +471,7 @@ async def front_end(settings: Settings, client: AsyncSchedulerClient) -> "FrontE
         any_host=settings.insecure_bind,
         port=settings.port,
         weights_root=settings.weights_root,
+        enable_memory_saver=settings.enable_memory_saver,
         allow_pickled_tensors=settings.allow_pickled_tensors,
         incremental_streaming=settings.incremental_streaming,
         served_model_name=settings.served_model_name,

@@ -91,12 +91,14 @@ class Lifecycle:
         stages: StageProfiler,
         lost: str | None,
         serve_lost: bool,
+        keeps_weights: bool,
     ) -> None:
         """Make the lifecycle of an engine that runs.
 
         Args:
             lost: says which committed weights could not be restored at this start; None if none were lost.
             serve_lost: serve the initial weights although the committed ones were lost.
+            keeps_weights: a release of the weights' memory keeps their values.
         """
         self.sessions = sessions
         self.ownership = PauseOwnership()
@@ -130,6 +132,7 @@ class Lifecycle:
         self._commits: Counter[str] = Counter()
         self._failures: Counter[str] = Counter()
         self._released: frozenset[MemoryTag] = frozenset()
+        self._keeps_weights = keeps_weights
         self._step = 0
         self._commit_session: Callable[[Session], Generator[Wait, None, None]] | None = None
         self._lease_ended_at: float | None = None
@@ -412,9 +415,13 @@ class Lifecycle:
         logger.error("weights are POISONED: %s", reason)
 
     def set_released(self, released: frozenset[MemoryTag]) -> None:
-        """Set the released tags. Weights become invalid when their memory is released, until a complete update commits."""
-        if "weights" in released - self._released:
-            self._weights, self._weights_detail = "invalid", "their memory was released"
+        """Set the released tags. Weights whose values are not kept become invalid when their memory is released, until a
+        complete update commits."""
+        if "weights" in released - self._released and not self._keeps_weights:
+            self._weights = "invalid"
+            self._weights_detail = (
+                "their memory was released without a copy, which --enable-weights-cpu-backup would keep"
+            )
         self._released = released
 
     def commit_weights(self, version: str | None, source: str) -> None:

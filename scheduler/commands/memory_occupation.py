@@ -4,7 +4,8 @@ Invariants:
 - A release is refused with an error if a live request holds the KV, if an update is writing the weights, or if the engine is
   neither paused nor idle.
 - No step is launched while any tag is released: the gate closes before memory is released and opens after it has been
-  resumed. Weights become INVALID before their memory is released.
+  resumed. Weights become INVALID before their memory is released, unless they are backed up: then their values are copied
+  to the host behind the closed gate, and a copy that fails opens it again, with nothing released.
 - A release also drops what depends on the memory: with the KV the prefix cache, with the weights the record of what an
   uncommitted update has written.
 - A resume that fails changes nothing. Resuming what is resident, and releasing what is released, has no effect.
@@ -80,11 +81,11 @@ class MemoryOccupation:
         if tags:
             self._require_releasable(tags)
             yield from lifecycle.barrier()  # the engine is paused or idle, so this waits for the forward stream only
+            yield from self._close_gate(tags)
             if "kv_cache" in tags:
                 self._cache.flush()
             if "weights" in tags:
                 self._updates.forget()
-            lifecycle.set_released(lifecycle.released | tags)
             if self._graphs is not None and ("cuda_graph" in tags or self._residency.moves(tags)):
                 self._graphs.drop()
             for tag in sorted(tags):
@@ -101,12 +102,26 @@ class MemoryOccupation:
             reserved_after=after,
         )
 
+    def _close_gate(self, tags: frozenset[MemoryTag]) -> Generator[Wait, None, None]:
+        """Call ``tags`` released, and copy what is backed up to the host. If that fails, nothing has changed."""
+        lifecycle = self._lifecycle
+        before = lifecycle.released
+        lifecycle.set_released(before | tags)
+        if not self._residency.backs_up(tags):
+            return
+        try:
+            with self._stages.stage("release.keep"):
+                yield from self._advance(self._residency.keep(tags), "keep", self._runner.on_stream)
+        except BaseException:
+            lifecycle.set_released(before)
+            raise
+
     def resume(self, request: ResumeMemoryOccupationReqInput) -> Operation:
-        """Allocate released memory again: all requested tags or none. Weights come back without values."""
+        """Allocate released memory again: all requested tags or none. Weights come back with their values if they are backed
+        up, else without."""
         lifecycle = self._lifecycle
         tags = _requested_tags(request.tags) & lifecycle.released
         if tags:
-            # On the stream on which updates write and steps read.
             yield from self._advance(self._residency.resume(tags), "resume", self._runner.on_stream)
             if self._graphs is not None and lifecycle.released == tags:
                 yield from self._advance(self._graphs.capture(), "capture")
@@ -124,7 +139,8 @@ class MemoryOccupation:
         what: str,
         context: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> Generator[Wait, None, None]:
-        """Run ``steps`` to their end, each slice of them within ``context``.
+        """Run ``steps`` to their end, each slice of them within ``context``: ``on_stream`` for what copies, since updates write
+        and steps read there.
 
         A slice, not a step, is declared as a long operation: one step may move all of a model's memory, many are short, and
         the declaration takes a tenth of a millisecond.

@@ -148,6 +148,7 @@ class WeightUpdates:
         if not request.commit:
             self.abort_session(session, "the session was ended without commit")
             return self._reply(request.id, session.counts, stages, started, committed=False, flushed=False)
+        self._lifecycle.require_resident("weights")  # the commit derives from them
         self._require_complete(session)
         self._require_flushable(session.flush)
         yield from self._stop_steps(session)  # the commit needs it even if nothing was written

@@ -14,6 +14,7 @@ from torch import Tensor
 from ...io_struct import CaesuraError, ErrorCode, WeightsCheckerReqInput, WeightsCheckerReqOutput
 from ..forward import Runner
 from ..layers.parameters import WeightSlot
+from ..memory.storage import bytes_of
 from ..models.base import CausalLM
 from .lifecycle import Lifecycle, Operation, Wait
 
@@ -70,7 +71,8 @@ class WeightsChecker:
             digest = hashlib.blake2b(digest_size=16)
             flat = tensor.detach().reshape(-1).view(torch.uint8)
             for start in range(0, len(flat), _HASH_SLICE):
-                digest.update(flat[start : start + _HASH_SLICE].cpu().numpy().data)
+                part = flat[start : start + _HASH_SLICE].cpu()
+                digest.update(bytes_of(part))
                 yield Wait.SLICE
             found[name] = digest.hexdigest()
         return found

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from .device_module import DeviceEvent, DeviceStream, StreamModule
-from .storage import Component
+from .storage import Component, bytes_of
 
 _CHUNK = 4 << 20
 """Bytes copied between two yields: a millisecond from memory, tens of them where the copy must be read from a disk."""
@@ -442,7 +442,7 @@ def _chunks(tensors: Sequence[Tensor]) -> Iterator[tuple[memoryview, int]]:
     """The bytes of ``tensors`` in host memory, piece by piece, and where each piece lies in a row of all of them."""
     offset = 0
     for tensor in tensors:
-        data = memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data)
+        data = bytes_of(tensor)
         for start in range(0, len(data), _CHUNK):
             yield data[start : start + _CHUNK], offset + start
         offset += len(data)

@@ -7,8 +7,8 @@ Invariants:
 - Nobody touches a component's tensors between its release and its resume; the manager keeps no account of which are
   released (``lifecycle.py`` does) and must not be asked twice.
 - Releasing and resuming yield between allocations, so the loop can answer meanwhile.
-- The policy's weights, the KV pool and graphs are resident: by tag, and without a copy. Whatever else is large is registered
-  with a strategy (``offload.py``) that says when it is on the device; it keeps its values, also when the tag that it goes
+- The policy's weights, the KV pool and graphs are resident: by tag, and without a copy, unless the tag is backed up
+  (``backup.py``). Whatever else is large is registered with a strategy (``offload.py``) that says when it is on the device; it keeps its values, also when the tag that it goes
   with is released.
 - The device cache is emptied once memory-intensive components have left the device (or were there layer by layer, which
   leaves as many holes), and at no other moment of a request: never between two stages.
@@ -37,6 +37,7 @@ import torch
 from torch import Tensor
 
 from ...io_struct import CaesuraError, ErrorCode, MemoryTag
+from .backup import BackedUpComponent
 from .device_cache import DeviceCache
 from .device_memory import available_memory_if_known, refuse_defeating_settings
 from .device_module import DeviceModule, DeviceStream, device_module_for, free_and_total, streams_of
@@ -116,6 +117,7 @@ class ComponentResidencyManager:
         make_component: MakeComponent | None = None,
         device_module: DeviceModule | None = None,
         device_cache: DeviceCache | None = None,
+        backed_up: Collection[MemoryTag] = (),
         environ: Mapping[str, str] = os.environ,
     ) -> None:
         """
@@ -123,6 +125,7 @@ class ComponentResidencyManager:
             make_component: None: what suits ``device`` best.
             device_module: manages the memory of ``device``. None: the device's own.
             device_cache: empties that memory's cache. None: one of its own.
+            backed_up: tags whose values survive a release.
 
         Raises:
             CaesuraError: ``invalid_request``, an allocator setting defeats the memory saver.
@@ -137,6 +140,10 @@ class ComponentResidencyManager:
                 refuse_defeating_settings(self._device, memory_saver=True, environ=environ)
                 make_component = SavedComponent
         self._components: dict[str, Component] = {tag: make_component(tag) for tag in MEMORY_TAGS}
+        self._backups: dict[str, BackedUpComponent] = {}
+        for tag in backed_up:
+            backup = BackedUpComponent(self._components[tag], self._make_copy)
+            self._components[tag] = self._backups[tag] = backup
         self._movables: dict[str, Movable] = {}
         self._tags: dict[str, MemoryTag] = {}
         self._requests: dict[str, tuple[bool, set[str]]] = {}
@@ -269,16 +276,43 @@ class ComponentResidencyManager:
         yield from self._leave(leaving)
         self._note("finish_request", request, "", 0, 0.0)
 
+    def backs_up(self, tags: Collection[MemoryTag]) -> bool:
+        """Whether :meth:`keep` has anything to do for ``tags``."""
+        return any(tag in self._backups for tag in tags)
+
+    def backup_bytes(self, tag: MemoryTag) -> int:
+        """Size of the copy that a release of ``tag`` has left on the host; 0 while it is resident, and without a backup."""
+        return self._backups[tag].copied_bytes if tag in self._backups else 0
+
+    def keep(self, tags: Collection[MemoryTag]) -> Iterator[None]:
+        """Copy the values of those of ``tags`` that are backed up to the host, ahead of their release; the device must be idle.
+
+        Raises:
+            CaesuraError: ``out_of_memory``, the copy does not fit; there is none then.
+        """
+        for tag in tags:
+            if tag not in self._backups:
+                continue
+            backup = self._backups[tag]
+            try:
+                yield from self._traced("keep", tag, backup.keep())
+            except (OSError, RuntimeError) as error:
+                raise CaesuraError(
+                    ErrorCode.OUT_OF_MEMORY,
+                    f"a copy of {tag} on the host, {backup.nbytes} bytes, failed: {error}",
+                    needed_bytes=backup.nbytes,
+                ) from error
+
     def release(self, tags: Collection[MemoryTag]) -> Iterator[None]:
-        """Give back the memory of ``tags``, which are resident; the device must be idle."""
+        """Give back the memory of ``tags``, which are resident and :meth:`kept <keep>`; the device must be idle."""
         for tag in tags:
             for component in self._of(tag):
                 yield from self._traced("leave", component, component.drop())
             yield from self._traced("release", tag, self._components[tag].release())
 
     def resume(self, tags: Collection[MemoryTag]) -> Iterator[None]:
-        """Take back the memory of ``tags``, which are released: all or nothing. Registered components that are always on the
-        device come back with their values, others when they are used.
+        """Take back the memory of ``tags``, which are released: all or nothing. Backed up tags and registered components that
+        are always on the device come back with their values, other components when they are used.
 
         Raises:
             CaesuraError: ``out_of_memory`` with ``needed_bytes`` and ``free_bytes``; everything is as it was.
@@ -295,10 +329,13 @@ class ComponentResidencyManager:
                 yield from self._traced("resume", tag, self._components[tag].resume())
                 for component in self._residents(tag):
                     yield from self._traced("arrive", component, component.strategy.arrive(component))
-        except RuntimeError as error:  # somebody else was faster than we
+        except (OSError, RuntimeError) as error:  # somebody else was faster than we, or a copy cannot be read
             for _ in self.release(begun):
                 pass
             raise _shortage(f"resuming {_names(tags)} failed: {error}", needed, free) from error
+        for tag in tags:
+            if tag in self._backups:
+                self._backups[tag].give_up()
 
     def _of(self, tag: MemoryTag) -> list[Movable]:
         return [component for name, component in self._movables.items() if self._tags[name] == tag]

@@ -4,6 +4,7 @@ Invariants: memory is zero when it is allocated and when it is resumed; every vi
 touches a tensor between release and resume. Both yield between allocations.
 """
 
+import ctypes
 import mmap
 from collections.abc import Iterator
 from contextlib import suppress
@@ -21,13 +22,25 @@ _RELEASE_CHUNK = 256 << 20
 """Bytes given back between two yields: tens of milliseconds of unmapping."""
 
 
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor in host memory; the caller keeps the tensor alive.
+
+    By address: a tensor that was viewed by numpy once has a storage that can never be resized again.
+    """
+    assert tensor.is_contiguous()
+    return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
 class Component(Protocol):
     """What one tag stands for: some tensors that come and go together."""
 
-    nbytes: int
-    """Sum over the tensors."""
     moves: bool
     """Tensors may have other addresses after a resume."""
+
+    @property
+    def nbytes(self) -> int:
+        """Sum over the tensors."""
+        ...
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """One more tensor of zeros."""

@@ -22,6 +22,7 @@ from ..config import PAGE_SIZE, EngineConfig
 from ..memory.device_cache import DeviceCache
 from ..memory.device_memory import DeviceMemoryReading, available_memory_if_known
 from ..memory.device_module import DeviceModule
+from ..memory.residency import ComponentResidencyManager
 from ..observability.memory_history import MemoryHistory
 from ..observability.stage_profiler import StageProfiler
 from ..observability.throughput import Throughput
@@ -60,6 +61,7 @@ class StatusReporter:
         recovery: Recovery,
         device_module: DeviceModule,
         device_cache: DeviceCache,
+        residency: ComponentResidencyManager,
         history: MemoryHistory,
         stages: StageProfiler,
         throughput: Throughput,
@@ -78,6 +80,7 @@ class StatusReporter:
         self._recovery = recovery
         self._device_module = device_module
         self._device_cache = device_cache
+        self._residency = residency
         self._history = history
         self._stages = stages
         self._throughput = throughput
@@ -121,6 +124,7 @@ class StatusReporter:
             model_path=self._updates.model_path,
             dtype=self._facts.dtype,
             device=self._config.device,
+            weights_cpu_backup=self._config.weights_cpu_backup,
             kernels=self._facts.operations.by,
             kernels_reason=self._facts.operations.reason,
             context_len=self._limits.context_len,
@@ -173,4 +177,5 @@ class StatusReporter:
             available=available_memory_if_known(self._config.device),
             weights=self._facts.weights_bytes,
             kv_cache=self._facts.kv_bytes,
+            weights_backup=self._residency.backup_bytes("weights"),
         )

@@ -11,6 +11,8 @@ from caesura.io_struct import (
     FlushCacheReqInput,
     GenerateReqInput,
     PauseGenerationReqInput,
+    ReleaseMemoryOccupationReqInput,
+    ResumeMemoryOccupationReqInput,
     SamplingParams,
     UpdateWeightFromDiskReqInput,
     WeightsCheckerReqInput,
@@ -171,3 +173,15 @@ def test_reserved_memory_is_flat_over_updates_in_place(models):
         assert kept == addresses, "parameters were meant to be written in place"
     assert all(full - empty >= 90 * MIB for full, empty in zip(before, after)), (before, after)
     assert max(after[UPDATES // 2 :]) <= max(after[: UPDATES // 2]), after
+
+
+def test_released_weights_come_back_from_the_host(models):
+    params = SamplingParams(max_new_tokens=12, temperature=1.0, seed=1, ignore_eos=True)
+    with engine(models["bfloat16"][0][0], "bfloat16", weights_cpu_backup=True) as driver:
+        expected = driver.call(WeightsCheckerReqInput()).checksums, fresh_outputs(driver, params)
+        for _ in range(2):
+            driver.call(ReleaseMemoryOccupationReqInput(), max_ticks=100_000)
+            assert driver.status().device_memory.weights_backup > 0
+            driver.call(ResumeMemoryOccupationReqInput(), max_ticks=100_000)
+            found = driver.call(WeightsCheckerReqInput()).checksums, fresh_outputs(driver, params)
+            assert found == expected

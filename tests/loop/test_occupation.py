@@ -381,7 +381,7 @@ class Physics:
         def release(tags):
             assert self.gone.isdisjoint(tags), "released twice"
             self.gone |= set(tags)
-            self.invalid |= "weights" in tags
+            self.invalid |= "weights" in tags and not driver.config.weights_cpu_backup
             if "kv_cache" in tags:
                 runner.kv[:] = np.uint64(0xDEAD)
             yield from real_release(tags)
@@ -483,7 +483,8 @@ class Trial:
             set(MEMORY_TAGS if argument is None else argument) if command in ("release", "resume") else set()
         )
         if command == "release":
-            self.weights = "invalid" if "weights" in tags - self.released else self.weights
+            lost = "weights" in tags - self.released and not self.driver.config.weights_cpu_backup
+            self.weights = "invalid" if lost else self.weights
             self.released |= tags
         elif command == "resume":
             self.released -= tags
@@ -548,16 +549,17 @@ class Trial:
         assert driver.status().kv.held == 0
 
 
-def a_driver(model: Path, depth: int) -> EngineDriver:
+def a_driver(model: Path, depth: int, backup: bool) -> EngineDriver:
     return EngineDriver(
-        str(model), pipeline_depth=depth, kv_pool_tokens=160, chunked_prefill_size=24, max_running_requests=4
-    )
+        str(model), pipeline_depth=depth, kv_pool_tokens=160, chunked_prefill_size=24, max_running_requests=4,
+        weights_cpu_backup=backup,
+    )  # fmt: skip
 
 
 @settings(max_examples=60, suppress_health_check=list(HealthCheck))
-@given(commands=st.lists(COMMANDS, min_size=4, max_size=25), depth=st.integers(0, 1))
-def test_any_order_one_command_at_a_time(tiny_model, other_model, commands, depth):
-    with a_driver(tiny_model, depth) as driver:
+@given(commands=st.lists(COMMANDS, min_size=4, max_size=25), depth=st.integers(0, 1), backup=st.booleans())
+def test_any_order_one_command_at_a_time(tiny_model, other_model, commands, depth, backup):
+    with a_driver(tiny_model, depth, backup) as driver:
         trial = Trial(driver, other_model)
         for command, argument in commands:
             trial.step(command, argument)
@@ -568,10 +570,11 @@ def test_any_order_one_command_at_a_time(tiny_model, other_model, commands, dept
 @given(
     commands=st.lists(st.lists(COMMANDS, min_size=1, max_size=5), min_size=2, max_size=6),
     depth=st.integers(0, 1),
+    backup=st.booleans(),
 )
-def test_any_order_without_waiting_for_answers(tiny_model, other_model, commands, depth):
+def test_any_order_without_waiting_for_answers(tiny_model, other_model, commands, depth, backup):
     """Whole bursts are sent before the loop turns, and it turns one slice at a time."""
-    with pytest.MonkeyPatch.context() as patch, a_driver(tiny_model, depth) as driver:
+    with pytest.MonkeyPatch.context() as patch, a_driver(tiny_model, depth, backup) as driver:
         one_piece_per_slice(patch)
         patch.setattr("caesura.scheduler.weights.writing.WRITE_S", 0.0)
         trial = Trial(driver, other_model)

@@ -23,7 +23,7 @@ from ...text.tokenizer_manager import ENCODE_INLINE, GenerationRequest, Sample
 from ..context import FrontEnd
 from ..errors import json_response, openai_error, status_of
 from ..exchange import ClientLeft, HTTPRequest, nobody
-from ..sglang.generate_answer import routed_experts
+from ..sglang.generate_answer import experts_of
 from .schema import Body, CommonRequest, TokenDetails, Usage
 
 T = TypeVar("T")
@@ -262,9 +262,8 @@ def finished_fields(samples: Sequence[Sample], label: str) -> dict[str, Any]:
     last = max((of[-1] for of in spans if of), key=lambda span: span.epoch, default=None)
     version = label if last is None else last.version
     fields: dict[str, Any] = {"metadata": {"weight_version": version, "weight_versions": _alone(spans)}}
-    routed = [sample.output.routed_experts for sample in samples]
-    if any(experts is not None for experts in routed):
-        encoded = [None if experts is None else routed_experts(experts) for experts in routed]
+    if any(sample.output.routed_experts is not None for sample in samples):
+        encoded = [experts_of(sample.output) for sample in samples]
         fields["sglext"] = {"routed_experts": _alone(encoded)}
     return fields
 

@@ -26,7 +26,6 @@ AnySeed = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 """OpenAI's clients may send negative seeds."""
 
 REFUSED = {
-    "best_of": "choosing among candidates is not supported",
     "suffix": "insertion is not supported",
     "functions": "superseded by tools",
     "function_call": "superseded by tools",
@@ -171,7 +170,8 @@ class CompletionRequest(CommonRequest, kw_only=True):
     add_special_tokens: bool | None = None
     """Where the prompt is text."""
 
-    best_of: Any = None
+    best_of: Count | None = None
+    """Up to ``n``: then nothing is chosen."""
     suffix: Any = None
 
 
@@ -240,11 +240,11 @@ def _decode(decode: Callable[[bytes], RequestT], body: bytes, kind: type[Request
         value = getattr(request, name)
         if value not in NOTHING:
             raise InvalidRequest(f"{name} is not supported: {REFUSED[name]}", field=name)
-    _check_text_only(request)
+    _check_values(request)
     return request
 
 
-def _check_text_only(request: CommonRequest) -> None:
+def _check_values(request: CommonRequest) -> None:
     if request.response_format and request.response_format.get("type") != "text":
         raise InvalidRequest(
             "response_format is not supported: constrained decoding is not, only text",
@@ -252,6 +252,11 @@ def _check_text_only(request: CommonRequest) -> None:
         )
     if request.modalities and request.modalities != ["text"]:
         raise InvalidRequest("modalities is not supported: output is text only", field="modalities")
+    if isinstance(request, CompletionRequest) and (request.best_of or 0) > (request.n or 1):
+        raise InvalidRequest(
+            "best_of above n is not supported: samples are not ranked; ask for all of them with n",
+            field="best_of",
+        )
 
 
 class TokenDetails(msgspec.Struct, kw_only=True):

@@ -12,7 +12,7 @@ from litestar.exceptions import ClientException
 from litestar.handlers import HTTPRouteHandler
 
 from ....io_struct import CaesuraError, ErrorCode, WeightsCheckerReqOutput, WeightUpdateReqOutput
-from ...exceptions import NoSession
+from ...exceptions import NoSession, Unsupported
 from ..context import Front, FrontEnd
 from ..errors import json_response, native_error, status_of
 from ..exchange import HTTPRequest, acknowledge, command, failure, query_of, read_control, succeed
@@ -76,6 +76,8 @@ async def release_memory_occupation(request: HTTPRequest, front: Front) -> Respo
     """Give device memory back; harmless where it is released already."""
     body = await read_control(request, TagsBody)
     try:
+        if not front.options.enable_memory_saver:
+            raise Unsupported("releasing memory is off: start the server with --enable-memory-saver")
         await command(front, "release_memory_occupation", front.client.release_memory(body.tags))
     except CaesuraError as error:
         return native_error(error.message, status_of(error), error.code)

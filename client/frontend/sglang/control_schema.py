@@ -155,7 +155,7 @@ class DistributedBody(UpdateBody, kw_only=True):
     dtypes: list[str]
     shapes: list[list[int]]
     group_name: Group = DEFAULT_GROUP_NAME
-    load_format: Literal["flattened_bucket"] | None = None
+    load_format: str | None = None
     selector: Selector = "all"
 
 
@@ -163,7 +163,7 @@ class TensorBody(UpdateBody, kw_only=True):
     """``/update_weights_from_tensor`` as JSON: pickles in base64, one for each tensor-parallel rank."""
 
     serialized_named_tensors: list[str]
-    load_format: Literal["direct", "flattened_bucket"] | None = None
+    load_format: str | None = None
     selector: Selector = "all"
 
 

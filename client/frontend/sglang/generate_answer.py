@@ -51,6 +51,15 @@ def rows(values: TokenLogprobs, texts: Texts | None) -> Iterator[list[Any]]:
         yield triples([value for value, _ in pairs], [token for _, token in pairs], texts)
 
 
+def experts_of(output: GenerateOutput, dtype: ExpertsDtype = "int32") -> str | None:
+    """:func:`routed_experts` of a sample. None: they were not asked for, or no token was sampled. Then those of the prompt are
+    not known either, and clients take any text for theirs.
+    """
+    if output.routed_experts is None or not output.output_ids:
+        return None
+    return routed_experts(output.routed_experts, dtype)
+
+
 def routed_experts(routed: RoutedExperts, dtype: ExpertsDtype = "int32") -> str:
     """Little-endian [rows, layers, experts per token] in base64.
 
@@ -112,7 +121,7 @@ def meta_info(
         _add_output_logprobs(meta, output.as_delta(), texts)
         _add_input_logprobs(meta, sample, request, texts)
     if output.routed_experts is not None:
-        meta["routed_experts"] = routed_experts(output.routed_experts, experts_dtype)
+        meta["routed_experts"] = experts_of(output, experts_dtype)
         meta["routed_experts_start_len"] = request.routed_experts_start_len
     return meta
 

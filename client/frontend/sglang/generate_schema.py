@@ -300,7 +300,9 @@ def sampling_fields(body: SamplingBody) -> dict[str, Any]:
     _refuse(body, REFUSED_SAMPLING, "sampling_params.")
     if body.custom_params and body.custom_params.get("return_top_p_token_ids"):
         raise InvalidRequest(
-            "sampling_params.custom_params.return_top_p_token_ids is not supported", field="custom_params"
+            "sampling_params.custom_params.return_top_p_token_ids is not supported: which tokens top_p kept is not reported; "
+            "sample with top_p 1.0",
+            field="custom_params",
         )
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     if len(stop) > MAX_STOP_STRINGS:

@@ -97,8 +97,8 @@ def _config(model_path: str) -> dict[str, Any]:
 
 
 _PUBLIC = (
-    "host", "port", "model_path", "tokenizer_path", "weights_root", "allow_pickled_tensors", "max_body_bytes",
-    "max_update_bytes", "max_batch", "incremental_streaming",
+    "host", "port", "model_path", "tokenizer_path", "weights_root", "enable_memory_saver", "allow_pickled_tensors",
+    "max_body_bytes", "max_update_bytes", "max_batch", "incremental_streaming",
 )  # fmt: skip
 """Of :class:`ServeOptions`; keys are not."""
 _PARALLEL = {
@@ -145,6 +145,10 @@ async def server_info(front: Front) -> Response[bytes]:
             "skip_tokenizer_init": front.manager.tokenizer is None,
             "served_model_name": front.options.model_name,
             "dtype": status.dtype,
+            "enable_return_routed_experts": status.kv.routing_bytes_per_token > 0,
+            "enable_weights_cpu_backup": status.weights_cpu_backup,
+            "enable_metrics": True,
+            "enable_lora": False,
             "device": status.device,
             "context_length": status.context_len,
             "max_running_requests": status.max_running_requests,

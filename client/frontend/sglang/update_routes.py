@@ -8,7 +8,7 @@ weights root after resolving symbolic links, also those of the files. Pickles ar
 import asyncio
 import os
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 from litestar import Response, post
@@ -53,6 +53,7 @@ from .tensor_payload import Frames, Part, dtype_of, read_pickled, read_safetenso
 _READ = ("config.json", "generation_config.json", "model.safetensors.index.json")
 """Of a checkpoint, beside its safetensors files; an index can name no others."""
 _ONLINE = "Succeeded to update parameter online."
+_FLATTENED: Literal["flattened_bucket"] = "flattened_bucket"
 SESSION_HEADER = "X-Caesura-Session"
 Named = TypeVar(
     "Named",
@@ -93,12 +94,29 @@ async def update_weights_from_disk(request: HTTPRequest, front: Front) -> Respon
     async def update() -> WeightUpdateReqOutput:
         if body.manifest:
             raise Unsupported("manifest is not supported")
+        _check_load_format(body.load_format, "auto", "safetensors")
         path = await asyncio.to_thread(allowed_path, body.model_path, front.options)
         wire = UpdateWeightFromDiskReqInput(model_path=path, load_format=body.load_format, **body.options())
         return await _sent(front, wire)
 
     message = "Succeeded to update model weights."
     return await succeed(front, "update_weights_from_disk", message, update(), num_paused_requests=0)
+
+
+def _check_load_format(name: str | None, *known: str) -> str | None:
+    """``name``, if it is one of ``known`` or none at all.
+
+    Raises:
+        Unsupported: another, such as the import path of a loader of the trainer's.
+    """
+    if name is None or name in known:
+        return name
+    raise Unsupported(
+        f"load_format {printable(name)} is not supported: null, {' or '.join(known)}; loaders that a trainer names (an import "
+        "path) are not run",
+        field="load_format",
+        value=name,
+    )
 
 
 def allowed_path(path: str, options: ServeOptions) -> str:
@@ -156,13 +174,14 @@ async def update_weights_from_distributed(request: HTTPRequest, front: Front) ->
     body = bound(request, await read_control(request, DistributedBody))
 
     async def update() -> WeightUpdateReqOutput:
+        flattened = _check_load_format(body.load_format, _FLATTENED) is not None
         if not len(body.names) == len(body.dtypes) == len(body.shapes):
             raise InvalidRequest("names, dtypes and shapes have different lengths", field="names")
         described = zip(body.names, body.dtypes, body.shapes, strict=True)
         wire = UpdateWeightsFromDistributedReqInput(
             specs=[TensorSpec(name=n, dtype=dtype_of(dtype), shape=shape) for n, dtype, shape in described],
             group_name=body.group_name,
-            load_format=body.load_format,
+            load_format=_FLATTENED if flattened else None,
             **body.options(),
         )
         return await _sent(front, wire)
@@ -190,7 +209,7 @@ async def _pickled(front: FrontEnd, body: TensorBody) -> WeightUpdateReqOutput |
         raise Unsupported(
             "pickled tensors are off: start with --allow-pickled-tensors, or send a safetensors file as application/octet-stream"
         )
-    flattened = body.load_format == "flattened_bucket"
+    flattened = _check_load_format(body.load_format, "direct", _FLATTENED) == _FLATTENED
     parts = await asyncio.to_thread(read_pickled, body.serialized_named_tensors, flattened=flattened)
     if not parts:
         return None  # a bucket without tensors, which slime sends as padding

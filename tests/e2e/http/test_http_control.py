@@ -20,7 +20,8 @@ from support.plain_trainer import PlainTrainer, Weights, weights_of
 @pytest.fixture(scope="module")
 def server(tiny_model) -> Iterator[ServedEngine]:
     root = tiny_model.parents[1]
-    with served("--model", str(tiny_model), "--weights-root", str(root), "--allow-pickled-tensors") as engine:
+    options = ("--weights-root", str(root), "--allow-pickled-tensors", "--enable-memory-saver")
+    with served("--model", str(tiny_model), *options) as engine:
         yield engine
 
 

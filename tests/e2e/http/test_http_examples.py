@@ -31,7 +31,8 @@ def load(name: str) -> ModuleType:
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
 def test_curl_for_each_route(tmp_path):
     model = make_text_model(tmp_path / "text")
-    with served("--model", str(model), env={"CAESURA_API_KEY": "k1", "CAESURA_ADMIN_KEY": "k2"}) as engine:
+    keys = {"CAESURA_API_KEY": "k1", "CAESURA_ADMIN_KEY": "k2"}
+    with served("--model", str(model), "--enable-memory-saver", env=keys) as engine:
         done = subprocess.run(
             ["bash", str(EXAMPLES / "curl.sh")],
             capture_output=True,

@@ -289,6 +289,7 @@ def test_beyond_loopback_without_a_key_needs_the_explicit_word(tiny_model):
         assert (named.status_code, foreign.status_code) == (200, 403)
         _, error = engine.stop()
     assert "warning: insecure: 0.0.0.0" in error
+    assert "replace the weights and have files under --weights-root read" in error
     assert "no API key" in error
 
 

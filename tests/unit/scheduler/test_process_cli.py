@@ -99,6 +99,12 @@ def test_values_arrive_with_their_types(served):
     )
 
 
+def test_sglangs_spelling_of_an_option_is_accepted(served):
+    for option in ("--enable-weights-cpu-backup", "--weights-cpu-backup"):
+        assert invoke("--model", "m", option).exit_code == 0
+    assert [config.weights_cpu_backup for config, *_ in served] == [True, True]
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

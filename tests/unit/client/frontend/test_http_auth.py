@@ -266,7 +266,7 @@ def test_a_defect_tells_nothing(monkeypatch, caplog):
 
 
 def test_without_an_engine_everything_is_503():
-    with client_of(front()) as client:
+    with client_of(front(enable_memory_saver=True)) as client:
         for path in ("/health", "/ready", "/ping", "/v1/loads", "/server_info"):
             assert client.get(path).status_code == 503, path
         for path in (

@@ -132,12 +132,14 @@ class CountingHost:
         return getattr(HOST, name)
 
 
-def host() -> ComponentResidencyManager:
-    return ComponentResidencyManager(CPU, device_module=CountingHost())
+def host(**options: Any) -> ComponentResidencyManager:
+    return ComponentResidencyManager(CPU, device_module=CountingHost(), **options)
 
 
-def accelerator(device: Device | None = None) -> ComponentResidencyManager:
-    return ComponentResidencyManager(CPU, make_component=StorageComponent, device_module=device or Device())
+def accelerator(device: Device | None = None, **options: Any) -> ComponentResidencyManager:
+    return ComponentResidencyManager(
+        CPU, make_component=StorageComponent, device_module=device or Device(), **options
+    )
 
 
 PLACES = [
@@ -576,6 +578,30 @@ def test_a_release_by_tag_keeps_the_values(make, strategy):
         model.request()
     assert {kind for kind, _ in events(manager, "release", "resume")} == {"release", "resume"}
     manager.close()
+
+
+@pytest.mark.parametrize("make", PLACES)
+def test_a_tag_that_is_backed_up_comes_back_as_it_was_last(make):
+    """The copy lags behind where there are streams, and is there when the resume ends."""
+    manager = make(backed_up=["weights"])
+    tensors = {}
+    for tag in ("weights", "kv_cache"):
+        with manager.component(tag):
+            tensors[tag] = [allocate((300, 7), torch.float32, CPU) for _ in range(3)]
+            allocate((0, 7), torch.float32, CPU)
+    for round_ in (1.0, 2.0):
+        for number, tensor in enumerate((*tensors["weights"], *tensors["kv_cache"])):
+            tensor.fill_(round_ + number / 8)
+        exhaust(manager.keep(["weights", "kv_cache"]))
+        assert (manager.backup_bytes("weights"), manager.backup_bytes("kv_cache")) == (3 * 300 * 7 * 4, 0)
+        exhaust(manager.release(["weights", "kv_cache"]))
+        exhaust(manager.resume(["kv_cache"]))
+        assert manager.backup_bytes("weights") > 0
+        exhaust(manager.resume(["weights"]))
+        assert manager.backup_bytes("weights") == 0
+        for number, tensor in enumerate(tensors["weights"]):
+            assert bool((tensor == round_ + number / 8).all())
+        assert not any(tensor.any() for tensor in tensors["kv_cache"])
 
 
 def test_resuming_counts_what_comes_back_with_the_tag(monkeypatch):

@@ -1,0 +1,44 @@
+"""Routes that clients know from SGLang and vLLM and that are not served here: the 404 says why, or what to call instead.
+
+Invariant: nothing here is a route; a path that is served is not listed.
+"""
+
+_ADAPTERS = "there are no LoRA adapters: merge the adapter and send all weights"
+_PROFILE = "the engine writes no profiler traces: stage times are in GET /metrics and caesura status, and --log-stages logs each stage"
+_SESSION = (
+    "weights arrive through SGLang's routes (/update_weights_from_disk, /update_weights_from_tensor, …)"
+)
+_WHY = {
+    "/load_lora_adapter": _ADAPTERS,
+    "/load_lora_adapter_from_tensors": _ADAPTERS,
+    "/unload_lora_adapter": _ADAPTERS,
+    "/v1/load_lora_adapter": _ADAPTERS,
+    "/v1/unload_lora_adapter": _ADAPTERS,
+    "/pull_weights": "the engine fetches no checkpoints and applies no deltas: write a complete checkpoint under --weights-root and "
+    "call /update_weights_from_disk",
+    "/start_profile": _PROFILE,
+    "/stop_profile": _PROFILE,
+    "/get_weights_by_name": "weights are not read out: compare them with POST /weights_checker",
+    "/set_internal_state": "options are fixed at start",
+    "/v1/responses": "the Responses API is not served: /v1/chat/completions is",
+    # vLLM's
+    "/pause": "call POST /pause_generation, SGLang's route",
+    "/resume": "call POST /continue_generation, SGLang's route",
+    "/sleep": "call POST /release_memory_occupation, SGLang's route",
+    "/wake_up": "call POST /resume_memory_occupation, SGLang's route",
+    "/reset_prefix_cache": "call POST /flush_cache, SGLang's route",
+    "/init_weight_transfer_engine": _SESSION,
+    "/start_weight_update": _SESSION,
+    "/update_weights": _SESSION,
+    "/finish_weight_update": _SESSION,
+    "/init_broadcaster": _SESSION,
+    "/collective_rpc": "no methods of the engine are called by name",
+    "/inference/v1/generate": "call POST /generate, SGLang's route",
+}
+"""Path to the sentence, whose subject is the route."""
+
+
+def why_not(path: str) -> str | None:
+    """What a 404 of ``path`` says; None: nothing is known of it."""
+    reason = _WHY.get(path.rstrip("/"))
+    return None if reason is None else f"{path.rstrip('/')} is not served: {reason}"

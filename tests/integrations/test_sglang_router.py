@@ -1,0 +1,123 @@
+"""sglang-router before two servers, as slime starts it: what passes it, and what it leaves out of a request."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from support.checkpoints import make_checkpoint
+from support.http_serve import served
+from support.plain_trainer import free_port
+from support.tokenizers import make_byte_level
+from support.waiting import eventually
+
+pytest.importorskip("sglang_router", reason="sglang-router is a package of its own")
+
+SAMPLING = {
+    "max_new_tokens": 6,
+    "temperature": 1.0,
+    "sampling_seed": 3,
+    "ignore_eos": True,
+    "no_stop_trim": True,
+}
+ROLLOUT = {"input_ids": [5, 6, 7], "rid": "rollout-1", "return_logprob": True, "sampling_params": SAMPLING}
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory):
+    """A client of the router, and one of each server."""
+    model = tmp_path_factory.mktemp("router") / "experts"
+    make_checkpoint(model, "qwen3-moe", seed=2, vocab_size=400)
+    make_byte_level(model, vocab_size=400)
+    with (
+        served("--model", str(model)) as one,
+        served("--model", str(model)) as two,
+        router(model.parent / "router.log", one.url, two.url) as client,
+    ):
+        yield client, (one, two)
+
+
+@contextmanager
+def router(log: Path, *workers: str) -> Iterator[httpx.Client]:
+    """A router process before ``workers``, all of which it calls healthy."""
+    port = free_port()
+    command = [
+        sys.executable,
+        "-m",
+        "sglang_router.launch_router",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+    ]
+    command += ["--policy", "round_robin", "--worker-urls", *workers]
+    with log.open("w") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30.0) as client:
+            eventually(lambda: process.poll() is not None or healthy(client) == len(workers), 60)
+            yield client
+    finally:
+        process.terminate()
+        process.wait(20)
+
+
+def healthy(client: httpx.Client) -> int:
+    try:
+        return sum(worker["is_healthy"] for worker in client.get("/workers").json()["workers"])
+    except (httpx.TransportError, ValueError, KeyError):  # it does not listen yet
+        return 0
+
+
+def test_a_rollout_passes_unchanged(fleet):
+    client, (one, _) = fleet
+    answer = client.post("/generate", json=ROLLOUT).json()
+    direct = one.ok("/generate", ROLLOUT)
+    assert answer["output_ids"] == direct["output_ids"]
+    for name in ("id", "output_token_logprobs", "weight_version", "finish_reason", "seed"):
+        assert answer["meta_info"][name] == direct["meta_info"][name], name
+
+
+def test_a_stream_passes(fleet):
+    client, (one, _) = fleet
+    with client.stream("POST", "/generate", json={**ROLLOUT, "stream": True}) as response:
+        lines = [line for line in response.iter_lines() if line]
+    assert lines[-1] == "data: [DONE]"
+    assert json.loads(lines[-2].removeprefix("data: "))["text"] == one.ok("/generate", ROLLOUT)["text"]
+
+
+def test_both_servers_work(fleet):
+    client, servers = fleet
+    for number in range(8):
+        client.post("/generate", json={**ROLLOUT, "rid": f"many-{number}", "input_ids": [number + 3] * 20})
+    assert all(
+        server.get("/server_info").json()["internal_states"][0]["generated_tokens"] for server in servers
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "seen_in"),
+    [
+        ({"return_routed_experts": True}, lambda answer: "routed_experts" in answer["meta_info"]),
+        ({"return_prompt_token_ids": True}, lambda answer: "prompt_token_ids" in answer),
+        (
+            {"sampling_params": {**SAMPLING, "logit_bias": {"9": 100.0}}},
+            lambda answer: set(answer["output_ids"]) == {9},
+        ),
+    ],
+)
+def test_keys_that_the_router_leaves_out(fleet, fields, seen_in):
+    """The page says so: send these to the servers themselves. Where this fails, a newer router passes them."""
+    client, (one, _) = fleet
+    assert seen_in(one.ok("/generate", {**ROLLOUT, **fields}))
+    assert not seen_in(client.post("/generate", json={**ROLLOUT, **fields}).json())
+
+
+def test_commands_are_for_the_servers_themselves(fleet):
+    client, _ = fleet
+    for path in ("/pause_generation", "/continue_generation", "/update_weights_from_disk"):
+        assert client.post(path, json={}).status_code == 404
