@@ -188,7 +188,7 @@ def test_scales_and_derived_tensors_come_back(tmp_path, backend, family):
     path = tmp_path / "fp8"
     make_fp8_checkpoint(tmp_path / "plain", path, (16, 16))
     with EngineDriver(str(path), scripted=False, weights_cpu_backup=True) as driver:
-        model = driver.engine.scheduler._updates._model
+        model = driver.engine.updates._model
         storage = {name: tensor.clone() for name, tensor in model.named_storage()}
         before = generate(driver)
         call(driver, Release())
