@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
+PAGES = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
 FOLDERS = ("io_struct", "scheduler", "client", "integrations", "tests", "examples", "benchmarks", "docs")
 MAX_LINE = 120
 URL = re.compile(r"https?://\S+")
@@ -51,18 +51,18 @@ def files() -> set[str]:
     }
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_lines_are_short(page):
     assert overlong(page.read_text(encoding="utf-8")) == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_files_that_are_named_exist(page, files):
     assert missing(page.read_text(encoding="utf-8"), files) == []
 
 
 def test_every_cited_invariant_is_defined():
-    page = (ROOT / "docs" / "lifecycle.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "reference" / "lifecycle.md").read_text(encoding="utf-8")
     defined = set(re.findall(r"^\| (I[0-9]+) \|", page, re.MULTILINE))
     found = list(cited())
     assert {number for _, number in found} >= {"I1", "I4", "I11"}, (

@@ -1,4 +1,4 @@
-"""docs/lifecycle.md is executable: every cell of its table is driven against a real engine."""
+"""docs/reference/lifecycle.md is executable: every cell of its table is driven against a real engine."""
 
 import re
 from pathlib import Path
@@ -27,7 +27,7 @@ from caesura.io_struct import (
     WeightsCheckerReqInput,
 )
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "lifecycle.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "reference" / "lifecycle.md"
 PROMPT = [5, 6, 7, 8]
 
 

@@ -1,4 +1,4 @@
-"""docs/wire.md says what the structs say, its links lead somewhere, and its client in plain msgpack works."""
+"""docs/reference/wire.md says what the structs say, its links lead somewhere, and its client in plain msgpack works."""
 
 import re
 import subprocess
@@ -11,7 +11,7 @@ from generated_parts import generate
 
 from caesura.client import SamplingParams, launch_scheduler
 
-DOCS = Path(__file__).parents[3] / "docs"
+DOCS = Path(__file__).parents[3] / "docs" / "reference"
 
 
 @pytest.fixture(scope="module")
