@@ -44,6 +44,7 @@ from .exceptions import (
     WeightsPoisoned,
     raise_for,
 )
+from .importance import importance_weights, oldest_epoch
 from .process.launch import LaunchedScheduler, launch_scheduler
 from .wire.async_client import AsyncSchedulerClient
 from .wire.async_control_client import AsyncControlClient
@@ -105,6 +106,8 @@ __all__ = [
     "WeightVersionSpan",
     "WeightsInvalid",
     "WeightsPoisoned",
+    "importance_weights",
     "launch_scheduler",
+    "oldest_epoch",
     "raise_for",
 ]
