@@ -82,7 +82,8 @@ def _serve(ready_fd: int | None, lifeline_fd: int | None, **fields: Any) -> None
     sys.exit(run(config, ready_fd, lifeline_fd))
 
 
-def _command() -> click.Command:
+def command() -> click.Command:
+    """``caesura scheduler``, whose options are the fields of the configuration."""
     texts, hints = _field_help(), get_type_hints(EngineConfig)
     options: list[click.Parameter] = [
         _option(field, hints[field.name], texts[field.name]) for field in dataclasses.fields(EngineConfig)
@@ -99,7 +100,7 @@ def _command() -> click.Command:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command as all that this process does; ``arguments`` None means those of the process."""
     try:
-        _command()(arguments)
+        command()(arguments)
     except SystemExit as end:
         if any(thread.name.startswith("caesura-") for thread in threading.enumerate()):
             # The interpreter's exit would unwind threads inside torch or libzmq, which aborts the process.

@@ -7,7 +7,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from generate_configuration import PARTS
+from generated_parts import generate
 from page_links import anchors, is_address, links, resolved
+
+from caesura.io_struct import ErrorCode
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
@@ -93,6 +97,13 @@ def test_links_lead_somewhere(page):
     assert broken(page.relative_to(ROOT).as_posix(), page.read_text(encoding="utf-8")) == []
 
 
+def test_the_tutorial_shows_all_of_its_example():
+    page = (ROOT / "docs" / "tutorial" / "grpo.md").read_text(encoding="utf-8")
+    example = (ROOT / "examples" / "grpo_trainer.py").read_text(encoding="utf-8")
+    pieces = re.findall(r"```python\n(.*?)\n```", page, re.DOTALL)
+    assert "\n\n\n".join(pieces) + "\n" == example, "docs/tutorial/grpo.md quotes another version of the file"
+
+
 def test_the_navigation_has_every_page_once():
     class Loader(yaml.SafeLoader):
         pass
@@ -103,6 +114,22 @@ def test_the_navigation_has_every_page_once():
     assert sorted(named) == sorted(
         path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")
     )
+
+
+def test_the_options_are_those_of_the_commands():
+    page = (ROOT / "docs" / "reference" / "configuration.md").read_text(encoding="utf-8")
+    assert generate(page, PARTS) == page, "run: python docs/generate_configuration.py"
+
+
+def test_every_error_code_has_a_remedy_and_every_quoted_log_line_exists():
+    page = (ROOT / "docs" / "howto" / "troubleshoot.md").read_text(encoding="utf-8")
+    _, codes, lines = re.findall(r"\|---\|.*\n((?:\|.*\n)+)", page)
+    named = [code for row in codes.splitlines() for code in re.findall(r"`(\w+)`", row.split("|")[1])]
+    assert sorted(named) == sorted(ErrorCode)
+    source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "scheduler").rglob("*.py"))
+    quoted = [text for row in lines.splitlines() for text in re.findall(r"`([^`]+)`", row.split("|")[1])]
+    assert len(quoted) > 10
+    assert [text for text in quoted if text not in source] == []
 
 
 def test_every_cited_invariant_is_defined():
