@@ -16,7 +16,7 @@ import click
 # user has set are kept.
 # OpenMP's threads spin for milliseconds between kernels by default. The engine shares its cores with a trainer and a
 # front end, and then a spinning thread holds the core that its partner needs: 5,000 to 20,000 turns cost 10 to 30 %
-# beside one busy process, and gain at most 4 % on idle cores (docs/explanation/performance.md).
+# beside one busy process, and gain at most 4 % on idle cores (docs/contributing/experiments.md).
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 # torch and oneDNN keep a compiled primitive for each shape they have met, up to 1,024 of them: with prompts of every
 # length, memory grew by half a gigabyte on the tiny model. 64 cost no measurable speed.

@@ -1,4 +1,4 @@
-"""The Python examples of the README and of the first page of the tutorial, as they stand there, but for where the checkpoints lie."""
+"""The Python examples of the README and of pages for users, as they stand there, but for where the checkpoints lie."""
 
 import re
 import subprocess
@@ -7,6 +7,7 @@ from pathlib import Path
 
 README = Path(__file__).parents[3] / "README.md"
 FIRST_STEPS = README.parent / "docs" / "tutorial" / "first-steps.md"
+SEVERAL_ENGINES = README.parent / "docs" / "howto" / "several-engines.md"
 
 
 def example(page: Path, number: int, tmp_path: Path) -> str:
@@ -52,3 +53,8 @@ def test_the_first_steps_show_samples_and_spans(tmp_path):
     spans = [line for line in example(FIRST_STEPS, 1, tmp_path).splitlines() if line.startswith("tokens ")]
     assert re.fullmatch(r"tokens 0 to \d+: weights 'default', epoch 0", spans[0])
     assert re.fullmatch(r"tokens \d+ to 500: weights 'new', epoch 1", spans[1])
+
+
+def test_several_engines_get_the_same_update(tmp_path):
+    make_checkpoints(tmp_path)
+    assert example(SEVERAL_ENGINES, 0, tmp_path).splitlines()[-6:] == ["['1', '1']"] * 6
