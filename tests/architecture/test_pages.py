@@ -133,7 +133,7 @@ def test_every_error_code_has_a_remedy_and_every_quoted_log_line_exists():
 
 
 def test_every_cited_invariant_is_defined():
-    page = (ROOT / "docs" / "reference" / "lifecycle.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "contributing" / "recovery.md").read_text(encoding="utf-8")
     defined = set(re.findall(r"^\| (I[0-9]+) \|", page, re.MULTILINE))
     found = list(cited())
     assert {number for _, number in found} >= {"I1", "I4", "I11"}, (
