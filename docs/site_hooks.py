@@ -27,8 +27,11 @@ LANGUAGES = {
 }
 
 
-def on_config(config: MkDocsConfig) -> None:
-    """Links to the documented parts of the package, in a folder of its import name: the root of the repository has any other."""
+def on_startup(*, command: str, dirty: bool) -> None:
+    """Link the documented parts of the package into a folder of its import name, which the root of the repository need not have.
+
+    Before anything is configured: mkdocstrings drops paths that do not exist.
+    """
     folder = ROOT / "build" / "package" / "caesura"
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("__init__.py", "client", "io_struct"):
