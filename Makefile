@@ -47,10 +47,11 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# The site of docs/ with the Python reference: build/site/index.html. A broken link or anchor is an error. The tools, in an
+# The site of docs/ with the Python reference: build/site/index.html. A broken link or anchor is an error (with --quiet it would
+# not be). The tools, in an
 # environment of their own, read the sources and import nothing of them.
 docs: build/docs-tools/.installed
-	NO_MKDOCS_2_WARNING=1 build/docs-tools/bin/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 build/docs-tools/bin/mkdocs build --strict
 
 build/docs-tools/.installed: pyproject.toml constraints.txt
 	test -x build/docs-tools/bin/python || $(PYTHON) -m venv build/docs-tools

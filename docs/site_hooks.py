@@ -50,6 +50,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             path = resolved(page, link.partition("#")[0])
             if is_address(link) or path.startswith("docs/") or files.get_file_from_path(site_uri(path)):
                 continue
+            if not (ROOT / path).is_file():  # mkdocs says so
+                continue
             content = (ROOT / path).read_text(encoding="utf-8")
             if path.endswith(".md"):
                 pages.append((path, content))
