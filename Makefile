@@ -1,7 +1,7 @@
 # `make demo` and `make test` set everything up on a fresh machine (Python 3.11 or newer with pip is all they need).
 #
 # Three lanes of tests: `make check` while you work (a minute), `make test` before a commit (all that guards the product),
-# `make test-bench` (the benchmarks and the demo, which start many engines). CI runs the last two.
+# `make test-bench` (the benchmarks and the demo, which start many engines). CI runs the last two, and `make docs`.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -14,7 +14,7 @@ SPREAD  := -n $(WORKERS) --dist loadfile
 CHECKED := tests/architecture tests/unit/io_struct tests/unit/scheduler/batching tests/unit/scheduler/cache \
 	tests/unit/scheduler/serving tests/unit/client/wire tests/loop/test_scripted_loop.py tests/loop/test_lifecycle_table.py
 
-.PHONY: demo check test test-bench lint format api bench mutation serve wheel test-wheel test-images clean
+.PHONY: demo check test test-bench lint format docs bench mutation serve wheel test-wheel test-images clean
 
 # pip, not another installer: the user's own index and wheel settings are honoured.
 $(STAMP): pyproject.toml __init__.py constraints.txt $(wildcard scheduler/kernels/cpu/*)
@@ -47,10 +47,17 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Pages of the Python client's public names and of the messages, from their docstrings: build/api/index.html.
-api: $(STAMP)
-	$(BIN)/pdoc --docformat google --no-include-undocumented --no-show-source --output-directory build/api \
-		caesura.client caesura.client.tensors caesura.io_struct '!caesura\.client\.(?!tensors$$)'
+# The site of docs/ with the Python reference: build/site/index.html. A broken link or anchor is an error (with --quiet it would
+# not be). The tools, in an
+# environment of their own, read the sources and import nothing of them.
+docs: build/docs-tools/.installed
+	NO_MKDOCS_2_WARNING=1 build/docs-tools/bin/mkdocs build --strict
+
+build/docs-tools/.installed: pyproject.toml constraints.txt
+	test -x build/docs-tools/bin/python || $(PYTHON) -m venv build/docs-tools
+	build/docs-tools/bin/python -m pip install --quiet --constraint constraints.txt \
+		$$(build/docs-tools/bin/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')
+	touch $@
 
 # make serve MODEL=/path/to/model SERVE_ARGS="--port 8000"
 serve: $(STAMP)

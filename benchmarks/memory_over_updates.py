@@ -7,7 +7,7 @@ turn asserts that the pause met requests in flight and that the update changed t
 Two things grow first that are not the updates': answers kept for retries (the last 1,024) and workspaces, which
 follow the largest batch. Both are filled before the first turn, with requests like those that are in flight later.
 
-    python benchmarks/memory_over_updates.py --updates 1000 --plot docs/memory_over_updates.svg
+    python benchmarks/memory_over_updates.py --updates 1000 --plot docs/images/memory_over_updates.svg
     python benchmarks/memory_over_updates.py --model mla-fp8 --layers 2 --dtype bfloat16
 """
 

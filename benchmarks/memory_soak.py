@@ -7,7 +7,7 @@ is in ``harness/soak.py``. Then the step itself: how long the call takes, and th
 
 Tables are Markdown. ``--read`` makes tables and picture again from what ``--json`` wrote.
 
-    python benchmarks/memory_soak.py --cycles 1000 --json soak.json --plot docs/memory_soak.svg --markdown soak.md
+    python benchmarks/memory_soak.py --cycles 1000 --json soak.json --plot docs/images/memory_soak.svg --markdown soak.md
 """
 
 import argparse

@@ -45,6 +45,7 @@ from .exceptions import (
     WeightsPoisoned,
     raise_for,
 )
+from .importance import importance_weights, oldest_epoch
 from .process.launch import LaunchedScheduler, launch_scheduler
 from .wire.async_client import AsyncSchedulerClient
 from .wire.async_control_client import AsyncControlClient
@@ -107,6 +108,8 @@ __all__ = [
     "WeightsInvalid",
     "WeightsNotFinite",
     "WeightsPoisoned",
+    "importance_weights",
     "launch_scheduler",
+    "oldest_epoch",
     "raise_for",
 ]

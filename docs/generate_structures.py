@@ -1,4 +1,4 @@
-"""Writes the generated parts of docs/structures.md from the source tree: the floors and the tables of modules.
+"""Writes the generated parts of docs/contributing/structures.md from the source tree: the floors and the tables of modules.
 
 Invariant: what a module is for is the first sentence of its docstring. Run ``python docs/generate_structures.py`` after adding
 or renaming a module (``--check``: see :mod:`generated_parts`).
@@ -13,7 +13,7 @@ from pathlib import Path
 from generated_parts import update
 
 ROOT = Path(__file__).parents[1]
-DOCUMENT = Path(__file__).with_name("structures.md")
+DOCUMENT = ROOT / "docs" / "contributing" / "structures.md"
 
 FLOORS = (
     ("config", "distributed", "dtypes", "files", "background", "shutdown"),

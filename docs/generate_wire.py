@@ -1,4 +1,4 @@
-"""Writes the generated parts of docs/wire.md from the structs that are the wire, so that the two cannot drift.
+"""Writes the generated parts of docs/reference/wire.md from the structs that are the wire, so that the two cannot drift.
 
 Invariant: a field's meaning is the docstring below it, its type and default are what the decoder checks. Run
 ``python docs/generate_wire.py`` after a change of ``io_struct/`` (``--check``: see :mod:`generated_parts`).
@@ -24,7 +24,7 @@ from caesura import io_struct
 from caesura.io_struct import ErrorCode, ToClient, ToScheduler
 from caesura.io_struct.base import Message, Record, ReplyRecord
 
-DOCUMENT = Path(__file__).with_name("wire.md")
+DOCUMENT = Path(__file__).parent / "reference" / "wire.md"
 LINE = 120
 ANSWERS = {
     "GenerateReqInput": "BatchTokenOutput",

@@ -2,8 +2,6 @@
 
 - :class:`Rollouts` is the ``rollout_func`` of ``trl.GRPOTrainer``.
 - :class:`WeightTransfer` is the ``weight_transfer`` of ``trl.experimental.async_grpo.AsyncGRPOTrainer``.
-- :func:`importance_weights` turns sampling log-probabilities into per-token importance weights, bounded by how old the
-  weights of each token are.
 
 Invariants:
 - The log-probabilities that leave here are those of the distribution that TRL's loss recomputes: logits divided by the
@@ -16,17 +14,14 @@ from __future__ import annotations
 
 import os
 import secrets
-from math import exp
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ..client import GenerateOutput, SamplingParams, SchedulerClient
+from ..client import SamplingParams, SchedulerClient
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from torch import Tensor
-
-    from ..io_struct import WeightVersionSpan
 
 LEASE_S = 600.0
 """How long a pause outlives its trainer, in seconds."""
@@ -172,48 +167,3 @@ def checkpoint_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
     """The parameters of a transformers model by their names in the checkpoint; tied ones once."""
     for name, parameter in model.named_parameters():
         yield name.removeprefix("_orig_mod.").replace("._orig_mod.", "."), parameter.detach()
-
-
-def importance_weights(
-    learner_logprobs: Sequence[float],
-    sampling_logprobs: Sequence[float],
-    spans: Iterable[WeightVersionSpan] = (),
-    *,
-    epoch: int | None = None,
-    max_staleness: int | None = None,
-    clip_max: float = 2.0,
-) -> list[float]:
-    """Per token: the learner's probability over that of the policy that sampled it, truncated at ``clip_max``.
-
-    The weights correct for every difference between the two, that of the version included, because each sampling
-    log-probability was recorded under the weights that its span names (truncated importance sampling: Espeholt et al.,
-    2018, arXiv:1802.01561).
-
-    Args:
-        learner_logprobs: [tokens], at the sampling temperature.
-        sampling_logprobs: [tokens], ``output_logprobs`` or TRL's ``logprobs``.
-        spans: of the sample; needed only with ``max_staleness``.
-        epoch: the learner's weights epoch.
-        max_staleness: tokens whose weights are more epochs behind ``epoch`` get weight 0. None: however old.
-
-    Raises:
-        ValueError: lengths differ, or ``max_staleness`` comes without ``epoch``.
-    """
-    if len(learner_logprobs) != len(sampling_logprobs):
-        raise ValueError(f"{len(learner_logprobs)} learner logprobs, {len(sampling_logprobs)} of the sampler")
-    weights = [
-        min(exp(min(new - old, 60.0)), clip_max)
-        for new, old in zip(learner_logprobs, sampling_logprobs, strict=True)
-    ]
-    if max_staleness is not None:
-        if epoch is None:
-            raise ValueError("max_staleness needs the learner's epoch")
-        for span in spans:
-            if epoch - span.epoch > max_staleness:
-                weights[span.start : span.end] = [0.0] * (span.end - span.start)
-    return weights
-
-
-def oldest_epoch(output: GenerateOutput) -> int:
-    """The weights epoch of the oldest token; what TRL calls the sample's ``model_version``. -1 for a sample without tokens."""
-    return min((span.epoch for span in output.weight_versions), default=-1)

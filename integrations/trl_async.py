@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
-from ..client import AsyncSchedulerClient, GenerateOutput, SamplingParams, SchedulerClient
-from .trl import oldest_epoch, prompt_ids, sampling_params
+from ..client import AsyncSchedulerClient, GenerateOutput, SamplingParams, SchedulerClient, oldest_epoch
+from .trl import prompt_ids, sampling_params
 
 RewardFunction = Callable[..., Sequence[float | None]]
 POLL_S = 0.2

@@ -1,4 +1,4 @@
-"""The wire contract: every message that crosses it, and how it is framed (docs/wire.md)."""
+"""The wire contract: every message that crosses it, and how it is framed (docs/reference/wire.md)."""
 
 from .base import WIRE_VERSION, Identifier, Message, Record, Reply, ReplyRecord, Request, TensorSpec, new_id
 from .codec import (

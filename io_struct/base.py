@@ -14,7 +14,7 @@ from typing import Annotated
 import msgspec
 
 WIRE_VERSION = (1, 0)
-"""(major, minor) of this wire. Equal majors understand each other: a newer minor only adds (docs/wire.md, "Versions")."""
+"""(major, minor) of this wire. Equal majors understand each other: a newer minor only adds (docs/reference/wire.md, "Versions")."""
 
 MAX_HEADER_BYTES = 64 << 20
 """Headers beyond this are refused before they are decoded: 64 MiB holds a 16-million-token prompt."""
@@ -54,7 +54,7 @@ class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag=True
 
 
 class Request(Message, kw_only=True):
-    """Client to scheduler. ``id`` makes a retry safe: docs/wire.md, "Idempotence"."""
+    """Client to scheduler. ``id`` makes a retry safe: docs/reference/wire.md, "Idempotence"."""
 
     id: Identifier = msgspec.field(default_factory=new_id)
     """Message id; the reply carries it, and a retry repeats it. If it is left out the engine generates one, which the

@@ -1,4 +1,4 @@
-"""Pause, continue, flush, status: the control messages (semantics: docs/lifecycle.md)."""
+"""Pause, continue, flush, status: the control messages (semantics: docs/reference/lifecycle.md)."""
 
 from typing import Annotated, Literal
 
@@ -256,7 +256,7 @@ class StageStatus(ReplyRecord, kw_only=True, frozen=True):
 
 
 class StepFailures(ReplyRecord, kw_only=True, frozen=True):
-    """Failures of steps since start (docs/lifecycle.md, "After a failure")."""
+    """Failures of steps since start (docs/reference/lifecycle.md, "After a failure")."""
 
     failed: int = 0
     """Steps that failed, while they were scheduled, executed or processed."""
@@ -320,7 +320,7 @@ class EmptyCacheTotal(ReplyRecord, kw_only=True, frozen=True):
     """How often the device allocator's cache was emptied at one place since start."""
 
     place: str
-    """``continue``, ``flush``, ``update``, ``failure``, … (docs/memory.md lists them)."""
+    """``continue``, ``flush``, ``update``, ``failure``, … (docs/explanation/memory.md lists them)."""
     count: int
     """Number of times."""
     freed_bytes: int

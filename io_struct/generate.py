@@ -1,7 +1,7 @@
 """Generation: the request, the per-step stream message and the terminal result.
 
 Token and logprob arrays cross the wire as little-endian bytes (int32, float32): building one object per token costs
-more than everything else a step does (docs/performance.md).
+more than everything else a step does (docs/explanation/performance.md).
 """
 
 from typing import Annotated, Any, Literal

@@ -1,4 +1,4 @@
-"""The memory history of an engine: readings of its memory, and what caused them (semantics: docs/memory.md)."""
+"""The memory history of an engine: readings of its memory, and what caused them (semantics: docs/explanation/memory.md)."""
 
 from typing import Annotated, Literal
 

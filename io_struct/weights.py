@@ -1,4 +1,4 @@
-"""Weight updates: sessions, the four transports and the checker (semantics: docs/lifecycle.md)."""
+"""Weight updates: sessions, the four transports and the checker (semantics: docs/reference/lifecycle.md)."""
 
 from typing import Annotated, Literal
 

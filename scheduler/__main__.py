@@ -21,7 +21,7 @@ if __name__ == "__main__":
 # user has set are kept.
 # OpenMP's threads spin for milliseconds between kernels by default. The engine shares its cores with a trainer and a
 # front end, and then a spinning thread holds the core that its partner needs: 5,000 to 20,000 turns cost 10 to 30 %
-# beside one busy process, and gain at most 4 % on idle cores (docs/performance.md).
+# beside one busy process, and gain at most 4 % on idle cores (docs/contributing/experiments.md).
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 # torch and oneDNN keep a compiled primitive for each shape they have met, up to 1,024 of them: with prompts of every
 # length, memory grew by half a gigabyte on the tiny model. 64 cost no measurable speed.
@@ -88,7 +88,8 @@ def _serve(ready_fd: int | None, lifeline_fd: int | None, **fields: Any) -> None
     sys.exit(run(config, ready_fd, lifeline_fd))
 
 
-def _command() -> click.Command:
+def command() -> click.Command:
+    """``caesura scheduler``, whose options are the fields of the configuration."""
     texts, hints = _field_help(), get_type_hints(EngineConfig)
     options: list[click.Parameter] = [
         _option(field, hints[field.name], texts[field.name]) for field in dataclasses.fields(EngineConfig)
@@ -105,7 +106,7 @@ def _command() -> click.Command:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command as all that this process does; ``arguments`` None means those of the process."""
     try:
-        _command()(arguments, prog_name="caesura scheduler")
+        command()(arguments, prog_name="caesura scheduler")
     except SystemExit as end:
         if any(thread.name.startswith("caesura-") for thread in threading.enumerate()):
             # The interpreter's exit would unwind threads inside torch or libzmq, which aborts the process.

@@ -1,4 +1,4 @@
-"""Named torch tensors into buckets of bounded size.
+"""Packs named torch tensors into buckets of bounded size.
 
 Invariants:
 - A bucket holds at most ``bucket_bytes``, except for a single row that is larger; bigger tensors are cut between rows.
@@ -58,7 +58,7 @@ class Piece:
 
 @dataclass(slots=True)
 class Bucket:
-    """Pieces that travel together."""
+    """Pieces that are sent together."""
 
     pieces: list[Piece] = field(default_factory=list)
     """In the order of their tensors, rows ascending."""
@@ -167,7 +167,7 @@ def _cut(name: str, tensor: Tensor, bucket_bytes: int) -> Iterator[Piece]:
 
 
 def spec_of(piece: Piece, *, buffer: int = 0, offset: int = 0) -> TensorSpec:
-    """Where ``piece`` lies: ``offset`` bytes into buffer number ``buffer``."""
+    """The description of ``piece``, which begins ``offset`` bytes into buffer number ``buffer``."""
     return TensorSpec(
         name=piece.name,
         dtype=DTYPE_NAMES[piece.dtype],

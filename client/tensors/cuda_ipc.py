@@ -3,9 +3,9 @@
 Invariants:
 - A bucket is exported once and used for many updates; every message names the same export, so the engine opens it once per
   session, however many buckets go through it.
-- The exporter's own claim is given back at once: torch would otherwise keep the memory of a closed bucket for as long
-  as some engine has not opened and closed it. When it may be written again, the engine's answers say.
-- What is announced is there: filling waits for whatever the device was doing, and for its own copies.
+- The exporter's reference of torch is released at once: torch would otherwise keep the memory of a closed bucket until every
+  engine has opened and closed it. The engine's replies say when the memory may be written again.
+- The data is complete when it is announced: filling waits for earlier work of the device and for its own copies.
 """
 
 from collections.abc import Iterable
@@ -52,7 +52,7 @@ class CudaBucket:
         return self._bytes[offset : offset + nbytes]
 
     def fill(self, bucket: Bucket, offset: int = 0) -> list[TensorSpec]:
-        """Copy the bucket's pieces in from byte ``offset`` on; they are there when this returns."""
+        """Copy the pieces of the bucket to byte ``offset`` and after. The copies are complete when this returns."""
         torch.cuda.synchronize(self.device)  # the pieces may be in the making on any stream
         specs = []
         for piece in bucket.pieces:
@@ -63,7 +63,7 @@ class CudaBucket:
         return specs
 
     def close(self) -> None:
-        """Let the memory go; no update that uses it may be under way. Idempotent."""
+        """Release the memory; no update that uses it may be running. Idempotent."""
         if self._bytes is not None:
             self._bytes = None
             torch.cuda.ipc_collect()

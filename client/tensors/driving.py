@@ -1,7 +1,7 @@
 # Generated from tensors/async_driving.py by `python client/_blocking/generate.py`: change that file.
 """Carries out the steps of an update.
 
-Invariant: whatever happens to a step, an interrupt and a cancellation included, is thrown into the steps, which end their session.
+Invariant: every exception of a step, interrupts and cancellations included, is thrown into the steps, which then end their session.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ class Start(Protocol):
 def drive(
     steps: Steps, start: Start, timeout: float | None, failed: Callable[[Request, BaseException], None]
 ) -> WeightUpdateReqOutput:
-    """``timeout`` bounds each wait for an answer; ``failed`` is told which request got no reply, but which error."""
+    """Carry out ``steps``. ``timeout`` limits each wait for an answer; ``failed`` is called with a request and the error it got."""
     try:
         wanted = next(steps)
         while True:

@@ -7,7 +7,7 @@ Invariants:
 - Tensors are sent whole and as bytes, so any dtype works. Buckets are filled one at a time, in one buffer that is reused.
 
 The group is an ordinary one of torch.distributed: TCPStore at the master, ``PrefixStore`` of the group's name, the backend's
-own prefixes. One that a trainer has made already is as good (:meth:`WeightUpdateGroup.__init__`).
+own prefixes. A group that a trainer has made itself works as well (:meth:`WeightUpdateGroup.__init__`).
 """
 
 import contextlib
@@ -176,11 +176,11 @@ class WeightUpdateGroup:
         timeout: float | None = None,
         **options: Unpack[UpdateOptions],
     ) -> list[WeightUpdateReqOutput]:
-        """One update of all engines of the group, with one broadcast; their answers in the order of ranks.
+        """Update all engines of the group with one broadcast; returns their replies in the order of ranks.
 
-        Arguments as of ``ControlClient.update_weights_from_distributed``. Where every client has begun a session, the update belongs
-        to these. If one engine fails, what it said is raised; the
-        others may have committed, so compare their ``weights_epoch``.
+        The arguments are those of ``ControlClient.update_weights_from_distributed``. If every client has begun a session, the
+        update belongs to these sessions. If one engine fails, its error is raised; the others may have committed, so compare
+        their ``weights_epoch``.
         """
         begun = all(client.session_id is not None for client in self.clients)
         named = update_fields(options)
@@ -224,7 +224,7 @@ class WeightUpdateGroup:
         return reply
 
     def _send(self, part: list[Named], load_format: LoadFormat, answered: Callable[[], bool]) -> str | None:
-        """Broadcast ``part``; why it failed, or None. The engines' answers will tell more."""
+        """Broadcast ``part``; returns why it failed, or None. The engines' replies say more."""
         try:
             for flat in self._flat(part, load_format):
                 self._broadcast(flat, answered)
@@ -363,7 +363,7 @@ def _whole(tensors: list[Named], bucket_bytes: int) -> Iterator[list[Named]]:
 def _invite(
     clients: "Sequence[ControlClient]", address: str, port: int, name: str, backend: Backend, timeout_s: float
 ) -> list[Future[Any]]:
-    """Have every engine join, in the order of ranks from 1; their answers are to come."""
+    """Ask every engine to join, in the order of ranks from 1, without waiting for the replies."""
     return [
         client.start(
             InitWeightsUpdateGroupReqInput(

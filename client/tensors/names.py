@@ -1,10 +1,10 @@
 """Maps parameter names in memory to checkpoint names.
 
-Invariants: what is yielded equals what ``save_pretrained`` writes, name by name and byte by byte, and is a view of the model's
-own memory. Tensors that share memory under several names come once.
+Invariants: names and values equal those that ``save_pretrained`` writes, and the tensors are views of the model's own memory. Tensors that
+share memory under several names are yielded once.
 
-transformers 5 holds the experts of a mixture in one parameter each way, ``experts.gate_up_proj`` [experts, 2 x intermediate, hidden] and
-``experts.down_proj`` [experts, hidden, intermediate], where checkpoints, and engines, know one tensor per expert and projection.
+transformers 5 stores all experts of a layer in two parameters, ``experts.gate_up_proj`` [experts, 2 x intermediate, hidden] and
+``experts.down_proj`` [experts, hidden, intermediate]. Checkpoints and engines have one tensor per expert and projection.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ _SPLIT_FAMILIES = frozenset({"qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_
 
 
 def checkpoint_tensors(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Checkpoint names and tensors of a transformers model, whose parameters are all here (gathered, not on ``meta``).
+    """Checkpoint names and tensors of a transformers model. All parameters must be in this process (gathered, not on ``meta``).
 
     Raises:
         CaesuraError: ``unsupported``, the model fuses experts in a way that is not known here.

@@ -1,9 +1,9 @@
 """Memory that a trainer shares with an engine of the same host.
 
 Invariants:
-- Shared memory has no name. It disappears with the last of its two owners, and cannot be exceeded: its pages are
-  reserved when it is made, so a full /dev/shm is an error here and not a fault later.
-- Closed or merely dropped: its descriptor goes, and the engine then lets its mapping go.
+- Shared memory has no name and disappears when neither trainer nor engine uses it. Its pages are reserved when it is created,
+  so a full /dev/shm is an error then and not a crash later.
+- When it is closed or garbage collected its descriptor is closed, and the engine then unmaps it.
 """
 
 import errno
@@ -57,14 +57,14 @@ class SharedBucket:
         self.handle = SharedMemoryHandle(
             pid=os.getpid(), fd=self._fd, inode=os.fstat(self._fd).st_ino, nbytes=self.nbytes
         )
-        """What an engine opens it by."""
+        """What an engine needs to open it."""
 
     def view(self, offset: int, nbytes: int) -> Tensor:
         """uint8 [nbytes], in place."""
         return self._bytes[offset : offset + nbytes]
 
     def fill(self, bucket: Bucket, offset: int = 0) -> list[TensorSpec]:
-        """Copy the bucket's pieces in from byte ``offset`` on; what was there before is overwritten."""
+        """Copy the pieces of the bucket to byte ``offset`` and after; earlier contents are overwritten."""
         specs = []
         for piece in bucket.pieces:
             end = offset + piece.rows.nbytes
@@ -74,7 +74,7 @@ class SharedBucket:
         return specs
 
     def close(self) -> None:
-        """Let the memory go; the engine's own mapping ends with its session."""
+        """Release the memory; the engine's own mapping ends with its session."""
         if self._close_fd.alive:
             self._close_fd()
             del self._bytes  # with the last view of it the mapping goes
@@ -89,11 +89,10 @@ class SharedBucket:
 
 
 class SharedTensors:
-    """Named tensors that live in memory shared with engines: an ipc update hands them over without copying them.
+    """Named tensors in memory that is shared with engines: an ipc update passes them without copying on the trainer's side.
 
-    Iterating gives (name, tensor) pairs, so they are named tensors for every other transport, too. What a trainer writes
-    into them must be complete before it starts an update, and stay until that has returned, or after ``TimedOut`` until the
-    engine has answered.
+    Iterating yields (name, tensor) pairs, so every other transport takes them as well. Do not write to the tensors while an
+    update runs: from its call until it returns, or, after ``TimedOut``, until the engine has answered.
     """
 
     def __init__(self, named_tensors: NamedTensors, *, dtype: torch.dtype | None = None) -> None:
@@ -112,10 +111,10 @@ class SharedTensors:
         )  # raises for a bad dtype
         sizes = {name: tensor.numel() * dtypes[name].itemsize for name, tensor in tensors.items()}
         self.memory = SharedBucket(sum(padded(size) for size in sizes.values()))
-        """Where all of them lie."""
+        """The memory of all tensors."""
         self._tensors: dict[str, Tensor] = {}
         self.specs: list[TensorSpec] = []
-        """Which tensor lies where in it, as an ipc update sends it."""
+        """The place of each tensor in the memory, as an ipc update sends it."""
         offset = 0
         for name, tensor in tensors.items():
             view = self.memory.view(offset, sizes[name]).view(dtypes[name]).view(tensor.shape)
@@ -154,7 +153,7 @@ class SharedTensors:
         return self._tensors[name]
 
     def close(self) -> None:
-        """Let the memory go; tensors that are still referred to keep it."""
+        """Release the memory; tensors that are still referenced keep it."""
         self._tensors.clear()
         self.memory.close()
 
@@ -170,7 +169,7 @@ class SharedTensors:
 class SharedBuckets:
     """The shared memory of one client: one bucket, kept between updates, replaced where another is needed.
 
-    An update has its bucket to itself, so that updates in several threads or tasks have one each.
+    Each running update has a bucket of its own, so several threads or tasks can update at the same time.
     """
 
     def __init__(self) -> None:
@@ -187,13 +186,13 @@ class SharedBuckets:
         return SharedBucket(nbytes) if device is None else CudaBucket(nbytes, device)
 
     def give_back(self, bucket: SharedBucket | CudaBucket) -> None:
-        """Keep it for the next update. One that the engine may still read is not given back, but dropped."""
+        """Keep the bucket for the next update. A bucket that the engine may still read is not given back but dropped."""
         other = self._swap(bucket)
         if other is not None:
             other.close()
 
     def close(self) -> None:
-        """Let go of what is kept."""
+        """Release the bucket that is kept."""
         bucket = self._swap(None)
         if bucket is not None:
             bucket.close()

@@ -1,7 +1,7 @@
 """The messages of one update, whichever client sends them.
 
-An update is a generator. It yields what it wants done, and is sent what came of it, so that the blocking and the asyncio
-client drive the same code:
+An update is a generator. It yields actions and is sent their results, so that the blocking and the asyncio client share the
+same code:
 
     Send(request, buffers) -> a ticket, at once       Await(ticket) -> the reply, or the error is thrown into the generator
     Run(work)              -> what ``work()`` returns; it may block
@@ -55,11 +55,11 @@ class Ticket(Protocol):
     """A message that was sent: a future of either kind."""
 
     def done(self) -> bool:
-        """The answer has come."""
+        """Whether the answer has arrived."""
         ...
 
     def add_done_callback(self, callback: Callable[[Any], object], /) -> object:
-        """Called once it has come; referred to until then."""
+        """The function is called when the answer has arrived, and kept alive until then."""
         ...
 
 
@@ -91,7 +91,7 @@ class Await:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Do something that may block; the generator gets its result."""
+    """Call a function that may block; the generator gets its result."""
 
     work: Callable[[], Any]
     """What is done; asyncio clients do it in a thread."""
@@ -113,9 +113,9 @@ def call(
 def tensor_steps(
     named_tensors: NamedTensors, options: dict[str, Any], *, bucket_bytes: int, shared: SharedBuckets
 ) -> Steps:
-    """All messages of one update over frames; ``options`` are fields of ``WeightUpdateOptions``.
+    """All messages of one update over the socket; ``options`` are fields of ``WeightUpdateOptions``.
 
-    A single message is sent from a copy, in memory of ``shared``: it may commit by itself when its sender has long given up waiting.
+    A single message is sent from a copy in memory of ``shared``, because it may be committed after its sender has stopped waiting.
     """
     tensors = list(pairs(named_tensors))
     bucket_bytes = min(bucket_size(bucket_bytes), MAX_FRAME_BYTES)
@@ -133,7 +133,7 @@ def ipc_steps(
 ) -> Steps:
     """All messages of one update through shared memory of at most ``bucket_bytes``, in two or three slots.
 
-    :class:`SharedTensors` are in such memory already: one message hands all of them over.
+    :class:`SharedTensors` are in shared memory already: one message passes all of them.
     """
     if isinstance(named_tensors, SharedTensors):
         return (yield from _handed_over(named_tensors, options))
@@ -152,7 +152,7 @@ def ipc_steps(
 
 
 def total_bytes(tensors: list[tuple[str, Any]]) -> int:
-    """Of all tensors."""
+    """The bytes of all tensors."""
     return sum(tensor.nbytes for _, tensor in tensors)
 
 

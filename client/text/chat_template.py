@@ -2,9 +2,9 @@
 
 Invariants:
 - A template is data of a checkpoint, not trusted code: it runs in Jinja's immutable sandbox and within the bounds of
-  ``template_limits.py``, and whatever goes wrong in it is an :class:`~..exceptions.InvalidRequest` of the conversation.
-- What a template sees is what transformers shows it (``apply_chat_template``): the same globals, filters, extensions and
-  special tokens; messages without the keys whose value is null.
+  ``template_limits.py``. Any failure of it is an :class:`~..exceptions.InvalidRequest` of the conversation.
+- A template gets what transformers gives it (``apply_chat_template``): the same globals, filters, extensions and special
+  tokens. Keys of messages whose value is null are left out.
 """
 
 import json
@@ -33,7 +33,7 @@ _FAILURES = (
 
 
 class _GenerationBlocks(jinja2.ext.Extension):
-    """``{% generation %}`` marks what the assistant said, for training; here it only renders its body."""
+    """``{% generation %}`` marks text of the assistant for training; here only its body is rendered."""
 
     tags = {"generation"}  # noqa: RUF012  (Jinja's own declaration)
 
@@ -99,7 +99,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> str:
-        """The prompt of a conversation; ``variables`` are what else the template looks at (``enable_thinking``, …).
+        """The prompt of a conversation; ``variables`` are further variables of the template (``enable_thinking``, …).
 
         Raises:
             InvalidRequest: no messages, or the template refuses them or fails on them.

@@ -1,7 +1,7 @@
-"""Joins and splits the deltas of one sample for a reader with its own pace.
+"""Joins and splits the deltas of one sample, for a reader that is slower or faster than the engine.
 
-Invariant: a delta made here is one as the engine sends them: everything about its tokens has their number, and ``start`` is
-the position of the first.
+Invariant: a delta made here is like one of the engine: each list about tokens has one entry per token, and ``start`` is the
+position of the first token.
 """
 
 from collections.abc import Sequence

@@ -1,11 +1,12 @@
 """``Detokenizer``: incremental detokenization of one sample.
 
 Invariants:
-- The pieces put together are the text of all output ids: what decoding the last :data:`CONTEXT` tokens of the prompt and
-  all output ids adds to decoding the former (:func:`output_text`). The context decides, for instance, whether a first word
-  keeps the space before it; a character that the prompt left half belongs to the output that completes it.
-- A piece never holds half a character: U+FFFD at the end is held back until the next token shows whether it was one. What
-  then stays U+FFFD comes out. So does what is held at the end, by :meth:`Detokenizer.flush`.
+- All pieces together are the text of all output ids, decoded after the last :data:`CONTEXT` tokens of the prompt
+  (:func:`output_text`). These tokens of the prompt decide, for instance, whether the first word keeps the space before it. A
+  character that begins in the prompt belongs to the output that completes it.
+- A piece never ends within a character: U+FFFD at the end is held back until the next token shows whether it was an
+  incomplete character. If it still is U+FFFD then, it is given out. :meth:`Detokenizer.flush` gives out what is held back at
+  the end of the output.
 - Work per token is bounded: only the last tokens are decoded again.
 """
 
@@ -14,8 +15,8 @@ from collections.abc import Sequence
 from .tokenizer import TextTokenizer
 
 CONTEXT = 8
-"""Tokens that are kept when the window is cut. A token is at least one byte and a character at most four: the first three
-may be read as the wrong bytes, and the last three may still change, so what lies between is read as in the whole text."""
+"""Tokens that are kept when the window is cut. A token has at least one byte and a character at most four. So the first three
+tokens may be decoded wrongly and the last three may still change; those between are decoded as in the whole text."""
 
 WINDOW = 24
 """Most decoded tokens that are kept. Larger: fewer cuts, each of which decodes twice; smaller: less to decode again."""
@@ -38,10 +39,10 @@ class Detokenizer:
         self._sent = len(self._prompt_text or "")
         self._open = 0  # tokens at the window's end whose bytes may go on: never decoded yet
         self.settled = True
-        """Whether all ids fed so far are in the text given out."""
+        """Whether the text given out contains all ids that were fed."""
 
     def copy(self) -> "Detokenizer":
-        """An independent detokenizer in the same state."""
+        """A copy of this detokenizer, in the same state and independent of it."""
         twin = Detokenizer.__new__(Detokenizer)
         for name in self.__slots__:
             setattr(twin, name, getattr(self, name))
@@ -49,7 +50,7 @@ class Detokenizer:
         return twin
 
     def feed(self, ids: Sequence[int]) -> str:
-        """The text that is settled by these ids; empty while a character is not complete."""
+        """Add ids; returns the text that is certain now, which is empty while a character is incomplete."""
         skipped, size = self._skipped, self._tokenizer.size
         shown = [token for token in ids if token not in skipped and token < size]
         if not shown:
@@ -59,16 +60,16 @@ class Detokenizer:
         return self._advance(len(self._window) - self._open, final=False)
 
     def peek(self) -> str:
-        """What :meth:`flush` would give now."""
+        """The text that :meth:`flush` would return now."""
         return self.copy().flush()
 
     def flush(self) -> str:
-        """The text that is held back; nothing may be fed after it."""
+        """Returns the text that is held back. Nothing may be fed afterwards."""
         self._open = 0
         return self._advance(len(self._window), final=True)
 
     def _count_open(self, new: int) -> int:
-        """Bytes at the end form one run, valid or not as a whole, which only what follows it ends."""
+        """The number of byte tokens at the end: their text is only known when another token follows."""
         byte_ids = self._tokenizer.byte_ids
         if not byte_ids:
             return 0
@@ -105,13 +106,13 @@ def output_text(
     *,
     skip_special_tokens: bool = True,
 ) -> str:
-    """The text of a finished output, in the context of its prompt."""
+    """The text of a complete output, decoded after the end of its prompt."""
     detokenizer = Detokenizer(tokenizer, prompt_ids, skip_special_tokens=skip_special_tokens)
     return detokenizer.feed(output_ids) + detokenizer.flush()
 
 
 def _common(first: str, second: str) -> int:
-    """How many characters both begin with."""
+    """Length of the common beginning of both."""
     shorter = min(len(first), len(second))
     return next((at for at in range(shorter) if first[at] != second[at]), shorter)
 

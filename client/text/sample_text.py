@@ -1,9 +1,10 @@
 """``SampleText``: text and stop strings of one sample as its tokens arrive; and ``cut``, the text before a stop string.
 
 Invariants:
-- What is shown is final: it begins no stop string, ends in no half character, and together it is the sample's text.
-- A stop string cuts the output behind the token that completes it: the first token up to which the output's text, by itself,
-  contains the match. How tokens were cut into messages makes no difference.
+- Text that was given out is final: no stop string can begin in it and no character in it is incomplete. All of it together is
+  the text of the sample.
+- A stop string ends the output after the token that completes it: the first token with which the decoded output contains the
+  stop string. The result does not depend on how the tokens were divided into messages.
 """
 
 import math
@@ -20,7 +21,7 @@ from .tokenizer import TextTokenizer
 
 
 class SampleText:
-    """One sample on its way from ids to text.
+    """The text of one sample, as its tokens arrive.
 
     Attributes:
         length: tokens up to and including the one that completed a stop string; None while there is none.
@@ -67,7 +68,7 @@ class SampleText:
         return None if match is None else match.stop
 
     def feed(self, ids: Sequence[int]) -> str:
-        """The text that these ids make certain; what comes after a stop string is ignored."""
+        """Add ids; returns the text that is certain now. Text after a stop string is ignored."""
         if self._matcher is None:
             self.settled += len(ids)
             return self._detokenizer.feed(ids)
@@ -85,7 +86,7 @@ class SampleText:
         return shown
 
     def finish(self, last: Sequence[int] = ()) -> str:
-        """The rest of the text, now that the output is complete. ``last``: ids to show without looking for stop strings in
+        """The rest of the text, when the output is complete. ``last``: ids whose text is added without looking for stop strings in
         them, such as a stop token that is to be kept."""
         if self.length is not None:
             return ""
@@ -100,7 +101,7 @@ class SampleText:
         return shown[: len(shown) - len(tail)] + self._detokenizer.feed(last) + self._detokenizer.flush()
 
     def _note(self, ids: Sequence[int], text: str) -> None:
-        """Remember what a match in this text, or in text to come, would have to be traced through."""
+        """Remember ids that a later match could have to be traced back through."""
         self._unsettled += ids
         self._text += text
         if self.stop is not None:
@@ -113,7 +114,7 @@ class SampleText:
             self._text = ""
 
     def _trace(self) -> int:
-        """How many tokens after the checkpoint it took to complete the match."""
+        """The number of tokens after the checkpoint that complete the match."""
         assert self._matcher is not None
         assert self._matcher.match is not None
         wanted = self._text[: self._matcher.match.end - self._before]
@@ -127,8 +128,8 @@ class SampleText:
 
 
 def cut(output: GenerateOutput, length: int) -> GenerateOutput:
-    """The output with its first ``length`` tokens only: everything that counts tokens is cut equally. What is about the prompt,
-    the finish reason and the times stay."""
+    """The output with only its first ``length`` tokens: every list about output tokens is cut. Values about the prompt,
+    the finish reason and the times are unchanged."""
     if length >= len(output.output_ids):
         return output
     spans = [span for span in output.weight_versions if span.start < length]

@@ -1,10 +1,10 @@
 """Finds stop strings in text as it arrives.
 
 Invariants:
-- The match that is complete first wins; of those complete at the same character, the longest. So how the text is cut into
-  tokens, and tokens into messages, changes nothing.
-- Text that could be the beginning of a stop string is held back until it is not, or is all there will be.
-- Linear: every character is looked at once, and no character twice for more stop strings (Aho and Corasick 1975).
+- The first complete match counts, and of several that end at the same character the longest. So the result does not depend on
+  how the text is divided into tokens, or tokens into messages.
+- Text that could be the beginning of a stop string is held back until it cannot be one any more, or until the text ends.
+- The time is linear in the text and does not depend on the number of stop strings (Aho and Corasick 1975).
 """
 
 import re
@@ -16,12 +16,12 @@ from ..exceptions import InvalidRequest
 
 
 class StopStrings:
-    """The stop strings of one request, as an automaton that all its samples share."""
+    """The stop strings of one request: an automaton that all samples of the request share."""
 
     __slots__ = ("depth", "fail", "first", "longest", "next")
 
     def __init__(self, stops: Sequence[str]) -> None:
-        """Raises InvalidRequest where a stop string is empty, or is none."""
+        """Raises InvalidRequest if a stop string is empty or not a string."""
         _check(stops)
         self.next: list[dict[str, int]] = [{}]
         self.fail = [0]
@@ -64,7 +64,7 @@ class StopStrings:
 
 
 def shared_stop_strings(stops: Sequence[str]) -> StopStrings:
-    """The automaton of these stop strings, one for all prompts that have the same. Raises as :class:`StopStrings`."""
+    """The automaton of these stop strings; requests with the same stop strings share it. Raises like :class:`StopStrings`."""
     _check(stops)
     return _built(tuple(stops))
 
@@ -101,8 +101,8 @@ class StopMatcher:
         self.match: Match | None = None
 
     def feed(self, text: str) -> str:
-        """The text that no stop string can begin in any more. Once there is a :attr:`match`, that is all before it, and
-        what comes later is ignored."""
+        """Add text; returns the text in which no stop string can begin any more. After a :attr:`match` this is the text before it, and
+        later text is ignored."""
         if self.match is not None:
             return ""
         stops, state, at = self._stops, self._state, 0
@@ -123,12 +123,12 @@ class StopMatcher:
         return buffer[:clear]
 
     def skip(self, text: str) -> str:
-        """The same text, not looked at; only before the first :meth:`feed`."""
+        """Add text without looking for stop strings in it, and return it; only before the first :meth:`feed`."""
         self._seen += len(text)
         return text
 
     def flush(self) -> str:
-        """What is held back, when no more text will come."""
+        """Returns the text that is held back, when no more text will come."""
         held, self._held = self._held, ""
         return held
 

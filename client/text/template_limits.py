@@ -1,12 +1,12 @@
 """Limits on chat templates: time, output size, and the size of intermediate results.
 
 Invariants:
-- Every round of a loop and every call of a macro looks at the clock, so a template that does not end is ended.
-- What operators, filters and calls make counts, and so does the prompt; numbers that stand for sizes are bounded before anything is
-  made of them.
+- Every iteration of a loop and every call of a macro checks the time, so a template that would run for ever is stopped.
+- The sizes of all results of operators, filters and calls are added up, and so is the prompt. Numbers that determine a size are
+  checked before anything of that size is made.
 
-This keeps an absurd template from holding up or filling a server. It is no jail: a hostile one may still take the whole allowance
-with every request.
+This keeps a faulty template from blocking a server or filling its memory. It does not stop an attacker: a hostile template can
+still use the whole allowance with every request.
 """
 
 import functools
@@ -40,11 +40,11 @@ _WIDE = re.compile(r"[0-9]{7}|%[-+ #0-9.]*\*|:[^{}]*\{")
 
 
 class TemplateTooCostly(jinja2.TemplateError):
-    """Too long, or too large."""
+    """The template took too long or made too much text."""
 
 
 class _Allowance(threading.local):
-    """What is left for the template that this thread renders."""
+    """The remaining time and size for the template that this thread renders."""
 
     until: float | None = None
     made: int = 0
@@ -55,7 +55,7 @@ _allowance = _Allowance()
 
 @contextmanager
 def allowance() -> Iterator[None]:
-    """What is rendered inside has :data:`MAX_SECONDS` and :data:`MAX_MADE`."""
+    """Inside this block a template has :data:`MAX_SECONDS` and :data:`MAX_MADE`."""
     _allowance.until, _allowance.made = time.monotonic() + MAX_SECONDS, 0
     try:
         yield
@@ -118,7 +118,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
 
 class _Checks(NodeTransformer):
-    """Puts a look at the clock into loops and macros, and :func:`_join` in the place of ``~``."""
+    """Adds a check of the time to loops and macros, and replaces ``~`` by :func:`_join`."""
 
     def visit_For(self, node: jinja2.nodes.For) -> Any:  # noqa: N802  (Jinja's names)
         return self._begin(node)
@@ -176,7 +176,7 @@ def _check_power(operator: str, left: Any, right: Any) -> None:
 
 
 def _check_format(pattern: str) -> None:
-    """Widths and precisions of ``%``, ``format`` and the like are written out, with a few digits."""
+    """Refuse widths and precisions of ``%``, ``format`` and the like that are not written as a few digits."""
     if _WIDE.search(pattern):
         raise TemplateTooCostly("a width in a format is too large, or computed")
 
@@ -203,7 +203,7 @@ def _check_method(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _bounded(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter whose counts and widths are bounded and whose result counts."""
+    """A filter with limited counts and widths, whose result is counted."""
     name = getattr(function, "__name__", "")
 
     @functools.wraps(function)

@@ -1,9 +1,9 @@
 """``TextTokenizer``: the tokenizer of a Hugging Face model folder, from text to ids and back.
 
 Invariants:
-- It gives what ``transformers.AutoTokenizer`` gives for the same folder, without importing it: ids of a text, text of
-  ids, prompt of a conversation. As there, spaces that some tokenizers once put between special tokens are never added,
-  and ``clean_up_tokenization_spaces``, which damages byte-level text, is not applied.
+- The results equal those of ``transformers.AutoTokenizer`` for the same folder, without importing transformers: ids of a
+  text, text of ids, prompt of a conversation. As there, no spaces are added between special tokens, and
+  ``clean_up_tokenization_spaces``, which damages byte-level text, is not applied.
 - Immutable after loading, so threads may share it.
 """
 

@@ -44,7 +44,7 @@ _DEFAULTS = SamplingParams()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """One prompt, ``sampling_params.n`` samples. Making one raises InvalidRequest where a field is over its size."""
+    """One prompt with ``sampling_params.n`` samples. The constructor raises InvalidRequest if a field is too large."""
 
     prompt: str | Sequence[int]
     """Text is tokenized here."""
@@ -78,7 +78,7 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """How one sample ended."""
+    """The final result of one sample."""
 
     index: int
     rid: str
@@ -93,7 +93,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """What is new of one sample of a stream."""
+    """The new text and tokens of one sample of a stream."""
 
     index: int
     rid: str
@@ -118,7 +118,7 @@ class _Work:
     stops: StopStrings | None
 
     def new_text(self) -> SampleText | None:
-        """What makes text of one sample's tokens; None where no text is wanted."""
+        """The object that makes text of one sample's tokens; None if no text is wanted."""
         if self.tokenizer is None:
             return None
         return SampleText(
@@ -150,7 +150,7 @@ class _Work:
 
 
 class _Follower:
-    """What has come of one sample, and what of it its reader has not seen. Text is made when somebody asks for it."""
+    """The tokens of one sample that have arrived, and which of them its reader has not seen. Text is made when it is asked for."""
 
     def __init__(self, work: _Work, index: int) -> None:
         self._work = work
@@ -209,7 +209,7 @@ class _Follower:
         return self._work.finished(self._output, "".join(self._whole), self._text)
 
     def chunk(self, rid: str) -> Chunk | None:
-        """What is new since the last call; None where nothing is."""
+        """The new text and tokens since the last call; None if there are none."""
         self.advance()
         delta = self._read_tokens()
         text = "".join(self._unread)
@@ -229,7 +229,7 @@ class _Follower:
             self._unread.append(text)
 
     def _read_tokens(self) -> TokenDelta | None:
-        """Tokens go out with their text: where a stop string may yet cut some off, they wait."""
+        """Tokens are given out together with their text: they wait while a stop string could still cut them off."""
         if not self._tokens:
             return None
         delta = joined(self._tokens)
@@ -242,7 +242,7 @@ class _Follower:
 
 
 class _Flow:
-    """One request whose tokens are followed as they come: the client's sink."""
+    """One request whose tokens are processed as they arrive: it receives the client's deltas."""
 
     def __init__(self, work: _Work, channel: LoopChannel) -> None:
         self.changed = asyncio.Event()
@@ -274,7 +274,7 @@ class _Flow:
         return found
 
     def next_chunk(self) -> Chunk | None:
-        """What one sample has that was not read, the longest waiting first; None: nothing."""
+        """The unread part of one sample, of the one that has waited longest; None: there is none."""
         while self._unread:
             index = next(iter(self._unread))
             del self._unread[index]
@@ -307,7 +307,7 @@ def _abort(channel: LoopChannel, generation: Generation[Result, Deltas], index: 
 
 
 class TokenizerManager:
-    """Generates text over one client. Without a tokenizer it takes and gives ids only, and texts are empty."""
+    """Generates text over one client. Without a tokenizer prompts and results are token ids, and texts are empty."""
 
     def __init__(
         self,
@@ -316,7 +316,7 @@ class TokenizerManager:
         *,
         context_length: int | None = None,
     ) -> None:
-        """``context_length``: the engine's, in tokens; texts that must be longer are refused untokenized. None: none are."""
+        """``context_length``: the engine's, in tokens. Texts that must be longer are refused without tokenizing them. None: no limit."""
         self.client = client
         self.tokenizer = tokenizer
         self._context_length = context_length
@@ -380,7 +380,7 @@ class TokenizerManager:
         return [task.result() for task in tasks]
 
     def abort_all(self) -> None:
-        """End every generation of this manager: each answers its caller with what it has. Others of the engine go on."""
+        """Abort every generation of this manager; each returns what it has. Generations of other clients go on."""
         for generation in self._live:
             _abort(self.client.channel, generation)
 
@@ -412,7 +412,7 @@ class TokenizerManager:
         return self._encoder(prompt, "messages").encode(prompt, add_special_tokens=False)
 
     def _encoder(self, text: str, field: str = "text") -> TextTokenizer:
-        """What encodes ``text``, which takes hundreds of bytes of memory for each character."""
+        """The tokenizer, if ``text`` can fit into the context. Checked before, since tokenizing takes hundreds of bytes per character."""
         tokenizer = self._need_tokenizer(field)
         tokens = self._context_length
         if tokens is not None and len(text) > tokens * tokenizer.longest:

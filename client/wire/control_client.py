@@ -5,7 +5,7 @@ Invariants:
 - No call waits forever for an engine that has ended: when the connection or the launched process ends, every pending
   call raises :class:`EngineDied`.
 - A timeout ends the wait, not the command: after :class:`TimedOut` the command may still complete.
-  Repeating the call with the same ``message_id`` attaches to it (docs/wire.md, "Idempotence").
+  Repeating the call with the same ``message_id`` attaches to it (docs/reference/wire.md, "Idempotence").
 - A call that times out or is interrupted has no effect in the engine beyond what it asked for, except that a weight session
   that it opened is aborted.
 """

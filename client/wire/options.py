@@ -34,7 +34,7 @@ class ConnectionOptions(TypedDict, total=False):
     scheduler listens, and after 10 s if connecting takes that long."""
     keepalive_timeout: float | None
     """An engine that sends nothing for this many seconds while calls are pending counts as hung: they fail with
-    :class:`EngineDied`. 120 by default, None disables the check (docs/lifecycle.md, "Clients and lost engines")."""
+    :class:`EngineDied`. 120 by default, None disables the check (docs/reference/lifecycle.md, "Clients and lost engines")."""
     curve_server_key: KeyOrFile | None
     """CURVE public key of the engine, or a file that contains it, as ``caesura keygen`` writes it. None, the default, means an engine
     without keys."""

@@ -2,7 +2,7 @@
 
 The state has three independent parts: generation (running, pausing, paused in a mode), weights (valid, updating, poisoned,
 invalid) and memory (resident, released). A step is launched only when they are running, valid and resident.
-docs/lifecycle.md contains the table *command x state -> result*; a test drives a real scheduler through every cell of it.
+docs/reference/states.md says what each command does in each state; a test drives a real scheduler through every cell of it.
 
 Invariants:
 - I4: a pause is acknowledged only when no step is in flight and the forward stream is idle.
@@ -225,7 +225,7 @@ class Lifecycle:
         return self._batcher.in_flight
 
     def pause(self, request: PauseGenerationReqInput, sender: Sender) -> Operation:
-        """Pause at a step boundary; see the module's invariants and docs/lifecycle.md."""
+        """Pause at a step boundary; see the module's invariants and docs/reference/lifecycle.md."""
         if request.lease_s is not None and request.owner is None:
             raise CaesuraError(
                 ErrorCode.INVALID_REQUEST, "a pause with a lease needs an owner", field="owner", value=None

@@ -32,7 +32,7 @@ EmptyCachePlace = Literal[
     "idle",
     "failure",
 ]
-"""Why the engine returned unused blocks of its device allocator to the system (docs/memory.md lists them)."""
+"""Why the engine returned unused blocks of its device allocator to the system (docs/explanation/memory.md lists them)."""
 
 _LOGGED_AS_INFO: dict[EmptyCachePlace, str] = {
     "continue": "continue_generation",

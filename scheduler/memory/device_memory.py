@@ -2,7 +2,7 @@
 
 Invariants:
 - :func:`empty_device_cache` is the only caller of an ``empty_cache`` in this project, and it is called from named
-  places only (docs/memory.md).
+  places only (docs/explanation/memory.md).
 - Reading memory has no side effect: it neither empties, nor synchronises, nor initialises a device.
 - Everything works on a *device module* (``device_module.py``). What one lacks reads as 0, except free memory, which is an
   error.

@@ -68,7 +68,7 @@ class MappedComponent:
 
     The kernel gives a zero page for each one that was never touched or was given back with MADV_DONTNEED
     (madvise(2)), so resuming has nothing to do and costs memory only as the tensors are written. Weights ask for huge
-    pages: they are released and filled several times faster, and read a little faster (docs/memory.md).
+    pages: they are released and filled several times faster, and read a little faster (docs/explanation/memory.md).
     """
 
     def __init__(self, tag: MemoryTag | None) -> None:

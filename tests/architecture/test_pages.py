@@ -1,13 +1,21 @@
-"""The pages for people: short lines, references that lead to files, and a definition for every invariant that is cited."""
+"""The pages for people: short lines, references and links that lead somewhere, and a definition for every invariant that is cited."""
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
+from generate_configuration import PARTS
+from generated_parts import generate
+from page_links import anchors, is_address, links, resolved
+
+from caesura.io_struct import ErrorCode
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
+PAGES = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
+LINKED = [*PAGES, ROOT / "CHANGELOG.md", ROOT / "benchmarks" / "README.md"]
 FOLDERS = ("io_struct", "scheduler", "client", "integrations", "tests", "examples", "benchmarks", "docs")
 MAX_LINE = 120
 URL = re.compile(r"https?://\S+")
@@ -33,6 +41,29 @@ def missing(text: str, files: set[str]) -> list[str]:
     return [path for path in named if not any(f"/{file}".endswith(f"/{path}") for file in files)]
 
 
+def broken(page: str, text: str) -> list[str]:
+    """Links of a page at the path ``page`` that lead to no file, or to no heading, or to one of several with the same name."""
+    found = []
+    for link in links(text):
+        target, _, anchor = link.partition("#")
+        path = ROOT / resolved(page, target)
+        if is_address(link):
+            continue
+        if target and not path.is_file():
+            found.append(link)
+        elif anchor:
+            there = path.read_text(encoding="utf-8") if target else text
+            found += [link] if Counter(anchors(there))[anchor] != 1 else []
+    return found
+
+
+def leaves(nav: list) -> Iterator[str]:
+    """The pages of mkdocs' navigation."""
+    for entry in nav:
+        for value in [entry] if isinstance(entry, str) else entry.values():
+            yield from [value] if isinstance(value, str) else leaves(value)
+
+
 def cited() -> Iterator[tuple[str, str]]:
     """Where a docstring or comment cites an invariant, and which."""
     for folder in ("scheduler", "client", "io_struct", "integrations"):
@@ -51,18 +82,58 @@ def files() -> set[str]:
     }
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_lines_are_short(page):
     assert overlong(page.read_text(encoding="utf-8")) == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_files_that_are_named_exist(page, files):
     assert missing(page.read_text(encoding="utf-8"), files) == []
 
 
+@pytest.mark.parametrize("page", LINKED, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(page):
+    assert broken(page.relative_to(ROOT).as_posix(), page.read_text(encoding="utf-8")) == []
+
+
+def test_the_tutorial_shows_all_of_its_example():
+    page = (ROOT / "docs" / "tutorial" / "grpo.md").read_text(encoding="utf-8")
+    example = (ROOT / "examples" / "grpo_trainer.py").read_text(encoding="utf-8")
+    pieces = re.findall(r"```python\n(.*?)\n```", page, re.DOTALL)
+    assert "\n\n\n".join(pieces) + "\n" == example, "docs/tutorial/grpo.md quotes another version of the file"
+
+
+def test_the_navigation_has_every_page_once():
+    class Loader(yaml.SafeLoader):
+        pass
+
+    Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda loader, suffix, node: None)
+    nav = yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), Loader)["nav"]
+    named = [path for path in leaves(nav) if not path.startswith("repository/")]
+    assert sorted(named) == sorted(
+        path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")
+    )
+
+
+def test_the_options_are_those_of_the_commands():
+    page = (ROOT / "docs" / "reference" / "configuration.md").read_text(encoding="utf-8")
+    assert generate(page, PARTS) == page, "run: python docs/generate_configuration.py"
+
+
+def test_every_error_code_has_a_remedy_and_every_quoted_log_line_exists():
+    page = (ROOT / "docs" / "howto" / "troubleshoot.md").read_text(encoding="utf-8")
+    _, codes, lines = re.findall(r"\|---\|.*\n((?:\|.*\n)+)", page)
+    named = [code for row in codes.splitlines() for code in re.findall(r"`(\w+)`", row.split("|")[1])]
+    assert sorted(named) == sorted(ErrorCode)
+    source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "scheduler").rglob("*.py"))
+    quoted = [text for row in lines.splitlines() for text in re.findall(r"`([^`]+)`", row.split("|")[1])]
+    assert len(quoted) > 10
+    assert [text for text in quoted if text not in source] == []
+
+
 def test_every_cited_invariant_is_defined():
-    page = (ROOT / "docs" / "lifecycle.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "contributing" / "recovery.md").read_text(encoding="utf-8")
     defined = set(re.findall(r"^\| (I[0-9]+) \|", page, re.MULTILINE))
     found = list(cited())
     assert {number for _, number in found} >= {"I1", "I4", "I11"}, (
@@ -75,3 +146,6 @@ def test_what_these_checks_find(files):
     assert overlong("a\n" + "b" * 121 + "\n| " + "c" * 121 + "\nhttps://" + "d" * 121) == [2]
     text = "`loop.py` `scheduler/loop.py` `models/NAME.py` `cpu/linear.cpp` `circle.py` `heduler/loop.py`"
     assert missing(text, files) == ["circle.py", "heduler/loop.py"]
+    page = "# A `b`: c\n[1](#a-b-c) [2](#a) [3](../README.md) [4](README.md) `[5](x)` [6](https://x)\n"
+    page += "```python\nhandlers[7](x)\n# no heading\n```\n[8](#no-heading) [9](#d)\n## D\n## D\n"
+    assert broken("docs/x.md", page) == ["#a", "README.md", "#no-heading", "#d"]

@@ -1,6 +1,5 @@
 """TRL's own trainers, with the engine in the place of vLLM: real packages, a real engine, tiny random weights."""
 
-import math
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,16 +9,13 @@ import transformers
 from support.checkpoints import make_checkpoint
 from support.tokenizers import make_byte_level
 
-from caesura.client import SamplingParams, SchedulerClient, launch_scheduler
+from caesura.client import SamplingParams, SchedulerClient, launch_scheduler, oldest_epoch
 from caesura.integrations.trl import (
     Rollouts,
     WeightTransfer,
     checkpoint_tensors,
-    importance_weights,
-    oldest_epoch,
     sampling_params,
 )
-from caesura.io_struct import WeightVersionSpan
 
 trl = pytest.importorskip("trl", reason="trl comes with the extra `trl`")
 datasets = pytest.importorskip("datasets", reason="datasets comes with the extra `trl`")
@@ -143,22 +139,6 @@ def test_weights_go_through_the_protocol_of_the_async_trainer(policy, client):
         logprob_start_len=2,
     )
     assert torch.allclose(torch.tensor(scored.input_logprobs[-2:]), expected, atol=1e-4)
-
-
-def test_importance_weights_correct_each_token_and_leave_old_ones_out():
-    spans = [
-        WeightVersionSpan(version="a", epoch=1, start=0, end=2, stale_kv=False),
-        WeightVersionSpan(version="b", epoch=3, start=2, end=3, stale_kv=False),
-    ]
-    learner, sampler = [-1.0, -1.0, -3.0], [-1.0, -2.0, -1.0]
-    assert importance_weights(learner, sampler) == pytest.approx([1.0, 2.0, math.exp(-2.0)])
-    assert importance_weights(learner, sampler, clip_max=5.0)[1] == pytest.approx(math.e)
-    assert importance_weights(learner, sampler, spans, epoch=3, max_staleness=1)[:2] == [0.0, 0.0]
-    assert importance_weights(learner, sampler, spans, epoch=3, max_staleness=2)[0] == 1.0
-    with pytest.raises(ValueError, match="epoch"):
-        importance_weights(learner, sampler, spans, max_staleness=1)
-    with pytest.raises(ValueError, match="3 learner logprobs, 2"):
-        importance_weights(learner, sampler[:2])
 
 
 def odd_tokens(completion_ids, **_):

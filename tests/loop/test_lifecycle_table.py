@@ -1,4 +1,4 @@
-"""docs/lifecycle.md is executable: every cell of its table is driven against a real engine."""
+"""docs/reference/states.md is executable: every cell of its tables is driven against a real engine."""
 
 import re
 from pathlib import Path
@@ -27,25 +27,37 @@ from caesura.io_struct import (
     WeightsCheckerReqInput,
 )
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "lifecycle.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "reference" / "states.md"
 PROMPT = [5, 6, 7, 8]
 
 
-def read_table() -> tuple[list[str], dict[str, dict[str, str]]]:
-    """(states, command -> state -> cell) of the one table whose first header is "command"."""
-    lines = [line for line in DOCUMENT.read_text().splitlines() if line.startswith("|")]
-    rows = [[cell.strip().strip("`") for cell in line.strip("|").split("|")] for line in lines]
-    start = next(i for i, row in enumerate(rows) if row[0] == "command")
-    states = rows[start][1:]
-    body = []
-    for row in rows[start + 2 :]:
-        if len(row) != len(states) + 1:
-            break
-        body.append(row)
-    return states, {row[0]: dict(zip(states, row[1:], strict=True)) for row in body}
+def read_tables() -> tuple[list[str], dict[str, dict[str, str]]]:
+    """(states, command -> state -> "reply → state afterwards") of the tables whose first header is "command".
+
+    A cell without an arrow leaves the state as it is: the last column of the table whose first header is "state" says which.
+    """
+    tables: list[list[list[str]]] = [[]]
+    for line in DOCUMENT.read_text(encoding="utf-8").splitlines():
+        if line.startswith("|"):
+            tables[-1].append([cell.strip().replace("`", "") for cell in line.strip("|").split("|")])
+        elif tables[-1]:
+            tables.append([])
+    unchanged: dict[str, str] = {}
+    commands: dict[str, dict[str, str]] = {}
+    for header, _, *rows in filter(None, tables):
+        if header[0] == "state":
+            unchanged = {row[0]: row[-1] for row in rows}
+        if header[0] == "command":
+            for command, *cells in rows:
+                for state, cell in zip(header[1:], cells, strict=True):
+                    text = cell if "→" in cell else f"{cell} → {unchanged[state]}"
+                    assert commands.setdefault(command, {}).setdefault(state, text) is text, (
+                        f"{command} in {state}: twice"
+                    )
+    return list(unchanged), commands
 
 
-STATES, TABLE = read_table()
+STATES, TABLE = read_tables()
 FOREIGN = ("update, foreign", "end, foreign", "end, force")
 """Sent by somebody else than who brought the engine into its state."""
 
@@ -176,6 +188,7 @@ def test_cell(tiny_model, other_model, broken_model, command, state, depth, monk
 def test_the_table_is_complete():
     """Every command of the wire's control path and every state of the engine is there."""
     assert len(TABLE) == 26
+    assert all(list(row) == STATES for row in TABLE.values())
     assert STATES == [
         "running", "busy", "paused abort", "paused retract", "paused in_place", "session", "session written",
         "paused session", "updating", "poisoned", "poisoned paused", "kv released", "weights released",

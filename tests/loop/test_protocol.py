@@ -1,4 +1,4 @@
-"""The whole control protocol, several clients, owners and sessions at once, against a model of what docs/lifecycle.md says.
+"""The whole control protocol, several clients, owners and sessions at once, against a model of what docs/reference/lifecycle.md says.
 
 After each command the answer is the model's, status is the model's, and every tensor is of the checkpoint that the model names:
 nothing that was refused has written, nothing that was written is lost.

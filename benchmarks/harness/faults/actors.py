@@ -4,7 +4,7 @@ Invariants:
 - An actor tells the campaign through its pipe where it is (``("at", phase)``) and how it ended: ``("done", facts)``,
   ``("refused", code, message)`` for a typed error, ``("crashed", traceback)`` for any other.
 - A trainer's pause has a lease and its sessions a deadline, so an engine gets over its death by itself.
-- Calls have a timeout and are repeated under the same message id, as docs/wire.md tells clients to.
+- Calls have a timeout and are repeated under the same message id, as docs/reference/wire.md tells clients to.
 """
 
 import ctypes

@@ -220,7 +220,7 @@ class Life:
         set_clock(self._clock, offset_s)
 
     def leave_groups(self) -> None:
-        """As a successor does: the engine keeps the process group of a dead trainer until then (docs/lifecycle.md)."""
+        """As a successor does: the engine keeps the process group of a dead trainer until then (docs/reference/lifecycle.md)."""
         with suppress(GroupError):
             self.client.destroy_weights_update_group(timeout=DEADLINE_S)
 

@@ -88,7 +88,7 @@ def engine_descriptors(scene: Scene) -> None:
     scene.meet(actor)
     with contextlib.ExitStack() as crowd:
         for number in range(2 * ENGINE_DESCRIPTORS):
-            if number % 32 == 0:  # quicker than the engine can look, a crowd wins (docs/security.md)
+            if number % 32 == 0:  # quicker than the engine can look, a crowd wins (docs/howto/security.md)
                 scene.life.sleep(0.02)
             stranger = crowd.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
             stranger.setblocking(False)

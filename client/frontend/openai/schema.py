@@ -5,7 +5,7 @@ Invariants:
   clients know do.
 - A known field that would change the output and is not supported is listed in :data:`REFUSED` with the reason, and refused by
   name unless its value asks for nothing (null, false, empty). What changes no output is in :data:`IGNORED`.
-- docs/openai.md has a row for every field of the request structs (a test compares them).
+- docs/reference/openai.md has a row for every field of the request structs (a test compares them).
 """
 
 import re

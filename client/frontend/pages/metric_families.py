@@ -1,7 +1,7 @@
 """Prometheus metric families with one naming scheme, and a histogram whose update costs a microsecond.
 
 Invariant: every name begins with :data:`PREFIX` and every series carries ``model_name``, as SGLang's do, so that its
-dashboards work after one relabelling rule (docs/metrics.md).
+dashboards work after one relabelling rule (docs/reference/metrics.md).
 """
 
 from bisect import bisect_left

@@ -1,7 +1,7 @@
 """Bodies of SGLang's control routes.
 
 Invariants: field names and defaults are SGLang's; what is not a field is ignored by the reader, as SGLang does. Fields
-below "accepted and ignored" have no meaning here; ``docs/http.md`` says why, and a test compares the two.
+below "accepted and ignored" have no meaning here; ``docs/reference/http.md`` says why, and a test compares the two.
 """
 
 from typing import Annotated, Any, Literal

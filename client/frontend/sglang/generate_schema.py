@@ -5,7 +5,7 @@ Invariants:
   so are unknown top-level keys, as SGLang does. Unknown sampling parameters are refused.
 - ``null`` means "left out" wherever that is not a value of its own (``max_new_tokens: null`` is "no limit").
 - What goes to the engine with every prompt is bounded before it is copied for each of them.
-- The structs' field groups are what ``docs/http.md`` lists; a test compares.
+- The structs' field groups are what ``docs/reference/http.md`` lists; a test compares.
 """
 
 from collections.abc import Sequence

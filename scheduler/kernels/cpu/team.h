@@ -5,7 +5,7 @@
 //   beginning, so that neighbouring tasks are one thread's as long as all are equally fast, and then helps the others with
 //   theirs.
 // - A stage ends when its tasks are done, by whomever: nobody waits for a thread that has none. One that does not run because
-//   other processes want the cores holds up the task that it is at, not the team (docs/performance.md has what that gains).
+//   other processes want the cores holds up the task that it is at, not the team (docs/contributing/experiments.md has what that gains).
 #pragma once
 
 #include "common.h"

@@ -1,4 +1,4 @@
-"""The README's Python examples, as they stand there, but for where the checkpoints lie."""
+"""The Python examples of the README and of pages for users, as they stand there, but for where the checkpoints lie."""
 
 import re
 import subprocess
@@ -6,11 +6,13 @@ import sys
 from pathlib import Path
 
 README = Path(__file__).parents[3] / "README.md"
+FIRST_STEPS = README.parent / "docs" / "tutorial" / "first-steps.md"
+SEVERAL_ENGINES = README.parent / "docs" / "howto" / "several-engines.md"
 
 
-def example(number: int, tmp_path: Path) -> str:
-    """The output of the README's Python block of this number."""
-    text = README.read_text(encoding="utf-8")
+def example(page: Path, number: int, tmp_path: Path) -> str:
+    """The output of the page's Python block of this number."""
+    text = page.read_text(encoding="utf-8")
     block = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[number]
     for name in ("tiny-new", "tiny"):
         block = block.replace(f'/tmp/{name}"', f'{tmp_path / name}"')
@@ -31,7 +33,7 @@ def make_checkpoints(tmp_path: Path) -> None:
 
 def test_the_first_example_shows_a_request_under_two_versions_of_the_weights(tmp_path):
     make_checkpoints(tmp_path)
-    lines = example(0, tmp_path).splitlines()
+    lines = example(README, 0, tmp_path).splitlines()
     spans = [line for line in lines if line.startswith("tokens ")]
     assert re.fullmatch(r"tokens 0 to \d+: weights 'default'", spans[0])
     assert re.fullmatch(r"tokens \d+ to 500: weights '1'", spans[1])
@@ -41,4 +43,18 @@ def test_the_first_example_shows_a_request_under_two_versions_of_the_weights(tmp
 
 def test_the_example_of_a_trainer_runs(tmp_path):
     make_checkpoints(tmp_path)
-    example(1, tmp_path)
+    example(README, 1, tmp_path)
+
+
+def test_the_first_steps_show_samples_and_spans(tmp_path):
+    make_checkpoints(tmp_path)
+    samples = re.findall(r"^(\d) \[[\d, ]+\] length$", example(FIRST_STEPS, 0, tmp_path), re.MULTILINE)
+    assert samples == ["0", "1", "2", "3"] * 2
+    spans = [line for line in example(FIRST_STEPS, 1, tmp_path).splitlines() if line.startswith("tokens ")]
+    assert re.fullmatch(r"tokens 0 to \d+: weights 'default', epoch 0", spans[0])
+    assert re.fullmatch(r"tokens \d+ to 500: weights 'new', epoch 1", spans[1])
+
+
+def test_several_engines_get_the_same_update(tmp_path):
+    make_checkpoints(tmp_path)
+    assert example(SEVERAL_ENGINES, 0, tmp_path).splitlines()[-6:] == ["['1', '1']"] * 6

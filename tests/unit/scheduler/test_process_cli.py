@@ -30,7 +30,7 @@ def served(monkeypatch):
 
 
 def invoke(*arguments: str):
-    return CliRunner().invoke(command_line._command(), list(arguments))
+    return CliRunner().invoke(command_line.command(), list(arguments))
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_defaults_are_those_of_the_configuration(served):
 
 
 def test_every_field_has_an_option_and_its_docstring_as_help():
-    options = {option.name: option for option in command_line._command().params}
+    options = {option.name: option for option in command_line.command().params}
     fields = {field.name for field in dataclasses.fields(EngineConfig)}
     assert fields == options.keys() - {"ready_fd", "lifeline_fd"}
     assert all(options[name].help for name in fields)

@@ -1,4 +1,4 @@
-"""Bodies of the SGLang surface: what they become, and that docs/http.md tells of every field."""
+"""Bodies of the SGLang surface: what they become, and that docs/reference/http.md tells of every field."""
 
 import base64
 import re
@@ -17,7 +17,7 @@ from caesura.client.frontend.sglang.generate_answer import routed_experts
 from caesura.client.frontend.sglang.update_routes import allowed_path
 from caesura.io_struct import RoutedExperts
 
-DOCS = Path(__file__).parents[4] / "docs" / "http.md"
+DOCS = Path(__file__).parents[4] / "docs" / "reference" / "http.md"
 DOCUMENTED = {
     "`/generate`": schema.GenerateBody,
     "`sampling_params`": schema.SamplingBody,

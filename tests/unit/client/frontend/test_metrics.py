@@ -172,7 +172,7 @@ def test_the_documentation_lists_every_metric_and_no_other(tmp_path):
     found = {
         re.sub("_(bucket|sum|count)$", "", name) for name, *_ in asyncio.run(_what_a_scrape_says(tmp_path))
     }
-    text = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs/reference/metrics.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `caesura:(\w+)` \| ([^|]+) \|", text, re.MULTILINE)
     empty = {"stage_seconds_total", "stage_runs_total"}  # of an engine that has not run
     empty |= {"http_connections_ended_total"}  # of peers that behave

@@ -1,4 +1,4 @@
-"""What OpenAI clients may send: fields honoured, ignored and refused, as docs/openai.md lists them."""
+"""What OpenAI clients may send: fields honoured, ignored and refused, as docs/reference/openai.md lists them."""
 
 import re
 from pathlib import Path
@@ -21,7 +21,7 @@ from caesura.client.frontend.openai.schema import (
 )
 from caesura.io_struct import SamplingParams
 
-DOCS = Path(caesura.__file__).parent / "docs" / "openai.md"
+DOCS = Path(caesura.__file__).parent / "docs" / "reference" / "openai.md"
 CHAT = {"messages": [{"role": "user", "content": "x"}]}
 
 

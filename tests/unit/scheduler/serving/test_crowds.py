@@ -63,7 +63,7 @@ def test_more_connects_than_descriptors_neither_end_nor_occupy_the_engine(child)
         failures = number = 0
         while failures < 8 and child.poll() is None:  # one or two may only mean that the child is behind
             number += 1
-            if number % 32 == 0:  # quicker than the engine can look, a crowd wins (docs/security.md)
+            if number % 32 == 0:  # quicker than the engine can look, a crowd wins (docs/howto/security.md)
                 time.sleep(0.02)
             try:
                 crowd.enter_context(connection(child.endpoint))

@@ -1,0 +1,62 @@
+"""What a trainer makes of the spans and log-probabilities of a sample: importance weights per token, and its age in epochs.
+
+Invariant: a token's weight compares the learner with the weights that sampled this token, which its span names; the version of
+the other tokens of the sample does not matter.
+"""
+
+from collections.abc import Iterable, Sequence
+from math import exp
+
+from ..io_struct import WeightVersionSpan
+from .wire.results import GenerateOutput
+
+_LARGEST_EXPONENT = 60.0
+"""Beyond every reasonable ``clip_max``, and far from overflow."""
+
+
+def importance_weights(
+    learner_logprobs: Sequence[float],
+    sampling_logprobs: Sequence[float],
+    spans: Iterable[WeightVersionSpan] = (),
+    *,
+    epoch: int | None = None,
+    max_staleness: int | None = None,
+    clip_max: float = 2.0,
+) -> list[float]:
+    """Per token: the learner's probability over that of the policy that sampled it, truncated at ``clip_max``.
+
+    The weights correct for every difference between the two, that of the version included, because each sampling
+    log-probability was recorded under the weights that its span names (truncated importance sampling: Espeholt et al.,
+    2018, arXiv:1802.01561).
+
+    Args:
+        learner_logprobs: [tokens], at the sampling temperature.
+        sampling_logprobs: [tokens], the ``output_logprobs`` of the sample.
+        spans: the ``weight_versions`` of the sample; needed only with ``max_staleness``.
+        epoch: the learner's weights epoch.
+        max_staleness: tokens whose weights are more epochs behind ``epoch`` get weight 0. None: however old.
+        clip_max: the largest weight.
+
+    Raises:
+        ValueError: lengths differ, a span ends beyond the last token, or ``max_staleness`` comes without ``epoch``.
+    """
+    if len(learner_logprobs) != len(sampling_logprobs):
+        raise ValueError(f"{len(learner_logprobs)} learner logprobs, {len(sampling_logprobs)} of the sampler")
+    weights = [
+        min(exp(min(new - old, _LARGEST_EXPONENT)), clip_max)
+        for new, old in zip(learner_logprobs, sampling_logprobs, strict=True)
+    ]
+    if max_staleness is not None:
+        if epoch is None:
+            raise ValueError("max_staleness needs the learner's epoch")
+        for span in spans:
+            if span.end > len(weights):
+                raise ValueError(f"a span ends at token {span.end} of {len(weights)}")
+            if epoch - span.epoch > max_staleness:
+                weights[span.start : span.end] = [0.0] * (span.end - span.start)
+    return weights
+
+
+def oldest_epoch(output: GenerateOutput) -> int:
+    """The weights epoch of the oldest token of a sample; -1 for a sample without tokens."""
+    return min((span.epoch for span in output.weight_versions), default=-1)
