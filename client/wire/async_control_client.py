@@ -409,9 +409,8 @@ class AsyncControlClient(LoopClient):
                 engine's ``shutdown_mode``.
             drain_s: None means the engine's ``drain_timeout_s``.
         """
-        request = wire.ShutdownReqInput(
-            id=id_of(message_id), drain=drain, timeout_s=drain_s, requested_by=this_process()
-        )
+        message_id, sender = id_of(message_id), this_process()
+        request = wire.ShutdownReqInput(id=message_id, drain=drain, timeout_s=drain_s, requested_by=sender)
         return await self._call(request, wire.ShutdownReqOutput, timeout)
 
     async def close(self) -> None:

@@ -410,9 +410,8 @@ class ControlClient(ThreadClient):
                 engine's ``shutdown_mode``.
             drain_s: None means the engine's ``drain_timeout_s``.
         """
-        request = wire.ShutdownReqInput(
-            id=id_of(message_id), drain=drain, timeout_s=drain_s, requested_by=this_process()
-        )
+        message_id, sender = id_of(message_id), this_process()
+        request = wire.ShutdownReqInput(id=message_id, drain=drain, timeout_s=drain_s, requested_by=sender)
         return self._call(request, wire.ShutdownReqOutput, timeout)
 
     def close(self) -> None:

@@ -212,7 +212,7 @@ def test_weights_that_are_invalid_already_keep_their_reason(driver):
     """A release of the rest does not say that it was the release of the weights."""
     lifecycle = driver.engine.scheduler._lifecycle
     driver.call(ReleaseMemoryOccupationReqInput(tags=["weights"]))
-    assert driver.status().weights_detail .startswith("their memory was released without a copy")
+    assert driver.status().weights_detail.startswith("their memory was released without a copy")
     lifecycle._weights_detail = "before"
     driver.call(ReleaseMemoryOccupationReqInput(tags=["kv_cache"]))
     status = driver.status()
