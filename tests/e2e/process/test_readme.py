@@ -21,6 +21,7 @@ def example(page: Path, number: int, tmp_path: Path) -> str:
         [sys.executable, "-c", block], capture_output=True, text=True, timeout=170, check=False, cwd=tmp_path
     )
     assert done.returncode == 0, done.stderr
+    assert " WARNING " not in done.stderr, "an example is no place for what the engine warns of"
     return done.stdout
 
 
