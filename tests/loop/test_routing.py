@@ -11,7 +11,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.checkpoints import make_checkpoint
-from support.scripted import EngineDriver, assert_error, expected_experts, expert_rows, tokens_of
+from support.scripted import (
+    EngineDriver,
+    assert_error,
+    expected_experts,
+    expert_rows,
+    open_checkpoints_at_once,
+    tokens_of,
+)
 
 from caesura.io_struct import (
     AbortReq,
@@ -127,7 +134,8 @@ def test_a_prefix_hit_brings_its_rows(driver):
 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract", None])
-def test_rows_stay_what_they_were_across_an_update(driver, moe_models, mode):
+def test_rows_stay_what_they_were_across_an_update(driver, moe_models, mode, monkeypatch):
+    open_checkpoints_at_once(monkeypatch)
     prompt = prompt_of(50)
     rid = ask(driver, prompt, 30)
     driver.tick(8)

@@ -243,6 +243,11 @@ class _Replies(dict[str, Message]):
         return super().pop(message_id, *default)
 
 
+def open_checkpoints_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a thread beside the loop: how many steps run meanwhile would depend on how busy the machine is."""
+    monkeypatch.setattr("caesura.scheduler.background.in_thread", lambda run: run())
+
+
 def one_piece_per_slice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Operations let the loop turn after every piece of their work."""
     monkeypatch.setattr("caesura.scheduler.serving.command_queue.SLICE_S", 0.0)
