@@ -17,7 +17,7 @@ from ... import __version__
 
 _PID_WIDTH = 10
 _HUNG = 70
-"""Exit status of an engine whose loop or shutdown hung (docs/lifecycle.md, "Shutdown")."""
+"""Exit status of an engine whose loop or shutdown hung (docs/reference/lifecycle.md, "Shutdown")."""
 
 
 class ChildLog:

@@ -12,7 +12,7 @@ from caesura.io_struct import CaesuraError
 from caesura.scheduler.config import DtypeName, EngineConfig
 from caesura.scheduler.dtypes import SHORT_NAMES
 
-PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "models.md"
 PROMPT = [5, 6, 7, 8]
 
 

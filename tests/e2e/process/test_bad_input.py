@@ -75,7 +75,7 @@ def state(client: SchedulerClient) -> dict[str, object]:
     status = msgspec.structs.asdict(client.status(timeout=PATIENCE))
     volatile = {
         "id", "step", "last_step_age_s", "generated_tokens", "uptime_s", "stages", "device_memory", "pause_age_s", "kv",
-        "memory_by_tag", "totals",
+        "memory_by_tag", "totals", "gen_throughput",
     }  # fmt: skip
     kept = {name: value for name, value in status.items() if name not in volatile}
     return {**kept, "held": status["kv"].held}

@@ -69,7 +69,8 @@ def test_the_system_really_gets_the_memory(backend):
     for tensor in weights:
         assert not tensor.any()
         tensor.fill_(2.0)
-    assert abs(resident() - before) < 4 * MIB
+    # Less by what threads of earlier tests give back meanwhile, but not by the component.
+    assert -16 * MIB < resident() - before < 4 * MIB
     if backend is MappedComponent:
         assert [tensor.data_ptr() for tensor in weights] == addresses
 
