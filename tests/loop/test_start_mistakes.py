@@ -77,7 +77,7 @@ def test_float16_is_served_whatever_it_is_called(tiny_model, name):
 
 
 def test_every_name_of_a_dtype_is_one_that_the_page_promises():
-    served = re.search(r"Served dtypes are (.*?), that of the checkpoint", " ".join(PAGE.read_text().split()))
+    served = re.search(r"Data types are (.*?), that of the checkpoint", " ".join(PAGE.read_text().split()))
     assert served is not None
     short = re.findall(r"\w+", served[1].replace("and", ""))
     assert {SHORT_NAMES[name] for name in short} == set(SHORT_NAMES.values())
