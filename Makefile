@@ -7,8 +7,9 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-# A file of tests stays in one process: its tests share their engines.
-WORKERS ?= 2
+# A file of tests stays in one process: its tests share their engines. Three processes for two cores: many tests wait for
+# processes that they have started.
+WORKERS ?= 3
 PYTEST  := $(BIN)/python -m pytest
 SPREAD  := -n $(WORKERS) --dist loadfile
 CHECKED := tests/architecture tests/unit/io_struct tests/unit/scheduler/batching tests/unit/scheduler/cache \
