@@ -22,6 +22,7 @@ from ..io_struct import CaesuraError, GetStatusReqOutput, Message
 from ..io_struct.text import printable
 from .frontend.serve import serve
 from .keygen import keygen
+from .process.launch import engine_command
 from .process.supervise import supervise
 from .wire.curve import CLIENT_KEY_VARIABLE, SERVER_KEY_VARIABLE
 from .wire.scheduler_client import SchedulerClient
@@ -106,8 +107,7 @@ def _talks(default_timeout: float | None) -> Callable[[Command], Command]:
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def scheduler(arguments: tuple[str, ...]) -> None:
     """Run a scheduler in the foreground. `caesura scheduler --help` lists the options."""
-    command = [sys.executable, "-m", "caesura.scheduler", *arguments]
-    os.execv(sys.executable, command)  # noqa: S606 (its own interpreter; replaces this process)
+    os.execv(sys.executable, engine_command(*arguments))  # noqa: S606 (its own interpreter; replaces this process)
 
 
 cli.add_command(serve)

@@ -4,6 +4,7 @@
 #     caesura serve --model DIR --enable-memory-saver &
 #     MODEL=DIR bash examples/curl.sh
 #
+# The model needs a tokenizer with a chat template: some routes take text.
 # URL, KEY and ADMIN_KEY may be set as well. Prints each route and what it answered.
 set -euo pipefail
 URL=${URL:-http://127.0.0.1:30000}
@@ -11,7 +12,7 @@ KEY=${KEY:-none}
 ADMIN=${ADMIN_KEY:-$KEY}
 
 # The whole answer is read before its beginning is shown: a pipe that closes early is an error to curl.
-call() { local answer; answer=$(curl -sS --fail-with-body -H "Authorization: Bearer $ADMIN" "$@") && echo "${answer:0:300}"; }
+call() { local answer; answer=$(curl -sS --fail-with-body -H "Authorization: Bearer $ADMIN" "$@") || { echo "$answer"; return 1; }; echo "${answer:0:300}"; }
 get() { echo "GET $1"; call "$URL$1"; }
 post() { echo "POST $1"; call -H 'Content-Type: application/json' "$URL$1" -d "$2" "${@:3}"; }
 

@@ -33,13 +33,16 @@ def sample(url: str) -> tuple[torch.Tensor, str]:
 
 def update(url: str, policy: torch.nn.Module, version: int) -> None:
     weights = {name: p.detach().contiguous() for name, p in policy.named_parameters()}
-    post(f"{url}/pause_generation", {"mode": "retract"})
+    post(f"{url}/pause_generation", {"mode": "retract", "lease_s": 60})  # it ends by itself if this dies
     path = f"{url}/update_weights_from_tensor?weight_version={version}"
     post(path, save(weights), "application/octet-stream")
     post(f"{url}/continue_generation", {})
 
 
 def main(url: str, model_path: str, steps: int = 30) -> list[float]:
+    torch.set_num_threads(
+        1
+    )  # the other cores are the engine's: threads of both on one core wait for each other
     policy = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     optimizer, rewards = torch.optim.Adam(policy.parameters(), lr=5e-3), []
     for step in range(steps):

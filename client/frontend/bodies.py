@@ -45,6 +45,8 @@ def unreadable(error: Exception, raw: bytes, kind: type[msgspec.Struct]) -> Fiel
             if not raw.strip()
             else f"is not valid JSON: {str(error).removeprefix('JSON is malformed: ')}"
         )
+        if raw[8:9] == b"{" and int.from_bytes(raw[:8], "little") < len(raw):
+            what += "; it looks like a safetensors file, whose Content-Type is application/octet-stream"
         return FieldError("", f"the body {what}")
     given: Any = msgspec.UNSET
     if len(raw) <= INLINE:

@@ -27,7 +27,7 @@ import click
 
 from ...io_struct import private_directory
 from ..exceptions import EngineError
-from ..process.launch import LaunchedScheduler
+from ..process.launch import LaunchedScheduler, engine_command
 from ..process.notify import notify
 from ..process.stderr import Repeats, queued_stderr
 from ..process.supervise import restart_options, status_of, stop_timeout_s, supervised
@@ -362,7 +362,7 @@ def _launch(settings: Settings) -> LaunchedScheduler | Supervisor:
     if settings.restart:
         return _supervise(settings)
     directory = private_directory.make()
-    command = [sys.executable, "-m", "caesura.scheduler", "--model", str(settings.model)]
+    command = engine_command("--model", str(settings.model))
     command += ["--endpoint", f"ipc://{directory}/{private_directory.SOCKET}", *settings.scheduler_arguments]
     return LaunchedScheduler(
         command,

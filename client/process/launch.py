@@ -400,9 +400,17 @@ def launch_scheduler(
     )
 
 
+def engine_command(*arguments: str) -> list[str]:
+    """What runs ``caesura scheduler ARGUMENTS`` with this interpreter.
+
+    ``-P``: a clone of the repository in the current folder, whose kernels are not built, would hide what is installed.
+    """
+    return [sys.executable, "-P", "-m", "caesura.scheduler", *arguments]
+
+
 def _command_line(model: str | os.PathLike[str], endpoint: str, options: dict[str, Any]) -> list[str]:
     """What starts an engine with ``options``, named as its configuration's fields."""
-    command = [sys.executable, "-m", "caesura.scheduler", "--model", os.fspath(model), "--endpoint", endpoint]
+    command = engine_command("--model", os.fspath(model), "--endpoint", endpoint)
     for name, value in options.items():
         flag = name.replace("_", "-")
         if isinstance(value, bool):

@@ -19,7 +19,7 @@ import click
 from ...io_struct import private_directory
 from ..exceptions import EngineDied, EngineError
 from ..wire.curve import CLIENT_KEY_VARIABLE, SERVER_KEY_VARIABLE, ClientKeys, KeyOrFile
-from .launch import USAGE_STATUS
+from .launch import USAGE_STATUS, engine_command
 from .notify import notify, watchdog_interval_s
 from .stderr import queued_stderr
 from .supervisor import Ended, RestartPolicy, Serving, State, Supervisor
@@ -84,7 +84,7 @@ def supervised(
             "a scheduler with keys accepts only clients with keys: --curve-server-key and --curve-client-key-file are required, or "
             "--hang-timeout 0"
         )
-    command = [sys.executable, "-m", "caesura.scheduler", *arguments]
+    command = engine_command(*arguments)
     has_state_file = _has(arguments, "--state-file")
     directory = None
     if endpoint is None or not has_state_file:

@@ -163,6 +163,17 @@ def test_a_foreign_client_that_shuts_down_need_not_say_who_it_is(tiny_model, end
     assert "the engine ends: shutdown message from a client that does not say who it is" in error
 
 
+def test_a_clone_in_the_current_folder_does_not_hide_what_is_installed(tiny_model, tmp_path, monkeypatch):
+    """As in the parent of a clone that is called caesura: its kernels are not built, and here nothing of it can be imported."""
+    (tmp_path / "caesura").mkdir()
+    (tmp_path / "caesura" / "__init__.py").write_text("raise RuntimeError('the clone')")
+    monkeypatch.chdir(tmp_path)
+    with launch_scheduler(tiny_model, num_threads=1, kv_pool_tokens=2048, autotune=False) as client:
+        assert (
+            len(client.generate([5, 6, 7], SamplingParams(max_new_tokens=3, ignore_eos=True)).output_ids) == 3
+        )
+
+
 def test_a_drain_without_a_limit_is_waited_for(tiny_model):
     engine = launch_scheduler(
         tiny_model,

@@ -212,5 +212,5 @@ def test_scheduler_becomes_the_engine_with_every_argument(caesura, monkeypatch):
     replaced = []
     monkeypatch.setattr("os.execv", lambda path, command: replaced.append((path, command)))
     caesura("scheduler", "--model", "/m", "--dtype=float32", "--no-prefix-cache", "--help")
-    command = ["-m", "caesura.scheduler", "--model", "/m", "--dtype=float32", "--no-prefix-cache", "--help"]
-    assert replaced == [(sys.executable, [sys.executable, *command])]
+    options = ["--model", "/m", "--dtype=float32", "--no-prefix-cache", "--help"]
+    assert replaced == [(sys.executable, [sys.executable, "-P", "-m", "caesura.scheduler", *options])]

@@ -4,7 +4,9 @@ import json
 import urllib.error
 import urllib.request
 
+import numpy as np
 import pytest
+from safetensors.numpy import save
 from support.fake_scheduler import FakeScheduler
 from support.http_server import listening
 
@@ -32,6 +34,11 @@ MISTAKES = [
     ("/generate", {"prompt": "Hello"}, "either text or input_ids is needed"),
     ("/generate", b"mode=in_place", "the body is not valid JSON: invalid character (byte 0)"),
     ("/generate", b"", "the body is empty"),
+    (
+        "/update_weights_from_tensor",
+        save({"weight": np.zeros(4, np.float32)}),
+        "the body is not valid JSON: invalid character (byte 0); it looks like a safetensors file, whose Content-Type is application/octet-stream",
+    ),
     ("/generate", [1], "the body = [1] must be an object"),
     (
         "/pause_generation",
