@@ -257,6 +257,7 @@ class Lifecycle:
             held_tokens=held_pages * PAGE_SIZE,
             waiting_requests=len(self._waiting),
             aborted_requests=aborted,
+            owner=self.pause_owner,
         )
 
     def continue_generation(self, request: ContinueGenerationReqInput, sender: Sender) -> Operation:

@@ -171,6 +171,17 @@ def test_continue_by_another_owner_needs_force(driver):
     assert driver.call(ContinueGenerationReqInput(owner="trainer")).was_paused
 
 
+def test_who_pauses_again_hears_whose_pause_it_is(driver):
+    first, again = (
+        driver.call(PauseGenerationReqInput(mode=mode, owner=owner, lease_s=60.0))
+        for mode, owner in (("in_place", "trainer"), ("retract", "other"))
+    )
+    assert (first.mode, first.owner) == ("in_place", "trainer")
+    assert (again.mode, again.owner) == ("retract", "trainer")
+    assert driver.call(ContinueGenerationReqInput(owner="trainer")).was_paused
+    assert driver.call(PauseGenerationReqInput(mode="in_place")).owner is None
+
+
 def request(rid: str, **fields: object) -> GenerateReqInput:
     params = SamplingParams(max_new_tokens=6, temperature=0.0, ignore_eos=True)
     return GenerateReqInput(rid=rid, input_ids=PROMPT, sampling_params=params, **fields)
