@@ -60,8 +60,8 @@ class PauseGenerationReqOutput(Reply, kw_only=True):
     aborted_requests: int
     """Samples that this pause aborted."""
     owner: str | None = None
-    """Owner token of the pause. Not the request's, where somebody else had paused before: the pause stays theirs, and their
-    continue ends it."""
+    """Owner token of the pause; None: it has none. Not the request's, where somebody else had paused before: the pause stays
+    theirs, and their continue ends it."""
 
 
 class ContinueGenerationReqInput(ControlRequest, kw_only=True):
