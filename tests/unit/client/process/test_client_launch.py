@@ -291,6 +291,7 @@ def test_options_become_the_schedulers_arguments(monkeypatch, tmp_path):
     )
     assert seen["command"][1:] == [
         *(
+            "-P",
             "-m",
             "caesura.scheduler",
             "--model",
