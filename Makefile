@@ -13,7 +13,7 @@ WORKERS ?= 3
 PYTEST  := $(BIN)/python -m pytest
 SPREAD  := -n $(WORKERS) --dist loadfile
 CHECKED := tests/architecture tests/unit/io_struct tests/unit/scheduler/batching tests/unit/scheduler/cache \
-	tests/unit/scheduler/serving tests/unit/client/wire tests/loop/test_scripted_loop.py tests/loop/test_lifecycle_table.py
+	tests/unit/scheduler/serving tests/unit/client/wire tests/loop/test_scripted_loop.py
 
 .PHONY: demo check test test-bench lint format docs bench mutation serve wheel test-wheel test-images clean
 

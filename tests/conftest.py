@@ -15,8 +15,11 @@ from hypothesis import HealthCheck, settings
 from support.checkpoints import make_checkpoint
 
 torch.set_num_threads(1)
-# Started in the background of a shell, this process would ignore Ctrl-C, and with it every process that it starts.
+# Started in the background of a shell, or by nohup, this process would ignore these signals, and with it every process that
+# it starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+for number in (signal.SIGQUIT, signal.SIGHUP):
+    signal.signal(number, signal.SIG_DFL)
 # A machine's load is no property of the code: nothing is measured in time. `HYPOTHESIS_PROFILE=explore` tries new examples
 # and remembers those that fail, which is how to look for more; the default tries the same ones in every run.
 settings.register_profile(
