@@ -157,7 +157,7 @@ def test_death_of_the_engine_is_reported(tmp_path):
     finally:
         demo.kill()
     assert demo.returncode == 1
-    assert "error: engine: the scheduler process ended" in output
+    assert "error: engine: the scheduler process was killed by signal 9" in output
     assert "Traceback" not in output
 
 
