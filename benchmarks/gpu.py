@@ -272,11 +272,13 @@ async def decode(run: Run, client: AsyncSchedulerClient) -> list[dict[str, Any]]
             await client.submit(prompt, SamplingParams(max_new_tokens=4 * plan.steps, ignore_eos=True))
         params = SamplingParams(max_new_tokens=plan.steps + 9, ignore_eos=True)
         handle, times = await client.submit(watched, params, stream=True), []
-        held = 0
+        held = batch * (
+            plan.prompt_tokens + plan.steps // 2
+        )  # at least; a short run may end before status is read
         async for _ in handle:
             times.append(time.perf_counter())
             if len(times) == plan.steps // 2:
-                held = (await client.status()).kv.held
+                held = max(held, (await client.status()).kv.held)
         await client.abort(abort_all=True)
         steps = times[8:]
         step = (steps[-1] - steps[0]) / (len(steps) - 1)
