@@ -174,6 +174,7 @@ class ModelRunner:
             assert logits is not None, "the mode is off"
             rows = torch.arange(len(hidden), device=hidden.device)
             self._sampler.sample(logits, batch.sampling.select(rows))
+            self._special.warm_up(batch.sampling.select(rows[:1]))
 
     @contextmanager
     def _waiting_both_ways(self) -> Iterator[None]:

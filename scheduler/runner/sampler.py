@@ -182,6 +182,11 @@ class Sampler:
             self._sample_all(logits, batch, out)
         return out
 
+    @property
+    def compiles_at_first_use(self) -> bool:
+        """The first call takes seconds."""
+        return self._triton is not None
+
     def graph_serves(self, batch: SamplingBatch) -> bool:
         """Whether a graph of :meth:`sample`, captured with :meth:`for_graph`, gives the results of ``batch``."""
         plain = not (batch.any_filtered or batch.want_raw)
@@ -199,7 +204,8 @@ class Sampler:
         """Every row in two launches, with all results: which are wanted changes nothing."""
         rows = logits.shape[0]
         tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
-        logprobs, raw, sampled = torch.empty((3, rows), device=logits.device)
+        # Each begins at a multiple of 16 bytes: otherwise there would be other variants of the kernels to compile.
+        logprobs, raw, sampled = torch.empty((3, -(-rows // 4) * 4), device=logits.device)[:, :rows]
         sampler.sample(logits, batch, tokens, logprobs, raw, sampled)
         return SamplerOutput(
             token_ids=tokens,

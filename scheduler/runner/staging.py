@@ -140,13 +140,12 @@ class InputStaging:
         pages = self._bytes[starts[-1] : end].view(np.int32).reshape(-1, width)
         pages[: batch.num_rows], pages[batch.num_rows :] = batch.page_table.numpy(), 0
         copied = end if table else starts[-1]
+        found = self._device[starts[-1] : copied]
         try:
             self._device[:copied].copy_(self._host[:copied], non_blocking=True)
             yield ForwardBatch(
                 num_decode=batch.num_decode + added,
-                page_table=self._device[starts[-1] : copied]
-                .view(torch.int32)
-                .view(-1, width if table else 0),
+                page_table=found.view(torch.int32).view(counts["row"], width if table else 0),
                 page_table_host=pages,
                 q_lens_host=[*batch.q_lens_host, *[1] * added],
                 kv_lens_host=[*batch.kv_lens_host, *[1] * added],

@@ -6,11 +6,13 @@ Triton decides when it is imported whether it interprets, hence a process of its
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.util import find_spec
 
 import numpy as np
 import pytest
 import torch
+from support.recorded_graphs import RecordingDevice
 
 from caesura.scheduler import kernels
 from caesura.scheduler.forward import SamplingBatch
@@ -219,6 +221,55 @@ def test_only_what_is_wanted_is_returned(in_triton):
     assert (found.token_ids.dtype, found.logprobs.dtype) == (torch.int64, torch.float32)
     assert found.token_ids.tolist() == [5, 5]
     assert sampler.graph_serves(batch_of(2, 10)), "filters and raw logprobs included"
+
+
+@torch.library.custom_op("caesura_tests::sample", mutates_args=["outputs"])
+def sample_op(
+    owner: int, logits: torch.Tensor, columns: list[torch.Tensor], outputs: list[torch.Tensor]
+) -> None:
+    """The kernels as an operation of torch, which a recorded graph can hold."""
+    names = ("temperature", "greedy", "top_k", "top_p", "uniforms", "min_p")
+    batch = batch_of(0, logits.shape[1])
+    for name, column in zip(names, columns, strict=True):
+        setattr(batch, name, column)
+    SAMPLERS[owner](logits, batch, *outputs)
+
+
+SAMPLERS: list[Callable[..., None]] = []
+
+
+@interpreted
+def test_one_graph_serves_every_way_of_sampling(in_triton):
+    """Captured with greedy rows only, replayed over whatever lies in its inputs by then."""
+    rows, vocab_size = 6, 700
+    sampler = in_triton(vocab_size, rows, torch.float32)
+    SAMPLERS.append(sampler._triton.sample)
+    owner = len(SAMPLERS) - 1
+    sampler._triton.sample = lambda logits, b, *outputs: torch.ops.caesura_tests.sample(
+        owner, logits, [b.temperature, b.greedy, b.top_k, b.top_p, b.uniforms, b.min_p], list(outputs)
+    )
+    logits = torch.zeros((rows, vocab_size))
+    static = batch_of(rows, vocab_size, greedy=True)
+    static.want_raw = static.want_sampled = static.any_filtered = static.any_sampled = False
+    device = RecordingDevice()
+    pool, graph = device.graph_pool_handle(), device.CUDAGraph()
+    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+    out = sampler.sample(logits, sampler.for_graph(static))
+    graph.capture_end()
+    rng, generator = np.random.default_rng(8), torch.Generator().manual_seed(8)
+    for given in (
+        {},
+        {"top_k": 20, "top_p": 0.9},
+        {"min_p": [0.0, 0.1, 0.0, 0.3, 0.0, 0.0]},
+        {"greedy": True},
+    ):
+        batch = batch_of(rows, vocab_size, temperature=0.8, uniforms=rng.random(rows), **given)
+        logits.copy_(torch.randn((rows, vocab_size), generator=generator) * 2)
+        for name in ("temperature", "greedy", "top_k", "top_p", "uniforms", "min_p"):
+            getattr(static, name).copy_(getattr(batch, name))
+        with torch.inference_mode():
+            graph.replay()
+        assert_same(out, by_torch(logits, batch))
 
 
 @interpreted
