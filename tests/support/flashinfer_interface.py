@@ -16,9 +16,16 @@ import torch
 
 from .record_flashinfer import RECORDED
 
-_READ = json.loads(RECORDED.read_text(encoding="utf-8"))
-RELEASE: str = _READ["flashinfer-python"]
 _LAUNCHING = frozenset({"append_paged_kv_cache", "run"})
+
+
+def recorded() -> dict[str, dict[str, inspect.Signature]]:
+    """By module and name, without ``self``; every default is ``...``."""
+    read = json.loads(RECORDED.read_text(encoding="utf-8"))["signatures"]
+    return {
+        module: {name: inspect.signature(eval(f"lambda {given}: None")) for name, given in names.items()}
+        for module, names in read.items()
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,28 +51,26 @@ class Interface:
 
     def modules(self) -> dict[str, ModuleType]:
         """By name, as ``sys.modules`` has them."""
-        return {module: self._module(module, names) for module, names in _READ["signatures"].items()}
+        return {module: self._module(module, names) for module, names in recorded().items()}
 
-    def _module(self, name: str, signatures: dict[str, str]) -> ModuleType:
+    def _module(self, name: str, signatures: dict[str, inspect.Signature]) -> ModuleType:
         made = ModuleType(name)
         classes: dict[str, dict[str, Any]] = {}
-        for each, parameters in signatures.items():
+        for each, signature in signatures.items():
             owner, _, method = each.rpartition(".")
             if owner:
-                classes.setdefault(owner, {})[method] = self._function(each, f"self, {parameters}")
+                classes.setdefault(owner, {})[method] = _method(self._function(each, signature))
             else:
-                setattr(made, each, self._function(each, parameters))
+                setattr(made, each, self._function(each, signature))
         for owner, methods in classes.items():
             setattr(made, owner, type(owner, (), methods))
         return made
 
-    def _function(self, name: str, parameters: str) -> Any:
-        signature = inspect.signature(eval(f"lambda {parameters}: None"))
+    def _function(self, name: str, signature: inspect.Signature) -> Any:
         last = name.rpartition(".")[2]
 
         def called(*args: Any, **kwargs: Any) -> Any:
             arguments = dict(signature.bind(*args, **kwargs).arguments)
-            arguments.pop("self", None)
             self.calls.append(Call(name, arguments))
             if last in _LAUNCHING:
                 self._launched(last, arguments)
@@ -76,5 +81,9 @@ class Interface:
             out, query = arguments.get("out"), arguments["q"]
             return torch.empty(query.shape, dtype=query.dtype, device=query.device) if out is None else out
 
-        called.__signature__ = signature
+        called.__signature__ = signature  # type: ignore[attr-defined]
         return called
+
+
+def _method(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, *args, **kwargs: function(*args, **kwargs)

@@ -24,7 +24,6 @@ USED = {
         "BatchDecodeWithPagedKVCacheWrapper.run",
         "BatchPrefillWithPagedKVCacheWrapper.__init__",
         "BatchPrefillWithPagedKVCacheWrapper.plan",
-        "BatchPrefillWithPagedKVCacheWrapper.reset_workspace_buffer",
         "BatchPrefillWithPagedKVCacheWrapper.run",
     ),
     "flashinfer.autotuner": ("autotune",),
@@ -87,10 +86,12 @@ class Sources:
             return parameters(node.args)
         methods = {part.name: part for part in node.body if isinstance(part, ast.FunctionDef)}
         if method not in methods:
+            if not node.bases:
+                raise LookupError(f"{module} has no {name}")
             return self.signature(where, f"{ast.unparse(node.bases[0])}.{method}")
         found = methods[method]
         found = methods.get(forwards_to(found) or "", found)
-        del found.args.args[0]
+        del (found.args.posonlyargs or found.args.args)[0]
         return parameters(found.args)
 
 
