@@ -16,10 +16,14 @@ Definitions, in the order of the operations:
 - *top-p* keeps, of what top-k left and renormalised, the shortest prefix in descending order whose probabilities
   reach top_p: at least one token;
 - *min-p* drops, of what is left, tokens less likely than min_p times the likeliest;
-- one uniform per row, and the inverse of the cumulative distribution.
+- one uniform per row, and the inverse of the cumulative distribution: of filtered rows in descending order, of the others
+  in the order of the indices.
 
 The cumulative sum has two levels, blocks of 256 and then the entries of one block: the vocabulary is read once more
 for the block sums instead of being scanned in order, which neither vectorises nor parallelises within a row.
+
+What computes this: ``kernels/sampling.py`` on the CPU, ``kernels/triton_sampler.py`` on CUDA, and the torch code below
+where there is neither. Torch's takes more of each filtered row than it needs where a look at the values would wait.
 """
 
 from collections import defaultdict
