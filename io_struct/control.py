@@ -431,7 +431,8 @@ class GetStatusReqOutput(Reply, kw_only=True):
     ``avx512bf16``, ``amx``), or the library of attention kernels that a GPU has. Operations that the model does not have are
     absent."""
     kernels_reason: str | None = None
-    """Why ``torch`` serves some of them on a CPU. None: it does not, or the device is no CPU."""
+    """Why ``torch`` serves some of them on a CPU, or on CUDA why no better library serves attention. None: nothing better
+    is missing."""
     context_len: int
     """Maximum length of prompt plus output, in tokens."""
     vocab_size: int

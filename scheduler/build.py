@@ -7,15 +7,11 @@ Invariants:
 
 import logging
 from collections.abc import Callable
-from functools import partial
 
 import torch
 
 from ..io_struct import CaesuraError, ErrorCode
-from .attention import flashinfer, paged_triton
-from .attention.mla import LatentBackend
-from .attention.paged_cpu import PagedCpuBackend
-from .attention.sdpa import SdpaBackend
+from .backends import Shape, choose, make
 from .batching.waiting_queue import AdmissionLimits, pages_for
 from .cache.pool import MHAPool, MLAPool
 from .cache.routing import RoutingPool
@@ -23,14 +19,14 @@ from .config import PAGE_SIZE, EngineConfig
 from .distributed import ParallelState
 from .dtypes import by_torch_name
 from .forward import AttentionBackend, Runner
-from .kernels import TORCH, serving
+from .kernels import serving
 from .memory.device_memory import available_memory_if_known
 from .memory.device_module import device_module_for
 from .memory.residency import ComponentResidencyManager
 from .models.config import load_model_config
 from .models.registry import build_model
-from .operations import attention_by, why_torch
-from .runner.autotune import TuningCache, WarmUp, flashinfer_tuning, tuning_key
+from .operations import why_torch
+from .runner.autotune import WarmUp
 from .runner.model_runner import ModelRunner
 from .runner.sampler import Sampler
 from .runner.staging import StepLimits
@@ -206,23 +202,13 @@ def require_deterministic(loaded: LoadedModel) -> None:
 def build_backend(
     config: EngineConfig, loaded: LoadedModel, pool: MHAPool | MLAPool, limits: StepLimits
 ) -> AttentionBackend:
-    """What computes attention, as :func:`attention_by` chooses.
+    """What computes attention, as :func:`~.backends.choose` chooses.
 
     Raises:
         CaesuraError: ``unsupported``, what was named cannot serve this model here.
     """
-    model, by = loaded.config, attention_by(config, loaded)
-    if isinstance(pool, MLAPool):
-        assert model.mla is not None
-        return LatentBackend(pool, model.num_heads, model.mla.softmax_scale)
-    sizes = (model.num_heads, model.num_kv_heads, model.head_dim, model.head_dim**-0.5)
-    if by == "flashinfer":
-        return flashinfer.FlashInferBackend(
-            pool, *sizes, max_rows=limits.rows, max_tokens=limits.tokens, max_pages=limits.pages
-        )
-    if by == "triton":
-        return paged_triton.PagedTritonBackend(pool, *sizes, max_rows=limits.rows, max_pages=limits.pages)
-    return SdpaBackend(pool, *sizes) if by == TORCH else PagedCpuBackend(pool, *sizes)
+    shape = Shape.of(loaded)
+    return make(choose(config, shape), shape, pool, limits)
 
 
 def build_runner(
@@ -250,27 +236,19 @@ def build_runner(
         use_graphs=config.cuda_graphs,
     )
     if config.autotune:
-        runner.autotune(warm_up(config, loaded, backend))
+        runner.autotune(warm_up(config, loaded))
     if runner.graphs is not None:
         for _ in runner.graphs.capture():
             pass
     return runner
 
 
-def warm_up(config: EngineConfig, loaded: LoadedModel, backend: AttentionBackend) -> WarmUp:
+def warm_up(config: EngineConfig, loaded: LoadedModel) -> WarmUp:
     """How the runner of this model warms up: at the size of the request pool where kernels are chosen by size."""
     rows = config.max_running_requests
     if loaded.device.type == "cpu":
         rows = min(rows, _CPU_WARM_UP_ROWS)
-    lm_head_rows = min(rows, config.autotune_lm_head_rows)
-    if not isinstance(backend, flashinfer.FlashInferBackend):
-        return WarmUp(rows=rows, lm_head_rows=lm_head_rows)
-    cache = None
-    if config.autotune_cache is not None:
-        module = device_module_for(loaded.device)
-        key = tuning_key(module, loaded.config, dtype=str(loaded.dtype), rows=rows, lm_head_rows=lm_head_rows)
-        cache = TuningCache(config.autotune_cache, key)
-    return WarmUp(rows=rows, lm_head_rows=lm_head_rows, tuning=partial(flashinfer_tuning, cache))
+    return WarmUp(rows=rows, lm_head_rows=min(rows, config.autotune_lm_head_rows))
 
 
 MakeRunner = Callable[[EngineConfig, LoadedModel, MHAPool | MLAPool, RoutingPool | None], Runner]

@@ -63,8 +63,8 @@ class EngineConfig:
     """Number of steps in flight while the next step is scheduled: 0 or 1. The default is 0 on the CPU and 1 on
     accelerators."""
     attention_backend: Literal["auto", "flashinfer", "triton", "sdpa"] = "auto"
-    """Attention backend. auto: compiled kernels on the CPU; on CUDA flashinfer if installed, else triton if
-    installed, else sdpa."""
+    """Attention backend. auto: compiled kernels on the CPU; on CUDA flashinfer, else triton, else sdpa: the first that is
+    installed and computes a trial step."""
     cuda_graphs: bool = True
     """Capture decode steps as CUDA graphs if the attention backend supports it (flashinfer and triton)."""
     autotune: bool = True
@@ -72,8 +72,6 @@ class EngineConfig:
     the first request."""
     autotune_lm_head_rows: int = 64
     """Maximum number of rows of the LM head and the sampler in the warm-up. 0: neither is warmed up."""
-    autotune_cache: str | None = None
-    """JSON file that keeps FlashInfer's tuning results for the next start. By default, tuning runs at every start."""
     requests_while_paused: Literal["queue", "refuse"] = "queue"
     """What to do with generate requests that arrive during a pause."""
     idle_empty_s: float = 5.0

@@ -21,7 +21,7 @@ from caesura.io_struct import (
     SamplingParams,
     UpdateWeightFromDiskReqInput,
 )
-from caesura.scheduler import build
+from caesura.scheduler import backends, build
 from caesura.scheduler.attention import flashinfer
 from caesura.scheduler.config import EngineConfig
 from caesura.scheduler.memory import residency
@@ -51,7 +51,6 @@ def device(monkeypatch):
     made = RecordingDevice()
     monkeypatch.setattr(build, "device_module_for", lambda device: made)
     monkeypatch.setattr(flashinfer, "why_not", lambda *of: None)
-    monkeypatch.setattr(flashinfer, "_FLOAT_WORKSPACE_BYTES", 64)
     monkeypatch.setattr(
         flashinfer,
         "import_module",
@@ -156,6 +155,19 @@ def test_the_tag_of_graphs_releases_and_resumes_them(paths, expected, device):
         assert graphs.are_captured
         driver.call(ContinueGenerationReqInput())
         assert_same(outputs(driver, submit(driver)), expected[0])
+
+
+def test_an_engine_starts_where_kernels_cannot_be_compiled(paths, expected, device, monkeypatch, caplog):
+    def no_compiler(self: object, *of: object, **options: object) -> None:
+        raise RuntimeError("Could not find nvcc")
+
+    monkeypatch.setattr(fake_flashinfer.BatchPrefillWithPagedKVCacheWrapper, "plan", no_compiler)
+    backends.failure_of.cache_clear()
+    with driver_of(paths[0], pipeline_depth=1) as driver:
+        assert "flashinfer: a step with it fails: RuntimeError: Could not find nvcc" in caplog.text
+        assert driver.status().kernels["attention"] == "torch"
+        assert_same(outputs(driver, submit(driver)), expected[0])
+    backends.failure_of.cache_clear()
 
 
 def test_graphs_can_be_declined(paths, expected, device):
