@@ -14,6 +14,7 @@ from .config import EngineConfig
 from .kernels import TORCH, serving
 from .kernels.linear import packable
 from .kernels.native import why_not
+from .layers.fp8_products import dense_for, experts_for
 from .weights.loaded_model import LoadedModel
 
 logger = logging.getLogger(__name__)
@@ -24,7 +25,7 @@ class Serving:
     """The operations that a model has, and what serves them."""
 
     by: dict[str, str]
-    """Operation to ``torch``, an instruction set of compiled kernels, or a library of attention kernels."""
+    """Operation to ``torch``, an instruction set of compiled kernels, or a library of kernels."""
     reason: str | None
     """Why torch serves some of them on a CPU, and why no better kernels serve attention elsewhere. None: nothing better is."""
 
@@ -53,6 +54,10 @@ def what_serves(config: EngineConfig, loaded: LoadedModel) -> Serving:
     by["attention"] = attention.by
     if model.fp8 is not None or not all(packable(size, loaded.dtype) for size in _row_sizes(loaded)):
         by["linear"] = by["experts"] = TORCH
+    if model.fp8 is not None and (dense := dense_for(loaded.device)) is not None:
+        by["linear"] = dense.by
+        if model.moe is not None and (experts := experts_for(loaded.device)) is not None:
+            by["experts"] = experts.by
     if TORCH in (by["linear"], by["attention"]):
         by["decoder"] = TORCH
     if model.moe is None:
