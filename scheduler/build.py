@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 
 _TOUCHED_KV_BYTES = 128 << 20
 """Of a KV pool on the CPU, before the first request: its page faults would take a tenth of a small model's steps."""
+_ROWS_IN_FLIGHT, _WIDE_ROWS, _LOGITS = 4, 3, 3
+"""Of each token as wide as the model, and as a layer at its widest; and copies of the logits."""
 _CPU_WARM_UP_ROWS = 16
 """Nothing is chosen by the number of rows there: a few meet every kernel, and take hardly longer than one."""
 
@@ -105,8 +107,9 @@ def build_pool(
         pages = pages_for(config.kv_pool_tokens)
     else:
         assert left is not None
-        usable = config.max_running_requests * pages_for(context_len)
-        pages = min(int(left * config.kv_memory_fraction) // (per_token * PAGE_SIZE), usable)
+        usable = config.sizes.rows * pages_for(context_len)
+        share = max(0, left - step_bytes(config, loaded)) * config.sizes.kv_fraction
+        pages = min(int(share) // (per_token * PAGE_SIZE), usable)
     needed = max(pages, 1) * per_token * PAGE_SIZE
     if left is not None and needed > left:  # an overcommitted allocation never fails, its first use does
         raise CaesuraError(
@@ -116,6 +119,24 @@ def build_pool(
             free_bytes=left,
         )
     return make_pool(loaded, pages + 1)  # page 0 is scratch
+
+
+def step_bytes(config: EngineConfig, loaded: LoadedModel) -> int:
+    """About what the largest step has in memory at a time on an accelerator, beside weights and KV; 0 on the CPU.
+
+    Logits in float32, read and written by the sampler, and the widest activations of a layer.
+    """
+    if loaded.device.type == "cpu":
+        return 0
+    model, sizes = loaded.config, config.sizes
+    inner = [model.intermediate_size, model.num_heads * model.head_dim]
+    if model.mla is not None:
+        inner.append(model.num_heads * model.mla.latent_width)
+    if model.moe is not None:
+        inner.append(model.moe.top_k * (model.moe.intermediate_size + model.hidden_size))
+    tokens = sizes.rows + sizes.chunk_tokens
+    activations = tokens * (_ROWS_IN_FLIGHT * model.hidden_size + _WIDE_ROWS * max(inner))
+    return activations * loaded.dtype.itemsize + _LOGITS * sizes.rows * model.vocab_size * 4
 
 
 def make_pool(loaded: LoadedModel, num_pages: int) -> MHAPool | MLAPool:
@@ -219,8 +240,8 @@ def build_runner(
     if config.deterministic:
         require_deterministic(loaded)
     limits = StepLimits.of(
-        max_rows=config.max_running_requests,
-        chunk_tokens=config.chunked_prefill_size,
+        max_rows=config.sizes.rows,
+        chunk_tokens=config.sizes.chunk_tokens,
         context_len=longest_context(config, loaded),
     )
     backend = build_backend(config, loaded, pool, limits)
@@ -228,7 +249,7 @@ def build_runner(
     runner = ModelRunner(
         loaded.model,
         backend,
-        Sampler(model.vocab_size, config.max_running_requests, loaded.device, loaded.dtype),
+        Sampler(model.vocab_size, limits.rows, loaded.device, loaded.dtype),
         limits=limits,
         device=loaded.device,
         device_module=device_module_for(loaded.device),
@@ -245,7 +266,7 @@ def build_runner(
 
 def warm_up(config: EngineConfig, loaded: LoadedModel) -> WarmUp:
     """How the runner of this model warms up: at the size of the request pool where kernels are chosen by size."""
-    rows = config.max_running_requests
+    rows = config.sizes.rows
     if loaded.device.type == "cpu":
         rows = min(rows, _CPU_WARM_UP_ROWS)
     return WarmUp(rows=rows, lm_head_rows=min(rows, config.autotune_lm_head_rows))
