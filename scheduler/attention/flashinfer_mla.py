@@ -109,9 +109,8 @@ class FlashInferLatentBackend:
             page_size=pool.page_size,
             device=self._device,
         )
-        self._row_starts = torch.arange(max_rows + 1, dtype=torch.int32)
-        if self._device.type != "cpu":
-            self._row_starts = self._row_starts.pin_memory()
+        self._row_starts = torch.empty(max_rows + 1, dtype=torch.int32, pin_memory=self._device.type != "cpu")
+        torch.arange(max_rows + 1, out=self._row_starts)
         self._workspace = self._zeros(workspace_bytes(latent, self._device), torch.uint8)
         self._graph_pages = self._zeros(max_rows * max_pages, torch.int32)
         self._decode = self._wrapper()
