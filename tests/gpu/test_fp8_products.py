@@ -112,6 +112,6 @@ def test_routed_experts(tokens):
     inner = torch.nn.functional.silu(torch.einsum("th,ewh->tew", rows, gate)) * torch.einsum(
         "th,ewh->tew", rows, up
     )
-    each = torch.einsum("tew,ehw->teh", inner, down)
+    each = torch.einsum("taw,ahw->tah", inner, down)
     expected = (each.gather(1, ids[..., None].expand(-1, -1, hidden)) * weights[..., None]).sum(1)
     check(experts.forward, (x, ids, weights), expected)
