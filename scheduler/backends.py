@@ -8,6 +8,7 @@ Invariants:
 """
 
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -23,7 +24,7 @@ from .attention.sdpa import SdpaBackend
 from .cache.pool import MHAPool, MLAPool
 from .config import PAGE_SIZE, EngineConfig
 from .forward import AttentionBackend, ForwardBatch
-from .kernels import TORCH, best
+from .kernels import TORCH, best, trial
 from .runner.graphs import scratch_prefill
 from .runner.staging import StepLimits
 from .weights.loaded_model import LoadedModel
@@ -32,7 +33,6 @@ logger = logging.getLogger(__name__)
 
 _AGREEMENT = 0.02
 """Norm of the difference over that of torch's result; rounding to bfloat16 gives less than 0.005."""
-_LONGEST_REASON = 300
 _MIXED = ((40, 1), (15, 1), (0, 20), (17, 9))
 _DECODE = ((40, 1), (16, 1))
 """Rows that are tried: tokens in the cache, and new ones. The first two of either decode."""
@@ -173,38 +173,26 @@ def failure_of(choice: Choice, shape: Shape) -> str | None:
     """Why a real step by ``choice`` fails; None: it agrees with torch's. What is found is logged, once."""
     by = f"{choice.by} {choice.kernels}".rstrip()
     logger.info("trying attention by %s; kernels that are not built yet are compiled now", by)
-    failure = None
-    try:
-        difference = _difference(choice, shape)
-    except Exception as error:  # an edge: what compiles at first use raises what it likes
-        lines = str(error).strip().splitlines() or [""]
-        failure = f"a step with it fails: {type(error).__name__}: {lines[0]}"[:_LONGEST_REASON].rstrip(": ")
-        logger.debug("attention by %s", by, exc_info=True)
-    else:
-        if not difference <= _AGREEMENT:  # NaN is none
-            failure = f"a step with it is off by {difference:.3f}"
+    failure = trial.failure(lambda: _differences(choice, shape), _AGREEMENT, "a step with it")
     if failure is not None:
         logger.warning("attention is not computed by %s: %s", by, failure)
     return failure
 
 
-@torch.inference_mode()
-def _difference(choice: Choice, shape: Shape) -> float:
-    """Between results of ``choice`` and torch's on pages with the same contents, relative; the larger of two steps."""
-    limits = StepLimits(tokens=sum(new for _, new in _MIXED), rows=len(_MIXED), context_len=4 * PAGE_SIZE)
-    ours, theirs = _filled_pool(shape), _filled_pool(shape)
-    tried: Any = make(choice, shape, ours, limits)
-    reference = make(Choice(TORCH), shape, theirs, limits)
-    steps: list[tuple[AttentionBackend, tuple[tuple[int, int], ...]]] = [(tried, _MIXED)]
-    if hasattr(tried, "for_decode"):
-        steps.append((tried.for_decode(len(_DECODE)), _DECODE))
-    largest = 0.0
-    for backend, rows in steps:
-        batch, inputs = _batch(rows, shape.device), _inputs(shape, sum(new for _, new in rows))
-        found, expected = (_attend(each, batch, inputs) for each in (backend, reference))
-        difference = float((found - expected).norm() / expected.norm())
-        largest = max(largest, difference) if difference == difference else difference
-    return largest
+def _differences(choice: Choice, shape: Shape) -> Iterator[float]:
+    """Between results of ``choice`` and torch's on pages with the same contents, relative: of each step."""
+    with torch.inference_mode():
+        limits = StepLimits(tokens=sum(new for _, new in _MIXED), rows=len(_MIXED), context_len=4 * PAGE_SIZE)
+        ours, theirs = _filled_pool(shape), _filled_pool(shape)
+        tried: Any = make(choice, shape, ours, limits)
+        reference = make(Choice(TORCH), shape, theirs, limits)
+        steps: list[tuple[AttentionBackend, tuple[tuple[int, int], ...]]] = [(tried, _MIXED)]
+        if hasattr(tried, "for_decode"):
+            steps.append((tried.for_decode(len(_DECODE)), _DECODE))
+        for backend, rows in steps:
+            batch, inputs = _batch(rows, shape.device), _inputs(shape, sum(new for _, new in rows))
+            found, expected = (_attend(each, batch, inputs) for each in (backend, reference))
+            yield float((found - expected).norm() / expected.norm())
 
 
 def _attend(backend: AttentionBackend, batch: ForwardBatch, inputs: tuple[Tensor, Tensor, Tensor]) -> Tensor:

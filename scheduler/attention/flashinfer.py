@@ -31,13 +31,14 @@ from .page_lists import Lists, PageLists
 _INT_WORKSPACE_BYTES = 8 << 20
 """Plans; what FlashInfer's wrappers allocate by themselves."""
 _TENSOR_CORE_GROUP = 4
-"""From this many query heads per KV head on, decoding fills the rows of a matrix instruction well enough."""
+"""Query heads per KV head, at least."""
 _HEAD_SIZES = (64, 128, 256)
 _DTYPES = (torch.bfloat16, torch.float16)
-_BLOCKS_PER_MULTIPROCESSOR = 2
-"""Of a step with divided rows there are at most so many blocks, for all KV heads together (FlashInfer's planner)."""
-_DECODE_TILE, _PREFILL_TILE = 16, 128
-"""Rows of a block: queries times the heads of a group."""
+_BLOCKS, _SMALL_BLOCKS = 2, 16
+"""Of a step with divided rows there are at most so many for a multiprocessor, for all KV heads together: with tensor cores,
+and without, where a block has one query of a KV head (FlashInfer's planner)."""
+_TILES = (16, 64, 128)
+"""Rows of a block, which are queries times the heads of a group: the first that holds a decode row, at most the last."""
 _SLACK = 1 << 20
 
 
@@ -63,14 +64,25 @@ def workspace_bytes(
 ) -> int:
     """What the partial results of any step take, by the rules of FlashInfer's planner.
 
-    A row is divided only where a step has fewer blocks than the device holds, but in a graph it always is, and then there
-    is a block for every decode row: partial results are float32, one value and one log-sum for each query head.
+    They are float32, one vector and one log-sum for each query head of each row of a block. Rows are divided among blocks
+    only where a step has fewer than the device holds. In a graph of tensor cores' decoding they always are, and every row
+    has a block.
     """
     group = num_heads // num_kv_heads
-    divided = -(-_BLOCKS_PER_MULTIPROCESSOR * multiprocessors(device) // num_kv_heads)
-    captured = max(divided, rows + -(-rows * group // _DECODE_TILE))
-    queries = max(divided * _PREFILL_TILE, captured * _DECODE_TILE) // group + 1
-    return queries * num_heads * (head_size + 1) * 4 + _SLACK
+    divided = -(-_BLOCKS * multiprocessors(device) // num_kv_heads)
+    queries = divided * _TILES[-1] // group
+    if on_tensor_cores(num_heads, num_kv_heads):
+        tile = next((tile for tile in _TILES if group <= tile), _TILES[-1])
+        blocks = max(divided, rows + -(-rows * group // tile))
+        queries = max(queries, blocks * tile // group)
+    else:
+        queries = max(queries, -(-_SMALL_BLOCKS * multiprocessors(device) // num_kv_heads))
+    return (queries + 1) * num_heads * (head_size + 1) * 4 + _SLACK
+
+
+def on_tensor_cores(num_heads: int, num_kv_heads: int) -> bool:
+    """Whether decoding fills the rows of a matrix instruction well enough."""
+    return num_heads // num_kv_heads >= _TENSOR_CORE_GROUP
 
 
 def multiprocessors(device: torch.device) -> int:
@@ -141,7 +153,7 @@ class FlashInferBackend:
             page_size=pool.page_size,
             device=self._device,
         )
-        self._tensor_cores = num_heads // num_kv_heads >= _TENSOR_CORE_GROUP
+        self._tensor_cores = on_tensor_cores(num_heads, num_kv_heads)
         self._graph_plans = self._zeros(_INT_WORKSPACE_BYTES, torch.uint8)
         self._graph_pages = self._zeros(max_rows * max_pages, torch.int32)
         needed = workspace_bytes(num_heads, num_kv_heads, head_size, max_rows, self._device)

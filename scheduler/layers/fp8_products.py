@@ -9,7 +9,7 @@ Invariants:
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import TypeVar
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ...io_struct import CaesuraError, ErrorCode
+from ..kernels import trial
 from ..memory.workspace import Workspace
 from . import fp8_scaled
 from .fp8_scaled import BLOCK, FlashInferExperts, Grouped
@@ -25,7 +26,6 @@ logger = logging.getLogger(__name__)
 
 _AGREEMENT = 0.06
 """Norm of the difference over that of the product; what rounding activations to 4 bits gives is about 0.03."""
-_LONGEST_REASON = 300
 _HOPPER, _BLACKWELL, _SMALL_BLACKWELL = (9,), (10,), (12,)
 """Compute capabilities, the first number."""
 
@@ -105,7 +105,7 @@ def _first(
     for capabilities, kind in kinds:
         if major not in capabilities:
             continue
-        failure = _failure(kind, device, attempt)
+        failure = trial.failure(partial(attempt, kind, device), _AGREEMENT, "a product with it")
         if failure is None:
             logger.info("FP8 %s are multiplied by %s", what, kind.by)
             return kind
@@ -118,20 +118,6 @@ def _first(
         field="quantization_config",
         device=str(device),
     )
-
-
-@torch.inference_mode()
-def _failure(
-    kind: _Kind, device: torch.device, attempt: Callable[[_Kind, torch.device], Iterator[float]]
-) -> str | None:
-    try:
-        difference = max(attempt(kind, device), key=lambda found: (found != found, found))
-    except Exception as error:  # noqa: BLE001  an edge: what compiles at first use raises what it likes
-        lines = str(error).strip().splitlines() or [""]
-        return f"a product with it fails: {type(error).__name__}: {lines[0]}"[:_LONGEST_REASON].rstrip(": ")
-    if not difference <= _AGREEMENT:  # NaN is none
-        return f"a product with it is off by {difference:.3f}"
-    return None
 
 
 def _try_dense(kind: Dense, device: torch.device) -> Iterator[float]:

@@ -1,5 +1,7 @@
 """FlashInfer's plans and page lists, against dense attention: the library is a stand-in that believes only its lists."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -161,6 +163,49 @@ def test_a_plan_writes_host_memory_only_after_the_copies_of_the_one_before(captu
     assert [kind for kind, _ in seen] == ["wait", "copied"] * 3
     for (_, copied), (_, at_wait) in zip(seen[1::2], seen[2::2]):
         assert copied == at_wait, "written before the wait"
+
+
+@pytest.mark.parametrize(
+    "heads,kv_heads,size,rows,megabytes",
+    [
+        (32, 8, 128, 1024, 85),
+        (32, 8, 128, 64, 18.5),
+        (64, 8, 128, 1024, 103),
+        (32, 32, 128, 1024, 21),
+        (16, 2, 256, 256, 35.8),
+        (32, 1, 128, 1024, 52),
+    ],
+)
+def test_the_workspace_is_that_of_the_largest_step(monkeypatch, heads, kv_heads, size, rows, megabytes):
+    """On 132 multiprocessors; a fixed size would be too small for large groups, and too large for most models."""
+    monkeypatch.setattr(flashinfer, "multiprocessors", lambda device: 132)
+    found = flashinfer.workspace_bytes(heads, kv_heads, size, rows, torch.device("cuda"))
+    assert found / 1e6 == pytest.approx(megabytes, abs=1.5)
+
+
+@pytest.mark.parametrize("answer", [NotImplementedError("cudnn"), (50_000_000, 5), (7, 5)], ids=repr)
+def test_the_library_is_asked_for_its_workspace(answer):
+    """Where it tells; what it says counts if it is more."""
+    asked = []
+
+    def workspace_size(self, *lists, **options):
+        asked.append((type(self).__name__, [tuple(each.shape) for each in lists[:3]]))
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    made = {
+        name: type(name, (getattr(fake_flashinfer, name),), {"workspace_size": workspace_size})
+        for name in ("BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper")
+    }
+    library = SimpleNamespace(**{**vars(fake_flashinfer), **made})
+    sizes = {"max_rows": 8, "max_tokens": 200, "max_pages": 8}
+    backend = FlashInferBackend(filled_pool(), HEADS, KV_HEADS, SIZE, 0.3, library=library, **sizes)
+    least = flashinfer.workspace_bytes(HEADS, KV_HEADS, SIZE, 8, torch.device("cpu"))
+    told = 0 if isinstance(answer, Exception) else answer[0]
+    assert backend._workspace.numel() == max(least, told)
+    assert [name for name, _ in asked] == [*made]
+    assert asked[0][1] == [(9,), (8,), (8,)]
 
 
 @pytest.mark.parametrize("heads,expected", [(2, False), (6, False), (8, True), (16, True)])

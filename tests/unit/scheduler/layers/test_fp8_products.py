@@ -10,6 +10,7 @@ from support.recorded_graphs import without_compiled_kernels
 from torch import Tensor
 
 from caesura.io_struct import CaesuraError
+from caesura.scheduler.kernels import trial
 from caesura.scheduler.layers import experts as experts_module
 from caesura.scheduler.layers import fp8_block, fp8_products, fp8_scaled
 from caesura.scheduler.layers.experts import Experts
@@ -54,10 +55,14 @@ def capability(monkeypatch):
         cached.cache_clear()
 
 
+def failure_of(kind, attempt) -> str | None:
+    return trial.failure(lambda: attempt(kind, CPU), fp8_products._AGREEMENT, "a product with it")
+
+
 @pytest.mark.parametrize("kind", [*DENSE, *EXPERTS], ids=lambda kind: f"{type(kind).__name__}-{kind.by}")
 def test_products_by_what_the_libraries_document_agree(kind):
     attempt = fp8_products._try_dense if kind in DENSE else fp8_products._try_experts
-    assert fp8_products._failure(kind, CPU, attempt) is None
+    assert failure_of(kind, attempt) is None
     assert max(attempt(kind, CPU)) > 1e-3, "activations are rounded"
 
 
@@ -81,7 +86,7 @@ def test_another_order_of_scales_is_found_out(libraries):
     gemm.fp8_blockscale_gemm_sm90 = transposed(gemm.fp8_blockscale_gemm_sm90)
     gemm.group_gemm_fp8_nt_groupwise = transposed(gemm.group_gemm_fp8_nt_groupwise)
     for kind, attempt in ((DENSE[0], fp8_products._try_dense), (EXPERTS[2], fp8_products._try_experts)):
-        assert "a product with it is off by" in fp8_products._failure(kind, CPU, attempt)
+        assert "a product with it is off by" in failure_of(kind, attempt)
 
 
 def test_gate_before_up_is_found_out(libraries, monkeypatch):
@@ -94,7 +99,7 @@ def test_gate_before_up_is_found_out(libraries, monkeypatch):
         return fused(*halves, quant_scales=scales, **named)
 
     libraries["flashinfer.fused_moe"].cutlass_fused_moe = swapped
-    assert "off by" in fp8_products._failure(EXPERTS[0], CPU, fp8_products._try_experts)
+    assert "off by" in failure_of(EXPERTS[0], fp8_products._try_experts)
 
 
 def test_the_first_that_agrees_serves_and_the_others_are_told(libraries, capability, caplog):
