@@ -145,7 +145,7 @@ class DecodeGraphs:
         """
         rows = batch.num_rows
         size, captured = self._for(rows)
-        with self._staging.staged(batch, size, table=reads_page_table(captured.attention)) as staged:
+        with self._staging.staged(batch, size, table=captured.attention.reads_page_table) as staged:
             captured.attention.plan(staged)
         captured.graph.replay()
         return staged, captured.hidden[:rows]
@@ -194,7 +194,7 @@ class DecodeGraphs:
                 with torch.inference_mode(), self._on_stream():
                     self._captured[size] = self._capture(size, pool)
                 yield
-        except RuntimeError as error:
+        except Exception as error:  # noqa: BLE001  what compilers of kernels raise is no RuntimeError, and eager steps serve
             self.drop()
             # Out of memory may pass; what cannot be captured never can.
             self._failed = not isinstance(error, torch.OutOfMemoryError)
@@ -236,7 +236,7 @@ class DecodeGraphs:
             graph, (sampled, logits) = self._recorded(lambda: self._head(static, hidden), pool)
         except torch.OutOfMemoryError:
             raise
-        except RuntimeError as error:
+        except Exception as error:  # noqa: BLE001  what compilers of kernels raise is no RuntimeError, and eager steps serve
             self._head_failed = True
             logger.warning(
                 "output head and sampler are launched kernel by kernel: capturing failed: %s", error
@@ -252,7 +252,7 @@ class DecodeGraphs:
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
             result = work()
-        except RuntimeError:
+        except Exception:
             with suppress(RuntimeError):  # says only that the capture has failed; the error at hand says why
                 graph.capture_end()
             raise
@@ -277,11 +277,6 @@ class DecodeGraphs:
                 min_p=torch.zeros(rows),
             ),
         )
-
-
-def reads_page_table(attention: AttentionBackend) -> bool:
-    """Whether anything on the device reads a step's page table."""
-    return bool(getattr(attention, "reads_page_table", True))
 
 
 def scratch_prefill(lengths: list[int]) -> ForwardBatch:
