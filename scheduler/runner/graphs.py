@@ -145,7 +145,7 @@ class DecodeGraphs:
         """
         rows = batch.num_rows
         size, captured = self._for(rows)
-        with self._staging.staged(batch, size, table=captured.attention.reads_page_table) as staged:
+        with self._staging.staged(batch, size, table=reads_page_table(captured.attention)) as staged:
             captured.attention.plan(staged)
         captured.graph.replay()
         return staged, captured.hidden[:rows]
@@ -236,7 +236,7 @@ class DecodeGraphs:
             graph, (sampled, logits) = self._recorded(lambda: self._head(static, hidden), pool)
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # noqa: BLE001  what compilers of kernels raise is no RuntimeError, and eager steps serve
+        except Exception as error:  # noqa: BLE001  as in `capture`
             self._head_failed = True
             logger.warning(
                 "output head and sampler are launched kernel by kernel: capturing failed: %s", error
@@ -277,6 +277,11 @@ class DecodeGraphs:
                 min_p=torch.zeros(rows),
             ),
         )
+
+
+def reads_page_table(attention: AttentionBackend) -> bool:
+    """Whether anything on the device reads a step's page table."""
+    return bool(getattr(attention, "reads_page_table", True))
 
 
 def scratch_prefill(lengths: list[int]) -> ForwardBatch:

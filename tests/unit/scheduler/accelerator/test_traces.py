@@ -4,7 +4,6 @@ The figures are budgets: whoever makes a step cheaper lowers them, and nothing r
 torch other than a view or an allocation, or a call of a library's or Triton's kernel: on a device some are several kernels.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -165,19 +164,18 @@ def waits_in_plan(case: str, step: str) -> str | None:
     return None
 
 
-def known(why: Callable[[str, str], str | None], cases: list[tuple[str, str]]) -> list[object]:
-    """Cases of which some fail today, for a reason: whoever mends it takes it away here."""
-    return [
-        pytest.param(
-            case,
-            step,
-            marks=[]
-            if (reason := why(case, step)) is None
-            else pytest.mark.xfail(strict=True, reason=reason),
-            id=f"{case}-{step}",
-        )
-        for case, step in cases
-    ]
+KNOWN_PLANS = [
+    pytest.param(
+        case,
+        step,
+        marks=[]
+        if (reason := waits_in_plan(case, step)) is None
+        else pytest.mark.xfail(strict=True, reason=reason),
+        id=f"{case}-{step}",
+    )
+    for case, step in STEP_CASES
+]
+"""Of which some wait today: whoever mends it takes the reason away."""
 
 
 def on_the_host() -> torch.Tensor:
@@ -216,7 +214,7 @@ def test_nothing_mixes_devices(traces, case):
         assert not record.count("mixed"), f"{name}:\n{record.told('mixed')}"
 
 
-@pytest.mark.parametrize("case,step", known(waits_in_plan, STEP_CASES))
+@pytest.mark.parametrize("case,step", KNOWN_PLANS)
 def test_no_plan_waits_for_the_device(traces, case, step):
     record = traces[case].steps[step]
     assert not record.count("wait", "plan"), record.told("wait", "plan")
