@@ -289,18 +289,8 @@ def _draw_filtered(
     while (number > capacity) & (tries < _TRIES):
         middle = (too_near + distance) / 2
         fewer, mass = _above(
-            logits,
-            vocab_size,
-            temperature,
-            maxima,
-            blocks,
-            best,
-            best - middle,
-            True,
-            group,
-            width,
-            group * width,
-        )
+            logits, vocab_size, temperature, maxima, blocks, best, best - middle, True, group, width, group * width
+        )  # fmt: skip
         if _is_enough(fewer, mass, middle, needed, vocab_size, top_k, top_p, min_p) == 1:
             number, distance, lowest = fewer, middle, best - middle
         else:
