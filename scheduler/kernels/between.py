@@ -93,3 +93,29 @@ def triton_experts_for(device: torch.device, dtype: torch.dtype) -> TritonExpert
     if best("experts", device, dtype) != TRITON:
         return None
     return cast("TritonExperts", import_module(".triton_experts", __package__))
+
+
+class LatentKernels(Protocol):
+    """See ``triton_latents.py``."""
+
+    def rotate_latents(
+        self,
+        q_rope: Tensor,
+        kv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        norm: tuple[Tensor, float],
+        queries: Tensor,
+        keys: Tensor,
+        *,
+        interleaved: bool,
+    ) -> None:
+        """Rotated queries, and keys, where attention takes them."""
+        ...
+
+
+def latents_for(device: torch.device, dtype: torch.dtype) -> LatentKernels | None:
+    """The module for tensors of ``dtype`` on ``device``. None: torch serves."""
+    if best("elementwise", device, dtype) != TRITON:
+        return None
+    return cast("LatentKernels", import_module(".triton_latents", __package__))

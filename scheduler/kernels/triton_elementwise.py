@@ -12,7 +12,7 @@ compiled for sm_90 and tested in Triton's interpreter; not run on a GPU.
 """
 
 # Triton reads the annotations of a kernel's arguments, and knows only its own.
-# ruff: noqa: ANN001, ANN202
+# ruff: noqa: ANN001, ANN201, ANN202
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 import torch
@@ -29,7 +29,7 @@ _ELEMENTS_PER_WARP = 512
 
 
 @triton.jit
-def _rounded(value, like):
+def rounded(value, like):
     """float32 to the dtype that the pointer ``like`` points to, and back."""
     return value.to(like.dtype.element_ty).to(tl.float32)
 
@@ -55,11 +55,11 @@ def _norm_kernel(
     value = tl.load(x + row * x_row + column, mask=inside, other=0.0).to(tl.float32)
     if added:
         target = residual + row * residual_row + column
-        value = _rounded(tl.load(target, mask=inside, other=0.0).to(tl.float32) + value, residual)
+        value = rounded(tl.load(target, mask=inside, other=0.0).to(tl.float32) + value, residual)
         tl.store(target, value, mask=inside)
     scale = tl.rsqrt(tl.sum(value * value, 0) / size + eps)
     factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * out_row + column, _rounded(value * scale, out) * factor, mask=inside)
+    tl.store(out + row * out_row + column, rounded(value * scale, out) * factor, mask=inside)
 
 
 @triton.jit
@@ -71,7 +71,7 @@ def _silu_mul_kernel(gate_up, out, gate_up_row, out_row, size: tl.constexpr, blo
     source = gate_up + row * gate_up_row + column
     gate = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(source + size, mask=inside, other=0.0).to(tl.float32)
-    gated = _rounded(gate / (1 + tl.exp(-gate)), out)
+    gated = rounded(gate / (1 + tl.exp(-gate)), out)
     tl.store(out + row * out_row + column, gated * up, mask=inside)
 
 
@@ -90,8 +90,8 @@ def _weighted(first, second, q_weight, k_weight, is_query, column, known, eps, s
         tl.load(q_weight + half + column, mask=known, other=0.0)[None, :],
         tl.load(k_weight + half + column, mask=known, other=0.0)[None, :],
     )
-    first = _rounded(_rounded(first * scale, like) * of_first.to(tl.float32), like)
-    second = _rounded(_rounded(second * scale, like) * of_second.to(tl.float32), like)
+    first = rounded(rounded(first * scale, like) * of_first.to(tl.float32), like)
+    second = rounded(rounded(second * scale, like) * of_second.to(tl.float32), like)
     return first, second
 
 
@@ -136,8 +136,8 @@ def _rope_store_kernel(
         )
     cosine = tl.load(cos + token * angle_row + column, mask=known, other=0.0).to(tl.float32)[None, :]
     sine = tl.load(sin + token * angle_row + column, mask=known, other=0.0).to(tl.float32)[None, :]
-    rotated_first = (_rounded(first * cosine, qkv) - second * sine).to(qkv.dtype.element_ty)
-    rotated_second = (_rounded(second * cosine, qkv) + first * sine).to(qkv.dtype.element_ty)
+    rotated_first = (rounded(first * cosine, qkv) - second * sine).to(qkv.dtype.element_ty)
+    rotated_second = (rounded(second * cosine, qkv) + first * sine).to(qkv.dtype.element_ty)
 
     target = out + token * out_row + head * size + column[None, :]
     wanted = inside & (head < rotated)
