@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from ..io_struct import CaesuraError, ErrorCode
 from .attention import flashinfer, paged_triton
 from .config import EngineConfig
-from .kernels import TORCH, best, serving
+from .kernels import TORCH, TRITON, best, serving
 from .kernels.linear import packable
 from .kernels.native import why_not
 from .weights.loaded_model import LoadedModel
@@ -77,7 +77,9 @@ def what_serves(config: EngineConfig, loaded: LoadedModel) -> Serving:
     model, by = loaded.config, serving(loaded.device, loaded.dtype)
     by["attention"] = attention_by(config, loaded)
     if model.fp8 is not None or not all(packable(size, loaded.dtype) for size in _row_sizes(loaded)):
-        by["linear"] = by["experts"] = TORCH
+        by["linear"] = TORCH
+        if by["experts"] != TRITON:  # which is what surrounds the products
+            by["experts"] = TORCH
     if TORCH in (by["linear"], by["attention"]):
         by["decoder"] = TORCH
     if model.moe is None:

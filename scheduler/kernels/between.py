@@ -95,8 +95,14 @@ def triton_experts_for(device: torch.device, dtype: torch.dtype) -> TritonExpert
     return cast("TritonExperts", import_module(".triton_experts", __package__))
 
 
-class LatentKernels(Protocol):
-    """See ``triton_latents.py``."""
+class Rotations(Protocol):
+    """What only Triton's module computes: on the CPU angles come from a table, and latents are torch's."""
+
+    def angles(
+        self, positions: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """Cosine and sine of a step's positions."""
+        ...
 
     def rotate_latents(
         self,
@@ -110,12 +116,12 @@ class LatentKernels(Protocol):
         *,
         interleaved: bool,
     ) -> None:
-        """Rotated queries, and keys, where attention takes them."""
+        """Rotated queries, and keys, of latent attention."""
         ...
 
 
-def latents_for(device: torch.device, dtype: torch.dtype) -> LatentKernels | None:
-    """The module for tensors of ``dtype`` on ``device``. None: torch serves."""
+def rotations_for(device: torch.device, dtype: torch.dtype) -> Rotations | None:
+    """``triton_rotations.py`` where it serves tensors of ``dtype`` on ``device``. None: torch serves."""
     if best("elementwise", device, dtype) != TRITON:
         return None
-    return cast("LatentKernels", import_module(".triton_latents", __package__))
+    return cast("Rotations", import_module(".triton_rotations", __package__))

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ..forward import AttentionBackend
-from ..kernels.between import LatentKernels, latents_for
+from ..kernels.between import Rotations, rotations_for
 from .fp8_block import Fp8Matrix
 from .linear import Linear, all_fp8
 from .norm import RMSNorm
@@ -197,7 +197,7 @@ class LatentAttention(CompositeLayer):
             bias=bias,
             place=place,
         )
-        self._kernels = latents_for(place.device, place.dtype)
+        self._kernels = rotations_for(place.device, place.dtype)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, backend: AttentionBackend) -> Tensor:
         """[T, hidden] to [T, hidden]; ``cos`` and ``sin`` are [T, 1, qk_rope_head_dim / 2]."""
@@ -227,7 +227,7 @@ class LatentAttention(CompositeLayer):
         kv: Tensor,
         angles: tuple[Tensor, Tensor],
         backend: AttentionBackend,
-        kernels: LatentKernels,
+        kernels: Rotations,
     ) -> Tensor:
         """The same from the projections on; products are written where they are read next, heads apart in memory."""
         tokens, heads, latent, width = kv.shape[0], self._heads, self._shape.kv_lora_rank, kv.shape[1]

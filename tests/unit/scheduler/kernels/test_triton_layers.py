@@ -28,7 +28,7 @@ from caesura.scheduler.layers import experts as experts_module
 from caesura.scheduler.layers import moe
 from caesura.scheduler.layers.grouped_router import GroupedRouter
 from caesura.scheduler.layers.parameters import Placement
-from caesura.scheduler.layers.rotary import rotate
+from caesura.scheduler.layers.rotary import RopeParameters, RotaryEmbedding, rotate
 
 INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(not INTERPRETS, reason="run by test_the_kernels_in_the_interpreter")
@@ -38,7 +38,7 @@ CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 if INTERPRETS:
-    from caesura.scheduler.kernels import triton_elementwise, triton_experts, triton_latents
+    from caesura.scheduler.kernels import triton_elementwise, triton_experts, triton_rotations
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton comes with torch for CUDA only")
@@ -156,7 +156,7 @@ def test_latents_are_rounded_as_torch_does(dtype, interleaved, heads, latent, ro
     kv, weight = down[:, -latent - rope :], torch.randn(latent).to(dtype)
     cos, sin = torch.rand(2, 3, 1, rope // 2).to(dtype)
     queries, keys = torch.full((3, heads, latent + rope), 7.0).to(dtype), torch.empty_like(kv).contiguous()
-    triton_latents.rotate_latents(
+    triton_rotations.rotate_latents(
         q_rope, kv, cos, sin, (weight, 1e-6), queries, keys, interleaved=interleaved
     )
     assert bool((queries[..., :latent] == 7).all())
@@ -165,6 +165,17 @@ def test_latents_are_rounded_as_torch_does(dtype, interleaved, heads, latent, ro
     assert_rounded_alike(keys[:, :latent], normalized)
     k_rope = rotate(kv[:, latent:].unsqueeze(1), cos, sin, interleaved=interleaved)
     assert_rounded_alike(keys[:, latent:], k_rope.squeeze(1))
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("half", [1, 24, 64])
+def test_angles_are_torchs(dtype, half):
+    embedding = RotaryEmbedding(RopeParameters(attention_factor=1.2), 2 * half, place=Placement(dtype, CPU))
+    positions = torch.tensor([0, 1, 900, 1_000_000])
+    found = triton_rotations.angles(positions, embedding._inverse_frequencies, 1.2, dtype)
+    for mine, theirs in zip(found, embedding._compute(positions), strict=True):
+        assert_rounded_alike(mine, theirs)
 
 
 # Experts

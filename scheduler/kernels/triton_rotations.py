@@ -1,7 +1,7 @@
-"""Queries and keys of latent attention on CUDA, in Triton: rotation, the norm of latents, and both parts side by side.
+"""Rotation on CUDA, in Triton, beside what ``triton_elementwise.py`` does: a step's angles, and latent attention's queries and keys.
 
-Invariant: results are those of ``layers/mla.py`` by torch but for the order of the sum inside the norm: they are rounded to the
-dtype wherever torch's sequence of operations rounds.
+Invariant: results are those of ``layers/`` by torch but for the order of the sum inside a norm and the last bit of a cosine:
+they are rounded to the dtype wherever torch's sequence of operations rounds.
 
 Imported only where Triton is installed. Traced, compiled for sm_90 and tested in Triton's interpreter; not run on a GPU.
 """
@@ -10,6 +10,7 @@ Imported only where Triton is installed. Traced, compiled for sm_90 and tested i
 # ruff: noqa: ANN001, ANN202
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
+import torch
 import triton  # type: ignore[import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
 from torch import Tensor
@@ -74,9 +75,21 @@ def _latents_kernel(
         scale = tl.rsqrt(tl.sum(value * value, 0) / latent + eps)
         factor = tl.load(weight + member, mask=inside, other=0.0).to(tl.float32)
         tl.store(keys + token * width + member, rounded(value * scale, keys) * factor, mask=inside)
-        only = tl.zeros([1, 1], tl.int64) + token
-        source, target = kv + only * kv_row + latent, keys + only * width + latent
-        _rotate(source, target, cosine, sine, column, known, half, interleaved)
+        only = tl.zeros([1, 1], tl.int64) + token  # a pointer as [1, 1], as those of heads are [heads, 1]
+        k_source, k_target = kv + only * kv_row + latent, keys + only * width + latent
+        _rotate(k_source, k_target, cosine, sine, column, known, half, interleaved)
+
+
+@triton.jit(do_not_specialize_on_alignment=["positions"])
+def _angles_kernel(positions, frequencies, cos, sin, factor, half: tl.constexpr, width: tl.constexpr):
+    """One token."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, width)
+    known = column < half
+    frequency = tl.load(frequencies + column, mask=known, other=0.0)
+    angle = tl.load(positions + token).to(tl.float32) * frequency
+    tl.store(cos + token * half + column, tl.cos(angle) * factor, mask=known)
+    tl.store(sin + token * half + column, tl.sin(angle) * factor, mask=known)
 
 
 def rotate_latents(
@@ -111,3 +124,17 @@ def rotate_latents(
             heads=heads, latent=latent, rope=rope, latent_width=triton.next_power_of_2(latent),
             half_width=triton.next_power_of_2(rope // 2), block=_HEADS, interleaved=interleaved, num_warps=2,
         )  # fmt: skip
+
+
+def angles(
+    positions: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """``factor`` times cosine and sine of ``positions`` (int64 [T]) times ``frequencies`` (float32 [half]): [T, 1, half] each."""
+    tokens, half = positions.shape[0], frequencies.shape[0]
+    cos, sin = (torch.empty((tokens, 1, half), dtype=dtype, device=positions.device) for _ in range(2))
+    if tokens:
+        _angles_kernel[(tokens,)](
+            positions, frequencies, cos, sin, factor,
+            half=half, width=triton.next_power_of_2(half), num_warps=1,
+        )  # fmt: skip
+    return cos, sin
