@@ -20,6 +20,8 @@ import triton  # type: ignore[import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
 from torch import Tensor
 
+from .triton_launch import Launcher
+
 _HEADS = 4
 """Heads of a program that rotates: with heads of 128 in two bytes a warp reads 16 bytes per thread and half."""
 _GATED = 1024
@@ -155,6 +157,11 @@ def _rope_store_kernel(
     tl.store(values + cell + half, stored_second, mask=is_value)
 
 
+_launch_norm = Launcher(_norm_kernel, tensors=4, numbers=4)
+_launch_silu_mul = Launcher(_silu_mul_kernel, tensors=2, numbers=2)
+_launch_rope_store = Launcher(_rope_store_kernel, tensors=9, numbers=4)
+
+
 def why_not(device: torch.device) -> str | None:
     """Why kernels cannot be launched on ``device``, which launching one tells: it needs a C compiler, a driver, a chip."""
     try:
@@ -180,10 +187,13 @@ def rms_norm(
     if rows:
         addend = out if residual is None else residual
         width = triton.next_power_of_2(size)
-        _norm_kernel[(rows,)](
-            x, addend, weight, out, x.stride(0), addend.stride(0), out.stride(0), eps,
-            size=size, width=width, added=residual is not None, num_warps=min(16, max(1, width // _ELEMENTS_PER_WARP)),
-        )  # fmt: skip
+        _launch_norm(
+            (rows, 1, 1),
+            (x, addend, weight, out),
+            (x.stride(0), addend.stride(0), out.stride(0), eps),
+            (size, width, residual is not None),
+            min(16, max(1, width // _ELEMENTS_PER_WARP)),
+        )
     return out
 
 
@@ -193,9 +203,8 @@ def silu_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
     size = width // 2
     out = torch.empty((rows, size), dtype=gate_up.dtype, device=gate_up.device) if out is None else out
     if rows:
-        _silu_mul_kernel[(rows, triton.cdiv(size, _GATED))](
-            gate_up, out, gate_up.stride(0), out.stride(0), size=size, block=_GATED
-        )
+        grid = rows, triton.cdiv(size, _GATED), 1
+        _launch_silu_mul(grid, (gate_up, out), (gate_up.stride(0), out.stride(0)), (size, _GATED), 4)
     return out
 
 
@@ -227,11 +236,12 @@ def rope_store(
     _, kv_heads, page_size, _ = keys.shape
     q_weight, k_weight, eps = (qkv, qkv, 0.0) if norm is None else norm
     if tokens:
-        _rope_store_kernel[(tokens, triton.cdiv(heads, _HEADS))](
-            qkv, q_weight, k_weight, cos, sin, kv_slots, keys, values, out,
-            qkv.stride(0), out.stride(0), cos.stride(0), eps,
-            heads=num_heads, kv_heads=kv_heads, rotated=out.shape[1], size=size,
-            width=triton.next_power_of_2(size // 2), block=_HEADS, page_size=page_size, norms=norm is not None,
-            num_warps=1,
-        )  # fmt: skip
+        width = triton.next_power_of_2(size // 2)
+        _launch_rope_store(
+            (tokens, triton.cdiv(heads, _HEADS), 1),
+            (qkv, q_weight, k_weight, cos, sin, kv_slots, keys, values, out),
+            (qkv.stride(0), out.stride(0), cos.stride(0), eps),
+            (num_heads, kv_heads, out.shape[1], size, width, _HEADS, page_size, norm is not None),
+            1,
+        )
     return out

@@ -20,6 +20,8 @@ import triton  # type: ignore[import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
 from torch import Tensor
 
+from .triton_launch import Launcher
+
 MAX_PAIRS = 4096
 """Pairs that :func:`sort_rows` takes: each finds its place by looking at all others."""
 _LOOKED_AT = 1024
@@ -186,6 +188,11 @@ def _combine_kernel(
     tl.store(out + token * size + column, total.to(out.dtype.element_ty), mask=inside)
 
 
+_launch_route = Launcher(_route_kernel, tensors=5, numbers=3)
+_launch_sort = Launcher(_sort_kernel, tensors=5, numbers=2)
+_launch_combine = Launcher(_combine_kernel, tensors=5, numbers=1)
+
+
 def route(
     logits: Tensor,
     top_k: int,
@@ -215,13 +222,17 @@ def route(
     group_size = experts // num_groups
     copy = ids if record is None else record
     if tokens:
-        _route_kernel[(tokens,)](
-            logits, logits if bias is None else bias, ids, weights, copy, logits.stride(0), copy.stride(0), scale,
-            groups=num_groups, group_size=group_size, top_groups=top_groups, top2=group_score == "top2", top_k=top_k,
-            group_width=triton.next_power_of_2(num_groups), size_width=triton.next_power_of_2(group_size),
-            k_width=triton.next_power_of_2(top_k), sigmoid=scoring == "sigmoid", biased=bias is not None,
-            normalize=normalize, recorded=record is not None, tiny=_TINY, num_warps=1,
-        )  # fmt: skip
+        widths = [triton.next_power_of_2(size) for size in (num_groups, group_size, top_k)]
+        _launch_route(
+            (tokens, 1, 1),
+            (logits, logits if bias is None else bias, ids, weights, copy),
+            (logits.stride(0), copy.stride(0), scale),
+            (
+                *(num_groups, group_size, top_groups, group_score == "top2", top_k, *widths),
+                *(scoring == "sigmoid", bias is not None, normalize, record is not None, _TINY),
+            ),
+            1,
+        )
     return ids, weights
 
 
@@ -238,10 +249,13 @@ def sort_rows(x: Tensor, expert_ids: Tensor, num_experts: int) -> tuple[Tensor, 
     rows = torch.empty((pairs, size), dtype=x.dtype, device=x.device)
     places = torch.empty((tokens, top_k), dtype=torch.int64, device=x.device)
     ends = torch.empty(num_experts, dtype=torch.int32, device=x.device)
-    _sort_kernel[(pairs + num_experts,)](
-        x, expert_ids, rows, places, ends, x.stride(0), pairs,
-        top_k=top_k, size=size, looked_at=_LOOKED_AT, copied=_COPIED,
-    )  # fmt: skip
+    _launch_sort(
+        (pairs + num_experts, 1, 1),
+        (x, expert_ids, rows, places, ends),
+        (x.stride(0), pairs),
+        (top_k, size, _LOOKED_AT, _COPIED),
+        4,
+    )
     return rows, places, ends
 
 
@@ -258,8 +272,7 @@ def combine(y: Tensor, places: Tensor, weights: Tensor, addend: Tensor | None = 
     out = torch.empty((tokens, size), dtype=y.dtype, device=y.device)
     shared = out if addend is None else addend
     if tokens:
-        _combine_kernel[(tokens, triton.cdiv(size, _COPIED))](
-            y, places, weights, shared, out, shared.stride(0),
-            top_k=top_k, size=size, block=_COPIED, added=addend is not None,
-        )  # fmt: skip
+        grid = tokens, triton.cdiv(size, _COPIED), 1
+        tensors = y, places, weights, shared, out
+        _launch_combine(grid, tensors, (shared.stride(0),), (top_k, size, _COPIED, addend is not None), 4)
     return out

@@ -16,6 +16,7 @@ import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
 from torch import Tensor
 
 from .triton_elementwise import rounded
+from .triton_launch import Launcher
 
 _HEADS = 16
 """Query heads of a program."""
@@ -92,6 +93,10 @@ def _angles_kernel(positions, frequencies, cos, sin, factor, half: tl.constexpr,
     tl.store(sin + token * half + column, tl.sin(angle) * factor, mask=known)
 
 
+_launch_latents = Launcher(_latents_kernel, tensors=7, numbers=5)
+_launch_angles = Launcher(_angles_kernel, tensors=4, numbers=1)
+
+
 def rotate_latents(
     q_rope: Tensor,
     kv: Tensor,
@@ -118,12 +123,14 @@ def rotate_latents(
     latent = kv.shape[1] - rope
     weight, eps = norm
     if tokens:
-        _latents_kernel[(tokens, triton.cdiv(heads, _HEADS) + 1)](
-            q_rope, kv, cos, sin, weight, queries, keys,
-            q_rope.stride(0), q_rope.stride(1), kv.stride(0), cos.stride(0), eps,
-            heads=heads, latent=latent, rope=rope, latent_width=triton.next_power_of_2(latent),
-            half_width=triton.next_power_of_2(rope // 2), block=_HEADS, interleaved=interleaved, num_warps=2,
-        )  # fmt: skip
+        width, half_width = triton.next_power_of_2(latent), triton.next_power_of_2(rope // 2)
+        _launch_latents(
+            (tokens, triton.cdiv(heads, _HEADS) + 1, 1),
+            (q_rope, kv, cos, sin, weight, queries, keys),
+            (q_rope.stride(0), q_rope.stride(1), kv.stride(0), cos.stride(0), eps),
+            (heads, latent, rope, width, half_width, _HEADS, interleaved),
+            2,
+        )
 
 
 def angles(
@@ -133,8 +140,6 @@ def angles(
     tokens, half = positions.shape[0], frequencies.shape[0]
     cos, sin = (torch.empty((tokens, 1, half), dtype=dtype, device=positions.device) for _ in range(2))
     if tokens:
-        _angles_kernel[(tokens,)](
-            positions, frequencies, cos, sin, factor,
-            half=half, width=triton.next_power_of_2(half), num_warps=1,
-        )  # fmt: skip
+        width = triton.next_power_of_2(half)
+        _launch_angles((tokens, 1, 1), (positions, frequencies, cos, sin), (factor,), (half, width), 1)
     return cos, sin
