@@ -22,12 +22,14 @@ from torch import Tensor
 
 from .triton_launch import Launcher
 
-MAX_PAIRS = 4096
+MAX_PAIRS = 8192
 """Pairs that :func:`sort_rows` takes: each finds its place by looking at all others."""
-_LOOKED_AT = 1024
-"""Pairs that a program looks at together."""
-_COPIED = 1024
-"""Elements of a row that a program copies, or sums, together."""
+_SORTED, _LOOKED_AT = 8, 256
+"""Pairs that find their places in one program, and those that it looks at together."""
+_COPIED = 512
+"""Elements that a program copies together, of each of its rows."""
+_SUMMED = 1024
+"""Elements of a token that a program sums."""
 _TINY = 1e-20
 """Added to sums of weights before they divide."""
 _NONE = tl.constexpr(-(2**63))
@@ -133,31 +135,32 @@ def _sort_kernel(
     ends,
     x_row,
     pairs,
+    experts: tl.constexpr,
     top_k: tl.constexpr,
     size: tl.constexpr,
+    block: tl.constexpr,
     looked_at: tl.constexpr,
     copied: tl.constexpr,
 ):
-    """One pair's row to its place, or, behind the pairs, the end of one expert's rows."""
-    program = tl.program_id(0)
-    is_pair = program < pairs
-    mine = tl.load(ids + program, mask=is_pair, other=0)
-    limit = tl.where(is_pair, mine, program - pairs)
-    before = tl.zeros([looked_at], tl.int32)
+    """Some pairs' rows to their places, or, behind the pairs, the ends of some experts' rows."""
+    item = tl.program_id(0) * block + tl.arange(0, block)
+    is_pair = item < pairs
+    limit = tl.where(is_pair, tl.load(ids + item, mask=is_pair, other=0), item - pairs)[:, None]
+    before = tl.zeros([block, looked_at], tl.int32)
     for start in range(0, pairs, looked_at):
-        other = start + tl.arange(0, looked_at)
+        other = (start + tl.arange(0, looked_at))[None, :]
         its = tl.load(ids + other, mask=other < pairs, other=0x7FFFFFFF)
-        # Equal ids stay in their order; the end of an expert's rows is behind all of its own.
-        before += ((its < limit) | ((its == limit) & ((other < program) | (program >= pairs)))).to(tl.int32)
-    place = tl.sum(before, 0)
-    if is_pair:
-        tl.store(places + program, place.to(tl.int64))
-        source, target = x + (program // top_k).to(tl.int64) * x_row, rows + place.to(tl.int64) * size
-        for start in range(0, size, copied):
-            column = start + tl.arange(0, copied)
-            tl.store(target + column, tl.load(source + column, mask=column < size), mask=column < size)
-    else:
-        tl.store(ends + program - pairs, place)
+        # Equal ids stay in their order; an expert's end, whose item is behind all pairs, is behind all of its own.
+        before += ((its < limit) | ((its == limit) & (other < item[:, None]))).to(tl.int32)
+    place = tl.sum(before, 1)
+    tl.store(ends + item - pairs, place, mask=(item >= pairs) & (item < pairs + experts))
+    tl.store(places + item, place.to(tl.int64), mask=is_pair)
+    source = x + (item // top_k).to(tl.int64)[:, None] * x_row
+    target = rows + place.to(tl.int64)[:, None] * size
+    for start in range(0, size, copied):
+        column = (start + tl.arange(0, copied))[None, :]
+        inside = is_pair[:, None] & (column < size)
+        tl.store(target + column, tl.load(source + column, mask=inside), mask=inside)
 
 
 @triton.jit
@@ -250,10 +253,10 @@ def sort_rows(x: Tensor, expert_ids: Tensor, num_experts: int) -> tuple[Tensor, 
     places = torch.empty((tokens, top_k), dtype=torch.int64, device=x.device)
     ends = torch.empty(num_experts, dtype=torch.int32, device=x.device)
     _launch_sort(
-        (pairs + num_experts, 1, 1),
+        (triton.cdiv(pairs + num_experts, _SORTED), 1, 1),
         (x, expert_ids, rows, places, ends),
         (x.stride(0), pairs),
-        (top_k, size, _LOOKED_AT, _COPIED),
+        (num_experts, top_k, size, _SORTED, _LOOKED_AT, _COPIED),
         4,
     )
     return rows, places, ends
@@ -272,7 +275,7 @@ def combine(y: Tensor, places: Tensor, weights: Tensor, addend: Tensor | None = 
     out = torch.empty((tokens, size), dtype=y.dtype, device=y.device)
     shared = out if addend is None else addend
     if tokens:
-        grid = tokens, triton.cdiv(size, _COPIED), 1
+        grid = tokens, triton.cdiv(size, _SUMMED), 1
         tensors = y, places, weights, shared, out
-        _launch_combine(grid, tensors, (shared.stride(0),), (top_k, size, _COPIED, addend is not None), 4)
+        _launch_combine(grid, tensors, (shared.stride(0),), (top_k, size, _SUMMED, addend is not None), 4)
     return out

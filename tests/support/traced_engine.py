@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from caesura.scheduler import build
+from caesura.scheduler import build, kernels
 from caesura.scheduler.attention import flashinfer
 from caesura.scheduler.config import EngineConfig
 from caesura.scheduler.forward import ForwardBatch, InputTokens, SamplingBatch, SpecialRows
@@ -161,13 +161,20 @@ class TracedEngine:
 
 @contextmanager
 def traced_engine(
-    tracer: Tracer, model: str, backend: str, num_layers: int, *, autotune: bool = True
+    tracer: Tracer,
+    model: str,
+    backend: str,
+    num_layers: int,
+    *,
+    by_torch: bool = False,
+    autotune: bool = True,
 ) -> Iterator[TracedEngine]:
     """
     Args:
         tracer: of :func:`~.fake_cuda.fake_cuda`.
         model: of :data:`MODELS`.
         backend: as ``EngineConfig.attention_backend``.
+        by_torch: nothing is computed by kernels in Triton.
         autotune: as ``EngineConfig.autotune``.
     """
     library = Interface(tracer.launch)
@@ -177,6 +184,9 @@ def traced_engine(
         patch.setattr(flashinfer, "find_spec", lambda name: object())
         patch.setattr(fp8_scaled, "serves", lambda device: "dequantized" not in model)
         patch.setattr(graphs, "ladder", lambda largest: [largest])
+        if by_torch:
+            patch.setenv("CAESURA_KERNELS", kernels.TORCH)
+        kernels.why_not_triton.cache_clear()  # what is said of a fake device
         tracer.begin("start")
         config = parse_model_config({**MODELS[model], "num_hidden_layers": num_layers})
         built = build_model(config, torch.bfloat16, DEVICE)
@@ -195,6 +205,7 @@ def traced_engine(
         runner = build.build_runner(engine, loaded, pool, routing)
         _mark_phases(tracer, runner, patch)
         yield TracedEngine(tracer, runner, config.vocab_size, tracer.record)
+    kernels.why_not_triton.cache_clear()
 
 
 def _mark_phases(tracer: Tracer, runner: ModelRunner, patch: pytest.MonkeyPatch) -> None:
