@@ -16,9 +16,10 @@ compiled for sm_90 and tested in Triton's interpreter; not run on a GPU.
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 import torch
-import triton  # type: ignore[import-not-found, unused-ignore]
-import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
+import triton
+import triton.language as tl
 from torch import Tensor
+from torch.nn import functional
 
 from .triton_launch import Launcher
 
@@ -28,6 +29,8 @@ _GATED = 1024
 """Elements of a program that gates."""
 _ELEMENTS_PER_WARP = 512
 """Of a row that is normalised: 16 to a thread."""
+_AGREEMENT = 1e-4
+"""Of a trial in float32 with torch's result: several times what exponentials differ by."""
 
 
 @triton.jit
@@ -163,12 +166,14 @@ _launch_rope_store = Launcher(_rope_store_kernel, tensors=9, numbers=4)
 
 
 def why_not(device: torch.device) -> str | None:
-    """Why kernels cannot be launched on ``device``, which launching one tells: it needs a C compiler, a driver, a chip."""
+    """Why kernels do not serve on ``device``, which a trial of one tells: it needs a C compiler, a driver and a chip."""
     try:
-        silu_mul(torch.zeros((1, 2), dtype=torch.bfloat16, device=device))
+        gate_up = torch.linspace(-9, 9, 128, device=device).view(2, 64)
+        expected = functional.silu(gate_up[:, :32]) * gate_up[:, 32:]
+        difference = float((silu_mul(gate_up) - expected).abs().max())
     except Exception as error:  # noqa: BLE001  whatever compilers, linkers and drivers raise: torch computes instead
         return f"Triton cannot launch a kernel: {error}"
-    return None
+    return None if difference <= _AGREEMENT else f"a kernel in Triton is off by {difference}"
 
 
 def rms_norm(

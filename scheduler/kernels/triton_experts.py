@@ -16,8 +16,8 @@ Imported only where Triton is installed. Traced, compiled for sm_90 and tested i
 from typing import Literal
 
 import torch
-import triton  # type: ignore[import-not-found, unused-ignore]
-import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from .triton_launch import Launcher

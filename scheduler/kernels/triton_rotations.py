@@ -11,8 +11,8 @@ Imported only where Triton is installed. Traced, compiled for sm_90 and tested i
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 import torch
-import triton  # type: ignore[import-not-found, unused-ignore]
-import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from .triton_elementwise import rounded

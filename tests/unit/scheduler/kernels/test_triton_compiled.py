@@ -2,6 +2,8 @@
 
 import os
 from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -120,3 +122,50 @@ def test_no_number_of_tokens_has_a_variant_of_its_own(tmp_path):
             launches(tokens)
     variants = {(kernel.name, kernel.cubin) for kernel in found}
     assert len(variants) == len({kernel.name for kernel in found}) == len(found) / 4
+
+
+class Kernel:
+    """Stands for what ``triton.jit`` makes, of two tensors and two numbers, the second of which has no variants."""
+
+    def __init__(self) -> None:
+        specialized = SimpleNamespace(do_not_specialize=False, do_not_specialize_on_alignment=False)
+        self.params = [specialized] * 3 + [SimpleNamespace(do_not_specialize=True)]
+        self.calls: list[tuple[Any, ...]] = []
+        self.variant_calls: list[tuple[Any, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Any:
+        def launch(*args: Any, **options: Any) -> Any:
+            self.calls.append((grid, *args, options))
+            return Variant(self.variant_calls)
+
+        return launch
+
+
+class Variant:
+    """Stands for what it compiles to."""
+
+    def __init__(self, calls: list[tuple[Any, ...]]) -> None:
+        self.calls = calls
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Any:
+        return lambda *args: self.calls.append((grid, *args))
+
+
+def test_triton_looks_at_arguments_once_for_each_kind_of_launch():
+    from caesura.scheduler.kernels.triton_launch import Launcher
+
+    kernel = Kernel()
+    launch = Launcher(kernel, tensors=2, numbers=2)
+    x, y = torch.zeros(64, dtype=BF16), torch.zeros(64)
+    launch((1, 1, 1), (x, y), (8, 5), (16, True), 4)
+    assert kernel.calls == [((1, 1, 1), x, y, 8, 5, 16, True, {"num_warps": 4})]
+    for grid, number in (((2, 1, 1), 5), ((3, 1, 1), 1)):  # another number of tokens
+        launch(grid, (x, y), (8, number), (16, True), 4)
+    assert len(kernel.calls) == 1
+    assert kernel.variant_calls == [((2, 1, 1), x, y, 8, 5, 16, True), ((3, 1, 1), x, y, 8, 1, 16, True)]
+    launch((1, 1, 1), (x, x), (8, 5), (16, True), 4)  # another dtype
+    launch((1, 1, 1), (x, y), (9, 5), (16, True), 4)  # another stride
+    launch((1, 1, 1), (x, y), (8, 5), (32, True), 4)
+    for _ in range(2):
+        launch((1, 1, 1), (x[1:], y), (8, 5), (16, True), 4)  # an address that is no multiple of 16
+    assert (len(kernel.calls), len(kernel.variant_calls)) == (6, 2)

@@ -1,6 +1,7 @@
 """What lies between products, in Triton, against torch's composition: in Triton's interpreter, which runs it on the CPU.
 
-Triton decides when it is imported whether it interprets, hence a process of its own.
+Triton decides when it is imported whether it interprets, hence a process of its own. ``tests/gpu/test_cuda_triton.py`` runs the
+same on a device.
 """
 
 import os
@@ -31,18 +32,20 @@ from caesura.scheduler.layers.parameters import Placement
 from caesura.scheduler.layers.rotary import RopeParameters, RotaryEmbedding, rotate
 
 INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = torch.device(os.environ.get("CAESURA_TEST_DEVICE", "cpu"))
+RUNS = INTERPRETS or DEVICE.type == "cuda"
+computed = pytest.mark.skipif(not RUNS, reason="run by test_the_kernels_in_the_interpreter")
 interpreted = pytest.mark.skipif(not INTERPRETS, reason="run by test_the_kernels_in_the_interpreter")
 # Infinities and NaN are as good as other numbers to a device; NumPy, which the interpreter computes with, warns.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-if INTERPRETS:
+if RUNS:
     from caesura.scheduler.kernels import triton_elementwise, triton_experts, triton_rotations
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton comes with torch for CUDA only")
-@pytest.mark.skipif(INTERPRETS, reason="this is the interpreter")
+@pytest.mark.skipif(RUNS, reason="this is the interpreter, or a device")
 def test_the_kernels_in_the_interpreter():
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__],
@@ -55,10 +58,12 @@ def test_the_kernels_in_the_interpreter():
 
 
 @pytest.fixture(autouse=True)
-def seeded(monkeypatch: pytest.MonkeyPatch) -> None:
+def seeded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.manual_seed(0)
     if INTERPRETS:
         _round_to_nearest(monkeypatch)
+    with DEVICE:
+        yield
 
 
 def _round_to_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,7 +96,7 @@ def assert_rounded_alike(found: Tensor, expected: Tensor) -> None:
 # Between products
 
 
-@interpreted
+@computed
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [1, 48, 1000, 4096])
 def test_the_norm_rounds_as_torch_does(dtype, size):
@@ -107,7 +112,7 @@ def test_the_norm_rounds_as_torch_does(dtype, size):
     assert triton_elementwise.rms_norm(x[:0], weight, 1e-5).shape == (0, size)
 
 
-@interpreted
+@computed
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_gate_rounds_as_torch_does(dtype):
     gate_up = 4 * torch.randn(3, 2 * 1500).to(dtype)
@@ -117,7 +122,7 @@ def test_the_gate_rounds_as_torch_does(dtype):
     assert triton_elementwise.silu_mul(gate_up[:0]).shape == (0, 1500)
 
 
-@interpreted
+@computed
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("heads,kv_heads,size", [(8, 2, 128), (14, 2, 64), (5, 5, 12), (3, 1, 80)])
 @pytest.mark.parametrize("norms,keys_kept", [(False, False), (True, True)])
@@ -144,7 +149,7 @@ def test_rotation_and_store_round_as_torch_does(dtype, heads, kv_heads, size, no
     assert bool((keys == 7).all() and (values == 7).all()), "stored elsewhere"
 
 
-@interpreted
+@computed
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("heads,latent,rope", [(3, 20, 6), (20, 512, 64)])
@@ -167,11 +172,13 @@ def test_latents_are_rounded_as_torch_does(dtype, interleaved, heads, latent, ro
     assert_rounded_alike(keys[:, latent:], k_rope.squeeze(1))
 
 
-@interpreted
+@computed
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("half", [1, 24, 64])
 def test_angles_are_torchs(dtype, half):
-    embedding = RotaryEmbedding(RopeParameters(attention_factor=1.2), 2 * half, place=Placement(dtype, CPU))
+    embedding = RotaryEmbedding(
+        RopeParameters(attention_factor=1.2), 2 * half, place=Placement(dtype, DEVICE)
+    )
     positions = torch.tensor([0, 1, 900, 1_000_000])
     found = triton_rotations.angles(positions, embedding._inverse_frequencies, 1.2, dtype)
     for mine, theirs in zip(found, embedding._compute(positions), strict=True):
@@ -181,7 +188,7 @@ def test_angles_are_torchs(dtype, half):
 # Experts
 
 
-@interpreted
+@computed
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "experts,top_k,normalize", [(128, 8, True), (60, 7, False), (5, 5, True), (300, 1, False)]
@@ -200,7 +207,7 @@ def test_the_choice_is_torchs(dtype, experts, top_k, normalize):
     assert bool((record[:, 0] == -1).all() and (record[:, 2] == -1).all())
 
 
-@interpreted
+@computed
 def test_the_lower_of_equal_experts_is_chosen_and_nothing_else_than_experts():
     logits = torch.tensor([[0.0, 1, 1, -0.0, 1], [torch.nan] * 5, [0, torch.nan, 9, 0, 0], [-torch.inf] * 5])
     ids, weights = triton_experts.route(logits, 4, normalize=True)
@@ -210,14 +217,14 @@ def test_the_lower_of_equal_experts_is_chosen_and_nothing_else_than_experts():
     assert weights[1:].isnan().all()
 
 
-@interpreted
+@computed
 @pytest.mark.parametrize("scoring,bias", [("softmax", False), ("sigmoid", True)])
 @pytest.mark.parametrize("groups,top_groups,group_score", [(1, 1, "max"), (4, 2, "top2"), (3, 1, "max")])
 def test_the_choice_by_groups_is_torchs(scoring, bias, groups, top_groups, group_score):
     experts, top_k = groups * 20, 6
     router = GroupedRouter(
         "r", "gate", 8, experts, top_k, scoring=scoring, num_groups=groups, top_groups=top_groups,
-        group_score=group_score, normalize=bias, scale=2.5, bias=bias, place=Placement(torch.float32, CPU),
+        group_score=group_score, normalize=bias, scale=2.5, bias=bias, place=Placement(torch.float32, DEVICE),
     )  # fmt: skip
     for slot in router.slots():
         slot.write(torch.randn(slot.shape), 0)
@@ -230,7 +237,7 @@ def test_the_choice_by_groups_is_torchs(scoring, bias, groups, top_groups, group
     torch.testing.assert_close(weights, expected, atol=1e-6, rtol=1e-5)
 
 
-@interpreted
+@computed
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tokens,top_k,experts,size", [(1, 1, 1, 8), (12, 4, 9, 50)])
 @pytest.mark.parametrize("at_once", [16, 256])
