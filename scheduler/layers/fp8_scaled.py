@@ -34,7 +34,7 @@ FLASHINFER_ROWS, DEEP_GEMM_ROWS = 4, 128
 def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
     """FP8 [T, in], and float32 scales [T, in / 128], of ``x`` [T, in]."""
     tiles = x.unflatten(1, (-1, BLOCK))
-    largest = torch.linalg.vector_norm(tiles, torch.inf, dim=2, keepdim=True, dtype=torch.float32)
+    largest: Tensor = tiles.norm(torch.inf, dim=2, keepdim=True, dtype=torch.float32)
     factors = largest.clamp_min_(_TINY).div_(_MAX)
     return (tiles / factors).to(torch.float8_e4m3fn).flatten(1), factors.squeeze(2)
 
