@@ -50,6 +50,8 @@ from caesura.io_struct import (
     Message,
     PauseGenerationReqInput,
     PauseGenerationReqOutput,
+    RenewPauseLeaseReqInput,
+    RenewPauseLeaseReqOutput,
     Request,
     ShutdownReqInput,
     ShutdownReqOutput,
@@ -226,6 +228,8 @@ def answer(request: Request) -> Iterable[Message]:
                     aborted_requests=0,
                 )
             ]
+        case RenewPauseLeaseReqInput():
+            return [RenewPauseLeaseReqOutput(id=request.id, renewed=True, lease_left_s=60.0)]
         case ContinueGenerationReqInput():
             return [
                 ContinueGenerationReqOutput(
