@@ -236,7 +236,7 @@ def test_what_is_out_of_range_has_the_clients_name(name, body):
 
 def test_a_body_that_is_nested_too_deeply_is_refused():
     deep = "[" * 100_000 + "]" * 100_000
-    for body in (f'{{"unknown": {deep}}}', f'{{"input_ids": [1], "image_data": {deep}}}'):
+    for body in (f'{{"custom_labels": {deep}}}', f'{{"input_ids": [1], "image_data": {deep}}}'):
         with pytest.raises(InvalidRequest, match="deep"):
             plan(body)
 
