@@ -18,9 +18,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..io_struct import CaesuraError, GetStatusReqOutput, Message
+from ..io_struct import MAX_TRACE_STEPS, CaesuraError, GetStatusReqOutput, Message
 from ..io_struct.control import MAX_DURATION_S
 from ..io_struct.text import printable
+from .exceptions import TimedOut
 from .frontend.serve import serve
 from .keygen import keygen
 from .process.launch import engine_command
@@ -265,6 +266,44 @@ def abort(endpoint: str, as_json: bool, timeout: float | None, rid: str | None, 
         raise click.UsageError("give either a RID or --all")
     with _client(endpoint) as client:
         _show(client.abort(rid, abort_all=abort_all, timeout=timeout), as_json)
+
+
+@cli.command()
+@_talks(600.0)
+@click.option(
+    "--num-steps",
+    type=click.IntRange(1, MAX_TRACE_STEPS),
+    default=20,
+    show_default=True,
+    help="Number of steps to record. Ctrl-C ends the trace earlier.",
+)
+@click.option("--output-dir", help="Folder for the file, under the engine's --profile-dir.")
+@click.option(
+    "--with-stack", is_flag=True, help="Also record the Python stack of each operation, which is slow."
+)
+@click.option("--record-shapes", is_flag=True, help="Also record the shapes of the operations' inputs.")
+def profile(
+    endpoint: str,
+    as_json: bool,
+    timeout: float | None,
+    num_steps: int,
+    output_dir: str | None,
+    with_stack: bool,
+    record_shapes: bool,
+) -> None:
+    """Record a trace of the engine's next steps with torch's profiler; prints its file, for chrome://tracing or Perfetto.
+
+    The file is written by the engine, on its machine. An idle engine makes no steps: send it requests.
+    """
+    with _client(endpoint) as client:
+        client.start_profile(
+            output_dir, num_steps=num_steps, with_stack=with_stack, record_shapes=record_shapes, timeout=10.0
+        )
+        try:
+            reply = client.stop_profile(wait=True, timeout=timeout)
+        except (KeyboardInterrupt, TimedOut):
+            reply = client.stop_profile(timeout=timeout)
+        _show(reply, as_json)
 
 
 @cli.command()

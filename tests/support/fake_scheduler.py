@@ -56,6 +56,10 @@ from caesura.io_struct import (
     ShutdownReqInput,
     ShutdownReqOutput,
     StageTimes,
+    StartProfileReqInput,
+    StartProfileReqOutput,
+    StopProfileReqInput,
+    StopProfileReqOutput,
     StreamDelta,
     UpdateWeightFromDiskReqInput,
     WeightsCheckerReqInput,
@@ -255,6 +259,14 @@ def answer(request: Request) -> Iterable[Message]:
             return [update_reply(request, version=request.weight_version or "v0")]
         case WeightsCheckerReqInput():
             return [WeightsCheckerReqOutput(id=request.id, total="00")]
+        case StartProfileReqInput():
+            return [
+                StartProfileReqOutput(
+                    id=request.id, path="/traces/t.json.gz", num_steps=request.num_steps or 1000
+                )
+            ]
+        case StopProfileReqInput():
+            return [StopProfileReqOutput(id=request.id, path="/traces/t.json.gz", steps=20)]
         case ShutdownReqInput():
             return [ShutdownReqOutput(id=request.id)]
     raise AssertionError(f"unexpected {request}")

@@ -5,13 +5,14 @@ would otherwise abort what was to be frozen. What SGLang's clients send and has 
 ignored"; ``docs/reference/http.md`` says why, and a test compares the two.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
-from ....io_struct import MemoryTag, PauseMode
+from ....io_struct import MemoryTag, PauseMode, TraceActivity
 from ....io_struct.base import MAX_ID_LENGTH
 from ....io_struct.control import LeaseAction, PositiveDuration
+from ....io_struct.profile import TraceSteps
 from ....io_struct.weights import DEFAULT_GROUP_NAME
 from ...wire.options import update_fields
 
@@ -193,6 +194,29 @@ class ParameterServerBody(UpdateBody, kw_only=True):
     zmq_handles: dict[str, str]
     timeout_s: PositiveDuration = 300.0
     """Ours: longest silence of the server."""
+
+
+class StartProfileBody(Strict, kw_only=True):
+    """``/start_profile``."""
+
+    output_dir: str | None = None
+    num_steps: TraceSteps | None = None
+    activities: list[TraceActivity] | None = None
+    with_stack: bool = False
+    record_shapes: bool = False
+    # accepted and ignored
+    profile_prefix: Any = None
+    # refused unless empty
+    start_step: Any = None
+    profile_by_stage: Any = None
+    profile_stages: Any = None
+    merge_profiles: Any = None
+
+    REFUSED: ClassVar = ("start_step", "profile_by_stage", "profile_stages", "merge_profiles")
+
+
+class StopProfileBody(Strict, kw_only=True):
+    """``/stop_profile``."""
 
 
 class TokenizeBody(Strict, kw_only=True):

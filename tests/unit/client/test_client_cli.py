@@ -19,6 +19,8 @@ from caesura.io_struct import (
     PauseGenerationReqInput,
     RenewPauseLeaseReqInput,
     RenewPauseLeaseReqOutput,
+    StartProfileReqInput,
+    StopProfileReqInput,
     UpdateWeightFromDiskReqInput,
 )
 
@@ -128,6 +130,16 @@ def test_a_lease_that_another_pause_has_prevented_is_not_promised(tmp_path_facto
     with FakeScheduler(endpoint, others):
         code, out, _ = caesura("pause", "--endpoint", endpoint, "--owner", "me", "--lease", "60")
     assert (code, "lease             none: the pause is another owner's" in out) == (0, True)
+
+
+def test_profile_waits_for_its_steps_and_names_the_file(fake, caesura):
+    code, out, err = caesura("profile", "--num-steps", "7", "--record-shapes", "--output-dir", "today")
+    assert (code, err) == (0, "")
+    assert "/traces/t.json.gz" in out
+    request = fake.next_request(StartProfileReqInput)
+    assert (request.num_steps, request.record_shapes, request.with_stack) == (7, True, False)
+    assert request.output_dir == "today"
+    assert fake.next_request(StopProfileReqInput).wait
 
 
 def test_flush_update_and_abort(fake, caesura, monkeypatch, tmp_path):

@@ -37,6 +37,7 @@ DOCUMENTED = {
     "`/update_weights_from_ipc`": control.ParameterServerBody,
     "`/begin_weight_update`": control.BeginBody,
     "`/end_weight_update`": control.EndBody,
+    "`/start_profile`": control.StartProfileBody,
     "`/tokenize`": control.TokenizeBody,
     "`/detokenize`": control.DetokenizeBody,
 }
