@@ -69,8 +69,9 @@ class AsyncSchedulerClient(AsyncControlClient):
         timeout: float | None = None,
         **options: Unpack[GenerateOptions],
     ) -> Any:
-        """Generate and wait for the results. One prompt returns one output (a list if n > 1); a list of prompts returns a list of
-        outputs in the order of the prompts, with the ``n`` samples of each prompt together.
+        """Generate and wait for the results. A list of prompts returns a list of outputs in the order of the prompts, with the ``n``
+        samples of each prompt together. One prompt returns one output with ``n`` = 1, and a list of ``n`` otherwise; give
+        ``[prompt]`` to have a list whatever ``n`` is.
 
         Args:
             input_ids: [tokens], or a list of such prompts. Tensors and arrays are accepted: one dimension is a prompt, two are several
