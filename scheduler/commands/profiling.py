@@ -27,8 +27,9 @@ class ProfilingCommands:
 
     def start(self, request: StartProfileReqInput) -> Operation:
         """Begin a trace with the next step."""
+        while not self._trace.is_loaded:
+            yield Wait.CHANGE
         limit = self._trace.start(request, self._step())
-        yield Wait.SLICE
         return StartProfileReqOutput(id=request.id, path=str(self._trace.path), num_steps=limit)
 
     def stop(self, request: StopProfileReqInput) -> Operation:

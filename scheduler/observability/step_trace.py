@@ -4,6 +4,7 @@ Invariants:
 - Nothing is installed in the engine while no trace is recorded: a recording counts steps by :meth:`StageProfiler.call_at_ends`.
 - The profiler is started and stopped in the loop's thread, which executes the steps; the file is written by another thread,
   under a temporary name, and appears when it is complete.
+- What torch's profiler imports when it first starts, seconds of it, is imported by another thread before.
 - A trace ends at its last step whoever is there to hear of it, and what it holds in memory is bounded by its steps.
 """
 
@@ -11,6 +12,8 @@ import logging
 import os
 import tempfile
 from collections.abc import Callable
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from time import localtime, strftime
 
@@ -23,6 +26,8 @@ from .stage_profiler import StageProfiler
 
 logger = logging.getLogger(__name__)
 
+IMPORTED_BY_START = "torch._inductor"
+"""torch's profiler looks whether it is there, which imports it."""
 STEPS = ("prefill", "decode")
 """The stages that are steps."""
 
@@ -43,6 +48,7 @@ class StepTrace:
         self._folder = folder
         self._on_gpu = torch.device(device).type != "cpu"
         self._wake = wake
+        self._loading: Task[object] | None = None
         self._recording: profile | None = None
         self._writing: Task[None] | None = None
         self.path: Path | None = None
@@ -52,9 +58,11 @@ class StepTrace:
         self._limit = 0
 
     @property
-    def is_recording(self) -> bool:
-        """Whether steps are recorded."""
-        return self._recording is not None
+    def is_loaded(self) -> bool:
+        """Whether the profiler can start at once; begins to load it."""
+        if self._loading is None:
+            self._loading = Task(partial(import_module, IMPORTED_BY_START), self._wake)
+        return self._loading.done
 
     @property
     def is_written(self) -> bool:

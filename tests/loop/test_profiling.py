@@ -2,13 +2,16 @@
 
 import gzip
 import json
+import threading
 from pathlib import Path
 
 import pytest
-from support.scripted import EngineDriver, assert_error
+from support.scripted import EngineDriver, assert_error, tokens_of
+from support.waiting import eventually
 
 from caesura.io_struct import StartProfileReqInput as Start
 from caesura.io_struct import StopProfileReqInput as Stop
+from caesura.scheduler.observability import step_trace
 
 
 @pytest.fixture
@@ -18,7 +21,7 @@ def folder(tmp_path):
 
 @pytest.fixture
 def driver(tiny_model, folder):
-    with EngineDriver(str(tiny_model), profile_dir=str(folder)) as driver:
+    with EngineDriver(str(tiny_model), scripted=False, profile_dir=str(folder)) as driver:
         yield driver
 
 
@@ -59,6 +62,19 @@ def test_a_second_trace_begins_when_the_first_is_written(driver):
     second = driver.call(Start(output_dir="second"))
     driver.call(Stop(), max_ticks=20_000)
     assert [Path(each.path).parent.name for each in (first, second)] == ["first", "second"]
+
+
+def test_steps_go_on_while_the_profiler_is_loaded(driver, monkeypatch):
+    loaded = threading.Event()
+    monkeypatch.setattr(step_trace, "import_module", lambda _: loaded.wait())
+    start = driver.send(Start(num_steps=2))
+    rid = driver.generate([5, 6, 7], 4)
+    driver.tick(20)
+    assert start not in driver.replies
+    assert len(tokens_of(driver.result(rid))) == 4
+    loaded.set()
+    eventually(lambda: driver.tick() or start in driver.replies)
+    assert_error(driver.call(Start()), "busy")
 
 
 def test_nothing_is_called_at_the_ends_of_stages_unless_a_trace_is_recorded(driver):
