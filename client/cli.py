@@ -364,7 +364,7 @@ def _show(reply: Message, as_json: bool, rows: Iterable[tuple[str, str]] | None 
         return
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold")
-    table.add_column()
+    table.add_column(overflow="fold")  # a path that is cut off is of no use
     for name, value in rows if rows is not None else _rows(msgspec.to_builtins(reply)):
         table.add_row(name, Text(printable(value)))
     Console().print(table)

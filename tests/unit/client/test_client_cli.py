@@ -21,6 +21,7 @@ from caesura.io_struct import (
     RenewPauseLeaseReqOutput,
     StartProfileReqInput,
     StopProfileReqInput,
+    StopProfileReqOutput,
     UpdateWeightFromDiskReqInput,
 )
 
@@ -140,6 +141,21 @@ def test_profile_waits_for_its_steps_and_names_the_file(fake, caesura):
     assert (request.num_steps, request.record_shapes, request.with_stack) == (7, True, False)
     assert request.output_dir == "today"
     assert fake.next_request(StopProfileReqInput).wait
+
+
+def test_a_long_path_is_shown_whole(tmp_path_factory, caesura, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    endpoint, path = f"ipc://{tmp_path_factory.mktemp('s')}/s", "/traces/" + "x" * 80 + ".json.gz"
+
+    def far(request):
+        if isinstance(request, StopProfileReqInput):
+            return [StopProfileReqOutput(id=request.id, path=path, steps=20)]
+        return answer(request)
+
+    with FakeScheduler(endpoint, far):
+        code, out, _ = caesura("profile", "--endpoint", endpoint)
+    assert code == 0
+    assert path in "".join(line.removeprefix("path").strip() for line in out.splitlines())
 
 
 def test_flush_update_and_abort(fake, caesura, monkeypatch, tmp_path):
