@@ -1,10 +1,10 @@
 """Wheels for a GPU machine that reaches no registry: fetched here, carried there, installed by install_wheels.sh.
 
     python benchmarks/gpu/fetch_wheels.py --python 3.12                  # of the machine with the card
-    python benchmarks/gpu/fetch_wheels.py --python 3.12 --flashinfer
+    python benchmarks/gpu/fetch_wheels.py --python 3.12 --with transformers flashinfer
 
-Each package by itself, without its requirements: requirements.txt names all of them, and torch is not among them. Whatever
-was in the folder before stays out: two versions of one package would not install.
+Each package by itself, without its requirements: the lists name all of them, and torch is not among them. Whatever was in the
+folder before goes: two versions of one package would not install.
 """
 
 import argparse
@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
+EXTRA = ("transformers", "flashinfer")
 NEWEST_GLIBC = 39
 """Tags for glibc up to 2.39: pip takes each number literally."""
 
@@ -43,9 +44,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--folder", type=Path, default=Path("build/gpu-wheels"), help="(default: build/gpu-wheels)"
     )
-    parser.add_argument("--flashinfer", action="store_true", help="FlashInfer as well")
+    parser.add_argument(
+        "--with", dest="extra", nargs="+", choices=EXTRA, default=[], help="what the machine lacks as well"
+    )
     options = parser.parse_args(argv)
-    files = [HERE / "requirements.txt"] + [HERE / "requirements-flashinfer.txt"] * options.flashinfer
+    files = [HERE / "requirements.txt"] + [HERE / f"requirements-{name}.txt" for name in options.extra]
     shutil.rmtree(options.folder, ignore_errors=True)
     options.folder.mkdir(parents=True)
     subprocess.run(command(files, options.folder, options.python, options.machine), check=True)

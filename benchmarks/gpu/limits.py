@@ -14,6 +14,7 @@ from harness.limits import measure_ceilings, seconds_of, synchronizer
 from caesura.client import SamplingParams
 from caesura.scheduler.attention import flashinfer, paged_triton
 
+TESTS_S = 200
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("torch", "triton", "flashinfer-python", "transformers", "sglang", "vllm", "msgspec", "pyzmq")
 
@@ -85,12 +86,12 @@ def ceilings(run: Run) -> dict[str, Any]:
 
 def gpu_tests(run: Run) -> dict[str, Any]:
     """``pytest -m gpu``: the outcome of each test file, and the end of what was printed. Graphs check that their inputs live."""
-    if find_spec("pytest") is None:
-        return {"left_out": "pytest is not installed"}
+    if missing := [name for name in ("pytest", "hypothesis", "transformers") if find_spec(name) is None]:
+        return {"left_out": f"not installed: {', '.join(missing)}"}
     selected = [] if run.on_card else ["--collect-only"]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-m", "gpu", "tests/gpu", "-q", "-p", "no:cacheprovider", "-rfEs", *selected],
-        cwd=ROOT, capture_output=True, text=True, timeout=240, check=False,
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=TESTS_S, check=False,
     )  # fmt: skip
     return {"exit_status": done.returncode, "output": done.stdout.splitlines()[-60:]}
 
