@@ -240,8 +240,7 @@ class ControlClient(ThreadClient):
     ) -> wire.InitWeightsUpdateGroupReqOutput:
         """Have the engine join a process group as rank ``rank_offset``; returns when every rank has joined.
 
-        It returns only after the trainer, rank 0, has joined as well: call both concurrently, or use
-        ``WeightUpdateGroup.create``, which does.
+        The trainer, rank 0, must join at the same time: ``WeightUpdateGroup.create`` does both.
         """
         request = wire.InitWeightsUpdateGroupReqInput(
             id=id_of(message_id),

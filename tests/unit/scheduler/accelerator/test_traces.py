@@ -39,14 +39,18 @@ BUDGETS = {
     "qwen2/flashinfer": Budget(layer=18, mixed_layer=19, around=32, plan=0, copies=2, mixed_copies=2),
     "qwen3/flashinfer": Budget(layer=21, mixed_layer=22, around=35, plan=0, copies=2, mixed_copies=2),
     "qwen3 tied/flashinfer": Budget(layer=21, mixed_layer=22, around=35, plan=0, copies=2, mixed_copies=2),
-    "qwen3 fp8/flashinfer": Budget(layer=65, mixed_layer=66, around=79, plan=0, copies=2, mixed_copies=2),
-    "qwen3 fp8 dequantized/flashinfer": Budget(layer=37, mixed_layer=38, around=51, plan=0, copies=2, mixed_copies=2),
+    "qwen3 fp8/flashinfer": Budget(layer=21, mixed_layer=22, around=35, plan=0, copies=2, mixed_copies=2),
+    "qwen3 fp8 torch/flashinfer": Budget(layer=57, mixed_layer=58, around=71, plan=0, copies=2, mixed_copies=2),
+    "qwen3 fp8 blackwell/flashinfer": Budget(layer=49, mixed_layer=50, around=63, plan=0, copies=2, mixed_copies=2),
     "qwen3_moe/flashinfer": Budget(layer=43, mixed_layer=44, around=58, plan=0, copies=2, mixed_copies=2),
-    "qwen3_moe fp8/flashinfer": Budget(layer=95, mixed_layer=96, around=109, plan=1, copies=2, mixed_copies=2),
+    "qwen3_moe fp8/flashinfer": Budget(layer=29, mixed_layer=30, around=44, plan=0, copies=2, mixed_copies=2),
+    "qwen3_moe fp8 deep_gemm/flashinfer": Budget(layer=95, mixed_layer=96, around=110, plan=0, copies=2, mixed_copies=2),
+    "qwen3_moe fp8 blackwell/flashinfer": Budget(layer=103, mixed_layer=104, around=118, plan=0, copies=2, mixed_copies=2),
     "qwen3/triton": Budget(layer=22, mixed_layer=43, around=36, plan=2, copies=1, mixed_copies=4),
     "qwen3/sdpa": Budget(layer=33, mixed_layer=43, around=46, plan=8, copies=4, mixed_copies=4),
-    "deepseek_v2/auto": Budget(layer=67, mixed_layer=88, around=53, plan=5, copies=4, mixed_copies=6),
-    "deepseek_v3 fp8/auto": Budget(layer=162, mixed_layer=183, around=124, plan=5, copies=4, mixed_copies=6),
+    "deepseek_v2/flashinfer": Budget(layer=55, mixed_layer=56, around=44, plan=0, copies=2, mixed_copies=2),
+    "deepseek_v2/sdpa": Budget(layer=67, mixed_layer=88, around=53, plan=5, copies=4, mixed_copies=6),
+    "deepseek_v3 fp8/flashinfer": Budget(layer=54, mixed_layer=55, around=47, plan=0, copies=2, mixed_copies=2),
 }  # fmt: skip
 
 
@@ -75,7 +79,7 @@ STEP_BUDGETS = {
     "prompt": StepBudget(launches=87, vocabulary=23, copies=3, results=6),
 }
 CASES = tuple(BUDGETS)
-WHOLE = ("qwen3/flashinfer", "qwen3_moe/flashinfer", "deepseek_v2/auto")
+WHOLE = ("qwen3/flashinfer", "qwen3_moe/flashinfer", "deepseek_v2/flashinfer", "deepseek_v2/sdpa")
 """Steps of every kind are traced of these: in the others, models differ by their hidden states only."""
 STEP_CASES = [(case, step) for case in CASES for step in (STEPS if case in WHOLE else ("decode", "mixed"))]
 
@@ -142,7 +146,6 @@ def traces(guard: None) -> dict[str, Traces]:
 
 
 FILTERS = "the sampler reads the filters on the host"
-EXPERTS = "FP8 experts ask on the host which of them were chosen"
 PAGEABLE = "the torch backends' plans copy from memory that is not pinned"
 MIN_P = "min_p is copied on its own, and waited for"
 
@@ -156,9 +159,7 @@ def waits_in_plan(case: str, step: str) -> str | None:
 
 def waits_afterwards(case: str, step: str) -> str | None:
     """The same of what comes after the plan."""
-    if step in ("top_k", "top_p", "min_p"):
-        return FILTERS
-    return EXPERTS if case.startswith(("qwen3_moe fp8", "deepseek_v3 fp8")) else None
+    return FILTERS if step in ("top_k", "top_p", "min_p") else None
 
 
 def known(why: Callable[[str, str], str | None], cases: list[tuple[str, str]]) -> list[object]:
