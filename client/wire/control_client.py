@@ -238,10 +238,8 @@ class ControlClient(ThreadClient):
         message_id: str | None = None,
         timeout: float | None = None,
     ) -> wire.InitWeightsUpdateGroupReqOutput:
-        """Have the engine join a process group as rank ``rank_offset``; returns when every rank has joined.
-
-        The trainer, rank 0, must join at the same time: ``WeightUpdateGroup.create`` does both.
-        """
+        """Have the engine join a process group as rank ``rank_offset``, while the trainer joins it as rank 0
+        (``WeightUpdateGroup.create`` does both); returns when every rank has joined."""
         request = wire.InitWeightsUpdateGroupReqInput(
             id=id_of(message_id),
             master_address=master_address,
