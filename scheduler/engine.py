@@ -74,6 +74,8 @@ from .serving.status import StaticFacts, StatusReporter
 from .shutdown import Shutdown
 from .weights.loaded_model import LoadedModel
 from .weights.transports.distributed import WeightsUpdateGroups
+from .weights.upload import uploader_of
+from .weights.write_stream import WriteStream, write_stream_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,11 +340,15 @@ class Engine:
 
     def _build_commands(self, config: EngineConfig, core: _Core, module: DeviceModule) -> _Commands:
         loaded, residency, runner, lifecycle = core.loaded, core.residency, core.runner, core.lifecycle
+        write_stream = write_stream_of(loaded.device, runner.on_stream)
         self.process_groups = WeightsUpdateGroups(
-            loaded.device, self.wakeup.set, runner.synchronize, config.group_interface
+            loaded.device,
+            self.wakeup.set,
+            interface=config.group_interface,
+            write_stream=write_stream,
         )
         self._cleanup.callback(self.process_groups.close)
-        self.updates = self._build_updates(config, core)
+        self.updates = self._build_updates(config, core, write_stream)
         parameter_server = ParameterServerUpdates(config=config, updates=self.updates, wake=self.wakeup.set)
         self._cleanup.callback(parameter_server.close)
         graphs = None
@@ -378,7 +384,9 @@ class Engine:
         )
         return _Commands(handlers, self._build_scoring(core, module))
 
-    def _build_updates(self, config: EngineConfig, core: _Core) -> WeightUpdates:
+    def _build_updates(
+        self, config: EngineConfig, core: _Core, write_stream: WriteStream | None
+    ) -> WeightUpdates:
         loaded, runner, lifecycle = core.loaded, core.runner, core.lifecycle
         return WeightUpdates(
             config=config,
@@ -401,6 +409,7 @@ class Engine:
                 device_cache=self._device_cache,
             ),
             process_groups=self.process_groups,
+            uploader=uploader_of(write_stream, loaded.device),
             history=self.history,
             stages=self._stages,
             weights_file=self._weights_file,

@@ -13,7 +13,7 @@ from ....io_struct import MemoryTag, PauseMode, TraceActivity
 from ....io_struct.base import MAX_ID_LENGTH
 from ....io_struct.control import LeaseAction, PositiveDuration
 from ....io_struct.profile import TraceSteps
-from ....io_struct.weights import DEFAULT_GROUP_NAME
+from ....io_struct.weights import DEFAULT_BROADCAST_TIMEOUT_S, DEFAULT_GROUP_NAME
 from ...wire.options import update_fields
 
 Selector = Literal["target", "all"]
@@ -95,7 +95,9 @@ class InitGroupBody(Strict, kw_only=True):
     group_name: Group = DEFAULT_GROUP_NAME
     backend: Literal["nccl", "gloo"] | None = None
     timeout_s: PositiveDuration = 60.0
-    """Ours: longest wait for the other ranks, and for each broadcast."""
+    """Ours: longest wait for the other ranks."""
+    broadcast_timeout_s: PositiveDuration = DEFAULT_BROADCAST_TIMEOUT_S
+    """Ours: longest wait for each broadcast."""
 
     # accepted and ignored
     pp_rank: int | None = None
