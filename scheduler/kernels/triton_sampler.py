@@ -435,11 +435,11 @@ class TritonSampler:
         self._vocab_size, self._max_rows = vocab_size, max_rows
         self._blocks = -(-vocab_size // _BLOCK)
         self._capacity = min(_CANDIDATES, int(triton.next_power_of_2(vocab_size)))
-        self._measured = torch.zeros((4, max_rows, self._blocks), device=device)
-        self._candidates = torch.zeros((max_rows, self._capacity), device=device)
+        self._measured = torch.empty((4, max_rows, self._blocks), device=device)
+        self._candidates = torch.empty((max_rows, self._capacity), device=device)
         padded = int(triton.next_power_of_2(self._blocks))
-        self._listed = torch.zeros((max_rows, padded), dtype=torch.int32, device=device)
-        self._indices = torch.zeros((max_rows, self._capacity), dtype=torch.int32, device=device)
+        self._listed = torch.empty((max_rows, padded), dtype=torch.int32, device=device)
+        self._indices = torch.empty((max_rows, self._capacity), dtype=torch.int32, device=device)
         self._no_min_p = torch.zeros(max_rows, device=device)
 
     def sample(
