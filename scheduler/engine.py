@@ -39,6 +39,7 @@ from .commands.lifecycle import Lifecycle
 from .commands.memory_occupation import MemoryOccupation
 from .commands.parameter_server import ParameterServerUpdates
 from .commands.process_groups import ProcessGroupCommands
+from .commands.profiling import ProfilingCommands
 from .commands.reference import load_reference
 from .commands.scoring import ReferenceModel, Scoring
 from .commands.weight_commit import WeightCommit
@@ -55,6 +56,7 @@ from .memory.device_module import DeviceModule, device_module_for
 from .memory.residency import ComponentResidencyManager
 from .observability.memory_history import MemoryGauges, MemoryHistory
 from .observability.stage_profiler import StageProfiler
+from .observability.step_trace import StepTrace
 from .observability.throughput import Counters, Throughput
 from .observability.watchdog import Heartbeat
 from .operations import what_serves
@@ -369,6 +371,8 @@ class Engine:
         checker = WeightsChecker(
             model=loaded.model, runner=runner, lifecycle=lifecycle, poison=self.updates.poison
         )
+        trace = StepTrace(self._stages, config.profile_dir, config.device, self.wakeup.set)
+        self._cleanup.callback(trace.close)
         handlers = Commands(
             lifecycle=lifecycle,
             updates=self.updates,
@@ -376,6 +380,7 @@ class Engine:
             process_groups=ProcessGroupCommands(self.process_groups),
             occupation=occupation,
             checker=checker,
+            profiling=ProfilingCommands(trace, lambda: lifecycle.step),
         )
         return _Commands(handlers, self._build_scoring(core, module))
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from .backends import Shape, choose
 from .config import EngineConfig
-from .kernels import TORCH, serving
+from .kernels import TORCH, TRITON, serving
 from .kernels.linear import packable
 from .kernels.native import why_not
 from .layers.fp8_products import dense_for, experts_for
@@ -53,7 +53,9 @@ def what_serves(config: EngineConfig, loaded: LoadedModel) -> Serving:
     attention = choose(config, Shape.of(loaded))
     by["attention"] = attention.by
     if model.fp8 is not None or not all(packable(size, loaded.dtype) for size in _row_sizes(loaded)):
-        by["linear"] = by["experts"] = TORCH
+        by["linear"] = TORCH
+        if by["experts"] != TRITON:  # which is what surrounds the products
+            by["experts"] = TORCH
     if model.fp8 is not None and (dense := dense_for(loaded.device)) is not None:
         by["linear"] = dense.by
         if model.moe is not None and (experts := experts_for(loaded.device)) is not None:
