@@ -25,7 +25,7 @@ FLOORS = (
     ("models",),
     ("weights",),
     ("runner",),
-    ("batching", "operations", "build"),
+    ("batching", "backends", "operations", "build"),
     ("commands", "serving"),
     ("housekeeping", "loop", "engine", "process", "__main__"),
 )

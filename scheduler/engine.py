@@ -224,12 +224,10 @@ class Engine:
         runner = make_runner(config, loaded, pool, routing)
         stamp = WeightStamp(start.epoch, start.version, secrets.token_hex(8))
         self._weights_file.begin(stamp, loaded.digest)
-        table = RequestTable(
-            config.max_running_requests, limits.context_len, PAGE_SIZE, loaded.config.vocab_size
-        )
+        table = RequestTable(config.sizes.rows, limits.context_len, PAGE_SIZE, loaded.config.vocab_size)
         self.cache = CacheManager(pool.num_pages, PAGE_SIZE, config.prefix_cache, stamp.epoch)
         waiting = WaitingQueue()
-        chunks = ChunkSizer(config.chunked_prefill_size, config.target_step_s)
+        chunks = ChunkSizer(config.sizes.chunk_tokens, config.target_step_s)
         batcher = Batcher(
             table,
             self.cache,

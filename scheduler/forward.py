@@ -312,6 +312,8 @@ class AttentionBackend(Protocol):
 
     fused: FusedAttention | None
     """None: the caller normalises and rotates, and calls :meth:`forward`."""
+    reads_page_table: bool
+    """It reads ``ForwardBatch.page_table`` of a step on the device; else the copy on the host is enough for it."""
 
     @property
     def paged(self) -> "PagedStep | None":

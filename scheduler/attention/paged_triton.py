@@ -104,6 +104,7 @@ class _CapturedDecode:
         self._store = fused_store(pool, num_heads, self._attend)
         self.fused: FusedAttention | None = self._store
         self.paged = None
+        self.reads_page_table = True
         self._pool, self._kernel = pool, kernel
         self._table, self._kv_lens = table, kv_lens
 

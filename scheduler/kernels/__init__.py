@@ -22,7 +22,7 @@ TRITON = "triton"
 OPERATIONS = ("linear", "attention", "elementwise", "experts", "decoder", "sampler")
 """Compiled for the CPU, all in :data:`native.FLOATS`."""
 _IN_TRITON = ("elementwise", "experts")
-"""Compiled for CUDA, all in :data:`_TRITON_FLOATS`; attention is chosen in ``operations.py``."""
+"""Compiled for CUDA, all in :data:`_TRITON_FLOATS`; attention is chosen in ``backends.py``."""
 _TRITON_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 

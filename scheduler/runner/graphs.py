@@ -148,7 +148,7 @@ class DecodeGraphs:
                 with torch.inference_mode(), self._on_stream():
                     self._captured[size] = self._capture(size, pool)
                 yield
-        except RuntimeError as error:
+        except Exception as error:  # noqa: BLE001  what compilers of kernels raise is no RuntimeError, and eager steps serve
             self.drop()
             # Out of memory may pass; what cannot be captured never can.
             self._failed = not isinstance(error, torch.OutOfMemoryError)
@@ -185,7 +185,7 @@ class DecodeGraphs:
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
             hidden = self._forward(static, attention)
-        except RuntimeError:
+        except Exception:
             with suppress(RuntimeError):  # says only that the capture has failed; the error at hand says why
                 graph.capture_end()
             raise

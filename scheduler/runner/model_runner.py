@@ -136,7 +136,7 @@ class ModelRunner:
         """Run the model for nobody, before any request and before graphs are captured."""
         started = perf_counter()
         try:
-            with self._waiting_both_ways(), warm_up.tuning():
+            with self._waiting_both_ways():
                 with autotune_dummy_run_mode():
                     batch, hidden = self._dummy_run(warm_up.rows)
                 self._run_head(batch, hidden[: warm_up.lm_head_rows])

@@ -21,8 +21,8 @@ from caesura.io_struct import (
     SamplingParams,
     UpdateWeightFromDiskReqInput,
 )
-from caesura.scheduler import build
-from caesura.scheduler.attention import flashinfer, fused_store
+from caesura.scheduler import backends, build
+from caesura.scheduler.attention import flashinfer, flashinfer_mla, fused_store
 from caesura.scheduler.config import EngineConfig
 from caesura.scheduler.memory import residency
 from caesura.scheduler.memory.device_module import device_module_for
@@ -51,7 +51,6 @@ def device(monkeypatch):
     made = RecordingDevice()
     monkeypatch.setattr(build, "device_module_for", lambda device: made)
     monkeypatch.setattr(flashinfer, "why_not", lambda *of: None)
-    monkeypatch.setattr(flashinfer, "_FLOAT_WORKSPACE_BYTES", 64)
     monkeypatch.setattr(
         flashinfer,
         "import_module",
@@ -156,6 +155,36 @@ def test_the_tag_of_graphs_releases_and_resumes_them(paths, expected, device):
         assert graphs.are_captured
         driver.call(ContinueGenerationReqInput())
         assert_same(outputs(driver, submit(driver)), expected[0])
+
+
+def test_an_engine_starts_where_kernels_cannot_be_compiled(paths, expected, device, monkeypatch, caplog):
+    def no_compiler(self: object, *of: object, **options: object) -> None:
+        raise RuntimeError("Could not find nvcc")
+
+    monkeypatch.setattr(fake_flashinfer.BatchPrefillWithPagedKVCacheWrapper, "plan", no_compiler)
+    backends.failure_of.cache_clear()
+    with driver_of(paths[0], pipeline_depth=1) as driver:
+        assert "flashinfer: a step with it fails: RuntimeError: Could not find nvcc" in caplog.text
+        assert driver.status().kernels["attention"] == "torch"
+        assert_same(outputs(driver, submit(driver)), expected[0])
+    backends.failure_of.cache_clear()
+
+
+def test_latent_attention_is_captured_too(tmp_path, device, monkeypatch):
+    """By FlashInfer's kernels for latents; prompts as well, since 128 is a multiple of the heads."""
+    make_checkpoint(tmp_path, "deepseek-v3", seed=2)
+    monkeypatch.setattr(flashinfer_mla, "why_not", lambda *of: None)
+    monkeypatch.setattr(flashinfer_mla, "import_module", lambda name: fake_flashinfer)
+    found = {}
+    for wanted in ("sdpa", "auto"):
+        fake_flashinfer.CALLS.clear()
+        with driver_of(str(tmp_path), pipeline_depth=1, attention_backend=wanted) as driver:
+            found[wanted] = outputs(driver, submit(driver))
+            assert driver.status().kernels["attention"] == ("flashinfer" if wanted == "auto" else "torch")
+        planned = {call.rpartition(" for a graph")[1] or call.split()[2] for call in fake_flashinfer.CALLS}
+        assert planned == ({" for a graph", "decode", "prefill"} if wanted == "auto" else set())
+    assert device.replays > 15
+    assert_same(found["auto"], found["sdpa"])
 
 
 def test_graphs_can_be_declined(paths, expected, device):

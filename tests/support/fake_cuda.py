@@ -400,7 +400,7 @@ def fake_cuda() -> Iterator[Tracer]:
 
 def _trace_triton(tracer: Tracer, patch: pytest.MonkeyPatch) -> None:
     """Calls of Triton kernels are recorded, and run nothing."""
-    from triton.runtime.jit import JITFunction  # type: ignore[import-not-found, unused-ignore]
+    from triton.runtime.jit import JITFunction
 
     def run(kernel: Any, *args: Any, **kwargs: Any) -> None:
         tracer.launch(kernel.__name__, args, kwargs)

@@ -41,16 +41,20 @@ BUDGETS = {
     "qwen2/flashinfer": Budget(layer=9, mixed_layer=10, around=15, plan=0, copies=2, mixed_copies=2),
     "qwen3/flashinfer": Budget(layer=9, mixed_layer=10, around=15, plan=0, copies=2, mixed_copies=2),
     "qwen3 tied/flashinfer": Budget(layer=9, mixed_layer=10, around=15, plan=0, copies=2, mixed_copies=2),
-    "qwen3 fp8/flashinfer": Budget(layer=53, mixed_layer=54, around=59, plan=0, copies=2, mixed_copies=2),
-    "qwen3 fp8 dequantized/flashinfer": Budget(layer=25, mixed_layer=26, around=31, plan=0, copies=2, mixed_copies=2),
+    "qwen3 fp8/flashinfer": Budget(layer=9, mixed_layer=10, around=15, plan=0, copies=2, mixed_copies=2),
+    "qwen3 fp8 torch/flashinfer": Budget(layer=45, mixed_layer=46, around=51, plan=0, copies=2, mixed_copies=2),
+    "qwen3 fp8 blackwell/flashinfer": Budget(layer=37, mixed_layer=38, around=43, plan=0, copies=2, mixed_copies=2),
     "qwen3_moe/flashinfer": Budget(layer=13, mixed_layer=14, around=20, plan=0, copies=2, mixed_copies=2),
-    "qwen3_moe fp8/flashinfer": Budget(layer=65, mixed_layer=66, around=71, plan=1, copies=2, mixed_copies=2),
-    "qwen3 by torch/flashinfer": Budget(layer=21, mixed_layer=22, around=35, plan=0, copies=2, mixed_copies=2),
-    "qwen3_moe by torch/flashinfer": Budget(layer=42, mixed_layer=43, around=57, plan=0, copies=2, mixed_copies=2),
+    "qwen3_moe fp8/flashinfer": Budget(layer=10, mixed_layer=11, around=17, plan=0, copies=2, mixed_copies=2),
+    "qwen3_moe fp8 deep_gemm/flashinfer": Budget(layer=65, mixed_layer=66, around=72, plan=0, copies=2, mixed_copies=2),
+    "qwen3_moe fp8 blackwell/flashinfer": Budget(layer=73, mixed_layer=74, around=80, plan=0, copies=2, mixed_copies=2),
     "qwen3/triton": Budget(layer=10, mixed_layer=30, around=16, plan=2, copies=1, mixed_copies=4),
     "qwen3/sdpa": Budget(layer=28, mixed_layer=38, around=33, plan=8, copies=4, mixed_copies=4),
-    "deepseek_v2/auto": Budget(layer=31, mixed_layer=52, around=28, plan=5, copies=4, mixed_copies=6),
-    "deepseek_v3 fp8/auto": Budget(layer=115, mixed_layer=136, around=98, plan=5, copies=4, mixed_copies=6),
+    "deepseek_v2/flashinfer": Budget(layer=19, mixed_layer=20, around=19, plan=0, copies=2, mixed_copies=2),
+    "deepseek_v2/sdpa": Budget(layer=31, mixed_layer=52, around=28, plan=5, copies=4, mixed_copies=6),
+    "deepseek_v3 fp8/flashinfer": Budget(layer=19, mixed_layer=20, around=21, plan=0, copies=2, mixed_copies=2),
+    "qwen3 by torch/flashinfer": Budget(layer=21, mixed_layer=22, around=35, plan=0, copies=2, mixed_copies=2),
+    "qwen3_moe by torch/flashinfer": Budget(layer=42, mixed_layer=43, around=57, plan=0, copies=2, mixed_copies=2),
 }  # fmt: skip
 
 
@@ -79,7 +83,7 @@ STEP_BUDGETS = {
     "prompt": StepBudget(launches=87, vocabulary=23, copies=3, results=6),
 }
 CASES = tuple(BUDGETS)
-WHOLE = ("qwen3/flashinfer", "qwen3_moe/flashinfer", "deepseek_v2/auto")
+WHOLE = ("qwen3/flashinfer", "qwen3_moe/flashinfer", "deepseek_v2/flashinfer", "deepseek_v2/sdpa")
 """Steps of every kind are traced of these: in the others, models differ by their hidden states only."""
 STEP_CASES = [(case, step) for case in CASES for step in (STEPS if case in WHOLE else ("decode", "mixed"))]
 
@@ -148,7 +152,6 @@ def traces(guard: None) -> dict[str, Traces]:
 
 
 FILTERS = "the sampler reads the filters on the host"
-EXPERTS = "FP8 experts ask on the host which of them were chosen"
 PAGEABLE = "the torch backends' plans copy from memory that is not pinned"
 MIN_P = "min_p is copied on its own, and waited for"
 
@@ -162,9 +165,7 @@ def waits_in_plan(case: str, step: str) -> str | None:
 
 def waits_afterwards(case: str, step: str) -> str | None:
     """The same of what comes after the plan."""
-    if step in ("top_k", "top_p", "min_p"):
-        return FILTERS
-    return EXPERTS if case.startswith(("qwen3_moe fp8", "deepseek_v3 fp8")) else None
+    return FILTERS if step in ("top_k", "top_p", "min_p") else None
 
 
 def known(why: Callable[[str, str], str | None], cases: list[tuple[str, str]]) -> list[object]:

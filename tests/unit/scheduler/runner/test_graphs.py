@@ -33,7 +33,6 @@ PAGES = 100
 @pytest.fixture(autouse=True)
 def small_and_plain(monkeypatch):
     without_compiled_kernels(monkeypatch)
-    monkeypatch.setattr(flashinfer, "_FLOAT_WORKSPACE_BYTES", 64)
     monkeypatch.setattr(flashinfer, "_INT_WORKSPACE_BYTES", 64)
 
 
@@ -251,6 +250,29 @@ def test_what_cannot_be_captured_runs_eagerly_and_says_so(checkpoints, caplog):
     run_both(pair, step([], all_requests), all_requests)
     run_both(pair, step(all_requests, []), all_requests)
     assert pair[0].device.replays == 0
+
+
+def test_an_error_of_a_compiler_of_kernels_is_no_end(checkpoints, monkeypatch, caplog):
+    class CompileError(Exception):
+        """As Triton's: no RuntimeError."""
+
+    one = engine(checkpoints[0], captured=True)
+    make = one.runner.graphs._backend.for_decode
+
+    def failing(rows: int):
+        made = make(rows)
+
+        def forward(*of: object) -> None:
+            raise CompileError("out of resource: shared memory")
+
+        made.forward = forward
+        return made
+
+    monkeypatch.setattr(one.runner.graphs._backend, "for_decode", failing)
+    with caplog.at_level(logging.WARNING):
+        assert capture(one) == 0
+    assert "out of resource: shared memory" in caplog.text
+    assert not one.runner.graphs.are_captured
 
 
 def test_a_shortage_of_memory_may_pass(checkpoints, monkeypatch, caplog):
