@@ -82,7 +82,7 @@ def _why_not_better(attention: Choice, device: torch.device) -> str | None:
     if attention.reason is not None:
         reasons.append(f"attention by {attention.by}, as {attention.reason}")
     if device.type == "cuda" and (reason := why_not_triton(device)) is not None:
-        reasons.append(f"torch between products, as {reason}")
+        reasons.append(f"torch instead of Triton, as {reason}")
     return "; ".join(reasons) or None
 
 

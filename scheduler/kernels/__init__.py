@@ -21,7 +21,7 @@ TRITON = "triton"
 
 OPERATIONS = ("linear", "attention", "elementwise", "experts", "decoder", "sampler")
 """Compiled for the CPU, all in :data:`native.FLOATS`."""
-_IN_TRITON = ("elementwise", "experts")
+_IN_TRITON = ("elementwise", "experts", "sampler")
 """Compiled for CUDA, all in :data:`_TRITON_FLOATS`; attention is chosen in ``backends.py``."""
 _TRITON_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -54,5 +54,5 @@ def why_not_triton(device: torch.device) -> str | None:
         return "Triton is not installed"
     reason: str | None = import_module(".triton_elementwise", __package__).why_not(device)
     if reason is not None:
-        logger.warning("torch computes what lies between products, in more launches: %s", reason)
+        logger.warning("torch computes instead of kernels in Triton, in more launches: %s", reason)
     return reason

@@ -142,6 +142,7 @@ class Tracer(TorchDispatchMode):
         self.record = Record()
         self.phase = ""
         self.capturing = False
+        self.capture_phase = "capture"
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
 
     def __enter__(self) -> Self:
@@ -319,14 +320,15 @@ class _Stream:
 
 
 class FakeGraph:
-    """Interface of ``torch.cuda.CUDAGraph``: what is captured is recorded in a phase of its own."""
+    """Interface of ``torch.cuda.CUDAGraph``: what is captured is recorded in the phase :attr:`Tracer.capture_phase`."""
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
         self._before = ""
 
     def capture_begin(self, pool: object = None, capture_error_mode: str = "global") -> None:
-        self._before, self._tracer.phase, self._tracer.capturing = self._tracer.phase, "capture", True
+        self._before, self._tracer.phase = self._tracer.phase, self._tracer.capture_phase
+        self._tracer.capturing = True
 
     def capture_end(self) -> None:
         self._tracer.phase, self._tracer.capturing = self._before, False

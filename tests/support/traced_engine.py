@@ -148,7 +148,7 @@ class TracedEngine:
     runner: ModelRunner
     vocab_size: int
     started: Record
-    """What its start did: warm-up in the phase ``start``, graphs in the phase ``capture``."""
+    """What its start did: warm-up in the phase ``start``, graphs in the phases ``capture`` and ``capture head``."""
 
     def step(self, batch: ForwardBatch) -> Record:
         """Launch a step and fetch its results: phases ``plan``, ``forward``, ``sample`` and ``fetch``."""
@@ -191,6 +191,7 @@ def traced_engine(
         patch.setattr(backends, "failure_of", lambda choice, shape: None)  # a trial step has no results here
         _choose_products(model, tracer, patch)
         patch.setattr(graphs, "ladder", lambda largest: [largest])
+        _mark_captures(tracer, patch)
         if by_torch:
             patch.setenv("CAESURA_KERNELS", kernels.TORCH)
         kernels.why_not_triton.cache_clear()  # what is said of a fake device
@@ -241,7 +242,22 @@ def _mark_phases(tracer: Tracer, runner: ModelRunner, patch: pytest.MonkeyPatch)
 
     patch.setattr(runner.model, "forward", marked("forward", runner.model.forward))
     patch.setattr(runner.model, "logits", marked("sample", runner.model.logits))
-    patch.setattr(FakeGraph, "replay", marked("forward", FakeGraph.replay))
+    replay = FakeGraph.replay
+    first, second = marked("forward", replay), marked("sample", replay)
+    patch.setattr(FakeGraph, "replay", lambda graph: (first if tracer.phase == "plan" else second)(graph))
+
+
+def _mark_captures(tracer: Tracer, patch: pytest.MonkeyPatch) -> None:
+    capture_head = graphs.DecodeGraphs._capture_head
+
+    def marked(*args: Any) -> Any:
+        tracer.capture_phase = "capture head"
+        try:
+            return capture_head(*args)
+        finally:
+            tracer.capture_phase = "capture"
+
+    patch.setattr(graphs.DecodeGraphs, "_capture_head", marked)
 
 
 def decode(rows: int = ROWS - 2) -> ForwardBatch:
@@ -326,7 +342,9 @@ STEPS: dict[str, Callable[[int], ForwardBatch]] = {
     "decode": lambda vocab_size: decode(),
     "greedy": lambda vocab_size: _sampling(greedy=torch.ones(ROWS - 2, dtype=torch.bool), any_sampled=False),
     "mixed": lambda vocab_size: mixed(),
-    "top_k": lambda vocab_size: _sampling(top_k=torch.full((ROWS - 2,), 20), any_filtered=True),
+    "top_k": lambda vocab_size: _sampling(
+        top_k=torch.full((ROWS - 2,), 20), largest_top_k=20, any_filtered=True
+    ),
     "top_p": lambda vocab_size: _sampling(top_p=torch.full((ROWS - 2,), 0.95), any_filtered=True),
     "min_p": lambda vocab_size: _sampling(min_p=torch.full((ROWS - 2,), 0.1), any_filtered=True),
     "raw": lambda vocab_size: _sampling(want_raw=True, want_sampled=True),

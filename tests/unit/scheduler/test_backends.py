@@ -186,7 +186,7 @@ def test_status_says_what_serves_on_cuda_and_why_no_better_one(tiny_model, tmp_p
     serving = what_serves(wanted, there)
     assert serving.by["attention"] == TORCH
     assert serving.reason is not None
-    attention, _, between = serving.reason.partition("; torch between products, as ")
+    attention, _, between = serving.reason.partition("; torch instead of Triton, as ")
     assert attention.startswith("attention by torch, as flashinfer: ")
     assert attention.count("Torch not compiled with CUDA enabled") == 2
     assert "Torch not compiled with CUDA enabled" in between or between == "Triton is not installed"

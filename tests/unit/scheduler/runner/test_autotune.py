@@ -145,7 +145,7 @@ def test_a_warm_up_leaves_no_trace(checkpoint, family):
         tensor.fill_(7.0)
     if routing is not None:
         routing._pages.fill_(99)
-    runner._last_tokens.copy_(torch.arange(ROWS) + 3)
+    runner._last_tokens[:ROWS] = torch.arange(ROWS) + 3
     weights = {name: tensor.clone() for name, tensor in loaded.model.named_storage()}
 
     runner.autotune(WarmUp(rows=ROWS, lm_head_rows=3))
@@ -155,7 +155,7 @@ def test_a_warm_up_leaves_no_trace(checkpoint, family):
     if routing is not None:
         assert (routing._pages[0] != 99).any()
         assert (routing._pages[1:] == 99).all()
-    assert runner._last_tokens.tolist() == list(range(3, 3 + ROWS))
+    assert runner._last_tokens[:ROWS].tolist() == list(range(3, 3 + ROWS))
     assert all(torch.equal(tensor, weights[name]) for name, tensor in loaded.model.named_storage())
     assert not runner.stages.totals()
 
