@@ -45,6 +45,8 @@ LARGEST_VOCABULARY = 1 << 18
 _UNIT = tl.constexpr(2.0**44)
 _FIRST_DISTANCE = tl.constexpr(2.0)
 """How far below the best candidates are looked for at first, then twice as far and so on: a probability of 0.14 of the best's."""
+_TRIES = tl.constexpr(5)
+"""To come back from a distance with more candidates than there is room for."""
 _WEIGHTLESS = tl.constexpr(64.0)
 """So far below the best weights are 0, and every token is a candidate."""
 
@@ -267,19 +269,33 @@ def _draw_filtered(
 ):  # fmt: skip
     """As :func:`_solve`, of one row."""
     needed = top_p.to(tl.float64) * total.to(tl.float64)
-    distance = _FIRST_DISTANCE + 0.0
+    too_near = tl.zeros([], tl.float32)
+    distance = _FIRST_DISTANCE + too_near
     lowest = best - distance
     number, mass = _above(
         logits, vocab_size, temperature, maxima, blocks, best, lowest, True, group, width, group * width
     )
     enough = _is_enough(number, mass, distance, needed, vocab_size, top_k, top_p, min_p)
     while enough == 0:
+        too_near = distance
         distance *= 2
         lowest = tl.where(distance < _WEIGHTLESS, best - distance, float("-inf"))
         number, mass = _above(
             logits, vocab_size, temperature, maxima, blocks, best, lowest, True, group, width, group * width
         )
         enough = _is_enough(number, mass, distance, needed, vocab_size, top_k, top_p, min_p)
+    # Twice as far may be too far, and a pass here costs less than all the later ones over the logits.
+    tries = tl.zeros([], tl.int32)
+    while (number > capacity) & (tries < _TRIES):
+        middle = (too_near + distance) / 2
+        fewer, mass = _above(
+            logits, vocab_size, temperature, maxima, blocks, best, best - middle, True, group, width, group * width
+        )  # fmt: skip
+        if _is_enough(fewer, mass, middle, needed, vocab_size, top_k, top_p, min_p) == 1:
+            number, distance, lowest = fewer, middle, best - middle
+        else:
+            too_near = middle
+        tries += 1
     if number <= capacity:
         count = _gather(
             logits,

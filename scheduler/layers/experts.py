@@ -105,9 +105,9 @@ class Experts:
         self._compiled = best("experts", place.device, place.dtype) not in (TORCH, TRITON) and all(
             packable(size, place.dtype) for size in (hidden_size, intermediate_size)
         )
+        self._fp8: FlashInferExperts | None = None
         self._triton = triton_experts_for(place.device, place.dtype)
         self._elementwise = elementwise_for(place.device, place.dtype)
-        self._fp8: FlashInferExperts | None = None
         gate_up, down = [intermediate_size] * 2, [hidden_size]
         self._gate_up = self._matrix(f"{name}.gate_up", gate_up, hidden_size, place)
         self._down = self._matrix(f"{name}.down", down, intermediate_size, place)
@@ -135,8 +135,8 @@ class Experts:
             addend: [T, hidden], added to the rounded result. None: nothing is.
         """
         if self._fp8 is not None:
-            y = self._fp8(x, expert_ids, weights, *self._quantized())
-            return y if addend is None else y.add_(addend)
+            out = self._fp8(x, expert_ids, weights, *self._quantized())
+            return out if addend is None else out.add_(addend)
         if self._triton is not None:
             rows, places, ends = self._sorted(x, expert_ids, self._triton)
             y = self._down.plain_product(self._gate(self._gate_up.plain_product(rows, ends)), ends)
