@@ -38,6 +38,12 @@ from .generate import (
 )
 from .hello import HelloReqInput, HelloReqOutput
 from .memory import GetMemoryHistoryReqInput, GetMemoryHistoryReqOutput
+from .profile import (
+    StartProfileReqInput,
+    StartProfileReqOutput,
+    StopProfileReqInput,
+    StopProfileReqOutput,
+)
 from .score import ScoreReqInput, ScoreReqOutput
 from .weights import (
     BeginWeightUpdateReqInput,
@@ -81,6 +87,8 @@ ToScheduler = (
     | DestroyWeightsUpdateGroupReqInput
     | UpdateWeightsFromDistributedReqInput
     | WeightsCheckerReqInput
+    | StartProfileReqInput
+    | StopProfileReqInput
     | ShutdownReqInput
 )
 """What a scheduler accepts."""
@@ -106,6 +114,8 @@ ToClient = (
     | InitWeightsUpdateGroupReqOutput
     | DestroyWeightsUpdateGroupReqOutput
     | WeightsCheckerReqOutput
+    | StartProfileReqOutput
+    | StopProfileReqOutput
     | ShutdownReqOutput
 )
 """What a client accepts."""

@@ -51,6 +51,7 @@ from ..weights.source import BufferSource, WeightSource
 from ..weights.transports.disk import DiskSource, open_fitting
 from ..weights.transports.distributed import WeightsUpdateGroups
 from ..weights.transports.ipc import SharedMemoryMaps
+from ..weights.upload import Uploader
 from ..weights.writing import END, write_some
 from .committed_weights import WeightsFile
 from .lifecycle import Lifecycle, Operation, Wait
@@ -77,14 +78,20 @@ class WeightUpdates:
         outputs: OutputProcessor,
         weight_commit: WeightCommit,
         process_groups: WeightsUpdateGroups,
+        uploader: Uploader | None,
         history: MemoryHistory,
         stages: StageProfiler,
         weights_file: WeightsFile,
         model_path: str,
         wake: Callable[[], None],
     ) -> None:
-        """``wake`` wakes the loop; it is called from background threads."""
+        """
+        Args:
+            uploader: takes bytes of the host to the device. None: the weights are on the host, or their device has no streams.
+            wake: wakes the loop; called from background threads.
+        """
         self._wake = wake
+        self._uploader = uploader
         self._config = config
         self._model = model
         self._loader = loader
@@ -256,7 +263,7 @@ class WeightUpdates:
     ) -> Generator[Wait, None, None]:
         """Write all of ``source``. Steps go on until its first piece has arrived."""
         started = monotonic()
-        with contextlib.closing(source.pieces(self._config.load_bucket_bytes, self._loader.skip)) as pieces:
+        with contextlib.closing(self._pieces(source)) as pieces:
             try:
                 self._progress = source, started
                 piece = yield from self._next_piece(pieces, session, stages)
@@ -279,6 +286,13 @@ class WeightUpdates:
             finally:
                 self._progress = None
         self._runner.synchronize()
+
+    def _pieces(self, source: WeightSource) -> Generator[WeightPiece | None, None, None]:
+        """Of ``source``, where the weights are: on the device, if it has streams."""
+        size, skip = self._config.load_bucket_bytes, self._loader.skip
+        if self._uploader is None:
+            return source.pieces(size, skip)
+        return self._uploader.pieces(source, size, skip)
 
     def run_and_commit(
         self,
