@@ -90,7 +90,10 @@ TRITON_STEP_BUDGETS = {
 }
 """The head, two kernels of ``kernels/triton_sampler.py``, and what the slots read next (two)."""
 CASES = tuple(BUDGETS)
-WHOLE = ("qwen3/flashinfer", "qwen3_moe/flashinfer", "deepseek_v2/flashinfer", "deepseek_v2/sdpa")
+WHOLE = (
+    "qwen3/flashinfer", "qwen3 by torch/flashinfer", "qwen3_moe/flashinfer", "deepseek_v2/flashinfer",
+    "deepseek_v2/sdpa",
+)  # fmt: skip
 """Steps of every kind are traced of these: in the others, models differ by their hidden states only."""
 STEP_CASES = [(case, step) for case in CASES for step in (STEPS if case in WHOLE else ("decode", "mixed"))]
 
