@@ -24,12 +24,24 @@ Imported only where Triton is installed. Tested in Triton's interpreter and comp
 # ruff: noqa: ANN001, ANN202
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
+from typing import Protocol
+
 import torch
 import triton  # type: ignore[import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
 from torch import Tensor
 
-from ..forward import SamplingBatch
+
+class Rows(Protocol):
+    """Sampling inputs of the rows, as ``SamplingBatch`` of ``forward.py`` has them; all are on the device and [S]."""
+
+    temperature: Tensor
+    greedy: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    uniforms: Tensor
+    min_p: Tensor | None
+
 
 _BLOCK = 256
 _GROUP = 16
@@ -445,7 +457,7 @@ class TritonSampler:
     def sample(
         self,
         logits: Tensor,
-        batch: SamplingBatch,
+        batch: Rows,
         token_ids: Tensor,
         logprobs: Tensor,
         raw_logprobs: Tensor,
