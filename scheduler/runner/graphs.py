@@ -1,4 +1,4 @@
-"""Decode steps as captured graphs: one launch instead of some hundred.
+"""Decode steps as captured graphs: two launches instead of some hundred.
 
 Invariants:
 - There are two graphs for each size. The first computes the hidden states of a decode-only step, from the tokens that its
