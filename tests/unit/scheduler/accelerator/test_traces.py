@@ -85,7 +85,7 @@ TRITON_STEP_BUDGETS = {
     name: replace(STEP_BUDGETS[name], launches=5, vocabulary=3)
     for name in ("decode", "greedy", "mixed", "top_k", "top_p", "min_p", "raw")
 } | {
-    "special": StepBudget(launches=71, vocabulary=8, copies=12, results=8),
+    "special": StepBudget(launches=68, vocabulary=8, copies=12, results=8),
     "prompt": StepBudget(launches=23, vocabulary=15, copies=3, results=6),
 }
 """The head, two kernels of ``kernels/triton_sampler.py``, and what the slots read next (two)."""
