@@ -170,6 +170,7 @@ def _combine_kernel(
     weights,
     addend,
     out,
+    y_row,
     addend_row,
     top_k: tl.constexpr,
     size: tl.constexpr,
@@ -184,7 +185,7 @@ def _combine_kernel(
     for i in range(top_k):
         place = tl.load(places + token * top_k + i)
         weight = tl.load(weights + token * top_k + i).to(tl.float32)
-        total += weight * tl.load(y + place * size + column, mask=inside, other=0.0).to(tl.float32)
+        total += weight * tl.load(y + place * y_row + column, mask=inside, other=0.0).to(tl.float32)
     if added:
         total = total.to(out.dtype.element_ty).to(tl.float32)
         total += tl.load(addend + token * addend_row + column, mask=inside, other=0.0).to(tl.float32)
@@ -193,7 +194,7 @@ def _combine_kernel(
 
 _launch_route = Launcher(_route_kernel, tensors=5, numbers=3)
 _launch_sort = Launcher(_sort_kernel, tensors=5, numbers=2)
-_launch_combine = Launcher(_combine_kernel, tensors=5, numbers=1)
+_launch_combine = Launcher(_combine_kernel, tensors=5, numbers=2)
 
 
 def route(
@@ -242,7 +243,7 @@ def route(
 def sort_rows(x: Tensor, expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """The rows of ``x`` [T, size] once for each of their experts, int64 [T, k], sorted by expert; of one, in their order.
 
-    At most :data:`MAX_PAIRS` of them, and at least one.
+    ``expert_ids`` are contiguous, elements of a row of ``x`` are. At most :data:`MAX_PAIRS` of them, and at least one.
 
     Returns:
         Rows [T * k, size]; where each pair went, int64 [T, k]; the end of each expert's rows, int32 [experts].
@@ -266,7 +267,8 @@ def combine(y: Tensor, places: Tensor, weights: Tensor, addend: Tensor | None = 
     """Each token's sum of ``weights`` (float32 [T, k]) times its rows ``places`` of ``y`` [pairs, size], plus ``addend``.
 
     Args:
-        addend: [T, size], added to the rounded sum. None: nothing is.
+        places, weights: contiguous.
+        addend: [T, size], elements of a row contiguous, added to the rounded sum. None: nothing is.
 
     Returns:
         [T, size], fresh memory.
@@ -277,5 +279,6 @@ def combine(y: Tensor, places: Tensor, weights: Tensor, addend: Tensor | None = 
     if tokens:
         grid = tokens, triton.cdiv(size, _SUMMED), 1
         tensors = y, places, weights, shared, out
-        _launch_combine(grid, tensors, (shared.stride(0),), (top_k, size, _SUMMED, addend is not None), 4)
+        strides = y.stride(0), shared.stride(0)
+        _launch_combine(grid, tensors, strides, (top_k, size, _SUMMED, addend is not None), 4)
     return out
