@@ -262,6 +262,6 @@ def test_a_kernel_that_stores_reads_its_slots_where_each_step_has_them(paths, ex
     monkeypatch.setattr(fused_store, "elementwise_for", lambda *of: fake_elementwise)
     monkeypatch.setattr(fake_flashinfer, "append_paged_kv_cache", None)
     with driver_of(paths[0]) as driver:
-        assert device.captures == SIZES
+        assert device.captures == GRAPHS
         assert_same(outputs(driver, submit(driver)), expected[0])
         assert device.replays > 15
