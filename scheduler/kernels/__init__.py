@@ -54,5 +54,5 @@ def why_not_triton(device: torch.device) -> str | None:
         return "Triton is not installed"
     reason: str | None = import_module(".triton_elementwise", __package__).why_not(device)
     if reason is not None:
-        logger.warning("torch computes what lies between products, in more launches: %s", reason)
+        logger.warning("torch computes instead of kernels in Triton, in more launches: %s", reason)
     return reason

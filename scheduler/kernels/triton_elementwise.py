@@ -15,12 +15,15 @@ compiled for sm_90 and tested in Triton's interpreter; not run on a GPU.
 # ruff: noqa: ANN001, ANN201, ANN202
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
+from collections.abc import Iterator
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
+from . import trial
 from .triton_launch import Launcher
 
 _HEADS = 4
@@ -167,13 +170,13 @@ _launch_rope_store = Launcher(_rope_store_kernel, tensors=9, numbers=4)
 
 def why_not(device: torch.device) -> str | None:
     """Why kernels do not serve on ``device``, which a trial of one tells: it needs a C compiler, a driver and a chip."""
-    try:
-        gate_up = torch.linspace(-9, 9, 128, device=device).view(2, 64)
-        expected = functional.silu(gate_up[:, :32]) * gate_up[:, 32:]
-        difference = float((silu_mul(gate_up) - expected).abs().max())
-    except Exception as error:  # noqa: BLE001  whatever compilers, linkers and drivers raise: torch computes instead
-        return f"Triton cannot launch a kernel: {error}"
-    return None if difference <= _AGREEMENT else f"a kernel in Triton is off by {difference}"
+    return trial.failure(lambda: _attempt(device), _AGREEMENT, "a kernel in Triton")
+
+
+def _attempt(device: torch.device) -> Iterator[float]:
+    gate_up = torch.linspace(-9, 9, 128, device=device).view(2, 64)
+    expected = functional.silu(gate_up[:, :32]) * gate_up[:, 32:]
+    yield float((silu_mul(gate_up) - expected).abs().max())
 
 
 def rms_norm(

@@ -261,7 +261,13 @@ def test_a_kernel_that_stores_reads_its_slots_where_each_step_has_them(paths, ex
     """Eager and captured: it stands in the graph, and FlashInfer's append does not."""
     monkeypatch.setattr(fused_store, "elementwise_for", lambda *of: fake_elementwise)
     monkeypatch.setattr(fake_flashinfer, "append_paged_kv_cache", None)
+    backends.failure_of.cache_clear()
+    fake_elementwise.CALLS.clear()
     with driver_of(paths[0]) as driver:
         assert device.captures == GRAPHS
+        layers = 2
+        assert len(fake_elementwise.CALLS) == layers * (2 * SIZES + 2), (
+            "before and in each graph, warm-up, largest step"
+        )
         assert_same(outputs(driver, submit(driver)), expected[0])
         assert device.replays > 15

@@ -6,6 +6,9 @@ from torch.nn import functional
 
 from caesura.scheduler.layers.rotary import rotate
 
+CALLS: list[int] = []
+"""Tokens of each call; a recorded graph that runs again calls nothing."""
+
 
 @torch.library.custom_op("fake_elementwise::rope_store", mutates_args=("qkv", "keys", "values"))
 def _rope_store(
@@ -52,5 +55,6 @@ def rope_store(
         values[pages, :, offsets] = qkv[:, -keys.shape[1] :]
         out.copy_(rotated[:, : out.shape[1]])
         return out
+    CALLS.append(len(qkv))
     _rope_store(qkv, num_heads, cos, sin, kv_slots, keys, values, *norm)
     return out

@@ -88,11 +88,11 @@ class LaggingDevice:
         return Stream(eager=self._eager_side)
 
     def current_stream(self) -> Stream:
-        return self._current.stream
+        return getattr(self._current, "stream", self.writing)
 
     @contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:
-        before = getattr(self._current, "stream", None)
+        before = self.current_stream()
         self._current.stream = stream
         try:
             with stream:

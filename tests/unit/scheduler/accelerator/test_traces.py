@@ -85,12 +85,15 @@ TRITON_STEP_BUDGETS = {
     name: replace(STEP_BUDGETS[name], launches=5, vocabulary=3)
     for name in ("decode", "greedy", "mixed", "top_k", "top_p", "min_p", "raw")
 } | {
-    "special": StepBudget(launches=71, vocabulary=8, copies=12, results=8),
+    "special": StepBudget(launches=68, vocabulary=8, copies=12, results=8),
     "prompt": StepBudget(launches=23, vocabulary=15, copies=3, results=6),
 }
 """The head, two kernels of ``kernels/triton_sampler.py``, and what the slots read next (two)."""
 CASES = tuple(BUDGETS)
-WHOLE = ("qwen3/flashinfer", "qwen3_moe/flashinfer", "deepseek_v2/flashinfer", "deepseek_v2/sdpa")
+WHOLE = (
+    "qwen3/flashinfer", "qwen3 by torch/flashinfer", "qwen3_moe/flashinfer", "deepseek_v2/flashinfer",
+    "deepseek_v2/sdpa",
+)  # fmt: skip
 """Steps of every kind are traced of these: in the others, models differ by their hidden states only."""
 STEP_CASES = [(case, step) for case in CASES for step in (STEPS if case in WHOLE else ("decode", "mixed"))]
 

@@ -18,6 +18,7 @@ from caesura.scheduler import kernels
 from caesura.scheduler.forward import SamplingBatch
 from caesura.scheduler.kernels import native
 from caesura.scheduler.runner import sampler as sampler_module
+from caesura.scheduler.runner.logit_edits import SpecialSampler
 from caesura.scheduler.runner.sampler import Sampler, SamplerOutput
 
 INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
@@ -276,6 +277,27 @@ def test_one_graph_serves_every_way_of_sampling(in_triton):
 
 
 @interpreted
+def test_the_warm_up_compiles_what_special_rows_use(in_triton, monkeypatch):
+    """Their logits are float32, for which there is another variant; nothing of it stays."""
+    ordinary = in_triton(50, 2, torch.bfloat16)
+    special, compiled = SpecialSampler(ordinary, 50, torch.device("cpu")), []
+    kernels_sample = triton_sampler.TritonSampler.sample
+
+    def watched(self: object, logits: torch.Tensor, *rest: object) -> None:
+        compiled.append((logits.dtype, tuple(logits.shape)))
+        kernels_sample(self, logits, *rest)
+
+    monkeypatch.setattr(triton_sampler.TritonSampler, "sample", watched)
+    monkeypatch.setattr(sampler_module, "best", lambda *of: kernels.TRITON)
+    special.warm_up(batch_of(1, 50))
+    assert compiled == [(torch.float32, (1, 50))]
+    assert special._exact is None
+    monkeypatch.setattr(sampler_module, "best", lambda *of: kernels.TORCH)
+    SpecialSampler(Sampler(50, 2, "cpu", torch.bfloat16), 50, torch.device("cpu")).warm_up(batch_of(1, 50))
+    assert len(compiled) == 1, "torch compiles nothing"
+
+
+@interpreted
 def test_a_vocabulary_that_is_too_large_is_torchs(monkeypatch):
     monkeypatch.setattr(triton_sampler, "LARGEST_VOCABULARY", 9)
     monkeypatch.setattr(sampler_module, "best", lambda *of: kernels.TRITON)
@@ -290,7 +312,7 @@ import inspect, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from caesura.scheduler.kernels import triton_sampler as kernels
-POINTERS = {"greedy": "i1", "uniforms": "fp64", "top_k": "i64", "candidate_indices": "i32", "token_ids": "i64"}
+POINTERS = {"greedy": "i1", "uniforms": "fp64", "top_k": "i64", "candidate_indices": "i32", "listed": "i32", "token_ids": "i64"}
 NUMBERS = ("row_stride", "vocab_size", "blocks")
 SIZES = {"num_blocks": 1024, "capacity": kernels._CANDIDATES, "group": kernels._GROUP, "width": kernels._BLOCK, "tile": kernels._TILE}
 for function, options in ((kernels._measure, {}), (kernels._draw, {"num_warps": kernels._WARPS})):

@@ -45,9 +45,14 @@ class Target:
 
 
 def uploaded(
-    source: WeightSource, bucket_bytes: int, skip: Callable[[str], bool] = never, *, waits: bool = False
+    source: WeightSource,
+    bucket_bytes: int,
+    skip: Callable[[str], bool] = never,
+    *,
+    waits: bool = False,
+    eager: bool = False,
 ) -> dict[str, Tensor]:
-    device = LaggingDevice()
+    device = LaggingDevice(eager_side=eager)
     target = Target(device, waits=waits)
     uploader = Uploader(WriteStream(device, device.on_stream), CPU)
     for piece in uploader.pieces(source, bucket_bytes, skip):
@@ -74,27 +79,29 @@ def tensors(folder: Path) -> dict[str, Tensor]:
     return {piece.name: piece.rows.clone() for piece in open_checkpoint(folder).pieces(bucket)}
 
 
-@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize(("waits", "eager"), [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize("bucket_bytes", [1, 700, 4096, 1 << 20])
 def test_files_read_by_threads_arrive_whole(
-    folder: Path, tensors: dict[str, Tensor], bucket_bytes: int, waits: bool
+    folder: Path, tensors: dict[str, Tensor], bucket_bytes: int, waits: bool, eager: bool
 ) -> None:
     """Far more buckets than there are, each used again as soon as it may be."""
     source = DiskSource(open_checkpoint(folder), Workspace())
-    assert equal(uploaded(source, bucket_bytes, waits=waits), tensors)
+    assert equal(uploaded(source, bucket_bytes, waits=waits, eager=eager), tensors)
 
 
-@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize(("waits", "eager"), [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize("bucket_bytes", [1, 700, 4096, 1 << 20])
 def test_memory_of_a_message_arrives_whole(
-    tensors: dict[str, Tensor], bucket_bytes: int, waits: bool
+    tensors: dict[str, Tensor], bucket_bytes: int, waits: bool, eager: bool
 ) -> None:
     specs = [
         TensorSpec(name=name, dtype=NAMES[t.dtype], shape=list(t.shape), nbytes=t.nbytes, buffer=number)
         for number, (name, t) in enumerate(tensors.items())
     ]
     frames = [memoryview(t.contiguous().view(-1).view(torch.uint8).numpy()) for t in tensors.values()]
-    assert equal(uploaded(BufferSource("tensor", specs, frames), bucket_bytes, waits=waits), tensors)
+    assert equal(
+        uploaded(BufferSource("tensor", specs, frames), bucket_bytes, waits=waits, eager=eager), tensors
+    )
 
 
 def test_what_is_skipped_is_neither_read_nor_sent(folder: Path, tensors: dict[str, Tensor]) -> None:
