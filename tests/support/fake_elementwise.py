@@ -46,9 +46,15 @@ def rope_store(
     out: Tensor,
     norm: tuple[Tensor, Tensor, float] | None = None,
 ) -> Tensor:
-    """See ``kernels/elementwise.py``; for models with head norms, and in place only."""
-    assert norm is not None
+    """See ``kernels/elementwise.py``; in place only. Without head norms, as a backend is tried, no graph can hold it."""
     assert out.data_ptr() == qkv.data_ptr()
+    if norm is None:
+        pages, offsets = kv_slots // keys.shape[2], kv_slots % keys.shape[2]
+        rotated = rotate(qkv[:, : -keys.shape[1]], cos, sin)
+        keys[pages, :, offsets] = rotated[:, num_heads:]
+        values[pages, :, offsets] = qkv[:, -keys.shape[1] :]
+        out.copy_(rotated[:, : out.shape[1]])
+        return out
     CALLS.append(len(qkv))
     _rope_store(qkv, num_heads, cos, sin, kv_slots, keys, values, *norm)
     return out

@@ -149,7 +149,7 @@ class Kernel:
 
     def __init__(self, *of: object, **sizes: object) -> None: ...
 
-    def __call__(self, *of: object) -> None:
+    def __getattr__(self, name: str) -> object:
         raise CompileError("out of resource: shared memory, Required: 263168, Hardware limit: 232448.")
 
 
