@@ -154,7 +154,13 @@ def test_a_cumulative_stream_ends_with_the_whole_answer(server):
         [each[0] for each in answer["meta_info"]["output_token_logprobs"]] for answer in (frames[-1], whole)
     ]
     assert logprobs[0] == pytest.approx(logprobs[1], abs=1e-4)
+
+
+def test_a_stream_does_not_wait_for_its_end(server):
+    """What comes while nobody reads is joined, so on a busy machine a short answer may be one event."""
+    frames = stream(server, input_ids=[5], sampling_params={"max_new_tokens": 400, "ignore_eos": True})
     assert len(frames) > 1
+    assert len(frames[0]["output_ids"]) < len(frames[-1]["output_ids"]) == 400
 
 
 def test_a_batched_stream_says_whose_each_event_is(server):
