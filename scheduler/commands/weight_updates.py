@@ -38,17 +38,15 @@ from ...io_struct import (
     WeightUpdateReqOutput,
 )
 from ..background import Task
-from ..batching.batcher import Batcher
-from ..batching.output_processor import OutputProcessor
 from ..config import EngineConfig
-from ..forward import Runner
 from ..memory.workspace import Workspace
-from ..models.base import CausalLM
+from ..models.base import Weights
 from ..observability.memory_history import MemoryHistory
 from ..observability.stage_profiler import StageProfiler
+from ..stepping import StepBatcher, StepOutputs, StepRunner
 from ..weights.loader import LoadCounts, WeightLoader, WeightPiece
 from ..weights.source import BufferSource, WeightSource
-from ..weights.transports.disk import DiskSource, open_fitting
+from ..weights.transports.disk import DiskSource, OpenFolder
 from ..weights.transports.distributed import WeightsUpdateGroups
 from ..weights.transports.ipc import SharedMemoryMaps
 from ..weights.writing import END, write_some
@@ -68,23 +66,29 @@ class WeightUpdates:
         self,
         *,
         config: EngineConfig,
-        model: CausalLM,
+        model: Weights,
         loader: WeightLoader,
-        runner: Runner,
+        runner: StepRunner,
         lifecycle: Lifecycle,
         sessions: Sessions,
-        batcher: Batcher,
-        outputs: OutputProcessor,
+        batcher: StepBatcher,
+        outputs: StepOutputs,
         weight_commit: WeightCommit,
         process_groups: WeightsUpdateGroups,
         history: MemoryHistory,
         stages: StageProfiler,
         weights_file: WeightsFile,
         model_path: str,
+        open_folder: OpenFolder,
         wake: Callable[[], None],
     ) -> None:
-        """``wake`` wakes the loop; it is called from background threads."""
+        """
+        Args:
+            open_folder: opens the checkpoint of an update from disk; in any thread.
+            wake: wakes the loop; it is called from background threads.
+        """
         self._wake = wake
+        self._open_folder = open_folder
         self._config = config
         self._model = model
         self._loader = loader
@@ -168,15 +172,19 @@ class WeightUpdates:
             )
         path, session = request.model_path, self.sessions.session_for_call(request, sender, ("disk", None))
         # In a thread, because the disk may be slow and the headers may be of any size.
-        opening = Task(
-            lambda: open_fitting(path, self._model.config, self._loader, self._workspace), self._wake
-        )
+        opening = Task(lambda: self._open_fitting(path), self._wake)
         while not opening.done:
             yield Wait.THREAD
         if session is not None:
             self.sessions.require_open(session)
         route = ("disk", None)
         return (yield from self._update(request, sender, route, opening.result, opening.seconds))
+
+    def _open_fitting(self, path: str) -> DiskSource:
+        """The checkpoint of an update, checked in all that can be known before its first byte; in any thread."""
+        checkpoint = self._open_folder(path)
+        self._loader.check(checkpoint.specs, complete=True)
+        return DiskSource(checkpoint, self._workspace)
 
     def from_tensor(
         self, request: UpdateWeightsFromTensorReqInput, sender: Sender, frames: Sequence[memoryview]

@@ -180,7 +180,7 @@ class Dispatcher:
 
     def _start(self, client: bytes, message: ToScheduler, buffers: list[memoryview]) -> None:
         if isinstance(message, GenerateReqInput):
-            self._generations.generate(client, message)
+            self._generations.generate(client, message, buffers)
         elif isinstance(message, ScoreReqInput):
             self._score(message)
         elif isinstance(message, ControlRequest) and not isinstance(message, _AT_ONCE):

@@ -8,7 +8,7 @@ Invariants:
 
 import hashlib
 import logging
-from time import monotonic
+from typing import Any
 
 import msgspec
 
@@ -22,10 +22,9 @@ from ...io_struct import (
     encode,
 )
 from ..batching.live_requests import LiveRequests
-from ..batching.output_processor import OutputProcessor
-from ..batching.waiting_queue import AdmissionLimits, WaitingQueue, admit
 from ..commands.lifecycle import Lifecycle
 from ..shutdown import Shutdown
+from ..stepping import Admission, StepOutputs, StepQueue
 from .answers import Answers
 from .replies import Replies
 
@@ -38,17 +37,17 @@ class Generations:
     def __init__(
         self,
         *,
-        limits: AdmissionLimits,
+        admission: Admission,
         refuse_while_paused: bool,
         lifecycle: Lifecycle,
-        live: LiveRequests,
-        waiting: WaitingQueue,
-        outputs: OutputProcessor,
+        live: LiveRequests[Any],
+        waiting: StepQueue,
+        outputs: StepOutputs,
         answers: Answers,
         replies: Replies,
         shutdown: Shutdown,
     ) -> None:
-        self._limits = limits
+        self._admission = admission
         self._refuse_while_paused = refuse_while_paused
         self._lifecycle = lifecycle
         self._live = live
@@ -58,12 +57,12 @@ class Generations:
         self._replies = replies
         self._shutdown = shutdown
 
-    def generate(self, client: bytes, message: GenerateReqInput) -> None:
+    def generate(self, client: bytes, message: GenerateReqInput, buffers: list[memoryview]) -> None:
         """Start a generation, or attach ``message`` to the generation that it repeats.
 
         Raises:
             CaesuraError: ``duplicate_rid``, ``shutting_down``, ``paused``, ``weights_poisoned``, ``weights_invalid``,
-                ``epoch_behind``; what :func:`admit` refuses. Nothing has changed then.
+                ``epoch_behind``; what :class:`~..stepping.Admission` refuses. Nothing has changed then.
         """
         rid, body = message.rid if message.rid is not None else message.id, _body_of(message)
         if self._join(client, message, rid, body):
@@ -73,9 +72,7 @@ class Generations:
         if self._lifecycle.generation != "running" and self._refuse_while_paused:
             raise CaesuraError(ErrorCode.PAUSED, "the engine is paused and configured to refuse requests")
         self._lifecycle.require_epoch(message.min_weights_epoch)
-        requests = admit(
-            message, client=client, limits=self._limits, waiting=len(self._waiting), now=monotonic()
-        )
+        requests = self._admission.admit(message, buffers, client, len(self._waiting))
         self._answers.begin_generation(message.id, rid, body, samples=len(requests))
         self._live.add(requests)
         for request in requests:

@@ -9,10 +9,10 @@ import logging
 from collections.abc import Callable
 
 from ...io_struct import BatchTokenOutput, GenerateReqOutput, Message
-from ..batching.request import Request
+from ..batching.live_requests import LiveSample
 from ..guard import checked, defect
+from ..stepping import StepOutbox
 from .answers import Answers, answer_bytes
-from .outbox import Outbox
 from .send_queues import result_bytes
 
 logger = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ class Replies:
     def __init__(
         self,
         answers: Answers,
-        outbox: Outbox,
+        outbox: StepOutbox,
         send: Callable[[bytes, Message], None],
         step: Callable[[], int],
     ) -> None:
@@ -45,7 +45,7 @@ class Replies:
         exchange.remaining = 1
         self._answers.add(exchange, answer, answer_bytes(answer))
 
-    def finished(self, request: Request, result: GenerateReqOutput) -> None:
+    def finished(self, request: LiveSample, result: GenerateReqOutput) -> None:
         """Store the result of a sample, and send it to the clients that attached; its own client gets it by the outbox."""
         exchange = self._answers.get(request.message_id)
         if exchange is None:

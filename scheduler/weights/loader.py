@@ -21,7 +21,7 @@ from torch import Tensor
 from ...io_struct import TensorSpec
 from ..dtypes import DTYPES, NAMES
 from ..layers.parameters import WeightSlot
-from ..models.base import CausalLM
+from ..models.base import Weights
 from .misfits import Misfits
 
 
@@ -128,7 +128,7 @@ class _Account:
 class WeightLoader:
     """Writes pieces of checkpoint tensors into one model."""
 
-    def __init__(self, model: CausalLM) -> None:
+    def __init__(self, model: Weights) -> None:
         self._slots = model.weight_slots()
         self._required = self._slots.keys() - model.optional_names
         self._is_skipped = model.is_skipped

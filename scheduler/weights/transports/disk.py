@@ -114,11 +114,15 @@ class Checkpoint:
                 os.close(descriptor)
 
 
-def open_fitting(path: str, config: ModelConfig, loader: WeightLoader, workspace: Workspace) -> "DiskSource":
-    """The checkpoint of an update, checked in all that can be known before its first byte; in any thread.
+OpenFolder = Callable[[str], Checkpoint]
+"""Opens a checkpoint folder whose config fits the model; raises as :func:`open_fitting`."""
+
+
+def open_fitting(path: str, config: ModelConfig) -> Checkpoint:
+    """The checkpoint of an update, if its config asks for the same forward.
 
     Raises:
-        CaesuraError: CHECKPOINT_ERROR, or WEIGHT_MISMATCH with what differs in its config or its tensors.
+        CaesuraError: CHECKPOINT_ERROR, or WEIGHT_MISMATCH with what differs in its config.
     """
     checkpoint = open_checkpoint(path)
     differing = config_difference(config, load_model_config(path))
@@ -128,8 +132,7 @@ def open_fitting(path: str, config: ModelConfig, loader: WeightLoader, workspace
             f"{path}/config.json differs in what the forward reads: {', '.join(differing)}",
             config=differing,
         )
-    loader.check(checkpoint.specs, complete=True)
-    return DiskSource(checkpoint, workspace)
+    return checkpoint
 
 
 class DiskSource:
