@@ -25,9 +25,9 @@ FLOORS = (
     ("models",),
     ("weights",),
     ("runner",),
-    ("batching", "operations", "build", "stepping"),
+    ("batching", "images", "operations", "build", "stepping"),
     ("commands", "serving"),
-    ("housekeeping", "loop", "core", "engine", "process", "__main__"),
+    ("housekeeping", "loop", "core", "image_core", "engine", "process", "__main__"),
 )
 """The modules and packages of ``scheduler/`` from the ground up. A file imports from floors below its own, from its own package,
 and from modules to its left; ``tests/architecture/test_layers.py`` checks it."""

@@ -121,7 +121,7 @@ def language_core(around: Surroundings, make_runner: MakeRunner) -> Core:
     )
     return Core(
         loaded=loaded,
-        open_folder=lambda path: open_fitting(path, loaded.config),
+        open_folder=lambda path, _: open_fitting(path, loaded.config),
         reference=reference,
         runner=runner,
         graphs=runner.graphs if isinstance(runner, ModelRunner) else None,

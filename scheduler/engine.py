@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from .. import __version__
 from ..io_struct import (
-    GenerateReqOutput,
+    CaesuraError,
+    ErrorCode,
     GetMemoryHistoryReqInput,
     GetStatusReqInput,
     HelloReqInput,
@@ -35,6 +36,7 @@ from .commands.weight_updates import WeightUpdates
 from .commands.weights_checker import WeightsChecker
 from .config import EngineConfig
 from .core import Core, Surroundings, language_core
+from .files import is_pipeline
 from .guard import Guard
 from .housekeeping import Housekeeping
 from .loop import Scheduler
@@ -46,7 +48,7 @@ from .observability.stage_profiler import StageProfiler
 from .observability.throughput import Counters, Throughput
 from .observability.watchdog import Heartbeat
 from .runner.model_runner import ModelRunner
-from .serving.answers import Answers
+from .serving.answers import Answers, SampleResult
 from .serving.client_access import ServerKeys
 from .serving.command_queue import CommandQueue
 from .serving.dispatcher import Dispatcher, Queries
@@ -205,7 +207,7 @@ class Engine:
             send=self.router.send,
             on_finished=self._finished,
         )
-        core = language_core(around, make_runner)
+        core = _make_core(around, make_runner)
         self._weights_file.begin(stamp, core.loaded.digest)
         self.cache, self.live, self.outbox, self.outputs = core.cache, core.live, core.outbox, core.outputs
         lifecycle = self._build_lifecycle(config, start, stamp, core)
@@ -240,6 +242,7 @@ class Engine:
         self.answers = Answers(config.result_ttl_s)
         self.replies = Replies(self.answers, self.outbox, self.router.send, lambda: lifecycle.step)
         self.generations = Generations(
+            request_type=core.steps.request_type,
             admission=core.steps.admission,
             refuse_while_paused=config.requests_while_paused == "refuse",
             lifecycle=lifecycle,
@@ -399,8 +402,23 @@ class Engine:
     def _client_gone(self, client: bytes) -> None:
         self.dispatcher.client_gone(client)
 
-    def _finished(self, request: LiveSample, result: GenerateReqOutput) -> None:
+    def _finished(self, request: LiveSample, result: SampleResult) -> None:
         self.replies.finished(request, result)
+
+
+def _make_core(around: Surroundings, make_runner: MakeRunner) -> Core:
+    """The core of the model in the configuration's folder."""
+    if not is_pipeline(around.config.model_path):
+        return language_core(around, make_runner)
+    try:
+        from .image_core import image_core  # diffusers is optional, and only this core needs it
+    except ImportError as error:
+        raise CaesuraError(
+            ErrorCode.UNSUPPORTED,
+            f"{error.name} is not installed, which image pipelines need: pip install 'caesura[diffusion]'",
+            field="model_path",
+        ) from error
+    return image_core(around)
 
 
 def shutdown_of(config: EngineConfig, **fds: int | None) -> Shutdown:

@@ -14,6 +14,12 @@ from .config import ModelConfig
 class Weights(Protocol):
     """What updates, checks and counts of weights ask of a model of any kind."""
 
+    @property
+    def components(self) -> tuple[str, ...]:
+        """Parts with folders of their own, the one first that an update writes unless it names another; empty for a model of
+        one piece. A tensor of a part is known as ``component.name``."""
+        ...
+
     def weight_slots(self) -> dict[str, WeightSlot]:
         """Where each checkpoint tensor goes, by its name there."""
         ...

@@ -12,8 +12,7 @@ from ...io_struct import BatchTokenOutput, GenerateReqOutput, Message
 from ..batching.live_requests import LiveSample
 from ..guard import checked, defect
 from ..stepping import StepOutbox
-from .answers import Answers, answer_bytes
-from .send_queues import result_bytes
+from .answers import Answers, SampleResult, answer_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -45,20 +44,34 @@ class Replies:
         exchange.remaining = 1
         self._answers.add(exchange, answer, answer_bytes(answer))
 
-    def finished(self, request: LiveSample, result: GenerateReqOutput) -> None:
+    def finished(self, request: LiveSample, result: SampleResult) -> None:
         """Store the result of a sample, and send it to the clients that attached; its own client gets it by the outbox."""
         exchange = self._answers.get(request.message_id)
         if exchange is None:
             return
-        answer = self.results([result])
-        self._answers.add(exchange, answer, result_bytes(result))
+        answer = self.result(result)
+        self._answers.add(exchange, answer, answer_bytes(answer))
         for client in exchange.clients:
             if client != request.client:
                 self.send_answer(client, answer, request.message_id)
 
-    def results(self, results: list[GenerateReqOutput]) -> BatchTokenOutput:
-        """An answer that contains ``results``."""
-        return BatchTokenOutput(step=self._step(), finished=results)
+    def result(self, result: SampleResult) -> Message:
+        """An answer that is or contains ``result``."""
+        if isinstance(result, GenerateReqOutput):
+            return BatchTokenOutput(step=self._step(), finished=[result])
+        return result
+
+    def repeat(self, message_id: str, results: list[SampleResult]) -> None:
+        """Answer a message, that repeats an earlier one under a new id, with the results of that."""
+        exchange = self._answers.get(message_id)
+        if exchange is None:
+            return
+        self._outbox.deliver(self._step())
+        exchange.remaining = len(results)
+        for answer in map(self.result, results):
+            for client in exchange.clients:
+                self.send_answer(client, answer, message_id)
+            self._answers.add(exchange, answer, answer_bytes(answer))
 
     def send_answer(self, client: bytes, answer: Message, message_id: str | None = None) -> Message:
         """Send ``answer``, or an error if it cannot be sent; returns what was sent.
