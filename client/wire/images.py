@@ -68,6 +68,7 @@ class ImageTensor:
     dtype: str
     """Safetensors name."""
     shape: tuple[int, ...]
+    """Elements per dimension; empty for a scalar."""
     data: bytes | memoryview
     """Little-endian, in C order."""
 
