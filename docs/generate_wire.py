@@ -45,7 +45,7 @@ LIMITS = (
     ("scheduler.serving.router_socket", "OVERLONG_MESSAGES", "messages", "over these limits, from one client; then it counts as gone"),
     ("io_struct.base", "MAX_ID_LENGTH", "characters", "a message id or request id"),
     ("io_struct.generate", "MAX_SAMPLES", "samples", "`n` of one request"),
-    ("scheduler.serving.endpoint", "MAX_IPC_PATH", "bytes", "the path of an `ipc://` endpoint"),
+    ("io_struct.process_contract", "MAX_IPC_PATH", "bytes", "the path of an `ipc://` endpoint"),
     ("scheduler.serving.router_socket", "HIGH_WATER_MARK", "messages", "unsent to one client inside ZeroMQ (`ZMQ_SNDHWM`)"),
     ("scheduler.serving.router_socket", "RECEIVE_HIGH_WATER_MARK", "messages", "unread from one client (`ZMQ_RCVHWM`)"),
     ("scheduler.serving.send_queues", "MAX_PENDING_DELTA_TOKENS", "tokens", "streamed and not taken by one client; more are dropped"),

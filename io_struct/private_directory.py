@@ -17,16 +17,16 @@ import stat
 import tempfile
 from pathlib import Path
 
+from .process_contract import MAX_IPC_PATH, SHUT_SUFFIX
+
 PREFIX = "caesura-"
 SOCKET = "scheduler.sock"
 LOCK = SOCKET + ".lock"
 STATE_FILE = "weights.json"
 """Of an engine that is supervised and was told no other."""
 STATE_LOCK = STATE_FILE + ".lock"
-MAX_SOCKET_PATH = 107
-"""Of ``sun_path``, without its final zero."""
 
-_OURS = {SOCKET, SOCKET + ".full", LOCK, STATE_FILE, f".{STATE_FILE}.new", STATE_LOCK}
+_OURS = {SOCKET, SOCKET + SHUT_SUFFIX, LOCK, STATE_FILE, f".{STATE_FILE}.new", STATE_LOCK}
 """What an engine makes here: a socket that is shut and a state file that is being replaced have other names."""
 
 _held: dict[str, int] = {}
@@ -45,7 +45,7 @@ def make() -> Path:
 def _make_fresh() -> str:
     path = tempfile.mkdtemp(prefix=PREFIX)
     socket = os.fsencode(f"{path}/{SOCKET}")
-    if len(socket) > MAX_SOCKET_PATH or not _is_utf8(socket):  # ZeroMQ's addresses are text
+    if len(socket) > MAX_IPC_PATH or not _is_utf8(socket):  # ZeroMQ's addresses are text
         os.rmdir(path)
         path = tempfile.mkdtemp(prefix=PREFIX, dir="/tmp")
     return path

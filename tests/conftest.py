@@ -12,7 +12,6 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
-from support.checkpoints import make_checkpoint
 
 torch.set_num_threads(1)
 # Started in the background of a shell, or by nohup, this process would ignore these signals, and with it every process that
@@ -29,17 +28,29 @@ settings.register_profile("repeatable", settings.get_profile("explore"), derando
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests come first, so that no process of pytest-xdist begins one when the others have nothing left to do."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A two-layer Qwen3 checkpoint in float32: vocabulary 97, context 256."""
-    path = tmp_path_factory.mktemp("models") / "tiny"
-    make_checkpoint(path, "qwen3", tied=True, seed=1)
-    return path
+    return _checkpoint(tmp_path_factory, "tiny", seed=1)
 
 
 @pytest.fixture(scope="session")
 def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same shape with other weights: what an update brings."""
-    path = tmp_path_factory.mktemp("models") / "other"
-    make_checkpoint(path, "qwen3", tied=True, seed=2)
+    return _checkpoint(tmp_path_factory, "other", seed=2)
+
+
+def _checkpoint(tmp_path_factory: pytest.TempPathFactory, name: str, *, seed: int) -> Path:
+    from support.checkpoints import (
+        make_checkpoint,
+    )  # imports transformers, for seconds, which most tests do without
+
+    path = tmp_path_factory.mktemp("models") / name
+    make_checkpoint(path, "qwen3", tied=True, seed=seed)
     return path

@@ -14,10 +14,9 @@ from collections.abc import Sequence
 from time import localtime, strftime
 
 from ... import __version__
+from ...io_struct.process_contract import EXIT_HUNG
 
 _PID_WIDTH = 10
-_HUNG = 70
-"""Exit status of an engine whose loop or shutdown hung (docs/reference/lifecycle.md, "Shutdown")."""
 
 
 class ChildLog:
@@ -78,7 +77,7 @@ def how_it_ended(returncode: int | None) -> str:
     if returncode is None:
         return "has not ended"
     if returncode >= 0:
-        hung = " (its loop or its shutdown hung)" if returncode == _HUNG else ""
+        hung = " (its loop or its shutdown hung)" if returncode == EXIT_HUNG else ""
         return f"ended with status {returncode}{hung}"
     try:
         name = signal.Signals(-returncode).name

@@ -99,7 +99,6 @@ class Run:
 
 Steps = Generator[Send | Await | Run, Any, WeightUpdateReqOutput]
 """One update: what is to be done, one after the other, and at last the reply to all of it."""
-Exchanges = Generator[Send | Await | Run, Any, None]
 
 
 def call(

@@ -86,16 +86,13 @@ class AsyncGenerationHandle:
             for output in await self.results(timeout):
                 yield output.as_delta()
             return
-        while (delta := await self._next(self._deltas, timeout)) is not None:
-            yield delta
-        self._deltas.put_nowait(None)  # a second iteration ends at once instead of waiting forever
-        await self.results()
-
-    async def _next(self, deltas: Deltas, timeout: float | None) -> TokenDelta | None:
         try:
-            return await next_delta(deltas, self.message_id, timeout)
+            while (delta := await next_delta(self._deltas, self.message_id, timeout)) is not None:
+                yield delta
         except TimedOut as error:
             raise await self._explained(error) from None
+        self._deltas.put_nowait(None)  # a second iteration ends at once instead of waiting forever
+        await self.results()
 
     def __aiter__(self) -> AsyncIterator[TokenDelta]:
         return self.deltas()

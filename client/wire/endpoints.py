@@ -8,12 +8,9 @@ import stat
 from typing import Any
 
 from ...io_struct.field_errors import shown
+from ...io_struct.process_contract import MAX_IPC_PATH, SHUT_SUFFIX
 from ..exceptions import InvalidRequest
 
-MAX_IPC_PATH = 107
-"""Longest ipc:// path, in bytes: the kernel's sun_path less its terminating zero."""
-SHUT_SUFFIX = ".full"
-"""Behind the path of an engine's socket while it takes no more clients."""
 FORMS = "ipc://PATH or tcp://HOST:PORT"
 
 

@@ -87,16 +87,13 @@ class GenerationHandle:
             for output in self.results(timeout):
                 yield output.as_delta()
             return
-        while (delta := self._next(self._deltas, timeout)) is not None:
-            yield delta
-        self._deltas.put_nowait(None)  # a second iteration ends at once instead of waiting forever
-        self.results()
-
-    def _next(self, deltas: Deltas, timeout: float | None) -> TokenDelta | None:
         try:
-            return next_delta(deltas, self.message_id, timeout)
+            while (delta := next_delta(self._deltas, self.message_id, timeout)) is not None:
+                yield delta
         except TimedOut as error:
             raise self._explained(error) from None
+        self._deltas.put_nowait(None)  # a second iteration ends at once instead of waiting forever
+        self.results()
 
     def __iter__(self) -> Iterator[TokenDelta]:
         return self.deltas()

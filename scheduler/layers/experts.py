@@ -40,7 +40,7 @@ class ExpertMatrix:
         *,
         packed: bool,
     ) -> None:
-        self._out, self._in = out_features, in_features
+        self._in = in_features
         self._rows = 0
         self._product: kernel.GroupedProduct | None = None
         if packed:

@@ -24,12 +24,11 @@ from collections.abc import Callable, Iterator
 from time import monotonic, sleep
 from typing import Any
 
+from ...io_struct.process_contract import EXIT_HUNG
 from . import log
 
 logger = logging.getLogger(__name__)
 
-EXIT_HUNG = 70
-"""Exit status of a process whose loop, or whose shutdown, hung."""
 LOOK_S = 10.0
 """Maximum seconds between two checks."""
 _DUMP_S = 0.5

@@ -22,12 +22,11 @@ import struct
 import zmq
 
 from ...io_struct import CaesuraError, ErrorCode
+from ...io_struct.process_contract import MAX_IPC_PATH, SHUT_SUFFIX
 
-MAX_IPC_PATH = 107
 MAX_PORT = 65535
 LISTEN_BACKLOG = 128
 """Most connections that the kernel completes before ZeroMQ accepts them; these are accepted even if the endpoint is shut."""
-SHUT_SUFFIX = ".full"
 _SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27  # asm-generic/socket.h
 _BPF_RET = 0x06
 

@@ -1,6 +1,7 @@
 """Pause leases, owner tokens, kept results: what remains when a trainer or a client has died."""
 
 import pytest
+from support.clock import clock_of
 from support.scripted import EngineDriver, assert_error, one_piece_per_slice, tokens_of
 
 from caesura.io_struct import (
@@ -19,21 +20,9 @@ from caesura.io_struct import (
 PROMPT = [5, 6, 7, 8]
 
 
-class Clock:
-    """Stands in for the lifecycle's monotonic clock."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
 def clock(monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr("caesura.scheduler.commands.lifecycle.monotonic", clock)
-    return clock
+    return clock_of(monkeypatch, ["commands.lifecycle"])
 
 
 @pytest.fixture
@@ -227,8 +216,7 @@ def test_a_retry_gets_the_kept_result(driver):
 
 
 def test_kept_results_expire(driver, monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr("caesura.scheduler.serving.answers.monotonic", clock)
+    clock = clock_of(monkeypatch, ["serving.answers"])
     finish_unread(driver, "r1")
     clock.now += driver.config.result_ttl_s + 1
     assert driver.call(FetchResultReqInput(rid="r1")).results == []

@@ -3,6 +3,7 @@
 import logging
 
 import pytest
+from support.clock import clock_of
 from support.scripted import EngineDriver, assert_error, tokens_of
 
 from caesura.io_struct import (
@@ -19,21 +20,9 @@ from caesura.io_struct import (
 PAGE = 16
 
 
-class Clock:
-    """Stands in for the lifecycle's monotonic clock."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
 def clock(monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr("caesura.scheduler.commands.lifecycle.monotonic", clock)
-    return clock
+    return clock_of(monkeypatch, ["commands.lifecycle"])
 
 
 @pytest.fixture

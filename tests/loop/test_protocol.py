@@ -33,6 +33,8 @@ from caesura.io_struct import (
     encode,
 )
 
+pytestmark = pytest.mark.slow
+
 SENDERS = st.sampled_from(
     [Sender("main", "a"), Sender("main"), Sender("other", "b"), Sender("third"), Sender("third", "a")]
 )

@@ -3,6 +3,7 @@
 import logging
 
 import pytest
+from support.clock import Clock, clock_of
 from support.scripted import EngineDriver
 
 from caesura.io_struct import (
@@ -16,22 +17,11 @@ INTERVAL = 10.0
 NEVER_S = 1e9
 
 
-class Clock:
-    """Of the loop, its timers and the pause."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
 def clock(monkeypatch):
-    clock = Clock()
-    for module in ("loop", "housekeeping", "timers", "commands.lifecycle", "observability.throughput"):
-        monkeypatch.setattr(f"caesura.scheduler.{module}.monotonic", clock)
-    return clock
+    return clock_of(
+        monkeypatch, ["loop", "housekeeping", "timers", "commands.lifecycle", "observability.throughput"]
+    )
 
 
 @pytest.fixture

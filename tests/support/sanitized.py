@@ -14,7 +14,7 @@ from caesura.scheduler.kernels import native
 _SOURCES = Path(native.__file__).parent / "cpu"
 _TESTS = Path(__file__).parents[1]
 _OBJECTS = _TESTS.parent / "build" / "sanitized"
-_FLAGS = ("-O1", "-g1", "-std=c++17", "-fopenmp", "-ffp-contract=off", "-fPIC", "-w")
+_FLAGS = ("-O0", "-g1", "-std=c++17", "-fopenmp", "-ffp-contract=off", "-fPIC", "-w")
 _SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
 
 

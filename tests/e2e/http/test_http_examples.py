@@ -10,6 +10,8 @@ from types import ModuleType
 import pytest
 from support.http_serve import make_text_model, served
 
+pytestmark = pytest.mark.slow  # its engines take seconds to start
+
 EXAMPLES = Path(__file__).parents[3] / "examples"
 ELSEWHERE = {  # they need a trainer or a parameter server at the other end; tests/e2e/http/test_http_control.py has those
     "/init_weights_update_group",

@@ -22,6 +22,8 @@ from support.waiting import eventually
 from caesura.client import SchedulerClient, ShuttingDown, launch_scheduler
 from caesura.client.frontend.watch import interrupted_by_signals
 
+pytestmark = pytest.mark.slow  # its engines take seconds to start
+
 API, ADMIN = "user-key-7f3a", "admin-key-91bc"
 
 

@@ -1,8 +1,11 @@
 """The peak of a warm-up at 512 rows and a vocabulary of 152k: real models, in a process of their own."""
 
+import pytest
 from checkpoints import write_checkpoint
 from harness.process_memory import MB
 from warmup_peak import HEAD_ROWS, ROWS, WIDE, measure_peaks
+
+pytestmark = pytest.mark.slow  # its engines take seconds to start
 
 LOGITS = ROWS * WIDE.vocab_size * 4
 BOUNDED = HEAD_ROWS * WIDE.vocab_size * 4

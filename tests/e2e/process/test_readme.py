@@ -5,6 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.slow  # its engines take seconds to start
+
 README = Path(__file__).parents[3] / "README.md"
 FIRST_STEPS = README.parent / "docs" / "tutorial" / "first-steps.md"
 SEVERAL_ENGINES = README.parent / "docs" / "howto" / "several-engines.md"

@@ -10,6 +10,8 @@ import pytest
 from support.http_serve import served
 from support.supervised import PATIENCE, supervised
 
+pytestmark = pytest.mark.slow  # its engines take seconds to start
+
 ROOT = Path(__file__).parents[3]
 UNITS = sorted((ROOT / "examples/systemd").glob("*.service"))
 yaml = pytest.importorskip("yaml", reason="PyYAML comes with transformers")

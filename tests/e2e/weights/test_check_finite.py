@@ -20,6 +20,8 @@ from caesura.client import (
 )
 from caesura.client.tensors import WeightUpdateGroup
 
+pytestmark = pytest.mark.slow  # its engines take seconds to start
+
 NAN, INF = float("nan"), float("inf")
 PATIENCE = 30.0
 NORM = "model.norm.weight"

@@ -27,6 +27,8 @@ from caesura.client import (
 from caesura.client.tensors import SharedBuckets, SharedTensors, WeightUpdateGroup, manifest
 from caesura.client.tensors.steps import tensor_steps
 
+pytestmark = pytest.mark.slow  # its engines take seconds to start
+
 PATIENCE = 30.0
 SMALL = 4096
 """Bytes of a bucket: every checkpoint here is many."""

@@ -38,6 +38,8 @@ from caesura.io_struct import (
 )
 from caesura.scheduler.weights.transports.ipc import KEPT
 
+pytestmark = pytest.mark.slow  # its engines take seconds to start
+
 Weights = dict[str, torch.Tensor]
 
 

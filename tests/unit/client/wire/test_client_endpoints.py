@@ -9,7 +9,7 @@ import pytest
 from support.fake_scheduler import FakeScheduler
 
 from caesura.client import AsyncControlClient, ControlClient, EngineDied, InvalidRequest
-from caesura.client.wire.endpoints import SHUT_SUFFIX
+from caesura.io_struct.process_contract import SHUT_SUFFIX
 
 FOR_EVER = 3600.0
 """A test would fail by its own time limit before a client that waits."""

@@ -10,6 +10,8 @@ import pytest
 import support.fake_scheduler
 from support.fake_scheduler import FakeScheduler
 
+pytestmark = pytest.mark.slow  # its engines take seconds to start
+
 FAKE = support.fake_scheduler.__file__
 PATIENCE = 30.0
 

@@ -7,7 +7,8 @@ import textwrap
 
 import pytest
 
-from caesura.scheduler.observability.watchdog import EXIT_HUNG, Heartbeat
+from caesura.io_struct.process_contract import EXIT_HUNG
+from caesura.scheduler.observability.watchdog import Heartbeat
 
 PATIENCE = 60.0
 SCRIPT = """

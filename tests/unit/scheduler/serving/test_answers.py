@@ -3,9 +3,9 @@
 import tracemalloc
 
 import pytest
+from support.clock import clock_of
 
 from caesura.io_struct import AbortReqOutput, CaesuraError, ErrorCode
-from caesura.scheduler.serving import answers
 from caesura.scheduler.serving.answers import (
     REMEMBERED_IDS,
     STORED_ANSWER_BYTES,
@@ -15,19 +15,9 @@ from caesura.scheduler.serving.answers import (
 )
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
 def clock(monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr(answers, "monotonic", clock)
-    return clock
+    return clock_of(monkeypatch, ["serving.answers"])
 
 
 def answer(store: Answers, message_id: str, nbytes: int = 100) -> None:

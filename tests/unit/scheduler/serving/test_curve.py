@@ -28,6 +28,8 @@ from caesura.scheduler.serving.client_access import ServerKeys
 from caesura.scheduler.serving.hello import answer_hello
 from caesura.scheduler.serving.router_socket import Router
 
+pytestmark = pytest.mark.slow  # its engines take seconds to start
+
 
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory):
