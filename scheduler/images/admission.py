@@ -95,6 +95,10 @@ class ImageAdmission:
         family = self._family
         guided = family.is_guided(message.guidance_scale)
         embeds, negative = self._embeds(message.tensors, buffers)
+        if not family.takes_negative and (
+            message.negative_prompt or message.negative_prompt_ids or negative is not None
+        ):
+            raise invalid("negative_prompt", message.negative_prompt, f"{family.pipeline} takes none")
         given = [message.prompt is not None, message.prompt_ids is not None, embeds is not None]
         if sum(given) != 1:
             raise invalid(

@@ -35,6 +35,8 @@ class Family(ABC):
     """Component to the classes it may have, as ``library.Class``; in the order of the text encoders."""
     optional: ClassVar[frozenset[str]] = frozenset()
     """Components that a folder may lack."""
+    takes_negative: ClassVar[bool] = True
+    """Whether there are negative prompts."""
     embed_names: ClassVar[tuple[str, ...]]
     """Of one prompt."""
 

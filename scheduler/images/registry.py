@@ -7,9 +7,10 @@ from typing import Any
 from ...io_struct import CaesuraError, ErrorCode
 from .components import class_names
 from .family import Family
+from .flux import Flux
 from .sd3 import StableDiffusion3
 
-FAMILIES: dict[str, type[Family]] = {kind.pipeline: kind for kind in (StableDiffusion3,)}
+FAMILIES: dict[str, type[Family]] = {kind.pipeline: kind for kind in (StableDiffusion3, Flux)}
 
 
 def family_of(index: Mapping[str, Any], root: Path) -> type[Family]:

@@ -9,6 +9,8 @@ import torch
 from diffusers import (
     AutoencoderKL,
     FlowMatchEulerDiscreteScheduler,
+    FluxPipeline,
+    FluxTransformer2DModel,
     SD3Transformer2DModel,
     StableDiffusion3Pipeline,
 )
@@ -17,6 +19,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import (
     CLIPTextConfig,
+    CLIPTextModel,
     CLIPTextModelWithProjection,
     CLIPTokenizer,
     PreTrainedTokenizerFast,
@@ -62,9 +65,8 @@ def t5_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def _clip(seed: int, vocab: int) -> CLIPTextModelWithProjection:
-    torch.manual_seed(seed)
-    config = CLIPTextConfig(
+def _clip_config(vocab: int) -> CLIPTextConfig:
+    return CLIPTextConfig(
         vocab_size=vocab,
         hidden_size=16,
         intermediate_size=24,
@@ -76,7 +78,11 @@ def _clip(seed: int, vocab: int) -> CLIPTextModelWithProjection:
         eos_token_id=2,
         pad_token_id=1,
     )
-    return _lively(CLIPTextModelWithProjection(config))
+
+
+def _clip(seed: int, vocab: int) -> CLIPTextModelWithProjection:
+    torch.manual_seed(seed)
+    return _lively(CLIPTextModelWithProjection(_clip_config(vocab)))
 
 
 def _t5(seed: int) -> T5EncoderModel:
@@ -93,9 +99,7 @@ def _lively(module: Any) -> Any:
     return module.eval().requires_grad_(False)
 
 
-def make_sd3(path: Path, *, seed: int = 0, t5: bool = True, **scheduler: Any) -> Path:
-    """A pipeline of Stable Diffusion 3 for images of multiples of 8 pixels, about 60,000 parameters."""
-    tokenizer = clip_tokenizer()
+def _vae(seed: int) -> AutoencoderKL:
     torch.manual_seed(seed)
     vae = AutoencoderKL(
         sample_size=16,
@@ -111,6 +115,13 @@ def make_sd3(path: Path, *, seed: int = 0, t5: bool = True, **scheduler: Any) ->
         scaling_factor=1.3,
         shift_factor=0.1,
     )
+    return vae.eval()
+
+
+def make_sd3(path: Path, *, seed: int = 0, t5: bool = True, **scheduler: Any) -> Path:
+    """A pipeline of Stable Diffusion 3 for images of multiples of 8 pixels, about 60,000 parameters."""
+    tokenizer = clip_tokenizer()
+    vae = _vae(seed)
     transformer = SD3Transformer2DModel(
         sample_size=8,
         patch_size=2,
@@ -128,7 +139,7 @@ def make_sd3(path: Path, *, seed: int = 0, t5: bool = True, **scheduler: Any) ->
     pipeline = StableDiffusion3Pipeline(
         transformer=_lively(transformer),
         scheduler=FlowMatchEulerDiscreteScheduler(**{"shift": 3.0, **scheduler}),
-        vae=vae.eval(),
+        vae=vae,
         text_encoder=_clip(seed + 1, len(tokenizer)),
         tokenizer=tokenizer,
         text_encoder_2=_clip(seed + 2, len(tokenizer)),
@@ -140,10 +151,39 @@ def make_sd3(path: Path, *, seed: int = 0, t5: bool = True, **scheduler: Any) ->
     return path
 
 
-def load_pipeline(path: Path) -> Any:
+def make_flux(path: Path, *, seed: int = 0, guidance: bool = True) -> Path:
+    """A pipeline of Flux for images of multiples of 8 pixels, with dynamic shifting."""
+    tokenizer = clip_tokenizer()
+    torch.manual_seed(seed)
+    transformer = FluxTransformer2DModel(
+        patch_size=1,
+        in_channels=16,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=40,
+        pooled_projection_dim=16,
+        axes_dims_rope=[4, 4, 8],
+        guidance_embeds=guidance,
+    )
+    pipeline = FluxPipeline(
+        transformer=_lively(transformer),
+        scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, base_image_seq_len=4),
+        vae=_vae(seed),
+        text_encoder=_lively(CLIPTextModel(_clip_config(len(tokenizer)))),
+        tokenizer=tokenizer,
+        text_encoder_2=_t5(seed + 3),
+        tokenizer_2=t5_tokenizer(),
+    )
+    pipeline.save_pretrained(path)
+    return path
+
+
+def load_pipeline(path: Path, kind: Any = StableDiffusion3Pipeline) -> Any:
     """The pipeline as diffusers runs it."""
     index = json.loads((path / "model_index.json").read_text())
     absent = {name: None for name, entry in index.items() if isinstance(entry, list) and entry[0] is None}
-    pipeline = StableDiffusion3Pipeline.from_pretrained(path, local_files_only=True, **absent)
+    pipeline = kind.from_pretrained(path, local_files_only=True, **absent)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
