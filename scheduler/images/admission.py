@@ -116,6 +116,8 @@ class ImageAdmission:
             if against is None:
                 raise invalid("negative_prompt", None, "guidance needs one, in the form of the prompt")
         _require_alike(embeds, negative)
+        if ids is not None and against is not None:
+            ids, against = family.align(ids, against)
         _require_same_lengths(ids, against)
         return Prompting(ids, against, message.max_sequence_length, True, embeds, negative)
 
@@ -143,6 +145,9 @@ class ImageAdmission:
                 raise invalid(
                     "tensors", sorted(each), f"{field}: a prompt has {', '.join(family.embed_names)}"
                 )
+            mask = each.get("prompt_embeds_mask")
+            if mask is not None and len(mask) != len(each["prompt_embeds"]):
+                raise invalid("tensors", len(mask), "the mask has another length than prompt_embeds")
         return found or None, negative or None
 
     def _embed(self, name: str, rows: Tensor) -> Tensor:

@@ -9,7 +9,8 @@ Invariants:
 """
 
 import importlib
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -58,8 +59,15 @@ class Component:
     """One module of a pipeline, and the slots of its weights."""
 
     def __init__(
-        self, name: str, folder: Path, module: nn.Module, dtype: torch.dtype, device: torch.device
+        self,
+        name: str,
+        folder: Path,
+        module: nn.Module,
+        dtype: torch.dtype,
+        device: torch.device,
+        saved: Iterable[str] = (),
     ) -> None:
+        """``saved`` are the names in its checkpoint, which an older version of its library may have written."""
         self.name = name
         self.folder = folder
         self.module = module
@@ -70,9 +78,13 @@ class Component:
         kept = module.state_dict(keep_vars=True)
         stored |= {key: buffer for key, buffer in module.named_buffers() if key in kept}
         self.tied = frozenset(kept.keys() - stored.keys())
+        names = _names_in_file(module, saved)
         for key, old in stored.items():
             parameter = Parameter(
-                f"{name}.{key}", tuple(old.shape), dtype if old.is_floating_point() else old.dtype, device
+                f"{name}.{names.get(key, key)}",
+                tuple(old.shape),
+                dtype if old.is_floating_point() else old.dtype,
+                device,
             )
             _replace(module, old, parameter.data)
             self.slots[parameter.name] = parameter.slot(parameter.name)
@@ -106,7 +118,8 @@ def build_component(
     )
     with _without_values():
         module = _make_module(class_path, folder)
-    return Component(name, folder, module, dtype or saved or torch.float32, device), checkpoint
+    names = [spec.name for spec in checkpoint.specs]
+    return Component(name, folder, module, dtype or saved or torch.float32, device, names), checkpoint
 
 
 def config_difference(ours: Path, theirs: Path) -> list[str]:
@@ -133,6 +146,29 @@ def _make_module(class_path: str, folder: Path) -> nn.Module:
 def _as_module(made: Any) -> nn.Module:
     assert isinstance(made, nn.Module)
     return made
+
+
+def _names_in_file(module: nn.Module, saved: Iterable[str]) -> dict[str, str]:
+    """The module's name of a tensor to the file's, where they differ by the renamings that its class declares."""
+    renamings = getattr(module, "_checkpoint_conversion_mapping", {}) or _RENAMED.get(
+        type(module).__name__, {}
+    )
+    names = {}
+    for name in saved:
+        key = name
+        for pattern, replacement in renamings.items():
+            key = re.sub(pattern, replacement, key)
+        names[key] = name
+    return names
+
+
+_RENAMED = {
+    "Qwen2_5_VLForConditionalGeneration": {
+        r"^visual": "model.visual",
+        r"^model(?!\.(language_model|visual))": "model.language_model",
+    }
+}
+"""Names that checkpoints of transformers before 4.52 have for what is now elsewhere."""
 
 
 @contextmanager

@@ -93,6 +93,12 @@ class Family(ABC):
     def tokenize(self, text: str, max_sequence_length: int) -> list[list[int]]:
         """Token ids for each text encoder, padded."""
 
+    def align(
+        self, ids: list[list[int]], against: list[list[int]]
+    ) -> tuple[list[list[int]], list[list[int]]]:
+        """Token ids of a prompt and its negative prompt, with the same lengths where the family can pad them."""
+        return ids, against
+
     def check_ids(self, ids: Sequence[Sequence[int]], field: str) -> None:
         """Refuse ids that are not one list for each encoder, of tokens that it knows.
 
@@ -192,6 +198,18 @@ def vae_scale(vae: nn.Module) -> int:
     """Pixels to an element of a latent, of an AutoencoderKL."""
     config: Any = vae.config
     return int(2 ** (len(config.block_out_channels) - 1))
+
+
+def packed_shape(height: int, width: int, pixels: int, channels: int) -> tuple[int, int]:
+    """Of a latent whose elements are packed 2 x 2 into tokens of ``channels``."""
+    return (height // pixels) * (width // pixels), channels
+
+
+def unpacked(latents: Tensor, size: tuple[int, int], pixels: int) -> Tensor:
+    """Packed latents [rows, tokens, 4 channels] as [rows, channels, height, width]; ``size`` in pixels."""
+    rows, columns = size[0] // pixels, size[1] // pixels
+    blocks = latents.view(len(latents), rows, columns, -1, 2, 2).permute(0, 3, 1, 4, 2, 5)
+    return blocks.reshape(len(latents), -1, 2 * rows, 2 * columns)
 
 
 def padded_ids(tokenizer: Any, text: str, length: int) -> list[int]:

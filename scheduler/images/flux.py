@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .family import Embeds, Family, padded_ids, vae_scale
+from .family import Embeds, Family, packed_shape, padded_ids, unpacked, vae_scale
 
 
 class Flux(Family):
@@ -55,8 +55,7 @@ class Flux(Family):
 
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
         """[tokens, 4 channels]"""
-        rows, columns = height // self.pixels, width // self.pixels
-        return rows * columns, self.transformer.config.in_channels
+        return packed_shape(height, width, self.pixels, self.transformer.config.in_channels)
 
     def image_tokens(self, latent_shape: tuple[int, ...]) -> int:
         """All of a latent."""
@@ -90,9 +89,6 @@ class Flux(Family):
     def decode(self, latents: Tensor, size: tuple[int, int]) -> Tensor:
         """Unpacked, then by the VAE."""
         config = self.vae.config
-        rows, columns = size[0] // self.pixels, size[1] // self.pixels
-        unpacked = latents.view(len(latents), rows, columns, -1, 2, 2).permute(0, 3, 1, 4, 2, 5)
-        unpacked = unpacked.reshape(len(latents), -1, 2 * rows, 2 * columns)
-        scaled = unpacked / config.scaling_factor + (config.shift_factor or 0.0)
+        scaled = unpacked(latents, size, self.pixels) / config.scaling_factor + (config.shift_factor or 0.0)
         images: Tensor = self.vae.decode(scaled.to(next(self.vae.parameters()).dtype), return_dict=False)[0]
         return images

@@ -8,9 +8,10 @@ from ...io_struct import CaesuraError, ErrorCode
 from .components import class_names
 from .family import Family
 from .flux import Flux
+from .qwen_image import QwenImage
 from .sd3 import StableDiffusion3
 
-FAMILIES: dict[str, type[Family]] = {kind.pipeline: kind for kind in (StableDiffusion3, Flux)}
+FAMILIES: dict[str, type[Family]] = {kind.pipeline: kind for kind in (StableDiffusion3, Flux, QwenImage)}
 
 
 def family_of(index: Mapping[str, Any], root: Path) -> type[Family]:

@@ -8,21 +8,27 @@ import numpy as np
 import torch
 from diffusers import (
     AutoencoderKL,
+    AutoencoderKLQwenImage,
     FlowMatchEulerDiscreteScheduler,
     FluxPipeline,
     FluxTransformer2DModel,
+    QwenImagePipeline,
+    QwenImageTransformer2DModel,
     SD3Transformer2DModel,
     StableDiffusion3Pipeline,
 )
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
+from tokenizers.pre_tokenizers import ByteLevel, Whitespace
 from transformers import (
     CLIPTextConfig,
     CLIPTextModel,
     CLIPTextModelWithProjection,
     CLIPTokenizer,
     PreTrainedTokenizerFast,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2Tokenizer,
     T5Config,
     T5EncoderModel,
 )
@@ -39,6 +45,7 @@ def tensors_of(result: GenerateImagesReqOutput) -> dict[str, np.ndarray]:
     return {
         spec.name: np.frombuffer(result.buffers[spec.buffer], DTYPES[spec.dtype]).reshape(spec.shape)
         for spec in result.tensors
+        if spec.dtype in DTYPES
     }
 
 
@@ -175,6 +182,68 @@ def make_flux(path: Path, *, seed: int = 0, guidance: bool = True) -> Path:
         tokenizer=tokenizer,
         text_encoder_2=_t5(seed + 3),
         tokenizer_2=t5_tokenizer(),
+    )
+    pipeline.save_pretrained(path)
+    return path
+
+
+def qwen_tokenizer() -> Qwen2Tokenizer:
+    """One token for each byte."""
+    letters = sorted(ByteLevel.alphabet())
+    vocab = {letter: number for number, letter in enumerate(letters)}
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    return Qwen2Tokenizer(vocab=vocab, merges=[], pad_token=special[0], extra_special_tokens=special[1:])
+
+
+def make_qwen_image(path: Path, *, seed: int = 0) -> Path:
+    """A pipeline of Qwen-Image for images of multiples of 8 pixels."""
+    tokenizer = qwen_tokenizer()
+    torch.manual_seed(seed)
+    transformer = QwenImageTransformer2DModel(
+        patch_size=2,
+        in_channels=16,
+        out_channels=4,
+        num_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=16,
+        axes_dims_rope=(8, 4, 4),
+    )
+    vae = AutoencoderKLQwenImage(
+        base_dim=8,
+        z_dim=4,
+        dim_mult=[1, 1, 1],
+        num_res_blocks=1,
+        temperal_downsample=[False, True],
+        latents_mean=[0.1, -0.2, 0.3, 0.0],
+        latents_std=[1.1, 0.9, 1.2, 1.0],
+    )
+    config = Qwen2_5_VLConfig(
+        text_config={
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "rope_parameters": {"mrope_section": [1, 1, 2], "rope_type": "default", "rope_theta": 1e6},
+            "vocab_size": len(tokenizer),
+        },
+        vision_config={
+            "depth": 1,
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_heads": 2,
+            "out_hidden_size": 16,
+        },
+    )
+    pipeline = QwenImagePipeline(
+        transformer=_lively(transformer),
+        scheduler=FlowMatchEulerDiscreteScheduler(
+            use_dynamic_shifting=True, base_image_seq_len=4, shift_terminal=0.02
+        ),
+        vae=vae.eval(),
+        text_encoder=_lively(Qwen2_5_VLForConditionalGeneration(config)),
+        tokenizer=tokenizer,
     )
     pipeline.save_pretrained(path)
     return path
