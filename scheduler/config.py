@@ -115,6 +115,9 @@ class EngineConfig:
     layerwise: during scoring, layer by layer."""
     reference_pool_tokens: int | None = None
     """Size of the reference model's KV cache pool in tokens. The default is one sequence of context_len."""
+    frozen_residency: Literal["resident", "offload"] = "resident"
+    """Where the text encoders and the VAE of an image pipeline are. resident: always on the device, and updates may write
+    them; offload: on the device while steps need them, and updates write the transformer only."""
     check_ledger: bool = False
     """For tests: after every control message, check that free, cached and held KV pages add up."""
     log_stages: bool = False
@@ -212,6 +215,7 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "dtype": get_args(DtypeName),
     "attention_backend": ("auto", "flashinfer", "triton", "sdpa"),
     "reference_residency": get_args(Residency),
+    "frozen_residency": ("resident", "offload"),
 }
 
 

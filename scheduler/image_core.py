@@ -18,6 +18,7 @@ from .images.outputs import ImageOutputs
 from .images.pipeline import load_pipeline, open_component
 from .images.recovery import ImageRecovery
 from .images.runner import ImageRunner
+from .images.stages import Stages, uses_of
 from .kernels import TORCH
 from .memory.device_module import device_module_for
 from .operations import Serving
@@ -57,7 +58,12 @@ def image_core(around: Surroundings) -> Core:
     return Core(
         loaded=loaded,
         open_folder=lambda path, name: open_component(path, loaded.model.parts[name or ""]),
-        runner=ImageRunner(loaded.family, loaded.device, device_module_for(loaded.device)),
+        runner=ImageRunner(
+            loaded.family,
+            Stages(around.residency, uses_of(loaded.frozen)),
+            loaded.device,
+            device_module_for(loaded.device),
+        ),
         request_type=GenerateImagesReqInput,
         admission=ImageAdmission(loaded.family, loaded.device, max_waiting=config.max_waiting_requests),
         live=live,

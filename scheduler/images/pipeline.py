@@ -19,6 +19,7 @@ from ..config import EngineConfig
 from ..dtypes import by_torch_name
 from ..files import is_pipeline
 from ..layers.parameters import WeightSlot
+from ..memory.offload import ComponentOffloadStrategy
 from ..memory.residency import ComponentResidencyManager
 from ..memory.workspace import Workspace
 from ..weights.components import ComponentSource
@@ -33,6 +34,7 @@ from .components import (
 )
 from .family import Family
 from .registry import family_of
+from .stages import leave_after_loading
 
 DEFAULT_COMPONENT = "transformer"
 """What an update writes that names no component."""
@@ -79,7 +81,7 @@ class DiffusionModel:
             yield from component.storage
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedPipeline:
     """A pipeline with its weights in."""
 
@@ -90,11 +92,10 @@ class LoadedPipeline:
     """Of the transformer."""
     device: torch.device
     digest: str
-
-    @property
-    def weights_bytes(self) -> int:
-        """Bytes of all components."""
-        return sum(tensor.nbytes for _, tensor in self.model.named_storage())
+    frozen: tuple[str, ...]
+    """Components that come and go, and that no update writes."""
+    weights_bytes: int
+    """Bytes of all components."""
 
     @property
     def derived_bytes(self) -> int:
@@ -118,29 +119,48 @@ def load_pipeline(
     kind = family_of(index, root)
     dtype = None if config.dtype == "auto" else by_torch_name(config.dtype)
     device = torch.device(config.device)
-    names, components, checkpoints = class_names(index), {}, {}
-    with residency.component("weights"):
-        for name, allowed in kind.classes.items():
-            if name not in names:
-                continue
-            class_path = next(path for path in allowed if path.endswith(f".{names[name]}"))
-            components[name], checkpoints[name] = build_component(
-                name, root / name, class_path, dtype, device
-            )
-    model = DiffusionModel(components)
-    loader, workspace = WeightLoader(model), Workspace()
-    if folder is not None:
-        checkpoints[DEFAULT_COMPONENT] = open_component(folder, components[DEFAULT_COMPONENT])
-    for name, checkpoint in checkpoints.items():
-        source = ComponentSource(DiskSource(checkpoint, workspace), name)
-        loader.check(source.specs, complete=True)
-        for piece in source.pieces(config.load_bucket_bytes, loader.skip):
-            assert piece is not None, "a file has everything at once"
-            loader.write(piece)
-    loader.forget_written()
-    family = kind.load(root, {name: component.module for name, component in components.items()}, names)
-    digest = hashlib.sha256("".join(each.digest for each in checkpoints.values()).encode()).hexdigest()
-    return LoadedPipeline(model, loader, family, components[DEFAULT_COMPONENT].dtype, device, digest)
+    names, workspace = class_names(index), Workspace()
+    offloads = config.frozen_residency == "offload"
+    components: dict[str, Component] = {}
+    digests = []
+    for name, allowed in reversed(list(kind.classes.items())):  # what leaves again comes before what stays
+        if name not in names:
+            continue
+        leaves = offloads and name != DEFAULT_COMPONENT
+        if leaves:
+            residency.register(name, ComponentOffloadStrategy(), tag="weights")
+        class_path = next(path for path in allowed if path.endswith(f".{names[name]}"))
+        with residency.component(name if leaves else "weights"):
+            component, checkpoint = build_component(name, root / name, class_path, dtype, device)
+        if folder is not None and name == DEFAULT_COMPONENT:
+            checkpoint = open_component(folder, component)
+        _load(component, checkpoint, workspace, config.load_bucket_bytes)
+        if leaves:
+            leave_after_loading(residency, name)
+        components[name] = component
+        digests.append(checkpoint.digest)
+    components = {name: components[name] for name in kind.classes if name in components}
+    model = DiffusionModel({DEFAULT_COMPONENT: components[DEFAULT_COMPONENT]} if offloads else components)
+    return LoadedPipeline(
+        model=model,
+        loader=WeightLoader(model),
+        family=kind.load(root, {name: each.module for name, each in components.items()}, names),
+        frozen=tuple(name for name in components if name not in model.parts),
+        weights_bytes=sum(tensor.nbytes for each in components.values() for _, tensor in each.storage),
+        dtype=components[DEFAULT_COMPONENT].dtype,
+        device=device,
+        digest=hashlib.sha256("".join(digests).encode()).hexdigest(),
+    )
+
+
+def _load(component: Component, checkpoint: Checkpoint, workspace: Workspace, bucket_bytes: int) -> None:
+    """Write the values of ``checkpoint``."""
+    loader = WeightLoader(DiffusionModel({component.name: component}))
+    source = ComponentSource(DiskSource(checkpoint, workspace), component.name)
+    loader.check(source.specs, complete=True)
+    for piece in source.pieces(bucket_bytes, loader.skip):
+        assert piece is not None, "a file has everything at once"
+        loader.write(piece)
 
 
 def open_component(path: str, component: Component) -> Checkpoint:

@@ -109,7 +109,8 @@ class QwenImage(Family):
         """With the norm of the prompt's own velocity, token by token."""
         guided = super().guide(negative, positive, scale)
         norms = [torch.norm(each, dim=-1, keepdim=True) for each in (positive, guided)]
-        return guided * (norms[0] / norms[1])
+        scaled: Tensor = guided * (norms[0] / norms[1])
+        return scaled
 
     def decode(self, latents: Tensor, size: tuple[int, int]) -> Tensor:
         """Unpacked as a video of one frame, with the mean and std of each channel, by the VAE."""

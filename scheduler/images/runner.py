@@ -19,6 +19,7 @@ from .batcher import ImageBatch
 from .family import Embeds, Family, to_pixels
 from .flow import INITIAL, Coefficients, advance, coefficients, log_prob, noise_of
 from .request import ImageRequest, Prompting
+from .stages import Stages
 
 
 @dataclass(slots=True, kw_only=True)
@@ -90,13 +91,17 @@ class Launched:
 class ImageRunner:
     """Runs a family's modules."""
 
-    def __init__(self, family: Family, device: torch.device, device_module: DeviceModule) -> None:
+    def __init__(
+        self, family: Family, stages: Stages, device: torch.device, device_module: DeviceModule
+    ) -> None:
         self._family = family
+        self._stages = stages
         self._device = device
         self._streams = streams_of(device_module)
 
     def execute(self, batch: ImageBatch) -> Launched:
         """Run one step."""
+        self._stages.enter(batch.kind)
         with torch.inference_mode(), self.on_stream():
             if batch.kind == "encode":
                 return Launched(self._encode(batch.prompts))
