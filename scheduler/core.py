@@ -99,10 +99,10 @@ def language_core(around: Surroundings, make_runner: MakeRunner) -> Core:
     reference = load_reference(config, residency)
     loaded, pool, routing, limits = build_components(config, residency, around.start.folder)
     runner = make_runner(config, loaded, pool, routing)
-    table = RequestTable(config.max_running_requests, limits.context_len, PAGE_SIZE, loaded.config.vocab_size)
+    table = RequestTable(config.sizes.rows, limits.context_len, PAGE_SIZE, loaded.config.vocab_size)
     cache = CacheManager(pool.num_pages, PAGE_SIZE, config.prefix_cache, around.stamp.epoch)
     waiting = WaitingQueue()
-    chunks = ChunkSizer(config.chunked_prefill_size, config.target_step_s)
+    chunks = ChunkSizer(config.sizes.chunk_tokens, config.target_step_s)
     batcher = Batcher(
         table,
         cache,

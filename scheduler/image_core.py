@@ -49,7 +49,7 @@ def image_core(around: Surroundings) -> Core:
     waiting = ImageQueue()
     batcher = ImageBatcher(
         waiting,
-        max_running=config.max_running_requests,
+        max_running=config.sizes.rows,
         encoders_changed=lambda: any(name.startswith("text_") for name in loaded.loader.written),
     )
     live: LiveRequests[ImageRequest] = LiveRequests()

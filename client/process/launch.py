@@ -342,7 +342,6 @@ def launch_scheduler(
     cuda_graphs: bool | None = None,
     autotune: bool | None = None,
     autotune_lm_head_rows: int | None = None,
-    autotune_cache: str | os.PathLike[str] | None = None,
     requests_while_paused: Literal["queue", "refuse"] | None = None,
     idle_empty_s: float | None = None,
     result_ttl_s: float | None = None,

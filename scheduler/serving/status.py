@@ -126,7 +126,7 @@ class StatusReporter:
             kernels_reason=self._facts.operations.reason,
             context_len=self._facts.context_len,
             vocab_size=self._facts.vocab_size,
-            max_running_requests=self._config.max_running_requests,
+            max_running_requests=self._config.sizes.rows,
             uptime_s=now - self._started,
             pid=os.getpid(),
             version=self._facts.version,

@@ -142,6 +142,7 @@ class Tracer(TorchDispatchMode):
         self.record = Record()
         self.phase = ""
         self.capturing = False
+        self.capture_phase = "capture"
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
 
     def __enter__(self) -> Self:
@@ -319,14 +320,15 @@ class _Stream:
 
 
 class FakeGraph:
-    """Interface of ``torch.cuda.CUDAGraph``: what is captured is recorded in a phase of its own."""
+    """Interface of ``torch.cuda.CUDAGraph``: what is captured is recorded in the phase :attr:`Tracer.capture_phase`."""
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
         self._before = ""
 
     def capture_begin(self, pool: object = None, capture_error_mode: str = "global") -> None:
-        self._before, self._tracer.phase, self._tracer.capturing = self._tracer.phase, "capture", True
+        self._before, self._tracer.phase = self._tracer.phase, self._tracer.capture_phase
+        self._tracer.capturing = True
 
     def capture_end(self) -> None:
         self._tracer.phase, self._tracer.capturing = self._before, False
@@ -400,7 +402,7 @@ def fake_cuda() -> Iterator[Tracer]:
 
 def _trace_triton(tracer: Tracer, patch: pytest.MonkeyPatch) -> None:
     """Calls of Triton kernels are recorded, and run nothing."""
-    from triton.runtime.jit import JITFunction  # type: ignore[import-not-found, unused-ignore]
+    from triton.runtime.jit import JITFunction
 
     def run(kernel: Any, *args: Any, **kwargs: Any) -> None:
         tracer.launch(kernel.__name__, args, kwargs)

@@ -1,13 +1,13 @@
 """FlashInfer with nothing in it but its signatures: what the engine calls must bind to what a release says it takes.
 
 The signatures are facts of the release that ``flashinfer_signatures.json`` names; ``record_flashinfer.py`` has read them.
-Nothing is computed: attention gives memory of its query's shape. ``fake_flashinfer.py`` computes, and believes its caller.
+Nothing is computed: attention gives memory of its query's shape, a product of its rows and outputs. ``fake_flashinfer.py``
+and ``fake_fp8_libraries.py`` compute, and believe their caller.
 """
 
 import inspect
 import json
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -16,7 +16,13 @@ import torch
 
 from .record_flashinfer import RECORDED
 
-_LAUNCHING = frozenset({"append_paged_kv_cache", "run"})
+_PRODUCTS = {
+    "fp8_blockscale_gemm_sm90": ("input", "weight", 0),
+    "gemm_fp8_nt_groupwise": ("a", "b", 0),
+    "group_gemm_fp8_nt_groupwise": ("a", "b", 1),
+}
+"""Rows, weights, and which of the weights' dimensions the outputs are."""
+_LAUNCHING = frozenset({"append_paged_kv_cache", "run", "cutlass_fused_moe", *_PRODUCTS})
 
 
 def recorded() -> dict[str, dict[str, inspect.Signature]]:
@@ -51,7 +57,12 @@ class Interface:
 
     def modules(self) -> dict[str, ModuleType]:
         """By name, as ``sys.modules`` has them."""
-        return {module: self._module(module, names) for module, names in recorded().items()}
+        made = {module: self._module(module, names) for module, names in recorded().items()}
+        for name, module in made.items():
+            package, _, last = name.rpartition(".")
+            if package:
+                setattr(made[package], last, module)
+        return made
 
     def _module(self, name: str, signatures: dict[str, inspect.Signature]) -> ModuleType:
         made = ModuleType(name)
@@ -59,7 +70,9 @@ class Interface:
         for each, signature in signatures.items():
             owner, _, method = each.rpartition(".")
             if owner:
-                classes.setdefault(owner, {})[method] = _method(self._function(each, signature))
+                function = self._function(each, signature)
+                own = f"{owner}.__init__" in signatures  # else the engine makes none, and calls the class
+                classes.setdefault(owner, {})[method] = _method(function) if own else staticmethod(function)
             else:
                 setattr(made, each, self._function(each, signature))
         for owner, methods in classes.items():
@@ -74,15 +87,25 @@ class Interface:
             self.calls.append(Call(name, arguments))
             if last in _LAUNCHING:
                 self._launched(last, arguments)
-            if last == "autotune":
-                return nullcontext()
-            if last != "run":
-                return None
-            out, query = arguments.get("out"), arguments["q"]
-            return torch.empty(query.shape, dtype=query.dtype, device=query.device) if out is None else out
+            return _result(last, arguments)
 
         called.__signature__ = signature  # type: ignore[attr-defined]
         return called
+
+
+def _result(name: str, arguments: dict[str, Any]) -> Any:
+    """Memory of the shape that a function documents, or the size of a workspace."""
+    if name == "run":
+        out = arguments.get("out")
+        return torch.empty_like(arguments["q"]) if out is None else out
+    if name in _PRODUCTS:
+        rows, weight, dimension = _PRODUCTS[name]
+        given = arguments[rows]
+        shape = given.shape[0], arguments[weight].shape[dimension]
+        return torch.empty(shape, dtype=torch.bfloat16, device=given.device)
+    if name == "workspace_size":
+        return 1 << 20, 1 << 20
+    return 1 << 20 if name == "cutlass_fused_moe_workspace_size" else None
 
 
 def _method(function: Callable[..., Any]) -> Callable[..., Any]:

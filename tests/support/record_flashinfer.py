@@ -10,6 +10,7 @@ import ast
 import json
 import sys
 import zipfile
+from collections.abc import Iterator
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,11 +23,22 @@ USED = {
         "BatchDecodeWithPagedKVCacheWrapper.plan",
         "BatchDecodeWithPagedKVCacheWrapper.reset_workspace_buffer",
         "BatchDecodeWithPagedKVCacheWrapper.run",
+        "BatchDecodeWithPagedKVCacheWrapper.workspace_size",
+        "BatchMLAPagedAttentionWrapper.__init__",
+        "BatchMLAPagedAttentionWrapper.plan",
+        "BatchMLAPagedAttentionWrapper.run",
         "BatchPrefillWithPagedKVCacheWrapper.__init__",
         "BatchPrefillWithPagedKVCacheWrapper.plan",
         "BatchPrefillWithPagedKVCacheWrapper.run",
+        "BatchPrefillWithPagedKVCacheWrapper.workspace_size",
     ),
-    "flashinfer.autotuner": ("autotune",),
+    "flashinfer.fused_moe": ("cutlass_fused_moe", "cutlass_fused_moe_workspace_size"),
+    "flashinfer.gemm": (
+        "fp8_blockscale_gemm_sm90",
+        "gemm_fp8_nt_groupwise",
+        "group_gemm_fp8_nt_groupwise",
+    ),
+    "flashinfer.mla": ("MLAPlanMetadata.csr",),
 }
 """What the engine calls, by the module that it is imported from."""
 
@@ -63,7 +75,7 @@ class Sources:
         package, tree = self.module(module)
         defined = [
             node
-            for node in ast.walk(tree)
+            for node in module_level(tree.body)
             if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name
         ]
         if defined:
@@ -93,6 +105,16 @@ class Sources:
         found = methods.get(forwards_to(found) or "", found)
         del (found.args.posonlyargs or found.args.args)[0]
         return parameters(found.args)
+
+
+def module_level(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Statements of a module, those below its conditions too; what is defined in a function is none of them."""
+    for node in body:
+        yield node
+        if isinstance(node, ast.If | ast.Try | ast.With):
+            yield from module_level(
+                [part for part in ast.iter_child_nodes(node) if isinstance(part, ast.stmt)]
+            )
 
 
 def forwards_to(function: ast.FunctionDef) -> str | None:

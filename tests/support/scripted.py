@@ -293,9 +293,7 @@ class EngineDriver:
         self.client("main")
 
     def _make_runner(self, config, loaded, pool, routing):
-        self.runner = ScriptedRunner(
-            pool.num_pages, config.max_running_requests, loaded.config.vocab_size, routing
-        )
+        self.runner = ScriptedRunner(pool.num_pages, config.sizes.rows, loaded.config.vocab_size, routing)
         return self.runner
 
     def __enter__(self) -> Self:

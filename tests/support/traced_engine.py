@@ -7,17 +7,18 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from caesura.scheduler import build
+from caesura.scheduler import backends, build
 from caesura.scheduler.attention import flashinfer
 from caesura.scheduler.config import EngineConfig
 from caesura.scheduler.forward import ForwardBatch, InputTokens, SamplingBatch, SpecialRows
-from caesura.scheduler.layers import fp8_scaled
+from caesura.scheduler.layers import experts, fp8_products
 from caesura.scheduler.models.config import parse_model_config
 from caesura.scheduler.models.registry import build_model
 from caesura.scheduler.runner import graphs
@@ -51,8 +52,6 @@ def _config(architecture: str, hidden: int, **further: Any) -> dict[str, Any]:
 
 _HEADS = {"num_attention_heads": 32, "num_key_value_heads": 8}
 _DENSE = {"intermediate_size": 12288, **_HEADS}
-_SMALL = {"intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
-"""Where FP8 weights are dequantised, launches grow with the sizes."""
 _EXPERTS = {
     "intermediate_size": 6144,
     "moe_intermediate_size": 768,
@@ -126,9 +125,16 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3": _config("Qwen3ForCausalLM", 4096, **_DENSE),
     "qwen3 tied": _config("Qwen3ForCausalLM", 1024, **{**_DENSE, "tie_word_embeddings": True}),
     "qwen3 fp8": _config("Qwen3ForCausalLM", 4096, **_DENSE, **_FP8),
-    "qwen3 fp8 dequantized": _config("Qwen3ForCausalLM", 256, **_SMALL, **_FP8),
+    "qwen3 fp8 torch": _config("Qwen3ForCausalLM", 4096, **_DENSE, **_FP8),
+    "qwen3 fp8 blackwell": _config("Qwen3ForCausalLM", 4096, **_DENSE, **_FP8),
     "qwen3_moe": _config("Qwen3MoeForCausalLM", 2048, **_EXPERTS),
     "qwen3_moe fp8": _config("Qwen3MoeForCausalLM", 2048, **{**_EXPERTS, "num_experts": 16}, **_FP8),
+    "qwen3_moe fp8 deep_gemm": _config(
+        "Qwen3MoeForCausalLM", 2048, **{**_EXPERTS, "num_experts": 16}, **_FP8
+    ),
+    "qwen3_moe fp8 blackwell": _config(
+        "Qwen3MoeForCausalLM", 2048, **{**_EXPERTS, "num_experts": 16}, **_FP8
+    ),
     "deepseek_v2": _config("DeepseekV2ForCausalLM", 2048, **_LATENT),
     "deepseek_v3 fp8": _config("DeepseekV3ForCausalLM", 2048, **_LATENT_V3, **_FP8),
 }
@@ -142,7 +148,7 @@ class TracedEngine:
     runner: ModelRunner
     vocab_size: int
     started: Record
-    """What its start did: warm-up in the phase ``start``, graphs in the phase ``capture``."""
+    """What its start did: warm-up in the phase ``start``, graphs in the phases ``capture`` and ``capture head``."""
 
     def step(self, batch: ForwardBatch) -> Record:
         """Launch a step and fetch its results: phases ``plan``, ``forward``, ``sample`` and ``fetch``."""
@@ -175,8 +181,10 @@ def traced_engine(
         for name, module in library.modules().items():
             patch.setitem(sys.modules, name, module)
         patch.setattr(flashinfer, "find_spec", lambda name: object())
-        patch.setattr(fp8_scaled, "serves", lambda device: "dequantized" not in model)
+        patch.setattr(backends, "failure_of", lambda choice, shape: None)  # a trial step has no results here
+        _choose_products(model, tracer, patch)
         patch.setattr(graphs, "ladder", lambda largest: [largest])
+        _mark_captures(tracer, patch)
         tracer.begin("start")
         config = parse_model_config({**MODELS[model], "num_hidden_layers": num_layers})
         built = build_model(config, torch.bfloat16, DEVICE)
@@ -197,6 +205,20 @@ def traced_engine(
         yield TracedEngine(tracer, runner, config.vocab_size, tracer.record)
 
 
+def _choose_products(model: str, tracer: Tracer, patch: pytest.MonkeyPatch) -> None:
+    """FP8 products are FlashInfer's for Hopper, or what the model's name ends with."""
+    dense = {"torch": 1, "blackwell": 2}.get(model.rpartition(" ")[2], 0)
+    grouped = {"deep_gemm": 1, "blackwell": 2}.get(model.rpartition(" ")[2], 0)
+    patch.setattr(fp8_products, "dense_for", lambda device: fp8_products._DENSE[dense][1])
+    for module in (fp8_products, experts):
+        patch.setattr(module, "experts_for", lambda device: fp8_products._EXPERTS[grouped][1])
+    deep_gemm = ModuleType("deep_gemm")
+    deep_gemm.m_grouped_fp8_gemm_nt_contiguous = lambda a, b, d, grouped_layout: tracer.launch(  # type: ignore[attr-defined]
+        "m_grouped_fp8_gemm_nt_contiguous", a, b, d, grouped_layout
+    )
+    patch.setitem(sys.modules, "deep_gemm", deep_gemm)
+
+
 def _mark_phases(tracer: Tracer, runner: ModelRunner, patch: pytest.MonkeyPatch) -> None:
     """Hidden states are ``forward``, whoever computes them; from the first logits on it is ``sample``."""
 
@@ -209,7 +231,22 @@ def _mark_phases(tracer: Tracer, runner: ModelRunner, patch: pytest.MonkeyPatch)
 
     patch.setattr(runner.model, "forward", marked("forward", runner.model.forward))
     patch.setattr(runner.model, "logits", marked("sample", runner.model.logits))
-    patch.setattr(FakeGraph, "replay", marked("forward", FakeGraph.replay))
+    replay = FakeGraph.replay
+    first, second = marked("forward", replay), marked("sample", replay)
+    patch.setattr(FakeGraph, "replay", lambda graph: (first if tracer.phase == "plan" else second)(graph))
+
+
+def _mark_captures(tracer: Tracer, patch: pytest.MonkeyPatch) -> None:
+    capture_head = graphs.DecodeGraphs._capture_head
+
+    def marked(*args: Any) -> Any:
+        tracer.capture_phase = "capture head"
+        try:
+            return capture_head(*args)
+        finally:
+            tracer.capture_phase = "capture"
+
+    patch.setattr(graphs.DecodeGraphs, "_capture_head", marked)
 
 
 def decode(rows: int = ROWS - 2) -> ForwardBatch:
@@ -294,7 +331,9 @@ STEPS: dict[str, Callable[[int], ForwardBatch]] = {
     "decode": lambda vocab_size: decode(),
     "greedy": lambda vocab_size: _sampling(greedy=torch.ones(ROWS - 2, dtype=torch.bool), any_sampled=False),
     "mixed": lambda vocab_size: mixed(),
-    "top_k": lambda vocab_size: _sampling(top_k=torch.full((ROWS - 2,), 20), any_filtered=True),
+    "top_k": lambda vocab_size: _sampling(
+        top_k=torch.full((ROWS - 2,), 20), largest_top_k=20, any_filtered=True
+    ),
     "top_p": lambda vocab_size: _sampling(top_p=torch.full((ROWS - 2,), 0.95), any_filtered=True),
     "min_p": lambda vocab_size: _sampling(min_p=torch.full((ROWS - 2,), 0.1), any_filtered=True),
     "raw": lambda vocab_size: _sampling(want_raw=True, want_sampled=True),

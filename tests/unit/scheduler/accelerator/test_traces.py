@@ -4,8 +4,7 @@ The figures are budgets: whoever makes a step cheaper lowers them, and nothing r
 torch other than a view or an allocation, or a call of a library's or Triton's kernel: on a device some are several kernels.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import pytest
@@ -39,14 +38,18 @@ BUDGETS = {
     "qwen2/flashinfer": Budget(layer=18, mixed_layer=19, around=32, plan=0, copies=2, mixed_copies=2),
     "qwen3/flashinfer": Budget(layer=21, mixed_layer=22, around=35, plan=0, copies=2, mixed_copies=2),
     "qwen3 tied/flashinfer": Budget(layer=21, mixed_layer=22, around=35, plan=0, copies=2, mixed_copies=2),
-    "qwen3 fp8/flashinfer": Budget(layer=65, mixed_layer=66, around=79, plan=0, copies=2, mixed_copies=2),
-    "qwen3 fp8 dequantized/flashinfer": Budget(layer=37, mixed_layer=38, around=51, plan=0, copies=2, mixed_copies=2),
+    "qwen3 fp8/flashinfer": Budget(layer=21, mixed_layer=22, around=35, plan=0, copies=2, mixed_copies=2),
+    "qwen3 fp8 torch/flashinfer": Budget(layer=57, mixed_layer=58, around=71, plan=0, copies=2, mixed_copies=2),
+    "qwen3 fp8 blackwell/flashinfer": Budget(layer=49, mixed_layer=50, around=63, plan=0, copies=2, mixed_copies=2),
     "qwen3_moe/flashinfer": Budget(layer=43, mixed_layer=44, around=58, plan=0, copies=2, mixed_copies=2),
-    "qwen3_moe fp8/flashinfer": Budget(layer=95, mixed_layer=96, around=109, plan=1, copies=2, mixed_copies=2),
+    "qwen3_moe fp8/flashinfer": Budget(layer=29, mixed_layer=30, around=44, plan=0, copies=2, mixed_copies=2),
+    "qwen3_moe fp8 deep_gemm/flashinfer": Budget(layer=95, mixed_layer=96, around=110, plan=0, copies=2, mixed_copies=2),
+    "qwen3_moe fp8 blackwell/flashinfer": Budget(layer=103, mixed_layer=104, around=118, plan=0, copies=2, mixed_copies=2),
     "qwen3/triton": Budget(layer=22, mixed_layer=43, around=36, plan=2, copies=1, mixed_copies=4),
     "qwen3/sdpa": Budget(layer=33, mixed_layer=43, around=46, plan=8, copies=4, mixed_copies=4),
-    "deepseek_v2/auto": Budget(layer=67, mixed_layer=88, around=53, plan=5, copies=4, mixed_copies=6),
-    "deepseek_v3 fp8/auto": Budget(layer=162, mixed_layer=183, around=124, plan=5, copies=4, mixed_copies=6),
+    "deepseek_v2/flashinfer": Budget(layer=55, mixed_layer=56, around=44, plan=0, copies=2, mixed_copies=2),
+    "deepseek_v2/sdpa": Budget(layer=67, mixed_layer=88, around=53, plan=5, copies=4, mixed_copies=6),
+    "deepseek_v3 fp8/flashinfer": Budget(layer=54, mixed_layer=55, around=47, plan=0, copies=2, mixed_copies=2),
 }  # fmt: skip
 
 
@@ -67,15 +70,23 @@ STEP_BUDGETS = {
     "decode": StepBudget(launches=69, vocabulary=11, copies=0, results=2),
     "greedy": StepBudget(launches=38, vocabulary=9, copies=0, results=2),
     "mixed": StepBudget(launches=69, vocabulary=11, copies=0, results=2),
-    "top_k": StepBudget(launches=86, vocabulary=11, copies=0, results=2),
-    "top_p": StepBudget(launches=86, vocabulary=11, copies=0, results=2),
-    "min_p": StepBudget(launches=88, vocabulary=11, copies=1, results=2),
+    "top_k": StepBudget(launches=132, vocabulary=13, copies=0, results=2),
+    "top_p": StepBudget(launches=116, vocabulary=23, copies=0, results=2),
+    "min_p": StepBudget(launches=127, vocabulary=25, copies=0, results=2),
     "raw": StepBudget(launches=108, vocabulary=19, copies=0, results=4),
     "special": StepBudget(launches=242, vocabulary=23, copies=12, results=8),
     "prompt": StepBudget(launches=87, vocabulary=23, copies=3, results=6),
 }
+TRITON_STEP_BUDGETS = {
+    name: replace(STEP_BUDGETS[name], launches=5, vocabulary=3)
+    for name in ("decode", "greedy", "mixed", "top_k", "top_p", "min_p", "raw")
+} | {
+    "special": StepBudget(launches=71, vocabulary=8, copies=12, results=8),
+    "prompt": StepBudget(launches=23, vocabulary=15, copies=3, results=6),
+}
+"""The head, two kernels of ``kernels/triton_sampler.py``, and what the slots read next (two)."""
 CASES = tuple(BUDGETS)
-WHOLE = ("qwen3/flashinfer", "qwen3_moe/flashinfer", "deepseek_v2/auto")
+WHOLE = ("qwen3/flashinfer", "qwen3_moe/flashinfer", "deepseek_v2/flashinfer", "deepseek_v2/sdpa")
 """Steps of every kind are traced of these: in the others, models differ by their hidden states only."""
 STEP_CASES = [(case, step) for case in CASES for step in (STEPS if case in WHOLE else ("decode", "mixed"))]
 
@@ -86,6 +97,8 @@ class Traces:
 
     vocab_size: int
     captured: bool
+    in_triton: bool
+    """The sampler is."""
     steps: dict[str, Record]
     """By kind, and of an engine's start, and of slots that are told their last tokens."""
     deeper: dict[str, Record]
@@ -116,11 +129,11 @@ def traced(case: str, tracer: Tracer) -> Traces:
         records = {name: engine.step(make(engine.vocab_size)) for name, make in steps.items()}
         records["start"] = engine.started
         records["last tokens"] = engine.set_last_tokens()
-        vocab_size = engine.vocab_size
+        vocab_size, in_triton = engine.vocab_size, engine.runner._sampler._triton is not None
     with traced_engine(tracer, model, backend, 3, autotune=False) as engine:
         deeper = {name: engine.step(STEPS[name](engine.vocab_size)) for name in ("decode", "mixed")}
         deeper["start"] = engine.started
-    return Traces(vocab_size, captured, records, deeper)
+    return Traces(vocab_size, captured, in_triton, records, deeper)
 
 
 @pytest.fixture(scope="module")
@@ -141,39 +154,28 @@ def traces(guard: None) -> dict[str, Traces]:
     return Made()
 
 
-FILTERS = "the sampler reads the filters on the host"
-EXPERTS = "FP8 experts ask on the host which of them were chosen"
 PAGEABLE = "the torch backends' plans copy from memory that is not pinned"
-MIN_P = "min_p is copied on its own, and waited for"
 
 
 def waits_in_plan(case: str, step: str) -> str | None:
     """Why the plan of such a step waits today. None: it does not."""
     if not case.endswith(("flashinfer", "triton")) or (case.endswith("triton") and step == "mixed"):
         return PAGEABLE
-    return MIN_P if step == "min_p" else None
+    return None
 
 
-def waits_afterwards(case: str, step: str) -> str | None:
-    """The same of what comes after the plan."""
-    if step in ("top_k", "top_p", "min_p"):
-        return FILTERS
-    return EXPERTS if case.startswith(("qwen3_moe fp8", "deepseek_v3 fp8")) else None
-
-
-def known(why: Callable[[str, str], str | None], cases: list[tuple[str, str]]) -> list[object]:
-    """Cases of which some fail today, for a reason: whoever mends it takes it away here."""
-    return [
-        pytest.param(
-            case,
-            step,
-            marks=[]
-            if (reason := why(case, step)) is None
-            else pytest.mark.xfail(strict=True, reason=reason),
-            id=f"{case}-{step}",
-        )
-        for case, step in cases
-    ]
+KNOWN_PLANS = [
+    pytest.param(
+        case,
+        step,
+        marks=[]
+        if (reason := waits_in_plan(case, step)) is None
+        else pytest.mark.xfail(strict=True, reason=reason),
+        id=f"{case}-{step}",
+    )
+    for case, step in STEP_CASES
+]
+"""Of which some wait today: whoever mends it takes the reason away."""
 
 
 def on_the_host() -> torch.Tensor:
@@ -212,13 +214,13 @@ def test_nothing_mixes_devices(traces, case):
         assert not record.count("mixed"), f"{name}:\n{record.told('mixed')}"
 
 
-@pytest.mark.parametrize("case,step", known(waits_in_plan, STEP_CASES))
+@pytest.mark.parametrize("case,step", KNOWN_PLANS)
 def test_no_plan_waits_for_the_device(traces, case, step):
     record = traces[case].steps[step]
     assert not record.count("wait", "plan"), record.told("wait", "plan")
 
 
-@pytest.mark.parametrize("case,step", known(waits_afterwards, STEP_CASES))
+@pytest.mark.parametrize("case,step", STEP_CASES)
 def test_no_step_waits_for_the_device(traces, case, step):
     record = traces[case].steps[step]
     assert not record.count("wait", *AFTERWARDS), record.told("wait", *AFTERWARDS)
@@ -227,7 +229,7 @@ def test_no_step_waits_for_the_device(traces, case, step):
 CAPTURED = [(case, "decode") for case in CASES if case.endswith(("flashinfer", "triton"))]
 
 
-@pytest.mark.parametrize("case,step", known(waits_afterwards, CAPTURED))
+@pytest.mark.parametrize("case,step", CAPTURED)
 def test_decode_steps_are_captured(traces, case, step):
     assert traces[case].captured
     assert traces[case].steps[step].count("launch", "forward") == 1, "the graph"
@@ -251,11 +253,30 @@ def test_a_model_launches_no_more_than_its_budget(traces, case):
 
 @pytest.mark.parametrize("case,step", [(case, step) for case, step in STEP_CASES if case in WHOLE])
 def test_head_and_sampler_launch_no_more_than_their_budget(traces, case, step):
-    record, budget = traces[case].steps[step], STEP_BUDGETS[step]
+    record, budget = traces[case].steps[step], step_budget(traces[case], step)
     figures = step_figures(traces[case], step)
     for name in StepBudget.__dataclass_fields__:
         told = record.told("launch", "sample") if name in ("launches", "vocabulary") else record.told("h2d")
         assert getattr(figures, name) <= getattr(budget, name), f"{name} of {figures}:\n{told}"
+
+
+@pytest.mark.parametrize("case", [case for case in WHOLE if case.endswith("flashinfer")])
+def test_the_captured_head_and_sampler_launch_no_more_than_their_budget(traces, case):
+    started = traces[case].steps["start"]
+    launches = started.count("launch", "capture head")
+    assert launches <= (5 if traces[case].in_triton else 77)
+    assert launches > 1, started.told("launch", "capture head")
+
+
+def step_budget(found: Traces, step: str) -> StepBudget:
+    """Where Triton samples, one graph serves all steps but the special ones."""
+    budget = (TRITON_STEP_BUDGETS if found.in_triton else STEP_BUDGETS)[step]
+    in_graph = (
+        ("decode", "greedy", "top_k", "top_p", "min_p", "raw") if found.in_triton else ("decode", "greedy")
+    )
+    if found.captured and step in in_graph:
+        return replace(budget, launches=1, vocabulary=0)
+    return budget
 
 
 def step_figures(found: Traces, step: str) -> StepBudget:
