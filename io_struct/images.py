@@ -31,7 +31,7 @@ class SdeParams(Record, kw_only=True, frozen=True):
     type: SdeType = "ode"
     """``ode``: no noise. ``sde``: Flow-GRPO. ``cps``: coefficients preserving. ``dance``: DanceGRPO."""
     noise_level: float = 0.7
-    """The noise level of ``sde``, ``cps`` and ``dance``; finite, at least 0, and at most 1 for ``cps``."""
+    """The noise level of ``sde``, ``cps`` and ``dance``: 0 to 100, and at most 1 for ``cps``."""
     steps: Annotated[list[StepIndex], msgspec.Meta(max_length=MAX_STEPS)] | None = None
     """The window: steps that add noise; the others are those of ``ode``. None means every step."""
     log_prob: Literal["mean", "sum"] = "mean"
@@ -73,7 +73,7 @@ class GenerateImagesReqInput(Request, kw_only=True):
     shift: float | None = None
     """Shift of the scheduler's sigmas. None means its own. Not with ``sigmas``."""
     guidance_scale: float = 1.0
-    """Scale of classifier-free guidance; it is computed for scales above 1. Models that take the scale as an input
+    """Scale of classifier-free guidance, 0 to 1000; it is computed for scales above 1. Models that take the scale as an input
     get it as it is."""
     max_sequence_length: Annotated[int, msgspec.Meta(ge=0, le=4096)] = 256
     """Tokens of the longest text encoder, for models that have one of variable length (T5)."""

@@ -22,6 +22,10 @@ from .request import ImageRequest, Prompting
 
 MAX_RESULT_BYTES = 128 << 20
 """Of the latents that one result holds."""
+MAX_GUIDANCE = 1000.0
+"""Of ``guidance_scale``: with more, latents leave float32 before a defect could be told from it."""
+MAX_NOISE_LEVEL = 100.0
+"""Of ``sde.noise_level``, likewise."""
 _NEGATIVE = "negative_"
 
 
@@ -49,9 +53,13 @@ class ImageAdmission:
                 limit=self._max_waiting,
             )
         _check_numbers(message)
+        unit, longest = self._family.pixels, self._family.longest_side
         for name in ("width", "height"):
-            if getattr(message, name) % self._family.pixels:
-                raise invalid(name, getattr(message, name), f"must be a multiple of {self._family.pixels}")
+            side = getattr(message, name)
+            if side % unit:
+                raise invalid(name, side, f"must be a multiple of {unit}")
+            if longest is not None and side > longest:
+                raise invalid(name, side, f"this pipeline makes at most {longest} pixels")
         shape = self._family.latent_shape(message.height, message.width)
         sigmas = self._grid(message, shape)
         kept = _kept_steps(message, sigmas, shape)
@@ -135,6 +143,8 @@ class ImageAdmission:
     ) -> tuple[Embeds | None, Embeds | None]:
         """Embeddings that came with the message, and those of guidance; None where there are none."""
         family, found = self._family, {}
+        if len(buffers) != len({spec.buffer for spec in specs}):
+            raise invalid("tensors", len(specs), f"describe not all of {len(buffers)} frames, or more")
         for piece in BufferSource("tensor", list(specs), buffers).pieces(1 << 62, lambda name: False):
             found[piece.name] = self._embed(piece.name, piece.rows)
         negative = {
@@ -168,10 +178,10 @@ class ImageAdmission:
 def _check_numbers(message: GenerateImagesReqInput) -> None:
     sde = message.sde
     problems = (
-        ("guidance_scale", message.guidance_scale, "must be finite and at least 0", 0.0 <= message.guidance_scale < math.inf),
+        ("guidance_scale", message.guidance_scale, f"must be in [0, {MAX_GUIDANCE:g}]", 0.0 <= message.guidance_scale <= MAX_GUIDANCE),
         ("shift", message.shift, "must be finite and above 0", message.shift is None or 0.0 < message.shift < math.inf),
-        ("sde.noise_level", sde.noise_level, "must be finite and at least 0, and at most 1 for cps",
-         0.0 <= sde.noise_level < (math.inf if sde.type != "cps" else 1.0000001)),
+        ("sde.noise_level", sde.noise_level, f"must be in [0, {MAX_NOISE_LEVEL:g}], and at most 1 for cps",
+         0.0 <= sde.noise_level <= (1.0 if sde.type == "cps" else MAX_NOISE_LEVEL)),
     )  # fmt: skip
     for field, value, requirement, holds in problems:
         if not holds:

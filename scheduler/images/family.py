@@ -85,6 +85,11 @@ class Family(ABC):
     def pixels(self) -> int:
         """Width and height of an image are multiples of it."""
 
+    @property
+    def longest_side(self) -> int | None:
+        """Largest width and height in pixels. None: the transformer has no limit of its own."""
+        return None
+
     def is_guided(self, guidance_scale: float) -> bool:
         """Whether guidance takes a second row, of the negative prompt."""
         return guidance_scale > 1.0

@@ -32,6 +32,12 @@ class StableDiffusion3(Family):
         """Patches of latents of the VAE."""
         return int(vae_scale(self.vae) * self.transformer.config.patch_size)
 
+    @property
+    def longest_side(self) -> int | None:
+        """The table of places that the patches get has so many rows."""
+        longest = self.transformer.config.pos_embed_max_size
+        return None if longest is None else int(longest * self.pixels)
+
     def tokenize(self, text: str, max_sequence_length: int) -> list[list[int]]:
         """CLIP's length is fixed, T5's the request's."""
         clip = self.tokenizers[0].model_max_length

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from support.scripted import EngineDriver
+from support.waiting import eventually
 
 from caesura.io_struct import (
     AbortReq,
@@ -420,6 +421,7 @@ def test_text_encoders_and_vae_that_come_and_go(sd3, driver):
 REFUSED = [
     ({"width": 20}, "width"),
     ({"height": 15}, "height"),
+    ({"height": 72}, "height"),
     ({"prompt": None}, "prompt"),
     ({"prompt_ids": [[1], [1], [1]]}, "prompt"),
     ({"prompt": None, "prompt_ids": [[1]]}, "prompt_ids"),
@@ -455,12 +457,43 @@ def test_embeddings_that_do_not_fit_are_refused(driver):
         ([spec("prompt_embeds", [3, 41]), pooled], [bytes(4 * 41 * 3), bytes(96)]),
         ([spec("embeds", [3, 40]), pooled], zeros),
         ([spec("prompt_embeds", [3, 40]), pooled], zeros[:1]),
+        ([spec("prompt_embeds", [3, 40]), pooled], [*zeros, b"more"]),
         ([spec("prompt_embeds", [3, 40]), pooled], [nan, bytes(96)]),
     ):
         reply = refusal(driver, request(prompt=None, tensors=specs), buffers)
         assert reply.code == "invalid_request"
     specs = [spec("prompt_embeds", [3, 40]), pooled]
     assert run(driver, request(prompt=None, tensors=specs), zeros)[0].finish_reason.type == "length"
+
+
+def test_frames_without_a_description_are_refused(driver):
+    assert refusal(driver, request(), [b"junk"]).detail["field"] == "tensors"
+
+
+def test_a_restart_goes_on_with_the_transformer_of_the_last_update(sd3, other_sd3, tmp_path):
+    state = str(tmp_path / "state.json")
+    with EngineDriver(str(sd3), scripted=False, state_file=state) as driver:
+        driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_sd3), weight_version="v5"))
+        before = driver.call(WeightsCheckerReqInput()).checksums
+    with EngineDriver(str(sd3), scripted=False, state_file=state) as driver:
+        status = driver.status()
+        assert (status.weights, status.weight_version, status.weights_epoch) == ("valid", "v5", 2)
+        assert driver.call(WeightsCheckerReqInput()).checksums == before
+        path = str(other_sd3 / "vae")
+        driver.call(UpdateWeightFromDiskReqInput(model_path=path, component="vae"))
+    with EngineDriver(str(sd3), scripted=False, state_file=state) as driver:
+        assert driver.status().weights == "invalid", "the VAE's update is in no record"
+        assert driver.call(UpdateWeightFromDiskReqInput(model_path=str(sd3))).weights == "valid"
+
+
+def test_a_client_that_leaves_is_not_drawn_for(driver):
+    rid = driver.send(request(n=4), client="leaving")
+    driver.tick(3)
+    driver.clients.pop("leaving").close(0)
+    eventually(lambda: driver.engine.housekeeping._keep_alive() or driver.tick() or not driver.engine.live)
+    assert driver.engine.outputs.finished["abort"] == 4
+    assert driver.status().running_requests == 0
+    assert rid not in {key[0] for key in driver.images}
 
 
 def test_an_image_engine_takes_no_tokens(driver):
