@@ -216,9 +216,11 @@ def plan_images(
         hint = "" if near is None else f" (did you mean {near}?)"
         raise TypeError(f"unknown image option {unknown[0]}{hint}; options are {one_of(sorted(_OPTIONS))}")
     single = prompt is None or isinstance(prompt, str)
-    prompts = [prompt] if prompt is None or isinstance(prompt, str) else list(prompt)
-    if not all(each is None or isinstance(each, str) for each in prompts):
-        raise InvalidRequest(f"prompt = {shown(prompt)} must be text, or a list of texts", field="prompt")
+    prompts: list[str | None] = [prompt] if prompt is None or isinstance(prompt, str) else []
+    if not single:
+        if not isinstance(prompt, Sequence) or not all(isinstance(each, str) for each in prompt):
+            raise InvalidRequest(f"prompt = {shown(prompt)} must be text, or a list of texts", field="prompt")
+        prompts = list(prompt)
     specs, buffers = _frames(embeds or {})
     base = id_of(message_id)
     fields: dict[str, Any] = {**options, "sde": _sde(options.get("sde"))}

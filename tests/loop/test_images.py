@@ -3,12 +3,14 @@
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from support.scripted import EngineDriver
 from support.waiting import eventually
 
 from caesura.io_struct import (
     AbortReq,
     ContinueGenerationReqInput,
+    EndWeightUpdateReqInput,
     GenerateImagesReqInput,
     GenerateReqInput,
     PauseGenerationReqInput,
@@ -17,6 +19,7 @@ from caesura.io_struct import (
     SdeParams,
     TensorSpec,
     UpdateWeightFromDiskReqInput,
+    UpdateWeightsFromTensorReqInput,
     WeightsCheckerReqInput,
 )
 
@@ -416,6 +419,65 @@ def test_text_encoders_and_vae_that_come_and_go(sd3, driver):
         assert {kind for kind, _ in seen} == set(on_device)
         reply = offloaded.call(UpdateWeightFromDiskReqInput(model_path=str(sd3), component="vae"))
         assert reply.detail["field"] == "component"
+
+
+def send_tensors(driver, tensors, **fields):
+    """One update call with ``tensors``."""
+    specs = [
+        TensorSpec(name=name, dtype="F32", shape=list(each.shape), nbytes=each.nbytes, buffer=number)
+        for number, (name, each) in enumerate(tensors.items())
+    ]
+    message = UpdateWeightsFromTensorReqInput(specs=specs, flush_cache=False, **fields)
+    driver.send(message, buffers=[each.numpy().tobytes() for each in tensors.values()])
+    for _ in range(200):
+        driver.tick()
+        if message.id in driver.replies:
+            return driver.replies.pop(message.id)
+    raise AssertionError("no answer")
+
+
+def halves(path):
+    tensors = load_file(path / "transformer" / "diffusion_pytorch_model.safetensors")
+    names = sorted(tensors)
+    middle = len(names) // 2
+    return [{name: tensors[name] for name in some} for some in (names[:middle], names[middle:])]
+
+
+def test_a_failed_session_poisons_its_component_alone(driver, sd3, other_sd3):
+    before = driver.call(WeightsCheckerReqInput()).checksums
+    first, _ = halves(other_sd3)
+    session = driver.begin()
+    assert not send_tensors(driver, first, session_id=session).committed
+    driver.call(EndWeightUpdateReqInput(session_id=session, commit=False))
+    assert driver.status().weights == "poisoned"
+    vae = UpdateWeightFromDiskReqInput(model_path=str(sd3 / "vae"), component="vae")
+    assert not driver.call(vae).committed
+    assert driver.status().weights == "poisoned", "the transformer is what is broken"
+    assert driver.call(UpdateWeightFromDiskReqInput(model_path=str(sd3))).committed
+    assert driver.call(WeightsCheckerReqInput()).checksums == before
+    assert driver.status().weights == "valid"
+
+
+def test_a_paused_update_commits_with_its_last_tensor(driver, other_sd3):
+    driver.call(PauseGenerationReqInput())
+    first, second = halves(other_sd3)
+    assert not send_tensors(driver, first).committed
+    reply = send_tensors(driver, second)
+    assert (reply.committed, reply.weights_epoch) == (True, 1)
+
+
+def test_a_session_may_write_several_components(driver, other_sd3):
+    session = driver.begin()
+    for component in ("transformer", "vae"):
+        update = UpdateWeightFromDiskReqInput(
+            model_path=str(other_sd3 / component), component=component, session_id=session
+        )
+        assert not driver.call(update).committed
+    assert driver.call(EndWeightUpdateReqInput(session_id=session)).weights_epoch == 1
+    with EngineDriver(str(other_sd3), scripted=False) as cold:
+        expected = cold.call(WeightsCheckerReqInput()).checksums
+    found = driver.call(WeightsCheckerReqInput()).checksums
+    assert all(found[name] == expected[name] for name in found if name.startswith(("transformer.", "vae.")))
 
 
 REFUSED = [
