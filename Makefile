@@ -15,7 +15,7 @@ SPREAD  := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 CHECKED := tests/architecture tests/unit/io_struct tests/unit/scheduler/batching tests/unit/scheduler/cache \
 	tests/unit/scheduler/serving tests/unit/client/wire tests/loop/test_scripted_loop.py
 
-.PHONY: demo check test suite test-bench lint format docs bench mutation serve wheel test-wheel test-images clean
+.PHONY: demo check test suite test-bench lint format docs bench gpu gpu-wheels mutation serve wheel test-wheel test-images clean
 
 # pip, not another installer: the user's own index and wheel settings are honoured.
 $(STAMP): pyproject.toml __init__.py constraints.txt $(wildcard scheduler/kernels/cpu/*)
@@ -72,6 +72,15 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/rollout.py
 	$(BIN)/python benchmarks/pause_cycles.py --modes in_place --cycles 50
 	$(BIN)/python benchmarks/check_baselines.py
+
+# Everything that a CPU cannot show, on a card of this machine and without a network: ten minutes, build/gpu.json.
+# Where the machine reaches no registry, `make gpu-wheels` on another one first, and carry build/gpu-wheels along.
+gpu:
+	PYTHON='$(PYTHON)' sh benchmarks/gpu/install_wheels.sh
+	PYTHONPATH='$(CURDIR)/build/gpu-site' $(PYTHON) benchmarks/gpu --json build/gpu.json $(GPU_ARGS)
+
+gpu-wheels:
+	$(PYTHON) benchmarks/gpu/fetch_wheels.py $(WHEELS_ARGS)
 
 # An hour or so. make mutation MUTATION_ARGS="--module scheduler/batching/output_processor.py --seed 3"
 mutation: $(STAMP)

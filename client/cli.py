@@ -18,8 +18,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..io_struct import CaesuraError, GetStatusReqOutput, Message
+from ..io_struct import MAX_TRACE_STEPS, CaesuraError, GetStatusReqOutput, Message
+from ..io_struct.control import MAX_DURATION_S
 from ..io_struct.text import printable
+from .exceptions import TimedOut
 from .frontend.serve import serve
 from .keygen import keygen
 from .process.launch import engine_command
@@ -134,10 +136,42 @@ def status(endpoint: str, as_json: bool, timeout: float | None) -> None:
     help="abort: end all requests; retract: free their KV cache and requeue them; in_place: freeze them with their KV cache.",
 )
 @click.option("--owner", help="Owner of the pause; continue then needs the same --owner, or --force.")
-def pause(endpoint: str, as_json: bool, timeout: float | None, mode: Any, owner: str | None) -> None:
+@click.option(
+    "--lease",
+    "lease_s",
+    type=click.FloatRange(0.0, MAX_DURATION_S, min_open=True),
+    help="Seconds after which the pause ends unless another command with the same --owner comes. Without it the pause lasts until "
+    "`caesura continue`.",
+)
+@click.option(
+    "--on-lease-expiry",
+    type=click.Choice(["continue", "abort", "stay"]),
+    default="continue",
+    show_default=True,
+    help="What then happens: generation continues; all requests are aborted and the pause stays; or it stays, without an owner.",
+)
+def pause(
+    endpoint: str,
+    as_json: bool,
+    timeout: float | None,
+    mode: Any,
+    owner: str | None,
+    lease_s: float | None,
+    on_lease_expiry: Any,
+) -> None:
     """Pause generation; returns when no step is in flight."""
+    if lease_s is not None and owner is None:
+        raise click.UsageError("--lease needs --owner: commands of that owner renew the lease")
     with _client(endpoint) as client:
-        _show(client.pause(mode, owner=owner, timeout=timeout), as_json)
+        reply = client.pause(
+            mode, owner=owner, lease_s=lease_s, on_lease_expiry=on_lease_expiry, timeout=timeout
+        )
+        # a pause that is somebody else's already takes no lease, so what holds is asked for
+        lease = None if lease_s is None else client.renew_pause_lease(owner, timeout=timeout)
+    rows = list(_rows(msgspec.to_builtins(reply)))
+    if lease is not None:
+        rows.append(("lease", _lease(lease.lease_left_s, on_lease_expiry)))
+    _show(reply, as_json, rows)
 
 
 @cli.command("continue")
@@ -235,6 +269,44 @@ def abort(endpoint: str, as_json: bool, timeout: float | None, rid: str | None, 
 
 
 @cli.command()
+@_talks(600.0)
+@click.option(
+    "--num-steps",
+    type=click.IntRange(1, MAX_TRACE_STEPS),
+    default=20,
+    show_default=True,
+    help="Number of steps to record. Ctrl-C ends the trace earlier.",
+)
+@click.option("--output-dir", help="Folder for the file, under the engine's --profile-dir.")
+@click.option(
+    "--with-stack", is_flag=True, help="Also record the Python stack of each operation, which is slow."
+)
+@click.option("--record-shapes", is_flag=True, help="Also record the shapes of the operations' inputs.")
+def profile(
+    endpoint: str,
+    as_json: bool,
+    timeout: float | None,
+    num_steps: int,
+    output_dir: str | None,
+    with_stack: bool,
+    record_shapes: bool,
+) -> None:
+    """Record a trace of the engine's next steps with torch's profiler; prints its file, for chrome://tracing or Perfetto.
+
+    The file is written by the engine, on its machine. An idle engine makes no steps: send it requests.
+    """
+    with _client(endpoint) as client:
+        client.start_profile(
+            output_dir, num_steps=num_steps, with_stack=with_stack, record_shapes=record_shapes, timeout=10.0
+        )
+        try:
+            reply = client.stop_profile(wait=True, timeout=timeout)
+        except (KeyboardInterrupt, TimedOut):
+            reply = client.stop_profile(timeout=timeout)
+        _show(reply, as_json)
+
+
+@cli.command()
 @_talks(10.0)
 @click.option(
     "--html",
@@ -292,7 +364,7 @@ def _show(reply: Message, as_json: bool, rows: Iterable[tuple[str, str]] | None 
         return
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold")
-    table.add_column()
+    table.add_column(overflow="fold")  # a path that is cut off is of no use
     for name, value in rows if rows is not None else _rows(msgspec.to_builtins(reply)):
         table.add_row(name, Text(printable(value)))
     Console().print(table)
@@ -381,6 +453,14 @@ def _pause(status: GetStatusReqOutput) -> str:
     owner = "no owner" if status.pause_owner is None else f"owner {status.pause_owner}"
     lease = "no lease" if status.lease_left_s is None else f"lease ends in {status.lease_left_s:.1f} s"
     return f"{status.pause_mode}, for {age:.1f} s, since {since}, {owner}, {lease}"
+
+
+def _lease(left_s: float | None, then: str) -> str:
+    """Until when a pause holds, by this machine's clock."""
+    if left_s is None:
+        return "none: the pause is another owner's"
+    until = strftime("%Y-%m-%d %H:%M:%S", localtime(time() + left_s))
+    return f"until {until} (for {left_s:.1f} s), then {then}; a command with the same --owner renews it"
 
 
 def _kernels(status: GetStatusReqOutput) -> str:

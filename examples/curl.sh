@@ -70,6 +70,10 @@ post /end_weight_update '{"weight_version": "3"}' -H "X-Caesura-Session: $sessio
 post /release_memory_occupation '{"tags": ["kv_cache"]}'
 post /resume_memory_occupation '{"tags": ["kv_cache"]}'
 
+# Record a trace of the next steps, and have its file named
+post /start_profile '{"record_shapes": true}'
+post /stop_profile '{}'
+
 # With a trainer at the other end (it is rank 0 and broadcasts), or a checkpoint-engine server:
 #   post /init_weights_update_group '{"master_address": "10.0.0.1", "master_port": 29500, "rank_offset": 1, "world_size": 2, "backend": "nccl"}'
 #   post /update_weights_from_distributed '{"names": ["lm_head.weight"], "dtypes": ["bfloat16"], "shapes": [[32000, 4096]]}'

@@ -90,6 +90,14 @@ from .memory import (
     MemoryEvent,
     MemoryStretch,
 )
+from .profile import (
+    MAX_TRACE_STEPS,
+    StartProfileReqInput,
+    StartProfileReqOutput,
+    StopProfileReqInput,
+    StopProfileReqOutput,
+    TraceActivity,
+)
 from .score import ReferenceStatus, Residency, ScoreReqInput, ScoreReqOutput
 from .weights import (
     BeginWeightUpdateReqInput,
@@ -120,6 +128,7 @@ __all__ = [
     "MAX_LOGIT_BIAS",
     "MAX_TOKEN_IDS_LOGPROB",
     "MAX_TOP_LOGPROBS",
+    "MAX_TRACE_STEPS",
     "WIRE_VERSION",
     "AbortReq",
     "AbortReqOutput",
@@ -198,11 +207,16 @@ __all__ = [
     "ShutdownReqOutput",
     "StageStatus",
     "StageTimes",
+    "StartProfileReqInput",
+    "StartProfileReqOutput",
     "StepFailures",
+    "StopProfileReqInput",
+    "StopProfileReqOutput",
     "StreamDelta",
     "TensorSpec",
     "ToClient",
     "ToScheduler",
+    "TraceActivity",
     "UnreadReply",
     "UpdateProgress",
     "UpdateTotal",

@@ -39,6 +39,12 @@ from .generate import (
 from .hello import HelloReqInput, HelloReqOutput
 from .images import GenerateImagesReqInput, GenerateImagesReqOutput
 from .memory import GetMemoryHistoryReqInput, GetMemoryHistoryReqOutput
+from .profile import (
+    StartProfileReqInput,
+    StartProfileReqOutput,
+    StopProfileReqInput,
+    StopProfileReqOutput,
+)
 from .score import ScoreReqInput, ScoreReqOutput
 from .weights import (
     BeginWeightUpdateReqInput,
@@ -83,6 +89,8 @@ ToScheduler = (
     | DestroyWeightsUpdateGroupReqInput
     | UpdateWeightsFromDistributedReqInput
     | WeightsCheckerReqInput
+    | StartProfileReqInput
+    | StopProfileReqInput
     | ShutdownReqInput
 )
 """What a scheduler accepts."""
@@ -109,6 +117,8 @@ ToClient = (
     | InitWeightsUpdateGroupReqOutput
     | DestroyWeightsUpdateGroupReqOutput
     | WeightsCheckerReqOutput
+    | StartProfileReqOutput
+    | StopProfileReqOutput
     | ShutdownReqOutput
 )
 """What a client accepts."""

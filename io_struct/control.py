@@ -83,7 +83,7 @@ class ContinueGenerationReqOutput(Reply, kw_only=True):
     reserved_after: int | None = None
     """Bytes reserved afterwards."""
     freed: int | None = None
-    """``reserved_before - reserved_after``; may be negative."""
+    """Bytes returned to the system; 0 if more was allocated meanwhile."""
 
 
 class FlushCacheReqInput(ControlRequest, kw_only=True):

@@ -25,7 +25,15 @@ _PLACE = re.compile(r"(?P<key>`key` in )?`\$(?P<path>[\w.\[\]-]*)`")
 _STEP = re.compile(r"\.(?P<name>[\w-]+)|\[(?P<index>\d*)(?:\.\.\.)?\]")
 _UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
 _MISSING_FIELD = re.compile(r"Object missing required field `(?P<name>.*)`", re.DOTALL)
-_OTHER_NAMES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "best_of": "n"}
+OTHER_NAMES = {
+    "max_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+    "best_of": "n",
+    "seed": "sampling_seed",
+    "logprobs": "return_logprob",
+    "prompt": "text",
+    "prompt_token_ids": "input_ids",
+}
 """What other engines call a field, where its spelling alone would not lead to ours."""
 
 _WORDS: dict[type[inspect.Type], str] = {
@@ -96,7 +104,7 @@ def unknown_name(name: str, names: Sequence[str]) -> str:
 def nearest(name: str, names: Sequence[str]) -> str | None:
     """Which of ``names`` was probably meant; None where none resembles ``name``."""
     name = name[:_MAX_NAME]
-    if (other := _OTHER_NAMES.get(name)) in names:
+    if (other := OTHER_NAMES.get(name)) in names:
         return other
     if close := get_close_matches(name, names, n=1, cutoff=0.75):
         return close[0]

@@ -44,7 +44,7 @@ class MemoryEvent(ReplyRecord, kw_only=True, frozen=True):
     """``reserved`` by purpose. At ``pause``, ``continue`` and ``lease_expiry``, weights, KV and reference are those
     of the last event with another cause."""
     returned: int | None = None
-    """Bytes returned to the system by emptying the cache; may be negative. None means that it was not emptied."""
+    """Bytes returned to the system by emptying the cache; 0 if more was allocated meanwhile. None means that it was not emptied."""
     residual: int | None = None
     """``continue`` and ``lease_expiry``: growth of the reserved bytes since the pause began. None for other
     causes."""
@@ -68,7 +68,7 @@ class MemoryStretch(ReplyRecord, kw_only=True, frozen=True):
     pauses: int
     """Number of pauses among its events."""
     returned: int
-    """Total bytes returned to the system by emptying the cache; negative values count as 0."""
+    """Total bytes returned to the system by emptying the cache."""
 
 
 class GetMemoryHistoryReqInput(ControlRequest, kw_only=True):

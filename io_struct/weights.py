@@ -10,6 +10,13 @@ from .control import ControlRequest, PositiveDuration
 DEFAULT_GROUP_NAME = "weight_update_group"
 """SGLang's default."""
 
+DEFAULT_BROADCAST_TIMEOUT_S = 300.0
+"""Longest time between two broadcasts of an update: a trainer may gather a tensor from its ranks meanwhile."""
+
+PRESENT = "caesura/present/"
+"""Key under which a rank of an NCCL group says in the store that it is there; its number follows. If rank 0 says it, too,
+each engine waits for all ranks before it replies to the init."""
+
 DEFAULT_BUCKET_BYTES = 64 << 20
 """Default size of the bucket that one call of the tensor and ipc transports carries."""
 
@@ -225,8 +232,10 @@ class InitWeightsUpdateGroupReqInput(ControlRequest, kw_only=True):
     backend: Literal["gloo", "nccl"] | None = None
     """None means nccl on CUDA, else gloo. All ranks must use the same."""
     timeout_s: PositiveDuration = 60.0
-    """Maximum seconds for all ranks to join, and later for each broadcast. After a timeout of a broadcast the group
-    cannot be used any more: destroy it and create it again."""
+    """Maximum seconds for all ranks to join."""
+    broadcast_timeout_s: PositiveDuration = DEFAULT_BROADCAST_TIMEOUT_S
+    """Maximum seconds for each broadcast later. After a timeout the group cannot be used any more: destroy it and
+    create it again."""
 
 
 class InitWeightsUpdateGroupReqOutput(Reply, kw_only=True):

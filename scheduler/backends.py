@@ -25,6 +25,7 @@ from .cache.pool import MHAPool, MLAPool
 from .config import PAGE_SIZE, EngineConfig
 from .forward import AttentionBackend, ForwardBatch
 from .kernels import TORCH, best, trial
+from .layers.rotary import rotate
 from .runner.graphs import scratch_prefill
 from .runner.staging import StepLimits
 from .weights.loaded_model import LoadedModel
@@ -190,14 +191,25 @@ def _differences(choice: Choice, shape: Shape) -> Iterator[float]:
         if hasattr(tried, "for_decode"):
             steps.append((tried.for_decode(len(_DECODE)), _DECODE))
         for backend, rows in steps:
-            batch, inputs = _batch(rows, shape.device), _inputs(shape, sum(new for _, new in rows))
-            found, expected = (_attend(each, batch, inputs) for each in (backend, reference))
+            batch, projected = _batch(rows, shape.device), _projected(shape, sum(new for _, new in rows))
+            found, expected = (_attend(each, batch, projected, shape) for each in (backend, reference))
             yield float((found - expected).norm() / expected.norm())
 
 
-def _attend(backend: AttentionBackend, batch: ForwardBatch, inputs: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+def _attend(backend: AttentionBackend, batch: ForwardBatch, projected: Tensor, shape: Shape) -> Tensor:
+    """As an attention block has it computed: rotation and store in one go where the backend does them."""
     backend.plan(batch)
-    return backend.forward(*inputs, 0).float()
+    heads, kv_heads = shape.num_heads, shape.num_kv_heads
+    if shape.latent is not None:
+        q, k, _ = projected.split([heads, 1, 1], dim=1)
+        return backend.forward(q, k, k[..., : shape.latent], 0).float()
+    angles = torch.outer(batch.positions, 0.5 ** torch.arange(shape.head_dim // 2, device=shape.device))
+    cos, sin = (each.to(shape.dtype).unsqueeze(1) for each in (angles.cos(), angles.sin()))
+    if backend.fused is not None:
+        return backend.fused(projected.clone(), cos, sin, 0, None).float()
+    qk, v = projected.split([heads + kv_heads, kv_heads], dim=1)
+    rotated = rotate(qk, cos, sin)
+    return backend.forward(rotated[:, :heads], rotated[:, heads:], v, 0).float()
 
 
 def _filled_pool(shape: Shape) -> MHAPool | MLAPool:
@@ -249,13 +261,11 @@ def _batch(rows: tuple[tuple[int, int], ...], device: torch.device) -> ForwardBa
     )
 
 
-def _inputs(shape: Shape, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values as an attention block has them: with latents, the front of the key is the value."""
+def _projected(shape: Shape, tokens: int) -> Tensor:
+    """Queries, keys and values of each token."""
+    size = (tokens, shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim)
     generator = torch.Generator(shape.device).manual_seed(tokens)
-    heads, kv_heads = shape.num_heads, shape.num_kv_heads
-    rows = torch.empty((tokens, heads + 2 * kv_heads, shape.head_dim), dtype=shape.dtype, device=shape.device)
-    q, k, v = rows.normal_(generator=generator).split([heads, kv_heads, kv_heads], dim=1)
-    return q, k, v if shape.latent is None else k[..., : shape.latent]
+    return torch.empty(size, dtype=shape.dtype, device=shape.device).normal_(generator=generator)
 
 
 def _pages(tokens: int) -> int:

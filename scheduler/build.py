@@ -33,6 +33,8 @@ from .runner.staging import StepLimits
 from .weights.loaded_model import LoadedModel
 from .weights.loader import WeightLoader
 from .weights.transports.disk import load_from_disk, open_checkpoint
+from .weights.upload import uploader_of
+from .weights.write_stream import write_stream_of
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +68,7 @@ def load_model(config: EngineConfig, folder: str | None = None) -> LoadedModel:
     model = build_model(model_config, dtype, device)
     loader = WeightLoader(model)
     checkpoint = open_checkpoint(folder or config.model_path)
-    load_from_disk(loader, checkpoint, config.load_bucket_bytes)
+    load_from_disk(loader, checkpoint, config.load_bucket_bytes, uploader_of(write_stream_of(device), device))
     loader.forget_written()
     model.finalize_weights()
     return LoadedModel(model_config, model, loader, dtype, device, checkpoint.digest)

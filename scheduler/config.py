@@ -153,6 +153,9 @@ class EngineConfig:
     log_stats_interval_s: float = 10.0
     """While requests run, log running and waiting requests, KV use and throughput every this many seconds, and once
     more when they have ended. 0: never."""
+    profile_dir: str | None = None
+    """Folder that traces of torch's profiler are written under (caesura profile). By default, a new folder in the
+    temporary directory, made when the first trace starts."""
     log_level: str = "INFO"
     """Minimum severity of log records: DEBUG, INFO, WARNING or ERROR."""
     shutdown_mode: Literal["abort", "drain"] = "abort"
@@ -228,6 +231,7 @@ class EngineConfig:
             num_threads=self.num_threads or torch.get_num_threads(),
             model_path=str(Path(os.path.expanduser(self.model_path))),
             state_file=self.state_file and os.path.abspath(os.path.expanduser(self.state_file)),
+            profile_dir=self.profile_dir and os.path.abspath(os.path.expanduser(self.profile_dir)),
             reference_model_path=reference and str(Path(os.path.expanduser(reference))),
         )
 

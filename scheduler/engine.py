@@ -29,6 +29,7 @@ from .commands.lifecycle import Lifecycle
 from .commands.memory_occupation import MemoryOccupation
 from .commands.parameter_server import ParameterServerUpdates
 from .commands.process_groups import ProcessGroupCommands
+from .commands.profiling import ProfilingCommands
 from .commands.scoring import Scoring
 from .commands.weight_commit import WeightCommit
 from .commands.weight_sessions import Sessions
@@ -45,6 +46,7 @@ from .memory.device_module import DeviceModule, device_module_for
 from .memory.residency import ComponentResidencyManager
 from .observability.memory_history import MemoryGauges, MemoryHistory
 from .observability.stage_profiler import StageProfiler
+from .observability.step_trace import StepTrace
 from .observability.throughput import Counters, Throughput
 from .observability.watchdog import Heartbeat
 from .runner.model_runner import ModelRunner
@@ -59,6 +61,8 @@ from .serving.router_socket import Router
 from .serving.status import StaticFacts, StatusReporter
 from .shutdown import Shutdown
 from .weights.transports.distributed import WeightsUpdateGroups
+from .weights.upload import uploader_of
+from .weights.write_stream import WriteStream, write_stream_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,11 +287,15 @@ class Engine:
     def _build_commands(self, config: EngineConfig, core: _Core, module: DeviceModule) -> _Commands:
         loaded, runner = core.steps.loaded, core.steps.runner
         residency, lifecycle = core.residency, core.lifecycle
+        write_stream = write_stream_of(loaded.device, runner.on_stream)
         self.process_groups = WeightsUpdateGroups(
-            loaded.device, self.wakeup.set, runner.synchronize, config.group_interface
+            loaded.device,
+            self.wakeup.set,
+            interface=config.group_interface,
+            write_stream=write_stream,
         )
         self._cleanup.callback(self.process_groups.close)
-        self.updates = self._build_updates(config, core)
+        self.updates = self._build_updates(config, core, write_stream)
         parameter_server = ParameterServerUpdates(config=config, updates=self.updates, wake=self.wakeup.set)
         self._cleanup.callback(parameter_server.close)
         graphs = core.steps.graphs
@@ -310,6 +318,8 @@ class Engine:
         checker = WeightsChecker(
             model=loaded.model, runner=runner, lifecycle=lifecycle, poison=self.updates.poison
         )
+        trace = StepTrace(self._stages, config.profile_dir, config.device, self.wakeup.set)
+        self._cleanup.callback(trace.close)
         handlers = Commands(
             lifecycle=lifecycle,
             updates=self.updates,
@@ -317,10 +327,13 @@ class Engine:
             process_groups=ProcessGroupCommands(self.process_groups),
             occupation=occupation,
             checker=checker,
+            profiling=ProfilingCommands(trace, lambda: lifecycle.step),
         )
         return _Commands(handlers, self._build_scoring(core, module))
 
-    def _build_updates(self, config: EngineConfig, core: _Core) -> WeightUpdates:
+    def _build_updates(
+        self, config: EngineConfig, core: _Core, write_stream: WriteStream | None
+    ) -> WeightUpdates:
         loaded, runner, lifecycle = core.steps.loaded, core.steps.runner, core.lifecycle
         return WeightUpdates(
             config=config,
@@ -343,6 +356,7 @@ class Engine:
                 device_cache=self._device_cache,
             ),
             process_groups=self.process_groups,
+            uploader=uploader_of(write_stream, loaded.device),
             history=self.history,
             stages=self._stages,
             weights_file=self._weights_file,

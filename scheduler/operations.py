@@ -9,9 +9,11 @@ Invariants:
 import logging
 from dataclasses import dataclass
 
-from .backends import Shape, choose
+import torch
+
+from .backends import Choice, Shape, choose
 from .config import EngineConfig
-from .kernels import TORCH, serving
+from .kernels import TORCH, TRITON, serving, why_not_triton
 from .kernels.linear import packable
 from .kernels.native import why_not
 from .layers.fp8_products import dense_for, experts_for
@@ -53,7 +55,9 @@ def what_serves(config: EngineConfig, loaded: LoadedModel) -> Serving:
     attention = choose(config, Shape.of(loaded))
     by["attention"] = attention.by
     if model.fp8 is not None or not all(packable(size, loaded.dtype) for size in _row_sizes(loaded)):
-        by["linear"] = by["experts"] = TORCH
+        by["linear"] = TORCH
+        if by["experts"] != TRITON:  # which is what surrounds the products
+            by["experts"] = TORCH
     if model.fp8 is not None and (dense := dense_for(loaded.device)) is not None:
         by["linear"] = dense.by
         if model.moe is not None and (experts := experts_for(loaded.device)) is not None:
@@ -65,12 +69,21 @@ def what_serves(config: EngineConfig, loaded: LoadedModel) -> Serving:
     if model.moe is not None or model.mla is not None:
         del by["decoder"]  # layers are computed part by part, whatever computes the parts
     if loaded.device.type != "cpu":
-        reason = attention.reason
-        return Serving(by, None if reason is None else f"attention by {attention.by}, as {reason}")
+        return Serving(by, _why_not_better(attention, loaded.device))
     reason = why_torch(loaded)
     if reason is None and by["attention"] == TORCH:
         reason = f"attention_backend = {config.attention_backend!r}"
     return Serving(by, reason)
+
+
+def _why_not_better(attention: Choice, device: torch.device) -> str | None:
+    """What would launch less on an accelerator, and does not serve. None: all serves."""
+    reasons = []
+    if attention.reason is not None:
+        reasons.append(f"attention by {attention.by}, as {attention.reason}")
+    if device.type == "cuda" and (reason := why_not_triton(device)) is not None:
+        reasons.append(f"torch instead of Triton, as {reason}")
+    return "; ".join(reasons) or None
 
 
 def why_torch(loaded: LoadedModel) -> str | None:

@@ -54,7 +54,7 @@ def measure_ceilings(device: torch.device, buffer_bytes: int, product_size: int)
         torch.randn(product_size, product_size, device=device, dtype=torch.bfloat16) for _ in range(2)
     )
     out = torch.empty_like(left)
-    product = _seconds(lambda: torch.mm(left, right, out=out), synchronize)
+    product = seconds_of(lambda: torch.mm(left, right, out=out), synchronize)
     return Ceilings(read, copy, 2 * product_size**3 / product)
 
 
@@ -62,11 +62,11 @@ def _bandwidth(device: torch.device, buffer_bytes: int, synchronize: Synchronize
     """Of a sum, and of a copy."""
     source = torch.ones(buffer_bytes // 4, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
-    read = source.nbytes / _seconds(lambda: source.sum(), synchronize)
-    return read, 2 * source.nbytes / _seconds(lambda: target.copy_(source), synchronize)
+    read = source.nbytes / seconds_of(lambda: source.sum(), synchronize)
+    return read, 2 * source.nbytes / seconds_of(lambda: target.copy_(source), synchronize)
 
 
-def _seconds(work: Callable[[], object], synchronize: Synchronize, repeats: int = 10) -> float:
+def seconds_of(work: Callable[[], object], synchronize: Synchronize, repeats: int = 10) -> float:
     """Mean of ``repeats`` in a row, the best of three such rounds."""
     for _ in range(3):
         work()

@@ -14,7 +14,7 @@ from .errors import EXCEPTION_HANDLERS
 from .limits import BodyLimit
 from .openai import chat, completions, models
 from .pages import dashboard, metrics
-from .sglang import control_routes, generate_routes, info_routes, update_routes
+from .sglang import control_routes, generate_routes, info_routes, profile_routes, update_routes
 
 __all__ = ["Front", "FrontEnd", "ServeOptions", "create_app"]
 
@@ -22,6 +22,7 @@ _MODULES = (
     generate_routes,
     control_routes,
     update_routes,
+    profile_routes,
     info_routes,
     completions,
     chat,

@@ -86,9 +86,12 @@ def decode_large(
 
 @cache
 def _envelope(kind: type[msgspec.Struct]) -> "msgspec.json.Decoder[msgspec.Struct]":
-    """Cuts a body into the values of ``kind``'s fields; what is no field is passed over."""
+    """Cuts a body into the values of ``kind``'s fields; what is no field is refused or passed over, as ``kind`` does."""
     fields = [(name, msgspec.Raw, msgspec.Raw()) for name in kind.__struct_fields__]
-    return msgspec.json.Decoder(msgspec.defstruct(f"{kind.__name__}Parts", fields))
+    strict = kind.__struct_config__.forbid_unknown_fields
+    return msgspec.json.Decoder(
+        msgspec.defstruct(f"{kind.__name__}Parts", fields, forbid_unknown_fields=strict)
+    )
 
 
 def _prompts(field: str, value: bytes, most: int) -> Any:

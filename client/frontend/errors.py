@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 from litestar import Request, Response
-from litestar.exceptions import HTTPException, NotFoundException
+from litestar.exceptions import HTTPException, MethodNotAllowedException, NotFoundException
 from litestar.types import ExceptionHandlersMap, Scope, Send
 
 from ...io_struct import CaesuraError, ErrorCode
@@ -132,7 +132,13 @@ def _typed(_: Request[Any, Any, Any], error: CaesuraError) -> Response[bytes]:
 
 def _http(request: Request[Any, Any, Any], error: HTTPException) -> Response[bytes]:
     detail = _no_route(request) if isinstance(error, NotFoundException) else error.detail
-    return json_response(_plain_error(request.scope, detail, error.status_code), error.status_code)
+    allowed = (error.headers or {}).get("allow") if isinstance(error, MethodNotAllowedException) else None
+    if allowed is not None:
+        detail = f"{request.method} is not allowed on {printable(request.scope['path'])}, only {allowed}"
+    response = json_response(_plain_error(request.scope, detail, error.status_code), error.status_code)
+    if allowed is not None:
+        response.headers["allow"] = allowed
+    return response
 
 
 def _no_route(request: Request[Any, Any, Any]) -> str:

@@ -1,7 +1,7 @@
 """Reading requests and sending responses: the common part of all routes.
 
 Invariants: when a client disconnects its generations are aborted; commands are timed and counted in one place,
-:func:`command`; control bodies are read as in SGLang: unknown keys and nulls are ignored, numbers may be strings.
+:func:`command`; control bodies are read as in SGLang, numbers may be strings and nulls are left out; unlike there, unknown keys are refused.
 """
 
 import asyncio
@@ -21,6 +21,7 @@ from ..exceptions import RETRYABLE
 from .bodies import INLINE, UNREADABLE, unreadable
 from .context import FrontEnd
 from .errors import error_fields, json_response, native_error, status_of
+from .printable import printable
 
 MAX_VALUES = 1 << 18
 """Lists and objects of a command: as many tensors."""
@@ -39,8 +40,12 @@ async def read_control(request: HTTPRequest, kind: type[StructT], *, text: bool 
     """The body as ``kind``; none at all is ``{}``. ``text``: it holds texts, with as many brackets as they like.
 
     Raises:
-        ClientException: 400, the body is not JSON or a value is of no use.
+        ClientException: 400, the body is not JSON, a key is unknown or a value is of no use, or options stand in the query,
+            where nothing would read them.
     """
+    if request.query_params:
+        names = ", ".join(printable(name) for name in request.query_params)
+        raise ClientException(f"the query is not read here: give {names} in the body, a JSON object")
     raw = await request.body()
     if len(raw) > INLINE and not text:
         check_values(raw)

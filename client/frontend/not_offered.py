@@ -4,7 +4,6 @@ Invariant: nothing here is a route; a path that is served is not listed.
 """
 
 _ADAPTERS = "there are no LoRA adapters: merge the adapter and send all weights"
-_PROFILE = "the engine writes no profiler traces: stage times are in GET /metrics and caesura status, and --log-stages logs each stage"
 _SESSION = (
     "weights arrive through SGLang's routes (/update_weights_from_disk, /update_weights_from_tensor, …)"
 )
@@ -16,8 +15,6 @@ _WHY = {
     "/v1/unload_lora_adapter": _ADAPTERS,
     "/pull_weights": "the engine fetches no checkpoints and applies no deltas: write a complete checkpoint under --weights-root and "
     "call /update_weights_from_disk",
-    "/start_profile": _PROFILE,
-    "/stop_profile": _PROFILE,
     "/get_weights_by_name": "weights are not read out: compare them with POST /weights_checker",
     "/set_internal_state": "options are fixed at start",
     "/v1/responses": "the Responses API is not served: /v1/chat/completions is",

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ...io_struct import private_directory
+from ...io_struct.text import LOG_PREFIX, LOG_TIME
 from ..exceptions import EngineError
 from ..process.launch import LaunchedScheduler, engine_command
 from ..process.notify import notify
@@ -43,6 +44,11 @@ if TYPE_CHECKING:
     from .server import Server
 
 API_KEY, ADMIN_KEY = "CAESURA_API_KEY", "CAESURA_ADMIN_KEY"
+OPEN_TO_ALL = (
+    "generate, abort the generations of others, pause, replace the weights, have the scheduler connect to any address and have "
+    "files under --weights-root read"
+)
+"""What whoever reaches a server without keys can do; for the help and the warning at start."""
 MAX_DESCRIPTORS = 1 << 20
 """Of the limit of open descriptors, which is raised no further."""
 _NEEDS_EXTRA = 'the HTTP server needs additional packages: pip install "caesura[serve]"'
@@ -89,8 +95,8 @@ _NEEDS_EXTRA = 'the HTTP server needs additional packages: pip install "caesura[
 @click.option(
     "--insecure-bind",
     is_flag=True,
-    help="Allow listening beyond loopback without an API key. Anyone who can reach the port can then generate, read others' "
-    "outputs, pause and stop generation, replace the weights and have files under --weights-root read. For private networks only.",
+    help="Allow listening beyond loopback without an API key. Anyone who can reach the port can then "
+    f"{OPEN_TO_ALL}. For private networks only.",
 )
 @click.option("--ssl-certfile", type=click.Path(), help="Certificate for HTTPS, in PEM format.")
 @click.option(
@@ -258,10 +264,7 @@ def _warn(host: str, keys: _Keys, tls: ssl.SSLContext | None) -> None:
     if _is_loopback(host):
         return
     if keys.api is None:
-        what = (
-            "no API key: anyone who can reach it can generate, abort the generations of others, pause, replace the weights "
-            "and have files under --weights-root read"
-        )
+        what = f"no API key: anyone who can reach it can {OPEN_TO_ALL}"
     elif tls is None:
         what = "no TLS: keys, prompts and outputs are sent unencrypted"
     else:
@@ -333,7 +336,7 @@ def run(settings: Settings, listener: socket.socket, server_class: "type[Server]
 
 def _configure_log() -> None:
     handler = logging.StreamHandler()
-    handler.setFormatter(PrintableFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(PrintableFormatter(f"{LOG_PREFIX} %(name)s: %(message)s", LOG_TIME))
     handler.addFilter(Repeats())
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
 

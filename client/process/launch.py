@@ -362,6 +362,7 @@ def launch_scheduler(
     check_ledger: bool | None = None,
     log_stages: bool | None = None,
     log_stats_interval_s: float | None = None,
+    profile_dir: str | os.PathLike[str] | None = None,
     log_level: str | None = None,
     shutdown_mode: Literal["abort", "drain"] | None = None,
     drain_timeout_s: float | None = None,

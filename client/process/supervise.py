@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import click
 
 from ...io_struct import private_directory
+from ...io_struct.text import LOG_PREFIX, LOG_TIME
 from ..exceptions import EngineDied, EngineError
 from ..wire.curve import CLIENT_KEY_VARIABLE, SERVER_KEY_VARIABLE, ClientKeys, KeyOrFile
 from .launch import USAGE_STATUS, engine_command
@@ -195,9 +196,7 @@ def supervise(
         curve_client_key_file=curve_client_key_file,
     )
     with queued_stderr():
-        logging.basicConfig(
-            format="%(asctime)s.%(msecs)03d %(levelname)s supervise: %(message)s", datefmt="%Y-%m-%d %H:%M:%S"
-        )
+        logging.basicConfig(format=f"{LOG_PREFIX} supervise: %(message)s", datefmt=LOG_TIME)
         logging.getLogger(__package__).setLevel(logging.INFO)
         status = _run(supervisor)
     context.exit(status)

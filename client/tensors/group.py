@@ -37,7 +37,12 @@ from ...io_struct import (
     WeightUpdateReqOutput,
 )
 from ...io_struct.field_errors import one_of, shown
-from ...io_struct.weights import DEFAULT_BUCKET_BYTES, DEFAULT_GROUP_NAME
+from ...io_struct.weights import (
+    DEFAULT_BROADCAST_TIMEOUT_S,
+    DEFAULT_BUCKET_BYTES,
+    DEFAULT_GROUP_NAME,
+    PRESENT,
+)
 from ..exceptions import EngineError, GroupError, InvalidRequest, Unsupported, is_answer
 from ..wire.channel import wait_for
 from ..wire.options import UpdateOptions, update_fields
@@ -82,6 +87,7 @@ class WeightUpdateGroup:
         self._group = process_group
         self._device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else "cpu"
         self._buffer = torch.empty(0, dtype=torch.uint8, device=self._device)
+        self._broadcast_timeout: timedelta | None = None  # that of the group
         self._dead: str | None = None
         self._store: Any = None
 
@@ -95,6 +101,7 @@ class WeightUpdateGroup:
         group_name: str = DEFAULT_GROUP_NAME,
         backend: Backend | None = None,
         timeout_s: float = 60.0,
+        broadcast_timeout_s: float = DEFAULT_BROADCAST_TIMEOUT_S,
     ) -> Self:
         """Create a group of this process and the engines of ``clients``; returns when all have joined.
 
@@ -105,7 +112,8 @@ class WeightUpdateGroup:
                 only there; else (behind NAT, for example) on all addresses.
             master_port: port of the rendezvous; 0: any free port.
             backend: None means nccl if every engine and this process have CUDA devices, else gloo.
-            timeout_s: maximum seconds for joining, and later for every broadcast.
+            timeout_s: maximum seconds for joining.
+            broadcast_timeout_s: maximum seconds for every broadcast later.
 
         Raises:
             CaesuraError: the error of an engine; ``group_error`` if a rank did not join in time.
@@ -126,8 +134,13 @@ class WeightUpdateGroup:
                 client.destroy_weights_update_group(group_name, timeout=timeout_s)
         limit, size = timedelta(seconds=timeout_s), 1 + len(clients)
         store, is_local = _rendezvous(master_address, master_port, size, limit)
-        tickets = _invite(clients, master_address, store.port, group_name, backend, timeout_s)
+        if backend == "nccl":  # its constructor waits for nobody: engines that see this wait for one another
+            PrefixStore(group_name, store).set(f"{PRESENT}0", "")
+        limits = timeout_s, broadcast_timeout_s
+        tickets = _invite(clients, master_address, store.port, group_name, backend, limits)
         listen = master_address if is_local else None
+        if backend == "nccl":
+            limit = timedelta(seconds=broadcast_timeout_s)
         joining = _beside(partial(_join, store, group_name, backend, size, limit, listen))
         done, late = wait([*tickets, joining], timeout_s + _GRACE_S, return_when=FIRST_EXCEPTION)
         try:
@@ -143,6 +156,10 @@ class WeightUpdateGroup:
             raise GroupError(f"this process could not join its group: {error}") from error
         group = cls(joining.result(), group_name=group_name, backend=backend, clients=clients)
         group._store = store
+        store.set_timeout(
+            timedelta(seconds=broadcast_timeout_s)
+        )  # NCCL's ranks meet in it at the first broadcast
+        group._broadcast_timeout = timedelta(seconds=broadcast_timeout_s)
         return group
 
     def steps(
@@ -250,6 +267,8 @@ class WeightUpdateGroup:
     def _broadcast(self, flat: Tensor, answered: Callable[[], bool]) -> None:
         options = dist.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
+        if self._broadcast_timeout is not None:
+            options.timeout = self._broadcast_timeout
         work = self._group.broadcast([flat], options)
         given_up = float("inf")
         while not work.is_completed():
@@ -361,9 +380,17 @@ def _whole(tensors: list[Named], bucket_bytes: int) -> Iterator[list[Named]]:
 
 
 def _invite(
-    clients: "Sequence[ControlClient]", address: str, port: int, name: str, backend: Backend, timeout_s: float
+    clients: "Sequence[ControlClient]",
+    address: str,
+    port: int,
+    name: str,
+    backend: Backend,
+    limits: tuple[float, float],
 ) -> list[Future[Any]]:
-    """Ask every engine to join, in the order of ranks from 1, without waiting for the replies."""
+    """Ask every engine to join, in the order of ranks from 1, without waiting for the replies.
+
+    ``limits``: seconds for joining, and for each broadcast.
+    """
     return [
         client.start(
             InitWeightsUpdateGroupReqInput(
@@ -373,7 +400,8 @@ def _invite(
                 world_size=1 + len(clients),
                 group_name=name,
                 backend=backend,
-                timeout_s=timeout_s,
+                timeout_s=limits[0],
+                broadcast_timeout_s=limits[1],
             ),
             InitWeightsUpdateGroupReqOutput,
         )

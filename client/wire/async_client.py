@@ -5,6 +5,7 @@ started, unless it timed out.
 """
 
 import contextlib
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Unpack, overload
 
@@ -14,6 +15,11 @@ from ...io_struct import (
     FetchResultReqInput,
     FetchResultReqOutput,
     ScoreReqOutput,
+    StartProfileReqInput,
+    StartProfileReqOutput,
+    StopProfileReqInput,
+    StopProfileReqOutput,
+    TraceActivity,
 )
 from ..exceptions import EngineError, TimedOut
 from .async_channel import Deltas, Result, wait_for_all
@@ -28,7 +34,7 @@ from .scoring import Scores
 
 
 class AsyncSchedulerClient(AsyncControlClient):
-    """A connection to one engine, with generation and scoring; constructor and timeouts are those of its base class."""
+    """A connection to one engine, with generation, scoring and traces; constructor and timeouts are those of its base class."""
 
     @overload
     async def generate(
@@ -64,8 +70,9 @@ class AsyncSchedulerClient(AsyncControlClient):
         timeout: float | None = None,
         **options: Unpack[GenerateOptions],
     ) -> Any:
-        """Generate and wait for the results. One prompt returns one output (a list if n > 1); a list of prompts returns a list of
-        outputs in the order of the prompts, with the ``n`` samples of each prompt together.
+        """Generate and wait for the results. A list of prompts returns a list of outputs in the order of the prompts, with the ``n``
+        samples of each prompt together. One prompt returns one output with ``n`` = 1, and a list of ``n`` otherwise; give
+        ``[prompt]`` to have a list whatever ``n`` is.
 
         Args:
             input_ids: [tokens], or a list of such prompts. Tensors and arrays are accepted: one dimension is a prompt, two are several
@@ -224,6 +231,35 @@ class AsyncSchedulerClient(AsyncControlClient):
         request = FetchResultReqInput(id=id_of(message_id), rid=rid)
         reply = await self._call(request, FetchResultReqOutput, timeout)
         return [decode_output(result) for result in reply.results]
+
+    async def start_profile(
+        self,
+        output_dir: str | os.PathLike[str] | None = None,
+        *,
+        num_steps: int | None = None,
+        activities: Sequence[TraceActivity] | None = None,
+        with_stack: bool = False,
+        record_shapes: bool = False,
+        message_id: str | None = None,
+        timeout: float | None = None,
+    ) -> StartProfileReqOutput:
+        """Record a trace of the next steps with torch's profiler, until :meth:`stop_profile` or for ``num_steps``."""
+        request = StartProfileReqInput(
+            id=id_of(message_id),
+            output_dir=None if output_dir is None else os.fspath(output_dir),
+            num_steps=num_steps,
+            activities=None if activities is None else list(activities),
+            with_stack=with_stack,
+            record_shapes=record_shapes,
+        )
+        return await self._call(request, StartProfileReqOutput, timeout)
+
+    async def stop_profile(
+        self, *, wait: bool = False, message_id: str | None = None, timeout: float | None = None
+    ) -> StopProfileReqOutput:
+        """End the trace (with ``wait``: let it end by itself); returns when its file is written."""
+        request = StopProfileReqInput(id=id_of(message_id), wait=wait)
+        return await self._call(request, StopProfileReqOutput, timeout)
 
     async def _generate(self, work: Plan, timeout: float | None) -> Any:
         generations: list[Generation[Result, Deltas]] = []

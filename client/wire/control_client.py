@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal, Self, TypeVar, Unpack
 
 from ... import io_struct as wire
 from ...io_struct.control import LeaseAction
-from ...io_struct.weights import DEFAULT_BUCKET_BYTES, DEFAULT_GROUP_NAME
+from ...io_struct.weights import DEFAULT_BROADCAST_TIMEOUT_S, DEFAULT_BUCKET_BYTES, DEFAULT_GROUP_NAME
 from ..exceptions import NoSession, TimedOut, is_answer
 from .channel import Result, ThreadClient, wait_for
 from .options import (
@@ -235,14 +235,12 @@ class ControlClient(ThreadClient):
         group_name: str = DEFAULT_GROUP_NAME,
         backend: Literal["gloo", "nccl"] | None = None,
         timeout_s: float = 60.0,
+        broadcast_timeout_s: float = DEFAULT_BROADCAST_TIMEOUT_S,
         message_id: str | None = None,
         timeout: float | None = None,
     ) -> wire.InitWeightsUpdateGroupReqOutput:
-        """Have the engine join a process group as rank ``rank_offset``; returns when every rank has joined.
-
-        It returns only after the trainer, rank 0, has joined as well: call both concurrently, or use
-        ``WeightUpdateGroup.create``, which does.
-        """
+        """Have the engine join a process group as rank ``rank_offset``, while the trainer joins it as rank 0
+        (``WeightUpdateGroup.create`` does both); returns when every rank has joined."""
         request = wire.InitWeightsUpdateGroupReqInput(
             id=id_of(message_id),
             master_address=master_address,
@@ -252,6 +250,7 @@ class ControlClient(ThreadClient):
             group_name=group_name,
             backend=backend,
             timeout_s=timeout_s,
+            broadcast_timeout_s=broadcast_timeout_s,
         )
         return self._call(request, wire.InitWeightsUpdateGroupReqOutput, timeout)
 

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from ..dtypes import torch_name
 from ..forward import AttentionBackend, ForwardBatch, FusedAttention, KVPool
+from .fused_store import fused_store
 from .page_lists import Lists, PageLists
 
 _INT_WORKSPACE_BYTES = 8 << 20
@@ -133,11 +134,12 @@ class FlashInferBackend:
             max_pages: of one row.
             library: the ``flashinfer`` module. None: the installed one.
         """
-        self.fused: FusedAttention | None = None
+        self._store = fused_store(pool, num_heads, self._attend)
+        self.fused: FusedAttention | None = self._store
         self.paged = None
         self.reads_page_table = False
         self._library = import_module("flashinfer") if library is None else library
-        self._pool = pool
+        self.pool = pool
         self._heads = (num_heads, num_kv_heads, head_size)
         keys, _ = pool.layer(0)
         self._device = keys.device
@@ -174,9 +176,9 @@ class FlashInferBackend:
         prefill = self._library.BatchPrefillWithPagedKVCacheWrapper(small, "HND")
         ones = torch.ones(rows, dtype=torch.int32)
         ends = torch.arange(rows + 1, dtype=torch.int32)
-        chunk = torch.tensor([0, max(1, min(tokens, pages * self._pool.page_size))], dtype=torch.int32)
+        chunk = torch.tensor([0, max(1, min(tokens, pages * self.pool.page_size))], dtype=torch.int32)
         row = torch.tensor([0, pages], dtype=torch.int32)
-        shape = *self._heads, self._pool.page_size
+        shape = *self._heads, self.pool.page_size
         asked = [0]
         for wrapper, lists, options in (
             (decode, (ends, self._graph_pages[:rows], ones), {}),
@@ -207,16 +209,22 @@ class FlashInferBackend:
                 device.indices[first:],
                 host.last_page_len[decode:],
                 *self._heads,
-                self._pool.page_size,
+                self.pool.page_size,
                 causal=True,
                 **self._options,
             )
         self._num_decode, self._step = decode, device
+        if self._store is not None:
+            self._store.kv_slots = batch.kv_slots
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         """Store this step's K and V, then attend; shapes as in :class:`~..forward.AttentionBackend`."""
         assert self._step is not None, "plan comes first"
-        cache = self.append(self._step, k, v, layer)
+        self.append(self._step, k, v, layer)
+        return self._attend(q, layer)
+
+    def _attend(self, q: Tensor, layer: int) -> Tensor:
+        cache = self.pool.layer(layer)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         decode = self._num_decode
         if decode:
@@ -229,7 +237,7 @@ class FlashInferBackend:
         """Attention for steps of exactly ``rows`` decode rows, to be captured."""
         wrapper = self._captured_wrapper(self._workspace, rows)
         wrapper.reset_workspace_buffer(self._workspace, self._graph_plans)  # instead of one of its own
-        return _CapturedDecode(self, wrapper, self._lists, rows)
+        return _CapturedDecode(self, wrapper, self._lists, rows, num_heads=self._heads[0])
 
     def _captured_wrapper(self, workspace: Tensor, rows: int) -> Any:
         return self._library.BatchDecodeWithPagedKVCacheWrapper(
@@ -249,25 +257,23 @@ class FlashInferBackend:
             device.indices[: int(host.indptr[rows])],
             host.last_page_len[:rows],
             *self._heads,
-            self._pool.page_size,
+            self.pool.page_size,
             **self._options,
         )
 
-    def append(self, step: Lists, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """Store [T, kv heads, head size] each at the step's positions; returns the layer's K and V."""
-        cache = self._pool.layer(layer)
+    def append(self, step: Lists, k: Tensor, v: Tensor, layer: int) -> None:
+        """Store [T, kv heads, head size] each at the step's positions."""
         self._library.append_paged_kv_cache(
             k,
             v,
             step.batch_indices,
             step.positions,
-            cache,
+            self.pool.layer(layer),
             step.indices,
             step.indptr,
             step.last_page_len,
             kv_layout="HND",
         )
-        return cache
 
     def _zeros(self, count: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(count, dtype=dtype, device=self._device)
@@ -276,8 +282,11 @@ class FlashInferBackend:
 class _CapturedDecode:
     """Decode rows of one number, over buffers that never move."""
 
-    def __init__(self, parent: FlashInferBackend, wrapper: Any, lists: PageLists, rows: int) -> None:
-        self.fused: FusedAttention | None = None
+    def __init__(
+        self, parent: FlashInferBackend, wrapper: Any, lists: PageLists, rows: int, *, num_heads: int
+    ) -> None:
+        self._store = fused_store(parent.pool, num_heads, self._attend)
+        self.fused: FusedAttention | None = self._store
         self.paged = None
         self.reads_page_table = False
         self._parent = parent
@@ -292,9 +301,14 @@ class _CapturedDecode:
         with self._parent.host_memory.written():
             host, device = self._lists.fill(batch)
             self._parent.plan_decode(self._wrapper, host, device, self._rows)
+        if self._store is not None:
+            self._store.kv_slots = batch.kv_slots
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         """See :meth:`FlashInferBackend.forward`."""
-        cache = self._parent.append(self._step, k, v, layer)
-        out: Tensor = self._wrapper.run(q, cache)
+        self._parent.append(self._step, k, v, layer)
+        return self._attend(q, layer)
+
+    def _attend(self, q: Tensor, layer: int) -> Tensor:
+        out: Tensor = self._wrapper.run(q, self._parent.pool.layer(layer))
         return out.flatten(1)

@@ -1,7 +1,7 @@
 """Paged attention whose decode steps can be captured with nothing but torch and Triton, which come together for CUDA.
 
 Invariants:
-- Eager steps are those of the torch backend; only captured decode steps use the kernel (``kernels/triton_decode.py``).
+- Eager steps attend as the torch backend does; only captured decode steps use the kernel (``kernels/triton_decode.py``).
 - Captured steps of all sizes read one page table and one list of lengths that never move.
 """
 
@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 
 from ..forward import AttentionBackend, ForwardBatch, FusedAttention, KVPool
+from ..kernels import TRITON, best
+from ..kernels.between import Elementwise, elementwise_for
+from .fused_store import fused_store
 from .sdpa import SdpaBackend
 
 _MULTIPROCESSORS = 132
@@ -42,7 +45,14 @@ class PagedTritonBackend(SdpaBackend):
     ) -> None:
         """``scale`` multiplies the scores (None: ``head_size ** -0.5``); a step has ``max_rows`` rows of ``max_pages`` pages at most."""
         super().__init__(pool, num_heads, num_kv_heads, head_size, scale)
+        keys, _ = pool.layer(0)
+        self._elementwise: Elementwise | None = None
+        if best("elementwise", keys.device, keys.dtype) == TRITON:
+            self._elementwise = elementwise_for(keys.device, keys.dtype)
+            self.fused = self._store_and_attend
+        self._kv_slots = torch.empty(0, dtype=torch.int64)
         self._kernels = import_module("..kernels.triton_decode", __package__)
+        self._heads = num_heads
         self._sizes = {
             "num_heads": num_heads,
             "num_kv_heads": num_kv_heads,
@@ -50,26 +60,49 @@ class PagedTritonBackend(SdpaBackend):
             "page_size": pool.page_size,
             "scale": head_size**-0.5 if scale is None else scale,
         }
-        device = pool.layer(0)[0].device
+        device = keys.device
         self._multiprocessors = _MULTIPROCESSORS
         if device.type == "cuda":
             self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
         self._table = torch.zeros((max_rows, max_pages), dtype=torch.int32, device=device)
         self._kv_lens = torch.ones(max_rows, dtype=torch.int32, device=device)
 
+    def plan(self, batch: ForwardBatch) -> None:
+        """See :meth:`SdpaBackend.plan`."""
+        super().plan(batch)
+        self._kv_slots = batch.kv_slots
+
+    def _store_and_attend(
+        self,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        layer: int,
+        norm: tuple[Tensor, Tensor, float] | None = None,
+    ) -> Tensor:
+        """See :class:`~..forward.FusedAttention`; rotated keys stay in ``qkv`` as well, where torch reads those of prompts."""
+        assert self._elementwise is not None
+        heads, kv_heads = self._heads, self._kv_heads
+        keys, values = self._pool.layer(layer)
+        self._elementwise.rope_store(
+            qkv, heads, cos, sin, self._kv_slots, keys, values, out=qkv[:, :-kv_heads], norm=norm
+        )
+        return self.attend(qkv[:, :heads], qkv[:, heads:-kv_heads], qkv[:, -kv_heads:], layer)
+
     def for_decode(self, rows: int) -> AttentionBackend:
         """Attention for steps of exactly ``rows`` decode rows, to be captured."""
         table, kv_lens = self._table[:rows], self._kv_lens[:rows]
         splits = self._kernels.num_splits(rows, self._sizes["num_kv_heads"], self._multiprocessors)
         kernel = self._kernels.PagedDecode(table, kv_lens, splits=splits, **self._sizes)
-        return _CapturedDecode(self._pool, kernel, table, kv_lens)
+        return _CapturedDecode(self._pool, kernel, table, kv_lens, num_heads=self._heads)
 
 
 class _CapturedDecode:
     """Decode rows of one number."""
 
-    def __init__(self, pool: KVPool, kernel: Any, table: Tensor, kv_lens: Tensor) -> None:
-        self.fused: FusedAttention | None = None
+    def __init__(self, pool: KVPool, kernel: Any, table: Tensor, kv_lens: Tensor, *, num_heads: int) -> None:
+        self._store = fused_store(pool, num_heads, self._attend)
+        self.fused: FusedAttention | None = self._store
         self.paged = None
         self.reads_page_table = True
         self._pool, self._kernel = pool, kernel
@@ -80,8 +113,14 @@ class _CapturedDecode:
         assert batch.num_decode == batch.num_rows == len(self._kv_lens), "captured for another number of rows"
         self._table[:, : batch.page_table.shape[1]] = batch.page_table
         self._kv_lens.copy_(batch.kv_lens)
+        if self._store is not None:
+            self._store.kv_slots = batch.kv_slots
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         """Store this step's K and V, then attend; shapes as in :class:`~..forward.AttentionBackend`."""
         out: Tensor = self._kernel(q, k, v, *self._pool.layer(layer))
+        return out
+
+    def _attend(self, q: Tensor, layer: int) -> Tensor:
+        out: Tensor = self._kernel.attend(q, *self._pool.layer(layer))
         return out

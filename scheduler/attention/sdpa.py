@@ -104,6 +104,10 @@ class SdpaBackend:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         """Store this step's K and V, then attend; shapes as in :class:`~..forward.AttentionBackend`."""
         self._pool.store_at(layer, k, v, *self._slots)
+        return self.attend(q, k, v, layer)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+        """:meth:`forward`, K and V being stored."""
         k_pool, v_pool = (x.view(-1, self._page_cells) for x in self._pool.layer(layer))
         out = torch.empty((q.shape[0], q.shape[1] * self._head_size), dtype=q.dtype, device=q.device)
         decode_q, decode_out = q[: self._num_decode], out[: self._num_decode]

@@ -17,6 +17,8 @@ from ...io_struct import (
     PauseGenerationReqInput,
     ReleaseMemoryOccupationReqInput,
     ResumeMemoryOccupationReqInput,
+    StartProfileReqInput,
+    StopProfileReqInput,
     UpdateWeightFromDiskReqInput,
     UpdateWeightsFromCheckpointEngineReqInput,
     UpdateWeightsFromDistributedReqInput,
@@ -29,6 +31,7 @@ from .memory_occupation import MemoryOccupation
 from .parameter_server import ParameterServerUpdates
 from .pause_ownership import Sender
 from .process_groups import ProcessGroupCommands
+from .profiling import ProfilingCommands
 from .weight_updates import WeightUpdates
 from .weights_checker import WeightsChecker
 
@@ -48,6 +51,7 @@ class Commands:
         process_groups: ProcessGroupCommands,
         occupation: MemoryOccupation,
         checker: WeightsChecker,
+        profiling: ProfilingCommands,
     ) -> None:
         self._from_tensor = updates.from_tensor
         self._without_sender: dict[type, Callable[[Any], Operation]] = {
@@ -56,6 +60,8 @@ class Commands:
             ReleaseMemoryOccupationReqInput: occupation.release,
             ResumeMemoryOccupationReqInput: occupation.resume,
             WeightsCheckerReqInput: checker.check,
+            StartProfileReqInput: profiling.start,
+            StopProfileReqInput: profiling.stop,
         }
         self._with_sender: dict[type, Callable[[Any, Sender], Operation]] = {
             PauseGenerationReqInput: lifecycle.pause,

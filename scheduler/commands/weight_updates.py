@@ -44,12 +44,13 @@ from ..models.base import Weights
 from ..observability.memory_history import MemoryHistory
 from ..observability.stage_profiler import StageProfiler
 from ..stepping import StepBatcher, StepOutputs, StepRunner
-from ..weights.components import ComponentSource, chosen, in_component, renamed
+from ..weights.components import ComponentSource, chosen, fitting, in_component, renamed
 from ..weights.loader import LoadCounts, WeightLoader, WeightPiece
 from ..weights.source import BufferSource, WeightSource
 from ..weights.transports.disk import DiskSource, OpenFolder
 from ..weights.transports.distributed import WeightsUpdateGroups
 from ..weights.transports.ipc import SharedMemoryMaps
+from ..weights.upload import Uploader
 from ..weights.writing import END, write_some
 from .committed_weights import WeightsFile
 from .lifecycle import Lifecycle, Operation, Wait
@@ -76,6 +77,7 @@ class WeightUpdates:
         outputs: StepOutputs,
         weight_commit: WeightCommit,
         process_groups: WeightsUpdateGroups,
+        uploader: Uploader | None,
         history: MemoryHistory,
         stages: StageProfiler,
         weights_file: WeightsFile,
@@ -85,11 +87,12 @@ class WeightUpdates:
     ) -> None:
         """
         Args:
-            open_folder: opens the checkpoint of an update from disk; in any thread.
-            wake: wakes the loop; it is called from background threads.
+            uploader: takes bytes of the host to the device. None: the weights are on the host, or their device has no streams.
+            open_folder, wake: open a checkpoint, and wake the loop; called from background threads.
         """
         self._wake = wake
         self._open_folder = open_folder
+        self._uploader = uploader
         self._config = config
         self._model = model
         self._loader = loader
@@ -140,8 +143,7 @@ class WeightUpdates:
         if request.manifest is not None:
             specs = renamed(request.manifest, chosen(self._model.components, request.component))
             self._loader.check(specs, complete=True)
-            names = (spec.name for spec in specs)
-            manifest = frozenset(name for name in names if not self._model.is_skipped(name))
+            manifest = frozenset(spec.name for spec in specs if not self._model.is_skipped(spec.name))
         session = self.sessions.begin(request, sender, manifest, self.profiler())
         return BeginWeightUpdateReqOutput(
             id=request.id, session_id=session.id, weights_epoch=self._lifecycle.stamp.epoch
@@ -172,22 +174,19 @@ class WeightUpdates:
                 field="load_format",
                 value=request.load_format,
             )
-        path, session = request.model_path, self.sessions.session_for_call(request, sender, ("disk", None))
+        path, route = request.model_path, ("disk", None)
+        session = self.sessions.session_for_call(request, sender, route)
         # In a thread, because the disk may be slow and the headers may be of any size.
         component = chosen(self._model.components, request.component)
-        opening = Task(lambda: self._open_fitting(path, component), self._wake)
+        loader, workspace = self._loader, self._workspace
+        opening = Task(
+            lambda: fitting(self._open_folder(path, component), component, loader, workspace), self._wake
+        )
         while not opening.done:
             yield Wait.THREAD
         if session is not None:
             self.sessions.require_open(session)
-        route = ("disk", None)
         return (yield from self._update(request, sender, route, opening.result, opening.seconds))
-
-    def _open_fitting(self, path: str, component: str | None) -> DiskSource:
-        """The checkpoint of an update, checked in all that can be known before its first byte; in any thread."""
-        checkpoint = self._open_folder(path, component)
-        self._loader.check(renamed(checkpoint.specs, component), complete=True)
-        return DiskSource(checkpoint, self._workspace)
 
     def from_tensor(
         self, request: UpdateWeightsFromTensorReqInput, sender: Sender, frames: Sequence[memoryview]
@@ -269,7 +268,7 @@ class WeightUpdates:
     ) -> Generator[Wait, None, None]:
         """Write all of ``source``. Steps go on until its first piece has arrived."""
         started = monotonic()
-        with contextlib.closing(source.pieces(self._config.load_bucket_bytes, self._loader.skip)) as pieces:
+        with contextlib.closing(self._pieces(source)) as pieces:
             try:
                 self._progress = source, started
                 piece = yield from self._next_piece(pieces, session, stages)
@@ -292,6 +291,13 @@ class WeightUpdates:
             finally:
                 self._progress = None
         self._runner.synchronize()
+
+    def _pieces(self, source: WeightSource) -> Generator[WeightPiece | None, None, None]:
+        """Of ``source``, where the weights are: on the device, if it has streams."""
+        size, skip = self._config.load_bucket_bytes, self._loader.skip
+        if self._uploader is None:
+            return source.pieces(size, skip)
+        return self._uploader.pieces(source, size, skip)
 
     def run_and_commit(
         self,
@@ -355,10 +361,7 @@ class WeightUpdates:
     def forget(self) -> None:
         """Close the session and forget which parameters were written, because the weights' memory is released."""
         self._close_session()
-        if self._lifecycle.weights == "invalid":
-            self._loader.lose_all()
-        else:
-            self._loader.forget_written()
+        self._loader.forget_written(lost=self._lifecycle.weights == "invalid")
 
     def profiler(self) -> StageProfiler:
         """A profiler for one call or session; its times count in the engine's stage times as well."""

@@ -4,21 +4,25 @@ Invariant: torch is always an answer. Who uses an operation asks once, when it i
 for the answer :data:`TORCH`; nothing else in the engine knows what a machine can do.
 """
 
+import logging
 import os
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 
 import torch
 
 from . import native
 
+logger = logging.getLogger(__name__)
+
 TORCH = native.ISAS[0]
 TRITON = "triton"
 
 OPERATIONS = ("linear", "attention", "elementwise", "experts", "decoder", "sampler")
 """Compiled for the CPU, all in :data:`native.FLOATS`."""
-_IN_TRITON = ("sampler",)
-"""Compiled for CUDA, all in :data:`_TRITON_FLOATS`; attention is chosen in ``operations.py``."""
+_IN_TRITON = ("elementwise", "experts", "sampler")
+"""Compiled for CUDA, all in :data:`_TRITON_FLOATS`; attention is chosen in ``backends.py``."""
 _TRITON_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -43,7 +47,12 @@ def serving(device: torch.device | str, dtype: torch.dtype) -> dict[str, str]:
 
 @cache
 def why_not_triton(device: torch.device) -> str | None:
-    """Why kernels in Triton do not serve on ``device``; None where they do."""
+    """Why kernels in Triton do not serve on ``device``; None where they do, as a trial of one has shown there."""
     if os.environ.get(native.VARIABLE) == TORCH:
         return f"{native.VARIABLE}={TORCH}"
-    return None if find_spec("triton") else "Triton is not installed"
+    if find_spec("triton") is None:
+        return "Triton is not installed"
+    reason: str | None = import_module(".triton_elementwise", __package__).why_not(device)
+    if reason is not None:
+        logger.warning("torch computes instead of kernels in Triton, in more launches: %s", reason)
+    return reason

@@ -178,21 +178,25 @@ class PagedDecode:
         self._maxima, self._sums = torch.empty((2, parts), dtype=torch.float32, device=table.device)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor) -> Tensor:
+        """Store, then :meth:`attend`; k, v: [rows, kv heads, size], the last dimension contiguous."""
+        _store_kernel[(len(self._kv_lens), self._kv_heads)](
+            k, v, k_pool, v_pool, self._table, self._kv_lens,
+            k.stride(0), k.stride(1), v.stride(0), v.stride(1), self._table.stride(0), self._kv_heads,
+            page_size=self._page_size, size=self._size, width=self._width,
+        )  # fmt: skip
+        return self.attend(q, k_pool, v_pool)
+
+    def attend(self, q: Tensor, k_pool: Tensor, v_pool: Tensor) -> Tensor:
         """
         Args:
-            q: [rows, heads, size]; k, v: [rows, kv heads, size]; the last dimension of each is contiguous.
-            k_pool, v_pool: [pages, kv heads, page size, size].
+            q: [rows, heads, size], the last dimension contiguous.
+            k_pool, v_pool: [pages, kv heads, page size, size], this step's K and V included.
 
         Returns:
             [rows, heads * size]
         """
         rows = len(self._kv_lens)
         shared = {"size": self._size, "width": self._width}
-        _store_kernel[(rows, self._kv_heads)](
-            k, v, k_pool, v_pool, self._table, self._kv_lens,
-            k.stride(0), k.stride(1), v.stride(0), v.stride(1), self._table.stride(0), self._kv_heads,
-            page_size=self._page_size, **shared,
-        )  # fmt: skip
         _attend_kernel[(rows, self._kv_heads, self._splits)](
             q, k_pool, v_pool, self._table, self._kv_lens, self._parts, self._maxima, self._sums, self._scale,
             q.stride(0), q.stride(1), self._table.stride(0), self._kv_heads,

@@ -24,16 +24,28 @@ Imported only where Triton is installed. Tested in Triton's interpreter and comp
 # ruff: noqa: ANN001, ANN202
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
+from typing import Protocol
+
 import torch
 import triton  # type: ignore[import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
 from torch import Tensor
 
-from ..forward import SamplingBatch
+
+class Rows(Protocol):
+    """Sampling inputs of the rows, as ``SamplingBatch`` of ``forward.py`` has them; all are on the device and [S]."""
+
+    temperature: Tensor
+    greedy: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    uniforms: Tensor
+    min_p: Tensor | None
+
 
 _BLOCK = 256
 _GROUP = 16
-"""Blocks that a program of ``_measure`` reads, and that a pass over the logits skips or reads at a time."""
+"""Blocks that a program of ``_measure`` reads, and that a pass over the logits reads at a time."""
 _TILE = 1024
 """Candidates that a pass reads at a time."""
 _CANDIDATES = 8192
@@ -45,6 +57,8 @@ LARGEST_VOCABULARY = 1 << 18
 _UNIT = tl.constexpr(2.0**44)
 _FIRST_DISTANCE = tl.constexpr(2.0)
 """How far below the best candidates are looked for at first, then twice as far and so on: a probability of 0.14 of the best's."""
+_TRIES = tl.constexpr(5)
+"""To come back from a distance with more candidates than there is room for."""
 _WEIGHTLESS = tl.constexpr(64.0)
 """So far below the best weights are 0, and every token is a candidate."""
 
@@ -70,47 +84,47 @@ def _value(key):
 
 
 @triton.jit
-def _worth_reading(maxima, start, blocks, low, group: tl.constexpr, width: tl.constexpr):
-    """Whether one of ``group`` blocks has a value of ``low`` or more."""
-    block = start // width + tl.arange(0, group)
-    best = tl.load(maxima + block, mask=block < blocks, other=float("-inf"))
-    return tl.max(best, 0) >= low
+def _load(
+    values, listed, at, count, vocab_size, temperature,
+    of_logits: tl.constexpr, width: tl.constexpr,
+):  # fmt: skip
+    """Values ``at`` places of a source, their indices, and which of them there are.
 
-
-@triton.jit
-def _load(values, at, count, temperature, of_logits: tl.constexpr):
-    """Scaled logits, -inf behind the end."""
-    found = tl.load(values + at, mask=at < count, other=float("-inf")).to(tl.float32)
+    The source is either ``count`` candidates, whose places are their indices here, or ``count`` logits, those of the
+    blocks that ``listed`` names.
+    """
+    inside = at < count
+    index = at
+    if of_logits:
+        index = tl.load(listed + at // width, mask=inside, other=0) * width + at % width
+        inside = inside & (index < vocab_size)
+    found = tl.load(values + index, mask=inside, other=float("-inf")).to(tl.float32)
     if of_logits:
         found = tl.div_rn(found, temperature)
-    return found
+    return found, index, inside
 
 
 @triton.jit
 def _above(
-    values, count, temperature, maxima, blocks, best, low,
-    of_logits: tl.constexpr, group: tl.constexpr, width: tl.constexpr, tile: tl.constexpr,
+    values, listed, count, vocab_size, temperature, best, low,
+    of_logits: tl.constexpr, width: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
     """How many values are ``low`` or more, and their weights' sum."""
     number = tl.zeros([], tl.int64)
     mass = tl.zeros([], tl.int64)
     for start in range(0, count, tile):
-        worth = True
-        if of_logits:
-            worth = _worth_reading(maxima, start, blocks, low, group, width)
-        if worth:
-            at = start + tl.arange(0, tile)
-            value = _load(values, at, count, temperature, of_logits)
-            inside = (value >= low) & (at < count)
-            number += tl.sum(inside.to(tl.int64), 0)
-            mass += tl.sum(tl.where(inside, _weight(value - best), 0), 0)
+        at = start + tl.arange(0, tile)
+        value, _, inside = _load(values, listed, at, count, vocab_size, temperature, of_logits, width)
+        inside = inside & (value >= low)
+        number += tl.sum(inside.to(tl.int64), 0)
+        mass += tl.sum(tl.where(inside, _weight(value - best), 0), 0)
     return number, mass
 
 
 @triton.jit
 def _search(
-    values, count, temperature, maxima, blocks, best, lowest, target,
-    weighted: tl.constexpr, of_logits: tl.constexpr, group: tl.constexpr, width: tl.constexpr, tile: tl.constexpr,
+    values, listed, count, vocab_size, temperature, best, lowest, target,
+    weighted: tl.constexpr, of_logits: tl.constexpr, width: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
     """The last key of the shortest prefix of the descending order that reaches ``target``, equal values taken together.
 
@@ -131,20 +145,16 @@ def _search(
         of_half = tl.zeros([], tl.int64)
         of_most = tl.zeros([], tl.int64)
         for start in range(0, count, tile):
-            worth = True
-            if of_logits:
-                worth = _worth_reading(maxima, start, blocks, _value(quarter), group, width)
-            if worth:
-                at = start + tl.arange(0, tile)
-                value = _load(values, at, count, temperature, of_logits)
-                key = _key(value)
-                if weighted:
-                    part = _weight(value - best)
-                else:
-                    part = (at < count).to(tl.int64)
-                of_quarter += tl.sum(tl.where(key >= quarter, part, 0), 0)
-                of_half += tl.sum(tl.where(key >= half, part, 0), 0)
-                of_most += tl.sum(tl.where(key >= most, part, 0), 0)
+            at = start + tl.arange(0, tile)
+            value, _, inside = _load(values, listed, at, count, vocab_size, temperature, of_logits, width)
+            key = _key(value)
+            if weighted:
+                part = _weight(value - best)
+            else:
+                part = inside.to(tl.int64)
+            of_quarter += tl.sum(tl.where(key >= quarter, part, 0), 0)
+            of_half += tl.sum(tl.where(key >= half, part, 0), 0)
+            of_most += tl.sum(tl.where(key >= most, part, 0), 0)
         if of_most >= target:
             low = most
         elif of_half >= target:
@@ -158,74 +168,79 @@ def _search(
 
 @triton.jit
 def _equal_number(
-    values, indices, count, temperature, maxima, blocks, wanted, rank,
-    of_logits: tl.constexpr, group: tl.constexpr, width: tl.constexpr, tile: tl.constexpr,
+    values, indices, listed, count, vocab_size, temperature, wanted, rank,
+    of_logits: tl.constexpr, width: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
     """The index of the value that is number ``rank`` (from 0) among those equal to ``wanted``."""
     found = tl.full([], -1, tl.int32)
     seen = tl.zeros([], tl.int32)
     for start in range(0, count, tile):
-        worth = found < 0
-        if of_logits:
-            worth = worth & _worth_reading(maxima, start, blocks, wanted, group, width)
-        if worth:
+        if found < 0:
             at = start + tl.arange(0, tile)
-            value = _load(values, at, count, temperature, of_logits)
-            equal = ((value == wanted) & (at < count)).to(tl.int32)
+            value, index, inside = _load(values, listed, at, count, vocab_size, temperature, of_logits, width)
+            equal = (inside & (value == wanted)).to(tl.int32)
             number = seen + tl.cumsum(equal, 0) - 1
-            index = at
             if not of_logits:
-                index = tl.load(indices + at, mask=at < count, other=-1)
-            found = tl.maximum(found, tl.max(tl.where((equal == 1) & (number == rank), index, -1), 0))
+                index = tl.load(indices + at, mask=inside, other=-1)
+            found = tl.max(tl.where((equal == 1) & (number == rank), index, -1), 0)
             seen += tl.sum(equal, 0)
     return found
 
 
 @triton.jit
+def _list(listed, block, block_best, blocks, low):
+    """Name the blocks that have a value of ``low`` or more, in their order; returns how many there are."""
+    has = (block < blocks) & (block_best >= low)
+    to = tl.cumsum(has.to(tl.int32), 0) - 1
+    tl.debug_barrier()  # other threads have read the list before, and will read this one
+    tl.store(listed + to, block, mask=has)
+    tl.debug_barrier()
+    return tl.sum(has.to(tl.int32), 0)
+
+
+@triton.jit
 def _gather(
-    logits, count, temperature, maxima, blocks, low, values, indices,
-    group: tl.constexpr, width: tl.constexpr, tile: tl.constexpr,
+    logits, listed, count, vocab_size, temperature, low, values, indices,
+    width: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
     """Write the scaled logits of ``low`` or more, and their indices, in the order of these."""
     written = tl.zeros([], tl.int32)
     for start in range(0, count, tile):
-        if _worth_reading(maxima, start, blocks, low, group, width):
-            at = start + tl.arange(0, tile)
-            value = _load(logits, at, count, temperature, True)
-            inside = (value >= low) & (at < count)
-            to = written + tl.cumsum(inside.to(tl.int32), 0) - 1
-            tl.store(values + to, value, mask=inside)
-            tl.store(indices + to, at, mask=inside)
-            written += tl.sum(inside.to(tl.int32), 0)
+        at = start + tl.arange(0, tile)
+        value, index, inside = _load(logits, listed, at, count, vocab_size, temperature, True, width)
+        inside = inside & (value >= low)
+        to = written + tl.cumsum(inside.to(tl.int32), 0) - 1
+        tl.store(values + to, value, mask=inside)
+        tl.store(indices + to, index, mask=inside)
+        written += tl.sum(inside.to(tl.int32), 0)
     tl.debug_barrier()  # other threads read what these have written
     return written
 
 
 @triton.jit
 def _solve(
-    values, indices, count, temperature, maxima, blocks, best, lowest, total, vocab_size, top_k, top_p, min_p, uniform,
-    of_logits: tl.constexpr, group: tl.constexpr, width: tl.constexpr, tile: tl.constexpr,
+    values, indices, listed, count, temperature, best, lowest, total, vocab_size, top_k, top_p, min_p, uniform,
+    of_logits: tl.constexpr, width: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
-    """Draw a token among ``count`` values that are ``lowest`` or more and include all that are kept.
+    """Draw a token among the values of a source (:func:`_load`) that are ``lowest`` or more, which include all that are kept.
 
     Returns:
         Its index, and the weight of what is kept.
     """
     number, mass = _above(
-        values, count, temperature, maxima, blocks, best, lowest, of_logits, group, width, tile
-    )
+        values, listed, count, vocab_size, temperature, best, lowest, of_logits, width, tile
+    )  # fmt: skip
     kept = mass
     basis = total
     if top_k < vocab_size:
         wanted = tl.minimum(tl.maximum(top_k, 1), number)
         key, above = _search(
-            values, count, temperature, maxima, blocks, best, lowest, wanted,
-            False, of_logits, group, width, tile,
+            values, listed, count, vocab_size, temperature, best, lowest, wanted, False, of_logits, width, tile
         )  # fmt: skip
         last = _value(key)
         found, kept = _above(
-            values, count, temperature, maxima, blocks, best, last, of_logits, group, width, tile
-        )
+            values, listed, count, vocab_size, temperature, best, last, of_logits, width, tile
+        )  # fmt: skip
         kept -= (found - wanted) * _weight(last - best)  # equal values that are too many
         basis = kept
     if top_p < 1:
@@ -234,8 +249,7 @@ def _solve(
         threshold += (threshold.to(tl.float64) < exact).to(tl.int64)
         threshold = tl.minimum(tl.maximum(threshold, 1), mass)
         key, above = _search(
-            values, count, temperature, maxima, blocks, best, lowest, threshold,
-            True, of_logits, group, width, tile,
+            values, listed, count, vocab_size, temperature, best, lowest, threshold, True, of_logits, width, tile
         )  # fmt: skip
         each = tl.maximum(_weight(_value(key) - best), 1)
         kept = tl.minimum(kept, above + (threshold - above + each - 1) // each * each)
@@ -243,65 +257,76 @@ def _solve(
         likely = tl.zeros([], tl.int64)
         for start in range(0, count, tile):
             at = start + tl.arange(0, tile)
-            distance = _load(values, at, count, temperature, of_logits) - best
-            enough = (tl.exp(distance) >= min_p) & (at < count)
-            likely += tl.sum(tl.where(enough, _weight(distance), 0), 0)
+            value, _, inside = _load(values, listed, at, count, vocab_size, temperature, of_logits, width)
+            enough = inside & (tl.exp(value - best) >= min_p)
+            likely += tl.sum(tl.where(enough, _weight(value - best), 0), 0)
         kept = tl.minimum(kept, tl.maximum(likely, 1))
     target = tl.minimum((uniform * kept.to(tl.float64)).to(tl.int64), kept - 1)
     key, above = _search(
-        values, count, temperature, maxima, blocks, best, lowest, target + 1,
-        True, of_logits, group, width, tile,
+        values, listed, count, vocab_size, temperature, best, lowest, target + 1, True, of_logits, width, tile
     )  # fmt: skip
     drawn = _value(key)
     rank = (target - above) // tl.maximum(_weight(drawn - best), 1)
     token = _equal_number(
-        values, indices, count, temperature, maxima, blocks, drawn, rank, of_logits, group, width, tile
-    )
+        values, indices, listed, count, vocab_size, temperature, drawn, rank, of_logits, width, tile
+    )  # fmt: skip
     return token, kept
 
 
 @triton.jit
 def _draw_filtered(
-    logits, temperature, maxima, blocks, best, total, vocab_size, top_k, top_p, min_p, uniform, values, indices,
+    logits, temperature, block, block_best, block_weights, blocks, best, total, vocab_size,
+    top_k, top_p, min_p, uniform, listed, values, indices,
     capacity: tl.constexpr, group: tl.constexpr, width: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
     """As :func:`_solve`, of one row."""
     needed = top_p.to(tl.float64) * total.to(tl.float64)
-    distance = _FIRST_DISTANCE + 0.0
+    too_near = tl.zeros([], tl.float32)
+    distance = _FIRST_DISTANCE + too_near
+    enough = tl.zeros([], tl.int32)
+    number = tl.zeros([], tl.int64)
     lowest = best - distance
-    number, mass = _above(
-        logits, vocab_size, temperature, maxima, blocks, best, lowest, True, group, width, group * width
-    )
-    enough = _is_enough(number, mass, distance, needed, vocab_size, top_k, top_p, min_p)
+    count = tl.zeros([], tl.int32)
     while enough == 0:
-        distance *= 2
         lowest = tl.where(distance < _WEIGHTLESS, best - distance, float("-inf"))
-        number, mass = _above(
-            logits, vocab_size, temperature, maxima, blocks, best, lowest, True, group, width, group * width
-        )
+        # The blocks that have such tokens have no fewer of them than this, and no more weight: often that is not enough.
+        has = (block < blocks) & (block_best >= lowest)
+        number = tl.sum(tl.where(has, width, 0).to(tl.int64), 0)
+        mass = tl.sum(tl.where(has, block_weights, 0), 0)
         enough = _is_enough(number, mass, distance, needed, vocab_size, top_k, top_p, min_p)
+        if enough == 1:
+            count = _list(listed, block, block_best, blocks, lowest) * width
+            number, mass = _above(
+                logits, listed, count, vocab_size, temperature, best, lowest, True, width, group * width
+            )  # fmt: skip
+            enough = _is_enough(number, mass, distance, needed, vocab_size, top_k, top_p, min_p)
+        if enough == 0:
+            too_near = distance
+            distance *= 2
+    # Twice as far may be too far, and a pass here costs less than all the later ones over the logits.
+    tries = tl.zeros([], tl.int32)
+    while (number > capacity) & (tries < _TRIES):
+        middle = (too_near + distance) / 2
+        fewer, mass = _above(
+            logits, listed, count, vocab_size, temperature, best, best - middle, True, width, group * width
+        )  # fmt: skip
+        if _is_enough(fewer, mass, middle, needed, vocab_size, top_k, top_p, min_p) == 1:
+            number, distance, lowest = fewer, middle, best - middle
+        else:
+            too_near = middle
+        tries += 1
     if number <= capacity:
-        count = _gather(
-            logits,
-            vocab_size,
-            temperature,
-            maxima,
-            blocks,
-            lowest,
-            values,
-            indices,
-            group,
-            width,
-            group * width,
-        )
+        gathered = _gather(
+            logits, listed, count, vocab_size, temperature, lowest, values, indices, width, group * width
+        )  # fmt: skip
         token, kept = _solve(
-            values, indices, count, temperature, maxima, blocks, best, lowest, total,
-            vocab_size, top_k, top_p, min_p, uniform, False, group, width, tile,
+            values, indices, listed, gathered, temperature, best, lowest, total,
+            vocab_size, top_k, top_p, min_p, uniform, False, width, tile,
         )  # fmt: skip
     else:
         token, kept = _solve(
-            logits, indices, vocab_size, temperature, maxima, blocks, best, lowest, total,
-            vocab_size, top_k, top_p, min_p, uniform, True, group, width, group * width,
+            logits, indices, listed, count, temperature, best, lowest, total,
+            vocab_size, top_k, top_p, min_p, uniform, True, width, group * width,
         )  # fmt: skip
     return token, kept
 
@@ -346,7 +371,7 @@ def _of_blocks(values):
 @triton.jit
 def _draw(
     logits, temperature, greedy, uniforms, top_k, top_p, min_p,
-    maxima, sums, raw_maxima, raw_sums, candidates, candidate_indices,
+    maxima, sums, raw_maxima, raw_sums, listed, candidates, candidate_indices,
     token_ids, logprobs, raw_logprobs, sampled_logprobs, row_stride, vocab_size, blocks,
     num_blocks: tl.constexpr, capacity: tl.constexpr, group: tl.constexpr, width: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
@@ -369,8 +394,9 @@ def _draw(
     uniform = tl.load(uniforms + row)
     if finite & (is_greedy == 0) & ((k < vocab_size) | (p < 1) | (m > 0)):
         token, kept = _draw_filtered(
-            logits, divisor, maxima, blocks, best, total, vocab_size, k, p, m, uniform,
-            candidates + row * capacity, candidate_indices + row * capacity, capacity, group, width, tile,
+            logits, divisor, block, block_best, weights, blocks, best, total, vocab_size, k, p, m, uniform,
+            listed + row * num_blocks, candidates + row * capacity, candidate_indices + row * capacity,
+            capacity, group, width, tile,
         )  # fmt: skip
     else:
         target = tl.minimum((uniform * total.to(tl.float64)).to(tl.int64), total - 1)
@@ -379,7 +405,9 @@ def _draw(
         before = tl.sum(tl.where(block < chosen, weights, 0), 0)
         inside = tl.maximum(tl.sum(tl.where(block == chosen, weights, 0), 0), 1)
         column = tl.arange(0, width)
-        value = _load(logits, chosen * width + column, vocab_size, divisor, True)
+        at = chosen * width + column
+        value = tl.load(logits + at, mask=at < vocab_size, other=float("-inf")).to(tl.float32)
+        value = tl.div_rn(value, divisor)
         # Relative to the block's own best: however small its share is, some token of it has a weight.
         weight = _weight(value - tl.max(value, 0))
         of_block = tl.sum(weight, 0)
@@ -419,15 +447,17 @@ class TritonSampler:
         self._vocab_size, self._max_rows = vocab_size, max_rows
         self._blocks = -(-vocab_size // _BLOCK)
         self._capacity = min(_CANDIDATES, int(triton.next_power_of_2(vocab_size)))
-        self._measured = torch.zeros((4, max_rows, self._blocks), device=device)
-        self._candidates = torch.zeros((max_rows, self._capacity), device=device)
-        self._indices = torch.zeros((max_rows, self._capacity), dtype=torch.int32, device=device)
+        self._measured = torch.empty((4, max_rows, self._blocks), device=device)
+        self._candidates = torch.empty((max_rows, self._capacity), device=device)
+        padded = int(triton.next_power_of_2(self._blocks))
+        self._listed = torch.empty((max_rows, padded), dtype=torch.int32, device=device)
+        self._indices = torch.empty((max_rows, self._capacity), dtype=torch.int32, device=device)
         self._no_min_p = torch.zeros(max_rows, device=device)
 
     def sample(
         self,
         logits: Tensor,
-        batch: SamplingBatch,
+        batch: Rows,
         token_ids: Tensor,
         logprobs: Tensor,
         raw_logprobs: Tensor,
@@ -444,8 +474,8 @@ class TritonSampler:
             _measure[(rows, -(-self._blocks // _GROUP))](*scaling, *self._measured, *sizes, **constants)
             _draw[(rows,)](
                 *scaling, batch.uniforms[part], batch.top_k[part], batch.top_p[part], min_p,
-                *self._measured, self._candidates, self._indices,
+                *self._measured, self._listed, self._candidates, self._indices,
                 token_ids[part], logprobs[part], raw_logprobs[part], sampled_logprobs[part], *sizes,
-                num_blocks=int(triton.next_power_of_2(self._blocks)), capacity=self._capacity, tile=_TILE,
+                num_blocks=self._listed.shape[1], capacity=self._capacity, tile=_TILE,
                 **constants, num_warps=_WARPS,
             )  # fmt: skip

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..kernels import TORCH, best, elementwise
+from ..kernels import TORCH, TRITON, best, elementwise
 from ..kernels import experts as kernel
+from ..kernels.between import TritonExperts, elementwise_for, triton_experts_for
 from ..kernels.linear import packable, storage_shape
 from .fp8_block import Fp8ExpertMatrix
 from .fp8_products import experts_for
@@ -101,10 +102,12 @@ class Experts:
         self._prefix, self._num_experts = prefix, num_experts
         self._hidden, self._width = hidden_size, intermediate_size
         self._workspace = place.workspace
-        self._compiled = best("experts", place.device, place.dtype) != TORCH and all(
+        self._compiled = best("experts", place.device, place.dtype) not in (TORCH, TRITON) and all(
             packable(size, place.dtype) for size in (hidden_size, intermediate_size)
         )
         self._fp8: FlashInferExperts | None = None
+        self._triton = triton_experts_for(place.device, place.dtype)
+        self._elementwise = elementwise_for(place.device, place.dtype)
         gate_up, down = [intermediate_size] * 2, [hidden_size]
         self._gate_up = self._matrix(f"{name}.gate_up", gate_up, hidden_size, place)
         self._down = self._matrix(f"{name}.down", down, intermediate_size, place)
@@ -123,21 +126,41 @@ class Experts:
             name, self._num_experts, sum(part_rows), in_features, place, packed=self._compiled
         )
 
-    def forward(self, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
+    def forward(self, x: Tensor, expert_ids: Tensor, weights: Tensor, addend: Tensor | None = None) -> Tensor:
         """[T, hidden] to [T, hidden], in fresh memory.
 
         Args:
             expert_ids: int64 [T, k].
             weights: [T, k], float32 or of ``x``'s dtype.
+            addend: [T, hidden], added to the rounded result. None: nothing is.
         """
         if self._fp8 is not None:
-            return self._fp8(x, expert_ids, weights, *self._quantized())
+            out = self._fp8(x, expert_ids, weights, *self._quantized())
+            return out if addend is None else out.add_(addend)
+        if self._triton is not None:
+            rows, places, ends = self._sorted(x, expert_ids, self._triton)
+            y = self._down.plain_product(self._gate(self._gate_up.plain_product(rows, ends)), ends)
+            return self._triton.combine(y, places, weights, addend)
         if self._compiled:
-            return self._forward_compiled(x, expert_ids, weights)
+            out = self._forward_compiled(x, expert_ids, weights)
+        else:
+            tokens, places, ends = sort_by_expert(expert_ids, self._num_experts)
+            gate_up = self._gate_up.plain_product(x.index_select(0, tokens), ends)
+            out = combine(self._down.plain_product(self._gate(gate_up), ends), places, weights)
+        return out if addend is None else out.add_(addend)
+
+    def _sorted(self, x: Tensor, expert_ids: Tensor, triton: TritonExperts) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows by expert, where each pair went, and the ends, in one kernel where pairs are few."""
+        if 0 < expert_ids.numel() <= triton.MAX_PAIRS:
+            return triton.sort_rows(x, expert_ids, self._num_experts)
         tokens, places, ends = sort_by_expert(expert_ids, self._num_experts)
-        gate, up = self._gate_up.plain_product(x.index_select(0, tokens), ends).chunk(2, dim=-1)
-        y = self._down.plain_product(functional.silu(gate).mul_(up), ends)
-        return combine(y, places, weights)
+        return x.index_select(0, tokens), places, ends
+
+    def _gate(self, gate_up: Tensor) -> Tensor:
+        if self._triton is not None and self._elementwise is not None:
+            return self._elementwise.silu_mul(gate_up)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return functional.silu(gate).mul_(up)
 
     def _forward_compiled(self, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
         groups = kernel.group(expert_ids.contiguous(), self._num_experts)

@@ -33,9 +33,10 @@ FLASHINFER_ROWS, DEEP_GEMM_ROWS = 4, 128
 
 def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
     """FP8 [T, in], and float32 scales [T, in / 128], of ``x`` [T, in]."""
-    tiles = x.float().unflatten(1, (-1, BLOCK))
-    factors = tiles.abs().amax(dim=2, keepdim=True).clamp_min_(_TINY).div_(_MAX)
-    return tiles.div_(factors).to(torch.float8_e4m3fn).flatten(1), factors.squeeze(2)
+    tiles = x.unflatten(1, (-1, BLOCK))
+    largest: Tensor = tiles.norm(torch.inf, dim=2, keepdim=True, dtype=torch.float32)
+    factors = largest.clamp_min_(_TINY).div_(_MAX)
+    return (tiles / factors).to(torch.float8_e4m3fn).flatten(1), factors.squeeze(2)
 
 
 # Dense: ``x @ (weight * scales).T`` for bfloat16 ``x`` [T, in]
@@ -125,14 +126,14 @@ def spread(x: Tensor, ends: Tensor, multiple: int) -> tuple[Tensor, Tensor, Tens
     """
     pairs, experts = x.shape[0], len(ends)
     starts = functional.pad(ends[:-1], (1, 0))
-    sizes = ends - starts
-    padded_ends = torch.cumsum((sizes + (multiple - 1)) // multiple * multiple, 0, dtype=torch.int32)
-    added = functional.pad(padded_ends[:-1], (1, 0)) - starts
+    padding = (starts - ends).remainder_(multiple)
+    added = torch.cumsum(padding, 0, dtype=torch.int32)
     pair = torch.arange(pairs, device=x.device)
-    places = pair + added[torch.searchsorted(ends, pair, right=True)]
+    expert = torch.searchsorted(ends, pair, right=True)
+    places = torch.index_select(added - padding, 0, expert) + pair
     room = pairs + min(experts, pairs) * (multiple - 1)
     rows = x.new_zeros((-(-room // multiple) * multiple, x.shape[1]))
-    return rows.index_copy_(0, places, x), padded_ends, places
+    return rows.index_copy_(0, places, x), ends + added, places
 
 
 # Whole blocks of experts: gate and up, their product, down, and each token's sum

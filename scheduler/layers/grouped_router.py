@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ..kernels.between import triton_experts_for
 from .parameters import Parameter, Placement, WeightSlot
 
 
@@ -50,10 +51,35 @@ class GroupedRouter:
         self._bias: Parameter | None = None
         if bias:
             self._bias = Parameter(f"{name}.bias", (num_experts,), torch.float32, place.device)
+        self._triton = triton_experts_for(place.device, place.dtype)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """[T, hidden] to ids, int64 [T, k], and weights, float32 [T, k]."""
-        logits = functional.linear(x.float(), self._weight.data.float())
+    def forward(self, x: Tensor, record: Tensor) -> tuple[Tensor, Tensor]:
+        """[T, hidden] to ids, int64 [T, k], and weights, float32 [T, k]; the ids go to ``record``, too."""
+        logits = self._logits(x)
+        if self._triton is None:
+            ids, weights = self._choose(logits)
+            record.copy_(ids)
+            return ids, weights
+        return self._triton.route(
+            logits,
+            self._top_k,
+            normalize=self._normalize,
+            scale=self._scale,
+            scoring=self._scoring,
+            bias=None if self._bias is None else self._bias.data,
+            num_groups=self._num_groups,
+            top_groups=self._top_groups,
+            group_score=self._group_score,
+            record=record,
+        )
+
+    def _logits(self, x: Tensor) -> Tensor:
+        weight = self._weight.data
+        if x.device.type == "cuda" and x.dtype != torch.float32:  # products of bf16 are exact in float32
+            return torch.mm(x, weight.t(), out_dtype=torch.float32)
+        return functional.linear(x.float(), weight.float())
+
+    def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         scores = logits.sigmoid() if self._scoring == "sigmoid" else logits.softmax(dim=-1)
         choice = scores if self._bias is None else scores + self._bias.data
         if self._num_groups > 1:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ..forward import AttentionBackend
+from ..kernels.between import Rotations, rotations_for
 from .fp8_block import Fp8Matrix
 from .linear import Linear, all_fp8
 from .norm import RMSNorm
@@ -198,6 +199,7 @@ class LatentAttention(CompositeLayer):
             bias=bias,
             place=place,
         )
+        self._kernels = rotations_for(place.device, place.dtype)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, backend: AttentionBackend) -> Tensor:
         """[T, hidden] to [T, hidden]; ``cos`` and ``sin`` are [T, 1, qk_rope_head_dim / 2]."""
@@ -210,6 +212,8 @@ class LatentAttention(CompositeLayer):
         q_nope, q_rope = q.unflatten(-1, (heads, -1)).split(
             [shape.qk_nope_head_dim, shape.qk_rope_head_dim], dim=-1
         )
+        if self._kernels is not None:
+            return self._forward_fused(q_nope, q_rope, kv, (cos, sin), backend, self._kernels)
         absorbed = torch.bmm(q_nope.transpose(0, 1), self._kv_up.w_kc).transpose(0, 1)
         queries = torch.cat((absorbed, rotate(q_rope, cos, sin, interleaved=interleaved)), dim=-1)
         k_rope = rotate(kv[:, latent:].unsqueeze(1), cos, sin, interleaved=interleaved)
@@ -217,6 +221,26 @@ class LatentAttention(CompositeLayer):
         attended = backend.forward(queries, keys, keys[..., :latent], self._layer).view(-1, heads, latent)
         values = torch.bmm(attended.transpose(0, 1), self._kv_up.w_vc.transpose(1, 2))
         return self._o.forward(values.transpose(0, 1).reshape(-1, heads * shape.v_head_dim))
+
+    def _forward_fused(
+        self,
+        q_nope: Tensor,
+        q_rope: Tensor,
+        kv: Tensor,
+        angles: tuple[Tensor, Tensor],
+        backend: AttentionBackend,
+        kernels: Rotations,
+    ) -> Tensor:
+        """The same from the projections on; products are written where they are read next, heads apart in memory."""
+        tokens, heads, latent, width = kv.shape[0], self._heads, self._shape.kv_lora_rank, kv.shape[1]
+        queries, keys = kv.new_empty((tokens, heads, width)), kv.new_empty((tokens, 1, width))
+        torch.bmm(q_nope.transpose(0, 1), self._kv_up.w_kc, out=queries[..., :latent].transpose(0, 1))
+        norm, interleaved = (self._kv_norm.weight, self._kv_norm.eps), self._shape.rope_interleave
+        kernels.rotate_latents(q_rope, kv, *angles, norm, queries, keys.squeeze(1), interleaved=interleaved)
+        attended = backend.forward(queries, keys, keys[..., :latent], self._layer).view(-1, heads, latent)
+        values = kv.new_empty((tokens, heads, self._shape.v_head_dim))
+        torch.bmm(attended.transpose(0, 1), self._kv_up.w_vc.transpose(1, 2), out=values.transpose(0, 1))
+        return self._o.forward(values.flatten(1))
 
     def parts(self) -> Iterator[Layer]:
         """Queries, latents, output."""

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from torch import Tensor
 from torch.nn import functional
 
-from ..kernels import TORCH, best, elementwise
+from ..kernels.between import elementwise_for
 from .linear import Linear, MergedLinear
 from .parameters import CompositeLayer, Layer, Placement
 
@@ -23,7 +23,7 @@ class GatedMLP(CompositeLayer):
         place: Placement,
     ) -> None:
         """``prefix`` is the checkpoint's module, which holds ``gate_proj``, ``up_proj`` and ``down_proj``."""
-        self._compiled = best("elementwise", place.device, place.dtype) != TORCH
+        self._kernels = elementwise_for(place.device, place.dtype)
         gate_up = (f"{prefix}.gate_proj", f"{prefix}.up_proj")
         self.gate_up = MergedLinear(f"{name}.gate_up", gate_up, hidden_size, intermediate_size, place=place)
         self.down = Linear(
@@ -36,8 +36,8 @@ class GatedMLP(CompositeLayer):
     def forward(self, x: Tensor) -> Tensor:
         """[T, hidden] to [T, hidden]."""
         gate_up = self.gate_up.forward(x)
-        if self._compiled:
-            return self.down.forward(elementwise.silu_mul(gate_up))
+        if self._kernels is not None:
+            return self.down.forward(self._kernels.silu_mul(gate_up))
         gate, up = self.gate_up.split(gate_up)
         return self.down.forward(functional.silu(gate).mul_(up))
 

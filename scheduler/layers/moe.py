@@ -1,6 +1,7 @@
 """The feed-forward block of a layer with experts: a router, the experts it chooses, and those that everything goes through.
 
-Invariant: what a router has chosen is recorded before it is computed with, for whoever replays the routing.
+Invariant: what a router has chosen is recorded before it is computed with, for whoever replays the routing. The router does
+both, because a kernel that chooses can record at once.
 """
 
 from collections.abc import Iterator
@@ -9,8 +10,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..kernels import TORCH, best
+from ..kernels import TORCH, TRITON, best
 from ..kernels import experts as kernel
+from ..kernels.between import triton_experts_for
 from .experts import Experts
 from .linear import Linear
 from .mlp import GatedMLP
@@ -20,8 +22,11 @@ from .parameters import CompositeLayer, Layer, Placement
 class Router(Layer, Protocol):
     """Chooses the experts of a token."""
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """[T, hidden] to expert ids, int64 [T, k], and their weights [T, k], float32 or of ``x``'s dtype; fresh memory."""
+    def forward(self, x: Tensor, record: Tensor) -> tuple[Tensor, Tensor]:
+        """[T, hidden] to expert ids, int64 [T, k], and their weights [T, k], float32; fresh memory.
+
+        The ids are written to ``record``, integers [T, k], as well.
+        """
         ...
 
 
@@ -46,18 +51,27 @@ class TopKRouter(CompositeLayer):
         """
         self._logits = Linear(name, hidden_size, {module: num_experts}, place=place)
         self._top_k, self._normalize = top_k, normalize
-        self._compiled = best("experts", place.device, place.dtype) != TORCH
+        self._compiled = best("experts", place.device, place.dtype) not in (TORCH, TRITON)
+        self._triton = triton_experts_for(place.device, place.dtype)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, record: Tensor) -> tuple[Tensor, Tensor]:
         """Ids, best first, and float32 weights that have been rounded to ``x``'s dtype."""
         logits = self._logits.forward(x)
+        if self._triton is not None:
+            return self._triton.route(logits, self._top_k, normalize=self._normalize, record=record)
         if self._compiled:
-            return kernel.route(logits, self._top_k, normalize=self._normalize)
+            ids, weights = kernel.route(logits, self._top_k, normalize=self._normalize)
+        else:
+            ids, weights = self._choose(logits)
+        record.copy_(ids)
+        return ids, weights
+
+    def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         scores = torch.softmax(logits, dim=-1, dtype=torch.float32)
         weights, ids = scores.topk(self._top_k, dim=-1)
         if self._normalize:
             weights = weights / weights.sum(dim=-1, keepdim=True)
-        return ids, weights.to(x.dtype).float()
+        return ids, weights.to(logits.dtype).float()
 
     def parts(self) -> Iterator[Layer]:
         """The one product."""
@@ -76,11 +90,11 @@ class RoutedExperts:
         self._device = place.device
         self._rows = self._allocate(0)
 
-    def record(self, layer: int, expert_ids: Tensor) -> None:
-        """Note the choice of ``layer``: integers [T, top_k], T the tokens of the step."""
-        if expert_ids.shape[0] > self._rows.shape[0]:
-            self._rows = self._allocate(expert_ids.shape[0])
-        self._rows[: expert_ids.shape[0], layer] = expert_ids.to(self.dtype)
+    def of_layer(self, layer: int, num_tokens: int) -> Tensor:
+        """Where a step of ``num_tokens`` notes the choice of ``layer``: [num_tokens, top_k], a view until the next call."""
+        if num_tokens > self._rows.shape[0]:
+            self._rows = self._allocate(num_tokens)
+        return self._rows[:num_tokens, layer]
 
     def rows(self, num_tokens: int) -> Tensor:
         """Of the last step, in the order of its tokens: [num_tokens, layers, top_k], a view."""
@@ -112,10 +126,9 @@ class MoeBlock(CompositeLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, hidden] to [T, hidden], in fresh memory."""
-        ids, weights = self._router.forward(x)
-        self._routing.record(self._layer, ids)
-        y = self._experts.forward(x, ids, weights)
-        return y if self._shared is None else y.add_(self._shared.forward(x))
+        ids, weights = self._router.forward(x, self._routing.of_layer(self._layer, x.shape[0]))
+        shared = None if self._shared is None else self._shared.forward(x)
+        return self._experts.forward(x, ids, weights, shared)
 
     def parts(self) -> Iterator[Layer]:
         """Router, experts, and what everything goes through."""

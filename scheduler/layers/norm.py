@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from torch import Tensor
 from torch.nn import functional
 
-from ..kernels import TORCH, best, elementwise
+from ..kernels.between import elementwise_for
 from .parameters import Parameter, Placement, WeightSlot
 
 
@@ -24,19 +24,19 @@ class RMSNorm:
     def __init__(self, name: str, checkpoint: str, size: int, eps: float, *, place: Placement) -> None:
         self.eps = eps
         self._checkpoint = checkpoint
-        self._compiled = best("elementwise", place.device, place.dtype) != TORCH
+        self._kernels = elementwise_for(place.device, place.dtype)
         self._weight = Parameter(f"{name}.weight", (size,), place.dtype, place.device)
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, size], same shape and dtype out, in fresh memory."""
-        if self._compiled:
-            return elementwise.rms_norm(x, self._weight.data, self.eps)
+        if self._kernels is not None:
+            return self._kernels.rms_norm(x, self._weight.data, self.eps)
         return self.scale_(normalize(x, self.eps))
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         """``residual += x`` in place, then the norm of the new residual."""
-        if self._compiled:
-            return elementwise.rms_norm(x, self._weight.data, self.eps, residual=residual)
+        if self._kernels is not None:
+            return self._kernels.rms_norm(x, self._weight.data, self.eps, residual=residual)
         return self.forward(residual.add_(x))
 
     def scale_(self, normalized: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ..kernels.between import rotations_for
 from .parameters import Placement
 
 _BLOCK = 1024
@@ -92,12 +93,15 @@ class RotaryEmbedding:
         self._inverse_frequencies = inverse_frequencies(rope, head_dim).to(place.device)
         self._factor = rope.attention_factor
         self._dtype = place.dtype
+        self._kernels = rotations_for(place.device, place.dtype)
         self._table: tuple[Tensor, Tensor] | None = None
         if place.device.type == "cpu":
             self._table = self._compute(torch.arange(_BLOCK))
 
     def forward(self, positions: Tensor, longest: int) -> tuple[Tensor, Tensor]:
         """int64 [T], all below ``longest``, to cosine and sine, each [T, 1, head_dim / 2] in the model's dtype."""
+        if self._kernels is not None:
+            return self._kernels.angles(positions, self._inverse_frequencies, self._factor, self._dtype)
         if self._table is None:
             return self._compute(positions)
         cosines, sines = self.table(longest)

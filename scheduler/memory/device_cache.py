@@ -71,7 +71,7 @@ class DeviceCache:
         empty_device_cache(self._module)
         report = EmptyCacheReport(before, self.reserved)
         self._counts[place] = self._counts.get(place, 0) + 1
-        self._freed[place] = self._freed.get(place, 0) + max(0, report.freed)
+        self._freed[place] = self._freed.get(place, 0) + report.freed
         name = _LOGGED_AS_INFO.get(place)
         level = logging.DEBUG if name is None else logging.INFO
         logger.log(level, "%s", report.describe(name or place))

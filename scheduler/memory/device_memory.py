@@ -69,8 +69,8 @@ class EmptyCacheReport:
 
     @property
     def freed(self) -> int:
-        """Bytes returned; negative when something else allocated meanwhile."""
-        return self.reserved_before - self.reserved_after
+        """Bytes returned to the system; 0 when something else allocated more meanwhile."""
+        return max(0, self.reserved_before - self.reserved_after)
 
     def describe(self, verb: str) -> str:
         """The log line, in MB of 2^20 bytes: ``verb: reserved 812.0 MB -> 640.0 MB (freed 172.0 MB)``."""

@@ -16,7 +16,7 @@ from time import monotonic
 from typing import TextIO
 
 from ...io_struct.queued_writer import FLUSH_S, QueuedWriter
-from ...io_struct.text import printable
+from ...io_struct.text import LOG_PREFIX, LOG_TIME, printable
 
 _HANDLER_NAME = "caesura.stderr"
 MAX_LINE = 4096
@@ -33,8 +33,8 @@ class LineFormatter(logging.Formatter):
     def __init__(self, rank: int = 0) -> None:
         where = f" rank{rank}" if rank else ""
         super().__init__(
-            f"%(asctime)s.%(msecs)03d %(levelname)s{where} %(caesura_module)s: %(message)s",
-            "%Y-%m-%d %H:%M:%S",
+            f"{LOG_PREFIX}{where} %(caesura_module)s: %(message)s",
+            LOG_TIME,
         )
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 (logging's name)

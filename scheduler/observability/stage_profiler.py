@@ -76,10 +76,22 @@ class StageProfiler:
         self._prefix = prefix
         self._log = log
         self._describe_memory = describe_memory
+        self._on_end: Callable[[str, float], None] | None = self._log_end if log else None
 
     def stage(self, name: str) -> _Stage:
         """``with profiler.stage("copy"): …``"""
         return _Stage(self, name)
+
+    def call_at_ends(self, call: Callable[[str], None] | None) -> None:
+        """Call ``call`` with the name of each stage that ends, from now on; None: no longer."""
+
+        def logged(name: str, seconds: float) -> None:
+            if self._log:
+                self._log_end(name, seconds)
+            if call is not None:
+                call(name)
+
+        self._on_end = logged if call is not None else self._log_end if self._log else None
 
     def begin(self, name: str) -> None:
         """Log the start of a stage; :meth:`record` follows at its end."""
@@ -98,8 +110,8 @@ class StageProfiler:
         total.recent.append(seconds)
         if seconds > total.longest:
             total.longest = seconds
-        if self._log:
-            self._log_end(name, seconds)
+        if self._on_end is not None:
+            self._on_end(name, seconds)
         if self._parent is not None:
             self._parent.record(self._prefix + name, seconds)
 

@@ -1,4 +1,4 @@
-"""Decode steps as captured graphs: one launch instead of some hundred.
+"""Decode steps as captured graphs: two launches instead of some hundred.
 
 Invariants:
 - There are two graphs for each size. The first computes the hidden states of a decode-only step, from the tokens that its
@@ -145,7 +145,7 @@ class DecodeGraphs:
         """
         rows = batch.num_rows
         size, captured = self._for(rows)
-        with self._staging.staged(batch, size, table=reads_page_table(captured.attention)) as staged:
+        with self._staging.staged(batch, size, table=captured.attention.reads_page_table) as staged:
             captured.attention.plan(staged)
         captured.graph.replay()
         return staged, captured.hidden[:rows]
@@ -277,11 +277,6 @@ class DecodeGraphs:
                 min_p=torch.zeros(rows),
             ),
         )
-
-
-def reads_page_table(attention: AttentionBackend) -> bool:
-    """Whether anything on the device reads a step's page table."""
-    return bool(getattr(attention, "reads_page_table", True))
 
 
 def scratch_prefill(lengths: list[int]) -> ForwardBatch:

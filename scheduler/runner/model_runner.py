@@ -30,7 +30,7 @@ from ..memory.device_module import DeviceModule, DeviceStream, graphs_of, stream
 from ..models.base import CausalLM
 from ..observability.stage_profiler import StageProfiler
 from .autotune import WarmUp, dummy_decode
-from .graphs import CapturableBackend, DecodeGraphs, reads_page_table
+from .graphs import CapturableBackend, DecodeGraphs
 from .input_logprobs import input_logprobs
 from .logit_edits import SpecialSampler
 from .sampler import Sampler, SamplerOutput
@@ -195,7 +195,7 @@ class ModelRunner:
                 return self._sample(staged, hidden)
             with self.stages.stage("sample"):
                 return self.graphs.sample(batch)
-        with self._inputs.staged(batch, table=reads_page_table(self._backend)) as staged:
+        with self._inputs.staged(batch, table=self._backend.reads_page_table) as staged:
             self._backend.plan(staged)
         return self._sample(staged, self._forward(staged, self._backend))
 

@@ -12,8 +12,10 @@ from typing import Any
 import msgspec
 
 from ...io_struct import CaesuraError, ErrorCode, TensorSpec
-from .loader import WeightPiece
+from ..memory.workspace import Workspace
+from .loader import WeightLoader, WeightPiece
 from .source import WeightSource
+from .transports.disk import Checkpoint, DiskSource
 
 
 def chosen(known: tuple[str, ...], named: str | None) -> str | None:
@@ -35,6 +37,18 @@ def chosen(known: tuple[str, ...], named: str | None) -> str | None:
 def in_component(source: WeightSource, component: str | None) -> WeightSource:
     """``source`` under the model's names."""
     return source if component is None else ComponentSource(source, component)
+
+
+def fitting(
+    checkpoint: Checkpoint, component: str | None, loader: WeightLoader, workspace: Workspace
+) -> DiskSource:
+    """The source of a complete update from ``checkpoint``, checked in all that can be known before its first byte.
+
+    Raises:
+        CaesuraError: ``weight_mismatch`` with what differs.
+    """
+    loader.check(renamed(checkpoint.specs, component), complete=True)
+    return DiskSource(checkpoint, workspace)
 
 
 class ComponentSource:

@@ -274,18 +274,14 @@ class WeightLoader:
         counts, self.counts = self.counts, LoadCounts()
         return counts
 
-    def forget_written(self) -> None:
-        """Start a new account of which names are whole, after a commit: all weights are what was committed."""
-        self._account, self._lost = _Account(), set()
+    def forget_written(self, *, lost: bool = False) -> None:
+        """Start a new account of which names are whole: all weights are what was committed, or all values are ``lost``."""
+        self._account, self._lost = _Account(), set(self._components) if lost else set()
 
     def lose_written(self) -> None:
         """Start a new account after a failure: what was written must be written again, all of its component."""
         self._lost |= self._components_of(self._account.written | self._account.due) or set(self._components)
         self._account = _Account()
-
-    def lose_all(self) -> None:
-        """Start a new account after the loss of all values."""
-        self._account, self._lost = _Account(), set(self._components)
 
     def _slot_for(self, piece: WeightPiece) -> WeightSlot:
         if piece.name not in self._slots:

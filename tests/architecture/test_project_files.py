@@ -83,3 +83,11 @@ def test_the_hooks_are_the_commands_of_make_lint():
     *commands, link, check = recipe("lint")
     assert plain == commands
     assert mypy == f"sh -c '{link} && {check}'"
+
+
+def test_an_image_is_built_from_every_package():
+    """``.dockerignore`` lets through what it names and nothing else."""
+    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    folders = {name.split(".")[1] for name in packages if "." in name}
+    passed = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line[:1] == "!"}
+    assert folders - passed == set()

@@ -1,14 +1,21 @@
-"""The GPU benchmark runs as a whole, at a toy size on the CPU, and its limits count what they say."""
+"""The GPU benchmark runs section by section, at a toy size on the CPU, and its limits count what they say."""
 
 import json
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from checkpoints import Shape
+from gpu import captured, fetch_wheels, limits
+from gpu.plan import SMOKE, OnDevice, step_bytes
+from gpu.run import DeviceLostError, Run
+from gpu.tables import tables
 from harness.limits import (
     Ceilings,
     kv_bytes_per_token,
@@ -17,8 +24,11 @@ from harness.limits import (
     streamed_weight_bytes,
 )
 from harness.workload import WORKLOADS
+from support.waiting import eventually
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "benchmarks" / "gpu"
+CONSTRAINTS = ROOT / "constraints.txt"
 
 
 def shape(**changes: object) -> Shape:
@@ -70,6 +80,137 @@ def test_a_rollout_takes_its_prompts_once_and_each_step_the_slower_of_reading_an
     assert computing == pytest.approx((prompts + 6 * (2 * weights + scores)) / 100)
 
 
+def test_a_step_reads_the_experts_that_its_rows_meet_and_fp8_as_one_byte():
+    dense, experts = SMOKE.shape, SMOKE.experts
+    assert step_bytes(dense, 1) == step_bytes(dense, 64) == streamed_weight_bytes(dense, 2)
+    sizes = {name: torch.Size(size).numel() for name, size in experts.tensor_shapes().items()}
+    of_experts = sum(size for name, size in sizes.items() if ".experts." in name)
+    everything = streamed_weight_bytes(experts, 2)
+    share = experts.num_experts_per_tok / experts.num_experts
+    assert step_bytes(experts, 1) == pytest.approx(everything - 2 * (1 - share) * of_experts)
+    assert step_bytes(experts, 1000) == pytest.approx(everything)
+    quantised = sum(
+        torch.Size(size).numel()
+        for name, size in dense.tensor_shapes().items()
+        if name.endswith("_proj.weight")
+    )
+    scales = sum(
+        torch.Size(size).numel() for name, size in SMOKE.fp8.tensor_shapes().items() if "_scale" in name
+    )
+    assert step_bytes(SMOKE.fp8, 1) == step_bytes(dense, 1) - quantised + 4 * scales
+
+
+def test_an_fp8_checkpoint_is_near_the_one_that_it_quantises(tmp_path):
+    plain = OnDevice(SMOKE.shape, torch.device("cpu"))
+    quantised = OnDevice(SMOKE.fp8, torch.device("cpu"))
+    name = "model.layers.0.mlp.up_proj.weight"
+    wide = plain.tensor(name, seed=0, dtype=torch.bfloat16).float()
+    scale = quantised.tensor(f"{name}_scale_inv", seed=0, dtype=torch.bfloat16)
+    narrow = quantised.tensor(name, seed=0, dtype=torch.bfloat16)
+    assert narrow.dtype == torch.float8_e4m3fn
+    assert (narrow.float() * scale[0, 0] - wide).norm() < 0.05 * wide.norm()
+
+
+def make_run(tmp_path: Path, **options: float) -> Run:
+    return Run(SMOKE, torch.device("cpu"), tmp_path, tmp_path / "found.json", **options)
+
+
+def test_a_section_that_fails_or_takes_too_long_says_so_and_the_next_one_runs(tmp_path, monkeypatch):
+    run, never = make_run(tmp_path), threading.Event()
+    monkeypatch.setattr("gpu.run.SECTION_S", 1)
+    run.section("breaks", lambda run: 1 // 0)
+    run.section("hangs", lambda run: never.wait())
+    run.section("works", lambda run: {"found": 1})
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["breaks"]["error"].startswith("ZeroDivisionError")
+    assert "1 // 0" in found["breaks"]["traceback"]
+    assert found["hangs"]["error"] == "TimeoutError: not done after 1 s"
+    assert found["works"] == {"found": 1}
+    assert any("ZeroDivisionError" in cell for cell in tables(found)[-1].columns[1]._cells)
+
+
+def test_a_section_after_the_time_is_left_out(tmp_path):
+    run = make_run(tmp_path, budget_s=0.0)
+    run.section("late", lambda run: pytest.fail("it was run"))
+    assert run.found["late"] == {"left_out": "the time was up"}
+
+
+def test_a_run_that_is_killed_leaves_the_sections_it_had_done(tmp_path):
+    json_path = tmp_path / "found.json"
+    command = [
+        sys.executable,
+        str(SCRIPT),
+        "--smoke",
+        "--json",
+        str(json_path),
+        "--work-dir",
+        str(tmp_path / "work"),
+    ]
+    process = subprocess.Popen(
+        [*command, "--only", "versions", "ceilings", "growth"], stdout=subprocess.DEVNULL
+    )
+    try:
+        eventually(lambda: json_path.exists() and "ceilings" in json.loads(json_path.read_text()), 60)
+    finally:
+        process.kill()
+        process.wait()
+    assert json.loads(json_path.read_text())["ceilings"]["flops"] > 0
+
+
+def test_a_device_that_is_lost_is_noticed_and_what_was_found_is_taken_over(tmp_path, monkeypatch):
+    first = make_run(tmp_path)
+    first.section("ceilings", limits.ceilings)
+    first.small()
+    first.device = torch.device("meta")  # of which nothing can be read
+    monkeypatch.setattr(Run, "on_card", True)
+    with pytest.raises(DeviceLostError, match="after breaks"):
+        first.section("breaks", lambda run: 1 // 0)
+    monkeypatch.undo()
+    second = make_run(tmp_path)
+    second.take_over(json.loads((tmp_path / "found.json").read_text()))
+    assert (second.ceilings, second.link) == (first.ceilings, first.link)
+    assert "error" in second.found["breaks"]
+    written = (second.small() / "config.json").stat().st_mtime_ns
+    assert written == (first.work / "small-0" / "config.json").stat().st_mtime_ns
+
+
+def test_waits_and_idle_time_of_a_profile():
+    device, host = torch.autograd.DeviceType.CUDA, torch.autograd.DeviceType.CPU
+
+    def event(name: str, kind: object, start: float, end: float) -> SimpleNamespace:
+        span = SimpleNamespace(start=start, end=end, elapsed_us=lambda: end - start)
+        return SimpleNamespace(name=name, device_type=kind, time_range=span)
+
+    found = captured._summary(
+        [
+            event("gemm", device, 0, 40),
+            event("copy", device, 30, 50),
+            event("gemm", device, 90, 100),
+            event("cudaStreamSynchronize", host, 0, 5),
+            event("cudaLaunchKernel", host, 0, 5),
+        ],
+        2,
+    )
+    assert (found["kernels_per_step"], found["waits_per_step"]) == (1.5, 0.5)
+    assert found["idle_share"] == pytest.approx(0.4)
+    assert found["longest_us_per_step"] == {"gemm": 25.0, "copy": 10.0}
+
+
+def test_wheels_are_fetched_for_the_other_machine():
+    line = fetch_wheels.command([Path("requirements.txt")], Path("wheels"), "3.12", "x86_64")
+    assert line[line.index("--python-version") + 1] == "3.12"
+    assert {"--no-deps", "--only-binary=:all:"} <= set(line)
+    assert "manylinux_2_28_x86_64" in line
+    pinned = {wheel.lower() for wheel in CONSTRAINTS.read_text().split()}
+    lists = [SCRIPT / "requirements.txt", SCRIPT / "requirements-transformers.txt"]
+    rows = [row for path in lists for row in path.read_text().splitlines()]
+    wanted = {row for row in rows if row and not row.startswith("#")}
+    missing = {
+        row for row in wanted if row.replace("_", "-") not in {each.replace("_", "-") for each in pinned}
+    }
+    assert not missing, "the versions that everything else is tested with"
+
+
 def test_without_a_card_only_the_smoke_run_starts():
     if torch.cuda.is_available():
         return
@@ -78,36 +219,84 @@ def test_without_a_card_only_the_smoke_run_starts():
     assert "--smoke" in done.stderr
 
 
-@pytest.mark.slow
-def test_the_smoke_run_measures_everything(tmp_path):
-    found_at = tmp_path / "found.json"
+def smoke(tmp_path: Path, *sections: str) -> tuple[dict[str, Any], str]:
+    """What a run at a toy size finds and prints."""
+    json_path = tmp_path / "found.json"
+    options = ["--smoke", "--json", str(json_path), "--work-dir", str(tmp_path / "work"), "--only", *sections]
     done = subprocess.run(
-        [
-            sys.executable,
-            str(SCRIPT),
-            "--smoke",
-            "--json",
-            str(found_at),
-            "--work-dir",
-            str(tmp_path / "work"),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=170,
+        [sys.executable, str(SCRIPT), *options], capture_output=True, text=True, timeout=170, cwd=tmp_path
     )
     assert done.returncode == 0, done.stderr
-    found = json.loads(found_at.read_text())
-    assert [row["batch"] for row in found["decode"]] == [1, 3]
-    for row in found["decode"]:
-        assert row["share"] == pytest.approx(row["limit_s"] / row["step_s"])
-        assert row["kv_tokens"] > row["batch"] * 24
-    assert found["prefill"]["seconds"] > 0
-    assert len(found["pauses"]["pause_s"]) == 4
-    assert found["pauses"]["late_tokens"] == 0
-    assert found["updates"]["changed"]
-    assert found["updates"]["restored"]
+    found = json.loads(json_path.read_text())
+    errors = {name: found[name] for name in sections if "error" in found[name]}
+    assert not errors
+    return found, done.stdout
+
+
+@pytest.mark.slow
+def test_the_smoke_run_of_what_is_there(tmp_path):
+    found, _ = smoke(tmp_path, "versions", "ceilings", "plans", "tests")
+    assert found["versions"]["packages"]["torch"] == torch.__version__
+    assert found["versions"]["why_not"]["triton"]
+    assert found["plans"]["sdpa"]["tokens"] == found["plans"]["auto"]["tokens"] == 8
+    assert "flashinfer" in found["plans"]["flashinfer"]["why_not"]
+    assert found["ceilings"]["host_to_device"] > 0
+    assert found["tests"]["exit_status"] == 0
+
+
+@pytest.mark.slow
+def test_the_smoke_run_of_one_process(tmp_path):
+    found, printed = smoke(tmp_path, "graphs", "nccl", "residency", "profile")
+    for batch in ("1", "3"):
+        assert found["graphs"][batch]["equal"]
+        assert found["graphs"][batch]["agreed"] == found["graphs"][batch]["tokens"] == 12 * int(batch)
+    assert found["residency"]["addresses_kept"]
+    assert found["residency"]["outputs_kept"]
+    assert found["profile"]["steps"] >= 20
+    assert len(found["nccl"]["broadcast_s"]) == 2
+    assert "captured against eager, 3 rows" in printed
+
+
+@pytest.mark.slow
+def test_the_smoke_run_of_serving(tmp_path):
+    found, printed = smoke(tmp_path, "ceilings", "serving", "experts", "fp8")
+    served = found["serving"]
+    for rows in (
+        served["decode"],
+        served["filtered"],
+        served["raw"],
+        found["experts"]["decode"],
+        found["fp8"]["decode"],
+    ):
+        assert [row["batch"] for row in rows] == [1, 3]
+        for row in rows:
+            assert row["step_s"] > 0
+            assert row["share"] == pytest.approx(row["limit_s"] / row["step_s"])
+            assert row["kv_tokens"] > row["batch"] * 24
+    assert served["prefill"]["seconds"] > 0
+    assert len(served["pauses"]["pause_s"]) == 4
+    assert served["pauses"]["late_tokens"] == 0
+    assert served["updates"]["changed"]
+    assert served["updates"]["restored"]
+    assert any("attention by" in line for line in served["engine_says"])
+    assert "of the limit" in printed
+
+
+@pytest.mark.slow
+def test_the_smoke_run_of_updates(tmp_path):
+    found, printed = smoke(tmp_path, "ceilings", "transports", "growth")
+    for name in ("disk", "tensor", "ipc", "ipc-shared", "distributed"):
+        row = found["transports"][name]
+        assert row["share"] == pytest.approx(
+            row["bytes"] / min(row["seconds"]) / found["ceilings"]["host_to_device"]
+        )
     assert len(found["growth"]["reserved"]) == found["growth"]["updates"] == 14
+    assert "of the link" in printed
+
+
+@pytest.mark.slow
+def test_the_smoke_run_of_peers(tmp_path):
+    found, _ = smoke(tmp_path, "transformers", "servers")
     assert set(found["transformers"]["eager"]["step_s"]) == {"1", "3"}
     assert found["transformers"]["continuous"]["rollout_tokens_per_s"] > 0
-    assert any("attention by" in line for line in found["engine_says"])
-    assert "of the limit" in done.stdout
+    assert found["servers"]["vllm"] == {"left_out": "not installed"}

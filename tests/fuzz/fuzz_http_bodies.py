@@ -5,7 +5,7 @@ The first byte chooses the route.
 
 import base64
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 from litestar.exceptions import ClientException
@@ -29,6 +29,8 @@ CONTROL = [
 
 class Request:
     """As much of a request as ``read_control`` looks at."""
+
+    query_params: ClassVar[dict[str, str]] = {}
 
     def __init__(self, body: bytes) -> None:
         self._body = body

@@ -116,7 +116,7 @@ def test_pause_is_a_barrier_and_leaves_no_trace(models, mode, ticks):
         driver.tick(3)
         assert driver.status().step == step
         report = driver.call(ContinueGenerationReqInput())
-        assert report.freed == report.reserved_before - report.reserved_after
+        assert report.freed == max(0, report.reserved_before - report.reserved_after)
         found = outputs(driver, rids)
         assert driver.status().kv.held == 0
     for (ids, logprobs), (expected_ids, expected_logprobs) in zip(found, expected, strict=True):

@@ -3,7 +3,7 @@
 import importlib
 
 import pytest
-from support import fake_flashinfer
+from support import fake_elementwise, fake_flashinfer
 from support.checkpoints import make_checkpoint
 from support.recorded_graphs import RecordingDevice, without_compiled_kernels
 from support.scripted import EngineDriver, tokens_of
@@ -22,7 +22,7 @@ from caesura.io_struct import (
     UpdateWeightFromDiskReqInput,
 )
 from caesura.scheduler import backends, build
-from caesura.scheduler.attention import flashinfer, flashinfer_mla
+from caesura.scheduler.attention import flashinfer, flashinfer_mla, fused_store
 from caesura.scheduler.config import EngineConfig
 from caesura.scheduler.memory import residency
 from caesura.scheduler.memory.device_module import device_module_for
@@ -255,3 +255,19 @@ def test_edits_and_further_logprobs_are_those_of_an_eager_engine(paths, device, 
                 assert (rows is None) == (others is None)
                 if rows is not None:
                     assert read_floats(rows.logprobs) == pytest.approx(read_floats(others.logprobs), abs=1e-4)
+
+
+def test_a_kernel_that_stores_reads_its_slots_where_each_step_has_them(paths, expected, device, monkeypatch):
+    """Eager and captured: it stands in the graph, and FlashInfer's append does not."""
+    monkeypatch.setattr(fused_store, "elementwise_for", lambda *of: fake_elementwise)
+    monkeypatch.setattr(fake_flashinfer, "append_paged_kv_cache", None)
+    backends.failure_of.cache_clear()
+    fake_elementwise.CALLS.clear()
+    with driver_of(paths[0]) as driver:
+        assert device.captures == GRAPHS
+        layers = 2
+        assert len(fake_elementwise.CALLS) == layers * (2 * SIZES + 2), (
+            "before and in each graph, warm-up, largest step"
+        )
+        assert_same(outputs(driver, submit(driver)), expected[0])
+        assert device.replays > 15

@@ -62,6 +62,14 @@ def test_continue_empties_while_still_paused_and_says_so(driver, allocator, capl
     assert lines == ["continue_generation: reserved 12.0 MB -> 8.0 MB (freed 4.0 MB)"]
 
 
+def test_what_was_allocated_meanwhile_is_not_freed_memory(driver, allocator):
+    """Less than nothing cannot have been freed; the two readings beside it say what the process did in all."""
+    driver.call(Pause())
+    allocator.reserved = 8 * MIB - 4096
+    reply = driver.call(Continue())
+    assert (reply.reserved_before, reply.reserved_after, reply.freed) == (8 * MIB - 4096, 8 * MIB, 0)
+
+
 def test_continue_can_be_told_not_to(driver, allocator, caplog):
     driver.call(Pause())
     with caplog.at_level(logging.INFO, logger="caesura"):

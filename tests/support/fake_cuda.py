@@ -38,6 +38,8 @@ from caesura import scheduler
 
 DEVICE = torch.device("cuda:0")
 _PRODUCT = os.path.join(scheduler.__path__[0], "")
+_LAUNCHER = "triton_launch.py"
+"""Who calls it, launches."""
 
 _GUARD = """
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -291,7 +293,7 @@ def _where() -> str:
     frame = sys._getframe(2)
     while frame is not None:
         name = frame.f_code.co_filename
-        if name.startswith(_PRODUCT):
+        if name.startswith(_PRODUCT) and not name.endswith(_LAUNCHER):
             return f"{os.path.basename(name)}:{frame.f_lineno}"
         frame = frame.f_back
     return "outside of the scheduler"

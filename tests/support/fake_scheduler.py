@@ -50,10 +50,16 @@ from caesura.io_struct import (
     Message,
     PauseGenerationReqInput,
     PauseGenerationReqOutput,
+    RenewPauseLeaseReqInput,
+    RenewPauseLeaseReqOutput,
     Request,
     ShutdownReqInput,
     ShutdownReqOutput,
     StageTimes,
+    StartProfileReqInput,
+    StartProfileReqOutput,
+    StopProfileReqInput,
+    StopProfileReqOutput,
     StreamDelta,
     UpdateWeightFromDiskReqInput,
     WeightsCheckerReqInput,
@@ -226,6 +232,8 @@ def answer(request: Request) -> Iterable[Message]:
                     aborted_requests=0,
                 )
             ]
+        case RenewPauseLeaseReqInput():
+            return [RenewPauseLeaseReqOutput(id=request.id, renewed=True, lease_left_s=60.0)]
         case ContinueGenerationReqInput():
             return [
                 ContinueGenerationReqOutput(
@@ -251,6 +259,14 @@ def answer(request: Request) -> Iterable[Message]:
             return [update_reply(request, version=request.weight_version or "v0")]
         case WeightsCheckerReqInput():
             return [WeightsCheckerReqOutput(id=request.id, total="00")]
+        case StartProfileReqInput():
+            return [
+                StartProfileReqOutput(
+                    id=request.id, path="/traces/t.json.gz", num_steps=request.num_steps or 1000
+                )
+            ]
+        case StopProfileReqInput():
+            return [StopProfileReqOutput(id=request.id, path="/traces/t.json.gz", steps=20)]
         case ShutdownReqInput():
             return [ShutdownReqOutput(id=request.id)]
     raise AssertionError(f"unexpected {request}")

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from caesura.scheduler import backends, build
+from caesura.scheduler import backends, build, kernels
 from caesura.scheduler.attention import flashinfer
 from caesura.scheduler.config import EngineConfig
 from caesura.scheduler.forward import ForwardBatch, InputTokens, SamplingBatch, SpecialRows
@@ -167,13 +167,20 @@ class TracedEngine:
 
 @contextmanager
 def traced_engine(
-    tracer: Tracer, model: str, backend: str, num_layers: int, *, autotune: bool = True
+    tracer: Tracer,
+    model: str,
+    backend: str,
+    num_layers: int,
+    *,
+    by_torch: bool = False,
+    autotune: bool = True,
 ) -> Iterator[TracedEngine]:
     """
     Args:
         tracer: of :func:`~.fake_cuda.fake_cuda`.
         model: of :data:`MODELS`.
         backend: as ``EngineConfig.attention_backend``.
+        by_torch: nothing is computed by kernels in Triton.
         autotune: as ``EngineConfig.autotune``.
     """
     library = Interface(tracer.launch)
@@ -185,6 +192,9 @@ def traced_engine(
         _choose_products(model, tracer, patch)
         patch.setattr(graphs, "ladder", lambda largest: [largest])
         _mark_captures(tracer, patch)
+        if by_torch:
+            patch.setenv("CAESURA_KERNELS", kernels.TORCH)
+        kernels.why_not_triton.cache_clear()  # what is said of a fake device
         tracer.begin("start")
         config = parse_model_config({**MODELS[model], "num_hidden_layers": num_layers})
         built = build_model(config, torch.bfloat16, DEVICE)
@@ -203,6 +213,7 @@ def traced_engine(
         runner = build.build_runner(engine, loaded, pool, routing)
         _mark_phases(tracer, runner, patch)
         yield TracedEngine(tracer, runner, config.vocab_size, tracer.record)
+    kernels.why_not_triton.cache_clear()
 
 
 def _choose_products(model: str, tracer: Tracer, patch: pytest.MonkeyPatch) -> None:

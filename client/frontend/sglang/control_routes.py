@@ -16,14 +16,22 @@ from ...exceptions import NoSession, Unsupported
 from ..context import Front, FrontEnd
 from ..errors import json_response, native_error, status_of
 from ..exchange import HTTPRequest, acknowledge, command, failure, query_of, read_control, succeed
-from .control_schema import CheckerBody, ContinueBody, PauseBody, PostProcessBody, TagsBody, VersionBody
+from .control_schema import (
+    CheckerBody,
+    ContinueBody,
+    PauseBody,
+    PostProcessBody,
+    Strict,
+    TagsBody,
+    VersionBody,
+)
 from .update_routes import bound
 
 MAX_FLUSH_WAIT_S = 3600
 """Longest that a flush may be asked to wait for idleness."""
 
 
-class _FlushQuery(msgspec.Struct, kw_only=True):
+class _FlushQuery(Strict, kw_only=True):
     timeout: Annotated[float, msgspec.Meta(ge=0, le=MAX_FLUSH_WAIT_S)] = 0.0
     torch_empty_cache: bool = True
     force: bool = False
@@ -56,6 +64,8 @@ _FLUSH_REFUSALS: dict[str, str] = {
 async def flush_cache(request: HTTPRequest, front: Front) -> Response[bytes]:
     """Clear the prefix cache of an idle engine; trainers poll this, so a refusal is 400, in plain text."""
     query = query_of(request, _FlushQuery)
+    if (await request.body()).strip() not in (b"", b"{}", b"null"):
+        raise ClientException("the options of /flush_cache stand in its query (?timeout=30), not in a body")
     work = front.client.flush_cache(
         torch_empty_cache=query.torch_empty_cache, timeout_s=query.timeout, force=query.force
     )

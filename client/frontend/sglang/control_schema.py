@@ -1,17 +1,19 @@
 """Bodies of SGLang's control routes.
 
-Invariants: field names and defaults are SGLang's; what is not a field is ignored by the reader, as SGLang does. Fields
-below "accepted and ignored" have no meaning here; ``docs/reference/http.md`` says why, and a test compares the two.
+Invariants: field names and defaults are SGLang's; a key that is not a field is refused by name, since ``mod`` for ``mode``
+would otherwise abort what was to be frozen. What SGLang's clients send and has no meaning here is a field below "accepted and
+ignored"; ``docs/reference/http.md`` says why, and a test compares the two.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
-from ....io_struct import MemoryTag, PauseMode
+from ....io_struct import MemoryTag, PauseMode, TraceActivity
 from ....io_struct.base import MAX_ID_LENGTH
 from ....io_struct.control import LeaseAction, PositiveDuration
-from ....io_struct.weights import DEFAULT_GROUP_NAME
+from ....io_struct.profile import TraceSteps
+from ....io_struct.weights import DEFAULT_BROADCAST_TIMEOUT_S, DEFAULT_GROUP_NAME
 from ...wire.options import update_fields
 
 Selector = Literal["target", "all"]
@@ -28,7 +30,11 @@ Version = Label | int
 """A weight version; a number, a step counter say, becomes text."""
 
 
-class PauseBody(msgspec.Struct, kw_only=True):
+class Strict(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A body or query of which every key must be known."""
+
+
+class PauseBody(Strict, kw_only=True):
     """``/pause_generation``."""
 
     mode: PauseMode = "abort"
@@ -37,7 +43,7 @@ class PauseBody(msgspec.Struct, kw_only=True):
     on_lease_expiry: LeaseAction = "continue"
 
 
-class ContinueBody(msgspec.Struct, kw_only=True):
+class ContinueBody(Strict, kw_only=True):
     """``/continue_generation``."""
 
     torch_empty_cache: bool = True
@@ -45,13 +51,13 @@ class ContinueBody(msgspec.Struct, kw_only=True):
     """Caesura's own: continue a pause, and commit an implicit weight session, of a sender other than HTTP clients."""
 
 
-class TagsBody(msgspec.Struct, kw_only=True):
+class TagsBody(Strict, kw_only=True):
     """``/release_memory_occupation`` and ``/resume_memory_occupation``."""
 
     tags: list[MemoryTag] | None = None
 
 
-class VersionBody(msgspec.Struct, kw_only=True):
+class VersionBody(Strict, kw_only=True):
     """``/update_weight_version``."""
 
     new_version: Version
@@ -60,7 +66,7 @@ class VersionBody(msgspec.Struct, kw_only=True):
     """Ours: refused, as it commits by itself; the header ``X-Caesura-Session`` says the same."""
 
 
-class CheckerBody(msgspec.Struct, kw_only=True):
+class CheckerBody(Strict, kw_only=True):
     """``/weights_checker``."""
 
     action: Literal["checksum", "snapshot", "reset_tensors", "compare"] = "checksum"
@@ -71,7 +77,7 @@ class CheckerBody(msgspec.Struct, kw_only=True):
     skip_tensor_list: list[str] = []
 
 
-class PostProcessBody(msgspec.Struct, kw_only=True):
+class PostProcessBody(Strict, kw_only=True):
     """``/post_process_weights``, of slime's patches."""
 
     # accepted and ignored
@@ -79,7 +85,7 @@ class PostProcessBody(msgspec.Struct, kw_only=True):
     post_process_quantization: bool = False
 
 
-class InitGroupBody(msgspec.Struct, kw_only=True):
+class InitGroupBody(Strict, kw_only=True):
     """``/init_weights_update_group``."""
 
     master_address: str
@@ -89,16 +95,26 @@ class InitGroupBody(msgspec.Struct, kw_only=True):
     group_name: Group = DEFAULT_GROUP_NAME
     backend: Literal["nccl", "gloo"] | None = None
     timeout_s: PositiveDuration = 60.0
-    """Ours: longest wait for the other ranks, and for each broadcast."""
+    """Ours: longest wait for the other ranks."""
+    broadcast_timeout_s: PositiveDuration = DEFAULT_BROADCAST_TIMEOUT_S
+    """Ours: longest wait for each broadcast."""
+
+    # accepted and ignored
+    pp_rank: int | None = None
+    """AReaL's."""
+
+    def arguments(self) -> dict[str, Any]:
+        """What the client's method of this name takes."""
+        return {name: getattr(self, name) for name in self.__struct_fields__ if name != "pp_rank"}
 
 
-class DestroyGroupBody(msgspec.Struct, kw_only=True):
+class DestroyGroupBody(Strict, kw_only=True):
     """``/destroy_weights_update_group``."""
 
     group_name: Group = DEFAULT_GROUP_NAME
 
 
-class BeginBody(msgspec.Struct, kw_only=True):
+class BeginBody(Strict, kw_only=True):
     """``/begin_weight_update``."""
 
     selector: Selector = "all"
@@ -106,7 +122,7 @@ class BeginBody(msgspec.Struct, kw_only=True):
     """Ours: abort the session after so many seconds."""
 
 
-class EndBody(msgspec.Struct, kw_only=True):
+class EndBody(Strict, kw_only=True):
     """``/end_weight_update``."""
 
     commit: bool = True
@@ -119,7 +135,7 @@ class EndBody(msgspec.Struct, kw_only=True):
     """Ours: abort whatever session is open, with ``commit`` false."""
 
 
-class UpdateBody(msgspec.Struct, kw_only=True):
+class UpdateBody(Strict, kw_only=True):
     """What every update may say."""
 
     flush_cache: bool = True
@@ -165,6 +181,9 @@ class TensorBody(UpdateBody, kw_only=True):
     serialized_named_tensors: list[str]
     load_format: str | None = None
     selector: Selector = "all"
+    # accepted and ignored
+    disable_draft_model: bool = False
+    """Of SGLang before ``selector``."""
 
 
 class SafetensorsQuery(UpdateBody, kw_only=True):
@@ -179,7 +198,30 @@ class ParameterServerBody(UpdateBody, kw_only=True):
     """Ours: longest silence of the server."""
 
 
-class TokenizeBody(msgspec.Struct, kw_only=True):
+class StartProfileBody(Strict, kw_only=True):
+    """``/start_profile``."""
+
+    output_dir: str | None = None
+    num_steps: TraceSteps | None = None
+    activities: list[TraceActivity] | None = None
+    with_stack: bool = False
+    record_shapes: bool = False
+    # accepted and ignored
+    profile_prefix: Any = None
+    # refused unless empty
+    start_step: Any = None
+    profile_by_stage: Any = None
+    profile_stages: Any = None
+    merge_profiles: Any = None
+
+    REFUSED: ClassVar = ("start_step", "profile_by_stage", "profile_stages", "merge_profiles")
+
+
+class StopProfileBody(Strict, kw_only=True):
+    """``/stop_profile``."""
+
+
+class TokenizeBody(Strict, kw_only=True):
     """``/tokenize``."""
 
     prompt: str | list[str] | None = None
@@ -190,7 +232,7 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
     model: str = ""
 
 
-class DetokenizeBody(msgspec.Struct, kw_only=True):
+class DetokenizeBody(Strict, kw_only=True):
     """``/detokenize``."""
 
     tokens: list[int | list[int]]

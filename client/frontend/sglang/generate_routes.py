@@ -20,15 +20,19 @@ from ..errors import engine_error, json_bytes, native_error, status_of
 from ..exchange import ClientLeft, HTTPRequest, command, events, nobody, read_control, unless_left
 from ..generations import asking_label, label_for, merged, whole
 from ..workers import SLICE, in_slices
+from .control_schema import Strict
 from .generate_answer import DONE, Answer, EventWriter, error_frame, token_texts
 from .generate_schema import Job, decode_body, plan_job
 
 
-class AbortBody(msgspec.Struct, kw_only=True):
+class AbortBody(Strict, kw_only=True):
     """``/abort_request``."""
 
     rid: str = ""
     abort_all: bool = False
+    # accepted and ignored
+    abort_message: str = ""
+    finished_reason: dict[str, Any] | None = None
 
 
 @route("/generate", http_method=["POST", "PUT"], status_code=200, opt={"access": "user", "body": "prompts"})

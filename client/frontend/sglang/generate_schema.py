@@ -1,8 +1,9 @@
 """Requests and responses of ``/generate``, as SGLang's clients send and expect them.
 
 Invariants:
-- A field that would change the result and that this engine does not do is refused by name; what only hints is ignored, and
-  so are unknown top-level keys, as SGLang does. Unknown sampling parameters are refused.
+- A field that would change the result and that this engine does not do is refused by name; what only hints is ignored. Keys
+  that are no field are refused, at the top level (where SGLang ignores them, and ``max_new_tokens`` there would have no
+  effect) as in ``sampling_params``.
 - ``null`` means "left out" wherever that is not a value of its own (``max_new_tokens: null`` is "no limit").
 - What goes to the engine with every prompt is bounded before it is copied for each of them.
 - The structs' field groups are what ``docs/reference/http.md`` lists; a test compares.
@@ -15,7 +16,7 @@ import msgspec
 
 from ....io_struct import SamplingParams
 from ....io_struct.base import MAX_ID_LENGTH
-from ....io_struct.field_errors import field_error
+from ....io_struct.field_errors import OTHER_NAMES, FieldError, field_error
 from ....io_struct.generate import MAX_SAMPLES, Seed, TokenId
 from ...exceptions import InvalidRequest
 from ...text.tokenizer_manager import GenerationRequest
@@ -75,7 +76,7 @@ REFUSED_SAMPLING = (
 IGNORED_SAMPLING = ("stream_interval", "custom_params")
 
 
-class GenerateBody(msgspec.Struct, kw_only=True):
+class GenerateBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The top level. ``X | list`` fields take one value for all prompts, or a list of one each."""
 
     text: str | list[str] | None = None
@@ -105,6 +106,13 @@ class GenerateBody(msgspec.Struct, kw_only=True):
     bootstrap_host: Any = None
     bootstrap_port: Any = None
     bootstrap_room: Any = None
+    bootstrap_pair_key: Any = None
+    model: Any = None
+    background: Any = None
+    conversation_id: Any = None
+    modalities: Any = None
+    validation_time: Any = None
+    return_bytes: Any = None
     # refused unless null, false or empty
     routed_dp_rank: Any = None
     data_parallel_rank: Any = None
@@ -113,20 +121,26 @@ class GenerateBody(msgspec.Struct, kw_only=True):
     video_data: Any = None
     audio_data: Any = None
     lora_path: Any = None
+    lora_id: Any = None
     custom_logit_processor: Any = None
     session_params: Any = None
     return_hidden_states: Any = None
     return_sampling_mask: Any = None
     sampling_logprobs_mode: Any = None
+    return_entropy: Any = None
+    return_indexer_topk: Any = None
+    require_reasoning: Any = None
 
 
 REFUSED = (
     "routed_dp_rank", "data_parallel_rank", "input_embeds", "image_data", "video_data", "audio_data", "lora_path",
-    "custom_logit_processor", "session_params", "return_hidden_states", "return_sampling_mask", "sampling_logprobs_mode",
+    "lora_id", "custom_logit_processor", "session_params", "return_hidden_states", "return_sampling_mask", "sampling_logprobs_mode",
+    "return_entropy", "return_indexer_topk", "require_reasoning",
 )  # fmt: skip
 IGNORED = (
     "log_metrics", "no_logs", "custom_labels", "routing_key", "session_id", "priority", "bootstrap_host",
-    "bootstrap_port", "bootstrap_room",
+    "bootstrap_port", "bootstrap_room", "bootstrap_pair_key", "model", "background", "conversation_id", "modalities",
+    "validation_time", "return_bytes",
 )  # fmt: skip
 
 _decoder = msgspec.json.Decoder(GenerateBody)
@@ -158,10 +172,21 @@ def decode_body(raw: bytes, max_batch: int = 4096) -> GenerateBody:
         else:
             body = decode_large(raw, _decoder, _PROMPTS, max_batch)
     except UNREADABLE as error:
-        wrong = unreadable(error, raw, GenerateBody)
+        wrong = _misplaced(unreadable(error, raw, GenerateBody))
         raise InvalidRequest(wrong.sentence, **({"field": wrong.field} if wrong.field else {})) from error
     _refuse(body, REFUSED, "")
     return body
+
+
+def _misplaced(wrong: FieldError) -> FieldError:
+    """``wrong``, or where it belongs: sampling parameters at the top level are the commonest mistake."""
+    names = SamplingBody.__struct_fields__
+    name = wrong.field
+    if name in GenerateBody.__struct_fields__ or "." in name or "[" in name:
+        return wrong
+    if name not in names and (name := OTHER_NAMES.get(name, "")) not in names:
+        return wrong
+    return FieldError(wrong.field, f"{wrong.field} is not known here: give sampling_params.{name}")
 
 
 def _refuse(fields: msgspec.Struct, names: Sequence[str], prefix: str) -> None:

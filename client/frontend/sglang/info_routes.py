@@ -19,7 +19,7 @@ from ....io_struct import CaesuraError, GetStatusReqOutput
 from ..context import Front, FrontEnd, ServeOptions
 from ..errors import engine_error, error_object, json_response, native_error, status_of
 from ..exchange import HTTPRequest, query_of, read_control
-from .control_schema import DetokenizeBody, TokenizeBody
+from .control_schema import DetokenizeBody, Strict, TokenizeBody
 
 _SECTIONS = ("core", "memory", "spec", "lora", "disagg", "queues", "all")
 
@@ -167,7 +167,7 @@ async def server_info(front: Front) -> Response[bytes]:
     )
 
 
-class _LoadsQuery(msgspec.Struct, kw_only=True):
+class _LoadsQuery(Strict, kw_only=True):
     include: str = "all"
     dp_rank: Annotated[int, msgspec.Meta(ge=0)] | None = None
     format: Literal["json", "prometheus"] = "json"

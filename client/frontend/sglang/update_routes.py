@@ -10,7 +10,6 @@ import os
 from collections.abc import Sequence
 from typing import Any, Literal, TypeVar
 
-import msgspec
 from litestar import Response, post
 from litestar.handlers import HTTPRouteHandler
 
@@ -270,7 +269,7 @@ async def update_weights_from_ipc(request: HTTPRequest, front: Front) -> Respons
 async def init_weights_update_group(request: HTTPRequest, front: Front) -> Response[bytes]:
     """Join a trainer's process group; answered when every rank has joined."""
     body = await read_control(request, InitGroupBody)
-    work = front.client.init_weights_update_group(**msgspec.structs.asdict(body))
+    work = front.client.init_weights_update_group(**body.arguments())
     message = "Succeeded to initialize custom process group."
     return await succeed(front, "init_weights_update_group", message, work)
 

@@ -12,8 +12,10 @@ The safetensors library maps files or reads them whole and offers no read at an 
 
 import hashlib
 import os
+import weakref
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -27,6 +29,7 @@ from ...files import checkpoint_error, open_regular, read_small, require_folder
 from ...memory.workspace import Workspace
 from ...models.config import ModelConfig, config_difference, load_model_config
 from ..loader import WeightLoader, WeightPiece
+from ..upload import Fill, Place, Uploader
 
 MAX_HEADER_BYTES = 16 << 20
 """Of one file's header: some 130,000 tensors. The format's own bound is 100 MB, whose parsing holds everything else up."""
@@ -101,19 +104,24 @@ class Checkpoint:
         Raises:
             CaesuraError: CHECKPOINT_ERROR when a file changed since its header was read, or ends early.
         """
+        for fill in self.fills(len(bucket), skip):
+            part = bucket if fill.nbytes <= len(bucket) else torch.empty(fill.nbytes, dtype=torch.uint8)
+            fill.read(part[: fill.nbytes])
+            for place in fill.places:
+                yield place.piece(part)
+
+    def fills(self, bucket_bytes: int, skip: Callable[[str], bool] | None = None) -> Iterator[Fill]:
+        """The reads that :meth:`pieces` does; a file is open as long as one of its reads is known."""
         for number, file in enumerate(self._files):
             tensors = [t for t in self.specs if t.file == number and not (skip is not None and skip(t.name))]
             if not tensors:
                 continue
-            descriptor = open_regular(file.path)
-            try:
-                for run in _runs(tensors, len(bucket)):
-                    if len(run) == 1:
-                        yield from _read_tensor(descriptor, file, run[0], bucket)
-                    else:
-                        yield from _read_run(descriptor, file, run, bucket)
-            finally:
-                os.close(descriptor)
+            opened = _OpenFile(file)
+            for run in _runs(tensors, bucket_bytes):
+                if len(run) == 1:
+                    yield from _fills_of(opened, run[0], bucket_bytes)
+                else:
+                    yield _fill_of_run(opened, run)
 
 
 OpenFolder = Callable[[str, str | None], Checkpoint]
@@ -155,6 +163,10 @@ class DiskSource:
         """Read through one bucket of ``bucket_bytes``; see :meth:`Checkpoint.pieces`."""
         bucket = self._workspace.take("disk", (bucket_bytes,), torch.uint8)
         yield from self._checkpoint.pieces(bucket, skip)
+
+    def fills(self, bucket_bytes: int, skip: Callable[[str], bool]) -> Iterator[Fill]:
+        """See :meth:`Checkpoint.fills`."""
+        return self._checkpoint.fills(bucket_bytes, skip)
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
@@ -205,11 +217,15 @@ def _open_folder(folder: Path) -> Checkpoint:
     return Checkpoint(folder, files, tensors)
 
 
-def load_from_disk(loader: WeightLoader, checkpoint: Checkpoint, bucket_bytes: int) -> None:
-    """Check and load a complete checkpoint without interruption: a cold start."""
+def load_from_disk(
+    loader: WeightLoader, checkpoint: Checkpoint, bucket_bytes: int, uploader: Uploader | None = None
+) -> None:
+    """Check and load a complete checkpoint without interruption: a cold start. ``uploader``: of the model's device, if it has streams."""
     loader.check(checkpoint.specs, complete=True)
-    bucket = torch.empty(bucket_bytes, dtype=torch.uint8)
-    for piece in checkpoint.pieces(bucket, skip=loader.skip):
+    source = DiskSource(checkpoint, Workspace())
+    pieces = source.pieces(bucket_bytes, loader.skip)
+    for piece in pieces if uploader is None else uploader.pieces(source, bucket_bytes, loader.skip):
+        assert piece is not None, "files never say that nothing has come"
         loader.write(piece)
 
 
@@ -288,30 +304,39 @@ def _runs(tensors: list[StoredTensor], limit: int) -> Iterator[list[StoredTensor
         yield run
 
 
-def _read_run(descriptor: int, file: _File, run: list[StoredTensor], bucket: Tensor) -> Iterator[WeightPiece]:
+class _OpenFile:
+    """Closed with the last reference: reads of several buckets may be under way."""
+
+    def __init__(self, file: _File) -> None:
+        self.file = file
+        self.descriptor = open_regular(file.path)
+        weakref.finalize(self, os.close, self.descriptor)
+
+    def read(self, part: Tensor, offset: int, name: str) -> None:
+        """``part``, whole, from ``offset`` on."""
+        _read_exactly(self.descriptor, self.file, part, offset, name)
+
+
+def _fill_of_run(opened: _OpenFile, run: list[StoredTensor]) -> Fill:
     """Small tensors by one read: a call and two looks at the file for each would take longer than their bytes."""
-    begin, end = run[0].offset, run[-1].offset + run[-1].nbytes
-    _read_exactly(descriptor, file, bucket[: end - begin], begin, run[0].name)
-    for tensor in run:
-        dtype, shape, place = DTYPES[tensor.dtype], tuple(tensor.shape), tensor.offset - begin
-        rows = bucket[place : place + tensor.nbytes].view(dtype).view(shape)
-        yield WeightPiece(tensor.name, shape, dtype, 0, rows)
+    begin, end, name = run[0].offset, run[-1].offset + run[-1].nbytes, run[0].name
+    places = [
+        Place(t.name, tuple(t.shape), DTYPES[t.dtype], 0, tuple(t.shape), t.offset - begin) for t in run
+    ]
+    return Fill(end - begin, lambda part: opened.read(part, begin, name), places)
 
 
-def _read_tensor(descriptor: int, file: _File, tensor: StoredTensor, bucket: Tensor) -> Iterator[WeightPiece]:
+def _fills_of(opened: _OpenFile, tensor: StoredTensor, bucket_bytes: int) -> Iterator[Fill]:
+    """As many rows of a large tensor as ``bucket_bytes`` hold, at least one."""
     dtype, shape = DTYPES[tensor.dtype], tuple(tensor.shape)
     num_rows = shape[0] if shape else 1
     row_bytes = tensor.nbytes // num_rows if num_rows else 0
-    if row_bytes > bucket.shape[0]:
-        bucket = torch.empty(row_bytes, dtype=torch.uint8)
-    step = bucket.shape[0] // row_bytes if row_bytes else max(1, num_rows)
+    step = max(1, bucket_bytes // row_bytes) if row_bytes else max(1, num_rows)
     for start in range(0, max(1, num_rows), step):
         rows = min(step, num_rows - start)
-        part = bucket[: rows * row_bytes]
-        _read_exactly(descriptor, file, part, tensor.offset + start * row_bytes, tensor.name)
-        yield WeightPiece(
-            tensor.name, shape, dtype, start, part.view(dtype).view((rows, *shape[1:]) if shape else ())
-        )
+        place = Place(tensor.name, shape, dtype, start, (rows, *shape[1:]) if shape else (), 0)
+        offset = tensor.offset + start * row_bytes
+        yield Fill(rows * row_bytes, partial(opened.read, offset=offset, name=tensor.name), [place])
 
 
 def _read_exactly(descriptor: int, file: _File, part: Tensor, offset: int, name: str) -> None:

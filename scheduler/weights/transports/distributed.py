@@ -4,21 +4,20 @@ Invariants:
 - Joining, receiving and leaving happen in threads (background.py), each with a deadline; the loop never waits for one.
 - A broadcast that was entered must end: what is refused never enters one, and what is broken off leaves the group dead.
 - At most :data:`MAX_JOINING` threads join, those of groups that were destroyed meanwhile included, and :data:`MAX_GROUPS` groups are known.
-- Per group at most two broadcasts are in memory, the one being received and the one being written, in buffers that are
-  kept between calls.
+- Per group two buffers are in memory, kept between calls: one is received into while the other is written from. On a device with
+  streams the order between the two is that of events; the loop waits for neither.
+- What blocks without a timeout of its own (NCCL finding its ranks) is given up at ours: the group is dead, its thread is left.
 
-The ranks find each other as those of any group over a ``tcp://`` rendezvous do: a TCPStore at the master, below it a
-``PrefixStore`` of the group's name, then the prefixes that torch itself puts before a group's and a device's keys. The
-backend is used bare, without torch's registry of process groups: it needs no default group and leaves no global state.
+How a group's ranks meet and how its backend is made and ended is process_group.py's business.
 """
 
-import ipaddress
-import os
+import contextlib
 import socket
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import nullcontext
+from dataclasses import asdict
 from datetime import timedelta
 from itertools import accumulate
 from math import prod
@@ -29,7 +28,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from ....io_struct import (
     CaesuraError,
@@ -42,6 +41,9 @@ from ...background import Feed, Worker
 from ...dtypes import DTYPES
 from ..loader import WeightPiece
 from ..source import cut
+from ..write_stream import WriteStream
+from .process_group import Membership, await_ranks, keys_of, make_backend, ranks_seen, release
+from .reception import GRACE_S, SHARED_BYTES, Reception, broadcasts, plans_of
 
 MAX_WORLD_SIZE = 16384
 """A backend reserves memory for every rank before the first has come."""
@@ -49,23 +51,9 @@ MAX_JOINING = 8
 """Each is a thread that waits for other processes."""
 MAX_GROUPS = 64
 _LOOK_S = 1.0  # longest attempt to reach a port, between two looks at whether anybody still wants to
-_GRACE_S = 2.0  # for the backend's own timeout to be reported, with the ranks it missed
 _CLOSE_S = 0.5
 _MAX_BYTES = 1 << 62  # beyond, neither torch nor a reply can hold the number
 _RETRY_S = 0.05  # between two looks at a port where nobody listens yet
-_PREFIXES = {"gloo": "cpu/", "nccl": "cuda/"}  # the first device that each backend registers for
-
-
-@dataclass(frozen=True, slots=True)
-class Membership:
-    """One engine's place in one group: two inits with equal ones mean the same."""
-
-    group_name: str
-    address: str
-    """``host:port`` of the store, which rank 0 holds."""
-    world_size: int
-    rank: int
-    backend: str
 
 
 class Group:
@@ -75,14 +63,27 @@ class Group:
         self,
         membership: Membership,
         timeout_s: float,
+        broadcast_timeout_s: float,
         device: torch.device,
         wake: Callable[[], None],
-        interface: str | None,
+        *,
+        interface: str | None = None,
+        write_stream: WriteStream | None = None,
     ) -> None:
+        """
+        Args:
+            timeout_s: for all ranks to join.
+            broadcast_timeout_s: for each broadcast, later.
+            device: of the model, with its index.
+            write_stream: where pieces are written to the model. None: on the host.
+        """
         self.membership = membership
         self._interface = interface
         self._timeout_s = timeout_s
-        self._device = device if membership.backend == "nccl" else torch.device("cpu")
+        self._broadcast_timeout_s = broadcast_timeout_s
+        on_device = membership.backend == "nccl"
+        self._device = device if on_device else torch.device("cpu")
+        self._write_stream = write_stream if on_device else None
         self._wake = wake
         self._deadline = monotonic() + timeout_s
         self._failure: CaesuraError | None = None
@@ -108,7 +109,7 @@ class Group:
             self.has_joined = self._backend is not None
             if self.has_joined:
                 self._joining.release()  # its thread has nothing else to do
-            elif monotonic() >= self._deadline + _GRACE_S:
+            elif monotonic() >= self._deadline + GRACE_S:
                 self.kill(f"the ranks did not join within {self._timeout_s:g} s")
         if self._failure is not None:
             raise self._failure
@@ -127,7 +128,7 @@ class Group:
         if self._backend is not None:
             holder, self._backend = [self._backend], None
             self._leaving = threading.Thread(
-                target=_release, args=(holder,), name="caesura-leave", daemon=True
+                target=release, args=(holder,), name="caesura-leave", daemon=True
             )
             self._leaving.start()
         self._buffers.clear()
@@ -158,66 +159,64 @@ class Group:
             **detail,
         )
 
-    def receive(self, sizes: Sequence[int]) -> Feed[Tensor]:
-        """One broadcast from rank 0 per size, in bytes, each as a flat uint8 tensor of this group's device.
+    def receive(self, sizes: Sequence[int]) -> Reception:
+        """One broadcast from rank 0 per size, in bytes.
 
         Raises:
             CaesuraError: ``out_of_memory``, there is no room for them; no broadcast was entered.
         """
+        stream, timeout_s = self._write_stream, self._broadcast_timeout_s
+        plans = list(plans_of(sizes, 0 if stream is None else SHARED_BYTES))
         for slot in (0, 1):
-            needed = max(sizes[slot::2], default=0)
-            if slot in self._buffers and self._buffers[slot].numel() >= needed:
-                continue
-            self._buffers.pop(slot, None)
-            try:
-                self._buffers[slot] = torch.empty(needed, dtype=torch.uint8, device=self._device)
-            except RuntimeError as error:
-                raise CaesuraError(
-                    ErrorCode.OUT_OF_MEMORY, f"no {needed} bytes to receive into", needed_bytes=needed
-                ) from error
-        views = [self._buffers[number % 2][:size] for number, size in enumerate(sizes)]
+            self._make_room(slot, max((plan.nbytes for plan in plans[slot::2]), default=0))
         self._receiver = self._receiver or Worker()
-        return Feed(self._broadcasts(self._backend, views), self._wake, ahead=2, submit=self._receiver.submit)
+        written = [None if stream is None else stream.mark() for _ in (0, 1)]
+        buffers = [self._buffers[slot] for slot in (0, 1)]
+        items = broadcasts(self._backend, plans, buffers, written, stream, timedelta(seconds=timeout_s))
+        feed = Feed(items, self._wake, ahead=2, submit=self._receiver.submit)
+        return Reception(feed, written, stream, timeout_s=timeout_s, broken=self.broken, wake=self._wake)
 
-    def _broadcasts(self, backend: Any, buffers: list[Tensor]) -> Iterator[Tensor]:
-        """In a thread: fill ``buffers``, one broadcast each."""
-        options = dist.BroadcastOptions()
-        options.rootRank = options.rootTensor = 0
-        options.timeout = timedelta(seconds=self._timeout_s)
+    def _make_room(self, slot: int, needed: int) -> None:
+        if slot in self._buffers and self._buffers[slot].numel() >= needed:
+            return
+        self._buffers.pop(slot, None)
         try:
-            for buffer in buffers:
-                if buffer.is_cuda:
-                    torch.cuda.set_device(buffer.device)
-                backend.broadcast([buffer], options).wait()
-                if buffer.is_cuda:
-                    torch.cuda.current_stream().synchronize()
-                yield buffer
-        finally:
-            del backend  # the traceback of a broadcast that failed keeps this frame, and would keep its threads and sockets
+            with nullcontext() if self._write_stream is None else self._write_stream.on_stream():
+                self._buffers[slot] = torch.empty(needed, dtype=torch.uint8, device=self._device)
+        except RuntimeError as error:
+            raise CaesuraError(
+                ErrorCode.OUT_OF_MEMORY, f"no {needed} bytes to receive into", needed_bytes=needed
+            ) from error
 
     def _join(self) -> Iterator[Any]:
         """In a thread: find the store, then the other ranks."""
-        member = self.membership
+        member, limit = self.membership, timedelta(seconds=self._broadcast_timeout_s)
         host, _, port = member.address.rpartition(":")
         self._await_listener(host, int(port))
         try:
             store = TCPStore(host, int(port), member.world_size, is_master=False, timeout=self._time_left())
-            prefixes = PrefixStore(f"{member.group_name}/", PrefixStore(member.group_name, store))
-            ranks = PrefixStore(_PREFIXES[member.backend], prefixes)
+            own, ranks = keys_of(member, store)
         except (RuntimeError, ValueError) as error:
             raise self.error(f"its store did not answer: {_first_line(error)}") from error
-        reason = None
+        reason, backend = None, None
         try:
-            yield _backend(member, ranks, self._device, self._time_left(), self._interface)
+            joining = self._time_left() if member.backend == "gloo" else limit
+            backend = make_backend(member, ranks, self._device, joining, self._interface)
+            if member.backend == "nccl":
+                await_ranks(member, own, self._time_left())
+                store.set_timeout(limit)  # at the first broadcast the ranks meet in it
+            yield backend
         except RuntimeError as error:
             reason = _first_line(error)
         if reason is None:
             return
-        seen = self._ranks_seen(ranks)
+        seen = ranks_seen(member, own, ranks)
         which = "which ranks have joined is not known" if seen is None else f"only ranks {seen} have joined"
         # The traceback of what is raised keeps this frame, and would keep the store's threads and sockets; that of torch's
         # error would keep the backend's, so it is not its cause.
-        del store, prefixes, ranks
+        if backend is not None:
+            release([backend])
+        del store, own, ranks, backend
         raise self.error(f"{which}: {reason}", ranks_seen=seen)
 
     def _await_listener(self, host: str, port: int) -> None:
@@ -236,16 +235,6 @@ class Group:
             time.sleep(_RETRY_S)
         raise self._failure
 
-    def _ranks_seen(self, ranks: Store) -> list[int] | None:
-        """Who has left an address; None: cannot be told."""
-        if self.membership.backend != "gloo":
-            return None
-        try:
-            seen = [rank for rank in range(self.membership.world_size) if ranks.check([f"0/{rank}"])]
-        except RuntimeError:  # the store has gone
-            return None
-        return seen if self.membership.rank in seen else None  # else the keys are other ones than we know
-
     def _time_left(self) -> timedelta:
         return timedelta(seconds=max(self._deadline - monotonic(), 0.1))
 
@@ -256,42 +245,27 @@ class DistributedSource:
     name = "distributed"
     complete = False
 
-    def __init__(self, group: Group, batches: list[list[TensorSpec]], settle: Callable[[], None]) -> None:
-        """
-        Args:
-            batches: which tensors come in one broadcast, ``offset`` and ``nbytes`` within it.
-            settle: waits until writes of pieces have been executed on the device.
-        """
+    def __init__(self, group: Group, batches: list[list[TensorSpec]]) -> None:
+        """``batches``: which tensors come in one broadcast, ``offset`` and ``nbytes`` within it."""
         self.specs = [spec for batch in batches for spec in batch]
         self.total_bytes = sum(spec.nbytes for spec in self.specs)
         self._group = group
         self._batches = batches
-        self._settle = settle
 
     def pieces(
         self, bucket_bytes: int, skip: Callable[[str], bool]
     ) -> Generator[WeightPiece | None, None, None]:
         """Views of the receive buffers."""
         self._group.joined()
-        feed = self._group.receive([sum(spec.nbytes for spec in batch) for batch in self._batches])
-        try:
+        reception = self._group.receive([sum(spec.nbytes for spec in batch) for batch in self._batches])
+        with contextlib.closing(reception):
             for batch in self._batches:
-                while (received := self._take(feed)) is None:
+                while (received := reception.take()) is None:
                     yield None
                 for spec in batch:
                     if not skip(spec.name):
                         data = received[spec.offset : spec.offset + spec.nbytes]
                         yield from cut(spec, data, bucket_bytes)
-                self._settle()
-                feed.release()
-        finally:
-            feed.cancel()
-
-    def _take(self, feed: Feed[Tensor]) -> Tensor | None:
-        try:
-            return feed.take()
-        except RuntimeError as error:
-            raise self._group.broken(f"a broadcast failed: {_first_line(error)}") from error
 
 
 class WeightsUpdateGroups:
@@ -301,21 +275,22 @@ class WeightsUpdateGroups:
         self,
         device: torch.device,
         wake: Callable[[], None],
-        settle: Callable[[], None],
+        *,
         interface: str | None = None,
+        write_stream: WriteStream | None = None,
     ) -> None:
         """
         Args:
-            device: of the model.
+            device: of the model, with its index.
             wake: makes the loop look again; called from threads.
-            settle: waits until the device has executed what was written.
-            interface: of the network, whose address is listened on. None: what suits the group (:func:`_gloo`).
+            interface: of the network, whose address is listened on. None: what suits the group (process_group.py).
+            write_stream: where pieces are written to the model. None: on the host.
         """
         self._interface = interface
         self._joining: list[Group] = []
         self._device = device
         self._wake = wake
-        self._settle = settle
+        self._write_stream = write_stream
         self._groups: dict[str, Group] = {}
 
     def join(self, request: InitWeightsUpdateGroupReqInput) -> Group:
@@ -338,7 +313,15 @@ class WeightsUpdateGroups:
             raise group.error("a group of this name exists with other parameters: destroy it first")
         if group is None:
             self._require_room()
-            group = Group(member, request.timeout_s, self._device, self._wake, self._interface)
+            group = Group(
+                member,
+                request.timeout_s,
+                request.broadcast_timeout_s,
+                self._device,
+                self._wake,
+                interface=self._interface,
+                write_stream=self._write_stream,
+            )
             self._groups[member.group_name] = group
             self._joining.append(group)
         return group
@@ -381,7 +364,7 @@ class WeightsUpdateGroups:
             offsets = accumulate((spec.nbytes for spec in specs), initial=0)
             placed = (msgspec.structs.replace(s, offset=at) for s, at in zip(specs, offsets, strict=False))
             batches = [list(placed)]
-        return DistributedSource(group, batches, self._settle)
+        return DistributedSource(group, batches)
 
     def close(self) -> None:
         """Leave all of them; waits a moment for those that can be left at once."""
@@ -411,56 +394,6 @@ class WeightsUpdateGroups:
                 group_name=name,
             )
         return self._groups[name]
-
-
-def _gloo(member: Membership, ranks: Store, timeout: timedelta, interface: str | None) -> Any:
-    """Listens on the interface that was named, or on loopback where the master is reached over it (all ranks are of this host, then),
-    else as torch decides: where GLOO_SOCKET_IFNAME says, or at the address of this host's name."""
-    host = member.address.rpartition(":")[0]
-    own: Any = dist.ProcessGroupGloo
-    if interface is not None:
-        device = own.create_device(interface=interface)
-    elif _is_loopback(host) and "GLOO_SOCKET_IFNAME" not in os.environ:
-        device = own.create_device(hostname=host)
-    else:
-        return own(ranks, member.rank, member.world_size, timeout)
-    options = own._Options()
-    options._timeout, options._devices = timeout, [device]
-    return own(ranks, member.rank, member.world_size, options)
-
-
-def _is_loopback(host: str) -> bool:
-    """Whether ``host`` means this machine and nothing else."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def _backend(
-    member: Membership, ranks: Store, device: torch.device, timeout: timedelta, interface: str | None
-) -> Any:
-    if member.backend == "gloo":
-        return _gloo(member, ranks, timeout, interface)
-    if interface is not None:
-        os.environ["NCCL_SOCKET_IFNAME"] = f"={interface}"  # read once, when NCCL begins
-    # A broadcast that fails must raise in its thread; by default NCCL's watchdog would end the process instead.
-    os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
-    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
-    os.environ["TORCH_NCCL_ENABLE_MONITORING"] = "0"
-    torch.cuda.set_device(device)
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    return dist.ProcessGroupNCCL(ranks, member.rank, member.world_size, options)
-
-
-def _release(holder: list[Any]) -> None:
-    """In a thread: the last reference goes here, or with the broadcast that still holds one."""
-    if holder[0].name() == "nccl":
-        holder[0].abort()
-    holder.clear()
 
 
 def _require_possible(member: Membership, device: torch.device) -> None:

@@ -285,7 +285,7 @@ def test_the_example_of_the_documentation(tmp_path):
         assert all(math.isfinite(value) and value <= 0 for value in output.output_logprobs)
         assert output.finish_reason.type in ("length", "stop")
         assert output.weight_versions[-1].end == len(output.output_ids)
-    assert report.freed == report.reserved_before - report.reserved_after
+    assert report.freed == max(0, report.reserved_before - report.reserved_after)
     epochs = [span.epoch for span in result.weight_versions]
     assert epochs in ([0], [0, 1], [1])
     assert all(before.end == after.start for before, after in pairwise(result.weight_versions))

@@ -1,7 +1,9 @@
 """The commands of a real server over a real engine, in the orders that trainers of the field send them."""
 
 import base64
+import gzip
 import io
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -354,11 +356,11 @@ def test_checker(server, other_model):
 
 
 def test_bodies_are_read_as_sglang_does(server):
-    """Missing ones, nulls, unknown keys and text for numbers are taken; the wrong rest is 400 in SGLang's shape."""
+    """Missing ones, nulls and text for numbers are taken; unknown keys and the wrong rest are 400 in SGLang's shape."""
     assert server.http.post("/pause_generation").status_code == 200
-    assert server.post("/continue_generation", {"torch_empty_cache": None, "foo": 1}).status_code == 200
+    assert server.post("/continue_generation", {"torch_empty_cache": None}).status_code == 200
     assert server.post("/pause_generation", {"mode": None}).json()["mode"] == "abort"
-    for body in ({"mode": "keep"}, {"mode": 3}, [], "x", 3):
+    for body in ({"mode": "keep"}, {"mode": 3}, {"mod": "in_place"}, [], "x", 3):
         response = server.post("/pause_generation", body)
         assert response.status_code == 400
         assert set(response.json()) == {"object", "message", "type", "param", "code"}
@@ -413,6 +415,28 @@ def test_a_pause_over_http_is_quick(server):
         durations.append(time.perf_counter() - began)
         server.ok("/continue_generation", {"torch_empty_cache": False})
     assert sorted(durations)[10] < 0.25
+
+
+def test_a_trace_of_steps_as_sglangs_clients_ask_for_it(tiny_model, tmp_path):
+    """``sglang.profiler`` sends the number of steps as text, and every option."""
+    options = {
+        "output_dir": "today",
+        "num_steps": "3",
+        "activities": ["CPU", "GPU"],
+        "profile_by_stage": False,
+    }
+    with served("--model", str(tiny_model), "--profile-dir", str(tmp_path)) as engine:
+        assert engine.post("/stop_profile").status_code == 400
+        refused = engine.post("/start_profile", {"output_dir": "/etc"})
+        assert (refused.status_code, "--profile-dir" in refused.json()["message"]) == (400, True)
+        assert "start_step" in engine.post("/start_profile", {"start_step": 5}).json()["message"]
+        started = engine.ok("/start_profile", options)
+        assert engine.post("/start_profile").json()["code"] == "busy"
+        engine.generate([5, 6, 7])
+        ended = engine.ok("/stop_profile")
+    assert (ended["path"], ended["steps"], started["success"]) == (started["path"], 3, True)
+    assert json.loads(gzip.decompress(Path(ended["path"]).read_bytes()))["traceEvents"]
+    assert Path(ended["path"]).parent == tmp_path / "today"
 
 
 def test_pickled_tensors_are_off_by_default(tiny_model, other_model):

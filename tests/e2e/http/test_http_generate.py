@@ -201,13 +201,13 @@ def test_what_is_no_json_is_400(server):
         assert "message" in response.json()["error"]
 
 
-def test_nulls_and_unknown_top_level_keys_are_left_out(server):
+def test_nulls_and_keys_that_only_hint_are_left_out(server):
     answer = server.ok(
         "/generate",
         {
             "input_ids": [5],
             "text": None,
-            "foo": {"bar": 1},
+            "custom_labels": {"bar": 1},
             "rid": None,
             "stream": None,
             "image_data": None,

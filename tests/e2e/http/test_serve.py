@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import os
+import re
 import signal
 import socket
 import ssl
@@ -20,6 +21,7 @@ from support.http_serve import ServedEngine, served
 from support.waiting import eventually
 
 from caesura.client import SchedulerClient, ShuttingDown, launch_scheduler
+from caesura.client.frontend.serve import OPEN_TO_ALL
 from caesura.client.frontend.watch import interrupted_by_signals
 
 pytestmark = pytest.mark.slow  # its engines take seconds to start
@@ -46,6 +48,22 @@ def fails(*arguments: str, **options) -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, **options)
     assert done.returncode != 0
     return done.stderr
+
+
+LOG_LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} (DEBUG|INFO|WARNING|ERROR|CRITICAL) ([\w.]+): ")
+
+
+def test_all_processes_begin_their_log_lines_alike(tiny_model):
+    """Engine, supervisor and server write to one stderr."""
+    with served("--model", str(tiny_model), "--restart") as engine:
+        first = engine.engine_pid
+        os.kill(first, signal.SIGKILL)
+        eventually(lambda: engine.get("/health").status_code == 200 and engine.engine_pid != first)
+        _, error = engine.stop()
+    dated = [line for line in error.splitlines() if re.match(r"\d{4}-", line)]
+    assert [line for line in dated if not LOG_LINE.match(line)] == []
+    writers = {found[2].split(".")[0] for line in dated if (found := LOG_LINE.match(line))}
+    assert {"scheduler", "caesura"} <= writers
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
@@ -291,7 +309,7 @@ def test_beyond_loopback_without_a_key_needs_the_explicit_word(tiny_model):
         assert (named.status_code, foreign.status_code) == (200, 403)
         _, error = engine.stop()
     assert "warning: insecure: 0.0.0.0" in error
-    assert "replace the weights and have files under --weights-root read" in error
+    assert OPEN_TO_ALL in error
     assert "no API key" in error
 
 

@@ -165,8 +165,6 @@ def test_a_loader_of_the_trainers_is_refused_by_name(experts, path, body):
         ("/load_lora_adapter", "merge the adapter"),
         ("/unload_lora_adapter", "merge the adapter"),
         ("/v1/load_lora_adapter", "merge the adapter"),
-        ("/start_profile", "--log-stages"),
-        ("/stop_profile", "--log-stages"),
         ("/pause", "/pause_generation"),
         ("/update_weights/", "/update_weights_from_disk"),
         ("/inference/v1/generate", "/generate"),

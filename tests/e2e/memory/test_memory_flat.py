@@ -71,7 +71,7 @@ def test_two_hundred_updates_in_place(models):
             )
             assert update.changed_tensors == update.written_tensors
             report = client.continue_generation(timeout=60)
-            assert report.freed == report.reserved_before - report.reserved_after
+            assert report.freed == max(0, report.reserved_before - report.reserved_after)
             reserved.append(client.status(timeout=60).device_memory.reserved)
         crossed = 0
         for handle in handles:

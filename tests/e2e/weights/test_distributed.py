@@ -268,7 +268,8 @@ def test_a_session_that_expires_before_the_trainer_sends(driver, trainer, other_
 
 
 def test_a_broadcast_that_never_comes_ends_with_the_groups_timeout(driver, trainer, other_model):
-    join(driver, trainer, timeout_s=0.5)
+    """Which is that of its broadcasts, and not what was left of joining."""
+    join(driver, trainer, broadcast_timeout_s=0.5)
     error = assert_error(pump(driver, update_message(weights_of(other_model))), "group_error")
     assert "Timed out" in error.message
     assert driver.status().weights == "valid"

@@ -17,6 +17,11 @@ from caesura.io_struct import (
     ErrorReply,
     FlushCacheReqInput,
     PauseGenerationReqInput,
+    RenewPauseLeaseReqInput,
+    RenewPauseLeaseReqOutput,
+    StartProfileReqInput,
+    StopProfileReqInput,
+    StopProfileReqOutput,
     UpdateWeightFromDiskReqInput,
 )
 
@@ -89,6 +94,68 @@ def test_pause_and_continue(fake, caesura):
     assert "4.0 MB" in out
     request = fake.next_request(ContinueGenerationReqInput)
     assert (request.torch_empty_cache, request.force) == (False, True)
+
+
+def test_a_pause_with_a_lease_says_until_when_it_holds(fake, caesura):
+    code, out, _ = caesura(
+        "pause", "--owner", "me", "--lease", "90", "--mode", "in_place", "--on-lease-expiry", "stay"
+    )
+    request = fake.next_request(PauseGenerationReqInput)
+    assert (request.mode, request.owner, request.lease_s, request.on_lease_expiry) == (
+        "in_place",
+        "me",
+        90.0,
+        "stay",
+    )
+    until = r"lease\s+until \d{4}-\d\d-\d\d \d\d:\d\d:\d\d \(for 60.0 s\), then stay"
+    assert code == 0
+    assert re.search(until, " ".join(out.split()))
+    assert fake.next_request(RenewPauseLeaseReqInput).owner == "me"
+
+
+def test_a_lease_needs_an_owner_and_a_length(fake, caesura):
+    code, _, err = caesura("pause", "--lease", "60")
+    assert (code, "--lease needs --owner" in err) == (2, True)
+    code, _, err = caesura("pause", "--owner", "me", "--lease", "0")
+    assert (code, "0.0<x<=86400.0" in err) == (2, True)
+
+
+def test_a_lease_that_another_pause_has_prevented_is_not_promised(tmp_path_factory, caesura):
+    endpoint = f"ipc://{tmp_path_factory.mktemp('s')}/s"
+
+    def others(request):
+        if isinstance(request, RenewPauseLeaseReqInput):
+            return [RenewPauseLeaseReqOutput(id=request.id, renewed=False)]
+        return answer(request)
+
+    with FakeScheduler(endpoint, others):
+        code, out, _ = caesura("pause", "--endpoint", endpoint, "--owner", "me", "--lease", "60")
+    assert (code, "lease             none: the pause is another owner's" in out) == (0, True)
+
+
+def test_profile_waits_for_its_steps_and_names_the_file(fake, caesura):
+    code, out, err = caesura("profile", "--num-steps", "7", "--record-shapes", "--output-dir", "today")
+    assert (code, err) == (0, "")
+    assert "/traces/t.json.gz" in out
+    request = fake.next_request(StartProfileReqInput)
+    assert (request.num_steps, request.record_shapes, request.with_stack) == (7, True, False)
+    assert request.output_dir == "today"
+    assert fake.next_request(StopProfileReqInput).wait
+
+
+def test_a_long_path_is_shown_whole(tmp_path_factory, caesura, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    endpoint, path = f"ipc://{tmp_path_factory.mktemp('s')}/s", "/traces/" + "x" * 80 + ".json.gz"
+
+    def far(request):
+        if isinstance(request, StopProfileReqInput):
+            return [StopProfileReqOutput(id=request.id, path=path, steps=20)]
+        return answer(request)
+
+    with FakeScheduler(endpoint, far):
+        code, out, _ = caesura("profile", "--endpoint", endpoint)
+    assert code == 0
+    assert path in "".join(line.removeprefix("path").strip() for line in out.splitlines())
 
 
 def test_flush_update_and_abort(fake, caesura, monkeypatch, tmp_path):

@@ -19,6 +19,7 @@ from caesura.client.text.tokenizer_manager import TokenizerManager
 
 CHANGES_THE_ENGINE = [
     "pause",
+    "profile",
     "continue",
     "flush",
     "release",

@@ -31,7 +31,28 @@ MISTAKES = [
     ),
     ("/generate", {"input_ids": "Hello"}, "input_ids = 'Hello' must be a list of integers from 0 to "),
     ("/generate", {"input_ids": [-1]}, "input_ids[0] = -1 must be an integer from 0 to "),
-    ("/generate", {"prompt": "Hello"}, "either text or input_ids is needed"),
+    ("/generate", {}, "either text or input_ids is needed"),
+    ("/generate", {"prompt": "Hello"}, "prompt is not known (did you mean text?); valid are text, "),
+    (
+        "/generate",
+        {"input_ids": [1], "sampling_param": {"n": 2}},
+        "sampling_param is not known (did you mean sampling_params?)",
+    ),
+    (
+        "/generate",
+        {"input_ids": [1], "max_new_tokens": 5},
+        "max_new_tokens is not known here: give sampling_params.max_new_tokens",
+    ),
+    (
+        "/generate",
+        {"input_ids": [1], "max_tokens": 5},
+        "max_tokens is not known here: give sampling_params.max_new_tokens",
+    ),
+    (
+        "/generate",
+        {"input_ids": [1] * 20_000, "top_p": 0.5},
+        "top_p is not known here: give sampling_params.top_p",
+    ),
     ("/generate", b"mode=in_place", "the body is not valid JSON: invalid character (byte 0)"),
     ("/generate", b"", "the body is empty"),
     (
@@ -48,7 +69,8 @@ MISTAKES = [
     ("/pause_generation", {"lease_s": -1}, "lease_s = -1 must be a number above 0, at most 86400 or null"),
     ("/pause_generation", b"{mode: 1}", "the body is not valid JSON: object keys must be strings (byte 1)"),
     ("/continue_generation", [1], "the body must be a JSON object"),
-    ("/update_weights_from_disk", {"path": "/x"}, "model_path is missing"),
+    ("/update_weights_from_disk", {}, "model_path is missing"),
+    ("/update_weights_from_disk", {"path": "/x"}, "path is not known (did you mean model_path?)"),
     (
         "/update_weights_from_disk",
         {"model_path": "/m/x", "weight_version": True},
@@ -76,6 +98,42 @@ MISTAKES = [
         {"tags": ["kv"]},
         "tags[0] = 'kv' must be 'cuda_graph', 'kv_cache' or 'weights' (did you mean 'kv_cache'?)",
     ),
+    (
+        "/pause_generation",
+        {"mod": "in_place"},
+        "mod is not known (did you mean mode?); valid are mode, lease_s, on_lease_expiry",
+    ),
+    (
+        "/pause_generation?mode=in_place",
+        {},
+        "the query is not read here: give mode in the body, a JSON object",
+    ),
+    (
+        "/continue_generation",
+        {"torch_empty_cach": False},
+        "torch_empty_cach is not known (did you mean torch_empty_cache?)",
+    ),
+    ("/release_memory_occupation", {"tag": ["weights"]}, "tag is not known (did you mean tags?)"),
+    ("/resume_memory_occupation", {"tag": ["weights"]}, "tag is not known (did you mean tags?)"),
+    ("/abort_request", {"abort": True}, "abort is not known (did you mean abort_all?)"),
+    ("/update_weight_version", {"new_version": "2", "abort_all": False}, "abort_all is not known (did you"),
+    ("/weights_checker", {"actions": "compare"}, "actions is not known (did you mean action?)"),
+    ("/begin_weight_update", {"deadline": 3}, "deadline is not known (did you mean deadline_s?)"),
+    ("/end_weight_update", {"commits": False}, "commits is not known (did you mean commit?)"),
+    ("/destroy_weights_update_group", {"group": "x"}, "group is not known (did you mean group_name?)"),
+    (
+        "/update_weights_from_distributed",
+        {"names": [], "dtypes": [], "shapes": [], "flush": False},
+        "flush is not known (did you mean flush_cache?)",
+    ),
+    ("/update_weights_from_disk", {"model_path": "/m/x", "files": ["a"]}, "files is not known"),
+    ("/tokenize", {"prompt": "Hello", "add_special_token": False}, "add_special_token is not known (did you"),
+    ("/flush_cache?timeouts=3", {}, "timeouts is not known (did you mean timeout?)"),
+    (
+        "/flush_cache",
+        {"timeout": 3},
+        "the options of /flush_cache stand in its query (?timeout=30), not in a body",
+    ),
     ("/flush_cache?timeout=soon", {}, "timeout = 'soon' must be a number from 0 to 3600"),
     (
         "/v1/completions",
@@ -83,6 +141,15 @@ MISTAKES = [
         "max_tokens = -1 must be an integer of at least 0 or null",
     ),
     ("/v1/chat/completions", {"messages": "hi"}, "messages = 'hi' must be a list of objects"),
+]
+
+
+WRONG_METHODS = [
+    ("GET", "/pause_generation", {"POST"}),
+    ("DELETE", "/generate", {"POST", "PUT"}),
+    ("POST", "/health", {"GET"}),
+    ("PUT", "/flush_cache", {"GET", "POST"}),
+    ("POST", "/v1/models", {"GET"}),
 ]
 
 
@@ -130,6 +197,17 @@ def test_a_route_that_there_is_not_is_told_the_nearest(server):
         404,
         "there is no route /pause_generatoin (did you mean /pause_generation?)",
     )
+
+
+@pytest.mark.parametrize("method,path,allowed", WRONG_METHODS)
+def test_a_wrong_method_is_told_the_right_ones(server, method, path, allowed):
+    request = urllib.request.Request(server.url + path, method=method)
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(request, timeout=30)
+    with refused.value as response:
+        named, said = response.headers["Allow"], sentence_of(json.loads(response.read()))
+    assert (response.status, set(named.split(", ")) - {"OPTIONS"}) == (405, allowed)
+    assert said == f"{method} is not allowed on {path}, only {named}"
 
 
 @pytest.mark.parametrize("label", [3, "3"])

@@ -1,9 +1,11 @@
 """Bodies of the SGLang surface: what they become, and that docs/reference/http.md tells of every field."""
 
 import base64
+import json
 import re
 import struct
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import pytest
@@ -15,7 +17,8 @@ from caesura.client.frontend.sglang import generate_routes
 from caesura.client.frontend.sglang import generate_schema as schema
 from caesura.client.frontend.sglang.generate_answer import routed_experts
 from caesura.client.frontend.sglang.update_routes import allowed_path
-from caesura.io_struct import RoutedExperts
+from caesura.client.text.tokenizer_manager import GenerationRequest
+from caesura.io_struct import RoutedExperts, SamplingParams
 
 DOCS = Path(__file__).parents[4] / "docs" / "reference" / "http.md"
 DOCUMENTED = {
@@ -37,33 +40,52 @@ DOCUMENTED = {
     "`/update_weights_from_ipc`": control.ParameterServerBody,
     "`/begin_weight_update`": control.BeginBody,
     "`/end_weight_update`": control.EndBody,
+    "`/start_profile`": control.StartProfileBody,
     "`/tokenize`": control.TokenizeBody,
     "`/detokenize`": control.DetokenizeBody,
 }
 
 
-def tables() -> dict[str, dict[str, str]]:
-    """Field to verdict, by what the table is of."""
-    found: dict[str, dict[str, str]] = {}
-    rows: dict[str, str] = {}
+class Row(NamedTuple):
+    """What the page says of a field."""
+
+    type: str
+    default: str
+
+    @property
+    def verdict(self) -> str:
+        return self.default if self.default in ("ignored", "refused") else "honoured"
+
+
+def tables() -> dict[str, dict[str, Row]]:
+    """Field to row, by what the table is of."""
+    found: dict[str, dict[str, Row]] = {}
+    rows: dict[str, Row] = {}
     for line in DOCS.read_text().splitlines():
-        heading = re.match(r"\| fields? of (.*?) \| \|", line)
-        cells = [cell.strip() for cell in line.strip("|").split(" | ")]
+        heading = re.match(r"\| fields? of (.*?) \| type \| default \| \|", line)
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
         if heading:
             rows = found[heading[1]] = {}
         elif not line.startswith("|"):
             rows = {}
-        elif len(cells) > 1 and cells[1] in ("honoured", "ignored", "refused"):
-            rows |= dict.fromkeys(re.findall(r"`(\w+)`", cells[0]), cells[1])
+        elif len(cells) > 3:
+            rows |= dict.fromkeys(re.findall(r"`(\w+)`", cells[0]), Row(cells[1], cells[2]))
     return found
+
+
+def own_fields(name: str) -> list[msgspec.inspect.Field]:
+    """Those of a body that its own table has: what all updates take stands in one for all."""
+    info = msgspec.inspect.type_info(DOCUMENTED[name])
+    assert isinstance(info, msgspec.inspect.StructType)
+    general = control.UpdateBody.__struct_fields__
+    if name == "all updates" or not issubclass(DOCUMENTED[name], control.UpdateBody):
+        general = ()
+    return [field for field in info.fields if field.name not in general]
 
 
 @pytest.mark.parametrize("name", DOCUMENTED)
 def test_the_page_tells_of_every_field_and_of_no_other(name):
-    fields = set(DOCUMENTED[name].__struct_fields__)
-    if name != "all updates" and issubclass(DOCUMENTED[name], control.UpdateBody):
-        fields -= set(control.UpdateBody.__struct_fields__)
-    assert set(tables()[name]) == fields
+    assert set(tables()[name]) == {field.name for field in own_fields(name)}
 
 
 def test_the_page_has_no_other_tables_of_fields():
@@ -75,12 +97,68 @@ def test_the_page_has_no_other_tables_of_fields():
     [
         ("`/generate`", schema.REFUSED, schema.IGNORED),
         ("`sampling_params`", schema.REFUSED_SAMPLING, schema.IGNORED_SAMPLING),
+        ("`/start_profile`", control.StartProfileBody.REFUSED, ("profile_prefix",)),
     ],
 )
 def test_the_page_says_what_the_code_does(name, refused, ignored):
-    verdicts = tables()[name]
+    verdicts = {field: row.verdict for field, row in tables()[name].items()}
     assert {field for field, verdict in verdicts.items() if verdict == "refused"} == set(refused)
     assert {field for field, verdict in verdicts.items() if verdict == "ignored"} == set(ignored)
+
+
+def words(kind: msgspec.inspect.Type) -> list[str]:
+    """A type as the page writes it; null is a default, not a type."""
+    match kind:
+        case msgspec.inspect.Metadata():
+            return words(kind.type)
+        case msgspec.inspect.UnionType():
+            return [word for each in kind.types for word in words(each)]
+        case msgspec.inspect.LiteralType():
+            return [f'`"{value}"`' for value in kind.values]
+        case msgspec.inspect.ListType():
+            item = ", ".join(words(kind.item_type))
+            return ["list of " + re.sub(r"(?:string|integer|object)$|^list", r"\g<0>s", item)]
+    names = {"Bool": "boolean", "Int": "integer", "Float": "number", "Str": "string", "None": ""}
+    name = names.get(type(kind).__name__.removesuffix("Type"), "object")
+    return [name] if name else []
+
+
+COMMANDS = sorted(set(DOCUMENTED) - {"`/generate`", "`sampling_params`", "`/tokenize`", "`/detokenize`"})
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_types_and_defaults_of_commands_are_the_codes(name):
+    for field in own_fields(name):
+        row = tables()[name][field.name]
+        if row.verdict != "honoured":
+            continue
+        default = "required" if field.required else f"`{json.dumps(field.default)}`"
+        assert row.default == default, field.name
+        assert set(re.split(r", (?:or )?", row.type)) == set(re.split(", ", ", ".join(words(field.type)))), (
+            field.name
+        )
+
+
+BESIDE_SAMPLING = ("no_stop_trim", "skip_special_tokens", "spaces_between_special_tokens")
+"""What ``sampling_params`` say and the engine's do not: text is the front end's."""
+
+
+def test_defaults_of_generations_are_the_codes():
+    """Where a body leaves a field out, the engine's own default decides."""
+    body = {
+        "max_new_tokens": schema.SamplingBody().max_new_tokens,
+        "sampling_seed": None,
+        "stop": [],
+        **{name: getattr(GenerationRequest(prompt=""), name) for name in BESIDE_SAMPLING},
+    }
+    for field, row in tables()["`sampling_params`"].items():
+        if row.verdict == "honoured":
+            expected = body[field] if field in body else getattr(SamplingParams(), field)
+            assert row.default == f"`{json.dumps(expected)}`", field
+    of_a_request = GenerationRequest(prompt="")
+    for field in ("return_logprob", "logprob_start_len", "top_logprobs_num", "return_routed_experts"):
+        expected = json.dumps(getattr(of_a_request, field))
+        assert tables()["`/generate`"][field].default == f"`{expected}`", field
 
 
 def plan(text: str, **options: object) -> schema.Job:
@@ -236,7 +314,7 @@ def test_what_is_out_of_range_has_the_clients_name(name, body):
 
 def test_a_body_that_is_nested_too_deeply_is_refused():
     deep = "[" * 100_000 + "]" * 100_000
-    for body in (f'{{"unknown": {deep}}}', f'{{"input_ids": [1], "image_data": {deep}}}'):
+    for body in (f'{{"custom_labels": {deep}}}', f'{{"input_ids": [1], "image_data": {deep}}}'):
         with pytest.raises(InvalidRequest, match="deep"):
             plan(body)
 

@@ -32,24 +32,28 @@ class Budget:
     mixed_copies: int
 
 
+BY_TORCH = " by torch"
+"""Behind a model: as it is computed where Triton is missing."""
 BUDGETS = {
-    "llama/flashinfer": Budget(layer=18, mixed_layer=19, around=32, plan=0, copies=2, mixed_copies=2),
-    "mistral/flashinfer": Budget(layer=18, mixed_layer=19, around=32, plan=0, copies=2, mixed_copies=2),
-    "qwen2/flashinfer": Budget(layer=18, mixed_layer=19, around=32, plan=0, copies=2, mixed_copies=2),
-    "qwen3/flashinfer": Budget(layer=21, mixed_layer=22, around=35, plan=0, copies=2, mixed_copies=2),
-    "qwen3 tied/flashinfer": Budget(layer=21, mixed_layer=22, around=35, plan=0, copies=2, mixed_copies=2),
-    "qwen3 fp8/flashinfer": Budget(layer=21, mixed_layer=22, around=35, plan=0, copies=2, mixed_copies=2),
-    "qwen3 fp8 torch/flashinfer": Budget(layer=57, mixed_layer=58, around=71, plan=0, copies=2, mixed_copies=2),
-    "qwen3 fp8 blackwell/flashinfer": Budget(layer=49, mixed_layer=50, around=63, plan=0, copies=2, mixed_copies=2),
-    "qwen3_moe/flashinfer": Budget(layer=43, mixed_layer=44, around=58, plan=0, copies=2, mixed_copies=2),
-    "qwen3_moe fp8/flashinfer": Budget(layer=29, mixed_layer=30, around=44, plan=0, copies=2, mixed_copies=2),
-    "qwen3_moe fp8 deep_gemm/flashinfer": Budget(layer=95, mixed_layer=96, around=110, plan=0, copies=2, mixed_copies=2),
-    "qwen3_moe fp8 blackwell/flashinfer": Budget(layer=103, mixed_layer=104, around=118, plan=0, copies=2, mixed_copies=2),
-    "qwen3/triton": Budget(layer=22, mixed_layer=43, around=36, plan=2, copies=1, mixed_copies=4),
-    "qwen3/sdpa": Budget(layer=33, mixed_layer=43, around=46, plan=8, copies=4, mixed_copies=4),
-    "deepseek_v2/flashinfer": Budget(layer=55, mixed_layer=56, around=44, plan=0, copies=2, mixed_copies=2),
-    "deepseek_v2/sdpa": Budget(layer=67, mixed_layer=88, around=53, plan=5, copies=4, mixed_copies=6),
-    "deepseek_v3 fp8/flashinfer": Budget(layer=54, mixed_layer=55, around=47, plan=0, copies=2, mixed_copies=2),
+    "llama/flashinfer": Budget(layer=9, mixed_layer=10, around=15, plan=0, copies=2, mixed_copies=2),
+    "mistral/flashinfer": Budget(layer=9, mixed_layer=10, around=15, plan=0, copies=2, mixed_copies=2),
+    "qwen2/flashinfer": Budget(layer=9, mixed_layer=10, around=15, plan=0, copies=2, mixed_copies=2),
+    "qwen3/flashinfer": Budget(layer=9, mixed_layer=10, around=15, plan=0, copies=2, mixed_copies=2),
+    "qwen3 tied/flashinfer": Budget(layer=9, mixed_layer=10, around=15, plan=0, copies=2, mixed_copies=2),
+    "qwen3 by torch/flashinfer": Budget(layer=21, mixed_layer=22, around=35, plan=0, copies=2, mixed_copies=2),
+    "qwen3 fp8/flashinfer": Budget(layer=9, mixed_layer=10, around=15, plan=0, copies=2, mixed_copies=2),
+    "qwen3 fp8 torch/flashinfer": Budget(layer=37, mixed_layer=38, around=43, plan=0, copies=2, mixed_copies=2),
+    "qwen3 fp8 blackwell/flashinfer": Budget(layer=29, mixed_layer=30, around=35, plan=0, copies=2, mixed_copies=2),
+    "qwen3_moe/flashinfer": Budget(layer=13, mixed_layer=14, around=20, plan=0, copies=2, mixed_copies=2),
+    "qwen3_moe by torch/flashinfer": Budget(layer=42, mixed_layer=43, around=57, plan=0, copies=2, mixed_copies=2),
+    "qwen3_moe fp8/flashinfer": Budget(layer=10, mixed_layer=11, around=17, plan=0, copies=2, mixed_copies=2),
+    "qwen3_moe fp8 deep_gemm/flashinfer": Budget(layer=57, mixed_layer=58, around=64, plan=0, copies=2, mixed_copies=2),
+    "qwen3_moe fp8 blackwell/flashinfer": Budget(layer=61, mixed_layer=62, around=68, plan=0, copies=2, mixed_copies=2),
+    "qwen3/triton": Budget(layer=10, mixed_layer=30, around=16, plan=2, copies=1, mixed_copies=4),
+    "qwen3/sdpa": Budget(layer=28, mixed_layer=38, around=33, plan=8, copies=4, mixed_copies=4),
+    "deepseek_v2/flashinfer": Budget(layer=19, mixed_layer=20, around=19, plan=0, copies=2, mixed_copies=2),
+    "deepseek_v2/sdpa": Budget(layer=31, mixed_layer=52, around=28, plan=5, copies=4, mixed_copies=6),
+    "deepseek_v3 fp8/flashinfer": Budget(layer=19, mixed_layer=20, around=21, plan=0, copies=2, mixed_copies=2),
 }  # fmt: skip
 
 
@@ -81,12 +85,15 @@ TRITON_STEP_BUDGETS = {
     name: replace(STEP_BUDGETS[name], launches=5, vocabulary=3)
     for name in ("decode", "greedy", "mixed", "top_k", "top_p", "min_p", "raw")
 } | {
-    "special": StepBudget(launches=71, vocabulary=8, copies=12, results=8),
+    "special": StepBudget(launches=68, vocabulary=8, copies=12, results=8),
     "prompt": StepBudget(launches=23, vocabulary=15, copies=3, results=6),
 }
 """The head, two kernels of ``kernels/triton_sampler.py``, and what the slots read next (two)."""
 CASES = tuple(BUDGETS)
-WHOLE = ("qwen3/flashinfer", "qwen3_moe/flashinfer", "deepseek_v2/flashinfer", "deepseek_v2/sdpa")
+WHOLE = (
+    "qwen3/flashinfer", "qwen3 by torch/flashinfer", "qwen3_moe/flashinfer", "deepseek_v2/flashinfer",
+    "deepseek_v2/sdpa",
+)  # fmt: skip
 """Steps of every kind are traced of these: in the others, models differ by their hidden states only."""
 STEP_CASES = [(case, step) for case in CASES for step in (STEPS if case in WHOLE else ("decode", "mixed"))]
 
@@ -121,16 +128,18 @@ class Traces:
 
 def traced(case: str, tracer: Tracer) -> Traces:
     model, _, backend = case.partition("/")
-    if backend == "triton":
+    by_torch = model.endswith(BY_TORCH)
+    if not by_torch:
         pytest.importorskip("triton")
+    model = model.removesuffix(BY_TORCH)
     steps = STEPS if case in WHOLE else {name: STEPS[name] for name in ("decode", "mixed")}
-    with traced_engine(tracer, model, backend, 2) as engine:
+    with traced_engine(tracer, model, backend, 2, by_torch=by_torch) as engine:
         captured = engine.runner.graphs is not None and engine.runner.graphs.are_captured
         records = {name: engine.step(make(engine.vocab_size)) for name, make in steps.items()}
         records["start"] = engine.started
         records["last tokens"] = engine.set_last_tokens()
         vocab_size, in_triton = engine.vocab_size, engine.runner._sampler._triton is not None
-    with traced_engine(tracer, model, backend, 3, autotune=False) as engine:
+    with traced_engine(tracer, model, backend, 3, by_torch=by_torch, autotune=False) as engine:
         deeper = {name: engine.step(STEPS[name](engine.vocab_size)) for name in ("decode", "mixed")}
         deeper["start"] = engine.started
     return Traces(vocab_size, captured, in_triton, records, deeper)

@@ -63,8 +63,8 @@ PUBLISHED = [(8, 2, 64), (5, 1, 80), (6, 2, 96), (16, 2, 128), (40, 1, 128), (4,
 
 @interpreted
 @pytest.mark.parametrize("heads,kv_heads,size,dtype,multiprocessors", [
-    *[(*sizes, torch.float32, multiprocessors) for sizes in SMALL for multiprocessors in (1, 8)],
-    *[(*sizes, torch.float32, 2) for sizes in PUBLISHED],
+    *[(*sizes, torch.float32, 8) for sizes in SMALL],
+    *[(*sizes, torch.float32, 1) for sizes in (*SMALL[:1], *PUBLISHED[3:])],
     *[(*sizes, torch.float16, 5) for sizes in PUBLISHED],
 ])  # fmt: skip
 def test_planned_decode_agrees_with_the_torch_backend(heads, kv_heads, size, dtype, multiprocessors):
@@ -140,7 +140,7 @@ def test_it_says_why_it_cannot_serve(monkeypatch, device, installed, reason):
 @installed
 @pytest.mark.skipif(INTERPRETS, reason="the interpreter compiles nothing")
 @pytest.mark.parametrize("dtype,heads,kv_heads,size,aligned", [
-    (torch.bfloat16, 64, 8, 128, True), (torch.bfloat16, 16, 8, 128, False), (torch.bfloat16, 8, 8, 64, True),
+    (torch.bfloat16, 64, 8, 128, True), (torch.bfloat16, 16, 8, 128, False),
     (torch.float16, 5, 1, 80, True), (torch.bfloat16, 16, 8, 256, True), (torch.float32, 8, 4, 256, True),
     (torch.bfloat16, 4, 2, 8, True),
 ])  # fmt: skip

@@ -4,6 +4,7 @@ import ctypes
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -47,6 +48,42 @@ def test_the_best_serves_and_can_be_limited():
         assert set(kernels.serving("cpu", torch.float32).values()) == {"avx2"}
     assert kernels.best("linear", "cpu", torch.bfloat16) == best
     assert set(kernels.serving("cpu", torch.float16).values()) == {kernels.TORCH}
+
+
+@pytest.fixture
+def on_cuda(loading):
+    """``kernels.best`` for CUDA as if it were asked for the first time; sets what Triton says of the device."""
+    kernels.why_not_triton.cache_clear()
+
+    def says(installed: bool, reason: str | None = None) -> None:
+        module = SimpleNamespace(why_not=lambda device: reason)
+        loading.setattr(kernels, "find_spec", lambda name: module if installed else None)
+        loading.setattr(kernels, "import_module", lambda name, package: module)
+
+    yield says
+    kernels.why_not_triton.cache_clear()
+
+
+def test_triton_serves_between_products_on_cuda(on_cuda):
+    on_cuda(installed=True)
+    served = kernels.serving("cuda", torch.bfloat16)
+    assert served["elementwise"] == served["experts"] == kernels.TRITON
+    assert served["linear"] == served["decoder"] == kernels.TORCH
+    assert kernels.best("elementwise", "cuda", torch.float64) == kernels.TORCH
+    assert kernels.best("elementwise", "meta", torch.bfloat16) == kernels.TORCH
+
+
+def test_where_triton_is_missing_or_fails_torch_serves_and_the_log_says_why(on_cuda, loading, caplog):
+    device = torch.device("cuda")
+    for installed, reason, environment in (
+        (False, None, ""), (True, "no C compiler", ""), (True, None, kernels.TORCH)
+    ):  # fmt: skip
+        on_cuda(installed, reason)
+        loading.setenv(native.VARIABLE, environment)
+        kernels.why_not_triton.cache_clear()
+        assert set(kernels.serving(device, torch.bfloat16).values()) == {kernels.TORCH}
+        assert kernels.why_not_triton(device) is not None
+    assert [record.message.rpartition(": ")[2] for record in caplog.records] == ["no C compiler"]
 
 
 def test_the_environment_forces_torch(loading):

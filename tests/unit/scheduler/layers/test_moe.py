@@ -140,7 +140,7 @@ def test_routing_is_that_of_transformers(normalize: bool, tmp_path: Path) -> Non
     with torch.inference_mode():
         theirs.weight.copy_(weight)
         _, expected_weights, expected_ids = theirs(x)
-        ids, weights = ours.forward(x)
+        ids, weights = ours.forward(x, torch.empty(200, 7, dtype=torch.int64))
     assert torch.equal(ids, expected_ids)
     torch.testing.assert_close(weights, expected_weights, rtol=1e-5, atol=1e-7)
 
@@ -155,7 +155,7 @@ def test_weights_of_the_chosen_are_rounded_as_transformers_rounds_them() -> None
     """bfloat16 in, bfloat16 values out, though as float32."""
     router = TopKRouter("r", "gate", 40, 9, 4, normalize=True, place=Placement(torch.bfloat16, CPU))
     next(router.slots()).write(torch.randn(9, 40), 0)
-    _, weights = router.forward(torch.randn(20, 40).bfloat16())
+    _, weights = router.forward(torch.randn(20, 40).bfloat16(), torch.empty(20, 4, dtype=torch.uint8))
     assert weights.dtype == torch.float32
     assert torch.equal(weights, weights.bfloat16().float())
     assert (weights.sum(-1) - 1).abs().max() < 0.02
@@ -200,7 +200,7 @@ def test_a_block_adds_what_everything_goes_through() -> None:
     routing = RoutedExperts(1, 2, 4, place=place)
     block = MoeBlock(0, router, layer, routing, shared=shared)
     x = torch.randn(5, 16)
-    ids, weights = router.forward(x)
+    ids, weights = router.forward(x, torch.empty(5, 2, dtype=torch.int64))
     expected = layer.forward(x, ids, weights) + shared.forward(x)
     torch.testing.assert_close(block.forward(x), expected)
     assert torch.equal(routing.rows(5)[:, 0].long(), ids)

@@ -28,7 +28,7 @@ def pool_of(dtype: torch.dtype = torch.uint8) -> RoutingPool:
 def test_every_id_fits(num_experts, width):
     record = Record(LAYERS, TOP_K, num_experts, place=Placement(torch.float32, torch.device("cpu")))
     last = torch.full((4, TOP_K), num_experts - 1)
-    record.record(2, last)
+    record.of_layer(2, 4).copy_(last)
     pool = pool_of(record.dtype)
     pool.store(torch.arange(16, 20), record.rows(4))
     rows = pool.read(np.array([1], np.int32), 0, 4)
@@ -41,7 +41,7 @@ def test_a_record_grows_and_shows_the_last_step_only():
     record = Record(LAYERS, TOP_K, 9, place=Placement(torch.float32, torch.device("cpu")))
     for tokens in (2, 5, 1):
         for layer in (0, 2):
-            record.record(layer, torch.full((tokens, TOP_K), layer + tokens))
+            record.of_layer(layer, tokens).fill_(layer + tokens)
         rows = record.rows(tokens)
         assert rows.shape == (tokens, LAYERS, TOP_K)
         assert (rows[:, 0] == tokens).all()

@@ -177,7 +177,7 @@ def test_host_readings_do_not_empty(monkeypatch):
     ("before", "after", "line"),
     [
         (812 * MIB, 640 * MIB, "continue_generation: reserved 812.0 MB -> 640.0 MB (freed 172.0 MB)"),
-        (640 * MIB, 812 * MIB, "continue_generation: reserved 640.0 MB -> 812.0 MB (freed -172.0 MB)"),
+        (640 * MIB, 812 * MIB, "continue_generation: reserved 640.0 MB -> 812.0 MB (freed 0.0 MB)"),
         (10 * MIB, 10 * MIB + 100, "continue_generation: reserved 10.0 MB -> 10.0 MB (freed 0.0 MB)"),
         (int(1.55 * MIB), 0, "continue_generation: reserved 1.5 MB -> 0.0 MB (freed 1.5 MB)"),
     ],
@@ -185,7 +185,7 @@ def test_host_readings_do_not_empty(monkeypatch):
 def test_report_line(before, after, line):
     report = EmptyCacheReport(before, after)
     assert report.describe("continue_generation") == line
-    assert report.freed == before - after
+    assert report.freed == max(0, before - after)
 
 
 # --- available memory

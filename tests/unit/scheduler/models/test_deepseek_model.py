@@ -208,7 +208,7 @@ def test_routing_is_that_of_transformers(case: str, dtype: torch.dtype, tmp_path
     with torch.inference_mode():
         ours = model._layers[1].mlp._router
         x = torch.randn(200, 40, generator=torch.Generator().manual_seed(0)).to(dtype)
-        ids, weights = ours.forward(x)
+        ids, weights = ours.forward(x, torch.empty(200, ours._top_k, dtype=torch.uint8))
         _, their_weights, their_ids = router(x)
     order, their_order = ids.argsort(), their_ids.argsort()
     assert torch.equal(ids.gather(1, order), their_ids.gather(1, their_order))
@@ -225,7 +225,7 @@ def test_the_bias_chooses_and_does_not_weigh(folder: Path) -> None:
     x = torch.randn(50, 40, generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         model.weight_slots()[BIAS].write(torch.tensor([0.0, 0, 0, 0, 50, 50]), 0)
-        ids, weights = router.forward(x)
+        ids, weights = router.forward(x, torch.empty(50, 3, dtype=torch.uint8))
     assert all({4, 5} <= set(row) for row in ids.tolist())
     assert weights.max() < 2.5, "a normalised weight times the scale, whatever the bias"
     torch.testing.assert_close(weights.sum(-1), torch.full((50,), 2.5))

@@ -1,0 +1,48 @@
+"""From a projection to attention over pages, with one kernel for head norms, rotation and the store of K and V.
+
+Invariant: slots are read on the device where a step's staging puts them, so a graph can hold the launch.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..forward import KVPool
+from ..kernels.between import Elementwise, elementwise_for
+
+
+class FusedStore:
+    """A :class:`~..forward.FusedAttention` of a backend that attends over what is stored.
+
+    Attributes:
+        kv_slots: int64 [T]: of the planned step; the backend's ``plan`` sets it.
+    """
+
+    def __init__(
+        self, pool: KVPool, num_heads: int, attend: Callable[[Tensor, int], Tensor], kernels: Elementwise
+    ) -> None:
+        """``attend`` takes rotated queries [T, heads, size] and a layer, whose K and V are stored."""
+        self.kv_slots = torch.empty(0, dtype=torch.int64)
+        self._pool, self._heads, self._attend, self._kernels = pool, num_heads, attend, kernels
+
+    def __call__(
+        self,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        layer: int,
+        norm: tuple[Tensor, Tensor, float] | None = None,
+    ) -> Tensor:
+        """See :class:`~..forward.FusedAttention`."""
+        q = qkv[:, : self._heads]
+        keys, values = self._pool.layer(layer)
+        self._kernels.rope_store(qkv, self._heads, cos, sin, self.kv_slots, keys, values, out=q, norm=norm)
+        return self._attend(q, layer)
+
+
+def fused_store(pool: KVPool, num_heads: int, attend: Callable[[Tensor, int], Tensor]) -> FusedStore | None:
+    """None: nothing but torch serves what lies between products on the pool's device."""
+    keys, _ = pool.layer(0)
+    kernels = elementwise_for(keys.device, keys.dtype)
+    return None if kernels is None else FusedStore(pool, num_heads, attend, kernels)

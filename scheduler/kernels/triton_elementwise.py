@@ -1,0 +1,255 @@
+"""What lies between the matrix products on CUDA, in Triton: norms, the gate, and rotation with the store of K and V.
+
+Invariants:
+- Results are those of ``layers/`` but for the order of the sums inside a norm and the last bit of an exponential: they are
+  rounded to the dtype wherever torch's sequence of operations rounds.
+- A row's bits depend on that row alone.
+- Nothing of a step is an argument but tensors and the size of the grid, so no number of rows has a variant of a kernel of its
+  own, and a graph can hold the launches.
+
+The functions are those of ``elementwise.py``, with the same arguments. Imported only where Triton is installed. Traced,
+compiled for sm_90 and tested in Triton's interpreter; not run on a GPU.
+"""
+
+# Triton reads the annotations of a kernel's arguments, and knows only its own.
+# ruff: noqa: ANN001, ANN201, ANN202
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional
+
+from . import trial
+from .triton_launch import Launcher
+
+_HEADS = 4
+"""Heads of a program that rotates: with heads of 128 in two bytes a warp reads 16 bytes per thread and half."""
+_GATED = 1024
+"""Elements of a program that gates."""
+_ELEMENTS_PER_WARP = 512
+"""Of a row that is normalised: 16 to a thread."""
+_AGREEMENT = 1e-4
+"""Of a trial in float32 with torch's result: several times what exponentials differ by."""
+
+
+@triton.jit
+def rounded(value, like):
+    """float32 to the dtype that the pointer ``like`` points to, and back."""
+    return value.to(like.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def _norm_kernel(
+    x,
+    residual,
+    weight,
+    out,
+    x_row,
+    residual_row,
+    out_row,
+    eps,
+    size: tl.constexpr,
+    width: tl.constexpr,
+    added: tl.constexpr,
+):
+    """One row."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, width)
+    inside = column < size
+    value = tl.load(x + row * x_row + column, mask=inside, other=0.0).to(tl.float32)
+    if added:
+        target = residual + row * residual_row + column
+        value = rounded(tl.load(target, mask=inside, other=0.0).to(tl.float32) + value, residual)
+        tl.store(target, value, mask=inside)
+    scale = tl.rsqrt(tl.sum(value * value, 0) / size + eps)
+    factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * out_row + column, rounded(value * scale, out) * factor, mask=inside)
+
+
+@triton.jit
+def _silu_mul_kernel(gate_up, out, gate_up_row, out_row, size: tl.constexpr, block: tl.constexpr):
+    """Some elements of one row."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * block + tl.arange(0, block)
+    inside = column < size
+    source = gate_up + row * gate_up_row + column
+    gate = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(source + size, mask=inside, other=0.0).to(tl.float32)
+    gated = rounded(gate / (1 + tl.exp(-gate)), out)
+    tl.store(out + row * out_row + column, gated * up, mask=inside)
+
+
+@triton.jit
+def _weighted(first, second, q_weight, k_weight, is_query, column, known, eps, size: tl.constexpr, like):
+    """The halves [heads, half] of some heads, normalised and weighted."""
+    scale = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / size + eps)[:, None]
+    half: tl.constexpr = size // 2
+    of_first = tl.where(
+        is_query,
+        tl.load(q_weight + column, mask=known, other=0.0)[None, :],
+        tl.load(k_weight + column, mask=known, other=0.0)[None, :],
+    )
+    of_second = tl.where(
+        is_query,
+        tl.load(q_weight + half + column, mask=known, other=0.0)[None, :],
+        tl.load(k_weight + half + column, mask=known, other=0.0)[None, :],
+    )
+    first = rounded(rounded(first * scale, like) * of_first.to(tl.float32), like)
+    second = rounded(rounded(second * scale, like) * of_second.to(tl.float32), like)
+    return first, second
+
+
+@triton.jit(do_not_specialize_on_alignment=["slots"])
+def _rope_store_kernel(
+    qkv,
+    q_weight,
+    k_weight,
+    cos,
+    sin,
+    slots,
+    keys,
+    values,
+    out,
+    token_row,
+    out_row,
+    angle_row,
+    eps,
+    heads: tl.constexpr,
+    kv_heads: tl.constexpr,
+    rotated: tl.constexpr,
+    size: tl.constexpr,
+    width: tl.constexpr,
+    block: tl.constexpr,
+    page_size: tl.constexpr,
+    norms: tl.constexpr,
+):
+    """Some heads of one token: queries, keys and values are told apart by the head's number."""
+    half: tl.constexpr = size // 2
+    token = tl.program_id(0).to(tl.int64)
+    head = (tl.program_id(1) * block + tl.arange(0, block))[:, None]
+    column = tl.arange(0, width)
+    known = column < half
+    inside = (head < heads + 2 * kv_heads) & known[None, :]
+    source = qkv + token * token_row + head * size + column[None, :]
+    stored_first = tl.load(source, mask=inside, other=0.0)
+    stored_second = tl.load(source + half, mask=inside, other=0.0)
+    first, second = stored_first.to(tl.float32), stored_second.to(tl.float32)
+    if norms:
+        first, second = _weighted(
+            first, second, q_weight, k_weight, head < heads, column, known, eps, size, qkv
+        )
+    cosine = tl.load(cos + token * angle_row + column, mask=known, other=0.0).to(tl.float32)[None, :]
+    sine = tl.load(sin + token * angle_row + column, mask=known, other=0.0).to(tl.float32)[None, :]
+    rotated_first = (rounded(first * cosine, qkv) - second * sine).to(qkv.dtype.element_ty)
+    rotated_second = (rounded(second * cosine, qkv) + first * sine).to(qkv.dtype.element_ty)
+
+    target = out + token * out_row + head * size + column[None, :]
+    wanted = inside & (head < rotated)
+    tl.store(target, rotated_first, mask=wanted)
+    tl.store(target + half, rotated_second, mask=wanted)
+    slot = tl.load(slots + token)
+    page, offset = slot // page_size, slot % page_size
+    kv_head = (head - heads) % kv_heads
+    cell = ((page * kv_heads + kv_head) * page_size + offset) * size + column[None, :]
+    is_key = inside & (head >= heads) & (head < heads + kv_heads)
+    tl.store(keys + cell, rotated_first, mask=is_key)
+    tl.store(keys + cell + half, rotated_second, mask=is_key)
+    is_value = inside & (head >= heads + kv_heads)
+    tl.store(values + cell, stored_first, mask=is_value)
+    tl.store(values + cell + half, stored_second, mask=is_value)
+
+
+_launch_norm = Launcher(_norm_kernel, tensors=4, numbers=4)
+_launch_silu_mul = Launcher(_silu_mul_kernel, tensors=2, numbers=2)
+_launch_rope_store = Launcher(_rope_store_kernel, tensors=9, numbers=4)
+
+
+def why_not(device: torch.device) -> str | None:
+    """Why kernels do not serve on ``device``, which a trial of one tells: it needs a C compiler, a driver and a chip."""
+    return trial.failure(lambda: _attempt(device), _AGREEMENT, "a kernel in Triton")
+
+
+def _attempt(device: torch.device) -> Iterator[float]:
+    gate_up = torch.linspace(-9, 9, 128, device=device).view(2, 64)
+    expected = functional.silu(gate_up[:, :32]) * gate_up[:, 32:]
+    yield float((silu_mul(gate_up) - expected).abs().max())
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
+    """``x / sqrt(mean(x^2) + eps) * weight`` of each row; with ``residual``, of ``residual += x``.
+
+    Args:
+        x: [T, size], elements of a row contiguous, as everywhere here.
+        weight: [size].
+        residual: [T, size], updated in place. None: ``x`` is normalised as it is.
+        out: [T, size]; it may be ``x``. None: fresh memory.
+    """
+    rows, size = x.shape
+    out = torch.empty((rows, size), dtype=x.dtype, device=x.device) if out is None else out
+    if rows:
+        addend = out if residual is None else residual
+        width = triton.next_power_of_2(size)
+        _launch_norm(
+            (rows, 1, 1),
+            (x, addend, weight, out),
+            (x.stride(0), addend.stride(0), out.stride(0), eps),
+            (size, width, residual is not None),
+            min(16, max(1, width // _ELEMENTS_PER_WARP)),
+        )
+    return out
+
+
+def silu_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
+    """``silu(gate) * up`` of rows (gate, up): [T, 2 I] to [T, I], into ``out`` where given."""
+    rows, width = gate_up.shape
+    size = width // 2
+    out = torch.empty((rows, size), dtype=gate_up.dtype, device=gate_up.device) if out is None else out
+    if rows:
+        grid = rows, triton.cdiv(size, _GATED), 1
+        _launch_silu_mul(grid, (gate_up, out), (gate_up.stride(0), out.stride(0)), (size, _GATED), 4)
+    return out
+
+
+def rope_store(
+    qkv: Tensor,
+    num_heads: int,
+    cos: Tensor,
+    sin: Tensor,
+    kv_slots: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    out: Tensor,
+    norm: tuple[Tensor, Tensor, float] | None = None,
+) -> Tensor:
+    """Normalise (if asked to) and rotate queries and keys, store keys and values; returns ``out``.
+
+    Args:
+        qkv: [T, query heads + 2 kv heads, head size], heads of a token contiguous.
+        num_heads: of these, query heads; they come first, then keys, then values.
+        cos, sin: [T, 1, head size / 2], of equal strides.
+        kv_slots: int64 [T], ``page * page size + offset``: inside the pool, which is not checked.
+        keys, values: [pages, kv heads, page size, head size], contiguous.
+        out: [T, query heads, head size], heads of a token contiguous, or with the kv heads as well, which then hold the
+            rotated keys; it may be the front of ``qkv``.
+        norm: weights [head size] of queries and of keys, and epsilon. None: no head norms.
+    """
+    tokens, heads, size = qkv.shape
+    _, kv_heads, page_size, _ = keys.shape
+    q_weight, k_weight, eps = (qkv, qkv, 0.0) if norm is None else norm
+    if tokens:
+        width = triton.next_power_of_2(size // 2)
+        _launch_rope_store(
+            (tokens, triton.cdiv(heads, _HEADS), 1),
+            (qkv, q_weight, k_weight, cos, sin, kv_slots, keys, values, out),
+            (qkv.stride(0), out.stride(0), cos.stride(0), eps),
+            (num_heads, kv_heads, out.shape[1], size, width, _HEADS, page_size, norm is not None),
+            1,
+        )
+    return out

@@ -1,0 +1,177 @@
+"""The broadcasts of one update: a thread receives them into two buffers, the loop writes from the one while the other fills.
+
+Invariants:
+- A buffer is received into again after what was written from it: on the host when the loop has released it, on a device after
+  the event that the loop then gives. The loop never waits for either.
+- Each broadcast has a timeout. Where the backend's does not hold (NCCL looking for its ranks), the loop gives the group up.
+- Small tensors share a buffer on a device: their broadcasts are entered one behind the other and waited for together.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from time import monotonic
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ....io_struct import CaesuraError
+from ...background import Feed
+from ...memory.device_module import DeviceEvent
+from ..write_stream import WriteStream
+
+SHARED_BYTES = 32 << 20
+"""What broadcasts fill of a buffer on a device before they are waited for: torch looks for the end once in a millisecond."""
+GRACE_S = 2.0
+"""For the backend's own timeout to be reported."""
+_ALIGN = 256
+"""Bytes. Each broadcast is received at a multiple of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Broadcasts that are received into one buffer."""
+
+    places: list[tuple[int, int]]
+    """Of each: where it begins, and its bytes."""
+    nbytes: int
+    """Of all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """What lies in one buffer now."""
+
+    broadcasts: list[Tensor]
+    """uint8, one for each."""
+    arrived: DeviceEvent | None
+    """None: they have."""
+
+
+def plans_of(sizes: Sequence[int], shared_bytes: int) -> Iterator[Plan]:
+    """As many broadcasts together as ``shared_bytes`` hold, at least one."""
+    places: list[tuple[int, int]] = []
+    end = 0
+    for size in sizes:
+        if places and end + size > shared_bytes:
+            yield Plan(places, end)
+            places, end = [], 0
+        places.append((end, size))
+        end += -(-size // _ALIGN) * _ALIGN
+    if places:
+        yield Plan(places, end)
+
+
+def broadcasts(
+    backend: Any,
+    plans: Sequence[Plan],
+    buffers: Sequence[Tensor],
+    written: Sequence[DeviceEvent | None],
+    stream: WriteStream | None,
+    timeout: timedelta,
+) -> Iterator[Received]:
+    """In a thread: fill ``buffers`` in turn, each after what was ``written`` from it."""
+    options = dist.BroadcastOptions()
+    options.rootRank = options.rootTensor = 0
+    options.timeout = timeout
+    works: deque[Any] = deque()
+    try:
+        for number, plan in enumerate(plans):
+            with nullcontext() if stream is None else stream.beside():
+                event = written[number % 2]
+                if stream is not None and event is not None:
+                    stream.wait(event)
+                views = [buffers[number % 2][at : at + size] for at, size in plan.places]
+                works += [backend.broadcast([view], options) for view in views]
+                while works:
+                    works.popleft().wait()
+                received = Received(views, None if stream is None else stream.here())
+            yield received
+    finally:
+        # The traceback of a broadcast that failed keeps this frame, and would keep the backend's threads and sockets.
+        works.clear()
+        del backend
+
+
+class Reception:
+    """What the thread has received, as the loop takes it."""
+
+    def __init__(
+        self,
+        feed: Feed[Received],
+        written: list[DeviceEvent | None],
+        stream: WriteStream | None,
+        *,
+        timeout_s: float,
+        broken: Callable[[str], CaesuraError],
+        wake: Callable[[], None],
+    ) -> None:
+        """
+        Args:
+            written: of each buffer, for the thread; filled here.
+            timeout_s: of a broadcast.
+            broken: ends the group, for a reason.
+            wake: makes the loop look again.
+        """
+        self._feed = feed
+        self._written = written
+        self._stream = stream
+        self._timeout_s = timeout_s
+        self._broken = broken
+        self._wake = wake
+        self._ready: deque[Tensor] = deque()
+        self._taken = 0
+        self._holds = False
+        self._deadline = monotonic() + timeout_s + GRACE_S
+        self._timer: threading.Timer | None = None
+
+    def take(self) -> Tensor | None:
+        """The bytes of the next broadcast, valid until the one after it is asked for; None: it has not come yet.
+
+        Raises:
+            CaesuraError: ``group_error``, it failed or did not come in time; the group is dead.
+        """
+        if not self._ready:
+            self._release()
+            try:
+                received = self._feed.take()
+            except RuntimeError as error:
+                raise self._broken(f"a broadcast failed: {str(error).partition(chr(10))[0]}") from error
+            if received is None:
+                self._look_again()
+                return None
+            if self._stream is not None and received.arrived is not None:
+                self._stream.write_after(received.arrived)
+            self._ready.extend(received.broadcasts)
+            self._taken += 1
+            self._holds = True
+            self._deadline = monotonic() + self._timeout_s + GRACE_S
+        return self._ready.popleft()
+
+    def close(self) -> None:
+        """No more are wanted."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._feed.cancel()
+
+    def _release(self) -> None:
+        """The buffer taken last may be filled again, after what was enqueued from it."""
+        if self._holds:
+            self._holds = False
+            if self._stream is not None:
+                self._written[(self._taken - 1) % 2] = self._stream.mark()
+            self._feed.release()
+
+    def _look_again(self) -> None:
+        """At the deadline, also where the thread is stuck."""
+        left = self._deadline - monotonic()
+        if left <= 0:
+            raise self._broken(f"a broadcast did not come within {self._timeout_s:g} s")
+        if self._stream is not None and (self._timer is None or self._timer.finished.is_set()):
+            self._timer = threading.Timer(left, self._wake)
+            self._timer.daemon = True
+            self._timer.start()

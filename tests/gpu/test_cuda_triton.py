@@ -1,0 +1,36 @@
+"""The kernels of ``triton_elementwise.py``, ``triton_rotations.py`` and ``triton_experts.py`` on a device, against torch there."""
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from caesura.scheduler.kernels import why_not_triton
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton"),
+]
+
+LAYERS = Path(__file__).parents[1] / "unit" / "scheduler" / "kernels" / "test_triton_layers.py"
+
+
+def test_triton_serves():
+    assert why_not_triton(torch.device("cuda", 0)) is None
+
+
+def test_the_kernels_round_as_torch_does():
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", LAYERS],
+        env={**os.environ, "CAESURA_TEST_DEVICE": "cuda"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout
+    assert " passed" in done.stdout

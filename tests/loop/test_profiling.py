@@ -1,0 +1,117 @@
+"""Traces of steps by torch's profiler: what is recorded, when it ends, and where it may be written."""
+
+import gzip
+import json
+import threading
+from pathlib import Path
+
+import pytest
+from support.scripted import EngineDriver, assert_error, tokens_of
+from support.waiting import eventually
+
+from caesura.io_struct import StartProfileReqInput as Start
+from caesura.io_struct import StopProfileReqInput as Stop
+from caesura.scheduler.observability import step_trace
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "traces"
+
+
+@pytest.fixture
+def driver(tiny_model, folder):
+    with EngineDriver(str(tiny_model), scripted=False, profile_dir=str(folder)) as driver:
+        yield driver
+
+
+def operations(path: str) -> list[dict]:
+    """The operators of torch in a trace."""
+    with gzip.open(path) as file:
+        events = json.load(file)["traceEvents"]
+    return [event for event in events if event.get("cat") == "cpu_op"]
+
+
+def test_a_trace_ends_after_its_steps_and_holds_what_they_computed(driver, folder):
+    started = driver.call(Start(num_steps=3, record_shapes=True))
+    assert (started.num_steps, Path(started.path).parent) == (3, folder)
+    driver.generate([5, 6, 7], 3)
+    ended = driver.call(Stop(wait=True), max_ticks=20_000)
+    assert (ended.path, ended.steps) == (started.path, 3)
+    found = operations(ended.path)
+    assert any("Input Dims" in event["args"] for event in found)
+    assert driver.status().step == 3
+
+
+def test_stop_ends_a_trace_and_says_again_which_it_was(driver):
+    started = driver.call(Start())
+    driver.generate([5, 6, 7], 50)
+    driver.tick(4)
+    ended = driver.call(Stop(), max_ticks=20_000)
+    assert (ended.path, started.num_steps) == (started.path, 1000)
+    assert 4 <= ended.steps < 50
+    assert operations(ended.path)
+    again = driver.call(Stop())
+    assert (again.path, again.steps) == (ended.path, ended.steps)
+
+
+def test_a_second_trace_begins_when_the_first_is_written(driver):
+    first = driver.call(Start(output_dir="first"))
+    assert_error(driver.call(Start()), "busy")
+    driver.call(Stop(), max_ticks=20_000)
+    second = driver.call(Start(output_dir="second"))
+    driver.call(Stop(), max_ticks=20_000)
+    assert [Path(each.path).parent.name for each in (first, second)] == ["first", "second"]
+
+
+def test_steps_go_on_while_the_profiler_is_loaded(driver, monkeypatch):
+    loaded = threading.Event()
+    monkeypatch.setattr(step_trace, "import_module", lambda _: loaded.wait())
+    start = driver.send(Start(num_steps=2))
+    rid = driver.generate([5, 6, 7], 4)
+    driver.tick(20)
+    assert start not in driver.replies
+    assert len(tokens_of(driver.result(rid))) == 4
+    loaded.set()
+    eventually(lambda: driver.tick() or start in driver.replies)
+    assert_error(driver.call(Start()), "busy")
+
+
+def test_nothing_is_called_at_the_ends_of_stages_unless_a_trace_is_recorded(driver):
+    stages = driver.engine._stages
+    assert stages._on_end is None
+    driver.call(Start())
+    assert stages._on_end is not None
+    driver.call(Stop(), max_ticks=20_000)
+    assert stages._on_end is None
+
+
+@pytest.mark.parametrize("wanted", ["/etc", "..", "link", "a\0b"])
+def test_a_folder_outside_is_refused(driver, folder, wanted):
+    folder.mkdir()
+    (folder / "link").symlink_to("/tmp")
+    error = assert_error(driver.call(Start(output_dir=wanted)), "invalid_request")
+    assert error.detail["field"] == "output_dir"
+    assert_error(driver.call(Stop()), "invalid_request")
+
+
+def test_a_file_that_cannot_be_written_is_an_error_and_no_end_of_tracing(driver, folder):
+    driver.call(Start(output_dir="gone"))
+    (folder / "gone").rmdir()
+    assert "could not be written" in assert_error(driver.call(Stop(), max_ticks=20_000), "internal").message
+    driver.call(Start(output_dir="new"))
+    assert Path(driver.call(Stop(), max_ticks=20_000).path).exists()
+
+
+def test_a_device_that_there_is_not_is_refused(driver):
+    assert_error(driver.call(Start(activities=["GPU"])), "invalid_request")
+    assert_error(driver.call(Stop()), "invalid_request")
+
+
+def test_by_default_traces_are_private(tiny_model):
+    with EngineDriver(str(tiny_model)) as driver:
+        path = Path(driver.call(Start()).path)
+        driver.call(Stop(), max_ticks=20_000)
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+    path.unlink()
+    path.parent.rmdir()

@@ -1,0 +1,106 @@
+"""An engine whose weights lie on a device with streams: every byte from the host comes through pinned buckets."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from support.lagging_streams import LaggingDevice
+from support.scripted import EngineDriver
+
+from caesura.client.tensors import SharedTensors, as_frames, buckets
+from caesura.io_struct import (
+    UpdateWeightFromDiskReqInput,
+    UpdateWeightsFromIPCReqInput,
+    UpdateWeightsFromTensorReqInput,
+    WeightsCheckerReqInput,
+    encode,
+)
+from caesura.scheduler import build, engine
+from caesura.scheduler.weights.transports.disk import open_checkpoint
+from caesura.scheduler.weights.upload import Uploader
+from caesura.scheduler.weights.write_stream import WriteStream
+
+
+class Counting(Uploader):
+    loads = 0
+
+    def pieces(self, *arguments):
+        Counting.loads += 1
+        return super().pieces(*arguments)
+
+
+def uploader_of(stream: WriteStream | None, device: torch.device) -> Uploader:
+    """Of a device whose copies are done at once: the engine computes on the host, which no stream of it orders."""
+    assert stream is None
+    return Counting(WriteStream(LaggingDevice(eager_side=True)), device)
+
+
+@pytest.fixture
+def expected(other_model) -> str:
+    """The checksum of a plain engine, made before uploads are."""
+    with EngineDriver(str(other_model), scripted=False) as plain:
+        return checksum(plain)
+
+
+@pytest.fixture
+def driver(expected, tiny_model, monkeypatch) -> Iterator[EngineDriver]:
+    monkeypatch.setattr(Counting, "loads", 0)
+    monkeypatch.setattr(build, "uploader_of", uploader_of)
+    monkeypatch.setattr(engine, "uploader_of", uploader_of)
+    with EngineDriver(str(tiny_model), scripted=False) as driver:
+        yield driver
+
+
+def tensors_of(path) -> list[tuple[str, torch.Tensor]]:
+    bucket = torch.empty(1 << 20, dtype=torch.uint8)
+    return [(piece.name, piece.rows.clone()) for piece in open_checkpoint(path).pieces(bucket)]
+
+
+def checksum(driver: EngineDriver) -> str:
+    return driver.call(WeightsCheckerReqInput()).total
+
+
+@pytest.mark.parametrize("transport", ["disk", "tensor", "ipc"])
+def test_every_transport_brings_the_weights_of_a_plain_start(
+    driver, expected, tiny_model, other_model, transport
+):
+    before = checksum(driver)
+    assert (before != expected, Counting.loads) == (True, 1), "the start is a load as well"
+    if transport == "disk":
+        reply = driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_model)))
+    elif transport == "tensor":
+        (part,) = buckets(tensors_of(other_model), 1 << 26)
+        specs, frames = as_frames(part)
+        message = UpdateWeightsFromTensorReqInput(specs=specs)
+        driver.client("main").send_multipart([encode(message), *frames])
+        driver._inbox.await_one_more()
+        driver.tick(50)
+        reply = driver.replies.pop(message.id)
+    else:
+        with SharedTensors(tensors_of(other_model)) as shared:
+            reply = driver.call(UpdateWeightsFromIPCReqInput(handle=shared.memory.handle, specs=shared.specs))
+    assert reply.committed
+    assert reply.changed_tensors == reply.written_tensors > 0
+    assert (checksum(driver), Counting.loads) == (expected, 2)
+    driver.call(UpdateWeightFromDiskReqInput(model_path=str(tiny_model)))
+    assert checksum(driver) == before
+
+
+def test_an_update_that_fails_in_between_is_told_and_the_next_one_recovers(driver, other_model, monkeypatch):
+    """Threads read ahead of what fails: nothing of them is left, and the buckets are those of a new load."""
+    reads = []
+    real = Uploader.pieces
+
+    def failing(self, source, size, skip):
+        for number, piece in enumerate(real(self, source, size, skip)):
+            if number == 3 and not reads:
+                reads.append(number)
+                raise RuntimeError("the device has had enough")
+            yield piece
+
+    monkeypatch.setattr(Uploader, "pieces", failing)
+    failed = driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_model)))
+    assert "had enough" in failed.message
+    assert driver.status().weights == "poisoned"
+    assert driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_model))).committed
+    assert driver.status().weights == "valid"

@@ -1,0 +1,171 @@
+"""The kernels of ``triton_*.py`` for layers, compiled for sm_90 as published models launch them: without a device."""
+
+import os
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support.compiled_triton import compiling
+
+pytestmark = [
+    pytest.mark.skipif(find_spec("triton") is None, reason="Triton comes with torch for CUDA only"),
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing"),
+]
+
+BF16 = torch.bfloat16
+
+
+def zeros(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype, device="meta")
+
+
+def norms() -> None:
+    from caesura.scheduler.kernels.triton_elementwise import rms_norm
+
+    for size in (1024, 7168, 16384):
+        rms_norm(zeros(2, size), zeros(size), 1e-6, residual=zeros(2, size))
+    rms_norm(zeros(2, 3000)[:, :1536], zeros(1536), 1e-6)
+
+
+def gates() -> None:
+    from caesura.scheduler.kernels.triton_elementwise import silu_mul
+
+    silu_mul(zeros(3, 2 * 18944))
+
+
+def rotations() -> None:
+    from caesura.scheduler.kernels.triton_elementwise import rope_store
+
+    for heads, kv_heads, size, norm in [
+        (32, 8, 128, True), (28, 4, 128, False), (14, 2, 64, False), (16, 2, 256, True), (32, 32, 96, False)
+    ]:  # fmt: skip
+        qkv, angle = zeros(5, heads + 2 * kv_heads, size), zeros(5, 1, size // 2)
+        weights = (zeros(size), zeros(size), 1e-6) if norm else None
+        keys, slots = zeros(9, kv_heads, 16, size), zeros(5, dtype=torch.int64)
+        rope_store(qkv, heads, angle, angle, slots, keys, keys, out=qkv[:, :heads], norm=weights)
+
+
+def latents() -> None:
+    from caesura.scheduler.kernels.triton_rotations import rotate_latents
+
+    for heads in (16, 128):
+        q, angle = zeros(3, heads, 192), zeros(3, 1, 32)
+        rotate_latents(
+            q[..., 128:], zeros(3, 2112)[:, 1536:], angle, angle, (zeros(512), 1e-6), zeros(3, heads, 576),
+            zeros(3, 576), interleaved=True,
+        )  # fmt: skip
+
+
+def choices() -> None:
+    from caesura.scheduler.kernels.triton_experts import route
+
+    record = zeros(3, 48, 8, dtype=torch.uint8)
+    route(zeros(3, 128), 8, normalize=True, record=record[:, 7])
+    route(zeros(3, 512), 10, normalize=True)
+    for groups, group_score, scoring, experts in ((8, "top2", "sigmoid", 256), (8, "max", "softmax", 160)):
+        bias = zeros(experts, dtype=torch.float32) if scoring == "sigmoid" else None
+        logits = zeros(3, experts, dtype=torch.float32)
+        route(
+            logits, 8, normalize=True, scale=2.5, scoring=scoring, bias=bias, num_groups=groups, top_groups=4,
+            group_score=group_score, record=record[:, 0],
+        )  # fmt: skip
+
+
+def sums() -> None:
+    from caesura.scheduler.kernels.triton_experts import combine, sort_rows
+
+    for hidden, top_k in ((2048, 8), (7168, 6)):
+        rows, places, _ = sort_rows(zeros(3, hidden), zeros(3, top_k, dtype=torch.int64), 128)
+        combine(rows, places, zeros(3, top_k, dtype=torch.float32), zeros(3, hidden))
+        combine(rows, places, zeros(3, top_k, dtype=torch.float32))
+
+
+@pytest.mark.parametrize("launch", [norms, gates, rotations, latents, choices, sums])
+def test_it_compiles_for_hopper_within_its_registers(launch, tmp_path):
+    with compiling(tmp_path) as found:
+        launch()
+    assert found
+    for kernel in found:
+        usage = kernel.usage
+        assert (usage["STACK"], usage["LOCAL"]) == (0, 0), f"{kernel.name} spills: {usage}"
+    assert any("v4.b32" in kernel.ptx for kernel in found) or launch is choices, "16 bytes are read at a time"
+
+
+def launches(tokens: int) -> None:
+    """Each kernel once, as a step of so many tokens launches it."""
+    from caesura.scheduler.kernels import triton_elementwise, triton_experts, triton_rotations
+
+    angles = triton_rotations.angles(
+        zeros(tokens, dtype=torch.int64), zeros(32, dtype=torch.float32), 1.0, BF16
+    )
+    triton_elementwise.rms_norm(zeros(tokens, 64), zeros(64), 1e-6, residual=zeros(tokens, 64))
+    triton_elementwise.silu_mul(zeros(tokens, 64))
+    qkv, keys, slots = zeros(tokens, 4, 64), zeros(9, 1, 16, 64), zeros(tokens, dtype=torch.int64)
+    triton_elementwise.rope_store(qkv, 2, *angles, slots, keys, keys, out=qkv[:, :2])
+    queries, down = zeros(tokens, 2, 96), zeros(tokens, 256)
+    triton_rotations.rotate_latents(
+        zeros(tokens, 2, 80)[..., 16:], down[:, -96:], *angles, (zeros(32), 1e-6), queries, zeros(tokens, 96),
+        interleaved=True,
+    )  # fmt: skip
+    record = zeros(tokens, 3, 2, dtype=torch.uint8)[:, 1]
+    ids, weights = triton_experts.route(zeros(tokens, 8), 2, normalize=True, record=record)
+    rows, places, _ = triton_experts.sort_rows(queries[:, 0], ids, 8)
+    triton_experts.combine(rows, places, weights, queries[:, 0])
+
+
+def test_no_number_of_tokens_has_a_variant_of_its_own(tmp_path):
+    """Or a kernel would be compiled in the middle of serving."""
+    with compiling(tmp_path) as found:
+        for tokens in (1, 2, 16, 17):
+            launches(tokens)
+    variants = {(kernel.name, kernel.cubin) for kernel in found}
+    assert len(variants) == len({kernel.name for kernel in found}) == len(found) / 4
+
+
+class Kernel:
+    """Stands for what ``triton.jit`` makes, of two tensors and two numbers, the second of which has no variants."""
+
+    def __init__(self) -> None:
+        specialized = SimpleNamespace(do_not_specialize=False, do_not_specialize_on_alignment=False)
+        self.params = [specialized] * 3 + [SimpleNamespace(do_not_specialize=True)]
+        self.calls: list[tuple[Any, ...]] = []
+        self.variant_calls: list[tuple[Any, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Any:
+        def launch(*args: Any, **options: Any) -> Any:
+            self.calls.append((grid, *args, options))
+            return Variant(self.variant_calls)
+
+        return launch
+
+
+class Variant:
+    """Stands for what it compiles to."""
+
+    def __init__(self, calls: list[tuple[Any, ...]]) -> None:
+        self.calls = calls
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Any:
+        return lambda *args: self.calls.append((grid, *args))
+
+
+def test_triton_looks_at_arguments_once_for_each_kind_of_launch():
+    from caesura.scheduler.kernels.triton_launch import Launcher
+
+    kernel = Kernel()
+    launch = Launcher(kernel, tensors=2, numbers=2)
+    x, y = torch.zeros(64, dtype=BF16), torch.zeros(64)
+    launch((1, 1, 1), (x, y), (8, 5), (16, True), 4)
+    assert kernel.calls == [((1, 1, 1), x, y, 8, 5, 16, True, {"num_warps": 4})]
+    for grid, number in (((2, 1, 1), 5), ((3, 1, 1), 1)):  # another number of tokens
+        launch(grid, (x, y), (8, number), (16, True), 4)
+    assert len(kernel.calls) == 1
+    assert kernel.variant_calls == [((2, 1, 1), x, y, 8, 5, 16, True), ((3, 1, 1), x, y, 8, 1, 16, True)]
+    launch((1, 1, 1), (x, x), (8, 5), (16, True), 4)  # another dtype
+    launch((1, 1, 1), (x, y), (9, 5), (16, True), 4)  # another stride
+    launch((1, 1, 1), (x, y), (8, 5), (32, True), 4)
+    for _ in range(2):
+        launch((1, 1, 1), (x[1:], y), (8, 5), (16, True), 4)  # an address that is no multiple of 16
+    assert (len(kernel.calls), len(kernel.variant_calls)) == (6, 2)

@@ -1,0 +1,311 @@
+"""What lies between products, in Triton, against torch's composition: in Triton's interpreter, which runs it on the CPU.
+
+Triton decides when it is imported whether it interprets, hence a process of its own. ``tests/gpu/test_cuda_triton.py`` runs the
+same on a device.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import fake_flashinfer
+from support.checkpoints import make_checkpoint
+from support.forward_batches import PagedModel, Sequence, load_model
+from torch import Tensor
+from torch.nn import functional
+
+from caesura.scheduler import kernels
+from caesura.scheduler.attention.flashinfer import FlashInferBackend
+from caesura.scheduler.attention.paged_triton import PagedTritonBackend
+from caesura.scheduler.cache.pool import MHAPool
+from caesura.scheduler.kernels import between
+from caesura.scheduler.layers import experts as experts_module
+from caesura.scheduler.layers import moe
+from caesura.scheduler.layers.grouped_router import GroupedRouter
+from caesura.scheduler.layers.parameters import Placement
+from caesura.scheduler.layers.rotary import RopeParameters, RotaryEmbedding, rotate
+
+INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = torch.device(os.environ.get("CAESURA_TEST_DEVICE", "cpu"))
+RUNS = INTERPRETS or DEVICE.type == "cuda"
+computed = pytest.mark.skipif(not RUNS, reason="run by test_the_kernels_in_the_interpreter")
+interpreted = pytest.mark.skipif(not INTERPRETS, reason="run by test_the_kernels_in_the_interpreter")
+# Infinities and NaN are as good as other numbers to a device; NumPy, which the interpreter computes with, warns.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+if RUNS:
+    from caesura.scheduler.kernels import triton_elementwise, triton_experts, triton_rotations
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton comes with torch for CUDA only")
+@pytest.mark.skipif(RUNS, reason="this is the interpreter, or a device")
+def test_the_kernels_in_the_interpreter():
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=170,
+    )
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.fixture(autouse=True)
+def seeded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    torch.manual_seed(0)
+    if INTERPRETS:
+        _round_to_nearest(monkeypatch)
+    with DEVICE:
+        yield
+
+
+def _round_to_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter cuts float32 off where it makes bfloat16 of it; a device rounds."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    convert = interpreter._convert_float
+
+    def rounding(values: Any, source: Any, target: Any, mode: Any) -> Any:
+        if (source, target) != (tl.float32, tl.bfloat16):
+            return convert(values, source, target, mode)
+        bits = torch.from_numpy(values.copy()).bfloat16().view(torch.int16).numpy()
+        return bits.view("uint16")
+
+    monkeypatch.setattr(interpreter, "_convert_float", rounding)
+
+
+def assert_rounded_alike(found: Tensor, expected: Tensor) -> None:
+    """Bit for bit in two bytes but for one element in a thousand, of two roundings; in float32, to its last bits."""
+    assert found.dtype == expected.dtype
+    if found.dtype == torch.float32:
+        torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+        return
+    steps = (found.view(torch.int16).int() - expected.view(torch.int16).int()).abs()
+    assert steps.max() <= 2
+    assert (steps != 0).float().mean() < 1e-3
+
+
+# Between products
+
+
+@computed
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1, 1000, 4096])
+def test_the_norm_rounds_as_torch_does(dtype, size):
+    wide, residual = torch.randn(3, size + 8).to(dtype), torch.randn(3, size).to(dtype)
+    x, weight = wide[:, :size], torch.randn(size).to(dtype)  # rows apart, as those of latents are
+    sum_ = residual + x
+    for normalized, found in (
+        (x, triton_elementwise.rms_norm(x, weight, 1e-5)),
+        (sum_, triton_elementwise.rms_norm(x, weight, 1e-5, residual=residual)),
+    ):
+        assert_rounded_alike(found, functional.rms_norm(normalized, (size,), None, 1e-5) * weight)
+    assert torch.equal(residual, sum_)
+    assert triton_elementwise.rms_norm(x[:0], weight, 1e-5).shape == (0, size)
+
+
+@computed
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_gate_rounds_as_torch_does(dtype):
+    gate_up = 4 * torch.randn(3, 2 * 1500).to(dtype)
+    gate_up[0, :3] = torch.tensor([100.0, -100.0, 0.0])
+    gate, up = gate_up.chunk(2, dim=-1)
+    assert_rounded_alike(triton_elementwise.silu_mul(gate_up), functional.silu(gate) * up)
+    assert triton_elementwise.silu_mul(gate_up[:0]).shape == (0, 1500)
+
+
+@computed
+@pytest.mark.parametrize("dtype,heads,kv_heads,size", [
+    (torch.bfloat16, 8, 2, 128), (torch.float16, 5, 5, 12), (torch.float32, 3, 1, 80)
+])  # fmt: skip
+@pytest.mark.parametrize("norms,keys_kept", [(False, False), (True, True)])
+def test_rotation_and_store_round_as_torch_does(dtype, heads, kv_heads, size, norms, keys_kept):
+    tokens, slots = 5, torch.tensor([17, 0, 50, 33, 16])
+    qkv = torch.randn(tokens, heads + 2 * kv_heads, size).to(dtype)
+    cos, sin = torch.rand(2, tokens, 1, size // 2).to(dtype)
+    norm = (torch.randn(size).to(dtype), torch.randn(size).to(dtype), 1e-6) if norms else None
+    qk = qkv[:, :-kv_heads]
+    if norm is not None:
+        qk = functional.rms_norm(qk, (size,), None, norm[2])
+        qk = torch.cat((qk[:, :heads] * norm[0], qk[:, heads:] * norm[1]), 1)
+    expected = rotate(qk, cos, sin)
+    keys, values = torch.full((2, 4, kv_heads, 16, size), 7.0).to(dtype)
+    given = qkv.clone()
+    out = given[:, : heads + kv_heads if keys_kept else heads]
+    triton_elementwise.rope_store(given, heads, cos, sin, slots, keys, values, out=out, norm=norm)
+    assert_rounded_alike(out, expected[:, : out.shape[1]])
+    assert torch.equal(given[:, out.shape[1] :], qkv[:, out.shape[1] :]), "what is not asked for stays"
+    pages, offsets = slots // 16, slots % 16
+    assert_rounded_alike(keys[pages, :, offsets], expected[:, heads:])
+    assert torch.equal(values[pages, :, offsets], qkv[:, -kv_heads:])
+    keys[pages, :, offsets] = values[pages, :, offsets] = 7
+    assert bool((keys == 7).all() and (values == 7).all()), "stored elsewhere"
+
+
+@computed
+@pytest.mark.parametrize("dtype,heads,latent,rope,interleaved", [
+    (torch.float16, 3, 20, 6, False), (torch.float32, 3, 20, 6, True), (torch.bfloat16, 20, 512, 64, True)
+])  # fmt: skip
+def test_latents_are_rounded_as_torch_does(dtype, interleaved, heads, latent, rope):
+    down = torch.randn(3, 7 + heads * (5 + rope) + latent + rope).to(
+        dtype
+    )  # of odd strides, as projections are
+    q_rope = down[:, 7 : 7 + heads * (5 + rope)].unflatten(-1, (heads, -1))[..., 5:]
+    kv, weight = down[:, -latent - rope :], torch.randn(latent).to(dtype)
+    cos, sin = torch.rand(2, 3, 1, rope // 2).to(dtype)
+    queries, keys = torch.full((3, heads, latent + rope), 7.0).to(dtype), torch.empty_like(kv).contiguous()
+    triton_rotations.rotate_latents(
+        q_rope, kv, cos, sin, (weight, 1e-6), queries, keys, interleaved=interleaved
+    )
+    assert bool((queries[..., :latent] == 7).all())
+    assert_rounded_alike(queries[..., latent:], rotate(q_rope, cos, sin, interleaved=interleaved))
+    normalized = functional.rms_norm(kv[:, :latent], (latent,), None, 1e-6) * weight
+    assert_rounded_alike(keys[:, :latent], normalized)
+    k_rope = rotate(kv[:, latent:].unsqueeze(1), cos, sin, interleaved=interleaved)
+    assert_rounded_alike(keys[:, latent:], k_rope.squeeze(1))
+
+
+@computed
+@pytest.mark.parametrize("dtype,half", [(torch.float32, 64), (torch.bfloat16, 24), (torch.float16, 1)])
+def test_angles_are_torchs(dtype, half):
+    embedding = RotaryEmbedding(
+        RopeParameters(attention_factor=1.2), 2 * half, place=Placement(dtype, DEVICE)
+    )
+    positions = torch.tensor([0, 1, 900, 1_000_000])
+    found = triton_rotations.angles(positions, embedding._inverse_frequencies, 1.2, dtype)
+    for mine, theirs in zip(found, embedding._compute(positions), strict=True):
+        assert_rounded_alike(mine, theirs)
+
+
+# Experts
+
+
+@computed
+@pytest.mark.parametrize("dtype,experts,top_k,normalize", [
+    (torch.bfloat16, 128, 8, True), (torch.float16, 60, 7, False), (torch.float32, 5, 5, True),
+    (torch.bfloat16, 60, 1, False),
+])  # fmt: skip
+def test_the_choice_is_torchs(dtype, experts, top_k, normalize):
+    logits = torch.stack([torch.randperm(experts) for _ in range(6)]).to(dtype) / 8  # no two of a token alike
+    record = torch.full((6, 3, top_k), -1, dtype=torch.int16)
+    ids, weights = triton_experts.route(logits, top_k, normalize=normalize, record=record[:, 1])
+    expected, expected_ids = logits.softmax(-1, dtype=torch.float32).topk(top_k)
+    if normalize:
+        expected = expected / expected.sum(-1, keepdim=True)
+    assert torch.equal(ids, expected_ids)
+    assert_rounded_alike(weights.to(dtype), expected.to(dtype))
+    assert torch.equal(weights, weights.to(dtype).float())
+    assert torch.equal(record[:, 1].long(), ids)
+    assert bool((record[:, 0] == -1).all() and (record[:, 2] == -1).all())
+
+
+@computed
+def test_the_lower_of_equal_experts_is_chosen_and_nothing_else_than_experts():
+    logits = torch.tensor([[0.0, 1, 1, -0.0, 1], [torch.nan] * 5, [0, torch.nan, 9, 0, 0], [-torch.inf] * 5])
+    ids, weights = triton_experts.route(logits, 4, normalize=True)
+    assert ids[0].tolist() == [1, 2, 4, 0]
+    assert all(len(set(row)) == 4 and set(row) < set(range(5)) for row in ids.tolist())
+    assert weights[0].isfinite().all()
+    assert weights[1:].isnan().all()
+
+
+@computed
+@pytest.mark.parametrize("scoring,bias", [("softmax", False), ("sigmoid", True)])
+@pytest.mark.parametrize("groups,top_groups,group_score", [(1, 1, "max"), (4, 2, "top2"), (3, 1, "max")])
+def test_the_choice_by_groups_is_torchs(scoring, bias, groups, top_groups, group_score):
+    experts, top_k = groups * 20, 6
+    router = GroupedRouter(
+        "r", "gate", 8, experts, top_k, scoring=scoring, num_groups=groups, top_groups=top_groups,
+        group_score=group_score, normalize=bias, scale=2.5, bias=bias, place=Placement(torch.float32, DEVICE),
+    )  # fmt: skip
+    for slot in router.slots():
+        slot.write(torch.randn(slot.shape), 0)
+    x, record = torch.randn(12, 8), torch.empty(12, top_k, dtype=torch.uint8)
+    expected_ids, expected = router.forward(x, record)
+    router._triton = triton_experts
+    ids, weights = router.forward(x, record.zero_())
+    assert torch.equal(ids, expected_ids)
+    assert torch.equal(record.long(), ids)
+    torch.testing.assert_close(weights, expected, atol=1e-6, rtol=1e-5)
+
+
+@computed
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens,top_k,experts,size", [(1, 1, 1, 8), (12, 4, 9, 50)])
+@pytest.mark.parametrize("at_once", [16, 256])
+def test_rows_are_sorted_and_summed_as_torch_does(dtype, tokens, top_k, experts, size, at_once, monkeypatch):
+    """Fewer pairs and elements than a program takes at once, and more."""
+    for name in ("_LOOKED_AT", "_COPIED", "_SUMMED"):
+        monkeypatch.setattr(triton_experts, name, at_once)
+    ids = torch.rand(tokens, experts).argsort(-1)[:, :top_k].contiguous()
+    x = torch.randn(tokens, size + 3).to(dtype)[:, :size]
+    rows, places, ends = triton_experts.sort_rows(x, ids, experts)
+    expected_tokens, expected_places, expected_ends = experts_module.sort_by_expert(ids, experts)
+    assert torch.equal(rows, x[expected_tokens])
+    assert torch.equal(places, expected_places)
+    assert torch.equal(ends, expected_ends)
+    weights, addend = torch.rand(tokens, top_k), torch.randn(tokens, size).to(dtype)
+    summed = experts_module.combine(rows, places, weights)
+    apart = torch.cat((rows, rows), 1)[:, :size]  # rows apart in memory
+    assert_rounded_alike(triton_experts.combine(apart, places, weights), summed)
+    assert_rounded_alike(triton_experts.combine(rows, places, weights, addend), summed + addend)
+
+
+# Models
+
+
+@pytest.fixture
+def served_by_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is built now on the CPU takes the kernels."""
+    served = {"elementwise": kernels.TRITON, "experts": kernels.TRITON}
+    for module in (between, experts_module, moe, sys.modules[PagedTritonBackend.__module__]):
+        monkeypatch.setattr(module, "best", lambda operation, *_: served[operation])
+
+
+def logits_of(model: Any, backend: type | None) -> list[Tensor]:
+    """Of two prompts, one of them in chunks beside the other's decoding, then of both decoding."""
+    paged = PagedModel(model, torch.float32, num_pages=20)
+    config, pool = model.config, paged.pool
+    if isinstance(pool, MHAPool) and backend is not None:
+        sizes = (config.num_heads, config.num_kv_heads, config.head_dim)
+        options: dict[str, Any] = {"max_rows": 4, "max_pages": 8}
+        if backend is FlashInferBackend:
+            options |= {"max_tokens": 64, "library": fake_flashinfer}
+        paged.backend = backend(pool, *sizes, **options)
+        assert paged.backend.fused is not None
+    generator = torch.Generator().manual_seed(3)
+    first, second = (Sequence(torch.randint(0, 97, (40,), generator=generator).tolist()) for _ in range(2))
+    found = paged.step([], [(first, 5)])
+    found += paged.step([first], [(second, 3)])
+    found += paged.step([], [(first, 2)])
+    return found + paged.step([first, second])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    yield tmp_path_factory.mktemp("models")
+
+
+@interpreted
+@pytest.mark.parametrize("family,backend", [
+    ("qwen2", FlashInferBackend), ("qwen3-moe", FlashInferBackend), ("qwen3", PagedTritonBackend),
+    ("deepseek-v2", None), ("deepseek-v3", None),
+])  # fmt: skip
+def test_models_compute_the_same(family, backend, folder, request, monkeypatch):
+    make_checkpoint(folder / family, family)
+    monkeypatch.setattr(kernels.native, "_library", lambda: "left out by a test")
+    reference = load_model(str(folder / family), torch.float32)
+    request.getfixturevalue("served_by_triton")
+    model = load_model(str(folder / family), torch.float32)
+    for found, expected in zip(logits_of(model, backend), logits_of(reference, None), strict=True):
+        torch.testing.assert_close(found, expected, atol=3e-5, rtol=1e-4)
+    if model.routing is not None and reference.routing is not None:
+        assert torch.equal(model.routing.rows(2), reference.routing.rows(2))

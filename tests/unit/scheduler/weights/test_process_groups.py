@@ -1,0 +1,214 @@
+"""Process groups of NCCL, with a stand-in for it: joining, timeouts, the end of a dead group, and buffers that are used in turn."""
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.lagging_streams import LaggingDevice
+from support.waiting import eventually
+from torch import Tensor
+from torch.distributed import PrefixStore, TCPStore
+
+from caesura.io_struct import CaesuraError, TensorSpec
+from caesura.io_struct.weights import PRESENT
+from caesura.scheduler.weights.transports import process_group, reception
+from caesura.scheduler.weights.transports.distributed import DistributedSource, Group
+from caesura.scheduler.weights.transports.process_group import Membership
+from caesura.scheduler.weights.write_stream import WriteStream
+
+CPU = torch.device("cpu")
+NAME = "g"
+
+
+class Nccl:
+    """As much of ``ProcessGroupNCCL`` as is used: its constructor waits for nobody, its broadcasts run on the current stream."""
+
+    class Options:
+        _timeout: timedelta | None = None
+
+    made: ClassVar["list[Nccl]"] = []
+
+    def __init__(self, store: Any, rank: int, size: int, options: Options) -> None:
+        self.timeout, self.environment = options._timeout, dict(os.environ)
+        self.aborted = threading.Event()
+        self.coming: list[Tensor] = []
+        """What the trainer broadcasts. Empty: nobody broadcasts, and as NCCL does while it looks for its ranks, we wait for ever."""
+        self.unwaited, self.most_unwaited = 0, 0
+        self.made.append(self)
+
+    def name(self) -> str:
+        return "nccl"
+
+    def abort(self) -> None:
+        self.aborted.set()
+
+    def broadcast(self, views: list[Tensor], options: Any) -> Any:
+        if not self.coming:
+            threading.Event().wait()
+        views[0].copy_(self.coming.pop(0))
+        self.unwaited += 1
+        self.most_unwaited = max(self.most_unwaited, self.unwaited)
+        return SimpleNamespace(wait=self._wait)
+
+    def _wait(self) -> None:
+        self.unwaited -= 1
+
+
+@pytest.fixture(autouse=True)
+def nccl(monkeypatch: pytest.MonkeyPatch) -> type[Nccl]:
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(Nccl, "made", [])
+    for name in process_group._NCCL_IN_TORCH:
+        monkeypatch.delenv(name, raising=False)
+    return Nccl
+
+
+@pytest.fixture
+def store() -> Iterator[TCPStore]:
+    """A trainer's."""
+    yield TCPStore("127.0.0.1", 0, 3, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
+
+
+def group(
+    store: TCPStore,
+    rank: int = 1,
+    *,
+    timeout_s: float = 20.0,
+    broadcast_timeout_s: float = 20.0,
+    write_stream: WriteStream | None = None,
+    wake: Callable[[], None] = lambda: None,
+) -> Group:
+    member = Membership(NAME, f"127.0.0.1:{store.port}", 3, rank, "nccl")
+    return Group(member, timeout_s, broadcast_timeout_s, CPU, wake, write_stream=write_stream)
+
+
+def say_present(store: TCPStore) -> None:
+    """As our own half of a trainer does, before it invites engines."""
+    PrefixStore(NAME, store).set(f"{PRESENT}0", "")
+
+
+def test_a_trainer_of_another_make_is_joined_at_once(store: TCPStore) -> None:
+    """It may answer nothing before its first broadcast, for which it waits until we have replied."""
+    assert eventually(group(store).joined)
+
+
+def test_engines_of_our_own_trainer_wait_for_one_another(store: TCPStore) -> None:
+    say_present(store)
+    first = group(store, 1)
+    eventually(lambda: PrefixStore(NAME, store).check([f"{PRESENT}1"]))
+    assert not first.joined()
+    second = group(store, 2)
+    assert eventually(first.joined)
+    assert eventually(second.joined)
+
+
+def test_an_engine_that_does_not_come_fails_the_join_by_its_deadline(store: TCPStore) -> None:
+    say_present(store)
+    alone = group(store, 1, timeout_s=0.5)
+    with pytest.raises(CaesuraError, match=r"only ranks \[0, 1\] have joined") as caught:
+        eventually(alone.joined)
+    assert caught.value.detail["ranks_seen"] == [0, 1]
+    assert Nccl.made[0].aborted.is_set()
+
+
+def test_broadcasts_have_a_timeout_of_their_own(store: TCPStore) -> None:
+    """NCCL looks at its own, not at an operation's. The store's holds for the first broadcast, in which the ranks meet."""
+    eventually(group(store, timeout_s=5.0, broadcast_timeout_s=77.0).joined)
+    assert Nccl.made[0].timeout == timedelta(seconds=77)
+
+
+def test_nothing_of_torchs_ends_the_process(store: TCPStore) -> None:
+    """A failure raises in the thread that waits; the watchdog, which would end the process, is not started."""
+    eventually(group(store).joined)
+    found = Nccl.made[0].environment
+    assert found["TORCH_NCCL_BLOCKING_WAIT"] == "1"
+    assert found["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == found["TORCH_NCCL_ENABLE_MONITORING"] == "0"
+
+
+def test_a_group_that_is_left_is_aborted(store: TCPStore) -> None:
+    left = group(store)
+    eventually(left.joined)
+    left.kill("the group was destroyed")
+    assert Nccl.made[0].aborted.wait(20)
+
+
+def test_a_trainer_that_died_before_its_first_broadcast(
+    store: TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL has no timeout while it looks for its ranks: the loop is woken, gives the group up and has it aborted."""
+    monkeypatch.setattr(reception, "GRACE_S", 0.0)
+    woken = threading.Event()
+    device = LaggingDevice()
+    stream = WriteStream(device, device.on_stream)
+    dead = group(store, broadcast_timeout_s=0.1, write_stream=stream, wake=woken.set)
+    eventually(dead.joined)
+    woken.clear()
+    specs = [TensorSpec(name="a", dtype="U8", shape=[4], nbytes=4)]
+    pieces = DistributedSource(dead, [specs]).pieces(1 << 20, lambda name: False)
+
+    def given_up() -> bool:
+        assert next(pieces) is None
+        assert woken.wait(20), "nobody would look again"
+        woken.clear()
+        return False
+
+    with pytest.raises(CaesuraError, match=r"a broadcast did not come within 0.1 s; the group is dead"):
+        eventually(given_up)
+    assert Nccl.made[0].aborted.wait(20)
+
+
+@pytest.mark.parametrize(
+    "sizes", [[5], [1000] * 40, [70, 3, 9000, 5, 1, 256, 4096, 20_000, 8] * 5, [0, 12, 0]]
+)
+@pytest.mark.parametrize("shared_bytes", [0, 10_000])
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("waits", [False, True])
+def test_two_buffers_in_turn_tear_nothing(
+    store: TCPStore,
+    monkeypatch: pytest.MonkeyPatch,
+    sizes: list[int],
+    shared_bytes: int,
+    waits: bool,
+    eager: bool,
+) -> None:
+    """On a device that copies out of the buffers as late as it may, and receives as late or as early as it may."""
+    monkeypatch.setattr("caesura.scheduler.weights.transports.distributed.SHARED_BYTES", shared_bytes)
+    device = LaggingDevice(eager_side=eager)
+    one = group(store, write_stream=WriteStream(device, device.on_stream))
+    eventually(one.joined)
+    for _ in range(2):  # the buffers stay, and the second update comes before the first one's copies are done
+        sent = [torch.randint(0, 255, (size,), dtype=torch.uint8) for size in sizes]
+        Nccl.made[0].coming += [tensor.clone() for tensor in sent]
+        got = [torch.empty_like(tensor) for tensor in sent]
+        with closing(one.receive(sizes)) as receiving:
+            for target in got:
+                came: Tensor | None = None
+                while came is None:
+                    came = receiving.take()
+                with device.on_stream():
+                    target.copy_(came)
+                if waits:
+                    device.writing.synchronize()
+    device.writing.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(got, sent, strict=True))
+    together = Nccl.made[0].most_unwaited
+    assert together == 1 if shared_bytes == 0 else together <= 10_000 // 256 + 1
+
+
+def test_small_broadcasts_are_waited_for_together(store: TCPStore) -> None:
+    """torch looks once in a millisecond whether one has ended: a thousand of them would take a second."""
+    device = LaggingDevice()
+    one = group(store, write_stream=WriteStream(device, device.on_stream))
+    eventually(one.joined)
+    Nccl.made[0].coming += [torch.zeros(8, dtype=torch.uint8) for _ in range(1000)]
+    with closing(one.receive([8] * 1000)) as receiving:
+        eventually(lambda: receiving.take() is not None)
+    assert Nccl.made[0].most_unwaited == 1000
