@@ -37,6 +37,7 @@ from .generate import (
     Keepalive,
 )
 from .hello import HelloReqInput, HelloReqOutput
+from .images import GenerateImagesReqInput, GenerateImagesReqOutput
 from .memory import GetMemoryHistoryReqInput, GetMemoryHistoryReqOutput
 from .profile import (
     StartProfileReqInput,
@@ -66,6 +67,7 @@ from .weights import (
 ToScheduler = (
     HelloReqInput
     | GenerateReqInput
+    | GenerateImagesReqInput
     | ScoreReqInput
     | AbortReq
     | PauseGenerationReqInput
@@ -95,6 +97,7 @@ ToScheduler = (
 
 ToClient = (
     BatchTokenOutput
+    | GenerateImagesReqOutput
     | ScoreReqOutput
     | Keepalive
     | ErrorReply

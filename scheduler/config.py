@@ -13,6 +13,7 @@ from typing import Literal, get_args
 import torch
 
 from ..io_struct import CaesuraError, ErrorCode, Residency, private_directory
+from .files import is_pipeline
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16", "fp32", "bf16", "fp16", "float", "half"]
 PAGE_SIZE = 16
@@ -31,6 +32,8 @@ class Sizes:
     """``kv_memory_fraction``"""
 
 
+_PIPELINE_SIZES = Sizes(16, 512, 0.5)
+"""Of image pipelines, whose rows are large everywhere: one is thousands of tokens."""
 _CPU_SIZES = Sizes(256, 512, 0.5)
 _ACCELERATOR_SIZES = (
     (60, Sizes(1024, 8192, 0.85)),
@@ -73,8 +76,8 @@ class EngineConfig:
     """Fraction of the free device memory for the KV cache pool when kv_pool_tokens is not given. The default is 0.5 on the
     CPU, 0.85 on accelerators and 0.8 on those with less than 30 GB."""
     max_running_requests: int | None = None
-    """Maximum number of running samples, that is, of samples that hold KV cache. The default is 256 on the CPU and on
-    accelerators with less than 30 GB, 512 with less than 60 GB and 1024 with more."""
+    """Maximum number of running samples, that is, of samples that hold KV cache, or latents. The default is 256 on the CPU and
+    on accelerators with less than 30 GB, 512 with less than 60 GB and 1024 with more; 16 for image pipelines."""
     max_waiting_requests: int = 16384
     """Maximum number of queued samples; further requests are refused."""
     chunked_prefill_size: int | None = None
@@ -139,6 +142,9 @@ class EngineConfig:
     layerwise: during scoring, layer by layer."""
     reference_pool_tokens: int | None = None
     """Size of the reference model's KV cache pool in tokens. The default is one sequence of context_len."""
+    frozen_residency: Literal["resident", "offload"] = "resident"
+    """Where the text encoders and the VAE of an image pipeline are. resident: always on the device, and updates may write
+    them; offload: on the device while steps need them, and updates write the transformer only."""
     check_ledger: bool = False
     """For tests: after every control message, check that free, cached and held KV pages add up."""
     log_stages: bool = False
@@ -194,7 +200,7 @@ class EngineConfig:
         rows, chunk, fraction = self.max_running_requests, self.chunked_prefill_size, self.kv_memory_fraction
         if rows is not None and chunk is not None and fraction is not None:
             return Sizes(rows, chunk, fraction)
-        usual = _usual_sizes(self.device)
+        usual = _PIPELINE_SIZES if is_pipeline(self.model_path) else _usual_sizes(self.device)
         return Sizes(
             usual.rows if rows is None else rows,
             usual.chunk_tokens if chunk is None else chunk,
@@ -273,6 +279,7 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "dtype": get_args(DtypeName),
     "attention_backend": ("auto", "flashinfer", "triton", "sdpa"),
     "reference_residency": get_args(Residency),
+    "frozen_residency": ("resident", "offload"),
 }
 
 

@@ -355,6 +355,7 @@ def launch_scheduler(
     reference_model_path: str | os.PathLike[str] | None = None,
     reference_residency: Literal["resident", "offload", "layerwise"] | None = None,
     reference_pool_tokens: int | None = None,
+    frozen_residency: Literal["resident", "offload"] | None = None,
     weights_cpu_backup: bool | None = None,
     load_bucket_bytes: int | None = None,
     allow_legacy_pickle: bool | None = None,
