@@ -8,6 +8,7 @@ import io
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import matplotlib as mpl
@@ -69,17 +70,19 @@ def all_charts(history: History) -> dict[str, Chart]:
         "time": (_time, (4.7, 2.2)),
         "crossing": (_crossing, (4.7, 2.2)),
     }
-    return {name: _draw(name, draw, size, history) for name, (draw, size) in drawings.items()}
+    return {
+        name: draw_chart(name, partial(draw, history=history), size)
+        for name, (draw, size) in drawings.items()
+    }
 
 
-def _draw(
-    name: str, draw: Callable[[Axes, History], None], size: tuple[float, float], history: History
-) -> Chart:
+def draw_chart(name: str, draw: Callable[[Axes], None], size: tuple[float, float]) -> Chart:
+    """What ``draw`` makes of empty axes; ``size`` in inches."""
     # The salt keeps ids apart on one page.
     with mpl.rc_context(STYLE | {"svg.hashsalt": name}):  # type: ignore[arg-type]
         figure = Figure(figsize=size, layout="constrained")
         axes = figure.add_subplot()
-        draw(axes, history)
+        draw(axes)
         stream = io.StringIO()
         figure.savefig(stream, format="svg", transparent=True)
     legend = [
