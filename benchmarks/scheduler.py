@@ -26,6 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from caesura.io_struct import GenerateReqInput, SamplingParams, encode
+from caesura.scheduler.batching.batcher import Batcher
 from caesura.scheduler.config import EngineConfig
 from caesura.scheduler.engine import Engine
 from caesura.scheduler.forward import ForwardBatch, HostOutput
@@ -130,8 +131,9 @@ class Bench:
     def prefilled(self) -> None:
         """Tick until every request that can run decodes."""
         batcher = self.engine.scheduler._batcher
+        assert isinstance(batcher, Batcher)
         self.engine.scheduler.tick(None)
-        while batcher.num_prefilling or (self.engine.scheduler._batcher.waiting and batcher.table.num_free):
+        while batcher.num_prefilling or (batcher.waiting and batcher.table.num_free):
             self.engine.scheduler.tick(None)
         self.drain()
 

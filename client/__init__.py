@@ -5,6 +5,7 @@ from ..io_struct import (
     ErrorCode,
     FinishReason,
     SamplingParams,
+    SdeParams,
     TensorSpec,
     WeightVersionSpan,
 )
@@ -52,6 +53,7 @@ from .wire.async_control_client import AsyncControlClient
 from .wire.async_handle import AsyncGenerationHandle
 from .wire.control_client import ControlClient
 from .wire.handle import GenerationHandle
+from .wire.images import ImageOutput, ImageTensor
 from .wire.options import WeightUpdate
 from .wire.results import GenerateOutput, TokenDelta, TokenLogprobs
 from .wire.scheduler_client import SchedulerClient
@@ -81,6 +83,8 @@ __all__ = [
     "GenerationHandle",
     "GroupError",
     "IdConflict",
+    "ImageOutput",
+    "ImageTensor",
     "InternalError",
     "InvalidRequest",
     "LaunchedScheduler",
@@ -93,6 +97,7 @@ __all__ = [
     "QueueFull",
     "SamplingParams",
     "SchedulerClient",
+    "SdeParams",
     "SessionOpen",
     "ShuttingDown",
     "TensorSpec",

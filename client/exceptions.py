@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 from ..io_struct import CaesuraError, ErrorCode, ErrorReply
 
 if TYPE_CHECKING:
+    from .wire.images import ImageOutput
     from .wire.results import GenerateOutput
 
 
@@ -45,7 +46,7 @@ class EngineError(CaesuraError):
 
     error_code: ClassVar[ErrorCode] = ErrorCode.INTERNAL
     output: "GenerateOutput | None" = None
-    outputs: "tuple[GenerateOutput, ...]" = ()
+    outputs: "tuple[GenerateOutput, ...] | tuple[ImageOutput, ...]" = ()
 
     def __init__(self, message: str, **detail: Any) -> None:
         super().__init__(self.error_code, message, **detail)

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 DOCUMENT = ROOT / "docs" / "contributing" / "structures.md"
 
 FLOORS = (
-    ("config", "distributed", "dtypes", "files", "background", "shutdown"),
+    ("files", "config", "distributed", "dtypes", "background", "shutdown"),
     ("memory",),
     ("observability", "guard", "timers"),
     ("cache",),
@@ -25,9 +25,9 @@ FLOORS = (
     ("models",),
     ("weights",),
     ("runner",),
-    ("batching", "operations", "build"),
+    ("batching", "images", "backends", "operations", "build", "stepping"),
     ("commands", "serving"),
-    ("housekeeping", "loop", "engine", "process", "__main__"),
+    ("housekeeping", "loop", "core", "image_core", "engine", "process", "__main__"),
 )
 """The modules and packages of ``scheduler/`` from the ground up. A file imports from floors below its own, from its own package,
 and from modules to its left; ``tests/architecture/test_layers.py`` checks it."""

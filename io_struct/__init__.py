@@ -1,6 +1,17 @@
 """The wire contract: every message that crosses it, and how it is framed (docs/reference/wire.md)."""
 
-from .base import WIRE_VERSION, Identifier, Message, Record, Reply, ReplyRecord, Request, TensorSpec, new_id
+from .base import (
+    WIRE_VERSION,
+    FramedMessage,
+    Identifier,
+    Message,
+    Record,
+    Reply,
+    ReplyRecord,
+    Request,
+    TensorSpec,
+    new_id,
+)
 from .codec import (
     ToClient,
     ToScheduler,
@@ -70,6 +81,7 @@ from .generate import (
     WeightVersionSpan,
 )
 from .hello import HelloReqInput, HelloReqOutput
+from .images import GenerateImagesReqInput, GenerateImagesReqOutput, ResultTensor, SdeParams
 from .memory import (
     MAX_HISTORY_EVENTS,
     GetMemoryHistoryReqInput,
@@ -133,6 +145,9 @@ __all__ = [
     "FinishReason",
     "FlushCacheReqInput",
     "FlushCacheReqOutput",
+    "FramedMessage",
+    "GenerateImagesReqInput",
+    "GenerateImagesReqOutput",
     "GenerateReqInput",
     "GenerateReqOutput",
     "GenerationState",
@@ -169,12 +184,14 @@ __all__ = [
     "ReplyRecord",
     "Request",
     "Residency",
+    "ResultTensor",
     "ResumeMemoryOccupationReqInput",
     "ResumeMemoryOccupationReqOutput",
     "RoutedExperts",
     "SamplingParams",
     "ScoreReqInput",
     "ScoreReqOutput",
+    "SdeParams",
     "SessionStatus",
     "SharedMemoryHandle",
     "ShutdownReqInput",

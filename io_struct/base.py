@@ -9,7 +9,8 @@ Invariants:
 """
 
 import uuid
-from typing import Annotated
+from collections.abc import Sequence
+from typing import Annotated, Self
 
 import msgspec
 
@@ -66,6 +67,21 @@ class Reply(Message, kw_only=True, forbid_unknown_fields=False):
 
     id: str
     """The ``id`` of the request that this answers."""
+
+
+class FramedMessage(Message, kw_only=True, forbid_unknown_fields=False, dict=True):
+    """Scheduler to client: a header, and behind it one frame for each of its tensors."""
+
+    @property
+    def buffers(self) -> Sequence[bytes | memoryview]:
+        """The frames, which are no part of the header."""
+        frames: Sequence[bytes | memoryview] = self.__dict__.get("_buffers", ())
+        return frames
+
+    def with_buffers(self, buffers: Sequence[bytes | memoryview]) -> Self:
+        """This message, with its frames."""
+        self.__dict__["_buffers"] = buffers
+        return self
 
 
 class Record(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):

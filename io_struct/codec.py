@@ -37,6 +37,7 @@ from .generate import (
     Keepalive,
 )
 from .hello import HelloReqInput, HelloReqOutput
+from .images import GenerateImagesReqInput, GenerateImagesReqOutput
 from .memory import GetMemoryHistoryReqInput, GetMemoryHistoryReqOutput
 from .score import ScoreReqInput, ScoreReqOutput
 from .weights import (
@@ -60,6 +61,7 @@ from .weights import (
 ToScheduler = (
     HelloReqInput
     | GenerateReqInput
+    | GenerateImagesReqInput
     | ScoreReqInput
     | AbortReq
     | PauseGenerationReqInput
@@ -87,6 +89,7 @@ ToScheduler = (
 
 ToClient = (
     BatchTokenOutput
+    | GenerateImagesReqOutput
     | ScoreReqOutput
     | Keepalive
     | ErrorReply

@@ -428,10 +428,10 @@ class GetStatusReqOutput(Reply, kw_only=True):
     """A release of the weights keeps a copy on the host, and a resume restores it."""
     kernels: dict[str, str] = {}
     """Operation to what serves it: ``torch``, an instruction set of the compiled CPU kernels (``avx2``, ``avx512``,
-    ``avx512bf16``, ``amx``), or the library of attention kernels that a GPU has. Operations that the model does not have are
-    absent."""
+    ``avx512bf16``, ``amx``), or a library of kernels for GPUs. Operations that the model does not have are absent."""
     kernels_reason: str | None = None
-    """Why ``torch`` serves some of them on a CPU. None: it does not, or the device is no CPU."""
+    """Why ``torch`` serves some of them on a CPU, or on CUDA why no better library serves attention. None: nothing better
+    is missing."""
     context_len: int
     """Maximum length of prompt plus output, in tokens."""
     vocab_size: int

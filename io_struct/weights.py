@@ -20,6 +20,8 @@ class BeginWeightUpdateReqInput(ControlRequest, kw_only=True):
     manifest: list[TensorSpec] | None = None
     """All tensors of the checkpoint. It is checked at once, must be complete, and ``end`` requires all of it. None
     means that each call is checked on its own, and an update of some tensors is enough."""
+    component: Label | None = None
+    """The component of a diffusion pipeline whose tensors ``manifest`` has. None means its transformer."""
     deadline_s: PositiveDuration | None = None
     """Seconds after which the session is aborted. None means the engine's ``session_deadline_s``."""
 
@@ -111,6 +113,9 @@ class WeightUpdateOptions(ControlRequest, kw_only=True):
     """True: the commit of the session empties the device allocator's cache."""
     weight_version: Label | None = None
     """The new version label, set at commit. None means unchanged."""
+    component: Label | None = None
+    """The component of a diffusion pipeline that this call writes, as its folder is called: ``text_encoder``, ``vae``,
+    … None means its transformer. A language model has no components."""
     abort_all_requests: bool = False
     """True: abort every request, after the call has been checked and its first tensor has arrived."""
 

@@ -7,15 +7,11 @@ Invariants:
 
 import logging
 from collections.abc import Callable
-from functools import partial
 
 import torch
 
 from ..io_struct import CaesuraError, ErrorCode
-from .attention import flashinfer, paged_triton
-from .attention.mla import LatentBackend
-from .attention.paged_cpu import PagedCpuBackend
-from .attention.sdpa import SdpaBackend
+from .backends import Shape, choose, make
 from .batching.waiting_queue import AdmissionLimits, pages_for
 from .cache.pool import MHAPool, MLAPool
 from .cache.routing import RoutingPool
@@ -23,14 +19,14 @@ from .config import PAGE_SIZE, EngineConfig
 from .distributed import ParallelState
 from .dtypes import by_torch_name
 from .forward import AttentionBackend, Runner
-from .kernels import TORCH, serving
+from .kernels import serving
 from .memory.device_memory import available_memory_if_known
 from .memory.device_module import device_module_for
 from .memory.residency import ComponentResidencyManager
 from .models.config import load_model_config
 from .models.registry import build_model
-from .operations import attention_by, why_torch
-from .runner.autotune import TuningCache, WarmUp, flashinfer_tuning, tuning_key
+from .operations import why_torch
+from .runner.autotune import WarmUp
 from .runner.model_runner import ModelRunner
 from .runner.sampler import Sampler
 from .runner.staging import StepLimits
@@ -42,6 +38,8 @@ logger = logging.getLogger(__name__)
 
 _TOUCHED_KV_BYTES = 128 << 20
 """Of a KV pool on the CPU, before the first request: its page faults would take a tenth of a small model's steps."""
+_ROWS_IN_FLIGHT, _WIDE_ROWS, _LOGITS = 4, 3, 3
+"""Of each token as wide as the model, and as a layer at its widest; and copies of the logits."""
 _CPU_WARM_UP_ROWS = 16
 """Nothing is chosen by the number of rows there: a few meet every kernel, and take hardly longer than one."""
 
@@ -109,8 +107,9 @@ def build_pool(
         pages = pages_for(config.kv_pool_tokens)
     else:
         assert left is not None
-        usable = config.max_running_requests * pages_for(context_len)
-        pages = min(int(left * config.kv_memory_fraction) // (per_token * PAGE_SIZE), usable)
+        usable = config.sizes.rows * pages_for(context_len)
+        share = max(0, left - step_bytes(config, loaded)) * config.sizes.kv_fraction
+        pages = min(int(share) // (per_token * PAGE_SIZE), usable)
     needed = max(pages, 1) * per_token * PAGE_SIZE
     if left is not None and needed > left:  # an overcommitted allocation never fails, its first use does
         raise CaesuraError(
@@ -120,6 +119,24 @@ def build_pool(
             free_bytes=left,
         )
     return make_pool(loaded, pages + 1)  # page 0 is scratch
+
+
+def step_bytes(config: EngineConfig, loaded: LoadedModel) -> int:
+    """About what the largest step has in memory at a time on an accelerator, beside weights and KV; 0 on the CPU.
+
+    Logits in float32, read and written by the sampler, and the widest activations of a layer.
+    """
+    if loaded.device.type == "cpu":
+        return 0
+    model, sizes = loaded.config, config.sizes
+    inner = [model.intermediate_size, model.num_heads * model.head_dim]
+    if model.mla is not None:
+        inner.append(model.num_heads * model.mla.latent_width)
+    if model.moe is not None:
+        inner.append(model.moe.top_k * (model.moe.intermediate_size + model.hidden_size))
+    tokens = sizes.rows + sizes.chunk_tokens
+    activations = tokens * (_ROWS_IN_FLIGHT * model.hidden_size + _WIDE_ROWS * max(inner))
+    return activations * loaded.dtype.itemsize + _LOGITS * sizes.rows * model.vocab_size * 4
 
 
 def make_pool(loaded: LoadedModel, num_pages: int) -> MHAPool | MLAPool:
@@ -206,23 +223,13 @@ def require_deterministic(loaded: LoadedModel) -> None:
 def build_backend(
     config: EngineConfig, loaded: LoadedModel, pool: MHAPool | MLAPool, limits: StepLimits
 ) -> AttentionBackend:
-    """What computes attention, as :func:`attention_by` chooses.
+    """What computes attention, as :func:`~.backends.choose` chooses.
 
     Raises:
         CaesuraError: ``unsupported``, what was named cannot serve this model here.
     """
-    model, by = loaded.config, attention_by(config, loaded)
-    if isinstance(pool, MLAPool):
-        assert model.mla is not None
-        return LatentBackend(pool, model.num_heads, model.mla.softmax_scale)
-    sizes = (model.num_heads, model.num_kv_heads, model.head_dim, model.head_dim**-0.5)
-    if by == "flashinfer":
-        return flashinfer.FlashInferBackend(
-            pool, *sizes, max_rows=limits.rows, max_tokens=limits.tokens, max_pages=limits.pages
-        )
-    if by == "triton":
-        return paged_triton.PagedTritonBackend(pool, *sizes, max_rows=limits.rows, max_pages=limits.pages)
-    return SdpaBackend(pool, *sizes) if by == TORCH else PagedCpuBackend(pool, *sizes)
+    shape = Shape.of(loaded)
+    return make(choose(config, shape), shape, pool, limits)
 
 
 def build_runner(
@@ -233,8 +240,8 @@ def build_runner(
     if config.deterministic:
         require_deterministic(loaded)
     limits = StepLimits.of(
-        max_rows=config.max_running_requests,
-        chunk_tokens=config.chunked_prefill_size,
+        max_rows=config.sizes.rows,
+        chunk_tokens=config.sizes.chunk_tokens,
         context_len=longest_context(config, loaded),
     )
     backend = build_backend(config, loaded, pool, limits)
@@ -242,7 +249,7 @@ def build_runner(
     runner = ModelRunner(
         loaded.model,
         backend,
-        Sampler(model.vocab_size, config.max_running_requests, loaded.device, loaded.dtype),
+        Sampler(model.vocab_size, limits.rows, loaded.device, loaded.dtype),
         limits=limits,
         device=loaded.device,
         device_module=device_module_for(loaded.device),
@@ -250,27 +257,19 @@ def build_runner(
         use_graphs=config.cuda_graphs,
     )
     if config.autotune:
-        runner.autotune(warm_up(config, loaded, backend))
+        runner.autotune(warm_up(config, loaded))
     if runner.graphs is not None:
         for _ in runner.graphs.capture():
             pass
     return runner
 
 
-def warm_up(config: EngineConfig, loaded: LoadedModel, backend: AttentionBackend) -> WarmUp:
+def warm_up(config: EngineConfig, loaded: LoadedModel) -> WarmUp:
     """How the runner of this model warms up: at the size of the request pool where kernels are chosen by size."""
-    rows = config.max_running_requests
+    rows = config.sizes.rows
     if loaded.device.type == "cpu":
         rows = min(rows, _CPU_WARM_UP_ROWS)
-    lm_head_rows = min(rows, config.autotune_lm_head_rows)
-    if not isinstance(backend, flashinfer.FlashInferBackend):
-        return WarmUp(rows=rows, lm_head_rows=lm_head_rows)
-    cache = None
-    if config.autotune_cache is not None:
-        module = device_module_for(loaded.device)
-        key = tuning_key(module, loaded.config, dtype=str(loaded.dtype), rows=rows, lm_head_rows=lm_head_rows)
-        cache = TuningCache(config.autotune_cache, key)
-    return WarmUp(rows=rows, lm_head_rows=lm_head_rows, tuning=partial(flashinfer_tuning, cache))
+    return WarmUp(rows=rows, lm_head_rows=min(rows, config.autotune_lm_head_rows))
 
 
 MakeRunner = Callable[[EngineConfig, LoadedModel, MHAPool | MLAPool, RoutingPool | None], Runner]

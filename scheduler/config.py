@@ -13,10 +13,36 @@ from typing import Literal, get_args
 import torch
 
 from ..io_struct import CaesuraError, ErrorCode, Residency, private_directory
+from .files import is_pipeline
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16", "fp32", "bf16", "fp16", "float", "half"]
 PAGE_SIZE = 16
 """Tokens per KV page; the measured layout is [page, kv head, 16, head size]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How much an engine does at once."""
+
+    rows: int
+    """``max_running_requests``"""
+    chunk_tokens: int
+    """``chunked_prefill_size``"""
+    kv_fraction: float
+    """``kv_memory_fraction``"""
+
+
+_PIPELINE_SIZES = Sizes(16, 512, 0.5)
+"""Of image pipelines, whose rows are large everywhere: one is thousands of tokens."""
+_CPU_SIZES = Sizes(256, 512, 0.5)
+_ACCELERATOR_SIZES = (
+    (60, Sizes(1024, 8192, 0.85)),
+    (30, Sizes(512, 4096, 0.85)),
+    (0, Sizes(256, 2048, 0.8)),
+)
+"""Of devices with that many GB and more. A decode step of a large card is limited by the weights that it reads, up to far more
+rows than a CPU computes at once, and a chunk pays for the launches of its step; what a small one has left after the weights
+also has to hold the results of a step, the logits above all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,14 +72,17 @@ class EngineConfig:
     kv_pool_tokens: int | None = None
     """Size of the KV cache pool in tokens. By default, kv_memory_fraction of the memory that is free after
     loading."""
-    kv_memory_fraction: float = 0.5
-    """Fraction of the free device memory for the KV cache pool when kv_pool_tokens is not given."""
-    max_running_requests: int = 256
-    """Maximum number of running samples, that is, of samples that hold KV cache."""
+    kv_memory_fraction: float | None = None
+    """Fraction of the free device memory for the KV cache pool when kv_pool_tokens is not given. The default is 0.5 on the
+    CPU, 0.85 on accelerators and 0.8 on those with less than 30 GB."""
+    max_running_requests: int | None = None
+    """Maximum number of running samples, that is, of samples that hold KV cache, or latents. The default is 256 on the CPU and
+    on accelerators with less than 30 GB, 512 with less than 60 GB and 1024 with more; 16 for image pipelines."""
     max_waiting_requests: int = 16384
     """Maximum number of queued samples; further requests are refused."""
-    chunked_prefill_size: int = 512
-    """Maximum number of prompt tokens in a step (chunked prefill)."""
+    chunked_prefill_size: int | None = None
+    """Maximum number of prompt tokens in a step (chunked prefill). The default is 512 on the CPU, 2048 on accelerators with
+    less than 30 GB, 4096 with less than 60 GB and 8192 with more."""
     target_step_s: float = 0.2
     """Prefill chunks are made small enough that a step takes about this many seconds, which bounds the wait for a
     pause. inf: only chunked_prefill_size limits them."""
@@ -63,8 +92,8 @@ class EngineConfig:
     """Number of steps in flight while the next step is scheduled: 0 or 1. The default is 0 on the CPU and 1 on
     accelerators."""
     attention_backend: Literal["auto", "flashinfer", "triton", "sdpa"] = "auto"
-    """Attention backend. auto: compiled kernels on the CPU; on CUDA flashinfer if installed, else triton if
-    installed, else sdpa."""
+    """Attention backend. auto: compiled kernels on the CPU; on CUDA flashinfer, else triton, else sdpa: the first that is
+    installed and computes a trial step."""
     cuda_graphs: bool = True
     """Capture decode steps as CUDA graphs if the attention backend supports it (flashinfer and triton)."""
     autotune: bool = True
@@ -72,8 +101,6 @@ class EngineConfig:
     the first request."""
     autotune_lm_head_rows: int = 64
     """Maximum number of rows of the LM head and the sampler in the warm-up. 0: neither is warmed up."""
-    autotune_cache: str | None = None
-    """JSON file that keeps FlashInfer's tuning results for the next start. By default, tuning runs at every start."""
     requests_while_paused: Literal["queue", "refuse"] = "queue"
     """What to do with generate requests that arrive during a pause."""
     idle_empty_s: float = 5.0
@@ -115,6 +142,9 @@ class EngineConfig:
     layerwise: during scoring, layer by layer."""
     reference_pool_tokens: int | None = None
     """Size of the reference model's KV cache pool in tokens. The default is one sequence of context_len."""
+    frozen_residency: Literal["resident", "offload"] = "resident"
+    """Where the text encoders and the VAE of an image pipeline are. resident: always on the device, and updates may write
+    them; offload: on the device while steps need them, and updates write the transformer only."""
     check_ledger: bool = False
     """For tests: after every control message, check that free, cached and held KV pages add up."""
     log_stages: bool = False
@@ -134,18 +164,11 @@ class EngineConfig:
     """Exit with status 70 when the scheduler loop has been stuck for this many seconds. 0: never."""
 
     def __post_init__(self) -> None:
-        positive = (
-            "max_running_requests",
-            "max_waiting_requests",
-            "chunked_prefill_size",
-            "load_bucket_bytes",
-        )
-        optional = ("num_threads", "context_len", "kv_pool_tokens", "reference_pool_tokens")
-        for name in (*positive, *optional):
+        for name in _COUNTS:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise _invalid(name, value, "must be at least 1")
-        if not 0.0 < self.kv_memory_fraction < 1.0:
+        if self.kv_memory_fraction is not None and not 0.0 < self.kv_memory_fraction < 1.0:
             raise _invalid("kv_memory_fraction", self.kv_memory_fraction, "must be between 0 and 1")
         for name in (
             "autotune_lm_head_rows",
@@ -168,8 +191,21 @@ class EngineConfig:
         if self.deterministic and self.attention_backend != "auto":
             raise _invalid("attention_backend", self.attention_backend, "must be auto with deterministic")
 
+    @property
+    def sizes(self) -> Sizes:
+        """As configured, else as the device's kind and memory have it."""
+        rows, chunk, fraction = self.max_running_requests, self.chunked_prefill_size, self.kv_memory_fraction
+        if rows is not None and chunk is not None and fraction is not None:
+            return Sizes(rows, chunk, fraction)
+        usual = _PIPELINE_SIZES if is_pipeline(self.model_path) else _usual_sizes(self.device)
+        return Sizes(
+            usual.rows if rows is None else rows,
+            usual.chunk_tokens if chunk is None else chunk,
+            usual.kv_fraction if fraction is None else fraction,
+        )
+
     def resolve(self) -> "EngineConfig":
-        """A copy in which device, endpoint, depth and threads are decided; creates the endpoint's directory."""
+        """A copy in which device, endpoint, depth, threads and sizes are decided; creates the endpoint's directory."""
         device = self.device
         if device == "auto":
             accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -180,11 +216,15 @@ class EngineConfig:
             endpoint = f"ipc://{private_directory.make()}/{private_directory.SOCKET}"
         reference = self.reference_model_path
         depth = self.pipeline_depth if self.pipeline_depth is not None else int(device != "cpu")
+        sizes = replace(self, device=device).sizes
         return replace(
             self,
             device=device,
             endpoint=endpoint,
             pipeline_depth=depth,
+            max_running_requests=sizes.rows,
+            chunked_prefill_size=sizes.chunk_tokens,
+            kv_memory_fraction=sizes.kv_fraction,
             num_threads=self.num_threads or torch.get_num_threads(),
             model_path=str(Path(os.path.expanduser(self.model_path))),
             state_file=self.state_file and os.path.abspath(os.path.expanduser(self.state_file)),
@@ -201,10 +241,33 @@ def _with_index(device: str) -> str:
     return f"{kind.type}:{current()}"
 
 
+def _usual_sizes(device: str) -> Sizes:
+    if torch.device(device).type == "cpu":
+        return _CPU_SIZES
+    gigabytes = _total_memory(device) / 1e9
+    return next(sizes for least, sizes in _ACCELERATOR_SIZES if gigabytes >= least)
+
+
+def _total_memory(device: str) -> int:
+    """Bytes of an accelerator; 0 where it does not tell."""
+    memory = getattr(torch.get_device_module(torch.device(device)), "mem_get_info", None)
+    return 0 if memory is None else int(memory(torch.device(device))[1])
+
+
 def _interfaces() -> set[str]:
     return {name for _, name in socket.if_nameindex()}
 
 
+_COUNTS = (
+    "max_running_requests",
+    "max_waiting_requests",
+    "chunked_prefill_size",
+    "load_bucket_bytes",
+    "num_threads",
+    "context_len",
+    "kv_pool_tokens",
+    "reference_pool_tokens",
+)
 _CHOICES: dict[str, tuple[object, ...]] = {
     "pipeline_depth": (None, 0, 1),
     "shutdown_mode": ("abort", "drain"),
@@ -212,6 +275,7 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "dtype": get_args(DtypeName),
     "attention_backend": ("auto", "flashinfer", "triton", "sdpa"),
     "reference_residency": get_args(Residency),
+    "frozen_residency": ("resident", "offload"),
 }
 
 

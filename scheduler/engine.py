@@ -11,42 +11,32 @@ from dataclasses import dataclass
 
 from .. import __version__
 from ..io_struct import (
-    GenerateReqOutput,
+    CaesuraError,
+    ErrorCode,
     GetMemoryHistoryReqInput,
     GetStatusReqInput,
     HelloReqInput,
     MemoryTag,
 )
 from .background import Wakeup
-from .batching.batcher import Batcher
-from .batching.chunking import ChunkSizer
-from .batching.live_requests import LiveRequests
-from .batching.output_processor import OutputProcessor
-from .batching.request import Request, RequestTable, WeightStamp
-from .batching.step_recovery import Recovery
-from .batching.waiting_queue import AdmissionLimits, WaitingQueue
-from .build import (
-    MakeRunner,
-    build_components,
-    build_runner,
-    kv_bytes_per_token,
-    routing_bytes_per_token,
-)
-from .cache.manager import CacheManager, LedgerError
+from .batching.live_requests import LiveSample
+from .batching.request import WeightStamp
+from .build import MakeRunner, build_runner
+from .cache.manager import LedgerError
 from .commands.committed_weights import Start, WeightsFile
 from .commands.handlers import Commands
 from .commands.lifecycle import Lifecycle
 from .commands.memory_occupation import MemoryOccupation
 from .commands.parameter_server import ParameterServerUpdates
 from .commands.process_groups import ProcessGroupCommands
-from .commands.reference import load_reference
-from .commands.scoring import ReferenceModel, Scoring
+from .commands.scoring import Scoring
 from .commands.weight_commit import WeightCommit
 from .commands.weight_sessions import Sessions
 from .commands.weight_updates import WeightUpdates
 from .commands.weights_checker import WeightsChecker
-from .config import PAGE_SIZE, EngineConfig
-from .forward import Runner
+from .config import EngineConfig
+from .core import Core, Surroundings, language_core
+from .files import is_pipeline
 from .guard import Guard
 from .housekeeping import Housekeeping
 from .loop import Scheduler
@@ -57,37 +47,28 @@ from .observability.memory_history import MemoryGauges, MemoryHistory
 from .observability.stage_profiler import StageProfiler
 from .observability.throughput import Counters, Throughput
 from .observability.watchdog import Heartbeat
-from .operations import what_serves
 from .runner.model_runner import ModelRunner
-from .serving.answers import Answers
+from .serving.answers import Answers, SampleResult
 from .serving.client_access import ServerKeys
 from .serving.command_queue import CommandQueue
 from .serving.dispatcher import Dispatcher, Queries
 from .serving.generations import Generations
 from .serving.hello import answer_hello
-from .serving.outbox import Outbox
 from .serving.replies import Replies
 from .serving.router_socket import Router
 from .serving.status import StaticFacts, StatusReporter
 from .shutdown import Shutdown
-from .weights.loaded_model import LoadedModel
 from .weights.transports.distributed import WeightsUpdateGroups
 
 
 @dataclass(frozen=True, slots=True)
 class _Core:
-    """The objects that compute steps, and the state that they work on."""
+    """What computes steps, with the engine's state."""
 
-    loaded: LoadedModel
+    steps: Core
     folder: str | None
     """The folder that the weights came from; None means the configuration's model_path."""
     residency: ComponentResidencyManager
-    reference: ReferenceModel | None
-    runner: Runner
-    limits: AdmissionLimits
-    waiting: WaitingQueue
-    batcher: Batcher
-    recovery: Recovery
     lifecycle: Lifecycle
 
 
@@ -148,10 +129,10 @@ class Engine:
         )
         self._stages = StageProfiler(log=config.log_stages, describe_memory=self._gauges.describe)
         core = self._build_core(config, residency, make_runner)
-        self._device_cache.synchronize = core.runner.synchronize
+        self._device_cache.synchronize = core.steps.runner.synchronize
         self._throughput = Throughput(
             lambda: self._counters(core),
-            lambda: core.lifecycle.may_execute and core.batcher.has_work,
+            lambda: core.lifecycle.may_execute and core.steps.batcher.has_work,
             config.log_stats_interval_s,
         )
         commands = self._build_commands(config, core, module)
@@ -161,7 +142,7 @@ class Engine:
         self.history.note("start", config.model_path)
 
     def _counters(self, core: _Core) -> Counters:
-        lifecycle, batcher, kv = core.lifecycle, core.batcher, self.cache.usage()
+        lifecycle, batcher, kv = core.lifecycle, core.steps.batcher, self.cache.usage()
         states = (lifecycle.generation, lifecycle.pause_mode)
         return Counters(
             generated_tokens=self.outputs.generated_tokens,
@@ -170,7 +151,7 @@ class Engine:
             cached_tokens=batcher.cached_tokens,
             paused_s=sum(total.seconds for total in lifecycle.pause_totals()),
             running=batcher.num_running + batcher.num_prefilling,
-            waiting=len(core.waiting),
+            waiting=len(core.steps.waiting),
             kv_held=kv.held,
             kv_total=kv.total,
             state=" ".join(filter(None, states))
@@ -197,91 +178,53 @@ class Engine:
             router=self.router,
             dispatcher=self.dispatcher,
             lifecycle=core.lifecycle,
-            batcher=core.batcher,
+            batcher=core.steps.batcher,
             live=self.live,
             outputs=self.outputs,
             outbox=self.outbox,
-            runner=core.runner,
-            recovery=core.recovery,
+            runner=core.steps.runner,
+            recovery=core.steps.recovery,
             housekeeping=self.housekeeping,
             guard=guard,
             stages=self._stages,
-            pipeline_depth=config.pipeline_depth or 0,
+            pipeline_depth=core.steps.pipeline_depth,
             wakeup=self.wakeup,
             shutdown=shutdown,
             heartbeat=self.heartbeat,
         )
 
     def _build_core(
-        self,
-        config: EngineConfig,
-        residency: ComponentResidencyManager,
-        make_runner: MakeRunner,
+        self, config: EngineConfig, residency: ComponentResidencyManager, make_runner: MakeRunner
     ) -> _Core:
-        reference = load_reference(config, residency)
         start = self._weights_file.start()
-        loaded, pool, routing, limits = build_components(config, residency, start.folder)
-        runner = make_runner(config, loaded, pool, routing)
         stamp = WeightStamp(start.epoch, start.version, secrets.token_hex(8))
-        self._weights_file.begin(stamp, loaded.digest)
-        table = RequestTable(
-            config.max_running_requests, limits.context_len, PAGE_SIZE, loaded.config.vocab_size
-        )
-        self.cache = CacheManager(pool.num_pages, PAGE_SIZE, config.prefix_cache, stamp.epoch)
-        waiting = WaitingQueue()
-        chunks = ChunkSizer(config.chunked_prefill_size, config.target_step_s)
-        batcher = Batcher(
-            table,
-            self.cache,
-            waiting,
-            chunks=chunks,
-            share_prefixes=config.prefix_cache,
-            routing=routing,
-        )
-        self.live = LiveRequests()
-        self.outbox = Outbox(self.router.send)
-        self.outputs = OutputProcessor(
-            table, batcher, waiting, self.live, self.outbox, on_finished=self._finished, stamp=stamp
-        )
-        recovery = Recovery(
-            batcher=batcher,
-            outputs=self.outputs,
-            runner=runner,
-            chunks=chunks,
+        around = Surroundings(
+            config=config,
+            residency=residency,
             device_cache=self._device_cache,
+            start=start,
+            stamp=stamp,
+            send=self.router.send,
+            on_finished=self._finished,
         )
-        lifecycle = self._build_lifecycle(config, start, stamp, batcher, waiting, runner)
+        core = _make_core(around, make_runner)
+        self._weights_file.begin(stamp, core.loaded.digest)
+        self.cache, self.live, self.outbox, self.outputs = core.cache, core.live, core.outbox, core.outputs
+        lifecycle = self._build_lifecycle(config, start, stamp, core)
         self.history.where = lambda: (lifecycle.step, lifecycle.stamp.epoch)
-        return _Core(
-            loaded,
-            start.folder,
-            residency,
-            reference,
-            runner,
-            limits,
-            waiting,
-            batcher,
-            recovery,
-            lifecycle,
-        )
+        return _Core(core, start.folder, residency, lifecycle)
 
     def _build_lifecycle(
-        self,
-        config: EngineConfig,
-        start: Start,
-        stamp: WeightStamp,
-        batcher: Batcher,
-        waiting: WaitingQueue,
-        runner: Runner,
+        self, config: EngineConfig, start: Start, stamp: WeightStamp, core: Core
     ) -> Lifecycle:
         """The state of an engine that begins as ``start`` says."""
         return Lifecycle(
             sessions=Sessions(deadline_s=config.session_deadline_s, orphan_s=config.session_orphan_s),
-            batcher=batcher,
-            waiting=waiting,
-            outputs=self.outputs,
-            cache=self.cache,
-            runner=runner,
+            batcher=core.batcher,
+            waiting=core.waiting,
+            outputs=core.outputs,
+            cache=core.cache,
+            runner=core.runner,
             device_cache=self._device_cache,
             stamp=stamp,
             history=self.history,
@@ -299,11 +242,12 @@ class Engine:
         self.answers = Answers(config.result_ttl_s)
         self.replies = Replies(self.answers, self.outbox, self.router.send, lambda: lifecycle.step)
         self.generations = Generations(
-            limits=core.limits,
+            request_type=core.steps.request_type,
+            admission=core.steps.admission,
             refuse_while_paused=config.requests_while_paused == "refuse",
             lifecycle=lifecycle,
             live=self.live,
-            waiting=core.waiting,
+            waiting=core.steps.waiting,
             outputs=self.outputs,
             answers=self.answers,
             replies=self.replies,
@@ -337,7 +281,8 @@ class Engine:
         )
 
     def _build_commands(self, config: EngineConfig, core: _Core, module: DeviceModule) -> _Commands:
-        loaded, residency, runner, lifecycle = core.loaded, core.residency, core.runner, core.lifecycle
+        loaded, runner = core.steps.loaded, core.steps.runner
+        residency, lifecycle = core.residency, core.lifecycle
         self.process_groups = WeightsUpdateGroups(
             loaded.device, self.wakeup.set, runner.synchronize, config.group_interface
         )
@@ -345,9 +290,9 @@ class Engine:
         self.updates = self._build_updates(config, core)
         parameter_server = ParameterServerUpdates(config=config, updates=self.updates, wake=self.wakeup.set)
         self._cleanup.callback(parameter_server.close)
-        graphs = None
+        graphs = core.steps.graphs
         if isinstance(runner, ModelRunner):
-            runner.stages, graphs = self._stages, runner.graphs
+            runner.stages = self._stages
         self._gauges.derived_bytes = loaded.derived_bytes
         self._gauges.graphs_bytes = lambda: 0 if graphs is None else graphs.nbytes
         occupation = MemoryOccupation(
@@ -376,7 +321,7 @@ class Engine:
         return _Commands(handlers, self._build_scoring(core, module))
 
     def _build_updates(self, config: EngineConfig, core: _Core) -> WeightUpdates:
-        loaded, runner, lifecycle = core.loaded, core.runner, core.lifecycle
+        loaded, runner, lifecycle = core.steps.loaded, core.steps.runner, core.lifecycle
         return WeightUpdates(
             config=config,
             model=loaded.model,
@@ -384,7 +329,7 @@ class Engine:
             runner=runner,
             lifecycle=lifecycle,
             sessions=lifecycle.sessions,
-            batcher=core.batcher,
+            batcher=core.steps.batcher,
             outputs=self.outputs,
             weight_commit=WeightCommit(
                 check_finite=config.check_finite,
@@ -393,7 +338,7 @@ class Engine:
                 runner=runner,
                 lifecycle=lifecycle,
                 sessions=lifecycle.sessions,
-                batcher=core.batcher,
+                batcher=core.steps.batcher,
                 cache=self.cache,
                 device_cache=self._device_cache,
             ),
@@ -402,17 +347,18 @@ class Engine:
             stages=self._stages,
             weights_file=self._weights_file,
             model_path=core.folder or config.model_path,
+            open_folder=core.steps.open_folder,
             wake=self.wakeup.set,
         )
 
     def _build_scoring(self, core: _Core, module: DeviceModule) -> Scoring | None:
-        if core.reference is None:
+        if core.steps.reference is None:
             return None
         return Scoring(
-            core.reference,
+            core.steps.reference,
             residency=core.residency,
             lifecycle=core.lifecycle,
-            runner=core.runner,
+            runner=core.steps.runner,
             device_module=module,
             device_cache=self._device_cache,
         )
@@ -420,29 +366,30 @@ class Engine:
     def _build_status(
         self, config: EngineConfig, core: _Core, commands: _Commands, module: DeviceModule
     ) -> StatusReporter:
-        operations = what_serves(config, core.loaded)
-        operations.log()
+        steps = core.steps
+        steps.serving.log()
         facts = StaticFacts(
-            dtype=str(core.loaded.dtype).removeprefix("torch."),
-            weights_bytes=core.loaded.weights_bytes,
+            dtype=str(steps.loaded.dtype).removeprefix("torch."),
+            weights_bytes=steps.loaded.weights_bytes,
             kv_bytes=core.residency.nbytes("kv_cache"),
-            kv_bytes_per_token=kv_bytes_per_token(core.loaded),
-            routing_bytes_per_token=routing_bytes_per_token(core.loaded),
+            kv_bytes_per_token=steps.kv_bytes_per_token,
+            routing_bytes_per_token=steps.routing_bytes_per_token,
+            context_len=steps.context_len,
+            vocab_size=steps.vocab_size,
             version=__version__,
-            operations=operations,
+            operations=steps.serving,
         )
         return StatusReporter(
             config=config,
-            limits=core.limits,
             facts=facts,
             lifecycle=core.lifecycle,
             updates=self.updates,
-            batcher=core.batcher,
-            waiting=core.waiting,
+            batcher=core.steps.batcher,
+            waiting=core.steps.waiting,
             outputs=self.outputs,
             cache=self.cache,
             scoring=commands.scoring,
-            recovery=core.recovery,
+            recovery=core.steps.recovery,
             device_module=module,
             device_cache=self._device_cache,
             residency=core.residency,
@@ -455,8 +402,23 @@ class Engine:
     def _client_gone(self, client: bytes) -> None:
         self.dispatcher.client_gone(client)
 
-    def _finished(self, request: Request, result: GenerateReqOutput) -> None:
+    def _finished(self, request: LiveSample, result: SampleResult) -> None:
         self.replies.finished(request, result)
+
+
+def _make_core(around: Surroundings, make_runner: MakeRunner) -> Core:
+    """The core of the model in the configuration's folder."""
+    if not is_pipeline(around.config.model_path):
+        return language_core(around, make_runner)
+    try:
+        from .image_core import image_core  # diffusers is optional, and only this core needs it
+    except ImportError as error:
+        raise CaesuraError(
+            ErrorCode.UNSUPPORTED,
+            f"{error.name} is not installed, which image pipelines need: pip install 'caesura[diffusion]'",
+            field="model_path",
+        ) from error
+    return image_core(around)
 
 
 def shutdown_of(config: EngineConfig, **fds: int | None) -> Shutdown:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ..io_struct import CaesuraError, ErrorCode
 
+PIPELINE_INDEX = "model_index.json"
 MAX_REASON = 1000
 """Most characters of an error's reason, which may quote the file's contents."""
 
@@ -50,6 +51,11 @@ def _hub_id(path: str) -> str | None:
     is_behind_nothing = not os.path.lexists(os.path.join(place, organisation)) and os.path.isdir(place or ".")
     found = f"{organisation}/{name}"
     return found if is_behind_nothing and re.fullmatch(r"[\w.-]+/[\w.-]+", found) else None
+
+
+def is_pipeline(folder: str | Path) -> bool:
+    """Whether ``folder`` is an image pipeline of diffusers rather than a language model."""
+    return os.path.lexists(os.path.join(folder, PIPELINE_INDEX))
 
 
 def open_regular(path: str | Path) -> int:

@@ -121,7 +121,7 @@ def _moved(owner: _Moved, device: torch.device) -> _Moved:
 class SamplingBatch:
     """Sampling inputs of the S tokens that a step samples, as tensors on the step's device.
 
-    The three booleans are known on the host, so that the common case runs none of the optional work.
+    The booleans are known on the host, so that the common case runs none of the optional work.
     """
 
     temperature: Tensor
@@ -142,6 +142,8 @@ class SamplingBatch:
     want_sampled: bool
     min_p: Tensor | None = None
     """float32 [S]; None: 0 for all."""
+    largest_top_k: int | None = None
+    """On the host: of the filtered rows. None: it may be the whole vocabulary."""
     special: SpecialRows | None = None
     """None: no row is."""
 
@@ -158,6 +160,7 @@ class SamplingBatch:
             want_raw=self.want_raw,
             want_sampled=self.want_sampled,
             min_p=None if self.min_p is None else self.min_p[index],
+            largest_top_k=self.largest_top_k,
         )
 
     def to(self, device: torch.device) -> "SamplingBatch":
@@ -173,6 +176,7 @@ class SamplingBatch:
             want_raw=self.want_raw,
             want_sampled=self.want_sampled,
             min_p=None if self.min_p is None else self.min_p.to(device, non_blocking=True),
+            largest_top_k=self.largest_top_k,
             special=None if self.special is None else self.special.to(device),
         )
 
@@ -312,6 +316,8 @@ class AttentionBackend(Protocol):
 
     fused: FusedAttention | None
     """None: the caller normalises and rotates, and calls :meth:`forward`."""
+    reads_page_table: bool
+    """It reads ``ForwardBatch.page_table`` of a step on the device; else the copy on the host is enough for it."""
 
     @property
     def paged(self) -> "PagedStep | None":

@@ -7,11 +7,10 @@ Invariants:
 
 import logging
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from math import inf
 from time import localtime, monotonic, strftime, time
 
-from .batching.live_requests import LiveRequests
 from .commands.lifecycle import Lifecycle
 from .commands.weight_updates import WeightUpdates
 from .guard import Guard
@@ -43,7 +42,7 @@ class Housekeeping:
         commands: CommandQueue,
         awaited_by: Callable[[], set[bytes]],
         lifecycle: Lifecycle,
-        live: LiveRequests,
+        live: Sized,
         updates: WeightUpdates,
         history: MemoryHistory,
         device_cache: DeviceCache,

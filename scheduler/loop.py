@@ -14,24 +14,31 @@ import logging
 from contextlib import suppress
 from dataclasses import dataclass
 from time import monotonic
+from typing import Any
 
 import zmq
 
 from .background import Wakeup
-from .batching.batcher import Batcher, ScheduledBatch
 from .batching.live_requests import LiveRequests
-from .batching.output_processor import OutputProcessor
-from .batching.step_recovery import Failure, Recovery
+from .batching.step_recovery import Failure
 from .commands.lifecycle import Lifecycle
-from .forward import ForwardOutput, Runner
 from .guard import Guard
 from .housekeeping import Housekeeping
 from .observability.stage_profiler import StageProfiler
 from .observability.watchdog import Heartbeat
 from .serving.dispatcher import Dispatcher
-from .serving.outbox import MAX_SENDS, Outbox
+from .serving.outbox import MAX_SENDS
 from .serving.router_socket import Router
 from .shutdown import Shutdown
+from .stepping import (
+    Batch,
+    LaunchedStep,
+    StepBatcher,
+    StepOutbox,
+    StepOutputs,
+    StepRecovery,
+    StepRunner,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -49,8 +56,8 @@ class Step:
 
     number: int
     """Number of the launch, from 1."""
-    batch: ScheduledBatch
-    output: ForwardOutput | Failure
+    batch: Batch
+    output: LaunchedStep | Failure
     launched_at: float
 
     @property
@@ -68,12 +75,12 @@ class Scheduler:
         router: Router,
         dispatcher: Dispatcher,
         lifecycle: Lifecycle,
-        batcher: Batcher,
-        live: LiveRequests,
-        outputs: OutputProcessor,
-        outbox: Outbox,
-        runner: Runner,
-        recovery: Recovery,
+        batcher: StepBatcher,
+        live: LiveRequests[Any],
+        outputs: StepOutputs,
+        outbox: StepOutbox,
+        runner: StepRunner,
+        recovery: StepRecovery,
         housekeeping: Housekeeping,
         guard: Guard,
         stages: StageProfiler,
@@ -211,9 +218,9 @@ class Scheduler:
         if batch is None:
             return None
         self._lifecycle.begin_step()
-        self._stages.begin(_kind(batch))
+        self._stages.begin(batch.kind)
         launched_at = monotonic()
-        output: ForwardOutput | Failure
+        output: LaunchedStep | Failure
         try:
             output = self._runner.execute(batch.forward)
         except Exception as error:  # noqa: BLE001  as above
@@ -231,7 +238,7 @@ class Scheduler:
         # At depth 1 the device began this step when it had finished the one before.
         began = max(step.launched_at, self.last_step_at or 0.0)
         self.last_step_at = monotonic()
-        self._stages.record(_kind(step.batch), self.last_step_at - began)
+        self._stages.record(step.batch.kind, self.last_step_at - began)
         with self._stages.stage("process"):
             with self._recovery.output_processing(step.batch, step.number):
                 self._outputs.record(step.batch, output)
@@ -247,8 +254,3 @@ class Scheduler:
             with suppress(Exception):  # its results are dropped; it must only have left the device
                 later.output.fetch()
         self._recovery.step_failed(step.batch, failure, None if later is None else later.batch)
-
-
-def _kind(batch: ScheduledBatch) -> str:
-    """The stage that a step counts as; a step with any prompt tokens is a prefill."""
-    return "decode" if batch.forward.num_decode == len(batch.slots) else "prefill"

@@ -1,7 +1,7 @@
 """What serves each operation of a loaded model, and why torch does where compiled kernels could have been expected.
 
 Invariants:
-- What is reported is what is built: attention is chosen here for both, and an operation counts as torch's where torch
+- What is reported is what is built: attention is chosen in one place for both (``backends.py``), and an operation counts as torch's where torch
   computes the products of any layer.
 - Nothing here depends on requests: the answers hold from the start of an engine to its end.
 """
@@ -9,12 +9,12 @@ Invariants:
 import logging
 from dataclasses import dataclass
 
-from ..io_struct import CaesuraError, ErrorCode
-from .attention import flashinfer, paged_triton
+from .backends import Shape, choose
 from .config import EngineConfig
-from .kernels import TORCH, best, serving
+from .kernels import TORCH, serving
 from .kernels.linear import packable
 from .kernels.native import why_not
+from .layers.fp8_products import dense_for, experts_for
 from .weights.loaded_model import LoadedModel
 
 logger = logging.getLogger(__name__)
@@ -25,9 +25,9 @@ class Serving:
     """The operations that a model has, and what serves them."""
 
     by: dict[str, str]
-    """Operation to ``torch``, an instruction set of compiled kernels, or a library of attention kernels."""
+    """Operation to ``torch``, an instruction set of compiled kernels, or a library of kernels."""
     reason: str | None
-    """Why torch serves some of them on a CPU. None: it does not, or the device is no CPU."""
+    """Why torch serves some of them on a CPU, and why no better kernels serve attention elsewhere. None: nothing better is."""
 
     def log(self) -> None:
         """One line at start; a warning where no compiled kernels serve on a CPU."""
@@ -43,41 +43,21 @@ class Serving:
         logger.info("kernels: %s%s", served, "" if self.reason is None else f" ({self.reason})")
 
 
-def attention_by(config: EngineConfig, loaded: LoadedModel) -> str:
-    """What computes attention: the best that there is for this model, or what the configuration names.
-
-    Raises:
-        CaesuraError: ``unsupported``, what was named cannot serve this model here.
-    """
-    model, wanted = loaded.config, config.attention_backend
-    unfit = {
-        "flashinfer": flashinfer.why_not(loaded.device, loaded.dtype, model.head_dim),
-        "triton": paged_triton.why_not(loaded.device),
-    }
-    if model.mla is not None:
-        unfit = dict.fromkeys(unfit, "latent attention has a backend of its own")
-    if (reason := unfit.get(wanted)) is not None:
-        raise CaesuraError(
-            ErrorCode.UNSUPPORTED, f"attention_backend = {wanted!r}: {reason}", field="attention_backend"
-        )
-    for name, reason in unfit.items():
-        if reason is None and wanted in ("auto", name):
-            return name
-    if wanted == "auto" and model.mla is None:
-        return best("attention", loaded.device, loaded.dtype)
-    return TORCH
-
-
 def what_serves(config: EngineConfig, loaded: LoadedModel) -> Serving:
     """Of the operations that the model has.
 
     Raises:
-        CaesuraError: as :func:`attention_by`.
+        CaesuraError: as :func:`~.backends.choose`.
     """
     model, by = loaded.config, serving(loaded.device, loaded.dtype)
-    by["attention"] = attention_by(config, loaded)
+    attention = choose(config, Shape.of(loaded))
+    by["attention"] = attention.by
     if model.fp8 is not None or not all(packable(size, loaded.dtype) for size in _row_sizes(loaded)):
         by["linear"] = by["experts"] = TORCH
+    if model.fp8 is not None and (dense := dense_for(loaded.device)) is not None:
+        by["linear"] = dense.by
+        if model.moe is not None and (experts := experts_for(loaded.device)) is not None:
+            by["experts"] = experts.by
     if TORCH in (by["linear"], by["attention"]):
         by["decoder"] = TORCH
     if model.moe is None:
@@ -85,7 +65,8 @@ def what_serves(config: EngineConfig, loaded: LoadedModel) -> Serving:
     if model.moe is not None or model.mla is not None:
         del by["decoder"]  # layers are computed part by part, whatever computes the parts
     if loaded.device.type != "cpu":
-        return Serving(by, None)
+        reason = attention.reason
+        return Serving(by, None if reason is None else f"attention by {attention.by}, as {reason}")
     reason = why_torch(loaded)
     if reason is None and by["attention"] == TORCH:
         reason = f"attention_backend = {config.attention_backend!r}"

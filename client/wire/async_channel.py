@@ -14,12 +14,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ...io_struct import GenerateReqInput, Message, Request
+from ...io_struct import GenerateImagesReqInput, GenerateReqInput, Message, Request
 from ..exceptions import EngineDied, EngineError
 from .connection import Connection, Generation, Sink
 from .curve import ClientKeys
 from .endpoints import check_endpoint
 from .fork import Process
+from .images import ImageGeneration
 from .link import Frames, Link
 from .options import ConnectionOptions, channel_options
 from .prompts import timed_out
@@ -110,6 +111,15 @@ class LoopChannel:
         self._prepare()
         generation, frame = self._connection.start_generation(request, sink)
         self._post((frame,))
+        return generation
+
+    def start_images(
+        self, request: GenerateImagesReqInput, buffers: Sequence[bytes]
+    ) -> ImageGeneration[Result]:
+        """Send an image request with its frames; raises what :meth:`Connection.start_images` raises."""
+        self._prepare()
+        generation, frame = self._connection.start_images(request)
+        self._post((frame, *buffers))
         return generation
 
     def start_call(

@@ -5,7 +5,7 @@ started, unless it timed out.
 """
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Unpack, overload
 
 from ...io_struct import (
@@ -20,8 +20,9 @@ from .async_channel import Deltas, Result, wait_for_all
 from .async_control_client import AsyncControlClient
 from .async_handle import AsyncGenerationHandle
 from .connection import Generation
+from .images import ImageGeneration, ImageOptions, ImagePlan, plan_images
 from .options import GenerateOptions, id_of, seconds
-from .prompts import Ids, Plan, Prompts, Sampling, one_request, plan
+from .prompts import Ids, Plan, Prompts, Sampling, collect, one_request, plan
 from .results import GenerateOutput, decode_output
 from .scoring import Scores
 
@@ -169,6 +170,40 @@ class AsyncSchedulerClient(AsyncControlClient):
         scores = Scores(input_ids, start, temperature, message_id)
         return scores.decode(await self._call(scores.request, ScoreReqOutput, timeout))
 
+    async def generate_images(
+        self,
+        prompt: str | Sequence[str] | None = None,
+        *,
+        embeds: Mapping[str, Any] | None = None,
+        rid: str | None = None,
+        message_id: str | None = None,
+        timeout: float | None = None,
+        **options: Unpack[ImageOptions],
+    ) -> Any:
+        """Make images with an engine that serves a diffusion pipeline. One prompt returns one :class:`ImageOutput` (a list if n > 1);
+        a list of prompts returns a list of outputs in the order of the prompts, with the ``n`` samples of each prompt together.
+
+        Args:
+            prompt: text. None: ``prompt_ids`` or ``embeds`` say what to draw.
+            embeds: arrays by the names of the pipeline's arguments (``prompt_embeds``, ``pooled_prompt_embeds``, the same with
+                ``negative_`` for guidance), without a batch dimension; those of an earlier :class:`ImageOutput` as they are.
+            rid: request id; for a list of prompts it becomes ``rid-0``, ``rid-1``, … None means a random id.
+            message_id: message id of an earlier call with the same arguments that timed out, to attach to it.
+            timeout: seconds for the whole call. None means until the engine answers or dies.
+            options: the fields of :class:`~caesura.io_struct.GenerateImagesReqInput`.
+
+        Raises:
+            TimedOut: not all images came within ``timeout``; they continue.
+            InvalidRequest: the engine refuses the request, with the field.
+            EngineError: of the first image that was refused or failed; the others of this call are aborted.
+        """
+        timeout = seconds("timeout", timeout)
+        work = plan_images(prompt, embeds, options, rid=rid, message_id=message_id)
+        try:
+            return await self._generate_images(work, timeout)
+        except TimedOut as error:
+            raise await self._explained(error) from None
+
     async def abort(
         self,
         rid: str | None = None,
@@ -204,7 +239,21 @@ class AsyncSchedulerClient(AsyncControlClient):
             self._abandon(generations)
             raise
 
-    def _abandon(self, generations: list[Generation[Result, Deltas]]) -> None:
+    async def _generate_images(self, work: ImagePlan, timeout: float | None) -> Any:
+        generations: list[ImageGeneration[Result]] = []
+        try:
+            for request in work.requests:
+                generations.append(self._channel.start_images(request, work.buffers))  # noqa: PERF401 (as above)
+            futures = [generation.waiter for generation in generations]
+            await wait_for_all(futures, timeout)
+            return collect(futures, work.message_id, timeout, single=work.single)
+        except TimedOut:
+            raise
+        except BaseException:
+            self._abandon(generations)
+            raise
+
+    def _abandon(self, generations: Sequence[Generation[Result, Deltas] | ImageGeneration[Result]]) -> None:
         """Abort unfinished generations without waiting, since the caller is about to raise another error."""
         for generation in generations:
             if not generation.waiter.done():

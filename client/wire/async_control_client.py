@@ -23,6 +23,7 @@ from .async_channel import LoopClient, Result, wait_for
 from .options import (
     CheckerAction,
     ConnectionOptions,
+    SessionOptions,
     UpdateOptions,
     WeightUpdate,
     folder_of,
@@ -289,18 +290,15 @@ class AsyncControlClient(LoopClient):
     async def begin_weight_update(
         self,
         *,
-        manifest: list[wire.TensorSpec] | None = None,
-        deadline_s: float | None = None,
         message_id: str | None = None,
         timeout: float | None = None,
+        **session: Unpack[SessionOptions],
     ) -> wire.BeginWeightUpdateReqOutput:
         """Open an explicit session, which :meth:`end_weight_update` commits as a whole.
 
         Updates of this client belong to it until then; other clients pass the reply's ``session_id``.
         """
-        request = wire.BeginWeightUpdateReqInput(
-            id=id_of(message_id), manifest=manifest, deadline_s=deadline_s
-        )
+        request = wire.BeginWeightUpdateReqInput(id=id_of(message_id), **session)
         return await self._begin(request, timeout)
 
     async def end_weight_update(
@@ -335,14 +333,13 @@ class AsyncControlClient(LoopClient):
         self,
         *,
         weight_version: str | int | None = None,
-        manifest: list[wire.TensorSpec] | None = None,
-        deadline_s: float | None = None,
         timeout: float | None = None,
+        **options: Unpack[SessionOptions],
     ) -> AsyncIterator[WeightUpdate]:
         """A session for a ``with`` block: committed at its end (``.result`` is then the reply), aborted if the block or the commit
         fails. ``timeout`` limits each of the two calls, not the block.
         """
-        begin = wire.BeginWeightUpdateReqInput(manifest=manifest, deadline_s=deadline_s)
+        begin = wire.BeginWeightUpdateReqInput(**options)
         session = None
         try:
             session = WeightUpdate(await self._begin(begin, timeout))

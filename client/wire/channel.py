@@ -24,11 +24,12 @@ from typing import Any
 
 import zmq
 
-from ...io_struct import GenerateReqInput, Message, Request
+from ...io_struct import GenerateImagesReqInput, GenerateReqInput, Message, Request
 from ..exceptions import EngineDied, EngineError
 from .connection import Connection, Generation
 from .curve import ClientKeys
 from .fork import Process
+from .images import ImageGeneration
 from .link import Frames, Link
 from .options import ConnectionOptions, channel_options
 from .prompts import timed_out
@@ -126,6 +127,17 @@ class ThreadChannel:
             again = self._connection.awaits(request.id)
             generation, frame = self._connection.start_generation(request)
             self._post(None if again else request.id, (frame,))
+        return generation
+
+    def start_images(
+        self, request: GenerateImagesReqInput, buffers: Sequence[bytes]
+    ) -> ImageGeneration[Result]:
+        """Send an image request with its frames; raises what :meth:`Connection.start_images` raises."""
+        self._process.require()
+        with self._lock:
+            again = self._connection.awaits(request.id)
+            generation, frame = self._connection.start_images(request)
+            self._post(None if again else request.id, (frame, *buffers))
         return generation
 
     def start_call(

@@ -21,6 +21,8 @@ import msgspec
 from ...io_struct import (
     BatchTokenOutput,
     ErrorReply,
+    GenerateImagesReqInput,
+    GenerateImagesReqOutput,
     GenerateReqInput,
     GenerateReqOutput,
     Keepalive,
@@ -34,6 +36,7 @@ from ...io_struct import (
 )
 from ...io_struct.base import MAX_HEADER_BYTES
 from ..exceptions import DuplicateRid, EngineError, IdConflict, InternalError, InvalidRequest, error_for
+from .images import ImageGeneration
 from .results import (
     GenerateOutput,
     TokenDelta,
@@ -44,16 +47,9 @@ from .results import (
     read_floats,
     read_ints,
 )
+from .waiters import WaiterT, resolve
 
 logger = logging.getLogger(__name__)
-
-
-class Waiter(Protocol):
-    """What ``concurrent.futures.Future`` and ``asyncio.Future`` have in common."""
-
-    def done(self) -> bool: ...
-    def set_result(self, result: Any, /) -> None: ...
-    def set_exception(self, exception: BaseException, /) -> None: ...
 
 
 class DeltaQueue(Protocol):
@@ -71,7 +67,6 @@ class Sink(Protocol):
         """One sample has ended; all its tokens have been handed on before."""
 
 
-WaiterT = TypeVar("WaiterT", bound=Waiter)
 QueueT = TypeVar("QueueT", bound=DeltaQueue)
 
 
@@ -184,7 +179,7 @@ class Generation(Generic[WaiterT, QueueT]):
             self.deltas.put_nowait(delta)
 
     def _end(self, result: list[GenerateOutput] | EngineError) -> None:
-        _resolve(self.waiter, result)
+        resolve(self.waiter, result)
         if self.deltas is not None:
             self.deltas.put_nowait(
                 None
@@ -203,8 +198,8 @@ class Connection(Generic[WaiterT, QueueT]):
         self._new_waiter = new_waiter
         self._new_queue = new_queue
         self._calls: dict[str, _Call[WaiterT]] = {}
-        self._generations: dict[str, Generation[WaiterT, QueueT]] = {}
-        self._by_rid: dict[str, Generation[WaiterT, QueueT]] = {}
+        self._generations: dict[str, Generation[WaiterT, QueueT] | ImageGeneration[WaiterT]] = {}
+        self._by_rid: dict[str, Generation[WaiterT, QueueT] | ImageGeneration[WaiterT]] = {}
 
     @property
     def pending(self) -> int:
@@ -235,19 +230,40 @@ class Connection(Generic[WaiterT, QueueT]):
     ) -> tuple[Generation[WaiterT, QueueT], bytes]:
         """Register a generation; raises as :meth:`start_call`, and DuplicateRid when this client has that rid live."""
         frame = self._encode(request)
-        known = self._generations.get(request.id)
-        if known is not None:
-            _same_body(request.id, known.frame, frame)
+        known = self._pending_generation(request.id, frame)
+        if isinstance(known, Generation):
             return known, frame
-        if request.id in self._calls:
-            raise IdConflict(f"message id {request.id!r} is pending with another body", id=request.id)
         deltas = self._new_queue() if request.stream and sink is None else None
         generation = Generation(request, frame, self._new_waiter(), deltas, sink)
+        self._register(generation)
+        return generation, frame
+
+    def start_images(self, request: GenerateImagesReqInput) -> tuple[ImageGeneration[WaiterT], bytes]:
+        """Register an image request; raises as :meth:`start_generation`."""
+        frame = self._encode(request)
+        known = self._pending_generation(request.id, frame)
+        if isinstance(known, ImageGeneration):
+            return known, frame
+        generation = ImageGeneration(request, frame, self._new_waiter())
+        self._register(generation)
+        return generation, frame
+
+    def _pending_generation(
+        self, message_id: str, frame: bytes
+    ) -> Generation[WaiterT, QueueT] | ImageGeneration[WaiterT] | None:
+        """The generation that a request repeats; None if its id is new."""
+        known = self._generations.get(message_id)
+        if known is not None:
+            _same_body(message_id, known.frame, frame)
+        if message_id in self._calls:
+            raise IdConflict(f"message id {message_id!r} is pending with another body", id=message_id)
+        return known
+
+    def _register(self, generation: Generation[WaiterT, QueueT] | ImageGeneration[WaiterT]) -> None:
         if generation.rid in self._by_rid:
             raise DuplicateRid(f"rid {generation.rid!r} is live in this client", rid=generation.rid)
-        self._generations[request.id] = generation
+        self._generations[generation.message_id] = generation
         self._by_rid[generation.rid] = generation
-        return generation, frame
 
     def receive(self, frames: list[bytes]) -> None:
         """Process one message from the scheduler. An unreadable one fails only the call or generation that it names."""
@@ -259,6 +275,11 @@ class Connection(Generic[WaiterT, QueueT]):
         if isinstance(message, BatchTokenOutput):
             self._take_tokens(message)
             return
+        if isinstance(message, GenerateImagesReqOutput):
+            images = self._by_rid.get(message.rid)
+            if isinstance(images, ImageGeneration) and images.finish(message, frames[1:]):
+                self._forget(images)
+            return
         if isinstance(message, Keepalive):
             return
         if isinstance(message, ErrorReply):
@@ -268,9 +289,9 @@ class Connection(Generic[WaiterT, QueueT]):
         if call is None:
             logger.debug("dropped a %s for unknown message id %s", type(message).__name__, message.id)
         elif isinstance(message, call.expects):
-            _resolve(call.waiter, message)
+            resolve(call.waiter, message)
         else:
-            _resolve(
+            resolve(
                 call.waiter,
                 InternalError(
                     f"expected {call.expects.__name__}, got {type(message).__name__}", id=message.id
@@ -286,7 +307,7 @@ class Connection(Generic[WaiterT, QueueT]):
         instance each."""
         for message_id in [each for each in self._calls if each not in spare]:
             call = self._calls.pop(message_id)
-            _resolve(call.waiter, error_for(error.code, error.message, error.detail))
+            resolve(call.waiter, error_for(error.code, error.message, error.detail))
         for generation in [each for each in self._generations.values() if each.message_id not in spare]:
             self._forget(generation)
             generation.fail(error_for(error.code, error.message, error.detail))
@@ -319,7 +340,7 @@ class Connection(Generic[WaiterT, QueueT]):
 
     def _take_result(self, wire: GenerateReqOutput) -> None:
         generation = self._by_rid.get(wire.rid)
-        if generation is None:
+        if not isinstance(generation, Generation):
             logger.debug("dropped a result for unknown rid %s", wire.rid)
         elif generation.finish(wire):
             self._forget(generation)
@@ -355,7 +376,7 @@ class Connection(Generic[WaiterT, QueueT]):
         ):
             end = offset + count
             generation = self._by_rid.get(rid)
-            if generation is not None:
+            if isinstance(generation, Generation):
                 generation.add_tokens(
                     index, start, tokens[offset:end], logprobs[offset:end], top[row], token_ids[row]
                 )
@@ -365,14 +386,14 @@ class Connection(Generic[WaiterT, QueueT]):
         call = self._calls.pop(message_id, None)
         generation = self._generations.get(message_id)
         if call is not None:
-            _resolve(call.waiter, error)
+            resolve(call.waiter, error)
         elif generation is not None:
             generation.fail(error)
             self._forget(generation)
         else:
             logger.warning("an error for message id %r, which no call waits for: %s", message_id, error)
 
-    def _forget(self, generation: Generation[WaiterT, QueueT]) -> None:
+    def _forget(self, generation: Generation[WaiterT, QueueT] | ImageGeneration[WaiterT]) -> None:
         del self._generations[generation.message_id]
         del self._by_rid[generation.rid]
 
@@ -380,12 +401,3 @@ class Connection(Generic[WaiterT, QueueT]):
 def _same_body(message_id: str, first: bytes, second: bytes) -> None:
     if first != second:
         raise IdConflict(f"message id {message_id!r} is pending with another body", id=message_id)
-
-
-def _resolve(waiter: Waiter, result: Any) -> None:
-    if waiter.done():  # cancelled by its event loop
-        return
-    if isinstance(result, EngineError):
-        waiter.set_exception(result)
-    else:
-        waiter.set_result(result)

@@ -24,6 +24,7 @@ from .channel import Result, ThreadClient, wait_for
 from .options import (
     CheckerAction,
     ConnectionOptions,
+    SessionOptions,
     UpdateOptions,
     WeightUpdate,
     folder_of,
@@ -290,18 +291,15 @@ class ControlClient(ThreadClient):
     def begin_weight_update(
         self,
         *,
-        manifest: list[wire.TensorSpec] | None = None,
-        deadline_s: float | None = None,
         message_id: str | None = None,
         timeout: float | None = None,
+        **session: Unpack[SessionOptions],
     ) -> wire.BeginWeightUpdateReqOutput:
         """Open an explicit session, which :meth:`end_weight_update` commits as a whole.
 
         Updates of this client belong to it until then; other clients pass the reply's ``session_id``.
         """
-        request = wire.BeginWeightUpdateReqInput(
-            id=id_of(message_id), manifest=manifest, deadline_s=deadline_s
-        )
+        request = wire.BeginWeightUpdateReqInput(id=id_of(message_id), **session)
         return self._begin(request, timeout)
 
     def end_weight_update(
@@ -336,14 +334,13 @@ class ControlClient(ThreadClient):
         self,
         *,
         weight_version: str | int | None = None,
-        manifest: list[wire.TensorSpec] | None = None,
-        deadline_s: float | None = None,
         timeout: float | None = None,
+        **options: Unpack[SessionOptions],
     ) -> Iterator[WeightUpdate]:
         """A session for a ``with`` block: committed at its end (``.result`` is then the reply), aborted if the block or the commit
         fails. ``timeout`` limits each of the two calls, not the block.
         """
-        begin = wire.BeginWeightUpdateReqInput(manifest=manifest, deadline_s=deadline_s)
+        begin = wire.BeginWeightUpdateReqInput(**options)
         session = None
         try:
             session = WeightUpdate(self._begin(begin, timeout))

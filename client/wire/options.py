@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Literal, TypedDict
 
-from ...io_struct import BeginWeightUpdateReqOutput, WeightUpdateReqOutput, new_id
+from ...io_struct import BeginWeightUpdateReqOutput, TensorSpec, WeightUpdateReqOutput, new_id
 from ...io_struct.base import MAX_LABEL_LENGTH
 from ...io_struct.field_errors import nearest, one_of, shown
 from ..exceptions import InvalidRequest
@@ -75,10 +75,23 @@ class UpdateOptions(TypedDict, total=False):
     """True, the default: running requests are retracted and the prefix cache is flushed. False: they are frozen in place."""
     torch_empty_cache: bool
     """Also empty the device allocator's cache; False by default."""
+    component: str | None
+    """The component of a diffusion pipeline that is written, such as ``vae``. None, the default, means its transformer."""
     abort_all_requests: bool
     """Abort all requests first; False by default."""
     session_id: str | None
     """The open session of the update. The default is the one that this client began, if it is open."""
+
+
+class SessionOptions(TypedDict, total=False):
+    """Keywords of a weight session; all are optional."""
+
+    manifest: list[TensorSpec] | None
+    """All tensors of the checkpoint, or of ``component``: checked at once, and required by the commit."""
+    component: str | None
+    """The component of a diffusion pipeline that ``manifest`` describes. None means its transformer."""
+    deadline_s: float | None
+    """Seconds after which the session is aborted. None means the engine's ``session_deadline_s``."""
 
 
 @dataclass(slots=True)

@@ -64,16 +64,21 @@ class Plan:
             EngineError: of the first prompt that failed, with its position as a note.
             TimedOut: none failed, and not all have ended.
         """
-        for position, waiter in enumerate(waiters):
-            error = waiter.exception() if waiter.done() else None
-            if error is not None:
-                if not self.single:
-                    error.add_note(f"prompt {position} of {len(self.requests)}")
-                raise error
-        if not all(waiter.done() for waiter in waiters):
-            raise timed_out(self.message_id, timeout)
-        flat = [output for waiter in waiters for output in waiter.result()]
-        return flat[0] if self.single and len(flat) == 1 else flat
+        return collect(waiters, self.message_id, timeout, single=self.single)
+
+
+def collect(waiters: Sequence[Finished], message_id: str, timeout: float | None, *, single: bool) -> Any:
+    """Results of several prompts; as :meth:`Plan.collect`."""
+    for position, waiter in enumerate(waiters):
+        error = waiter.exception() if waiter.done() else None
+        if error is not None:
+            if not single:
+                error.add_note(f"prompt {position} of {len(waiters)}")
+            raise error
+    if not all(waiter.done() for waiter in waiters):
+        raise timed_out(message_id, timeout)
+    flat = [output for waiter in waiters for output in waiter.result()]
+    return flat[0] if single and len(flat) == 1 else flat
 
 
 def timed_out(message_id: str, timeout: float | None) -> TimedOut:

@@ -1,131 +1,113 @@
 """Paged attention by FlashInfer's kernels (Ye et al., 2025, arXiv:2501.01005), for CUDA.
 
 Invariants:
-- The pool is FlashInfer's "HND" layout as it is: [page, kv head, 16, head size], K and V apart. A row's pages are a slice of
-  one list of page numbers (``indptr``, ``indices``, ``last_page_len``), made on the host once per step.
+- The pool is FlashInfer's "HND" layout as it is: [page, kv head, 16, head size], K and V apart; pages are told by lists
+  (``page_lists.py``).
 - Decode rows and prefill rows are planned and run apart, by the kernels meant for them; K and V of both are appended first.
 - Host memory that a plan is copied from is written anew for every step, FlashInfer's own included: a plan waits until the
-  copies of the plan before it have been made. Those stand before their own step, so at depth 1 they have been.
+  copies of the plan before it have been made (:class:`HostMemory`). Those stand before their own step, so at depth 1 they
+  have been.
 - ``for_decode`` gives attention that a graph can hold: planned outside of it, into buffers that never move. All sizes
   share these buffers and the workspaces, as one step is planned and run after the other.
+- The workspace holds what the largest step needs: a plan that does not fit would end its step.
 
-Not measured on a device yet. Its plans and page lists are tested on the CPU against a module of the same interface.
+Written against FlashInfer 0.7.2; built and traced, not run on a GPU. Its plans and page lists are tested on the CPU against
+a module of the same interface.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ..dtypes import torch_name
 from ..forward import AttentionBackend, ForwardBatch, FusedAttention, KVPool
+from .page_lists import Lists, PageLists
 
-_FLOAT_WORKSPACE_BYTES = 128 << 20
-"""Partial results of rows whose KV is divided among several blocks; FlashInfer's recommendation."""
 _INT_WORKSPACE_BYTES = 8 << 20
 """Plans; what FlashInfer's wrappers allocate by themselves."""
 _TENSOR_CORE_GROUP = 4
-"""From this many query heads per KV head on, decoding fills the rows of a matrix instruction well enough."""
+"""Query heads per KV head, at least."""
 _HEAD_SIZES = (64, 128, 256)
 _DTYPES = (torch.bfloat16, torch.float16)
-_INTS_PER_LINE = 16
+_BLOCKS, _SMALL_BLOCKS = 2, 16
+"""Of a step with divided rows there are at most so many for a multiprocessor, for all KV heads together: with tensor cores,
+and without, where a block has one query of a KV head (FlashInfer's planner)."""
+_TILES = (16, 64, 128)
+"""Rows of a block, which are queries times the heads of a group: the first that holds a decode row, at most the last."""
+_SLACK = 1 << 20
 
 
 def why_not(device: torch.device, dtype: torch.dtype, head_size: int) -> str | None:
-    """Why FlashInfer cannot serve here; None where it can."""
+    """Why FlashInfer cannot serve here, as far as that shows without a step; None where nothing speaks against it."""
+    sizes = None if head_size in _HEAD_SIZES else f"it has no kernels for heads of {head_size}"
+    return why_not_for(device, dtype, sizes)
+
+
+def why_not_for(device: torch.device, dtype: torch.dtype, sizes: str | None) -> str | None:
+    """The same, where ``sizes`` is what the model's sizes say against it."""
     if device.type != "cuda":
         return f"it runs on CUDA, not on {device.type}"
     if dtype not in _DTYPES:
         return f"it computes in bfloat16 or float16, not {torch_name(dtype)}"
-    if head_size not in _HEAD_SIZES:
-        return f"it has no kernels for heads of {head_size}"
+    if sizes is not None:
+        return sizes
     return None if find_spec("flashinfer") else "it is not installed"
 
 
-@dataclass(frozen=True, slots=True)
-class _Lists:
-    """A step's pages and tokens, int32, all in one block: on the host, or on the device."""
+def workspace_bytes(
+    num_heads: int, num_kv_heads: int, head_size: int, rows: int, device: torch.device
+) -> int:
+    """What the partial results of any step take, by the rules of FlashInfer's planner.
 
-    indptr: Tensor
-    """[R + 1]: where each row's pages begin in ``indices``."""
-    last_page_len: Tensor
-    """[R]: tokens in each row's last page, 1 to 16."""
-    qo_indptr: Tensor
-    """[prefill rows + 1]: where each row's queries begin among those of the prefill rows."""
-    prefill_indptr: Tensor
-    """[prefill rows + 1]: ``indptr`` of the prefill rows, from 0."""
-    batch_indices: Tensor
-    """[T]: row of each token."""
-    positions: Tensor
-    """[T]"""
-    indices: Tensor
-    """Page numbers, row after row."""
-
-    @classmethod
-    def lay_out(cls, block: Tensor, sizes: list[int]) -> "_Lists":
-        """Views of ``block``; the page numbers come last, so they alone lie elsewhere when there are more of them."""
-        views, start = [], 0
-        for size in sizes:
-            views.append(block[start : start + size])
-            start += _lines(size)
-        return cls(*views)
+    They are float32, one vector and one log-sum for each query head of each row of a block. Rows are divided among blocks
+    only where a step has fewer than the device holds. In a graph of tensor cores' decoding they always are, and every row
+    has a block.
+    """
+    group = num_heads // num_kv_heads
+    divided = -(-_BLOCKS * multiprocessors(device) // num_kv_heads)
+    queries = divided * _TILES[-1] // group
+    if on_tensor_cores(num_heads, num_kv_heads):
+        tile = next((tile for tile in _TILES if group <= tile), _TILES[-1])
+        blocks = max(divided, rows + -(-rows * group // tile))
+        queries = max(queries, blocks * tile // group)
+    else:
+        queries = max(queries, -(-_SMALL_BLOCKS * multiprocessors(device) // num_kv_heads))
+    return (queries + 1) * num_heads * (head_size + 1) * 4 + _SLACK
 
 
-class PageLists:
-    """Builds the lists of one step after the other in the same memory."""
-
-    def __init__(self, *, rows: int, tokens: int, pages: int, page_size: int, device: torch.device) -> None:
-        """``pages`` of one row; like the others, at most."""
-        self._page_size = page_size
-        sizes = [rows + 1, rows, rows + 1, rows + 1, tokens, tokens, rows * pages]
-        capacity = sum(_lines(size) for size in sizes)
-        self._host = torch.empty(capacity, dtype=torch.int32, pin_memory=device.type != "cpu")
-        self._ints: np.ndarray = self._host.numpy()
-        self.device = torch.zeros(capacity, dtype=torch.int32, device=device)
-
-    def fill(self, batch: ForwardBatch) -> tuple[_Lists, _Lists]:
-        """The lists of ``batch`` on the host, and on the device (the copy is enqueued)."""
-        arrays = page_lists(batch, self._page_size)
-        start = 0
-        for array in arrays:
-            self._ints[start : start + len(array)] = array
-            start += _lines(len(array))
-        self.device[:start].copy_(self._host[:start], non_blocking=True)
-        sizes = [len(array) for array in arrays]
-        return _Lists.lay_out(self._host, sizes), _Lists.lay_out(self.device, sizes)
-
-    def decode_views(self, rows: int) -> _Lists:
-        """Where :meth:`fill` puts the lists of a step of ``rows`` decode rows; of the page numbers, as many as fit."""
-        sizes = [rows + 1, rows, 1, 1, rows, rows]
-        room = len(self.device) - sum(_lines(size) for size in sizes)
-        return _Lists.lay_out(self.device, [*sizes, room])
+def on_tensor_cores(num_heads: int, num_kv_heads: int) -> bool:
+    """Whether decoding fills the rows of a matrix instruction well enough."""
+    return num_heads // num_kv_heads >= _TENSOR_CORE_GROUP
 
 
-def page_lists(batch: ForwardBatch, page_size: int) -> tuple[np.ndarray, ...]:
-    """The arrays of :class:`_Lists` for a step, in their order."""
-    q_lens, kv_lens = (np.asarray(lens, np.int64) for lens in (batch.q_lens_host, batch.kv_lens_host))
-    table = batch.page_table.cpu().numpy() if batch.page_table_host is None else batch.page_table_host
-    pages = -(-kv_lens // page_size)
-    indptr = _starts(pages)
-    row_of_token = np.repeat(np.arange(len(q_lens)), q_lens)
-    new_from = kv_lens - q_lens
-    first_token = _starts(q_lens)[:-1]
-    positions = np.arange(len(row_of_token)) - first_token[row_of_token] + new_from[row_of_token]
-    return (
-        indptr,
-        kv_lens - (pages - 1) * page_size,
-        _starts(q_lens[batch.num_decode :]),
-        indptr[batch.num_decode :] - indptr[batch.num_decode],
-        row_of_token,
-        positions,
-        table[np.arange(table.shape[1]) < pages[:, None]],
-    )
+def multiprocessors(device: torch.device) -> int:
+    """Of ``device``; 1 where there are none."""
+    if device.type != "cuda":
+        return 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+class HostMemory:
+    """What plans are copied to the device from: written only after the copies of the plan before have been made."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._copied: Any = None
+        if device.type != "cpu":
+            self._copied = torch.get_device_module(device).Event()
+
+    @contextmanager
+    def written(self) -> Iterator[None]:
+        """Around what writes it and enqueues copies from it."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        yield
+        if self._copied is not None:
+            self._copied.record()
 
 
 class FlashInferBackend:
@@ -153,6 +135,7 @@ class FlashInferBackend:
         """
         self.fused: FusedAttention | None = None
         self.paged = None
+        self.reads_page_table = False
         self._library = import_module("flashinfer") if library is None else library
         self._pool = pool
         self._heads = (num_heads, num_kv_heads, head_size)
@@ -170,23 +153,45 @@ class FlashInferBackend:
             page_size=pool.page_size,
             device=self._device,
         )
-        self._tensor_cores = num_heads // num_kv_heads >= _TENSOR_CORE_GROUP
-        self._workspace = self._zeros(_FLOAT_WORKSPACE_BYTES, torch.uint8)
+        self._tensor_cores = on_tensor_cores(num_heads, num_kv_heads)
         self._graph_plans = self._zeros(_INT_WORKSPACE_BYTES, torch.uint8)
         self._graph_pages = self._zeros(max_rows * max_pages, torch.int32)
+        needed = workspace_bytes(num_heads, num_kv_heads, head_size, max_rows, self._device)
+        needed = max(needed, self._asked(max_rows, max_tokens - max_rows, max_pages))
+        self._workspace = self._zeros(needed, torch.uint8)
         self._decode = self._library.BatchDecodeWithPagedKVCacheWrapper(
             self._workspace, "HND", use_tensor_cores=self._tensor_cores
         )
         self._prefill = self._library.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "HND")
-        self._copied: Any = None
-        if self._device.type != "cpu":
-            self._copied = torch.get_device_module(self._device).Event()
+        self.host_memory = HostMemory(self._device)
         self._num_decode = 0
-        self._step: _Lists | None = None
+        self._step: Lists | None = None
+
+    def _asked(self, rows: int, tokens: int, pages: int) -> int:
+        """What the library says that its largest captured step and a chunk at the end of the longest row take; 0: nothing."""
+        small = self._zeros(_SLACK, torch.uint8)
+        decode = self._captured_wrapper(small, rows)
+        prefill = self._library.BatchPrefillWithPagedKVCacheWrapper(small, "HND")
+        ones = torch.ones(rows, dtype=torch.int32)
+        ends = torch.arange(rows + 1, dtype=torch.int32)
+        chunk = torch.tensor([0, max(1, min(tokens, pages * self._pool.page_size))], dtype=torch.int32)
+        row = torch.tensor([0, pages], dtype=torch.int32)
+        shape = *self._heads, self._pool.page_size
+        asked = [0]
+        for wrapper, lists, options in (
+            (decode, (ends, self._graph_pages[:rows], ones), {}),
+            (prefill, (chunk, row, self._graph_pages[:pages], ones[:1]), {"causal": True}),
+        ):
+            if hasattr(wrapper, "workspace_size"):  # since 0.7
+                try:
+                    asked.append(wrapper.workspace_size(*lists, *shape, **options, **self._options)[0])
+                except NotImplementedError:  # kernels that take none
+                    continue
+        return max(asked)
 
     def plan(self, batch: ForwardBatch) -> None:
         """Divide the step's work among the device's multiprocessors."""
-        with self.host_memory():
+        with self.host_memory.written():
             self._plan(batch)
 
     def _plan(self, batch: ForwardBatch) -> None:
@@ -222,8 +227,13 @@ class FlashInferBackend:
 
     def for_decode(self, rows: int) -> AttentionBackend:
         """Attention for steps of exactly ``rows`` decode rows, to be captured."""
-        wrapper = self._library.BatchDecodeWithPagedKVCacheWrapper(
-            self._workspace,
+        wrapper = self._captured_wrapper(self._workspace, rows)
+        wrapper.reset_workspace_buffer(self._workspace, self._graph_plans)  # instead of one of its own
+        return _CapturedDecode(self, wrapper, self._lists, rows)
+
+    def _captured_wrapper(self, workspace: Tensor, rows: int) -> Any:
+        return self._library.BatchDecodeWithPagedKVCacheWrapper(
+            workspace,
             "HND",
             use_cuda_graph=True,
             use_tensor_cores=self._tensor_cores,
@@ -231,19 +241,8 @@ class FlashInferBackend:
             paged_kv_indices_buffer=self._graph_pages,
             paged_kv_last_page_len_buffer=self._zeros(rows, torch.int32),
         )
-        wrapper.reset_workspace_buffer(self._workspace, self._graph_plans)  # instead of one of its own
-        return _CapturedDecode(self, wrapper, self._lists, rows)
 
-    @contextmanager
-    def host_memory(self) -> Iterator[None]:
-        """Around what writes it and enqueues copies from it."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        yield
-        if self._copied is not None:
-            self._copied.record()
-
-    def plan_decode(self, wrapper: Any, host: _Lists, device: _Lists, rows: int) -> None:
+    def plan_decode(self, wrapper: Any, host: Lists, device: Lists, rows: int) -> None:
         """The first ``rows`` rows by ``wrapper``. Page numbers from the device: from the host, a graph's wrapper waits."""
         wrapper.plan(
             host.indptr[: rows + 1],
@@ -254,7 +253,7 @@ class FlashInferBackend:
             **self._options,
         )
 
-    def append(self, step: _Lists, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+    def append(self, step: Lists, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         """Store [T, kv heads, head size] each at the step's positions; returns the layer's K and V."""
         cache = self._pool.layer(layer)
         self._library.append_paged_kv_cache(
@@ -280,6 +279,7 @@ class _CapturedDecode:
     def __init__(self, parent: FlashInferBackend, wrapper: Any, lists: PageLists, rows: int) -> None:
         self.fused: FusedAttention | None = None
         self.paged = None
+        self.reads_page_table = False
         self._parent = parent
         self._wrapper = wrapper
         self._lists = lists
@@ -289,7 +289,7 @@ class _CapturedDecode:
     def plan(self, batch: ForwardBatch) -> None:
         """See :meth:`FlashInferBackend.plan`."""
         assert batch.num_decode == batch.num_rows == self._rows, "captured for another number of rows"
-        with self._parent.host_memory():
+        with self._parent.host_memory.written():
             host, device = self._lists.fill(batch)
             self._parent.plan_decode(self._wrapper, host, device, self._rows)
 
@@ -298,13 +298,3 @@ class _CapturedDecode:
         cache = self._parent.append(self._step, k, v, layer)
         out: Tensor = self._wrapper.run(q, cache)
         return out.flatten(1)
-
-
-def _starts(lengths: np.ndarray) -> np.ndarray:
-    """[n + 1]: running sums, from 0."""
-    return np.concatenate([[0], np.cumsum(lengths)])
-
-
-def _lines(count: int) -> int:
-    """``count`` integers, rounded up to whole cache lines."""
-    return -(-count // _INTS_PER_LINE) * _INTS_PER_LINE

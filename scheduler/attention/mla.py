@@ -63,6 +63,7 @@ class LatentBackend:
         """``scale`` multiplies the scores."""
         self.fused: FusedAttention | None = None
         self.paged = None
+        self.reads_page_table = True
         self._pool = pool
         self._heads = num_heads
         self._scale = scale

@@ -36,6 +36,7 @@ class PagedCpuBackend:
             raise ValueError(f"the kernel takes pages of {PAGE_SIZE} tokens, not {pool.page_size}")
         self.fused: FusedAttention | None = self.store_and_attend
         self.paged: PagedStep | None = None
+        self.reads_page_table = True
         self._pool = pool
         self._num_heads, self._width = num_heads, num_heads * head_size
         self._group = num_heads // num_kv_heads

@@ -71,6 +71,7 @@ class _CapturedDecode:
     def __init__(self, pool: KVPool, kernel: Any, table: Tensor, kv_lens: Tensor) -> None:
         self.fused: FusedAttention | None = None
         self.paged = None
+        self.reads_page_table = True
         self._pool, self._kernel = pool, kernel
         self._table, self._kv_lens = table, kv_lens
 

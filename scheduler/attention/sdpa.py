@@ -74,6 +74,7 @@ class SdpaBackend:
         """``scale`` multiplies the scores. None: ``head_size ** -0.5``."""
         self.fused: FusedAttention | None = None
         self.paged = None
+        self.reads_page_table = True
         self._pool = pool
         self._kv_heads = num_kv_heads
         self._group = num_heads // num_kv_heads

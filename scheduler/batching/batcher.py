@@ -54,6 +54,11 @@ class ScheduledBatch:
     inputs: list[InputSpan]
     """The prompt positions behind ``forward.inputs``, in its order."""
 
+    @property
+    def kind(self) -> str:
+        """The stage that the step counts as; a step with any prompt tokens is a prefill."""
+        return "decode" if self.forward.num_decode == len(self.slots) else "prefill"
+
 
 class Batcher:
     """Owns the running requests and builds steps from them and from the waiting queue."""

@@ -5,31 +5,48 @@ Invariant: a request is added once, on admission, and removed once, by ``OutputP
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from typing import Generic, Protocol, TypeVar
 
-from .request import Request
+
+class LiveSample(Protocol):
+    """One sample of a request."""
+
+    message_id: str
+    rid: str
+    index: int
+    client: bytes
+    """Its result goes there; changes when a retry attaches from another socket."""
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """``(rid, sample index)``, unique among live samples."""
+        ...
 
 
-class LiveRequests:
+SampleT = TypeVar("SampleT", bound=LiveSample)
+
+
+class LiveRequests(Generic[SampleT]):
     """All requests from admission to their end, whether they wait, run or are frozen by a pause."""
 
     def __init__(self) -> None:
-        self._by_key: dict[tuple[str, int], Request] = {}
-        self._by_rid: defaultdict[str, list[Request]] = defaultdict(list)
+        self._by_key: dict[tuple[str, int], SampleT] = {}
+        self._by_rid: defaultdict[str, list[SampleT]] = defaultdict(list)
 
     def __len__(self) -> int:
         return len(self._by_key)
 
-    def __iter__(self) -> Iterator[Request]:
+    def __iter__(self) -> Iterator[SampleT]:
         """In the order of admission. Iterates over a copy, because finishing a request removes it."""
         return iter(list(self._by_key.values()))
 
-    def add(self, requests: Iterable[Request]) -> None:
+    def add(self, requests: Iterable[SampleT]) -> None:
         """Register admitted requests."""
         for request in requests:
             self._by_key[request.key] = request
             self._by_rid[request.rid].append(request)
 
-    def remove(self, request: Request) -> None:
+    def remove(self, request: SampleT) -> None:
         """Unregister a finished request."""
         del self._by_key[request.key]
         samples = self._by_rid[request.rid]
@@ -37,10 +54,10 @@ class LiveRequests:
         if not samples:
             del self._by_rid[request.rid]
 
-    def samples(self, rid: str) -> list[Request]:
+    def samples(self, rid: str) -> list[SampleT]:
         """The live samples of generation ``rid``."""
         return list(self._by_rid.get(rid, ()))
 
-    def of_client(self, client: bytes) -> list[Request]:
+    def of_client(self, client: bytes) -> list[SampleT]:
         """The live requests whose results go to ``client``."""
         return [request for request in self._by_key.values() if request.client == client]

@@ -57,7 +57,7 @@ class OutputProcessor:
         table: RequestTable,
         batcher: Batcher,
         waiting: WaitingQueue,
-        live: LiveRequests,
+        live: LiveRequests[Request],
         sink: OutputSink,
         *,
         on_finished: OnFinished,

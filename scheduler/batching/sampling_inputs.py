@@ -31,7 +31,8 @@ class InputSpan:
 
 def sampling_batch(table: RequestTable, slots: np.ndarray, positions: np.ndarray) -> SamplingBatch:
     """Sampling inputs of ``slots``, int64 [S]; ``positions`` are the absolute positions of the tokens to sample."""
-    any_filtered = bool(table.filtered[slots].any())
+    filtered = slots[table.filtered[slots]]
+    any_filtered = bool(len(filtered))
     return SamplingBatch(
         temperature=torch.from_numpy(table.temperature[slots]),
         greedy=torch.from_numpy(table.greedy[slots]),
@@ -43,6 +44,7 @@ def sampling_batch(table: RequestTable, slots: np.ndarray, positions: np.ndarray
         want_raw=bool(table.want_raw[slots].any()),
         want_sampled=bool(table.want_sampled[slots].any()),
         min_p=_min_p(table, slots) if any_filtered else None,
+        largest_top_k=int(table.top_k[filtered].max()) if any_filtered else None,
         special=_special_rows(table, slots, positions),
     )
 

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
+from time import monotonic
 
 from ...io_struct import (
     MAX_INT32,
@@ -88,6 +89,19 @@ def admit(
         eos_token_ids=limits.eos_token_ids,
         arrival=now,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class TokenAdmission:
+    """Makes requests of generate messages, within ``limits``."""
+
+    limits: AdmissionLimits
+
+    def admit(
+        self, message: GenerateReqInput, buffers: list[memoryview], client: bytes, waiting: int
+    ) -> list[Request]:
+        """As :func:`admit`, now."""
+        return admit(message, client=client, limits=self.limits, waiting=waiting, now=monotonic())
 
 
 def _total_limit(prompt_len: int, max_new_tokens: int | None, limits: AdmissionLimits) -> int:

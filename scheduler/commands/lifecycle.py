@@ -13,7 +13,7 @@ Invariants:
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sized
 from dataclasses import replace
 from enum import Enum
 from time import monotonic
@@ -35,17 +35,14 @@ from ...io_struct import (
     UpdateTotal,
     WeightsState,
 )
-from ..batching.batcher import Batcher
-from ..batching.output_processor import OutputProcessor
 from ..batching.request import WeightStamp
-from ..batching.waiting_queue import WaitingQueue
 from ..cache.manager import CacheManager
 from ..config import PAGE_SIZE
-from ..forward import Runner
 from ..memory.device_cache import DeviceCache
 from ..memory.device_memory import EmptyCacheReport
 from ..observability.memory_history import MemoryHistory
 from ..observability.stage_profiler import StageProfiler
+from ..stepping import StepBatcher, StepOutputs, StepRunner
 from .pause_ownership import PauseOwnership, Sender
 from .weight_sessions import Session, Sessions
 
@@ -80,11 +77,11 @@ class Lifecycle:
         self,
         *,
         sessions: Sessions,
-        batcher: Batcher,
-        waiting: WaitingQueue,
-        outputs: OutputProcessor,
+        batcher: StepBatcher,
+        waiting: Sized,
+        outputs: StepOutputs,
         cache: CacheManager,
-        runner: Runner,
+        runner: StepRunner,
         device_cache: DeviceCache,
         stamp: WeightStamp,
         history: MemoryHistory,

@@ -29,13 +29,13 @@ from ...io_struct import (
     ResumeMemoryOccupationReqOutput,
 )
 from ..cache.manager import CacheManager
-from ..forward import Runner
 from ..memory.device_cache import DeviceCache
 from ..memory.residency import MEMORY_TAGS, ComponentResidencyManager
 from ..observability.memory_history import MemoryHistory
 from ..observability.stage_profiler import StageProfiler
 from ..observability.watchdog import Heartbeat
 from ..runner.graphs import DecodeGraphs
+from ..stepping import StepRunner
 from .lifecycle import SLICE_S, Lifecycle, Operation, Wait
 from .weight_updates import WeightUpdates
 
@@ -54,7 +54,7 @@ class MemoryOccupation:
         lifecycle: Lifecycle,
         updates: WeightUpdates,
         cache: CacheManager,
-        runner: Runner,
+        runner: StepRunner,
         graphs: DecodeGraphs | None,
         device_cache: DeviceCache,
         history: MemoryHistory,

@@ -147,5 +147,7 @@ class ParameterServerUpdates:
         stages: StageProfiler,
     ) -> Generator[Wait, None, None]:
         buffer = memory.view(opening.handle)[opening.start : opening.start + opening.nbytes]
-        source = self._updates.open_checked(lambda: BufferSource(_NAME, bucket.specs, [buffer]), session)
+        source = self._updates.open_checked(
+            lambda: BufferSource(_NAME, bucket.specs, [buffer]), session, session.component
+        )
         yield from self._updates.load(source, session, stages)

@@ -53,8 +53,8 @@ def load_reference(config: EngineConfig, residency: ComponentResidencyManager) -
     with residency.component(PAGES.name):
         pool = make_pool(loaded, num_pages)
     limits = StepLimits.of(
-        max_rows=config.max_running_requests,
-        chunk_tokens=config.chunked_prefill_size,
+        max_rows=config.sizes.rows,
+        chunk_tokens=config.sizes.chunk_tokens,
         context_len=context_len,
     )
     reference = ReferenceModel(
@@ -66,7 +66,7 @@ def load_reference(config: EngineConfig, residency: ComponentResidencyManager) -
         num_pages=num_pages,
         context_len=context_len,
         max_rows=limits.rows,
-        max_tokens=config.chunked_prefill_size,
+        max_tokens=config.sizes.chunk_tokens,
         max_waiting=config.max_waiting_requests,
     )
     for use in (WEIGHTS, PAGES):

@@ -39,13 +39,14 @@ from ..batching.chunking import ChunkSizer
 from ..batching.waiting_queue import pages_for
 from ..cache.allocator import PageAllocator
 from ..config import PAGE_SIZE
-from ..forward import AttentionBackend, ForwardBatch, Runner, SamplingBatch
+from ..forward import AttentionBackend, ForwardBatch, SamplingBatch
 from ..memory.device_cache import DeviceCache
 from ..memory.device_memory import is_out_of_memory
 from ..memory.device_module import DeviceModule, streams_of
 from ..memory.residency import ComponentResidencyManager, ComponentUse
 from ..memory.workspace import Workspace
 from ..models.base import CausalLM
+from ..stepping import StepRunner
 from .lifecycle import Lifecycle
 
 logger = logging.getLogger(__name__)
@@ -127,7 +128,7 @@ class Scoring:
         *,
         residency: ComponentResidencyManager,
         lifecycle: Lifecycle,
-        runner: Runner,
+        runner: StepRunner,
         device_module: DeviceModule,
         device_cache: DeviceCache,
     ) -> None:

@@ -11,14 +11,13 @@ import logging
 from collections.abc import Generator
 
 from ...io_struct import CaesuraError, ErrorCode
-from ..batching.batcher import Batcher
 from ..batching.request import WeightStamp
 from ..cache.manager import CacheManager
-from ..forward import Runner
 from ..memory.device_cache import DeviceCache
 from ..memory.device_memory import EmptyCacheReport
-from ..models.base import CausalLM
+from ..models.base import Weights
 from ..observability.stage_profiler import StageProfiler
+from ..stepping import StepBatcher, StepRunner
 from ..weights.finite import find_non_finite
 from ..weights.loader import WeightLoader
 from .lifecycle import Lifecycle, Wait
@@ -37,12 +36,12 @@ class WeightCommit:
         self,
         *,
         check_finite: bool,
-        model: CausalLM,
+        model: Weights,
         loader: WeightLoader,
-        runner: Runner,
+        runner: StepRunner,
         lifecycle: Lifecycle,
         sessions: Sessions,
-        batcher: Batcher,
+        batcher: StepBatcher,
         cache: CacheManager,
         device_cache: DeviceCache,
     ) -> None:

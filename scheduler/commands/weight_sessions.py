@@ -62,6 +62,8 @@ class Session:
     counts: LoadCounts = field(default_factory=LoadCounts)
     touched: bool = False
     """Whether a byte has been written."""
+    component: str | None = None
+    """What the last call named."""
     version: str | None = None
     model_path: str | None = None
     """The last folder that was loaded; None if none was."""
@@ -232,7 +234,7 @@ class Sessions:
                 "implicit" if paused else "single", sender, self._deadline_s if paused else None, stages
             )
             self.current = session
-        session.route = route
+        session.route, session.component = route, request.component
         session.flush |= request.flush_cache
         session.empty |= request.torch_empty_cache
         session.abort_all |= request.abort_all_requests

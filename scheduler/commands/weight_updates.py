@@ -38,17 +38,16 @@ from ...io_struct import (
     WeightUpdateReqOutput,
 )
 from ..background import Task
-from ..batching.batcher import Batcher
-from ..batching.output_processor import OutputProcessor
 from ..config import EngineConfig
-from ..forward import Runner
 from ..memory.workspace import Workspace
-from ..models.base import CausalLM
+from ..models.base import Weights
 from ..observability.memory_history import MemoryHistory
 from ..observability.stage_profiler import StageProfiler
+from ..stepping import StepBatcher, StepOutputs, StepRunner
+from ..weights.components import ComponentSource, chosen, in_component, renamed
 from ..weights.loader import LoadCounts, WeightLoader, WeightPiece
 from ..weights.source import BufferSource, WeightSource
-from ..weights.transports.disk import DiskSource, open_fitting
+from ..weights.transports.disk import DiskSource, OpenFolder
 from ..weights.transports.distributed import WeightsUpdateGroups
 from ..weights.transports.ipc import SharedMemoryMaps
 from ..weights.writing import END, write_some
@@ -68,23 +67,29 @@ class WeightUpdates:
         self,
         *,
         config: EngineConfig,
-        model: CausalLM,
+        model: Weights,
         loader: WeightLoader,
-        runner: Runner,
+        runner: StepRunner,
         lifecycle: Lifecycle,
         sessions: Sessions,
-        batcher: Batcher,
-        outputs: OutputProcessor,
+        batcher: StepBatcher,
+        outputs: StepOutputs,
         weight_commit: WeightCommit,
         process_groups: WeightsUpdateGroups,
         history: MemoryHistory,
         stages: StageProfiler,
         weights_file: WeightsFile,
         model_path: str,
+        open_folder: OpenFolder,
         wake: Callable[[], None],
     ) -> None:
-        """``wake`` wakes the loop; it is called from background threads."""
+        """
+        Args:
+            open_folder: opens the checkpoint of an update from disk; in any thread.
+            wake: wakes the loop; it is called from background threads.
+        """
         self._wake = wake
+        self._open_folder = open_folder
         self._config = config
         self._model = model
         self._loader = loader
@@ -133,8 +138,9 @@ class WeightUpdates:
         self.sessions.require_none(sender)
         manifest = None
         if request.manifest is not None:
-            self._loader.check(request.manifest, complete=True)
-            names = (spec.name for spec in request.manifest)
+            specs = renamed(request.manifest, chosen(self._model.components, request.component))
+            self._loader.check(specs, complete=True)
+            names = (spec.name for spec in specs)
             manifest = frozenset(name for name in names if not self._model.is_skipped(name))
         session = self.sessions.begin(request, sender, manifest, self.profiler())
         return BeginWeightUpdateReqOutput(
@@ -168,15 +174,20 @@ class WeightUpdates:
             )
         path, session = request.model_path, self.sessions.session_for_call(request, sender, ("disk", None))
         # In a thread, because the disk may be slow and the headers may be of any size.
-        opening = Task(
-            lambda: open_fitting(path, self._model.config, self._loader, self._workspace), self._wake
-        )
+        component = chosen(self._model.components, request.component)
+        opening = Task(lambda: self._open_fitting(path, component), self._wake)
         while not opening.done:
             yield Wait.THREAD
         if session is not None:
             self.sessions.require_open(session)
         route = ("disk", None)
         return (yield from self._update(request, sender, route, opening.result, opening.seconds))
+
+    def _open_fitting(self, path: str, component: str | None) -> DiskSource:
+        """The checkpoint of an update, checked in all that can be known before its first byte; in any thread."""
+        checkpoint = self._open_folder(path, component)
+        self._loader.check(renamed(checkpoint.specs, component), complete=True)
+        return DiskSource(checkpoint, self._workspace)
 
     def from_tensor(
         self, request: UpdateWeightsFromTensorReqInput, sender: Sender, frames: Sequence[memoryview]
@@ -226,16 +237,18 @@ class WeightUpdates:
         if opening_s:
             stages.record("receive", opening_s)
         session = self.sessions.session_for_call(request, sender, route)
+        component = chosen(self._model.components, request.component)
         try:
             with stages.stage("receive"):
-                source = self.open_checked(open_source, session)
+                source = self.open_checked(open_source, session, request.component)
             session = self.join_session(request, sender, route)
         except CaesuraError:
             if self.sessions.current is None:  # otherwise the end of that session unmaps what was opened
                 self._maps.end_session()
             raise
-        if isinstance(source, DiskSource):
-            session.model_path, session.digest = source.path, source.digest
+        inner = source.inner if isinstance(source, ComponentSource) else source
+        if isinstance(inner, DiskSource) and component in (None, *self._model.components[:1]):
+            session.model_path, session.digest = inner.path, inner.digest
         work = self.load(source, session, stages)
         return (yield from self.run_and_commit(request.id, session, stages, started, work))
 
@@ -342,22 +355,28 @@ class WeightUpdates:
     def forget(self) -> None:
         """Close the session and forget which parameters were written, because the weights' memory is released."""
         self._close_session()
-        self._loader.forget_written()
+        if self._lifecycle.weights == "invalid":
+            self._loader.lose_all()
+        else:
+            self._loader.forget_written()
 
     def profiler(self) -> StageProfiler:
         """A profiler for one call or session; its times count in the engine's stage times as well."""
         return StageProfiler(self._stages, "update.")
 
-    def open_checked(self, open_source: Callable[[], WeightSource], session: Session | None) -> WeightSource:
+    def open_checked(
+        self, open_source: Callable[[], WeightSource], session: Session | None, named: str | None
+    ) -> WeightSource:
         """Open a source and check it, before this call's first byte is written.
 
         A refusal poisons the weights only if ``session`` has written before.
 
         Args:
             session: the open session that the call belongs to; None if the call opens one.
+            named: the component that the call names.
         """
         try:
-            source = open_source()
+            source = in_component(open_source(), chosen(self._model.components, named))
             self._loader.check(source.specs, complete=source.complete)
             rows = [spec for spec in source.specs if isinstance(spec, TensorSpec)]  # files hold whole tensors
             single = session is None and self._lifecycle.generation == "running"
@@ -439,7 +458,7 @@ class WeightUpdates:
 
     def poison(self, reason: str) -> None:
         """Poison the weights; from here on, a complete update must write every parameter again."""
-        self._loader.forget_written()
+        self._loader.lose_written()
         self._lifecycle.poison(reason)
 
     def _close_session(self) -> None:

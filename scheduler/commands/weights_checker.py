@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from ...io_struct import CaesuraError, ErrorCode, WeightsCheckerReqInput, WeightsCheckerReqOutput
-from ..forward import Runner
 from ..layers.parameters import WeightSlot
 from ..memory.storage import bytes_of
-from ..models.base import CausalLM
+from ..models.base import Weights
+from ..stepping import StepRunner
 from .lifecycle import Lifecycle, Operation, Wait
 
 _HASH_SLICE = 8 << 20
@@ -26,7 +26,7 @@ class WeightsChecker:
     """The handler of the checker's actions; keeps the checksums of one snapshot."""
 
     def __init__(
-        self, *, model: CausalLM, runner: Runner, lifecycle: Lifecycle, poison: Callable[[str], None]
+        self, *, model: Weights, runner: StepRunner, lifecycle: Lifecycle, poison: Callable[[str], None]
     ) -> None:
         self._model = model
         self._runner = runner

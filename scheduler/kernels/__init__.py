@@ -4,26 +4,46 @@ Invariant: torch is always an answer. Who uses an operation asks once, when it i
 for the answer :data:`TORCH`; nothing else in the engine knows what a machine can do.
 """
 
+import os
+from functools import cache
+from importlib.util import find_spec
+
 import torch
 
 from . import native
 
 TORCH = native.ISAS[0]
+TRITON = "triton"
 
 OPERATIONS = ("linear", "attention", "elementwise", "experts", "decoder", "sampler")
 """Compiled for the CPU, all in :data:`native.FLOATS`."""
+_IN_TRITON = ("sampler",)
+"""Compiled for CUDA, all in :data:`_TRITON_FLOATS`; attention is chosen in ``operations.py``."""
+_TRITON_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def best(operation: str, device: torch.device | str, dtype: torch.dtype) -> str:
-    """What serves ``operation``: an instruction set of :data:`native.ISAS`, or :data:`TORCH`.
+    """What serves ``operation``: an instruction set of :data:`native.ISAS`, :data:`TRITON`, or :data:`TORCH`.
 
     Raises:
         ValueError: ``CAESURA_KERNELS`` has an unknown value.
     """
-    compiled = operation in OPERATIONS and torch.device(device).type == "cpu" and dtype in native.FLOATS
-    return native.isa() if compiled else TORCH
+    kind = torch.device(device).type
+    if kind == "cpu" and operation in OPERATIONS and dtype in native.FLOATS:
+        return native.isa()
+    if kind == "cuda" and operation in _IN_TRITON and dtype in _TRITON_FLOATS:
+        return TORCH if why_not_triton(torch.device(device)) else TRITON
+    return TORCH
 
 
 def serving(device: torch.device | str, dtype: torch.dtype) -> dict[str, str]:
     """Every operation and what serves it, for logs and status."""
     return {operation: best(operation, device, dtype) for operation in OPERATIONS}
+
+
+@cache
+def why_not_triton(device: torch.device) -> str | None:
+    """Why kernels in Triton do not serve on ``device``; None where they do."""
+    if os.environ.get(native.VARIABLE) == TORCH:
+        return f"{native.VARIABLE}={TORCH}"
+    return None if find_spec("triton") else "Triton is not installed"

@@ -15,14 +15,16 @@ a device yet; tested in Triton's interpreter, and compiled for sm_90.
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
 
 import torch
-import triton  # type: ignore[import-not-found, unused-ignore]
-import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
+import triton
+import triton.language as tl
 from torch import Tensor
 
 _BLOCK = 64
 """Tokens per step of a program: four pages."""
 _MIN_DOT = 16
-"""Smallest number of rows of a matrix instruction."""
+"""Smallest number of rows, and of columns, of a matrix instruction."""
+_MOST_SUMS = 2048
+"""Sums of values, in query heads times head size, beside which products in float32 of that many tokens fit into registers."""
 _LOG2_E = 1.4426950408889634
 
 
@@ -169,7 +171,7 @@ class PagedDecode:
         self._table, self._kv_lens = table, kv_lens
         self._heads, self._kv_heads, self._size = num_heads, num_kv_heads, head_size
         self._page_size, self._scale, self._splits = page_size, scale * _LOG2_E, splits
-        self._width = triton.next_power_of_2(head_size)
+        self._width = max(_MIN_DOT, triton.next_power_of_2(head_size))
         self._group_rows = max(_MIN_DOT, triton.next_power_of_2(num_heads // num_kv_heads))
         parts = len(kv_lens) * num_heads * splits
         self._parts = torch.empty((parts, head_size), dtype=torch.float32, device=table.device)
@@ -194,7 +196,7 @@ class PagedDecode:
         _attend_kernel[(rows, self._kv_heads, self._splits)](
             q, k_pool, v_pool, self._table, self._kv_lens, self._parts, self._maxima, self._sums, self._scale,
             q.stride(0), q.stride(1), self._table.stride(0), self._kv_heads,
-            group=self._heads // self._kv_heads, rows=self._group_rows, splits=self._splits, block=_BLOCK,
+            group=self._heads // self._kv_heads, rows=self._group_rows, splits=self._splits, block=self._block(q.dtype),
             page_size=self._page_size, precision="ieee", **shared,
         )  # fmt: skip
         out = torch.empty((rows, self._heads * self._size), dtype=q.dtype, device=q.device)
@@ -202,3 +204,8 @@ class PagedDecode:
             self._parts, self._maxima, self._sums, out, splits=self._splits, **shared
         )
         return out
+
+    def _block(self, dtype: torch.dtype) -> int:
+        """Tokens per step of a program: fewer in float32, whose products take no tensor cores but a thread's registers."""
+        fits = dtype.itemsize < 4 or self._group_rows * self._width <= _MOST_SUMS
+        return _BLOCK if fits else _MIN_DOT

@@ -10,6 +10,7 @@ Invariants:
 """
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,9 +20,13 @@ from ..kernels import TORCH, best, elementwise
 from ..kernels import experts as kernel
 from ..kernels.linear import packable, storage_shape
 from .fp8_block import Fp8ExpertMatrix
+from .fp8_products import experts_for
 from .linear import all_fp8
 from .matrix import PackedSlot
 from .parameters import Parameter, Placement, PlainSlot, WeightSlot
+
+if TYPE_CHECKING:
+    from .fp8_scaled import FlashInferExperts
 
 _COMBINED_ELEMENTS = 1 << 24
 """Elements that are weighted at a time: bounds the float32 transient of torch's way to 64 MB."""
@@ -99,6 +104,7 @@ class Experts:
         self._compiled = best("experts", place.device, place.dtype) != TORCH and all(
             packable(size, place.dtype) for size in (hidden_size, intermediate_size)
         )
+        self._fp8: FlashInferExperts | None = None
         gate_up, down = [intermediate_size] * 2, [hidden_size]
         self._gate_up = self._matrix(f"{name}.gate_up", gate_up, hidden_size, place)
         self._down = self._matrix(f"{name}.down", down, intermediate_size, place)
@@ -109,6 +115,9 @@ class Experts:
         projections = ("gate_proj", "up_proj", "down_proj")
         modules = (f"{self._prefix}.{e}.{part}" for e in range(self._num_experts) for part in projections)
         if all_fp8(modules, place):
+            found = experts_for(place.device)
+            if found is not None and found.fused is not None and self._fp8 is None:
+                self._fp8 = found.fused(place.workspace)
             return Fp8ExpertMatrix(name, self._num_experts, part_rows, in_features, place)
         return ExpertMatrix(
             name, self._num_experts, sum(part_rows), in_features, place, packed=self._compiled
@@ -121,6 +130,8 @@ class Experts:
             expert_ids: int64 [T, k].
             weights: [T, k], float32 or of ``x``'s dtype.
         """
+        if self._fp8 is not None:
+            return self._fp8(x, expert_ids, weights, *self._quantized())
         if self._compiled:
             return self._forward_compiled(x, expert_ids, weights)
         tokens, places, ends = sort_by_expert(expert_ids, self._num_experts)
@@ -140,12 +151,19 @@ class Experts:
     def _take(self, purpose: str, expert_ids: Tensor, width: int, x: Tensor) -> Tensor:
         return self._workspace.take(f"experts.{purpose}", (expert_ids.numel(), width), x.dtype, x.device)
 
+    def _quantized(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """``gate_up`` and ``down`` with their scales."""
+        assert isinstance(self._gate_up, Fp8ExpertMatrix)
+        assert isinstance(self._down, Fp8ExpertMatrix)
+        return self._gate_up.blocks, self._down.blocks
+
     def slots(self) -> Iterator[WeightSlot]:
         """Per expert gate, up, down."""
+        gate, up = (0, self._width) if self._fp8 is None else (self._width, 0)
         for expert in range(self._num_experts):
             module = f"{self._prefix}.{expert}"
-            yield from self._gate_up.slots(f"{module}.gate_proj", expert, 0, self._width)
-            yield from self._gate_up.slots(f"{module}.up_proj", expert, self._width, self._width)
+            yield from self._gate_up.slots(f"{module}.gate_proj", expert, gate, self._width)
+            yield from self._gate_up.slots(f"{module}.up_proj", expert, up, self._width)
             yield from self._down.slots(f"{module}.down_proj", expert, 0, self._hidden)
 
     def parameters(self) -> Iterator[Parameter]:

@@ -7,8 +7,9 @@ Invariants:
 - Storage is what the checkpoint holds, byte for byte. Parts of a fused weight keep a grid each, from their own first row.
 - A weight that comes in a wider float is quantised block by block, each when its rows are complete: the result depends
   on the tensor alone, not on how it was cut. At most one row of blocks waits, in the model's workspace, as float32.
-- What is computed with does not outlive a product: weights are dequantised into the workspace, at most ``_CHUNK`` elements
-  (or one row) at a time. So nothing can mix a new weight with an old scale, in whatever order they come.
+- Nothing that is computed with outlives a product, so nothing can mix a new weight with an old scale, in whatever order
+  they come. On the CPU weights are dequantised into the workspace, at most ``_CHUNK`` elements (or one row) at a time;
+  accelerators multiply by what is stored (``fp8_products.py``), and a model that they cannot is refused.
 - A dequantised element is ``float32(weight) * scale``, rounded once to the dtype of the product.
 
 Rounding of quantised weights is that of transformers' ``FineGrainedFP8Config`` bit for bit, where its result is finite.
@@ -21,9 +22,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ...io_struct import CaesuraError, ErrorCode
+from ..dtypes import torch_name
 from ..kernels.experts import Groups
 from ..memory.workspace import Workspace
-from . import fp8_scaled
+from . import fp8_products
+from .fp8_products import Dense
+from .fp8_scaled import BLOCK, Grouped
 from .parameters import CASTABLE, Fp8Blocks, Parameter, Placement, PlainSlot, WeightSlot
 
 FP8 = torch.float8_e4m3fn
@@ -162,10 +167,28 @@ class Fp8Slot(PlainSlot):
 class Fp8Matrix:
     """One weight [out, in] and its product; as :class:`~.matrix.Matrix`, but FP8."""
 
-    def __init__(self, name: str, part_rows: Sequence[int], in_features: int, place: Placement) -> None:
-        """``part_rows``: output features of each checkpoint tensor that is stacked here."""
+    def __init__(
+        self,
+        name: str,
+        part_rows: Sequence[int],
+        in_features: int,
+        place: Placement,
+        *,
+        multiplies: bool = True,
+    ) -> None:
+        """
+        Args:
+            part_rows: output features of each checkpoint tensor that is stacked here.
+            multiplies: :meth:`product` will be asked for.
+
+        Raises:
+            CaesuraError: ``unsupported``, nothing multiplies by it on this accelerator.
+        """
         assert place.fp8 is not None
         self._place, self._blocks = place, place.fp8
+        self._dense = fp8_products.dense_for(place.device) if multiplies else None
+        if self._dense is not None:
+            require_blocks(name, part_rows[:-1], in_features, place)
         grids = [scale_shape(place.fp8, rows, in_features) for rows in part_rows]
         self._weight = Parameter(name, (sum(part_rows), in_features), FP8, place.device)
         self._scales = Parameter(
@@ -178,12 +201,6 @@ class Fp8Matrix:
             self._parts[start] = first, length
             of_row.append(first + torch.arange(rows, dtype=torch.int32) // place.fp8.rows)
             start, first = start + rows, first + length
-        self._scaled = (
-            (place.fp8.rows, place.fp8.columns, place.dtype)
-            == (fp8_scaled.BLOCK, fp8_scaled.BLOCK, torch.bfloat16)
-            and not any(size % fp8_scaled.BLOCK for size in (*part_rows, in_features))
-            and fp8_scaled.serves(place.device)
-        )
         self._scale_of_row = torch.cat(of_row).to(place.device)  # which row of scales is each row's
 
     @property
@@ -198,13 +215,11 @@ class Fp8Matrix:
         Of the n rows from ``first`` on, which are all of them without ``out``.
         """
         outputs, inputs = self._weight.data.shape
+        if self._dense is not None:
+            assert first == 0, "experts have products of their own"
+            return self._multiplied(self._dense, x, bias, out)
         if out is None:
             out = x.new_empty((x.shape[0], outputs))
-        if self._scaled:
-            rows = slice(first, first + out.shape[1])
-            grid = slice(rows.start // fp8_scaled.BLOCK, rows.stop // fp8_scaled.BLOCK)
-            y = fp8_scaled.product(x, self._weight.data[rows], self._scales.data[grid])
-            return out.copy_(y) if bias is None else torch.add(y, bias, out=out)
         for start, end in _chunks(out.shape[1], inputs):
             shape = end - start, inputs
             weight = self._place.workspace.take("fp8 weight", shape, x.dtype, x.device)
@@ -214,6 +229,18 @@ class Fp8Matrix:
             else:
                 torch.addmm(bias[start:end], x, weight.t(), out=out[:, start:end])
         return out
+
+    def _multiplied(self, dense: Dense, x: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
+        """On an accelerator; the last outputs, fewer than a block, are dequantised where the library does not take them."""
+        outputs, inputs = self._weight.data.shape
+        whole = outputs - outputs % dense.rows
+        y = dense.compute(x, self._weight.data[:whole], self._scales.data[: -(-whole // BLOCK)])
+        if whole < outputs:
+            weight = self._place.workspace.take("fp8 weight", (outputs - whole, inputs), x.dtype, x.device)
+            y = torch.cat([y, x @ self.dequantize(weight, whole).t()], dim=1)
+        if bias is not None:
+            return torch.add(y, bias, out=out)
+        return y if out is None else out.copy_(y)
 
     def dequantize(self, out: Tensor, start: int = 0) -> Tensor:
         """Rows ``[start, start + n)`` of the weight into ``out`` [n, in] of any float dtype; returns it."""
@@ -251,17 +278,39 @@ class Fp8ExpertMatrix:
     def __init__(
         self, name: str, num_experts: int, part_rows: Sequence[int], in_features: int, place: Placement
     ) -> None:
-        """``part_rows``: output features of each checkpoint tensor that an expert's weight is stacked from."""
-        self._out = sum(part_rows)
-        self._matrix = Fp8Matrix(name, [*part_rows] * num_experts, in_features, place)
+        """``part_rows``: output features of each checkpoint tensor that an expert's weight is stacked from.
+
+        Raises:
+            CaesuraError: ``unsupported``, nothing multiplies by it on this accelerator.
+        """
+        self._out, self._in = sum(part_rows), in_features
+        self._num_experts = num_experts
+        found = fp8_products.experts_for(place.device)
+        if found is not None:
+            require_blocks(name, part_rows, in_features, place)
+        self._grouped: Grouped | None = None if found is None else found.grouped
+        self._matrix = Fp8Matrix(
+            name, [*part_rows] * num_experts, in_features, place, multiplies=found is None
+        )
+
+    @property
+    def blocks(self) -> tuple[Tensor, Tensor]:
+        """FP8 [experts, out, in], and scales [experts, out / rows, in / columns]: the storage, where blocks are whole."""
+        weight, scales = (parameter.data for parameter in self._matrix.parameters())
+        return weight.view(self._num_experts, self._out, self._in), scales.unflatten(
+            0, (self._num_experts, -1)
+        )
 
     def packed_product(self, x: Tensor, groups: Groups, out: Tensor) -> Tensor:
-        """Each row of ``x`` [pairs, in] times its expert's weight, into ``out`` [pairs, out]."""
+        """Each row of ``x`` [pairs, in] times its expert's weight, into ``out`` [pairs, out]; on the CPU."""
         starts = groups.starts[: groups.count + 1].tolist()
         return self._product(x, groups.experts[: groups.count].tolist(), starts, out)
 
     def plain_product(self, x: Tensor, ends: Tensor) -> Tensor:
         """The same, in fresh memory; ``ends`` [experts]: the end of each expert's rows, which are sorted."""
+        if self._grouped is not None:
+            return self._grouped(x, ends, *self.blocks)
+        assert x.device.type == "cpu", "a loop over experts waits for the device"
         starts = [0, *ends.tolist()]
         return self._product(x, range(len(ends)), starts, x.new_empty((x.shape[0], self._out)))
 
@@ -278,6 +327,26 @@ class Fp8ExpertMatrix:
     def parameters(self) -> Iterator[Parameter]:
         """The weights of all experts, then their scales."""
         return self._matrix.parameters()
+
+
+def require_blocks(name: str, part_rows: Sequence[int], in_features: int, place: Placement) -> None:
+    """What all libraries for accelerators want of a weight.
+
+    Raises:
+        CaesuraError: ``unsupported``, it is made of other blocks, or in another dtype than bfloat16.
+    """
+    assert place.fp8 is not None
+    if place.dtype != torch.bfloat16:
+        reason = f"products in bfloat16, not {torch_name(place.dtype)}"
+    elif (place.fp8.rows, place.fp8.columns) != (BLOCK, BLOCK):
+        reason = f"blocks of {BLOCK} x {BLOCK}, not {place.fp8.rows} x {place.fp8.columns}"
+    elif in_features % BLOCK or any(rows % BLOCK for rows in part_rows):
+        reason = f"sizes in multiples of {BLOCK}, not {[*part_rows]} x {in_features} of {name}"
+    else:
+        return
+    raise CaesuraError(
+        ErrorCode.UNSUPPORTED, f"FP8 on {place.device} needs {reason}", field="quantization_config"
+    )
 
 
 def _chunks(rows: int, width: int) -> Iterator[tuple[int, int]]:

@@ -1,74 +1,197 @@
-"""Products of FP8 activations with FP8 weights on Hopper, by torch's scaled matmul (cuBLASLt's block scaling).
+"""Products of FP8 activations with FP8 weights in blocks of 128 x 128, as libraries for CUDA have them.
 
 Invariants:
 - Activations are quantised per token and 128 columns, as transformers and the training of such checkpoints do, so results
   differ from those of dequantised weights by that rounding.
-- It serves a device only after a product there agreed with the dequantised one (:func:`serves`): strides and padding of
-  the scales are cuBLASLt's conventions, and another version may have others.
+- Each function takes weights and scales as they are stored, [.., out, in] and [.., out / 128, in / 128], and copies neither.
+- Nothing waits for the device, and no shape depends on what is on it: room for padding is what padding can take at most.
+- Strides, padding and order are conventions of the library, and another version may have others. Nothing here is used
+  before a product with it agreed with the dequantised one (``fp8_products.py``).
 
-Not run on a GPU yet.
+Written against FlashInfer 0.7.2 and DeepGEMM 2; built and traced, not run on a GPU. Layouts are tested against float64 by
+stand-ins that read memory as the libraries document it.
 """
 
-import logging
-from functools import cache
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-logger = logging.getLogger(__name__)
+from ..memory.workspace import Workspace
 
 BLOCK = 128
 _MAX = torch.finfo(torch.float8_e4m3fn).max
 _TINY = 1e-12  # tokens of zeros
-_AGREEMENT = 0.05
-"""Norm of the difference over that of the product; what rounding activations to 4 bits gives is about 0.03."""
+_ROWS = 4
+"""Dense products on Blackwell and torch's take tokens in multiples of so many."""
+FLASHINFER_ROWS, DEEP_GEMM_ROWS = 4, 128
+"""Grouped products: rows of an expert begin at multiples."""
 
 
-@cache
-def serves(device: torch.device) -> bool:
-    """Whether products on ``device`` can be computed so."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
-        return False
-    generator = torch.Generator(device).manual_seed(0)
-    x, weight = (
-        torch.randn(size, 3 * BLOCK, device=device, generator=generator).bfloat16() for size in (5, 2 * BLOCK)
-    )
-    scales = torch.rand((2, 3), device=device, generator=generator) + 0.5
-    dequantized = weight.to(torch.float8_e4m3fn).float()
-    dequantized = dequantized * scales.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
-    expected = x.float() @ dequantized.t()
-    try:
-        got = product(x, weight.to(torch.float8_e4m3fn), scales)
-    except (RuntimeError, ValueError, AttributeError) as error:  # another driver, or a torch without it
-        logger.warning("FP8 weights are dequantised: torch's scaled product fails: %s", error)
-        return False
-    difference = float((got - expected).norm() / expected.norm())
-    if difference > _AGREEMENT:
-        logger.warning("FP8 weights are dequantised: torch's scaled product is off by %.3f", difference)
-    return difference <= _AGREEMENT
-
-
-def product(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
-    """``x @ (weight * scales).T`` in ``x``'s dtype, bfloat16.
-
-    Args:
-        x: [T, in], in a multiple of 128.
-        weight: FP8 [out, in], out likewise.
-        scales: float32 [out / 128, in / 128].
-    """
-    tokens = x.shape[0]
-    tiles = functional.pad(x, (0, 0, 0, -tokens % 4)).float().unflatten(1, (-1, BLOCK))
+def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
+    """FP8 [T, in], and float32 scales [T, in / 128], of ``x`` [T, in]."""
+    tiles = x.float().unflatten(1, (-1, BLOCK))
     factors = tiles.abs().amax(dim=2, keepdim=True).clamp_min_(_TINY).div_(_MAX)
-    quantized = tiles.div_(factors).to(torch.float8_e4m3fn).flatten(1)
+    return tiles.div_(factors).to(torch.float8_e4m3fn).flatten(1), factors.squeeze(2)
+
+
+# Dense: ``x @ (weight * scales).T`` for bfloat16 ``x`` [T, in]
+
+
+def torch_hopper(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
+    """By torch's scaled matmul (cuBLASLt's block scaling): outputs in multiples of 128."""
+    tokens = x.shape[0]
+    quantized, factors = quantize_tokens(_padded(x))
     recipes = functional.ScalingType
     out: Tensor = functional.scaled_mm(
         quantized,
         weight.t(),
-        factors.squeeze(2).t().contiguous().t(),  # columns contiguous
+        factors.t().contiguous().t(),  # columns contiguous
         recipes.BlockWise1x128,
         functional.pad(scales, (0, -scales.shape[1] % 4)).t(),
         recipes.BlockWise128x128,
         output_dtype=x.dtype,
     )
     return out[:tokens]
+
+
+def flashinfer_hopper(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
+    """By FlashInfer, which quantises the activations itself: outputs in multiples of 64."""
+    out: Tensor = import_module("flashinfer.gemm").fp8_blockscale_gemm_sm90(
+        x.contiguous(), weight, None, scales
+    )
+    return out
+
+
+def flashinfer_blackwell(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
+    """By FlashInfer: outputs in multiples of 64."""
+    tokens = x.shape[0]
+    quantized, factors = quantize_tokens(_padded(x))
+    out: Tensor = import_module("flashinfer.gemm").gemm_fp8_nt_groupwise(
+        quantized, weight, factors, scales, scale_major_mode="K", out_dtype=x.dtype
+    )
+    return out[:tokens]
+
+
+def _padded(x: Tensor) -> Tensor:
+    added = -x.shape[0] % _ROWS
+    return functional.pad(x, (0, 0, 0, added)) if added else x
+
+
+# Grouped: rows [pairs, in] sorted by expert, times their expert's weight; weights [experts, out, in]
+
+Grouped = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""Of rows, the end of each expert's rows (int32 [experts]), weights and scales."""
+
+
+def flashinfer_grouped(x: Tensor, ends: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
+    """By FlashInfer, on Blackwell."""
+    rows, padded_ends, places = spread(x, ends, FLASHINFER_ROWS)
+    quantized, factors = quantize_tokens(rows)
+    out = import_module("flashinfer.gemm").group_gemm_fp8_nt_groupwise(
+        quantized,
+        weight,
+        factors,
+        scales,
+        functional.pad(padded_ends, (1, 0)),
+        scale_major_mode="K",
+        out_dtype=x.dtype,
+    )
+    return torch.index_select(out, 0, places)
+
+
+def deep_gemm_grouped(x: Tensor, ends: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
+    """By DeepGEMM, on Hopper: it skips blocks of rows that are nobody's."""
+    rows, padded_ends, places = spread(x, ends, DEEP_GEMM_ROWS)
+    quantized, factors = quantize_tokens(rows)
+    row = torch.arange(len(rows), dtype=torch.int32, device=x.device)
+    expert = torch.searchsorted(padded_ends, row, right=True, out_int32=True)
+    expert.masked_fill_(expert == len(ends), -1)
+    out = x.new_empty((len(rows), weight.shape[1]))
+    import_module("deep_gemm").m_grouped_fp8_gemm_nt_contiguous(
+        (quantized, factors), (weight, scales), out, expert
+    )
+    return torch.index_select(out, 0, places)
+
+
+def spread(x: Tensor, ends: Tensor, multiple: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows of each expert to where a multiple of ``multiple`` begins, zeros between them.
+
+    Returns:
+        Rows, as many as there can be; the end of each expert's, int32 [experts]; where each row of ``x`` went, int64 [pairs].
+    """
+    pairs, experts = x.shape[0], len(ends)
+    starts = functional.pad(ends[:-1], (1, 0))
+    sizes = ends - starts
+    padded_ends = torch.cumsum((sizes + (multiple - 1)) // multiple * multiple, 0, dtype=torch.int32)
+    added = functional.pad(padded_ends[:-1], (1, 0)) - starts
+    pair = torch.arange(pairs, device=x.device)
+    places = pair + added[torch.searchsorted(ends, pair, right=True)]
+    room = pairs + min(experts, pairs) * (multiple - 1)
+    rows = x.new_zeros((-(-room // multiple) * multiple, x.shape[1]))
+    return rows.index_copy_(0, places, x), padded_ends, places
+
+
+# Whole blocks of experts: gate and up, their product, down, and each token's sum
+
+
+class FlashInferExperts:
+    """By FlashInfer, on Hopper: sorted, multiplied and summed by its kernels. Up comes before gate in ``gate_up``."""
+
+    def __init__(self, workspace: Workspace) -> None:
+        self._workspace = workspace
+        self._sizes: dict[tuple[int, ...], int] = {}
+
+    def __call__(
+        self,
+        x: Tensor,
+        expert_ids: Tensor,
+        weights: Tensor,
+        gate_up: tuple[Tensor, Tensor],
+        down: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        """[T, hidden] to [T, hidden]; ``expert_ids`` and ``weights`` [T, k]; matrices with their scales."""
+        library: Any = import_module("flashinfer.fused_moe")
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        library.cutlass_fused_moe(
+            x.contiguous(),
+            expert_ids.to(torch.int32),
+            weights.float().contiguous(),
+            gate_up[0],
+            down[0],
+            x.dtype,
+            quant_scales=[gate_up[1], down[1]],
+            use_deepseek_fp8_block_scale=True,
+            output=out,
+            profile_ids=[-1, -1],  # the kernels follow from the shapes; nothing is looked up
+            workspace_buffer=self._room(library, x, expert_ids.shape[1], down[0]),
+        )
+        return out
+
+    def _room(self, library: Any, x: Tensor, top_k: int, down: Tensor) -> Tensor:
+        """Scratch memory of a step that large, shared by all layers."""
+        tokens = _rounded(x.shape[0])
+        key = (tokens, top_k, *down.shape)
+        if key not in self._sizes:
+            self._sizes[key] = library.cutlass_fused_moe_workspace_size(
+                tokens,
+                down.shape[1],
+                down.shape[2],
+                down.shape[0],
+                top_k,
+                x_dtype=x.dtype,
+                weight_dtype=down.dtype,
+                output_dtype=x.dtype,
+                use_deepseek_fp8_block_scale=True,
+                device=x.device,
+            )
+        return self._workspace.take("fp8 experts", (self._sizes[key],), torch.uint8, x.device)
+
+
+def _rounded(tokens: int) -> int:
+    """Up to one of few numbers, by a quarter at most: each is asked for once."""
+    step = max(16, 1 << max(0, tokens.bit_length() - 3))
+    return -(-tokens // step) * step

@@ -105,7 +105,9 @@ class UpProjection:
         ]
         self._quantized: Fp8Matrix | None = None
         if all_fp8([module], place):
-            self._quantized = Fp8Matrix(f"{name}.kv_up.weight", [heads * sum(sizes)], latent, place)
+            self._quantized = Fp8Matrix(
+                f"{name}.kv_up.weight", [heads * sum(sizes)], latent, place, multiplies=False
+            )
 
     @property
     def w_kc(self) -> Tensor:

@@ -180,9 +180,3 @@ def free_and_total(module: DeviceModule) -> tuple[int, int] | None:
         most = int(module.recommended_max_memory())
         return max(0, most - int(module.driver_allocated_memory())), most
     return None
-
-
-def name_of(module: DeviceModule) -> str:
-    """Of the device, as its vendor calls it."""
-    get_name = getattr(module, "get_device_name", None)
-    return "unnamed" if get_name is None else str(get_name())

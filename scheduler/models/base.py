@@ -11,7 +11,42 @@ from ..layers.parameters import WeightSlot
 from .config import ModelConfig
 
 
-class CausalLM(Protocol):
+class Weights(Protocol):
+    """What updates, checks and counts of weights ask of a model of any kind."""
+
+    @property
+    def components(self) -> tuple[str, ...]:
+        """Parts with folders of their own, the one first that an update writes unless it names another; empty for a model of
+        one piece. A tensor of a part is known as ``component.name``."""
+        ...
+
+    def weight_slots(self) -> dict[str, WeightSlot]:
+        """Where each checkpoint tensor goes, by its name there."""
+        ...
+
+    @property
+    def optional_names(self) -> frozenset[str]:
+        """Names in :meth:`weight_slots` that a complete checkpoint may lack."""
+        ...
+
+    def is_skipped(self, name: str) -> bool:
+        """Whether a checkpoint tensor of this name is ignored, on purpose."""
+        ...
+
+    def finalize_weights(self) -> None:
+        """Derive what depends on several parameters, into preallocated storage; once, at commit."""
+        ...
+
+    def derived(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor that :meth:`finalize_weights` derives, by engine name."""
+        ...
+
+    def named_storage(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter and derived tensor, each once, by engine name."""
+        ...
+
+
+class CausalLM(Weights, Protocol):
     """A causal language model over paged KV. Its parameters are allocated, and hold nothing, until it is loaded."""
 
     config: ModelConfig
@@ -40,29 +75,4 @@ class CausalLM(Protocol):
 
         None within :func:`~..layers.logits_processor.autotune_dummy_run_mode`, and then the head was not called.
         """
-        ...
-
-    def weight_slots(self) -> dict[str, WeightSlot]:
-        """Where each checkpoint tensor goes, by its name there."""
-        ...
-
-    @property
-    def optional_names(self) -> frozenset[str]:
-        """Names in :meth:`weight_slots` that a complete checkpoint may lack."""
-        ...
-
-    def is_skipped(self, name: str) -> bool:
-        """Whether a checkpoint tensor of this name is ignored, on purpose."""
-        ...
-
-    def finalize_weights(self) -> None:
-        """Derive what depends on several parameters, into preallocated storage; once, at commit."""
-        ...
-
-    def derived(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor that :meth:`finalize_weights` derives, by engine name."""
-        ...
-
-    def named_storage(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter and derived tensor, each once, by engine name."""
         ...

@@ -182,6 +182,11 @@ class DecoderForCausalLM:
         """[S, hidden] to [S, vocab], valid until the next call; None in a dummy run."""
         return self._logits.forward(hidden)
 
+    @property
+    def components(self) -> tuple[str, ...]:
+        """None: a decoder is one piece."""
+        return ()
+
     def weight_slots(self) -> dict[str, WeightSlot]:
         """By checkpoint name; a tied head has none."""
         return {slot.name: slot for layer in self._owners() for slot in layer.slots()}

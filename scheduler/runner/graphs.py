@@ -1,20 +1,25 @@
 """Decode steps as captured graphs: one launch instead of some hundred.
 
 Invariants:
-- A graph computes the hidden states of a decode-only step, from the tokens that its slots sampled last. Prefill and mixed
-  steps run eagerly, and so do the output head and the sampler of every step: launching them takes less time than the
-  graph before them, so nothing would be gained, and every sampling option stays as it is.
+- There are two graphs for each size. The first computes the hidden states of a decode-only step, from the tokens that its
+  slots sampled last. The second computes what is sampled from these, and the slots' last tokens: output head and sampler.
+- Prefill and mixed steps run eagerly. A decode-only step that samples in a way the second graph has not (special rows
+  always; without Triton also filters and raw logprobs) runs head and sampler eagerly, from the first graph's hidden states.
+- The second graph computes all that the sampler can tell of a row, wanted or not: the sampler of ``triton_sampler.py``
+  decides row by row on the device, so that one graph serves every step but the special ones.
 - A graph reads weights and KV where they were when it was captured. Weights are updated in place, so it stays right; when
   a release moves them it is dropped (:meth:`DecodeGraphs.drop`) and captured again before the next step.
 - A graph reads its inputs where ``staging.py`` puts those of a step of its size, and what its attention's ``plan``
   writes, outside of the graph, into buffers that never move.
-- Steps are padded to the next size of a ladder with rows that read and write the scratch page only.
-- Whatever a graph reads and has not allocated itself lives as long as the graph.
+- Steps are padded to the next size of a ladder with rows that read and write the scratch page only, and sample for a slot
+  that no request has.
+- Whatever a graph reads and has not allocated itself lives as long as the graph; so do the logits, whose workspace grows
+  when the log-probabilities of a prompt need more.
 - Workspaces that grow have grown before anything is captured: the largest possible step runs first. A layer whose
   workspace could still grow afterwards would leave a graph with memory that is somebody else's.
 
 A model or a backend that cannot be captured (it waits for the device, or there is no memory left) runs eagerly, with a
-warning that says why.
+warning that says why; so does a head or a sampler alone. Captured and replayed with recorded operations, not run on a GPU.
 """
 
 import logging
@@ -22,7 +27,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -31,12 +36,18 @@ from ..config import PAGE_SIZE
 from ..forward import AttentionBackend, ForwardBatch, SamplingBatch
 from ..memory.device_memory import DeviceMemoryReading
 from ..memory.device_module import DeviceGraph, GraphModule
+from .sampler import Sampler, SamplerOutput
 from .staging import InputStaging, StepLimits
 
 logger = logging.getLogger(__name__)
 
 Forward = Callable[[ForwardBatch, AttentionBackend], Tensor]
 """Hidden states of a planned step's sampled tokens."""
+
+Head = Callable[[ForwardBatch, Tensor], tuple[SamplerOutput, Tensor]]
+"""What is sampled from the hidden states of such a step, and the logits."""
+
+_Result = TypeVar("_Result")
 
 
 @runtime_checkable
@@ -69,6 +80,16 @@ class _Captured:
     """What the graph reads besides staging, weights and KV: a graph keeps the addresses of its inputs, not the inputs."""
     hidden: Tensor
     """[size, hidden]: written by every replay."""
+    head: "_CapturedHead | None"
+    """None: head and sampler cannot be captured."""
+
+
+@dataclass(frozen=True, slots=True)
+class _CapturedHead:
+    graph: DeviceGraph
+    sampled: SamplerOutput
+    """Of ``size`` rows: written by every replay."""
+    logits: Tensor
 
 
 class DecodeGraphs:
@@ -77,6 +98,8 @@ class DecodeGraphs:
     def __init__(
         self,
         forward: Forward,
+        head: Head,
+        sampler: Sampler,
         backend: CapturableBackend,
         staging: InputStaging,
         *,
@@ -87,10 +110,11 @@ class DecodeGraphs:
     ) -> None:
         """
         Args:
-            forward: what is captured.
+            forward, head: what is captured.
+            sampler: the one that ``head`` uses, which says what a graph of it serves.
             on_stream: enters the forward stream.
         """
-        self._forward = forward
+        self._forward, self._head, self._sampler = forward, head, sampler
         self._backend = backend
         self._staging = staging
         self._limits = limits
@@ -98,7 +122,7 @@ class DecodeGraphs:
         self._module = device_module
         self._on_stream = on_stream
         self._captured: dict[int, _Captured] = {}
-        self._failed = False
+        self._failed = self._head_failed = False
         self.sizes = ladder(limits.rows)
         self.nbytes = 0
         """What the graphs have taken from the device when they were captured last."""
@@ -110,7 +134,7 @@ class DecodeGraphs:
 
     def serves(self, batch: ForwardBatch) -> bool:
         """Whether :meth:`replay` can compute this step."""
-        return self.are_captured and batch.num_decode == batch.num_rows
+        return self.are_captured and batch.num_decode == batch.num_rows == len(batch.sample_tokens)
 
     def replay(self, batch: ForwardBatch) -> tuple[ForwardBatch, Tensor]:
         """Launch a decode-only step.
@@ -120,12 +144,34 @@ class DecodeGraphs:
             the next step.
         """
         rows = batch.num_rows
-        size = self.sizes[bisect_left(self.sizes, rows)]
-        captured = self._captured[size]
-        with self._staging.staged(batch, size) as staged:
+        size, captured = self._for(rows)
+        with self._staging.staged(batch, size, table=reads_page_table(captured.attention)) as staged:
             captured.attention.plan(staged)
         captured.graph.replay()
         return staged, captured.hidden[:rows]
+
+    def samples(self, batch: ForwardBatch) -> bool:
+        """Whether :meth:`sample` can follow :meth:`replay`; else head and sampler run eagerly."""
+        return self._for(batch.num_rows)[1].head is not None and self._sampler.graph_serves(batch.sampling)
+
+    def sample(self, batch: ForwardBatch) -> SamplerOutput:
+        """Launch head and sampler of the step that has just been replayed; the results are valid until the next step."""
+        head = self._for(batch.num_rows)[1].head
+        assert head is not None, "not captured"
+        head.graph.replay()
+        wanted, found, rows = batch.sampling, head.sampled, slice(batch.num_rows)
+        raw = found.raw_logprobs if wanted.want_raw else None
+        sampled = found.sampled_logprobs if wanted.want_sampled else None
+        return SamplerOutput(
+            token_ids=found.token_ids[rows],
+            logprobs=found.logprobs[rows],
+            raw_logprobs=None if raw is None else raw[rows],
+            sampled_logprobs=None if sampled is None else sampled[rows],
+        )
+
+    def _for(self, rows: int) -> tuple[int, _Captured]:
+        size = self.sizes[bisect_left(self.sizes, rows)]
+        return size, self._captured[size]
 
     def drop(self) -> None:
         """Give the graphs and their memory back to the allocator. The device is idle."""
@@ -148,7 +194,7 @@ class DecodeGraphs:
                 with torch.inference_mode(), self._on_stream():
                     self._captured[size] = self._capture(size, pool)
                 yield
-        except RuntimeError as error:
+        except Exception as error:  # noqa: BLE001  what compilers of kernels raise is no RuntimeError, and eager steps serve
             self.drop()
             # Out of memory may pass; what cannot be captured never can.
             self._failed = not isinstance(error, torch.OutOfMemoryError)
@@ -171,26 +217,71 @@ class DecodeGraphs:
 
     def _capture(self, size: int, pool: object) -> _Captured:
         attention = self._backend.for_decode(size)
-        with self._staging.staged(scratch_prefill([]), size) as staged:
+        with self._staging.staged(self._scratch_decode(size)) as staged:
             attention.plan(staged)
         static = replace(
             staged,
             sample_tokens=torch.arange(size, device=self._device),
             # Read on the host, if at all, to size what depends on the longest row; captured once, it must hold for all.
             kv_lens_host=[self._limits.context_len] * size,
+            sampling=self._sampler.for_graph(staged.sampling),
         )
-        self._forward(static, attention)  # libraries choose kernels and allocate before anything is recorded
+        graph, hidden = self._recorded(lambda: self._forward(static, attention), pool)
+        return _Captured(graph, attention, static, hidden, self._capture_head(static, hidden, pool))
+
+    def _capture_head(self, static: ForwardBatch, hidden: Tensor, pool: object) -> _CapturedHead | None:
+        if self._head_failed:
+            return None
+        try:
+            graph, (sampled, logits) = self._recorded(lambda: self._head(static, hidden), pool)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # noqa: BLE001  as in `capture`
+            self._head_failed = True
+            logger.warning(
+                "output head and sampler are launched kernel by kernel: capturing failed: %s", error
+            )
+            return None
+        return _CapturedHead(graph, sampled, logits)
+
+    def _recorded(self, work: Callable[[], _Result], pool: object) -> tuple[DeviceGraph, _Result]:
+        """A graph of ``work``, and where its replays leave the result."""
+        work()  # libraries choose kernels and allocate before anything is recorded
         graph = self._module.CUDAGraph()
         # Other threads (receivers of weights) may use the device meanwhile: only this one must not wait for it.
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
-            hidden = self._forward(static, attention)
-        except RuntimeError:
+            result = work()
+        except Exception:
             with suppress(RuntimeError):  # says only that the capture has failed; the error at hand says why
                 graph.capture_end()
             raise
         graph.capture_end()
-        return _Captured(graph, attention, static, hidden)
+        return graph, result
+
+    def _scratch_decode(self, rows: int) -> ForwardBatch:
+        """As many decode rows on the scratch page, sampled for a slot that no request has."""
+        nothing = scratch_prefill([])
+        return replace(
+            scratch_prefill([1] * rows),
+            num_decode=rows,
+            sample_tokens=torch.arange(rows),
+            sample_slots=torch.full((rows,), self._limits.spare_slot),
+            sampling=replace(
+                nothing.sampling,
+                temperature=torch.ones(rows),
+                greedy=torch.ones(rows, dtype=torch.bool),
+                top_k=torch.ones(rows, dtype=torch.int64),
+                top_p=torch.ones(rows),
+                uniforms=torch.zeros(rows, dtype=torch.float64),
+                min_p=torch.zeros(rows),
+            ),
+        )
+
+
+def reads_page_table(attention: AttentionBackend) -> bool:
+    """Whether anything on the device reads a step's page table."""
+    return bool(getattr(attention, "reads_page_table", True))
 
 
 def scratch_prefill(lengths: list[int]) -> ForwardBatch:

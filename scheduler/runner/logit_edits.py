@@ -95,6 +95,12 @@ class SpecialSampler:
             out.further = joined(further)
         return out
 
+    def warm_up(self, batch: SamplingBatch) -> None:
+        """Compile now what the first special row would wait for; ``batch`` of one row, which nobody has."""
+        if self._exact is None and self._ordinary.compiles_at_first_use:
+            passing = Sampler(self._vocab_size, 1, self._device, torch.float32)
+            passing.sample(torch.zeros((1, self._vocab_size), device=self._device), batch)
+
     def _sample_part(
         self, logits: Tensor, batch: SamplingBatch, rows: SpecialRows, part: slice, out: SamplerOutput
     ) -> list[FurtherLogprobs]:

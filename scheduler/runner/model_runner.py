@@ -7,8 +7,8 @@ Invariants:
   both ways. Inputs and results travel on the forward stream itself (``staging.py``).
 - A decode row's input is the token that its slot sampled last, taken on the device: the host need not know it yet.
 - A warm-up goes the way of a step but for its rows, which are nobody's (``autotune.py``).
-- Decode-only steps are replayed where their graphs are captured (``graphs.py``), every other step runs eagerly; the
-  head and the sampler follow in the same way after both.
+- Decode-only steps are replayed where their graphs are captured (``graphs.py``), every other step runs eagerly. Head and
+  sampler of a replayed step are replayed too, where these graphs sample in its way.
 """
 
 import logging
@@ -23,14 +23,14 @@ import torch
 from torch import Tensor
 
 from ..cache.routing import RoutingPool
-from ..forward import AttentionBackend, ForwardBatch, ForwardOutput, HostOutput, SamplingBatch
+from ..forward import AttentionBackend, ForwardBatch, ForwardOutput, HostOutput
 from ..layers.logits_processor import autotune_dummy_run_mode
 from ..memory.device_memory import is_out_of_memory
 from ..memory.device_module import DeviceModule, DeviceStream, graphs_of, streams_of
 from ..models.base import CausalLM
 from ..observability.stage_profiler import StageProfiler
 from .autotune import WarmUp, dummy_decode
-from .graphs import CapturableBackend, DecodeGraphs
+from .graphs import CapturableBackend, DecodeGraphs, reads_page_table
 from .input_logprobs import input_logprobs
 from .logit_edits import SpecialSampler
 from .sampler import Sampler, SamplerOutput
@@ -83,7 +83,8 @@ class ModelRunner:
         self._sampler = sampler
         self._special = SpecialSampler(sampler, model.config.vocab_size, device)
         self._streams = streams_of(device_module)
-        self._last_tokens = torch.zeros(limits.rows, dtype=torch.int64, device=device)
+        # One more than there are requests, for the rows that graphs are padded with.
+        self._last_tokens = torch.zeros(limits.spare_slot + 1, dtype=torch.int64, device=device)
         self._stream: DeviceStream | None = None
         self.graphs: DecodeGraphs | None = None
         if self._streams is not None:
@@ -94,6 +95,8 @@ class ModelRunner:
             if use_graphs and graphs is not None and isinstance(backend, CapturableBackend):
                 self.graphs = DecodeGraphs(
                     self._forward,
+                    self._sample_tokens,
+                    sampler,
                     backend,
                     self._inputs,
                     limits=limits,
@@ -136,7 +139,7 @@ class ModelRunner:
         """Run the model for nobody, before any request and before graphs are captured."""
         started = perf_counter()
         try:
-            with self._waiting_both_ways(), warm_up.tuning():
+            with self._waiting_both_ways():
                 with autotune_dummy_run_mode():
                     batch, hidden = self._dummy_run(warm_up.rows)
                 self._run_head(batch, hidden[: warm_up.lm_head_rows])
@@ -171,6 +174,7 @@ class ModelRunner:
             assert logits is not None, "the mode is off"
             rows = torch.arange(len(hidden), device=hidden.device)
             self._sampler.sample(logits, batch.sampling.select(rows))
+            self._special.warm_up(batch.sampling.select(rows[:1]))
 
     @contextmanager
     def _waiting_both_ways(self) -> Iterator[None]:
@@ -186,8 +190,12 @@ class ModelRunner:
 
     def _step(self, batch: ForwardBatch) -> SamplerOutput:
         if self.graphs is not None and self.graphs.serves(batch):
-            return self._sample(*self.graphs.replay(batch))
-        with self._inputs.staged(batch) as staged:
+            staged, hidden = self.graphs.replay(batch)
+            if not self.graphs.samples(batch):
+                return self._sample(staged, hidden)
+            with self.stages.stage("sample"):
+                return self.graphs.sample(batch)
+        with self._inputs.staged(batch, table=reads_page_table(self._backend)) as staged:
             self._backend.plan(staged)
         return self._sample(staged, self._forward(staged, self._backend))
 
@@ -208,9 +216,7 @@ class ModelRunner:
         count = len(batch.sample_tokens)
         if count:
             with self.stages.stage("sample"):
-                sampled = self._sample_rows(batch.sampling, hidden[:count])
-            # -1 marks a row without finite logits; its surplus step must still read a valid embedding.
-            self._last_tokens[batch.sample_slots] = sampled.token_ids.clamp_min(0)
+                sampled, _ = self._sample_tokens(batch, hidden[:count])
         else:
             none = torch.empty(0, device=hidden.device)
             sampled = SamplerOutput(
@@ -221,12 +227,18 @@ class ModelRunner:
             sampled.inputs = input_logprobs(hidden[count:], batch.inputs, self.model.logits, vocab_size)
         return sampled
 
-    def _sample_rows(self, batch: SamplingBatch, hidden: Tensor) -> SamplerOutput:
+    def _sample_tokens(self, batch: ForwardBatch, hidden: Tensor) -> tuple[SamplerOutput, Tensor]:
+        """What a graph captures besides: from hidden states [S, hidden] to the slots' last tokens; and the logits."""
         logits = self.model.logits(hidden)
         assert logits is not None, "a dummy run samples nothing"
-        if batch.special is None:
-            return self._sampler.sample(logits, batch)
-        return self._special.sample(logits, batch, batch.special)
+        special = batch.sampling.special
+        if special is None:
+            sampled = self._sampler.sample(logits, batch.sampling)
+        else:
+            sampled = self._special.sample(logits, batch.sampling, special)
+        # -1 marks a row without finite logits; its surplus step must still read a valid embedding.
+        self._last_tokens[batch.sample_slots] = sampled.token_ids.clamp_min(0)
+        return sampled, logits
 
 
 def _host_output(sampled: SamplerOutput) -> HostOutput:

@@ -16,14 +16,20 @@ Definitions, in the order of the operations:
 - *top-p* keeps, of what top-k left and renormalised, the shortest prefix in descending order whose probabilities
   reach top_p: at least one token;
 - *min-p* drops, of what is left, tokens less likely than min_p times the likeliest;
-- one uniform per row, and the inverse of the cumulative distribution.
+- one uniform per row, and the inverse of the cumulative distribution: of filtered rows in descending order, of the others
+  in the order of the indices.
 
 The cumulative sum has two levels, blocks of 256 and then the entries of one block: the vocabulary is read once more
 for the block sums instead of being scanned in order, which neither vectorises nor parallelises within a row.
+
+What computes this: ``kernels/sampling.py`` on the CPU, ``kernels/triton_sampler.py`` on CUDA, and the torch code below
+where there is neither. Torch's takes more of each filtered row than it needs where a look at the values would wait.
 """
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -31,8 +37,11 @@ import torch
 from torch import Tensor
 
 from ..forward import FurtherLogprobs, SamplingBatch
-from ..kernels import TORCH, best
+from ..kernels import TORCH, TRITON, best
 from ..kernels.sampling import RowSampler
+
+if TYPE_CHECKING:
+    from ..kernels.triton_sampler import TritonSampler
 
 _BLOCK = 256
 _CHUNK_BYTES_CPU = 5 << 20
@@ -41,6 +50,8 @@ _CHUNK_BYTES = 64 << 20
 """Per workspace on accelerators, where fewer launches matter more."""
 _SHORTLISTS = (64, 1024)
 """How many best tokens are looked at before the whole row is sorted."""
+_SORTED = 4 << 20
+"""Tokens that are put in order at a time on accelerators, each of which takes some 64 bytes."""
 
 _GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)
 
@@ -137,15 +148,17 @@ class Sampler:
         width = self._num_blocks * _BLOCK
         bound = _CHUNK_BYTES_CPU if device.type == "cpu" else _CHUNK_BYTES
         self._chunk_rows = max(1, min(max_rows, bound // (width * 4)))
-        self._compiled = RowSampler(vocab_size) if best("sampler", device, dtype) != TORCH else None
-        held = 0 if self._compiled is not None else self._chunk_rows
+        serving = best("sampler", device, dtype)
+        self._compiled = RowSampler(vocab_size) if serving not in (TORCH, TRITON) else None
+        self._triton = _in_triton(vocab_size, max_rows, device) if serving == TRITON else None
+        held = self._chunk_rows if self._compiled is None and self._triton is None else 0
         # Filled, not empty: the pages are touched now instead of in the first step, and the padding stays -inf.
         self._scaled = torch.full((held, width), -torch.inf, device=device)
         self._probs = torch.zeros((held, width), device=device)
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, batch: SamplingBatch) -> SamplerOutput:
-        """Sample every row; host and device synchronise only where a row is filtered.
+        """Sample every row; the host waits for nothing that a device computes.
 
         Args:
             logits: [S, V] of the constructor's dtype.
@@ -158,6 +171,8 @@ class Sampler:
             raise ValueError(
                 f"logits are {logits.dtype} {tuple(logits.shape)}, expected {self.dtype} [S, {self._vocab_size}]"
             )
+        if self._triton is not None:
+            return self._sample_triton(self._triton, logits, batch)
         rows = logits.shape[0]
         out = SamplerOutput(
             token_ids=torch.empty(rows, dtype=torch.int64, device=logits.device),
@@ -170,6 +185,38 @@ class Sampler:
         else:
             self._sample_all(logits, batch, out)
         return out
+
+    @property
+    def compiles_at_first_use(self) -> bool:
+        """The first call takes seconds."""
+        return self._triton is not None
+
+    def graph_serves(self, batch: SamplingBatch) -> bool:
+        """Whether a graph of :meth:`sample`, captured with :meth:`for_graph`, gives the results of ``batch``."""
+        plain = not (batch.any_filtered or batch.want_raw)
+        return batch.special is None and (plain or self._triton is not None)
+
+    def for_graph(self, batch: SamplingBatch) -> SamplingBatch:
+        """``batch`` with the options of a graph: whatever the kernels compute anyway, and in torch what costs little."""
+        everything = self._triton is not None
+        return replace(
+            batch, any_sampled=True, any_filtered=everything, want_raw=everything, want_sampled=True
+        )
+
+    @staticmethod
+    def _sample_triton(sampler: "TritonSampler", logits: Tensor, batch: SamplingBatch) -> SamplerOutput:
+        """Every row in two launches, with all results: which are wanted changes nothing."""
+        rows = logits.shape[0]
+        tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
+        # Each begins at a multiple of 16 bytes: otherwise there would be other variants of the kernels to compile.
+        logprobs, raw, sampled = torch.empty((3, -(-rows // 4) * 4), device=logits.device)[:, :rows]
+        sampler.sample(logits, batch, tokens, logprobs, raw, sampled)
+        return SamplerOutput(
+            token_ids=tokens,
+            logprobs=logprobs,
+            raw_logprobs=raw if batch.want_raw else None,
+            sampled_logprobs=sampled if batch.want_sampled else None,
+        )
 
     def _sample_compiled(
         self, sampler: RowSampler, logits: Tensor, batch: SamplingBatch, out: SamplerOutput
@@ -251,6 +298,15 @@ class Sampler:
         )
 
 
+def _in_triton(vocab_size: int, max_rows: int, device: torch.device) -> "TritonSampler | None":
+    """None: there are too many tokens for it."""
+    kernels = import_module("..kernels.triton_sampler", __package__)
+    if vocab_size > kernels.LARGEST_VOCABULARY:
+        return None
+    sampler: TritonSampler = kernels.TritonSampler(vocab_size, max_rows, device)
+    return sampler
+
+
 def _draw(rows: _Probabilities, uniforms: Tensor) -> Tensor:
     """Two-level inverse CDF: int64 [c] from ``uniforms`` [c]. Rows that are not finite give any valid index."""
     target = _below(uniforms, rows.total)
@@ -264,27 +320,31 @@ def _draw(rows: _Probabilities, uniforms: Tensor) -> Tensor:
 
 @dataclass(slots=True)
 class _FilterPlan:
-    """Which rows of a batch use top-k, top-p or min-p, and how many of their best tokens to look at first."""
+    """Which rows of a batch use top-k, top-p or min-p, and how many of their best tokens to look at."""
 
-    shortlists: dict[int, list[int]]
-    """Shortlist length to rows."""
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor | None
-    uniforms: Tensor
+    filtered: Tensor
+    """bool [S]: the rows."""
+    shortlists: dict[int, list[int]] | None
+    """Where values may be read: the length to begin with, to rows. None: all rows at once, by lists of ``length``."""
+    length: int
+    """Of lists that hold what any row keeps."""
+    batch: SamplingBatch
     vocab_size: int
 
     @classmethod
     def of(cls, batch: SamplingBatch, vocab_size: int) -> "_FilterPlan":
-        """Reads the parameters back to the host."""
-        filtered = _filtered(batch, vocab_size).tolist()
+        """From what the host knows, and on the CPU from the parameters too."""
+        filtered = _filtered(batch, vocab_size)
+        length = _shortlist(batch.largest_top_k or vocab_size, vocab_size)
+        if not _reading_is_free(filtered.device):
+            return cls(filtered, None, length, batch, vocab_size)
         shortlists = defaultdict(list)
-        for row, (is_filtered, top_k) in enumerate(zip(filtered, batch.top_k.tolist())):
+        for row, (is_filtered, top_k) in enumerate(zip(filtered.tolist(), batch.top_k.tolist())):
             if is_filtered:
                 # Top-p and min-p mostly need few tokens, too; whether they were enough is seen afterwards.
                 needed = top_k if top_k < vocab_size else 1
                 shortlists[_shortlist(needed, vocab_size)].append(row)
-        return cls(dict(shortlists), batch.top_k, batch.top_p, batch.min_p, batch.uniforms, vocab_size)
+        return cls(filtered, dict(shortlists), length, batch, vocab_size)
 
     def draw(self, rows: _Probabilities, start: int, tokens: Tensor, kept_mass: Tensor) -> None:
         """Redraw the filtered rows of the chunk that begins at row ``start``.
@@ -295,14 +355,18 @@ class _FilterPlan:
             tokens: int64 [c]; filtered rows are overwritten.
             kept_mass: float64 [c]; for filtered rows, what their kept tokens sum to, in units of ``rows.total``.
         """
+        if self.shortlists is None:
+            bound = max(1, _SORTED // self.length)
+            for part in torch.arange(len(tokens), device=tokens.device).split(bound):
+                self._draw_from(rows, start, part, self.length, tokens, kept_mass)
+            return
         for first_length, members in self.shortlists.items():
             length = first_length
             local = [row - start for row in members if start <= row < start + len(tokens)]
-            if not local:
-                continue
-            index = torch.tensor(local, device=tokens.device)
+            index = torch.tensor(local, dtype=torch.int64)
             while index.numel():
-                index = self._draw_from(rows, start, index, length, tokens, kept_mass)
+                missing = self._draw_from(rows, start, index, length, tokens, kept_mass)
+                index = index[missing] if length < self.vocab_size else index[:0]
                 length = _shortlist(length + 1, self.vocab_size)
 
     def _draw_from(
@@ -314,11 +378,12 @@ class _FilterPlan:
         tokens: Tensor,
         kept_mass: Tensor,
     ) -> Tensor:
-        """As :meth:`draw`, for rows ``index`` [f] and ``length`` best tokens; returns the rows that need more."""
+        """As :meth:`draw`, for rows ``index`` [f] and ``length`` best tokens; returns which of them need more, bool [f]."""
+        batch, given = self.batch, index + start
         order = _descending(rows, index, length, self.vocab_size)
         probs = rows.probs[index[:, None], order].double()
         cumulative = probs.cumsum(1)
-        top_k, top_p = self.top_k[index + start].clamp(min=1), self.top_p[index + start].double()
+        top_k, top_p = batch.top_k[given].clamp(min=1), batch.top_p[given].double()
         within_k = _at(cumulative, (top_k - 1).clamp(max=length - 1))
         threshold = top_p * torch.where(top_k < self.vocab_size, within_k, rows.total[index])
 
@@ -326,18 +391,22 @@ class _FilterPlan:
         # top_p <= 1 puts the threshold at or below the sum of the k best, so this enforces top-k, too.
         last = ((before < threshold[:, None]).sum(1) - 1).clamp(min=0)
         missing = cumulative[:, -1] < threshold
-        if self.min_p is not None:
-            likely = probs >= self.min_p[index + start].double()[:, None] * probs[:, :1]
+        if batch.min_p is not None:
+            likely = probs >= batch.min_p[given].double()[:, None] * probs[:, :1]
             last = torch.minimum(last, (likely.sum(1) - 1).clamp(min=0))
             missing &= likely[:, -1]
         mass = _at(cumulative, last)
         # Beyond the kept prefix the sum exceeds its mass, so the search ends within it.
-        drawn = torch.minimum(_search(cumulative, _below(self.uniforms[index + start], mass)), last)
-        tokens[index] = _at(order, drawn)
-        kept_mass[index] = mass
-        if length == self.vocab_size:
-            return index[:0]
-        return index[missing]
+        drawn = torch.minimum(_search(cumulative, _below(batch.uniforms[given], mass)), last)
+        filtered = self.filtered[given]
+        tokens[index] = torch.where(filtered, _at(order, drawn), tokens[index])
+        kept_mass[index] = torch.where(filtered, mass, kept_mass[index])
+        return missing
+
+
+def _reading_is_free(device: torch.device) -> bool:
+    """Whether the host may look at values without waiting for a device."""
+    return device.type == "cpu"
 
 
 def _filtered(batch: SamplingBatch, vocab_size: int) -> Tensor:
@@ -373,29 +442,15 @@ def _descending(rows: _Probabilities, index: Tensor, length: int, vocab_size: in
 
 
 def _best(values: Tensor, length: int) -> Tensor:
-    """Indices of the ``length`` largest of each row of ``values``, in order; of equal ones the lower index first."""
-    best = values.topk(length, 1, sorted=False).indices.sort(dim=1).values
-    best_values, order = values.gather(1, best).sort(dim=1, descending=True, stable=True)
-    return _settle_ties(values, best.gather(1, order), best_values)
+    """Indices of the ``length`` largest of each row of ``values``, in order; of equal ones the lower index first.
 
-
-def _settle_ties(values: Tensor, best: Tensor, best_values: Tensor) -> Tensor:
-    """Replace the tail of ``best`` [f, n], where the values equal the last one, by the row's lowest such indices.
-
-    Which of the values equal to the n-th it returns is left open by torch.topk, and rounded to bfloat16 many are equal.
+    Which of equal values it returns is left open by torch.topk, and rounded to bfloat16 many are equal. So it is given
+    integers, all different: the bits of the value, in an order that is the value's, and then of the index.
     """
-    last = best_values[:, -1:]
-    tied, inside = values == last, (best_values == last).sum(1)
-    ambiguous = (tied.sum(1) > inside).nonzero().squeeze(1)
-    if ambiguous.numel():
-        row, column = tied[ambiguous].nonzero().unbind(1)  # by row, then ascending
-        first = torch.searchsorted(row, torch.arange(len(ambiguous), device=row.device))
-        rank = torch.arange(len(row), device=row.device) - first[row]
-        places = inside[ambiguous][row]
-        taken = rank < places
-        row, column, rank, places = row[taken], column[taken], rank[taken], places[taken]
-        best[ambiguous[row], best.shape[1] - places + rank] = column
-    return best
+    bits = (values + 0.0).view(torch.int32).long()  # + 0.0: a zero has no sign
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits) << 32
+    behind = torch.arange(values.shape[1] - 1, -1, -1, device=values.device)
+    return (ordered + behind).topk(length, 1).indices
 
 
 def _at(values: Tensor, index: Tensor) -> Tensor:

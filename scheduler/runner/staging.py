@@ -6,15 +6,16 @@ Invariants:
 - The host writes its block only after the copy of the step before has left it, which is known by an event. One block is
   enough at any depth up to 1: that copy stands before its own step, and the step before that one has been answered.
 - The device block is written on the forward stream, hence after every reader of the step before.
-- Arrays by token and by row come first, so that in steps of equal numbers of tokens and rows they have equal addresses:
-  that is what a captured graph reads.
+- Arrays by token, by row and by sampled token come first, so that in steps of equal numbers of these they have equal
+  addresses: that is what a captured graph reads.
+- The page table comes last and stays on the host where nothing on the device reads it.
 - A block of results belongs to one step until they have been fetched; there are as many as steps were in flight at once.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -47,6 +48,11 @@ class StepLimits:
         return cls(tokens=tokens, rows=max_rows, context_len=context_len)
 
     @property
+    def spare_slot(self) -> int:
+        """A slot that no request has."""
+        return self.rows
+
+    @property
     def pages(self) -> int:
         """Pages of one row."""
         return -(-self.context_len // PAGE_SIZE)
@@ -62,6 +68,11 @@ class _Field:
     padding: int = 0
     """Of added rows."""
 
+    @property
+    def numpy(self) -> "np.dtype[Any]":
+        """The dtype's other name."""
+        return np.dtype(str(self.dtype).removeprefix("torch."))
+
 
 _STEP = (
     _Field("input_ids", torch.int64, "token"),
@@ -73,11 +84,12 @@ _STEP = (
     _Field("sample_slots", torch.int64, "sample"),
 )
 _SAMPLING = (
-    _Field("temperature", torch.float32, "sample"),
-    _Field("greedy", torch.bool, "sample"),
-    _Field("top_k", torch.int64, "sample"),
-    _Field("top_p", torch.float32, "sample"),
+    _Field("temperature", torch.float32, "sample", 1),
+    _Field("greedy", torch.bool, "sample", 1),
+    _Field("top_k", torch.int64, "sample", 1),
+    _Field("top_p", torch.float32, "sample", 1),
     _Field("uniforms", torch.float64, "sample"),
+    _Field("min_p", torch.float32, "sample"),
 )
 
 
@@ -87,6 +99,7 @@ class InputStaging:
     def __init__(self, limits: StepLimits, *, device: torch.device, device_module: StreamModule) -> None:
         counts = {"token": limits.tokens, "row": limits.rows, "sample": limits.rows}
         capacity = self._starts(counts)[-1] + limits.rows * limits.pages * 4
+        self._spare_slot = limits.spare_slot
         pinned = device.type != "cpu"
         self._host = torch.empty(capacity, dtype=torch.uint8, pin_memory=pinned)
         self._bytes: np.ndarray = self._host.numpy()
@@ -94,7 +107,9 @@ class InputStaging:
         self._taken = device_module.Event()
 
     @contextmanager
-    def staged(self, batch: ForwardBatch, rows: int | None = None) -> Iterator[ForwardBatch]:
+    def staged(
+        self, batch: ForwardBatch, rows: int | None = None, *, table: bool = True
+    ) -> Iterator[ForwardBatch]:
         """``batch`` on the device, for use on the forward stream, which is the current one.
 
         The step is planned within the ``with`` block: what a plan copies from the host has been read when the next block
@@ -103,14 +118,16 @@ class InputStaging:
         Args:
             batch: on the host.
             rows: decode rows are added up to this number (None: none): one token each at position 0, on the scratch page.
-                They read the last token of slot 0 and are not sampled.
+                They read the last token of slot 0. What yields is without their sampling inputs, which lie behind those
+                of the others: greedy, for a slot that no request has.
+            table: something on the device reads the page table; else it stays on the host, and what yields has none.
         """
         self._taken.synchronize()
         added = 0 if rows is None else rows - batch.num_rows
         counts = {
             "token": batch.input_ids.shape[0] + added,
             "row": batch.num_rows + added,
-            "sample": batch.sample_tokens.shape[0],
+            "sample": batch.sample_tokens.shape[0] + added,
         }
         starts = self._starts(counts)
         width = batch.page_table.shape[1]
@@ -120,14 +137,16 @@ class InputStaging:
         for field, start in zip((*_STEP, *_SAMPLING), starts[:-1], strict=True):
             owner = batch.sampling if field in _SAMPLING else batch
             moved[field.name] = self._write(field, getattr(owner, field.name), start, counts[field.per])
-        table = self._bytes[starts[-1] : end].view(np.int32).reshape(-1, width)
-        table[: batch.num_rows], table[batch.num_rows :] = batch.page_table.numpy(), 0
+        pages = self._bytes[starts[-1] : end].view(np.int32).reshape(-1, width)
+        pages[: batch.num_rows], pages[batch.num_rows :] = batch.page_table.numpy(), 0
+        copied = end if table else starts[-1]
+        found = self._device[starts[-1] : copied]
         try:
-            self._device[:end].copy_(self._host[:end], non_blocking=True)
+            self._device[:copied].copy_(self._host[:copied], non_blocking=True)
             yield ForwardBatch(
                 num_decode=batch.num_decode + added,
-                page_table=self._device[starts[-1] : end].view(torch.int32).view(-1, width),
-                page_table_host=table,
+                page_table=found.view(torch.int32).view(counts["row"], width if table else 0),
+                page_table_host=pages,
                 q_lens_host=[*batch.q_lens_host, *[1] * added],
                 kv_lens_host=[*batch.kv_lens_host, *[1] * added],
                 sampling=_sampling(batch.sampling, moved, self._device.device),
@@ -145,25 +164,33 @@ class InputStaging:
             starts.append(starts[-1] + -(-nbytes // _ALIGNMENT) * _ALIGNMENT)
         return starts
 
-    def _write(self, field: _Field, values: Tensor, start: int, count: int) -> Tensor:
-        """Into the host's block, padded to ``count``; returns where it will lie on the device."""
+    def _write(self, field: _Field, values: Tensor | None, start: int, count: int) -> Tensor:
+        """Into the host's block, padded to ``count``; returns where it will lie on the device, of samples without padding."""
         stop = start + count * field.dtype.itemsize
+        block = self._bytes[start:stop].view(field.numpy)
+        found = self._device[start:stop].view(field.dtype)
+        if values is None:
+            block[:] = 0
+            return found
         assert values.dtype == field.dtype, f"{field.name} is {values.dtype}, not {field.dtype}"
         array = values.numpy()
-        block = self._bytes[start:stop].view(array.dtype)
-        block[: len(array)], block[len(array) :] = array, field.padding
-        return self._device[start:stop].view(field.dtype)
+        padding = self._spare_slot if field.name == "sample_slots" else field.padding
+        block[: len(array)], block[len(array) :] = array, padding
+        return found[: len(array)] if field.per == "sample" else found
 
 
 def _sampling(sampling: SamplingBatch, moved: dict[str, Tensor], device: torch.device) -> SamplingBatch:
+    columns = {field.name: moved[field.name] for field in _SAMPLING}
+    if sampling.min_p is None:
+        del columns["min_p"]
     return SamplingBatch(
-        **{field.name: moved[field.name] for field in _SAMPLING},
+        **columns,
         any_sampled=sampling.any_sampled,
         any_filtered=sampling.any_filtered,
         want_raw=sampling.want_raw,
         want_sampled=sampling.want_sampled,
+        largest_top_k=sampling.largest_top_k,
         # Rare, and of any size: these travel on their own.
-        min_p=None if sampling.min_p is None else sampling.min_p.to(device),
         special=None if sampling.special is None else sampling.special.to(device),
     )
 

@@ -14,7 +14,7 @@ Invariants:
 import hashlib
 from array import array
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
 
@@ -23,11 +23,16 @@ from ...io_struct import (
     CaesuraError,
     ErrorCode,
     FetchResultReqOutput,
+    FramedMessage,
+    GenerateImagesReqOutput,
     GenerateReqOutput,
     Message,
     ScoreReqOutput,
 )
 from .send_queues import result_bytes
+
+SampleResult = GenerateReqOutput | GenerateImagesReqOutput
+"""The terminal result of one sample."""
 
 STORED_ANSWERS = 1024
 STORED_ANSWER_BYTES = 64 << 20
@@ -123,7 +128,7 @@ class Answers:
         exchange.rid, exchange.generation, exchange.remaining = rid, generation, samples
         self._kept.pop(rid, None)
 
-    def kept(self, rid: str, generation: bytes | None = None) -> list[GenerateReqOutput]:
+    def kept(self, rid: str, generation: bytes | None = None) -> list[SampleResult]:
         """The kept results of ``rid``, by sample index.
 
         Args:
@@ -135,8 +140,7 @@ class Answers:
         if exchange.done_at <= monotonic() - self._window_s:
             del self._kept[rid]
             return []
-        answers = (answer for answer in exchange.answers if isinstance(answer, BatchTokenOutput))
-        results = {result.index: result for answer in answers for result in answer.finished}
+        results = {result.index: result for answer in exchange.answers for result in results_in(answer)}
         return [results[index] for index in sorted(results)]
 
     def keep_for(self, client: bytes) -> None:
@@ -215,8 +219,17 @@ def _key(message_id: str) -> tuple[int, int]:
     return number or 1, number % _BUCKETS
 
 
+def results_in(answer: Message) -> Sequence[SampleResult]:
+    """The terminal results that ``answer`` is or contains."""
+    if isinstance(answer, BatchTokenOutput):
+        return answer.finished
+    return [answer] if isinstance(answer, GenerateImagesReqOutput) else []
+
+
 def answer_bytes(answer: Message) -> int:
     """Estimated memory of storing ``answer``."""
+    if isinstance(answer, FramedMessage):
+        return ANSWER_BYTES + sum(map(len, answer.buffers))
     if isinstance(answer, BatchTokenOutput):
         return sum(map(result_bytes, answer.finished))
     if isinstance(answer, FetchResultReqOutput):

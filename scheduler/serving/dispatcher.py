@@ -19,6 +19,7 @@ from ...io_struct import (
     EndWeightUpdateReqInput,
     ErrorCode,
     FetchResultReqInput,
+    GenerateImagesReqInput,
     GenerateReqInput,
     Message,
     RenewPauseLeaseReqInput,
@@ -49,6 +50,10 @@ Queries = Mapping[type, Callable[[Any], Message]]
 """Handlers of messages that change nothing; a retry is answered anew, not from the store."""
 
 _AT_ONCE = (AbortReq, FetchResultReqInput, RenewPauseLeaseReqInput, ShutdownReqInput)
+
+
+_FRAMED = (UpdateWeightsFromTensorReqInput, GenerateImagesReqInput)
+"""Messages with frames after the header."""
 
 
 class Dispatcher:
@@ -179,8 +184,8 @@ class Dispatcher:
         return self._answers.attach(client, message.id, frame)
 
     def _start(self, client: bytes, message: ToScheduler, buffers: list[memoryview]) -> None:
-        if isinstance(message, GenerateReqInput):
-            self._generations.generate(client, message)
+        if isinstance(message, GenerateReqInput | GenerateImagesReqInput):
+            self._generations.generate(client, message, buffers)
         elif isinstance(message, ScoreReqInput):
             self._score(message)
         elif isinstance(message, ControlRequest) and not isinstance(message, _AT_ONCE):
@@ -212,7 +217,7 @@ class Dispatcher:
 
 def _decode(header: bytes, buffers: list[memoryview]) -> ToScheduler:
     message = decode_request(header)
-    if buffers and not isinstance(message, UpdateWeightsFromTensorReqInput):
+    if buffers and not isinstance(message, _FRAMED):
         raise CaesuraError(
             ErrorCode.MALFORMED_MESSAGE,
             f"{type(message).__name__} takes one frame, got {1 + len(buffers)}",

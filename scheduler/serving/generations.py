@@ -8,7 +8,7 @@ Invariants:
 
 import hashlib
 import logging
-from time import monotonic
+from typing import Any
 
 import msgspec
 
@@ -18,18 +18,24 @@ from ...io_struct import (
     ErrorCode,
     FetchResultReqInput,
     FetchResultReqOutput,
+    GenerateImagesReqInput,
+    GenerateImagesReqOutput,
     GenerateReqInput,
+    GenerateReqOutput,
+    Message,
     encode,
 )
 from ..batching.live_requests import LiveRequests
-from ..batching.output_processor import OutputProcessor
-from ..batching.waiting_queue import AdmissionLimits, WaitingQueue, admit
 from ..commands.lifecycle import Lifecycle
 from ..shutdown import Shutdown
+from ..stepping import Admission, StepOutputs, StepQueue
 from .answers import Answers
 from .replies import Replies
 
 logger = logging.getLogger(__name__)
+
+
+Generate = GenerateReqInput | GenerateImagesReqInput
 
 
 class Generations:
@@ -38,17 +44,19 @@ class Generations:
     def __init__(
         self,
         *,
-        limits: AdmissionLimits,
+        request_type: type[Message],
+        admission: Admission,
         refuse_while_paused: bool,
         lifecycle: Lifecycle,
-        live: LiveRequests,
-        waiting: WaitingQueue,
-        outputs: OutputProcessor,
+        live: LiveRequests[Any],
+        waiting: StepQueue,
+        outputs: StepOutputs,
         answers: Answers,
         replies: Replies,
         shutdown: Shutdown,
     ) -> None:
-        self._limits = limits
+        self._request_type = request_type
+        self._admission = admission
         self._refuse_while_paused = refuse_while_paused
         self._lifecycle = lifecycle
         self._live = live
@@ -58,14 +66,21 @@ class Generations:
         self._replies = replies
         self._shutdown = shutdown
 
-    def generate(self, client: bytes, message: GenerateReqInput) -> None:
+    def generate(self, client: bytes, message: Generate, buffers: list[memoryview]) -> None:
         """Start a generation, or attach ``message`` to the generation that it repeats.
 
         Raises:
             CaesuraError: ``duplicate_rid``, ``shutting_down``, ``paused``, ``weights_poisoned``, ``weights_invalid``,
-                ``epoch_behind``; what :func:`admit` refuses. Nothing has changed then.
+                ``epoch_behind``; what :class:`~..stepping.Admission` refuses. Nothing has changed then.
         """
-        rid, body = message.rid if message.rid is not None else message.id, _body_of(message)
+        rid, body = message.rid if message.rid is not None else message.id, _body_of(message, buffers)
+        if not isinstance(message, self._request_type):
+            raise CaesuraError(
+                ErrorCode.UNSUPPORTED,
+                f"this engine takes {self._request_type.__name__}, not {type(message).__name__}: a pipeline of diffusers "
+                "makes images, any other model tokens",
+                field="type",
+            )
         if self._join(client, message, rid, body):
             return
         self._shutdown.refuse_work()
@@ -73,15 +88,13 @@ class Generations:
         if self._lifecycle.generation != "running" and self._refuse_while_paused:
             raise CaesuraError(ErrorCode.PAUSED, "the engine is paused and configured to refuse requests")
         self._lifecycle.require_epoch(message.min_weights_epoch)
-        requests = admit(
-            message, client=client, limits=self._limits, waiting=len(self._waiting), now=monotonic()
-        )
+        requests = self._admission.admit(message, buffers, client, len(self._waiting))
         self._answers.begin_generation(message.id, rid, body, samples=len(requests))
         self._live.add(requests)
         for request in requests:
             self._waiting.append(request)
 
-    def _join(self, client: bytes, message: GenerateReqInput, rid: str, body: bytes) -> bool:
+    def _join(self, client: bytes, message: Generate, rid: str, body: bytes) -> bool:
         """Answer a retry, under a new message id, of a generation that is live or kept; False if it is no such retry."""
         live = self._live.samples(rid)
         exchange = self._answers.get(live[0].message_id) if live else None
@@ -92,9 +105,9 @@ class Generations:
                 self._replies.send_answer(client, answer, message.id)
             return True
         kept = self._answers.kept(rid, body)
-        if len(kept) < message.sampling_params.n or any(r.finish_reason.type == "abort" for r in kept):
+        if len(kept) < _samples(message) or any(r.finish_reason.type == "abort" for r in kept):
             return False
-        self._replies.answer(message.id, self._replies.results(kept))
+        self._replies.repeat(message.id, kept)
         return True
 
     def abort(self, message: AbortReq) -> int:
@@ -113,7 +126,13 @@ class Generations:
     def fetch(self, message: FetchResultReqInput) -> FetchResultReqOutput:
         """The kept results of a rid, and the number of its live samples."""
         live = len(self._live.samples(message.rid))
-        return FetchResultReqOutput(id=message.id, results=self._answers.kept(message.rid), live=live)
+        kept = self._answers.kept(message.rid)
+        if any(isinstance(result, GenerateImagesReqOutput) for result in kept):
+            raise CaesuraError(
+                ErrorCode.UNSUPPORTED, "results of images are fetched by repeating the request", field="rid"
+            )
+        tokens = [result for result in kept if isinstance(result, GenerateReqOutput)]
+        return FetchResultReqOutput(id=message.id, results=tokens, live=live)
 
     def client_gone(self, client: bytes) -> None:
         """Abort the requests that only ``client`` waits for, and keep their results; others get a new receiving client."""
@@ -131,6 +150,13 @@ class Generations:
             logger.info("client %s is gone: %d samples aborted", client.hex(), aborted)
 
 
-def _body_of(message: GenerateReqInput) -> bytes:
-    """Digest of a generate request without its message id."""
-    return hashlib.blake2b(encode(msgspec.structs.replace(message, id="-")), digest_size=16).digest()
+def _body_of(message: Generate, buffers: list[memoryview]) -> bytes:
+    """Digest of a request without its message id, with its tensors."""
+    digest = hashlib.blake2b(encode(msgspec.structs.replace(message, id="-")), digest_size=16)
+    for buffer in buffers:
+        digest.update(buffer)
+    return digest.digest()
+
+
+def _samples(message: Generate) -> int:
+    return message.sampling_params.n if isinstance(message, GenerateReqInput) else message.n

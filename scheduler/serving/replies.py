@@ -9,11 +9,10 @@ import logging
 from collections.abc import Callable
 
 from ...io_struct import BatchTokenOutput, GenerateReqOutput, Message
-from ..batching.request import Request
+from ..batching.live_requests import LiveSample
 from ..guard import checked, defect
-from .answers import Answers, answer_bytes
-from .outbox import Outbox
-from .send_queues import result_bytes
+from ..stepping import StepOutbox
+from .answers import Answers, SampleResult, answer_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +23,7 @@ class Replies:
     def __init__(
         self,
         answers: Answers,
-        outbox: Outbox,
+        outbox: StepOutbox,
         send: Callable[[bytes, Message], None],
         step: Callable[[], int],
     ) -> None:
@@ -45,20 +44,34 @@ class Replies:
         exchange.remaining = 1
         self._answers.add(exchange, answer, answer_bytes(answer))
 
-    def finished(self, request: Request, result: GenerateReqOutput) -> None:
+    def finished(self, request: LiveSample, result: SampleResult) -> None:
         """Store the result of a sample, and send it to the clients that attached; its own client gets it by the outbox."""
         exchange = self._answers.get(request.message_id)
         if exchange is None:
             return
-        answer = self.results([result])
-        self._answers.add(exchange, answer, result_bytes(result))
+        answer = self.result(result)
+        self._answers.add(exchange, answer, answer_bytes(answer))
         for client in exchange.clients:
             if client != request.client:
                 self.send_answer(client, answer, request.message_id)
 
-    def results(self, results: list[GenerateReqOutput]) -> BatchTokenOutput:
-        """An answer that contains ``results``."""
-        return BatchTokenOutput(step=self._step(), finished=results)
+    def result(self, result: SampleResult) -> Message:
+        """An answer that is or contains ``result``."""
+        if isinstance(result, GenerateReqOutput):
+            return BatchTokenOutput(step=self._step(), finished=[result])
+        return result
+
+    def repeat(self, message_id: str, results: list[SampleResult]) -> None:
+        """Answer a message, that repeats an earlier one under a new id, with the results of that."""
+        exchange = self._answers.get(message_id)
+        if exchange is None:
+            return
+        self._outbox.deliver(self._step())
+        exchange.remaining = len(results)
+        for answer in map(self.result, results):
+            for client in exchange.clients:
+                self.send_answer(client, answer, message_id)
+            self._answers.add(exchange, answer, answer_bytes(answer))
 
     def send_answer(self, client: bytes, answer: Message, message_id: str | None = None) -> Message:
         """Send ``answer``, or an error if it cannot be sent; returns what was sent.

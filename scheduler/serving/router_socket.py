@@ -20,12 +20,12 @@ from dataclasses import dataclass, field
 
 import zmq
 
-from ...io_struct import CaesuraError, ErrorCode, Keepalive, Message, encode, encode_reply
+from ...io_struct import CaesuraError, ErrorCode, Keepalive, Message, encode
 from ...io_struct.base import MAX_FRAME_BYTES, MAX_FRAMES, MAX_MESSAGE_BYTES
 from ...io_struct.codec import readable_id
 from .client_access import Access, ServerKeys
 from .endpoint import Endpoint
-from .send_queues import Backlogs
+from .send_queues import Backlogs, Frames, frames_of
 
 logger = logging.getLogger(__name__)
 
@@ -176,10 +176,10 @@ class Router:
         if client in self._backlogs:
             over = self._backlogs.append(client, message)
         else:
-            frame = encode_reply(message)
-            if self._offer(client, frame):
+            frames = frames_of(message)
+            if self._offer(client, frames):
                 return
-            over = self._backlogs.begin(client, frame)
+            over = self._backlogs.begin(client, frames)
         for each in over:
             load = self._backlogs[each].load
             logger.warning(
@@ -193,12 +193,12 @@ class Router:
     def retry(self) -> None:
         """Try to send what waits in the queues."""
         for client, backlog in self._backlogs.items():
-            while (frame := backlog.head()) is not None and self._offer(client, frame):
+            while (frames := backlog.head()) is not None and self._offer(client, frames):
                 if client not in self._backlogs:
                     break  # the send has found the client gone
                 backlog.pop()
             else:
-                if frame is None:
+                if frames is None:
                     self._backlogs.forget(client)
 
     def keepalive(self, clients: set[bytes], step: int) -> None:
@@ -206,7 +206,7 @@ class Router:
         frame = encode(Keepalive(step=step))
         for client in clients:
             if client not in self._backlogs:
-                self._offer(client, frame)
+                self._offer(client, (frame,))
 
     def close(self) -> None:
         """Try to send what is left for up to :data:`LINGER_S`, then release socket and lock."""
@@ -219,10 +219,10 @@ class Router:
             self.retry()
         self._cleanup.close()
 
-    def _offer(self, client: bytes, frame: bytes) -> bool:
-        """Try to send; False if the client's pipe is full. A frame for a client that is gone counts as sent."""
+    def _offer(self, client: bytes, frames: Frames) -> bool:
+        """Try to send; False if the client's pipe is full. A message for a client that is gone counts as sent."""
         try:
-            self.socket.send_multipart([client, frame], zmq.NOBLOCK)
+            self.socket.send_multipart([client, *frames], zmq.NOBLOCK)
         except zmq.Again:
             return False
         except zmq.ZMQError as error:

@@ -9,7 +9,7 @@ Invariants:
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +17,7 @@ import numpy as np
 from ...io_struct import (
     BatchTokenOutput,
     DeltaLogprobs,
+    FramedMessage,
     GenerateReqOutput,
     Message,
     StreamDelta,
@@ -35,6 +36,16 @@ SEAL_BYTES = 4 << 20
 """Size at which open token outputs are encoded, so that encoding one message never takes long."""
 _ROW_BYTES = 64  # of a delta's row beside its columns: a reference to the rid, and its share of the lists
 _RESULT_BYTES = 1536  # of a result's fields beside its arrays
+
+
+Frames = Sequence[bytes | memoryview]
+"""A header, and the frames behind it."""
+
+
+def frames_of(message: Message) -> Frames:
+    """``message`` as it is sent."""
+    header = encode_reply(message)
+    return (header, *message.buffers) if isinstance(message, FramedMessage) else (header,)
 
 
 @dataclass(slots=True)
@@ -67,10 +78,10 @@ class Backlogs:
         """Iterate over a copy, because queues may be dropped meanwhile."""
         yield from list(self._queues.items())
 
-    def begin(self, client: bytes, frame: bytes) -> list[bytes]:
-        """Start the queue of ``client`` with a frame that it could not take; returns the clients over a limit."""
+    def begin(self, client: bytes, frames: Frames) -> list[bytes]:
+        """Start the queue of ``client`` with a message that it could not take; returns the clients over a limit."""
         self._queues[client] = Backlog(self.load)
-        self._queues[client].put(frame)
+        self._queues[client].put(frames)
         return self._over(client)
 
     def append(self, client: bytes, message: Message) -> list[bytes]:
@@ -100,7 +111,7 @@ class Backlog:
         """``total`` is the load of all queues together, which this queue updates."""
         self.load = Load()
         self._total = total
-        self._frames: deque[_Frame] = deque()
+        self._frames: deque[_Encoded] = deque()
         self._delta_tokens = 0
         """Tokens of deltas, in frames and open outputs together."""
         self._is_open = False
@@ -114,7 +125,7 @@ class Backlog:
         """Append ``message``."""
         if not isinstance(message, BatchTokenOutput):
             self._seal()
-            self.put(encode_reply(message))
+            self.put(frames_of(message))
             return
         self._is_open = True
         self._step = message.step
@@ -126,29 +137,29 @@ class Backlog:
         if self._open.nbytes + self._open_delta.nbytes > SEAL_BYTES:
             self._seal()
 
-    def put(self, frame: bytes) -> None:
+    def put(self, frames: Frames) -> None:
         """Append one encoded reply."""
-        self._push(_Frame(frame, 1, 0))
+        self._push(_Encoded(frames, 1, 0))
 
-    def head(self) -> bytes | None:
-        """The frame to send next; None if the queue is empty."""
+    def head(self) -> Frames | None:
+        """The message to send next; None if the queue is empty."""
         if not self._frames:
             self._seal()
-        return self._frames[0].data if self._frames else None
+        return self._frames[0].frames if self._frames else None
 
     def pop(self) -> None:
         """Remove :meth:`head`, which was sent."""
-        frame = self._frames.popleft()
-        self._charge(-frame.messages, -len(frame.data))
-        self._delta_tokens -= frame.delta_tokens
+        message = self._frames.popleft()
+        self._charge(-message.messages, -message.nbytes)
+        self._delta_tokens -= message.delta_tokens
 
     def drop(self) -> None:
         """Subtract everything that is left from the loads, because the queue is dropped."""
         self._charge(-self.load.messages, -self.load.nbytes)
 
-    def _push(self, frame: "_Frame") -> None:
-        self._frames.append(frame)
-        self._charge(frame.messages, len(frame.data))
+    def _push(self, message: "_Encoded") -> None:
+        self._frames.append(message)
+        self._charge(message.messages, message.nbytes)
 
     def _charge(self, messages: int, nbytes: int) -> None:
         for load in (self.load, self._total):
@@ -191,17 +202,22 @@ class Backlog:
         if delta is not None or finished:
             output = BatchTokenOutput(step=self._step, finished=finished, delta=delta)
             self._delta_tokens += tokens
-            self._push(_Frame(encode_reply(output), len(finished), tokens))
+            self._push(_Encoded((encode_reply(output),), len(finished), tokens))
 
 
 @dataclass(frozen=True, slots=True)
-class _Frame:
+class _Encoded:
     """An encoded message."""
 
-    data: bytes
+    frames: Frames
     messages: int
     """Number of replies or results in it."""
     delta_tokens: int
+
+    @property
+    def nbytes(self) -> int:
+        """Of all frames."""
+        return sum(map(len, self.frames))
 
 
 @dataclass(slots=True)

@@ -5,15 +5,11 @@ generates no token).
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from dataclasses import dataclass
 from time import monotonic
 
 from ...io_struct import DeviceMemory, EngineTotals, GetStatusReqOutput, KVUsage, StageStatus
-from ..batching.batcher import Batcher
-from ..batching.output_processor import OutputProcessor
-from ..batching.step_recovery import Recovery
-from ..batching.waiting_queue import AdmissionLimits, WaitingQueue
 from ..cache.manager import CacheManager
 from ..commands.lifecycle import Lifecycle
 from ..commands.scoring import Scoring
@@ -27,6 +23,7 @@ from ..observability.memory_history import MemoryHistory
 from ..observability.stage_profiler import StageProfiler
 from ..observability.throughput import Throughput
 from ..operations import Serving
+from ..stepping import StepBatcher, StepOutputs, StepRecovery
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +35,8 @@ class StaticFacts:
     kv_bytes: int
     kv_bytes_per_token: int
     routing_bytes_per_token: int
+    context_len: int
+    vocab_size: int
     version: str
     operations: Serving
 
@@ -49,16 +48,15 @@ class StatusReporter:
         self,
         *,
         config: EngineConfig,
-        limits: AdmissionLimits,
         facts: StaticFacts,
         lifecycle: Lifecycle,
         updates: WeightUpdates,
-        batcher: Batcher,
-        waiting: WaitingQueue,
-        outputs: OutputProcessor,
+        batcher: StepBatcher,
+        waiting: Sized,
+        outputs: StepOutputs,
         cache: CacheManager,
         scoring: Scoring | None,
-        recovery: Recovery,
+        recovery: StepRecovery,
         device_module: DeviceModule,
         device_cache: DeviceCache,
         residency: ComponentResidencyManager,
@@ -68,7 +66,6 @@ class StatusReporter:
         last_step_at: Callable[[], float | None],
     ) -> None:
         self._config = config
-        self._limits = limits
         self._facts = facts
         self._lifecycle = lifecycle
         self._updates = updates
@@ -127,9 +124,9 @@ class StatusReporter:
             weights_cpu_backup=self._config.weights_cpu_backup,
             kernels=self._facts.operations.by,
             kernels_reason=self._facts.operations.reason,
-            context_len=self._limits.context_len,
-            vocab_size=self._limits.vocab_size,
-            max_running_requests=self._config.max_running_requests,
+            context_len=self._facts.context_len,
+            vocab_size=self._facts.vocab_size,
+            max_running_requests=self._config.sizes.rows,
             uptime_s=now - self._started,
             pid=os.getpid(),
             version=self._facts.version,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..layers.parameters import WeightSlot
-from ..models.base import CausalLM
+from ..models.base import Weights
 
 _SLICE_ELEMENTS = 1 << 20
 _FP8 = torch.float8_e4m3fn
@@ -37,7 +37,7 @@ class NonFinite:
         return f"{self.name} ({self.count} of {self.total})"
 
 
-def find_non_finite(model: CausalLM, names: Collection[str]) -> Generator[None, None, list[NonFinite]]:
+def find_non_finite(model: Weights, names: Collection[str]) -> Generator[None, None, list[NonFinite]]:
     """The tensors among ``names`` with values that are not finite, and the derived ones; yields between slices."""
     found = []
     for name, total, slices in _tensors(model, names):
@@ -65,7 +65,7 @@ def count_non_finite(values: Tensor) -> int:
     return int((~torch.isfinite(values)).sum())
 
 
-def _tensors(model: CausalLM, names: Collection[str]) -> Iterator[tuple[str, int, Iterator[Tensor]]]:
+def _tensors(model: Weights, names: Collection[str]) -> Iterator[tuple[str, int, Iterator[Tensor]]]:
     """Name, number of values, and slices of each tensor to look at."""
     for name, slot in model.weight_slots().items():
         if name in names:

@@ -1,12 +1,40 @@
 """A model with its weights in, as the start of an engine hands it on."""
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
-from ..models.base import CausalLM
+from ..models.base import CausalLM, Weights
 from ..models.config import ModelConfig
 from .loader import WeightLoader
+
+
+class LoadedWeights(Protocol):
+    """Weights of a model of any kind."""
+
+    @property
+    def model(self) -> Weights: ...
+    @property
+    def loader(self) -> WeightLoader: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def digest(self) -> str:
+        """What tells the folder's files from others (``Checkpoint.digest``)."""
+        ...
+
+    @property
+    def weights_bytes(self) -> int:
+        """Bytes of parameters and derived tensors."""
+        ...
+
+    @property
+    def derived_bytes(self) -> int:
+        """Bytes of derived tensors alone."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from torch import Tensor
 from ...io_struct import TensorSpec
 from ..dtypes import DTYPES, NAMES
 from ..layers.parameters import WeightSlot
-from ..models.base import CausalLM
+from ..models.base import Weights
 from .misfits import Misfits
 
 
@@ -128,10 +128,13 @@ class _Account:
 class WeightLoader:
     """Writes pieces of checkpoint tensors into one model."""
 
-    def __init__(self, model: CausalLM) -> None:
+    def __init__(self, model: Weights) -> None:
         self._slots = model.weight_slots()
         self._required = self._slots.keys() - model.optional_names
         self._is_skipped = model.is_skipped
+        self._components = model.components
+        self._lost: set[str] = set()
+        """Components that are not what was committed, until a complete update of them."""
         self._account = _Account()
         self._changed = False  # of the tensor that is open
         self.counts = LoadCounts()
@@ -168,7 +171,7 @@ class WeightLoader:
             {"name": name, "reason": f"{filled[name]} brings it"} for name in sorted(seen & filled.keys())
         ]
         if complete:
-            problems.missing = self.missing(seen | filled.keys())
+            problems.missing = self._missing(seen | filled.keys(), self._components_of(seen))
         problems.raise_if_any(given=seen)
 
     def check_rows(self, specs: Iterable[TensorSpec], whole: bool) -> None:
@@ -237,8 +240,21 @@ class WeightLoader:
         self.counts.cast_tensors += piece.dtype != slot.dtype
 
     def missing(self, written: set[str]) -> list[str]:
-        """Required names that are not in ``written``, in the model's order: what a complete update still lacks."""
-        return [name for name in self._slots if name in self._required and name not in written]
+        """Required names that are not in ``written``, in the model's order: what a complete update still lacks.
+
+        Of a model of several components, those count that were written, or that are not what was committed.
+        """
+        return self._missing(written, self._components_of(written | self._account.due) | self._lost)
+
+    def _missing(self, written: set[str], components: set[str]) -> list[str]:
+        found = [name for name in self._slots if name in self._required and name not in written]
+        if not self._components:
+            return found
+        asked = components or {self._components[0]}
+        return [name for name in found if _component(name) in asked]
+
+    def _components_of(self, names: Iterable[str]) -> set[str]:
+        return {_component(name) for name in names} & set(self._components)
 
     def require_whole(self) -> None:
         """Raise unless every tensor begun since :meth:`forget_written` is whole, and goes with what belongs to it.
@@ -259,8 +275,17 @@ class WeightLoader:
         return counts
 
     def forget_written(self) -> None:
-        """Start a new account of which names are whole, after a commit for instance."""
+        """Start a new account of which names are whole, after a commit: all weights are what was committed."""
+        self._account, self._lost = _Account(), set()
+
+    def lose_written(self) -> None:
+        """Start a new account after a failure: what was written must be written again, all of its component."""
+        self._lost |= self._components_of(self._account.written | self._account.due) or set(self._components)
         self._account = _Account()
+
+    def lose_all(self) -> None:
+        """Start a new account after the loss of all values."""
+        self._account, self._lost = _Account(), set(self._components)
 
     def _slot_for(self, piece: WeightPiece) -> WeightSlot:
         if piece.name not in self._slots:
@@ -279,6 +304,10 @@ class WeightLoader:
             problems.append({"name": piece.name, "reason": reason})
         Misfits(self._slots, mismatched=problems).raise_if_any()
         return slot
+
+
+def _component(name: str) -> str:
+    return name.partition(".")[0]
 
 
 def _rows(shape: Sequence[int]) -> int:

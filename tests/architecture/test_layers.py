@@ -236,7 +236,22 @@ def test_the_client_never_imports_torch_but_for_tensors():
 
 def test_the_engine_runs_without_what_only_tests_and_demos_need():
     allowed_names = {"click", "msgspec", "numpy", "safetensors", "torch", "zmq", "flashinfer", "triton"}
-    assert {name for names in outside("scheduler").values() for name in names} <= allowed_names
+    users = outside("scheduler")
+    of_images = {file: names for file, names in users.items() if file.startswith("scheduler/images/")}
+    assert {name for file, names in users.items() if file not in of_images for name in names} <= allowed_names
+    assert {name for names in of_images.values() for name in names} <= allowed_names | {
+        "diffusers",
+        "transformers",
+    }
+
+
+def test_only_an_image_engine_loads_the_room_of_images():
+    program = (
+        "import sys, caesura.scheduler.engine\n"
+        "print(sorted(name for name in sys.modules if name.startswith('caesura.scheduler.image')))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("[]\n", "")
 
 
 def test_the_wire_loads_without_torch():

@@ -16,6 +16,8 @@ from caesura.io_struct import (
     AbortReqOutput,
     BatchTokenOutput,
     ErrorReply,
+    FramedMessage,
+    GenerateImagesReqOutput,
     Keepalive,
     Message,
     Record,
@@ -49,7 +51,8 @@ def subclasses(kind: type) -> set[type]:
 
 
 STRUCTS = sorted(
-    (subclasses(Message) | subclasses(Record)) - {Request, Reply, ReplyRecord}, key=lambda kind: kind.__name__
+    (subclasses(Message) | subclasses(Record)) - {Request, Reply, ReplyRecord, FramedMessage},
+    key=lambda kind: kind.__name__,
 )
 each_struct = pytest.mark.parametrize("kind", STRUCTS, ids=lambda kind: kind.__name__)
 
@@ -114,7 +117,7 @@ def test_every_reply_answers_something():
 
 
 def test_every_answer_carries_the_id_it_answers():
-    for kind in set(get_args(ToClient)) - {BatchTokenOutput, Keepalive}:
+    for kind in set(get_args(ToClient)) - {BatchTokenOutput, GenerateImagesReqOutput, Keepalive}:
         assert issubclass(kind, Reply) or kind is AbortReqOutput, kind
         assert "id" in kind.__struct_fields__
 

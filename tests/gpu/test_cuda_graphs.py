@@ -112,6 +112,50 @@ def test_replayed_steps_are_those_of_an_eager_engine_through_updates_and_release
             assert_close(generate(driver), expected[0 if tags is None else 1])
 
 
+SAMPLING = [
+    {},
+    {"temperature": 0.7, "top_k": 20, "top_p": 0.9},
+    {"temperature": 0.0},
+    {"min_p": 0.1},
+    {"temperature": 1.3, "top_p": 0.8},
+    {"repetition_penalty": 1.2, "logit_bias": {5: 1.0}},
+]
+
+
+def sampled(driver: EngineDriver) -> list[tuple[list[int], list[float]]]:
+    """Rows that are sampled in every way, beside each other and each alone; the special one last."""
+    driver.call(FlushCacheReqInput())
+    results = []
+    for ways in (SAMPLING[:5], SAMPLING, *([way] for way in SAMPLING)):
+        rids = []
+        for number, way in enumerate(ways):
+            params = SamplingParams(
+                max_new_tokens=12, ignore_eos=True, **{"temperature": 1.0, "seed": 7, **way}
+            )
+            message = GenerateReqInput(
+                input_ids=[5, 6, 7 + number],
+                sampling_params=params,
+                return_logprob=True,
+                return_raw_logprob=number % 2 == 0,
+            )
+            driver.send(message)
+            driver.engine.scheduler._receive(0)
+            rids.append(message.id)
+        driver.run_until_idle()
+        results += [driver.result(rid) for rid in rids]
+    return [(tokens_of(result), read_floats(result.output_logprobs)) for result in results]
+
+
+def test_replayed_steps_sample_like_eager_ones(paths, backend):
+    """Head and sampler are part of the graphs, whatever the rows' parameters; special rows leave them."""
+    with engine(paths[0], cuda_graphs=False, attention_backend=backend) as driver:
+        expected = sampled(driver)
+    with engine(paths[0], attention_backend=backend) as driver:
+        graphs = graphs_of(driver)
+        assert all(captured.head is not None for captured in graphs._captured.values())
+        assert_close(sampled(driver), expected)
+
+
 def test_the_graphs_memory_goes_with_their_tag_and_steps_take_no_more(paths, backend):
     with engine(paths[0], attention_backend=backend) as driver:
         generate(driver)

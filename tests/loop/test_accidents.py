@@ -17,7 +17,6 @@ from caesura.io_struct import (
     UpdateWeightFromDiskReqInput,
     WeightsCheckerReqInput,
 )
-from caesura.scheduler.commands import weight_updates
 
 VOCAB = 97
 LONG = [3 + i * 7 % 90 for i in range(100)]
@@ -138,14 +137,14 @@ def test_a_session_that_expires_before_the_first_byte(tiny_model, other_model, c
 
 def test_a_session_that_expires_while_its_checkpoint_is_looked_at(driver, other_model, monkeypatch):
     """The call was the session's: it does not become one of its own."""
-    looked, go_on, open_fitting = threading.Event(), threading.Event(), weight_updates.open_fitting
+    looked, go_on, open_fitting = threading.Event(), threading.Event(), driver.engine.updates._open_folder
 
     def slow(*arguments):
         looked.set()
         assert go_on.wait(60)
         return open_fitting(*arguments)
 
-    monkeypatch.setattr(weight_updates, "open_fitting", slow)
+    monkeypatch.setattr(driver.engine.updates, "_open_folder", slow)
     session_id = driver.begin()
     update = driver.send(UpdateWeightFromDiskReqInput(model_path=str(other_model), session_id=session_id))
     driver.tick()

@@ -15,7 +15,6 @@ from caesura.io_struct import (
     ResumeMemoryOccupationReqInput,
     UpdateWeightFromDiskReqInput,
 )
-from caesura.scheduler.commands import weight_updates
 
 
 @pytest.fixture(params=[0, 1], ids=["depth0", "depth1"])
@@ -25,7 +24,7 @@ def driver(tiny_model, request):
 
 
 UPDATE_STAGES: dict[str, Callable[[EngineDriver], tuple[object, str]]] = {
-    "open": lambda driver: (weight_updates, "open_fitting"),
+    "open": lambda driver: (driver.engine.updates, "_open_folder"),
     "check": lambda driver: (driver.engine.updates._loader, "check"),
     "write": lambda driver: (driver.engine.updates._loader, "write"),
     "derive": lambda driver: (driver.engine.updates._model, "finalize_weights"),

@@ -149,7 +149,6 @@ def test_a_stage_of_an_accelerator_without_memory(model, monkeypatch, stage):
     device = RecordingDevice()
     monkeypatch.setattr(build, "device_module_for", lambda _: device)
     monkeypatch.setattr(flashinfer, "why_not", lambda *of: None)
-    monkeypatch.setattr(flashinfer, "_FLOAT_WORKSPACE_BYTES", 64)
     monkeypatch.setattr(
         flashinfer,
         "import_module",

@@ -17,7 +17,6 @@ from caesura.io_struct import (
     SamplingParams,
     UpdateWeightFromDiskReqInput,
 )
-from caesura.scheduler.commands import weight_updates
 
 VOCAB = 97
 
@@ -444,14 +443,14 @@ def test_an_update_that_fails_in_the_middle_poisons(driver, other_model, monkeyp
 
 def test_everything_is_answered_while_a_checkpoint_is_looked_at(driver, other_model, monkeypatch):
     """However slow its disk is, or large its headers: steps go on, too."""
-    looked, go_on, open_fitting = threading.Event(), threading.Event(), weight_updates.open_fitting
+    looked, go_on, open_fitting = threading.Event(), threading.Event(), driver.engine.updates._open_folder
 
     def slow(*arguments):
         looked.set()
         assert go_on.wait(60)
         return open_fitting(*arguments)
 
-    monkeypatch.setattr(weight_updates, "open_fitting", slow)
+    monkeypatch.setattr(driver.engine.updates, "_open_folder", slow)
     rid = driver.generate(prompt_of(4), 200)
     update = driver.send(UpdateWeightFromDiskReqInput(model_path=str(other_model)))
     driver.tick()

@@ -5,6 +5,8 @@ whatever the buffers hold then, as the kernels would. Page lists are all they kn
 Wrappers for graphs copy their plans into the buffers that they were given, and accept no other number of rows.
 """
 
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -180,3 +182,123 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
             for buffer, plan in zip(self._buffers[1:], self._plans[1:], strict=True):
                 buffer[: len(plan)].copy_(plan)
             self._plans = self._buffers
+
+
+@torch.library.custom_op("fake_flashinfer::attend_latents", mutates_args=("out",))
+def _attend_latents(
+    q: Tensor,
+    cache: Tensor,
+    out: Tensor,
+    qo_indptr: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    kv_len_arr: Tensor,
+    latent: int,
+    scale: float,
+    causal: bool,
+) -> None:
+    """Attention of [T, heads, latent + rotated] over [pages, page size, latent + rotated]; the latents are the values."""
+    out.fill_(torch.nan)
+    for row in range(len(kv_len_arr)):
+        pages, length = kv_indices[int(kv_indptr[row]) : int(kv_indptr[row + 1])].long(), int(kv_len_arr[row])
+        keys = cache[pages].flatten(0, 1)[:length].double()
+        here = slice(int(qo_indptr[row]), int(qo_indptr[row + 1]))
+        queries = q[here].double()
+        scores = torch.einsum("thd,sd->hts", queries, keys) * scale
+        if causal:
+            future = torch.arange(length) > torch.arange(length - len(queries), length)[:, None]
+            scores = scores.masked_fill(future, -torch.inf)
+        out[here] = torch.einsum("hts,sd->thd", scores.softmax(-1), keys[:, :latent]).to(q.dtype)
+
+
+@dataclass(frozen=True)
+class MLAPlanMetadata:
+    qo_indptr: Tensor
+    kv_indptr: Tensor
+    kv_indices: Tensor
+    kv_len_arr: Tensor
+
+    @classmethod
+    def csr(
+        cls, qo_indptr: Tensor, kv_indptr: Tensor, kv_indices: Tensor, kv_len_arr: Tensor
+    ) -> "MLAPlanMetadata":
+        return cls(qo_indptr, kv_indptr, kv_indices, kv_len_arr)
+
+    def lists(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.qo_indptr, self.kv_indptr, self.kv_indices, self.kv_len_arr
+
+
+mla = SimpleNamespace(MLAPlanMetadata=MLAPlanMetadata)
+
+
+class BatchMLAPagedAttentionWrapper:
+    """Plans as the real one checks them: canonical lists, one page size, no tile that cuts a query of a prompt."""
+
+    def __init__(
+        self,
+        float_workspace_buffer: Tensor,
+        use_cuda_graph: bool = False,
+        qo_indptr: Tensor | None = None,
+        kv_indptr: Tensor | None = None,
+        kv_indices: Tensor | None = None,
+        kv_len_arr: Tensor | None = None,
+        backend: str = "auto",
+    ) -> None:
+        assert float_workspace_buffer.dtype == torch.uint8
+        assert backend in ("fa2", "fa3")
+        self._buffers: tuple[Tensor, ...] | None = None
+        if use_cuda_graph:
+            assert qo_indptr is not None
+            assert kv_indptr is not None
+            assert kv_indices is not None
+            assert kv_len_arr is not None
+            self._buffers = (qo_indptr, kv_indptr, kv_indices, kv_len_arr)
+        self._plans: tuple[Tensor, ...] = ()
+
+    def plan(
+        self,
+        *,
+        metadata: MLAPlanMetadata,
+        num_heads: int,
+        head_dim_ckv: int,
+        head_dim_kpe: int,
+        page_size: int,
+        causal: bool,
+        sm_scale: float,
+        q_data_type: torch.dtype,
+        kv_data_type: torch.dtype,
+    ) -> None:
+        lists = metadata.lists()
+        qo_indptr, kv_indptr, kv_indices, kv_len_arr = lists
+        rows = len(kv_len_arr)
+        for ints in lists:
+            assert ints.dtype == torch.int32
+            assert ints.dim() == 1
+            assert ints.is_contiguous()
+        assert len(qo_indptr) == len(kv_indptr) == rows + 1
+        assert int(qo_indptr[0]) == int(kv_indptr[0]) == 0
+        assert int(kv_indptr[-1]) <= len(kv_indices)
+        assert torch.equal(kv_indptr.diff(), -(-kv_len_arr // page_size))
+        assert page_size == 16
+        assert q_data_type == kv_data_type
+        assert not causal or 128 % num_heads == 0, "a tile ends within a query"
+        CALLS.append(
+            f"plan latent {'prefill' if causal else 'decode'} {rows}{' for a graph' * (self._buffers is not None)}"
+        )
+        self._widths, self._scale, self._causal = (head_dim_ckv, head_dim_kpe), sm_scale, causal
+        if self._buffers is None:
+            self._plans = tuple(each.clone() for each in lists)
+            return
+        for buffer, each in zip(self._buffers, lists, strict=True):
+            assert len(buffer) == len(each) or buffer is self._buffers[2], "the number of rows is fixed"
+            assert buffer.untyped_storage().data_ptr() != each.untyped_storage().data_ptr()
+            buffer[: len(each)].copy_(each)
+        self._plans = self._buffers
+
+    def run(self, *, query: Tensor, kv_cache: Tensor, out: Tensor) -> Tensor:
+        assert query.shape[-1] == kv_cache.shape[-1] == sum(self._widths)
+        assert query.stride(-1) == kv_cache.stride(-1) == 1
+        assert out.shape == (*query.shape[:2], self._widths[0])
+        assert out.dtype == query.dtype
+        _attend_latents(query, kv_cache, out, *self._plans, self._widths[0], self._scale, self._causal)
+        return out

@@ -9,7 +9,7 @@ import itertools
 import select
 import tempfile
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,6 +26,7 @@ from caesura.io_struct import (
     BeginWeightUpdateReqInput,
     BeginWeightUpdateReqOutput,
     ErrorReply,
+    GenerateImagesReqOutput,
     GenerateReqInput,
     GenerateReqOutput,
     GetStatusReqInput,
@@ -287,13 +288,12 @@ class EngineDriver:
         self._connections = itertools.count()
         self.replies = _Replies(self.collect)
         self.results: dict[tuple[str, int], list[GenerateReqOutput]] = {}
+        self.images: dict[tuple[str, int], list[GenerateImagesReqOutput]] = {}
         self.outputs: list[tuple[str, BatchTokenOutput]] = []
         self.client("main")
 
     def _make_runner(self, config, loaded, pool, routing):
-        self.runner = ScriptedRunner(
-            pool.num_pages, config.max_running_requests, loaded.config.vocab_size, routing
-        )
+        self.runner = ScriptedRunner(pool.num_pages, config.sizes.rows, loaded.config.vocab_size, routing)
         return self.runner
 
     def __enter__(self) -> Self:
@@ -316,9 +316,10 @@ class EngineDriver:
             self.clients[name] = socket
         return self.clients[name]
 
-    def send(self, message: Message | bytes, client: str = "main") -> str:
+    def send(self, message: Message | bytes, client: str = "main", buffers: Sequence[bytes] = ()) -> str:
         """Send and wait until it lies in the engine's inbox; returns the message id."""
-        self.client(client).send(message if isinstance(message, bytes) else encode(message))
+        header = message if isinstance(message, bytes) else encode(message)
+        self.client(client).send_multipart([header, *buffers])
         self._inbox.await_one_more()
         return "" if isinstance(message, bytes) else message.id
 
@@ -359,7 +360,7 @@ class EngineDriver:
         if not socket.poll(patience_s * 1000):
             assert not patience_s, "the engine has sent this, and it did not arrive"
             return False
-        frame = socket.recv_multipart()[0]
+        frame, *buffers = socket.recv_multipart()
         if frame == _MARK:
             return False
         message = decode_reply(frame)
@@ -367,6 +368,8 @@ class EngineDriver:
             self.outputs.append((name, message))
             for result in message.finished:
                 self.results.setdefault((result.rid, result.index), []).append(result)
+        elif isinstance(message, GenerateImagesReqOutput):
+            self.images.setdefault((message.rid, message.index), []).append(message.with_buffers(buffers))
         elif not isinstance(message, Keepalive):
             assert message.id not in self.replies, f"two answers to {message.id}"
             self.replies[message.id] = message

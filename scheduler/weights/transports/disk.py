@@ -34,6 +34,8 @@ MAX_HEADERS_BYTES = 64 << 20
 """Of all headers of a checkpoint."""
 MAX_INDEX_BYTES = 32 << 20
 """Twice the largest that is known."""
+_STEMS = ("model", "diffusion_pytorch_model")
+"""Of a checkpoint's own files, as transformers and diffusers name them; other safetensors beside them are variants."""
 _OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
@@ -114,11 +116,15 @@ class Checkpoint:
                 os.close(descriptor)
 
 
-def open_fitting(path: str, config: ModelConfig, loader: WeightLoader, workspace: Workspace) -> "DiskSource":
-    """The checkpoint of an update, checked in all that can be known before its first byte; in any thread.
+OpenFolder = Callable[[str, str | None], Checkpoint]
+"""Opens a checkpoint folder whose config fits the model, or that component of it; raises as :func:`open_fitting`."""
+
+
+def open_fitting(path: str, config: ModelConfig) -> Checkpoint:
+    """The checkpoint of an update, if its config asks for the same forward.
 
     Raises:
-        CaesuraError: CHECKPOINT_ERROR, or WEIGHT_MISMATCH with what differs in its config or its tensors.
+        CaesuraError: CHECKPOINT_ERROR, or WEIGHT_MISMATCH with what differs in its config.
     """
     checkpoint = open_checkpoint(path)
     differing = config_difference(config, load_model_config(path))
@@ -128,8 +134,7 @@ def open_fitting(path: str, config: ModelConfig, loader: WeightLoader, workspace
             f"{path}/config.json differs in what the forward reads: {', '.join(differing)}",
             config=differing,
         )
-    loader.check(checkpoint.specs, complete=True)
-    return DiskSource(checkpoint, workspace)
+    return checkpoint
 
 
 class DiskSource:
@@ -170,15 +175,16 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 
 def _open_folder(folder: Path) -> Checkpoint:
     require_folder(folder)
-    index_path = folder / "model.safetensors.index.json"
     index: dict[str, str] | None = None
-    if (folder / "model.safetensors").exists():
-        paths = [folder / "model.safetensors"]
-    elif index_path.exists():
-        index = _read_index(index_path)
-        paths = [folder / name for name in sorted(set(index.values()))]
-    else:
-        paths = sorted(folder.glob("*.safetensors"))
+    paths = sorted(folder.glob("*.safetensors"))
+    for stem in _STEMS:
+        if (folder / f"{stem}.safetensors").exists():
+            paths = [folder / f"{stem}.safetensors"]
+            break
+        if (folder / f"{stem}.safetensors.index.json").exists():
+            index = _read_index(folder / f"{stem}.safetensors.index.json")
+            paths = [folder / name for name in sorted(set(index.values()))]
+            break
     if not paths:
         others = any(True for pattern in _OTHER_WEIGHTS for _ in folder.glob(pattern))
         reason = "has no *.safetensors file"

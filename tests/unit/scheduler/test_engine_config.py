@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from caesura.io_struct import CaesuraError
-from caesura.scheduler.config import EngineConfig
+from caesura.scheduler.config import EngineConfig, Sizes
 from caesura.scheduler.process import use_device
 
 
@@ -60,6 +60,46 @@ def test_a_device_is_one_device(tmp_path, monkeypatch, device, resolved):
     assert found.device == resolved
     use_device(found.device)
     assert modules["cuda"].chosen == ([torch.device(resolved)] if device.startswith("cuda") else [])
+
+
+class Card:
+    """As much of ``torch.cuda`` as choosing sizes takes."""
+
+    def __init__(self, gigabytes: float) -> None:
+        self._total = int(gigabytes * 1e9)
+
+    def mem_get_info(self, device: torch.device) -> tuple[int, int]:
+        assert device.index is not None
+        return self._total // 2, self._total
+
+
+def sizes_on(monkeypatch: pytest.MonkeyPatch, module: object, device: str, **options: object) -> Sizes:
+    monkeypatch.setattr(torch, "get_device_module", lambda of: module)
+    given = EngineConfig(model_path="m", device=device, endpoint="ipc:///tmp/x", num_threads=1, **options)
+    resolved = given.resolve()
+    assert resolved.sizes == given.sizes
+    return Sizes(resolved.max_running_requests, resolved.chunked_prefill_size, resolved.kv_memory_fraction)
+
+
+@pytest.mark.parametrize(
+    "gigabytes,expected",
+    [
+        (151, Sizes(1024, 8192, 0.85)),
+        (85, Sizes(1024, 8192, 0.85)),
+        (42.4, Sizes(512, 4096, 0.85)),
+        (25.7, Sizes(256, 2048, 0.8)),
+    ],
+)
+def test_a_larger_card_does_more_at_once(monkeypatch, gigabytes, expected):
+    assert sizes_on(monkeypatch, Card(gigabytes), "cuda:0") == expected
+    assert sizes_on(
+        monkeypatch, Card(gigabytes), "cuda:0", max_running_requests=7, kv_memory_fraction=0.3
+    ) == (Sizes(7, expected.chunk_tokens, 0.3))
+
+
+def test_sizes_of_the_cpu_and_of_what_tells_nothing(monkeypatch):
+    assert sizes_on(monkeypatch, torch.cpu, "cpu") == Sizes(256, 512, 0.5)
+    assert sizes_on(monkeypatch, object(), "mps") == Sizes(256, 2048, 0.8)
 
 
 def test_resolving_decides_everything_and_changes_nothing(tmp_path, monkeypatch):

@@ -4,12 +4,14 @@ import dataclasses
 import logging
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from support.checkpoints import make_checkpoint, make_fp8_checkpoint
 
 from caesura.client import launch_scheduler
+from caesura.scheduler import operations
 from caesura.scheduler.build import load_model
 from caesura.scheduler.config import EngineConfig
 from caesura.scheduler.kernels import OPERATIONS, TORCH, native
@@ -58,6 +60,17 @@ def test_rows_that_cannot_be_packed_are_torchs(tmp_path):
     odd = what_serves(config, load_model(config))
     assert odd.by == DENSE | {"linear": TORCH, "decoder": TORCH}
     assert odd.reason == "rows of 71 cannot be packed"
+
+
+def test_fp8_on_an_accelerator_is_a_librarys(tmp_path, monkeypatch):
+    make_checkpoint(tmp_path / "plain", "qwen3-moe")
+    make_fp8_checkpoint(tmp_path / "plain", tmp_path / "fp8", (16, 16))
+    config = EngineConfig(model_path=str(tmp_path / "fp8"), dtype="float32", device="cpu").resolve()
+    elsewhere = dataclasses.replace(load_model(config), device=torch.device("meta"))
+    for name, by in (("dense_for", "flashinfer"), ("experts_for", "deep_gemm")):
+        monkeypatch.setattr(operations, name, lambda device, by=by: SimpleNamespace(by=by))
+    found = what_serves(config, elsewhere).by
+    assert (found["linear"], found["experts"]) == ("flashinfer", "deep_gemm")
 
 
 def test_on_another_device_nothing_is_missing(tiny_model):

@@ -1,5 +1,7 @@
 """FlashInfer's plans and page lists, against dense attention: the library is a stand-in that believes only its lists."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -10,7 +12,8 @@ from torch import Tensor
 
 from caesura.io_struct import CaesuraError
 from caesura.scheduler.attention import flashinfer
-from caesura.scheduler.attention.flashinfer import FlashInferBackend, PageLists, page_lists, why_not
+from caesura.scheduler.attention.flashinfer import FlashInferBackend, why_not
+from caesura.scheduler.attention.page_lists import PageLists, page_lists
 from caesura.scheduler.attention.sdpa import SdpaBackend
 from caesura.scheduler.cache.pool import MHAPool
 from caesura.scheduler.config import EngineConfig
@@ -21,7 +24,6 @@ HEADS, KV_HEADS, SIZE = 4, 2, 8
 @pytest.fixture(scope="module", autouse=True)
 def small_workspaces():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flashinfer, "_FLOAT_WORKSPACE_BYTES", 64)
         patch.setattr(flashinfer, "_INT_WORKSPACE_BYTES", 64)
         yield
 
@@ -98,9 +100,12 @@ def test_decode_and_prefill_rows_are_planned_apart_and_once_per_step():
 def test_page_lists_of_a_step_by_hand():
     batch = batch_of([(32, 1), (15, 1), (14, 3)], 2)
     table = batch.page_table
-    indptr, last, qo_indptr, prefill_indptr, batch_indices, positions, indices = page_lists(batch, 16)
+    indptr, last, kv_lens, qo_indptr, prefill_indptr, batch_indices, positions, indices = page_lists(
+        batch, 16
+    )
     assert indptr.tolist() == [0, 3, 4, 6]
     assert last.tolist() == [1, 16, 1]
+    assert kv_lens.tolist() == [33, 16, 17]
     assert (qo_indptr.tolist(), prefill_indptr.tolist()) == ([0, 3], [0, 2])
     assert batch_indices.tolist() == [0, 1, 2, 2, 2]
     assert positions.tolist() == [32, 15, 14, 15, 16]
@@ -113,7 +118,7 @@ def test_lists_of_steps_of_one_size_lie_where_a_graph_looks_for_them():
     for seed in range(3):
         batch = batch_of([(seed * 17, 1), (90, 1), (3, 1)], 3, seed)
         _, device = lists.fill(batch)
-        for name in ("indptr", "last_page_len", "batch_indices", "positions", "indices"):
+        for name in ("indptr", "last_page_len", "kv_lens", "batch_indices", "positions", "indices"):
             found, expected = getattr(views, name), getattr(device, name)
             assert found.data_ptr() == expected.data_ptr()
             assert torch.equal(found[: len(expected)], expected)
@@ -152,12 +157,55 @@ def test_a_plan_writes_host_memory_only_after_the_copies_of_the_one_before(captu
         def record(self) -> None:
             seen.append(("copied", backend._lists._host.tolist()))
 
-    backend._copied = Event()
+    backend.host_memory._copied = Event()
     for seed in range(3):
         planned.plan(batch_of([(40 * seed, 1), (9, 1)], 2, seed))
     assert [kind for kind, _ in seen] == ["wait", "copied"] * 3
     for (_, copied), (_, at_wait) in zip(seen[1::2], seen[2::2]):
         assert copied == at_wait, "written before the wait"
+
+
+@pytest.mark.parametrize(
+    "heads,kv_heads,size,rows,megabytes",
+    [
+        (32, 8, 128, 1024, 85),
+        (32, 8, 128, 64, 18.5),
+        (64, 8, 128, 1024, 103),
+        (32, 32, 128, 1024, 21),
+        (16, 2, 256, 256, 35.8),
+        (32, 1, 128, 1024, 52),
+    ],
+)
+def test_the_workspace_is_that_of_the_largest_step(monkeypatch, heads, kv_heads, size, rows, megabytes):
+    """On 132 multiprocessors; a fixed size would be too small for large groups, and too large for most models."""
+    monkeypatch.setattr(flashinfer, "multiprocessors", lambda device: 132)
+    found = flashinfer.workspace_bytes(heads, kv_heads, size, rows, torch.device("cuda"))
+    assert found / 1e6 == pytest.approx(megabytes, abs=1.5)
+
+
+@pytest.mark.parametrize("answer", [NotImplementedError("cudnn"), (50_000_000, 5), (7, 5)], ids=repr)
+def test_the_library_is_asked_for_its_workspace(answer):
+    """Where it tells; what it says counts if it is more."""
+    asked = []
+
+    def workspace_size(self, *lists, **options):
+        asked.append((type(self).__name__, [tuple(each.shape) for each in lists[:3]]))
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    made = {
+        name: type(name, (getattr(fake_flashinfer, name),), {"workspace_size": workspace_size})
+        for name in ("BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper")
+    }
+    library = SimpleNamespace(**{**vars(fake_flashinfer), **made})
+    sizes = {"max_rows": 8, "max_tokens": 200, "max_pages": 8}
+    backend = FlashInferBackend(filled_pool(), HEADS, KV_HEADS, SIZE, 0.3, library=library, **sizes)
+    least = flashinfer.workspace_bytes(HEADS, KV_HEADS, SIZE, 8, torch.device("cpu"))
+    told = 0 if isinstance(answer, Exception) else answer[0]
+    assert backend._workspace.numel() == max(least, told)
+    assert [name for name, _ in asked] == [*made]
+    assert asked[0][1] == [(9,), (8,), (8,)]
 
 
 @pytest.mark.parametrize("heads,expected", [(2, False), (6, False), (8, True), (16, True)])

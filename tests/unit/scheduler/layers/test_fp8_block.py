@@ -11,8 +11,7 @@ from support.workspaces import addresses_of
 from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
-from caesura.scheduler.layers import fp8_scaled
-from caesura.scheduler.layers.fp8_block import FP8, Fp8ExpertMatrix, Fp8Matrix, quantize
+from caesura.scheduler.layers.fp8_block import FP8, Fp8Matrix, quantize
 from caesura.scheduler.layers.linear import Linear
 from caesura.scheduler.layers.parameters import Fp8Blocks, Placement
 
@@ -209,51 +208,3 @@ def test_all_layers_dequantise_into_the_same_memory() -> None:
     first.read()
     assert addresses_of(place.workspace) == before
     assert set(before) >= {"fp8 weight"}
-
-
-def reference_scaled_mm(a, b, scale_a, recipe_a, scale_b, recipe_b, *, output_dtype):
-    """torch's block-scaled product as cuBLASLt takes it: strides, and scales of b padded to a multiple of 4."""
-    recipes = torch.nn.functional.ScalingType
-    assert (recipe_a, recipe_b) == (recipes.BlockWise1x128, recipes.BlockWise128x128)
-    assert a.dtype == b.dtype == FP8
-    assert a.shape[0] % 4 == 0
-    assert (a.stride(1), b.stride(0)) == (1, 1)
-    assert scale_a.stride() == (1, a.shape[0])
-    assert scale_b.stride(0) == 1
-    assert scale_b.shape[0] % 4 == 0
-    inner = a.shape[1]
-    left = a.float() * scale_a.repeat_interleave(128, 1)
-    right = b.float() * scale_b.repeat_interleave(128, 0)[:inner].repeat_interleave(128, 1)
-    return (left @ right).to(output_dtype)
-
-
-def test_scaled_product_quantises_activations_as_transformers_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.nn.functional, "scaled_mm", reference_scaled_mm)
-    monkeypatch.setattr(fp8_scaled, "serves", lambda device: True)
-    place = Placement(torch.bfloat16, CPU, Fp8Blocks())
-    linear = Linear("l", 384, {"a": 256, "b": 128}, bias=True, place=place)
-    for number, slot in enumerate(slot for slot in linear.slots() if not slot.name.endswith("scale_inv")):
-        slot.write(random(*slot.shape, seed=number), 0)
-    x = random(5, 384, seed=7, dtype=torch.bfloat16)
-    x[3] = 0.0
-    factors = x.float().view(5, 3, 128).abs().amax(2, keepdim=True).clamp_min(1e-12) / 448
-    rounded = ((x.float().view(5, 3, 128) / factors).to(FP8).float() * factors).view(5, 384)
-    bias = linear._bias.data
-    expected = rounded @ linear._weight.dequantize(torch.empty(384, 384)).t() + bias.float()
-    torch.testing.assert_close(linear.forward(x).float(), expected, rtol=2e-2, atol=2e-2)
-    assert not torch.allclose(
-        linear.forward(x).float(), x.float() @ linear.read().float().t() + bias, 1e-3, 1e-3
-    )
-    experts = Fp8ExpertMatrix("e", 2, [128], 384, place)
-    for expert in range(2):
-        for slot in experts.slots(f"e{expert}", expert, 0, 128):
-            if not slot.name.endswith("scale_inv"):
-                slot.write(random(128, 384, seed=expert), 0)
-    y = experts.plain_product(x, torch.tensor([2, 5]))
-    dense = experts._matrix.dequantize(torch.empty(256, 384)).view(2, 128, 384)
-    expected = torch.cat([rounded[:2] @ dense[0].t(), rounded[2:] @ dense[1].t()])
-    torch.testing.assert_close(y.float(), expected, rtol=2e-2, atol=2e-2)
-
-
-def test_no_scaled_product_where_it_was_not_seen_to_agree() -> None:
-    assert not fp8_scaled.serves(CPU)

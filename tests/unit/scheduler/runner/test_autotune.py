@@ -1,12 +1,9 @@
-"""Warm-up: it computes no logits beyond its bound, leaves no trace, and keeps what a tuner found in a file."""
+"""Warm-up: it computes no logits beyond its bound, and leaves no trace."""
 
 import contextlib
-import json
 import logging
 import threading
 from dataclasses import replace
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,7 +24,7 @@ from caesura.scheduler.layers.logits_processor import LogitsProcessor, autotune_
 from caesura.scheduler.layers.parameters import Placement
 from caesura.scheduler.memory.residency import ComponentResidencyManager
 from caesura.scheduler.memory.workspace import Workspace
-from caesura.scheduler.runner.autotune import TuningCache, WarmUp, flashinfer_tuning, tuning_key
+from caesura.scheduler.runner.autotune import WarmUp
 from caesura.scheduler.runner.model_runner import ModelRunner
 from caesura.scheduler.runner.sampler import Sampler
 from caesura.scheduler.runner.staging import StepLimits
@@ -148,7 +145,7 @@ def test_a_warm_up_leaves_no_trace(checkpoint, family):
         tensor.fill_(7.0)
     if routing is not None:
         routing._pages.fill_(99)
-    runner._last_tokens.copy_(torch.arange(ROWS) + 3)
+    runner._last_tokens[:ROWS] = torch.arange(ROWS) + 3
     weights = {name: tensor.clone() for name, tensor in loaded.model.named_storage()}
 
     runner.autotune(WarmUp(rows=ROWS, lm_head_rows=3))
@@ -158,7 +155,7 @@ def test_a_warm_up_leaves_no_trace(checkpoint, family):
     if routing is not None:
         assert (routing._pages[0] != 99).any()
         assert (routing._pages[1:] == 99).all()
-    assert runner._last_tokens.tolist() == list(range(3, 3 + ROWS))
+    assert runner._last_tokens[:ROWS].tolist() == list(range(3, 3 + ROWS))
     assert all(torch.equal(tensor, weights[name]) for name, tensor in loaded.model.named_storage())
     assert not runner.stages.totals()
 
@@ -189,9 +186,9 @@ def test_an_engine_is_warm_as_configured(checkpoint, monkeypatch, on):
 def test_rows_are_those_of_the_pool_where_kernels_are_chosen_by_size(checkpoint):
     config = config_of(checkpoint("qwen3"), max_running_requests=512)
     loaded, *_ = build_components(config, ComponentResidencyManager("cpu"))
-    on_cpu = warm_up(config, loaded, None)
+    on_cpu = warm_up(config, loaded)
     assert (on_cpu.rows, on_cpu.lm_head_rows) == (16, 16)
-    elsewhere = warm_up(config, replace(loaded, device=torch.device("cuda")), None)
+    elsewhere = warm_up(config, replace(loaded, device=torch.device("cuda")))
     assert (elsewhere.rows, elsewhere.lm_head_rows) == (512, 64)
 
 
@@ -237,7 +234,6 @@ def test_running_out_of_memory_is_a_warning(checkpoint, monkeypatch, caplog):
 
 def streaming_runner(path: str, monkeypatch: pytest.MonkeyPatch) -> tuple[ModelRunner, RecordingDevice]:
     """On a device with streams and staging, by FlashInfer, all on the CPU's memory."""
-    monkeypatch.setattr(flashinfer, "_FLOAT_WORKSPACE_BYTES", 64)
     monkeypatch.setattr(flashinfer, "_INT_WORKSPACE_BYTES", 64)
     model, device = load_model(path, torch.float32), RecordingDevice()
     limits = StepLimits.of(max_rows=ROWS, chunk_tokens=8, context_len=64)
@@ -256,133 +252,7 @@ def test_everything_runs_on_the_forward_stream_with_waits_both_ways(checkpoint, 
     runner.model.forward = lambda *of: device.log.append("decoder") or forward(*of)
     head._project = lambda *of: device.log.append("head") or project(*of)
 
-    @contextlib.contextmanager
-    def tuning():
-        device.log.append("tune")
-        yield
-        device.log.append("tuned")
-
-    runner.autotune(WarmUp(rows=ROWS, lm_head_rows=2, tuning=tuning))
-    assert device.log == ["wait", "enter", "tune", "decoder", "head", "tuned", "leave", "wait"]
+    runner.autotune(WarmUp(rows=ROWS, lm_head_rows=2))
+    assert device.log == ["wait", "enter", "decoder", "head", "leave", "wait"]
     assert [f"plan decode {ROWS}"] == fake_flashinfer.CALLS
     assert head.rows == [2]
-
-
-# What a tuner finds
-
-
-class Autotuner:
-    """FlashInfer's tuner as far as it concerns its file: what is known is not measured, a damaged file raises."""
-
-    def __init__(self) -> None:
-        self.measured: list[str] = []
-        self._needed: list[str] = []
-
-    @contextlib.contextmanager
-    def autotune(self, tune_mode: bool = True, cache: str | None = None):
-        assert tune_mode
-        known = json.loads(Path(cache).read_text()) if cache and Path(cache).exists() else {}
-        self._needed.clear()
-        yield
-        new = [shape for shape in self._needed if shape not in known]
-        self.measured += new
-        if cache and new:
-            Path(cache).write_text(json.dumps({**known, **{shape: ["runner", 3] for shape in new}}))
-
-    def run(self, cache: TuningCache | None, *shapes: str) -> list[str]:
-        """What is measured when these shapes are run."""
-        self.measured.clear()
-        with flashinfer_tuning(cache, self):
-            self._needed += shapes
-        return list(self.measured)
-
-
-def test_what_was_found_is_not_measured_again(tmp_path):
-    path, tuner = tmp_path / "deep" / "tuned.json", Autotuner()
-    cache = TuningCache(path, "one")
-    assert tuner.run(cache, "a", "b") == ["a", "b"]
-    written = path.stat().st_mtime_ns
-    assert tuner.run(cache, "a", "b") == []
-    assert path.stat().st_mtime_ns == written
-    assert tuner.run(cache, "a", "c") == ["c"]
-    assert tuner.run(TuningCache(path, "another"), "a") == ["a"]
-    assert tuner.run(cache, "a", "b", "c") == [], "the other key did not replace it"
-    assert list(json.loads(path.read_text())) == ["another", "one"]
-    assert [file.name for file in path.parent.iterdir()] == ["tuned.json"]
-
-
-def test_without_a_file_everything_is_measured(tmp_path):
-    tuner = Autotuner()
-    assert [tuner.run(None, "a") for _ in range(2)] == [["a"], ["a"]]
-
-    entered = []
-
-    @contextlib.contextmanager
-    def older(tune_mode: bool = True):
-        entered.append(tune_mode)
-        yield
-
-    cache = TuningCache(tmp_path / "tuned.json", "one")
-    with flashinfer_tuning(cache, SimpleNamespace(autotune=older)):
-        assert entered == [True]
-    assert not (tmp_path / "tuned.json").exists()
-
-
-def test_without_flashinfer_nothing_is_tuned(caplog):
-    with caplog.at_level(logging.INFO), flashinfer_tuning(None):
-        pass
-    assert "not tuned: No module named 'flashinfer'" in caplog.text
-
-
-@pytest.mark.parametrize(
-    "content", [b"", b'{"one": {"a": ["runner"', b"\xff\xfe", b"[]", b'{"one": 3}'], ids=repr
-)
-def test_a_damaged_file_is_ignored_and_replaced(tmp_path, caplog, content):
-    path, tuner = tmp_path / "tuned.json", Autotuner()
-    path.write_bytes(content)
-    cache = TuningCache(path, "one")
-    assert tuner.run(cache, "a") == ["a"]
-    assert "is ignored" in caplog.text
-    assert tuner.run(cache, "a") == []
-
-
-def test_a_file_that_cannot_be_written_is_a_warning(tmp_path, caplog):
-    (tmp_path / "tuned.json").mkdir()
-    cache = TuningCache(tmp_path / "tuned.json", "one")
-    assert Autotuner().run(cache, "a") == ["a"]
-    assert "cannot be written" in caplog.text
-    assert [file.name for file in tmp_path.iterdir()] == ["tuned.json"], "nothing is left beside it"
-
-
-def test_a_key_is_of_one_device_model_and_version(checkpoint, monkeypatch):
-    named = SimpleNamespace(get_device_name=lambda: "card")
-    models = [build_config(checkpoint(family)) for family in ("qwen3", "qwen3-moe")]
-    keys = {
-        tuning_key(named, models[0], rows=8),
-        tuning_key(named, models[1], rows=8),
-        tuning_key(named, models[0], rows=9),
-        tuning_key(SimpleNamespace(), models[0], rows=8),
-    }
-    monkeypatch.setattr(torch, "__version__", "0.0")
-    assert len(keys | {tuning_key(named, models[0], rows=8)}) == 5
-    monkeypatch.undo()
-    assert tuning_key(named, build_config(checkpoint("qwen3")), rows=8) in keys, "the same in every process"
-
-
-def build_config(path: str) -> object:
-    return load_model(path, torch.float32).config
-
-
-def test_flashinfers_backend_is_tuned_with_the_file_that_was_named(checkpoint, tmp_path, monkeypatch):
-    runner, _ = streaming_runner(checkpoint("qwen3"), monkeypatch)
-    config = config_of(checkpoint("qwen3"), autotune_cache=str(tmp_path / "tuned.json"))
-    loaded, *_ = build_components(config, ComponentResidencyManager("cpu"))
-    tuner = Autotuner()
-    made = warm_up(config, loaded, runner._backend)
-    assert made.tuning.func is flashinfer_tuning
-    forward = runner.model.forward
-    runner.model.forward = lambda *of: tuner._needed.append("gemm") or forward(*of)
-    for expected in (["gemm"], []):
-        tuner.measured.clear()
-        runner.autotune(replace(made, tuning=lambda: made.tuning(autotuner=tuner)))
-        assert tuner.measured == expected

@@ -4,6 +4,7 @@ import logging
 import random
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 import torch
 from support import fake_flashinfer
@@ -15,7 +16,7 @@ from caesura.scheduler.attention import flashinfer
 from caesura.scheduler.attention.flashinfer import FlashInferBackend
 from caesura.scheduler.attention.sdpa import SdpaBackend
 from caesura.scheduler.cache.pool import MHAPool
-from caesura.scheduler.forward import ForwardBatch
+from caesura.scheduler.forward import ForwardBatch, SpecialRows
 from caesura.scheduler.memory.host import HOST
 from caesura.scheduler.memory.residency import ComponentResidencyManager, StorageComponent
 from caesura.scheduler.runner.graphs import ladder
@@ -33,7 +34,6 @@ PAGES = 100
 @pytest.fixture(autouse=True)
 def small_and_plain(monkeypatch):
     without_compiled_kernels(monkeypatch)
-    monkeypatch.setattr(flashinfer, "_FLOAT_WORKSPACE_BYTES", 64)
     monkeypatch.setattr(flashinfer, "_INT_WORKSPACE_BYTES", 64)
 
 
@@ -144,7 +144,7 @@ def run_both(pair: list[Engine], batch: ForwardBatch, sampled: list[Request]) ->
         outputs.append(each.runner.execute(own).fetch())
     ours, reference = outputs
     assert ours.token_ids.tolist() == reference.token_ids.tolist()
-    for name in ("logprobs", "raw_logprobs"):
+    for name in ("logprobs", "raw_logprobs", "sampled_logprobs"):
         found, expected = getattr(ours, name), getattr(reference, name)
         assert (found is None) == (expected is None)
         if found is not None:
@@ -180,23 +180,27 @@ def test_the_ladder():
 
 @pytest.mark.parametrize("count", [1, 3, 8, 11])
 def test_decode_steps_are_replayed_and_equal_eager_ones(checkpoints, count):
-    """Over page boundaries, padded or not, with a prefill in between that moves everybody's inputs."""
+    """Over page boundaries, padded or not, with a prefill in between that moves everybody's inputs.
+
+    Even numbers of rows want raw logprobs, which torch's sampler does not compute in a graph.
+    """
     pair, all_requests = both(checkpoints[0]), requests(count)
+    each, with_one_more = (2, 1) if count % 2 else (1, 2)
     run_both(pair, step([], all_requests), all_requests)
     assert pair[0].device.replays == 0
     for _ in range(20):
         run_both(pair, step(all_requests, []), all_requests)
-    assert pair[0].device.replays == 20
+    assert pair[0].device.replays == 20 * each
     if count < LIMITS.rows:
         late = Request([5, 6, 7], min(set(range(LIMITS.rows)) - {r.slot for r in all_requests}), [99])
         used = {page for r in all_requests for page in r.pages}
         late.pages = [next(page for page in range(1, PAGES) if page not in used)]
         everybody = [*all_requests, late]
         run_both(pair, step(all_requests, [late]), everybody)
-        assert pair[0].device.replays == 20, "a mixed step runs eagerly"
+        assert pair[0].device.replays == 20 * each, "a mixed step runs eagerly"
         for _ in range(3):
             run_both(pair, step(everybody, []), everybody)
-        assert pair[0].device.replays == 23
+        assert pair[0].device.replays == 20 * each + 3 * with_one_more
     run_both(pair, step(all_requests[::2], []), all_requests[::2])
 
 
@@ -210,13 +214,13 @@ def test_an_update_in_place_needs_no_new_capture(checkpoints):
             each.runner.model.finalize_weights()
     for _ in range(3):
         run_both(pair, step(all_requests, []), all_requests)
-    assert (pair[0].device.captures, pair[0].device.replays) == (captures, 3)
+    assert (pair[0].device.captures, pair[0].device.replays) == (captures, 6)
 
 
 def test_dropped_graphs_leave_eager_steps_until_they_are_captured_again(checkpoints):
     pair, all_requests = both(checkpoints[0]), requests(2)
     graphs = pair[0].runner.graphs
-    assert graphs.nbytes == 1000 * len(graphs.sizes)
+    assert graphs.nbytes == 2000 * len(graphs.sizes)
     assert capture(pair[0]) == 0, "captured once"
     run_both(pair, step([], all_requests), all_requests)
     graphs.drop()
@@ -237,6 +241,113 @@ def test_dropped_graphs_leave_eager_steps_until_they_are_captured_again(checkpoi
     assert pair[0].device.replays == 3
 
 
+def sampled(batch: ForwardBatch, **options: object) -> ForwardBatch:
+    """``batch`` with rows that are sampled, every third one greedy."""
+    rows = len(batch.sample_tokens)
+    greedy = torch.arange(rows) % 3 == 0
+    uniforms = torch.rand(rows, dtype=torch.float64, generator=torch.Generator().manual_seed(rows))
+    values = {
+        "temperature": torch.where(greedy, 1.0, torch.linspace(0.5, 2, rows)),
+        "greedy": greedy,
+        "uniforms": uniforms,
+        "any_sampled": True,
+        "want_raw": False,
+        "want_sampled": True,
+        **options,
+    }
+    return replace(batch, sampling=replace(batch.sampling, **values))
+
+
+@pytest.mark.parametrize("count", [1, 6, 11])
+def test_head_and_sampler_are_replayed_where_the_graph_samples_in_the_same_way(checkpoints, count):
+    pair, all_requests = both(checkpoints[0]), requests(count)
+    run_both(pair, sampled(step([], all_requests)), all_requests)
+    launched = watched_head(pair[0])
+    for _ in range(3):
+        run_both(pair, sampled(step(all_requests, [])), all_requests)
+    assert (pair[0].device.replays, launched) == (6, [])
+    run_both(pair, sampled(step(all_requests, []), want_sampled=False), all_requests)
+    assert (pair[0].device.replays, launched) == (8, [])
+    top_k = torch.full((count,), 3)
+    for options in ({"any_filtered": True, "top_k": top_k, "largest_top_k": 3}, {"want_raw": True}):
+        launched.clear()
+        before = pair[0].device.replays
+        run_both(pair, sampled(step(all_requests, []), **options), all_requests)
+        assert (pair[0].device.replays, launched) == (before + 1, [count]), "only the hidden states"
+    run_both(pair, sampled(step(all_requests, [])), all_requests)
+    assert launched == [count]
+
+
+def watched_head(of: Engine) -> list[int]:
+    """The rows of each of its eager calls from now on."""
+    launched: list[int] = []
+    logits = of.runner.model.logits
+
+    def watched(hidden: torch.Tensor) -> torch.Tensor | None:
+        launched.append(len(hidden))
+        return logits(hidden)
+
+    of.runner.model.logits = watched
+    return launched
+
+
+def test_special_rows_are_sampled_eagerly_from_the_graphs_hidden_states(checkpoints):
+    pair, all_requests = both(checkpoints[0]), requests(3)
+    run_both(pair, sampled(step([], all_requests)), all_requests)
+    launched = watched_head(pair[0])
+    batch = sampled(step(all_requests, []))
+    biased = biased_rows(torch.tensor([1]), token=41, bias=1000.0)
+    run_both(pair, replace(batch, sampling=replace(batch.sampling, special=biased)), all_requests)
+    assert all_requests[1].tokens[-1] == 41
+    assert (pair[0].device.replays, launched) == (1, [3])
+    run_both(pair, sampled(step(all_requests, [])), all_requests)
+    assert pair[0].device.replays == 3
+
+
+def biased_rows(rows: torch.Tensor, *, token: int, bias: float) -> SpecialRows:
+    ids, none = torch.empty(0, dtype=torch.int64), torch.empty(0)
+    return SpecialRows(
+        rows=rows, repetition=none, frequency=none, presence=none, counters=ids, restarted=ids, prompt_at=ids,
+        output_at=ids, bias_ids=torch.full((len(rows), 1), token), bias=torch.full((len(rows), 1), bias), wants=ids,
+        wants_host=np.empty(0, np.int64), top=0, token_ids=ids.view(0, 0), num_counters=0,
+    )  # fmt: skip
+
+
+def test_a_workspace_of_logits_that_grows_leaves_the_graph_its_own(checkpoints):
+    """The log-probabilities of a long prompt take more rows of logits than any step samples."""
+    pair, all_requests = both(checkpoints[0]), requests(3)
+    run_both(pair, sampled(step([], all_requests)), all_requests)
+    for each in pair:
+        assert each.runner.model.logits(torch.zeros(50, each.runner.model.config.hidden_size)).shape[0] == 50
+    for _ in range(2):
+        run_both(pair, sampled(step(all_requests, [])), all_requests)
+    assert pair[0].device.replays == 4
+
+
+def test_a_capture_changes_no_slots_last_token(checkpoints):
+    one, all_requests = engine(checkpoints[0], captured=True), requests(11)
+    one.runner.execute(sampled(step([], all_requests)))
+    before = one.runner._last_tokens[: LIMITS.rows].clone()
+    capture(one)
+    assert one.runner.graphs.are_captured
+    assert torch.equal(one.runner._last_tokens[: LIMITS.rows], before)
+
+
+def test_a_head_that_cannot_be_captured_leaves_the_hidden_states_to_graphs(checkpoints, caplog):
+    pair, all_requests = (
+        [engine(checkpoints[0], captured=True), engine(checkpoints[0], captured=False)],
+        requests(3),
+    )
+    pair[0].device.forbidden = (torch.ops.aten.searchsorted.Tensor,)
+    with caplog.at_level(logging.WARNING):
+        assert capture(pair[0]) == len(ladder(LIMITS.rows))
+    assert caplog.text.count("head and sampler are launched kernel by kernel") == 1
+    run_both(pair, sampled(step([], all_requests)), all_requests)
+    for _ in range(2):
+        run_both(pair, sampled(step(all_requests, [])), all_requests)
+    assert pair[0].device.replays == 2
+
+
 def test_what_cannot_be_captured_runs_eagerly_and_says_so(checkpoints, caplog):
     pair, all_requests = (
         [engine(checkpoints[0], captured=True), engine(checkpoints[0], captured=False)],
@@ -251,6 +362,29 @@ def test_what_cannot_be_captured_runs_eagerly_and_says_so(checkpoints, caplog):
     run_both(pair, step([], all_requests), all_requests)
     run_both(pair, step(all_requests, []), all_requests)
     assert pair[0].device.replays == 0
+
+
+def test_an_error_of_a_compiler_of_kernels_is_no_end(checkpoints, monkeypatch, caplog):
+    class CompileError(Exception):
+        """As Triton's: no RuntimeError."""
+
+    one = engine(checkpoints[0], captured=True)
+    make = one.runner.graphs._backend.for_decode
+
+    def failing(rows: int):
+        made = make(rows)
+
+        def forward(*of: object) -> None:
+            raise CompileError("out of resource: shared memory")
+
+        made.forward = forward
+        return made
+
+    monkeypatch.setattr(one.runner.graphs._backend, "for_decode", failing)
+    with caplog.at_level(logging.WARNING):
+        assert capture(one) == 0
+    assert "out of resource: shared memory" in caplog.text
+    assert not one.runner.graphs.are_captured
 
 
 def test_a_shortage_of_memory_may_pass(checkpoints, monkeypatch, caplog):

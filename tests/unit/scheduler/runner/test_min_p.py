@@ -7,18 +7,22 @@ from scipy import stats
 
 from caesura.scheduler.forward import SamplingBatch
 from caesura.scheduler.kernels import native
+from caesura.scheduler.runner import sampler as sampler_module
 from caesura.scheduler.runner.sampler import Sampler
 
 VOCAB = 700
 
 
-@pytest.fixture(params=["compiled", "torch"], autouse=True)
+@pytest.fixture(params=["compiled", "torch", "torch that reads no values"], autouse=True)
 def implementation(request):
-    """Every sampler that a test makes."""
+    """Every sampler that a test makes; the last way is that of accelerators."""
     if request.param == "compiled" and native.why_not():
         pytest.skip(f"no compiled kernels: {native.why_not()}")
-    with native.limited_to(native.isa() if request.param == "compiled" else "torch"):
-        yield
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param not in ("compiled", "torch"):
+            patch.setattr(sampler_module, "_reading_is_free", lambda device: False)
+        with native.limited_to(native.isa() if request.param == "compiled" else "torch"):
+            yield
 
 
 def batch_of(rows: int, uniforms: np.ndarray, **given: object) -> SamplingBatch:

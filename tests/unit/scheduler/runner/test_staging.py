@@ -14,6 +14,8 @@ from caesura.scheduler.runner.staging import InputStaging, OutputStaging, StepLi
 
 CPU = torch.device("cpu")
 LIMITS = StepLimits(tokens=40, rows=9, context_len=100)
+SAMPLING = {"temperature": 1, "greedy": True, "top_k": 1, "top_p": 1, "uniforms": 0}
+"""And what added rows have."""
 
 
 class Event:
@@ -136,6 +138,29 @@ def test_added_rows_are_harmless_ones(decode, rows):
             assert bool((found[decode:] == padding).all()), name
         assert_equal(staged.sampling, batch.sampling)
         assert torch.equal(staged.sample_slots, batch.sample_slots)
+    # Behind them lies what a graph of this size samples besides: greedy, for nobody.
+    with staging.staged(batch_of([1] * rows, rows, 3), table=False) as same_size:
+        whole = {name: getattr(same_size.sampling, name) for name in SAMPLING}
+        whole["sample_slots"] = same_size.sample_slots
+        with staging.staged(batch, rows):
+            pass
+        for name, padding in SAMPLING.items():
+            assert torch.equal(whole[name][:decode], getattr(batch.sampling, name)), name
+            assert bool((whole[name][decode:] == padding).all()), name
+        assert whole["sample_slots"][decode:].tolist() == [LIMITS.spare_slot] * (rows - decode)
+
+
+@pytest.mark.parametrize("rows", [None, 6])
+def test_a_page_table_that_nothing_reads_stays_on_the_host(rows):
+    staging, batch = inputs(), batch_of([1] * 5, 5, 4)
+    with staging.staged(batch, rows) as staged:
+        start = staged.page_table.storage_offset() * staged.page_table.itemsize
+    staging._device[start:] = 77
+    with staging.staged(batch, rows, table=False) as staged:
+        assert staged.page_table.shape == (rows or 5, 0)
+        assert np.array_equal(staged.page_table_host[:5], batch.page_table.numpy())
+        assert_equal(staged.sampling, batch.sampling)
+    assert bool((staging._device[start:] == 77).all())
 
 
 def test_steps_of_one_size_lie_at_the_same_addresses():
@@ -143,8 +168,10 @@ def test_steps_of_one_size_lie_at_the_same_addresses():
     staging, found = inputs(), []
     for decode, width in ((8, 1), (3, 7), (0, 2), (5, 4)):
         with staging.staged(batch_of([1] * decode, decode, width, decode), 8) as staged:
-            names = ("input_ids", "positions", "kv_slots", "slots", "kv_lens")
-            found.append([getattr(staged, name).data_ptr() for name in names])
+            names = ("input_ids", "positions", "kv_slots", "slots", "kv_lens", "sample_slots")
+            arrays = [getattr(staged, name) for name in names]
+            arrays += [getattr(staged.sampling, name) for name in SAMPLING]
+            found.append([array.storage_offset() * array.itemsize for array in arrays])
         with staging.staged(batch_of([8, 8], 0, 7)):
             pass
     assert all(addresses == found[0] for addresses in found)

@@ -439,10 +439,10 @@ def test_a_message_that_there_is_no_memory_for_is_dropped_as_a_whole(router, mon
 def test_text_that_utf8_cannot_hold_waits_for_a_slow_client_like_any_other(router):
     """A result whose reason quotes a file name, say, behind others that the client has not taken."""
     waiting = send_queues.Backlogs()
-    waiting.begin(b"client", b"first")
+    waiting.begin(b"client", [b"first"])
     reason = FinishReason(type="error", message="no \udc80")
     result = msgspec.structs.replace(result_of("r"), finish_reason=reason)
     waiting.append(b"client", BatchTokenOutput(step=1, finished=[result]))
     waiting[b"client"].pop()
-    frame = waiting[b"client"].head()
+    (frame,) = waiting[b"client"].head()
     assert decode_reply(frame).finished[0].finish_reason.message == "no \\udc80"

@@ -1,0 +1,143 @@
+"""Image rollouts: the request to a diffusion policy and the terminal result of one sample (semantics: docs/explanation/images.md).
+
+Tensors follow the header as frames, in C order and little-endian; the header describes each.
+"""
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from .base import FramedMessage, Identifier, Record, ReplyRecord, Request, TensorSpec
+from .generate import MAX_SAMPLES, FinishReason, Seed, TokenId, WeightVersionSpan
+
+MAX_STEPS = 1000
+"""Maximum of ``num_inference_steps``."""
+
+MAX_IMAGE_SIDE = 8192
+"""Maximum width and height, in pixels."""
+
+MAX_PROMPT_CHARACTERS = 1 << 16
+"""Longest prompt, in characters."""
+
+SdeType = Literal["ode", "sde", "cps", "dance"]
+Prompt = Annotated[str, msgspec.Meta(max_length=MAX_PROMPT_CHARACTERS)]
+PositiveCount = Annotated[int, msgspec.Meta(ge=1)]
+StepIndex = Annotated[int, msgspec.Meta(ge=0, lt=MAX_STEPS)]
+
+
+class SdeParams(Record, kw_only=True, frozen=True):
+    """How a step adds noise, and what its log-probability is."""
+
+    type: SdeType = "ode"
+    """``ode``: no noise. ``sde``: Flow-GRPO. ``cps``: coefficients preserving. ``dance``: DanceGRPO."""
+    noise_level: float = 0.7
+    """The noise level of ``sde``, ``cps`` and ``dance``: 0 to 100, and at most 1 for ``cps``."""
+    steps: Annotated[list[StepIndex], msgspec.Meta(max_length=MAX_STEPS)] | None = None
+    """The window: steps that add noise; the others are those of ``ode``. None means every step."""
+    log_prob: Literal["mean", "sum"] = "mean"
+    """Over the elements of a latent."""
+    log_prob_form: Literal["density", "squared_error"] = "density"
+    """``density``: the logarithm of the Gaussian density, with its constants. ``squared_error``: -(x' - mean)² alone."""
+
+
+class GenerateImagesReqInput(Request, kw_only=True):
+    """Make ``n`` images of one prompt, and return their trajectories.
+
+    Each sample is answered by exactly one :class:`GenerateImagesReqOutput`, or the whole request by one ``ErrorReply``.
+    Exactly one of ``prompt``, ``prompt_ids`` and the tensor ``prompt_embeds`` says what to draw.
+    """
+
+    rid: Identifier | None = None
+    """Request id, for abort and results. None means the message id."""
+    prompt: Prompt | None = None
+    """Text, which the pipeline's own tokenizers cut into tokens. None means that the prompt comes in another form."""
+    negative_prompt: Prompt | None = None
+    """Text for guidance. None means the empty text."""
+    prompt_ids: Annotated[list[list[TokenId]], msgspec.Meta(max_length=8)] | None = None
+    """Token ids for each text encoder, in their order, padded as the encoder wants them. None means that the prompt
+    comes in another form."""
+    negative_prompt_ids: Annotated[list[list[TokenId]], msgspec.Meta(max_length=8)] | None = None
+    """The same for guidance; with ``prompt_ids``, guidance needs them. None means that they are not given."""
+    tensors: Annotated[list[TensorSpec], msgspec.Meta(max_length=16)] = []
+    """Embeddings in the frames after the header, without a batch dimension, by the names of the pipeline's own
+    arguments: ``prompt_embeds``, ``pooled_prompt_embeds``, and both with ``negative_`` for guidance."""
+    width: Annotated[int, msgspec.Meta(ge=1, le=MAX_IMAGE_SIDE)] = 512
+    """In pixels; a multiple of what the model's patches and VAE need."""
+    height: Annotated[int, msgspec.Meta(ge=1, le=MAX_IMAGE_SIDE)] = 512
+    """As ``width``."""
+    num_inference_steps: Annotated[int, msgspec.Meta(ge=1, le=MAX_STEPS)] = 28
+    """Denoising steps, unless ``sigmas`` says them."""
+    sigmas: Annotated[list[float], msgspec.Meta(min_length=1, max_length=MAX_STEPS)] | None = None
+    """The noise level before each step, falling, in (0, 1], used as they are; 0 follows the last. None means those of
+    the pipeline's scheduler for ``num_inference_steps``."""
+    shift: float | None = None
+    """Shift of the scheduler's sigmas. None means its own. Not with ``sigmas``."""
+    guidance_scale: float = 1.0
+    """Scale of classifier-free guidance, 0 to 1000; it is computed for scales above 1. Models that take the scale as an input
+    get it as it is."""
+    max_sequence_length: Annotated[int, msgspec.Meta(ge=0, le=4096)] = 256
+    """Tokens of the longest text encoder, for models that have one of variable length (T5)."""
+    seed: Seed | None = None
+    """Seed of all noise. None means a random seed, which the result contains."""
+    n: Annotated[int, msgspec.Meta(ge=1, le=MAX_SAMPLES)] = 1
+    """Number of samples. Sample ``i`` uses the noise of ``(seed, i)``."""
+    sde: SdeParams = SdeParams()
+    """Noise and log-probabilities of the steps."""
+    return_steps: Annotated[list[StepIndex], msgspec.Meta(max_length=MAX_STEPS)] | None = []
+    """Steps whose latents (before and after) and log-probabilities are returned. None means all; empty, none."""
+    return_embeds: bool = True
+    """Return the embeddings that the steps were conditioned on."""
+    output: Literal["image", "latents"] = "image"
+    """``image``: decode the final latents to an image. ``latents``: return them instead."""
+    min_weights_epoch: int | None = None
+    """Refuse the request with ``epoch_behind`` if the engine's weights epoch is lower. None means no minimum."""
+
+
+class ResultTensor(ReplyRecord, kw_only=True, frozen=True):
+    """A tensor of a result, whole in a frame of its own."""
+
+    name: str
+    """What it is."""
+    dtype: str
+    """Safetensors name of the type."""
+    shape: list[int]
+    """Elements per dimension; empty for a scalar."""
+    buffer: int
+    """Index of its frame; 0 is the first after the header."""
+
+
+class GenerateImagesReqOutput(FramedMessage, kw_only=True):
+    """The terminal result of one sample, also of one that was aborted: then with the steps that were made.
+
+    Its tensors, in this order, as far as they were asked for and made: ``timesteps`` and ``sigmas`` (F32, [steps] and
+    [steps + 1], of the whole grid), ``latents`` (F32, one for each of ``latent_indices``), ``log_probs`` and
+    ``noise_stds`` (F32, one for each of ``step_indices``), the embeddings by the names of the pipeline's arguments, in
+    the dtype that the model was given, and ``image`` (U8, [height, width, 3]) or ``final_latents`` (F32).
+    """
+
+    rid: str
+    """The request id: ``rid`` of the request, else its message id."""
+    index: int
+    """Index of the sample, below ``n``."""
+    finish_reason: FinishReason
+    """Why the sample ended; ``length`` after all its steps."""
+    weight_versions: list[WeightVersionSpan]
+    """Contiguous spans over steps that cover ``[0, steps_done)``: which weights made which step."""
+    seed: int
+    """The seed that was used."""
+    steps: int
+    """Steps of the grid."""
+    steps_done: int
+    """Steps that were made; fewer than ``steps`` for a sample that was aborted or failed."""
+    step_indices: list[int] = []
+    """Of ``return_steps``, those that were made."""
+    latent_indices: list[int] = []
+    """Places in the grid of the returned latents: ``k`` is before step ``k``, and after step ``k - 1``."""
+    tensors: list[ResultTensor] = []
+    """Names, dtypes and shapes of the frames behind the header."""
+    num_retractions: int = 0
+    """Times that it began again from its seed."""
+    queue_s: float = 0.0
+    """Seconds from arrival to the first step; to the end, if there was none."""
+    e2e_latency: float = 0.0
+    """Seconds from arrival to the end."""

@@ -1,0 +1,111 @@
+"""A step's pages as FlashInfer's wrappers take them: one list of page numbers and where each row's begin.
+
+Invariants:
+- A row's pages are a slice of one list (``indptr``, ``indices``, ``last_page_len``), made on the host once per step.
+- All lists of a step lie in one block and travel in one copy. The block of the host is written anew for every step: who
+  fills it has waited for the copies of the step before.
+- Lists of steps of one size begin at the same addresses, which is what a captured step looks for.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..forward import ForwardBatch
+
+_INTS_PER_LINE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Lists:
+    """A step's pages and tokens, int32, all in one block: on the host, or on the device."""
+
+    indptr: Tensor
+    """[R + 1]: where each row's pages begin in ``indices``."""
+    last_page_len: Tensor
+    """[R]: tokens in each row's last page, 1 to 16."""
+    kv_lens: Tensor
+    """[R]: tokens in each row's pages."""
+    qo_indptr: Tensor
+    """[prefill rows + 1]: where each row's queries begin among those of the prefill rows."""
+    prefill_indptr: Tensor
+    """[prefill rows + 1]: ``indptr`` of the prefill rows, from 0."""
+    batch_indices: Tensor
+    """[T]: row of each token."""
+    positions: Tensor
+    """[T]"""
+    indices: Tensor
+    """Page numbers, row after row."""
+
+    @classmethod
+    def lay_out(cls, block: Tensor, sizes: list[int]) -> "Lists":
+        """Views of ``block``; the page numbers come last, so they alone lie elsewhere when there are more of them."""
+        views, start = [], 0
+        for size in sizes:
+            views.append(block[start : start + size])
+            start += _lines(size)
+        return cls(*views)
+
+
+class PageLists:
+    """Builds the lists of one step after the other in the same memory."""
+
+    def __init__(self, *, rows: int, tokens: int, pages: int, page_size: int, device: torch.device) -> None:
+        """``pages`` of one row; like the others, at most."""
+        self._page_size = page_size
+        sizes = [rows + 1, rows, rows, rows + 1, rows + 1, tokens, tokens, rows * pages]
+        capacity = sum(_lines(size) for size in sizes)
+        self._host = torch.empty(capacity, dtype=torch.int32, pin_memory=device.type != "cpu")
+        self._ints: np.ndarray = self._host.numpy()
+        self.device = torch.zeros(capacity, dtype=torch.int32, device=device)
+
+    def fill(self, batch: ForwardBatch) -> tuple[Lists, Lists]:
+        """The lists of ``batch`` on the host, and on the device (the copy is enqueued)."""
+        arrays = page_lists(batch, self._page_size)
+        start = 0
+        for array in arrays:
+            self._ints[start : start + len(array)] = array
+            start += _lines(len(array))
+        self.device[:start].copy_(self._host[:start], non_blocking=True)
+        sizes = [len(array) for array in arrays]
+        return Lists.lay_out(self._host, sizes), Lists.lay_out(self.device, sizes)
+
+    def decode_views(self, rows: int) -> Lists:
+        """Where :meth:`fill` puts the lists of a step of ``rows`` decode rows; of the page numbers, as many as fit."""
+        sizes = [rows + 1, rows, rows, 1, 1, rows, rows]
+        room = len(self.device) - sum(_lines(size) for size in sizes)
+        return Lists.lay_out(self.device, [*sizes, room])
+
+
+def page_lists(batch: ForwardBatch, page_size: int) -> tuple[np.ndarray, ...]:
+    """The arrays of :class:`Lists` for a step, in their order."""
+    q_lens, kv_lens = (np.asarray(lens, np.int64) for lens in (batch.q_lens_host, batch.kv_lens_host))
+    table = batch.page_table.cpu().numpy() if batch.page_table_host is None else batch.page_table_host
+    pages = -(-kv_lens // page_size)
+    indptr = _starts(pages)
+    row_of_token = np.repeat(np.arange(len(q_lens)), q_lens)
+    new_from = kv_lens - q_lens
+    first_token = _starts(q_lens)[:-1]
+    positions = np.arange(len(row_of_token)) - first_token[row_of_token] + new_from[row_of_token]
+    return (
+        indptr,
+        kv_lens - (pages - 1) * page_size,
+        kv_lens,
+        _starts(q_lens[batch.num_decode :]),
+        indptr[batch.num_decode :] - indptr[batch.num_decode],
+        row_of_token,
+        positions,
+        table[np.arange(table.shape[1]) < pages[:, None]],
+    )
+
+
+def _starts(lengths: np.ndarray) -> np.ndarray:
+    """[n + 1]: running sums, from 0."""
+    return np.concatenate([[0], np.cumsum(lengths)])
+
+
+def _lines(count: int) -> int:
+    """``count`` integers, rounded up to whole cache lines."""
+    return -(-count // _INTS_PER_LINE) * _INTS_PER_LINE

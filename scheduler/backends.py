@@ -1,0 +1,262 @@
+"""Which backend computes a model's attention: the best one whose kernels do so on this device, as a step of its own shows.
+
+Invariants:
+- A library of kernels is chosen only after a real step: mixed, and as a graph's decode step, on pages of its own, with
+  results that agree with torch's. Its kernels may be compiled at their first use, by a compiler that is missing or broken.
+- Whatever that step raises is the reason why the next backend serves, and never the end of the engine.
+- A backend is tried once in a process for each shape of heads; who asks again gets the same answer.
+"""
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..io_struct import CaesuraError, ErrorCode
+from .attention import flashinfer, flashinfer_mla, paged_triton
+from .attention.mla import LatentBackend
+from .attention.paged_cpu import PagedCpuBackend
+from .attention.sdpa import SdpaBackend
+from .cache.pool import MHAPool, MLAPool
+from .config import PAGE_SIZE, EngineConfig
+from .forward import AttentionBackend, ForwardBatch
+from .kernels import TORCH, best, trial
+from .runner.graphs import scratch_prefill
+from .runner.staging import StepLimits
+from .weights.loaded_model import LoadedModel
+
+logger = logging.getLogger(__name__)
+
+_AGREEMENT = 0.02
+"""Norm of the difference over that of torch's result; rounding to bfloat16 gives less than 0.005."""
+_MIXED = ((40, 1), (15, 1), (0, 20), (17, 9))
+_DECODE = ((40, 1), (16, 1))
+"""Rows that are tried: tokens in the cache, and new ones. The first two of either decode."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """What kernels of attention are made for."""
+
+    device: torch.device
+    dtype: torch.dtype
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    latent: int | None = None
+    """Width of the latents, which are the values; ``head_dim`` has the rotated key, too. None: no latent attention."""
+
+    @classmethod
+    def of(cls, loaded: LoadedModel) -> "Shape":
+        """Of a model's layers."""
+        model, mla = loaded.config, loaded.config.mla
+        heads, kv_heads, size, scale = (
+            model.num_heads,
+            model.num_kv_heads,
+            model.head_dim,
+            model.head_dim**-0.5,
+        )
+        if mla is not None:
+            kv_heads, size, scale = 1, mla.latent_width, mla.softmax_scale
+        return cls(
+            device=loaded.device,
+            dtype=loaded.dtype,
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=size,
+            scale=scale,
+            latent=None if mla is None else mla.kv_lora_rank,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What computes attention."""
+
+    by: str
+    """``flashinfer``, ``triton``, an instruction set of compiled kernels, or ``torch``."""
+    kernels: str = ""
+    """Which of a library's, where it must be told."""
+    reason: str | None = None
+    """Why no better one does, on CUDA. None: there is none, or it was not asked for."""
+
+
+def choose(config: EngineConfig, shape: Shape) -> Choice:
+    """The best backend for this model, or the one that the configuration names.
+
+    Raises:
+        CaesuraError: ``unsupported``, what was named cannot serve this model here.
+    """
+    wanted = config.attention_backend
+    reasons: list[str] = []
+    for name in ("flashinfer", "triton"):
+        if wanted not in ("auto", name):
+            continue
+        found = _first(name, shape)
+        if isinstance(found, Choice):
+            return replace(found, reason="; ".join(reasons) or None)
+        reasons.append(f"{name}: {found}")
+    if wanted in ("flashinfer", "triton"):
+        raise CaesuraError(
+            ErrorCode.UNSUPPORTED,
+            f"attention_backend = {wanted!r}: {reasons[0].partition(': ')[2]}",
+            field="attention_backend",
+        )
+    by = (
+        TORCH
+        if wanted != "auto" or shape.latent is not None
+        else best("attention", shape.device, shape.dtype)
+    )
+    return Choice(by, reason="; ".join(reasons) or None if shape.device.type == "cuda" else None)
+
+
+def _first(name: str, shape: Shape) -> Choice | str:
+    """The first of this library's kernels that serve; or why none do."""
+    reason = _why_not(name, shape)
+    if reason is not None:
+        return reason
+    kernels: tuple[str, ...] = ("",)
+    if shape.latent is not None:
+        kernels = flashinfer_mla.kernels_of(shape.device)
+    failures = []
+    for kind in kernels:
+        failure = failure_of(Choice(name, kind), shape)
+        if failure is None:
+            return Choice(name, kind)
+        failures.append(failure if not kind else f"{kind}: {failure}")
+    return "; ".join(failures)
+
+
+def _why_not(name: str, shape: Shape) -> str | None:
+    """What speaks against a library before it is tried."""
+    if name == "triton":
+        return "it does not serve latent attention" if shape.latent else paged_triton.why_not(shape.device)
+    if shape.latent is not None:
+        rope = shape.head_dim - shape.latent
+        return flashinfer_mla.why_not(shape.device, shape.dtype, shape.latent, rope)
+    return flashinfer.why_not(shape.device, shape.dtype, shape.head_dim)
+
+
+def make(choice: Choice, shape: Shape, pool: MHAPool | MLAPool, limits: StepLimits) -> AttentionBackend:
+    """The backend over ``pool``, for steps within ``limits``."""
+    if isinstance(pool, MLAPool):
+        assert shape.latent is not None
+        if choice.by == "flashinfer":
+            return flashinfer_mla.FlashInferLatentBackend(
+                pool,
+                shape.num_heads,
+                shape.latent,
+                shape.scale,
+                max_rows=limits.rows,
+                max_tokens=limits.tokens,
+                max_pages=limits.pages,
+                kernels=choice.kernels,
+            )
+        return LatentBackend(pool, shape.num_heads, shape.scale)
+    sizes = (shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.scale)
+    if choice.by == "flashinfer":
+        return flashinfer.FlashInferBackend(
+            pool, *sizes, max_rows=limits.rows, max_tokens=limits.tokens, max_pages=limits.pages
+        )
+    if choice.by == "triton":
+        return paged_triton.PagedTritonBackend(pool, *sizes, max_rows=limits.rows, max_pages=limits.pages)
+    return SdpaBackend(pool, *sizes) if choice.by == TORCH else PagedCpuBackend(pool, *sizes)
+
+
+@cache
+def failure_of(choice: Choice, shape: Shape) -> str | None:
+    """Why a real step by ``choice`` fails; None: it agrees with torch's. What is found is logged, once."""
+    by = f"{choice.by} {choice.kernels}".rstrip()
+    logger.info("trying attention by %s; kernels that are not built yet are compiled now", by)
+    failure = trial.failure(lambda: _differences(choice, shape), _AGREEMENT, "a step with it")
+    if failure is not None:
+        logger.warning("attention is not computed by %s: %s", by, failure)
+    return failure
+
+
+def _differences(choice: Choice, shape: Shape) -> Iterator[float]:
+    """Between results of ``choice`` and torch's on pages with the same contents, relative: of each step."""
+    with torch.inference_mode():
+        limits = StepLimits(tokens=sum(new for _, new in _MIXED), rows=len(_MIXED), context_len=4 * PAGE_SIZE)
+        ours, theirs = _filled_pool(shape), _filled_pool(shape)
+        tried: Any = make(choice, shape, ours, limits)
+        reference = make(Choice(TORCH), shape, theirs, limits)
+        steps: list[tuple[AttentionBackend, tuple[tuple[int, int], ...]]] = [(tried, _MIXED)]
+        if hasattr(tried, "for_decode"):
+            steps.append((tried.for_decode(len(_DECODE)), _DECODE))
+        for backend, rows in steps:
+            batch, inputs = _batch(rows, shape.device), _inputs(shape, sum(new for _, new in rows))
+            found, expected = (_attend(each, batch, inputs) for each in (backend, reference))
+            yield float((found - expected).norm() / expected.norm())
+
+
+def _attend(backend: AttentionBackend, batch: ForwardBatch, inputs: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    backend.plan(batch)
+    return backend.forward(*inputs, 0).float()
+
+
+def _filled_pool(shape: Shape) -> MHAPool | MLAPool:
+    """One layer, with the same random contents at each call."""
+    pages = 1 + sum(_pages(start + new) for start, new in _MIXED)
+    pool: MHAPool | MLAPool
+    if shape.latent is not None:
+        pool = MLAPool(
+            num_layers=1, num_pages=pages, width=shape.head_dim, dtype=shape.dtype, device=shape.device
+        )
+        storages: tuple[Tensor, ...] = (pool.layer(0),)
+    else:
+        pool = MHAPool(
+            num_layers=1,
+            num_pages=pages,
+            kv_heads=shape.num_kv_heads,
+            head_size=shape.head_dim,
+            dtype=shape.dtype,
+            device=shape.device,
+            page_size=PAGE_SIZE,
+        )
+        storages = pool.layer(0)
+    generator = torch.Generator(shape.device).manual_seed(0)
+    for storage in storages:
+        storage.normal_(generator=generator)
+    return pool
+
+
+def _batch(rows: tuple[tuple[int, int], ...], device: torch.device) -> ForwardBatch:
+    """A step of these rows on pages of their own, page 0 left out."""
+    lengths = [start + new for start, new in rows]
+    table = torch.zeros((len(rows), max(map(_pages, lengths))), dtype=torch.int32)
+    taken, positions, slots = 1, [], []
+    for row, ((start, _), length) in enumerate(zip(rows, lengths, strict=True)):
+        used = _pages(length)
+        table[row, :used] = torch.arange(taken, taken + used, dtype=torch.int32)
+        positions.append(torch.arange(start, length))
+        slots.append(taken * PAGE_SIZE + torch.arange(start, length))
+        taken += used
+    return replace(
+        scratch_prefill([new for _, new in rows]),
+        num_decode=2,
+        positions=torch.cat(positions).to(device),
+        kv_slots=torch.cat(slots).to(device),
+        page_table=table.to(device),
+        page_table_host=table.numpy(),
+        kv_lens=torch.tensor(lengths, dtype=torch.int32, device=device),
+        kv_lens_host=lengths,
+    )
+
+
+def _inputs(shape: Shape, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values as an attention block has them: with latents, the front of the key is the value."""
+    generator = torch.Generator(shape.device).manual_seed(tokens)
+    heads, kv_heads = shape.num_heads, shape.num_kv_heads
+    rows = torch.empty((tokens, heads + 2 * kv_heads, shape.head_dim), dtype=shape.dtype, device=shape.device)
+    q, k, v = rows.normal_(generator=generator).split([heads, kv_heads, kv_heads], dim=1)
+    return q, k, v if shape.latent is None else k[..., : shape.latent]
+
+
+def _pages(tokens: int) -> int:
+    return -(-tokens // PAGE_SIZE)

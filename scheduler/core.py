@@ -1,0 +1,143 @@
+"""The part of an engine that knows what a step is, and how that of a language model is built.
+
+Invariants:
+- :class:`Core` is all that the rest of an engine sees of it: the socket, the commands, the loop, memory and results are the same
+  for every kind of engine.
+- What can be released is allocated while the core is built (``build.py``).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ..io_struct import GenerateReqInput, Message
+from .batching.batcher import Batcher
+from .batching.chunking import ChunkSizer
+from .batching.live_requests import LiveRequests
+from .batching.output_processor import OutputProcessor
+from .batching.request import Request, RequestTable, WeightStamp
+from .batching.step_recovery import Recovery
+from .batching.waiting_queue import TokenAdmission, WaitingQueue
+from .build import (
+    MakeRunner,
+    build_components,
+    kv_bytes_per_token,
+    routing_bytes_per_token,
+)
+from .cache.manager import CacheManager
+from .commands.committed_weights import Start
+from .commands.reference import load_reference
+from .commands.scoring import ReferenceModel
+from .config import PAGE_SIZE, EngineConfig
+from .memory.device_cache import DeviceCache
+from .memory.residency import ComponentResidencyManager
+from .operations import Serving, what_serves
+from .runner.graphs import DecodeGraphs
+from .runner.model_runner import ModelRunner
+from .serving.outbox import Outbox
+from .stepping import (
+    Admission,
+    StepBatcher,
+    StepOutbox,
+    StepOutputs,
+    StepQueue,
+    StepRecovery,
+    StepRunner,
+)
+from .weights.loaded_model import LoadedWeights
+from .weights.transports.disk import OpenFolder, open_fitting
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What a core is built with."""
+
+    config: EngineConfig
+    residency: ComponentResidencyManager
+    device_cache: DeviceCache
+    start: Start
+    """The weights to begin with."""
+    stamp: WeightStamp
+    send: Callable[[bytes, Any], None]
+    """Sends a message to a client."""
+    on_finished: Callable[[Any, Any], None]
+    """Called once for each sample, with its terminal result, after what it held was released."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Core:
+    """The objects that compute steps, and the state that they work on."""
+
+    loaded: LoadedWeights
+    open_folder: OpenFolder
+    reference: ReferenceModel | None = None
+    runner: StepRunner
+    graphs: DecodeGraphs | None = None
+    request_type: type[Message]
+    """The message that asks for samples."""
+    admission: Admission
+    live: LiveRequests[Any]
+    waiting: StepQueue
+    batcher: StepBatcher
+    outputs: StepOutputs
+    outbox: StepOutbox
+    recovery: StepRecovery
+    cache: CacheManager
+    """The KV pages; without any where steps have no KV."""
+    serving: Serving
+    context_len: int = 0
+    """Most tokens of prompt plus output; 0 where nothing is limited so."""
+    vocab_size: int = 0
+    kv_bytes_per_token: int = 0
+    routing_bytes_per_token: int = 0
+    pipeline_depth: int = 0
+
+
+def language_core(around: Surroundings, make_runner: MakeRunner) -> Core:
+    """The core of a language model, over paged KV."""
+    config, residency = around.config, around.residency
+    reference = load_reference(config, residency)
+    loaded, pool, routing, limits = build_components(config, residency, around.start.folder)
+    runner = make_runner(config, loaded, pool, routing)
+    table = RequestTable(config.sizes.rows, limits.context_len, PAGE_SIZE, loaded.config.vocab_size)
+    cache = CacheManager(pool.num_pages, PAGE_SIZE, config.prefix_cache, around.stamp.epoch)
+    waiting = WaitingQueue()
+    chunks = ChunkSizer(config.sizes.chunk_tokens, config.target_step_s)
+    batcher = Batcher(
+        table,
+        cache,
+        waiting,
+        chunks=chunks,
+        share_prefixes=config.prefix_cache,
+        routing=routing,
+    )
+    live: LiveRequests[Request] = LiveRequests()
+    outbox = Outbox(around.send)
+    outputs = OutputProcessor(
+        table, batcher, waiting, live, outbox, on_finished=around.on_finished, stamp=around.stamp
+    )
+    recovery = Recovery(
+        batcher=batcher, outputs=outputs, runner=runner, chunks=chunks, device_cache=around.device_cache
+    )
+    return Core(
+        loaded=loaded,
+        open_folder=lambda path, _: open_fitting(path, loaded.config),
+        reference=reference,
+        runner=runner,
+        graphs=runner.graphs if isinstance(runner, ModelRunner) else None,
+        request_type=GenerateReqInput,
+        admission=TokenAdmission(limits),
+        live=live,
+        waiting=waiting,
+        batcher=batcher,
+        outputs=outputs,
+        outbox=outbox,
+        recovery=recovery,
+        cache=cache,
+        serving=what_serves(config, loaded),
+        context_len=limits.context_len,
+        vocab_size=limits.vocab_size,
+        kv_bytes_per_token=kv_bytes_per_token(loaded),
+        routing_bytes_per_token=routing_bytes_per_token(loaded),
+        pipeline_depth=config.pipeline_depth or 0,
+    )

@@ -1,0 +1,220 @@
+"""Admission of image requests: everything that can be refused is refused here.
+
+Invariants:
+- A request whose sample could not run alone is refused with the field; later stages refuse nothing.
+- Noise that nobody could tell from a defect later, a grid that does not fall for instance, is refused now.
+"""
+
+import math
+import secrets
+from collections.abc import Sequence
+from time import monotonic
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...io_struct import CaesuraError, ErrorCode, GenerateImagesReqInput, TensorSpec
+from ..weights.source import BufferSource
+from .family import Embeds, Family, invalid
+from .flow import problem_of
+from .request import ImageRequest, Prompting
+
+MAX_RESULT_BYTES = 128 << 20
+"""Of the latents that one result holds."""
+MAX_GUIDANCE = 1000.0
+"""Of ``guidance_scale``: with more, latents leave float32 before a defect could be told from it."""
+MAX_NOISE_LEVEL = 100.0
+"""Of ``sde.noise_level``, likewise."""
+_NEGATIVE = "negative_"
+
+
+class ImageAdmission:
+    """Makes samples of image requests."""
+
+    def __init__(self, family: Family, device: torch.device, *, max_waiting: int) -> None:
+        self._family = family
+        self._device = device
+        self._max_waiting = max_waiting
+
+    def admit(
+        self, message: GenerateImagesReqInput, buffers: list[memoryview], client: bytes, waiting: int
+    ) -> list[ImageRequest]:
+        """Check a message and make its samples; changes no state.
+
+        Raises:
+            CaesuraError: ``invalid_request``, ``unsupported`` or ``queue_full``.
+        """
+        if waiting + message.n > self._max_waiting:
+            raise CaesuraError(
+                ErrorCode.QUEUE_FULL,
+                f"{waiting} samples are waiting, the limit is {self._max_waiting}",
+                waiting=waiting,
+                limit=self._max_waiting,
+            )
+        _check_numbers(message)
+        unit, longest = self._family.pixels, self._family.longest_side
+        for name in ("width", "height"):
+            side = getattr(message, name)
+            if side % unit:
+                raise invalid(name, side, f"must be a multiple of {unit}")
+            if longest is not None and side > longest:
+                raise invalid(name, side, f"this pipeline makes at most {longest} pixels")
+        shape = self._family.latent_shape(message.height, message.width)
+        sigmas = self._grid(message, shape)
+        kept = _kept_steps(message, sigmas, shape)
+        prompting = self._prompting(message, buffers)
+        seed = secrets.randbits(63) if message.seed is None else message.seed
+        now = monotonic()
+        return [
+            ImageRequest(
+                message_id=message.id,
+                rid=message.rid if message.rid is not None else message.id,
+                index=index,
+                client=client,
+                message=message,
+                prompting=prompting,
+                sigmas=sigmas,
+                shape=shape,
+                seed=seed,
+                kept_steps=kept,
+                arrival=now,
+            )
+            for index in range(message.n)
+        ]
+
+    def _grid(self, message: GenerateImagesReqInput, shape: tuple[int, ...]) -> np.ndarray:
+        if message.sigmas is not None:
+            if message.shift is not None:
+                raise invalid("shift", message.shift, "sigmas are used as they are")
+            if (problem := problem_of(message.sigmas)) is not None:
+                raise invalid("sigmas", message.sigmas, problem)
+            return np.asarray([*message.sigmas, 0.0], np.float32)
+        grid = self._family.sigmas(message.num_inference_steps, message.shift, shape)
+        if not (np.isfinite(grid).all() and (np.diff(grid) < 0).all() and 0 < grid[0] <= 1 and grid[-1] == 0):
+            raise invalid(
+                "num_inference_steps",
+                message.num_inference_steps,
+                "the scheduler's sigmas do not fall from at most 1 to 0",
+            )
+        return grid
+
+    def _prompting(self, message: GenerateImagesReqInput, buffers: list[memoryview]) -> Prompting:
+        family = self._family
+        guided = family.is_guided(message.guidance_scale)
+        embeds, negative = self._embeds(message.tensors, buffers)
+        if not family.takes_negative and (
+            message.negative_prompt or message.negative_prompt_ids or negative is not None
+        ):
+            raise invalid("negative_prompt", message.negative_prompt, f"{family.pipeline} takes none")
+        given = [message.prompt is not None, message.prompt_ids is not None, embeds is not None]
+        if sum(given) != 1:
+            raise invalid(
+                "prompt", None, "give exactly one of prompt, prompt_ids and the tensor prompt_embeds"
+            )
+        ids = self._ids(message.prompt, message.prompt_ids, "prompt_ids", message)
+        if not guided:
+            return Prompting(ids, None, message.max_sequence_length, False, embeds)
+        against = None
+        if negative is None:
+            text = message.negative_prompt
+            if message.negative_prompt_ids is None and text is None and message.prompt is not None:
+                text = ""
+            against = self._ids(text, message.negative_prompt_ids, "negative_prompt_ids", message)
+            if against is None:
+                raise invalid("negative_prompt", None, "guidance needs one, in the form of the prompt")
+        _require_alike(embeds, negative)
+        if ids is not None and against is not None:
+            ids, against = family.align(ids, against)
+        _require_same_lengths(ids, against)
+        return Prompting(ids, against, message.max_sequence_length, True, embeds, negative)
+
+    def _ids(
+        self, text: str | None, ids: list[list[int]] | None, field: str, message: GenerateImagesReqInput
+    ) -> list[list[int]] | None:
+        """Of a prompt that is text or ids; None if it is neither."""
+        if ids is not None:
+            self._family.check_ids(ids, field)
+            return ids
+        return None if text is None else self._family.tokenize(text, message.max_sequence_length)
+
+    def _embeds(
+        self, specs: Sequence[TensorSpec], buffers: list[memoryview]
+    ) -> tuple[Embeds | None, Embeds | None]:
+        """Embeddings that came with the message, and those of guidance; None where there are none."""
+        family, found = self._family, {}
+        if len(buffers) != len({spec.buffer for spec in specs}):
+            raise invalid("tensors", len(specs), f"describe not all of {len(buffers)} frames, or more")
+        for piece in BufferSource("tensor", list(specs), buffers).pieces(1 << 62, lambda name: False):
+            found[piece.name] = self._embed(piece.name, piece.rows)
+        negative = {
+            name.removeprefix(_NEGATIVE): found.pop(name) for name in [*found] if name.startswith(_NEGATIVE)
+        }
+        for field, each in (("prompt_embeds", found), (f"{_NEGATIVE}prompt_embeds", negative)):
+            if each and each.keys() != set(family.embed_names):
+                raise invalid(
+                    "tensors", sorted(each), f"{field}: a prompt has {', '.join(family.embed_names)}"
+                )
+            mask = each.get("prompt_embeds_mask")
+            if mask is not None and len(mask) != len(each["prompt_embeds"]):
+                raise invalid("tensors", len(mask), "the mask has another length than prompt_embeds")
+        return found or None, negative or None
+
+    def _embed(self, name: str, rows: Tensor) -> Tensor:
+        family, plain = self._family, name.removeprefix(_NEGATIVE)
+        if plain not in family.embed_names:
+            raise invalid(
+                "tensors", name, f"is none of {', '.join(family.embed_names)}, nor one with {_NEGATIVE}"
+            )
+        if not family.embed_shape(plain, tuple(rows.shape)):
+            raise invalid("tensors", name, f"of shape {list(rows.shape)} does not fit the transformer")
+        if rows.is_floating_point():
+            if not bool(torch.isfinite(rows).all()):
+                raise invalid("tensors", name, "has values that are not finite")
+            return rows.to(device=self._device, dtype=family.dtype, copy=True)
+        return rows.to(device=self._device, copy=True)
+
+
+def _check_numbers(message: GenerateImagesReqInput) -> None:
+    sde = message.sde
+    problems = (
+        ("guidance_scale", message.guidance_scale, f"must be in [0, {MAX_GUIDANCE:g}]", 0.0 <= message.guidance_scale <= MAX_GUIDANCE),
+        ("shift", message.shift, "must be finite and above 0", message.shift is None or 0.0 < message.shift < math.inf),
+        ("sde.noise_level", sde.noise_level, f"must be in [0, {MAX_NOISE_LEVEL:g}], and at most 1 for cps",
+         0.0 <= sde.noise_level <= (1.0 if sde.type == "cps" else MAX_NOISE_LEVEL)),
+    )  # fmt: skip
+    for field, value, requirement, holds in problems:
+        if not holds:
+            raise invalid(field, value if value == value else "nan", requirement)
+
+
+def _kept_steps(
+    message: GenerateImagesReqInput, sigmas: np.ndarray, shape: tuple[int, ...]
+) -> frozenset[int]:
+    steps = len(sigmas) - 1
+    for field, given in (("sde.steps", message.sde.steps), ("return_steps", message.return_steps)):
+        if given is not None and any(step >= steps for step in given):
+            raise invalid(field, max(given), f"there are steps 0 to {steps - 1}")
+    kept = frozenset(range(steps) if message.return_steps is None else message.return_steps)
+    nbytes = 4 * math.prod(shape) * len({place for step in kept for place in (step, step + 1)})
+    if nbytes > MAX_RESULT_BYTES:
+        raise invalid(
+            "return_steps",
+            len(kept),
+            f"the latents of these steps take {nbytes} bytes, the limit is {MAX_RESULT_BYTES}",
+        )
+    return kept
+
+
+def _require_alike(embeds: Embeds | None, negative: Embeds | None) -> None:
+    if embeds is None or negative is None:
+        return
+    if any(embeds[name].shape != negative[name].shape for name in embeds):
+        raise invalid(
+            "tensors", sorted(embeds), "embeddings of prompt and negative prompt must have the same shapes"
+        )
+
+
+def _require_same_lengths(ids: list[list[int]] | None, against: list[list[int]] | None) -> None:
+    if ids is not None and against is not None and [*map(len, ids)] != [*map(len, against)]:
+        raise invalid("negative_prompt_ids", [*map(len, against)], "must have the lengths of prompt_ids")

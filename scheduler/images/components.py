@@ -1,0 +1,207 @@
+"""A diffusers folder as modules whose weights the engine owns: which components it has, and where each tensor of theirs goes.
+
+Invariants:
+- The modules are diffusers' and transformers' own. Their parameters, and the buffers that their checkpoints hold, live in
+  storage of ``memory/residency.py`` and are written through :class:`~..layers.parameters.WeightSlot` alone.
+- A tensor is known as ``component.name``, where ``name`` is the one in the component's own folder. What is tied to another
+  parameter has no slot: its name is skipped.
+- Only the classes that a family lists are made, whatever the folder's index says; nothing remote is run.
+"""
+
+import importlib
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from ..dtypes import DTYPES
+from ..files import PIPELINE_INDEX, checkpoint_error, read_small
+from ..layers.parameters import Parameter, WeightSlot
+from ..weights.transports.disk import Checkpoint, open_checkpoint
+
+_MAX_INDEX_BYTES = 1 << 20
+_NOT_FORWARD = (
+    "_name_or_path",
+    "_diffusers_version",
+    "transformers_version",
+    "torch_dtype",
+    "dtype",
+    "architectures",
+    "_commit_hash",
+)
+"""Fields of a component's config.json that change nothing of what it computes."""  # fmt: skip
+
+
+def read_index(folder: str | Path) -> dict[str, Any]:
+    """The decoded ``model_index.json`` of ``folder``.
+
+    Raises:
+        CaesuraError: ``checkpoint_error``.
+    """
+    return _read_json(Path(folder) / PIPELINE_INDEX)
+
+
+def class_names(index: dict[str, Any]) -> dict[str, str]:
+    """Component to the name of its class, of those that the folder has."""
+    return {
+        name: entry[1]
+        for name, entry in index.items()
+        if isinstance(entry, list) and len(entry) == 2 and isinstance(entry[1], str)
+    }
+
+
+class Component:
+    """One module of a pipeline, and the slots of its weights."""
+
+    def __init__(
+        self,
+        name: str,
+        folder: Path,
+        module: nn.Module,
+        dtype: torch.dtype,
+        device: torch.device,
+        saved: Iterable[str] = (),
+    ) -> None:
+        """``saved`` are the names in its checkpoint, which an older version of its library may have written."""
+        self.name = name
+        self.folder = folder
+        self.module = module
+        self.dtype = dtype
+        self.slots: dict[str, WeightSlot] = {}
+        self.storage: list[tuple[str, Tensor]] = []
+        stored: dict[str, Tensor] = dict(module.named_parameters())
+        kept = module.state_dict(keep_vars=True)
+        stored |= {key: buffer for key, buffer in module.named_buffers() if key in kept}
+        self.tied = frozenset(kept.keys() - stored.keys())
+        names = _names_in_file(module, saved)
+        for key, old in stored.items():
+            parameter = Parameter(
+                f"{name}.{names.get(key, key)}",
+                tuple(old.shape),
+                dtype if old.is_floating_point() else old.dtype,
+                device,
+            )
+            _replace(module, old, parameter.data)
+            self.slots[parameter.name] = parameter.slot(parameter.name)
+            self.storage.append((parameter.name, parameter.data))
+        for owner in module.modules():
+            for key, buffer in owner._buffers.items():
+                if buffer is not None and buffer.device != device:
+                    owner._buffers[key] = buffer.to(device)
+        module.eval()
+
+    def skips(self, key: str) -> bool:
+        """Whether a tensor ``key`` of its checkpoint is ignored: tied to another, or a table that the module makes itself."""
+        return key in self.tied or key.rpartition(".")[2] == "position_ids"
+
+
+def build_component(
+    name: str, folder: Path, class_path: str, dtype: torch.dtype | None, device: torch.device
+) -> tuple[Component, Checkpoint]:
+    """The component in ``folder``, whose parameters hold nothing yet, and its checkpoint.
+
+    Args:
+        class_path: ``library.Class``.
+        dtype: None: as the checkpoint was saved.
+
+    Raises:
+        CaesuraError: ``checkpoint_error``.
+    """
+    checkpoint = open_checkpoint(folder)
+    saved = next(
+        (DTYPES[spec.dtype] for spec in checkpoint.specs if spec.dtype.startswith(("F", "BF"))), None
+    )
+    with _without_values():
+        module = _make_module(class_path, folder)
+    names = [spec.name for spec in checkpoint.specs]
+    return Component(name, folder, module, dtype or saved or torch.float32, device, names), checkpoint
+
+
+def config_difference(ours: Path, theirs: Path) -> list[str]:
+    """Names of the fields in which two components' config.json differ in what they compute."""
+    a, b = _read_json(ours / "config.json"), _read_json(theirs / "config.json")
+    return sorted(
+        name for name in a.keys() | b.keys() if name not in _NOT_FORWARD and a.get(name) != b.get(name)
+    )
+
+
+def _make_module(class_path: str, folder: Path) -> nn.Module:
+    library, _, name = class_path.partition(".")
+    kind = getattr(importlib.import_module(library), name)
+    config_file = folder / "config.json"
+    config = _read_json(config_file)
+    try:
+        if library == "transformers":
+            return _as_module(kind(kind.config_class.from_dict(config)))
+        return _as_module(kind.from_config(config))
+    except (TypeError, ValueError, KeyError, AttributeError, RuntimeError) as error:
+        raise checkpoint_error(config_file, f"is no config of {name}: {error}") from error
+
+
+def _as_module(made: Any) -> nn.Module:
+    assert isinstance(made, nn.Module)
+    return made
+
+
+def _names_in_file(module: nn.Module, saved: Iterable[str]) -> dict[str, str]:
+    """The module's name of a tensor to the file's, where they differ by the renamings that its class declares."""
+    renamings = getattr(module, "_checkpoint_conversion_mapping", {}) or _RENAMED.get(
+        type(module).__name__, {}
+    )
+    names = {}
+    for name in saved:
+        key = name
+        for pattern, replacement in renamings.items():
+            key = re.sub(pattern, replacement, key)
+        names[key] = name
+    return names
+
+
+_RENAMED = {
+    "Qwen2_5_VLForConditionalGeneration": {
+        r"^visual": "model.visual",
+        r"^model(?!\.(language_model|visual))": "model.language_model",
+    }
+}
+"""Names that checkpoints of transformers before 4.52 have for what is now elsewhere."""
+
+
+@contextmanager
+def _without_values() -> Iterator[None]:
+    """Modules made inside have parameters without storage; their buffers, which may be computed, are real."""
+    register = nn.Module.register_parameter
+
+    def register_empty(owner: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and parameter.device.type != "meta":
+            parameter = nn.Parameter(parameter.to("meta"), requires_grad=False)
+        register(owner, name, parameter)
+
+    nn.Module.register_parameter = register_empty  # type: ignore
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore
+
+
+def _replace(module: nn.Module, old: Tensor, data: Tensor) -> None:
+    """Put ``data`` in every place of ``old``, which may be shared."""
+    for owner in module.modules():
+        for key, each in owner._parameters.items():
+            if each is old:
+                owner._parameters[key] = nn.Parameter(data, requires_grad=False)
+        for key, buffer in owner._buffers.items():
+            if buffer is old:
+                owner._buffers[key] = data
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    data = read_small(path, _MAX_INDEX_BYTES)
+    try:
+        return msgspec.json.decode(data, type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise checkpoint_error(path, f"is not a JSON object: {error}") from error

@@ -1,0 +1,236 @@
+"""What differs between text-to-image models of flow matching: how text is encoded, what the transformer is given, how latents are
+decoded.
+
+Invariants:
+- A family calls the pipeline's own modules and repeats what the pipeline of diffusers does around them, no more. Latents, sigmas and
+  noise belong to the steps (``flow.py``, ``runner.py``).
+- Everything has a batch dimension, and rows do not see each other. Rows may have different sigmas and guidance scales.
+- The names of embeddings are those of the pipeline's arguments.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import numpy as np
+import torch
+import transformers
+from diffusers import FlowMatchEulerDiscreteScheduler
+from torch import Tensor, nn
+
+from ...io_struct import CaesuraError, ErrorCode
+from ..files import checkpoint_error
+
+Embeds = dict[str, Tensor]
+"""Embeddings by name, of one prompt without a batch dimension, or of several with one."""
+
+
+class Family(ABC):
+    """One kind of pipeline."""
+
+    pipeline: ClassVar[str]
+    """Class of the pipeline, as in its ``model_index.json``."""
+    classes: ClassVar[Mapping[str, tuple[str, ...]]]
+    """Component to the classes it may have, as ``library.Class``; in the order of the text encoders."""
+    optional: ClassVar[frozenset[str]] = frozenset()
+    """Components that a folder may lack."""
+    takes_negative: ClassVar[bool] = True
+    """Whether there are negative prompts."""
+    embed_names: ClassVar[tuple[str, ...]]
+    """Of one prompt."""
+
+    def __init__(
+        self, modules: Mapping[str, Any], tokenizers: Sequence[Any], scheduler_config: dict[str, Any]
+    ) -> None:
+        """``tokenizers`` are those of the text encoders that the folder has, in their order."""
+        self.modules = modules
+        self.tokenizers = tokenizers
+        self.transformer: Any = modules["transformer"]
+        self.vae: Any = modules["vae"]
+        self.encoders: list[Any] = [
+            modules[name] for name in self.classes if name in modules and name.startswith("text_")
+        ]
+        self.scheduler_config = scheduler_config
+        if scheduler_config.get("invert_sigmas"):
+            raise unsupported("scheduler/scheduler_config.json: invert_sigmas")
+
+    @classmethod
+    def load(cls, root: Path, modules: Mapping[str, Any], names: Mapping[str, str]) -> Self:
+        """The family of the folder ``root``, with its tokenizers and the config of its scheduler.
+
+        Args:
+            names: component to the name of its class, as :func:`~.components.class_names`.
+        """
+        encoders = [name for name in cls.classes if name in modules and name.startswith("text_")]
+        wanted = [name.replace("text_encoder", "tokenizer") for name in encoders]
+        try:
+            tokenizers = [
+                getattr(transformers, names[name]).from_pretrained(root / name, local_files_only=True)
+                for name in wanted
+            ]
+            scheduler = FlowMatchEulerDiscreteScheduler.load_config(root / "scheduler", local_files_only=True)
+        except (OSError, ValueError, KeyError, AttributeError) as error:
+            raise checkpoint_error(root, f"its tokenizers or scheduler cannot be read: {error}") from error
+        return cls(modules, tokenizers, dict(scheduler))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the transformer computes in."""
+        parameter: Tensor = next(self.transformer.parameters())
+        return parameter.dtype
+
+    @property
+    @abstractmethod
+    def pixels(self) -> int:
+        """Width and height of an image are multiples of it."""
+
+    @property
+    def longest_side(self) -> int | None:
+        """Largest width and height in pixels. None: the transformer has no limit of its own."""
+        return None
+
+    def is_guided(self, guidance_scale: float) -> bool:
+        """Whether guidance takes a second row, of the negative prompt."""
+        return guidance_scale > 1.0
+
+    @abstractmethod
+    def tokenize(self, text: str, max_sequence_length: int) -> list[list[int]]:
+        """Token ids for each text encoder, padded."""
+
+    def align(
+        self, ids: list[list[int]], against: list[list[int]]
+    ) -> tuple[list[list[int]], list[list[int]]]:
+        """Token ids of a prompt and its negative prompt, with the same lengths where the family can pad them."""
+        return ids, against
+
+    def check_ids(self, ids: Sequence[Sequence[int]], field: str) -> None:
+        """Refuse ids that are not one list for each encoder, of tokens that it knows.
+
+        Raises:
+            CaesuraError: ``invalid_request``.
+        """
+        if len(ids) != len(self.encoders):
+            raise invalid(field, len(ids), f"needs ids for {len(self.encoders)} text encoders")
+        for encoder, row in zip(self.encoders, ids, strict=True):
+            text = encoder.config.get_text_config()
+            longest = getattr(text, "max_position_embeddings", None)
+            if not row or max(row) >= text.vocab_size or (longest is not None and len(row) > longest):
+                raise invalid(
+                    field,
+                    len(row),
+                    f"has {len(row)} ids for a text encoder with {text.vocab_size} tokens and at most {longest} of them",
+                )
+
+    @abstractmethod
+    def encode(self, ids: Sequence[Tensor], max_sequence_length: int) -> Embeds:
+        """Embeddings of prompts.
+
+        Args:
+            ids: int64 [prompts, tokens] for each encoder.
+            max_sequence_length: of the request.
+        """
+
+    @abstractmethod
+    def embed_shape(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Whether an embedding given by a client may have ``shape``."""
+
+    @abstractmethod
+    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
+        """Of one sample."""
+
+    def sigmas(self, steps: int, shift: float | None, latent_shape: tuple[int, ...]) -> np.ndarray:
+        """float32 [steps + 1]: the grid that the pipeline would take, ``shift`` in place of its own unless None."""
+        changed = {} if shift is None else {"shift": shift, "use_dynamic_shifting": False}
+        scheduler = FlowMatchEulerDiscreteScheduler.from_config({**self.scheduler_config, **changed})
+        dynamic = scheduler.config.use_dynamic_shifting
+        scheduler.set_timesteps(mu=self.mu(latent_shape) if dynamic else None, **self.grid_arguments(steps))
+        grid: np.ndarray = scheduler.sigmas.numpy()
+        return grid
+
+    def grid_arguments(self, steps: int) -> dict[str, Any]:
+        """What the pipeline gives its scheduler for ``steps`` steps."""
+        return {"num_inference_steps": steps}
+
+    def mu(self, latent_shape: tuple[int, ...]) -> float:
+        """The shift of dynamic shifting: linear in the number of the transformer's image tokens."""
+        config = self.scheduler_config
+        low, high = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
+        base, most = config.get("base_shift", 0.5), config.get("max_shift", self.default_max_shift)
+        slope = (most - base) / (high - low)
+        return float(self.image_tokens(latent_shape) * slope + (base - slope * low))
+
+    default_max_shift: ClassVar[float] = 1.15
+
+    @abstractmethod
+    def image_tokens(self, latent_shape: tuple[int, ...]) -> int:
+        """Of one sample in the transformer."""
+
+    @abstractmethod
+    def velocity(
+        self, x: Tensor, sigma: Tensor, embeds: Embeds, guidance: Tensor, size: tuple[int, int]
+    ) -> Tensor:
+        """The transformer's output [rows, …latent].
+
+        Args:
+            x: float32 [rows, …latent].
+            sigma: float32 [rows].
+            guidance: float32 [rows], for transformers that take it.
+            size: height and width of the images.
+        """
+
+    def guide(self, negative: Tensor, positive: Tensor, scale: Tensor) -> Tensor:
+        """Classifier-free guidance (Ho and Salimans, 2022, arXiv:2207.12598); ``scale`` [rows, 1, …]."""
+        return negative + scale * (positive - negative)
+
+    @abstractmethod
+    def decode(self, latents: Tensor, size: tuple[int, int]) -> Tensor:
+        """Images [rows, 3, height, width], about -1 to 1."""
+
+
+def to_pixels(images: Tensor) -> Tensor:
+    """uint8 [rows, height, width, 3] of what :meth:`Family.decode` returns."""
+    return (
+        ((images.float() / 2 + 0.5).clamp(0, 1) * 255)
+        .round()
+        .to(torch.uint8)
+        .permute(0, 2, 3, 1)
+        .contiguous()
+    )
+
+
+def vae_scale(vae: nn.Module) -> int:
+    """Pixels to an element of a latent, of an AutoencoderKL."""
+    config: Any = vae.config
+    return int(2 ** (len(config.block_out_channels) - 1))
+
+
+def packed_shape(height: int, width: int, pixels: int, channels: int) -> tuple[int, int]:
+    """Of a latent whose elements are packed 2 x 2 into tokens of ``channels``."""
+    return (height // pixels) * (width // pixels), channels
+
+
+def unpacked(latents: Tensor, size: tuple[int, int], pixels: int) -> Tensor:
+    """Packed latents [rows, tokens, 4 channels] as [rows, channels, height, width]; ``size`` in pixels."""
+    rows, columns = size[0] // pixels, size[1] // pixels
+    blocks = latents.view(len(latents), rows, columns, -1, 2, 2).permute(0, 3, 1, 4, 2, 5)
+    return blocks.reshape(len(latents), -1, 2 * rows, 2 * columns)
+
+
+def padded_ids(tokenizer: Any, text: str, length: int) -> list[int]:
+    """Cut or padded to ``length``."""
+    found = tokenizer([text], padding="max_length", max_length=length, truncation=True)
+    ids: list[int] = found["input_ids"][0]
+    return ids
+
+
+def invalid(field: str, value: object, requirement: str) -> CaesuraError:
+    """``field`` of a request, and what is asked of it."""
+    return CaesuraError(
+        ErrorCode.INVALID_REQUEST, f"{field} = {value!r}: {requirement}", field=field, value=value
+    )
+
+
+def unsupported(what: str, field: str = "model_path") -> CaesuraError:
+    """Something that a pipeline or a request asks for and that is not done."""
+    return CaesuraError(ErrorCode.UNSUPPORTED, f"{what} is not supported", field=field)

@@ -1,0 +1,183 @@
+"""A diffusion pipeline with its weights: loading it, and the names under which updates write it.
+
+Invariants:
+- The weights of all components are one set of slots, ``component.name``, so every transport, session and check works on them as on
+  a language model's. An update is of one component.
+- A component is poisoned by what touched it: :meth:`~..weights.loader.WeightLoader.missing` asks for the components in question.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ...io_struct import CaesuraError, ErrorCode
+from ..config import EngineConfig
+from ..dtypes import by_torch_name
+from ..files import is_pipeline
+from ..layers.parameters import WeightSlot
+from ..memory.offload import ComponentOffloadStrategy
+from ..memory.residency import ComponentResidencyManager
+from ..memory.workspace import Workspace
+from ..weights.components import ComponentSource
+from ..weights.loader import WeightLoader
+from ..weights.transports.disk import Checkpoint, DiskSource, open_checkpoint
+from .components import (
+    Component,
+    build_component,
+    class_names,
+    config_difference,
+    read_index,
+)
+from .family import Family
+from .registry import family_of
+from .stages import leave_after_loading
+
+DEFAULT_COMPONENT = "transformer"
+"""What an update writes that names no component."""
+
+
+class DiffusionModel:
+    """The components of a pipeline, as one set of weights."""
+
+    def __init__(self, components: Mapping[str, Component]) -> None:
+        self.parts = components
+        self._slots = {
+            name: slot for component in components.values() for name, slot in component.slots.items()
+        }
+
+    @property
+    def components(self) -> tuple[str, ...]:
+        """Names, the transformer's first."""
+        return tuple(self.parts)
+
+    def weight_slots(self) -> dict[str, WeightSlot]:
+        """Of all components."""
+        return self._slots
+
+    @property
+    def optional_names(self) -> frozenset[str]:
+        """None: what is tied has no slot."""
+        return frozenset()
+
+    def is_skipped(self, name: str) -> bool:
+        """As :meth:`Component.skips`."""
+        component, _, key = name.partition(".")
+        return component in self.parts and self.parts[component].skips(key)
+
+    def finalize_weights(self) -> None:
+        """Nothing is derived."""
+
+    def derived(self) -> Iterator[tuple[str, Tensor]]:
+        """None."""
+        yield from ()
+
+    def named_storage(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter, and every buffer that a checkpoint holds."""
+        for component in self.parts.values():
+            yield from component.storage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedPipeline:
+    """A pipeline with its weights in."""
+
+    model: DiffusionModel
+    loader: WeightLoader
+    family: Family
+    dtype: torch.dtype
+    """Of the transformer."""
+    device: torch.device
+    digest: str
+    frozen: tuple[str, ...]
+    """Components that come and go, and that no update writes."""
+    weights_bytes: int
+    """Bytes of all components."""
+
+    @property
+    def derived_bytes(self) -> int:
+        """Nothing is derived."""
+        return 0
+
+
+def load_pipeline(
+    config: EngineConfig, residency: ComponentResidencyManager, folder: str | None
+) -> LoadedPipeline:
+    """Read the pipeline in ``config.model_path`` into freshly allocated weights.
+
+    Args:
+        folder: the transformer's weights where they are another's: those of a committed update.
+
+    Raises:
+        CaesuraError: the folder cannot be read or served; ``unsupported`` without diffusers.
+    """
+    root = Path(config.model_path)
+    index = read_index(root)
+    kind = family_of(index, root)
+    dtype = None if config.dtype == "auto" else by_torch_name(config.dtype)
+    device = torch.device(config.device)
+    names, workspace = class_names(index), Workspace()
+    offloads = config.frozen_residency == "offload"
+    components: dict[str, Component] = {}
+    digests = []
+    for name, allowed in reversed(list(kind.classes.items())):  # what leaves again comes before what stays
+        if name not in names:
+            continue
+        leaves = offloads and name != DEFAULT_COMPONENT
+        if leaves:
+            residency.register(name, ComponentOffloadStrategy(), tag="weights")
+        class_path = next(path for path in allowed if path.endswith(f".{names[name]}"))
+        with residency.component(name if leaves else "weights"):
+            component, checkpoint = build_component(name, root / name, class_path, dtype, device)
+        if folder is not None and name == DEFAULT_COMPONENT:
+            checkpoint = open_component(folder, component)
+        _load(component, checkpoint, workspace, config.load_bucket_bytes)
+        if leaves:
+            leave_after_loading(residency, name)
+        components[name] = component
+        digests.append(checkpoint.digest)
+    components = {name: components[name] for name in kind.classes if name in components}
+    model = DiffusionModel({DEFAULT_COMPONENT: components[DEFAULT_COMPONENT]} if offloads else components)
+    return LoadedPipeline(
+        model=model,
+        loader=WeightLoader(model),
+        family=kind.load(root, {name: each.module for name, each in components.items()}, names),
+        frozen=tuple(name for name in components if name not in model.parts),
+        weights_bytes=sum(tensor.nbytes for each in components.values() for _, tensor in each.storage),
+        dtype=components[DEFAULT_COMPONENT].dtype,
+        device=device,
+        digest=hashlib.sha256("".join(digests).encode()).hexdigest(),
+    )
+
+
+def _load(component: Component, checkpoint: Checkpoint, workspace: Workspace, bucket_bytes: int) -> None:
+    """Write the values of ``checkpoint``."""
+    loader = WeightLoader(DiffusionModel({component.name: component}))
+    source = ComponentSource(DiskSource(checkpoint, workspace), component.name)
+    loader.check(source.specs, complete=True)
+    for piece in source.pieces(bucket_bytes, loader.skip):
+        assert piece is not None, "a file has everything at once"
+        loader.write(piece)
+
+
+def open_component(path: str, component: Component) -> Checkpoint:
+    """The checkpoint of ``component`` in ``path``: a folder of its own, or one of a whole pipeline.
+
+    Raises:
+        CaesuraError: ``checkpoint_error``, or ``weight_mismatch`` with what differs in its config.
+    """
+    folder = Path(path)
+    if is_pipeline(folder):
+        folder /= component.name
+    checkpoint = open_checkpoint(folder)
+    differing = config_difference(component.folder, folder)
+    if differing:
+        raise CaesuraError(
+            ErrorCode.WEIGHT_MISMATCH,
+            f"{folder}/config.json differs in what the {component.name} computes: {', '.join(differing)}",
+            config=differing,
+        )
+    return checkpoint

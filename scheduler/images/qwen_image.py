@@ -1,0 +1,125 @@
+"""Qwen-Image (Wu et al., 2025, arXiv:2508.02324): a Qwen2.5-VL as text encoder, packed latents, guidance that keeps the norm.
+
+The prompt stands in a template, whose first tokens are cut from the embeddings. Prompts have different lengths: what is shorter is
+padded behind, and a mask says so.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .family import Embeds, Family, packed_shape, unpacked, unsupported
+
+_TEMPLATE = (
+    "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, spatial "
+    "relationships of the objects and background:<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+)
+"""The model was trained with it."""
+_CUT = 34
+"""Tokens of the template before the prompt, with the tokenizer of the model."""
+
+
+class QwenImage(Family):
+    """``QwenImagePipeline``."""
+
+    pipeline = "QwenImagePipeline"
+    classes = {  # noqa: RUF012  (declared as a ClassVar above)
+        "transformer": ("diffusers.QwenImageTransformer2DModel",),
+        "vae": ("diffusers.AutoencoderKLQwenImage",),
+        "text_encoder": ("transformers.Qwen2_5_VLForConditionalGeneration",),
+    }
+    embed_names = ("prompt_embeds", "prompt_embeds_mask")
+
+    def __init__(
+        self, modules: Mapping[str, Any], tokenizers: Sequence[Any], scheduler_config: dict[str, Any]
+    ) -> None:
+        super().__init__(modules, tokenizers, scheduler_config)
+        if self.transformer.config.guidance_embeds:
+            raise unsupported("transformer/config.json: guidance_embeds")
+
+    @property
+    def pixels(self) -> int:
+        """Two elements of a latent."""
+        return int(2 * 2 ** len(self.vae.config.temperal_downsample))
+
+    def tokenize(self, text: str, max_sequence_length: int) -> list[list[int]]:
+        """The prompt in its template, as long as it is."""
+        found = self.tokenizers[0](
+            [_TEMPLATE.format(text)], max_length=max_sequence_length + _CUT, truncation=True
+        )
+        return [found["input_ids"][0]]
+
+    def align(
+        self, ids: list[list[int]], against: list[list[int]]
+    ) -> tuple[list[list[int]], list[list[int]]]:
+        """Padded to one length."""
+        length = max(len(ids[0]), len(against[0]))
+        padding = [self.tokenizers[0].pad_token_id]
+        return tuple([each[0] + padding * (length - len(each[0]))] for each in (ids, against))  # type: ignore[return-value]
+
+    def encode(self, ids: Sequence[Tensor], max_sequence_length: int) -> Embeds:
+        """The last hidden states behind the template; zeros where there is padding."""
+        mask = (ids[0] != self.tokenizers[0].pad_token_id).long()
+        found = self.encoders[0](input_ids=ids[0], attention_mask=mask, output_hidden_states=True)
+        mask = mask[:, _CUT:]
+        return {
+            "prompt_embeds": found.hidden_states[-1][:, _CUT:]
+            * mask[..., None].to(found.hidden_states[-1].dtype),
+            "prompt_embeds_mask": mask,
+        }
+
+    def embed_shape(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Width as the transformer's; the mask as long as the embeddings, which the transformer checks."""
+        if name == "prompt_embeds_mask":
+            return len(shape) == 1
+        return len(shape) == 2 and shape[0] > 0 and shape[1] == self.transformer.config.joint_attention_dim
+
+    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
+        """[tokens, 4 channels]"""
+        return packed_shape(height, width, self.pixels, self.transformer.config.in_channels)
+
+    def image_tokens(self, latent_shape: tuple[int, ...]) -> int:
+        """All of a latent."""
+        return latent_shape[0]
+
+    def grid_arguments(self, steps: int) -> dict[str, Any]:
+        """1 to 1 / steps, which the scheduler then shifts."""
+        return {"num_inference_steps": steps, "sigmas": np.linspace(1.0, 1 / steps, steps)}
+
+    def velocity(
+        self, x: Tensor, sigma: Tensor, embeds: Embeds, guidance: Tensor, size: tuple[int, int]
+    ) -> Tensor:
+        """One call for all rows."""
+        mask = embeds["prompt_embeds_mask"]
+        shape = (1, size[0] // self.pixels, size[1] // self.pixels)
+        velocity: Tensor = self.transformer(
+            hidden_states=x.to(self.dtype),
+            timestep=sigma * 1000 / 1000,  # the pipeline's timestep, divided again: the same bits
+            encoder_hidden_states_mask=None if bool(mask.all()) else mask,
+            encoder_hidden_states=embeds["prompt_embeds"],
+            img_shapes=[[shape]] * len(x),
+            return_dict=False,
+        )[0]
+        return velocity
+
+    def guide(self, negative: Tensor, positive: Tensor, scale: Tensor) -> Tensor:
+        """With the norm of the prompt's own velocity, token by token."""
+        guided = super().guide(negative, positive, scale)
+        norms = [torch.norm(each, dim=-1, keepdim=True) for each in (positive, guided)]
+        scaled: Tensor = guided * (norms[0] / norms[1])
+        return scaled
+
+    def decode(self, latents: Tensor, size: tuple[int, int]) -> Tensor:
+        """Unpacked as a video of one frame, with the mean and std of each channel, by the VAE."""
+        config = self.vae.config
+        frames = unpacked(latents, size, self.pixels)[:, :, None]
+        mean, std = (
+            torch.tensor(each, device=latents.device).view(1, -1, 1, 1, 1)
+            for each in (config.latents_mean, config.latents_std)
+        )
+        scaled = (frames * std + mean).to(next(self.vae.parameters()).dtype)
+        images: Tensor = self.vae.decode(scaled, return_dict=False)[0][:, :, 0]
+        return images

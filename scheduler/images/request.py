@@ -1,0 +1,150 @@
+"""The state of one image from arrival to its terminal result, and what the samples of a request share.
+
+Invariants:
+- A sample is in exactly one :class:`Phase`; ``FINISHED`` is entered once, and only by ``outputs.py``.
+- ``step`` counts the steps that were made and recorded; ``latent`` is the state before step ``step``, None before the first.
+- What a sample keeps of its trajectory is what its request asked for, on the host.
+- A sample that begins again forgets all but its seed, so it makes the same trajectory under the same weights.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+from torch import Tensor
+
+from ...io_struct import GenerateImagesReqInput, SdeParams, WeightVersionSpan
+from ..batching.request import WeightStamp
+
+Embeds = dict[str, Tensor]
+
+
+class Phase(Enum):
+    """The phase of a sample."""
+
+    WAITING = "waiting"
+    """Queued, without latents: new or retracted."""
+    RUNNING = "running"
+    """May hold latents."""
+    FINISHED = "finished"
+    """Its terminal result has been built."""
+
+
+@dataclass(slots=True, eq=False)
+class Prompting:
+    """What the samples of one request share: the conditioning, and the grid of their steps."""
+
+    ids: list[list[int]] | None
+    """Token ids for each text encoder. None: the embeddings were given."""
+    negative_ids: list[list[int]] | None
+    """The same for guidance; None without."""
+    max_sequence_length: int
+    guided: bool
+    """Whether a second row, of the negative prompt, is computed."""
+    embeds: Embeds | None = None
+    """Of the prompt, without a batch dimension. None: not computed yet."""
+    negative: Embeds | None = None
+    """The same for guidance."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether steps can be made."""
+        return self.embeds is not None and (self.negative is not None or not self.guided)
+
+    def forget(self) -> None:
+        """Drop what can be computed again."""
+        if self.ids is not None:
+            self.embeds = None
+        if self.negative_ids is not None:
+            self.negative = None
+
+    @property
+    def bucket(self) -> tuple[object, ...]:
+        """What samples must share to be in one batch: the shapes of their embeddings, and guidance."""
+        assert self.embeds is not None
+        return (self.guided, *(tuple(each.shape) for each in self.embeds.values()))
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class ImageRequest:
+    """One sample of one request."""
+
+    # Written at admission, then constant, except that ``client`` changes when a retry attaches from another socket.
+    message_id: str
+    rid: str
+    index: int
+    client: bytes
+    message: GenerateImagesReqInput
+    prompting: Prompting
+    sigmas: np.ndarray
+    """float32 [steps + 1]"""
+    shape: tuple[int, ...]
+    """Of a latent."""
+    seed: int
+    kept_steps: frozenset[int]
+    """Steps whose latents and log-probabilities are returned."""
+    arrival: float
+
+    # Written by batcher.py and outputs.py.
+    phase: Phase = Phase.WAITING
+    step: int = 0
+    latent: Tensor | None = None
+    latents: dict[int, np.ndarray] = field(default_factory=dict)
+    """By place in the grid, float32."""
+    log_probs: dict[int, float] = field(default_factory=dict)
+    stds: dict[int, float] = field(default_factory=dict)
+    image: np.ndarray | None = None
+    """uint8 [height, width, 3]"""
+    spans: list[tuple[WeightStamp, int]] = field(default_factory=list)
+    """(stamp, first step)"""
+    first_scheduled: float | None = None
+    num_retractions: int = 0
+    failed_alone: bool = False
+    """A step of it alone ran out of memory."""
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """``(rid, sample index)``, unique among live samples."""
+        return (self.rid, self.index)
+
+    @property
+    def sde(self) -> SdeParams:
+        """Noise and log-probabilities."""
+        return self.message.sde
+
+    @property
+    def steps(self) -> int:
+        """Of the grid."""
+        return len(self.sigmas) - 1
+
+    @property
+    def is_denoised(self) -> bool:
+        """Whether all steps were made."""
+        return self.step == self.steps
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Height and width in pixels."""
+        return self.message.height, self.message.width
+
+    def begin_again(self) -> None:
+        """Forget everything but the seed."""
+        self.phase, self.step, self.latent, self.image = Phase.WAITING, 0, None, None
+        for kept in (self.latents, self.log_probs, self.stds, self.spans):
+            kept.clear()
+        self.num_retractions += 1
+
+    def open_span(self, stamp: WeightStamp) -> None:
+        """The step about to be recorded was made by the weights of ``stamp``."""
+        if not self.spans or self.spans[-1][0] != stamp:
+            self.spans.append((stamp, self.step))
+
+    def version_spans(self) -> list[WeightVersionSpan]:
+        """They cover ``[0, step)`` without gaps."""
+        ends = [*(start for _, start in self.spans), self.step][1:]
+        return [
+            WeightVersionSpan(
+                version=stamp.version, epoch=stamp.epoch, incarnation=stamp.incarnation, start=start, end=end
+            )
+            for (stamp, start), end in zip(self.spans, ends, strict=True)
+        ]

@@ -1,0 +1,196 @@
+"""Executes the steps of images on the device.
+
+Invariants:
+- Latents are float32 and stay on the device from step to step; what a trajectory keeps is copied to the host when a step is fetched.
+- The first denoise step of a sample makes its initial latent: standard normal noise of the family's latent shape.
+- Guidance is one batch: the rows of the negative prompts first, as in the pipelines of diffusers.
+- Nothing approximates: no cache of the transformer's activations, no skipped step.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..memory.device_module import DeviceModule, streams_of
+from .batcher import ImageBatch
+from .family import Embeds, Family, to_pixels
+from .flow import INITIAL, Coefficients, advance, coefficients, log_prob, noise_of
+from .request import ImageRequest, Prompting
+from .stages import Stages
+
+
+@dataclass(slots=True, kw_only=True)
+class Denoised:
+    """What a denoise step made, row by row."""
+
+    before: Tensor
+    """float32 [rows, …] on the device: what the step began with."""
+    after: Tensor
+    rows: list[Coefficients]
+    log_probs: list[Tensor | None]
+    """float32 scalars; None where the request does not keep the step."""
+    finite: Tensor
+    """bool [rows]"""
+
+
+@dataclass(slots=True, kw_only=True)
+class DenoisedOnHost:
+    """The same, fetched."""
+
+    before: list[Tensor]
+    after: list[Tensor]
+    rows: list[Coefficients]
+    log_probs: list[float | None]
+    finite: list[bool]
+
+
+@dataclass(slots=True)
+class Encoded:
+    """Embeddings of an encoding step's prompts, each without a batch dimension."""
+
+    embeds: list[Embeds]
+    negative: list[Embeds | None]
+
+
+@dataclass(slots=True)
+class Decoded:
+    """Images of a decoding step."""
+
+    images: np.ndarray
+    """uint8 [rows, height, width, 3]"""
+
+
+HostResult = DenoisedOnHost | Encoded | Decoded
+
+
+@dataclass(slots=True)
+class Launched:
+    """A launched step."""
+
+    result: Denoised | Encoded | Tensor
+
+    def fetch(self) -> HostResult:
+        """Wait for the step, and copy what the host needs."""
+        result = self.result
+        if isinstance(result, Encoded):
+            return result
+        if isinstance(result, Tensor):
+            return Decoded(result.cpu().numpy())
+        return DenoisedOnHost(
+            before=list(result.before),
+            after=list(result.after),
+            rows=result.rows,
+            log_probs=[None if each is None else float(each) for each in result.log_probs],
+            finite=result.finite.tolist(),
+        )
+
+
+class ImageRunner:
+    """Runs a family's modules."""
+
+    def __init__(
+        self, family: Family, stages: Stages, device: torch.device, device_module: DeviceModule
+    ) -> None:
+        self._family = family
+        self._stages = stages
+        self._device = device
+        self._streams = streams_of(device_module)
+
+    def execute(self, batch: ImageBatch) -> Launched:
+        """Run one step."""
+        self._stages.enter(batch.kind)
+        with torch.inference_mode(), self.on_stream():
+            if batch.kind == "encode":
+                return Launched(self._encode(batch.prompts))
+            if batch.kind == "decode":
+                return Launched(self._decode(batch.samples))
+            return Launched(self._denoise(batch.samples))
+
+    def synchronize(self) -> None:
+        """Steps run on the current stream."""
+        if self._streams is not None:
+            self._streams.current_stream().synchronize()
+
+    def on_stream(self) -> AbstractContextManager[None]:
+        """Everything of this engine is on the current stream."""
+        return nullcontext()
+
+    def _encode(self, prompts: list[Prompting]) -> Encoded:
+        """The prompts and those of guidance in one batch: they have ids of the same lengths."""
+        family, longest = self._family, prompts[0].max_sequence_length
+        rows = [(prompting, prompting.ids) for prompting in prompts if prompting.embeds is None]
+        negative = [
+            (prompting, prompting.negative_ids)
+            for prompting in prompts
+            if prompting.guided and prompting.negative is None
+        ]
+        everything = [ids for _, ids in (*rows, *negative) if ids is not None]
+        stacked = [torch.tensor(each, device=self._device) for each in zip(*everything, strict=True)]
+        found = family.encode(stacked, longest)
+        split = [
+            {name: value[row].clone() for name, value in found.items()} for row in range(len(everything))
+        ]
+        made = dict(zip([id(p) for p, _ in rows], split[: len(rows)], strict=True))
+        against = dict(zip([id(p) for p, _ in negative], split[len(rows) :], strict=True))
+        return Encoded(
+            [made.get(id(each), each.embeds or {}) for each in prompts],
+            [against.get(id(each), each.negative) for each in prompts],
+        )
+
+    def _denoise(self, samples: list[ImageRequest]) -> Denoised:
+        x = torch.stack([self._latent(sample) for sample in samples])
+        rows = [coefficients(sample.sde, sample.sigmas, sample.step) for sample in samples]
+        noise = None
+        if any(row.std for row in rows):
+            noise = torch.stack(
+                [
+                    noise_of(sample.seed, sample.index, sample.step, sample.shape)
+                    if row.std
+                    else torch.zeros(sample.shape)
+                    for sample, row in zip(samples, rows, strict=True)
+                ]
+            ).to(self._device)
+        after, mean = advance(x, self._velocity(samples, x), rows, noise)
+        log_probs = [
+            log_prob(after[row], mean[row], rows[row].std, sample.sde)
+            if sample.step in sample.kept_steps
+            else None
+            for row, sample in enumerate(samples)
+        ]
+        finite = torch.isfinite(after).flatten(1).all(1)
+        return Denoised(before=x, after=after, rows=rows, log_probs=log_probs, finite=finite)
+
+    def _latent(self, sample: ImageRequest) -> Tensor:
+        if sample.latent is not None:
+            return sample.latent
+        return noise_of(sample.seed, sample.index, INITIAL, sample.shape).to(self._device)
+
+    def _velocity(self, samples: list[ImageRequest], x: Tensor) -> Tensor:
+        """Of each row, guided where the bucket is."""
+        family, size = self._family, samples[0].size
+        sigma = torch.from_numpy(np.stack([sample.sigmas[sample.step] for sample in samples])).to(
+            self._device
+        )
+        scale = torch.tensor(
+            [s.message.guidance_scale for s in samples], dtype=torch.float32, device=self._device
+        )
+        embeds = [sample.prompting.embeds for sample in samples]
+        if not samples[0].prompting.guided:
+            return family.velocity(x, sigma, _stacked(embeds), scale, size)
+        both = _stacked([*(sample.prompting.negative for sample in samples), *embeds])
+        negative, positive = family.velocity(
+            x.repeat(2, *[1] * (x.dim() - 1)), sigma.repeat(2), both, scale.repeat(2), size
+        ).chunk(2)
+        return family.guide(negative, positive, scale.view(-1, *[1] * (x.dim() - 1)))
+
+    def _decode(self, samples: list[ImageRequest]) -> Tensor:
+        latents = torch.stack([sample.latent for sample in samples if sample.latent is not None])
+        return to_pixels(self._family.decode(latents, samples[0].size))
+
+
+def _stacked(embeds: list[Embeds | None]) -> Embeds:
+    known = [each for each in embeds if each is not None]
+    return {name: torch.stack([each[name] for each in known]) for name in known[0]}

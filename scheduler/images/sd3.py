@@ -1,0 +1,104 @@
+"""Stable Diffusion 3 (Esser et al., 2024, arXiv:2403.03206): two CLIP encoders, T5 if the folder has it, latents as images."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from .family import Embeds, Family, padded_ids, vae_scale
+
+_TIMESTEPS = 1000
+"""The transformer's timestep at sigma 1."""
+
+
+class StableDiffusion3(Family):
+    """``StableDiffusion3Pipeline``."""
+
+    pipeline = "StableDiffusion3Pipeline"
+    classes = {  # noqa: RUF012  (declared as a ClassVar above)
+        "transformer": ("diffusers.SD3Transformer2DModel",),
+        "vae": ("diffusers.AutoencoderKL",),
+        "text_encoder": ("transformers.CLIPTextModelWithProjection",),
+        "text_encoder_2": ("transformers.CLIPTextModelWithProjection",),
+        "text_encoder_3": ("transformers.T5EncoderModel",),
+    }
+    optional = frozenset({"text_encoder_3"})
+    embed_names = ("prompt_embeds", "pooled_prompt_embeds")
+    default_max_shift = 1.16
+
+    @property
+    def pixels(self) -> int:
+        """Patches of latents of the VAE."""
+        return int(vae_scale(self.vae) * self.transformer.config.patch_size)
+
+    @property
+    def longest_side(self) -> int | None:
+        """The table of places that the patches get has so many rows."""
+        longest = self.transformer.config.pos_embed_max_size
+        return None if longest is None else int(longest * self.pixels)
+
+    def tokenize(self, text: str, max_sequence_length: int) -> list[list[int]]:
+        """CLIP's length is fixed, T5's the request's."""
+        clip = self.tokenizers[0].model_max_length
+        ids = [padded_ids(tokenizer, text, clip) for tokenizer in self.tokenizers[:2]]
+        return [
+            *ids,
+            *(padded_ids(tokenizer, text, max_sequence_length) for tokenizer in self.tokenizers[2:]),
+        ]
+
+    def encode(self, ids: Sequence[Tensor], max_sequence_length: int) -> Embeds:
+        """CLIP's last layers but one beside each other, and behind them T5's output, or as many zeros."""
+        clip = [
+            encoder(each, output_hidden_states=True)
+            for encoder, each in zip(self.encoders[:2], ids[:2], strict=True)
+        ]
+        embeds = torch.cat([each.hidden_states[-2] for each in clip], dim=-1)
+        width = self.transformer.config.joint_attention_dim
+        embeds = pad(embeds, (0, width - embeds.shape[-1]))
+        if len(ids) > 2:
+            further = self.encoders[2](ids[2])[0].to(embeds.dtype)
+        else:
+            further = embeds.new_zeros((len(embeds), max_sequence_length, width))
+        embeds = torch.cat([embeds, further], dim=-2)
+        return {
+            "prompt_embeds": embeds,
+            "pooled_prompt_embeds": torch.cat([each[0] for each in clip], dim=-1),
+        }
+
+    def embed_shape(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Widths as the transformer's."""
+        config = self.transformer.config
+        if name == "pooled_prompt_embeds":
+            return shape == (config.pooled_projection_dim,)
+        return len(shape) == 2 and shape[0] > 0 and shape[1] == config.joint_attention_dim
+
+    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
+        """[channels, height, width]"""
+        scale = vae_scale(self.vae)
+        return self.transformer.config.in_channels, height // scale, width // scale
+
+    def image_tokens(self, latent_shape: tuple[int, ...]) -> int:
+        """Patches."""
+        patch = self.transformer.config.patch_size
+        return int((latent_shape[1] // patch) * (latent_shape[2] // patch))
+
+    def velocity(
+        self, x: Tensor, sigma: Tensor, embeds: Embeds, guidance: Tensor, size: tuple[int, int]
+    ) -> Tensor:
+        """One call for all rows."""
+        velocity: Tensor = self.transformer(
+            hidden_states=x.to(self.dtype),
+            timestep=sigma * _TIMESTEPS,
+            encoder_hidden_states=embeds["prompt_embeds"],
+            pooled_projections=embeds["pooled_prompt_embeds"],
+            return_dict=False,
+        )[0]
+        return velocity
+
+    def decode(self, latents: Tensor, size: tuple[int, int]) -> Tensor:
+        """By the VAE."""
+        config = self.vae.config
+        scaled = latents / config.scaling_factor + (config.shift_factor or 0.0)
+        images: Tensor = self.vae.decode(scaled.to(next(self.vae.parameters()).dtype), return_dict=False)[0]
+        return images

@@ -1,0 +1,33 @@
+"""Trying a library's kernels before they serve: what they raise, or how far they are off, in a line.
+
+Invariant: whatever an attempt raises is an answer. Libraries that compile at first use raise what they like, for a compiler
+that is missing as for one that fails.
+"""
+
+import re
+from collections.abc import Callable, Iterable
+
+_TELLS = re.compile(r"\berror\b|not found|no such|cannot|fatal", re.IGNORECASE)
+_LONGEST = 300
+
+
+def failure(attempt: Callable[[], Iterable[float]], agreement: float, what: str) -> str | None:
+    """Why ``what`` cannot serve; None: all differences that ``attempt`` yields are within ``agreement``."""
+    try:
+        largest = 0.0
+        for difference in attempt():
+            if not difference <= largest:  # NaN is larger than anything
+                largest = difference
+                if largest != largest:
+                    break
+    except Exception as error:  # noqa: BLE001  an edge, see above
+        return f"{what} fails: {_told(error)}"
+    return None if largest <= agreement else f"{what} is off by {largest:.3f}"
+
+
+def _told(error: Exception) -> str:
+    """Its kind, its first line, and the first line that tells more: builds put their reasons further down."""
+    first, *others = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+    told = f"{type(error).__name__}: {first}"[:_LONGEST].removesuffix(": ")
+    reason = next((line for line in others if _TELLS.search(line)), None)
+    return told if reason is None or _TELLS.search(first) else f"{told} … {reason[:_LONGEST]}"

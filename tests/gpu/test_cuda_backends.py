@@ -1,0 +1,43 @@
+"""The choice of attention on a real device: what is installed serves, or the reason is one that can be read."""
+
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from caesura.scheduler.backends import Choice, Shape, choose, failure_of
+from caesura.scheduler.config import EngineConfig
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+DEVICE = torch.device("cuda", 0)
+HEADS = Shape(
+    device=DEVICE, dtype=torch.bfloat16, num_heads=32, num_kv_heads=8, head_dim=128, scale=128**-0.5
+)
+LATENTS = Shape(
+    device=DEVICE,
+    dtype=torch.bfloat16,
+    num_heads=16,
+    num_kv_heads=1,
+    head_dim=576,
+    scale=192**-0.5,
+    latent=512,
+)
+
+
+@pytest.mark.parametrize("shape", [HEADS, LATENTS], ids=["heads", "latents"])
+def test_the_best_that_is_installed_serves(shape):
+    found = choose(EngineConfig(model_path="m", device="cuda:0"), shape)
+    if find_spec("flashinfer") is not None:
+        assert (found.by, found.reason) == ("flashinfer", None)
+    else:
+        expected = "triton" if shape is HEADS and find_spec("triton") else "torch"
+        assert found.by == expected
+        assert "flashinfer: it is not installed" in (found.reason or "")
+
+
+def test_the_trial_of_torch_itself_is_exact():
+    assert failure_of(Choice("torch"), HEADS) is None
+    assert failure_of(Choice("torch"), LATENTS) is None

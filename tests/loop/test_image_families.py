@@ -1,0 +1,160 @@
+"""Every family of image pipelines, on a tiny pipeline of its own: what it makes against diffusers, and what is refused by name."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.scripted import EngineDriver
+
+from caesura.io_struct import CaesuraError, GenerateImagesReqInput, SdeParams, UpdateWeightFromDiskReqInput
+
+pytest.importorskip("diffusers")
+from diffusers import FluxPipeline, QwenImagePipeline
+from support.pipelines import load_pipeline, make_flux, make_qwen_image, make_sd3, tensors_of
+
+STEPS, TEXT = 4, 6
+
+
+def run(driver, **fields):
+    message = GenerateImagesReqInput(
+        prompt="a red",
+        width=24,
+        height=16,
+        num_inference_steps=STEPS,
+        seed=5,
+        return_steps=None,
+        **{"max_sequence_length": TEXT, **fields},
+    )
+    rid = driver.send(message)
+    driver.run_until_idle()
+    return [driver.images[rid, index][0] for index in range(message.n)]
+
+
+@pytest.mark.parametrize("guidance", [True, False], ids=["dev", "schnell"])
+def test_flux_is_what_diffusers_makes(tmp_path, guidance):
+    path = make_flux(tmp_path / "flux", guidance=guidance)
+    pipeline = load_pipeline(path, FluxPipeline)
+    with EngineDriver(str(path), scripted=False) as driver:
+        results = run(driver, n=2, guidance_scale=3.5)
+    first = torch.from_numpy(np.stack([tensors_of(each)["latents"][0] for each in results]))
+    options = {
+        "prompt": ["a red"] * 2,
+        "width": 24,
+        "height": 16,
+        "num_inference_steps": STEPS,
+        "guidance_scale": 3.5,
+        "max_sequence_length": TEXT,
+    }
+    latents = pipeline(latents=first, output_type="latent", **options).images
+    images = pipeline(latents=first, output_type="np", **options).images
+    assert np.array_equal(tensors_of(results[0])["sigmas"], pipeline.scheduler.sigmas.numpy())
+    for result, latent, image in zip(results, latents, images, strict=True):
+        tensors = tensors_of(result)
+        np.testing.assert_allclose(tensors["latents"][-1], latent.numpy(), rtol=0, atol=1e-4)
+        np.testing.assert_allclose(tensors["image"] / 255, image, rtol=0, atol=0.5 / 255 + 1e-4)
+        assert tensors["image"].std() > 10
+
+
+def test_flux_takes_no_negative_prompt(tmp_path):
+    with EngineDriver(str(make_flux(tmp_path / "flux")), scripted=False) as driver:
+        driver.send(GenerateImagesReqInput(prompt="a", negative_prompt="red", id="x"))
+        driver.tick()
+        assert driver.replies.pop("x").detail["field"] == "negative_prompt"
+
+
+@pytest.mark.parametrize("guidance", [1.0, 4.0])
+def test_qwen_image_is_what_diffusers_makes(tmp_path, guidance):
+    """Prompt and negative prompt have different lengths: one batch, with a mask."""
+    path = make_qwen_image(tmp_path / "qwen")
+    pipeline = load_pipeline(path, QwenImagePipeline)
+    with EngineDriver(str(path), scripted=False) as driver:
+        results = run(driver, n=2, guidance_scale=guidance, negative_prompt="no", max_sequence_length=400)
+    first = torch.from_numpy(np.stack([tensors_of(each)["latents"][0] for each in results]))
+    options = {
+        "prompt": ["a red"] * 2,
+        "negative_prompt": ["no"] * 2,
+        "true_cfg_scale": guidance,
+        "width": 24,
+        "height": 16,
+        "num_inference_steps": STEPS,
+    }
+    latents = pipeline(latents=first, output_type="latent", **options, max_sequence_length=400).images
+    images = pipeline(latents=first, output_type="np", **options, max_sequence_length=400).images
+    assert np.array_equal(tensors_of(results[0])["sigmas"], pipeline.scheduler.sigmas.numpy())
+    for result, latent, image in zip(results, latents, images, strict=True):
+        tensors = tensors_of(result)
+        masked = [not tensors[name].all() for name in tensors if name.endswith("mask")]
+        assert masked == ([False, True] if guidance > 1 else [False])
+        np.testing.assert_allclose(tensors["latents"][-1], latent.numpy(), rtol=0, atol=1e-4)
+        np.testing.assert_allclose(tensors["image"] / 255, image, rtol=0, atol=0.5 / 255 + 1e-4)
+
+
+def test_a_text_encoder_that_an_older_library_saved(tmp_path):
+    """Its names are the file's, for updates, too."""
+    new = make_qwen_image(tmp_path / "new")
+    old = tmp_path / "old"
+    shutil.copytree(new, old)
+    file = old / "text_encoder" / "model.safetensors"
+    names = {"model.language_model.": "model.", "model.visual.": "visual."}
+    tensors = {}
+    for name, tensor in load_file(file).items():
+        start = next((each for each in names if name.startswith(each)), "")
+        tensors[names.get(start, "") + name.removeprefix(start)] = tensor
+    save_file(tensors, file)
+    found = []
+    for path in (new, old):
+        with EngineDriver(str(path), scripted=False) as driver:
+            found.append(tensors_of(run(driver, max_sequence_length=400)[0])["latents"])
+            update = UpdateWeightFromDiskReqInput(model_path=str(path), component="text_encoder")
+            assert driver.call(update).changed_tensors == 0
+    assert np.array_equal(*found)
+
+
+def test_bfloat16_keeps_latents_in_float32(tmp_path):
+    path = make_sd3(tmp_path / "sd3")
+    with EngineDriver(str(path), scripted=False, dtype="bfloat16") as driver:
+        result = run(driver, sde=SdeParams(type="sde"), guidance_scale=2.0)[0]
+        assert driver.status().dtype == "bfloat16"
+    dtypes = {spec.name: spec.dtype for spec in result.tensors}
+    assert dtypes["latents"] == "F32"
+    assert {dtype for name, dtype in dtypes.items() if "embeds" in name} == {"BF16"}
+    assert result.finish_reason.type == "length"
+
+
+def start(path, **options):
+    with pytest.raises(CaesuraError) as refused:
+        EngineDriver(str(path), scripted=False, **options)
+    return refused.value
+
+
+def test_what_is_not_served_is_refused_by_name(tmp_path):
+    whole = make_sd3(tmp_path / "sd3")
+
+    def changed(name, **entries):
+        path = tmp_path / name
+        shutil.copytree(whole, path)
+        index = json.loads((path / "model_index.json").read_text())
+        (path / "model_index.json").write_text(json.dumps(index | entries))
+        return path
+
+    error = start(changed("video", _class_name="WanPipeline"))
+    assert (error.code, "WanPipeline" in error.message) == ("unsupported_model", True)
+    error = start(changed("scheduler", scheduler=["diffusers", "DDIMScheduler"]))
+    assert (error.code, "DDIMScheduler" in error.message) == ("unsupported_model", True)
+    error = start(changed("vae", vae=["os", "system"]))
+    assert (error.code, error.detail["fields"]) == ("unsupported_model", ["vae"])
+    path = changed("lacking")
+    shutil.rmtree(path / "vae")
+    assert start(path).code == "checkpoint_error"
+    path = changed("broken")
+    (path / "model_index.json").write_text("{")
+    assert start(path).code == "checkpoint_error"
+    path = changed("odd")
+    config = json.loads((path / "transformer" / "config.json").read_text())
+    (path / "transformer" / "config.json").write_text(json.dumps(config | {"num_layers": "many"}))
+    assert start(path).code == "checkpoint_error"
+    assert start(whole, reference_model_path=str(whole)).detail["field"] == "reference_model_path"
+    assert start(whole, deterministic=True).detail["field"] == "deterministic"

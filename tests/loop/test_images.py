@@ -1,0 +1,577 @@
+"""Images: a real engine, tick by tick, on a tiny pipeline; what it makes against diffusers' own pipeline and a learner's recomputation."""
+
+import numpy as np
+import pytest
+import torch
+from support.scripted import EngineDriver
+from support.waiting import eventually
+
+from caesura.io_struct import (
+    AbortReq,
+    ContinueGenerationReqInput,
+    GenerateImagesReqInput,
+    GenerateReqInput,
+    PauseGenerationReqInput,
+    ReleaseMemoryOccupationReqInput,
+    ResumeMemoryOccupationReqInput,
+    SdeParams,
+    TensorSpec,
+    UpdateWeightFromDiskReqInput,
+    WeightsCheckerReqInput,
+)
+
+pytest.importorskip("diffusers")
+from support.pipelines import load_pipeline, make_sd3, tensors_of
+
+from caesura.scheduler.images.batcher import RAISE_AFTER
+
+STEPS, TEXT = 5, 12
+NOISY = ["sde", "cps", "dance"]
+
+
+@pytest.fixture(scope="session")
+def sd3(tmp_path_factory):
+    return make_sd3(tmp_path_factory.mktemp("pipelines") / "sd3")
+
+
+@pytest.fixture(scope="session")
+def other_sd3(tmp_path_factory):
+    return make_sd3(tmp_path_factory.mktemp("pipelines") / "other", seed=20)
+
+
+@pytest.fixture(scope="session")
+def pipeline(sd3):
+    return load_pipeline(sd3)
+
+
+@pytest.fixture
+def driver(sd3):
+    with EngineDriver(str(sd3), scripted=False, max_running_requests=8) as driver:
+        yield driver
+
+
+def request(**fields):
+    defaults = {
+        "prompt": "a red",
+        "width": 16,
+        "height": 16,
+        "num_inference_steps": STEPS,
+        "seed": 11,
+        "return_steps": None,
+        "max_sequence_length": TEXT,
+    }
+    return GenerateImagesReqInput(**{**defaults, **fields})
+
+
+def image(driver, rid, index=0):
+    """The only result of a sample."""
+    (result,) = driver.images[rid, index]
+    return result
+
+
+def run(driver, message, buffers=()):
+    rid = driver.send(message, buffers=buffers)
+    driver.run_until_idle()
+    assert rid not in driver.replies, driver.replies.get(rid)
+    return [image(driver, rid, index) for index in range(message.n)]
+
+
+def refusal(driver, message, buffers=()):
+    driver.send(message, buffers=buffers)
+    driver.tick()
+    return driver.replies.pop(message.id)
+
+
+def by_diffusers(pipeline, results, **options):
+    latents = torch.from_numpy(np.stack([tensors_of(each)["latents"][0] for each in results]))
+    options = {"height": 16, "width": 16, "num_inference_steps": STEPS, "guidance_scale": 1.0, **options}
+    return pipeline(latents=latents, max_sequence_length=TEXT, **options).images
+
+
+@pytest.mark.parametrize("guidance", [1.0, 4.5])
+def test_ode_is_what_diffusers_makes(driver, pipeline, guidance):
+    results = run(driver, request(n=3, guidance_scale=guidance, negative_prompt="blue"))
+    options = {"prompt": ["a red"] * 3, "negative_prompt": ["blue"] * 3, "guidance_scale": guidance}
+    latents = by_diffusers(pipeline, results, **options, output_type="latent")
+    images = by_diffusers(pipeline, results, **options, output_type="np")
+    for result, latent, expected in zip(results, latents, images, strict=True):
+        tensors = tensors_of(result)
+        np.testing.assert_allclose(tensors["latents"][-1], latent.numpy(), rtol=0, atol=1e-5)
+        np.testing.assert_allclose(tensors["image"] / 255, expected, rtol=0, atol=0.5 / 255 + 1e-4)
+        assert tensors["image"].std() > 10, "a flat image shows nothing"
+
+
+def test_the_grid_is_that_of_the_pipelines_scheduler(driver, pipeline):
+    tensors = tensors_of(run(driver, request())[0])
+    pipeline.scheduler.set_timesteps(STEPS)
+    assert np.array_equal(tensors["sigmas"], pipeline.scheduler.sigmas.numpy())
+    assert np.array_equal(tensors["timesteps"], pipeline.scheduler.timesteps.numpy())
+    given = [1.0, 0.7, 0.2]
+    tensors = tensors_of(run(driver, request(sigmas=given))[0])
+    assert np.array_equal(tensors["sigmas"], np.asarray([*given, 0.0], np.float32))
+
+
+def test_dynamic_shifting_and_a_folder_without_t5(tmp_path):
+    path = make_sd3(tmp_path / "dynamic", t5=False, use_dynamic_shifting=True, base_image_seq_len=4)
+    pipeline = load_pipeline(path)
+    with EngineDriver(str(path), scripted=False) as driver:
+        results = run(driver, request(n=2))
+        latents = by_diffusers(pipeline, results, prompt=["a red"] * 2, output_type="latent")
+    assert np.array_equal(tensors_of(results[0])["sigmas"], pipeline.scheduler.sigmas.numpy())
+    for result, latent in zip(results, latents, strict=True):
+        np.testing.assert_allclose(tensors_of(result)["latents"][-1], latent.numpy(), rtol=0, atol=1e-5)
+
+
+def recomputed(pipeline, result, sde, guidance):
+    """Log-probs as a learner computes them: diffusers' transformer on the returned latents and embeddings, the SDE's own formulas."""
+    from unit.scheduler.images.test_flow import reference
+
+    tensors = {name: torch.from_numpy(value.copy()) for name, value in tensors_of(result).items()}
+    places = {place: row for row, place in enumerate(result.latent_indices)}
+    found = []
+    for step in result.step_indices:
+        x, after = tensors["latents"][places[step]], tensors["latents"][places[step + 1]]
+        names = ["", "negative_"] if guidance > 1 else [""]
+        v = [
+            pipeline.transformer(
+                hidden_states=x[None],
+                timestep=tensors["timesteps"][step][None],
+                encoder_hidden_states=tensors[f"{name}prompt_embeds"][None],
+                pooled_projections=tensors[f"{name}pooled_prompt_embeds"][None],
+                return_dict=False,
+            )[0][0]
+            for name in names
+        ]
+        v = v[0] if len(v) == 1 else v[1] + guidance * (v[0] - v[1])
+        inside = sde.steps is None or step in sde.steps
+        mean, std = reference(
+            sde.type if inside else "ode", x.numpy().astype(float), v.numpy().astype(float),
+            tensors["sigmas"].numpy().astype(float), step, sde.noise_level,
+        )  # fmt: skip
+        if std == 0:
+            found.append(0.0)
+            continue
+        density = -((after.numpy() - mean) ** 2) / (2 * std**2) - np.log(std) - 0.5 * np.log(2 * np.pi)
+        found.append(density.mean())
+    return np.asarray(found)
+
+
+@pytest.mark.parametrize("window", [None, [1, 2]], ids=["everywhere", "window"])
+@pytest.mark.parametrize("guidance", [1.0, 3.0])
+@pytest.mark.parametrize("kind", NOISY)
+@torch.no_grad()
+def test_a_learner_finds_the_same_log_probs(driver, pipeline, kind, guidance, window):
+    sde = SdeParams(type=kind, steps=window)
+    # The pipeline's own grid ends at 0.001, where the std is so small that float32 says little.
+    message = request(
+        n=3, sde=sde, guidance_scale=guidance, negative_prompt="", sigmas=[1.0, 0.8, 0.6, 0.4, 0.2]
+    )
+    for result in run(driver, message):
+        tensors = tensors_of(result)
+        assert result.step_indices == [0, 1, 2, 3, 4]
+        learner = recomputed(pipeline, result, sde, guidance)
+        np.testing.assert_allclose(tensors["log_probs"], learner, rtol=0, atol=1e-5)
+        noisy = tensors["noise_stds"] > 0
+        inside = [step in (window or range(5)) and not (kind == "cps" and step == 4) for step in range(5)]
+        assert noisy.tolist() == inside
+
+
+def test_samples_differ_and_a_seed_repeats(driver):
+    first = run(driver, request(n=2, sde=SdeParams(type="sde")))
+    again = run(driver, request(n=2, sde=SdeParams(type="sde")))
+    for one, two in zip(first, again, strict=True):
+        assert np.array_equal(tensors_of(one)["latents"], tensors_of(two)["latents"])
+    a, b = (tensors_of(each)["latents"] for each in first)
+    assert abs(a[0] - b[0]).max() > 0.5
+    assert run(driver, request(seed=None))[0].seed != run(driver, request(seed=None))[0].seed
+
+
+def test_rows_at_different_steps_share_a_batch(driver):
+    """A sample that joins later, alone or with others, makes the trajectory that it makes alone."""
+    alone = {
+        seed: tensors_of(run(driver, request(seed=seed, sde=SdeParams(type="cps")))[0]) for seed in (1, 2, 3)
+    }
+    rids = []
+    before = driver.status().step
+    for seed in alone:
+        rids.append(driver.send(request(seed=seed, sde=SdeParams(type="cps"))))
+        driver.tick(2)
+    driver.run_until_idle()
+    assert driver.status().step - before < 3 * (STEPS + 2), "the samples shared no step"
+    for rid, expected in zip(rids, alone.values(), strict=True):
+        tensors = tensors_of(image(driver, rid))
+        np.testing.assert_allclose(tensors["latents"], expected["latents"], rtol=0, atol=1e-5)
+        np.testing.assert_allclose(tensors["log_probs"], expected["log_probs"], rtol=0, atol=1e-5)
+
+
+def test_sizes_and_guidance_that_do_not_fit_take_turns(driver):
+    messages = [request(), request(width=32), request(guidance_scale=3.0), request(max_sequence_length=7)]
+    rids = [driver.send(message) for message in messages]
+    driver.run_until_idle()
+    shapes = [tensors_of(image(driver, rid))["image"].shape for rid in rids]
+    assert shapes == [(16, 16, 3), (16, 32, 3), (16, 16, 3), (16, 16, 3)]
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+@pytest.mark.parametrize("after", range(STEPS + 3))
+def test_a_pause_at_any_step_changes_nothing(driver, mode, after):
+    message = request(n=2, sde=SdeParams(type="sde"), guidance_scale=2.0)
+    expected = [tensors_of(each) for each in run(driver, message)]
+    again = request(n=2, sde=SdeParams(type="sde"), guidance_scale=2.0)
+    rid = driver.send(again)
+    driver.tick(after)
+    assert driver.call(PauseGenerationReqInput(mode=mode)).mode == mode
+    step = driver.status().step
+    driver.tick(3)
+    assert driver.status().step == step
+    driver.call(ContinueGenerationReqInput())
+    driver.run_until_idle()
+    for index in range(2):
+        result = image(driver, rid, index)
+        tensors = tensors_of(result)
+        assert tensors.keys() == expected[index].keys()
+        assert all(np.array_equal(tensors[name], expected[index][name]) for name in tensors)
+        assert [(span.start, span.end) for span in result.weight_versions] == [(0, STEPS)]
+
+
+def test_an_abort_returns_the_steps_that_were_made(driver):
+    whole = tensors_of(run(driver, request(sde=SdeParams(type="sde")))[0])
+    rid = driver.send(request(sde=SdeParams(type="sde")))
+    driver.tick(3)  # one encodes, two denoise
+    assert driver.call(AbortReq(rid=rid)).aborted == 1
+    result = image(driver, rid)
+    done = result.steps_done
+    assert (result.finish_reason.type, result.steps) == ("abort", STEPS)
+    assert 0 < done < STEPS
+    assert result.step_indices == list(range(done))
+    assert result.latent_indices == list(range(done + 1))
+    tensors = tensors_of(result)
+    assert np.array_equal(tensors["latents"], whole["latents"][: done + 1])
+    assert np.array_equal(tensors["log_probs"], whole["log_probs"][:done])
+    assert "image" not in tensors
+    assert driver.engine.live.samples(rid) == []
+
+
+@pytest.mark.parametrize("when", [0, 1])
+def test_an_abort_before_the_first_step(driver, when):
+    driver.call(PauseGenerationReqInput())
+    rid = driver.send(request())
+    if when:
+        driver.call(ContinueGenerationReqInput())
+    driver.call(AbortReq(rid=rid))
+    result = image(driver, rid)
+    assert (result.finish_reason.type, result.steps_done, result.weight_versions) == ("abort", 0, [])
+
+
+def test_a_pause_that_aborts_ends_every_sample(driver):
+    rids = [driver.send(request(n=2)) for _ in range(6)]
+    driver.tick(4)
+    assert driver.call(PauseGenerationReqInput(mode="abort")).aborted_requests == 12
+    assert {image(driver, rid, index).finish_reason.type for rid in rids for index in range(2)} == {"abort"}
+    assert len(driver.engine.live) == 0
+
+
+def test_what_is_not_asked_for_is_not_sent(driver):
+    tensors = tensors_of(run(driver, request(return_steps=[], return_embeds=False, output="latents"))[0])
+    assert tensors.keys() == {"timesteps", "sigmas", "final_latents"}
+    everything = tensors_of(run(driver, request())[0])
+    assert np.array_equal(tensors["final_latents"], everything["latents"][-1])
+    result = run(driver, request(return_steps=[1, 3, 4], sde=SdeParams(type="sde")))[0]
+    whole = tensors_of(run(driver, request(sde=SdeParams(type="sde")))[0])
+    assert (result.step_indices, result.latent_indices) == ([1, 3, 4], [1, 2, 3, 4, 5])
+    assert np.array_equal(tensors_of(result)["latents"], whole["latents"][1:])
+    assert np.array_equal(tensors_of(result)["log_probs"], whole["log_probs"][[1, 3, 4]])
+
+
+@pytest.mark.parametrize("guidance", [1.0, 3.0])
+def test_text_ids_and_embeddings_are_the_same_prompt(driver, guidance):
+    options = {"guidance_scale": guidance}
+    tensors = tensors_of(run(driver, request(negative_prompt="blue", **options))[0])
+    family = driver.engine.scheduler._runner._family
+    ids, against = family.tokenize("a red", TEXT), family.tokenize("blue", TEXT)
+    by_ids = request(prompt=None, prompt_ids=ids, negative_prompt_ids=against, **options)
+    names = [name for name in tensors if name.endswith("embeds")]
+    specs = [
+        TensorSpec(
+            name=name,
+            dtype="F32",
+            shape=list(tensors[name].shape),
+            nbytes=tensors[name].nbytes,
+            buffer=number,
+        )
+        for number, name in enumerate(names)
+    ]
+    by_embeds = request(prompt=None, tensors=specs, **options)
+    for result in (
+        *run(driver, by_ids),
+        *run(driver, by_embeds, [tensors[name].tobytes() for name in names]),
+    ):
+        assert all(np.array_equal(value, tensors[name]) for name, value in tensors_of(result).items())
+
+
+def test_an_update_is_a_cold_load(driver, other_sd3):
+    """Bit for bit, and the steps say which weights made them; what was conditioned on stays as it was."""
+    before = driver.call(WeightsCheckerReqInput())
+    rid = driver.send(request(sde=SdeParams(type="sde")))
+    driver.tick(3)
+    driver.call(PauseGenerationReqInput(mode="in_place"))
+    done = driver.engine.live.samples(rid)[0].step
+    reply = driver.call(
+        UpdateWeightFromDiskReqInput(model_path=str(other_sd3), flush_cache=False, weight_version="v2")
+    )
+    assert (reply.committed, reply.weights_epoch) == (True, 1)
+    driver.call(ContinueGenerationReqInput())
+    driver.run_until_idle()
+    spans = image(driver, rid).weight_versions
+    assert [(each.start, each.end, each.epoch) for each in spans] == [(0, done, 0), (done, STEPS, 1)]
+    after = driver.call(WeightsCheckerReqInput())
+    changed = {
+        name.partition(".")[0] for name in after.checksums if after.checksums[name] != before.checksums[name]
+    }
+    assert changed == {"transformer"}
+    for component in ("vae", "text_encoder", "text_encoder_2", "text_encoder_3"):
+        path = str(other_sd3 / component)
+        assert driver.call(UpdateWeightFromDiskReqInput(model_path=path, component=component)).committed
+    updated = tensors_of(run(driver, request(sde=SdeParams(type="sde")))[0])
+    checksums = driver.call(WeightsCheckerReqInput())
+    with EngineDriver(str(other_sd3), scripted=False, max_running_requests=8) as cold:
+        assert cold.call(WeightsCheckerReqInput()).checksums == checksums.checksums
+        expected = tensors_of(run(cold, request(sde=SdeParams(type="sde")))[0])
+    assert all(np.array_equal(updated[name], expected[name]) for name in expected)
+
+
+def test_a_running_engine_begins_its_samples_again(driver, other_sd3):
+    rid = driver.send(request(n=2))
+    driver.tick(4)
+    assert driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_sd3))).flushed
+    driver.run_until_idle()
+    for index in range(2):
+        result = image(driver, rid, index)
+        assert [(each.start, each.end, each.epoch) for each in result.weight_versions] == [(0, STEPS, 1)]
+        assert result.num_retractions == 1
+
+
+def test_a_changed_text_encoder_encodes_again_what_has_not_begun(driver, other_sd3):
+    begun = driver.send(request())
+    driver.tick(3)
+    driver.call(PauseGenerationReqInput(mode="in_place"))
+    waiting = driver.send(request())
+    path = str(other_sd3 / "text_encoder")
+    update = UpdateWeightFromDiskReqInput(model_path=path, component="text_encoder", flush_cache=False)
+    assert driver.call(update).committed
+    driver.call(ContinueGenerationReqInput())
+    driver.run_until_idle()
+    old, new = (tensors_of(image(driver, rid))["prompt_embeds"] for rid in (begun, waiting))
+    assert not np.array_equal(old, new)
+
+
+def test_poisoned_weights_make_nothing_until_their_component_is_complete(driver, sd3, other_sd3):
+    rid = driver.send(request())
+    driver.tick(2)
+    driver.call(WeightsCheckerReqInput(action="reset_tensors"))
+    assert driver.status().weights == "poisoned"
+    components = driver.engine.updates._model.components
+    for component in components:
+        step = driver.status().step
+        driver.tick(3)
+        assert driver.status().step == step
+        path = str(sd3 / component)
+        driver.call(UpdateWeightFromDiskReqInput(model_path=path, component=component))
+    assert driver.status().weights == "valid"
+    driver.run_until_idle()
+    assert image(driver, rid).finish_reason.type == "length"
+
+
+def test_text_encoders_and_vae_that_come_and_go(sd3, driver):
+    """The same images; each is on the device for the steps that need it, also after a release in between."""
+    message = request(n=3, guidance_scale=2.0, sde=SdeParams(type="sde"))
+    expected = [tensors_of(each) for each in run(driver, message)]
+    with EngineDriver(
+        str(sd3), scripted=False, max_running_requests=8, frozen_residency="offload"
+    ) as offloaded:
+        runner = offloaded.engine.scheduler._runner
+        residency, execute = runner._stages._residency, runner.execute
+        frozen, seen = ("vae", "text_encoder", "text_encoder_2", "text_encoder_3"), []
+
+        def watched(batch):
+            launched = execute(batch)
+            seen.append((batch.kind, {name for name in frozen if residency.device_bytes(name)}))
+            return launched
+
+        runner.execute = watched
+        assert not any(residency.device_bytes(name) for name in frozen)
+        for _ in range(2):
+            results = run(offloaded, request(n=3, guidance_scale=2.0, sde=SdeParams(type="sde")))
+            for result, tensors in zip(results, expected, strict=True):
+                assert all(np.array_equal(value, tensors[name]) for name, value in tensors_of(result).items())
+            offloaded.call(PauseGenerationReqInput(mode="retract"))
+            offloaded.call(ReleaseMemoryOccupationReqInput(tags=["weights"]))
+            offloaded.call(ResumeMemoryOccupationReqInput(tags=["weights"]))
+            assert offloaded.status().weights == "invalid"
+            path = str(sd3 / "transformer")
+            assert offloaded.call(UpdateWeightFromDiskReqInput(model_path=path)).committed
+            offloaded.call(ContinueGenerationReqInput())
+        on_device = {"encode": set(frozen[1:]), "denoise": set(), "decode": {"vae"}}
+        assert all(there == on_device[kind] for kind, there in seen)
+        assert {kind for kind, _ in seen} == set(on_device)
+        reply = offloaded.call(UpdateWeightFromDiskReqInput(model_path=str(sd3), component="vae"))
+        assert reply.detail["field"] == "component"
+
+
+REFUSED = [
+    ({"width": 20}, "width"),
+    ({"height": 15}, "height"),
+    ({"height": 72}, "height"),
+    ({"prompt": None}, "prompt"),
+    ({"prompt_ids": [[1], [1], [1]]}, "prompt"),
+    ({"prompt": None, "prompt_ids": [[1]]}, "prompt_ids"),
+    ({"prompt": None, "prompt_ids": [[1], [1], [99]]}, "prompt_ids"),
+    ({"prompt": None, "prompt_ids": [[1], [1], [1]], "guidance_scale": 2.0}, "negative_prompt"),
+    ({"sigmas": [0.5, 0.7]}, "sigmas"),
+    ({"sigmas": [1.0, 0.5], "shift": 2.0}, "shift"),
+    ({"shift": 0.0}, "shift"),
+    ({"guidance_scale": float("nan")}, "guidance_scale"),
+    ({"sde": SdeParams(type="cps", noise_level=1.5)}, "sde.noise_level"),
+    ({"sde": SdeParams(type="sde", noise_level=float("inf"))}, "sde.noise_level"),
+    ({"sde": SdeParams(type="sde", steps=[5])}, "sde.steps"),
+    ({"return_steps": [5]}, "return_steps"),
+]
+
+
+@pytest.mark.parametrize(("fields", "field"), REFUSED, ids=lambda value: str(value)[:40])
+def test_what_cannot_be_done_is_refused_with_its_field(driver, fields, field):
+    reply = refusal(driver, request(**fields))
+    assert (reply.code, reply.detail["field"]) == ("invalid_request", field)
+    assert len(driver.engine.live) == 0
+
+
+def test_embeddings_that_do_not_fit_are_refused(driver):
+    def spec(name, shape, buffer=0):
+        return TensorSpec(name=name, dtype="F32", shape=shape, nbytes=4 * int(np.prod(shape)), buffer=buffer)
+
+    zeros = [bytes(4 * 40 * 3), bytes(4 * 24)]
+    pooled = spec("pooled_prompt_embeds", [24], 1)
+    nan = np.full((3, 40), np.nan, np.float32).tobytes()
+    for specs, buffers in (
+        ([spec("prompt_embeds", [3, 40])], zeros),
+        ([spec("prompt_embeds", [3, 41]), pooled], [bytes(4 * 41 * 3), bytes(96)]),
+        ([spec("embeds", [3, 40]), pooled], zeros),
+        ([spec("prompt_embeds", [3, 40]), pooled], zeros[:1]),
+        ([spec("prompt_embeds", [3, 40]), pooled], [*zeros, b"more"]),
+        ([spec("prompt_embeds", [3, 40]), pooled], [nan, bytes(96)]),
+    ):
+        reply = refusal(driver, request(prompt=None, tensors=specs), buffers)
+        assert reply.code == "invalid_request"
+    specs = [spec("prompt_embeds", [3, 40]), pooled]
+    assert run(driver, request(prompt=None, tensors=specs), zeros)[0].finish_reason.type == "length"
+
+
+def test_frames_without_a_description_are_refused(driver):
+    assert refusal(driver, request(), [b"junk"]).detail["field"] == "tensors"
+
+
+def test_a_restart_goes_on_with_the_transformer_of_the_last_update(sd3, other_sd3, tmp_path):
+    state = str(tmp_path / "state.json")
+    with EngineDriver(str(sd3), scripted=False, state_file=state) as driver:
+        driver.call(UpdateWeightFromDiskReqInput(model_path=str(other_sd3), weight_version="v5"))
+        before = driver.call(WeightsCheckerReqInput()).checksums
+    with EngineDriver(str(sd3), scripted=False, state_file=state) as driver:
+        status = driver.status()
+        assert (status.weights, status.weight_version, status.weights_epoch) == ("valid", "v5", 2)
+        assert driver.call(WeightsCheckerReqInput()).checksums == before
+        path = str(other_sd3 / "vae")
+        driver.call(UpdateWeightFromDiskReqInput(model_path=path, component="vae"))
+    with EngineDriver(str(sd3), scripted=False, state_file=state) as driver:
+        assert driver.status().weights == "invalid", "the VAE's update is in no record"
+        assert driver.call(UpdateWeightFromDiskReqInput(model_path=str(sd3))).weights == "valid"
+
+
+def test_a_client_that_leaves_is_not_drawn_for(driver):
+    rid = driver.send(request(n=4), client="leaving")
+    driver.tick(3)
+    driver.clients.pop("leaving").close(0)
+    eventually(lambda: driver.engine.housekeeping._keep_alive() or driver.tick() or not driver.engine.live)
+    assert driver.engine.outputs.finished["abort"] == 4
+    assert driver.status().running_requests == 0
+    assert rid not in {key[0] for key in driver.images}
+
+
+def test_an_image_engine_takes_no_tokens(driver):
+    reply = refusal(driver, GenerateReqInput(input_ids=[1, 2]))
+    assert reply.code == "unsupported"
+
+
+def test_a_language_engine_makes_no_images(tiny_model):
+    with EngineDriver(str(tiny_model)) as driver:
+        assert refusal(driver, request()).code == "unsupported"
+        reply = driver.call(UpdateWeightFromDiskReqInput(model_path=str(tiny_model), component="vae"))
+        assert (reply.code, reply.detail["field"]) == ("invalid_request", "component")
+
+
+def test_a_retry_gets_the_same_results(driver):
+    message = request(n=2)
+    first = run(driver, message)
+    driver.images.clear()
+    driver.send(message)
+    driver.tick()
+    again = [image(driver, message.id, index) for index in range(2)]
+    assert [tensors_of(each)["image"].tobytes() for each in again] == [
+        tensors_of(each)["image"].tobytes() for each in first
+    ]
+
+
+def test_latents_that_are_not_finite_fail_their_sample_alone(driver, monkeypatch):
+    message, other = request(), request(seed=3)
+    real = driver.engine.scheduler._runner._family.velocity
+
+    def broken(x, sigma, embeds, guidance, size):
+        velocity = real(x, sigma, embeds, guidance, size)
+        velocity[0] = torch.nan
+        return velocity
+
+    rid, second = driver.send(message), driver.send(other)
+    driver.tick(3)
+    monkeypatch.setattr(driver.engine.scheduler._runner._family, "velocity", broken)
+    driver.tick()
+    monkeypatch.undo()
+    driver.run_until_idle()
+    reason = image(driver, rid).finish_reason
+    assert (reason.type, "not finite" in reason.message) == ("error", True)
+    assert image(driver, second).finish_reason.type == "length"
+
+
+@pytest.mark.parametrize("failures", [1, 3])
+def test_a_step_without_memory_is_made_again_in_halves(driver, monkeypatch, failures):
+    expected = [tensors_of(each) for each in run(driver, request(n=4, sde=SdeParams(type="sde")))]
+    runner = driver.engine.scheduler._runner
+    execute, left = runner.execute, [failures]
+
+    def short(batch):
+        if batch.kind == "denoise" and len(batch.samples) > 1 and left[0]:
+            left[0] -= 1
+            raise MemoryError("not enough")
+        return execute(batch)
+
+    monkeypatch.setattr(runner, "execute", short)
+    results = run(driver, request(n=4, sde=SdeParams(type="sde")))
+    for result, tensors in zip(results, expected, strict=True):
+        np.testing.assert_allclose(tensors_of(result)["latents"], tensors["latents"], rtol=0, atol=1e-5)
+    status = driver.status().step_failures
+    assert (status.failed, status.token_limit) == (min(failures, 2), 2 if failures == 1 else 1)
+    for _ in range(RAISE_AFTER // STEPS * 4):
+        run(driver, request(n=4))
+    assert driver.status().step_failures.token_limit is None
+
+
+def test_a_step_that_fails_ends_its_samples_and_no_others(driver, monkeypatch):
+    runner = driver.engine.scheduler._runner
+    first = driver.send(request())
+    driver.tick(3)
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "_velocity", lambda *_: 1 / 0)
+        driver.tick()
+    second = driver.send(request())
+    driver.run_until_idle()
+    assert image(driver, first).finish_reason.type == "error"
+    assert image(driver, first).steps_done > 0
+    assert image(driver, second).finish_reason.type == "length"

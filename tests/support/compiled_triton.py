@@ -1,0 +1,70 @@
+"""Triton's compiler for sm_90 without a device: launches compile, with the arguments and their alignment, and run nothing."""
+
+import re
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Any
+
+import pytest
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A kernel as :func:`compiling` found it."""
+
+    name: str
+    ptx: str
+    cubin: bytes
+
+    @property
+    def usage(self) -> dict[str, int]:
+        """Registers of a thread (``REG``), and the bytes that did not fit into them (``STACK``, ``LOCAL``)."""
+        import triton
+
+        tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+        with NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(self.cubin)
+            file.flush()
+            command = [tool, "-res-usage", file.name]
+            done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+        found = re.findall(r"(REG|STACK|LOCAL):(\d+)", done.stdout)
+        return {name: int(value) for name, value in found}
+
+
+class _Driver:
+    """As much of a driver as compiling asks for."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+
+@contextmanager
+def compiling(cache: Path) -> Iterator[list[Compiled]]:
+    """Inside, every launch of a Triton kernel appends what it compiles to; ``cache`` is an empty folder."""
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    found: list[Compiled] = []
+    run = JITFunction.run
+
+    def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        compiled = run(kernel, *args, grid=grid, warmup=True, **kwargs)
+        found.append(Compiled(kernel.__name__, compiled.asm["ptx"], compiled.asm["cubin"]))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", str(cache))
+        patch.setattr(JITFunction, "run", compile_only)
+        patch.setattr(driver, "_active", _Driver())
+        yield found

@@ -1,0 +1,112 @@
+"""FlashInfer with nothing in it but its signatures: what the engine calls must bind to what a release says it takes.
+
+The signatures are facts of the release that ``flashinfer_signatures.json`` names; ``record_flashinfer.py`` has read them.
+Nothing is computed: attention gives memory of its query's shape, a product of its rows and outputs. ``fake_flashinfer.py``
+and ``fake_fp8_libraries.py`` compute, and believe their caller.
+"""
+
+import inspect
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from .record_flashinfer import RECORDED
+
+_PRODUCTS = {
+    "fp8_blockscale_gemm_sm90": ("input", "weight", 0),
+    "gemm_fp8_nt_groupwise": ("a", "b", 0),
+    "group_gemm_fp8_nt_groupwise": ("a", "b", 1),
+}
+"""Rows, weights, and which of the weights' dimensions the outputs are."""
+_LAUNCHING = frozenset({"append_paged_kv_cache", "run", "cutlass_fused_moe", *_PRODUCTS})
+
+
+def recorded() -> dict[str, dict[str, inspect.Signature]]:
+    """By module and name, without ``self``; every default is ``...``."""
+    read = json.loads(RECORDED.read_text(encoding="utf-8"))["signatures"]
+    return {
+        module: {name: inspect.signature(eval(f"lambda {given}: None")) for name, given in names.items()}
+        for module, names in read.items()
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Of a function or a method."""
+
+    name: str
+    arguments: dict[str, Any]
+    """By parameter; defaults are not in it."""
+
+
+class Interface:
+    """Modules with the recorded names, each of which takes what its signature allows.
+
+    Attributes:
+        calls: all of them, in their order.
+    """
+
+    def __init__(self, launched: Callable[..., None] = lambda name, *arguments: None) -> None:
+        """``launched(name, *arguments)`` is called for what runs on the device."""
+        self.calls: list[Call] = []
+        self._launched = launched
+
+    def modules(self) -> dict[str, ModuleType]:
+        """By name, as ``sys.modules`` has them."""
+        made = {module: self._module(module, names) for module, names in recorded().items()}
+        for name, module in made.items():
+            package, _, last = name.rpartition(".")
+            if package:
+                setattr(made[package], last, module)
+        return made
+
+    def _module(self, name: str, signatures: dict[str, inspect.Signature]) -> ModuleType:
+        made = ModuleType(name)
+        classes: dict[str, dict[str, Any]] = {}
+        for each, signature in signatures.items():
+            owner, _, method = each.rpartition(".")
+            if owner:
+                function = self._function(each, signature)
+                own = f"{owner}.__init__" in signatures  # else the engine makes none, and calls the class
+                classes.setdefault(owner, {})[method] = _method(function) if own else staticmethod(function)
+            else:
+                setattr(made, each, self._function(each, signature))
+        for owner, methods in classes.items():
+            setattr(made, owner, type(owner, (), methods))
+        return made
+
+    def _function(self, name: str, signature: inspect.Signature) -> Any:
+        last = name.rpartition(".")[2]
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            arguments = dict(signature.bind(*args, **kwargs).arguments)
+            self.calls.append(Call(name, arguments))
+            if last in _LAUNCHING:
+                self._launched(last, arguments)
+            return _result(last, arguments)
+
+        called.__signature__ = signature  # type: ignore[attr-defined]
+        return called
+
+
+def _result(name: str, arguments: dict[str, Any]) -> Any:
+    """Memory of the shape that a function documents, or the size of a workspace."""
+    if name == "run":
+        out = arguments.get("out")
+        return torch.empty_like(arguments["q"]) if out is None else out
+    if name in _PRODUCTS:
+        rows, weight, dimension = _PRODUCTS[name]
+        given = arguments[rows]
+        shape = given.shape[0], arguments[weight].shape[dimension]
+        return torch.empty(shape, dtype=torch.bfloat16, device=given.device)
+    if name == "workspace_size":
+        return 1 << 20, 1 << 20
+    return 1 << 20 if name == "cutlass_fused_moe_workspace_size" else None
+
+
+def _method(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, *args, **kwargs: function(*args, **kwargs)

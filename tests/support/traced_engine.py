@@ -1,0 +1,343 @@
+"""An engine's runner on fake CUDA tensors (``fake_cuda.py``), made as an engine's start makes it, and steps of every kind.
+
+Sizes are those of published models, so that what depends on sizes is traced as it would run; layers are few.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from caesura.scheduler import backends, build
+from caesura.scheduler.attention import flashinfer
+from caesura.scheduler.config import EngineConfig
+from caesura.scheduler.forward import ForwardBatch, InputTokens, SamplingBatch, SpecialRows
+from caesura.scheduler.layers import experts, fp8_products
+from caesura.scheduler.models.config import parse_model_config
+from caesura.scheduler.models.registry import build_model
+from caesura.scheduler.runner import graphs
+from caesura.scheduler.runner.model_runner import ModelRunner
+from caesura.scheduler.weights.loaded_model import LoadedModel
+from caesura.scheduler.weights.loader import WeightLoader
+
+from .fake_cuda import DEVICE, FakeGraph, Record, Tracer
+from .flashinfer_interface import Interface
+
+ROWS, CHUNK, CONTEXT = 8, 512, 4096
+
+
+def _config(architecture: str, hidden: int, **further: Any) -> dict[str, Any]:
+    return {
+        "architectures": [architecture],
+        "hidden_size": hidden,
+        "vocab_size": 151936,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "max_position_embeddings": 32768,
+        "torch_dtype": "bfloat16",
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "head_dim": 128,
+        "eos_token_id": 1,
+        **further,
+    }
+
+
+_HEADS = {"num_attention_heads": 32, "num_key_value_heads": 8}
+_DENSE = {"intermediate_size": 12288, **_HEADS}
+_EXPERTS = {
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "use_sliding_window": False,
+}
+_LATENT = {
+    "head_dim": 64,
+    "vocab_size": 102400,
+    "intermediate_size": 10944,
+    "moe_intermediate_size": 1408,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 6,
+    "n_group": 1,
+    "topk_group": 1,
+    "topk_method": "greedy",
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 512,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "routed_scaling_factor": 1.0,
+    "scoring_func": "softmax",
+    "norm_topk_prob": False,
+}
+_FP8 = {
+    "quantization_config": {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+    }
+}
+_QWEN2 = {
+    "intermediate_size": 18944,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "use_sliding_window": False,
+}
+
+_LATENT_V3 = {
+    **_LATENT,
+    "q_lora_rank": 1536,
+    "n_routed_experts": 8,
+    "intermediate_size": 1408,
+    "n_shared_experts": 1,
+    "n_group": 2,
+    "num_experts_per_tok": 4,
+    "topk_group": 2,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "norm_topk_prob": True,
+}
+
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": _config(
+        "LlamaForCausalLM", 4096, **{**_DENSE, "intermediate_size": 14336, "vocab_size": 128256}
+    ),
+    "mistral": _config("MistralForCausalLM", 4096, **_DENSE, sliding_window=None),
+    "qwen2": _config("Qwen2ForCausalLM", 3584, **_QWEN2),
+    "qwen3": _config("Qwen3ForCausalLM", 4096, **_DENSE),
+    "qwen3 tied": _config("Qwen3ForCausalLM", 1024, **{**_DENSE, "tie_word_embeddings": True}),
+    "qwen3 fp8": _config("Qwen3ForCausalLM", 4096, **_DENSE, **_FP8),
+    "qwen3 fp8 torch": _config("Qwen3ForCausalLM", 4096, **_DENSE, **_FP8),
+    "qwen3 fp8 blackwell": _config("Qwen3ForCausalLM", 4096, **_DENSE, **_FP8),
+    "qwen3_moe": _config("Qwen3MoeForCausalLM", 2048, **_EXPERTS),
+    "qwen3_moe fp8": _config("Qwen3MoeForCausalLM", 2048, **{**_EXPERTS, "num_experts": 16}, **_FP8),
+    "qwen3_moe fp8 deep_gemm": _config(
+        "Qwen3MoeForCausalLM", 2048, **{**_EXPERTS, "num_experts": 16}, **_FP8
+    ),
+    "qwen3_moe fp8 blackwell": _config(
+        "Qwen3MoeForCausalLM", 2048, **{**_EXPERTS, "num_experts": 16}, **_FP8
+    ),
+    "deepseek_v2": _config("DeepseekV2ForCausalLM", 2048, **_LATENT),
+    "deepseek_v3 fp8": _config("DeepseekV3ForCausalLM", 2048, **_LATENT_V3, **_FP8),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TracedEngine:
+    """A runner, as :func:`traced_engine` has it."""
+
+    tracer: Tracer
+    runner: ModelRunner
+    vocab_size: int
+    started: Record
+    """What its start did: warm-up in the phase ``start``, graphs in the phases ``capture`` and ``capture head``."""
+
+    def step(self, batch: ForwardBatch) -> Record:
+        """Launch a step and fetch its results: phases ``plan``, ``forward``, ``sample`` and ``fetch``."""
+        self.tracer.begin("plan")
+        output = self.runner.execute(batch)
+        self.tracer.phase = "fetch"
+        output.fetch()
+        return self.tracer.record
+
+    def set_last_tokens(self) -> Record:
+        """What follows a step whose results are lost."""
+        self.tracer.begin("last tokens")
+        self.runner.set_last_tokens(np.arange(3), np.arange(3, dtype=np.int32))
+        return self.tracer.record
+
+
+@contextmanager
+def traced_engine(
+    tracer: Tracer, model: str, backend: str, num_layers: int, *, autotune: bool = True
+) -> Iterator[TracedEngine]:
+    """
+    Args:
+        tracer: of :func:`~.fake_cuda.fake_cuda`.
+        model: of :data:`MODELS`.
+        backend: as ``EngineConfig.attention_backend``.
+        autotune: as ``EngineConfig.autotune``.
+    """
+    library = Interface(tracer.launch)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, module in library.modules().items():
+            patch.setitem(sys.modules, name, module)
+        patch.setattr(flashinfer, "find_spec", lambda name: object())
+        patch.setattr(backends, "failure_of", lambda choice, shape: None)  # a trial step has no results here
+        _choose_products(model, tracer, patch)
+        patch.setattr(graphs, "ladder", lambda largest: [largest])
+        _mark_captures(tracer, patch)
+        tracer.begin("start")
+        config = parse_model_config({**MODELS[model], "num_hidden_layers": num_layers})
+        built = build_model(config, torch.bfloat16, DEVICE)
+        loaded = LoadedModel(config, built, WeightLoader(built), torch.bfloat16, DEVICE, "")
+        pages = 1 + ROWS * CONTEXT // 16
+        engine = EngineConfig(
+            model_path="",
+            device=str(DEVICE),
+            max_running_requests=ROWS,
+            chunked_prefill_size=CHUNK,
+            context_len=CONTEXT,
+            attention_backend=backend,
+            autotune=autotune,
+        )
+        pool, routing = build.make_pool(loaded, pages), build.build_routing_pool(loaded, pages)
+        runner = build.build_runner(engine, loaded, pool, routing)
+        _mark_phases(tracer, runner, patch)
+        yield TracedEngine(tracer, runner, config.vocab_size, tracer.record)
+
+
+def _choose_products(model: str, tracer: Tracer, patch: pytest.MonkeyPatch) -> None:
+    """FP8 products are FlashInfer's for Hopper, or what the model's name ends with."""
+    dense = {"torch": 1, "blackwell": 2}.get(model.rpartition(" ")[2], 0)
+    grouped = {"deep_gemm": 1, "blackwell": 2}.get(model.rpartition(" ")[2], 0)
+    patch.setattr(fp8_products, "dense_for", lambda device: fp8_products._DENSE[dense][1])
+    for module in (fp8_products, experts):
+        patch.setattr(module, "experts_for", lambda device: fp8_products._EXPERTS[grouped][1])
+    deep_gemm = ModuleType("deep_gemm")
+    deep_gemm.m_grouped_fp8_gemm_nt_contiguous = lambda a, b, d, grouped_layout: tracer.launch(  # type: ignore[attr-defined]
+        "m_grouped_fp8_gemm_nt_contiguous", a, b, d, grouped_layout
+    )
+    patch.setitem(sys.modules, "deep_gemm", deep_gemm)
+
+
+def _mark_phases(tracer: Tracer, runner: ModelRunner, patch: pytest.MonkeyPatch) -> None:
+    """Hidden states are ``forward``, whoever computes them; from the first logits on it is ``sample``."""
+
+    def marked(phase: str, compute: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            tracer.phase = phase
+            return compute(*args)
+
+        return run
+
+    patch.setattr(runner.model, "forward", marked("forward", runner.model.forward))
+    patch.setattr(runner.model, "logits", marked("sample", runner.model.logits))
+    replay = FakeGraph.replay
+    first, second = marked("forward", replay), marked("sample", replay)
+    patch.setattr(FakeGraph, "replay", lambda graph: (first if tracer.phase == "plan" else second)(graph))
+
+
+def _mark_captures(tracer: Tracer, patch: pytest.MonkeyPatch) -> None:
+    capture_head = graphs.DecodeGraphs._capture_head
+
+    def marked(*args: Any) -> Any:
+        tracer.capture_phase = "capture head"
+        try:
+            return capture_head(*args)
+        finally:
+            tracer.capture_phase = "capture"
+
+    patch.setattr(graphs.DecodeGraphs, "_capture_head", marked)
+
+
+def decode(rows: int = ROWS - 2) -> ForwardBatch:
+    """Sampled rows of some hundred tokens each, without filters."""
+    return mixed([], rows)
+
+
+def mixed(prompts: Sequence[int] = (300, 212), rows: int = ROWS // 2) -> ForwardBatch:
+    """``rows`` that decode beside chunks of so many tokens, the last of their prompts, which have some tokens before."""
+    q_lens = [1] * rows + list(prompts)
+    kv_lens = [1000 + 7 * row for row in range(rows)] + [length + 128 for length in prompts]
+    tokens, count, width = sum(q_lens), len(q_lens), -(-max(kv_lens) // 16)
+    page_table = 1 + torch.arange(count * width, dtype=torch.int32).view(count, width)
+    ends = np.cumsum(q_lens)
+    return ForwardBatch(
+        num_decode=rows,
+        input_ids=torch.zeros(tokens, dtype=torch.int64),
+        positions=torch.zeros(tokens, dtype=torch.int64),
+        kv_slots=16 + torch.arange(tokens),
+        page_table=page_table,
+        kv_lens=torch.tensor(kv_lens, dtype=torch.int32),
+        q_lens_host=q_lens,
+        kv_lens_host=kv_lens,
+        slots=torch.arange(count),
+        sample_tokens=torch.from_numpy(ends - 1),
+        sample_slots=torch.arange(count),
+        sampling=SamplingBatch(
+            temperature=torch.full((count,), 0.7),
+            greedy=torch.zeros(count, dtype=torch.bool),
+            top_k=torch.full((count,), 1 << 30),
+            top_p=torch.ones(count),
+            uniforms=torch.full((count,), 0.5, dtype=torch.float64),
+            any_sampled=True,
+            any_filtered=False,
+            want_raw=False,
+            want_sampled=False,
+        ),
+    )
+
+
+def _sampling(**changes: Any) -> ForwardBatch:
+    batch = decode()
+    return replace(batch, sampling=replace(batch.sampling, **changes))
+
+
+def special(vocab_size: int) -> ForwardBatch:
+    """Two rows with penalties, one of which begins, one with biases, and further log-probabilities of two of the three."""
+    two = torch.ones(2)
+    rows = SpecialRows(
+        rows=torch.tensor([0, 2, 4]),
+        repetition=1.1 * two,
+        frequency=0.5 * two,
+        presence=two,
+        counters=torch.tensor([0, 1]),
+        restarted=torch.tensor([0]),
+        prompt_at=torch.tensor([1, 2]),
+        output_at=torch.tensor([vocab_size - 1]),
+        bias_ids=torch.zeros((3, 2), dtype=torch.int64),
+        bias=torch.zeros((3, 2)),
+        wants=torch.tensor([1, 2]),
+        wants_host=np.array([1, 2]),
+        top=5,
+        token_ids=torch.zeros((2, 3), dtype=torch.int64),
+        num_counters=2,
+    )
+    return _sampling(special=rows, want_raw=True, want_sampled=True)
+
+
+def prompt_logprobs() -> ForwardBatch:
+    """A mixed step that wants them of the tokens of its first chunk."""
+    count = 300
+    inputs = InputTokens(
+        tokens=ROWS // 2 + torch.arange(count),
+        targets=torch.zeros(count, dtype=torch.int64),
+        top=3,
+        token_ids=torch.zeros((count, 2), dtype=torch.int64),
+    )
+    return replace(mixed(), inputs=inputs)
+
+
+STEPS: dict[str, Callable[[int], ForwardBatch]] = {
+    "decode": lambda vocab_size: decode(),
+    "greedy": lambda vocab_size: _sampling(greedy=torch.ones(ROWS - 2, dtype=torch.bool), any_sampled=False),
+    "mixed": lambda vocab_size: mixed(),
+    "top_k": lambda vocab_size: _sampling(
+        top_k=torch.full((ROWS - 2,), 20), largest_top_k=20, any_filtered=True
+    ),
+    "top_p": lambda vocab_size: _sampling(top_p=torch.full((ROWS - 2,), 0.95), any_filtered=True),
+    "min_p": lambda vocab_size: _sampling(min_p=torch.full((ROWS - 2,), 0.1), any_filtered=True),
+    "raw": lambda vocab_size: _sampling(want_raw=True, want_sampled=True),
+    "special": special,
+    "prompt": lambda vocab_size: prompt_logprobs(),
+}
+"""Kinds of steps, of a model with so large a vocabulary."""

@@ -1,0 +1,290 @@
+"""What steps of every model launch, copy and wait for on a device, traced on fake CUDA tensors.
+
+The figures are budgets: whoever makes a step cheaper lowers them, and nothing raises them unseen. A launch is an operation of
+torch other than a view or an allocation, or a call of a library's or Triton's kernel: on a device some are several kernels.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import pytest
+import torch
+from support.fake_cuda import DEVICE, Record, Tracer, fake_cuda, register_guard
+from support.traced_engine import ROWS, STEPS, traced_engine
+
+AFTERWARDS = ("forward", "sample", "fetch")
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Of a model over a backend, in launches but for the copies."""
+
+    layer: int
+    """A decoder layer beyond the first two, in a decode step."""
+    mixed_layer: int
+    """The same in a mixed step."""
+    around: int
+    """The rest of a decode step of two layers: one layer, embedding, rotary table, last norm."""
+    plan: int
+    """Before the model."""
+    copies: int
+    """To the device, in a decode step."""
+    mixed_copies: int
+
+
+BUDGETS = {
+    "llama/flashinfer": Budget(layer=18, mixed_layer=19, around=32, plan=0, copies=2, mixed_copies=2),
+    "mistral/flashinfer": Budget(layer=18, mixed_layer=19, around=32, plan=0, copies=2, mixed_copies=2),
+    "qwen2/flashinfer": Budget(layer=18, mixed_layer=19, around=32, plan=0, copies=2, mixed_copies=2),
+    "qwen3/flashinfer": Budget(layer=21, mixed_layer=22, around=35, plan=0, copies=2, mixed_copies=2),
+    "qwen3 tied/flashinfer": Budget(layer=21, mixed_layer=22, around=35, plan=0, copies=2, mixed_copies=2),
+    "qwen3 fp8/flashinfer": Budget(layer=21, mixed_layer=22, around=35, plan=0, copies=2, mixed_copies=2),
+    "qwen3 fp8 torch/flashinfer": Budget(layer=57, mixed_layer=58, around=71, plan=0, copies=2, mixed_copies=2),
+    "qwen3 fp8 blackwell/flashinfer": Budget(layer=49, mixed_layer=50, around=63, plan=0, copies=2, mixed_copies=2),
+    "qwen3_moe/flashinfer": Budget(layer=43, mixed_layer=44, around=58, plan=0, copies=2, mixed_copies=2),
+    "qwen3_moe fp8/flashinfer": Budget(layer=29, mixed_layer=30, around=44, plan=0, copies=2, mixed_copies=2),
+    "qwen3_moe fp8 deep_gemm/flashinfer": Budget(layer=95, mixed_layer=96, around=110, plan=0, copies=2, mixed_copies=2),
+    "qwen3_moe fp8 blackwell/flashinfer": Budget(layer=103, mixed_layer=104, around=118, plan=0, copies=2, mixed_copies=2),
+    "qwen3/triton": Budget(layer=22, mixed_layer=43, around=36, plan=2, copies=1, mixed_copies=4),
+    "qwen3/sdpa": Budget(layer=33, mixed_layer=43, around=46, plan=8, copies=4, mixed_copies=4),
+    "deepseek_v2/flashinfer": Budget(layer=55, mixed_layer=56, around=44, plan=0, copies=2, mixed_copies=2),
+    "deepseek_v2/sdpa": Budget(layer=67, mixed_layer=88, around=53, plan=5, copies=4, mixed_copies=6),
+    "deepseek_v3 fp8/flashinfer": Budget(layer=54, mixed_layer=55, around=47, plan=0, copies=2, mixed_copies=2),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class StepBudget:
+    """Of a kind of step, whatever the model: head and sampler."""
+
+    launches: int
+    vocabulary: int
+    """Launches among them that read or write a value per token of the vocabulary for most rows."""
+    copies: int
+    """To the device, beside those of a plain step."""
+    results: int
+    """Copies to the host."""
+
+
+STEP_BUDGETS = {
+    "decode": StepBudget(launches=69, vocabulary=11, copies=0, results=2),
+    "greedy": StepBudget(launches=38, vocabulary=9, copies=0, results=2),
+    "mixed": StepBudget(launches=69, vocabulary=11, copies=0, results=2),
+    "top_k": StepBudget(launches=132, vocabulary=13, copies=0, results=2),
+    "top_p": StepBudget(launches=116, vocabulary=23, copies=0, results=2),
+    "min_p": StepBudget(launches=127, vocabulary=25, copies=0, results=2),
+    "raw": StepBudget(launches=108, vocabulary=19, copies=0, results=4),
+    "special": StepBudget(launches=242, vocabulary=23, copies=12, results=8),
+    "prompt": StepBudget(launches=87, vocabulary=23, copies=3, results=6),
+}
+TRITON_STEP_BUDGETS = {
+    name: replace(STEP_BUDGETS[name], launches=5, vocabulary=3)
+    for name in ("decode", "greedy", "mixed", "top_k", "top_p", "min_p", "raw")
+} | {
+    "special": StepBudget(launches=71, vocabulary=8, copies=12, results=8),
+    "prompt": StepBudget(launches=23, vocabulary=15, copies=3, results=6),
+}
+"""The head, two kernels of ``kernels/triton_sampler.py``, and what the slots read next (two)."""
+CASES = tuple(BUDGETS)
+WHOLE = ("qwen3/flashinfer", "qwen3_moe/flashinfer", "deepseek_v2/flashinfer", "deepseek_v2/sdpa")
+"""Steps of every kind are traced of these: in the others, models differ by their hidden states only."""
+STEP_CASES = [(case, step) for case in CASES for step in (STEPS if case in WHOLE else ("decode", "mixed"))]
+
+
+@dataclass(frozen=True)
+class Traces:
+    """Of one case."""
+
+    vocab_size: int
+    captured: bool
+    in_triton: bool
+    """The sampler is."""
+    steps: dict[str, Record]
+    """By kind, and of an engine's start, and of slots that are told their last tokens."""
+    deeper: dict[str, Record]
+    """Of a model of three layers instead of two."""
+
+    def layer(self, step: str) -> int:
+        """Launches of one layer more."""
+        return self.forward(self.deeper, step) - self.forward(self.steps, step)
+
+    @cached_property
+    def around(self) -> int:
+        return self.forward(self.steps, "decode") - self.layer("decode")
+
+    def forward(self, records: dict[str, Record], step: str) -> int:
+        """Launches of the hidden states; a graph's are those of its capture."""
+        if step == "decode" and self.captured:
+            return records["start"].count("launch", "capture")
+        return records[step].count("launch", "forward")
+
+
+def traced(case: str, tracer: Tracer) -> Traces:
+    model, _, backend = case.partition("/")
+    if backend == "triton":
+        pytest.importorskip("triton")
+    steps = STEPS if case in WHOLE else {name: STEPS[name] for name in ("decode", "mixed")}
+    with traced_engine(tracer, model, backend, 2) as engine:
+        captured = engine.runner.graphs is not None and engine.runner.graphs.are_captured
+        records = {name: engine.step(make(engine.vocab_size)) for name, make in steps.items()}
+        records["start"] = engine.started
+        records["last tokens"] = engine.set_last_tokens()
+        vocab_size, in_triton = engine.vocab_size, engine.runner._sampler._triton is not None
+    with traced_engine(tracer, model, backend, 3, autotune=False) as engine:
+        deeper = {name: engine.step(STEPS[name](engine.vocab_size)) for name in ("decode", "mixed")}
+        deeper["start"] = engine.started
+    return Traces(vocab_size, captured, in_triton, records, deeper)
+
+
+@pytest.fixture(scope="module")
+def guard(tmp_path_factory: pytest.TempPathFactory) -> None:
+    register_guard(tmp_path_factory.mktemp("guard"))
+
+
+@pytest.fixture(scope="module")
+def traces(guard: None) -> dict[str, Traces]:
+    """By case, each when it is asked for first."""
+
+    class Made(dict[str, Traces]):
+        def __missing__(self, case: str) -> Traces:
+            with fake_cuda() as tracer:
+                self[case] = traced(case, tracer)
+            return self[case]
+
+    return Made()
+
+
+PAGEABLE = "the torch backends' plans copy from memory that is not pinned"
+
+
+def waits_in_plan(case: str, step: str) -> str | None:
+    """Why the plan of such a step waits today. None: it does not."""
+    if not case.endswith(("flashinfer", "triton")) or (case.endswith("triton") and step == "mixed"):
+        return PAGEABLE
+    return None
+
+
+KNOWN_PLANS = [
+    pytest.param(
+        case,
+        step,
+        marks=[]
+        if (reason := waits_in_plan(case, step)) is None
+        else pytest.mark.xfail(strict=True, reason=reason),
+        id=f"{case}-{step}",
+    )
+    for case, step in STEP_CASES
+]
+"""Of which some wait today: whoever mends it takes the reason away."""
+
+
+def on_the_host() -> torch.Tensor:
+    return torch.arange(3)
+
+
+@pytest.mark.parametrize("does,recorded", [
+    (lambda x: x.sum().item(), {"launch": 2, "wait": 1}),
+    (lambda x: bool((x > 0).any()), {"launch": 3, "wait": 1}),
+    (lambda x: x[x > 0], {"launch": 2, "wait": 1}),
+    (lambda x: x.cpu(), {"d2h": 1, "wait": 1}),
+    (lambda x: x.tolist(), {"launch": 3, "wait": 3}),  # fake tensors are read number by number
+    (lambda x: x.to("cpu", non_blocking=True), {"d2h": 1}),
+    (lambda x: on_the_host().to(x.device), {"h2d": 1, "wait": 1}),
+    (lambda x: on_the_host().to(x.device, non_blocking=True), {"h2d": 1}),
+    (lambda x: torch.tensor([1, 2], device=x.device), {"h2d": 1, "wait": 1}),
+    (lambda x: x[on_the_host()], {"launch": 1, "mixed": 1}),
+    (lambda x: x.view(1, 3).t()[0].expand(3), {}),
+    (lambda x: on_the_host()[1:].tolist(), {}),
+    (lambda x: x * 2, {"launch": 1}),
+    (lambda x: x.copy_(x + 1), {"launch": 2}),
+])  # fmt: skip
+def test_the_tracer_itself(guard, does, recorded):
+    with fake_cuda() as tracer, torch.inference_mode():
+        values = torch.zeros(3, dtype=torch.int64, device=DEVICE)
+        tracer.begin("step")
+        does(values)
+    found = {kind: tracer.record.count(kind) for kind in ("launch", "wait", "h2d", "d2h", "mixed")}
+    assert found == {**dict.fromkeys(found, 0), **recorded}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_nothing_mixes_devices(traces, case):
+    found = traces[case]
+    for name, record in found.steps.items():
+        assert not record.count("mixed"), f"{name}:\n{record.told('mixed')}"
+
+
+@pytest.mark.parametrize("case,step", KNOWN_PLANS)
+def test_no_plan_waits_for_the_device(traces, case, step):
+    record = traces[case].steps[step]
+    assert not record.count("wait", "plan"), record.told("wait", "plan")
+
+
+@pytest.mark.parametrize("case,step", STEP_CASES)
+def test_no_step_waits_for_the_device(traces, case, step):
+    record = traces[case].steps[step]
+    assert not record.count("wait", *AFTERWARDS), record.told("wait", *AFTERWARDS)
+
+
+CAPTURED = [(case, "decode") for case in CASES if case.endswith(("flashinfer", "triton"))]
+
+
+@pytest.mark.parametrize("case,step", CAPTURED)
+def test_decode_steps_are_captured(traces, case, step):
+    assert traces[case].captured
+    assert traces[case].steps[step].count("launch", "forward") == 1, "the graph"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_model_launches_no_more_than_its_budget(traces, case):
+    found, budget = traces[case], BUDGETS[case]
+    decode = found.steps["decode"]
+    figures = Budget(
+        layer=found.layer("decode"),
+        mixed_layer=found.layer("mixed"),
+        around=found.around,
+        plan=decode.count("launch", "plan"),
+        copies=decode.count("h2d"),
+        mixed_copies=found.steps["mixed"].count("h2d"),
+    )
+    for name in Budget.__dataclass_fields__:
+        assert getattr(figures, name) <= getattr(budget, name), f"{name} of {figures}"
+
+
+@pytest.mark.parametrize("case,step", [(case, step) for case, step in STEP_CASES if case in WHOLE])
+def test_head_and_sampler_launch_no_more_than_their_budget(traces, case, step):
+    record, budget = traces[case].steps[step], step_budget(traces[case], step)
+    figures = step_figures(traces[case], step)
+    for name in StepBudget.__dataclass_fields__:
+        told = record.told("launch", "sample") if name in ("launches", "vocabulary") else record.told("h2d")
+        assert getattr(figures, name) <= getattr(budget, name), f"{name} of {figures}:\n{told}"
+
+
+@pytest.mark.parametrize("case", [case for case in WHOLE if case.endswith("flashinfer")])
+def test_the_captured_head_and_sampler_launch_no_more_than_their_budget(traces, case):
+    started = traces[case].steps["start"]
+    launches = started.count("launch", "capture head")
+    assert launches <= (5 if traces[case].in_triton else 77)
+    assert launches > 1, started.told("launch", "capture head")
+
+
+def step_budget(found: Traces, step: str) -> StepBudget:
+    """Where Triton samples, one graph serves all steps but the special ones."""
+    budget = (TRITON_STEP_BUDGETS if found.in_triton else STEP_BUDGETS)[step]
+    in_graph = (
+        ("decode", "greedy", "top_k", "top_p", "min_p", "raw") if found.in_triton else ("decode", "greedy")
+    )
+    if found.captured and step in in_graph:
+        return replace(budget, launches=1, vocabulary=0)
+    return budget
+
+
+def step_figures(found: Traces, step: str) -> StepBudget:
+    record, plain = found.steps[step], found.steps["mixed" if step in ("mixed", "prompt") else "decode"]
+    launches = record.of("launch", "sample")
+    return StepBudget(
+        launches=len(launches),
+        vocabulary=sum(event.elements >= ROWS // 2 * found.vocab_size for event in launches),
+        copies=record.count("h2d") - plain.count("h2d"),
+        results=record.count("d2h"),
+    )

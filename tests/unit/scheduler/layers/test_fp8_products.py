@@ -1,0 +1,255 @@
+"""FP8 products on accelerators, by stand-ins that read memory as the libraries do: agreement, choice, refusal, layers."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support import fake_fp8_libraries
+from support.checkpoints import quantize_fp8
+from support.recorded_graphs import without_compiled_kernels
+from torch import Tensor
+
+from caesura.io_struct import CaesuraError
+from caesura.scheduler.kernels import trial
+from caesura.scheduler.layers import experts as experts_module
+from caesura.scheduler.layers import fp8_block, fp8_products, fp8_scaled
+from caesura.scheduler.layers.experts import Experts
+from caesura.scheduler.layers.fp8_block import Fp8Matrix
+from caesura.scheduler.layers.fp8_products import dense_for, experts_for
+from caesura.scheduler.layers.linear import Linear
+from caesura.scheduler.layers.parameters import Fp8Blocks, Placement
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+DENSE = [kind for _, kind in fp8_products._DENSE]
+EXPERTS = [kind for _, kind in fp8_products._EXPERTS]
+BROKEN = ImportError("libcudart.so.12: cannot open shared object file\nand more")
+
+
+@pytest.fixture(autouse=True)
+def libraries(monkeypatch):
+    """The stand-ins; an entry may be replaced, by an exception too."""
+    made = {name: SimpleNamespace(**vars(module)) for name, module in fake_fp8_libraries.MODULES.items()}
+
+    def import_module(name: str):
+        if isinstance(made[name], Exception):
+            raise made[name]
+        return made[name]
+
+    monkeypatch.setattr(fp8_scaled, "import_module", import_module)
+    monkeypatch.setattr(torch.nn.functional, "scaled_mm", fake_fp8_libraries.scaled_mm)
+    return made
+
+
+@pytest.fixture
+def capability(monkeypatch):
+    """Of a CUDA device whose products are computed on the CPU."""
+    found = SimpleNamespace(value=(9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: found.value)
+    for name in ("_try_dense", "_try_experts"):
+        attempt = getattr(fp8_products, name)
+        monkeypatch.setattr(fp8_products, name, lambda kind, device, attempt=attempt: attempt(kind, CPU))
+    for cached in (fp8_products._dense, fp8_products._experts):
+        cached.cache_clear()
+    yield found
+    for cached in (fp8_products._dense, fp8_products._experts):
+        cached.cache_clear()
+
+
+def failure_of(kind, attempt) -> str | None:
+    return trial.failure(lambda: attempt(kind, CPU), fp8_products._AGREEMENT, "a product with it")
+
+
+@pytest.mark.parametrize("kind", [*DENSE, *EXPERTS], ids=lambda kind: f"{type(kind).__name__}-{kind.by}")
+def test_products_by_what_the_libraries_document_agree(kind):
+    attempt = fp8_products._try_dense if kind in DENSE else fp8_products._try_experts
+    assert failure_of(kind, attempt) is None
+    assert max(attempt(kind, CPU)) > 1e-3, "activations are rounded"
+
+
+def transposed(compute):
+    """Scales of the weight in the other order."""
+
+    def wrong(*given, **named):
+        changed = [x.transpose(-1, -2).contiguous().view(x.shape) if is_grid(x) else x for x in given]
+        return compute(*changed, **named)
+
+    def is_grid(x):
+        return (
+            isinstance(x, Tensor) and x.dtype == torch.float32 and x.shape[-1] == 3 and x.shape[-2] in (2, 3)
+        )
+
+    return wrong
+
+
+def test_another_order_of_scales_is_found_out(libraries):
+    gemm = libraries["flashinfer.gemm"]
+    gemm.fp8_blockscale_gemm_sm90 = transposed(gemm.fp8_blockscale_gemm_sm90)
+    gemm.group_gemm_fp8_nt_groupwise = transposed(gemm.group_gemm_fp8_nt_groupwise)
+    for kind, attempt in ((DENSE[0], fp8_products._try_dense), (EXPERTS[2], fp8_products._try_experts)):
+        assert "a product with it is off by" in failure_of(kind, attempt)
+
+
+def test_gate_before_up_is_found_out(libraries, monkeypatch):
+    fused = libraries["flashinfer.fused_moe"].cutlass_fused_moe
+
+    def swapped(*given, quant_scales, **named):
+        halves = [*given]
+        halves[3] = torch.cat(given[3].view(torch.uint8).chunk(2, 1)[::-1], 1).view(torch.float8_e4m3fn)
+        scales = [torch.cat(quant_scales[0].chunk(2, 1)[::-1], 1), quant_scales[1]]
+        return fused(*halves, quant_scales=scales, **named)
+
+    libraries["flashinfer.fused_moe"].cutlass_fused_moe = swapped
+    assert "off by" in failure_of(EXPERTS[0], fp8_products._try_experts)
+
+
+def test_the_first_that_agrees_serves_and_the_others_are_told(libraries, capability, caplog):
+    assert (dense_for(CUDA).by, experts_for(CUDA).by) == ("flashinfer", "flashinfer")
+    for cached in (fp8_products._dense, fp8_products._experts):
+        cached.cache_clear()
+    libraries["flashinfer.gemm"] = libraries["flashinfer.fused_moe"] = BROKEN
+    assert (dense_for(CUDA).by, experts_for(CUDA).by) == ("torch", "deep_gemm")
+    told = "not multiplied by flashinfer: a product with it fails: ImportError: libcudart.so.12: cannot open"
+    assert f"FP8 weights are {told}" in caplog.text
+    assert f"FP8 experts are {told}" in caplog.text
+    libraries.clear()
+    assert (dense_for(CUDA).by, experts_for(CUDA).by) == ("torch", "deep_gemm"), "they are tried once"
+
+
+@pytest.mark.parametrize(
+    "value,dense,experts",
+    [((10, 0), "flashinfer", "flashinfer"), ((12, 0), "flashinfer", None), ((8, 9), None, None)],
+)
+def test_each_generation_has_its_libraries(capability, value, dense, experts):
+    capability.value = value
+    for choose, expected in ((dense_for, dense), (experts_for, experts)):
+        if expected is not None:
+            assert choose(CUDA).by == expected
+            continue
+        with pytest.raises(CaesuraError, match="there are kernels for Hopper and Blackwell only") as caught:
+            choose(CUDA)
+        assert caught.value.code == "unsupported"
+        assert "cuda:0" in str(caught.value)
+
+
+def test_without_any_library_the_engine_is_refused_by_name(libraries, capability, monkeypatch):
+    for name in libraries:
+        libraries[name] = BROKEN
+    monkeypatch.delattr(torch.nn.functional, "scaled_mm")
+    place = Placement(torch.bfloat16, CUDA, Fp8Blocks())
+    with pytest.raises(CaesuraError, match="FP8 weights need FlashInfer") as caught:
+        Linear("l", 256, {"a": 256}, place=place)
+    assert "torch: a product with it fails: AttributeError" in str(caught.value)
+    with pytest.raises(
+        CaesuraError, match=r"FP8 experts need FlashInfer .* deep_gemm: a product with it fails"
+    ):
+        Experts("e", "m.experts", 4, 256, 128, place=place)
+
+
+def test_an_accelerator_that_is_no_cuda_device_is_refused(capability):
+    with pytest.raises(CaesuraError, match="on mps"):
+        dense_for(torch.device("mps"))
+    assert dense_for(CPU) is None
+    assert experts_for(CPU) is None
+
+
+@pytest.mark.parametrize(
+    "dtype,blocks,parts,inputs,reason",
+    [
+        (torch.float16, Fp8Blocks(), [128], 128, "products in bfloat16, not float16"),
+        (torch.bfloat16, Fp8Blocks(64, 128), [128], 128, "blocks of 128 x 128, not 64 x 128"),
+        (torch.bfloat16, Fp8Blocks(), [64, 128], 128, "sizes in multiples of 128"),
+        (torch.bfloat16, Fp8Blocks(), [128, 64], 192, "sizes in multiples of 128"),
+    ],
+)
+def test_other_blocks_and_sizes_are_refused_by_name(monkeypatch, dtype, blocks, parts, inputs, reason):
+    monkeypatch.setattr(fp8_block.fp8_products, "dense_for", lambda device: DENSE[0])
+    with pytest.raises(CaesuraError, match=f"FP8 on cpu needs {reason}"):
+        Fp8Matrix("w", parts, inputs, Placement(dtype, CPU, blocks))
+    Fp8Matrix("w", parts, inputs, Placement(dtype, CPU, blocks), multiplies=False)
+
+
+def filled(owner, seed: int) -> dict[str, Tensor]:
+    """Writes random weights; returns them dequantised, by checkpoint name."""
+    generator = torch.Generator().manual_seed(seed)
+    slots = {slot.name: slot for slot in owner.slots()}
+    dense = {}
+    for name in sorted(name for name in slots if name.endswith(".weight")):
+        value = torch.randn(slots[name].shape, generator=generator)
+        weight, scales = quantize_fp8(value, (128, 128))
+        slots[name].write(weight, 0)
+        slots[f"{name}_scale_inv"].write(scales, 0)
+        grid = scales.repeat_interleave(128, 0)[: len(value)].repeat_interleave(128, 1)[:, : value.shape[1]]
+        dense[name] = weight.float() * grid
+    return dense
+
+
+def off(found: Tensor, expected: Tensor) -> float:
+    return float((found.float() - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("kind", DENSE, ids=lambda kind: f"{kind.by}-{kind.rows}")
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("last", [128, 64, 200])
+def test_a_projection_with_a_smaller_last_block(monkeypatch, kind, bias, last):
+    """576 outputs of DeepSeek's latents for instance; what the library does not take is dequantised."""
+    monkeypatch.setattr(fp8_block.fp8_products, "dense_for", lambda device: kind)
+    linear = Linear(
+        "l", 256, {"a": 256, "b": last}, bias=bias, place=Placement(torch.bfloat16, CPU, Fp8Blocks())
+    )
+    weight = torch.cat(list(filled(linear, last).values()))
+    expected_bias = torch.zeros(256 + last)
+    for slot in linear.slots():
+        if slot.name.endswith(".bias"):
+            slot.write(torch.full(slot.shape, 3.0), 0)
+            expected_bias += 1.5
+    if bias:
+        expected_bias.fill_(3.0)
+    for tokens in (1, 7):
+        x = torch.randn(tokens, 256, generator=torch.Generator().manual_seed(tokens)).bfloat16()
+        expected = x.float() @ weight.t() + expected_bias
+        assert off(linear.forward(x), expected) < 0.05
+        out = torch.empty(tokens, 256 + last, dtype=torch.bfloat16)
+        assert linear.forward(x, out) is out
+        assert torch.equal(out, linear.forward(x))
+
+
+@pytest.mark.parametrize("kind", EXPERTS, ids=["fused", "deep_gemm", "grouped"])
+def test_routed_experts_are_those_of_dequantised_weights(monkeypatch, kind):
+    without_compiled_kernels(monkeypatch)
+    for module in (fp8_block.fp8_products, experts_module):
+        monkeypatch.setattr(module, "experts_for", lambda device: kind)
+    count, hidden, width, top_k = 6, 256, 128, 2
+    experts = Experts("e", "m", count, hidden, width, place=Placement(torch.bfloat16, CPU, Fp8Blocks()))
+    dense = filled(experts, 3)
+    generator = torch.Generator().manual_seed(1)
+    for tokens in (1, 9, 300):
+        x = torch.randn(tokens, hidden, generator=generator).bfloat16()
+        ids = torch.rand(tokens, count - 1, generator=generator).argsort(1)[:, :top_k]  # the last gets none
+        weights = torch.rand(tokens, top_k, generator=generator)
+        expected = torch.zeros(tokens, hidden)
+        for token in range(tokens):
+            for expert, factor in zip(ids[token].tolist(), weights[token].tolist(), strict=True):
+                gate, up, down = (dense[f"m.{expert}.{part}_proj.weight"] for part in ("gate", "up", "down"))
+                row = x[token].float()
+                gated = torch.nn.functional.silu(gate @ row) * (up @ row)
+                expected[token] += factor * (down @ gated)
+        found = experts.forward(x, ids, weights)
+        assert found.dtype == torch.bfloat16
+        assert off(found, expected) < 0.06
+
+
+def test_rows_are_spread_without_asking_for_their_number():
+    x = torch.arange(1.0, 9.0)[:, None].expand(8, 3)
+    ends = torch.tensor([3, 3, 8, 8], dtype=torch.int32)
+    rows, padded, places = fp8_scaled.spread(x, ends, 4)
+    assert rows[:, 0].tolist() == [1, 2, 3, 0, 4, 5, 6, 7, 8, *[0] * (len(rows) - 9)]
+    assert len(rows) == 8 + 4 * 3, "four experts with three rows of padding each, at most"
+    assert padded.tolist() == [4, 4, 12, 12]
+    assert places.tolist() == [0, 1, 2, 4, 5, 6, 7, 8]
+
+
+def test_scratch_memory_is_asked_for_by_few_sizes():
+    asked = {fp8_scaled._rounded(tokens) for tokens in range(1, 9000)}
+    assert len(asked) < 50
+    for tokens in (1, 16, 17, 100, 1025, 8191):
+        assert tokens <= fp8_scaled._rounded(tokens) <= max(tokens + 16, tokens * 1.25)

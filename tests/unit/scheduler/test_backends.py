@@ -1,0 +1,192 @@
+"""The choice of an attention backend: what fails in a step of its own, or computes something else, does not serve."""
+
+import importlib
+import logging
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support import fake_flashinfer
+
+from caesura.io_struct import CaesuraError
+from caesura.scheduler import backends
+from caesura.scheduler.attention import flashinfer, flashinfer_mla, paged_triton
+from caesura.scheduler.backends import Choice, Shape, choose
+from caesura.scheduler.build import load_model
+from caesura.scheduler.config import EngineConfig
+from caesura.scheduler.kernels import TORCH
+from caesura.scheduler.operations import what_serves
+
+CPU = torch.device("cpu")
+HEADS = Shape(device=CPU, dtype=torch.float32, num_heads=4, num_kv_heads=2, head_dim=16, scale=0.25)
+LATENTS = replace(HEADS, num_kv_heads=1, head_dim=24, latent=16)
+SHAPES = pytest.mark.parametrize("shape", [HEADS, LATENTS], ids=["heads", "latents"])
+
+
+class CompileError(Exception):
+    """As Triton's: no RuntimeError."""
+
+
+@pytest.fixture(autouse=True)
+def untried():
+    backends.failure_of.cache_clear()
+    yield
+    backends.failure_of.cache_clear()
+
+
+@pytest.fixture
+def library(monkeypatch):
+    """FlashInfer's stand-in, on the CPU: its attributes may be replaced."""
+    made = SimpleNamespace(**vars(fake_flashinfer))
+    for module in (flashinfer, flashinfer_mla):
+        monkeypatch.setattr(module, "why_not", lambda *of: None)
+        monkeypatch.setattr(
+            module,
+            "import_module",
+            lambda name, package=None: (
+                made if name == "flashinfer" else importlib.import_module(name, package)
+            ),
+        )
+    return made
+
+
+def config(wanted: str = "auto") -> EngineConfig:
+    return EngineConfig(model_path="m", device="cpu", attention_backend=wanted)
+
+
+def broken(kind: type, method: str, error: Exception) -> type:
+    """``kind`` with a method that raises."""
+
+    def fail(self: object, *of: object, **options: object) -> None:
+        raise error
+
+    return type(kind.__name__, (kind,), {method: fail})
+
+
+@SHAPES
+def test_what_agrees_with_torch_serves(library, shape):
+    found = choose(config(), shape)
+    assert (found.by, found.reason) == ("flashinfer", None)
+    assert found.kernels == ("" if shape.latent is None else "fa2")
+    assert choose(config("sdpa"), shape) == Choice(TORCH)
+
+
+NO_COMPILER = RuntimeError(
+    "Could not find nvcc and default cuda_home='/usr/local/cuda' doesn't exist\n  in build"
+)
+WRAPPERS = {
+    HEADS: ("BatchPrefillWithPagedKVCacheWrapper", "BatchDecodeWithPagedKVCacheWrapper"),
+    LATENTS: ("BatchMLAPagedAttentionWrapper",),
+}
+
+
+@SHAPES
+@pytest.mark.parametrize("method", ["plan", "run"])
+@pytest.mark.parametrize(
+    "error", [NO_COMPILER, CompileError("at 12:3: no such type"), OSError("ninja")], ids=repr
+)
+def test_a_library_that_cannot_compute_a_step_gives_way_and_the_reason_is_told(
+    library, caplog, shape, method, error
+):
+    for name in WRAPPERS[shape]:
+        setattr(library, name, broken(getattr(library, name), method, error))
+        with caplog.at_level(logging.WARNING):
+            assert choose(config(), shape).by != "flashinfer"
+        expected = f"a step with it fails: {type(error).__name__}: {str(error).splitlines()[0]}"
+        (record,) = [record for record in caplog.records if record.levelno == logging.WARNING]
+        assert expected in record.getMessage()
+        with pytest.raises(CaesuraError, match="attention_backend = 'flashinfer'") as caught:
+            choose(config("flashinfer"), shape)
+        assert expected in str(caught.value)
+        assert caught.value.detail["field"] == "attention_backend"
+        caplog.clear()
+        setattr(library, name, getattr(fake_flashinfer, name))
+        backends.failure_of.cache_clear()
+
+
+@SHAPES
+@pytest.mark.parametrize("value", [0.0, torch.nan])
+def test_wrong_results_do_not_serve(library, caplog, shape, value):
+    for name in WRAPPERS[shape]:
+        kind = getattr(fake_flashinfer, name)
+
+        def run(self, *of, out=None, kind=kind, **named):
+            return kind.run(self, *of, out=out, **named).fill_(value)
+
+        setattr(library, name, type(name, (kind,), {"run": run}))
+        assert choose(config(), shape).by != "flashinfer"
+        assert "a step with it is off by" in caplog.text
+        caplog.clear()
+        setattr(library, name, kind)
+        backends.failure_of.cache_clear()
+
+
+def test_a_library_is_tried_once(library, monkeypatch):
+    fake_flashinfer.CALLS.clear()
+    choose(config(), HEADS)
+    tried = len(fake_flashinfer.CALLS)
+    assert "plan decode 2 for a graph" in fake_flashinfer.CALLS
+    for _ in range(3):
+        choose(config(), HEADS)
+    assert len(fake_flashinfer.CALLS) == tried > 2
+    choose(config(), replace(HEADS, num_heads=8))
+    assert len(fake_flashinfer.CALLS) == 2 * tried
+
+
+def test_without_triton_its_backend_gives_way_too(library, monkeypatch, caplog):
+    """Here its import fails, as a kernel that does not compile would."""
+    if importlib.util.find_spec("triton"):
+        pytest.skip("Triton is installed")
+    monkeypatch.setattr(flashinfer, "why_not", lambda *of: "it is not installed")
+    monkeypatch.setattr(paged_triton, "why_not", lambda device: None)
+    assert choose(config(), HEADS).by not in ("flashinfer", "triton")
+    assert "attention is not computed by triton: a step with it fails: ModuleNotFoundError" in caplog.text
+
+
+class Kernel:
+    """Triton's decode kernel, as far as its backend calls it, failing at its first launch."""
+
+    def __init__(self, *of: object, **sizes: object) -> None: ...
+
+    def __call__(self, *of: object) -> None:
+        raise CompileError("out of resource: shared memory, Required: 263168, Hardware limit: 232448.")
+
+
+def test_a_triton_kernel_that_does_not_compile_is_not_chosen(library, monkeypatch, caplog):
+    kernels = SimpleNamespace(PagedDecode=Kernel, num_splits=lambda *of: 1)
+    monkeypatch.setattr(flashinfer, "why_not", lambda *of: "it is not installed")
+    monkeypatch.setattr(paged_triton, "why_not", lambda device: None)
+    monkeypatch.setattr(paged_triton, "import_module", lambda *of: kernels)
+    assert choose(config(), HEADS).by not in ("flashinfer", "triton")
+    assert "CompileError: out of resource: shared memory" in caplog.text
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there CUDA works")
+@pytest.mark.parametrize("mla", [False, True])
+def test_status_says_what_serves_on_cuda_and_why_no_better_one(tiny_model, tmp_path, monkeypatch, mla):
+    """torch without CUDA fails at the first tensor, as a broken installation would."""
+    from support.checkpoints import make_checkpoint
+
+    for module in (flashinfer, paged_triton):
+        monkeypatch.setattr(module, "find_spec", lambda name: object())
+    path = tiny_model
+    if mla:
+        path = tmp_path / "mla"
+        make_checkpoint(path, "deepseek-v3", kv_lora_rank=128, qk_rope_head_dim=64)
+        monkeypatch.setattr(flashinfer_mla, "kernels_of", lambda device: ("fa3", "fa2"))
+    else:
+        monkeypatch.setattr(
+            flashinfer,
+            "_HEAD_SIZES",
+            (load_model(EngineConfig(model_path=str(path), device="cpu")).config.head_dim,),
+        )
+    wanted = EngineConfig(model_path=str(path), dtype="bfloat16", device="cpu").resolve()
+    there = replace(load_model(wanted), device=torch.device("cuda"))
+    serving = what_serves(wanted, there)
+    assert serving.by["attention"] == TORCH
+    assert serving.reason is not None
+    assert serving.reason.startswith("attention by torch, as flashinfer: ")
+    assert serving.reason.count("Torch not compiled with CUDA enabled") == 2
+    assert ("fa3: a step with it fails" in serving.reason) == mla
+    assert ("triton: it does not serve latent attention" in serving.reason) == mla
