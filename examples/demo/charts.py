@@ -8,7 +8,6 @@ import io
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import matplotlib as mpl
@@ -71,7 +70,7 @@ def all_charts(history: History) -> dict[str, Chart]:
         "crossing": (_crossing, (4.7, 2.2)),
     }
     return {
-        name: draw_chart(name, partial(draw, history=history), size)
+        name: draw_chart(name, lambda axes, draw=draw: draw(axes, history), size)  # type: ignore[misc]
         for name, (draw, size) in drawings.items()
     }
 

@@ -166,7 +166,7 @@ class Loop:
         sde = SdeParams(type="sde", noise_level=settings.noise_level, steps=list(range(settings.window)))
 
         def samples(place: int, prompt: str) -> list[ImageOutput]:
-            return self.client.generate_images(
+            outputs: list[ImageOutput] = self.client.generate_images(
                 prompt,
                 n=settings.samples_per_prompt,
                 seed=1000 * (1000 * settings.seed + number) + place,
@@ -178,6 +178,7 @@ class Loop:
                 return_steps=list(range(settings.window)),
                 timeout=PATIENCE_S,
             )
+            return outputs
 
         self._pending = [
             (prompt, self.threads.submit(samples, place, prompt)) for place, prompt in enumerate(TRAINED)
@@ -204,7 +205,7 @@ class Loop:
         """All prompts without noise, from the same seeds each time."""
 
         def samples(place: int, prompt: str) -> list[ImageOutput]:
-            return self.client.generate_images(
+            outputs: list[ImageOutput] = self.client.generate_images(
                 prompt,
                 n=self.settings.eval_samples,
                 seed=1000 * _EVALUATION_SEED + place,
@@ -214,6 +215,7 @@ class Loop:
                 max_sequence_length=0,
                 timeout=PATIENCE_S,
             )
+            return outputs
 
         futures = [self.threads.submit(samples, place, prompt) for place, prompt in enumerate(PROMPTS)]
         pictures = {

@@ -3,6 +3,8 @@
 Two small CLIP text encoders with random weights that stay as they are; no T5. Nothing is fetched.
 """
 
+from typing import Any
+
 import torch
 from diffusers import (
     AutoencoderKL,
@@ -92,13 +94,14 @@ def _text_encoder(vocab_size: int, seed: int) -> CLIPTextModelWithProjection:
             parameter.data.normal_(0, 1)
         elif parameter.dim() == 2 and "position" not in name:
             parameter.data.normal_(0, parameter.shape[1] ** -0.5)
-    return encoder.eval().requires_grad_(False)
+    encoder.eval().requires_grad_(False)
+    return encoder
 
 
 def _tokenizer() -> CLIPTokenizer:
     """CLIP's class, with one token for each word of the prompts: a list of merges builds every word."""
     vocab = {_START: 0, _PAD: 1, _END: 2}
-    merges: list[tuple[str, str]] = []
+    merges: Any = []
     words = ["a", *COLOURS, *FILL]
     for word in words:
         for letter in _letters(word):
