@@ -69,17 +69,19 @@ def all_charts(history: History) -> dict[str, Chart]:
         "time": (_time, (4.7, 2.2)),
         "crossing": (_crossing, (4.7, 2.2)),
     }
-    return {name: _draw(name, draw, size, history) for name, (draw, size) in drawings.items()}
+    return {
+        name: draw_chart(name, lambda axes, draw=draw: draw(axes, history), size)  # type: ignore[misc]
+        for name, (draw, size) in drawings.items()
+    }
 
 
-def _draw(
-    name: str, draw: Callable[[Axes, History], None], size: tuple[float, float], history: History
-) -> Chart:
+def draw_chart(name: str, draw: Callable[[Axes], None], size: tuple[float, float]) -> Chart:
+    """What ``draw`` makes of empty axes; ``size`` in inches."""
     # The salt keeps ids apart on one page.
     with mpl.rc_context(STYLE | {"svg.hashsalt": name}):  # type: ignore[arg-type]
         figure = Figure(figsize=size, layout="constrained")
         axes = figure.add_subplot()
-        draw(axes, history)
+        draw(axes)
         stream = io.StringIO()
         figure.savefig(stream, format="svg", transparent=True)
     legend = [

@@ -11,19 +11,23 @@ from caesura.client import CaesuraError
 
 from .display import open_display
 from .history import History
+from .images.settings import ImageSettings
 from .loop import StalledError, run
 from .settings import POLICIES, TRANSPORTS, Settings
 from .trainer import TrainerError
 
+IMAGE = "image"
+"""The policy that paints: Stable Diffusion 3."""
 INTERRUPTED = 130
 """The shell's exit status for SIGINT."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the demo; the process's exit status."""
-    settings = parse(arguments)
+    settings, console = parse(arguments), Console()
     settings.out_dir.mkdir(parents=True, exist_ok=True)
-    console = Console()
+    if isinstance(settings, ImageSettings):
+        return _run_images(console, settings)
     history = History(settings.updates, settings.transport)
     display = open_display(console, history)
     try:
@@ -39,25 +43,46 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return _finish(console, settings, history)
 
 
-def parse(arguments: Sequence[str] | None) -> Settings:
+def _run_images(console: Console, settings: ImageSettings) -> int:
+    from transformers.utils.logging import disable_progress_bar, set_verbosity_error
+
+    disable_progress_bar()
+    set_verbosity_error()  # of what is not installed, and not needed here
+    from .images.main import run_images  # diffusers is an extra
+
+    try:
+        run_images(console, settings)
+    except KeyboardInterrupt:
+        console.print("interrupted; the engine has stopped")
+        return INTERRUPTED
+    except CaesuraError as error:
+        return _failed(console, f"engine: {error}", settings.out_dir / "engine.log")
+    return 0
+
+
+def parse(arguments: Sequence[str] | None) -> Settings | ImageSettings:
     """Settings from the command line."""
     parser = argparse.ArgumentParser(prog="demo", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a few updates: walks every path, learns little")
     parser.add_argument("--out", type=Path, default=Path("demo_out"), help="folder for the report (demo_out)")
     parser.add_argument("--updates", type=int, help="updates to make")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int)
     parser.add_argument(
         "--transport", choices=TRANSPORTS, help=f"how weights reach the engine ({Settings.transport})"
     )
-    parser.add_argument("--policy", choices=POLICIES, help=f"what is trained ({Settings.policy})")
+    parser.add_argument("--policy", choices=(*POLICIES, IMAGE), help=f"what is trained ({Settings.policy})")
     options = parser.parse_args(arguments)
-    changes: dict[str, Any] = {"out_dir": options.out, "seed": options.seed}
+    changes: dict[str, Any] = {"out_dir": options.out}
+    if options.seed is not None:
+        changes["seed"] = options.seed
     if options.updates is not None:
         if options.updates < 1:
             parser.error("--updates must be at least 1")
         changes["updates"] = options.updates
     if options.transport is not None:
         changes["transport"] = options.transport
+    if options.policy == IMAGE:
+        return ImageSettings.quick(**changes) if options.quick else ImageSettings(**changes)
     if options.policy is not None:
         changes["policy"] = options.policy
     return Settings.quick(**changes) if options.quick else Settings(**changes)

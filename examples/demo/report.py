@@ -22,7 +22,6 @@ from .history import EvalRecord, History
 from .messages import Sample
 from .settings import Settings
 
-TEMPLATE = Path(__file__).with_name("report.html.j2")
 ROADS = {
     "disk": "is read from the checkpoint that the trainer has written",
     "tensor": "comes over the trainer's own socket",
@@ -76,10 +75,7 @@ def write_summary(history: History, out_dir: Path) -> Path:
 
 def write_report(history: History, settings: Settings, out_dir: Path) -> Path:
     """``report.html``."""
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    page = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+    page = template("report.html.j2").render(
         summary=history.summary(),
         tiles=tiles(history),
         road=ROADS[history.transport],
@@ -97,7 +93,24 @@ def write_report(history: History, settings: Settings, out_dir: Path) -> Path:
         family=FAMILIES[settings.policy],
         machine=machine(),
     )
-    found = re.search(r"(https?:)?//[\w.-]+\.\w|(?:src|href)=[\"'](?!#)", page)
+    return written(page, out_dir)
+
+
+def template(name: str) -> jinja2.Template:
+    """A template of this package, by its path below it."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template(name)
+
+
+def written(page: str, out_dir: Path) -> Path:
+    """``report.html`` with ``page``, once it is sure that it names no address."""
+    found = re.search(r"(https?:)?//[\w.-]+\.\w|(?:src|href)=[\"'](?!#|data:image/png;base64,)", page)
     assert found is None, f"the report names an address: {found.group() if found else ''}"
     path = out_dir / "report.html"
     path.write_text(page, encoding="utf-8")
@@ -186,15 +199,15 @@ def exemplar(found: tuple[str, Sample] | None) -> dict[str, Any] | None:
     return {"word": word, "tokens": tokens, "spans": sample.spans}
 
 
-def machine() -> dict[str, str]:
-    """Where and with what it ran."""
+def machine(*further: str) -> dict[str, str]:
+    """Where and with what it ran; ``further`` are packages to name."""
     model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         found = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), re.MULTILINE)
         model = found.group(1).strip() if found else model
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    packages = ("caesura", "torch", "transformers", "pyzmq", "msgspec")
+    packages = ("caesura", "torch", "transformers", "pyzmq", "msgspec", *further)
     return {
         "Processor": f"{model}, {cores} cores",
         "System": f"{platform.system()} {platform.release()}",

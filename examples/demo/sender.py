@@ -6,18 +6,16 @@ Invariants:
 """
 
 import contextlib
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from transformers import PreTrainedModel
-
 from caesura.client import CaesuraError, ControlClient
-from caesura.client.tensors import WeightUpdateGroup, checkpoint_tensors
+from caesura.client.tensors import NamedTensors, WeightUpdateGroup
 from caesura.io_struct import WeightUpdateReqOutput
 
 from .messages import Push
-from .policy import CheckpointWriter
 from .settings import Transport
 
 PATIENCE_S = 60.0
@@ -26,21 +24,22 @@ PATIENCE_S = 60.0
 class WeightSender:
     """A connection of the trainer's own to the engine; as a context manager it also ends it."""
 
-    def __init__(self, transport: Transport, endpoint: str, writer: CheckpointWriter) -> None:
+    def __init__(self, transport: Transport, endpoint: str, write: Callable[[], Path]) -> None:
+        """``write`` makes a checkpoint of the policy as it is now, for the transport that reads it from a folder."""
         self._transport = transport
-        self._writer = writer
+        self._write = write
         self._checkpoint: Path | None = None
         self._client = ControlClient(endpoint)
         self._group = WeightUpdateGroup.create([self._client]) if transport == "distributed" else None
 
-    def prepare(self, model: PreTrainedModel) -> None:
-        """The next push is of ``model`` as it is now."""
+    def prepare(self) -> None:
+        """The next push is of the policy as it is now."""
         if self._transport == "disk":
-            self._checkpoint = self._writer.write(model)
+            self._checkpoint = self._write()
 
-    def push(self, model: PreTrainedModel, push: Push) -> WeightUpdateReqOutput:
-        """What was prepared, as the version that ``push`` names."""
-        client, tensors = self._client, list(checkpoint_tensors(model))
+    def push(self, tensors: NamedTensors, push: Push) -> WeightUpdateReqOutput:
+        """What was prepared, ``tensors`` under their checkpoint names, as the version that ``push`` names."""
+        client = self._client
         version, flush = str(push.version), push.flush_cache
         match self._transport:
             case "disk":

@@ -140,6 +140,8 @@ def _serve(pipe: Connection, settings: Settings, checkpoints: Path) -> None:
     import torch
     from transformers.utils.logging import disable_progress_bar
 
+    from caesura.client.tensors import checkpoint_tensors
+
     from .learner import Learner
     from .policy import CheckpointWriter, build_policy
     from .sender import WeightSender
@@ -157,14 +159,14 @@ def _serve(pipe: Connection, settings: Settings, checkpoints: Path) -> None:
     decoder: msgspec.msgpack.Decoder[ToTrainer] = msgspec.msgpack.Decoder(ToTrainer)
     connect = decoder.decode(pipe.recv_bytes())
     assert isinstance(connect, Connect)
-    with WeightSender(settings.transport, connect.endpoint, writer) as sender:
-        sender.prepare(model)
+    with WeightSender(settings.transport, connect.endpoint, lambda: writer.write(model)) as sender:
+        sender.prepare()
         while True:
             match decoder.decode(pipe.recv_bytes()):
                 case TrainBatch() as batch:
                     _answer(pipe, _train(batch, learner, sender, settings))
                 case Push() as push:
-                    _answer(pipe, Pushed(reply=sender.push(model, push)))
+                    _answer(pipe, Pushed(reply=sender.push(checkpoint_tensors(model), push)))
 
 
 def _answer(pipe: Connection, message: FromTrainer) -> None:
@@ -196,7 +198,7 @@ def _train(job: TrainBatch, learner: "Learner", sender: "WeightSender", settings
     step = learner.step(job.update, batch)
     learner.remember(job.update)
     times.append(time.perf_counter())
-    sender.prepare(learner.model)
+    sender.prepare()
     times.append(time.perf_counter())
     if job.update == settings.updates:
         save_policy(learner.model, settings.out_dir / "model")

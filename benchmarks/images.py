@@ -1,0 +1,287 @@
+"""Images of a diffusion policy: speed beside diffusers' own pipeline, pauses, updates, and memory over them.
+
+Both read the same checkpoint of random weights, use as many threads, make the same images (Euler steps, no noise added) and
+take turns. ``one`` is one request after the other, ``eight`` eight at a time, and ``mixed`` requests that arrive one by one, a
+third of an image's time apart: diffusers takes those that wait as its next batch, of eight at most, and Caesura lets them
+join between two steps.
+
+    python benchmarks/images.py
+    python benchmarks/images.py --shape small --threads 2 --json images.json
+"""
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from diffusers import StableDiffusion3Pipeline
+from harness.cycles import ALLOWANCE_MS, distribution
+from harness.image_pipelines import SHAPES, write_pipeline
+from harness.machine import busy_share, describe, machine_facts
+from harness.process_memory import MB, read_memory
+from rich.console import Console
+from rich.table import Table
+
+from caesura.client import SchedulerClient, launch_scheduler
+
+PROMPT = "a red circle"
+STEPS = 10
+BATCH = 8
+PATIENCE_S = 300.0
+WAYS = ("one", "eight", "mixed")
+
+Rates = dict[str, dict[str, list[float]]]
+"""Images per second by way and engine, one figure per round."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What every engine does."""
+
+    side: int
+    """Pixels."""
+    images: int
+    """Of one round of one way."""
+    rounds: int
+
+
+class Diffusers:
+    """The pipeline of diffusers in this process."""
+
+    def __init__(self, folder: Path, workload: Workload) -> None:
+        self._pipeline: Any = StableDiffusion3Pipeline.from_pretrained(
+            folder, local_files_only=True, text_encoder_3=None, tokenizer_3=None
+        )
+        self._pipeline.set_progress_bar_config(disable=True)
+        self._workload = workload
+
+    def images(self, count: int, seed: int) -> None:
+        """Make them as one batch."""
+        self._pipeline(
+            [PROMPT] * count,
+            width=self._workload.side,
+            height=self._workload.side,
+            num_inference_steps=STEPS,
+            guidance_scale=1.0,
+            max_sequence_length=0,
+            generator=[torch.Generator().manual_seed(seed + number) for number in range(count)],
+            output_type="np",
+        )
+
+    def arriving(self, count: int, gap_s: float) -> None:
+        """Requests that arrive ``gap_s`` apart, batched as they wait."""
+        began, done = time.perf_counter(), 0
+        while done < count:
+            here = min(count, 1 + int((time.perf_counter() - began) / gap_s))
+            if here == done:
+                time.sleep(max(0.0, began + done * gap_s - time.perf_counter()))
+                continue
+            batch = min(here - done, BATCH)
+            self.images(batch, done)
+            done += batch
+
+
+class Caesura:
+    """An engine in its own process."""
+
+    def __init__(self, client: SchedulerClient, workload: Workload) -> None:
+        self._client = client
+        self._workload = workload
+
+    def images(self, count: int, seed: int) -> None:
+        """Ask for them at once."""
+        self._client.generate_images(
+            PROMPT,
+            n=count,
+            seed=seed,
+            width=self._workload.side,
+            height=self._workload.side,
+            num_inference_steps=STEPS,
+            max_sequence_length=0,
+            return_embeds=False,
+            timeout=PATIENCE_S,
+        )
+
+    def arriving(self, count: int, gap_s: float) -> None:
+        """Requests of a caller each, ``gap_s`` apart."""
+        with ThreadPoolExecutor(count) as threads:
+            began, futures = time.perf_counter(), []
+            for number in range(count):
+                time.sleep(max(0.0, began + number * gap_s - time.perf_counter()))
+                futures.append(threads.submit(self.images, 1, number))
+            for future in futures:
+                future.result()
+
+
+def measure_rates(engines: dict[str, Diffusers | Caesura], workload: Workload) -> Rates:
+    """Every way, the engines in turns."""
+    for engine in engines.values():
+        engine.images(1, 0)
+        engine.images(BATCH, 0)
+    gap_s = _seconds(lambda: engines["diffusers"].images(1, 1)) / 3
+    ways: dict[str, Callable[[Diffusers | Caesura], object]] = {
+        "one": lambda engine: [engine.images(1, number) for number in range(workload.images)],
+        "eight": lambda engine: [engine.images(BATCH, 100 * n) for n in range(workload.images // BATCH)],
+        "mixed": lambda engine: engine.arriving(workload.images, gap_s),
+    }
+    rates: Rates = {way: {name: [] for name in engines} for way in ways}
+    for number in range(workload.rounds):
+        for way, work in ways.items():
+            for name in sorted(engines, reverse=bool(number % 2)):
+                seconds = _seconds(lambda work=work, engine=engines[name]: work(engine))  # type: ignore[misc]
+                rates[way][name].append(workload.images / seconds)
+    return rates
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cycles:
+    """Pauses in the middle of trajectories, updates of the whole transformer, and what they leave behind."""
+
+    pause_ms: dict[str, float]
+    update_ms: dict[str, float]
+    step_ms: dict[str, float]
+    """Of denoising: the median, and the longest of all."""
+    rss_mb: list[float]
+    """Of the engine's process, ten times over the cycles."""
+    reserved_mb: list[float]
+
+
+def measure_cycles(client: SchedulerClient, pid: int, folder: Path, workload: Workload, count: int) -> Cycles:
+    """Pause in place, update, continue, ``count`` times, with ``BATCH`` images always on their way."""
+    transformer = StableDiffusion3Pipeline.from_pretrained(
+        folder, local_files_only=True, text_encoder_3=None, tokenizer_3=None
+    ).transformer.requires_grad_(False)
+    weight = transformer.proj_out.weight
+    engine, stop, pauses, updates, rss, reserved = Caesura(client, workload), False, [], [], [], []
+
+    def push(version: str) -> None:
+        weight.mul_(-1)  # no update leaves everything as it was
+        tensors = transformer.state_dict()
+        client.update_weights_from_ipc(tensors, weight_version=version, flush_cache=False, timeout=PATIENCE_S)
+
+    def load(number: int) -> None:
+        while not stop:
+            engine.images(1, number)
+
+    with ThreadPoolExecutor(BATCH) as threads:
+        futures = [threads.submit(load, number) for number in range(BATCH)]
+        try:
+            for cycle in range(count):
+                time.sleep(0.001 * (cycle % 17))  # at any phase of a step
+                pauses.append(_seconds(lambda: client.pause("in_place", timeout=PATIENCE_S)))
+                updates.append(_seconds(lambda version=str(cycle): push(version)))  # type: ignore[misc]
+                resumed = client.continue_generation(timeout=PATIENCE_S)
+                if cycle % max(1, count // 10) == 0:
+                    rss.append(read_memory(pid).resident / MB)
+                    reserved.append((resumed.reserved_after or 0) / MB)
+        except BaseException:
+            stop = True
+            client.abort(abort_all=True, timeout=PATIENCE_S)  # what waits in a pause would keep the threads
+            raise
+        stop = True
+        for future in futures:
+            future.result()
+    stages = {stage.name: stage for stage in client.status(timeout=PATIENCE_S).stages}
+    step = stages["denoise"]
+    return Cycles(
+        pause_ms=distribution([1e3 * value for value in pauses]),
+        update_ms=distribution([1e3 * value for value in updates]),
+        step_ms={"median": 1e3 * step.median_s, "longest": 1e3 * step.longest_s},
+        rss_mb=rss,
+        reserved_mb=reserved,
+    )
+
+
+def tables(console: Console, rates: Rates, cycles: Cycles | None) -> None:
+    """What was measured, for people."""
+    table = Table(
+        "requests", "Caesura, images/s", "diffusers, images/s", "ratio, median of rounds", "least and most"
+    )
+    for way in WAYS:
+        ours, theirs = rates[way]["caesura"], rates[way]["diffusers"]
+        ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
+        table.add_row(
+            way,
+            f"{median(ours):.2f}",
+            f"{median(theirs):.2f}",
+            f"{median(ratios):.2f}",
+            f"{min(ratios):.2f} to {max(ratios):.2f}",
+        )
+    console.print(table)
+    if cycles is None:
+        return
+    step = cycles.step_ms
+    console.print(
+        f"pause p50 {cycles.pause_ms['p50']:.1f}, p99 {cycles.pause_ms['p99']:.1f}, max {cycles.pause_ms['max']:.1f} ms; "
+        f"a step takes {step['median']:.1f} ms (longest {step['longest']:.1f}), allowed beyond it {ALLOWANCE_MS:.0f}; "
+        f"update p50 {cycles.update_ms['p50']:.1f}, p99 {cycles.update_ms['p99']:.1f} ms",
+        soft_wrap=True,
+    )
+    console.print("resident MB over the cycles: " + " ".join(f"{value:.0f}" for value in cycles.rss_mb))
+    console.print("reserved MB over the cycles: " + " ".join(f"{value:.0f}" for value in cycles.reserved_mb))
+
+
+def main() -> None:
+    """Measure and print."""
+    options = parse()
+    console = Console()
+    facts, busy = machine_facts(), busy_share()
+    console.print(f"{describe(facts)}; {busy:.0%} busy before", soft_wrap=True)
+    torch.set_num_threads(options.threads)
+    shape = SHAPES[options.shape]
+    workload = Workload(side=shape.side, images=options.images, rounds=options.rounds)
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_pipeline(Path(folder) / "pipeline", shape)
+        engine = launch_scheduler(path, dtype="float32", device="cpu", num_threads=options.threads)
+        with engine as client:
+            assert engine.pid is not None
+            pair: dict[str, Diffusers | Caesura] = {
+                "caesura": Caesura(client, workload),
+                "diffusers": Diffusers(path, workload),
+            }
+            rates = measure_rates(pair, workload)
+            cycles = (
+                measure_cycles(client, engine.pid, path, workload, options.cycles) if options.cycles else None
+            )
+    tables(console, rates, cycles)
+    if options.json is not None:
+        found = {"machine": facts, "busy": busy, "options": {**vars(options), "json": str(options.json)}}
+        found |= {"images_per_s": rates, "cycles": None if cycles is None else asdict(cycles)}
+        options.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shape", choices=SHAPES, default="tiny")
+    parser.add_argument(
+        "--threads", type=int, default=2, help="of each engine, one of which works at a time (2)"
+    )
+    parser.add_argument(
+        "--images", type=int, default=24, help="of one round of one way; a multiple of 8 (24)"
+    )
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--cycles", type=int, default=1000, help="of pause, update and continue (1000); 0: none"
+    )
+    parser.add_argument("--json", type=Path, help="write all figures there")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""Everything one run of the image demo is told, in one frozen value."""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ..settings import Transport
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageSettings:
+    """The defaults are the full run: under four minutes on two cores."""
+
+    out_dir: Path = Path("demo_out")
+    seed: int = 3
+    transport: Transport = "ipc"
+
+    # Before the policy is served
+    vae_steps: int = 280
+    flow_steps: int = 1000
+    true_colours: float = 0.4
+    """Share of captions that name the true colour: what the policy has left to learn."""
+
+    # Rollouts (engine)
+    samples_per_prompt: int = 10
+    steps: int = 10
+    window: int = 5
+    """The first steps add noise and have log-probabilities; they decide about the colour. The others do not."""
+    noise_level: float = 0.7
+    engine_threads: int = 1
+
+    # Flow-GRPO (learner)
+    updates: int = 40
+    minibatches: int = 4
+    """Optimiser steps of one update."""
+    lr: float = 1e-3
+    lr_final: float = 0.3
+    """Share of ``lr`` at the last update; linear in between."""
+    clip: float = 2e-3
+    """Of the ratio of probabilities, which are means over the elements of a latent: hence so small."""
+    kl: float = 0.03
+    """Weight of the divergence from the first policy. Without it the colours are learnt and the shapes are lost."""
+    advantage_floor: float = 0.05
+    """Added to the standard deviation of a group's rewards."""
+    chunk: int = 240
+    """Steps of trajectories that one forward pass of the learner takes."""
+    learner_threads: int = 1
+
+    # Evaluation (engine, without noise)
+    eval_every: int = 10
+    eval_samples: int = 8
+
+    @classmethod
+    def quick(cls, **changes: Any) -> "ImageSettings":
+        """A run of seconds that walks every path, and learns little."""
+        small = {
+            "vae_steps": 30,
+            "flow_steps": 40,
+            "samples_per_prompt": 4,
+            "updates": 3,
+            "eval_every": 3,
+            "eval_samples": 2,
+        }
+        return cls(**(small | changes))
+
+    @property
+    def sigmas(self) -> list[float]:
+        """Noise levels before each step, equally spaced: a grid that ends near 0 would make the last log-probabilities useless."""
+        return [1 - step / self.steps for step in range(self.steps)]
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-like, for the report."""
+        return {
+            name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()
+        }
