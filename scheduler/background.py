@@ -11,7 +11,7 @@ import contextlib
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from queue import SimpleQueue
 from time import monotonic
 from typing import Generic, TypeVar
@@ -187,3 +187,6 @@ class Feed(Generic[Item]):
         finally:
             self._ended = True
             self._wake()
+            # What was broken off between two items would keep what it holds, a process group's connections for instance.
+            if isinstance(self._items, Generator):
+                self._items.close()

@@ -110,6 +110,22 @@ def readable(wakeup: Wakeup) -> bool:
     return bool(select.select([wakeup.fd], [], [], 0)[0])
 
 
+def test_what_is_broken_off_between_two_items_keeps_nothing():
+    """A generator that nobody closes keeps its locals as long as the feed lives: a group's backend, with its connections."""
+    let_go = threading.Event()
+
+    def items() -> Iterator[int]:
+        try:
+            yield 1
+        finally:
+            let_go.set()
+
+    feed = Feed(items(), lambda: None)
+    eventually(feed.take)
+    feed.cancel()
+    assert let_go.wait(10)
+
+
 def test_wakeup_is_readable_from_set_to_clear():
     wakeup = Wakeup()
     assert not readable(wakeup)
