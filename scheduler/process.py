@@ -63,7 +63,7 @@ def _run(
 ) -> int:
     """:func:`run` without its last words; ``cleanup`` gets what must be undone at the end."""
     started = time.monotonic()
-    signals = StopSignals()
+    signals = StopSignals(lambda: exit_within(END_S))
     name_fatal_signals(_last_words)
     shutdown = shutdown_of(config, signal_fd=signals.fd, lifeline_fd=lifeline_fd)
     try:
@@ -76,9 +76,6 @@ def _run(
         logger.error("the engine ends: cannot start: %s (exit status 1)", error)
         tell(ready_fd, refusal(error))
         return 1
-    except StartInterruptedError:
-        exit_within(END_S)
-        raise
     gc.freeze()  # imports and the engine live as long as the process, so full collections can skip them
     logger.info(
         "serving %s on %s after %.2f s (%d threads)",

@@ -149,7 +149,10 @@ def _handled(numbers: Sequence[signal.Signals]) -> list[signal.Signals]:
 class StopSignals:
     """Turns stop signals into bytes on a descriptor, or into an exception until the engine serves."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit_end: Callable[[], None]) -> None:
+        """``limit_end`` ends the process some time later, whatever happens. It is called before the exception is raised, which is
+        lost where a finalizer happens to run."""
+        self._limit_end = limit_end
         reader, writer = socket.socketpair()
         for end in (reader, writer):
             end.setblocking(False)
@@ -170,6 +173,7 @@ class StopSignals:
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         if not self._serving:
             self._serving = True  # only once, so that the cleanup of this exception is not interrupted again
+            self._limit_end()
             raise StartInterruptedError(number)
         self._count += 1  # Python has written the signal's number to the wake-up descriptor
         if self._count > 1:

@@ -223,6 +223,24 @@ def test_a_signal_during_the_start_ends_it(tiny_model, endpoint):
     assert not socket_of(endpoint).exists()
 
 
+def test_a_signal_that_meets_a_finalizer_during_the_start_ends_it(tiny_model, endpoint):
+    """What a handler raises there is lost, and the start would go on, here for ever."""
+    prelude = """
+        import os, signal, threading
+        from caesura.scheduler import build, process
+        process.END_S = 1.0
+        class Finalized:
+            def __del__(self):
+                signal.raise_signal(signal.SIGTERM)
+        def load_model(config, folder=None):
+            Finalized()
+            threading.Event().wait()
+        build.load_model = load_model
+    """
+    with started(tiny_model, "--endpoint", endpoint, prelude=prelude) as engine:
+        assert engine.end()[0] == EXIT_HUNG
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_during_the_imports_is_named(tmp_path, number):
     """However long torch takes: here for ever."""

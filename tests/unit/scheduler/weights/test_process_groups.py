@@ -38,6 +38,7 @@ class Nccl:
     def __init__(self, store: Any, rank: int, size: int, options: Options) -> None:
         self.timeout, self.environment = options._timeout, dict(os.environ)
         self.aborted = threading.Event()
+        self.ended = threading.Event()
         self.coming: list[Tensor] = []
         """What the trainer broadcasts. Empty: nobody broadcasts, and as NCCL does while it looks for its ranks, we wait for ever."""
         self.unwaited, self.most_unwaited = 0, 0
@@ -51,7 +52,8 @@ class Nccl:
 
     def broadcast(self, views: list[Tensor], options: Any) -> Any:
         if not self.coming:
-            threading.Event().wait()
+            self.ended.wait()
+            raise RuntimeError("the test has ended")
         views[0].copy_(self.coming.pop(0))
         self.unwaited += 1
         self.most_unwaited = max(self.most_unwaited, self.unwaited)
@@ -62,13 +64,15 @@ class Nccl:
 
 
 @pytest.fixture(autouse=True)
-def nccl(monkeypatch: pytest.MonkeyPatch) -> type[Nccl]:
+def nccl(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Nccl]]:
     monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(Nccl, "made", [])
     for name in process_group._NCCL_IN_TORCH:
         monkeypatch.delenv(name, raising=False)
-    return Nccl
+    yield Nccl
+    for each in Nccl.made:
+        each.ended.set()
 
 
 @pytest.fixture
