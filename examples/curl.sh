@@ -74,6 +74,9 @@ post /resume_memory_occupation '{"tags": ["kv_cache"]}'
 post /start_profile '{"record_shapes": true}'
 post /stop_profile '{}'
 
+# Of an engine that serves a diffusion pipeline: images and their trajectories, as msgpack
+#   post /rollout/generate '{"prompt": "a red circle", "rollout_return_dit_trajectory": true}' > rollouts.msgpack
+
 # With a trainer at the other end (it is rank 0 and broadcasts), or a checkpoint-engine server:
 #   post /init_weights_update_group '{"master_address": "10.0.0.1", "master_port": 29500, "rank_offset": 1, "world_size": 2, "backend": "nccl"}'
 #   post /update_weights_from_distributed '{"names": ["lm_head.weight"], "dtypes": ["bfloat16"], "shapes": [[32000, 4096]]}'

@@ -14,12 +14,20 @@ from .errors import EXCEPTION_HANDLERS
 from .limits import BodyLimit
 from .openai import chat, completions, models
 from .pages import dashboard, metrics
-from .sglang import control_routes, generate_routes, info_routes, profile_routes, update_routes
+from .sglang import (
+    control_routes,
+    generate_routes,
+    info_routes,
+    profile_routes,
+    rollout_routes,
+    update_routes,
+)
 
 __all__ = ["Front", "FrontEnd", "ServeOptions", "create_app"]
 
 _MODULES = (
     generate_routes,
+    rollout_routes,
     control_routes,
     update_routes,
     profile_routes,

@@ -82,6 +82,14 @@ class ImageTensor:
             )
         return {"version": 3, "shape": self.shape, "typestr": typestr, "data": self.data}
 
+    @classmethod
+    def of_floats(cls, values: Sequence[float]) -> "ImageTensor":
+        """``F32`` [n]."""
+        found = array.array("f", values)
+        if sys.byteorder != "little":
+            found.byteswap()
+        return cls("F32", (len(found),), found.tobytes())
+
     def floats(self) -> list[float]:
         """The values of a tensor of ``F32``, flat."""
         values = array.array("f", bytes(self.data))

@@ -13,7 +13,7 @@ import pytest
 from caesura.client.exceptions import InvalidRequest
 from caesura.client.frontend.context import ServeOptions
 from caesura.client.frontend.sglang import control_schema as control
-from caesura.client.frontend.sglang import generate_routes
+from caesura.client.frontend.sglang import generate_routes, rollout_routes
 from caesura.client.frontend.sglang import generate_schema as schema
 from caesura.client.frontend.sglang.generate_answer import routed_experts
 from caesura.client.frontend.sglang.update_routes import allowed_path
@@ -41,6 +41,7 @@ DOCUMENTED = {
     "`/begin_weight_update`": control.BeginBody,
     "`/end_weight_update`": control.EndBody,
     "`/start_profile`": control.StartProfileBody,
+    "`/rollout/generate`": rollout_routes.RolloutBody,
     "`/tokenize`": control.TokenizeBody,
     "`/detokenize`": control.DetokenizeBody,
 }

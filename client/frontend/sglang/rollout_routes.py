@@ -1,0 +1,235 @@
+"""SGLang's ``/rollout/generate``: trajectories of a diffusion policy, JSON in, msgpack out.
+
+Invariants:
+- A body is refused by the engine or answered with one element for each output; a client that leaves aborts them.
+- Output ``i`` has the noise of ``seed + i``, as in SGLang, so that each can be made again alone.
+- A tensor is ``{"__tensor__": true, "data", "shape", "dtype"}``, where ``data`` is a safetensors file with the one tensor ``t``.
+"""
+
+import asyncio
+import secrets
+from typing import Annotated, Any, Literal
+
+import msgspec
+from litestar import Response, post
+from litestar.handlers import HTTPRouteHandler
+
+from ....io_struct import CaesuraError, SdeParams, new_id
+from ....io_struct.images import MAX_PROMPT_CHARACTERS
+from ...exceptions import Unsupported
+from ...wire.images import ImageOutput, ImageTensor
+from ..context import Front, FrontEnd
+from ..exchange import ClientLeft, HTTPRequest, command, nobody, read_control, unless_left
+from .control_schema import Strict
+from .generate_routes import refused
+
+MAX_OUTPUTS = 256
+"""Of one request."""
+MAX_SEED = (1 << 63) - 1 - MAX_OUTPUTS
+_TORCH_NAMES = {
+    "F32": "torch.float32",
+    "F16": "torch.float16",
+    "BF16": "torch.bfloat16",
+    "U8": "torch.uint8",
+    "I64": "torch.int64",
+    "BOOL": "torch.bool",
+}
+_HEADER_ALIGN = 8
+
+
+class ExtraParams(Strict, kw_only=True):
+    """``extra_sampling_params``: what Caesura has beyond SGLang's own fields."""
+
+    sigmas: list[float] | None = None
+    shift: float | None = None
+    max_sequence_length: int | None = None
+
+
+class RolloutBody(Strict, kw_only=True):
+    """``/rollout/generate``; defaults are SGLang's."""
+
+    prompt: Annotated[str, msgspec.Meta(max_length=MAX_PROMPT_CHARACTERS)]
+    negative_prompt: Annotated[str, msgspec.Meta(max_length=MAX_PROMPT_CHARACTERS)] | None = None
+    seed: Annotated[int, msgspec.Meta(ge=0, le=MAX_SEED)] | None = None
+    width: int | None = None
+    height: int | None = None
+    num_inference_steps: int | None = None
+    num_outputs_per_prompt: Annotated[int, msgspec.Meta(ge=1, le=MAX_OUTPUTS)] = 1
+    guidance_scale: float | None = None
+    true_cfg_scale: float | None = None
+    """Taken before ``guidance_scale`` where both are given."""
+    extra_sampling_params: ExtraParams | None = None
+
+    rollout: bool = True
+    """False: an evaluation, without noise and without a trajectory."""
+    rollout_sde_type: Literal["sde", "cps", "dance", "ode"] = "sde"
+    rollout_noise_level: float = 0.7
+    rollout_log_prob_no_const: bool = False
+    rollout_debug_mode: bool = True
+    rollout_return_denoising_env: bool = False
+    rollout_return_dit_trajectory: bool = False
+    rollout_sde_step_indices: list[int] | None = None
+    rollout_return_step_indices: list[int] | None = None
+
+    # accepted and ignored
+    generator_device: str | None = None
+    suppress_logs: bool | None = None
+    fps: int | None = None
+
+    # refused unless they ask for nothing
+    num_frames: int | None = None
+    image_path: str | list[str] | None = None
+
+
+@post("/rollout/generate", status_code=200, opt={"access": "user", "body": "prompts"})
+async def rollout_generate(request: HTTPRequest, front: Front) -> Response[bytes]:
+    """Images of one prompt, with what a trainer needs of their trajectories."""
+    body = await read_control(request, RolloutBody, text=True)
+    rid = new_id()
+    try:
+        seeds, outputs = await unless_left(
+            request, command(front, "rollout_generate", _outputs(front, body, rid))
+        )
+    except ClientLeft:
+        return nobody()
+    except CaesuraError as error:
+        return refused(front, error)
+    answers = [_answer(body, rid, seed, each) for seed, each in zip(seeds, outputs, strict=True)]
+    return Response(msgspec.msgpack.encode(answers), media_type="application/msgpack")
+
+
+async def _outputs(front: FrontEnd, body: RolloutBody, rid: str) -> tuple[list[int], list[ImageOutput]]:
+    if body.image_path or (body.num_frames or 1) != 1:
+        raise Unsupported("images as input and videos are not supported", field="image_path")
+    options = _options(body)
+    first = secrets.randbelow(MAX_SEED) if body.seed is None else body.seed
+    seeds = [first + number for number in range(body.num_outputs_per_prompt)]
+    async with asyncio.TaskGroup() as group:
+        tasks = [
+            group.create_task(_one(front, body.prompt, f"{rid}_{number}", seed, options))
+            for number, seed in enumerate(seeds)
+        ]
+    return seeds, [_unwrapped(task.result()) for task in tasks]
+
+
+async def _one(
+    front: FrontEnd, prompt: str, rid: str, seed: int, options: dict[str, Any]
+) -> ImageOutput | CaesuraError:
+    """An error is a result: a group would wrap it."""
+    try:
+        output: ImageOutput = await front.client.generate_images(prompt, rid=rid, seed=seed, **options)
+    except CaesuraError as error:
+        return error
+    return output
+
+
+def _unwrapped(result: ImageOutput | CaesuraError) -> ImageOutput:
+    if isinstance(result, CaesuraError):
+        raise result
+    return result
+
+
+def _options(body: RolloutBody) -> dict[str, Any]:
+    """Keywords of ``generate_images``; what the body leaves out has the client's defaults."""
+    scale = body.guidance_scale if body.true_cfg_scale is None else body.true_cfg_scale
+    extra = body.extra_sampling_params or ExtraParams()
+    given = {
+        "negative_prompt": body.negative_prompt,
+        "width": body.width,
+        "height": body.height,
+        "num_inference_steps": body.num_inference_steps,
+        "guidance_scale": scale,
+        "sigmas": extra.sigmas,
+        "shift": extra.shift,
+        "max_sequence_length": extra.max_sequence_length,
+    }
+    options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    options["return_embeds"] = body.rollout and body.rollout_return_denoising_env
+    if body.rollout:
+        options["return_steps"] = body.rollout_return_step_indices
+        options["sde"] = SdeParams(
+            type=body.rollout_sde_type,
+            noise_level=body.rollout_noise_level,
+            steps=body.rollout_sde_step_indices,
+            log_prob_form="squared_error" if body.rollout_log_prob_no_const else "density",
+        )
+    return options
+
+
+def _answer(body: RolloutBody, rid: str, seed: int, output: ImageOutput) -> dict[str, Any]:
+    """One output: SGLang's keys, then Caesura's own, ``finish_reason`` and ``weight_versions``."""
+    rolled = body.rollout
+    env = rolled and body.rollout_return_denoising_env
+    trajectory = rolled and body.rollout_return_dit_trajectory
+    debug = rolled and body.rollout_debug_mode
+    return {
+        "request_id": rid,
+        "prompt": body.prompt,
+        "seed": seed,
+        "generated_output": None if output.image is None else _tensor(output.image),
+        "rollout_log_probs": _floats(output.log_probs) if rolled else None,
+        "rollout_debug_tensors": _debug(output) if debug else None,
+        "denoising_env": _environment(body, output) if env else None,
+        "dit_trajectory": _trajectory(output) if trajectory else None,
+        "inference_time_s": output.e2e_latency - output.queue_s,
+        "peak_memory_mb": None,
+        "finish_reason": msgspec.to_builtins(output.finish_reason),
+        "weight_versions": msgspec.to_builtins(output.weight_versions),
+    }
+
+
+def _debug(output: ImageOutput) -> dict[str, Any]:
+    return {
+        "rollout_variance_noises": None,
+        "rollout_prev_sample_means": None,
+        "rollout_noise_std_devs": _floats(output.noise_stds),
+        "rollout_model_outputs": None,
+    }
+
+
+def _environment(body: RolloutBody, output: ImageOutput) -> dict[str, Any]:
+    negative = {
+        name.removeprefix("negative_"): _tensor(each)
+        for name, each in output.embeds.items()
+        if name.startswith("negative_")
+    }
+    positive = {
+        name: _tensor(each) for name, each in output.embeds.items() if not name.startswith("negative_")
+    }
+    scale = body.guidance_scale if body.true_cfg_scale is None else body.true_cfg_scale
+    guidance = None if scale is None else _floats([scale])
+    return {
+        "image_kwargs": None,
+        "pos_cond_kwargs": positive,
+        "neg_cond_kwargs": negative or None,
+        "guidance": guidance,
+    }
+
+
+def _trajectory(output: ImageOutput) -> dict[str, Any]:
+    return {
+        "latents": None if output.latents is None else _tensor(output.latents),
+        "timesteps": _floats(output.timesteps),
+        "sigmas": _floats(output.sigmas),
+    }
+
+
+def _floats(values: list[float]) -> dict[str, Any]:
+    return _tensor(ImageTensor.of_floats(values))
+
+
+def _tensor(tensor: ImageTensor) -> dict[str, Any]:
+    """A safetensors file of one tensor (the format: eight bytes for the header's length, the header, the bytes)."""
+    data = bytes(tensor.data)
+    entry = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": [0, len(data)]}
+    header = msgspec.json.encode({"t": entry})
+    header += b" " * (-len(header) % _HEADER_ALIGN)
+    return {
+        "__tensor__": True,
+        "data": len(header).to_bytes(8, "little") + header + data,
+        "shape": list(tensor.shape),
+        "dtype": _TORCH_NAMES[tensor.dtype],
+    }
+
+
+ROUTES: list[HTTPRouteHandler] = [rollout_generate]
