@@ -41,6 +41,7 @@ DOCUMENTED = {
     "`/begin_weight_update`": control.BeginBody,
     "`/end_weight_update`": control.EndBody,
     "`/start_profile`": control.StartProfileBody,
+    "`/stop_profile`": control.StopProfileBody,
     "`/tokenize`": control.TokenizeBody,
     "`/detokenize`": control.DetokenizeBody,
 }
@@ -98,6 +99,7 @@ def test_the_page_has_no_other_tables_of_fields():
         ("`/generate`", schema.REFUSED, schema.IGNORED),
         ("`sampling_params`", schema.REFUSED_SAMPLING, schema.IGNORED_SAMPLING),
         ("`/start_profile`", control.StartProfileBody.REFUSED, ("profile_prefix",)),
+        ("`/stop_profile`", (), ("num_steps", "start_step")),
     ],
 )
 def test_the_page_says_what_the_code_does(name, refused, ignored):
