@@ -368,6 +368,20 @@ def test_a_changed_text_encoder_encodes_again_what_has_not_begun(driver, other_s
     assert not np.array_equal(old, new)
 
 
+def test_a_changed_text_encoder_leaves_a_prompt_that_a_sample_began_with(driver, other_sd3):
+    """Also for the samples of the request that wait: they share their embeddings."""
+    rid = driver.send(request(n=10))  # 8 run at once
+    driver.tick(3)
+    driver.call(PauseGenerationReqInput(mode="in_place"))
+    path = str(other_sd3 / "text_encoder")
+    update = UpdateWeightFromDiskReqInput(model_path=path, component="text_encoder", flush_cache=False)
+    assert driver.call(update).committed
+    driver.call(ContinueGenerationReqInput())
+    driver.run_until_idle()
+    embeds = [tensors_of(image(driver, rid, index))["prompt_embeds"] for index in range(10)]
+    assert all(np.array_equal(each, embeds[0]) for each in embeds)
+
+
 def test_poisoned_weights_make_nothing_until_their_component_is_complete(driver, sd3, other_sd3):
     rid = driver.send(request())
     driver.tick(2)
