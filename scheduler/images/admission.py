@@ -127,16 +127,37 @@ class ImageAdmission:
         if ids is not None and against is not None:
             ids, against = family.align(ids, against)
         _require_same_lengths(ids, against)
+        longest = message.max_sequence_length
+        tokens = [self._tokens(embeds, ids, longest), self._tokens(negative, against, longest)]
+        if tokens[0] != tokens[1]:
+            raise invalid(
+                "negative_prompt",
+                message.negative_prompt,
+                f"makes embeddings of {tokens[1]} tokens, and the prompt has {tokens[0]}",
+            )
         return Prompting(ids, against, message.max_sequence_length, True, embeds, negative)
 
     def _ids(
         self, text: str | None, ids: list[list[int]] | None, field: str, message: GenerateImagesReqInput
     ) -> list[list[int]] | None:
         """Of a prompt that is text or ids; None if it is neither."""
+        family, longest = self._family, message.max_sequence_length
+        value: object = longest
         if ids is not None:
-            self._family.check_ids(ids, field)
-            return ids
-        return None if text is None else self._family.tokenize(text, message.max_sequence_length)
+            family.check_ids(ids, field)
+            value = [*map(len, ids)]
+        elif text is not None:
+            ids, field = family.tokenize(text, longest), "max_sequence_length"
+        if ids is not None and family.encoded_tokens(ids, longest) < 1:
+            raise invalid(field, value, "leaves no tokens of the prompt")
+        return ids
+
+    def _tokens(self, embeds: Embeds | None, ids: list[list[int]] | None, longest: int) -> int:
+        """Of the embeddings that the transformer is given."""
+        if embeds is not None:
+            return len(embeds["prompt_embeds"])
+        assert ids is not None, "a prompt has one form"
+        return self._family.encoded_tokens(ids, longest)
 
     def _embeds(
         self, specs: Sequence[TensorSpec], buffers: list[memoryview]
@@ -168,11 +189,14 @@ class ImageAdmission:
             )
         if not family.embed_shape(plain, tuple(rows.shape)):
             raise invalid("tensors", name, f"of shape {list(rows.shape)} does not fit the transformer")
-        if rows.is_floating_point():
-            if not bool(torch.isfinite(rows).all()):
-                raise invalid("tensors", name, "has values that are not finite")
-            return rows.to(device=self._device, dtype=family.dtype, copy=True)
-        return rows.to(device=self._device, copy=True)
+        if not rows.is_floating_point():
+            if not plain.endswith("_mask"):
+                raise invalid("tensors", name, "must have a floating point type")
+            return rows.to(device=self._device, copy=True)
+        values = rows.to(device=self._device, dtype=family.dtype, copy=True)
+        if not bool(torch.isfinite(values).all()):
+            raise invalid("tensors", name, f"has values that are not finite as {values.dtype}")
+        return values
 
 
 def _check_numbers(message: GenerateImagesReqInput) -> None:

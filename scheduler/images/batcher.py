@@ -170,7 +170,7 @@ class ImageBatcher:
         return count
 
     def restart_prefills(self) -> int:
-        """After a commit that changed a text encoder: prompts whose samples have not begun are encoded again."""
+        """After a commit that changed a text encoder: prompts none of whose samples is under way are encoded again."""
         if not self._encoders_changed():
             return 0
         samples = [*self._running, *self.waiting]

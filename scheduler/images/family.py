@@ -25,6 +25,9 @@ from ..files import checkpoint_error
 Embeds = dict[str, Tensor]
 """Embeddings by name, of one prompt without a batch dimension, or of several with one."""
 
+MAX_IDS = 4096
+"""Token ids of one prompt for a text encoder whose config has no limit."""
+
 
 class Family(ABC):
     """One kind of pipeline."""
@@ -114,13 +117,17 @@ class Family(ABC):
             raise invalid(field, len(ids), f"needs ids for {len(self.encoders)} text encoders")
         for encoder, row in zip(self.encoders, ids, strict=True):
             text = encoder.config.get_text_config()
-            longest = getattr(text, "max_position_embeddings", None)
-            if not row or max(row) >= text.vocab_size or (longest is not None and len(row) > longest):
+            longest = getattr(text, "max_position_embeddings", MAX_IDS)
+            if not row or max(row) >= text.vocab_size or len(row) > longest:
                 raise invalid(
                     field,
                     len(row),
                     f"has {len(row)} ids for a text encoder with {text.vocab_size} tokens and at most {longest} of them",
                 )
+
+    @abstractmethod
+    def encoded_tokens(self, ids: Sequence[Sequence[int]], max_sequence_length: int) -> int:
+        """Tokens of the ``prompt_embeds`` that :meth:`encode` makes; 0 or less: it can make none of these ids."""
 
     @abstractmethod
     def encode(self, ids: Sequence[Tensor], max_sequence_length: int) -> Embeds:

@@ -91,11 +91,12 @@ def log_prob(after: Tensor, mean: Tensor, std: float, sde: SdeParams) -> Tensor:
     """Of one row's x' (float32 [scalar]), as ``sde`` defines it; 0 where ``std`` is."""
     if std == 0.0:
         return torch.zeros((), dtype=torch.float32, device=after.device)
-    squares = (after - mean).square()
+    difference = after.double() - mean  # the square of a small std is 0 in float32
     if sde.log_prob_form == "density":
-        squares = squares / (2 * std**2) + (math.log(std) + _LOG_SQRT_2PI)
-    total = squares.sum(dtype=torch.float64) if sde.log_prob == "sum" else squares.mean(dtype=torch.float64)
-    return -total.float()
+        squares = (difference / std).square() / 2 + (math.log(std) + _LOG_SQRT_2PI)
+    else:
+        squares = difference.square()
+    return -(squares.sum() if sde.log_prob == "sum" else squares.mean()).float()
 
 
 def noise_of(seed: int, sample: int, step: int, shape: tuple[int, ...]) -> Tensor:

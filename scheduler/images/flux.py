@@ -40,6 +40,10 @@ class Flux(Family):
         clip, t5 = self.tokenizers
         return [padded_ids(clip, text, clip.model_max_length), padded_ids(t5, text, max_sequence_length)]
 
+    def encoded_tokens(self, ids: Sequence[Sequence[int]], max_sequence_length: int) -> int:
+        """T5's."""
+        return len(ids[1])
+
     def encode(self, ids: Sequence[Tensor], max_sequence_length: int) -> Embeds:
         """T5's tokens, CLIP's pooled output."""
         clip, t5 = self.encoders

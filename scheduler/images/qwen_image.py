@@ -60,6 +60,10 @@ class QwenImage(Family):
         padding = [self.tokenizers[0].pad_token_id]
         return tuple([each[0] + padding * (length - len(each[0]))] for each in (ids, against))  # type: ignore[return-value]
 
+    def encoded_tokens(self, ids: Sequence[Sequence[int]], max_sequence_length: int) -> int:
+        """Those behind the template."""
+        return len(ids[0]) - _CUT
+
     def encode(self, ids: Sequence[Tensor], max_sequence_length: int) -> Embeds:
         """The last hidden states behind the template; zeros where there is padding."""
         mask = (ids[0] != self.tokenizers[0].pad_token_id).long()

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .family import Embeds, Family, padded_ids, vae_scale
+from .family import Embeds, Family, invalid, padded_ids, vae_scale
 
 _TIMESTEPS = 1000
 """The transformer's timestep at sigma 1."""
@@ -46,6 +46,18 @@ class StableDiffusion3(Family):
             *ids,
             *(padded_ids(tokenizer, text, max_sequence_length) for tokenizer in self.tokenizers[2:]),
         ]
+
+    def check_ids(self, ids: Sequence[Sequence[int]], field: str) -> None:
+        """Both CLIPs' tokens stand beside each other."""
+        super().check_ids(ids, field)
+        if len(ids[0]) != len(ids[1]):
+            raise invalid(field, [*map(len, ids)], "the first two encoders need as many ids as each other")
+
+    def encoded_tokens(self, ids: Sequence[Sequence[int]], max_sequence_length: int) -> int:
+        """CLIP's, and T5's or as many zeros."""
+        if not all(ids):
+            return 0
+        return len(ids[0]) + (len(ids[2]) if len(ids) > 2 else max_sequence_length)
 
     def encode(self, ids: Sequence[Tensor], max_sequence_length: int) -> Embeds:
         """CLIP's last layers but one beside each other, and behind them T5's output, or as many zeros."""

@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 
 IMPORTED_BY_START = "torch._inductor"
 """torch's profiler looks whether it is there, which imports it."""
-STEPS = ("prefill", "decode")
-"""The stages that are steps."""
+STEPS = ("prefill", "decode", "encode", "denoise")
+"""The stages that are steps, of tokens and of images."""
 
 
 class StepTrace:
@@ -56,6 +56,7 @@ class StepTrace:
         self.steps = 0
         """Number of its steps so far."""
         self._limit = 0
+        self._started = 0
 
     @property
     def is_loaded(self) -> bool:
@@ -101,7 +102,9 @@ class StepTrace:
         )
         recording.start()
         stamp = strftime("%Y%m%d-%H%M%S", localtime())
-        self.path = folder / f"caesura-{stamp}-pid{os.getpid()}-step{step + 1}.trace.json.gz"
+        self._started += 1  # an idle engine may be traced twice in a second
+        name = f"caesura-{stamp}-pid{os.getpid()}-{self._started}-step{step + 1}.trace.json.gz"
+        self.path = folder / name
         self.steps, self._limit = 0, request.num_steps or MAX_TRACE_STEPS
         self._recording, self._writing = recording, None
         self._stages.call_at_ends(self._count)
@@ -158,7 +161,7 @@ class StepTrace:
                     field="output_dir",
                 )
             os.makedirs(folder, exist_ok=True)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise CaesuraError(
                 ErrorCode.INVALID_REQUEST, f"output_dir cannot be made: {error}", field="output_dir"
             ) from error

@@ -92,6 +92,18 @@ def test_qwen_image_is_what_diffusers_makes(tmp_path, guidance):
         np.testing.assert_allclose(tensors["image"] / 255, image, rtol=0, atol=0.5 / 255 + 1e-4)
 
 
+def test_a_prompt_without_tokens_behind_the_template_is_refused(tmp_path):
+    """Nothing would be left of it for the transformer."""
+    with EngineDriver(str(make_qwen_image(tmp_path / "qwen")), scripted=False) as driver:
+        for field, fields in (
+            ("max_sequence_length", {"prompt": "a", "max_sequence_length": 0}),
+            ("prompt_ids", {"prompt_ids": [[1] * 34]}),
+        ):
+            rid = driver.send(GenerateImagesReqInput(width=16, height=16, **fields))
+            driver.tick()
+            assert driver.replies.pop(rid).detail["field"] == field
+
+
 def test_a_text_encoder_that_an_older_library_saved(tmp_path):
     """Its names are the file's, for updates, too."""
     new = make_qwen_image(tmp_path / "new")

@@ -368,6 +368,20 @@ def test_a_changed_text_encoder_encodes_again_what_has_not_begun(driver, other_s
     assert not np.array_equal(old, new)
 
 
+def test_a_changed_text_encoder_leaves_a_prompt_that_a_sample_began_with(driver, other_sd3):
+    """Also for the samples of the request that wait: they share their embeddings."""
+    rid = driver.send(request(n=10))  # 8 run at once
+    driver.tick(3)
+    driver.call(PauseGenerationReqInput(mode="in_place"))
+    path = str(other_sd3 / "text_encoder")
+    update = UpdateWeightFromDiskReqInput(model_path=path, component="text_encoder", flush_cache=False)
+    assert driver.call(update).committed
+    driver.call(ContinueGenerationReqInput())
+    driver.run_until_idle()
+    embeds = [tensors_of(image(driver, rid, index))["prompt_embeds"] for index in range(10)]
+    assert all(np.array_equal(each, embeds[0]) for each in embeds)
+
+
 def test_poisoned_weights_make_nothing_until_their_component_is_complete(driver, sd3, other_sd3):
     rid = driver.send(request())
     driver.tick(2)
@@ -497,6 +511,9 @@ REFUSED = [
     ({"sde": SdeParams(type="sde", noise_level=float("inf"))}, "sde.noise_level"),
     ({"sde": SdeParams(type="sde", steps=[5])}, "sde.steps"),
     ({"return_steps": [5]}, "return_steps"),
+    ({"max_sequence_length": 0}, "max_sequence_length"),
+    ({"prompt": None, "prompt_ids": [[1], [1, 1], [1]]}, "prompt_ids"),
+    ({"prompt": None, "prompt_ids": [[1], [1], [1] * 5000]}, "prompt_ids"),
 ]
 
 
@@ -507,10 +524,12 @@ def test_what_cannot_be_done_is_refused_with_its_field(driver, fields, field):
     assert len(driver.engine.live) == 0
 
 
-def test_embeddings_that_do_not_fit_are_refused(driver):
-    def spec(name, shape, buffer=0):
-        return TensorSpec(name=name, dtype="F32", shape=shape, nbytes=4 * int(np.prod(shape)), buffer=buffer)
+def spec(name, shape, buffer=0, dtype="F32"):
+    size = {"F32": 4, "F64": 8, "I32": 4}[dtype]
+    return TensorSpec(name=name, dtype=dtype, shape=shape, nbytes=size * int(np.prod(shape)), buffer=buffer)
 
+
+def test_embeddings_that_do_not_fit_are_refused(driver):
     zeros = [bytes(4 * 40 * 3), bytes(4 * 24)]
     pooled = spec("pooled_prompt_embeds", [24], 1)
     nan = np.full((3, 40), np.nan, np.float32).tobytes()
@@ -521,11 +540,37 @@ def test_embeddings_that_do_not_fit_are_refused(driver):
         ([spec("prompt_embeds", [3, 40]), pooled], zeros[:1]),
         ([spec("prompt_embeds", [3, 40]), pooled], [*zeros, b"more"]),
         ([spec("prompt_embeds", [3, 40]), pooled], [nan, bytes(96)]),
+        ([spec("prompt_embeds", [3, 40], dtype="I32"), pooled], zeros),
+        ([spec("prompt_embeds", [3, 40], dtype="F64"), pooled], [np.full(120, 1e300).tobytes(), bytes(96)]),
     ):
         reply = refusal(driver, request(prompt=None, tensors=specs), buffers)
         assert reply.code == "invalid_request"
     specs = [spec("prompt_embeds", [3, 40]), pooled]
     assert run(driver, request(prompt=None, tensors=specs), zeros)[0].finish_reason.type == "length"
+
+
+@pytest.mark.parametrize("given", ["", "negative_"])
+def test_prompts_in_two_forms_must_make_embeddings_of_one_length(driver, given):
+    """Two tensors of other lengths are no batch: the step would fail, for those that share it, too."""
+    text = "negative_prompt" if given == "" else "prompt"
+    other = driver.send(request(guidance_scale=2.0))
+    for tokens, reason in ((3, "error"), (20, "length")):
+        specs = [spec(f"{given}prompt_embeds", [tokens, 40]), spec(f"{given}pooled_prompt_embeds", [24], 1)]
+        message = request(**{"prompt": None, text: "blue", "tensors": specs, "guidance_scale": 2.0})
+        rid = driver.send(message, buffers=[bytes(4 * 40 * tokens), bytes(96)])
+        driver.run_until_idle()
+        if reason == "error":
+            assert driver.replies.pop(rid).detail["field"] == "negative_prompt"
+        else:
+            assert image(driver, rid).finish_reason.type == "length"
+    assert image(driver, other).finish_reason.type == "length"
+
+
+def test_noise_too_small_to_be_seen_has_a_log_probability(driver):
+    """Of numbers that float32 does not hold, whose squares would be 0."""
+    for noise_level in (1e-22, 1e-30, 1e-300):
+        result = run(driver, request(sde=SdeParams(type="sde", noise_level=noise_level)))[0]
+        assert np.isfinite(tensors_of(result)["log_probs"]).all()
 
 
 def test_frames_without_a_description_are_refused(driver):

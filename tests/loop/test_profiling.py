@@ -9,6 +9,7 @@ import pytest
 from support.scripted import EngineDriver, assert_error, tokens_of
 from support.waiting import eventually
 
+from caesura.io_struct import GenerateImagesReqInput
 from caesura.io_struct import StartProfileReqInput as Start
 from caesura.io_struct import StopProfileReqInput as Stop
 from caesura.scheduler.observability import step_trace
@@ -64,6 +65,28 @@ def test_a_second_trace_begins_when_the_first_is_written(driver):
     assert [Path(each.path).parent.name for each in (first, second)] == ["first", "second"]
 
 
+def test_traces_of_the_same_second_and_step_are_two_files(driver):
+    paths = []
+    for _ in range(2):
+        driver.call(Start())
+        paths.append(Path(driver.call(Stop(), max_ticks=20_000).path))
+    assert paths[0] != paths[1]
+    assert all(path.exists() for path in paths)
+
+
+def test_every_step_of_an_image_counts(tmp_path, folder):
+    pytest.importorskip("diffusers")
+    from support.pipelines import make_sd3
+
+    path = make_sd3(tmp_path / "sd3")
+    with EngineDriver(str(path), scripted=False, profile_dir=str(folder)) as driver:
+        started = driver.call(Start(num_steps=3))
+        driver.send(GenerateImagesReqInput(prompt="a", width=16, height=16, num_inference_steps=8))
+        driver.run_until_idle()
+        ended = driver.call(Stop(), max_ticks=20_000)
+        assert (ended.path, ended.steps) == (started.path, 3)
+
+
 def test_steps_go_on_while_the_profiler_is_loaded(driver, monkeypatch):
     loaded = threading.Event()
     monkeypatch.setattr(step_trace, "import_module", lambda _: loaded.wait())
@@ -86,7 +109,9 @@ def test_nothing_is_called_at_the_ends_of_stages_unless_a_trace_is_recorded(driv
     assert stages._on_end is None
 
 
-@pytest.mark.parametrize("wanted", ["/etc", "..", "link", "a\0b"])
+@pytest.mark.parametrize(
+    "wanted", ["/etc", "..", "link", "a\0b", "a/" * 2000], ids=lambda path: ascii(path)[:8]
+)
 def test_a_folder_outside_is_refused(driver, folder, wanted):
     folder.mkdir()
     (folder / "link").symlink_to("/tmp")

@@ -220,6 +220,11 @@ class StartProfileBody(Strict, kw_only=True):
 class StopProfileBody(Strict, kw_only=True):
     """``/stop_profile``."""
 
+    # accepted and ignored
+    num_steps: Any = None
+    """Of SGLang's older benchmarks, which send what they gave ``/start_profile``."""
+    start_step: Any = None
+
 
 class TokenizeBody(Strict, kw_only=True):
     """``/tokenize``."""

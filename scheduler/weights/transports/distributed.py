@@ -13,6 +13,7 @@ How a group's ranks meet and how its backend is made and ended is process_group.
 
 import contextlib
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -52,6 +53,8 @@ MAX_JOINING = 8
 MAX_GROUPS = 64
 _LOOK_S = 1.0  # longest attempt to reach a port, between two looks at whether anybody still wants to
 _CLOSE_S = 0.5
+_QUESTION = struct.pack("=BIB", 0, 0x3C85F7CE, 7)
+"""To a TCPStore: its check of clients, and how many keys it has (torch/csrc/distributed/c10d). Whatever comes back, somebody is there."""
 _MAX_BYTES = 1 << 62  # beyond, neither torch nor a reply can hold the number
 _RETRY_S = 0.05  # between two looks at a port where nobody listens yet
 
@@ -224,16 +227,31 @@ class Group:
         while self._failure is None:
             try:
                 limit = min(self._time_left().total_seconds(), _LOOK_S)
-                socket.create_connection((host, port), timeout=limit).close()
+                with socket.create_connection((host, port), timeout=limit) as probe:
+                    if self._is_answered(probe):
+                        return
             except (OSError, UnicodeError) as error:
                 if monotonic() + _RETRY_S >= self._deadline:
                     raise self.error(
                         f"nobody could be reached there within {self._timeout_s:g} s: {error}", ranks_seen=[]
                     ) from error
-            else:
-                return
             time.sleep(_RETRY_S)
         raise self._failure
+
+    def _is_answered(self, probe: socket.socket) -> bool:
+        """The kernel accepts for a process that hangs; torch's store would wait for its answer without a limit."""
+        with contextlib.suppress(ConnectionError):  # also an answer: torch's store says what is wrong
+            probe.sendall(_QUESTION)
+            while self._failure is None:
+                with contextlib.suppress(TimeoutError):
+                    probe.recv(1)
+                    return True
+                if monotonic() >= self._deadline:
+                    raise self.error(
+                        f"a process listens there, and did not answer within {self._timeout_s:g} s",
+                        ranks_seen=[],
+                    )
+        return self._failure is None
 
     def _time_left(self) -> timedelta:
         return timedelta(seconds=max(self._deadline - monotonic(), 0.1))

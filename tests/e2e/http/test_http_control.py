@@ -433,7 +433,7 @@ def test_a_trace_of_steps_as_sglangs_clients_ask_for_it(tiny_model, tmp_path):
         started = engine.ok("/start_profile", options)
         assert engine.post("/start_profile").json()["code"] == "busy"
         engine.generate([5, 6, 7])
-        ended = engine.ok("/stop_profile")
+        ended = engine.ok("/stop_profile", {"num_steps": "3"})
     assert (ended["path"], ended["steps"], started["success"]) == (started["path"], 3, True)
     assert json.loads(gzip.decompress(Path(ended["path"]).read_bytes()))["traceEvents"]
     assert Path(ended["path"]).parent == tmp_path / "today"

@@ -4,6 +4,7 @@ import gc
 import multiprocessing
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -347,6 +348,28 @@ def test_a_group_of_one_host_listens_on_loopback_alone(driver):
     opened = listeners(os.getpid()) - before
     assert len(opened) >= 3  # the rendezvous and both ranks
     assert {place.rpartition(":")[0] for place in opened} == {LOOPBACK}
+
+
+def test_joins_of_a_trainer_that_hangs_end(driver):
+    """The kernel accepts for it. Each join used to wait for its answer for good, and after MAX_JOINING there was no other."""
+    with socket.create_server(("127.0.0.1", 0)) as hanging:
+        messages = [
+            InitWeightsUpdateGroupReqInput(
+                master_address="127.0.0.1",
+                master_port=hanging.getsockname()[1],
+                rank_offset=1,
+                world_size=2,
+                group_name=f"g{number}",
+                timeout_s=0.3 if number else 600.0,
+            )
+            for number in range(MAX_JOINING)
+        ]
+        for message in messages:
+            driver.send(message)
+        for message in messages[1:]:
+            assert "did not answer" in assert_error(answer(driver, message.id), "group_error").message
+        driver.call(DestroyWeightsUpdateGroupReqInput(group_name="g0"))
+        eventually(lambda: not any(t.name == "caesura-feed" for t in threading.enumerate()))
 
 
 def test_joins_that_wait_are_bounded(driver):

@@ -42,6 +42,7 @@ DOCUMENTED = {
     "`/end_weight_update`": control.EndBody,
     "`/start_profile`": control.StartProfileBody,
     "`/rollout/generate`": rollout_routes.RolloutBody,
+    "`/stop_profile`": control.StopProfileBody,
     "`/tokenize`": control.TokenizeBody,
     "`/detokenize`": control.DetokenizeBody,
 }
@@ -99,6 +100,7 @@ def test_the_page_has_no_other_tables_of_fields():
         ("`/generate`", schema.REFUSED, schema.IGNORED),
         ("`sampling_params`", schema.REFUSED_SAMPLING, schema.IGNORED_SAMPLING),
         ("`/start_profile`", control.StartProfileBody.REFUSED, ("profile_prefix",)),
+        ("`/stop_profile`", (), ("num_steps", "start_step")),
     ],
 )
 def test_the_page_says_what_the_code_does(name, refused, ignored):
