@@ -350,8 +350,14 @@ def test_a_group_of_one_host_listens_on_loopback_alone(driver):
     assert {place.rpartition(":")[0] for place in opened} == {LOOPBACK}
 
 
+def assert_joins_end(before: set[threading.Thread]) -> None:
+    """Of the threads that were not there before: other tests of this process may have left some."""
+    eventually(lambda: not any(t.name == "caesura-feed" for t in set(threading.enumerate()) - before))
+
+
 def test_joins_of_a_trainer_that_hangs_end(driver):
     """The kernel accepts for it. Each join used to wait for its answer for good, and after MAX_JOINING there was no other."""
+    before = set(threading.enumerate())
     with socket.create_server(("127.0.0.1", 0)) as hanging:
         messages = [
             InitWeightsUpdateGroupReqInput(
@@ -369,7 +375,7 @@ def test_joins_of_a_trainer_that_hangs_end(driver):
         for message in messages[1:]:
             assert "did not answer" in assert_error(answer(driver, message.id), "group_error").message
         driver.call(DestroyWeightsUpdateGroupReqInput(group_name="g0"))
-        eventually(lambda: not any(t.name == "caesura-feed" for t in threading.enumerate()))
+        assert_joins_end(before)
 
 
 def test_joins_that_wait_are_bounded(driver):
@@ -397,4 +403,4 @@ def test_joins_that_wait_are_bounded(driver):
     assert len(set(threading.enumerate()) - before) <= MAX_JOINING
     for message in messages[:MAX_JOINING]:
         driver.call(DestroyWeightsUpdateGroupReqInput(group_name=message.group_name))
-    eventually(lambda: not any(t.name == "caesura-feed" for t in set(threading.enumerate()) - before))
+    assert_joins_end(before)
