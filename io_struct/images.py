@@ -21,7 +21,6 @@ MAX_PROMPT_CHARACTERS = 1 << 16
 
 SdeType = Literal["ode", "sde", "cps", "dance"]
 Prompt = Annotated[str, msgspec.Meta(max_length=MAX_PROMPT_CHARACTERS)]
-PositiveCount = Annotated[int, msgspec.Meta(ge=1)]
 StepIndex = Annotated[int, msgspec.Meta(ge=0, lt=MAX_STEPS)]
 
 

@@ -1,4 +1,4 @@
-"""The header of a safetensors file, and the names of dtypes, which are the wire's, too.
+"""The header of a safetensors file, read and written, and the names of dtypes, which are the wire's, too.
 
 Invariants:
 - Nothing is believed: a header's length is compared with a limit and with what is there before anybody reads it, and its
@@ -7,6 +7,7 @@ Invariants:
 The format is described at https://huggingface.co/docs/safetensors.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Annotated, NamedTuple
@@ -17,6 +18,8 @@ LENGTH_BYTES = 8
 """Before the header: how many bytes it has."""
 MAX_HEADER_BYTES = 100_000_000
 """The format's own limit."""
+_ALIGNMENT = 8
+"""Of the data, by spaces behind the header."""
 
 _PICKLE_MAGIC = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")  # torch.save, pickle
 
@@ -136,3 +139,11 @@ def parse_header(header: bytes | memoryview, data_bytes: int) -> list[TensorEntr
         kind = "is truncated" if data_bytes < position else "has trailing data"
         raise SafetensorsError(f"{kind}: {data_bytes} bytes of data where its header promises {position}")
     return tensors
+
+
+def file_of_one(name: str, dtype: str, shape: Sequence[int], data: bytes) -> bytes:
+    """A whole file with one tensor. The library's own writer takes other arguments from version to version."""
+    entry = {"dtype": dtype, "shape": shape, "data_offsets": (0, len(data))}
+    header = msgspec.json.encode({name: entry})
+    header += b" " * (-len(header) % _ALIGNMENT)
+    return len(header).to_bytes(LENGTH_BYTES, "little") + header + data

@@ -16,6 +16,7 @@ from litestar.handlers import HTTPRouteHandler
 
 from ....io_struct import CaesuraError, SdeParams, new_id
 from ....io_struct.images import MAX_PROMPT_CHARACTERS
+from ....io_struct.safetensors import DTYPES, file_of_one
 from ...exceptions import Unsupported
 from ...wire.images import ImageOutput, ImageTensor
 from ..context import Front, FrontEnd
@@ -26,15 +27,6 @@ from .generate_routes import refused
 MAX_OUTPUTS = 256
 """Of one request."""
 MAX_SEED = (1 << 63) - 1 - MAX_OUTPUTS
-_TORCH_NAMES = {
-    "F32": "torch.float32",
-    "F16": "torch.float16",
-    "BF16": "torch.bfloat16",
-    "U8": "torch.uint8",
-    "I64": "torch.int64",
-    "BOOL": "torch.bool",
-}
-_HEADER_ALIGN = 8
 
 
 class ExtraParams(Strict, kw_only=True):
@@ -79,6 +71,11 @@ class RolloutBody(Strict, kw_only=True):
     # refused unless they ask for nothing
     num_frames: int | None = None
     image_path: str | list[str] | None = None
+
+    @property
+    def scale(self) -> float | None:
+        """Of guidance. None: the engine's default."""
+        return self.guidance_scale if self.true_cfg_scale is None else self.true_cfg_scale
 
 
 @post("/rollout/generate", status_code=200, opt={"access": "user", "body": "prompts"})
@@ -131,14 +128,13 @@ def _unwrapped(result: ImageOutput | CaesuraError) -> ImageOutput:
 
 def _options(body: RolloutBody) -> dict[str, Any]:
     """Keywords of ``generate_images``; what the body leaves out has the client's defaults."""
-    scale = body.guidance_scale if body.true_cfg_scale is None else body.true_cfg_scale
     extra = body.extra_sampling_params or ExtraParams()
     given = {
         "negative_prompt": body.negative_prompt,
         "width": body.width,
         "height": body.height,
         "num_inference_steps": body.num_inference_steps,
-        "guidance_scale": scale,
+        "guidance_scale": body.scale,
         "sigmas": extra.sigmas,
         "shift": extra.shift,
         "max_sequence_length": extra.max_sequence_length,
@@ -196,13 +192,11 @@ def _environment(body: RolloutBody, output: ImageOutput) -> dict[str, Any]:
     positive = {
         name: _tensor(each) for name, each in output.embeds.items() if not name.startswith("negative_")
     }
-    scale = body.guidance_scale if body.true_cfg_scale is None else body.true_cfg_scale
-    guidance = None if scale is None else _floats([scale])
     return {
         "image_kwargs": None,
         "pos_cond_kwargs": positive,
         "neg_cond_kwargs": negative or None,
-        "guidance": guidance,
+        "guidance": None if body.scale is None else _floats([body.scale]),
     }
 
 
@@ -219,16 +213,11 @@ def _floats(values: list[float]) -> dict[str, Any]:
 
 
 def _tensor(tensor: ImageTensor) -> dict[str, Any]:
-    """A safetensors file of one tensor (the format: eight bytes for the header's length, the header, the bytes)."""
-    data = bytes(tensor.data)
-    entry = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": [0, len(data)]}
-    header = msgspec.json.encode({"t": entry})
-    header += b" " * (-len(header) % _HEADER_ALIGN)
     return {
         "__tensor__": True,
-        "data": len(header).to_bytes(8, "little") + header + data,
-        "shape": list(tensor.shape),
-        "dtype": _TORCH_NAMES[tensor.dtype],
+        "data": file_of_one("t", tensor.dtype, tensor.shape, bytes(tensor.data)),
+        "shape": tensor.shape,
+        "dtype": f"torch.{DTYPES[tensor.dtype].torch}",
     }
 
 

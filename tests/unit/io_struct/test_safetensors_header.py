@@ -8,13 +8,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import save
+from safetensors.torch import load, save
 
 from caesura.io_struct.safetensors import (
     DTYPES,
     LENGTH_BYTES,
     NAMES_BY_TORCH,
     SafetensorsError,
+    file_of_one,
     header_length,
     parse_header,
 )
@@ -94,3 +95,11 @@ def test_names_and_sizes_are_those_of_torch(name):
     assert dtype.itemsize == DTYPES[name].nbytes
     assert dtypes.NAMES[dtype] == NAMES_BY_TORCH[dtypes.torch_name(dtype)] == name
     assert dtypes.by_torch_name(DTYPES[name].torch) is dtype
+
+
+@pytest.mark.parametrize("shape", [(), (0, 3), (2, 3)])
+@pytest.mark.parametrize("dtype", ["F32", "BF16", "U8", "BOOL"])
+def test_what_is_written_is_read_by_the_library(dtype, shape):
+    tensor = torch.arange(torch.Size(shape).numel()).view(shape).to(dtypes.DTYPES[dtype])
+    data = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+    assert torch.equal(load(file_of_one("t", dtype, shape, data))["t"], tensor)
