@@ -134,32 +134,24 @@ class WeightUpdateGroup:
                 client.destroy_weights_update_group(group_name, timeout=timeout_s)
         limit, size = timedelta(seconds=timeout_s), 1 + len(clients)
         store, is_local = _rendezvous(master_address, master_port, size, limit)
+        broadcast_limit = timedelta(seconds=broadcast_timeout_s)
         if backend == "nccl":  # its constructor waits for nobody: engines that see this wait for one another
             PrefixStore(group_name, store).set(f"{PRESENT}0", "")
+            limit = broadcast_limit
         limits = timeout_s, broadcast_timeout_s
         tickets = _invite(clients, master_address, store.port, group_name, backend, limits)
         listen = master_address if is_local else None
-        if backend == "nccl":
-            limit = timedelta(seconds=broadcast_timeout_s)
         joining = _beside(partial(_join, store, group_name, backend, size, limit, listen))
-        done, late = wait([*tickets, joining], timeout_s + _GRACE_S, return_when=FIRST_EXCEPTION)
         try:
-            for future in (*tickets, joining):
-                if future in done:
-                    future.result()
-            if late:
-                raise GroupError(f"{len(late)} of {size} ranks did not join within {timeout_s:g} s")
+            _await_ranks([*tickets, joining], timeout_s)
         except (CaesuraError, RuntimeError) as error:
             _leave(clients, group_name, timeout_s)
             if isinstance(error, CaesuraError):
                 raise
             raise GroupError(f"this process could not join its group: {error}") from error
         group = cls(joining.result(), group_name=group_name, backend=backend, clients=clients)
-        group._store = store
-        store.set_timeout(
-            timedelta(seconds=broadcast_timeout_s)
-        )  # NCCL's ranks meet in it at the first broadcast
-        group._broadcast_timeout = timedelta(seconds=broadcast_timeout_s)
+        store.set_timeout(broadcast_limit)  # NCCL's ranks meet in it at the first broadcast
+        group._store, group._broadcast_timeout = store, broadcast_limit
         return group
 
     def steps(
@@ -407,6 +399,16 @@ def _invite(
         )
         for rank, client in enumerate(clients, start=1)
     ]
+
+
+def _await_ranks(joining: Sequence[Future[Any]], timeout_s: float) -> None:
+    """Until every rank has joined; raises the error of the first that has not, in their order."""
+    done, late = wait(joining, timeout_s + _GRACE_S, return_when=FIRST_EXCEPTION)
+    for future in joining:
+        if future in done:
+            future.result()
+    if late:
+        raise GroupError(f"{len(late)} of {len(joining)} ranks did not join within {timeout_s:g} s")
 
 
 def _rendezvous(address: str, port: int, size: int, limit: timedelta) -> tuple[Any, bool]:

@@ -53,6 +53,12 @@ class Failure:
             logger.error("step %d failed", step, exc_info=error)
         return failure
 
+    def ending(self, what: str) -> tuple[str, ErrorCode]:
+        """Message and code of the samples that end because ``what`` failed."""
+        if self.out_of_memory:
+            return f"out of memory: {self.message}", ErrorCode.OUT_OF_MEMORY
+        return f"{what} failed: {self.message}", ErrorCode.INTERNAL
+
 
 class Recovery:
     """Restores a consistent state after a failed step, and counts failures."""
@@ -135,10 +141,7 @@ class Recovery:
         return before == computed
 
     def _fail_requests(self, requests: list[Request], failure: Failure) -> None:
-        if failure.out_of_memory:
-            self._outputs.fail(requests, f"out of memory: {failure.message}", ErrorCode.OUT_OF_MEMORY)
-        else:
-            self._outputs.fail(requests, f"the batch failed: {failure.message}")
+        self._outputs.fail(requests, *failure.ending("the batch"))
 
     def _restore_last_tokens(self) -> None:
         """Overwrite the last tokens on the device: it may have sampled tokens that were rolled back."""

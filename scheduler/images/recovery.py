@@ -10,7 +10,7 @@ same noise.
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ...io_struct import ErrorCode, StepFailures
+from ...io_struct import StepFailures
 from ..batching.step_recovery import MAX_BUILDS, Failure
 from ..memory.device_cache import DeviceCache
 from .batcher import ImageBatch, ImageBatcher
@@ -74,7 +74,4 @@ class ImageRecovery:
         self._device_cache.after_failure(failure.message)
 
     def _fail(self, samples: list[ImageRequest], failure: Failure) -> None:
-        if failure.out_of_memory:
-            self._outputs.fail(samples, f"out of memory: {failure.message}", ErrorCode.OUT_OF_MEMORY)
-        else:
-            self._outputs.fail(samples, f"the step failed: {failure.message}")
+        self._outputs.fail(samples, *failure.ending("the step"))

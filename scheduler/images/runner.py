@@ -83,7 +83,7 @@ class Launched:
             before=list(result.before),
             after=list(result.after),
             rows=result.rows,
-            log_probs=[None if each is None else float(each) for each in result.log_probs],
+            log_probs=_on_host(result.log_probs),
             finite=result.finite.tolist(),
         )
 
@@ -194,3 +194,10 @@ class ImageRunner:
 def _stacked(embeds: list[Embeds | None]) -> Embeds:
     known = [each for each in embeds if each is not None]
     return {name: torch.stack([each[name] for each in known]) for name in known[0]}
+
+
+def _on_host(scalars: list[Tensor | None]) -> list[float | None]:
+    """One copy for all, since each would wait for the device."""
+    known = [each for each in scalars if each is not None]
+    values = iter(torch.stack(known).tolist() if known else [])
+    return [None if each is None else next(values) for each in scalars]

@@ -369,6 +369,32 @@ def _of_blocks(values):
 
 
 @triton.jit
+def _draw_unfiltered(
+    logits, divisor, is_greedy, block, block_best, weights, best, total, vocab_size, uniform,
+    num_blocks: tl.constexpr, width: tl.constexpr,
+):  # fmt: skip
+    """Draw a token of one row, or take the best: its block by the blocks' weights, then the token in its block."""
+    target = tl.minimum((uniform * total.to(tl.float64)).to(tl.int64), total - 1)
+    drawn = tl.sum((tl.cumsum(weights, 0) <= target).to(tl.int32), 0)
+    chosen = tl.where(is_greedy, tl.min(tl.where(block_best == best, block, num_blocks), 0), drawn)
+    before = tl.sum(tl.where(block < chosen, weights, 0), 0)
+    inside = tl.maximum(tl.sum(tl.where(block == chosen, weights, 0), 0), 1)
+    column = tl.arange(0, width)
+    at = chosen * width + column
+    value = tl.load(logits + at, mask=at < vocab_size, other=float("-inf")).to(tl.float32)
+    value = tl.div_rn(value, divisor)
+    # Relative to the block's own best: however small its share is, some token of it has a weight.
+    weight = _weight(value - tl.max(value, 0))
+    of_block = tl.sum(weight, 0)
+    # The sum of the block was rounded elsewhere; a fraction of one serves the other.
+    fraction = (target - before).to(tl.float64) / inside.to(tl.float64)
+    target = tl.minimum((fraction * of_block.to(tl.float64)).to(tl.int64), of_block - 1)
+    drawn = tl.sum((tl.cumsum(weight, 0) <= target).to(tl.int32), 0)
+    lowest = tl.min(tl.where(value == best, column, width), 0)
+    return chosen * width + tl.where(is_greedy, lowest, drawn)
+
+
+@triton.jit
 def _draw(
     logits, temperature, greedy, uniforms, top_k, top_p, min_p,
     maxima, sums, raw_maxima, raw_sums, listed, candidates, candidate_indices,
@@ -399,24 +425,9 @@ def _draw(
             capacity, group, width, tile,
         )  # fmt: skip
     else:
-        target = tl.minimum((uniform * total.to(tl.float64)).to(tl.int64), total - 1)
-        drawn = tl.sum((tl.cumsum(weights, 0) <= target).to(tl.int32), 0)
-        chosen = tl.where(is_greedy, tl.min(tl.where(block_best == best, block, num_blocks), 0), drawn)
-        before = tl.sum(tl.where(block < chosen, weights, 0), 0)
-        inside = tl.maximum(tl.sum(tl.where(block == chosen, weights, 0), 0), 1)
-        column = tl.arange(0, width)
-        at = chosen * width + column
-        value = tl.load(logits + at, mask=at < vocab_size, other=float("-inf")).to(tl.float32)
-        value = tl.div_rn(value, divisor)
-        # Relative to the block's own best: however small its share is, some token of it has a weight.
-        weight = _weight(value - tl.max(value, 0))
-        of_block = tl.sum(weight, 0)
-        # The sum of the block was rounded elsewhere; a fraction of one serves the other.
-        fraction = (target - before).to(tl.float64) / inside.to(tl.float64)
-        target = tl.minimum((fraction * of_block.to(tl.float64)).to(tl.int64), of_block - 1)
-        drawn = tl.sum((tl.cumsum(weight, 0) <= target).to(tl.int32), 0)
-        lowest = tl.min(tl.where(value == best, column, width), 0)
-        token = chosen * width + tl.where(is_greedy, lowest, drawn)
+        token = _draw_unfiltered(
+            logits, divisor, is_greedy, block, block_best, weights, best, total, vocab_size, uniform, num_blocks, width
+        )  # fmt: skip
 
     token = tl.where(finite, token, 0)
     raw = tl.load(logits + token).to(tl.float32)
