@@ -20,7 +20,7 @@ FLOORS = (
     ("memory",),
     ("observability", "guard", "timers"),
     ("cache",),
-    ("kernels", "forward"),
+    ("kernels", "parallel", "forward"),
     ("attention", "layers"),
     ("models",),
     ("weights",),

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..memory import residency
 from ..memory.workspace import ALIGNMENT, Workspace
+from ..parallel.group import SINGLE, TensorParallel
 
 _PROBE_ELEMENTS = 1024
 _COMPARE_ELEMENTS = 1 << 20  # bounds the transient of a cast comparison to a few megabytes
@@ -68,6 +69,8 @@ class Placement:
     fp8: Fp8Blocks | None = None
     """How projections are stored. None: in ``dtype``."""
     workspace: Workspace = field(default_factory=Workspace, compare=False, repr=False)
+    parallel: TensorParallel = SINGLE
+    """The ranks that hold a shard of every layer each."""
 
 
 class WeightSlot(ABC):
