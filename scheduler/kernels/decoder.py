@@ -4,6 +4,7 @@ Invariants:
 - The bits are those of the same model computed operation by operation (``layers/``) with compiled kernels.
 - Addresses are asked for at every step: a release of memory may move tensors.
 - Results lie in one grow-only workspace; a call overwrites those of the call before it.
+- Of several ranks each has its heads and its part of the width, and the sums over them are part of the call.
 """
 
 import ctypes
@@ -19,11 +20,12 @@ from ..config import PAGE_SIZE
 from ..memory.workspace import ALIGNMENT, Workspace
 from . import native
 from .attention import PagedStep
+from .collectives import Collective
 from .linear import is_storage, packable, storage_shape
 from .native import INT, POINTER, SIZE, DecoderStep
 
 _DECODER = native.by_dtype("caesura_decoder", POINTER, SIZE, POINTER, POINTER, INT)
-_counters = native.function("caesura_decoder_counters", SIZE, INT, result=SIZE)
+_counters = native.function("caesura_decoder_counters", SIZE, SIZE, INT, result=SIZE)
 
 
 class LayerTensors(NamedTuple):
@@ -43,7 +45,7 @@ class LayerTensors(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """Sizes of a layer, the same for all."""
+    """Sizes of a layer, the same for all; heads and intermediate are this rank's."""
 
     hidden: int
     heads: int
@@ -73,12 +75,14 @@ class DecoderKernel:
         *,
         eps: float,
         head_eps: float | None,
+        ranks: Collective | None = None,
     ) -> None:
         """
         Args:
             last_norm: [hidden], the weight of the norm behind the layers.
             eps: of the norms.
             head_eps: of the norms of queries and keys. None: there are none.
+            ranks: over which attention's results and each layer's are summed. None: they are whole.
 
         Raises:
             ValueError: a tensor that the kernel would misread.
@@ -92,6 +96,7 @@ class DecoderKernel:
                 f"no last norm of {shape} in {self._dtype}: {last_norm.dtype} {tuple(last_norm.shape)}"
             )
         self._eps, self._head_eps = eps, head_eps or 0.0
+        self._ranks = ranks
         self._layers, self._last_norm = layers, last_norm
         self._compute = _DECODER[self._dtype]
         self._table = (POINTER * (len(layers) * (len(LayerTensors._fields) + 2)))()
@@ -125,8 +130,9 @@ class DecoderKernel:
 
         Raises:
             ValueError: a tensor that the kernel would misread.
+            RankLostError: the results are of no use, and neither is what was stored of this step's tokens.
         """
-        attention, threads = step.attention, native.num_threads()
+        attention, threads, ranks = step.attention, native.num_threads(), self._ranks
         tokens, count = residual.shape[0], sampled.shape[0]
         self._check(residual, *angles, positions, sampled, step)
         shape = max(tokens, count), self._width
@@ -144,11 +150,15 @@ class DecoderKernel:
             *(sampled.data_ptr(), count, self._last_norm.data_ptr(), x),
             *(scratch, thread_floats),
             *(self._eps, self._head_eps, attention.scale),
+            None if ranks is None else ranks.address,
         )
         self._fill_table(step)
-        counted = _counters(len(self._layers), threads)
+        rounds = 0 if ranks is None else ranks.rounds(residual.nbytes)
+        counted = _counters(len(self._layers), rounds, threads)
         counters = self._workspace.take("counters", (counted,), torch.uint8).data_ptr()
         self._compute(self._table, len(self._layers), ctypes.byref(arguments), counters, threads)
+        if ranks is not None:
+            ranks.check()
         first, hidden = (x - update) // self._dtype.itemsize, self._shape.hidden
         return memory.view(-1)[first : first + count * hidden].view(count, hidden)
 

@@ -1,7 +1,10 @@
-"""The attention block: projections, optional head norms, rotation; the attention proper is the backend's."""
+"""The attention block: projections, optional head norms, rotation; the attention proper is the backend's.
+
+Invariant: of several ranks each computes its heads, and the sum over all of them is the block's result.
+"""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -10,6 +13,7 @@ from .linear import Linear, QKVLinear
 from .norm import RMSNorm, normalize
 from .parameters import CompositeLayer, Layer, Placement
 from .rotary import rotate
+from .sharding import head_windows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,23 +42,28 @@ class Attention(CompositeLayer):
         *,
         place: Placement,
     ) -> None:
-        """``prefix`` is the checkpoint's module (``model.layers.0.self_attn``)."""
-        self.shape = shape
-        self._layer = layer
+        """``prefix`` is the checkpoint's module (``model.layers.0.self_attn``).
+
+        Raises:
+            CaesuraError: UNSUPPORTED_MODEL, the ranks do not divide the heads.
+        """
+        heads, kv_heads = head_windows(shape.num_heads, shape.num_kv_heads, place.parallel)
+        self.shape = replace(shape, num_heads=heads.length, num_kv_heads=kv_heads.length)
+        """Of this rank's heads."""
+        self._layer, self._parallel = layer, place.parallel
         self.qkv = QKVLinear(
             f"{name}.qkv",
             prefix,
             shape.hidden_size,
-            num_heads=shape.num_heads,
-            num_kv_heads=shape.num_kv_heads,
+            heads=heads,
+            kv_heads=kv_heads,
             head_dim=shape.head_dim,
             bias=shape.qkv_bias,
             place=place,
         )
-        q_size = shape.num_heads * shape.head_dim
         self.o = Linear(
             f"{name}.o",
-            q_size,
+            heads.times(shape.head_dim),
             {f"{prefix}.o_proj": shape.hidden_size},
             bias=shape.o_bias,
             place=place,
@@ -86,7 +95,7 @@ class Attention(CompositeLayer):
         if backend.fused is not None:
             norms = self.qk_norms
             weights = None if norms is None else (norms[0].weight, norms[1].weight, norms[0].eps)
-            return self.o.forward(backend.fused(qkv, cos, sin, self._layer, weights))
+            return self._out(backend.fused(qkv, cos, sin, self._layer, weights))
         qk, v = qkv[:, : -shape.num_kv_heads], qkv[:, -shape.num_kv_heads :]
         if self.qk_norms is not None:
             q_norm, k_norm = self.qk_norms
@@ -95,7 +104,13 @@ class Attention(CompositeLayer):
             k_norm.scale_(qk[:, shape.num_heads :])
         qk = rotate(qk, cos, sin)
         attended = backend.forward(qk[:, : shape.num_heads], qk[:, shape.num_heads :], v, self._layer)
-        return self.o.forward(attended)
+        return self._out(attended)
+
+    def _out(self, attended: Tensor) -> Tensor:
+        out = self.o.forward(attended)
+        if self._parallel.size > 1:
+            self._parallel.all_reduce(out)
+        return out
 
     def parts(self) -> Iterator[Layer]:
         """q, k and v, o, then the head norms where there are any."""

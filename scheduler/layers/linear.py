@@ -4,6 +4,8 @@ Invariants:
 - The rest of the engine sees ``forward``, ``slots`` (writing) and ``read`` (the canonical [out, in] weight); how the
   weight is stored is ``matrix.py``'s business.
 - Fused weights are stacked along the output dimension in the order of their parts.
+- Of several ranks each has some outputs of a product (a window of a part's rows), or some inputs (of the columns); in the
+  latter case results are partial, and whoever asked for the product has them summed. A bias is added by rank 0 alone then.
 - A weight is FP8 where the checkpoint's config says so of all its parts; of some only is refused.
 """
 
@@ -15,6 +17,7 @@ from ...io_struct import CaesuraError, ErrorCode
 from .fp8_block import Fp8Matrix
 from .matrix import Matrix
 from .parameters import Parameter, Placement, WeightSlot
+from .sharding import Window, as_window, require_borders, sharded
 
 
 class Linear:
@@ -23,8 +26,8 @@ class Linear:
     def __init__(
         self,
         name: str,
-        in_features: int,
-        parts: Mapping[str, int],
+        in_features: int | Window,
+        parts: Mapping[str, int | Window],
         *,
         bias: bool = False,
         place: Placement,
@@ -32,22 +35,38 @@ class Linear:
         """
         Args:
             name: engine name; parameters are ``{name}.weight`` and ``{name}.bias``.
-            parts: checkpoint module name (without ``.weight``) to its number of output features, in order.
+            in_features: of the checkpoint's modules; a window where the inputs are divided among ranks.
+            parts: checkpoint module name (without ``.weight``) to its number of output features, in order; a window where
+                they are divided.
+
+        Raises:
+            CaesuraError: UNSUPPORTED_MODEL, a window cuts a block of an FP8 weight.
         """
-        self.in_features = in_features
-        self.out_features = sum(parts.values())
-        self._parts = dict(parts)
+        self._columns = as_window(in_features)
+        self._parts = {part: as_window(size) for part, size in parts.items()}
+        lengths = [window.length for window in self._parts.values()]
+        self.in_features, self.out_features = self._columns.length, sum(lengths)
         self._weight: Matrix | Fp8Matrix
+        self._blocks: tuple[int, int] | None = None
         if all_fp8(parts, place):
-            self._weight = Fp8Matrix(f"{name}.weight", list(parts.values()), in_features, place)
+            assert place.fp8 is not None
+            self._blocks = place.fp8.rows, place.fp8.columns
+            for part, rows in self._parts.items():
+                require_borders(part, "rows", rows, self._blocks[0])
+                require_borders(part, "columns", self._columns, self._blocks[1])
+            self._weight = Fp8Matrix(f"{name}.weight", lengths, self.in_features, place)
         else:
-            self._weight = Matrix(f"{name}.weight", self.out_features, in_features, place)
+            self._weight = Matrix(f"{name}.weight", self.out_features, self.in_features, place)
         self._bias = (
             Parameter(f"{name}.bias", (self.out_features,), place.dtype, place.device) if bias else None
         )
+        self._adds_bias = self._columns.is_whole or place.parallel.rank == 0
 
     def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """[T, in] to [T, out]; into ``out`` where given (preallocated, contiguous, same dtype)."""
+        """[T, in] to [T, out] of this rank's features; into ``out`` where given (preallocated, contiguous, same dtype).
+
+        Where the inputs are divided, the sum over all ranks is the product.
+        """
         return self._weight.product(x, self.bias, out)
 
     @property
@@ -57,27 +76,39 @@ class Linear:
 
     @property
     def bias(self) -> Tensor | None:
-        """[out], where there is one."""
-        return None if self._bias is None else self._bias.data
+        """[out], where there is one that this rank adds."""
+        return self._bias.data if self._bias is not None and self._adds_bias else None
 
     def read(self) -> Tensor:
-        """The weight as [out, in]: a view where storage has that layout, else a copy."""
+        """The weight as [out, in], of this rank's features: a view where storage has that layout, else a copy."""
         return self._weight.read()
 
     def slots(self) -> Iterator[WeightSlot]:
         """Per part its weight, its scales where it is FP8, and its bias where there is one."""
         start = 0
-        for part, size in self._parts.items():
-            yield from self._weight.slots(part, start, size)
+        for part, rows in self._parts.items():
+            slots = self._weight.slots(part, start, rows.length)
+            yield from divided(slots, rows, self._columns, self._blocks)
             if self._bias is not None:
-                yield self._bias.slot(f"{part}.bias", start, size)
-            start += size
+                yield sharded(self._bias.slot(f"{part}.bias", start, rows.length), rows)
+            start += rows.length
 
     def parameters(self) -> Iterator[Parameter]:
         """Weight, its scales where it is FP8, then bias."""
         yield from self._weight.parameters()
         if self._bias is not None:
             yield self._bias
+
+
+def divided(
+    slots: Iterable[WeightSlot], rows: Window, columns: Window, blocks: tuple[int, int] | None
+) -> Iterator[WeightSlot]:
+    """The slots of a weight's part as those of the whole: of itself and, with ``blocks``, of their scales."""
+    for number, slot in enumerate(slots):
+        if blocks is not None and number:
+            yield sharded(slot, rows.in_blocks(blocks[0]), columns.in_blocks(blocks[1]))
+        else:
+            yield sharded(slot, rows, columns)
 
 
 def all_fp8(modules: Iterable[str], place: Placement) -> bool:
@@ -107,18 +138,18 @@ class QKVLinear(Linear):
         prefix: str,
         in_features: int,
         *,
-        num_heads: int,
-        num_kv_heads: int,
+        heads: Window,
+        kv_heads: Window,
         head_dim: int,
         bias: bool,
         place: Placement,
     ) -> None:
         """``prefix`` is the checkpoint's attention module, which holds ``q_proj``, ``k_proj`` and ``v_proj``."""
-        kv_size = num_kv_heads * head_dim
+        kv_rows = kv_heads.times(head_dim)
         parts = {
-            f"{prefix}.q_proj": num_heads * head_dim,
-            f"{prefix}.k_proj": kv_size,
-            f"{prefix}.v_proj": kv_size,
+            f"{prefix}.q_proj": heads.times(head_dim),
+            f"{prefix}.k_proj": kv_rows,
+            f"{prefix}.v_proj": kv_rows,
         }
         super().__init__(name, in_features, parts, bias=bias, place=place)
 
@@ -131,12 +162,12 @@ class MergedLinear(Linear):
         name: str,
         parts: tuple[str, ...],
         in_features: int,
-        part_features: int,
+        part_features: int | Window,
         *,
         place: Placement,
     ) -> None:
         super().__init__(name, in_features, dict.fromkeys(parts, part_features), place=place)
-        self.part_features = part_features
+        self.part_features = as_window(part_features).length
 
     def split(self, y: Tensor) -> tuple[Tensor, ...]:
         """Views [T, part] of an output [T, out], one per part."""

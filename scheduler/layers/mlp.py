@@ -8,6 +8,7 @@ from torch.nn import functional
 from ..kernels.between import elementwise_for
 from .linear import Linear, MergedLinear
 from .parameters import CompositeLayer, Layer, Placement
+from .sharding import even
 
 
 class GatedMLP(CompositeLayer):
@@ -21,14 +22,24 @@ class GatedMLP(CompositeLayer):
         intermediate_size: int,
         *,
         place: Placement,
+        partial: bool = False,
     ) -> None:
-        """``prefix`` is the checkpoint's module, which holds ``gate_proj``, ``up_proj`` and ``down_proj``."""
+        """
+        Args:
+            prefix: the checkpoint's module, which holds ``gate_proj``, ``up_proj`` and ``down_proj``.
+            partial: the caller sums over the ranks, each of which has a part of the width.
+
+        Raises:
+            CaesuraError: UNSUPPORTED_MODEL, the ranks do not divide the width.
+        """
+        width = even(intermediate_size, place.parallel, "intermediate_size")
+        self._summing = None if partial or width.is_whole else place.parallel
         self._kernels = elementwise_for(place.device, place.dtype)
         gate_up = (f"{prefix}.gate_proj", f"{prefix}.up_proj")
-        self.gate_up = MergedLinear(f"{name}.gate_up", gate_up, hidden_size, intermediate_size, place=place)
+        self.gate_up = MergedLinear(f"{name}.gate_up", gate_up, hidden_size, width, place=place)
         self.down = Linear(
             f"{name}.down",
-            intermediate_size,
+            width,
             {f"{prefix}.down_proj": hidden_size},
             place=place,
         )
@@ -37,9 +48,14 @@ class GatedMLP(CompositeLayer):
         """[T, hidden] to [T, hidden]."""
         gate_up = self.gate_up.forward(x)
         if self._kernels is not None:
-            return self.down.forward(self._kernels.silu_mul(gate_up))
-        gate, up = self.gate_up.split(gate_up)
-        return self.down.forward(functional.silu(gate).mul_(up))
+            gated = self._kernels.silu_mul(gate_up)
+        else:
+            gate, up = self.gate_up.split(gate_up)
+            gated = functional.silu(gate).mul_(up)
+        out = self.down.forward(gated)
+        if self._summing is not None:
+            self._summing.all_reduce(out)
+        return out
 
     def parts(self) -> Iterator[Layer]:
         """gate and up, down."""

@@ -6,6 +6,7 @@ Invariants:
   (``memory/residency.py``).
 - A :class:`WeightSlot` maps one checkpoint tensor, in checkpoint layout, to its rows of one parameter. Nothing outside
   the layer that owns a parameter touches its storage in any other way.
+- Of several ranks each has the part of a tensor that it computes with, and takes the whole (``sharding.py``).
 - A value is cast exactly as a cold load casts it, so writing the same checkpoint twice changes no byte.
 """
 
@@ -91,6 +92,16 @@ class WeightSlot(ABC):
         self.shape = shape
         self.dtype = dtype
 
+    @property
+    def owned(self) -> range:
+        """Rows that this rank holds; the others may be left out of what is written, and are dropped if they come."""
+        return range(self.shape[0] if self.shape else 1)
+
+    @property
+    def owned_columns(self) -> range | None:
+        """What this rank holds of each of these rows. None: all of it."""
+        return None
+
     def accepts(self, dtype: torch.dtype) -> bool:
         """Whether values of ``dtype`` can be written."""
         return dtype == self.dtype or (dtype in CASTABLE and self.dtype in CASTABLE)
@@ -124,7 +135,7 @@ class WeightSlot(ABC):
     def read(self, start: int = 0, stop: int | None = None) -> Tensor:
         """Rows ``[start, stop)`` in checkpoint layout: a view where storage has that layout, else a copy; None: to the end.
 
-        A scalar is read whole.
+        A scalar is read whole. Of a tensor that is divided among ranks, what this one holds of these rows.
         """
 
 

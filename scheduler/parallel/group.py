@@ -5,33 +5,19 @@ Invariants:
 - A sum is taken element by element in the order of ranks, in float32, and rounded once: every rank has the same bits, and an
   element's do not depend on how many others there are. Only a group on NCCL leaves the order to its library.
 - Nothing waits for ever: a rank that is gone, that has given up (:meth:`TensorParallel.abort`) or that is later than the group's
-  timeout raises :class:`RankLost` in all others, and from then on at every collective.
+  timeout raises :class:`RankLostError` in all others, and from then on at every collective.
 - One rank alone is :data:`SINGLE`, whose collectives do nothing; layers do not even call them.
 
 Shaped after Megatron-LM (Shoeybi et al., 2019, arXiv:1909.08053): a product split by outputs is followed by one split by
 inputs, whose partial results are summed.
 """
 
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
-from ...io_struct import CaesuraError, ErrorCode
-
-if TYPE_CHECKING:
-    from ..kernels.collectives import Collective
-
-
-class RankLost(CaesuraError):
-    """A collective cannot end: another rank is gone, has given up, or did not come in time. ``detail``: rank, lost, reason."""
-
-    def __init__(self, rank: int, lost: int | None, reason: str) -> None:
-        """``lost`` is the rank that is missing, where that is known; ``rank`` is this one."""
-        who = "another rank" if lost is None else f"rank {lost}"
-        super().__init__(
-            ErrorCode.INTERNAL, f"rank {rank} waits for {who}: {reason}", rank=rank, lost=lost, reason=reason
-        )
-        self.rank, self.lost, self.reason = rank, lost, reason
+from ..kernels.collectives import Collective
+from ..kernels.collectives import RankLostError as RankLostError
 
 
 class TensorParallel(Protocol):
@@ -48,7 +34,7 @@ class TensorParallel(Protocol):
         ...
 
     @property
-    def compiled(self) -> "Collective | None":
+    def compiled(self) -> Collective | None:
         """What compiled kernels sum with inside a call of theirs. None: they cannot, and layers are computed part by part."""
         ...
 
@@ -56,7 +42,7 @@ class TensorParallel(Protocol):
         """Replace ``x``, contiguous, by the sum of all ranks' ``x``.
 
         Raises:
-            RankLost: ``x`` holds nothing of use then.
+            RankLostError: ``x`` holds nothing of use then.
         """
         ...
 
@@ -71,7 +57,7 @@ class TensorParallel(Protocol):
             ``out``.
 
         Raises:
-            RankLost: ``out`` holds nothing of use then.
+            RankLostError: ``out`` holds nothing of use then.
         """
         ...
 
@@ -79,7 +65,7 @@ class TensorParallel(Protocol):
         """Replace ``x``, contiguous, by that of rank ``source``.
 
         Raises:
-            RankLost: ``x`` holds nothing of use then.
+            RankLostError: ``x`` holds nothing of use then.
         """
         ...
 
@@ -87,7 +73,7 @@ class TensorParallel(Protocol):
         """Return when every rank is here.
 
         Raises:
-            RankLost: one does not come.
+            RankLostError: one does not come.
         """
         ...
 
@@ -99,7 +85,7 @@ class TensorParallel(Protocol):
         """After :meth:`abort` on some rank, all ranks call this to begin anew; returns when every rank is here.
 
         Raises:
-            RankLost: one is gone.
+            RankLostError: one is gone.
         """
         ...
 
@@ -112,7 +98,7 @@ class _Single:
     """One rank alone."""
 
     rank, size = 0, 1
-    compiled: "Collective | None" = None
+    compiled: Collective | None = None
 
     def all_reduce(self, x: Tensor) -> None:
         """``x`` is the sum."""

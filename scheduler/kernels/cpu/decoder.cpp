@@ -16,9 +16,11 @@ struct Layer {
 };
 
 constexpr int64_t LAYER_STAGES = 9, LAST_STAGES = 1;
+constexpr int64_t SUMS = 2, ROUND_STAGES = 2;  // of a layer: after attention and at its end
 
-int64_t counters_of(int64_t layers, int threads) {
-    return (layers * LAYER_STAGES + LAST_STAGES) * Team::counters(threads);
+// `rounds` of each sum over the ranks.
+int64_t counters_of(int64_t layers, int64_t rounds, int threads) {
+    return (layers * (LAYER_STAGES + SUMS * ROUND_STAGES * rounds) + LAST_STAGES) * Team::counters(threads);
 }
 
 using Step = DecoderStep;
@@ -30,9 +32,18 @@ void product(const Step& s, const void* x, int64_t inputs, const void* weight, c
     linear(Linear{x, bytes, weight, bias, y, outputs, s.tokens, outputs, bytes / 4}, team, E());
 }
 
+// x[tokens, hidden], a part of it on each rank, summed; `round` goes on.
+template <class E>
+void sum(const Step& s, void* x, uint32_t& round, Team& team) {
+    const int64_t size = s.tokens * s.hidden;
+    if (!s.ranks) return;
+    all_reduce(Reduce{s.ranks, x, size, round}, team, E());
+    round += (uint32_t)rounds_of(s.ranks, size * sizeof(E));
+}
+
 // `first`: there is no update yet. Afterwards there is.
 template <class E>
-void layer(const Layer& w, const Step& s, bool first, Team& team) {
+void layer(const Layer& w, const Step& s, bool first, uint32_t& round, Team& team) {
     const int64_t T = s.tokens, H = s.hidden, I = s.intermediate, D = s.head_size;
     const int64_t q = s.heads * D, qkv = q + 2 * s.kv_heads * D;
     rms_norm({first ? s.residual : s.update, H, first ? nullptr : s.residual, H, w.input_norm, s.x, H, T, H, s.eps}, team, E());
@@ -42,29 +53,35 @@ void layer(const Layer& w, const Step& s, bool first, Team& team) {
     attention({s.qkv, qkv, D, w.keys, w.values, s.kv_heads, s.heads / s.kv_heads, D, s.pages, s.pages_row, s.tasks,
                s.num_tasks, s.scale, s.attended, q, s.scratch, s.thread_floats}, team, E());
     product<E>(s, s.attended, q, w.o, w.o_bias, s.x, H, team);
+    sum<E>(s, s.x, round, team);
     rms_norm({s.x, H, s.residual, H, w.mlp_norm, s.x, H, T, H, s.eps}, team, E());
     product<E>(s, s.x, H, w.gate_up, nullptr, s.gate_up, 2 * I, team);
     silu_mul({s.gate_up, 2 * I, s.gated, I, T, I}, team, E());
     product<E>(s, s.gated, I, w.down, nullptr, s.update, H, team);
+    sum<E>(s, s.update, round, team);
 }
 
 template <class E>
 void decoder(const Layer* layers, int64_t count, const Step& step, Counter* counters, int threads) {
-    std::memset(counters, 0, counters_of(count, threads) * sizeof(Counter));
+    const int64_t rounds = rounds_of(step.ranks, step.tokens * step.hidden * sizeof(E));
+    std::memset(counters, 0, counters_of(count, rounds, threads) * sizeof(Counter));
+    const uint32_t before = step.ranks ? step.ranks->round : 0;
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         Team team(omp_get_thread_num(), omp_get_num_threads(), counters);
-        for (int64_t i = 0; i < count; i++) layer<E>(layers[i], step, i == 0, team);
+        uint32_t round = before + 1;
+        for (int64_t i = 0; i < count; i++) layer<E>(layers[i], step, i == 0, round, team);
         const Step& s = step;
         last_norm({s.residual, s.update, s.sampled, s.last_norm, s.out, s.num_sampled, s.hidden, s.eps}, team, E());
     }
+    if (step.ranks) step.ranks->round = before + (uint32_t)(count * SUMS * rounds);
 }
 
 }  // namespace
 
-// Bytes of counters that a call needs, from a multiple of 64 on.
-CAESURA_API int64_t caesura_decoder_counters(int64_t layers, int threads) {
-    return counters_of(layers, threads) * sizeof(Counter);
+// Bytes of counters that a call needs, from a multiple of 64 on; `rounds` are those of one sum over the ranks.
+CAESURA_API int64_t caesura_decoder_counters(int64_t layers, int64_t rounds, int threads) {
+    return counters_of(layers, rounds, threads) * sizeof(Counter);
 }
 
 CAESURA_API void caesura_decoder_bf16(const void* layers, int64_t count, const void* step, void* counters, int threads) {

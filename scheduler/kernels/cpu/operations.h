@@ -84,13 +84,41 @@ struct Attention {
     int64_t thread_floats;
 };
 
+constexpr int MAX_RANKS = 64;
+
+// Why a collective does not end.
+enum Failure : int32_t { OK = 0, GONE = 1, LEFT = 2, ABORTED = 3, LATE = 4 };
+
+// One process's view of the ranks that share a memory: collectives.cpp. In the order of kernels/collectives.py.
+struct Collective {
+    void* memory;
+    int64_t rank, size;
+    int64_t bytes;  // of a buffer: a multiple of 64
+    int64_t timeout_ns;
+    int32_t fd;  // of the memory
+    uint32_t round, resets;
+    int32_t failure, lost;
+};
+
+// x[size], contiguous, becomes the sum over all ranks, in rounds from this number on.
+struct Reduce {
+    Collective* collective;
+    void* x;
+    int64_t size;
+    uint32_t round;
+};
+
+// How many rounds that many bytes take; none without ranks.
+int64_t rounds_of(const Collective*, int64_t bytes);
+
 #define CAESURA_OPERATIONS(E)                   \
     void linear(const Linear&, Team&, E);       \
     void rms_norm(const Norm&, Team&, E);       \
     void last_norm(const LastNorm&, Team&, E);  \
     void silu_mul(const Gate&, Team&, E);       \
     void rope_store(const Rope&, Team&, E);     \
-    void attention(const Attention&, Team&, E);
+    void attention(const Attention&, Team&, E); \
+    void all_reduce(const Reduce&, Team&, E);
 CAESURA_OPERATIONS(bf16)
 CAESURA_OPERATIONS(float)
 #undef CAESURA_OPERATIONS
@@ -115,6 +143,7 @@ struct DecoderStep {
     float* scratch;
     int64_t thread_floats;
     float eps, head_eps, scale;
+    Collective* ranks;  // nullptr: this process alone
 };
 
 }  // namespace caesura

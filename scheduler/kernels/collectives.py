@@ -1,0 +1,177 @@
+"""Collectives of processes of one host over memory that they share, compiled (``cpu/collectives.cpp``).
+
+Invariants:
+- A process that ends in whatever way is noticed by those that wait for it within tens of milliseconds: it holds a lock on a byte
+  of the memory's file, which the system drops.
+- After a failure every call fails until :meth:`Collective.reset` on all ranks, or for ever where one is gone.
+- The memory has no name in the file system: others reach it through the process that made it, and nothing outlives the ranks.
+"""
+
+import ctypes
+import fcntl
+import mmap
+import os
+import struct
+
+import torch
+from torch import Tensor
+
+from ...io_struct import CaesuraError, ErrorCode
+from . import native
+from .native import INT, POINTER, SIZE
+
+BUFFER_BYTES = 1 << 20
+"""What a rank puts there at a time: enough for the sums of a decode step, and few enough to stay in a cache."""
+MAX_RANKS = 64
+
+_bytes = native.function("caesura_collective_bytes", SIZE, SIZE, result=SIZE)
+_struct_bytes = native.function("caesura_collective_struct_bytes", result=SIZE)
+_ALL_REDUCE = native.by_dtype("caesura_all_reduce", POINTER, POINTER, SIZE, INT)
+_all_gather = native.function("caesura_all_gather", POINTER, POINTER, SIZE, SIZE, POINTER, SIZE, SIZE, INT)
+_broadcast = native.function("caesura_broadcast", POINTER, POINTER, SIZE, SIZE, INT)
+_barrier = native.function("caesura_barrier", POINTER)
+_abort = native.function("caesura_collective_abort", POINTER)
+_reset = native.function("caesura_collective_reset", POINTER)
+_assemble = native.function("caesura_collective_assemble", POINTER)
+_leave = native.function("caesura_collective_leave", POINTER)
+
+_GONE, _LEFT, _ABORTED, _LATE = 1, 2, 3, 4
+_REASONS = {
+    _GONE: "its process has ended",
+    _LEFT: "it has left the group",
+    _ABORTED: "it has given up, or has seen another one fail",
+    _LATE: "it did not come in time",
+}
+_FLOCK = "hhlli4x"
+"""``struct flock`` of Linux on x86-64: type, whence, start, length, process."""
+_F_OFD_SETLK = 37
+
+
+class RankLostError(CaesuraError):
+    """A collective cannot end: another rank is gone, has given up, or did not come in time. ``detail``: rank, lost, reason."""
+
+    def __init__(self, rank: int, lost: int | None, reason: str) -> None:
+        """``lost`` is the rank that is missing, where that is known; ``rank`` is this one."""
+        who = "another rank" if lost is None else f"rank {lost}"
+        super().__init__(
+            ErrorCode.INTERNAL, f"rank {rank} waits for {who}: {reason}", rank=rank, lost=lost, reason=reason
+        )
+        self.rank, self.lost, self.reason = rank, lost, reason
+
+
+class _Struct(ctypes.Structure):
+    """``Collective`` of ``cpu/operations.h``."""
+
+    _fields_ = [
+        ("memory", POINTER),
+        *((name, SIZE) for name in ("rank", "size", "bytes", "timeout_ns")),
+        *(("fd", ctypes.c_int32), ("round", ctypes.c_uint32), ("resets", ctypes.c_uint32)),
+        *(("failure", ctypes.c_int32), ("lost", ctypes.c_int32)),
+    ]
+
+
+class Collective:
+    """One rank's place in the memory."""
+
+    def __init__(self, fd: int, rank: int, size: int, timeout_s: float) -> None:
+        """
+        Args:
+            fd: of the memory, as :func:`create` makes it; owned from now on.
+            timeout_s: how long a call waits for others.
+
+        Raises:
+            ValueError: the memory is not made for that many ranks.
+        """
+        self.rank, self.size = rank, size
+        self._fd = fd
+        needed = _bytes(size, BUFFER_BYTES)
+        if not 0 <= rank < size <= MAX_RANKS or os.fstat(fd).st_size != needed:
+            raise ValueError(f"no shared memory for rank {rank} of {size}")
+        assert _struct_bytes() == ctypes.sizeof(_Struct), "built from other sources"
+        fcntl.fcntl(fd, _F_OFD_SETLK, struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, rank, 1, 0))
+        self._memory = mmap.mmap(fd, needed)
+        self._first = ctypes.c_char.from_buffer(self._memory)
+        address = ctypes.addressof(self._first)
+        self._struct = _Struct(
+            address, rank, size, BUFFER_BYTES, int(timeout_s * 1e9), fd, round=0, failure=0, lost=-1
+        )
+        self.address = ctypes.addressof(self._struct)
+        """For kernels that call collectives themselves; :meth:`check` afterwards."""
+
+    @property
+    def buffer_bytes(self) -> int:
+        """What a rank puts there in one round."""
+        return int(self._struct.bytes)
+
+    def rounds(self, nbytes: int) -> int:
+        """How many rounds a sum of so many bytes takes."""
+        return -(-nbytes // self.buffer_bytes)
+
+    def assemble(self) -> None:
+        """Return when all ranks have come; before anything else."""
+        _assemble(self.address)
+        self.check()
+
+    def all_reduce(self, x: Tensor) -> None:
+        """``x``, contiguous, of :data:`~.native.FLOATS`, becomes the sum of all ranks'."""
+        _require(x.is_contiguous() and x.dtype in native.FLOATS, x)
+        _ALL_REDUCE[x.dtype](self.address, x.data_ptr(), x.numel(), native.num_threads())
+        self.check()
+
+    def all_gather(self, x: Tensor, out: Tensor) -> None:
+        """``x`` [T, w] of each rank side by side in ``out`` [T, n]; columns behind the n-th are dropped."""
+        fits = x.dim() == out.dim() == 2 and x.dtype == out.dtype and len(x) == len(out)
+        _require(fits and x.is_contiguous() and out.is_contiguous(), x)
+        row, width = out.shape[1] * out.itemsize, x.shape[1] * x.itemsize
+        threads = native.num_threads()
+        _all_gather(self.address, x.data_ptr(), len(x), width, out.data_ptr(), row, row, threads)
+        self.check()
+
+    def broadcast(self, x: Tensor, source: int) -> None:
+        """``x``, contiguous, becomes that of rank ``source``."""
+        _require(x.is_contiguous() and 0 <= source < self.size, x)
+        _broadcast(self.address, x.data_ptr(), x.nbytes, source, native.num_threads())
+        self.check()
+
+    def barrier(self) -> None:
+        """Return when all ranks are here."""
+        _barrier(self.address)
+        self.check()
+
+    def abort(self) -> None:
+        """Whoever waits for this rank, now or later, fails."""
+        _abort(self.address)
+
+    def reset(self) -> None:
+        """Begin anew after a failure; all ranks do."""
+        _reset(self.address)
+        self.check()
+
+    def check(self) -> None:
+        """
+        Raises:
+            RankLostError: the last call has failed.
+        """
+        failure = self._struct.failure
+        if failure:
+            lost = self._struct.lost
+            raise RankLostError(self.rank, None if lost < 0 else lost, _REASONS[failure])
+
+    def close(self) -> None:
+        """Leave."""
+        _leave(self.address)
+        del self._first
+        self._memory.close()
+        os.close(self._fd)
+
+
+def create(size: int) -> int:
+    """Memory for ``size`` ranks: a file descriptor, and zeros."""
+    fd = os.memfd_create("caesura-ranks")
+    os.truncate(fd, _bytes(size, BUFFER_BYTES))
+    return fd
+
+
+def _require(fits: bool, x: Tensor) -> None:
+    if not fits or x.device != torch.device("cpu"):
+        raise ValueError(f"no collective of {x.dtype} {tuple(x.shape)} strides {x.stride()} on {x.device}")

@@ -1,0 +1,200 @@
+"""Which part of a checkpoint tensor a rank holds, and the slots that take the whole tensor and keep that part.
+
+Invariants:
+- A rank's part is a range of rows, of columns, or of both. The parts of all ranks cover the tensor; where they overlap (a key
+  head that several ranks need, what is replicated), they hold the same bytes.
+- Outside of the layers a tensor has the checkpoint's shape on every rank: whoever sends, counts or compares weights need not
+  know of ranks. Rows that a rank does not hold are taken and dropped.
+- What does not divide is refused by the name of its field, never padded, but for the vocabulary (``embedding.py``).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...io_struct import CaesuraError, ErrorCode
+from ..parallel.group import TensorParallel
+from .parameters import WeightSlot
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """``[start, stop)`` of ``total`` rows or columns."""
+
+    start: int
+    stop: int
+    total: int
+
+    @classmethod
+    def whole(cls, total: int) -> "Window":
+        """All of them."""
+        return cls(0, total, total)
+
+    @property
+    def length(self) -> int:
+        """How many there are in it."""
+        return self.stop - self.start
+
+    @property
+    def is_whole(self) -> bool:
+        """Nothing is left out."""
+        return self.length == self.total
+
+    def times(self, factor: int) -> "Window":
+        """Of units of ``factor`` rows each."""
+        return Window(self.start * factor, self.stop * factor, self.total * factor)
+
+    def in_blocks(self, size: int) -> "Window":
+        """The blocks of ``size`` that it is made of; it begins with one, and ends with one or at the end."""
+        return Window(self.start // size, -(-self.stop // size), -(-self.total // size))
+
+    def fits_blocks(self, size: int) -> bool:
+        """Whether its borders are borders of blocks."""
+        return self.start % size == 0 and (self.stop % size == 0 or self.stop == self.total)
+
+
+def as_window(size: int | Window) -> Window:
+    """A plain size is whole."""
+    return size if isinstance(size, Window) else Window.whole(size)
+
+
+def even(total: int, parallel: TensorParallel, field: str) -> Window:
+    """This rank's part of ``total``, the same size on each rank; ``field`` is the config's name for it.
+
+    Raises:
+        CaesuraError: UNSUPPORTED_MODEL, the ranks do not divide it.
+    """
+    size = parallel.size
+    if total % size:
+        raise _indivisible(field, total, size, f"is not a multiple of {size}")
+    return Window(parallel.rank * (total // size), (parallel.rank + 1) * (total // size), total)
+
+
+def rounded_up(total: int, parallel: TensorParallel) -> Window:
+    """This rank's part of ``total`` where the last ranks may have less, or nothing: of :func:`per_rank` rows each."""
+    each = per_rank(total, parallel)
+    return Window(min(parallel.rank * each, total), min((parallel.rank + 1) * each, total), total)
+
+
+def per_rank(total: int, parallel: TensorParallel) -> int:
+    """Rows of each rank's storage, with those that pad the last ones."""
+    return -(-total // parallel.size)
+
+
+def head_windows(num_heads: int, num_kv_heads: int, parallel: TensorParallel) -> tuple[Window, Window]:
+    """This rank's query heads, and the key and value heads that they attend with.
+
+    Where there are fewer key and value heads than ranks, each of these is held by several ranks.
+
+    Raises:
+        CaesuraError: UNSUPPORTED_MODEL, heads do not divide.
+    """
+    size = parallel.size
+    queries = even(num_heads, parallel, "num_attention_heads")
+    if num_kv_heads % size == 0:
+        return queries, even(num_kv_heads, parallel, "num_key_value_heads")
+    if size % num_kv_heads:
+        reason = f"neither divides {size} nor is a multiple of it"
+        raise _indivisible("num_key_value_heads", num_kv_heads, size, reason)
+    shared = parallel.rank * num_kv_heads // size
+    return queries, Window(shared, shared + 1, num_kv_heads)
+
+
+def require_borders(module: str, field: str, window: Window, block: int) -> None:
+    """
+    Raises:
+        CaesuraError: UNSUPPORTED_MODEL, a border between ranks cuts a block of an FP8 weight.
+    """
+    if not window.fits_blocks(block):
+        raise CaesuraError(
+            ErrorCode.UNSUPPORTED_MODEL,
+            f"{module} cannot be divided: {field} [{window.start}, {window.stop}) of {window.total} cut its FP8 blocks of {block}",
+            fields=["quantization_config.weight_block_size"],
+        )
+
+
+def _indivisible(field: str, value: int, size: int, reason: str) -> CaesuraError:
+    return CaesuraError(
+        ErrorCode.UNSUPPORTED_MODEL,
+        f"{size} ranks cannot divide this model: {field} = {value} {reason}",
+        fields=[field],
+        value=value,
+        ranks=size,
+    )
+
+
+class ShardedSlot(WeightSlot):
+    """A checkpoint tensor of which this rank holds ``rows`` and, of these, ``columns``."""
+
+    __slots__ = ("_columns", "_inner", "_window")
+
+    def __init__(self, inner: WeightSlot, rows: Window, columns: Window | None) -> None:
+        """``inner`` is the slot of the part; ``columns`` is None where a row is one element or all of it is held."""
+        shape = (rows.total, *inner.shape[1:])
+        if columns is not None:
+            shape = (rows.total, columns.total)
+        assert inner.shape == (rows.length, *inner.shape[1:]), inner.name
+        assert columns is None or inner.shape[1] == columns.length, inner.name
+        super().__init__(inner.name, inner.parameter, shape, inner.dtype)
+        self._inner, self._window, self._columns = inner, rows, columns
+
+    @property
+    def owned(self) -> range:
+        """The window's rows."""
+        return range(self._window.start, self._window.stop)
+
+    @property
+    def owned_columns(self) -> range | None:
+        """Of a row, what is held. None: all of it."""
+        return None if self._columns is None else range(self._columns.start, self._columns.stop)
+
+    def accepts(self, dtype: torch.dtype) -> bool:
+        """As the part does."""
+        return self._inner.accepts(dtype)
+
+    def fills(self, dtype: torch.dtype) -> str | None:
+        """As the part does."""
+        return self._inner.fills(dtype)
+
+    def update(self, rows: Tensor, start: int, *, compare: bool = True) -> bool:
+        """See :meth:`WeightSlot.update`; rows of other ranks change nothing."""
+        changed = not compare
+        for part, first in self._held(rows, start):
+            changed |= self._inner.update(part, first, compare=compare)
+        return changed
+
+    def write(self, rows: Tensor, start: int) -> None:
+        """See :meth:`WeightSlot.write`; rows of other ranks are dropped."""
+        for part, first in self._held(rows, start):
+            self._inner.write(part, first)
+
+    def differs(self, rows: Tensor, start: int) -> bool:
+        """See :meth:`WeightSlot.differs`; of the part that is held."""
+        return any(self._inner.differs(part, first) for part, first in self._held(rows, start))
+
+    def read(self, start: int = 0, stop: int | None = None) -> Tensor:
+        """What is held of rows ``[start, stop)``: :attr:`owned` and :attr:`owned_columns` say which that is."""
+        first, last, _ = slice(start, stop).indices(self.shape[0])
+        first, last = (
+            min(max(row - self._window.start, 0), self._window.length) for row in (first, last)
+        )
+        return self._inner.read(first, max(first, last))
+
+    def _held(self, rows: Tensor, start: int) -> Iterator[tuple[Tensor, int]]:
+        """What is held of ``rows`` and where it begins in the part; nothing if there is none."""
+        first, last = max(start, self._window.start), min(start + rows.shape[0], self._window.stop)
+        if first >= last:
+            return
+        part = rows[first - start : last - start]
+        if self._columns is not None:
+            part = part[:, self._columns.start : self._columns.stop]
+        yield part, first - self._window.start
+
+
+def sharded(slot: WeightSlot, rows: Window, columns: Window | None = None) -> WeightSlot:
+    """``slot``, of the part that this rank holds, as one of the whole tensor; itself where that is all of it."""
+    if columns is not None and columns.is_whole:
+        columns = None
+    return slot if rows.is_whole and columns is None else ShardedSlot(slot, rows, columns)

@@ -1,0 +1,108 @@
+"""Ranks that are processes of one host and compute on its CPU: collectives over memory that they share.
+
+Invariants: rank 0 makes the memory and hands out its address; nobody enters :func:`join` for longer than the timeout. The memory
+has no name, so nothing is left of a group whatever ends its ranks.
+
+Sums take some tens of microseconds where gloo over loopback takes a millisecond (``benchmarks/collectives.py`` measures both).
+"""
+
+import os
+
+import torch
+from torch import Tensor
+
+from ...io_struct import CaesuraError, ErrorCode
+from ..kernels import native
+from ..kernels.collectives import MAX_RANKS, Collective, create
+
+TIMEOUT_S = 600.0
+"""How long a rank waits for one that lives: another one may still be loading weights that it has been sent."""
+
+
+class SharedMemoryGroup:
+    """A :class:`~.group.TensorParallel` of processes of one host."""
+
+    def __init__(self, collective: Collective) -> None:
+        self.rank, self.size = collective.rank, collective.size
+        self.compiled: Collective | None = collective
+        self._collective = collective
+
+    def all_reduce(self, x: Tensor) -> None:
+        """See :class:`~.group.TensorParallel`."""
+        if x.dtype in native.FLOATS:
+            self._collective.all_reduce(x)
+        else:
+            x.copy_(summed(self.all_gather(x.view(1, -1)).view(self.size, *x.shape)))
+
+    def all_gather(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """See :class:`~.group.TensorParallel`."""
+        x = x.contiguous()
+        if out is None:
+            out = x.new_empty((x.shape[0], self.size * x.shape[1]))
+        self._collective.all_gather(x, out)
+        return out
+
+    def broadcast(self, x: Tensor, source: int) -> None:
+        """See :class:`~.group.TensorParallel`."""
+        self._collective.broadcast(x, source)
+
+    def barrier(self) -> None:
+        """See :class:`~.group.TensorParallel`."""
+        self._collective.barrier()
+
+    def abort(self) -> None:
+        """See :class:`~.group.TensorParallel`."""
+        self._collective.abort()
+
+    def reset(self) -> None:
+        """See :class:`~.group.TensorParallel`."""
+        self._collective.reset()
+
+    def close(self) -> None:
+        """See :class:`~.group.TensorParallel`."""
+        self._collective.close()
+
+
+def summed(parts: Tensor) -> Tensor:
+    """``parts`` [ranks, ...] added in their order, in float32 where that is wider: the sum of every group that is not NCCL's."""
+    total = parts[0].to(torch.promote_types(parts.dtype, torch.float32), copy=True)
+    for part in parts[1:]:
+        total += part
+    return total
+
+
+def found(size: int) -> tuple[int, str]:
+    """Memory for ``size`` ranks, by its first one: a descriptor for :func:`join`, and the address that the others join.
+
+    The address is good as long as the descriptor is open in this process, and for processes of the same user.
+
+    Raises:
+        CaesuraError: ``unsupported``, there are no compiled kernels, or too many ranks.
+    """
+    reason = native.why_not()
+    if reason is None and size > MAX_RANKS:
+        reason = f"at most {MAX_RANKS} ranks, not {size}"
+    if reason is not None:
+        raise CaesuraError(
+            ErrorCode.UNSUPPORTED, f"ranks cannot share memory: {reason}", reason=reason, size=size
+        )
+    fd = create(size)
+    return fd, f"/proc/{os.getpid()}/fd/{fd}"
+
+
+def join(memory: int | str, rank: int, size: int, timeout_s: float = TIMEOUT_S) -> SharedMemoryGroup:
+    """Enter a group that :func:`found` has made, by its descriptor (rank 0) or its address; returns when all ranks have.
+
+    Raises:
+        RankLostError: not all of them came in time, or one is gone.
+        CaesuraError: ``unsupported``, the memory cannot be reached or is not made for ``size`` ranks.
+    """
+    try:
+        fd = memory if isinstance(memory, int) else os.open(memory, os.O_RDWR | os.O_CLOEXEC)
+        collective = Collective(fd, rank, size, timeout_s)
+    except (OSError, ValueError) as error:
+        raise CaesuraError(
+            ErrorCode.UNSUPPORTED, f"rank {rank} of {size} cannot share memory: {error}", reason=str(error)
+        ) from error
+    collective.assemble()
+    return SharedMemoryGroup(collective)
