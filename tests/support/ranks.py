@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 
+from caesura.scheduler.models import registry
 from caesura.scheduler.parallel import shared_memory
 from caesura.scheduler.parallel.shared_memory import SharedMemoryGroup
+from caesura.scheduler.weights.transports import disk
 
 ANSWER_S = 120.0
 """How long a test waits for its ranks: longer than any of them takes on a busy machine."""
@@ -32,7 +34,8 @@ class Ranks:
     """``size`` processes of one group each over shared memory, this one none of them."""
 
     def __init__(self, size: int, timeout_s: float = 60.0) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")  # torch is imported once, by a process without threads
+        context.set_forkserver_preload([shared_memory.__name__, registry.__name__, disk.__name__])
         self._pipes: list[Connection] = []
         self.processes = []
         for rank in range(size):
