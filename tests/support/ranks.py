@@ -56,6 +56,10 @@ class Ranks:
         for pipe in self._pipes:
             pipe.send((job, arguments))
 
+    def start_on(self, rank: int, job: Job, *arguments: Any) -> None:
+        """Have one of them do so."""
+        self._pipes[rank].send((job, arguments))
+
     def results(self, ranks: list[int] | None = None) -> list[Any]:
         """What each has returned; raises what one has raised."""
         return [self._receive(pipe) for rank, pipe in enumerate(self._pipes) if ranks is None or rank in ranks]
