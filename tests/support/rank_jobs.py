@@ -9,7 +9,9 @@ from torch import Tensor
 from caesura.scheduler.parallel.group import RankLostError, TensorParallel
 
 
-def logits_of(group: TensorParallel, path: str, dtype: torch.dtype, tokens: list[int], compiled: bool) -> Tensor:
+def logits_of(
+    group: TensorParallel, path: str, dtype: torch.dtype, tokens: list[int], compiled: bool
+) -> Tensor:
     """Of a prompt in two chunks and then one token at a time, beside a second request; [T, vocab]."""
     model = load_model(path, dtype, 4096, group)
     paged = PagedModel(model, dtype, parallel=group, compiled=compiled)

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from caesura.scheduler.models import registry
-from caesura.scheduler.parallel import shared_memory
-from caesura.scheduler.parallel.shared_memory import SharedMemoryGroup
+from caesura.scheduler.parallel import process_group, shared_memory
+from caesura.scheduler.parallel.group import TensorParallel
 from caesura.scheduler.weights.transports import disk
 
 ANSWER_S = 120.0
@@ -31,16 +31,20 @@ class RankAlone:
 
 
 class Ranks:
-    """``size`` processes of one group each over shared memory, this one none of them."""
+    """``size`` processes of one group over shared memory, or gloo; this one is none of them."""
 
-    def __init__(self, size: int, timeout_s: float = 60.0) -> None:
-        context = multiprocessing.get_context("forkserver")  # torch is imported once, by a process without threads
-        context.set_forkserver_preload([shared_memory.__name__, registry.__name__, disk.__name__])
+    def __init__(self, size: int, timeout_s: float = 60.0, *, gloo: bool = False) -> None:
+        context = multiprocessing.get_context(
+            "forkserver"
+        )  # torch is imported once, by a process without threads
+        context.set_forkserver_preload(
+            [process_group.__name__, shared_memory.__name__, registry.__name__, disk.__name__]
+        )
         self._pipes: list[Connection] = []
         self.processes = []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, size, timeout_s), daemon=True)
+            process = context.Process(target=_serve, args=(theirs, rank, size, timeout_s, gloo), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -62,7 +66,9 @@ class Ranks:
 
     def results(self, ranks: list[int] | None = None) -> list[Any]:
         """What each has returned; raises what one has raised."""
-        return [self._receive(pipe) for rank, pipe in enumerate(self._pipes) if ranks is None or rank in ranks]
+        return [
+            self._receive(pipe) for rank, pipe in enumerate(self._pipes) if ranks is None or rank in ranks
+        ]
 
     def call(self, job: Job, *arguments: Any) -> list[Any]:
         """Both."""
@@ -91,15 +97,19 @@ class Ranks:
         return answer
 
 
-def _serve(pipe: Connection, rank: int, size: int, timeout_s: float) -> None:
+def _serve(pipe: Connection, rank: int, size: int, timeout_s: float, gloo: bool) -> None:
     torch.set_num_threads(1)
+    found: Any
     if rank == 0:
-        memory: int | str
-        memory, address = shared_memory.found(size)
+        found, address = process_group.listen("127.0.0.1", 0, size) if gloo else shared_memory.found(size)
         pipe.send(address)
     else:
-        memory = pipe.recv()
-    group = shared_memory.join(memory, rank, size, timeout_s)
+        found = pipe.recv()
+    group: TensorParallel
+    if gloo:
+        group = process_group.join(found, rank, size, torch.device("cpu"), torch.float32, timeout_s)
+    else:
+        group = shared_memory.join(found, rank, size, timeout_s)
     pipe.send("joined")
     with suppress(EOFError):  # the test is over
         while True:
@@ -107,7 +117,7 @@ def _serve(pipe: Connection, rank: int, size: int, timeout_s: float) -> None:
             pipe.send(_answer(job, group, arguments))
 
 
-def _answer(job: Job, group: SharedMemoryGroup, arguments: tuple[Any, ...]) -> Any:
+def _answer(job: Job, group: TensorParallel, arguments: tuple[Any, ...]) -> Any:
     try:
         return job(group, *arguments)
     except Exception as error:  # noqa: BLE001 (the test's to judge)

@@ -30,7 +30,9 @@ CPU = torch.device("cpu")
 FP8 = torch.float8_e4m3fn
 
 
-def place(rank: int, size: int, dtype: torch.dtype = torch.float32, fp8: Fp8Blocks | None = None) -> Placement:
+def place(
+    rank: int, size: int, dtype: torch.dtype = torch.float32, fp8: Fp8Blocks | None = None
+) -> Placement:
     return Placement(dtype, CPU, fp8, parallel=RankAlone(rank, size))
 
 
@@ -85,7 +87,9 @@ class Layers:
                 for start, stop in pieces:
                     slot.update(value[start:stop], start, compare=data.draw(st.booleans()))
                 assert not any(slot.differs(value[start:stop], start) for start, stop in pieces)
-                first, last = sorted((data.draw(st.integers(0, len(value))), data.draw(st.integers(0, len(value)))))
+                first, last = sorted(
+                    (data.draw(st.integers(0, len(value))), data.draw(st.integers(0, len(value))))
+                )
                 assert bits(slot.read(first, last)) == bits(held_of(slot, value, first, last).to(slot.dtype))
                 self.check_changes(slot, value)
             assert bits(assembled(slots)) == bits(value.to(slots[0].dtype))
@@ -137,7 +141,11 @@ def test_attention_with_shared_key_heads(
 ) -> None:
     queries, keys, size = heads
     shape = AttentionShape(
-        hidden_size=20, num_heads=queries, num_kv_heads=keys, head_dim=data.draw(st.integers(1, 9)), qkv_bias=True
+        hidden_size=20,
+        num_heads=queries,
+        num_kv_heads=keys,
+        head_dim=data.draw(st.integers(1, 9)),
+        qkv_bias=True,
     )
     Layers([Attention("a", "m", 0, shape, place=place(rank, size)) for rank in range(size)]).check(data, sent)
 
