@@ -23,6 +23,7 @@ from harness.machine import busy_share, describe, machine_facts
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from caesura.scheduler.parallel import process_group, shared_memory
 from caesura.scheduler.parallel.group import TensorParallel
@@ -38,7 +39,7 @@ def operations(
     groups: dict[str, TensorParallel], store: Any, rank: int, size: int
 ) -> Iterator[tuple[str, str, Operation]]:
     """What is called, over what, and how."""
-    bare = dist.ProcessGroupGloo(dist.PrefixStore("bare", store), rank, size, timedelta(seconds=ANSWER_S))
+    bare = dist.ProcessGroupGloo(PrefixStore("bare", store), rank, size, timedelta(seconds=ANSWER_S))
     for elements in ELEMENTS:
         for dtype in (torch.float32, torch.bfloat16):
             name = f"sum of {elements >> 10} k {str(dtype).removeprefix('torch.')}"
@@ -81,7 +82,7 @@ def serve(pipe: Any, rank: int, size: int, rounds: int, calls: int) -> None:
     else:
         memory, host = pipe.recv()
         name, _, port = host.rpartition(":")
-        store = dist.TCPStore(name, int(port), size, is_master=False)
+        store = TCPStore(name, int(port), size, is_master=False)
     groups: dict[str, TensorParallel] = {
         "shared memory": shared_memory.join(memory, rank, size),
         "gloo": process_group.join(store, rank, size, CPU, torch.float32),
