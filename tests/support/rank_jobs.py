@@ -125,6 +125,22 @@ def bits_each_way(group: TensorParallel, path: str, dtype: torch.dtype, length: 
     return found
 
 
+def alone_and_beside_others(group: TensorParallel, path: str, dtype: torch.dtype) -> list[Tensor]:
+    """Logits of a request by itself, its prompt in chunks of other sizes, and beside other requests."""
+    model = load_model(path, dtype, 1 << 20, group)
+    found = []
+    for chunks, others in (((30,), 0), ((1, 16, 13), 0), ((7, 23), 5)):
+        paged = PagedModel(model, dtype, parallel=group, compiled=True)
+        sequence = Sequence([(5 * i) % 97 for i in range(33)])
+        beside = [Sequence([(3 * i + other) % 97 for i in range(40)]) for other in range(others)]
+        for other in beside:
+            paged.step([], [(other, 30)])
+        parts = [paged.step(beside, [(sequence, count)])[others] for count in chunks]
+        parts += [paged.step([*beside, sequence])[others] for _ in range(3)]
+        found.append(torch.cat(parts))
+    return found
+
+
 def lost_within_a_step(group: TensorParallel, path: str) -> tuple[str, str]:
     """Rank 1 is killed where it would begin its call of all layers: the errors of the others' call, and of their next step."""
     model = load_model(path, torch.float32, 1 << 20, group)

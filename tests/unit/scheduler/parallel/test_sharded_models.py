@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.checkpoints import make_checkpoint, make_dequantized_checkpoint, make_fp8_checkpoint
-from support.rank_jobs import bits_each_way, logits_of, lost_within_a_step, sampled
+from support.rank_jobs import alone_and_beside_others, bits_each_way, logits_of, lost_within_a_step, sampled
 from support.ranks import RankAlone, Ranks
 
 from caesura.io_struct import CaesuraError, ErrorCode
@@ -101,6 +101,17 @@ def test_all_layers_in_one_call_have_the_bits_of_each_by_itself(
     assert at_once.isfinite().all()
     assert torch.equal(at_once, by_threads)
     assert torch.equal(at_once, by_layer)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bits_do_not_depend_on_the_batch(
+    dtype: torch.dtype, groups: dict[int, Ranks], tmp_path: Path
+) -> None:
+    make_checkpoint(tmp_path, "qwen3", **SIX)
+    for alone, chunked, beside in groups[3].call(alone_and_beside_others, str(tmp_path), dtype):
+        assert alone.shape == (33, 97)
+        assert torch.equal(alone, chunked)
+        assert torch.equal(alone, beside)
 
 
 def test_a_rank_that_is_lost_ends_a_step_of_all_layers(tmp_path: Path) -> None:

@@ -177,6 +177,7 @@ for isa in instruction_sets():
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_memory_is_accessed_within_bounds(tmp_path: Path) -> None:
     """Ranks are threads here; the bits of every instruction set are the same on all."""
     assert "avx2" in run_sanitized(SANITIZED, tmp_path, "collectives")
