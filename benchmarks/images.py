@@ -245,7 +245,13 @@ def main() -> None:
     workload = Workload(side=shape.side, images=options.images, rounds=options.rounds)
     with tempfile.TemporaryDirectory() as folder:
         path = write_pipeline(Path(folder) / "pipeline", shape)
-        engine = launch_scheduler(path, dtype="float32", device="cpu", num_threads=options.threads)
+        engine = launch_scheduler(
+            path,
+            dtype="float32",
+            device="cpu",
+            num_threads=options.threads,
+            result_ttl_s=options.result_ttl_s,
+        )
         with engine as client:
             assert engine.pid is not None
             pair: dict[str, Diffusers | Caesura] = {
@@ -278,6 +284,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
         "--cycles", type=int, default=1000, help="of pause, update and continue (1000); 0: none"
+    )
+    parser.add_argument(
+        "--result-ttl-s", type=float, help="how long answers are stored; the default is the engine's"
     )
     parser.add_argument("--json", type=Path, help="write all figures there")
     return parser.parse_args()

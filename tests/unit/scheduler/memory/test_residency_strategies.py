@@ -19,11 +19,10 @@ from caesura.io_struct import CaesuraError
 from caesura.scheduler.memory import residency as residency_module
 from caesura.scheduler.memory.device_memory import empty_device_cache
 from caesura.scheduler.memory.host import HOST
+from caesura.scheduler.memory.host_copy import FileCopy, PinnedCopy
 from caesura.scheduler.memory.offload import (
     ComponentOffloadStrategy,
-    FileCopy,
     LayerwiseOffloadStrategy,
-    PinnedCopy,
     ResidentStrategy,
 )
 from caesura.scheduler.memory.residency import (
@@ -81,6 +80,9 @@ class Stream(TorchDispatchMode):
 
     def wait_event(self, event: Event) -> None:
         event.stream.run(event.target - event.stream.done)
+
+    def synchronize(self) -> None:
+        self.run(len(self.pending))
 
 
 class Device:
