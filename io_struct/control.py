@@ -252,7 +252,8 @@ class StageStatus(ReplyRecord, kw_only=True, frozen=True):
     """Time spent in one named stage since start. Stages can be nested."""
 
     name: str
-    """``receive``, ``schedule``, ``prefill``, ``decode``, ``sample``, ``process``, ``pause``, ``update.…``, ``release.…``."""
+    """``receive``, ``schedule``, ``prefill``, ``decode``, ``sample``, ``process``, ``pause``, ``update.…``, ``release.…``; of
+    images ``encode``, ``denoise``, ``decode``, and ``components.arrive`` and ``components.leave``, which they wait for."""
     count: int
     """Number of runs."""
     total_s: float
