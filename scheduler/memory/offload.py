@@ -19,6 +19,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from ...io_struct import Residency
 from .host_copy import HostCopy
 from .storage import Component
 
@@ -230,7 +231,7 @@ class Strategy(Protocol):
     """When a component is on the device."""
 
     @property
-    def kind(self) -> str:
+    def kind(self) -> Residency:
         """For traces."""
         ...
 
@@ -273,7 +274,7 @@ class ResidentStrategy:
     preserve: bool = True
     keep_after_use: bool = True
     keep_on_warm_up: bool = True
-    kind: ClassVar[str] = "resident"
+    kind: ClassVar[Residency] = "resident"
 
     def peak_bytes(self, component: Movable) -> int:
         """All of it."""
@@ -302,7 +303,7 @@ class ComponentOffloadStrategy:
     preserve: bool = True
     keep_after_use: bool = True
     keep_on_warm_up: bool = False
-    kind: ClassVar[str] = "offload"
+    kind: ClassVar[Residency] = "offload"
 
     def peak_bytes(self, component: Movable) -> int:
         """All of it."""
@@ -333,7 +334,7 @@ class LayerwiseOffloadStrategy:
     preserve: bool = True
     keep_after_use: bool = True
     keep_on_warm_up: bool = False
-    kind: ClassVar[str] = "layerwise"
+    kind: ClassVar[Residency] = "layerwise"
 
     def __post_init__(self) -> None:
         if self.window < 1:

@@ -183,7 +183,7 @@ def test_an_update_by_any_transport_writes_what_is_away(moving, sd3, other, cold
                 )
         else:
             update = getattr(engine, f"update_weights_from_{transport}")
-            reply = update(state(other, component), component=component)
+            reply = update(state(other, component), component=component, bucket_bytes=16384)
         assert engine.status().weights == "valid", reply
         assert not any(each.device_bytes for each in engine.status().components), (
             "nothing comes for an update"
