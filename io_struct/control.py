@@ -115,8 +115,8 @@ class ReleaseMemoryOccupationReqInput(ControlRequest, kw_only=True):
     no effect.
 
     ``kv_cache`` requires that no live request holds KV, and drops the prefix cache. ``weights`` and ``cuda_graph``
-    require a completed pause or an idle engine. Weights are dropped without a copy, so they are invalid until a
-    complete update.
+    require a completed pause or an idle engine. Weights are dropped, and are invalid until a complete
+    update, unless the engine was started with ``weights_cpu_backup``.
     """
 
     tags: list[MemoryTag] | None = None
@@ -140,7 +140,8 @@ class ResumeMemoryOccupationReqInput(ControlRequest, kw_only=True):
     """Allocate released memory again: all of ``tags`` or, if it does not fit, none (``out_of_memory`` with the
     sizes).
 
-    Weights come back without their values: send a complete update. Resuming resident memory has no effect.
+    Without ``weights_cpu_backup``, weights come back without their values: send a complete update. Resuming
+    resident memory has no effect.
     """
 
     tags: list[MemoryTag] | None = None
