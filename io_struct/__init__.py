@@ -98,7 +98,8 @@ from .profile import (
     StopProfileReqOutput,
     TraceActivity,
 )
-from .score import ReferenceStatus, Residency, ScoreReqInput, ScoreReqOutput
+from .residency import ComponentStatus, PromptCacheStatus, Residency
+from .score import ReferenceStatus, ScoreReqInput, ScoreReqOutput
 from .weights import (
     BeginWeightUpdateReqInput,
     BeginWeightUpdateReqOutput,
@@ -136,6 +137,7 @@ __all__ = [
     "BeginWeightUpdateReqInput",
     "BeginWeightUpdateReqOutput",
     "CaesuraError",
+    "ComponentStatus",
     "ContinueGenerationReqInput",
     "ContinueGenerationReqOutput",
     "ControlRequest",
@@ -183,6 +185,7 @@ __all__ = [
     "PauseGenerationReqOutput",
     "PauseMode",
     "PauseTotal",
+    "PromptCacheStatus",
     "Record",
     "ReferenceStatus",
     "ReleaseMemoryOccupationReqInput",

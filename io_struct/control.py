@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from .base import Label, Reply, ReplyRecord, Request
+from .residency import ComponentStatus, PromptCacheStatus
 from .score import ReferenceStatus
 
 PauseMode = Literal["abort", "retract", "in_place"]
@@ -208,6 +209,10 @@ class DeviceMemory(ReplyRecord, kw_only=True, frozen=True):
     """Bytes of the copy of the weights on the host, which exists only while their memory is released
     (``weights_cpu_backup``). On the CPU it is a file in the temporary directory, on accelerators pinned memory;
     ``reserved`` does not include it."""
+    components: int = 0
+    """Bytes on the device of components that come and go (:class:`ComponentStatus`)."""
+    components_peak: int = 0
+    """The most of them at one time, since the engine has loaded its models."""
 
 
 class UpdateProgress(ReplyRecord, kw_only=True, frozen=True):
@@ -248,7 +253,8 @@ class StageStatus(ReplyRecord, kw_only=True, frozen=True):
     """Time spent in one named stage since start. Stages can be nested."""
 
     name: str
-    """``receive``, ``schedule``, ``prefill``, ``decode``, ``sample``, ``process``, ``pause``, ``update.…``, ``release.…``."""
+    """``receive``, ``schedule``, ``prefill``, ``decode``, ``sample``, ``process``, ``pause``, ``update.…``, ``release.…``; of
+    images ``encode``, ``denoise``, ``decode``, and ``components.arrive`` and ``components.leave``, which they wait for."""
     count: int
     """Number of runs."""
     total_s: float
@@ -416,6 +422,10 @@ class GetStatusReqOutput(Reply, kw_only=True):
     """Counters since start."""
     stages: list[StageStatus] = []
     """Time spent by stage, in the order of their first run."""
+    components: list[ComponentStatus] = []
+    """Components that come and go, and the reference model's parts."""
+    prompt_cache: PromptCacheStatus | None = None
+    """Encoded prompts. None means that the engine makes no images."""
     reference: ReferenceStatus | None = None
     """The reference model. None means that none is loaded."""
     model_path: str

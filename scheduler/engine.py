@@ -206,6 +206,7 @@ class Engine:
             config=config,
             residency=residency,
             device_cache=self._device_cache,
+            stages=self._stages,
             start=start,
             stamp=stamp,
             send=self.router.send,
@@ -214,12 +215,13 @@ class Engine:
         core = _make_core(around, make_runner)
         self._weights_file.begin(stamp, core.loaded.digest)
         self.cache, self.live, self.outbox, self.outputs = core.cache, core.live, core.outbox, core.outputs
-        lifecycle = self._build_lifecycle(config, start, stamp, core)
+        keeps_weights = config.weights_cpu_backup or residency.nbytes("weights") == 0
+        lifecycle = self._build_lifecycle(config, start, stamp, core, keeps_weights=keeps_weights)
         self.history.where = lambda: (lifecycle.step, lifecycle.stamp.epoch)
         return _Core(core, start.folder, residency, lifecycle)
 
     def _build_lifecycle(
-        self, config: EngineConfig, start: Start, stamp: WeightStamp, core: Core
+        self, config: EngineConfig, start: Start, stamp: WeightStamp, core: Core, *, keeps_weights: bool
     ) -> Lifecycle:
         """The state of an engine that begins as ``start`` says."""
         return Lifecycle(
@@ -235,7 +237,8 @@ class Engine:
             stages=self._stages,
             lost=start.lost,
             serve_lost=config.on_lost_weights == "serve_initial",
-            keeps_weights=config.weights_cpu_backup,
+            keeps_weights=keeps_weights,
+            prompts=core.prompts,
         )
 
     def _build_serving(
@@ -308,6 +311,7 @@ class Engine:
             lifecycle=lifecycle,
             updates=self.updates,
             cache=self.cache,
+            prompts=core.steps.prompts,
             runner=runner,
             graphs=graphs,
             device_cache=self._device_cache,
@@ -402,6 +406,7 @@ class Engine:
             waiting=core.steps.waiting,
             outputs=self.outputs,
             cache=self.cache,
+            prompts=core.steps.prompts,
             scoring=commands.scoring,
             recovery=core.steps.recovery,
             device_module=module,

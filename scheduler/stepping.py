@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ..io_struct import ErrorCode, StepFailures
+from ..io_struct import ErrorCode, PromptCacheStatus, StepFailures
 
 if TYPE_CHECKING:
     from .batching.request import WeightStamp
@@ -114,6 +114,18 @@ class StepBatcher(Protocol):
 
     def mark_stale(self) -> None:
         """After a weight commit: what running samples hold was computed by older weights."""
+        ...
+
+
+class KeptPrompts(Protocol):
+    """What steps have made of prompts, kept for later requests beside any KV."""
+
+    def clear(self) -> None:
+        """Drop all of it."""
+        ...
+
+    def status(self) -> PromptCacheStatus:
+        """As of now."""
         ...
 
 

@@ -42,7 +42,7 @@ from ..memory.device_cache import DeviceCache
 from ..memory.device_memory import EmptyCacheReport
 from ..observability.memory_history import MemoryHistory
 from ..observability.stage_profiler import StageProfiler
-from ..stepping import StepBatcher, StepOutputs, StepRunner
+from ..stepping import KeptPrompts, StepBatcher, StepOutputs, StepRunner
 from .pause_ownership import PauseOwnership, Sender
 from .weight_sessions import Session, Sessions
 
@@ -89,6 +89,7 @@ class Lifecycle:
         lost: str | None,
         serve_lost: bool,
         keeps_weights: bool,
+        prompts: KeptPrompts | None,
     ) -> None:
         """Make the lifecycle of an engine that runs.
 
@@ -103,6 +104,7 @@ class Lifecycle:
         self._waiting = waiting
         self._outputs = outputs
         self._cache = cache
+        self._prompts = prompts
         self._runner = runner
         self._device_cache = device_cache
         self._history = history
@@ -284,6 +286,8 @@ class Lifecycle:
             yield Wait.CHANGE
         yield from self._commit_implicit_session(sender, request.force)
         freed = self._cache.flush()
+        if self._prompts is not None:
+            self._prompts.clear()
         report = self._device_cache.empty("flush") if request.torch_empty_cache else None
         self._history.note("flush", f"{freed * PAGE_SIZE} tokens", returned=_freed(report))
         return FlushCacheReqOutput(

@@ -14,8 +14,6 @@ from caesura.io_struct import (
     GenerateImagesReqInput,
     GenerateReqInput,
     PauseGenerationReqInput,
-    ReleaseMemoryOccupationReqInput,
-    ResumeMemoryOccupationReqInput,
     SdeParams,
     TensorSpec,
     UpdateWeightFromDiskReqInput,
@@ -397,42 +395,6 @@ def test_poisoned_weights_make_nothing_until_their_component_is_complete(driver,
     assert driver.status().weights == "valid"
     driver.run_until_idle()
     assert image(driver, rid).finish_reason.type == "length"
-
-
-def test_text_encoders_and_vae_that_come_and_go(sd3, driver):
-    """The same images; each is on the device for the steps that need it, also after a release in between."""
-    message = request(n=3, guidance_scale=2.0, sde=SdeParams(type="sde"))
-    expected = [tensors_of(each) for each in run(driver, message)]
-    with EngineDriver(
-        str(sd3), scripted=False, max_running_requests=8, frozen_residency="offload"
-    ) as offloaded:
-        runner = offloaded.engine.scheduler._runner
-        residency, execute = runner._stages._residency, runner.execute
-        frozen, seen = ("vae", "text_encoder", "text_encoder_2", "text_encoder_3"), []
-
-        def watched(batch):
-            launched = execute(batch)
-            seen.append((batch.kind, {name for name in frozen if residency.device_bytes(name)}))
-            return launched
-
-        runner.execute = watched
-        assert not any(residency.device_bytes(name) for name in frozen)
-        for _ in range(2):
-            results = run(offloaded, request(n=3, guidance_scale=2.0, sde=SdeParams(type="sde")))
-            for result, tensors in zip(results, expected, strict=True):
-                assert all(np.array_equal(value, tensors[name]) for name, value in tensors_of(result).items())
-            offloaded.call(PauseGenerationReqInput(mode="retract"))
-            offloaded.call(ReleaseMemoryOccupationReqInput(tags=["weights"]))
-            offloaded.call(ResumeMemoryOccupationReqInput(tags=["weights"]))
-            assert offloaded.status().weights == "invalid"
-            path = str(sd3 / "transformer")
-            assert offloaded.call(UpdateWeightFromDiskReqInput(model_path=path)).committed
-            offloaded.call(ContinueGenerationReqInput())
-        on_device = {"encode": set(frozen[1:]), "denoise": set(), "decode": {"vae"}}
-        assert all(there == on_device[kind] for kind, there in seen)
-        assert {kind for kind, _ in seen} == set(on_device)
-        reply = offloaded.call(UpdateWeightFromDiskReqInput(model_path=str(sd3), component="vae"))
-        assert reply.detail["field"] == "component"
 
 
 def send_tensors(driver, tensors, **fields):

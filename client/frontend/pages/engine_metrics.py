@@ -192,6 +192,13 @@ def _memory(families: Families, status: GetStatusReqOutput) -> None:
     if status.memory_by_tag is not None:
         text = "Reserved memory by purpose, at the last memory event."
         gauge("memory_bytes", text, msgspec.structs.asdict(status.memory_by_tag), ("tag",))
+    there = {each.name: each.device_bytes for each in status.components}
+    if there:
+        gauge("component_bytes", "Bytes on the device of components that come and go.", there, ("component",))
+    if (prompts := status.prompt_cache) is not None:
+        gauge("prompt_cache_bytes", "Bytes of encoded prompts that are kept.", prompts.nbytes)
+        families.counter("prompt_cache_hits", "Prompts that were found encoded.", prompts.hits)
+        families.counter("prompt_cache_misses", "Prompts that were encoded.", prompts.misses)
 
 
 def _totals(families: Families, status: GetStatusReqOutput) -> None:

@@ -28,11 +28,13 @@ from caesura.client.frontend.pages.engine_metrics import EngineWatch
 from caesura.client.frontend.pages.metric_families import PREFIX, Histogram, one_two_five
 from caesura.client.frontend.pages.metrics import Metrics
 from caesura.io_struct import (
+    ComponentStatus,
     EmptyCacheTotal,
     EngineTotals,
     GetStatusReqInput,
     MemoryByTag,
     PauseTotal,
+    PromptCacheStatus,
     StepFailures,
     UpdateTotal,
 )
@@ -55,7 +57,18 @@ def busy(request):
         return answer(request)
     status = status_reply(request)
     failures = StepFailures(failed=1, token_limit=64)
-    return [msgspec.structs.replace(status, totals=TOTALS, memory_by_tag=BY_TAG, step_failures=failures)]
+    there = [ComponentStatus(name="vae", residency="layerwise", nbytes=9000, device_bytes=4096)]
+    prompts = PromptCacheStatus(entries=3, nbytes=3 << 10, limit_bytes=1 << 20, hits=8, misses=5)
+    return [
+        msgspec.structs.replace(
+            status,
+            totals=TOTALS,
+            memory_by_tag=BY_TAG,
+            step_failures=failures,
+            components=there,
+            prompt_cache=prompts,
+        )
+    ]
 
 
 @dataclass
@@ -154,6 +167,8 @@ def test_a_scrape_says_what_happened(tmp_path):
         ("pauses_total", "in_place"): 3, ("pause_seconds_total", "in_place"): 4.5,
         ("weight_updates_total", "committed", "disk"): 2, ("weight_updates_total", "failed", "disk"): 1,
         ("memory_reserved_bytes",): 3 << 20, ("memory_bytes", "weights"): 2 << 20, ("memory_bytes", "kv"): 1 << 20,
+        ("component_bytes", "vae"): 4096, ("prompt_cache_bytes",): 3 << 10,
+        ("prompt_cache_hits_total",): 8, ("prompt_cache_misses_total",): 5,
         ("step_token_limit",): 64, ("failed_steps_total",): 1,
         ("num_http_reqs",): 1, ("http_requests_total", "stop"): 1, ("http_requests_total", "length"): 1,
         ("control_calls_total", "pause_generation", "ok"): 2, ("control_seconds_total", "pause_generation", "ok"): 0.75,
