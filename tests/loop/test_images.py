@@ -26,6 +26,7 @@ from caesura.io_struct import (
 pytest.importorskip("diffusers")
 from support.pipelines import load_pipeline, make_sd3, tensors_of
 
+from caesura.scheduler.images import traced
 from caesura.scheduler.images.batcher import RAISE_AFTER
 
 STEPS, TEXT = 5, 12
@@ -163,7 +164,8 @@ def recomputed(pipeline, result, sde, guidance):
 @pytest.mark.parametrize("guidance", [1.0, 3.0])
 @pytest.mark.parametrize("kind", NOISY)
 @torch.no_grad()
-def test_a_learner_finds_the_same_log_probs(driver, pipeline, kind, guidance, window):
+def test_a_learner_finds_the_same_log_probs(driver, pipeline, monkeypatch, kind, guidance, window):
+    monkeypatch.setattr(traced, "RECORD_AFTER", 1)
     sde = SdeParams(type=kind, steps=window)
     # The pipeline's own grid ends at 0.001, where the std is so small that float32 says little.
     message = request(
@@ -312,8 +314,9 @@ def test_text_ids_and_embeddings_are_the_same_prompt(driver, guidance):
         assert all(np.array_equal(value, tensors[name]) for name, value in tensors_of(result).items())
 
 
-def test_an_update_is_a_cold_load(driver, other_sd3):
+def test_an_update_is_a_cold_load(driver, other_sd3, monkeypatch):
     """Bit for bit, and the steps say which weights made them; what was conditioned on stays as it was."""
+    monkeypatch.setattr(traced, "RECORD_AFTER", 1)
     before = driver.call(WeightsCheckerReqInput())
     rid = driver.send(request(sde=SdeParams(type="sde")))
     driver.tick(3)
