@@ -52,6 +52,8 @@ class ServeOptions:
     model_path: str = ""
     tokenizer_path: str = ""
     context_length: int = 0
+    makes_images: bool = False
+    """The engine serves a diffusion pipeline, not a language model."""
     vocab_size: int = 0
 
     @property

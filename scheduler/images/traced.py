@@ -125,7 +125,9 @@ def _record(call: _Call, inputs: tuple[Tensor, ...]) -> Callable[..., Tensor]:
 
 
 def _run(recording: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Tensor:
-    with torch.jit.optimized_execution(False):  # fusions would change bits, and passes take longer than they give back
+    with torch.jit.optimized_execution(
+        False
+    ):  # fusions would change bits, and passes take longer than they give back
         return recording(*inputs)
 
 

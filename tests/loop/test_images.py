@@ -11,6 +11,7 @@ from caesura.io_struct import (
     AbortReq,
     ContinueGenerationReqInput,
     EndWeightUpdateReqInput,
+    FlushCacheReqInput,
     GenerateImagesReqInput,
     GenerateReqInput,
     PauseGenerationReqInput,
@@ -28,6 +29,7 @@ from support.pipelines import load_pipeline, make_sd3, tensors_of
 
 from caesura.scheduler.images import traced
 from caesura.scheduler.images.batcher import RAISE_AFTER
+from caesura.scheduler.observability.throughput import Counters, line
 
 STEPS, TEXT = 5, 12
 NOISY = ["sde", "cps", "dance"]
@@ -685,3 +687,41 @@ def test_a_step_that_fails_ends_its_samples_and_no_others(driver, monkeypatch):
     assert image(driver, first).finish_reason.type == "error"
     assert image(driver, first).steps_done > 0
     assert image(driver, second).finish_reason.type == "length"
+
+
+def test_flushes_in_a_pause_speak_of_latents(driver, sd3, caplog):
+    """What a pause in place freezes is no cache: a flush is refused while it is there, and says what it is."""
+    rid = driver.send(request())
+    driver.tick(3)
+    with caplog.at_level("INFO"):
+        driver.call(PauseGenerationReqInput(mode="in_place"))
+    assert "1 requests hold latents" in caplog.text
+    for refused in (FlushCacheReqInput(), UpdateWeightFromDiskReqInput(model_path=str(sd3))):
+        driver.send(refused)
+        driver.tick(2)
+        error = driver.replies.pop(refused.id)
+        assert error.code == "not_idle"
+        assert "latents" in error.message
+        assert "KV" not in error.message
+    driver.call(ContinueGenerationReqInput())
+    driver.run_until_idle()
+    assert image(driver, rid).finish_reason.type == "length"
+    driver.call(FlushCacheReqInput())
+
+
+def test_status_has_the_samples_of_each_stage(driver):
+    driver.send(request(n=2))
+    seen = []
+    for _ in range(STEPS + 4):
+        driver.tick()
+        load = driver.status().images
+        seen.append((load.encoding, load.denoising, load.decoding))
+    assert {(0, 2, 0), (0, 0, 2)} <= set(seen)
+    assert seen[-1] == (0, 0, 0)
+
+
+def test_the_log_line_about_load_has_steps_and_no_tokens():
+    counters = {name: 0 for name in Counters._fields} | {"paused_s": 0.0, "images": True, "state": "running"}
+    before = Counters(**counters)
+    text = line(before, before._replace(generated_tokens=50, running=3, waiting=2), 10.0)
+    assert text == "running; 3 running, 2 waiting, denoised 5.0 steps/s; over 10.0 s"

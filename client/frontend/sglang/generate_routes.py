@@ -21,6 +21,7 @@ from ..exchange import ClientLeft, HTTPRequest, command, events, nobody, read_co
 from ..generations import asking_label, label_for, merged, whole
 from ..workers import SLICE, in_slices
 from .control_schema import Strict
+from ..modality import makes_tokens
 from .generate_answer import DONE, Answer, EventWriter, error_frame, token_texts
 from .generate_schema import Job, decode_body, plan_job
 
@@ -35,7 +36,13 @@ class AbortBody(Strict, kw_only=True):
     finished_reason: dict[str, Any] | None = None
 
 
-@route("/generate", http_method=["POST", "PUT"], status_code=200, opt={"access": "user", "body": "prompts"})
+@route(
+    "/generate",
+    http_method=["POST", "PUT"],
+    status_code=200,
+    opt={"access": "user", "body": "prompts"},
+    guards=[makes_tokens],
+)
 async def generate(request: HTTPRequest, front: Front) -> Response[Any]:
     """One or many prompts, as one answer or as a stream of events."""
     try:

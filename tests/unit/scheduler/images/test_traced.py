@@ -24,9 +24,7 @@ FAMILIES = {
 @pytest.fixture(scope="module", params=FAMILIES)
 def family(request, tmp_path_factory):
     kind, pipeline_class, make = FAMILIES[request.param]
-    pipeline = load_pipeline(
-        make(tmp_path_factory.mktemp("pipelines") / request.param), pipeline_class
-    )
+    pipeline = load_pipeline(make(tmp_path_factory.mktemp("pipelines") / request.param), pipeline_class)
     modules = {name: getattr(pipeline, name, None) for name in kind.classes}
     made = {name: module for name, module in modules.items() if module is not None}
     return kind(made, [], dict(pipeline.scheduler.config))
@@ -57,9 +55,7 @@ def counted(family, monkeypatch):
     """Calls of the module from now on."""
     calls = []
     original = family.velocity
-    monkeypatch.setattr(
-        family, "velocity", lambda *given: (calls.append(len(given[0])), original(*given))[1]
-    )
+    monkeypatch.setattr(family, "velocity", lambda *given: (calls.append(len(given[0])), original(*given))[1])
     return calls
 
 
