@@ -7,8 +7,6 @@ Invariants:
 """
 
 import re
-import struct
-import zlib
 from base64 import b64encode
 from collections.abc import Sequence
 from time import time
@@ -22,11 +20,12 @@ from ....io_struct import CaesuraError, FinishReason, WeightVersionSpan, new_id
 from ....io_struct.base import Identifier
 from ....io_struct.images import MAX_IMAGE_SIDE, MAX_PROMPT_CHARACTERS, MAX_STEPS
 from ...exceptions import InvalidRequest
-from ...wire.images import ImageOutput, ImageTensor
+from ...wire.images import ImageOutput
 from ..bodies import UNREADABLE, unreadable
 from ..context import Front
 from ..exchange import HTTPRequest, command, unless_left
 from ..modality import makes_images
+from ..png import png_of
 from .common import EXCEPTION_HANDLERS, check_model
 from .schema import NOTHING, AnySeed
 
@@ -48,7 +47,7 @@ REFUSED = {
     "lora": "there are no adapters",
 }
 """Field → why a value in it is refused."""
-_ASKS_FOR_NOTHING = {
+WITHOUT_EFFECT = {
     "quality": ("auto", "standard"),
     "background": ("auto", "opaque"),
     "output_format": ("png",),
@@ -132,7 +131,7 @@ def decode_body(body: bytes) -> ImageRequestBody:
     for name, reason in REFUSED.items():
         if getattr(asked, name) not in (*NOTHING, 0):
             raise InvalidRequest(f"{name} is not supported: {reason}", field=name)
-    for name, values in _ASKS_FOR_NOTHING.items():
+    for name, values in WITHOUT_EFFECT.items():
         if (value := getattr(asked, name)) not in (*NOTHING, *values):
             raise InvalidRequest(
                 f"{name} = {msgspec.json.encode(value)[:64].decode()} is not supported, only {values[0]!r}",
@@ -211,6 +210,7 @@ async def generate_images(request: HTTPRequest, front: Front) -> Response[bytes]
     except CaesuraError as error:
         raise _in_terms_of_the_body(error) from error
     outputs: list[ImageOutput] = made if isinstance(made, list) else [made]
+    front.last_image.keep(outputs)
     encoded = await front.workers.run(lambda: _encoded(rid, outputs))
     return Response(encoded, media_type="application/json")
 
@@ -244,23 +244,6 @@ def _picture(output: ImageOutput) -> Picture:
         finish_reason=reason.type,
         weight_versions=output.weight_versions,
     )
-
-
-def png_of(image: ImageTensor) -> bytes:
-    """A PNG (ISO/IEC 15948) of uint8 [height, width, 3]: 8 bits of red, green and blue, its rows unfiltered."""
-    height, width, _ = image.shape
-    stride, data = 3 * width, memoryview(image.data)
-    rows = b"".join(
-        b"\0" + bytes(data[start : start + stride]) for start in range(0, height * stride, stride)
-    )
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    parts = ((b"IHDR", header), (b"IDAT", zlib.compress(rows, 6)), (b"IEND", b""))
-    return b"\x89PNG\r\n\x1a\n" + b"".join(_chunk(kind, content) for kind, content in parts)
-
-
-def _chunk(kind: bytes, content: bytes) -> bytes:
-    checked = kind + content
-    return struct.pack(">I", len(content)) + checked + struct.pack(">I", zlib.crc32(checked))
 
 
 ROUTES: list[HTTPRouteHandler] = [generate_images]

@@ -19,9 +19,9 @@ from ..context import Front, FrontEnd
 from ..errors import engine_error, json_bytes, native_error, status_of
 from ..exchange import ClientLeft, HTTPRequest, command, events, nobody, read_control, unless_left
 from ..generations import asking_label, label_for, merged, whole
+from ..modality import makes_tokens
 from ..workers import SLICE, in_slices
 from .control_schema import Strict
-from ..modality import makes_tokens
 from .generate_answer import DONE, Answer, EventWriter, error_frame, token_texts
 from .generate_schema import Job, decode_body, plan_job
 

@@ -92,6 +92,7 @@ async def rollout_generate(request: HTTPRequest, front: Front) -> Response[bytes
         return nobody()
     except CaesuraError as error:
         return refused(front, error)
+    front.last_image.keep(outputs)
     answers = [_answer(body, rid, seed, each) for seed, each in zip(seeds, outputs, strict=True)]
     return Response(msgspec.msgpack.encode(answers), media_type="application/msgpack")
 

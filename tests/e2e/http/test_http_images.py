@@ -9,6 +9,8 @@ import httpx
 import numpy as np
 import openai
 import pytest
+from selenium.webdriver.common.by import By
+from support.browser import browsing, chromium
 from support.http_serve import make_text_model, served
 
 pytest.importorskip("diffusers")
@@ -234,3 +236,37 @@ def test_an_image_route_of_a_language_model_says_so(tmp_path):
             assert response.status_code == 400, response.text
             assert "diffusion pipeline" in response.text
         assert language.get("/v1/models").json()["data"][0]["max_model_len"] > 0
+
+
+def test_the_dashboards_data_has_the_last_image_once(server):
+    post(server, n=2, seed=3)
+    told = server.get("/dashboard/data").json()["image"]
+    assert (told["width"], told["height"]) == (32, 16)
+    with Image.open(io.BytesIO(base64.b64decode(told["png"]))) as small:
+        assert small.size == (32, 16)
+    assert server.get(f"/dashboard/data?image={told['number']}").json()["image"] is None
+    post(server, seed=4)
+    newer = server.get(f"/dashboard/data?image={told['number']}").json()["image"]
+    assert newer["number"] == told["number"] + 1
+    assert newer["png"] != told["png"]
+
+
+@browsing
+def test_the_dashboard_shows_steps_and_the_last_image(server):
+    post(server, seed=3)
+    with chromium() as browser:
+        browser.get(f"{server.url}/dashboard")
+        picture = browser.find_element(By.ID, "last-image")
+        eventually(lambda: picture.is_displayed() and picture.get_property("naturalWidth") == 32)
+        assert "32 x 16 pixels" in browser.find_element(By.ID, "picture-note").text
+        assert "denoise steps/s" in browser.find_element(By.ID, "tiles").text
+        assert "token" not in browser.find_element(By.ID, "load").text
+        assert not browser.find_element(By.ID, "kv").is_displayed()
+        assert [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"] == []
+
+
+def test_metrics_have_steps_and_no_tokens(server):
+    post(server)
+    text = server.get("/metrics").text
+    assert "caesura:denoise_steps_total" in text
+    assert "caesura:num_used_tokens" not in text
