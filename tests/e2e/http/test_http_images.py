@@ -113,7 +113,21 @@ def test_a_client_that_leaves_aborts_its_images(server):
     [
         ({"response_format": "url"}, "response_format"),
         ({"response_format": "jpeg"}, "response_format"),
-        *[({"size": size}, "size") for size in ("0x16", "16x0", "17x16", "16", "8193x16", "99999x16", "-1x16", "1e3x16", "x", "16x16\n")],
+        *[
+            ({"size": size}, "size")
+            for size in (
+                "0x16",
+                "16x0",
+                "17x16",
+                "16",
+                "8193x16",
+                "99999x16",
+                "-1x16",
+                "1e3x16",
+                "x",
+                "16x16\n",
+            )
+        ],
         ({"size": "16x16 "}, "size"),
         *[({"n": n}, "n") for n in (0, -1, 257, 10000, 2**63, 2**70, 1.5)],
         ({"n": 200, "size": "8192x8192"}, "n"),
@@ -143,7 +157,9 @@ def test_what_cannot_be_done_is_400_and_names_the_field(server, changes, param):
     assert error["param"] == param, error
 
 
-@pytest.mark.parametrize("body", [b"", b"[]", b"null", b"{", b'{"prompt": "a", "guidance_scale": NaN}', b"\xff\xfe", b"[" * 5000])
+@pytest.mark.parametrize(
+    "body", [b"", b"[]", b"null", b"{", b'{"prompt": "a", "guidance_scale": NaN}', b"\xff\xfe", b"[" * 5000]
+)
 def test_bodies_that_are_no_request(server, body):
     response = httpx.post(f"{server.url}/v1/images/generations", content=body, timeout=30)
     assert response.status_code == 400, response.text
@@ -161,7 +177,14 @@ def test_the_empty_prompt_is_a_prompt(server):
 
 
 def test_what_asks_for_nothing_passes(server):
-    nothing = {"style": None, "stream": False, "quality": "auto", "user": "x", "background": "opaque", "n": None}
+    nothing = {
+        "style": None,
+        "stream": False,
+        "quality": "auto",
+        "user": "x",
+        "background": "opaque",
+        "n": None,
+    }
     assert post(server, **nothing, output_format="png", response_format=None).status_code == 200
 
 
@@ -202,7 +225,9 @@ def test_extremes_of_a_trajectory_are_400(server, changes):
     assert response.status_code == 400, response.text
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/generate"])
+@pytest.mark.parametrize(
+    "path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/generate"]
+)
 def test_routes_of_language_models_say_what_to_call(server, path):
     response = httpx.post(f"{server.url}{path}", json={"prompt": "a", "messages": []}, timeout=30)
     assert response.status_code == 400, response.text

@@ -195,10 +195,10 @@ def test_an_image_engine_has_steps_and_no_tokens(tmp_path):
     load = ImageLoad(encoding=1, denoising=2, decoding=3)
 
     def paints(request):
-        reply = busy(request)
-        return (
+        return [
             msgspec.structs.replace(reply, images=load) if isinstance(reply, GetStatusReqOutput) else reply
-        )
+            for reply in busy(request)
+        ]
 
     async def scrape():
         async with served(tmp_path, paints) as it:
