@@ -697,9 +697,7 @@ def test_flushes_in_a_pause_speak_of_latents(driver, sd3, caplog):
         driver.call(PauseGenerationReqInput(mode="in_place"))
     assert "1 requests hold latents" in caplog.text
     for refused in (FlushCacheReqInput(), UpdateWeightFromDiskReqInput(model_path=str(sd3))):
-        driver.send(refused)
-        driver.tick(2)
-        error = driver.replies.pop(refused.id)
+        error = driver.call(refused)
         assert error.code == "not_idle"
         assert "latents" in error.message
         assert "KV" not in error.message
