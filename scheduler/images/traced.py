@@ -125,9 +125,8 @@ def _record(call: _Call, inputs: tuple[Tensor, ...]) -> Callable[..., Tensor]:
 
 
 def _run(recording: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Tensor:
-    with torch.jit.optimized_execution(
-        False
-    ):  # fusions would change bits, and passes take longer than they give back
+    # Fusions would change bits, and passes take longer than they give back.
+    with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
         return recording(*inputs)
 
 
