@@ -170,6 +170,17 @@ class RenewPauseLeaseReqOutput(Reply, kw_only=True):
     """Seconds until the lease expires. None means no lease."""
 
 
+class ImageLoad(ReplyRecord, kw_only=True, frozen=True):
+    """Running samples of an image engine, by the step that each needs next."""
+
+    encoding: int
+    """Samples whose prompt is not encoded yet."""
+    denoising: int
+    """Samples with steps of their grid left, the first included."""
+    decoding: int
+    """Samples whose latents are complete and become an image."""
+
+
 class KVUsage(ReplyRecord, kw_only=True, frozen=True):
     """Use of the KV cache pool in token slots: ``free + cached + held == total``, always."""
 
@@ -404,10 +415,12 @@ class GetStatusReqOutput(Reply, kw_only=True):
     last_step_age_s: float | None = None
     """Seconds since the last step finished. None means that there was none yet."""
     generated_tokens: int
-    """Tokens generated since start."""
+    """Tokens generated since start; of an image engine, denoise steps of samples."""
     gen_throughput: float = 0.0
     """Tokens generated per second over the last five seconds, or since the engine began to generate if that was
     later."""
+    images: ImageLoad | None = None
+    """Samples by stage. None: the engine serves a language model."""
     num_retractions: int
     """Retractions since start: by a pause, or because the KV cache was full."""
     step_failures: StepFailures = StepFailures()

@@ -158,6 +158,7 @@ class Engine:
             waiting=len(core.steps.waiting),
             kv_held=kv.held,
             kv_total=kv.total,
+            images=batcher.images is not None,
             state=" ".join(filter(None, states))
             + ("" if lifecycle.weights == "valid" else f", weights {lifecycle.weights}"),
         )

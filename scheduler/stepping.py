@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ..io_struct import ErrorCode, PromptCacheStatus, StepFailures
+from ..io_struct import ErrorCode, ImageLoad, PromptCacheStatus, StepFailures
 
 if TYPE_CHECKING:
     from .batching.request import WeightStamp
@@ -79,6 +79,11 @@ class StepBatcher(Protocol):
     @property
     def prefilled_tokens(self) -> int:
         """Prompt tokens that steps have computed since the engine's start."""
+        ...
+
+    @property
+    def images(self) -> ImageLoad | None:
+        """Running samples by stage, where they are images; None where they are tokens."""
         ...
 
     @property

@@ -18,6 +18,8 @@ _WHY = {
     "/get_weights_by_name": "weights are not read out: compare them with POST /weights_checker",
     "/set_internal_state": "options are fixed at start",
     "/v1/responses": "the Responses API is not served: /v1/chat/completions is",
+    "/v1/images/edits": "images as input are not supported: /v1/images/generations makes them from text",
+    "/v1/images/variations": "images as input are not supported: /v1/images/generations makes them from text",
     # vLLM's
     "/pause": "call POST /pause_generation, SGLang's route",
     "/resume": "call POST /continue_generation, SGLang's route",

@@ -391,12 +391,12 @@ class WeightUpdates:
         return source
 
     def _require_flushable(self, flush: bool) -> None:
-        """Refuse a flush that is impossible because requests are frozen with their KV."""
+        """Refuse a flush that is impossible because requests are frozen with their KV or latents."""
         frozen = self._lifecycle.generation == "paused" and self._batcher.num_holding > 0
         if flush and frozen:
             raise CaesuraError(
                 ErrorCode.NOT_IDLE,
-                "flush_cache cannot be honoured: requests are frozen in place with their KV; send flush_cache=false",
+                f"flush_cache cannot be honoured: requests are frozen in place with their {self._lifecycle.held_kind}; send flush_cache=false",
                 **self._lifecycle.pending(),
             )
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Literal
 
+from ...io_struct import ImageLoad
 from .prompts import EncodedPrompts
 from .request import ImageRequest, Phase, Prompting
 
@@ -120,6 +121,15 @@ class ImageBatcher:
     def num_prefilling(self) -> int:
         """Samples that run and have no latents yet."""
         return len(self._running) - self.num_running
+
+    @property
+    def images(self) -> ImageLoad:
+        """Running samples by what each needs next."""
+        decoding = sum(1 for sample in self._running if sample.is_denoised)
+        encoding = sum(1 for sample in self._running if not sample.prompting.is_ready)
+        return ImageLoad(
+            encoding=encoding, denoising=len(self._running) - decoding - encoding, decoding=decoding
+        )
 
     @property
     def num_holding(self) -> int:

@@ -62,6 +62,10 @@ class Stages:
             self._uses[kind_using(name)].append(replace(use, memory_intensive=blocks is not None))
         self._kind: Kind | None = None
 
+    def comes_in_blocks(self, component: str) -> bool:
+        """Whether it is brought to the device block by block."""
+        return self._blocks.get(component) is not None
+
     def enter(self, kind: Kind) -> None:
         """Before a step of ``kind`` is executed.
 

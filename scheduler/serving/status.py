@@ -112,6 +112,7 @@ class StatusReporter:
             last_step_age_s=None if last is None else now - last,
             generated_tokens=self._outputs.generated_tokens,
             gen_throughput=self._throughput.generated_per_s(),
+            images=self._batcher.images,
             num_retractions=self._batcher.num_retractions,
             step_failures=self._recovery.counts(),
             kv=self._kv(),

@@ -24,6 +24,7 @@ from caesura.io_struct import (
 pytest.importorskip("diffusers")
 from support.pipelines import make_flux, make_qwen_image, make_sd3, tensors_of
 
+from caesura.scheduler.images import traced
 from caesura.scheduler.memory import residency as residency_module
 from caesura.scheduler.memory.offload import LayerwiseOffloadStrategy
 
@@ -143,6 +144,27 @@ def watch(driver):
 
     runner.execute = watched
     return seen
+
+
+@pytest.mark.parametrize("transformer", ["offload", "layerwise"])
+def test_recorded_operations_find_the_weights_wherever_they_come_to(
+    pipelines, expected, monkeypatch, transformer
+):
+    monkeypatch.setattr(traced, "RECORD_AFTER", 1)
+    calls = []
+    played = traced._run
+    monkeypatch.setattr(traced, "_run", lambda *given: (calls.append(1), played(*given))[1])
+    first, second = pipelines("sd3"), pipelines("sd3", 1)
+    with engine(first, "offload", transformer) as driver:
+        for _ in range(2):
+            same(run(driver, *messages()), expected("sd3")[1])
+        driver.call(UpdateWeightFromDiskReqInput(model_path=str(second / "transformer")))
+        for name in ("vae", *sorted(ENCODERS)):
+            if (second / name).is_dir():
+                driver.call(UpdateWeightFromDiskReqInput(model_path=str(second / name), component=name))
+        for _ in range(2):
+            same(run(driver, *messages()), expected("sd3", 1)[1])
+    assert bool(calls) == (transformer == "offload"), "a recording would call no block"
 
 
 @pytest.mark.parametrize(("frozen", "transformer"), STRATEGIES)

@@ -32,6 +32,8 @@ from caesura.io_struct import (
     EmptyCacheTotal,
     EngineTotals,
     GetStatusReqInput,
+    GetStatusReqOutput,
+    ImageLoad,
     MemoryByTag,
     PauseTotal,
     PromptCacheStatus,
@@ -191,9 +193,39 @@ def test_the_documentation_lists_every_metric_and_no_other(tmp_path):
     rows = re.findall(r"^\| `caesura:(\w+)` \| ([^|]+) \|", text, re.MULTILINE)
     empty = {"stage_seconds_total", "stage_runs_total"}  # of an engine that has not run
     empty |= {"http_connections_ended_total"}  # of peers that behave
+    empty |= IMAGE_FIGURES
     assert {name for name, _ in rows} - empty == found
     for name, kind in rows:
         assert name.endswith("_total") == kind.startswith("counter")
+
+
+IMAGE_FIGURES = {"denoise_throughput", "denoise_steps_total", "image_samples"}
+TOKEN_FIGURES = {
+    "gen_throughput", "generation_tokens_total", "prompt_tokens_total", "cached_tokens_total", "cache_hit_rate",
+    "token_usage", "num_used_tokens", "num_cached_tokens", "max_total_num_tokens",
+}  # fmt: skip
+
+
+def test_an_image_engine_has_steps_and_no_tokens(tmp_path):
+    load = ImageLoad(encoding=1, denoising=2, decoding=3)
+
+    def paints(request):
+        return [
+            msgspec.structs.replace(reply, images=load) if isinstance(reply, GetStatusReqOutput) else reply
+            for reply in busy(request)
+        ]
+
+    async def scrape():
+        async with served(tmp_path, paints) as it:
+            return await it.scrape()
+
+    found = asyncio.run(scrape())
+    names = {name for name, *_ in found}
+    assert names >= IMAGE_FIGURES
+    assert not names & TOKEN_FIGURES
+    stages = {stage: found["image_samples", stage] for stage in ("encoding", "denoising", "decoding")}
+    assert stages == {"encoding": 1, "denoising": 2, "decoding": 3}
+    assert found["denoise_steps_total",] == 34
 
 
 def test_every_series_names_the_model_and_media_types_say_their_charset_once(tmp_path):
