@@ -151,6 +151,7 @@ def test_recorded_operations_find_the_weights_wherever_they_come_to(
     pipelines, expected, monkeypatch, transformer
 ):
     monkeypatch.setattr(traced, "RECORD_AFTER", 1)
+    monkeypatch.setattr(traced, "WORTH_S", float("inf"))
     calls = []
     played = traced._run
     monkeypatch.setattr(traced, "_run", lambda *given: (calls.append(1), played(*given))[1])

@@ -21,6 +21,11 @@ FAMILIES = {
 }
 
 
+@pytest.fixture(autouse=True)
+def on_a_busy_machine_too(monkeypatch):
+    monkeypatch.setattr(traced, "WORTH_S", float("inf"))
+
+
 @pytest.fixture(scope="module", params=FAMILIES)
 def family(request, tmp_path_factory):
     kind, pipeline_class, make = FAMILIES[request.param]
@@ -154,3 +159,12 @@ def test_recordings_of_many_shapes_are_bounded(monkeypatch):
         x = torch.ones(1, side + 1)
         assert torch.equal(velocity(x, x, {}, x, (1, 1)), x * 2)
     assert len(velocity._shapes) == 3
+
+
+@torch.inference_mode()
+def test_slow_modules_are_not_recorded(family, monkeypatch):
+    monkeypatch.setattr(traced, "WORTH_S", 0.0)
+    velocity = recorded(family)
+    calls = counted(family, monkeypatch)
+    velocity(*inputs(family, 2))
+    assert calls == [2]
