@@ -62,6 +62,8 @@ LoadFormat = Literal["flattened_bucket"] | None
 Named = tuple[str, Tensor]
 
 _POLL_S = 0.0005
+_MAX_POLL_S = 0.005
+_POLLS = 16  # within a broadcast's time so far: looking costs a trainer CPU, and an end that is seen late costs time
 _CLOSE_S = 1.0
 
 
@@ -275,13 +277,14 @@ class WeightUpdateGroup:
         if self._broadcast_timeout is not None:
             options.timeout = self._broadcast_timeout
         work = self._group.broadcast([flat], options)
-        given_up = float("inf")
+        began, given_up = time.monotonic(), float("inf")
         while not work.is_completed():
+            now = time.monotonic()
             if answered():  # if well, the last bytes have arrived, and this end learns of it next
-                given_up = min(given_up, time.monotonic() + 1)
-            if time.monotonic() > given_up:
+                given_up = min(given_up, now + 1)
+            if now > given_up:
                 raise TimeoutError("an engine answered before it had everything")
-            time.sleep(_POLL_S)
+            time.sleep(min(max(_POLL_S, (now - began) / _POLLS), _MAX_POLL_S))
         work.wait()
 
     def _die(self, reason: str) -> None:
