@@ -11,7 +11,7 @@ Roads: ``shared`` (one export of shared memory, read by all), ``chain`` (each en
 All engines share this machine's cores with the trainer, so ``committed`` grows with their number: they compare and copy with the
 same cores. What says whether the trainer's cost is flat is ``CPU`` and ``sent``. Turns are interleaved; medians.
 
-The second table puts the measured cost of a hop into the model of ``harness/fan_out_model.py``.
+The second table puts the measured cost of a hop into the model of ``harness/fan_out_model.py`` (alone: ``--hop-ms``).
 
     python benchmarks/fanout.py --turns 7 --json out.json
 """
@@ -228,9 +228,14 @@ def main() -> None:
     parser.add_argument("--weights-gb", type=float, default=141.0, help="of the model table: 70B in bfloat16")
     parser.add_argument("--replicas", type=int, default=1000)
     parser.add_argument("--link-gbits", type=float, default=400.0)
+    parser.add_argument("--hop-ms", type=float, help="only print the model, with this for a bucket and hop")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     console = Console()
+    modelled = (options.weights_gb * GB, options.replicas, options.link_gbits * GB / 8)
+    if options.hop_ms is not None:
+        console.print(model_table(*modelled, options.hop_ms / 1e3))
+        return
     torch.set_num_threads(1)
     facts, busy = machine_facts(), busy_share()
     console.print(describe(facts), highlight=False)

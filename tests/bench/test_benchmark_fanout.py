@@ -2,8 +2,10 @@
 
 import json
 import math
+import re
 import socket
 import sys
+from pathlib import Path
 
 import fanout
 import pytest
@@ -36,14 +38,14 @@ def simulated(parents: list[int], buckets: int, bucket_s: float) -> float:
     return max(times[-1] for times in has.values())
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(engines=st.integers(1, 40), buckets=st.integers(1, 30), hop_s=st.floats(0, 3))
 def test_a_chain_takes_what_its_links_take(engines, buckets, hop_s):
     update = FanOut(engines=engines, bucket=SIZES["weights"] / buckets, hop_s=hop_s, **SIZES)
     assert update.chain() == pytest.approx(simulated(list(range(engines)), buckets, update.bucket_s))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(engines=st.integers(1, 70), buckets=st.integers(1, 30))
 def test_a_tree_takes_what_its_links_take(engines, buckets):
     """Exactly where it is full; else at most that."""
@@ -56,7 +58,7 @@ def test_a_tree_takes_what_its_links_take(engines, buckets):
         assert taken <= update.tree() + 1e-9
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(engines=st.integers(2, 2000), hop_s=st.floats(1e-3, 1.0), other=st.floats(0.1, 10.0))
 def test_no_bucket_is_better_than_the_best(engines, hop_s, other):
     """But for what whole buckets round."""
@@ -72,6 +74,17 @@ def test_copies_that_leave_the_trainer():
     update = FanOut(engines=1000, bucket=1.0, hop_s=0.0, **SIZES)
     assert [update.trainer_sends(road) / update.weights for road in ROADS] == [1000, 10, 1, 1]
     assert update.seconds("one by one") > update.seconds("binomial") > update.seconds("tree")
+
+
+def test_the_page_says_what_the_model_says():
+    page = (Path(__file__).parents[2] / "docs" / "explanation" / "scale.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([a-z ]+) \| (\d+) MiB \| ([\d,.]+) \| ([\d,]+) \|$", page, re.MULTILINE)
+    assert [road for road, *_ in rows] == [*ROADS, "chain"]
+    for road, mib, seconds, copies in rows:
+        update = FanOut(weights=141e9, engines=1000, link=50e9, bucket=int(mib) * 2**20, hop_s=0.8e-3)
+        assert f"{update.seconds(road):,.1f}" == seconds
+        assert f"{update.trainer_sends(road) / update.weights:,.0f}" == copies
+    assert round(best_bucket(141e9, 1000, 50e9, 0.8e-3) / 2**20) == int(rows[-1][1])
 
 
 def test_acknowledged_bytes_are_those_that_a_connection_has_sent():

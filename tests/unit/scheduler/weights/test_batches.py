@@ -1,7 +1,7 @@
 """Sender and receivers read a call alike: which tensors come in one broadcast, and where they lie in it."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from caesura.client.tensors.peers import tensors_per_bucket
@@ -24,7 +24,6 @@ def specs_of(sizes: list[int]) -> list[TensorSpec]:
     ]
 
 
-@settings(deadline=None)
 @given(sizes=SIZES.filter(bool), cut=st.integers(1, 100))
 def test_broadcasts_have_every_tensor_once_in_order_and_without_gaps(sizes, cut):
     specs = specs_of(sizes)
@@ -44,7 +43,6 @@ def test_broadcasts_have_every_tensor_once_in_order_and_without_gaps(sizes, cut)
         assert end <= cut or len(batch) == 1
 
 
-@settings(deadline=None)
 @given(sizes=SIZES.filter(bool), cut=st.integers(1, 100))
 def test_buckets_are_as_few_as_their_order_allows(sizes, cut):
     """No tensor would have fitted into the bucket before its own."""
@@ -60,7 +58,6 @@ def test_buckets_are_as_few_as_their_order_allows(sizes, cut):
 
 @pytest.mark.parametrize("load_format", [None, "flattened_bucket"])
 @given(sizes=SIZES)
-@settings(deadline=None)
 def test_without_counts_it_is_one_broadcast_or_one_for_each(load_format, sizes):
     batches = batches_of(SendWeightsReqInput(specs=specs_of(sizes), load_format=load_format))
     assert [len(batch) for batch in batches] == ([1] * len(sizes) if load_format is None else [len(sizes)])

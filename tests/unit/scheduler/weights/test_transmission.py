@@ -139,7 +139,7 @@ def test_a_broadcast_that_hangs_is_given_up(worker, monkeypatch):
     assert len(released) == 2
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     sizes=st.lists(st.integers(0, 60), min_size=1, max_size=12),
     eager=st.booleans(),
