@@ -1,5 +1,6 @@
 """Committed weights from one engine to others, each a process of its own, and every way in which that ends early."""
 
+import asyncio
 import os
 import signal
 from collections.abc import Iterator, Sequence
@@ -10,6 +11,7 @@ import pytest
 from support.waiting import eventually
 
 from caesura.client import (
+    AsyncControlClient,
     Busy,
     EngineError,
     GroupError,
@@ -148,6 +150,21 @@ def test_a_send_by_hand_is_checked(source):
     with pytest.raises(InvalidRequest, match="counts 1 tensors"):
         source.send_weights(specs, group_name="nobody", tensors_per_broadcast=[1])
     assert source.status().weights == "valid"
+
+
+def test_the_asyncio_client_asks_and_sends_the_same(source):
+    """The manifest is there in every state."""
+    source.pause("abort")
+    source.release_memory()
+
+    async def ask() -> list[TensorSpec]:
+        async with AsyncControlClient(source.endpoint) as client:
+            specs = [tensor.spec() for tensor in (await client.weights_manifest()).tensors]
+            with pytest.raises(MemoryReleased):
+                await client.send_weights(specs, group_name="nobody")
+            return specs
+
+    assert asyncio.run(ask()) == tensors_of(source)
 
 
 class Pair:
