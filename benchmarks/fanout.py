@@ -146,7 +146,7 @@ class Trainer:
                 send(*arguments)  # type: ignore[arg-type]
                 self._last_sent = time.perf_counter()
 
-            chain._group.send = noted  # type: ignore[method-assign]
+            chain._group.send = noted  # type: ignore[method-assign, assignment]
             self._chains[number] = self._stack.enter_context(chain)
         return self._chains[number]
 
