@@ -158,7 +158,7 @@ class Experts:
 
     def _gate(self, gate_up: Tensor) -> Tensor:
         if self._triton is not None and self._elementwise is not None:
-            return self._elementwise.silu_mul(gate_up)
+            return self._elementwise.gate_mul(gate_up)
         gate, up = gate_up.chunk(2, dim=-1)
         return functional.silu(gate).mul_(up)
 
@@ -167,7 +167,7 @@ class Experts:
         rows = torch.index_select(x, 0, groups.tokens, out=self._take("rows", expert_ids, self._hidden, x))
         gate_up = self._take("gate_up", expert_ids, 2 * self._width, x)
         self._gate_up.packed_product(rows, groups, gate_up)
-        gated = elementwise.silu_mul(gate_up, self._take("gated", expert_ids, self._width, x))
+        gated = elementwise.gate_mul(gate_up, self._take("gated", expert_ids, self._width, x))
         y = self._down.packed_product(gated, groups, rows)  # whose inputs are no longer needed
         return kernel.combine(y, groups, weights.float().contiguous())
 

@@ -79,6 +79,7 @@ def parse_yarn(
         ),
         beta_fast=reader.positive(rope, "beta_fast", 32.0),
         beta_slow=reader.positive(rope, "beta_slow", 1.0),
+        truncate=rope.get("truncate") is not False,
         attention_factor=attention_factor,
     )
 

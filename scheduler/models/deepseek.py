@@ -3,8 +3,6 @@
 They differ in how experts are chosen and in the order of rotated pairs, which their configs say.
 """
 
-import re
-
 from ..layers.experts import Experts
 from ..layers.grouped_router import GroupedRouter
 from ..layers.mla import LatentAttention
@@ -18,11 +16,13 @@ from .decoder import DecoderForCausalLM, FeedForward
 from .family import Family
 
 FAMILIES = {
-    "DeepseekV2ForCausalLM": Family(latent=True, moe=parse_deepseek_v2_moe, refused=refused_by_v2),
-    "DeepseekV3ForCausalLM": Family(latent=True, moe=parse_deepseek_v3_moe, refused=refused_by_v3),
+    "DeepseekV2ForCausalLM": Family(
+        latent=True, mtp_layers=True, moe=parse_deepseek_v2_moe, refused=refused_by_v2
+    ),
+    "DeepseekV3ForCausalLM": Family(
+        latent=True, mtp_layers=True, moe=parse_deepseek_v3_moe, refused=refused_by_v3
+    ),
 }
-
-_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 class DeepseekForCausalLM(DecoderForCausalLM):
@@ -48,13 +48,6 @@ class DeepseekForCausalLM(DecoderForCausalLM):
         routing = RoutedExperts(config.num_layers, moe.top_k, moe.num_experts, place=place)
         mlp = [_feed_forward(layer, config, moe, routing, place) for layer in range(config.num_layers)]
         super().__init__(config, attention, mlp, place=place, routing=routing)
-
-    def is_skipped(self, name: str) -> bool:
-        """The layers of multi-token prediction as well, which lie behind the others."""
-        match, layers = _LAYER.match(name), self.config.num_layers
-        if match is not None and layers <= int(match[1]) < layers + self.config.num_mtp_layers:
-            return True
-        return super().is_skipped(name)
 
 
 def _feed_forward(

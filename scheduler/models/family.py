@@ -25,7 +25,23 @@ class Family:
     """Fixed by the architecture. None: the config decides."""
     window: Literal["ignored", "always", "switched", "upper_layers"] = "ignored"
     """When ``sliding_window`` is in use: never, where it is set, with ``use_sliding_window``, or with that from layer
-    ``max_window_layers`` on."""
+    ``max_window_layers`` on. Where it is, ``layer_types`` names the layers if it is there."""
+    full_every: int | None = None
+    """Without ``layer_types``, every so-manieth layer has no window, or as many as ``sliding_window_pattern`` says."""
+    theta: float = 10_000.0
+    local_theta: float | None = None
+    """Base of the rotary embedding of layers with a window, and of the others ``theta``, where config.json says nothing.
+    None: all layers have one, of base 10,000."""
+    partial_rotary: bool = False
+    """``partial_rotary_factor`` may leave the ends of heads as they are."""
+    query_scalar: float | None = None
+    """Scores are divided by the root of ``query_pre_attn_scalar``, this where it is absent. None: of the head size."""
+    activation: tuple[str, tuple[str, ...]] = ("hidden_act", ("silu", "swish"))
+    """The field that names it, and names of the one that the model file computes."""
+    tied: bool = False
+    """Whether the head is the embedding where config.json does not say."""
+    mtp_layers: bool = False
+    """The checkpoint may carry layers for multi-token prediction behind the others, which are skipped."""
     moe: Callable[[dict[str, Any], ConfigReader, int], MoeConfig] | None = None
     """Reads what is about experts, for a number of layers. None: there are none."""
     latent: bool = False

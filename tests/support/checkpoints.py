@@ -51,6 +51,16 @@ FAMILIES = {
         {"rope_parameters": ROPE_LLAMA3},
     ),
     "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM, {"sliding_window": None}),
+    "gemma3": (
+        transformers.Gemma3TextConfig,
+        transformers.Gemma3ForCausalLM,
+        {
+            "num_hidden_layers": 3,
+            "sliding_window": 20,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "query_pre_attn_scalar": 14,
+        },
+    ),
     "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, {}),
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, {}),
     "qwen3-moe": (
@@ -113,7 +123,7 @@ def randomize(model: torch.nn.Module, seed: int) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            if name.endswith("bias"):
+            if name.endswith(("bias", "sinks")):
                 parameter.copy_(0.3 * noise)
             elif parameter.dim() == 1:
                 parameter.copy_(1.0 + 0.2 * noise)

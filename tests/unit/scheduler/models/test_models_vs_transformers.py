@@ -60,6 +60,29 @@ CASES = {
     "linear-rope": Case("llama", overrides={"rope_parameters": ROPE_LINEAR}),
     "mistral": Case("mistral", overrides=heads(3, 3, 14, 42)),
     "mistral-tied": Case("mistral", tied=True),
+    "mistral-window": Case("mistral", overrides={"sliding_window": 18}),
+    "qwen2-upper-windows": Case(
+        "qwen2",
+        overrides={
+            "num_hidden_layers": 3,
+            "use_sliding_window": True,
+            "sliding_window": 7,
+            "max_window_layers": 1,
+        },
+    ),
+    "qwen3-yarn": Case("qwen3", overrides={"rope_parameters": {**ROPE_YARN, "truncate": False}}),
+    "gemma3": Case("gemma3", tied=True),
+    "gemma3-bias-scaled-rope": Case(
+        "gemma3",
+        overrides={
+            **heads(3, 1, 14, 42),
+            "attention_bias": True,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e4},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+            },
+        },
+    ),
     "qwen2": Case("qwen2", overrides=heads(4, 2, 10, 40)),
     "qwen2-tied-v4": Case("qwen2", tied=True, v4=True, overrides=heads(6, 2, 6, 36)),
     "qwen3": Case("qwen3", overrides=heads(6, 2, 16, 44)),
