@@ -56,6 +56,8 @@ class ModelConfig:
     """Elements of a head that are rotated, the first ones."""
     windows: tuple[int | None, ...]
     """Positions that a token sees in each layer, itself included. None: all before it."""
+    qk_norm: bool
+    """Queries and keys are normalised, of an architecture whose config says so."""
     attention_scale: float
     """Multiplies the scores of every layer."""
     max_position_embeddings: int
@@ -144,12 +146,13 @@ def parse_model_config(
         rms_norm_eps=reader.positive(config, "rms_norm_eps", 1e-6),
         rope=rope,
         local_rope=local_rope,
-        rotary_dim=mla.qk_rope_head_dim if mla else rotary_dim(config, reader, head_dim),
+        rotary_dim=mla.qk_rope_head_dim if mla else rotary_dim(config, reader, family, head_dim),
         windows=parse_windows(config, reader, family, num_layers),
+        qk_norm=bool(family.qk_norm and config.get(family.qk_norm)),
         attention_scale=_scale(config, reader, family, head_dim),
         max_position_embeddings=reader.count("max_position_embeddings"),
         tie_word_embeddings=bool(config.get("tie_word_embeddings", family.tied)),
-        attention_bias=bool(config.get("attention_bias") or False) if bias is None else bias,
+        attention_bias=bool(config.get(*family.bias_field) or False) if bias is None else bias,
         eos_token_ids=_eos(reader, config, generation or {}),
         dtype=by_torch_name(_dtype_name(config)),
         fp8=parse_quantization(config, source),
@@ -206,7 +209,7 @@ def _unsupported_fields(config: dict[str, Any], family: Family) -> list[str]:
         name
         for name, neutral in (
             ("mlp_bias", False),
-            *([] if family.partial_rotary else [("partial_rotary_factor", 1.0)]),
+            *([] if family.partial_rotary is not None else [("partial_rotary_factor", 1.0)]),
             ("attn_logit_softcapping", None),
             ("final_logit_softcapping", None),
         )

@@ -87,7 +87,7 @@ def _refused_rope(config: dict[str, Any], family: Family) -> list[str]:
 def _served(parameters: Any, family: Family) -> bool:
     if not isinstance(parameters, dict):
         return False
-    if not family.partial_rotary and parameters.get("partial_rotary_factor", 1.0) != 1.0:
+    if family.partial_rotary is None and parameters.get("partial_rotary_factor", 1.0) != 1.0:
         return False
     types = LATENT_ROPE_TYPES if family.latent else _ROPE_TYPES
     return parameters.get("rope_type", parameters.get("type", "default")) in types
@@ -99,23 +99,24 @@ def parse_ropes(
     """Of all layers; or of those that see everything, and of those with a window."""
     parameters: dict[str, Any] = config.get(rope_source(config)) or {}
     if family.local_theta is None:
-        return _rope(parameters, config, reader, "rope_theta", 10_000.0), None
-    theta = family.theta
+        return _rope(parameters, config, reader, "rope_theta", family.theta), None
     if isinstance(parameters.get("full_attention"), dict):
         full, local = parameters["full_attention"], parameters.get("sliding_attention") or {}
     else:
         full, local = parameters, {}
     return (
-        _rope(full, config, reader, "rope_theta", theta),
+        _rope(full, config, reader, "rope_theta", family.theta),
         _rope(local, config, reader, "rope_local_base_freq", family.local_theta),
     )
 
 
-def rotary_dim(config: dict[str, Any], reader: ConfigReader, head_dim: int) -> int:
+def rotary_dim(config: dict[str, Any], reader: ConfigReader, family: Family, head_dim: int) -> int:
     """Elements of a head that are rotated."""
+    if family.partial_rotary is None:
+        return head_dim
     parameters: dict[str, Any] = config.get(rope_source(config)) or {}
     where = parameters if parameters.get("partial_rotary_factor") is not None else config
-    return int(head_dim * reader.positive(where, "partial_rotary_factor", 1.0))
+    return int(head_dim * reader.positive(where, "partial_rotary_factor", family.partial_rotary))
 
 
 def _rope(

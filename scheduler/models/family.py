@@ -29,11 +29,15 @@ class Family:
     full_every: int | None = None
     """Without ``layer_types``, every so-manieth layer has no window, or as many as ``sliding_window_pattern`` says."""
     theta: float = 10_000.0
+    """Base of the rotary embedding where config.json says nothing."""
     local_theta: float | None = None
-    """Base of the rotary embedding of layers with a window, and of the others ``theta``, where config.json says nothing.
-    None: all layers have one, of base 10,000."""
-    partial_rotary: bool = False
-    """``partial_rotary_factor`` may leave the ends of heads as they are."""
+    """The same of layers with a window. None: theirs is that of all."""
+    bias_field: tuple[str, bool] = ("attention_bias", False)
+    """The field that says whether projections of attention have biases, and what its absence means."""
+    qk_norm: str | None = None
+    """The field that says whether queries and keys are normalised. None: the model file knows."""
+    partial_rotary: float | None = None
+    """``partial_rotary_factor`` where config.json says nothing: the share of a head that is rotated. None: always all of it."""
     query_scalar: float | None = None
     """Scores are divided by the root of ``query_pre_attn_scalar``, this where it is absent. None: of the head size."""
     activation: tuple[str, tuple[str, ...]] = ("hidden_act", ("silu", "swish"))

@@ -68,6 +68,39 @@ FAMILIES = {
         transformers.Qwen3MoeForCausalLM,
         {"moe_intermediate_size": 24, "num_experts": 5, "num_experts_per_tok": 3, "norm_topk_prob": True},
     ),
+    "qwen2-moe": (
+        transformers.Qwen2MoeConfig,
+        transformers.Qwen2MoeForCausalLM,
+        {
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 56,
+            "num_experts": 5,
+            "num_experts_per_tok": 3,
+        },
+    ),
+    "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM, {"num_local_experts": 5}),
+    "gpt-oss": (
+        transformers.GptOssConfig,
+        transformers.GptOssForCausalLM,
+        {
+            "num_local_experts": 5,
+            "num_experts_per_tok": 3,
+            "sliding_window": 19,
+            "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "glm4-moe": (
+        transformers.Glm4MoeConfig,
+        transformers.Glm4MoeForCausalLM,
+        {
+            "moe_intermediate_size": 24,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 3,
+            "first_k_dense_replace": 1,
+            "use_qk_norm": True,
+        },
+    ),
     "deepseek-v2": (
         transformers.DeepseekV2Config,
         transformers.DeepseekV2ForCausalLM,
@@ -142,8 +175,14 @@ def rewrite_config_as_v4(path: str | Path) -> None:
     config = json.loads(file.read_text())
     config["torch_dtype"] = config.pop("dtype")
     rope = config.pop("rope_parameters")
+    if "full_attention" in rope:
+        config["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        rope = rope["full_attention"]
+        del config["layer_types"]
     config["rope_theta"] = rope.pop("rope_theta")
-    if "num_local_experts" in config:
+    if "partial_rotary_factor" in rope:
+        config["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
+    if "num_local_experts" in config and config["model_type"] == "qwen3_moe":
         config["num_experts"] = config.pop("num_local_experts")
     config["rope_scaling"] = None if rope["rope_type"] == "default" else rope
     config["transformers_version"] = "4.51.0"

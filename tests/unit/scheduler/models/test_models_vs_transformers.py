@@ -72,6 +72,12 @@ CASES = {
     ),
     "qwen3-yarn": Case("qwen3", overrides={"rope_parameters": {**ROPE_YARN, "truncate": False}}),
     "gemma3": Case("gemma3", tied=True),
+    "gemma3-tied-v4": Case(
+        "gemma3",
+        tied=True,
+        v4=True,
+        overrides={"layer_types": None, "sliding_window_pattern": 2, "head_dim": 14},
+    ),
     "gemma3-bias-scaled-rope": Case(
         "gemma3",
         overrides={
@@ -120,6 +126,44 @@ CASES = {
             "num_experts": 300,
             "num_experts_per_tok": 1,
             "norm_topk_prob": False,
+        },
+    ),
+    "qwen2-moe": Case("qwen2-moe", overrides=heads(6, 2, 10, 44)),
+    "qwen2-moe-windows": Case(
+        "qwen2-moe",
+        overrides={
+            "num_hidden_layers": 3,
+            "decoder_sparse_step": 2,
+            "norm_topk_prob": True,
+            "qkv_bias": False,
+            "use_sliding_window": True,
+            "sliding_window": 7,
+            "max_window_layers": 1,
+        },
+    ),
+    "mixtral": Case("mixtral", overrides=heads(6, 2, 16, 44)),
+    "mixtral-window-v4": Case("mixtral", v4=True, overrides={"sliding_window": 21}),
+    "gpt-oss": Case("gpt-oss"),
+    "gpt-oss-groups-of-3": Case(
+        "gpt-oss",
+        overrides={
+            **heads(6, 2, 10, 36),
+            "intermediate_size": 33,
+            "sliding_window": 40,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e3},
+        },
+    ),
+    "glm4-moe": Case("glm4-moe"),
+    "glm4-moe-bias-v4": Case(
+        "glm4-moe",
+        v4=True,
+        overrides={
+            **heads(6, 2, 20, 36),
+            "attention_bias": True,
+            "use_qk_norm": False,
+            "n_group": 3,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.7,
         },
     ),
     "deepseek-v2": Case("deepseek-v2", overrides=latent(3, 42, 20, 10, 6, 14)),
