@@ -195,7 +195,7 @@ class KVUsage(ReplyRecord, kw_only=True, frozen=True):
     page_size: int
     """Slots per page, the unit of allocation."""
     bytes_per_token: int
-    """Bytes of KV per token, over all layers."""
+    """Bytes of KV per token that the pool has room for, over all layers: those with a window have room for fewer."""
     routing_bytes_per_token: int = 0
     """Bytes per token for the ids of the experts that computed it; 0 for a model without experts."""
 
