@@ -8,6 +8,7 @@ Invariants:
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor
 
 from .matrix import Matrix
@@ -26,26 +27,35 @@ class Embedding:
         hidden_size: int,
         *,
         tied: bool,
+        scale: float = 1.0,
         place: Placement,
     ) -> None:
-        """``tied``: it is the output head, too.
+        """
+        Args:
+            tied: it is the output head, too.
+            scale: multiplies what is looked up, rounded to the model's dtype before; the head is as it is.
 
         Raises:
             CaesuraError: UNSUPPORTED_MODEL, the vocabulary is too small for every rank to have some of it.
         """
         self._checkpoint, self._parallel = checkpoint, place.parallel
+        self._scale = float(torch.tensor(scale, dtype=place.dtype))
         self._window = rounded_up(vocab_size, place.parallel, "vocab_size")
         self._weight = Matrix(f"{name}.weight", self._window.length, hidden_size, place, packed=tied)
 
     def forward(self, ids: Tensor) -> Tensor:
         """int64 [T] to [T, hidden]: fresh memory, which the caller may overwrite."""
+        rows = self._rows(ids)
+        return rows if self._scale == 1.0 else rows.mul_(self._scale)
+
+    def _rows(self, ids: Tensor) -> Tensor:
         if self._parallel.size == 1:
             return self._weight.gather(ids)
         own = ids - self._window.start
         others = (own < 0) | (own >= self._window.length)
-        x = self._weight.gather(own.masked_fill_(others, 0)).masked_fill_(others.unsqueeze(1), 0)
-        self._parallel.all_reduce(x)
-        return x
+        rows = self._weight.gather(own.masked_fill_(others, 0)).masked_fill_(others.unsqueeze(1), 0)
+        self._parallel.all_reduce(rows)
+        return rows
 
     def project(self, x: Tensor, out: Tensor) -> Tensor:
         """As a tied output head: [S, hidden] to ``out`` [S, vocab], of this rank's rows of the table; returns ``out``."""

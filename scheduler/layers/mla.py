@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ..forward import AttentionBackend
 from ..kernels.between import Rotations, rotations_for
+from ..kernels.forms import PLAIN
 from .fp8_block import Fp8Matrix
 from .linear import Linear, all_fp8, divided
 from .norm import RMSNorm
@@ -196,6 +197,7 @@ class LatentAttention(CompositeLayer):
         heads = even(num_heads, place.parallel, "num_attention_heads")
         self._layer, self._shape, self._heads = layer, shape, heads.length
         self._parallel = place.parallel
+        self.form = PLAIN
         latent = shape.kv_lora_rank
         q_rows = heads.times(shape.qk_nope_head_dim + shape.qk_rope_head_dim)
         q_part: dict[str, int | Window] = {f"{prefix}.q_proj": q_rows}

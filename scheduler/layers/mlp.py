@@ -2,17 +2,32 @@
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
 from ..kernels.between import elementwise_for
+from ..kernels.forms import Bend
 from .linear import Linear, MergedLinear
 from .parameters import CompositeLayer, Layer, Placement
 from .sharding import even
 
+_CUT, _SLOPE = 7.0, 1.702
+"""Of a clamped gate."""
+
+
+def bent(gate: Tensor, up: Tensor, bend: Bend) -> Tensor:
+    """``bend(gate) * up`` by torch, in fresh memory."""
+    if bend == "silu":
+        return functional.silu(gate).mul_(up)
+    if bend == "gelu_tanh":
+        return functional.gelu(gate, approximate="tanh").mul_(up)
+    gate = gate.clamp(max=_CUT)
+    return up.clamp(-_CUT, _CUT).add_(1).mul_(gate * torch.sigmoid(gate * _SLOPE))
+
 
 class GatedMLP(CompositeLayer):
-    """``down(silu(gate(x)) * up(x))`` with gate and up in one product."""
+    """``down(bend(gate(x)) * up(x))`` with gate and up in one product."""
 
     def __init__(
         self,
@@ -21,6 +36,7 @@ class GatedMLP(CompositeLayer):
         hidden_size: int,
         intermediate_size: int,
         *,
+        bend: Bend = "silu",
         place: Placement,
         partial: bool = False,
     ) -> None:
@@ -32,6 +48,7 @@ class GatedMLP(CompositeLayer):
         Raises:
             CaesuraError: UNSUPPORTED_MODEL, the ranks do not divide the width.
         """
+        self.bend = bend
         width = even(intermediate_size, place.parallel, "intermediate_size")
         self._summing = None if partial or width.is_whole else place.parallel
         self._kernels = elementwise_for(place.device, place.dtype)
@@ -48,10 +65,10 @@ class GatedMLP(CompositeLayer):
         """[T, hidden] to [T, hidden]."""
         gate_up = self.gate_up.forward(x)
         if self._kernels is not None:
-            gated = self._kernels.silu_mul(gate_up)
+            gated = self._kernels.gate_mul(gate_up, bend=self.bend)
         else:
             gate, up = self.gate_up.split(gate_up)
-            gated = functional.silu(gate).mul_(up)
+            gated = bent(gate, up, self.bend)
         out = self.down.forward(gated)
         if self._summing is not None:
             self._summing.all_reduce(out)

@@ -123,7 +123,7 @@ def build_attention(
         dtype=dtype,
     )
     backend = PagedCpuBackend if compiled else SdpaBackend
-    return pool, backend(pool, heads, kv_heads, config.head_dim)
+    return pool, backend(pool, heads, kv_heads, config.head_dim, config.attention_scale)
 
 
 class PagedModel:
