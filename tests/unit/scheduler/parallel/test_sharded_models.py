@@ -49,6 +49,13 @@ CASES = {
     "qwen3-moe-3": Case("qwen3-moe", 3, overrides=SIX),
     "deepseek-v2": Case("deepseek-v2", 2),
     "deepseek-v3": Case("deepseek-v3", 2, overrides={"attention_bias": True}),
+    "gemma3": Case("gemma3", 2),
+    "gemma3-3": Case("gemma3", 3, overrides=heads(6, 1, 8, 36)),
+    "mixtral": Case("mixtral", 2),
+    "qwen2-moe": Case("qwen2-moe", 2),
+    "gpt-oss": Case("gpt-oss", 2),
+    "gpt-oss-3": Case("gpt-oss", 3, overrides=heads(6, 3, 8, 36)),
+    "glm4-moe": Case("glm4-moe", 2),
     "deepseek-v3-3": Case("deepseek-v3", 3, overrides=heads(6, 6, 6, 36)),
 }
 """Ranks that several share a key head among them, too."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from caesura.scheduler.dtypes import NAMES
 from caesura.scheduler.layers.attention import Attention, AttentionShape
 from caesura.scheduler.layers.embedding import Embedding
+from caesura.scheduler.layers.experts import ExpertNames, Experts
 from caesura.scheduler.layers.linear import Linear
 from caesura.scheduler.layers.parameters import Fp8Blocks, Layer, Placement, WeightSlot
 from caesura.scheduler.layers.sharding import Window, even
@@ -259,3 +260,41 @@ def test_rows_that_others_hold_may_be_left_out_and_no_others(folder: Folder) -> 
     loader.write(WeightPiece(embed.name, embed.shape, value.dtype, len(value) - 1, value[-1:]))
     assert embed.name in loader.written
     assert NAMES[value.dtype] in ("F32", "BF16")
+
+
+@settings(max_examples=20)
+@given(st.data(), st.integers(1, 3), st.integers(1, 4), DTYPES)
+def test_experts_of_one_tensor(data: st.DataObject, size: int, width: int, sent: torch.dtype) -> None:
+    """Turned, with gate and up by turns: each rank has its part of the width, and reads that."""
+    experts, hidden, total = 3, 5, width * size
+    for rank in range(size):
+        held = slice(width * rank, width * (rank + 1))
+        layer = Experts(
+            "e",
+            "m",
+            experts,
+            hidden,
+            total,
+            names=ExpertNames(stacked=True),
+            bias=True,
+            place=place(rank, size),
+        )
+        slots = slots_of(layer)
+        shapes = {
+            "m.gate_up_proj": (experts, hidden, 2 * total),
+            "m.gate_up_proj_bias": (experts, 2 * total),
+            "m.down_proj": (experts, total, hidden),
+            "m.down_proj_bias": (experts, hidden),
+        }
+        assert {name: slot.shape for name, slot in slots.items()} == shapes
+        for number, (name, slot) in enumerate(slots.items()):
+            value = random(slot.shape, number).to(sent)
+            for start, stop in cuts(data, experts):
+                slot.update(value[start:stop], start, compare=data.draw(st.booleans()))
+                assert not slot.differs(value[start:stop], start)
+            expected = value
+            if "gate_up" in name:
+                expected = value.unflatten(-1, (total, 2))[..., held, :].flatten(-2)
+            elif name == "m.down_proj":
+                expected = value[:, held]
+            assert bits(slot.read()) == bits(expected.to(slot.dtype))
