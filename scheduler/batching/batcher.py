@@ -29,6 +29,7 @@ from .chunking import ChunkSizer
 from .request import NO_SLOT, Phase, Request, RequestTable
 from .sampling_inputs import InputSpan, input_spans, input_tokens, sampling_batch
 from .waiting_queue import WaitingQueue, pages_for
+from .windows import WindowedSteps
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +86,7 @@ class Batcher:
         self._chunk_sizer = chunks
         self._share = share_prefixes
         self._routing = routing
+        self._windows = WindowedSteps(table, cache)
         self._active: list[Request] = []  # in start order: the last one is preempted first
         self._prefilling: list[Request] = []
         self._prefixes_in_progress: Counter[int] = Counter()
@@ -92,7 +94,7 @@ class Batcher:
         self._starting: Request | None = None
         """The request that :meth:`_start` works on; it stays set if that raises."""
         self._decode_slots: np.ndarray | None = (
-            None  # a cache; None once requests joined or left the decoding rows
+            None  # a cache, until requests join or leave the decoding rows
         )
         self._decode_offset = 0  # rotates the decoding rows while not all of them fit into one step
         self._deferred_releases: list[tuple[Request, bool]] = []
@@ -156,31 +158,9 @@ class Batcher:
         self._run_deferred_releases(kv_is_valid=True)
         for request in batch.completed:
             if request.phase is Phase.DECODE and request.kv is not None:
-                self.cache.donate(
-                    request.kv, self.table.tokens[request.slot, : self.table.length[request.slot] - 1]
-                )
-        if self.cache.windows is not None:
-            self._move_windows(batch)
-
-    def _move_windows(self, batch: ScheduledBatch) -> None:
-        """After a step, give back what no later token of its rows sees; rows within a page have moved over none."""
-        ends, counts = (
-            np.asarray(lens, np.int64) for lens in (batch.forward.kv_lens_host, batch.forward.q_lens_host)
-        )
-        moved = np.nonzero(ends // PAGE_SIZE != (ends - counts) // PAGE_SIZE)[0]
-        for row in moved.tolist():
-            request = self.table.by_slot[batch.slots[row]]
-            if request is not None and request.kv is not None:
-                self.cache.passed(request.kv, int(ends[row]))
-
-    def _reach(self, slots: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> None:
-        """Before a step, have storage in layers with a window for what its rows compute."""
-        new_pages = np.nonzero(-(-ends // PAGE_SIZE) != -(-starts // PAGE_SIZE))[0]
-        for row in new_pages.tolist():
-            request = self.table.by_slot[slots[row]]
-            assert request is not None, "a row of a step is a request's"
-            assert request.kv is not None, "a running request has KV"
-            self.cache.reach(request.kv, int(ends[row]))
+                computed = self.table.length[request.slot] - 1
+                self.cache.donate(request.kv, self.table.tokens[request.slot, :computed])
+        self._windows.completed(batch.slots, batch.forward)
 
     def roll_back_step(self, batch: ScheduledBatch) -> None:
         """Roll back a step whose results are lost, so that its tokens are scheduled again.
@@ -294,9 +274,8 @@ class Batcher:
     def _rotate_decode_rows(self, decode: np.ndarray) -> np.ndarray:
         """The rows ``decode``, cut to the step's token limit; rows that were left out come first in the next steps."""
         limit = self._chunk_sizer.limit
-        return (
-            decode if limit is None or len(decode) <= limit else np.roll(decode, -self._decode_offset)[:limit]
-        )
+        fits = limit is None or len(decode) <= limit
+        return decode if fits else np.roll(decode, -self._decode_offset)[:limit]
 
     def _ready_decode_slots(self) -> np.ndarray:
         """Slots that need one more token, which excludes those whose last allowed token is in flight."""
@@ -468,26 +447,16 @@ class Batcher:
 
         width = pages_for(int(ends.max()))
         page_table = table.page_table[slots, :width]
-        slots_in_page = positions % PAGE_SIZE
-        window_slots = window_table = None
-        if self.cache.windows is not None:
-            self._reach(slots, starts, ends)
-            storage = self.cache.windows.storage
-            window_table = torch.from_numpy(storage[page_table])
-            window_slots = torch.from_numpy(storage[pages].astype(np.int64) * PAGE_SIZE + slots_in_page)
-        samples = np.concatenate(
-            [
-                np.arange(num_decode),
-                num_decode + np.flatnonzero(ends[num_decode:] == table.length[slots[num_decode:]]),
-            ]
-        )
+        window_slots, window_table = self._windows.places(slots, starts, ends, page_table)
+        complete = np.flatnonzero(ends[num_decode:] == table.length[slots[num_decode:]])
+        samples = np.concatenate([np.arange(num_decode), num_decode + complete])
         sample_slots = slots[samples]
         spans = input_spans(chunks, table) if chunks else []
         forward = ForwardBatch(
             num_decode=num_decode,
             input_ids=torch.from_numpy(input_ids),
             positions=torch.from_numpy(positions),
-            kv_slots=torch.from_numpy(pages.astype(np.int64) * PAGE_SIZE + slots_in_page),
+            kv_slots=torch.from_numpy(pages.astype(np.int64) * PAGE_SIZE + positions % PAGE_SIZE),
             page_table=torch.from_numpy(page_table),
             window_slots=window_slots,
             window_table=window_table,

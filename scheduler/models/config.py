@@ -169,8 +169,8 @@ def parse_model_config(
 
 def _scale(config: dict[str, Any], reader: ConfigReader, family: Family, head_dim: int) -> float:
     if family.query_scalar is None:
-        return head_dim**-0.5
-    return reader.positive(config, "query_pre_attn_scalar", family.query_scalar) ** -0.5
+        return float(head_dim**-0.5)
+    return float(reader.positive(config, "query_pre_attn_scalar", family.query_scalar) ** -0.5)
 
 
 def config_difference(a: ModelConfig, b: ModelConfig) -> list[str]:

@@ -8,6 +8,7 @@ from support.checkpoints import make_checkpoint
 
 from caesura.scheduler import build
 from caesura.scheduler.build import build_pool, kv_bytes_per_token, load_model, step_bytes
+from caesura.scheduler.cache.window_pages import storage_pages
 from caesura.scheduler.config import PAGE_SIZE, EngineConfig
 
 
@@ -34,3 +35,41 @@ def test_a_step_has_room_beside_the_pool(tmp_path, monkeypatch, family):
     for model, share in ((there, 64 << 20), (loaded, needed + (64 << 20))):
         build_pool(config, model, 1 << 14)
         assert made.pop() == min(int(share * 0.85) // page, 5000 * 1024)
+
+
+def windowed(tmp_path, **options):
+    """Three layers, two of them with a window of 20 tokens, for four requests."""
+    make_checkpoint(tmp_path, "gemma3")
+    sizes = {"max_running_requests": 4, "chunked_prefill_size": 32, **options}
+    config = EngineConfig(model_path=str(tmp_path), device="cpu", **sizes)
+    return config, load_model(config)
+
+
+def pages_of(pool):
+    return [len(pool.layer(layer)[0]) - 1 for layer in range(pool.num_layers)]
+
+
+def test_layers_with_a_window_have_room_for_the_windows_of_all_requests(tmp_path):
+    config, loaded = windowed(tmp_path, kv_pool_tokens=4096)
+    pool = build_pool(config, loaded, 256)
+    most = storage_pages(20, PAGE_SIZE, rows=4, step_tokens=32)
+    assert pages_of(pool) == [most, 256, most]
+    assert most < 64
+    windows = build.build_windows(config, loaded, pool)
+    assert (windows.window, len(windows.storage)) == (20, 257)
+
+
+def test_they_have_no_more_than_the_others(tmp_path):
+    config, loaded = windowed(tmp_path, kv_pool_tokens=160)
+    assert pages_of(build_pool(config, loaded, 256)) == [10, 10, 10]
+
+
+@pytest.mark.parametrize("share", [1 << 16, 1 << 17, 150_000])
+def test_a_share_of_memory_is_used_up_by_both(tmp_path, monkeypatch, share):
+    """Without a limit by what could be used."""
+    config, loaded = windowed(tmp_path, kv_memory_fraction=0.5)
+    monkeypatch.setattr(build, "available_memory_if_known", lambda *of, **options: 2 * share)
+    pool = build_pool(config, loaded, 1 << 14)
+    page = kv_bytes_per_token(loaded) * PAGE_SIZE
+    used = sum(pages_of(pool)) * page
+    assert share - (3 if pages_of(pool)[0] == pages_of(pool)[1] else 1) * page < used <= share
