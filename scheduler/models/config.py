@@ -10,8 +10,9 @@ Invariants:
 
 import os
 from dataclasses import dataclass, fields
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import torch
@@ -73,6 +74,8 @@ class ModelConfig:
     """Layers behind the others, for multi-token prediction, whose weights are ignored."""
     moe: MoeConfig | None = None
     """None: every layer is dense."""
+    transformers_config: str | None = None
+    """All of the config, as canonical JSON, of a model that is computed by transformers' modules. None: by the engine's own."""
 
     @property
     def rotary_dim(self) -> int:
@@ -80,7 +83,11 @@ class ModelConfig:
         return self.head_dim if self.mla is None else self.mla.qk_rope_head_dim
 
 
-def load_model_config(path: str | Path) -> ModelConfig:
+ModelBackend = Literal["auto", "native", "transformers"]
+"""Whose modules compute a model: the engine's own, or transformers'; ``auto``: the engine's where they can."""
+
+
+def load_model_config(path: str | Path, backend: ModelBackend = "native") -> ModelConfig:
     """Read the config.json (and generation_config.json, if any) in folder ``path``.
 
     Raises:
@@ -94,7 +101,39 @@ def load_model_config(path: str | Path) -> ModelConfig:
     config = _read_json(folder / "config.json")
     generation_path = folder / "generation_config.json"
     generation = _read_json(generation_path) if generation_path.exists() else {}
-    return parse_model_config(config, generation, source=str(folder / "config.json"))
+    source = str(folder / "config.json")
+    if backend == "transformers":
+        return _parse_by_transformers(config, generation, source)
+    try:
+        return parse_model_config(config, generation, source=source)
+    except CaesuraError as error:
+        if backend == "native" or error.code != ErrorCode.UNSUPPORTED_MODEL:
+            raise
+        return _parse_instead(error, config, generation, source)
+
+
+def _parse_instead(
+    refused: CaesuraError, config: dict[str, Any], generation: dict[str, Any], source: str
+) -> ModelConfig:
+    """By transformers, what no model file of the engine serves; the error says both reasons."""
+    try:
+        return _parse_by_transformers(config, generation, source)
+    except CaesuraError as error:
+        raise CaesuraError(refused.code, f"{refused.message}; {error.message}", **refused.detail) from error
+
+
+def _parse_by_transformers(
+    config: dict[str, Any], generation: dict[str, Any], source: str
+) -> ModelConfig:
+    if find_spec("transformers") is None:
+        raise CaesuraError(
+            ErrorCode.UNSUPPORTED_MODEL,
+            "transformers, which has more models, is not installed: pip install 'caesura[transformers]'",
+            fields=["architectures"],
+        )
+    from .transformers_backend.config import parse
+
+    return parse(config, source, _eos(ConfigReader(config, source), config, generation))
 
 
 def _elsewhere(folder: Path) -> str:
@@ -159,6 +198,10 @@ def config_difference(a: ModelConfig, b: ModelConfig) -> list[str]:
 
     Weights of ``b`` that are not quantised are no difference: ``a`` quantises what comes.
     """
+    if a.transformers_config is not None and b.transformers_config is not None:
+        from .transformers_backend.config import differing_fields
+
+        return differing_fields(a.transformers_config, b.transformers_config)
     names = [field.name for field in fields(ModelConfig) if field.name not in _NOT_FORWARD]
     if b.fp8 is None:
         names.remove("fp8")

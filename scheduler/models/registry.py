@@ -36,5 +36,10 @@ def families() -> Mapping[str, Family]:
 
 def build_model(config: "ModelConfig", dtype: torch.dtype, device: torch.device) -> "CausalLM":
     """Allocate a model of this config; its weights hold nothing until they are loaded."""
+    place = Placement(dtype, device, config.fp8)
+    if config.transformers_config is not None:
+        from .transformers_backend.model import TransformersForCausalLM
+
+        return TransformersForCausalLM(config, place=place)
     model = getattr(_modules()[config.architecture], config.architecture)
-    return cast("CausalLM", model(config, place=Placement(dtype, device, config.fp8)))
+    return cast("CausalLM", model(config, place=place))

@@ -11,7 +11,7 @@ from caesura.scheduler.attention.sdpa import SdpaBackend
 from caesura.scheduler.cache.pool import MHAPool, MLAPool
 from caesura.scheduler.forward import AttentionBackend, ForwardBatch, SamplingBatch
 from caesura.scheduler.models.base import CausalLM
-from caesura.scheduler.models.config import load_model_config
+from caesura.scheduler.models.config import ModelBackend, load_model_config
 from caesura.scheduler.models.registry import build_model
 from caesura.scheduler.weights.loader import WeightLoader
 from caesura.scheduler.weights.transports.disk import load_from_disk, open_checkpoint
@@ -84,9 +84,11 @@ class Sequence:
     pages: list[int] = field(default_factory=list)
 
 
-def load_model(path: str, dtype: torch.dtype, bucket_bytes: int = 1 << 20) -> CausalLM:
+def load_model(
+    path: str, dtype: torch.dtype, bucket_bytes: int = 1 << 20, backend: ModelBackend = "native"
+) -> CausalLM:
     """A loaded model on the CPU."""
-    model = build_model(load_model_config(path), dtype, torch.device("cpu"))
+    model = build_model(load_model_config(path, backend), dtype, torch.device("cpu"))
     load_from_disk(WeightLoader(model), open_checkpoint(path), bucket_bytes)
     model.finalize_weights()
     return model

@@ -1,0 +1,73 @@
+"""Attention of transformers' modules over pages: the function that their ``AttentionInterface`` calls.
+
+Invariants:
+- A step's backend reaches the function by a context variable, which holds for that step alone: models pass their
+  forward's keyword arguments on or do not, and several models of one process never see each other's.
+- Models make no mask for this attention: what a mask would say (causal, a window) is the backend's to do, and that a model
+  asks for nothing else is known from :mod:`.probe` before the first step.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from transformers import AttentionInterface
+
+from ...forward import AttentionBackend
+
+IMPLEMENTATION = "caesura"
+"""Name in transformers' table of attention functions."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    backend: AttentionBackend
+    head_size: int
+    """Of the pool: the wider of key and value heads."""
+
+
+_step: ContextVar[_Step] = ContextVar("step")
+
+
+@contextmanager
+def attending(backend: AttentionBackend, head_size: int) -> Iterator[None]:
+    """Within the block, in this thread, modules attend through ``backend``, whose step is planned."""
+    outer = _step.set(_Step(backend, head_size))
+    try:
+        yield
+    finally:
+        _step.reset(outer)
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    scaling: float | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """transformers' signature: query [1, H, T, D], key [1, KV, T, D], value [1, KV, T, V]; returns [1, T, H, V]."""
+    step, width = _step.get(), value.shape[-1]
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    # The backend divides by the root of the pool's head size.
+    factor = scale * step.head_size**0.5
+    q, k, v = (_rows(x, step.head_size) for x in (query, key, value))
+    if abs(factor - 1.0) > 1e-6:
+        q = q * factor
+    out = step.backend.forward(q, k, v, module.layer_idx).view(1, q.shape[0], q.shape[1], step.head_size)
+    return out[..., :width], None
+
+
+def _rows(x: Tensor, size: int) -> Tensor:
+    """[1, heads, T, width] to [T, heads, size], contiguous; zeros change no score and are cut from outputs."""
+    rows = x[0].transpose(0, 1)
+    return pad(rows, (0, size - rows.shape[-1])) if rows.shape[-1] < size else rows.contiguous()
+
+
+AttentionInterface.register(IMPLEMENTATION, _attend)
