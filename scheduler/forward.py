@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .kernels.forms import PLAIN, AttentionForm
+
 if TYPE_CHECKING:
     from .kernels.attention import PagedStep
 
@@ -280,11 +282,11 @@ class KVPool(Protocol):
         ...
 
     def store_at(self, layer: int, k: Tensor, v: Tensor, pages: Tensor, offsets: Tensor) -> None:
-        """Write ``k`` and ``v`` ([T, kv heads, head size]) to slots ``(pages, offsets)`` ([T] each)."""
+        """Write ``k`` and ``v`` ([T, kv heads, size of each]) to slots ``(pages, offsets)`` ([T] each)."""
         ...
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """K and V of a layer, each [pages, kv heads, page_size, head size]."""
+        """K and V of a layer, each [pages, kv heads, page_size, size of each]."""
         ...
 
 
@@ -297,13 +299,15 @@ class FusedAttention(Protocol):
         cos: Tensor,
         sin: Tensor,
         layer: int,
-        norm: tuple[Tensor, Tensor, float] | None,
+        norm: tuple[Tensor, Tensor, float] | None = None,
+        form: AttentionForm = PLAIN,
     ) -> Tensor:
         """
         Args:
             qkv: [T, query heads + 2 kv heads, head size]: queries, keys, values.
-            cos, sin: [T, 1, head size / 2].
+            cos, sin: [T, 1, rotated size / 2]: the rest of a head is not rotated.
             norm: weights [head size] of query and key norms, and their epsilon. None: no head norms.
+            form: of the layer.
 
         Returns:
             [T, query heads * head size]
@@ -328,12 +332,13 @@ class AttentionBackend(Protocol):
         """Prepare what all layers of this step share (masks, gather indices)."""
         ...
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
-        """Store this step's K and V, then attend over each row's whole KV.
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int, form: AttentionForm = PLAIN) -> Tensor:
+        """Store this step's K and V, then attend over what the layer's form lets each row see.
 
         Args:
-            q: [T, query heads, head size]; k, v: [T, kv heads, head size]. With latent attention one kv head, whose v is
-                a view of the front of k.
+            q: [T, query heads, head size]; k: [T, kv heads, head size]; v: the same, or of a size of its own. With latent
+                attention one kv head, whose v is a view of the front of k.
+            form: of the layer; left out, it is plain.
 
         Returns:
             [T, query heads * v's head size]

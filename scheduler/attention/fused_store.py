@@ -10,6 +10,9 @@ from torch import Tensor
 
 from ..forward import KVPool
 from ..kernels.between import Elementwise, elementwise_for
+from ..kernels.forms import PLAIN, AttentionForm
+
+Attend = Callable[[Tensor, int, AttentionForm], Tensor]
 
 
 class FusedStore:
@@ -19,10 +22,8 @@ class FusedStore:
         kv_slots: int64 [T]: of the planned step; the backend's ``plan`` sets it.
     """
 
-    def __init__(
-        self, pool: KVPool, num_heads: int, attend: Callable[[Tensor, int], Tensor], kernels: Elementwise
-    ) -> None:
-        """``attend`` takes rotated queries [T, heads, size] and a layer, whose K and V are stored."""
+    def __init__(self, pool: KVPool, num_heads: int, attend: Attend, kernels: Elementwise) -> None:
+        """``attend`` takes rotated queries [T, heads, size] and a layer, whose K and V are stored, with its form."""
         self.kv_slots = torch.empty(0, dtype=torch.int64)
         self._pool, self._heads, self._attend, self._kernels = pool, num_heads, attend, kernels
 
@@ -33,15 +34,16 @@ class FusedStore:
         sin: Tensor,
         layer: int,
         norm: tuple[Tensor, Tensor, float] | None = None,
+        form: AttentionForm = PLAIN,
     ) -> Tensor:
         """See :class:`~..forward.FusedAttention`."""
         q = qkv[:, : self._heads]
         keys, values = self._pool.layer(layer)
         self._kernels.rope_store(qkv, self._heads, cos, sin, self.kv_slots, keys, values, out=q, norm=norm)
-        return self._attend(q, layer)
+        return self._attend(q, layer, form)
 
 
-def fused_store(pool: KVPool, num_heads: int, attend: Callable[[Tensor, int], Tensor]) -> FusedStore | None:
+def fused_store(pool: KVPool, num_heads: int, attend: Attend) -> FusedStore | None:
     """None: nothing but torch serves what lies between products on the pool's device."""
     keys, _ = pool.layer(0)
     kernels = elementwise_for(keys.device, keys.dtype)

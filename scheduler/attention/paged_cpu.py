@@ -13,6 +13,7 @@ from ..config import PAGE_SIZE
 from ..forward import ForwardBatch, FusedAttention, KVPool
 from ..kernels.attention import PagedAttention, PagedStep, plan_tasks
 from ..kernels.elementwise import rope_store
+from ..kernels.forms import PLAIN, AttentionForm
 from ..memory.workspace import Workspace
 
 
@@ -38,11 +39,15 @@ class PagedCpuBackend:
         self.paged: PagedStep | None = None
         self.reads_page_table = True
         self._pool = pool
-        self._num_heads, self._width = num_heads, num_heads * head_size
+        self._num_heads = num_heads
         self._group = num_heads // num_kv_heads
         scale = head_size**-0.5 if scale is None else scale
-        dtype = pool.layer(0)[0].dtype
-        self._attention = PagedAttention(dtype, num_kv_heads, self._group, head_size, scale)
+        keys, values = pool.layer(0)
+        value_size = values.shape[-1]
+        self._width = num_heads * value_size
+        self._attention = PagedAttention(keys.dtype, num_kv_heads, self._group, head_size, scale, value_size)
+        if value_size != head_size:
+            self.fused = None
         self._workspace = Workspace()
 
     def plan(self, batch: ForwardBatch) -> None:
@@ -50,11 +55,11 @@ class PagedCpuBackend:
         tasks = plan_tasks(batch.q_lens_host, batch.kv_lens_host, self._group)
         self.paged = PagedStep(self._attention, self._pool.layer, batch.kv_slots, batch.page_table, tasks)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int, form: AttentionForm = PLAIN) -> Tensor:
         """Store this step's K and V, then attend; shapes as in :class:`~..forward.AttentionBackend`."""
         step = self._planned()
         self._pool.store_at(layer, k, v, *self._pool.split_slots(step.kv_slots))
-        return self._attend(q, layer, step)
+        return self._attend(q, layer, step, form)
 
     def store_and_attend(
         self,
@@ -63,13 +68,15 @@ class PagedCpuBackend:
         sin: Tensor,
         layer: int,
         norm: tuple[Tensor, Tensor, float] | None = None,
+        form: AttentionForm = PLAIN,
     ) -> Tensor:
         """:meth:`forward` straight from a projection: head norms, rotation and store in one pass.
 
         Args:
             qkv: [T, query heads + 2 kv heads, head size]: queries, keys, values; queries are overwritten.
-            cos, sin: [T, 1, head size / 2].
+            cos, sin: [T, 1, rotated size / 2].
             norm: weights [head size] of query and key norms, and their epsilon. None: no head norms.
+            form: of the layer.
 
         Returns:
             [T, query heads * head size]
@@ -77,12 +84,12 @@ class PagedCpuBackend:
         step, q = self._planned(), qkv[:, : self._num_heads]
         keys, values = self._pool.layer(layer)
         rope_store(qkv, self._num_heads, cos, sin, step.kv_slots, keys, values, out=q, norm=norm)
-        return self._attend(q, layer, step)
+        return self._attend(q, layer, step, form)
 
     def _planned(self) -> PagedStep:
         assert self.paged is not None, "a step is planned before its layers are computed"
         return self.paged
 
-    def _attend(self, q: Tensor, layer: int, step: PagedStep) -> Tensor:
+    def _attend(self, q: Tensor, layer: int, step: PagedStep, form: AttentionForm) -> Tensor:
         out = self._workspace.take("attended", (q.shape[0], self._width), self._attention.dtype)
-        return self._attention(q, *self._pool.layer(layer), step.page_table, step.tasks, out)
+        return self._attention(q, *self._pool.layer(layer), step.page_table, step.tasks, out, form)

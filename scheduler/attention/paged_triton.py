@@ -15,6 +15,7 @@ from torch import Tensor
 from ..forward import AttentionBackend, ForwardBatch, FusedAttention, KVPool
 from ..kernels import TRITON, best
 from ..kernels.between import Elementwise, elementwise_for
+from ..kernels.forms import PLAIN, AttentionForm
 from .fused_store import fused_store
 from .sdpa import SdpaBackend
 
@@ -79,6 +80,7 @@ class PagedTritonBackend(SdpaBackend):
         sin: Tensor,
         layer: int,
         norm: tuple[Tensor, Tensor, float] | None = None,
+        form: AttentionForm = PLAIN,
     ) -> Tensor:
         """See :class:`~..forward.FusedAttention`; rotated keys stay in ``qkv`` as well, where torch reads those of prompts."""
         assert self._elementwise is not None
@@ -87,7 +89,7 @@ class PagedTritonBackend(SdpaBackend):
         self._elementwise.rope_store(
             qkv, heads, cos, sin, self._kv_slots, keys, values, out=qkv[:, :-kv_heads], norm=norm
         )
-        return self.attend(qkv[:, :heads], qkv[:, heads:-kv_heads], qkv[:, -kv_heads:], layer)
+        return self.attend(qkv[:, :heads], qkv[:, heads:-kv_heads], qkv[:, -kv_heads:], layer, form)
 
     def for_decode(self, rows: int) -> AttentionBackend:
         """Attention for steps of exactly ``rows`` decode rows, to be captured."""
@@ -116,11 +118,11 @@ class _CapturedDecode:
         if self._store is not None:
             self._store.kv_slots = batch.kv_slots
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int, form: AttentionForm = PLAIN) -> Tensor:
         """Store this step's K and V, then attend; shapes as in :class:`~..forward.AttentionBackend`."""
-        out: Tensor = self._kernel(q, k, v, *self._pool.layer(layer))
+        out: Tensor = self._kernel(q, k, v, *self._pool.layer(layer), form)
         return out
 
-    def _attend(self, q: Tensor, layer: int) -> Tensor:
-        out: Tensor = self._kernel.attend(q, *self._pool.layer(layer))
+    def _attend(self, q: Tensor, layer: int, form: AttentionForm) -> Tensor:
+        out: Tensor = self._kernel.attend(q, *self._pool.layer(layer), form)
         return out

@@ -31,15 +31,20 @@ class MHAPool:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         page_size: int = PAGE_SIZE,
+        value_size: int | None = None,
     ) -> None:
-        """``num_pages`` counts the scratch page 0, where padding rows may write."""
+        """``num_pages`` counts the scratch page 0, where padding rows may write; ``value_size`` None: as ``head_size``."""
+        value_size = head_size if value_size is None else value_size
         shape = (num_pages, kv_heads, page_size, head_size)
-        if min(num_layers, *shape) < 1:
+        if min(num_layers, value_size, *shape) < 1:
             raise ValueError(f"every size of a KV pool is at least 1, got {num_layers} layers of {shape}")
         self.page_size = page_size
         self.num_pages = num_pages
         self._layers = [
-            (residency.allocate(shape, dtype, device), residency.allocate(shape, dtype, device))
+            (
+                residency.allocate(shape, dtype, device),
+                residency.allocate((*shape[:3], value_size), dtype, device),
+            )
             for _ in range(num_layers)
         ]
         # Views [pages, page_size, kv heads, head size]: one index_put of (page, offset) then writes [heads, size]
@@ -49,9 +54,17 @@ class MHAPool:
         self._by_slot = [(k.permute(0, 2, 1, 3), v.permute(0, 2, 1, 3)) for k, v in self._layers]
 
     @classmethod
-    def bytes_per_token(cls, num_layers: int, kv_heads: int, head_size: int, dtype: torch.dtype) -> int:
+    def bytes_per_token(
+        cls,
+        num_layers: int,
+        kv_heads: int,
+        head_size: int,
+        dtype: torch.dtype,
+        value_size: int | None = None,
+    ) -> int:
         """Bytes that one token takes over all layers, K and V: what sizes a pool before it exists."""
-        return 2 * num_layers * kv_heads * head_size * dtype.itemsize
+        sizes = head_size + (head_size if value_size is None else value_size)
+        return num_layers * kv_heads * sizes * dtype.itemsize
 
     @property
     def num_layers(self) -> int:
@@ -76,7 +89,7 @@ class MHAPool:
         return pages, kv_slots - pages * self.page_size
 
     def store(self, layer: int, k: Tensor, v: Tensor, kv_slots: Tensor) -> None:
-        """Write ``k`` and ``v`` ([T, kv heads, head size], pool dtype, any strides) to ``kv_slots`` (int64 [T]).
+        """Write ``k`` and ``v`` ([T, kv heads, size of each], pool dtype, any strides) to ``kv_slots`` (int64 [T]).
 
         Slots are distinct, but for those of the scratch page: what two writers leave there is unspecified.
         """
@@ -90,7 +103,7 @@ class MHAPool:
         v_slots.index_put_((pages, offsets), v)
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """K and V of ``layer``, each [pages, kv heads, page_size, head size]; the storage itself, not a copy."""
+        """K and V of ``layer``, each [pages, kv heads, page_size, size of each]; the storage itself, not a copy."""
         return self._layers[layer]
 
 

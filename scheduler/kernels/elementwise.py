@@ -20,7 +20,7 @@ _NORM = native.by_dtype("caesura_rms_norm", *_ROW, *_ROW, POINTER, *_ROW, SIZE, 
 _SILU_MUL = native.by_dtype("caesura_silu_mul", *_ROW, *_ROW, SIZE, SIZE, INT)
 _ROPE_STORE = native.by_dtype(
     "caesura_rope_store",
-    *(*_ROW, SIZE, SIZE, SIZE),  # qkv, query heads, kv heads, head size
+    *(*_ROW, SIZE, SIZE, SIZE, SIZE),  # qkv, query heads, kv heads, head size, of which is rotated
     *(POINTER, POINTER, FLOAT),  # head norms
     *(POINTER, POINTER, SIZE),  # cosines, sines, stride of a token
     *(POINTER, POINTER, POINTER),  # slots, keys, values
@@ -104,7 +104,7 @@ def rope_store(
     Args:
         qkv: [T, query heads + 2 kv heads, head size], heads of a token contiguous.
         num_heads: of these, query heads; they come first, then keys, then values.
-        cos, sin: [T, 1, head size / 2], of equal strides.
+        cos, sin: [T, 1, rotated size / 2], of equal strides; the rest of a head is not rotated.
         kv_slots: int64 [T], ``page * 16 + offset``: inside the pool, which is not checked.
         keys, values: [pages, kv heads, 16, head size], contiguous.
         out: [T, query heads, head size], heads of a token contiguous; it may be ``qkv[:, :num_heads]``.
@@ -120,6 +120,7 @@ def rope_store(
         num_heads,
         kv_heads,
         size,
+        2 * cos.shape[-1],
         None if q_weight is None else q_weight.data_ptr(),
         None if k_weight is None else k_weight.data_ptr(),
         eps,
@@ -155,10 +156,10 @@ def _check_rotation(
     if not (
         _readable(qkv.dtype, qkv, cos, sin, keys, values, out, *weights)
         and heads == num_heads + 2 * kv_heads
-        and size % 2 == 0
         and qkv.stride(1) == out.stride(1) == size
         and out.shape == (tokens, num_heads, size)
-        and cos.shape == sin.shape == (tokens, 1, size // 2)
+        and cos.shape == sin.shape == (tokens, 1, cos.shape[-1])
+        and 2 * cos.shape[-1] <= size
         and cos.stride(0) == sin.stride(0)
         and keys.shape[1:] == values.shape[1:] == (kv_heads, PAGE_SIZE, size)
         and keys.is_contiguous()

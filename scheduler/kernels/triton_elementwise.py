@@ -84,19 +84,20 @@ def _silu_mul_kernel(gate_up, out, gate_up_row, out_row, size: tl.constexpr, blo
 
 
 @triton.jit
-def _weighted(first, second, q_weight, k_weight, is_query, column, known, eps, size: tl.constexpr, like):
+def _weighted(
+    first, second, q_weight, k_weight, is_query, first_at, second_at, known, eps, size: tl.constexpr, like
+):
     """The halves [heads, half] of some heads, normalised and weighted."""
     scale = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / size + eps)[:, None]
-    half: tl.constexpr = size // 2
     of_first = tl.where(
         is_query,
-        tl.load(q_weight + column, mask=known, other=0.0)[None, :],
-        tl.load(k_weight + column, mask=known, other=0.0)[None, :],
+        tl.load(q_weight + first_at, mask=known, other=0.0)[None, :],
+        tl.load(k_weight + first_at, mask=known, other=0.0)[None, :],
     )
     of_second = tl.where(
         is_query,
-        tl.load(q_weight + half + column, mask=known, other=0.0)[None, :],
-        tl.load(k_weight + half + column, mask=known, other=0.0)[None, :],
+        tl.load(q_weight + second_at, mask=known, other=0.0)[None, :],
+        tl.load(k_weight + second_at, mask=known, other=0.0)[None, :],
     )
     first = rounded(rounded(first * scale, like) * of_first.to(tl.float32), like)
     second = rounded(rounded(second * scale, like) * of_second.to(tl.float32), like)
@@ -121,46 +122,53 @@ def _rope_store_kernel(
     heads: tl.constexpr,
     kv_heads: tl.constexpr,
     rotated: tl.constexpr,
+    turned: tl.constexpr,
     size: tl.constexpr,
     width: tl.constexpr,
     block: tl.constexpr,
     page_size: tl.constexpr,
     norms: tl.constexpr,
 ):
-    """Some heads of one token: queries, keys and values are told apart by the head's number."""
+    """Some heads of one token: queries, keys and values are told apart by the head's number.
+
+    Of a head, elements i and turned / 2 + i are rotated by angle i; what lies behind ``turned`` makes pairs of angle 0.
+    """
     half: tl.constexpr = size // 2
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * block + tl.arange(0, block))[:, None]
     column = tl.arange(0, width)
     known = column < half
     inside = (head < heads + 2 * kv_heads) & known[None, :]
-    source = qkv + token * token_row + head * size + column[None, :]
-    stored_first = tl.load(source, mask=inside, other=0.0)
-    stored_second = tl.load(source + half, mask=inside, other=0.0)
+    turns = column < turned // 2
+    first_at = tl.where(turns, column, column + turned // 2)
+    second_at = tl.where(turns, column + turned // 2, column + half)
+    source = qkv + token * token_row + head * size
+    stored_first = tl.load(source + first_at[None, :], mask=inside, other=0.0)
+    stored_second = tl.load(source + second_at[None, :], mask=inside, other=0.0)
     first, second = stored_first.to(tl.float32), stored_second.to(tl.float32)
     if norms:
         first, second = _weighted(
-            first, second, q_weight, k_weight, head < heads, column, known, eps, size, qkv
+            first, second, q_weight, k_weight, head < heads, first_at, second_at, known, eps, size, qkv
         )
-    cosine = tl.load(cos + token * angle_row + column, mask=known, other=0.0).to(tl.float32)[None, :]
-    sine = tl.load(sin + token * angle_row + column, mask=known, other=0.0).to(tl.float32)[None, :]
+    cosine = tl.load(cos + token * angle_row + column, mask=turns, other=1.0).to(tl.float32)[None, :]
+    sine = tl.load(sin + token * angle_row + column, mask=turns, other=0.0).to(tl.float32)[None, :]
     rotated_first = (rounded(first * cosine, qkv) - second * sine).to(qkv.dtype.element_ty)
     rotated_second = (rounded(second * cosine, qkv) + first * sine).to(qkv.dtype.element_ty)
 
-    target = out + token * out_row + head * size + column[None, :]
+    target = out + token * out_row + head * size
     wanted = inside & (head < rotated)
-    tl.store(target, rotated_first, mask=wanted)
-    tl.store(target + half, rotated_second, mask=wanted)
+    tl.store(target + first_at[None, :], rotated_first, mask=wanted)
+    tl.store(target + second_at[None, :], rotated_second, mask=wanted)
     slot = tl.load(slots + token)
     page, offset = slot // page_size, slot % page_size
     kv_head = (head - heads) % kv_heads
-    cell = ((page * kv_heads + kv_head) * page_size + offset) * size + column[None, :]
+    cell = ((page * kv_heads + kv_head) * page_size + offset) * size
     is_key = inside & (head >= heads) & (head < heads + kv_heads)
-    tl.store(keys + cell, rotated_first, mask=is_key)
-    tl.store(keys + cell + half, rotated_second, mask=is_key)
+    tl.store(keys + cell + first_at[None, :], rotated_first, mask=is_key)
+    tl.store(keys + cell + second_at[None, :], rotated_second, mask=is_key)
     is_value = inside & (head >= heads + kv_heads)
-    tl.store(values + cell, stored_first, mask=is_value)
-    tl.store(values + cell + half, stored_second, mask=is_value)
+    tl.store(values + cell + first_at[None, :], stored_first, mask=is_value)
+    tl.store(values + cell + second_at[None, :], stored_second, mask=is_value)
 
 
 _launch_norm = Launcher(_norm_kernel, tensors=4, numbers=4)
@@ -233,7 +241,7 @@ def rope_store(
     Args:
         qkv: [T, query heads + 2 kv heads, head size], heads of a token contiguous.
         num_heads: of these, query heads; they come first, then keys, then values.
-        cos, sin: [T, 1, head size / 2], of equal strides.
+        cos, sin: [T, 1, rotated size / 2], of equal strides; the rest of a head is not rotated.
         kv_slots: int64 [T], ``page * page size + offset``: inside the pool, which is not checked.
         keys, values: [pages, kv heads, page size, head size], contiguous.
         out: [T, query heads, head size], heads of a token contiguous, or with the kv heads as well, which then hold the
@@ -249,7 +257,17 @@ def rope_store(
             (tokens, triton.cdiv(heads, _HEADS), 1),
             (qkv, q_weight, k_weight, cos, sin, kv_slots, keys, values, out),
             (qkv.stride(0), out.stride(0), cos.stride(0), eps),
-            (num_heads, kv_heads, out.shape[1], size, width, _HEADS, page_size, norm is not None),
+            (
+                num_heads,
+                kv_heads,
+                out.shape[1],
+                2 * cos.shape[-1],
+                size,
+                width,
+                _HEADS,
+                page_size,
+                norm is not None,
+            ),
             1,
         )
     return out

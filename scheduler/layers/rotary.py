@@ -123,14 +123,19 @@ class RotaryEmbedding:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
-    """Rotate each head of ``x`` [T, heads, head_dim] by its token's angles; fresh memory.
+    """Rotate each head of ``x`` [T, heads, head_dim] by its token's angles, [T, 1, rotated / 2] each; fresh memory.
 
-    A pair is elements (i, i + head_dim / 2), or (2 i, 2 i + 1) if ``interleaved``; the result has the former order
-    either way, which is the same to a scalar product of two rotated vectors.
+    A pair is elements (i, i + rotated / 2), or (2 i, 2 i + 1) if ``interleaved``; the result has the former order
+    either way, which is the same to a scalar product of two rotated vectors. Elements behind ``rotated`` stay.
     """
-    half = x.shape[-1] // 2
-    first, second = (x[..., ::2], x[..., 1::2]) if interleaved else (x[..., :half], x[..., half:])
+    half = cos.shape[-1]
+    turned = x[..., : 2 * half]
+    first, second = (
+        (turned[..., ::2], turned[..., 1::2]) if interleaved else (turned[..., :half], turned[..., half:])
+    )
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin, value=-1)
-    torch.mul(second, cos, out=out[..., half:]).addcmul_(first, sin)
+    torch.mul(second, cos, out=out[..., half : 2 * half]).addcmul_(first, sin)
+    if 2 * half < x.shape[-1]:
+        out[..., 2 * half :] = x[..., 2 * half :]
     return out

@@ -1,11 +1,12 @@
 """What the engine asks of a model."""
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from typing import Protocol
 
 from torch import Tensor
 
 from ..forward import AttentionBackend, ForwardBatch
+from ..kernels.forms import AttentionForm
 from ..layers.moe import RoutedExperts
 from ..layers.parameters import WeightSlot
 from .config import ModelConfig
@@ -52,6 +53,11 @@ class CausalLM(Weights, Protocol):
     config: ModelConfig
     routing: RoutedExperts | None
     """Which experts the last forward chose. None: a model without experts."""
+
+    @property
+    def forms(self) -> Sequence[AttentionForm]:
+        """Of each layer's attention: what a backend has to serve."""
+        ...
 
     def forward(self, batch: ForwardBatch, backend: AttentionBackend) -> Tensor:
         """Hidden states of the step's S sampled tokens, [S, hidden], after the final norm.

@@ -78,6 +78,11 @@ class ModelConfig:
     """All of the config, as canonical JSON, of a model that is computed by transformers' modules. None: by the engine's own."""
 
     @property
+    def attention_scale(self) -> float:
+        """Multiplies the scores of every layer whose form has no scale of its own."""
+        return self.head_dim**-0.5
+
+    @property
     def rotary_dim(self) -> int:
         """Elements of a head that are rotated."""
         return self.head_dim if self.mla is None else self.mla.qk_rope_head_dim

@@ -16,6 +16,7 @@ from torch import Tensor
 from ..forward import AttentionBackend, ForwardBatch
 from ..kernels import TORCH, best
 from ..kernels.decoder import DecoderKernel, LayerShape, LayerTensors
+from ..kernels.forms import PLAIN, AttentionForm
 from ..layers.attention import Attention, AttentionShape
 from ..layers.embedding import Embedding
 from ..layers.linear import Linear
@@ -33,6 +34,9 @@ _ROTARY_BUFFER = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_
 
 class AttentionBlock(Layer, Protocol):
     """A layer's attention: projections around what the backend does."""
+
+    form: AttentionForm
+    """What the backend computes."""
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, backend: AttentionBackend) -> Tensor:
         """[T, hidden] to [T, hidden]; ``cos`` and ``sin`` are [T, 1, rotated size / 2]."""
@@ -84,6 +88,8 @@ class DecoderLayer:
         """As the kernel takes it that computes all layers. None: another kind of layer, or other storage."""
         attention, mlp = self.attention, self.mlp
         if not isinstance(attention, Attention) or not isinstance(mlp, GatedMLP):
+            return None
+        if attention.form.kind != PLAIN.kind:
             return None
         qkv, o = attention.qkv.packed, attention.o.packed
         gate_up, down = mlp.gate_up.packed, mlp.down.packed
@@ -177,6 +183,11 @@ class DecoderForCausalLM:
         if sampled.shape[0] == 0:
             return residual[:0]
         return self._norm.add(update.index_select(0, sampled), residual.index_select(0, sampled))
+
+    @property
+    def forms(self) -> Sequence[AttentionForm]:
+        """Of each layer's attention."""
+        return [layer.attention.form for layer in self._layers]
 
     def logits(self, hidden: Tensor) -> Tensor | None:
         """[S, hidden] to [S, vocab], valid until the next call; None in a dummy run."""

@@ -37,10 +37,10 @@ void layer(const Layer& w, const Step& s, bool first, Team& team) {
     const int64_t q = s.heads * D, qkv = q + 2 * s.kv_heads * D;
     rms_norm({first ? s.residual : s.update, H, first ? nullptr : s.residual, H, w.input_norm, s.x, H, T, H, s.eps}, team, E());
     product<E>(s, s.x, H, w.qkv, w.qkv_bias, s.qkv, qkv, team);
-    rope_store({s.qkv, qkv, s.heads, s.kv_heads, D, w.q_norm, w.k_norm, s.head_eps, s.cos, s.sin, s.angles_row,
+    rope_store({s.qkv, qkv, s.heads, s.kv_heads, D, D, w.q_norm, w.k_norm, s.head_eps, s.cos, s.sin, s.angles_row,
                 s.positions, s.slots, w.keys, w.values, s.qkv, qkv, T}, team, E());
-    attention({s.qkv, qkv, D, w.keys, w.values, s.kv_heads, s.heads / s.kv_heads, D, s.pages, s.pages_row, s.tasks,
-               s.num_tasks, s.scale, s.attended, q, s.scratch, s.thread_floats}, team, E());
+    attention({s.qkv, qkv, D, w.keys, w.values, s.kv_heads, s.heads / s.kv_heads, D, D, s.pages, s.pages_row, s.tasks,
+               s.num_tasks, {0, s.scale, 0.0f, nullptr}, s.attended, q, s.scratch, s.thread_floats}, team, E());
     product<E>(s, s.attended, q, w.o, w.o_bias, s.x, H, team);
     rms_norm({s.x, H, s.residual, H, w.mlp_norm, s.x, H, T, H, s.eps}, team, E());
     product<E>(s, s.x, H, w.gate_up, nullptr, s.gate_up, 2 * I, team);

@@ -47,11 +47,11 @@ constexpr int64_t PARALLEL = 1 << 15;
         run_team(threads, 2 * rows * size > PARALLEL, [&](Team& team) { silu_mul(a, team, E()); });                   \
     }                                                                                                                 \
     CAESURA_API void caesura_rope_store_##NAME(                                                                       \
-        const void* qkv, int64_t qkv_token, int64_t heads, int64_t kv_heads, int64_t size, const void* q_weight,      \
-        const void* k_weight, float eps, const void* cos, const void* sin, int64_t angles_token, const int64_t* slots, \
+        const void* qkv, int64_t qkv_token, int64_t heads, int64_t kv_heads, int64_t size, int64_t rotated,           \
+        const void* q_weight, const void* k_weight, float eps, const void* cos, const void* sin, int64_t angles_token, const int64_t* slots, \
         void* keys, void* values, void* q, int64_t q_token, int64_t tokens, int threads) {                            \
-        const Rope a = {qkv, qkv_token, heads, kv_heads, size, q_weight, k_weight, eps, cos, sin, angles_token,       \
-                        nullptr, slots, keys, values, q, q_token, tokens};                                            \
+        const Rope a = {qkv, qkv_token, heads, kv_heads, size, rotated, q_weight, k_weight, eps, cos, sin,            \
+                        angles_token, nullptr, slots, keys, values, q, q_token, tokens};                                            \
         const bool worth_it = tokens * (heads + 2 * kv_heads) * size > PARALLEL;                                      \
         run_team(threads, worth_it, [&](Team& team) { rope_store(a, team, E()); });                                   \
     }
@@ -165,14 +165,19 @@ CAESURA_INLINE void rotate_step(const E* x, const E* weight, float inverse, cons
 }
 
 template <bool NORM, class E>
-static void rotate_head(const E* x, const E* weight, float eps, const E* cos, const E* sin, E* out, int64_t size) {
-    const int64_t half = size / 2;
+static void rotate_head(const E* x, const E* weight, float eps, const E* cos, const E* sin, E* out, int64_t size,
+                        int64_t rotated) {
+    const int64_t half = rotated / 2;
     const float inverse = NORM ? inverse_rms<E>(x, nullptr, size, eps) : 1.0f;
     int64_t i = 0;
     for (; i + LANES <= half; i += LANES)
         rotate_step<true, NORM>(x + i, weight + i, inverse, cos + i, sin + i, out + i, half, LANES);
     if (i < half)
         rotate_step<false, NORM>(x + i, weight + i, inverse, cos + i, sin + i, out + i, half, half - i);
+    for (i = rotated; i + LANES <= size; i += LANES)
+        put<true>(out + i, NORM ? normal<true>(x + i, weight + i, inverse, LANES) : get<true>(x + i, LANES), LANES);
+    if (const int64_t n = size - i; n > 0)
+        put<false>(out + i, NORM ? normal<false>(x + i, weight + i, inverse, n) : get<false>(x + i, n), n);
 }
 
 // One token: queries to their buffer (which may be where they are), keys and values to their slot.
@@ -188,9 +193,9 @@ static void rope_token(const Rope& a, int64_t token) {
         E* out = query ? q + head * a.size : (E*)a.keys + ((page + head - a.heads) * PAGE + place) * a.size;
         const E* weight = (const E*)(query ? a.q_weight : a.k_weight);
         if (weight) {
-            rotate_head<true>(x, weight, a.eps, cos, sin, out, a.size);
+            rotate_head<true>(x, weight, a.eps, cos, sin, out, a.size, a.rotated);
         } else {
-            rotate_head<false>(x, x, 0.0f, cos, sin, out, a.size);
+            rotate_head<false>(x, x, 0.0f, cos, sin, out, a.size, a.rotated);
         }
     }
     for (int64_t head = 0; head < a.kv_heads; head++, x += a.size)
