@@ -96,7 +96,7 @@ class Assembler:
             linear = None if path in grouped else self._linear(path)
             if linear is not None:
                 product = self._product([path], [linear])
-                self._set(path, Product(product))
+                self._set(path, Product(product, self._place))
 
     def _linear(self, path: str) -> nn.Linear | None:
         """The linear layer there, if the engine's stands in for it."""
@@ -124,7 +124,7 @@ class Assembler:
         sizes = [each.out_features for each in linears]
         shared = SharedProduct(self._product(group, linears), sizes)
         for number, (path, linear) in enumerate(zip(group, linears, strict=True)):
-            self._set(path, PartOfProduct(shared, number, linear.in_features, linear.out_features))
+            self._set(path, PartOfProduct(shared, number, linear.in_features, linear.out_features, self._place))
 
     def _product(self, paths: list[str], linears: list[nn.Linear]) -> Linear:
         parts: dict[str, int] = {}
@@ -164,7 +164,7 @@ class Assembler:
             project = self._product([head_path], [head]).forward
         else:
             return
-        self._result.head = Head(project, head.out_features)
+        self._result.head = Head(project, head.out_features, self._place)
         self._set(head_path, self._result.head)
 
     def _gathered(self, path: str, module: nn.Embedding, name: str, tied: bool) -> Embedding:
@@ -173,7 +173,7 @@ class Assembler:
         table = Embedding(self._engine_name(path), checkpoint, vocab, hidden, tied=tied, place=self._place)
         self._result.layers.append(table)
         self._done.add(f"{path}.weight")
-        gather_by(module, table)
+        gather_by(module, table, self._place)
         return table
 
     # Experts

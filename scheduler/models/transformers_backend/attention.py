@@ -7,7 +7,7 @@ Invariants:
   asks for nothing else is known from :mod:`.probe` before the first step.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -18,6 +18,7 @@ from torch.nn.functional import pad
 from transformers import AttentionInterface
 
 from ...forward import AttentionBackend
+from ...kernels.forms import AttentionForm
 
 IMPLEMENTATION = "caesura"
 """Name in transformers' table of attention functions."""
@@ -26,6 +27,8 @@ IMPLEMENTATION = "caesura"
 @dataclass(frozen=True, slots=True)
 class _Step:
     backend: AttentionBackend
+    forms: Sequence[AttentionForm]
+    """Of each layer."""
     head_size: int
     """Of the pool: the wider of key and value heads."""
 
@@ -34,9 +37,16 @@ _step: ContextVar[_Step] = ContextVar("step")
 
 
 @contextmanager
-def attending(backend: AttentionBackend, head_size: int) -> Iterator[None]:
-    """Within the block, in this thread, modules attend through ``backend``, whose step is planned."""
-    outer = _step.set(_Step(backend, head_size))
+def attending(
+    backend: AttentionBackend, forms: Sequence[AttentionForm], head_size: int
+) -> Iterator[None]:
+    """Within the block, in this thread, modules attend through ``backend``, whose step is planned.
+
+    Args:
+        forms: of each layer.
+        head_size: of the pool's keys and values.
+    """
+    outer = _step.set(_Step(backend, forms, head_size))
     try:
         yield
     finally:
@@ -52,16 +62,14 @@ def _attend(
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' signature: query [1, H, T, D], key [1, KV, T, D], value [1, KV, T, V]; returns [1, T, H, V]."""
-    step, width = _step.get(), value.shape[-1]
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    # The backend divides by the root of the pool's head size.
-    factor = scale * step.head_size**0.5
+    """transformers' signature: query [1, H, T, D], key [1, KV, T, D], value [1, KV, T, V]; returns [1, T, H, V].
+
+    Scale, window and the rest are those of the layer's form: no call differs from the one that was probed.
+    """
+    step, layer, width = _step.get(), module.layer_idx, value.shape[-1]
     q, k, v = (_rows(x, step.head_size) for x in (query, key, value))
-    if abs(factor - 1.0) > 1e-6:
-        q = q * factor
-    out = step.backend.forward(q, k, v, module.layer_idx).view(1, q.shape[0], q.shape[1], step.head_size)
-    return out[..., :width], None
+    out = step.backend.forward(q, k, v, layer, step.forms[layer])
+    return out.view(1, q.shape[0], q.shape[1], step.head_size)[..., :width], None
 
 
 def _rows(x: Tensor, size: int) -> Tensor:

@@ -10,24 +10,41 @@ Invariants:
 import copy
 import re
 from collections.abc import Generator, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_outputs import MoeModelOutputWithPast
+from transformers.utils import ModelOutput
 
 from ...forward import AttentionBackend, ForwardBatch
+from ...kernels.forms import AttentionForm
 from ...layers.logits_processor import LogitsProcessor
 from ...layers.parameters import DerivingLayer, Parameter, Placement, WeightSlot
 from ..config import ModelConfig
 from .assembly import Assembler
 from .attention import attending
 from .layerwise import LayerByLayer
-from .probe import probe, refused
+from .probe import Attended, probe, refused
 from .products import Given
 from .self_check import check
 from .skeleton import build, compute_buffers
+
+
+_SAME_SCALE = 1e-6
+"""Relative difference of two scales that is rounding."""
+
+
+@dataclass
+class _DecoderOutput(ModelOutput):
+    """A decoder's output with every field that some head looks at."""
+
+    last_hidden_state: Tensor | None = None
+    past_key_values: Any = None
+    hidden_states: Any = None
+    attentions: Any = None
+    cross_attentions: Any = None
+    router_logits: Any = None
 
 
 class TransformersForCausalLM:
@@ -57,7 +74,7 @@ class TransformersForCausalLM:
         self.module, self.decoder = module, decoder
         self.dtype, self.device = place.dtype, place.device
         self.routing = assembled.routing
-        self.attended = seen.attended
+        self.forms = [_form(module, call, self.config.head_dim) for call in seen.attended]
         self._layers = assembled.layers
         self._head = assembled.head
         self._deriving = [layer for layer in self._layers if isinstance(layer, DerivingLayer)]
@@ -68,7 +85,7 @@ class TransformersForCausalLM:
 
     def forward(self, batch: ForwardBatch, backend: AttentionBackend) -> Tensor:
         """Hidden states of the sampled tokens, [S, hidden], after the final norm."""
-        with attending(backend, self.config.head_dim):
+        with attending(backend, self.forms, self.config.head_dim):
             hidden = self.hidden(batch.input_ids, batch.positions)
         return hidden.index_select(0, batch.sample_tokens)
 
@@ -87,7 +104,7 @@ class TransformersForCausalLM:
         steps = self._by_layer.steps(batch.input_ids, batch.positions)
         while True:
             try:
-                with attending(backend, self.config.head_dim):
+                with attending(backend, self.forms, self.config.head_dim):
                     number = next(steps)
             except StopIteration as end:
                 hidden: Tensor = end.value
@@ -156,9 +173,20 @@ class TransformersForCausalLM:
             yield from layer.parameters()
 
 
+def _form(module: nn.Module, call: Attended, head_size: int) -> AttentionForm:
+    """What a backend over heads of ``head_size`` is asked for."""
+    usual = abs(call.scale * head_size**0.5 - 1.0) < _SAME_SCALE
+    return AttentionForm(
+        window=call.window,
+        softcap=call.softcap,
+        scale=None if usual else call.scale,
+        sinks=None if call.sinks is None else module.get_parameter(call.sinks).data,
+    )
+
+
 def _with_given(module: nn.Module, path: str) -> tuple[Any, Given]:
     """A copy of ``module`` that shares its parts, but for the decoder at ``path``, whose output is given."""
-    given = Given(lambda hidden: MoeModelOutputWithPast(last_hidden_state=hidden))
+    given = Given(lambda hidden: _DecoderOutput(last_hidden_state=hidden))
     *parents, last = path.split(".")
     copied = outer = _shallow(module)
     for name in parents:

@@ -43,8 +43,8 @@ class Attended:
     window: int | None
     """Newest tokens that a token sees, itself included. None: all."""
     softcap: float | None
-    sinks: bool
-    """It has a logit per head in the softmax's denominator (``s_aux``)."""
+    sinks: str | None
+    """The parameter that is a logit per head in the softmax's denominator (``s_aux``). None: there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,10 +197,19 @@ def _attend(
             scale=float(query.shape[3] ** -0.5 if scaling is None else scaling),
             window=window,
             softcap=softcap,
-            sinks="s_aux" in asked,
+            sinks=_parameter(notes, where, asked["s_aux"]) if "s_aux" in asked else None,
         )
     )
     return value.new_empty((1, query.shape[2], query.shape[1], value.shape[3])), None
+
+
+def _parameter(notes: _Notes, where: str, tensor: Tensor) -> str:
+    """Which parameter a tensor is."""
+    for module, path in notes.names.items():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter is tensor:
+                return f"{path}.{name}"
+    raise _refused(notes, f"{where} has sinks that are no parameter")
 
 
 def _mask(

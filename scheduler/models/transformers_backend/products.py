@@ -1,6 +1,7 @@
 """The modules that stand in a transformers model for its linear layers and embeddings, over the engine's own matrices.
 
 Invariants:
+- What a module here has as ``weight`` is an empty tensor, for code that asks a weight for its dtype or device.
 - Weights are the engine's (``layers/``), packed where kernels are compiled; a module here owns none.
 - Parts of one product are told by the tensor that they are called with: whoever comes first computes all of them, the others
   take theirs. A part that is called with another tensor is computed with it, so the result never depends on the grouping.
@@ -9,18 +10,21 @@ Invariants:
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ...layers.embedding import Embedding
 from ...layers.linear import Linear
+from ...layers.parameters import Placement
 
 
 class Product(nn.Module):
     """A linear layer that is a product of its own."""
 
-    def __init__(self, linear: Linear) -> None:
+    def __init__(self, linear: Linear, place: Placement) -> None:
         super().__init__()
         self._compute = linear.forward
+        self.weight, self.bias = _nothing(place), None
         self.in_features, self.out_features = linear.in_features, linear.out_features
 
     def forward(self, x: Tensor) -> Tensor:
@@ -53,8 +57,11 @@ class SharedProduct:
 class PartOfProduct(nn.Module):
     """A linear layer that is a part of a product."""
 
-    def __init__(self, shared: SharedProduct, number: int, in_features: int, out_features: int) -> None:
+    def __init__(
+        self, shared: SharedProduct, number: int, in_features: int, out_features: int, place: Placement
+    ) -> None:
         super().__init__()
+        self.weight, self.bias = _nothing(place), None
         self._shared, self._number = shared, number
         self.in_features, self.out_features = in_features, out_features
 
@@ -77,21 +84,28 @@ class GatheredEmbedding(nn.Embedding):
         return self._table.forward(ids.reshape(-1)).view(*ids.shape, self.embedding_dim)
 
 
-def gather_by(module: nn.Embedding, table: Embedding) -> None:
+def gather_by(module: nn.Embedding, table: Embedding, place: Placement) -> None:
     """Have ``module`` gather from ``table``, whatever else its class does; its own weight is gone."""
     kind = type(module)
     bases = (GatheredEmbedding,) if kind is nn.Embedding else (kind, GatheredEmbedding)
     del module.weight
     module.__class__ = type(f"Gathered{kind.__name__}", bases, {})
-    module._table = table  # type: ignore[assignment]
+    module.__dict__.update(_table=table, weight=_nothing(place))
+
+
+def _nothing(place: Placement) -> Tensor:
+    return torch.empty(0, dtype=place.dtype, device=place.device)
 
 
 class Head(nn.Module):
     """The output head: writes logits where its caller wants them."""
 
-    def __init__(self, project: Callable[[Tensor, Tensor], Tensor], vocab_size: int) -> None:
+    def __init__(
+        self, project: Callable[[Tensor, Tensor], Tensor], vocab_size: int, place: Placement
+    ) -> None:
         """``project(hidden, out)`` writes the product to ``out`` [S, vocab] and returns it."""
         super().__init__()
+        self.weight, self.bias = _nothing(place), None
         self._project = project
         self.out_features = vocab_size
         self.out: Tensor | None = None
