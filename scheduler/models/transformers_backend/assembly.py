@@ -33,6 +33,8 @@ class Assembled:
     head: Head | None = None
     """None: the module computes its logits itself."""
     routing: RoutedExperts | None = None
+    torch_experts: bool = False
+    """Some experts are computed by the module's own code."""
 
 
 class _Plain:
@@ -197,6 +199,7 @@ class Assembler:
                 for name in ("gate_up_proj", "down_proj"):
                     self._done.add(f"{path}.{name}")
                     delattr(module, name)
+            self._result.torch_experts |= replaced is None
             computed = moe.Computed(self._layer_of(path), self._result.routing, replaced)
             setattr(module, moe.Computed.ATTRIBUTE, computed)
 

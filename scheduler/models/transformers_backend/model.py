@@ -74,6 +74,7 @@ class TransformersForCausalLM:
         self.module, self.decoder = module, decoder
         self.dtype, self.device = place.dtype, place.device
         self.routing = assembled.routing
+        self.torch_experts = assembled.torch_experts
         self.forms = [_form(module, call, self.config.head_dim) for call in seen.attended]
         self._layers = assembled.layers
         self._head = assembled.head

@@ -98,9 +98,21 @@ def _paged(model: "TransformersForCausalLM", requests: Sequence[Tensor]) -> list
         batch = _batch(tokens, spans, [int(first[row]) for row in rows], model.device)
         backend.plan(batch)
         out = model.forward(batch, backend)
+        if not torch.allclose(out, _by_layer(model, batch, backend), rtol=1e-3, atol=1e-5, equal_nan=True):
+            raise refused(config.architecture, "its layers cannot be computed one by one")
         for row, part in zip(rows, out.split([len(each) for each in tokens]), strict=True):
             parts[row].append(part.clone())
     return [torch.cat(each) for each in parts]
+
+
+def _by_layer(model: "TransformersForCausalLM", batch: ForwardBatch, backend: AttentionBackend) -> Tensor:
+    steps = model.forward_by_layer(batch, backend)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            hidden: Tensor = end.value
+            return hidden
 
 
 def _batch(
