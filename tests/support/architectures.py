@@ -10,6 +10,8 @@ import torch
 import transformers
 from support.checkpoints import randomize
 
+LEFT_OUT: Any = object()
+"""A field that the config class does not take."""
 _SIZES: dict[str, Any] = {
     "vocab_size": 97,
     "hidden_size": 48,
@@ -169,29 +171,35 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 1,
     },
     "Starcoder2ForCausalLM": _WINDOW,
+    "YoutuForCausalLM": {
+        **_MHA,
+        "kv_lora_rank": 20,
+        "q_lora_rank": 22,
+        "qk_nope_head_dim": 10,
+        "qk_rope_head_dim": 6,
+        "head_dim": 6,
+        "v_head_dim": 14,
+    },
     "VaultGemmaForCausalLM": {"tie_word_embeddings": True, "attn_logit_softcapping": 2.0, **_MIXED},
 }
 REFUSED: dict[str, dict[str, Any]] = {
     "DiffLlamaForCausalLM": {},
     "DogeForCausalLM": {},
     "JetMoeForCausalLM": {"kv_channels": 12, "num_local_experts": 4, "num_key_value_heads": 2},
-    "FalconForCausalLM": {},
+    "FalconForCausalLM": {"head_dim": LEFT_OUT},
     "Lfm2ForCausalLM": {},
     "MiniMaxForCausalLM": {},
     "StableLmForCausalLM": {},
-    "LongcatFlashForCausalLM": {},
     "MiMoV2FlashForCausalLM": {},
-    "ModernBertDecoderForCausalLM": {"pad_token_id": 0},
-    "YoutuForCausalLM": {},
     "Llama4ForCausalLM": {},
-    "Gemma4ForCausalLM": {},
 }
 
 
 def tiny_config(architecture: str, **changes: Any) -> Any:
     """A config of this architecture."""
-    known = ARCHITECTURES.get(architecture) or REFUSED.get(architecture) or {}
-    return getattr(transformers, architecture).config_class(**{**_SIZES, **known, **changes})
+    fields = {**_SIZES, **{**ARCHITECTURES, **REFUSED}[architecture], **changes}
+    given = {name: value for name, value in fields.items() if value is not LEFT_OUT}
+    return getattr(transformers, architecture).config_class(**given)
 
 
 def tiny_model(architecture: str, seed: int = 0, **changes: Any) -> transformers.PreTrainedModel:

@@ -17,9 +17,9 @@ from transformers import PreTrainedModel
 from ...layers.embedding import Embedding
 from ...layers.linear import Linear
 from ...layers.moe import RoutedExperts
-from ...layers.parameters import Layer, Parameter, Placement, WeightSlot
+from ...layers.parameters import Layer, Parameter, Placement, PlainSlot, WeightSlot
 from . import experts as moe
-from .names import Part, checkpoint_parts, slot_of
+from .names import checkpoint_parts
 from .probe import Probe, refused
 from .products import Head, PartOfProduct, Product, SharedProduct, gather_by
 from .skeleton import float32_names, stored_tensors
@@ -211,7 +211,7 @@ class Assembler:
             dtype = torch.float32
         parameter = Parameter(self._engine_name(name), tuple(tensor.shape), dtype, self._place.device)
         slots = [
-            slot_of(checkpoint, parameter.name, self._parts[checkpoint].of(parameter.data))
+            PlainSlot(checkpoint, parameter.name, self._parts[checkpoint].of(parameter.data))
             for checkpoint in self._by_parameter.get(name, [])
         ]
         if attribute in owner._buffers:

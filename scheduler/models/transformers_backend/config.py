@@ -48,6 +48,8 @@ def parse(config: dict[str, Any], source: str, eos_token_ids: tuple[int, ...]) -
         CaesuraError: CHECKPOINT_ERROR, the config class does not take it; UNSUPPORTED_MODEL, it cannot be served.
     """
     kind = model_class(config)
+    if not kind._supports_attention_backend:
+        raise refused(kind.__name__, "its attention does not go through transformers' AttentionInterface")
     try:
         read = kind.config_class.from_dict(dict(config))
         text = read.get_text_config(decoder=True)
@@ -65,7 +67,7 @@ def parse(config: dict[str, Any], source: str, eos_token_ids: tuple[int, ...]) -
         num_layers=_count(text, source, "num_hidden_layers"),
         num_heads=heads,
         num_kv_heads=_count(text, source, "num_key_value_heads", heads),
-        head_dim=_count(text, source, "head_dim", max(1, hidden // heads)),
+        head_dim=max(1, hidden // heads),
         rms_norm_eps=float(getattr(text, "rms_norm_eps", 1e-6)),
         rope=RopeParameters(theta=10_000.0),
         max_position_embeddings=_context(text, source),

@@ -81,6 +81,9 @@ class _Notes:
     masks: dict[int, tuple[Tensor, int | None, bool]] = field(default_factory=dict)
     """By identity: the mask, its window, and whether it is a plain causal one."""
     inputs: list[tuple[str, Tensor]] = field(default_factory=list)
+    attending: dict[int, str] = field(default_factory=dict)
+    """The module that attends in each layer."""
+    return_tuples: set[nn.Module] = field(default_factory=set)
 
 
 _notes: list[_Notes] = []
@@ -137,12 +140,15 @@ def _finished(notes: _Notes, lists: list[list[nn.Module]]) -> Probe:
             notes, f"its layers have heads of different numbers or sizes: {sorted(sizes)}"
         )
     found.attended.sort(key=lambda call: call.layer)
-    layers = next((each for each in lists if len(each) == len(numbers)), None)
-    if layers is None:
-        raise _refused(notes, "its decoder has no list of its layers")
-    found.layers = layers
-    found.paths = [notes.names[layer] for layer in layers]
-    return found
+    for layers in lists:
+        paths = [notes.names[layer] for layer in layers]
+        if len(layers) == len(numbers) and all(
+            notes.attending[number].startswith(f"{path}.") for number, path in enumerate(paths)
+        ):
+            found.layers, found.paths = layers, paths
+            found.returns_tuple = layers[0] in notes.return_tuples
+            return found
+    raise _refused(notes, "its decoder has no list of its layers")
 
 
 def _products(inputs: list[tuple[str, Tensor]]) -> list[list[str]]:
@@ -158,7 +164,8 @@ def _note_input(module: nn.Module, args: tuple[Any, ...]) -> None:
 
 
 def _note_output(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    _notes[-1].probe.returns_tuple |= isinstance(output, tuple)
+    if isinstance(output, tuple):
+        _notes[-1].return_tuples.add(module)
 
 
 def _attend(
@@ -187,6 +194,7 @@ def _attend(
         raise _refused(notes, f"{where} is not causal")
     if "position_bias" in asked:
         raise _refused(notes, f"{where} adds position_bias to its scores")
+    notes.attending[layer] = where
     notes.probe.attended.append(
         Attended(
             layer=layer,

@@ -22,15 +22,9 @@ from .probe import refused
 
 
 def build(config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The module of this config on the meta device, with the engine's attention and experts.
-
-    Raises:
-        CaesuraError: UNSUPPORTED_MODEL, its attention does not go through transformers' interface.
-    """
+    """The module of this config on the meta device, with the engine's attention and experts."""
     read = read_config(config)
     kind: type[PreTrainedModel] = getattr(transformers, config.architecture)
-    if not kind._supports_attention_backend:
-        raise refused(config.architecture, "its attention does not go through transformers' AttentionInterface")
     options = {"experts_implementation": EXPERTS} if kind._can_set_experts_implementation() else {}
     with torch.device("meta"):
         module: PreTrainedModel = kind._from_config(
@@ -52,16 +46,19 @@ def compute_buffers(module: PreTrainedModel, device: torch.device) -> None:
         parameter._is_hf_initialized = True  # type: ignore[attr-defined]
     module.initialize_weights()
     for path, each in module.named_modules():
+        _fix_frequencies(each)
         for name, value in vars(each).items():
             if isinstance(value, Tensor) and value.is_meta:
                 raise refused(type(module).__name__, f"{path}.{name} is neither a parameter nor a buffer")
-        _fix_frequencies(each)
 
 
 def _fix_frequencies(module: nn.Module) -> None:
     """Rotary types whose frequencies follow the longest position of a batch: no context here is longer than the first set of
     frequencies serves, and to look would make the host wait."""
     kind = getattr(module, "rope_type", None)
+    if kind is not None:  # what a forward on the meta device has left for the second set
+        for name in [name for name, value in vars(module).items() if isinstance(value, Tensor)]:
+            delattr(module, name)
     if isinstance(kind, str):
         module.rope_type = "default"
     elif isinstance(kind, dict):
