@@ -221,7 +221,8 @@ def test_a_batch_with_a_long_row_does_not_change_the_frequencies_of_a_short_one(
         "rope_type": "longrope", "rope_theta": 10_000.0, "short_factor": factors, "long_factor": [3 * f for f in factors],
         "original_max_position_embeddings": 64, "factor": 4.0,
     }  # fmt: skip
-    reference = save(tmp_path, "Phi3ForCausalLM", rope_parameters=rope, sliding_window=None)
+    context = {"original_max_position_embeddings": 64, "sliding_window": None}
+    reference = save(tmp_path, "Phi3ForCausalLM", rope_parameters=rope, **context)
     model = load(tmp_path)
     assert model.config.max_position_embeddings == 64
     paged, long, short = PagedModel(model, torch.float32), Sequence(prompt(64, 1)), Sequence(prompt(9, 2))
