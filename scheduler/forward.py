@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .kernels.forms import PLAIN, AttentionForm
+from .kernels.forms import PLAIN, AttentionForm, HeadNorms
 
 if TYPE_CHECKING:
     from .kernels.attention import PagedStep
@@ -299,14 +299,14 @@ class FusedAttention(Protocol):
         cos: Tensor,
         sin: Tensor,
         layer: int,
-        norm: tuple[Tensor, Tensor, float] | None = None,
+        norm: HeadNorms | None = None,
         form: AttentionForm = PLAIN,
     ) -> Tensor:
         """
         Args:
             qkv: [T, query heads + 2 kv heads, head size]: queries, keys, values.
             cos, sin: [T, 1, rotated size / 2]: the rest of a head is not rotated.
-            norm: weights [head size] of query and key norms, and their epsilon. None: no head norms.
+            norm: of queries and keys. None: no head norms.
             form: of the layer.
 
         Returns:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..forward import KVPool
 from ..kernels.between import Elementwise, elementwise_for
-from ..kernels.forms import PLAIN, AttentionForm
+from ..kernels.forms import PLAIN, AttentionForm, HeadNorms
 
 Attend = Callable[[Tensor, int, AttentionForm], Tensor]
 
@@ -33,7 +33,7 @@ class FusedStore:
         cos: Tensor,
         sin: Tensor,
         layer: int,
-        norm: tuple[Tensor, Tensor, float] | None = None,
+        norm: HeadNorms | None = None,
         form: AttentionForm = PLAIN,
     ) -> Tensor:
         """See :class:`~..forward.FusedAttention`."""

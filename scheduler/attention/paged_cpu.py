@@ -13,7 +13,7 @@ from ..config import PAGE_SIZE
 from ..forward import ForwardBatch, FusedAttention, KVPool
 from ..kernels.attention import PagedAttention, PagedStep, plan_tasks
 from ..kernels.elementwise import rope_store
-from ..kernels.forms import PLAIN, AttentionForm
+from ..kernels.forms import PLAIN, AttentionForm, HeadNorms
 from ..memory.workspace import Workspace
 
 
@@ -67,7 +67,7 @@ class PagedCpuBackend:
         cos: Tensor,
         sin: Tensor,
         layer: int,
-        norm: tuple[Tensor, Tensor, float] | None = None,
+        norm: HeadNorms | None = None,
         form: AttentionForm = PLAIN,
     ) -> Tensor:
         """:meth:`forward` straight from a projection: head norms, rotation and store in one pass.
@@ -75,7 +75,7 @@ class PagedCpuBackend:
         Args:
             qkv: [T, query heads + 2 kv heads, head size]: queries, keys, values; queries are overwritten.
             cos, sin: [T, 1, rotated size / 2].
-            norm: weights [head size] of query and key norms, and their epsilon. None: no head norms.
+            norm: of queries and keys. None: no head norms.
             form: of the layer.
 
         Returns:

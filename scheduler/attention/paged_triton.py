@@ -15,7 +15,7 @@ from torch import Tensor
 from ..forward import AttentionBackend, ForwardBatch, FusedAttention, KVPool
 from ..kernels import TRITON, best
 from ..kernels.between import Elementwise, elementwise_for
-from ..kernels.forms import PLAIN, AttentionForm
+from ..kernels.forms import PLAIN, AttentionForm, HeadNorms
 from .fused_store import fused_store
 from .sdpa import SdpaBackend
 
@@ -79,7 +79,7 @@ class PagedTritonBackend(SdpaBackend):
         cos: Tensor,
         sin: Tensor,
         layer: int,
-        norm: tuple[Tensor, Tensor, float] | None = None,
+        norm: HeadNorms | None = None,
         form: AttentionForm = PLAIN,
     ) -> Tensor:
         """See :class:`~..forward.FusedAttention`; rotated keys stay in ``qkv`` as well, where torch reads those of prompts."""

@@ -91,11 +91,13 @@ class SdpaBackend:
         self._kv_heads = num_kv_heads
         self._group = num_heads // num_kv_heads
         k_pool, v_pool = pool.layer(0)
-        self._sizes = head_size, v_pool.shape[-1]
+        self._head_sizes = head_size, v_pool.shape[-1]
         self._scale = head_size**-0.5 if scale is None else scale
         self._device, self._dtype = k_pool.device, k_pool.dtype
         limit = _WORKSPACE_BYTES.get(self._device.type, _DEFAULT_WORKSPACE_BYTES)
-        self._max_pages = limit // (num_kv_heads * pool.page_size * max(self._sizes) * self._dtype.itemsize)
+        self._max_pages = limit // (
+            num_kv_heads * pool.page_size * max(self._head_sizes) * self._dtype.itemsize
+        )
         self._head_index = torch.arange(num_kv_heads, device=self._device).view(1, -1, 1)
         self._workspace = Workspace()
         self._slots = (torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64))
@@ -136,7 +138,7 @@ class SdpaBackend:
         """:meth:`forward`, K and V being stored."""
         k_pool, v_pool = (x.view(-1, self._pool.page_size * x.shape[-1]) for x in self._pool.layer(layer))
         plan = self.plan_for(form.window)
-        out = torch.empty((q.shape[0], q.shape[1] * self._sizes[1]), dtype=q.dtype, device=q.device)
+        out = torch.empty((q.shape[0], q.shape[1] * self._head_sizes[1]), dtype=q.dtype, device=q.device)
         decode_q, decode_out = q[: self._num_decode], out[: self._num_decode]
         for group in plan.groups:
             self._decode(group, decode_q, decode_out, k_pool, v_pool, form)
@@ -187,7 +189,7 @@ class SdpaBackend:
         v_pool: Tensor,
         form: AttentionForm,
     ) -> None:
-        heads, (size, value_size) = group.num_rows * self._kv_heads, self._sizes
+        heads, (size, value_size) = group.num_rows * self._kv_heads, self._head_sizes
         keys, values = self._gather(group.pages, k_pool, v_pool)
         values.view(-1, value_size).index_fill_(0, group.masked_cells, 0.0)
         grouped_q = q[group.rows].reshape(heads, self._group, size)
@@ -264,7 +266,7 @@ class SdpaBackend:
         self, run: _PrefillRun, q: Tensor, keys: Tensor, values: Tensor, form: AttentionForm
     ) -> Tensor:
         """``keys`` and ``values`` are [n * kv heads, 1, kv_len, size]; returns [n * q_len, heads * value size]."""
-        n, group, size = run.num_rows, self._group, self._sizes[0]
+        n, group, size = run.num_rows, self._group, self._head_sizes[0]
         grouped_q = q.reshape(n, run.q_len, self._kv_heads, group, size).permute(0, 2, 3, 1, 4)
         grouped_q = grouped_q.reshape(n * self._kv_heads, group, run.q_len, size)
         if form.softcap is not None or form.sinks is not None:
@@ -305,7 +307,7 @@ class SdpaBackend:
         assert run.pages is not None
         keys, values = (
             x.view(run.num_rows * self._kv_heads, 1, -1, size)[:, :, : run.kv_len]
-            for x, size in zip(self._gather(run.pages, k_pool, v_pool), self._sizes, strict=True)
+            for x, size in zip(self._gather(run.pages, k_pool, v_pool), self._head_sizes, strict=True)
         )
         return keys, values
 

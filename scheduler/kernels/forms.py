@@ -1,4 +1,4 @@
-"""What a layer's attention computes: its form, which a layer is built with and every call of a backend gets.
+"""What kernels compute for a layer, by name: the form of its attention, its head norms, what bends its gate.
 
 Invariants:
 - A form says what is computed, never how: each backend does all of it, or is not chosen for a model that asks for it.
@@ -6,9 +6,25 @@ Invariants:
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from torch import Tensor
+
+Bend = Literal["silu", "gelu_tanh", "clamped"]
+"""What the gate of a feed-forward block is bent by. ``clamped``: values are cut at 7 and -7 (the gate's at 7 only), the gate is
+``gate * sigmoid(1.702 gate)``, and 1 is added to what it multiplies (gpt-oss model card, arXiv:2508.10925, section 2.3)."""
+
+
+class HeadNorms(NamedTuple):
+    """Root-mean-square norms of every head's queries and keys."""
+
+    q_weight: Tensor
+    """[head size]"""
+    k_weight: Tensor
+    """[head size]"""
+    eps: float
+    from_one: bool = False
+    """The factor is ``1 + weight``, and the product is rounded once."""
 
 
 class FormKind(NamedTuple):

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from . import trial
+from .forms import Bend, HeadNorms
 from .triton_launch import Launcher
 
 _HEADS = 4
@@ -32,6 +33,7 @@ _GATED = 1024
 """Elements of a program that gates."""
 _ELEMENTS_PER_WARP = 512
 """Of a row that is normalised: 16 to a thread."""
+_BENDS: dict[Bend, int] = {"silu": 0, "gelu_tanh": 1, "clamped": 2}
 _AGREEMENT = 1e-4
 """Of a trial in float32 with torch's result: several times what exponentials differ by."""
 
@@ -55,6 +57,7 @@ def _norm_kernel(
     size: tl.constexpr,
     width: tl.constexpr,
     added: tl.constexpr,
+    from_one: tl.constexpr,
 ):
     """One row."""
     row = tl.program_id(0).to(tl.int64)
@@ -67,25 +70,52 @@ def _norm_kernel(
         tl.store(target, value, mask=inside)
     scale = tl.rsqrt(tl.sum(value * value, 0) / size + eps)
     factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * out_row + column, rounded(value * scale, out) * factor, mask=inside)
+    if from_one:
+        result = value * scale * (1.0 + factor)
+    else:
+        result = rounded(value * scale, out) * factor
+    tl.store(out + row * out_row + column, result, mask=inside)
 
 
 @triton.jit
-def _silu_mul_kernel(gate_up, out, gate_up_row, out_row, size: tl.constexpr, block: tl.constexpr):
-    """Some elements of one row."""
+def _gate_mul_kernel(
+    gate_up, out, gate_up_row, out_row, size: tl.constexpr, block: tl.constexpr, bend: tl.constexpr
+):
+    """Some elements of one row; ``bend`` as in ``_BENDS``."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block + tl.arange(0, block)
     inside = column < size
     source = gate_up + row * gate_up_row + column
     gate = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(source + size, mask=inside, other=0.0).to(tl.float32)
-    gated = rounded(gate / (1 + tl.exp(-gate)), out)
+    if bend == 2:
+        gate = tl.where(gate > 7.0, 7.0, gate)
+        up = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up)) + 1.0
+        up = rounded(up, out)
+        gated = gate / (1 + tl.exp(-1.702 * gate))
+    elif bend == 1:
+        inner = 0.7978845608 * (gate + 0.044715 * gate * gate * gate)
+        gated = gate / (1 + tl.exp(-2.0 * inner))
+    else:
+        gated = gate / (1 + tl.exp(-gate))
+    gated = rounded(gated, out)
     tl.store(out + row * out_row + column, gated * up, mask=inside)
 
 
 @triton.jit
 def _weighted(
-    first, second, q_weight, k_weight, is_query, first_at, second_at, known, eps, size: tl.constexpr, like
+    first,
+    second,
+    q_weight,
+    k_weight,
+    is_query,
+    first_at,
+    second_at,
+    known,
+    eps,
+    size: tl.constexpr,
+    from_one: tl.constexpr,
+    like,
 ):
     """The halves [heads, half] of some heads, normalised and weighted."""
     scale = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / size + eps)[:, None]
@@ -99,8 +129,12 @@ def _weighted(
         tl.load(q_weight + second_at, mask=known, other=0.0)[None, :],
         tl.load(k_weight + second_at, mask=known, other=0.0)[None, :],
     )
-    first = rounded(rounded(first * scale, like) * of_first.to(tl.float32), like)
-    second = rounded(rounded(second * scale, like) * of_second.to(tl.float32), like)
+    if from_one:
+        first = rounded(first * scale * (1.0 + of_first.to(tl.float32)), like)
+        second = rounded(second * scale * (1.0 + of_second.to(tl.float32)), like)
+    else:
+        first = rounded(rounded(first * scale, like) * of_first.to(tl.float32), like)
+        second = rounded(rounded(second * scale, like) * of_second.to(tl.float32), like)
     return first, second
 
 
@@ -128,6 +162,7 @@ def _rope_store_kernel(
     block: tl.constexpr,
     page_size: tl.constexpr,
     norms: tl.constexpr,
+    from_one: tl.constexpr,
 ):
     """Some heads of one token: queries, keys and values are told apart by the head's number.
 
@@ -148,7 +183,18 @@ def _rope_store_kernel(
     first, second = stored_first.to(tl.float32), stored_second.to(tl.float32)
     if norms:
         first, second = _weighted(
-            first, second, q_weight, k_weight, head < heads, first_at, second_at, known, eps, size, qkv
+            first,
+            second,
+            q_weight,
+            k_weight,
+            head < heads,
+            first_at,
+            second_at,
+            known,
+            eps,
+            size,
+            from_one,
+            qkv,
         )
     cosine = tl.load(cos + token * angle_row + column, mask=turns, other=1.0).to(tl.float32)[None, :]
     sine = tl.load(sin + token * angle_row + column, mask=turns, other=0.0).to(tl.float32)[None, :]
@@ -172,7 +218,7 @@ def _rope_store_kernel(
 
 
 _launch_norm = Launcher(_norm_kernel, tensors=4, numbers=4)
-_launch_silu_mul = Launcher(_silu_mul_kernel, tensors=2, numbers=2)
+_launch_gate_mul = Launcher(_gate_mul_kernel, tensors=2, numbers=2)
 _launch_rope_store = Launcher(_rope_store_kernel, tensors=9, numbers=4)
 
 
@@ -184,11 +230,17 @@ def why_not(device: torch.device) -> str | None:
 def _attempt(device: torch.device) -> Iterator[float]:
     gate_up = torch.linspace(-9, 9, 128, device=device).view(2, 64)
     expected = functional.silu(gate_up[:, :32]) * gate_up[:, 32:]
-    yield float((silu_mul(gate_up) - expected).abs().max())
+    yield float((gate_mul(gate_up) - expected).abs().max())
 
 
 def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None = None, out: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+    from_one: bool = False,
 ) -> Tensor:
     """``x / sqrt(mean(x^2) + eps) * weight`` of each row; with ``residual``, of ``residual += x``.
 
@@ -197,6 +249,7 @@ def rms_norm(
         weight: [size].
         residual: [T, size], updated in place. None: ``x`` is normalised as it is.
         out: [T, size]; it may be ``x``. None: fresh memory.
+        from_one: the factor is ``1 + weight``, and the product is rounded once.
     """
     rows, size = x.shape
     out = torch.empty((rows, size), dtype=x.dtype, device=x.device) if out is None else out
@@ -207,20 +260,21 @@ def rms_norm(
             (rows, 1, 1),
             (x, addend, weight, out),
             (x.stride(0), addend.stride(0), out.stride(0), eps),
-            (size, width, residual is not None),
+            (size, width, residual is not None, from_one),
             min(16, max(1, width // _ELEMENTS_PER_WARP)),
         )
     return out
 
 
-def silu_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
-    """``silu(gate) * up`` of rows (gate, up): [T, 2 I] to [T, I], into ``out`` where given."""
+def gate_mul(gate_up: Tensor, out: Tensor | None = None, *, bend: Bend = "silu") -> Tensor:
+    """``bend(gate) * up`` of rows (gate, up): [T, 2 I] to [T, I], into ``out`` where given."""
     rows, width = gate_up.shape
     size = width // 2
     out = torch.empty((rows, size), dtype=gate_up.dtype, device=gate_up.device) if out is None else out
     if rows:
         grid = rows, triton.cdiv(size, _GATED), 1
-        _launch_silu_mul(grid, (gate_up, out), (gate_up.stride(0), out.stride(0)), (size, _GATED), 4)
+        constants = size, _GATED, _BENDS[bend]
+        _launch_gate_mul(grid, (gate_up, out), (gate_up.stride(0), out.stride(0)), constants, 4)
     return out
 
 
@@ -234,7 +288,7 @@ def rope_store(
     values: Tensor,
     *,
     out: Tensor,
-    norm: tuple[Tensor, Tensor, float] | None = None,
+    norm: HeadNorms | None = None,
 ) -> Tensor:
     """Normalise (if asked to) and rotate queries and keys, store keys and values; returns ``out``.
 
@@ -246,11 +300,11 @@ def rope_store(
         keys, values: [pages, kv heads, page size, head size], contiguous.
         out: [T, query heads, head size], heads of a token contiguous, or with the kv heads as well, which then hold the
             rotated keys; it may be the front of ``qkv``.
-        norm: weights [head size] of queries and of keys, and epsilon. None: no head norms.
+        norm: of queries and keys. None: no head norms.
     """
     tokens, heads, size = qkv.shape
     _, kv_heads, page_size, _ = keys.shape
-    q_weight, k_weight, eps = (qkv, qkv, 0.0) if norm is None else norm
+    q_weight, k_weight, eps, from_one = (qkv, qkv, 0.0, False) if norm is None else norm
     if tokens:
         width = triton.next_power_of_2(size // 2)
         _launch_rope_store(
@@ -267,6 +321,7 @@ def rope_store(
                 _HEADS,
                 page_size,
                 norm is not None,
+                from_one,
             ),
             1,
         )

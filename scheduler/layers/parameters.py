@@ -48,7 +48,7 @@ class Fp8Blocks:
         return not (module.endswith(ends) or module.startswith(starts))
 
 
-_NEVER_FP8 = ("lm_head", "mlp.gate")  # output head and router: in no format that is in use
+_NEVER_FP8 = ("lm_head", "mlp.gate", "block_sparse_moe.gate")  # output head, routers: in no format in use
 
 
 @cache

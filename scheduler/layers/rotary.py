@@ -43,6 +43,8 @@ class RopeParameters:
     """yarn: frequencies with more turns than this over the pre-training's context are kept."""
     beta_slow: float = 1.0
     """yarn: those with fewer are divided by ``factor``."""
+    truncate: bool = True
+    """yarn: whether the dimensions where the division begins and ends are whole numbers."""
     attention_factor: float = 1.0
     """yarn: multiplies cosines and sines."""
 
@@ -79,8 +81,10 @@ def _yarn(frequencies: Tensor, rope: RopeParameters) -> Tensor:
         wavelength = rope.original_max_position_embeddings / turns
         return size * math.log(wavelength / (2 * math.pi)) / (2 * math.log(rope.theta))
 
-    first = max(math.floor(dimension(rope.beta_fast)), 0)
-    last = min(math.ceil(dimension(rope.beta_slow)), size - 1)
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    first, last = max(low, 0), min(high, size - 1)
     ramp = (torch.arange(len(frequencies), dtype=torch.float32) - first) / ((last - first) or 0.001)
     divided = ramp.clamp(0, 1)
     return frequencies / rope.factor * divided + frequencies * (1 - divided)
