@@ -127,9 +127,7 @@ def _parse_instead(
         raise CaesuraError(refused.code, f"{refused.message}; {error.message}", **refused.detail) from error
 
 
-def _parse_by_transformers(
-    config: dict[str, Any], generation: dict[str, Any], source: str
-) -> ModelConfig:
+def _parse_by_transformers(config: dict[str, Any], generation: dict[str, Any], source: str) -> ModelConfig:
     if find_spec("transformers") is None:
         raise CaesuraError(
             ErrorCode.UNSUPPORTED_MODEL,

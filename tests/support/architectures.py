@@ -95,7 +95,12 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     },
     "Emu3ForCausalLM": {"pad_token_id": 0},
     "Ernie4_5ForCausalLM": {},
-    "Ernie4_5_MoeForCausalLM": {"moe_intermediate_size": 24, "moe_num_experts": 5, "moe_k": 2, "moe_num_shared_experts": 1},
+    "Ernie4_5_MoeForCausalLM": {
+        "moe_intermediate_size": 24,
+        "moe_num_experts": 5,
+        "moe_k": 2,
+        "moe_num_shared_experts": 1,
+    },
     "Exaone4ForCausalLM": _MIXED,
     "FlexOlmoForCausalLM": {"num_experts": 5, "num_experts_per_tok": 2},
     "GemmaForCausalLM": {"tie_word_embeddings": True},
@@ -205,6 +210,8 @@ def tiny_config(architecture: str, **changes: Any) -> Any:
 def tiny_model(architecture: str, seed: int = 0, **changes: Any) -> transformers.PreTrainedModel:
     """A model of this architecture as transformers runs it, every parameter random."""
     eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
-    model = getattr(transformers, architecture)._from_config(tiny_config(architecture, **changes), **eager).eval()
+    model = (
+        getattr(transformers, architecture)._from_config(tiny_config(architecture, **changes), **eager).eval()
+    )
     randomize(model, seed)
     return model.to(torch.float32)

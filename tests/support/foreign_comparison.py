@@ -106,7 +106,9 @@ def _updates(compared: Compared) -> None:
     paged.step([], [(frozen, 24), (retracted, 24)])
     cache = compared.old(torch.tensor([tokens[:24]]), use_cache=True).past_key_values
     compared.update()
-    if not hasattr(compared.old.config, "kv_lora_rank"):  # transformers' cache has latents, ours what follows from them
+    if not hasattr(
+        compared.old.config, "kv_lora_rank"
+    ):  # transformers' cache has latents, ours what follows from them
         rest = compared.new(torch.tensor([tokens[24:]]), past_key_values=cache, use_cache=True)
         got = torch.cat([paged.step([frozen])[0] for _ in range(6)])
         compared.note("in_place update", got, rest.logits[0])

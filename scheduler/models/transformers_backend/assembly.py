@@ -62,7 +62,7 @@ class Assembler:
         for name, part in self._parts.items():
             self._by_parameter.setdefault(part.parameter, []).append(name)
         self._float32 = float32_names(module, place.dtype)
-        self._paths = {path: each for path, each in module.named_modules()}
+        self._paths = dict(module.named_modules())
         self._done: set[str] = set()
         self._result = Assembled()
 
@@ -76,7 +76,7 @@ class Assembler:
         self._replace_experts()
         self._replace_products()
         for name, owner, attribute, tensor in list(stored_tensors(self._module)):
-            if name not in self._done and tensor.is_meta or attribute in owner._buffers:
+            if (name not in self._done and tensor.is_meta) or attribute in owner._buffers:
                 self._place_plain(name, owner, attribute, tensor)
         left = [name for name, parameter in self._module.named_parameters() if parameter.is_meta]
         if left:
@@ -126,7 +126,9 @@ class Assembler:
         sizes = [each.out_features for each in linears]
         shared = SharedProduct(self._product(group, linears), sizes)
         for number, (path, linear) in enumerate(zip(group, linears, strict=True)):
-            self._set(path, PartOfProduct(shared, number, linear.in_features, linear.out_features, self._place))
+            self._set(
+                path, PartOfProduct(shared, number, linear.in_features, linear.out_features, self._place)
+            )
 
     def _product(self, paths: list[str], linears: list[nn.Linear]) -> Linear:
         parts: dict[str, int] = {}
@@ -155,8 +157,10 @@ class Assembler:
             if isinstance(each, nn.Embedding):
                 names = self._by_parameter.get(f"{path}.weight", [])
                 if len(names) == 1 and names[0].endswith(".weight"):
-                    tables[f"{path}.weight"] = self._gathered(path, each, names[0], source == f"{path}.weight")
-        if not isinstance(head, nn.Linear) or head_path is None or head.bias is not None:
+                    tables[f"{path}.weight"] = self._gathered(
+                        path, each, names[0], source == f"{path}.weight"
+                    )
+        if not isinstance(head, nn.Linear) or head_path is None or getattr(head, "bias", None) is not None:
             return
         if source is not None:
             if source not in tables:
@@ -182,13 +186,13 @@ class Assembler:
 
     def _replace_experts(self) -> None:
         routed = {call.module: call for call in self._probe.routed}
-        kinds = {(call.top_k, getattr(self._paths[call.module], "num_experts", None)) for call in routed.values()}
+        kinds = {
+            (call.top_k, getattr(self._paths[call.module], "num_experts", None)) for call in routed.values()
+        }
         if len(kinds) == 1:
             (top_k, count) = kinds.pop()
             if isinstance(count, int) and len(routed) == len(self._probe.routed):
-                self._result.routing = RoutedExperts(
-                    len(self._probe.layers), top_k, count, place=self._place
-                )
+                self._result.routing = RoutedExperts(len(self._probe.layers), top_k, count, place=self._place)
         for path in routed:
             module = self._paths[path]
             names = moe.checkpoint_names(module, path, self._parts)
@@ -210,7 +214,7 @@ class Assembler:
         if dtype == self._place.dtype and self._float32 is not None and self._float32.search(name):
             dtype = torch.float32
         parameter = Parameter(self._engine_name(name), tuple(tensor.shape), dtype, self._place.device)
-        slots = [
+        slots: list[WeightSlot] = [
             PlainSlot(checkpoint, parameter.name, self._parts[checkpoint].of(parameter.data))
             for checkpoint in self._by_parameter.get(name, [])
         ]

@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import pad
 from transformers import AttentionInterface
 
@@ -37,9 +37,7 @@ _step: ContextVar[_Step] = ContextVar("step")
 
 
 @contextmanager
-def attending(
-    backend: AttentionBackend, forms: Sequence[AttentionForm], head_size: int
-) -> Iterator[None]:
+def attending(backend: AttentionBackend, forms: Sequence[AttentionForm], head_size: int) -> Iterator[None]:
     """Within the block, in this thread, modules attend through ``backend``, whose step is planned.
 
     Args:
@@ -54,7 +52,7 @@ def attending(
 
 
 def _attend(
-    module: nn.Module,
+    module: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,

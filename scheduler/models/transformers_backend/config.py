@@ -42,7 +42,8 @@ _FAILURES = (
 def parse(config: dict[str, Any], source: str, eos_token_ids: tuple[int, ...]) -> ModelConfig:
     """The same as :func:`~..config.parse_model_config`, by the config class that transformers has.
 
-    Sizes of heads are what the config says; :mod:`.probe` knows them better, once there is a module.
+    Of attention it says what no config need say: :mod:`.probe` finds out, once there is a module, which does norms and rotation
+    itself.
 
     Raises:
         CaesuraError: CHECKPOINT_ERROR, the config class does not take it; UNSUPPORTED_MODEL, it cannot be served.
@@ -51,7 +52,7 @@ def parse(config: dict[str, Any], source: str, eos_token_ids: tuple[int, ...]) -
     if not kind._supports_attention_backend:
         raise refused(kind.__name__, "its attention does not go through transformers' AttentionInterface")
     try:
-        read = kind.config_class.from_dict(dict(config))
+        read = _from_dict(kind, config)
         text = read.get_text_config(decoder=True)
         values = _values(read)
     except _FAILURES as error:
@@ -59,17 +60,23 @@ def parse(config: dict[str, Any], source: str, eos_token_ids: tuple[int, ...]) -
     _refuse(kind.__name__, config, text)
     heads = _count(text, source, "num_attention_heads")
     hidden = _count(text, source, "hidden_size")
+    head_dim, num_layers = max(1, hidden // heads), _count(text, source, "num_hidden_layers")
     return ModelConfig(
         architecture=kind.__name__,
         vocab_size=_count(text, source, "vocab_size"),
         hidden_size=hidden,
         intermediate_size=_count(text, source, "intermediate_size", 4 * hidden),
-        num_layers=_count(text, source, "num_hidden_layers"),
+        num_layers=num_layers,
         num_heads=heads,
         num_kv_heads=_count(text, source, "num_key_value_heads", heads),
-        head_dim=max(1, hidden // heads),
+        head_dim=head_dim,
         rms_norm_eps=float(getattr(text, "rms_norm_eps", 1e-6)),
-        rope=RopeParameters(theta=10_000.0),
+        rope=RopeParameters(),
+        local_rope=None,
+        rotary_dim=head_dim,
+        windows=(None,) * num_layers,
+        qk_norm=False,
+        attention_scale=head_dim**-0.5,
         max_position_embeddings=_context(text, source),
         tie_word_embeddings=bool(getattr(text, "tie_word_embeddings", False)),
         attention_bias=bool(getattr(text, "attention_bias", False)),
@@ -89,7 +96,11 @@ def model_class(config: dict[str, Any]) -> type[PreTrainedModel]:
     name = named[0] if isinstance(named, list) and named else None
     known = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
     if not isinstance(name, str) or name not in known:
-        reason = "it is code of the checkpoint (auto_map)" if config.get("auto_map") else "it is no causal language model of its"
+        reason = (
+            "it is code of the checkpoint (auto_map)"
+            if config.get("auto_map")
+            else "it is no causal language model of its"
+        )
         raise refused(str(name), reason)
     found: type[PreTrainedModel] = getattr(transformers, name)
     return found
@@ -99,8 +110,12 @@ def read_config(config: ModelConfig) -> PreTrainedConfig:
     """A config object of transformers, equal to the one that ``config`` was read from."""
     assert config.transformers_config is not None
     kind: type[PreTrainedModel] = getattr(transformers, config.architecture)
-    read: PreTrainedConfig = kind.config_class.from_dict(msgspec.json.decode(config.transformers_config))
-    return read
+    return _from_dict(kind, msgspec.json.decode(config.transformers_config))
+
+
+def _from_dict(kind: type[PreTrainedModel], config: dict[str, Any]) -> PreTrainedConfig:
+    assert kind.config_class is not None, "every causal language model has one"
+    return kind.config_class.from_dict(dict(config))
 
 
 def differing_fields(a: str, b: str) -> list[str]:
@@ -158,7 +173,7 @@ def _context(text: PreTrainedConfig, source: str) -> int:
 
 
 def _dtype(read: PreTrainedConfig, source: str) -> torch.dtype:
-    dtype = read.dtype if read.dtype is not None else torch.float32
+    dtype: Any = read.dtype if read.dtype is not None else torch.float32
     if isinstance(dtype, str):
         dtype = getattr(torch, dtype.removeprefix("torch."), None)
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):

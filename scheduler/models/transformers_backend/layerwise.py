@@ -50,7 +50,9 @@ class LayerByLayer:
         self._noting = [_Layer(layer, probe.returns_tuple) for layer in self._real]
         self._decoder = copy.copy(decoder)
         self._decoder._modules = {
-            name: nn.ModuleList(self._noting) if isinstance(each, nn.ModuleList) and list(each) == self._real else each
+            name: nn.ModuleList(self._noting)
+            if isinstance(each, nn.ModuleList) and list(each) == self._real
+            else each
             for name, each in decoder._modules.items()
         }
 

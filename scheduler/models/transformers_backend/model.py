@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.utils import ModelOutput
+from transformers.utils.generic import ModelOutput
 
 from ...forward import AttentionBackend, ForwardBatch
 from ...kernels.forms import AttentionForm
@@ -29,10 +29,6 @@ from .probe import Attended, probe, refused
 from .products import Given
 from .self_check import check
 from .skeleton import build, compute_buffers
-
-
-_SAME_SCALE = 1e-6
-"""Relative difference of two scales that is rounding."""
 
 
 @dataclass
@@ -62,6 +58,7 @@ class TransformersForCausalLM:
             raise refused(config.architecture, "it has no decoder beside its head")
         seen = probe(module, decoder)
         first = seen.attended[0]
+        scales = {call.scale for call in seen.attended}
         compute_buffers(module, place.device)
         assembled = Assembler(module, seen, place).assemble()
         self.config = replace(
@@ -70,12 +67,14 @@ class TransformersForCausalLM:
             num_heads=first.num_heads,
             num_kv_heads=first.num_kv_heads,
             head_dim=max(first.key_size, first.value_size),
+            windows=tuple(call.window for call in seen.attended),
+            attention_scale=first.scale,
         )
         self.module, self.decoder = module, decoder
         self.dtype, self.device = place.dtype, place.device
         self.routing = assembled.routing
         self.torch_experts = assembled.torch_experts
-        self.forms = [_form(module, call, self.config.head_dim) for call in seen.attended]
+        self.forms = [_form(module, call, one_scale=len(scales) == 1) for call in seen.attended]
         self._layers = assembled.layers
         self._head = assembled.head
         self._deriving = [layer for layer in self._layers if isinstance(layer, DerivingLayer)]
@@ -174,13 +173,12 @@ class TransformersForCausalLM:
             yield from layer.parameters()
 
 
-def _form(module: nn.Module, call: Attended, head_size: int) -> AttentionForm:
-    """What a backend over heads of ``head_size`` is asked for."""
-    usual = abs(call.scale * head_size**0.5 - 1.0) < _SAME_SCALE
+def _form(module: nn.Module, call: Attended, *, one_scale: bool) -> AttentionForm:
+    """What a backend is asked for; ``one_scale``: which it has from the config."""
     return AttentionForm(
         window=call.window,
         softcap=call.softcap,
-        scale=None if usual else call.scale,
+        scale=None if one_scale else call.scale,
         sinks=None if call.sinks is None else module.get_parameter(call.sinks).data,
     )
 

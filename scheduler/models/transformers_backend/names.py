@@ -59,7 +59,7 @@ def checkpoint_parts(module: PreTrainedModel) -> dict[str, Part]:
     tied = set(module.all_tied_weights_keys)
     state = {name: tensor for name, tensor in module.state_dict(keep_vars=False).items() if name not in tied}
     owners = {tensor.untyped_storage()._cdata: name for name, tensor in state.items()}
-    with _WithoutCopies():
+    with _WithoutCopies():  # type: ignore[no-untyped-call]
         saved = revert_weight_conversion(module, dict(state))
     parts: dict[str, Part] = {}
     for name, tensor in saved.items():

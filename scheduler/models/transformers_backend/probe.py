@@ -136,9 +136,7 @@ def _finished(notes: _Notes, lists: list[list[nn.Module]]) -> Probe:
         raise _refused(notes, f"its layers do not attend once each, but in the order {numbers}")
     sizes = {(call.num_heads, call.num_kv_heads, call.key_size, call.value_size) for call in found.attended}
     if len(sizes) > 1:
-        raise _refused(
-            notes, f"its layers have heads of different numbers or sizes: {sorted(sizes)}"
-        )
+        raise _refused(notes, f"its layers have heads of different numbers or sizes: {sorted(sizes)}")
     found.attended.sort(key=lambda call: call.layer)
     for layers in lists:
         paths = [notes.names[layer] for layer in layers]

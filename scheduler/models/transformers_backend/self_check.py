@@ -51,7 +51,10 @@ def check(model: "TransformersForCausalLM") -> None:
     worst, where = 0.0, ""
     for number, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
         if not bool(theirs.isfinite().all()):
-            logger.warning("the check of %s says nothing: its weights give values that are not finite", model.config.architecture)
+            logger.warning(
+                "the check of %s says nothing: its weights give values that are not finite",
+                model.config.architecture,
+            )
             return
         gaps = (ours.float() - theirs.float()).norm(dim=-1) / theirs.float().norm(dim=-1).clamp_min(1e-30)
         gap, token = (float(each) for each in gaps.nan_to_num(torch.inf).max(dim=0))
@@ -63,7 +66,11 @@ def check(model: "TransformersForCausalLM") -> None:
             f"over pages and beside others, the hidden state of {where} differs by {worst:.2g} of its norm from a plain "
             "forward; something other than attention looks across tokens, or attention does what was not asked of it",
         )
-    logger.info("checked %s against transformers' attention: largest difference %.2g", model.config.architecture, worst)
+    logger.info(
+        "checked %s against transformers' attention: largest difference %.2g",
+        model.config.architecture,
+        worst,
+    )
 
 
 def _plain(model: "TransformersForCausalLM", tokens: Tensor) -> Tensor:
@@ -90,7 +97,9 @@ def _paged(model: "TransformersForCausalLM", requests: Sequence[Tensor]) -> list
         device=model.device,
         page_size=PAGE_SIZE,
     )
-    backend: AttentionBackend = SdpaBackend(pool, config.num_heads, config.num_kv_heads, config.head_dim)
+    backend: AttentionBackend = SdpaBackend(
+        pool, config.num_heads, config.num_kv_heads, config.head_dim, config.attention_scale
+    )
     first = np.cumsum([1, *pages])
     parts: list[list[Tensor]] = [[] for _ in requests]
     for rows, spans in zip(_ROWS, _STEPS, strict=True):
@@ -116,13 +125,21 @@ def _by_layer(model: "TransformersForCausalLM", batch: ForwardBatch, backend: At
 
 
 def _batch(
-    tokens: Sequence[Tensor], spans: Sequence[tuple[int, int]], first_pages: Sequence[int], device: torch.device
+    tokens: Sequence[Tensor],
+    spans: Sequence[tuple[int, int]],
+    first_pages: Sequence[int],
+    device: torch.device,
 ) -> ForwardBatch:
     """A step of rows that begin on ``first_pages`` each; those of one token decode."""
     positions = [torch.arange(start, end) for start, end in spans]
     ends = [end for _, end in spans]
     width = max(-(-end // PAGE_SIZE) for end in ends)
-    table = torch.tensor([[page + i if i * PAGE_SIZE < end else 0 for i in range(width)] for page, end in zip(first_pages, ends)])
+    table = torch.tensor(
+        [
+            [page + i if i * PAGE_SIZE < end else 0 for i in range(width)]
+            for page, end in zip(first_pages, ends)
+        ]
+    )
     slots = [page * PAGE_SIZE + where for page, where in zip(first_pages, positions)]
     lengths = [len(each) for each in tokens]
     total, rows = sum(lengths), len(tokens)

@@ -8,6 +8,7 @@ Invariants:
 
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import transformers
@@ -30,7 +31,9 @@ def build(config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
         module: PreTrainedModel = kind._from_config(
             read, dtype=dtype, attn_implementation=IMPLEMENTATION, **options
         )
-    return module.eval().requires_grad_(False)
+    module.eval()
+    module.requires_grad_(False)
+    return module
 
 
 def compute_buffers(module: PreTrainedModel, device: torch.device) -> None:
@@ -52,7 +55,7 @@ def compute_buffers(module: PreTrainedModel, device: torch.device) -> None:
                 raise refused(type(module).__name__, f"{path}.{name} is neither a parameter nor a buffer")
 
 
-def _fix_frequencies(module: nn.Module) -> None:
+def _fix_frequencies(module: Any) -> None:
     """Rotary types whose frequencies follow the longest position of a batch: no context here is longer than the first set of
     frequencies serves, and to look would make the host wait."""
     kind = getattr(module, "rope_type", None)

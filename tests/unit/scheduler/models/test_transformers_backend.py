@@ -30,7 +30,13 @@ from caesura.scheduler.weights.loader import WeightLoader
 from caesura.scheduler.weights.transports.disk import load_from_disk, open_checkpoint
 
 TOLERANCE = 1e-4
-ORDINARY = ("Cohere2ForCausalLM", "Gemma3ForCausalLM", "GptOssForCausalLM", "MixtralForCausalLM", "Phi3ForCausalLM")
+ORDINARY = (
+    "Cohere2ForCausalLM",
+    "Gemma3ForCausalLM",
+    "GptOssForCausalLM",
+    "MixtralForCausalLM",
+    "Phi3ForCausalLM",
+)
 """Between them: windows, sinks, tied and scaled embeddings, logit scales, experts of both kinds, fused checkpoints."""
 WAYS = {
     "prefill", "chunked prefill", "prefix hit", "decode", "mixed", "in_place update", "retract and update",
@@ -98,7 +104,10 @@ def test_refused_by_name(architecture: str, reason: str, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"architectures": ["MyForCausalLM"], "auto_map": {"AutoModelForCausalLM": "my.My"}}, "code of the checkpoint"),
+        (
+            {"architectures": ["MyForCausalLM"], "auto_map": {"AutoModelForCausalLM": "my.My"}},
+            "code of the checkpoint",
+        ),
         ({"architectures": ["MyForCausalLM"]}, "no causal language model"),
         ({"architectures": ["T5ForConditionalGeneration"]}, "no causal language model"),
         ({"architectures": ["LlamaModel"]}, "no causal language model"),
@@ -116,7 +125,12 @@ def test_refused_configs(changes: dict[str, Any], reason: str, tmp_path: Path) -
 
 def test_values_that_the_config_class_does_not_take(tmp_path: Path) -> None:
     save(tmp_path, "LlamaForCausalLM")
-    for name, value in (("hidden_size", "wide"), ("num_hidden_layers", 0), ("rope_parameters", [1]), ("dtype", "int8")):
+    for name, value in (
+        ("hidden_size", "wide"),
+        ("num_hidden_layers", 0),
+        ("rope_parameters", [1]),
+        ("dtype", "int8"),
+    ):
         edit_config(tmp_path, **{name: value})
         with pytest.raises(CaesuraError) as caught:
             load_model_config(tmp_path, "transformers")
@@ -132,7 +146,9 @@ def leaking(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_the_check_at_load_finds_what_looks_across_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_check_at_load_finds_what_looks_across_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save(tmp_path, "LlamaForCausalLM")
     model = load(tmp_path)
     model.check()
@@ -154,7 +170,9 @@ def test_the_check_at_load_leaves_the_model_as_it_was(tmp_path: Path) -> None:
         assert (got - reference(torch.tensor([tokens])).logits[0]).abs().max() <= TOLERANCE
 
 
-def test_a_window_that_attention_is_not_told_of_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_window_that_attention_is_not_told_of_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The mask alone would have it, and there is none over pages."""
     save(tmp_path, "MistralForCausalLM")
     forward = modeling_mistral.MistralAttention.forward
@@ -189,7 +207,15 @@ def test_parts_of_a_product_never_depend_on_who_came_before() -> None:
         slot.write(weights[slot.name], 0)
     shared, x, y = SharedProduct(linear, [3, 5]), torch.randn(1, 4, 8), torch.randn(1, 2, 8)
     a, b = (nn.functional.linear, weights["a.weight"]), (nn.functional.linear, weights["b.weight"])
-    for number, tensor, (compute, weight) in ((0, x, a), (1, y, b), (1, x, b), (1, x, b), (0, x, a), (0, y, a), (1, y, b)):
+    for number, tensor, (compute, weight) in (
+        (0, x, a),
+        (1, y, b),
+        (1, x, b),
+        (1, x, b),
+        (0, x, a),
+        (0, y, a),
+        (1, y, b),
+    ):
         torch.testing.assert_close(shared.part(number, tensor), compute(tensor, weight))
 
 
@@ -281,7 +307,9 @@ def test_who_computes_a_model(tmp_path: Path) -> None:
     with pytest.raises(CaesuraError, match="not supported"):
         load_model_config(tmp_path / "gemma", "native")
     edit_config(tmp_path / "qwen3", attn_logit_softcapping=30.0, quantization_config={"quant_method": "gptq"})
-    with pytest.raises(CaesuraError, match=r"attn_logit_softcapping.*; Qwen3ForCausalLM cannot be served through"):
+    with pytest.raises(
+        CaesuraError, match=r"attn_logit_softcapping.*; Qwen3ForCausalLM cannot be served through"
+    ):
         load_model_config(tmp_path / "qwen3", "auto")
 
 
@@ -297,10 +325,14 @@ def test_native_models_agree_with_theirs(tmp_path: Path) -> None:
     assert (results[0] - results[1]).abs().max() <= TOLERANCE
 
 
-def test_without_transformers_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_transformers_the_error_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save(tmp_path, "GemmaForCausalLM")
     monkeypatch.setattr("caesura.scheduler.models.config.find_spec", lambda name: None)
-    with pytest.raises(CaesuraError, match=r"GemmaForCausalLM' is not supported.*pip install 'caesura\[transformers\]'"):
+    with pytest.raises(
+        CaesuraError, match=r"GemmaForCausalLM' is not supported.*pip install 'caesura\[transformers\]'"
+    ):
         load_model_config(tmp_path, "auto")
 
 
@@ -309,7 +341,10 @@ def test_configs_differ_in_what_the_forward_reads(tmp_path: Path) -> None:
     ours = load_model_config(tmp_path, "transformers")
     for changes, differing in (
         ({"attention_dropout": 0.5, "eos_token_id": 7, "transformers_version": "5.0"}, []),
-        ({"final_logit_softcapping": 9.0, "sliding_window": 5}, ["final_logit_softcapping", "sliding_window"]),
+        (
+            {"final_logit_softcapping": 9.0, "sliding_window": 5},
+            ["final_logit_softcapping", "sliding_window"],
+        ),
     ):
         edit_config(tmp_path, **changes)
         assert config_difference(ours, load_model_config(tmp_path, "transformers")) == differing
@@ -321,7 +356,9 @@ def test_deterministic_is_refused(tmp_path: Path) -> None:
     save(tmp_path, "GemmaForCausalLM")
     model = load(tmp_path)
     assert isinstance(model, ForeignModel)
-    loaded = type("Loaded", (), {"config": model.config, "model": model, "device": CPU, "dtype": torch.float32})
+    loaded = type(
+        "Loaded", (), {"config": model.config, "model": model, "device": CPU, "dtype": torch.float32}
+    )
     assert "transformers" in str(why_torch(loaded))
 
 
