@@ -21,7 +21,7 @@ from .batching.waiting_queue import TokenAdmission, WaitingQueue
 from .build import (
     MakeRunner,
     build_components,
-    kv_bytes_per_token,
+    build_windows,
     routing_bytes_per_token,
 )
 from .cache.manager import CacheManager
@@ -100,7 +100,13 @@ def language_core(around: Surroundings, make_runner: MakeRunner) -> Core:
     loaded, pool, routing, limits = build_components(config, residency, around.start.folder)
     runner = make_runner(config, loaded, pool, routing)
     table = RequestTable(config.sizes.rows, limits.context_len, PAGE_SIZE, loaded.config.vocab_size)
-    cache = CacheManager(pool.num_pages, PAGE_SIZE, config.prefix_cache, around.stamp.epoch)
+    cache = CacheManager(
+        pool.num_pages,
+        PAGE_SIZE,
+        config.prefix_cache,
+        around.stamp.epoch,
+        build_windows(config, loaded, pool),
+    )
     waiting = WaitingQueue()
     chunks = ChunkSizer(config.sizes.chunk_tokens, config.target_step_s)
     batcher = Batcher(
@@ -137,7 +143,7 @@ def language_core(around: Surroundings, make_runner: MakeRunner) -> Core:
         serving=what_serves(config, loaded),
         context_len=limits.context_len,
         vocab_size=limits.vocab_size,
-        kv_bytes_per_token=kv_bytes_per_token(loaded),
+        kv_bytes_per_token=pool.nbytes // (pool.num_pages * PAGE_SIZE),
         routing_bytes_per_token=routing_bytes_per_token(loaded),
         pipeline_depth=config.pipeline_depth or 0,
     )

@@ -217,6 +217,18 @@ class ForwardBatch:
     sampling: SamplingBatch
     inputs: InputTokens | None = None
     """None: nobody wants log-probabilities of these prompts."""
+    window_slots: Tensor | None = None
+    """As ``kv_slots``, in layers with a window that give pages back. None: there are none, all layers are alike."""
+    window_table: Tensor | None = None
+    """As ``page_table``, in the same layers; page 0 where the window has moved on."""
+
+    def slots_in(self, form: AttentionForm) -> Tensor:
+        """``kv_slots`` of layers of this form."""
+        return self.kv_slots if form.window is None or self.window_slots is None else self.window_slots
+
+    def table_in(self, form: AttentionForm) -> Tensor:
+        """``page_table`` of layers of this form."""
+        return self.page_table if form.window is None or self.window_table is None else self.window_table
 
     @property
     def num_rows(self) -> int:

@@ -216,7 +216,7 @@ class FlashInferBackend:
             )
         self._num_decode, self._step = decode, device
         if self._store is not None:
-            self._store.kv_slots = batch.kv_slots
+            self._store.batch = batch
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int, form: AttentionForm = PLAIN) -> Tensor:
         """Store this step's K and V, then attend; shapes as in :class:`~..forward.AttentionBackend`."""
@@ -304,7 +304,7 @@ class _CapturedDecode:
             host, device = self._lists.fill(batch)
             self._parent.plan_decode(self._wrapper, host, device, self._rows)
         if self._store is not None:
-            self._store.kv_slots = batch.kv_slots
+            self._store.batch = batch
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int, form: AttentionForm = PLAIN) -> Tensor:
         """See :meth:`FlashInferBackend.forward`."""

@@ -7,6 +7,8 @@ Invariants:
 - Results lie in one grow-only workspace; a call overwrites those of the call before it.
 """
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from ..config import PAGE_SIZE
@@ -37,6 +39,7 @@ class PagedCpuBackend:
             raise ValueError(f"the kernel takes pages of {PAGE_SIZE} tokens, not {pool.page_size}")
         self.fused: FusedAttention | None = self.store_and_attend
         self.paged: PagedStep | None = None
+        self._windowed: PagedStep | None = None
         self.reads_page_table = True
         self._pool = pool
         self._num_heads = num_heads
@@ -54,10 +57,13 @@ class PagedCpuBackend:
         """Divide the step's work."""
         tasks = plan_tasks(batch.q_lens_host, batch.kv_lens_host, self._group)
         self.paged = PagedStep(self._attention, self._pool.layer, batch.kv_slots, batch.page_table, tasks)
+        self._windowed = self.paged
+        if batch.window_slots is not None and batch.window_table is not None:
+            self._windowed = replace(self.paged, kv_slots=batch.window_slots, page_table=batch.window_table)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int, form: AttentionForm = PLAIN) -> Tensor:
         """Store this step's K and V, then attend; shapes as in :class:`~..forward.AttentionBackend`."""
-        step = self._planned()
+        step = self._planned(form)
         self._pool.store_at(layer, k, v, *self._pool.split_slots(step.kv_slots))
         return self._attend(q, layer, step, form)
 
@@ -81,14 +87,15 @@ class PagedCpuBackend:
         Returns:
             [T, query heads * head size]
         """
-        step, q = self._planned(), qkv[:, : self._num_heads]
+        step, q = self._planned(form), qkv[:, : self._num_heads]
         keys, values = self._pool.layer(layer)
         rope_store(qkv, self._num_heads, cos, sin, step.kv_slots, keys, values, out=q, norm=norm)
         return self._attend(q, layer, step, form)
 
-    def _planned(self) -> PagedStep:
-        assert self.paged is not None, "a step is planned before its layers are computed"
-        return self.paged
+    def _planned(self, form: AttentionForm) -> PagedStep:
+        step = self.paged if form.window is None else self._windowed
+        assert step is not None, "a step is planned before its layers are computed"
+        return step
 
     def _attend(self, q: Tensor, layer: int, step: PagedStep, form: AttentionForm) -> Tensor:
         out = self._workspace.take("attended", (q.shape[0], self._width), self._attention.dtype)

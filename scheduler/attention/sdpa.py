@@ -15,7 +15,7 @@ against 3.1 and 3.6 in fp32, 0.8 against 2.9 and 16.7 in bf16; 8 rows of 2,000 t
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -101,13 +101,16 @@ class SdpaBackend:
         self._head_index = torch.arange(num_kv_heads, device=self._device).view(1, -1, 1)
         self._workspace = Workspace()
         self._slots = (torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64))
+        self._window_slots = self._slots
         self._num_decode = 0
         self._batch: ForwardBatch | None = None
         self._plans: dict[int | None, _Plan] = {}
 
     def plan(self, batch: ForwardBatch) -> None:
         """Forget the step before; what a layer needs of this one is planned when it attends."""
-        self._slots = self._pool.split_slots(batch.kv_slots)
+        self._slots = self._window_slots = self._pool.split_slots(batch.kv_slots)
+        if batch.window_slots is not None:
+            self._window_slots = self._pool.split_slots(batch.window_slots)
         self._num_decode = batch.num_decode
         self._batch = batch
         self._plans.clear()
@@ -119,6 +122,8 @@ class SdpaBackend:
             return plan
         batch = self._batch
         assert batch is not None, "a step is planned before its layers are computed"
+        if window is not None and batch.window_table is not None:
+            batch = replace(batch, page_table=batch.window_table)
         lengths = np.asarray(batch.kv_lens_host[: batch.num_decode], dtype=np.int64)
         first = np.zeros_like(lengths) if window is None else np.maximum(0, lengths - window)
         pages = -(-lengths // self._pool.page_size) - first // self._pool.page_size
@@ -131,7 +136,8 @@ class SdpaBackend:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int, form: AttentionForm = PLAIN) -> Tensor:
         """Store this step's K and V, then attend; shapes as in :class:`~..forward.AttentionBackend`."""
-        self._pool.store_at(layer, k, v, *self._slots)
+        slots = self._slots if form.window is None else self._window_slots
+        self._pool.store_at(layer, k, v, *slots)
         return self.attend(q, k, v, layer, form)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int, form: AttentionForm = PLAIN) -> Tensor:

@@ -176,6 +176,7 @@ class PagedDecode:
     def __init__(
         self,
         table: Tensor,
+        window_table: Tensor,
         kv_lens: Tensor,
         *,
         num_heads: int,
@@ -187,10 +188,10 @@ class PagedDecode:
     ) -> None:
         """
         Args:
-            table: int32 [rows, pages], read at each call.
+            table, window_table: int32 [rows, pages], read at each call: of layers that see everything, or have a window.
             kv_lens: int32 [rows], this step's token included; at least 1.
         """
-        self._table, self._kv_lens = table, kv_lens
+        self._tables, self._kv_lens = (table, window_table), kv_lens
         self._heads, self._kv_heads, self._size = num_heads, num_kv_heads, head_size
         self._page_size, self._scale, self._splits = page_size, scale, splits
         self._width = max(_MIN_DOT, triton.next_power_of_2(head_size))
@@ -209,9 +210,10 @@ class PagedDecode:
         form: AttentionForm = PLAIN,
     ) -> Tensor:
         """Store, then :meth:`attend`; k, v: [rows, kv heads, size], the last dimension contiguous."""
+        table = self._tables[form.window is not None]
         _store_kernel[(len(self._kv_lens), self._kv_heads)](
-            k, v, k_pool, v_pool, self._table, self._kv_lens,
-            k.stride(0), k.stride(1), v.stride(0), v.stride(1), self._table.stride(0), self._kv_heads,
+            k, v, k_pool, v_pool, table, self._kv_lens,
+            k.stride(0), k.stride(1), v.stride(0), v.stride(1), table.stride(0), self._kv_heads,
             page_size=self._page_size, size=self._size, width=self._width,
         )  # fmt: skip
         return self.attend(q, k_pool, v_pool, form)
@@ -227,12 +229,13 @@ class PagedDecode:
             [rows, heads * size]
         """
         rows, capped = len(self._kv_lens), form.softcap is not None
+        table = self._tables[form.window is not None]
         scale = self._scale if form.scale is None else form.scale
         scale = scale * _LOG2_E if form.softcap is None else scale / form.softcap
         shared = {"size": self._size, "width": self._width}
         _attend_kernel[(rows, self._kv_heads, self._splits)](
-            q, k_pool, v_pool, self._table, self._kv_lens, self._parts, self._maxima, self._sums,
-            scale, (form.softcap or 0.0) * _LOG2_E, q.stride(0), q.stride(1), self._table.stride(0), self._kv_heads,
+            q, k_pool, v_pool, table, self._kv_lens, self._parts, self._maxima, self._sums,
+            scale, (form.softcap or 0.0) * _LOG2_E, q.stride(0), q.stride(1), table.stride(0), self._kv_heads,
             group=self._heads // self._kv_heads, rows=self._group_rows, splits=self._splits, block=self._block(q.dtype),
             page_size=self._page_size, window=form.window or 0, capped=capped, precision="ieee", **shared,
         )  # fmt: skip

@@ -55,6 +55,11 @@ class CausalLM(Weights, Protocol):
     """Which experts the last forward chose. None: a model without experts."""
 
     @property
+    def plain_layers(self) -> bool:
+        """All layers are what a kernel can take that computes them in one call, where their weights are stored for it."""
+        ...
+
+    @property
     def forms(self) -> Sequence[AttentionForm]:
         """Of each layer's attention: what a backend has to serve."""
         ...

@@ -119,14 +119,23 @@ class DecoderLayer:
         x = self.mlp.forward(self.mlp_norm.add(behind_attention.forward(x), residual))
         return behind_mlp.forward(x)
 
+    @property
+    def is_plain(self) -> bool:
+        """Grouped-query attention without a form of its own, then a SiLU-gated block, behind one ordinary norm each."""
+        attention, mlp = self.attention, self.mlp
+        return (
+            isinstance(attention, Attention)
+            and isinstance(mlp, GatedMLP)
+            and attention.form.kind == PLAIN.kind
+            and mlp.bend == "silu"
+            and not self.input_norm.from_one
+            and self.norms_behind is None
+        )
+
     def packed(self) -> LayerTensors | None:
         """As the kernel takes it that computes all layers. None: another kind of layer, or other storage."""
         attention, mlp = self.attention, self.mlp
-        if not isinstance(attention, Attention) or not isinstance(mlp, GatedMLP):
-            return None
-        if attention.form.kind != PLAIN.kind or mlp.bend != "silu":
-            return None
-        if self.input_norm.from_one or self.norms_behind is not None:
+        if not self.is_plain or not isinstance(attention, Attention) or not isinstance(mlp, GatedMLP):
             return None
         qkv, o = attention.qkv.packed, attention.o.packed
         gate_up, down = mlp.gate_up.packed, mlp.down.packed
@@ -204,7 +213,7 @@ class DecoderForCausalLM:
         }
         self._logits = LogitsProcessor(project, vocab, place=place)
         self._deriving = [layer for layer in self._owners() if isinstance(layer, DerivingLayer)]
-        self._kernel = _kernel(config, self._layers, self._norm, place)
+        self._kernel = _kernel(config, self._layers, self._norm, place) if self.plain_layers else None
 
     def forward(self, batch: ForwardBatch, backend: AttentionBackend) -> Tensor:
         """Hidden states of the sampled tokens, [S, hidden], after the final norm."""
@@ -239,6 +248,12 @@ class DecoderForCausalLM:
         if sampled.shape[0] == 0:
             return residual[:0]
         return self._norm.add(update.index_select(0, sampled), residual.index_select(0, sampled))
+
+    @property
+    def plain_layers(self) -> bool:
+        """All layers are Llama's, but for biases and norms of heads."""
+        alike = self.config.rotary_dim == self.config.head_dim and len(set(self.config.ropes)) == 1
+        return alike and all(layer.is_plain for layer in self._layers)
 
     @property
     def forms(self) -> Sequence[AttentionForm]:
@@ -307,8 +322,6 @@ def _kernel(
     """What computes all layers in one call, where all are dense and packed."""
     packed = [tensors for layer in layers if (tensors := layer.packed()) is not None]
     if best("decoder", place.device, place.dtype) == TORCH or len(packed) < len(layers):
-        return None
-    if config.rotary_dim < config.head_dim or len(set(config.ropes)) > 1:
         return None
     attention = layers[0].attention
     assert isinstance(attention, Attention)

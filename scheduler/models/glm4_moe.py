@@ -10,7 +10,6 @@ from .sparse import sparse_mlp
 FAMILIES = {
     "Glm4MoeForCausalLM": Family(
         num_kv_heads=8,
-        head_dim=128,
         partial_rotary=0.5,
         qk_norm="use_qk_norm",
         mtp_layers=True,

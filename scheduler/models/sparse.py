@@ -1,6 +1,6 @@
 """Feed-forward blocks of models with experts: which layers have them, behind which router, beside what all tokens go through."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..kernels.forms import Bend
 from ..layers.experts import ExpertNames, Experts
@@ -19,7 +19,7 @@ class SparseNames:
 
     block: str = "mlp"
     router: str = "gate"
-    experts: ExpertNames = ExpertNames()
+    experts: ExpertNames = field(default_factory=ExpertNames)
     shared: str = "shared_experts"
     shared_gate: str = "shared_expert_gate"
 

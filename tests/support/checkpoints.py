@@ -178,7 +178,7 @@ def rewrite_config_as_v4(path: str | Path) -> None:
     if "full_attention" in rope:
         config["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
         rope = rope["full_attention"]
-        del config["layer_types"]
+        config["sliding_window_pattern"] = config.pop("layer_types").index("full_attention") + 1
     config["rope_theta"] = rope.pop("rope_theta")
     if "partial_rotary_factor" in rope:
         config["partial_rotary_factor"] = rope.pop("partial_rotary_factor")

@@ -185,8 +185,9 @@ def test_it_compiles_for_hopper_within_its_registers(dtype, heads, kv_heads, siz
     form = AttentionForm()
     if bent:
         form = AttentionForm(window=128, softcap=30.0, sinks=torch.zeros(heads, dtype=dtype))
+    tables = torch.zeros((2, 2, 4), dtype=torch.int32)
     kernel = PagedDecode(
-        torch.zeros((2, 4), dtype=torch.int32), torch.ones(2, dtype=torch.int32), num_heads=heads,
+        *tables, torch.ones(2, dtype=torch.int32), num_heads=heads,
         num_kv_heads=kv_heads, head_size=size, page_size=16, scale=0.1, splits=8,
     )  # fmt: skip
     start, count = int(not aligned), 2 * (heads + 2 * kv_heads) * size
