@@ -40,18 +40,19 @@ class SharedProduct:
         self._linear = linear
         self._parts = parts
         self._x: Tensor | None = None
-        self._taken: list[Tensor | None] = []
+        self._parts_left: dict[int, Tensor] = {}
 
     def part(self, number: int, x: Tensor) -> Tensor:
         """Output features of one part, [..., part]."""
-        if self._x is not x or self._taken[number] is None:
-            y = self._linear.forward(x.reshape(-1, self._linear.in_features))
-            self._x, self._taken = x, list(y.view(*x.shape[:-1], -1).split(self._parts, dim=-1))
-        taken, self._taken[number] = self._taken[number], None
-        if not any(each is not None for each in self._taken):
+        left = self._parts_left
+        if self._x is not x or number not in left:
+            y = self._linear.forward(x.reshape(-1, self._linear.in_features)).view(*x.shape[:-1], -1)
+            self._x = x
+            left.update(enumerate(torch.split_with_sizes(y, self._parts, dim=-1)))
+        part = left.pop(number)
+        if not left:
             self._x = None  # and its memory with it
-        assert taken is not None
-        return taken
+        return part
 
 
 class PartOfProduct(nn.Module):

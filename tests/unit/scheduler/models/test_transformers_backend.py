@@ -1,5 +1,6 @@
 """Models that transformers has and the engine has no file for: its modules over our products and pages, against itself."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -64,7 +65,7 @@ def load(folder: Path) -> Any:
 
 @pytest.mark.parametrize(
     "architecture",
-    [name if name in ORDINARY else pytest.param(name, marks=pytest.mark.slow) for name in ARCHITECTURES],
+    [name if name in ORDINARY else pytest.param(name, marks=pytest.mark.long) for name in ARCHITECTURES],
 )
 def test_logits_and_updates(architecture: str, tmp_path: Path) -> None:
     compared = compare(architecture, tmp_path)
@@ -385,3 +386,12 @@ def test_native_models_import_nothing_of_transformers(tmp_path: Path) -> None:
         "assert not [name for name in sys.modules if name.partition('.')[0] == 'transformers']\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_the_page_names_what_is_compared() -> None:
+    """Figures are those of the machine that generated them; every one is within the tolerance."""
+    page = (Path(__file__).parents[4] / "docs" / "reference" / "models.md").read_text()
+    _, _, part = page.partition("<!-- generated: transformers -->")
+    rows = re.findall(r"^\| `(\w+)` \| (\S+) \|$", part.partition("<!-- end of transformers -->")[0], re.MULTILINE)
+    assert {name for name, _ in rows} == ARCHITECTURES.keys(), "run: python docs/generate_models.py"
+    assert max(float(gap) for _, gap in rows) <= TOLERANCE
