@@ -176,6 +176,6 @@ def _dtype(read: PreTrainedConfig, source: str) -> torch.dtype:
     dtype: Any = read.dtype if read.dtype is not None else torch.float32
     if isinstance(dtype, str):
         dtype = getattr(torch, dtype.removeprefix("torch."), None)
-    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise checkpoint_error(source, f"is not valid: dtype = {NAMES.get(dtype, dtype)!r}")
-    return dtype
+    if isinstance(dtype, torch.dtype) and dtype in (torch.float32, torch.bfloat16, torch.float16):
+        return dtype
+    raise checkpoint_error(source, f"is not valid: dtype = {NAMES.get(dtype, dtype)!r}")

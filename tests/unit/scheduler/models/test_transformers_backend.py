@@ -392,6 +392,8 @@ def test_the_page_names_what_is_compared() -> None:
     """Figures are those of the machine that generated them; every one is within the tolerance."""
     page = (Path(__file__).parents[4] / "docs" / "reference" / "models.md").read_text()
     _, _, part = page.partition("<!-- generated: transformers -->")
-    rows = re.findall(r"^\| `(\w+)` \| (\S+) \|$", part.partition("<!-- end of transformers -->")[0], re.MULTILINE)
+    rows = re.findall(
+        r"^\| `(\w+)` \| (\S+) \|$", part.partition("<!-- end of transformers -->")[0], re.MULTILINE
+    )
     assert {name for name, _ in rows} == ARCHITECTURES.keys(), "run: python docs/generate_models.py"
     assert max(float(gap) for _, gap in rows) <= TOLERANCE
