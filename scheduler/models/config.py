@@ -10,9 +10,11 @@ Invariants:
 
 import os
 from dataclasses import dataclass, fields
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from types import ModuleType
+from typing import Any, Literal, cast
 
 import msgspec
 import torch
@@ -134,9 +136,13 @@ def _parse_by_transformers(config: dict[str, Any], generation: dict[str, Any], s
             "transformers, which has more models, is not installed: pip install 'caesura[transformers]'",
             fields=["architectures"],
         )
-    from .transformers_backend.config import parse
+    eos = _eos(ConfigReader(config, source), config, generation)
+    return cast("ModelConfig", _of_transformers().parse(config, source, eos))
 
-    return parse(config, source, _eos(ConfigReader(config, source), config, generation))
+
+def _of_transformers() -> ModuleType:
+    """What reads configs by transformers: imported when it is needed, because it imports transformers, and this module."""
+    return import_module(".transformers_backend.config", package=__package__)
 
 
 def _elsewhere(folder: Path) -> str:
@@ -216,9 +222,7 @@ def config_difference(a: ModelConfig, b: ModelConfig) -> list[str]:
     Weights of ``b`` that are not quantised are no difference: ``a`` quantises what comes.
     """
     if a.transformers_config is not None and b.transformers_config is not None:
-        from .transformers_backend.config import differing_fields
-
-        return differing_fields(a.transformers_config, b.transformers_config)
+        return list(_of_transformers().differing_fields(a.transformers_config, b.transformers_config))
     names = [field.name for field in fields(ModelConfig) if field.name not in _NOT_FORWARD]
     if b.fp8 is None:
         names.remove("fp8")

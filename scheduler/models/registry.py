@@ -1,6 +1,8 @@
 """Architecture name to model.
 
-Invariant: every file of this package that has ``FAMILIES`` is an architecture, or several; nothing else knows which there are.
+Invariants:
+- Every file of this package that has ``FAMILIES`` is an architecture, or several; nothing else knows which there are.
+- Nothing of ``transformers_backend/`` is imported before a model that it computes, since it imports transformers.
 """
 
 import pkgutil
@@ -38,8 +40,7 @@ def build_model(config: "ModelConfig", dtype: torch.dtype, device: torch.device)
     """Allocate a model of this config; its weights hold nothing until they are loaded."""
     place = Placement(dtype, device, config.fp8)
     if config.transformers_config is not None:
-        from .transformers_backend.model import TransformersForCausalLM
-
-        return TransformersForCausalLM(config, place=place)
+        foreign = import_module(".transformers_backend.model", package=__package__)
+        return cast("CausalLM", foreign.TransformersForCausalLM(config, place=place))
     model = getattr(_modules()[config.architecture], config.architecture)
     return cast("CausalLM", model(config, place=place))
