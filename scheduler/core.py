@@ -31,12 +31,14 @@ from .commands.scoring import ReferenceModel
 from .config import PAGE_SIZE, EngineConfig
 from .memory.device_cache import DeviceCache
 from .memory.residency import ComponentResidencyManager
+from .observability.stage_profiler import StageProfiler
 from .operations import Serving, what_serves
 from .runner.graphs import DecodeGraphs
 from .runner.model_runner import ModelRunner
 from .serving.outbox import Outbox
 from .stepping import (
     Admission,
+    KeptPrompts,
     StepBatcher,
     StepOutbox,
     StepOutputs,
@@ -55,6 +57,7 @@ class Surroundings:
     config: EngineConfig
     residency: ComponentResidencyManager
     device_cache: DeviceCache
+    stages: StageProfiler
     start: Start
     """The weights to begin with."""
     stamp: WeightStamp
@@ -79,6 +82,8 @@ class Core:
     live: LiveRequests[Any]
     waiting: StepQueue
     batcher: StepBatcher
+    prompts: KeptPrompts | None = None
+    """None: prompts are kept as KV alone."""
     outputs: StepOutputs
     outbox: StepOutbox
     recovery: StepRecovery

@@ -15,6 +15,7 @@ from ..io_struct import (
     ErrorCode,
     GetMemoryHistoryReqInput,
     GetStatusReqInput,
+    GetWeightsManifestReqInput,
     HelloReqInput,
     MemoryTag,
 )
@@ -24,6 +25,7 @@ from .batching.request import WeightStamp
 from .build import MakeRunner, build_runner
 from .cache.manager import LedgerError
 from .commands.committed_weights import Start, WeightsFile
+from .commands.distributed_updates import DistributedUpdates
 from .commands.handlers import Commands
 from .commands.lifecycle import Lifecycle
 from .commands.memory_occupation import MemoryOccupation
@@ -32,6 +34,7 @@ from .commands.process_groups import ProcessGroupCommands
 from .commands.profiling import ProfilingCommands
 from .commands.scoring import Scoring
 from .commands.weight_commit import WeightCommit
+from .commands.weight_sending import WeightSending
 from .commands.weight_sessions import Sessions
 from .commands.weight_updates import WeightUpdates
 from .commands.weights_checker import WeightsChecker
@@ -81,6 +84,7 @@ class _Commands:
     """The objects that carry out commands and scoring."""
 
     handlers: Commands
+    sending: WeightSending
     scoring: Scoring | None
 
 
@@ -158,6 +162,7 @@ class Engine:
             waiting=len(core.steps.waiting),
             kv_held=kv.held,
             kv_total=kv.total,
+            images=batcher.images is not None,
             state=" ".join(filter(None, states))
             + ("" if lifecycle.weights == "valid" else f", weights {lifecycle.weights}"),
         )
@@ -206,6 +211,7 @@ class Engine:
             config=config,
             residency=residency,
             device_cache=self._device_cache,
+            stages=self._stages,
             start=start,
             stamp=stamp,
             send=self.router.send,
@@ -214,12 +220,13 @@ class Engine:
         core = _make_core(around, make_runner)
         self._weights_file.begin(stamp, core.loaded.digest)
         self.cache, self.live, self.outbox, self.outputs = core.cache, core.live, core.outbox, core.outputs
-        lifecycle = self._build_lifecycle(config, start, stamp, core)
+        keeps_weights = config.weights_cpu_backup or residency.nbytes("weights") == 0
+        lifecycle = self._build_lifecycle(config, start, stamp, core, keeps_weights=keeps_weights)
         self.history.where = lambda: (lifecycle.step, lifecycle.stamp.epoch)
         return _Core(core, start.folder, residency, lifecycle)
 
     def _build_lifecycle(
-        self, config: EngineConfig, start: Start, stamp: WeightStamp, core: Core
+        self, config: EngineConfig, start: Start, stamp: WeightStamp, core: Core, *, keeps_weights: bool
     ) -> Lifecycle:
         """The state of an engine that begins as ``start`` says."""
         return Lifecycle(
@@ -235,7 +242,8 @@ class Engine:
             stages=self._stages,
             lost=start.lost,
             serve_lost=config.on_lost_weights == "serve_initial",
-            keeps_weights=config.weights_cpu_backup,
+            keeps_weights=keeps_weights,
+            prompts=core.prompts,
         )
 
     def _build_serving(
@@ -270,6 +278,7 @@ class Engine:
             HelloReqInput: lambda request: answer_hello(request, lifecycle.stamp.incarnation),
             GetStatusReqInput: lambda request: self.status(request.id),
             GetMemoryHistoryReqInput: self.history.answer,
+            GetWeightsManifestReqInput: commands.sending.manifest,
         }
         self.dispatcher = Dispatcher(
             queries=queries,
@@ -308,6 +317,7 @@ class Engine:
             lifecycle=lifecycle,
             updates=self.updates,
             cache=self.cache,
+            prompts=core.steps.prompts,
             runner=runner,
             graphs=graphs,
             device_cache=self._device_cache,
@@ -318,18 +328,23 @@ class Engine:
         checker = WeightsChecker(
             model=loaded.model, runner=runner, lifecycle=lifecycle, poison=self.updates.poison
         )
+        sending = WeightSending(
+            model=loaded.model, runner=runner, lifecycle=lifecycle, groups=self.process_groups
+        )
         trace = StepTrace(self._stages, config.profile_dir, config.device, self.wakeup.set)
         self._cleanup.callback(trace.close)
         handlers = Commands(
             lifecycle=lifecycle,
             updates=self.updates,
+            distributed=DistributedUpdates(updates=self.updates, groups=self.process_groups),
+            sending=sending,
             parameter_server=parameter_server,
             process_groups=ProcessGroupCommands(self.process_groups),
             occupation=occupation,
             checker=checker,
             profiling=ProfilingCommands(trace, lambda: lifecycle.step),
         )
-        return _Commands(handlers, self._build_scoring(core, module))
+        return _Commands(handlers, sending, self._build_scoring(core, module))
 
     def _build_updates(
         self, config: EngineConfig, core: _Core, write_stream: WriteStream | None
@@ -355,7 +370,6 @@ class Engine:
                 cache=self.cache,
                 device_cache=self._device_cache,
             ),
-            process_groups=self.process_groups,
             uploader=uploader_of(write_stream, loaded.device),
             history=self.history,
             stages=self._stages,
@@ -402,6 +416,7 @@ class Engine:
             waiting=core.steps.waiting,
             outputs=self.outputs,
             cache=self.cache,
+            prompts=core.steps.prompts,
             scoring=commands.scoring,
             recovery=core.steps.recovery,
             device_module=module,

@@ -101,6 +101,8 @@ def why_torch(loaded: LoadedModel) -> str | None:
         return "transformers computes what lies between the products"
     if config.mla is not None:
         return "latent attention is computed by torch"
+    if config.moe is not None and config.moe.grouped:
+        return "experts are chosen by groups, which torch computes"
     if config.fp8 is not None:
         return "products with FP8 weights are torch's"
     odd = [size for size in _row_sizes(loaded) if not packable(size, loaded.dtype)]

@@ -1,8 +1,11 @@
 """The trainer's side of a weight update; the only part of the client that imports torch."""
 
 from .buckets import Bucket, NamedTensors, Piece, as_frames, buckets, manifest
+from .chain import WeightUpdateChain
+from .fan_out import update_from_shared
 from .group import WeightUpdateGroup
 from .names import checkpoint_tensors
+from .peers import clone_weights
 from .shared import SharedBucket, SharedBuckets, SharedTensors
 from .steps import Await, Run, Send, Steps, Ticket, call, in_one_session, ipc_steps, tensor_steps
 
@@ -18,13 +21,16 @@ __all__ = [
     "SharedTensors",
     "Steps",
     "Ticket",
+    "WeightUpdateChain",
     "WeightUpdateGroup",
     "as_frames",
     "buckets",
     "call",
     "checkpoint_tensors",
+    "clone_weights",
     "in_one_session",
     "ipc_steps",
     "manifest",
     "tensor_steps",
+    "update_from_shared",
 ]

@@ -114,6 +114,11 @@ class Batcher:
         return self._chunk_sizer.prompt_tokens
 
     @property
+    def images(self) -> None:
+        """Tokens are made here."""
+        return None
+
+    @property
     def num_holding(self) -> int:
         """Requests that hold KV, including finished ones whose release waits for a step in flight."""
         return len(self._active) + len(self._deferred_releases)

@@ -31,7 +31,6 @@ from ...io_struct import (
     TensorSpec,
     UpdateProgress,
     UpdateWeightFromDiskReqInput,
-    UpdateWeightsFromDistributedReqInput,
     UpdateWeightsFromIPCReqInput,
     UpdateWeightsFromTensorReqInput,
     WeightUpdateOptions,
@@ -44,11 +43,10 @@ from ..models.base import Weights
 from ..observability.memory_history import MemoryHistory
 from ..observability.stage_profiler import StageProfiler
 from ..stepping import StepBatcher, StepOutputs, StepRunner
-from ..weights.components import ComponentSource, chosen, fitting, in_component, renamed
+from ..weights.components import ComponentSource, chosen, component_of, fitting, in_component, renamed
 from ..weights.loader import LoadCounts, WeightLoader, WeightPiece
 from ..weights.source import BufferSource, WeightSource
 from ..weights.transports.disk import DiskSource, OpenFolder
-from ..weights.transports.distributed import WeightsUpdateGroups
 from ..weights.transports.ipc import SharedMemoryMaps
 from ..weights.upload import Uploader
 from ..weights.writing import END, write_some
@@ -76,7 +74,6 @@ class WeightUpdates:
         batcher: StepBatcher,
         outputs: StepOutputs,
         weight_commit: WeightCommit,
-        process_groups: WeightsUpdateGroups,
         uploader: Uploader | None,
         history: MemoryHistory,
         stages: StageProfiler,
@@ -107,7 +104,6 @@ class WeightUpdates:
         self._progress: tuple[WeightSource, float] | None = None
         self._workspace = Workspace()
         self._maps = SharedMemoryMaps(config.device)
-        self._process_groups = process_groups
         lifecycle.commit_sessions_by(self._commit_implicit_session)
         self._weights_file = weights_file
         self.model_path = model_path
@@ -186,32 +182,19 @@ class WeightUpdates:
             yield Wait.THREAD
         if session is not None:
             self.sessions.require_open(session)
-        return (yield from self._update(request, sender, route, opening.result, opening.seconds))
+        return (yield from self.call(request, sender, route, opening.result, opening.seconds))
 
     def from_tensor(
         self, request: UpdateWeightsFromTensorReqInput, sender: Sender, frames: Sequence[memoryview]
     ) -> Operation:
         """Update from tensors in the frames of the message."""
-        return self._update(
+        return self.call(
             request, sender, ("tensor", None), lambda: BufferSource("tensor", request.specs, frames)
         )
 
     def from_ipc(self, request: UpdateWeightsFromIPCReqInput, sender: Sender) -> Operation:
         """Update from tensors in shared memory."""
-        return self._update(request, sender, ("ipc", None), lambda: self._maps.open(request))
-
-    def from_distributed(self, request: UpdateWeightsFromDistributedReqInput, sender: Sender) -> Operation:
-        """Update from tensors that a trainer broadcasts over a process group. The trainer broadcasts even if this engine refuses,
-        so a failed call ends the group, except a foreign call while the group serves another sender's session."""
-        route = ("distributed", request.group_name)
-        try:
-            return (
-                yield from self._update(request, sender, route, lambda: self._process_groups.open(request))
-            )
-        except BaseException as error:
-            if not self.sessions.protects(route, error):
-                self._process_groups.out_of_step(request.group_name, f"an update failed: {error}")
-            raise
+        return self.call(request, sender, ("ipc", None), lambda: self._maps.open(request))
 
     def _commit_implicit_session(self, session: Session) -> Generator[Wait, None, None]:
         """Commit an implicit session before a ``continue`` or an explicit ``flush_cache``.
@@ -223,7 +206,7 @@ class WeightUpdates:
         self._require_complete(session)
         yield from self._commit(session, session.stages)
 
-    def _update(
+    def call(
         self,
         request: WeightUpdateOptions,
         sender: Sender,
@@ -293,9 +276,9 @@ class WeightUpdates:
         self._runner.synchronize()
 
     def _pieces(self, source: WeightSource) -> Generator[WeightPiece | None, None, None]:
-        """Of ``source``, where the weights are: on the device, if it has streams."""
+        """Of ``source``, where the weights are: on the device, if it has streams and they are kept nowhere else."""
         size, skip = self._config.load_bucket_bytes, self._loader.skip
-        if self._uploader is None:
+        if self._uploader is None or component_of(source) in self._model.kept_components:
             return source.pieces(size, skip)
         return self._uploader.pieces(source, size, skip)
 
@@ -361,7 +344,7 @@ class WeightUpdates:
     def forget(self) -> None:
         """Close the session and forget which parameters were written, because the weights' memory is released."""
         self._close_session()
-        self._loader.forget_written(lost=self._lifecycle.weights == "invalid")
+        self._loader.release_written(lost=self._lifecycle.weights == "invalid")
 
     def profiler(self) -> StageProfiler:
         """A profiler for one call or session; its times count in the engine's stage times as well."""
@@ -391,12 +374,12 @@ class WeightUpdates:
         return source
 
     def _require_flushable(self, flush: bool) -> None:
-        """Refuse a flush that is impossible because requests are frozen with their KV."""
+        """Refuse a flush that is impossible because requests are frozen with their KV or latents."""
         frozen = self._lifecycle.generation == "paused" and self._batcher.num_holding > 0
         if flush and frozen:
             raise CaesuraError(
                 ErrorCode.NOT_IDLE,
-                "flush_cache cannot be honoured: requests are frozen in place with their KV; send flush_cache=false",
+                f"flush_cache cannot be honoured: requests are frozen in place with their {self._lifecycle.held_kind}; send flush_cache=false",
                 **self._lifecycle.pending(),
             )
 

@@ -203,7 +203,8 @@ class Experts:
     def _gate(self, gate_up: Tensor) -> Tensor:
         if self._triton is not None and self._elementwise is not None:
             return self._elementwise.gate_mul(gate_up, bend=self._bend)
-        return bent(*gate_up.chunk(2, dim=-1), self._bend)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return bent(gate, up, self._bend)
 
     def _forward_compiled(self, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
         groups = kernel.group(expert_ids.contiguous(), self._num_experts)

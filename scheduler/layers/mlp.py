@@ -55,7 +55,8 @@ class GatedMLP(CompositeLayer):
         gate_up = self.gate_up.forward(x)
         if self._kernels is not None:
             return self.down.forward(self._kernels.gate_mul(gate_up, bend=self.bend))
-        return self.down.forward(bent(*self.gate_up.split(gate_up), self.bend))
+        gate, up = self.gate_up.split(gate_up)
+        return self.down.forward(bent(gate, up, self.bend))
 
     def parts(self) -> Iterator[Layer]:
         """gate and up, down."""

@@ -123,7 +123,10 @@ class GatedShared(CompositeLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, hidden] to [T, hidden], in fresh memory."""
-        return self._mlp.forward(x).mul_(self._gate.forward(x).sigmoid())
+        gate = self._gate.forward(x)
+        # As a softmax of two, which goes row by row: torch's sigmoid rounds the last elements of an array differently.
+        weight = torch.softmax(torch.cat((gate, torch.zeros_like(gate)), dim=1), dim=1)[:, :1]
+        return self._mlp.forward(x).mul_(weight)
 
     def parts(self) -> Iterator[Layer]:
         """The block, then its gate."""

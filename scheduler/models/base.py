@@ -21,6 +21,12 @@ class Weights(Protocol):
         one piece. A tensor of a part is known as ``component.name``."""
         ...
 
+    @property
+    def kept_components(self) -> frozenset[str]:
+        """Those of :attr:`components` whose values lie on the host, also while the device has them: they survive a release, and
+        updates write them there."""
+        ...
+
     def weight_slots(self) -> dict[str, WeightSlot]:
         """Where each checkpoint tensor goes, by its name there."""
         ...

@@ -269,6 +269,11 @@ class DecoderForCausalLM:
         """None: a decoder is one piece."""
         return ()
 
+    @property
+    def kept_components(self) -> frozenset[str]:
+        """None, of none."""
+        return frozenset()
+
     def weight_slots(self) -> dict[str, WeightSlot]:
         """By checkpoint name; a tied head has none."""
         return {slot.name: slot for layer in self._owners() for slot in layer.slots()}

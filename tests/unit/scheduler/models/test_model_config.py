@@ -296,4 +296,4 @@ def test_edited_field_is_seen(tmp_path: Path) -> None:
     before = load_model_config(tmp_path)
     edit_config(tmp_path, num_hidden_layers=3)
     edit_config(tmp_path, layer_types=None)
-    assert config_difference(before, load_model_config(tmp_path)) == ["num_layers"]
+    assert config_difference(before, load_model_config(tmp_path)) == ["num_layers", "windows"]

@@ -1,0 +1,263 @@
+"""Committed weights from one engine to others, each a process of its own, and every way in which that ends early."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from support.waiting import eventually
+
+from caesura.client import (
+    AsyncControlClient,
+    Busy,
+    EngineError,
+    GroupError,
+    InvalidRequest,
+    LaunchedScheduler,
+    MemoryReleased,
+    SamplingParams,
+    SchedulerClient,
+    SessionOpen,
+    WeightMismatch,
+    WeightsPoisoned,
+    launch_scheduler,
+)
+from caesura.client.tensors import clone_weights
+from caesura.client.tensors.chain import join_links
+from caesura.client.tensors.rendezvous import make_store
+from caesura.io_struct import (
+    SendWeightsReqInput,
+    SendWeightsReqOutput,
+    TensorSpec,
+    UpdateWeightFromDiskReqInput,
+    UpdateWeightsFromDistributedReqInput,
+    WeightUpdateReqOutput,
+)
+
+SMALL = 20_000
+"""Bytes of a bucket: the tiny model is many of them."""
+PATIENCE_S = 60.0
+
+
+def launched(model: Path) -> LaunchedScheduler:
+    return launch_scheduler(str(model), dtype="float32", num_threads=1, kv_pool_tokens=1024)
+
+
+@pytest.fixture(scope="module")
+def source(tiny_model) -> Iterator[SchedulerClient]:
+    with launched(tiny_model) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def target(tiny_model) -> Iterator[SchedulerClient]:
+    with launched(tiny_model) as client:
+        yield client
+
+
+@pytest.fixture(autouse=True)
+def known_weights(source, target, tiny_model, other_model) -> None:
+    """Whatever a test has left behind: the source has one model's weights and the target the other's."""
+    for engine, path in ((source, other_model), (target, tiny_model)):
+        engine.resume_memory()
+        engine.update_weights_from_disk(path, weight_version=path.name)
+        engine.continue_generation()
+
+
+def total(engine: SchedulerClient) -> str:
+    return engine.check_weights().total
+
+
+def clone(
+    source: SchedulerClient, *targets: SchedulerClient, **fields: object
+) -> list[WeightUpdateReqOutput]:
+    return clone_weights(source, targets, **{"timeout": PATIENCE_S, "bucket_bytes": SMALL, **fields})
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, SMALL, 1 << 26])
+def test_a_target_ends_with_the_sources_weights(source, target, other_model, bucket_bytes):
+    """Label and digests, while both generate; the source's epoch stays."""
+    params = SamplingParams(max_new_tokens=200, temperature=1.0, seed=3, ignore_eos=True)
+    handles = [engine.submit([5, 6, 7], sampling_params=params) for engine in (source, target)]
+    epochs = source.status().weights_epoch, target.status().weights_epoch
+    assert total(source) != total(target)
+    (reply,) = clone(source, target, bucket_bytes=bucket_bytes)
+    assert (reply.committed, reply.weight_version) == (True, other_model.name)
+    assert total(target) == total(source)
+    assert (source.status().weights_epoch, target.status().weights_epoch) == (epochs[0], epochs[1] + 1)
+    assert target.status().weight_version == other_model.name
+    spans = [
+        [(span.version, span.epoch) for span in handle.result(timeout=PATIENCE_S).weight_versions]
+        for handle in handles
+    ]
+    assert spans[0] == [(other_model.name, epochs[0])]
+    assert spans[1][-1] == (other_model.name, epochs[1] + 1)
+
+
+def test_a_paused_source_and_a_poisoned_target(source, target):
+    source.pause("in_place")
+    target.pause("abort")
+    target.check_weights("reset_tensors")
+    assert target.status().weights == "poisoned"
+    (reply,) = clone(source, target, weight_version="mine")
+    assert (reply.committed, reply.weights, reply.weight_version) == (True, "valid", "mine")
+    assert total(target) == total(source)
+
+
+def test_weights_that_are_not_of_one_commit_are_refused_by_name(source, target, other_model):
+    """And cost the target nothing."""
+    before = total(target)
+    with source.weight_update():
+        source.update_weights_from_disk(other_model)
+        with pytest.raises(SessionOpen):
+            clone(source, target)
+    source.check_weights("reset_tensors")
+    with pytest.raises(WeightsPoisoned):
+        clone(source, target)
+    source.pause("abort")
+    source.update_weights_from_disk(other_model)
+    source.release_memory("weights")
+    with pytest.raises(MemoryReleased):
+        clone(source, target)
+    assert target.status().weights == "valid"
+    assert total(target) == before
+
+
+def test_a_target_that_refuses_costs_the_source_nothing(source, target):
+    target.begin_weight_update()
+    with pytest.raises(SessionOpen):
+        clone(source, target)
+    target.end_weight_update(commit=False)
+    with pytest.raises(InvalidRequest):
+        clone(source, target, session_id="mine")
+    with pytest.raises(InvalidRequest):
+        clone(source)
+    assert clone(source, target)[0].committed
+    assert source.status().weights == "valid"
+
+
+def test_a_send_by_hand_is_checked(source):
+    """Over a group that is not there, and of tensors that are not: nothing happens to the weights."""
+    specs = [tensor.spec() for tensor in source.weights_manifest().tensors]
+    with pytest.raises(GroupError, match="init it first"):
+        source.send_weights(specs, group_name="nobody")
+    with pytest.raises(WeightMismatch) as caught:
+        source.send_weights([specs[0], specs[0]], group_name="nobody")
+    assert caught.value.detail["mismatched"][0]["reason"] == "named twice"
+    with pytest.raises(InvalidRequest, match="counts 1 tensors"):
+        source.send_weights(specs, group_name="nobody", tensors_per_broadcast=[1])
+    assert source.status().weights == "valid"
+
+
+def test_the_asyncio_client_asks_and_sends_the_same(source):
+    """The manifest is there in every state."""
+    source.pause("abort")
+    source.release_memory()
+
+    async def ask() -> list[TensorSpec]:
+        async with AsyncControlClient(source.endpoint) as client:
+            specs = [tensor.spec() for tensor in (await client.weights_manifest()).tensors]
+            with pytest.raises(MemoryReleased):
+                await client.send_weights(specs, group_name="nobody")
+            return specs
+
+    assert asyncio.run(ask()) == tensors_of(source)
+
+
+class Pair:
+    """A group of two engines, and its calls one by one."""
+
+    def __init__(self, source: SchedulerClient, target: SchedulerClient, name: str) -> None:
+        self.name, self.source, self.target = name, source, target
+        self._store = make_store("127.0.0.1", 0, timedelta(seconds=PATIENCE_S))
+        limits = (PATIENCE_S, PATIENCE_S)
+        join_links([source, target], [name], self._store, "127.0.0.1", "gloo", limits)
+
+    def send(self, specs: Sequence[TensorSpec]):
+        """The source's call, one broadcast per tensor; without waiting."""
+        return self.source.start(
+            SendWeightsReqInput(specs=list(specs), group_name=self.name), SendWeightsReqOutput
+        )
+
+    def receive(self, specs: Sequence[TensorSpec], session_id: str):
+        """The target's call; without waiting."""
+        message = UpdateWeightsFromDistributedReqInput(
+            specs=list(specs), group_name=self.name, session_id=session_id
+        )
+        return self.target.start(message, WeightUpdateReqOutput)
+
+
+def tensors_of(engine: SchedulerClient) -> list[TensorSpec]:
+    return [tensor.spec() for tensor in engine.weights_manifest().tensors]
+
+
+def test_what_would_change_the_weights_waits_until_they_are_sent(source, target, tiny_model):
+    """The target takes one half, so that the source is in the midst: it generates, pauses and answers, and an update waits."""
+    pair, specs, before = Pair(source, target, "midst"), tensors_of(source), total(source)
+    half = len(specs) // 2
+    session = target.begin_weight_update().session_id
+    sending = pair.send(specs)
+    assert pair.receive(specs[:half], session).result(PATIENCE_S).written_tensors == half
+    assert source.generate([5, 6, 7], sampling_params=SamplingParams(max_new_tokens=8)).output_ids
+    source.pause("in_place")
+    update = source.start(
+        UpdateWeightFromDiskReqInput(model_path=str(tiny_model), weight_version="next"), WeightUpdateReqOutput
+    )
+    behind = source.start(UpdateWeightFromDiskReqInput(model_path="/nowhere"), WeightUpdateReqOutput)
+    with pytest.raises(Busy):  # the update has its place in the queue
+        behind.result(PATIENCE_S)
+    assert (source.status().update, sending.done(), update.done()) == (None, False, False)
+    assert total(target) != before
+    pair.receive(specs[half:], session).result(PATIENCE_S)
+    assert sending.result(PATIENCE_S).sent_tensors == len(specs)
+    assert update.result(PATIENCE_S).weight_version == "next"
+    target.end_weight_update(weight_version="old")
+    assert (total(target), source.status().weight_version) == (before, "next")
+    assert total(source) != before
+    source.destroy_weights_update_group("midst")
+    target.destroy_weights_update_group("midst")
+
+
+def test_a_target_that_is_killed_in_the_midst_costs_the_source_nothing(source, tiny_model):
+    specs, before = tensors_of(source), total(source)
+    process = launched(tiny_model)
+    with process as doomed:
+        pair = Pair(source, doomed, "doomed target")
+        session = doomed.begin_weight_update().session_id
+        sending = pair.send(specs)
+        pair.receive(specs[:5], session).result(PATIENCE_S)
+        assert not sending.done()
+        os.kill(process.pid, signal.SIGKILL)
+        with pytest.raises(GroupError, match="a broadcast failed"):
+            sending.result(PATIENCE_S)
+    assert source.status().weights == "valid"
+    assert source.generate([5, 6, 7], sampling_params=SamplingParams(max_new_tokens=8)).output_ids
+    assert total(source) == before
+    source.destroy_weights_update_group("doomed target")
+
+
+def test_a_source_that_is_killed_in_the_midst_poisons_the_target_until_another_sends(
+    source, target, tiny_model
+):
+    process = launched(tiny_model)
+    with process as doomed:
+        specs = tensors_of(doomed)
+        pair = Pair(doomed, target, "doomed source")
+        session = target.begin_weight_update().session_id
+        receiving = pair.receive(specs, session)
+        pair.send(specs[:5]).result(PATIENCE_S)
+        assert eventually(lambda: target.status().weights == "updating")
+        os.kill(process.pid, signal.SIGKILL)
+        with pytest.raises(GroupError, match="a broadcast failed"):
+            receiving.result(PATIENCE_S)
+        with pytest.raises(EngineError):  # nor does it answer what a clone asks first
+            clone(doomed, target)
+    assert target.status().weights == "poisoned"
+    with pytest.raises(WeightsPoisoned):
+        target.generate([5, 6, 7], sampling_params=SamplingParams(max_new_tokens=8))
+    assert clone(source, target)[0].committed
+    assert total(target) == total(source)
+    target.destroy_weights_update_group("doomed source")
