@@ -142,6 +142,11 @@ class TransformersForCausalLM:
         """None: a language model is one piece."""
         return ()
 
+    @property
+    def kept_components(self) -> frozenset[str]:
+        """None, of none."""
+        return frozenset()
+
     def weight_slots(self) -> dict[str, WeightSlot]:
         """By checkpoint name; a tied tensor has one."""
         return {slot.name: slot for layer in self._layers for slot in layer.slots()}
