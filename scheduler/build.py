@@ -24,7 +24,8 @@ from .forward import AttentionBackend, Runner
 from .kernels import serving
 from .memory.device_memory import available_memory_if_known
 from .memory.device_module import device_module_for
-from .memory.residency import ComponentResidencyManager
+from .memory.residency import ComponentResidencyManager, nobody
+from .models.base import ForeignModel
 from .models.config import load_model_config
 from .models.registry import build_model
 from .operations import why_torch
@@ -57,9 +58,10 @@ def load_model(
     Of several ranks, this one's shard.
 
     Raises:
-        CaesuraError: the checkpoint cannot be read or served, or ``context_len`` is beyond what it was made for.
+        CaesuraError: the checkpoint cannot be read or served, or ``context_len`` is beyond what it was made for; a model of
+            another library does not compute here what it computes there.
     """
-    model_config = load_model_config(config.model_path)
+    model_config = load_model_config(config.model_path, config.model_backend)
     possible = model_config.max_position_embeddings
     if config.context_len is not None and config.context_len > possible:
         raise CaesuraError(
@@ -78,7 +80,10 @@ def load_model(
     load_from_disk(loader, checkpoint, config.load_bucket_bytes, uploader_of(write_stream_of(device), device))
     loader.forget_written()
     model.finalize_weights()
-    return LoadedModel(model_config, model, loader, dtype, device, checkpoint.digest, parallel)
+    if isinstance(model, ForeignModel):
+        with nobody():
+            model.check()
+    return LoadedModel(model.config, model, loader, dtype, device, checkpoint.digest, parallel)
 
 
 def kv_bytes_per_token(loaded: LoadedModel) -> int:

@@ -60,6 +60,10 @@ class EngineConfig:
     curve_authorized_clients: str | None = None
     """Public keys of the authorized clients: a file, or a folder of *.key files. They are read again at each
     connection."""
+    model_backend: Literal["auto", "native", "transformers"] = "auto"
+    """Whose code computes the model. native: the engine's own, for the architectures that it has; transformers: transformers'
+    modules over the engine's matrix products and attention, for most of the others. auto: native where it can serve the
+    model, else transformers if it is installed."""
     dtype: DtypeName = "auto"
     """Data type of computation: float32, bfloat16 or float16 (or fp32, bf16, fp16, and SGLang's float and half). auto: the
     data type of the checkpoint."""
@@ -198,6 +202,8 @@ class EngineConfig:
                 raise _invalid(name, getattr(self, name), f"must be {_listed(choices)}")
         if self.deterministic and self.attention_backend != "auto":
             raise _invalid("attention_backend", self.attention_backend, "must be auto with deterministic")
+        if self.deterministic and self.model_backend == "transformers":
+            raise _invalid("model_backend", self.model_backend, "must be auto or native with deterministic")
 
     @property
     def sizes(self) -> Sizes:
@@ -283,6 +289,7 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "on_lost_weights": ("refuse", "serve_initial"),
     "dtype": get_args(DtypeName),
     "attention_backend": ("auto", "flashinfer", "triton", "sdpa"),
+    "model_backend": ("auto", "native", "transformers"),
     "reference_residency": get_args(Residency),
     "frozen_residency": get_args(Residency),
     "transformer_residency": get_args(Residency),

@@ -17,6 +17,7 @@ from .kernels import TORCH, TRITON, serving, why_not_triton
 from .kernels.linear import packable
 from .kernels.native import why_not
 from .layers.fp8_products import dense_for, experts_for
+from .models.base import ForeignModel
 from .weights.loaded_model import LoadedModel
 
 logger = logging.getLogger(__name__)
@@ -64,7 +65,12 @@ def what_serves(config: EngineConfig, loaded: LoadedModel) -> Serving:
             by["experts"] = experts.by
     if TORCH in (by["linear"], by["attention"]):
         by["decoder"] = TORCH
-    if model.moe is None:
+    foreign = loaded.model if isinstance(loaded.model, ForeignModel) else None
+    if foreign is not None:
+        by["elementwise"] = TORCH
+        if foreign.torch_experts:
+            by["experts"] = TORCH
+    if model.moe is None and loaded.model.routing is None and (foreign is None or not foreign.torch_experts):
         del by["experts"]
     if model.moe is not None or model.mla is not None or not loaded.model.plain_layers:
         del by["decoder"]  # layers are computed part by part, whatever computes the parts
@@ -91,6 +97,8 @@ def why_torch(loaded: LoadedModel) -> str | None:
     config = loaded.config
     if TORCH in serving(loaded.device, loaded.dtype).values():
         return why_not() or "there are none for this device and dtype"
+    if config.transformers_config is not None:
+        return "transformers computes what lies between the products"
     if config.mla is not None:
         return "latent attention is computed by torch"
     if config.moe is not None and config.moe.grouped:

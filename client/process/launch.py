@@ -325,6 +325,7 @@ def launch_scheduler(
     curve_authorized_clients: str | os.PathLike[str] | None = None,
     curve_server_key: KeyOrFile | None = None,
     curve_client_key_file: KeyOrFile | None = None,
+    model_backend: Literal["auto", "native", "transformers"] | None = None,
     dtype: Literal["auto", "float32", "bfloat16", "float16", "fp32", "bf16", "fp16", "float", "half"]
     | None = None,
     device: str | None = None,

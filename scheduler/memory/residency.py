@@ -69,6 +69,16 @@ def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | 
     return component.allocate(shape, dtype, device)
 
 
+@contextmanager
+def nobody() -> Iterator[None]:
+    """What is allocated inside belongs to no component, whichever is being built around it."""
+    token = _ambient.set(None)
+    try:
+        yield
+    finally:
+        _ambient.reset(token)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComponentUse:
     """What a stage needs of one component."""

@@ -1,7 +1,7 @@
 """What the engine asks of a model."""
 
 from collections.abc import Generator, Iterator, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -91,5 +91,21 @@ class CausalLM(Weights, Protocol):
         """[S, hidden] to [S, vocab] in the model's dtype, valid until the next call.
 
         None within :func:`~..layers.logits_processor.autotune_dummy_run_mode`, and then the head was not called.
+        """
+        ...
+
+
+@runtime_checkable
+class ForeignModel(Protocol):
+    """A causal language model whose modules are another library's."""
+
+    torch_experts: bool
+    """It has experts, and some of them are computed by the other library's code."""
+
+    def check(self) -> None:
+        """Compare with what the other library computes; the weights are loaded.
+
+        Raises:
+            CaesuraError: UNSUPPORTED_MODEL, it differs.
         """
         ...

@@ -10,8 +10,11 @@ Invariants:
 
 import os
 from dataclasses import dataclass, fields
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, Literal, cast
 
 import msgspec
 import torch
@@ -77,6 +80,8 @@ class ModelConfig:
     """Layers behind the others, for multi-token prediction, whose weights are ignored."""
     moe: MoeConfig | None = None
     """None: every layer is dense."""
+    transformers_config: str | None = None
+    """All of the config, as canonical JSON, of a model that is computed by transformers' modules. None: by the engine's own."""
 
     @property
     def ropes(self) -> tuple[RopeParameters, ...]:
@@ -85,7 +90,11 @@ class ModelConfig:
         return tuple(self.rope if window is None else local for window in self.windows)
 
 
-def load_model_config(path: str | Path) -> ModelConfig:
+ModelBackend = Literal["auto", "native", "transformers"]
+"""Whose modules compute a model: the engine's own, or transformers'; ``auto``: the engine's where they can."""
+
+
+def load_model_config(path: str | Path, backend: ModelBackend = "native") -> ModelConfig:
     """Read the config.json (and generation_config.json, if any) in folder ``path``.
 
     Raises:
@@ -99,7 +108,41 @@ def load_model_config(path: str | Path) -> ModelConfig:
     config = _read_json(folder / "config.json")
     generation_path = folder / "generation_config.json"
     generation = _read_json(generation_path) if generation_path.exists() else {}
-    return parse_model_config(config, generation, source=str(folder / "config.json"))
+    source = str(folder / "config.json")
+    if backend == "transformers":
+        return _parse_by_transformers(config, generation, source)
+    try:
+        return parse_model_config(config, generation, source=source)
+    except CaesuraError as error:
+        if backend == "native" or error.code != ErrorCode.UNSUPPORTED_MODEL:
+            raise
+        return _parse_instead(error, config, generation, source)
+
+
+def _parse_instead(
+    refused: CaesuraError, config: dict[str, Any], generation: dict[str, Any], source: str
+) -> ModelConfig:
+    """By transformers, what no model file of the engine serves; the error says both reasons."""
+    try:
+        return _parse_by_transformers(config, generation, source)
+    except CaesuraError as error:
+        raise CaesuraError(refused.code, f"{refused.message}; {error.message}", **refused.detail) from error
+
+
+def _parse_by_transformers(config: dict[str, Any], generation: dict[str, Any], source: str) -> ModelConfig:
+    if find_spec("transformers") is None:
+        raise CaesuraError(
+            ErrorCode.UNSUPPORTED_MODEL,
+            "transformers, which has more models, is not installed: pip install 'caesura[transformers]'",
+            fields=["architectures"],
+        )
+    eos = _eos(ConfigReader(config, source), config, generation)
+    return cast("ModelConfig", _of_transformers().parse(config, source, eos))
+
+
+def _of_transformers() -> ModuleType:
+    """What reads configs by transformers: imported when it is needed, because it imports transformers, and this module."""
+    return import_module(".transformers_backend.config", package=__package__)
 
 
 def _elsewhere(folder: Path) -> str:
@@ -178,6 +221,8 @@ def config_difference(a: ModelConfig, b: ModelConfig) -> list[str]:
 
     Weights of ``b`` that are not quantised are no difference: ``a`` quantises what comes.
     """
+    if a.transformers_config is not None and b.transformers_config is not None:
+        return list(_of_transformers().differing_fields(a.transformers_config, b.transformers_config))
     names = [field.name for field in fields(ModelConfig) if field.name not in _NOT_FORWARD]
     if b.fp8 is None:
         names.remove("fp8")

@@ -1,6 +1,8 @@
 """Architecture name to model.
 
-Invariant: every file of this package that has ``FAMILIES`` is an architecture, or several; nothing else knows which there are.
+Invariants:
+- Every file of this package that has ``FAMILIES`` is an architecture, or several; nothing else knows which there are.
+- Nothing of ``transformers_backend/`` is imported before a model that it computes, since it imports transformers.
 """
 
 import pkgutil
@@ -13,6 +15,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
+from ...io_struct import CaesuraError, ErrorCode
 from ..layers.parameters import Placement
 from ..parallel.group import SINGLE, TensorParallel
 from .family import Family
@@ -43,5 +46,16 @@ def build_model(
     Raises:
         CaesuraError: UNSUPPORTED_MODEL, the ranks cannot divide it.
     """
+    place = Placement(dtype, device, config.fp8, parallel=parallel)
+    if config.transformers_config is not None:
+        if parallel.size > 1:
+            raise CaesuraError(
+                ErrorCode.UNSUPPORTED_MODEL,
+                f"{config.architecture} is computed by transformers' modules, which are not divided among ranks",
+                fields=["architectures"],
+                ranks=parallel.size,
+            )
+        foreign = import_module(".transformers_backend.model", package=__package__)
+        return cast("CausalLM", foreign.TransformersForCausalLM(config, place=place))
     model = getattr(_modules()[config.architecture], config.architecture)
-    return cast("CausalLM", model(config, place=Placement(dtype, device, config.fp8, parallel=parallel)))
+    return cast("CausalLM", model(config, place=place))

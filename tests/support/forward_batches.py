@@ -13,7 +13,7 @@ from caesura.scheduler.cache.pool import MHAPool, MLAPool
 from caesura.scheduler.forward import AttentionBackend, ForwardBatch, SamplingBatch
 from caesura.scheduler.layers.sharding import head_windows
 from caesura.scheduler.models.base import CausalLM
-from caesura.scheduler.models.config import load_model_config
+from caesura.scheduler.models.config import ModelBackend, load_model_config
 from caesura.scheduler.models.registry import build_model
 from caesura.scheduler.parallel.group import SINGLE, TensorParallel
 from caesura.scheduler.weights.loader import WeightLoader
@@ -88,10 +88,15 @@ class Sequence:
 
 
 def load_model(
-    path: str, dtype: torch.dtype, bucket_bytes: int = 1 << 20, parallel: TensorParallel = SINGLE
+    path: str,
+    dtype: torch.dtype,
+    bucket_bytes: int = 1 << 20,
+    parallel: TensorParallel = SINGLE,
+    *,
+    backend: ModelBackend = "native",
 ) -> CausalLM:
     """A loaded model on the CPU, or this rank's shard of one."""
-    model = build_model(load_model_config(path), dtype, torch.device("cpu"), parallel)
+    model = build_model(load_model_config(path, backend), dtype, torch.device("cpu"), parallel)
     load_from_disk(WeightLoader(model), open_checkpoint(path), bucket_bytes)
     model.finalize_weights()
     return model

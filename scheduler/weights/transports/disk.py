@@ -27,7 +27,7 @@ from ....io_struct.safetensors import LENGTH_BYTES, SafetensorsError, header_len
 from ...dtypes import DTYPES
 from ...files import checkpoint_error, open_regular, read_small, require_folder
 from ...memory.workspace import Workspace
-from ...models.config import ModelConfig, config_difference, load_model_config
+from ...models.config import ModelBackend, ModelConfig, config_difference, load_model_config
 from ..loader import WeightLoader, WeightPiece
 from ..upload import Fill, Place, Uploader
 
@@ -144,7 +144,8 @@ def open_fitting(path: str, config: ModelConfig) -> Checkpoint:
         CaesuraError: CHECKPOINT_ERROR, or WEIGHT_MISMATCH with what differs in its config.
     """
     checkpoint = open_checkpoint(path)
-    differing = config_difference(config, load_model_config(path))
+    backend: ModelBackend = "native" if config.transformers_config is None else "transformers"
+    differing = config_difference(config, load_model_config(path, backend))
     if differing:
         raise CaesuraError(
             ErrorCode.WEIGHT_MISMATCH,

@@ -1,0 +1,241 @@
+"""From a module on the meta device to one that computes over the engine's parameters.
+
+Invariants:
+- Linear layers, embeddings, the head and gated experts become the engine's layers; every other parameter (norms, routers,
+  sinks) gets engine storage that the module's own code reads. Nothing of a module is left on the meta device.
+- Each checkpoint tensor has one slot; parts of one product are neighbours in one parameter.
+- Engine names begin with ``layers.N.`` for what belongs to decoder layer N, whatever the architecture calls it.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ...layers.embedding import Embedding
+from ...layers.linear import Linear
+from ...layers.moe import RoutedExperts
+from ...layers.parameters import Layer, Parameter, Placement, PlainSlot, WeightSlot
+from . import experts as moe
+from .names import checkpoint_parts
+from .probe import Probe, refused
+from .products import Head, PartOfProduct, Product, SharedProduct, gather_by
+from .skeleton import float32_names, stored_tensors
+
+
+@dataclass(slots=True)
+class Assembled:
+    """The layers that own a module's parameters, and those that the engine calls itself."""
+
+    layers: list[Layer] = field(default_factory=list)
+    head: Head | None = None
+    """None: the module computes its logits itself."""
+    routing: RoutedExperts | None = None
+    torch_experts: bool = False
+    """Some experts are computed by the module's own code."""
+
+
+class _Plain:
+    """A parameter that the module's own code reads; a ``Layer``."""
+
+    def __init__(self, parameter: Parameter, slots: list[WeightSlot]) -> None:
+        self._parameter, self._slots = parameter, slots
+
+    def parameters(self) -> Iterator[Parameter]:
+        """The one there is."""
+        yield self._parameter
+
+    def slots(self) -> Iterator[WeightSlot]:
+        """Of every checkpoint tensor that is a part of it."""
+        yield from self._slots
+
+
+class Assembler:
+    """Gives one module its parameters."""
+
+    def __init__(self, module: PreTrainedModel, probe: Probe, place: Placement) -> None:
+        self._module, self._probe, self._place = module, probe, place
+        self._parts = checkpoint_parts(module)
+        self._by_parameter: dict[str, list[str]] = {}
+        for name, part in self._parts.items():
+            self._by_parameter.setdefault(part.parameter, []).append(name)
+        self._float32 = float32_names(module, place.dtype)
+        self._paths = dict(module.named_modules())
+        self._done: set[str] = set()
+        self._result = Assembled()
+
+    def assemble(self) -> Assembled:
+        """Replace, allocate, and say which layers there are.
+
+        Raises:
+            CaesuraError: UNSUPPORTED_MODEL, a checkpoint's tensor has no place.
+        """
+        self._replace_embeddings()
+        self._replace_experts()
+        self._replace_products()
+        for name, owner, attribute, tensor in list(stored_tensors(self._module)):
+            if (name not in self._done and tensor.is_meta) or attribute in owner._buffers:
+                self._place_plain(name, owner, attribute, tensor)
+        left = [name for name, parameter in self._module.named_parameters() if parameter.is_meta]
+        if left:
+            raise refused(type(self._module).__name__, f"parameters without a place: {', '.join(left[:3])}")
+        return self._result
+
+    # Products
+
+    def _replace_products(self) -> None:
+        grouped: set[str] = set()
+        for group in self._probe.products:
+            modules = [self._linear(path) for path in group]
+            linears = [each for each in modules if each is not None]
+            same_bias = len({each.bias is None for each in linears}) == 1
+            if len(linears) == len(group) and same_bias and not grouped & set(group):
+                self._replace_group(group, linears)
+                grouped |= set(group)
+        for path in self._paths:
+            linear = None if path in grouped else self._linear(path)
+            if linear is not None:
+                product = self._product([path], [linear])
+                self._set(path, Product(product, self._place))
+
+    def _linear(self, path: str) -> nn.Linear | None:
+        """The linear layer there, if the engine's stands in for it."""
+        module = self._paths[path]
+        if type(module) is not nn.Linear or f"{path}.weight" in self._done or not module.weight.is_meta:
+            return None
+        if self._float32 is not None and self._float32.search(path):
+            return None
+        return module if self._checkpoint_module(path, module) is not None else None
+
+    def _checkpoint_module(self, path: str, module: nn.Module) -> str | None:
+        """What checkpoints call a module whose parameters they have as they are. None: they have them otherwise."""
+        found = set()
+        for name, parameter in module.named_parameters(recurse=False):
+            names = self._by_parameter.get(f"{path}.{name}", [])
+            if len(names) != 1 or self._parts[names[0]].shape != tuple(parameter.shape):
+                return None
+            base, _, last = names[0].rpartition(".")
+            if last != name:
+                return None
+            found.add(base)
+        return found.pop() if len(found) == 1 else None
+
+    def _replace_group(self, group: list[str], linears: list[nn.Linear]) -> None:
+        sizes = [each.out_features for each in linears]
+        shared = SharedProduct(self._product(group, linears), sizes)
+        for number, (path, linear) in enumerate(zip(group, linears, strict=True)):
+            self._set(
+                path, PartOfProduct(shared, number, linear.in_features, linear.out_features, self._place)
+            )
+
+    def _product(self, paths: list[str], linears: list[nn.Linear]) -> Linear:
+        parts: dict[str, int] = {}
+        for path, linear in zip(paths, linears, strict=True):
+            name = self._checkpoint_module(path, linear)
+            assert name is not None
+            parts[name] = linear.out_features
+            self._done |= {f"{path}.{each}" for each, _ in linear.named_parameters()}
+        parent = paths[0].rpartition(".")[0]
+        last = "+".join(path.rpartition(".")[2] for path in paths)
+        name = self._engine_name(f"{parent}.{last}" if parent else last)
+        first = linears[0]
+        product = Linear(name, first.in_features, parts, bias=first.bias is not None, place=self._place)
+        self._result.layers.append(product)
+        return product
+
+    # Embeddings and the head
+
+    def _replace_embeddings(self) -> None:
+        head = self._module.get_output_embeddings()
+        tied = dict(self._module.all_tied_weights_keys)
+        head_path = next((path for path, each in self._paths.items() if each is head), None)
+        source = tied.get(f"{head_path}.weight")
+        tables: dict[str, Embedding] = {}
+        for path, each in self._paths.items():
+            if isinstance(each, nn.Embedding):
+                names = self._by_parameter.get(f"{path}.weight", [])
+                if len(names) == 1 and names[0].endswith(".weight"):
+                    tables[f"{path}.weight"] = self._gathered(
+                        path, each, names[0], source == f"{path}.weight"
+                    )
+        if not isinstance(head, nn.Linear) or head_path is None or getattr(head, "bias", None) is not None:
+            return
+        if source is not None:
+            if source not in tables:
+                raise refused(type(self._module).__name__, f"its head is tied to {source}")
+            project = tables[source].project
+        elif self._linear(head_path) is not None:
+            project = self._product([head_path], [head]).forward
+        else:
+            return
+        self._result.head = Head(project, head.out_features, self._place)
+        self._set(head_path, self._result.head)
+
+    def _gathered(self, path: str, module: nn.Embedding, name: str, tied: bool) -> Embedding:
+        vocab, hidden = module.num_embeddings, module.embedding_dim
+        checkpoint = name.removesuffix(".weight")
+        table = Embedding(self._engine_name(path), checkpoint, vocab, hidden, tied=tied, place=self._place)
+        self._result.layers.append(table)
+        self._done.add(f"{path}.weight")
+        gather_by(module, table, self._place)
+        return table
+
+    # Experts
+
+    def _replace_experts(self) -> None:
+        routed = {call.module: call for call in self._probe.routed}
+        kinds = {
+            (call.top_k, getattr(self._paths[call.module], "num_experts", None)) for call in routed.values()
+        }
+        if len(kinds) == 1:
+            (top_k, count) = kinds.pop()
+            if isinstance(count, int) and len(routed) == len(self._probe.routed):
+                self._result.routing = RoutedExperts(len(self._probe.layers), top_k, count, place=self._place)
+        for path in routed:
+            module = self._paths[path]
+            names = moe.checkpoint_names(module, path, self._parts)
+            replaced = None
+            if names is not None:
+                replaced = moe.engine_experts(module, self._engine_name(path), path, self._place)
+                self._result.layers.append(moe.NamedExperts(replaced, names))
+                for name in ("gate_up_proj", "down_proj"):
+                    self._done.add(f"{path}.{name}")
+                    delattr(module, name)
+            self._result.torch_experts |= replaced is None
+            computed = moe.Computed(self._layer_of(path), self._result.routing, replaced)
+            setattr(module, moe.Computed.ATTRIBUTE, computed)
+
+    # Everything else
+
+    def _place_plain(self, name: str, owner: nn.Module, attribute: str, tensor: Tensor) -> None:
+        dtype = tensor.dtype
+        if dtype == self._place.dtype and self._float32 is not None and self._float32.search(name):
+            dtype = torch.float32
+        parameter = Parameter(self._engine_name(name), tuple(tensor.shape), dtype, self._place.device)
+        slots: list[WeightSlot] = [
+            PlainSlot(checkpoint, parameter.name, self._parts[checkpoint].of(parameter.data))
+            for checkpoint in self._by_parameter.get(name, [])
+        ]
+        if attribute in owner._buffers:
+            owner._buffers[attribute] = parameter.data
+        else:
+            setattr(owner, attribute, nn.Parameter(parameter.data, requires_grad=False))
+        self._result.layers.append(_Plain(parameter, slots))
+
+    def _set(self, path: str, module: nn.Module) -> None:
+        parent, _, name = path.rpartition(".")
+        setattr(self._module.get_submodule(parent), name, module)
+
+    def _layer_of(self, path: str) -> int:
+        for number, prefix in enumerate(self._probe.paths):
+            if f"{path}.".startswith(f"{prefix}."):
+                return number
+        return 0
+
+    def _engine_name(self, path: str) -> str:
+        for number, prefix in enumerate(self._probe.paths):
+            if path.startswith(f"{prefix}."):
+                return f"layers.{number}.{path.removeprefix(prefix + '.')}"
+        return path.removeprefix(f"{self._module.base_model_prefix}.")

@@ -1,0 +1,79 @@
+"""Attention of transformers' modules over pages: the function that their ``AttentionInterface`` calls.
+
+Invariants:
+- A step's backend reaches the function by a context variable, which holds for that step alone: models pass their
+  forward's keyword arguments on or do not, and several models of one process never see each other's.
+- Models make no mask for this attention: what a mask would say (causal, a window) is the backend's to do, and that a model
+  asks for nothing else is known from :mod:`.probe` before the first step.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers import AttentionInterface
+
+from ...forward import AttentionBackend
+from ...kernels.forms import AttentionForm
+
+IMPLEMENTATION = "caesura"
+"""Name in transformers' table of attention functions."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    backend: AttentionBackend
+    forms: Sequence[AttentionForm]
+    """Of each layer."""
+    head_size: int
+    """Of the pool: the wider of key and value heads."""
+
+
+_step: ContextVar[_Step] = ContextVar("step")
+
+
+@contextmanager
+def attending(backend: AttentionBackend, forms: Sequence[AttentionForm], head_size: int) -> Iterator[None]:
+    """Within the block, in this thread, modules attend through ``backend``, whose step is planned.
+
+    Args:
+        forms: of each layer.
+        head_size: of the pool's keys and values.
+    """
+    outer = _step.set(_Step(backend, forms, head_size))
+    try:
+        yield
+    finally:
+        _step.reset(outer)
+
+
+def _attend(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    scaling: float | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """transformers' signature: query [1, H, T, D], key [1, KV, T, D], value [1, KV, T, V]; returns [1, T, H, V].
+
+    Scale, window and the rest are those of the layer's form: no call differs from the one that was probed.
+    """
+    step, layer, width = _step.get(), module.layer_idx, value.shape[-1]
+    q, k, v = (_rows(x, step.head_size) for x in (query, key, value))
+    out = step.backend.forward(q, k, v, layer, step.forms[layer])
+    return out.view(1, q.shape[0], q.shape[1], step.head_size)[..., :width], None
+
+
+def _rows(x: Tensor, size: int) -> Tensor:
+    """[1, heads, T, width] to [T, heads, size], contiguous; zeros change no score and are cut from outputs."""
+    rows = x[0].transpose(0, 1)
+    return pad(rows, (0, size - rows.shape[-1])) if rows.shape[-1] < size else rows.contiguous()
+
+
+AttentionInterface.register(IMPLEMENTATION, _attend)

@@ -1,0 +1,217 @@
+"""Any causal language model of transformers as a :class:`~..base.CausalLM`: its own modules over paged KV and engine weights.
+
+Invariants:
+- What computes a hidden state is the trainer's own code, but for products, embeddings, experts and attention.
+- All requests of a step are one row [1, T] with the positions of each; nothing but attention looks across tokens, which the
+  check at load (:mod:`.self_check`) shows for the weights that are served.
+- Logits are what the model's own forward makes of a hidden state (soft caps, scales), with the head's product in between.
+"""
+
+import copy
+import re
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.utils.generic import ModelOutput
+
+from ...forward import AttentionBackend, ForwardBatch
+from ...kernels.forms import AttentionForm
+from ...layers.logits_processor import LogitsProcessor
+from ...layers.parameters import DerivingLayer, Parameter, Placement, WeightSlot
+from ..config import ModelConfig
+from .assembly import Assembler
+from .attention import attending
+from .layerwise import LayerByLayer
+from .probe import Attended, probe, refused
+from .products import Given
+from .self_check import check
+from .skeleton import build, compute_buffers
+
+
+@dataclass
+class _DecoderOutput(ModelOutput):
+    """A decoder's output with every field that some head looks at."""
+
+    last_hidden_state: Tensor | None = None
+    past_key_values: Any = None
+    hidden_states: Any = None
+    attentions: Any = None
+    cross_attentions: Any = None
+    router_logits: Any = None
+
+
+class TransformersForCausalLM:
+    """See :class:`~..base.CausalLM` for the contract."""
+
+    plain_layers = False
+    """No kernel knows what lies between the products of another library's layers."""
+
+    def __init__(self, config: ModelConfig, *, place: Placement) -> None:
+        """
+        Raises:
+            CaesuraError: UNSUPPORTED_MODEL, the architecture asks for what cannot be done, which is named.
+        """
+        module = build(config, place.dtype)
+        decoder = module.get_decoder()
+        path = next((name for name, each in module.named_modules() if each is decoder), "")
+        if not path:
+            raise refused(config.architecture, "it has no decoder beside its head")
+        seen = probe(module, decoder)
+        first = seen.attended[0]
+        scales = {call.scale for call in seen.attended}
+        compute_buffers(module, place.device)
+        assembled = Assembler(module, seen, place).assemble()
+        self.config = replace(
+            config,
+            num_layers=len(seen.attended),
+            num_heads=first.num_heads,
+            num_kv_heads=first.num_kv_heads,
+            head_dim=max(first.key_size, first.value_size),
+            windows=tuple(call.window for call in seen.attended),
+            attention_scale=first.scale,
+        )
+        self.module, self.decoder = module, decoder
+        self.dtype, self.device = place.dtype, place.device
+        self.routing = assembled.routing
+        self.torch_experts = assembled.torch_experts
+        self.forms = [_form(module, call, one_scale=len(scales) == 1) for call in seen.attended]
+        self._layers = assembled.layers
+        self._head = assembled.head
+        self._deriving = [layer for layer in self._layers if isinstance(layer, DerivingLayer)]
+        self._headed, self._given = _with_given(module, path)
+        self._logits = LogitsProcessor(self._project, config.vocab_size, place=place)
+        self._by_layer = LayerByLayer(decoder, seen)
+        self._skipped = _skipped(module)
+
+    def forward(self, batch: ForwardBatch, backend: AttentionBackend) -> Tensor:
+        """Hidden states of the sampled tokens, [S, hidden], after the final norm."""
+        with attending(backend, self.forms, self.config.head_dim):
+            hidden = self.hidden(batch.input_ids, batch.positions)
+        return hidden.index_select(0, batch.sample_tokens)
+
+    def hidden(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """Hidden states of all tokens, int64 [T] to [T, hidden], by whatever attention the module has now."""
+        out = self.decoder(
+            input_ids=input_ids.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False
+        )
+        last: Tensor = out.last_hidden_state
+        return last[0]
+
+    def forward_by_layer(
+        self, batch: ForwardBatch, backend: AttentionBackend
+    ) -> Generator[int, None, Tensor]:
+        """:meth:`forward`, stopping before each layer."""
+        steps = self._by_layer.steps(batch.input_ids, batch.positions)
+        while True:
+            try:
+                with attending(backend, self.forms, self.config.head_dim):
+                    number = next(steps)
+            except StopIteration as end:
+                hidden: Tensor = end.value
+                return hidden.index_select(0, batch.sample_tokens)
+            yield number
+
+    def logits(self, hidden: Tensor) -> Tensor | None:
+        """[S, hidden] to [S, vocab], valid until the next call; None in a dummy run."""
+        return self._logits.forward(hidden)
+
+    def _project(self, hidden: Tensor, out: Tensor) -> Tensor:
+        self._given.hidden = hidden.unsqueeze(0)
+        if self._head is not None:
+            self._head.out = out
+        ids = hidden.new_zeros((1, hidden.shape[0]), dtype=torch.int64)
+        logits: Tensor = self._headed(input_ids=ids, use_cache=False).logits[0]
+        self._given.hidden = None
+        return logits if logits.data_ptr() == out.data_ptr() else out.copy_(logits)
+
+    def check(self) -> None:
+        """Compare with transformers' own attention; the weights are loaded.
+
+        Raises:
+            CaesuraError: UNSUPPORTED_MODEL, hidden states differ.
+        """
+        check(self)
+
+    # Weights
+
+    @property
+    def components(self) -> tuple[str, ...]:
+        """None: a language model is one piece."""
+        return ()
+
+    @property
+    def kept_components(self) -> frozenset[str]:
+        """None, of none."""
+        return frozenset()
+
+    def weight_slots(self) -> dict[str, WeightSlot]:
+        """By checkpoint name; a tied tensor has one."""
+        return {slot.name: slot for layer in self._layers for slot in layer.slots()}
+
+    @property
+    def optional_names(self) -> frozenset[str]:
+        """None: what is tied has no slot."""
+        return frozenset()
+
+    def is_skipped(self, name: str) -> bool:
+        """Rotary buffers, copies of what is tied, and what the architecture says it ignores."""
+        return self._skipped.search(name) is not None
+
+    def finalize_weights(self) -> None:
+        """Have each layer derive what follows from several of its parameters."""
+        for layer in self._deriving:
+            layer.finalize()
+
+    def derived(self) -> Iterator[tuple[str, Tensor]]:
+        """Those of each layer."""
+        for layer in self._deriving:
+            yield from layer.derived()
+
+    def named_storage(self) -> Iterator[tuple[str, Tensor]]:
+        """Parameters and derived tensors by engine name, each once."""
+        for parameter in self._parameters():
+            yield parameter.name, parameter.data
+        yield from self.derived()
+
+    def _parameters(self) -> Iterator[Parameter]:
+        for layer in self._layers:
+            yield from layer.parameters()
+
+
+def _form(module: nn.Module, call: Attended, *, one_scale: bool) -> AttentionForm:
+    """What a backend is asked for; ``one_scale``: which it has from the config."""
+    return AttentionForm(
+        window=call.window,
+        softcap=call.softcap,
+        scale=None if one_scale else call.scale,
+        sinks=None if call.sinks is None else module.get_parameter(call.sinks).data,
+    )
+
+
+def _with_given(module: nn.Module, path: str) -> tuple[Any, Given]:
+    """A copy of ``module`` that shares its parts, but for the decoder at ``path``, whose output is given."""
+    given = Given(lambda hidden: _DecoderOutput(last_hidden_state=hidden))
+    *parents, last = path.split(".")
+    copied = outer = _shallow(module)
+    for name in parents:
+        inner = _shallow(outer._modules[name])
+        outer._modules[name] = inner
+        outer = inner
+    outer._modules[last] = given
+    return copied, given
+
+
+def _shallow(module: nn.Module | None) -> nn.Module:
+    assert module is not None
+    copied = copy.copy(module)
+    copied._modules = dict(module._modules)
+    return copied
+
+
+def _skipped(module: Any) -> re.Pattern[str]:
+    patterns = [r"rotary_emb\.inv_freq$", *(module._keys_to_ignore_on_load_unexpected or ())]
+    patterns += [f"^{re.escape(name)}$" for name in module.all_tied_weights_keys]
+    return re.compile("|".join(f"(?:{pattern})" for pattern in patterns))

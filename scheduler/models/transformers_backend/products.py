@@ -1,0 +1,132 @@
+"""The modules that stand in a transformers model for its linear layers and embeddings, over the engine's own matrices.
+
+Invariants:
+- What a module here has as ``weight`` is an empty tensor, for code that asks a weight for its dtype or device.
+- Weights are the engine's (``layers/``), packed where kernels are compiled; a module here owns none.
+- Parts of one product are told by the tensor that they are called with: whoever comes first computes all of them, the others
+  take theirs. A part that is called with another tensor is computed with it, so the result never depends on the grouping.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...layers.embedding import Embedding
+from ...layers.linear import Linear
+from ...layers.parameters import Placement
+
+
+class Product(nn.Module):
+    """A linear layer that is a product of its own."""
+
+    def __init__(self, linear: Linear, place: Placement) -> None:
+        super().__init__()
+        self._compute = linear.forward
+        self.weight, self.bias = _nothing(place), None
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] to [..., out]."""
+        return self._compute(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
+
+
+class SharedProduct:
+    """One product whose parts several linear layers are."""
+
+    def __init__(self, linear: Linear, parts: list[int]) -> None:
+        """``parts``: output features of each, in order."""
+        self._linear = linear
+        self._parts = parts
+        self._x: Tensor | None = None
+        self._parts_left: dict[int, Tensor] = {}
+
+    def part(self, number: int, x: Tensor) -> Tensor:
+        """Output features of one part, [..., part]."""
+        left = self._parts_left
+        if self._x is not x or number not in left:
+            y = self._linear.forward(x.reshape(-1, self._linear.in_features)).view(*x.shape[:-1], -1)
+            self._x = x
+            left.update(enumerate(torch.split_with_sizes(y, self._parts, dim=-1)))
+        part = left.pop(number)
+        if not left:
+            self._x = None  # and its memory with it
+        return part
+
+
+class PartOfProduct(nn.Module):
+    """A linear layer that is a part of a product."""
+
+    def __init__(
+        self, shared: SharedProduct, number: int, in_features: int, out_features: int, place: Placement
+    ) -> None:
+        super().__init__()
+        self.weight, self.bias = _nothing(place), None
+        self._shared, self._number = shared, number
+        self.in_features, self.out_features = in_features, out_features
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] to [..., out]: a view where another part has been computed with ``x``."""
+        return self._shared.part(self._number, x)
+
+
+class GatheredEmbedding(nn.Embedding):
+    """A token embedding that gathers from the engine's table.
+
+    A class of transformers that does more than gather (Gemma scales what it has gathered) is kept: :func:`gather_by` puts
+    this class between it and ``nn.Embedding``.
+    """
+
+    _table: Embedding
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """int64 [...] to [..., hidden]."""
+        return self._table.forward(ids.reshape(-1)).view(*ids.shape, self.embedding_dim)
+
+
+def gather_by(module: nn.Embedding, table: Embedding, place: Placement) -> None:
+    """Have ``module`` gather from ``table``, whatever else its class does; its own weight is gone."""
+    kind = type(module)
+    bases = (GatheredEmbedding,) if kind is nn.Embedding else (kind, GatheredEmbedding)
+    del module.weight
+    module.__class__ = type(f"Gathered{kind.__name__}", bases, {})
+    module.__dict__.update(_table=table, weight=_nothing(place))
+
+
+def _nothing(place: Placement) -> Tensor:
+    return torch.empty(0, dtype=place.dtype, device=place.device)
+
+
+class Head(nn.Module):
+    """The output head: writes logits where its caller wants them."""
+
+    def __init__(
+        self, project: Callable[[Tensor, Tensor], Tensor], vocab_size: int, place: Placement
+    ) -> None:
+        """``project(hidden, out)`` writes the product to ``out`` [S, vocab] and returns it."""
+        super().__init__()
+        self.weight, self.bias = _nothing(place), None
+        self._project = project
+        self.out_features = vocab_size
+        self.out: Tensor | None = None
+        """[S, vocab]: of the next call."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[1, S, hidden] to [1, S, vocab]."""
+        assert self.out is not None, "called outside of logits()"
+        return self._project(x[0], self.out).unsqueeze(0)
+
+
+class Given(nn.Module):
+    """Stands for a decoder whose output is known: a model's own code then goes on from it."""
+
+    def __init__(self, make_output: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self._make_output = make_output
+        self.hidden: Tensor | None = None
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        """The decoder's output, with :attr:`hidden` as its last hidden state."""
+        assert self.hidden is not None
+        return self._make_output(self.hidden)

@@ -1,0 +1,172 @@
+"""The check at load: packed requests over pages against a plain forward of each by transformers' own attention.
+
+That a class says its attention goes through transformers' interface does not show that nothing else looks across tokens
+(convolutions, recurrent states) or that a second step goes on where the first ended. So three requests of random tokens are
+computed both ways, with the weights that are served: one of them in two chunks, one with a decode step.
+
+Invariants:
+- A model that differs is refused with the figures; its weights decide, so a state that weights switch off is served.
+- Nothing of the engine's pools is touched: the check has pages of its own, which are gone when it returns.
+"""
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...attention.sdpa import SdpaBackend
+from ...cache.pool import MHAPool
+from ...config import PAGE_SIZE
+from ...forward import AttentionBackend, ForwardBatch, SamplingBatch
+from .probe import refused
+
+if TYPE_CHECKING:
+    from .model import TransformersForCausalLM
+
+logger = logging.getLogger(__name__)
+
+_LENGTHS = (9, 21, 5)
+_STEPS = (((0, 9), (0, 13), (0, 4)), ((4, 5), (13, 21)))
+"""Of each step: (first, end) of the tokens computed; the second step decodes request 2 and goes on with request 1."""
+_ROWS = ((0, 1, 2), (2, 1))
+_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
+"""Norm of a token's difference over that of its hidden state; a leak gives about 1, rounding a tenth of these."""
+
+
+def check(model: "TransformersForCausalLM") -> None:
+    """Compare, with the weights that are loaded.
+
+    Raises:
+        CaesuraError: UNSUPPORTED_MODEL, hidden states differ.
+    """
+    generator = torch.Generator().manual_seed(0)
+    vocab = model.config.vocab_size
+    requests = [torch.randint(0, vocab, (length,), generator=generator) for length in _LENGTHS]
+    with torch.inference_mode():
+        expected = [_plain(model, tokens) for tokens in requests]
+        found = _paged(model, requests)
+    worst, where = 0.0, ""
+    for number, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+        if not bool(theirs.isfinite().all()):
+            logger.warning(
+                "the check of %s says nothing: its weights give values that are not finite",
+                model.config.architecture,
+            )
+            return
+        gaps = (ours.float() - theirs.float()).norm(dim=-1) / theirs.float().norm(dim=-1).clamp_min(1e-30)
+        gap, token = (float(each) for each in gaps.nan_to_num(torch.inf).max(dim=0))
+        if gap > worst:
+            worst, where = gap, f"token {token:.0f} of request {number}"
+    if worst > _TOLERANCE.get(expected[0].dtype, 1e-3):
+        raise refused(
+            model.config.architecture,
+            f"over pages and beside others, the hidden state of {where} differs by {worst:.2g} of its norm from a plain "
+            "forward; something other than attention looks across tokens, or attention does what was not asked of it",
+        )
+    logger.info(
+        "checked %s against transformers' attention: largest difference %.2g",
+        model.config.architecture,
+        worst,
+    )
+
+
+def _plain(model: "TransformersForCausalLM", tokens: Tensor) -> Tensor:
+    """[T, hidden] by transformers' eager attention."""
+    config = model.module.config
+    before = config._attn_implementation
+    config._attn_implementation = "eager"
+    try:
+        device = model.device
+        return model.hidden(tokens.to(device), torch.arange(len(tokens), device=device)).clone()
+    finally:
+        config._attn_implementation = before
+
+
+def _paged(model: "TransformersForCausalLM", requests: Sequence[Tensor]) -> list[Tensor]:
+    pages = [-(-len(tokens) // PAGE_SIZE) for tokens in requests]
+    config = model.config
+    pool = MHAPool(
+        num_layers=config.num_layers,
+        num_pages=1 + sum(pages),
+        kv_heads=config.num_kv_heads,
+        head_size=config.head_dim,
+        dtype=model.dtype,
+        device=model.device,
+        page_size=PAGE_SIZE,
+    )
+    backend: AttentionBackend = SdpaBackend(
+        pool, config.num_heads, config.num_kv_heads, config.head_dim, config.attention_scale
+    )
+    first = np.cumsum([1, *pages])
+    parts: list[list[Tensor]] = [[] for _ in requests]
+    for rows, spans in zip(_ROWS, _STEPS, strict=True):
+        tokens = [requests[row][start:end] for row, (start, end) in zip(rows, spans, strict=True)]
+        batch = _batch(tokens, spans, [int(first[row]) for row in rows], model.device)
+        backend.plan(batch)
+        out = model.forward(batch, backend)
+        if not torch.allclose(out, _by_layer(model, batch, backend), rtol=1e-3, atol=1e-5, equal_nan=True):
+            raise refused(config.architecture, "its layers cannot be computed one by one")
+        for row, part in zip(rows, out.split([len(each) for each in tokens]), strict=True):
+            parts[row].append(part.clone())
+    return [torch.cat(each) for each in parts]
+
+
+def _by_layer(model: "TransformersForCausalLM", batch: ForwardBatch, backend: AttentionBackend) -> Tensor:
+    steps = model.forward_by_layer(batch, backend)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            hidden: Tensor = end.value
+            return hidden
+
+
+def _batch(
+    tokens: Sequence[Tensor],
+    spans: Sequence[tuple[int, int]],
+    first_pages: Sequence[int],
+    device: torch.device,
+) -> ForwardBatch:
+    """A step of rows that begin on ``first_pages`` each; those of one token decode."""
+    positions = [torch.arange(start, end) for start, end in spans]
+    ends = [end for _, end in spans]
+    width = max(-(-end // PAGE_SIZE) for end in ends)
+    table = torch.tensor(
+        [
+            [page + i if i * PAGE_SIZE < end else 0 for i in range(width)]
+            for page, end in zip(first_pages, ends)
+        ]
+    )
+    slots = [page * PAGE_SIZE + where for page, where in zip(first_pages, positions)]
+    lengths = [len(each) for each in tokens]
+    total, rows = sum(lengths), len(tokens)
+    index = torch.arange(total, device=device)
+    none = torch.ones(total, device=device)
+    return ForwardBatch(
+        num_decode=sum(length == 1 for length in lengths),
+        input_ids=torch.cat(list(tokens)).to(device),
+        positions=torch.cat(positions).to(device),
+        kv_slots=torch.cat(slots).to(device),
+        page_table=table.to(device, torch.int32),
+        kv_lens=torch.tensor(ends, dtype=torch.int32, device=device),
+        q_lens_host=lengths,
+        kv_lens_host=ends,
+        page_table_host=table.to(torch.int32).numpy(),
+        slots=torch.arange(rows, device=device),
+        sample_tokens=index,
+        sample_slots=index,
+        sampling=SamplingBatch(
+            temperature=none,
+            greedy=none.bool(),
+            top_k=index,
+            top_p=none,
+            uniforms=none.double(),
+            any_sampled=False,
+            any_filtered=False,
+            want_raw=False,
+            want_sampled=False,
+        ),
+    )

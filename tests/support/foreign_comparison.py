@@ -1,0 +1,117 @@
+"""One architecture of transformers, computed by the engine over pages in every way and compared with transformers itself."""
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from support.architectures import tiny_model
+from support.forward_batches import PagedModel, Sequence, load_model
+from torch import Tensor
+
+from caesura.scheduler.models.base import CausalLM, ForeignModel
+from caesura.scheduler.weights.loader import WeightLoader
+from caesura.scheduler.weights.transports.disk import load_from_disk, open_checkpoint
+
+VOCABULARY = 97
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    """Random tokens."""
+    return torch.randint(0, VOCABULARY, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@dataclass
+class Compared:
+    """An architecture in two states of its weights, and the engine's model of the first."""
+
+    old: transformers.PreTrainedModel
+    new: transformers.PreTrainedModel
+    model: CausalLM
+    new_folder: Path
+    gaps: dict[str, float]
+    """Largest difference of a logit, by way of computing it."""
+
+    def note(self, way: str, got: Tensor, expected: Tensor) -> None:
+        """Add a comparison."""
+        assert got.shape == expected.shape
+        self.gaps[way] = max(self.gaps.get(way, 0.0), (got - expected).abs().max().item())
+
+    def update(self) -> None:
+        """Write the new weights in place."""
+        load_from_disk(WeightLoader(self.model), open_checkpoint(self.new_folder), 1 << 12)
+        self.model.finalize_weights()
+
+
+def compare(architecture: str, folder: Path | None = None, **changes: Any) -> Compared:
+    """Run every way of computing a token. The model is checked at load, as an engine does; ``folder`` is for checkpoints."""
+    if folder is None:
+        with tempfile.TemporaryDirectory() as made:
+            return compare(architecture, Path(made), **changes)
+    models = [tiny_model(architecture, seed, **changes) for seed in (1, 2)]
+    for name, each in zip(("old", "new"), models):
+        each.save_pretrained(folder / name)
+    model = load_model(str(folder / "old"), torch.float32, backend="transformers")
+    assert isinstance(model, ForeignModel)
+    model.check()
+    compared = Compared(*models, model, folder / "new", {})
+    with torch.inference_mode():
+        _prefills(compared)
+        _mixed(compared)
+        _updates(compared)
+    return compared
+
+
+def _expected(model: transformers.PreTrainedModel, tokens: list[int]) -> Tensor:
+    return model(torch.tensor([tokens]), use_cache=False).logits[0]
+
+
+def _prefills(compared: Compared) -> None:
+    paged, tokens = PagedModel(compared.model, torch.float32), prompt(41)
+    expected = _expected(compared.old, tokens)
+    whole = Sequence(tokens)
+    compared.note("prefill", paged.step([], [(whole, 41)])[0], expected)
+    sequence, parts = Sequence(tokens), []
+    for chunk in (16, 1, 7, 17):
+        parts += paged.step([], [(sequence, chunk)])
+    compared.note("chunked prefill", torch.cat(parts), expected)
+    hit = Sequence(tokens, computed=32, pages=whole.pages[:2])
+    compared.note("prefix hit", paged.step([], [(hit, 9)])[0], expected[32:])
+
+
+def _mixed(compared: Compared) -> None:
+    """Prompts of very different lengths decode together, then beside the chunks of another."""
+    paged = PagedModel(compared.model, torch.float32)
+    sequences = [Sequence(prompt(n + 4, seed)) for seed, n in enumerate((3, 15, 40))]
+    expected = [_expected(compared.old, each.tokens) for each in sequences]
+    paged.step([], [(each, len(each.tokens) - 4) for each in sequences])
+    for step in range(4):
+        beside, way = [], "decode"
+        if step >= 2:
+            chunk, way = Sequence(prompt(19, 9 + step)), "mixed"
+            beside = [(chunk, 19)]
+        results = paged.step(sequences, beside)
+        for got, each, logits in zip(results, sequences, expected):
+            compared.note(way, got, logits[each.computed - 1 : each.computed])
+        if beside:
+            compared.note(way, results[-1], _expected(compared.old, chunk.tokens))
+
+
+def _updates(compared: Compared) -> None:
+    """A request that keeps its KV over an update, and one that is computed again after it."""
+    paged, tokens = PagedModel(compared.model, torch.float32), prompt(30, 5)
+    frozen, retracted = Sequence(tokens), Sequence(tokens)
+    paged.step([], [(frozen, 24), (retracted, 24)])
+    cache = compared.old(torch.tensor([tokens[:24]]), use_cache=True).past_key_values
+    compared.update()
+    if not hasattr(
+        compared.old.config, "kv_lora_rank"
+    ):  # transformers' cache has latents, ours what follows from them
+        rest = compared.new(torch.tensor([tokens[24:]]), past_key_values=cache, use_cache=True)
+        got = torch.cat([paged.step([frozen])[0] for _ in range(6)])
+        compared.note("in_place update", got, rest.logits[0])
+    retracted.computed, retracted.pages = 0, []
+    again = paged.step([], [(retracted, 30)])[0]
+    compared.note("retract and update", again, _expected(compared.new, tokens))
