@@ -40,12 +40,14 @@ from .images import ImageGeneration
 from .results import (
     GenerateOutput,
     TokenDelta,
+    TokenDetails,
     TokenLogprobs,
     decode_output,
     further_logprobs,
     known_logprobs,
     read_floats,
     read_ints,
+    token_details,
 )
 from .waiters import WaiterT, resolve
 
@@ -113,6 +115,7 @@ class Generation(Generic[WaiterT, QueueT]):
         logprobs: list[float],
         top: TokenLogprobs | None = None,
         token_ids: TokenLogprobs | None = None,
+        details: TokenDetails | None = None,
     ) -> None:
         """Hand on what is new in one row of a stream delta."""
         delivered = self._delivered.get(index, 0)
@@ -128,6 +131,7 @@ class Generation(Generic[WaiterT, QueueT]):
                 output_logprobs=known_logprobs(logprobs[seen:]),
                 output_top_logprobs=None if top is None else top.cut(seen),
                 output_token_ids_logprobs=None if token_ids is None else token_ids.cut(seen),
+                details=None if details is None else details.cut(seen),
             )
         )
 
@@ -370,6 +374,7 @@ class Connection(Generic[WaiterT, QueueT]):
                 f"a stream delta counts {sum(counts)} tokens but holds {len(tokens)} and {len(logprobs)} logprobs"
             )
         top, token_ids = further_logprobs(delta.top, counts), further_logprobs(delta.token_ids, counts)
+        details = token_details(delta.details, counts)
         offset = 0
         for row, (rid, index, start, count) in enumerate(
             zip(delta.rids, indices, starts, counts, strict=True)
@@ -378,7 +383,13 @@ class Connection(Generic[WaiterT, QueueT]):
             generation = self._by_rid.get(rid)
             if isinstance(generation, Generation):
                 generation.add_tokens(
-                    index, start, tokens[offset:end], logprobs[offset:end], top[row], token_ids[row]
+                    index,
+                    start,
+                    tokens[offset:end],
+                    logprobs[offset:end],
+                    top[row],
+                    token_ids[row],
+                    details[row],
                 )
             offset = end
 

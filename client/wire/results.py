@@ -11,7 +11,9 @@ import sys
 from dataclasses import dataclass
 
 from ...io_struct import (
+    DeltaDetails,
     DeltaLogprobs,
+    DeltaWeights,
     FinishReason,
     GenerateReqOutput,
     LogprobRows,
@@ -126,6 +128,29 @@ class TokenDelta:
     """None unless ``top_logprobs_num``."""
     output_token_ids_logprobs: TokenLogprobs | None = None
     """None unless ``token_ids_logprob``."""
+    details: "TokenDetails | None" = None
+    """None unless the request was sent with ``stream_details``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenDetails:
+    """What a delta says of its tokens beyond ids and logprobs; each list has one entry per token."""
+
+    weights: list[DeltaWeights]
+    """The weights that sampled each token."""
+    raw_logprobs: list[float] | None
+    """None unless ``return_raw_logprob``."""
+    sampled_logprobs: list[float] | None
+    """None unless ``return_sampled_logprob``."""
+
+    def cut(self, start: int, end: int | None = None) -> "TokenDetails":
+        """The tokens [start, end) of the delta; None means to the last."""
+        part = slice(start, end)
+        return TokenDetails(
+            weights=self.weights[part],
+            raw_logprobs=None if self.raw_logprobs is None else self.raw_logprobs[part],
+            sampled_logprobs=None if self.sampled_logprobs is None else self.sampled_logprobs[part],
+        )
 
 
 def read_ints(data: bytes) -> list[int]:
@@ -264,4 +289,35 @@ def further_logprobs(wire: DeltaLogprobs | None, counts: list[int]) -> list[Toke
     for k, count in zip(ks, counts, strict=True):
         part = slice(offset, offset := offset + k * count)
         found.append(TokenLogprobs(k=k, ids=ids[part], logprobs=logprobs[part]) if k else None)
+    return found
+
+
+def token_details(wire: DeltaDetails | None, counts: list[int]) -> list[TokenDetails | None]:
+    """For each row of a stream delta, whose tokens are ``counts``: None where it did not ask.
+
+    Raises:
+        InternalError: columns of different lengths, or weights that are not listed.
+    """
+    if wire is None:
+        return [None] * len(counts)
+    sampled_by = read_ints(wire.sampled_by)
+    raw, sampled = read_floats(wire.raw_logprobs), read_floats(wire.sampled_logprobs)
+    if not sum(counts) == len(sampled_by) == len(raw) == len(sampled):
+        raise InternalError("a stream delta has columns of details of different lengths")
+    if max(sampled_by, default=-1) >= len(wire.weights):
+        raise InternalError("a stream delta names weights that it does not list")
+    found: list[TokenDetails | None] = []
+    offset = 0
+    for count in counts:
+        part = slice(offset, offset := offset + count)
+        asked = count > 0 and sampled_by[part.start] >= 0
+        found.append(
+            TokenDetails(
+                weights=[wire.weights[number] for number in sampled_by[part]],
+                raw_logprobs=known_logprobs(raw[part]),
+                sampled_logprobs=known_logprobs(sampled[part]),
+            )
+            if asked
+            else None
+        )
     return found

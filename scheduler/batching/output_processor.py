@@ -40,6 +40,8 @@ class OutputSink(Protocol):
         starts: Sequence[int],
         tokens: Sequence[int],
         logprobs: Sequence[float],
+        raw: Sequence[float],
+        sampled: Sequence[float],
     ) -> None:
         """Add one new token of each streaming request."""
         ...
@@ -229,6 +231,8 @@ class OutputProcessor:
             (at - table.prompt_len[slots]).tolist(),
             table.tokens[slots, at].tolist(),
             table.logprobs[slots, at].tolist(),
+            table.raw[slots, at].tolist(),
+            table.sampled[slots, at].tolist(),
         )
 
     def _result(self, request: Request, outputs: OutputArrays, reason: FinishReason) -> GenerateReqOutput:
