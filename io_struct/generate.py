@@ -182,7 +182,8 @@ class FinishReason(ReplyRecord, kw_only=True, frozen=True):
     message: str | None = None
     """``abort`` and ``error``: what happened, as text."""
     code: str | None = None
-    """``error``: an :class:`~caesura.io_struct.errors.ErrorCode`."""
+    """``error``: an :class:`~caesura.io_struct.errors.ErrorCode`. ``abort``: ``shutting_down`` if the engine's shutdown
+    ended it, else None."""
 
 
 class WeightVersionSpan(ReplyRecord, kw_only=True, frozen=True):

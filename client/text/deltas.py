@@ -56,15 +56,4 @@ def _flat(parts: Sequence[list[float] | None]) -> list[float] | None:
 
 def part(delta: TokenDelta, start: int, end: int | None) -> TokenDelta:
     """The tokens [start, end) of a delta."""
-    if start == 0 and end == len(delta.output_ids):
-        return delta
-    top, token_ids = delta.output_top_logprobs, delta.output_token_ids_logprobs
-    return replace(
-        delta,
-        start=delta.start + start,
-        output_ids=delta.output_ids[start:end],
-        output_logprobs=None if delta.output_logprobs is None else delta.output_logprobs[start:end],
-        output_top_logprobs=None if top is None else top.cut(start, end),
-        output_token_ids_logprobs=None if token_ids is None else token_ids.cut(start, end),
-        details=None if delta.details is None else delta.details.cut(start, end),
-    )
+    return delta.cut(start, end)

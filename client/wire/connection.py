@@ -118,22 +118,28 @@ class Generation(Generic[WaiterT, QueueT]):
         details: TokenDetails | None = None,
     ) -> None:
         """Hand on what is new in one row of a stream delta."""
-        delivered = self._delivered.get(index, 0)
-        seen = delivered - start
-        if not self._streams or index in self._outputs or seen < 0 or seen >= len(tokens):
-            return
-        self._delivered[index] = start + len(tokens)
-        self._hand_on(
-            TokenDelta(
-                index=index,
-                start=delivered,
-                output_ids=tokens[seen:],
-                output_logprobs=known_logprobs(logprobs[seen:]),
-                output_top_logprobs=None if top is None else top.cut(seen),
-                output_token_ids_logprobs=None if token_ids is None else token_ids.cut(seen),
-                details=None if details is None else details.cut(seen),
+        if self._streams:
+            self.deliver(
+                TokenDelta(
+                    index=index,
+                    start=start,
+                    output_ids=tokens,
+                    output_logprobs=known_logprobs(logprobs),
+                    output_top_logprobs=top,
+                    output_token_ids_logprobs=token_ids,
+                    details=details,
+                )
             )
-        )
+
+    def deliver(self, delta: TokenDelta) -> None:
+        """Hand on what is new in a delta; one behind a gap is held back."""
+        delivered = self._delivered.get(delta.index, 0)
+        seen = delivered - delta.start
+        count = len(delta.output_ids)
+        if not self._streams or delta.index in self._outputs or seen < 0 or seen >= count:
+            return
+        self._delivered[delta.index] = delta.start + count
+        self._hand_on(delta.cut(seen))
 
     def finish(self, wire: GenerateReqOutput) -> bool:
         """Take the terminal result of one sample; True when the whole request has ended."""
@@ -142,6 +148,10 @@ class Generation(Generic[WaiterT, QueueT]):
         except InternalError as error:
             self.fail(error)
             return True
+        return self.complete(output)
+
+    def complete(self, output: GenerateOutput) -> bool:
+        """As :meth:`finish`, with the decoded result."""
         if output.index in self._outputs:
             return False
         self._outputs[output.index] = output

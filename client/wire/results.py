@@ -8,7 +8,7 @@ import array
 import math
 import operator
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...io_struct import (
     DeltaDetails,
@@ -130,6 +130,21 @@ class TokenDelta:
     """None unless ``token_ids_logprob``."""
     details: "TokenDetails | None" = None
     """None unless the request was sent with ``stream_details``."""
+
+    def cut(self, start: int, end: int | None = None) -> "TokenDelta":
+        """The tokens [start, end) of this delta; None means to the last."""
+        if start == 0 and end in (None, len(self.output_ids)):
+            return self
+        top, token_ids = self.output_top_logprobs, self.output_token_ids_logprobs
+        return replace(
+            self,
+            start=self.start + start,
+            output_ids=self.output_ids[start:end],
+            output_logprobs=None if self.output_logprobs is None else self.output_logprobs[start:end],
+            output_top_logprobs=None if top is None else top.cut(start, end),
+            output_token_ids_logprobs=None if token_ids is None else token_ids.cut(start, end),
+            details=None if self.details is None else self.details.cut(start, end),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
