@@ -7,9 +7,10 @@ Invariants:
 """
 # ruff: noqa: N818  (the names say what happened, as the codes do; the common base carries the suffix)
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
-from ..io_struct import CaesuraError, ErrorCode, ErrorReply
+from ..io_struct import CaesuraError, ErrorCode, ErrorReply, WeightUpdateReqOutput
 
 if TYPE_CHECKING:
     from .wire.images import ImageOutput
@@ -175,6 +176,26 @@ class GroupError(EngineError):
     """A weight update group is unknown, dead, or was not joined by every rank in time."""
 
     error_code = ErrorCode.GROUP_ERROR
+
+
+class PartialUpdate(GroupError):
+    """Some engines did not take an update that others have committed.
+
+    Attributes:
+        replies: the commit of each engine that has it, by its position in the chain.
+        errors: why each of the others has not.
+    """
+
+    def __init__(
+        self, names: Sequence[str], replies: dict[int, WeightUpdateReqOutput], errors: dict[int, CaesuraError]
+    ) -> None:
+        """``names``: of all engines, for people."""
+        first = min(errors)
+        super().__init__(
+            f"{len(errors)} of {len(names)} engines did not take the update, first {names[first]}: {errors[first]}"
+        )
+        self.replies = replies
+        self.errors = errors
 
 
 class CheckpointError(EngineError):

@@ -52,8 +52,12 @@ from .weights import (
     DestroyWeightsUpdateGroupReqInput,
     DestroyWeightsUpdateGroupReqOutput,
     EndWeightUpdateReqInput,
+    GetWeightsManifestReqInput,
+    GetWeightsManifestReqOutput,
     InitWeightsUpdateGroupReqInput,
     InitWeightsUpdateGroupReqOutput,
+    SendWeightsReqInput,
+    SendWeightsReqOutput,
     UpdateWeightFromDiskReqInput,
     UpdateWeightsFromCheckpointEngineReqInput,
     UpdateWeightsFromDistributedReqInput,
@@ -88,6 +92,8 @@ ToScheduler = (
     | InitWeightsUpdateGroupReqInput
     | DestroyWeightsUpdateGroupReqInput
     | UpdateWeightsFromDistributedReqInput
+    | GetWeightsManifestReqInput
+    | SendWeightsReqInput
     | WeightsCheckerReqInput
     | StartProfileReqInput
     | StopProfileReqInput
@@ -116,6 +122,8 @@ ToClient = (
     | WeightUpdateReqOutput
     | InitWeightsUpdateGroupReqOutput
     | DestroyWeightsUpdateGroupReqOutput
+    | GetWeightsManifestReqOutput
+    | SendWeightsReqOutput
     | WeightsCheckerReqOutput
     | StartProfileReqOutput
     | StopProfileReqOutput

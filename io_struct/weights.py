@@ -10,6 +10,9 @@ from .control import ControlRequest, PositiveDuration
 DEFAULT_GROUP_NAME = "weight_update_group"
 """SGLang's default."""
 
+GroupName = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
+BroadcastSizes = Annotated[list[Annotated[int, msgspec.Meta(ge=1)]], msgspec.Meta(min_length=1)]
+
 DEFAULT_BROADCAST_TIMEOUT_S = 300.0
 """Longest time between two broadcasts of an update: a trainer may gather a tensor from its ranks meanwhile."""
 
@@ -105,6 +108,8 @@ class WeightUpdateReqOutput(Reply, kw_only=True):
     """True: this call flushed the prefix cache."""
     stages: StageTimes
     """Time spent in this call, by stage (for ``end``: in the session)."""
+    relay_error: str | None = None
+    """Why the engines behind this one (``relay_to``) did not get everything. None: they did, or there are none."""
 
 
 class WeightUpdateOptions(ControlRequest, kw_only=True):
@@ -211,23 +216,25 @@ class UpdateWeightsFromCheckpointEngineReqInput(WeightUpdateOptions, kw_only=Tru
 
 
 class InitWeightsUpdateGroupReqInput(ControlRequest, kw_only=True):
-    """Join the torch.distributed process group over which a trainer broadcasts weights. The reply is sent when every
+    """Join the torch.distributed process group over which its rank 0 broadcasts weights. The reply is sent when every
     rank has joined.
 
-    The group is PyTorch's own: a ``tcp://`` rendezvous at the master's address with ``PrefixStore(group_name)``. The
-    trainer is rank 0, this engine is rank ``rank_offset``. The same init again is answered at once. If too many
-    groups wait for their ranks, it is refused as ``queue_full``.
+    The group is PyTorch's own: a ``tcp://`` rendezvous at the master's address with ``PrefixStore(group_name)``. Rank
+    0 is a trainer, or an engine that sends its own weights (``SendWeightsReqInput``) or relays what it receives. This
+    engine is rank ``rank_offset``. The same init again is answered at once. If too many groups wait for their ranks,
+    it is refused as ``queue_full``.
     """
 
     master_address: Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
-    """Host name or IP address of rank 0, which holds the store."""
+    """Host name or IP address of the process that holds the store: the trainer, or whoever has engines join one
+    another. An engine never holds it."""
     master_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
     """TCP port of the store."""
-    rank_offset: Annotated[int, msgspec.Meta(ge=1)]
-    """Rank of this engine; below ``world_size``."""
+    rank_offset: Annotated[int, msgspec.Meta(ge=0)]
+    """Rank of this engine; below ``world_size``. As rank 0 it sends, as any other it receives."""
     world_size: Annotated[int, msgspec.Meta(ge=2)]
-    """Number of ranks in the group, the trainer included; at most 16,384."""
-    group_name: Annotated[str, msgspec.Meta(min_length=1, max_length=128)] = DEFAULT_GROUP_NAME
+    """Number of ranks in the group, rank 0 included; at most 16,384."""
+    group_name: GroupName = DEFAULT_GROUP_NAME
     """Name of the group in later calls, and prefix of its keys in the store; the same for all ranks."""
     backend: Literal["gloo", "nccl"] | None = None
     """None means nccl on CUDA, else gloo. All ranks must use the same."""
@@ -244,13 +251,13 @@ class InitWeightsUpdateGroupReqOutput(Reply, kw_only=True):
     rank: int
     """Rank of this engine in the group."""
     world_size: int
-    """Number of ranks in the group, the trainer included."""
+    """Number of ranks in the group, rank 0 included."""
 
 
 class DestroyWeightsUpdateGroupReqInput(ControlRequest, kw_only=True):
     """Leave a weight update group. An unknown group is ``group_error``."""
 
-    group_name: Annotated[str, msgspec.Meta(min_length=1, max_length=128)] = DEFAULT_GROUP_NAME
+    group_name: GroupName = DEFAULT_GROUP_NAME
     """Name of the group, joined or still joining."""
 
 
@@ -263,11 +270,91 @@ class UpdateWeightsFromDistributedReqInput(WeightUpdateOptions, kw_only=True):
 
     specs: list[TensorSpec]
     """Names, shapes and dtypes; whole tensors only, offsets are ignored."""
-    group_name: Annotated[str, msgspec.Meta(min_length=1, max_length=128)] = DEFAULT_GROUP_NAME
+    group_name: GroupName = DEFAULT_GROUP_NAME
     """Name of the group; every rank must have joined it."""
     load_format: Literal["flattened_bucket"] | None = None
     """None means one broadcast per tensor. ``flattened_bucket``: one broadcast of uint8 with the bytes of all
     tensors, one after the other without padding."""
+    tensors_per_broadcast: BroadcastSizes | None = None
+    """With ``flattened_bucket``: how many of the tensors come in each broadcast, in the order of ``specs``. None
+    means all of them in one."""
+    relay_to: GroupName | None = None
+    """Another group, of which this engine is rank 0: each broadcast is passed on there when it has arrived, while the
+    next one is received. A failure there does not fail this call (``relay_error`` of the reply); a failure of this
+    call ends that group. None means that nothing is passed on."""
+
+
+class GetWeightsManifestReqInput(ControlRequest, kw_only=True):
+    """Ask for the names, shapes and dtypes of the weights as this engine stores them, in the order of its model: what
+    ``SendWeightsReqInput`` can send. Answered in every state."""
+
+    component: Label | None = None
+    """The component of a diffusion pipeline whose tensors are asked for. None means its transformer."""
+
+
+class StoredTensor(ReplyRecord, kw_only=True, frozen=True):
+    """A tensor of the checkpoint as an engine stores it."""
+
+    name: str
+    """Name of the tensor in the checkpoint."""
+    dtype: str
+    """Safetensors name of the type that it is stored as, which may not be the checkpoint's."""
+    shape: list[int]
+    """Elements per dimension."""
+    nbytes: int
+    """Size in bytes."""
+
+    def spec(self) -> TensorSpec:
+        """As messages name it."""
+        return TensorSpec(name=self.name, dtype=self.dtype, shape=self.shape, nbytes=self.nbytes)
+
+
+class GetWeightsManifestReqOutput(Reply, kw_only=True):
+    """The tensors of a complete update."""
+
+    tensors: list[StoredTensor]
+    """In the order of the model."""
+    weights_epoch: int
+    """Epoch of the committed weights."""
+    weight_version: str
+    """Label of the committed weights."""
+
+
+class SendWeightsReqInput(ControlRequest, kw_only=True):
+    """Broadcast committed weights as rank 0 of a weight update group, whose other ranks receive them with
+    ``UpdateWeightsFromDistributedReqInput``. Generation goes on meanwhile.
+
+    All bytes are those of one commit: commands that would change or release the weights wait until everything is
+    sent. Weights that are not valid are refused. A call that fails ends the group, so that nobody waits for it.
+    """
+
+    specs: list[TensorSpec]
+    """Names, shapes and dtypes as stored (``GetWeightsManifestReqInput``), in the order of sending; offsets are
+    ignored. Others are ``weight_mismatch``."""
+    group_name: GroupName = DEFAULT_GROUP_NAME
+    """Name of the group, of which this engine is rank 0; every rank must have joined it."""
+    load_format: Literal["flattened_bucket"] | None = None
+    """That of the receivers' calls. None means one broadcast per tensor."""
+    tensors_per_broadcast: BroadcastSizes | None = None
+    """That of the receivers' calls: with ``flattened_bucket``, how many of the tensors go in each broadcast. None means all
+    of them in one."""
+    component: Label | None = None
+    """The component of a diffusion pipeline whose tensors are sent. None means its transformer."""
+
+
+class SendWeightsReqOutput(Reply, kw_only=True):
+    """Every receiver has got everything."""
+
+    weights_epoch: int
+    """Epoch of the weights that were sent."""
+    weight_version: str
+    """Their label."""
+    sent_tensors: int
+    """Number of tensors."""
+    sent_bytes: int
+    """Their bytes, counted once however many receivers there are."""
+    seconds: float
+    """From the first byte that was read to the end of the last broadcast."""
 
 
 class WeightsCheckerReqInput(ControlRequest, kw_only=True):

@@ -78,9 +78,16 @@ def in_thread(work: Callable[[], None]) -> None:
 
 
 class Task(Generic[Item]):
-    """One call in a new thread, which wakes the loop when the call has ended."""
+    """One call in a thread, which wakes the loop when the call has ended."""
 
-    def __init__(self, work: Callable[[], Item], wake: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        work: Callable[[], Item],
+        wake: Callable[[], None],
+        *,
+        submit: Callable[[Callable[[], None]], None] | None = None,
+    ) -> None:
+        """``submit`` runs a callable in a thread, that of a :class:`Worker` for instance; None means a new one."""
         began = monotonic()
         self.seconds = 0.0
         """Duration of the call; 0 until it has ended."""
@@ -94,7 +101,7 @@ class Task(Generic[Item]):
             self.seconds = monotonic() - began
             wake()
 
-        in_thread(run)
+        (submit or in_thread)(run)
 
     @property
     def done(self) -> bool:

@@ -15,6 +15,7 @@ from ..io_struct import (
     ErrorCode,
     GetMemoryHistoryReqInput,
     GetStatusReqInput,
+    GetWeightsManifestReqInput,
     HelloReqInput,
     MemoryTag,
 )
@@ -24,6 +25,7 @@ from .batching.request import WeightStamp
 from .build import MakeRunner, build_runner
 from .cache.manager import LedgerError
 from .commands.committed_weights import Start, WeightsFile
+from .commands.distributed_updates import DistributedUpdates
 from .commands.handlers import Commands
 from .commands.lifecycle import Lifecycle
 from .commands.memory_occupation import MemoryOccupation
@@ -32,6 +34,7 @@ from .commands.process_groups import ProcessGroupCommands
 from .commands.profiling import ProfilingCommands
 from .commands.scoring import Scoring
 from .commands.weight_commit import WeightCommit
+from .commands.weight_sending import WeightSending
 from .commands.weight_sessions import Sessions
 from .commands.weight_updates import WeightUpdates
 from .commands.weights_checker import WeightsChecker
@@ -81,6 +84,7 @@ class _Commands:
     """The objects that carry out commands and scoring."""
 
     handlers: Commands
+    sending: WeightSending
     scoring: Scoring | None
 
 
@@ -270,6 +274,7 @@ class Engine:
             HelloReqInput: lambda request: answer_hello(request, lifecycle.stamp.incarnation),
             GetStatusReqInput: lambda request: self.status(request.id),
             GetMemoryHistoryReqInput: self.history.answer,
+            GetWeightsManifestReqInput: commands.sending.manifest,
         }
         self.dispatcher = Dispatcher(
             queries=queries,
@@ -318,18 +323,23 @@ class Engine:
         checker = WeightsChecker(
             model=loaded.model, runner=runner, lifecycle=lifecycle, poison=self.updates.poison
         )
+        sending = WeightSending(
+            model=loaded.model, runner=runner, lifecycle=lifecycle, groups=self.process_groups
+        )
         trace = StepTrace(self._stages, config.profile_dir, config.device, self.wakeup.set)
         self._cleanup.callback(trace.close)
         handlers = Commands(
             lifecycle=lifecycle,
             updates=self.updates,
+            distributed=DistributedUpdates(updates=self.updates, groups=self.process_groups),
+            sending=sending,
             parameter_server=parameter_server,
             process_groups=ProcessGroupCommands(self.process_groups),
             occupation=occupation,
             checker=checker,
             profiling=ProfilingCommands(trace, lambda: lifecycle.step),
         )
-        return _Commands(handlers, self._build_scoring(core, module))
+        return _Commands(handlers, sending, self._build_scoring(core, module))
 
     def _build_updates(
         self, config: EngineConfig, core: _Core, write_stream: WriteStream | None
@@ -355,7 +365,6 @@ class Engine:
                 cache=self.cache,
                 device_cache=self._device_cache,
             ),
-            process_groups=self.process_groups,
             uploader=uploader_of(write_stream, loaded.device),
             history=self.history,
             stages=self._stages,

@@ -19,6 +19,7 @@ import unasync
 CLIENT = Path(__file__).parents[1]
 COMMAND = "python client/_blocking/generate.py"
 SOURCES = {
+    "wire/async_command_client.py": "wire/command_client.py",
     "wire/async_control_client.py": "wire/control_client.py",
     "wire/async_client.py": "wire/scheduler_client.py",
     "wire/async_handle.py": "wire/handle.py",
@@ -26,11 +27,13 @@ SOURCES = {
 }
 """What is written by hand, and what becomes of it."""
 WORDS = {
+    "AsyncCommandClient": "CommandClient",
     "AsyncControlClient": "ControlClient",
     "AsyncGenerationHandle": "GenerationHandle",
     "AsyncSchedulerClient": "SchedulerClient",
     "LoopClient": "ThreadClient",
     "async_channel": "channel",
+    "async_command_client": "command_client",
     "async_control_client": "control_client",
     "async_driving": "driving",
     "async_handle": "handle",

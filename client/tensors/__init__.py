@@ -3,6 +3,7 @@
 from .buckets import Bucket, NamedTensors, Piece, as_frames, buckets, manifest
 from .group import WeightUpdateGroup
 from .names import checkpoint_tensors
+from .peers import clone_weights
 from .shared import SharedBucket, SharedBuckets, SharedTensors
 from .steps import Await, Run, Send, Steps, Ticket, call, in_one_session, ipc_steps, tensor_steps
 
@@ -23,6 +24,7 @@ __all__ = [
     "buckets",
     "call",
     "checkpoint_tensors",
+    "clone_weights",
     "in_one_session",
     "ipc_steps",
     "manifest",

@@ -12,13 +12,9 @@ own prefixes. A group that a trainer has made itself works as well (:meth:`Weigh
 
 import contextlib
 import copy
-import errno
-import os
-import socket
-import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
@@ -27,12 +23,9 @@ from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from ...io_struct import (
     CaesuraError,
-    InitWeightsUpdateGroupReqInput,
-    InitWeightsUpdateGroupReqOutput,
     UpdateWeightsFromDistributedReqInput,
     WeightUpdateReqOutput,
 )
@@ -41,26 +34,35 @@ from ...io_struct.weights import (
     DEFAULT_BROADCAST_TIMEOUT_S,
     DEFAULT_BUCKET_BYTES,
     DEFAULT_GROUP_NAME,
-    PRESENT,
 )
 from ..exceptions import EngineError, GroupError, InvalidRequest, Unsupported, is_answer
 from ..wire.channel import wait_for
 from ..wire.options import UpdateOptions, update_fields
 from .buckets import NamedTensors, bucket_size, manifest, pairs
+from .chain import started
+from .rendezvous import (
+    GRACE_S,
+    PREFIXES,
+    Backend,
+    await_ranks,
+    beside,
+    common_backend,
+    invite,
+    join,
+    leave,
+    mark_present,
+    rendezvous,
+)
 from .steps import Await, Run, Send, Steps, in_one_session
 
 if TYPE_CHECKING:
     from ..wire.control_client import ControlClient
 
 LoadFormat = Literal["flattened_bucket"] | None
-Backend = Literal["gloo", "nccl"]
 Named = tuple[str, Tensor]
 
-_PREFIXES = {"gloo": "cpu/", "nccl": "cuda/"}  # as torch: the first device that a backend registers for
-_LISTEN_BACKLOG = 128
 _POLL_S = 0.0005
 _CLOSE_S = 1.0
-_GRACE_S = 5.0  # between one side's end of a broadcast and the other's
 
 
 class WeightUpdateGroup:
@@ -122,30 +124,30 @@ class WeightUpdateGroup:
             raise InvalidRequest(
                 f"clients must be a list of clients, not a {type(clients).__name__}", field="clients"
             )
-        if backend is not None and backend not in _PREFIXES:
+        if backend is not None and backend not in PREFIXES:
             raise InvalidRequest(
-                f"backend = {shown(backend)} must be {one_of(sorted(_PREFIXES))}", field="backend"
+                f"backend = {shown(backend)} must be {one_of(sorted(PREFIXES))}", field="backend"
             )
-        backend = backend or _common_backend(clients, timeout_s)
+        backend = backend or common_backend(clients, timeout_s)
         if backend == "nccl" and not torch.cuda.is_available():
             raise Unsupported("the backend nccl needs a CUDA device")
         for client in clients:
             with contextlib.suppress(GroupError):  # there was none
                 client.destroy_weights_update_group(group_name, timeout=timeout_s)
         limit, size = timedelta(seconds=timeout_s), 1 + len(clients)
-        store, is_local = _rendezvous(master_address, master_port, size, limit)
+        store, is_local = rendezvous(master_address, master_port, size, limit)
         broadcast_limit = timedelta(seconds=broadcast_timeout_s)
-        if backend == "nccl":  # its constructor waits for nobody: engines that see this wait for one another
-            PrefixStore(group_name, store).set(f"{PRESENT}0", "")
+        mark_present(store, group_name, backend)
+        if backend == "nccl":
             limit = broadcast_limit
         limits = timeout_s, broadcast_timeout_s
-        tickets = _invite(clients, master_address, store.port, group_name, backend, limits)
+        tickets = invite(clients, master_address, store.port, group_name, backend, limits)
         listen = master_address if is_local else None
-        joining = _beside(partial(_join, store, group_name, backend, size, limit, listen))
+        joining = beside(partial(join, store, group_name, backend, size, limit, listen))
         try:
-            _await_ranks([*tickets, joining], timeout_s)
+            await_ranks([*tickets, joining], timeout_s)
         except (CaesuraError, RuntimeError) as error:
-            _leave(clients, group_name, timeout_s)
+            leave(clients, group_name, timeout_s)
             if isinstance(error, CaesuraError):
                 raise
             raise GroupError(f"this process could not join its group: {error}") from error
@@ -201,7 +203,7 @@ class WeightUpdateGroup:
     def close(self) -> None:
         """Leave the group, and have its engines leave. Idempotent."""
         clients, self.clients = self.clients, []
-        _leave(clients, self.group_name, _GRACE_S)
+        leave(clients, self.group_name, GRACE_S)
         self._die("it was closed")
         self._store = None
 
@@ -276,7 +278,7 @@ class WeightUpdateGroup:
         self._dead = self._dead or reason
         holder, self._group = [self._group], None
         # Its end waits for a broadcast that nobody takes, if there is one. A process that ended in between would abort.
-        wait([_beside(holder.clear)], _CLOSE_S)
+        wait([beside(holder.clear)], _CLOSE_S)
 
     def _error(self, reason: str) -> GroupError:
         return GroupError(
@@ -334,12 +336,7 @@ class _Fleet:
         request = copy.copy(wanted.request)
         if self._begun and isinstance(request, UpdateWeightsFromDistributedReqInput):
             request.session_id = client.session_id
-        try:
-            return client.start(request, wanted.expects)
-        except EngineError as error:
-            future: Future[Any] = Future()
-            future.set_exception(error)
-            return future
+        return started(client, request, wanted.expects)
 
     def _replies(self, wanted: Await) -> list[Any]:
         """Every engine's reply. Once all have answered, the first error, refusals first."""
@@ -369,117 +366,3 @@ def _whole(tensors: list[Named], bucket_bytes: int) -> Iterator[list[Named]]:
         size += tensor.nbytes
     if part:
         yield part
-
-
-def _invite(
-    clients: "Sequence[ControlClient]",
-    address: str,
-    port: int,
-    name: str,
-    backend: Backend,
-    limits: tuple[float, float],
-) -> list[Future[Any]]:
-    """Ask every engine to join, in the order of ranks from 1, without waiting for the replies.
-
-    ``limits``: seconds for joining, and for each broadcast.
-    """
-    return [
-        client.start(
-            InitWeightsUpdateGroupReqInput(
-                master_address=address,
-                master_port=port,
-                rank_offset=rank,
-                world_size=1 + len(clients),
-                group_name=name,
-                backend=backend,
-                timeout_s=limits[0],
-                broadcast_timeout_s=limits[1],
-            ),
-            InitWeightsUpdateGroupReqOutput,
-        )
-        for rank, client in enumerate(clients, start=1)
-    ]
-
-
-def _await_ranks(joining: Sequence[Future[Any]], timeout_s: float) -> None:
-    """Until every rank has joined; raises the error of the first that has not, in their order."""
-    done, late = wait(joining, timeout_s + _GRACE_S, return_when=FIRST_EXCEPTION)
-    for future in joining:
-        if future in done:
-            future.result()
-    if late:
-        raise GroupError(f"{len(late)} of {len(joining)} ranks did not join within {timeout_s:g} s")
-
-
-def _rendezvous(address: str, port: int, size: int, limit: timedelta) -> tuple[Any, bool]:
-    """The store of a new group, and whether ``address`` is one of this host's: then the store listens there alone.
-
-    By itself torch listens on all addresses of the host, so it is given a socket that listens already.
-    """
-    options: dict[str, Any] = {"is_master": True, "timeout": limit, "wait_for_workers": False}
-    try:
-        listener = _listening(address, port)
-        if listener is None:
-            return TCPStore(address, port, size, **options), False
-        port = listener.getsockname()[1]
-        return TCPStore(address, port, size, master_listen_fd=listener.detach(), **options), True
-    except (OSError, RuntimeError) as error:
-        raise GroupError(f"cannot serve on {address}:{port}: {error}") from error
-
-
-def _listening(address: str, port: int) -> socket.socket | None:
-    """A socket that listens at ``address``; None where that is no address of this host."""
-    family, kind, protocol, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-    listener = socket.socket(family, kind, protocol)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(place)
-        listener.listen(_LISTEN_BACKLOG)
-    except OSError as error:
-        listener.close()
-        if error.errno != errno.EADDRNOTAVAIL:
-            raise
-        return None
-    return listener
-
-
-def _join(store: Any, name: str, backend: Backend, size: int, limit: timedelta, listen: str | None) -> Any:
-    """This process's end of the group; gloo listens at ``listen`` (None: where it would by itself)."""
-    ranks = PrefixStore(_PREFIXES[backend], PrefixStore(f"{name}/", PrefixStore(name, store)))
-    if backend == "gloo":
-        own: Any = dist.ProcessGroupGloo
-        if listen is None or "GLOO_SOCKET_IFNAME" in os.environ:
-            return own(ranks, 0, size, limit)
-        gloo = own._Options()
-        gloo._timeout, gloo._devices = limit, [own.create_device(hostname=listen)]
-        return own(ranks, 0, size, gloo)
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = limit
-    return dist.ProcessGroupNCCL(ranks, 0, size, options)
-
-
-def _common_backend(clients: "Sequence[ControlClient]", timeout_s: float) -> Backend:
-    if not torch.cuda.is_available() or not dist.is_nccl_available():
-        return "gloo"
-    devices = [client.status(timeout=timeout_s).device for client in clients]
-    return "nccl" if all(device.startswith("cuda") for device in devices) else "gloo"
-
-
-def _leave(clients: "Sequence[ControlClient]", name: str, timeout_s: float) -> None:
-    for client in clients:
-        with contextlib.suppress(EngineError):  # it has left, or is gone
-            client.destroy_weights_update_group(name, timeout=timeout_s)
-
-
-def _beside(work: Callable[[], Any]) -> Future[Any]:
-    """Run ``work`` in a thread that does not keep the process alive."""
-    future: Future[Any] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except Exception as error:  # noqa: BLE001  it crosses to whoever waits
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="caesura-group", daemon=True).start()
-    return future

@@ -1,8 +1,7 @@
 """``AsyncControlClient``: the commands of a trainer (pause, weights, memory, status), for coroutines of one event loop.
 
 Invariants:
-- No call waits forever for an engine that has ended: when the connection or the launched process ends, every pending
-  call raises :class:`EngineDied`.
+- Those of the connection (async_command_client.py).
 - A timeout ends the wait, not the command: after :class:`TimedOut` the command may still complete.
   Repeating the call with the same ``message_id`` attaches to it (docs/reference/wire.md, "Idempotence").
 - A call that times out or is interrupted has no effect in the engine beyond what it asked for, except that a weight session
@@ -12,17 +11,16 @@ Invariants:
 import contextlib
 import os
 from collections.abc import AsyncIterator, Sequence
-from types import TracebackType
-from typing import TYPE_CHECKING, Literal, Self, TypeVar, Unpack
+from typing import TYPE_CHECKING, Literal, Unpack
 
 from ... import io_struct as wire
 from ...io_struct.control import LeaseAction
 from ...io_struct.weights import DEFAULT_BROADCAST_TIMEOUT_S, DEFAULT_BUCKET_BYTES, DEFAULT_GROUP_NAME
 from ..exceptions import NoSession, TimedOut, is_answer
-from .async_channel import LoopClient, Result, wait_for
+from .async_channel import wait_for
+from .async_command_client import AsyncCommandClient
 from .options import (
     CheckerAction,
-    ConnectionOptions,
     SessionOptions,
     UpdateOptions,
     WeightUpdate,
@@ -34,36 +32,19 @@ from .options import (
     tags_of,
     this_process,
 )
-from .sessions import OpenSession
 from .why_waiting import explained, time_to_ask
 
 if TYPE_CHECKING:
     from ..tensors import NamedTensors, SharedBuckets, Steps, WeightUpdateGroup
 
-ReplyT = TypeVar("ReplyT", bound=wire.Message)
 
-
-class AsyncControlClient(LoopClient):
+class AsyncControlClient(AsyncCommandClient):
     """A connection to one engine.
 
     ``timeout`` (seconds) of each method limits that call; None waits until the engine answers or dies.
     ``owner`` is the owner token that all commands of this client carry; they renew the lease of its pause.
     The other keywords are those of :class:`~caesura.client.wire.options.ConnectionOptions`.
     """
-
-    def __init__(
-        self, endpoint: str, *, owner: str | None = None, **connection: Unpack[ConnectionOptions]
-    ) -> None:
-        super().__init__(endpoint, connection)
-        self.owner = owner
-        """Owner token of commands that are not given another. None means no token."""
-        self._session = OpenSession()
-        self._shared: SharedBuckets | None = None
-
-    @property
-    def incarnation(self) -> str | None:
-        """Incarnation of the engine that answered last, 16 hex digits; None before the first connection."""
-        return self._channel.incarnation
 
     async def pause(
         self,
@@ -238,8 +219,10 @@ class AsyncControlClient(LoopClient):
         message_id: str | None = None,
         timeout: float | None = None,
     ) -> wire.InitWeightsUpdateGroupReqOutput:
-        """Have the engine join a process group as rank ``rank_offset``, while the trainer joins it as rank 0
-        (``WeightUpdateGroup.create`` does both); returns when every rank has joined."""
+        """Have the engine join a process group as rank ``rank_offset``; returns when every rank has joined.
+
+        Rank 0 is a trainer (``WeightUpdateGroup.create`` has both join), or an engine that :meth:`send_weights`.
+        """
         request = wire.InitWeightsUpdateGroupReqInput(
             id=id_of(message_id),
             master_address=master_address,
@@ -263,6 +246,39 @@ class AsyncControlClient(LoopClient):
         """Have the engine leave a process group."""
         request = wire.DestroyWeightsUpdateGroupReqInput(id=id_of(message_id), group_name=group_name)
         return await self._call(request, wire.DestroyWeightsUpdateGroupReqOutput, timeout)
+
+    async def weights_manifest(
+        self, *, component: str | None = None, message_id: str | None = None, timeout: float | None = None
+    ) -> wire.GetWeightsManifestReqOutput:
+        """Name, dtype and shape of every tensor as the engine stores it: what :meth:`send_weights` can send."""
+        request = wire.GetWeightsManifestReqInput(id=id_of(message_id), component=component)
+        return await self._call(request, wire.GetWeightsManifestReqOutput, timeout)
+
+    async def send_weights(
+        self,
+        specs: Sequence[wire.TensorSpec],
+        *,
+        group_name: str = DEFAULT_GROUP_NAME,
+        tensors_per_broadcast: Sequence[int] | None = None,
+        component: str | None = None,
+        message_id: str | None = None,
+        timeout: float | None = None,
+    ) -> wire.SendWeightsReqOutput:
+        """Have the engine broadcast committed weights as rank 0 of a process group, while it goes on generating.
+
+        The receivers' calls have the same ``specs`` (those of ``tensors`` in :meth:`weights_manifest`, as ``tensor.spec()``) and the
+        same ``tensors_per_broadcast``: how many of them go in each broadcast; None means one broadcast per tensor. ``clone_weights`` of ``caesura.client.tensors``
+        makes the group and all calls.
+        """
+        request = wire.SendWeightsReqInput(
+            id=id_of(message_id),
+            specs=list(specs),
+            group_name=group_name,
+            load_format=None if tensors_per_broadcast is None else "flattened_bucket",
+            tensors_per_broadcast=None if tensors_per_broadcast is None else list(tensors_per_broadcast),
+            component=component,
+        )
+        return await self._call(request, wire.SendWeightsReqOutput, timeout)
 
     async def release_memory(
         self,
@@ -409,32 +425,6 @@ class AsyncControlClient(LoopClient):
         request = wire.ShutdownReqInput(id=message_id, drain=drain, timeout_s=drain_s, requested_by=sender)
         return await self._call(request, wire.ShutdownReqOutput, timeout)
 
-    async def close(self) -> None:
-        """Close the connection; pending calls raise :class:`EngineDied`. The engine keeps running. Idempotent."""
-        self._channel.close()
-        if self._shared is not None:
-            self._shared.close()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
-
-    @property
-    def session_id(self) -> str | None:
-        """The open weight session that this client began, as far as it knows; None means none."""
-        return self._session.id
-
-    def start(
-        self, request: wire.Request, expects: type[wire.Message], buffers: Sequence[memoryview] = ()
-    ) -> Result:
-        """Send a message without waiting; the future returns its reply or raises the typed error."""
-        self._sign(request)
-        return self._channel.start_call(request, expects, buffers)
-
     async def _drive(self, steps: "Steps", timeout: float | None) -> wire.WeightUpdateReqOutput:
         """Carry out ``steps`` (tensors/steps.py); ``timeout`` limits each wait for a reply."""
         from ..tensors.async_driving import drive
@@ -463,15 +453,6 @@ class AsyncControlClient(LoopClient):
         except wire.CaesuraError as second:
             error.add_note(f"the weight session could not be aborted either: {second}")
 
-    async def _call(self, request: wire.Request, expects: type[ReplyT], timeout: float | None) -> ReplyT:
-        timeout = seconds("timeout", timeout)
-        try:
-            reply: ReplyT = await wait_for(self.start(request, expects), request.id, timeout)
-        except wire.CaesuraError as error:
-            self._session.failed(request, error)
-            raise
-        return reply
-
     async def _explained(self, error: TimedOut) -> TimedOut:
         """The timeout of a generation, with what the engine says that it waits for."""
         patience = time_to_ask(error)
@@ -488,7 +469,3 @@ class AsyncControlClient(LoopClient):
         if self._shared is None:
             self._shared = SharedBuckets()
         return self._shared
-
-    def _sign(self, request: wire.Request) -> None:
-        if isinstance(request, wire.ControlRequest) and request.owner is None:
-            request.owner = self.owner

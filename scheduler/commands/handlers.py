@@ -17,6 +17,7 @@ from ...io_struct import (
     PauseGenerationReqInput,
     ReleaseMemoryOccupationReqInput,
     ResumeMemoryOccupationReqInput,
+    SendWeightsReqInput,
     StartProfileReqInput,
     StopProfileReqInput,
     UpdateWeightFromDiskReqInput,
@@ -26,12 +27,14 @@ from ...io_struct import (
     UpdateWeightsFromTensorReqInput,
     WeightsCheckerReqInput,
 )
+from .distributed_updates import DistributedUpdates
 from .lifecycle import Lifecycle, Operation
 from .memory_occupation import MemoryOccupation
 from .parameter_server import ParameterServerUpdates
 from .pause_ownership import Sender
 from .process_groups import ProcessGroupCommands
 from .profiling import ProfilingCommands
+from .weight_sending import WeightSending
 from .weight_updates import WeightUpdates
 from .weights_checker import WeightsChecker
 
@@ -47,18 +50,22 @@ class Commands:
         *,
         lifecycle: Lifecycle,
         updates: WeightUpdates,
+        distributed: DistributedUpdates,
+        sending: WeightSending,
         parameter_server: ParameterServerUpdates,
         process_groups: ProcessGroupCommands,
         occupation: MemoryOccupation,
         checker: WeightsChecker,
         profiling: ProfilingCommands,
     ) -> None:
+        self._sending = sending
         self._from_tensor = updates.from_tensor
         self._without_sender: dict[type, Callable[[Any], Operation]] = {
             InitWeightsUpdateGroupReqInput: process_groups.init,
             DestroyWeightsUpdateGroupReqInput: process_groups.destroy,
             ReleaseMemoryOccupationReqInput: occupation.release,
             ResumeMemoryOccupationReqInput: occupation.resume,
+            SendWeightsReqInput: sending.send,
             WeightsCheckerReqInput: checker.check,
             StartProfileReqInput: profiling.start,
             StopProfileReqInput: profiling.stop,
@@ -71,9 +78,13 @@ class Commands:
             EndWeightUpdateReqInput: updates.end,
             UpdateWeightFromDiskReqInput: updates.from_disk,
             UpdateWeightsFromIPCReqInput: updates.from_ipc,
-            UpdateWeightsFromDistributedReqInput: updates.from_distributed,
+            UpdateWeightsFromDistributedReqInput: distributed.update,
             UpdateWeightsFromCheckpointEngineReqInput: parameter_server.update,
         }
+
+    def holds_back(self, message: ControlRequest) -> bool:
+        """Whether ``message``, whose operation has not begun, must keep its place in the queue for now."""
+        return self._sending.holds_back(message)
 
     def operation(self, client: bytes, message: ControlRequest, buffers: list[memoryview]) -> Operation:
         """The operation for ``message`` from the socket ``client``. It does nothing until it is first advanced."""

@@ -31,7 +31,6 @@ from ...io_struct import (
     TensorSpec,
     UpdateProgress,
     UpdateWeightFromDiskReqInput,
-    UpdateWeightsFromDistributedReqInput,
     UpdateWeightsFromIPCReqInput,
     UpdateWeightsFromTensorReqInput,
     WeightUpdateOptions,
@@ -48,7 +47,6 @@ from ..weights.components import ComponentSource, chosen, fitting, in_component,
 from ..weights.loader import LoadCounts, WeightLoader, WeightPiece
 from ..weights.source import BufferSource, WeightSource
 from ..weights.transports.disk import DiskSource, OpenFolder
-from ..weights.transports.distributed import WeightsUpdateGroups
 from ..weights.transports.ipc import SharedMemoryMaps
 from ..weights.upload import Uploader
 from ..weights.writing import END, write_some
@@ -76,7 +74,6 @@ class WeightUpdates:
         batcher: StepBatcher,
         outputs: StepOutputs,
         weight_commit: WeightCommit,
-        process_groups: WeightsUpdateGroups,
         uploader: Uploader | None,
         history: MemoryHistory,
         stages: StageProfiler,
@@ -107,7 +104,6 @@ class WeightUpdates:
         self._progress: tuple[WeightSource, float] | None = None
         self._workspace = Workspace()
         self._maps = SharedMemoryMaps(config.device)
-        self._process_groups = process_groups
         lifecycle.commit_sessions_by(self._commit_implicit_session)
         self._weights_file = weights_file
         self.model_path = model_path
@@ -186,32 +182,19 @@ class WeightUpdates:
             yield Wait.THREAD
         if session is not None:
             self.sessions.require_open(session)
-        return (yield from self._update(request, sender, route, opening.result, opening.seconds))
+        return (yield from self.call(request, sender, route, opening.result, opening.seconds))
 
     def from_tensor(
         self, request: UpdateWeightsFromTensorReqInput, sender: Sender, frames: Sequence[memoryview]
     ) -> Operation:
         """Update from tensors in the frames of the message."""
-        return self._update(
+        return self.call(
             request, sender, ("tensor", None), lambda: BufferSource("tensor", request.specs, frames)
         )
 
     def from_ipc(self, request: UpdateWeightsFromIPCReqInput, sender: Sender) -> Operation:
         """Update from tensors in shared memory."""
-        return self._update(request, sender, ("ipc", None), lambda: self._maps.open(request))
-
-    def from_distributed(self, request: UpdateWeightsFromDistributedReqInput, sender: Sender) -> Operation:
-        """Update from tensors that a trainer broadcasts over a process group. The trainer broadcasts even if this engine refuses,
-        so a failed call ends the group, except a foreign call while the group serves another sender's session."""
-        route = ("distributed", request.group_name)
-        try:
-            return (
-                yield from self._update(request, sender, route, lambda: self._process_groups.open(request))
-            )
-        except BaseException as error:
-            if not self.sessions.protects(route, error):
-                self._process_groups.out_of_step(request.group_name, f"an update failed: {error}")
-            raise
+        return self.call(request, sender, ("ipc", None), lambda: self._maps.open(request))
 
     def _commit_implicit_session(self, session: Session) -> Generator[Wait, None, None]:
         """Commit an implicit session before a ``continue`` or an explicit ``flush_cache``.
@@ -223,7 +206,7 @@ class WeightUpdates:
         self._require_complete(session)
         yield from self._commit(session, session.stages)
 
-    def _update(
+    def call(
         self,
         request: WeightUpdateOptions,
         sender: Sender,

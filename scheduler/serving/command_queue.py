@@ -2,7 +2,9 @@
 
 Invariants:
 - Each command is an :data:`Operation` generator. A command that waits for the engine to change *steps aside*: the next command
-  runs, and this one is checked in every tick.
+  runs, and this one is checked in every tick. When it has work again it goes to the head of the queue, behind a command there
+  that has begun: one command works at a time.
+- A command that must not begin yet (it would change weights that are being sent) keeps its place, and so do those behind it.
 - Every command gets exactly one answer. After a failure the device cache is emptied before the answer is sent.
 """
 
@@ -121,10 +123,16 @@ class CommandQueue:
     def advance(self) -> None:
         """Check the commands that have stepped aside, then run the queue for at most a slice."""
         for command in self._stepped_aside[:]:
-            if self._advance_operation(command) is not Wait.CHANGE:
+            wait = self._advance_operation(command)
+            if wait is not Wait.CHANGE:
                 self._stepped_aside.remove(command)
+            if wait not in (None, Wait.CHANGE):
+                self._queue.insert(int(bool(self._queue) and self._queue[0].has_begun), command)
         started, self._waits_for_thread = perf_counter(), False
         while self._queue:
+            if not self._queue[0].has_begun and self._handlers.holds_back(self._queue[0].message):
+                self._waits_for_thread = True
+                return
             wait = self._advance_operation(self._queue[0])
             if wait is None:
                 self._queue.popleft()

@@ -1,4 +1,4 @@
-"""Tensors that a trainer broadcasts over a process group of torch.distributed.
+"""Tensors that rank 0 of a process group of torch.distributed broadcasts: a trainer, or an engine.
 
 Invariants:
 - Joining, receiving and leaving happen in threads (background.py), each with a deadline; the loop never waits for one.
@@ -7,6 +7,8 @@ Invariants:
 - Per group two buffers are in memory, kept between calls: one is received into while the other is written from. On a device with
   streams the order between the two is that of events; the loop waits for neither.
 - What blocks without a timeout of its own (NCCL finding its ranks) is given up at ours: the group is dead, its thread is left.
+
+- An engine that is rank 0 sends (transmission.py) and receives nothing there; what it receives elsewhere it can relay.
 
 How a group's ranks meet and how its backend is made and ended is process_group.py's business.
 """
@@ -20,12 +22,9 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from datetime import timedelta
-from itertools import accumulate
-from math import prod
 from time import monotonic
 from typing import Any
 
-import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -35,16 +34,16 @@ from ....io_struct import (
     CaesuraError,
     ErrorCode,
     InitWeightsUpdateGroupReqInput,
-    TensorSpec,
     UpdateWeightsFromDistributedReqInput,
 )
 from ...background import Feed, Worker
-from ...dtypes import DTYPES
 from ..loader import WeightPiece
 from ..source import cut
 from ..write_stream import WriteStream
+from .batches import Batch, batches_of, nbytes_of
 from .process_group import Membership, await_ranks, keys_of, make_backend, ranks_seen, release
 from .reception import GRACE_S, SHARED_BYTES, Reception, broadcasts, plans_of
+from .transmission import Relay, Transmission
 
 MAX_WORLD_SIZE = 16384
 """A backend reserves memory for every rank before the first has come."""
@@ -55,7 +54,6 @@ _LOOK_S = 1.0  # longest attempt to reach a port, between two looks at whether a
 _CLOSE_S = 0.5
 _QUESTION = struct.pack("=BIB", 0, 0x3C85F7CE, 7)
 """To a TCPStore: its check of clients, and how many keys it has (torch/csrc/distributed/c10d). Whatever comes back, somebody is there."""
-_MAX_BYTES = 1 << 62  # beyond, neither torch nor a reply can hold the number
 _RETRY_S = 0.05  # between two looks at a port where nobody listens yet
 
 
@@ -94,7 +92,8 @@ class Group:
         self._buffers: dict[int, Tensor] = {}
         self._joining: Feed[Any] = Feed(self._join(), wake)
         self._leaving: threading.Thread | None = None
-        self._receiver: Worker | None = None
+        self._worker: Worker | None = None
+        self._sending: Transmission | None = None
         self.has_joined = False
         """Every rank was there once."""
 
@@ -125,9 +124,9 @@ class Group:
         """
         self._failure = self._failure or self.error(reason)
         self._joining.cancel()
-        if self._receiver is not None:
-            self._receiver.close()
-            self._receiver = None
+        if self._worker is not None:
+            self._worker.close()
+            self._worker = None
         if self._backend is not None:
             holder, self._backend = [self._backend], None
             self._leaving = threading.Thread(
@@ -162,8 +161,52 @@ class Group:
             **detail,
         )
 
-    def receive(self, sizes: Sequence[int]) -> Reception:
-        """One broadcast from rank 0 per size, in bytes.
+    def require_receiver(self) -> None:
+        """Raise ``group_error`` unless every rank is there and this one receives."""
+        self._require_joined()
+        if self.membership.rank == 0:
+            raise self.error("rank 0 sends: this engine receives nothing there")
+
+    def require_sender(self) -> None:
+        """Raise ``group_error`` unless every rank is there and this one sends; ``busy`` if it does so now."""
+        self._require_joined()
+        if self.membership.rank != 0:
+            raise self.error("only rank 0 sends")
+        if self._sending is not None and self._sending.is_open:
+            raise CaesuraError(
+                ErrorCode.BUSY,
+                f"weights are being sent over group {self.membership.group_name!r}",
+                running="SendWeightsReqInput",
+            )
+
+    def _require_joined(self) -> None:
+        if not self.joined():
+            raise self.error("not every rank has joined yet")
+
+    def transmit(self, nbytes: int) -> Transmission:
+        """Broadcasts to the other ranks, the largest of ``nbytes``; raises as :meth:`WeightsUpdateGroups.transmit`."""
+        self.require_sender()
+        for slot in (0, 1):
+            self._make_room(slot, nbytes)
+        self._worker = self._worker or Worker()
+        self._sending = Transmission(
+            self._backend,
+            [self._buffers[slot] for slot in (0, 1)],
+            self._write_stream,
+            timeout_s=self._broadcast_timeout_s,
+            submit=self._worker.submit,
+            wake=self._wake,
+            broken=self.broken,
+        )
+        return self._sending
+
+    def relay(self) -> Relay:
+        """Passes on to the other ranks what another group receives; raises as :meth:`require_sender`."""
+        self.require_sender()
+        return Relay(self._backend, self._broadcast_timeout_s)
+
+    def receive(self, sizes: Sequence[int], relay: Relay | None = None) -> Reception:
+        """One broadcast from rank 0 per size, in bytes; each is passed on to ``relay``.
 
         Raises:
             CaesuraError: ``out_of_memory``, there is no room for them; no broadcast was entered.
@@ -172,11 +215,14 @@ class Group:
         plans = list(plans_of(sizes, 0 if stream is None else SHARED_BYTES))
         for slot in (0, 1):
             self._make_room(slot, max((plan.nbytes for plan in plans[slot::2]), default=0))
-        self._receiver = self._receiver or Worker()
+        self._worker = self._worker or Worker()
         written = [None if stream is None else stream.mark() for _ in (0, 1)]
         buffers = [self._buffers[slot] for slot in (0, 1)]
-        items = broadcasts(self._backend, plans, buffers, written, stream, timedelta(seconds=timeout_s))
-        feed = Feed(items, self._wake, ahead=2, submit=self._receiver.submit)
+        limit = timedelta(seconds=timeout_s)
+        items = broadcasts(self._backend, plans, buffers, written, stream, limit, relay)
+        feed = Feed(items, self._wake, ahead=2, submit=self._worker.submit)
+        if relay is not None:  # a buffer may be kept that long by what is relayed from it
+            timeout_s += relay.timeout_s
         return Reception(feed, written, stream, timeout_s=timeout_s, broken=self.broken, wake=self._wake)
 
     def _make_room(self, slot: int, needed: int) -> None:
@@ -263,8 +309,11 @@ class DistributedSource:
     name = "distributed"
     complete = False
 
-    def __init__(self, group: Group, batches: list[list[TensorSpec]]) -> None:
-        """``batches``: which tensors come in one broadcast, ``offset`` and ``nbytes`` within it."""
+    def __init__(self, group: Group, batches: list[Batch], behind: Group | None = None) -> None:
+        """``behind``: a group of which this engine is rank 0, and to which everything is relayed."""
+        self.relay_error: str | None = None
+        """Why the ranks ``behind`` did not get everything; None: they did, or there are none."""
+        self._behind = behind
         self.specs = [spec for batch in batches for spec in batch]
         self.total_bytes = sum(spec.nbytes for spec in self.specs)
         self._group = group
@@ -275,7 +324,8 @@ class DistributedSource:
     ) -> Generator[WeightPiece | None, None, None]:
         """Views of the receive buffers."""
         self._group.joined()
-        reception = self._group.receive([sum(spec.nbytes for spec in batch) for batch in self._batches])
+        relay = None if self._behind is None else self._behind.relay()
+        reception = self._group.receive([nbytes_of(batch) for batch in self._batches], relay)
         with contextlib.closing(reception):
             for batch in self._batches:
                 while (received := reception.take()) is None:
@@ -284,6 +334,10 @@ class DistributedSource:
                     if not skip(spec.name):
                         data = received[spec.offset : spec.offset + spec.nbytes]
                         yield from cut(spec, data, bucket_bytes)
+            while relay is not None and not reception.is_over():
+                yield None
+        if self._behind is not None and relay is not None and relay.failure is not None:
+            self.relay_error = self._behind.broken(relay.failure).message
 
 
 class WeightsUpdateGroups:
@@ -365,24 +419,24 @@ class WeightsUpdateGroups:
         """What the trainer will broadcast; no broadcast is entered yet.
 
         Raises:
-            CaesuraError: ``group_error``, the group is unknown, not joined yet, or dead; ``invalid_request``, a spec is not a whole tensor
-                of a known dtype.
+            CaesuraError: ``group_error``, a group is unknown, not joined yet, dead, or has this engine in another role;
+                ``invalid_request``, as of :func:`batches_of`.
         """
         group = self._find(request.group_name)
-        if not group.joined():
-            raise group.error("not every rank has joined yet")
-        specs = [_whole(spec) for spec in request.specs]
-        if sum(spec.nbytes for spec in specs) > _MAX_BYTES:
-            raise CaesuraError(
-                ErrorCode.INVALID_REQUEST, "the tensors are larger than any memory", field="specs"
-            )
-        if request.load_format is None:
-            batches = [[spec] for spec in specs]
-        else:
-            offsets = accumulate((spec.nbytes for spec in specs), initial=0)
-            placed = (msgspec.structs.replace(s, offset=at) for s, at in zip(specs, offsets, strict=False))
-            batches = [list(placed)]
-        return DistributedSource(group, batches)
+        group.require_receiver()
+        behind = None if request.relay_to is None else self._find(request.relay_to)
+        if behind is not None:
+            behind.require_sender()
+        return DistributedSource(group, batches_of(request), behind)
+
+    def transmit(self, name: str, nbytes: int) -> Transmission:
+        """A send over group ``name``, whose largest broadcast has ``nbytes``; no broadcast is entered yet.
+
+        Raises:
+            CaesuraError: ``group_error``, the group is unknown, not joined yet, dead, or not this engine's to send in; ``busy``;
+                ``out_of_memory``.
+        """
+        return self._find(name).transmit(nbytes)
 
     def close(self) -> None:
         """Leave all of them; waits a moment for those that can be left at once."""
@@ -428,17 +482,6 @@ def _require_possible(member: Membership, device: torch.device) -> None:
             raise CaesuraError(
                 ErrorCode.INVALID_REQUEST, f"{field} {value} must be below {below}", field=field, value=value
             )
-
-
-def _whole(spec: TensorSpec) -> TensorSpec:
-    """``spec`` as all of its tensor, at the start of a buffer."""
-    dtype = DTYPES.get(spec.dtype)
-    if dtype is None or spec.start_row:
-        problem = "starts in its midst" if dtype is not None else f"has the unknown dtype {spec.dtype!r}"
-        raise CaesuraError(
-            ErrorCode.INVALID_REQUEST, f"tensor {spec.name!r} {problem}", field="specs", value=spec.name
-        )
-    return msgspec.structs.replace(spec, offset=0, nbytes=prod(spec.shape) * dtype.itemsize, buffer=0)
 
 
 def _first_line(error: Exception) -> str:

@@ -14,7 +14,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from time import monotonic
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch import Tensor
@@ -52,6 +52,26 @@ class Received:
     """None: they have."""
 
 
+class Relays(Protocol):
+    """What passes on the broadcasts that arrive (transmission.py); in the thread that receives."""
+
+    def forward(self, slot: int, views: Sequence[Tensor]) -> None:
+        """Pass ``views`` on, which lie in buffer ``slot``, without waiting; never raises."""
+        ...
+
+    def settle(self, slot: int) -> None:
+        """Wait until buffer ``slot`` is not read any more; never raises."""
+        ...
+
+
+def broadcast_options(timeout: timedelta) -> Any:
+    """Of a broadcast from rank 0."""
+    options = dist.BroadcastOptions()
+    options.rootRank = options.rootTensor = 0
+    options.timeout = timeout
+    return options
+
+
 def plans_of(sizes: Sequence[int], shared_bytes: int) -> Iterator[Plan]:
     """As many broadcasts together as ``shared_bytes`` hold, at least one."""
     places: list[tuple[int, int]] = []
@@ -73,14 +93,15 @@ def broadcasts(
     written: Sequence[DeviceEvent | None],
     stream: WriteStream | None,
     timeout: timedelta,
+    relay: "Relays | None" = None,
 ) -> Iterator[Received]:
-    """In a thread: fill ``buffers`` in turn, each after what was ``written`` from it."""
-    options = dist.BroadcastOptions()
-    options.rootRank = options.rootTensor = 0
-    options.timeout = timeout
+    """In a thread: fill ``buffers`` in turn, each after what was ``written`` from it, and ``relay`` what has arrived."""
+    options = broadcast_options(timeout)
     works: deque[Any] = deque()
     try:
         for number, plan in enumerate(plans):
+            if relay is not None:
+                relay.settle(number % 2)
             with nullcontext() if stream is None else stream.beside():
                 event = written[number % 2]
                 if stream is not None and event is not None:
@@ -90,7 +111,12 @@ def broadcasts(
                 while works:
                     works.popleft().wait()
                 received = Received(views, None if stream is None else stream.here())
+                if relay is not None:
+                    relay.forward(number % 2, views)
             yield received
+        if relay is not None:
+            relay.settle(0)
+            relay.settle(1)
     finally:
         # The traceback of a broadcast that failed keeps this frame, and would keep the backend's threads and sockets.
         works.clear()
@@ -151,6 +177,14 @@ class Reception:
             self._holds = True
             self._deadline = monotonic() + self._timeout_s + GRACE_S
         return self._ready.popleft()
+
+    def is_over(self) -> bool:
+        """Whether the thread has relayed everything, too; asked when all have been taken. Raises as :meth:`take`."""
+        self._release()
+        if self._feed.ended:
+            return True
+        self._look_again()
+        return False
 
     def close(self) -> None:
         """No more are wanted."""

@@ -18,7 +18,7 @@ from support.plain_trainer import PlainTrainer, broadcast_and_die, update_messag
 from support.scripted import EngineDriver, assert_error
 from support.waiting import eventually
 
-from caesura.client.tensors import group
+from caesura.client.tensors import rendezvous
 from caesura.io_struct import (
     DestroyWeightsUpdateGroupReqInput,
     InitWeightsUpdateGroupReqInput,
@@ -337,11 +337,13 @@ def test_a_group_of_one_host_listens_on_loopback_alone(driver):
     message = InitWeightsUpdateGroupReqInput(
         master_address="127.0.0.1", master_port=1, rank_offset=1, world_size=2, timeout_s=PATIENCE
     )
-    store, is_local = group._rendezvous("127.0.0.1", 0, 2, timedelta(seconds=PATIENCE))
+    store, is_local = rendezvous.rendezvous("127.0.0.1", 0, 2, timedelta(seconds=PATIENCE))
     assert is_local
     message.master_port = store.port
-    joining = group._beside(
-        lambda: group._join(store, message.group_name, "gloo", 2, timedelta(seconds=PATIENCE), "127.0.0.1")
+    joining = rendezvous.beside(
+        lambda: rendezvous.join(
+            store, message.group_name, "gloo", 2, timedelta(seconds=PATIENCE), "127.0.0.1"
+        )
     )
     assert pump(driver, message).rank == 1
     joining.result(PATIENCE)
