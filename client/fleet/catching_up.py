@@ -1,15 +1,19 @@
 """Brings an engine that joins a fleet, for the first time or again, to the weights that the fleet serves.
 
 Invariant: what returns from here has valid weights under the fleet's label, from where the fleet has its own: the checkpoint that
-all started with, or were updated from, or another member.
+all started with, or were updated from, or another member. A member's copy is preferred: it is what the fleet serves, whatever has
+become of the folder.
 """
 
-from contextlib import suppress
+import asyncio
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 
 from ...io_struct import GetStatusReqOutput
 from ..exceptions import EngineError, WeightsInvalid
-from .members import Member
+from ..wire.control_client import ControlClient
+from .loading import own_address
+from .members import EngineAddress, Member
 from .two_phase import Verify
 
 RELOAD_S = 600.0
@@ -72,8 +76,33 @@ async def _bring(member: Member, donor: Member | None, source: Source, label: st
     with suppress(EngineError):  # what an update that failed has left open
         await member.client.end_weight_update(commit=False, force=True, timeout=ASK_S)
     await member.client.pause("abort", timeout=RELOAD_S)
+    failure: EngineError = WeightsInvalid(
+        f"the weights {label!r} are in no folder, and no member can send them: {member.name} waits for the next update"
+    )
+    if donor is not None:
+        try:
+            await asyncio.to_thread(_from_peer, donor.address, member.address, member.client.owner)
+        except EngineError as error:
+            failure = error
+        else:
+            return
     if source.folder is None:
-        raise WeightsInvalid(
-            f"the weights {label!r} are in no folder, and no member can send them: {member.name} waits for the next update"
-        )
+        raise failure
     await member.client.update_weights_from_disk(source.folder, weight_version=label, timeout=RELOAD_S)
+
+
+def _from_peer(donor: EngineAddress, target: EngineAddress, owner: str | None) -> None:
+    """Copy the weights and the label of ``donor``, which serves on. Blocks."""
+    from ..tensors import clone_weights
+
+    with ExitStack() as stack:
+        clients = [
+            stack.enter_context(closing(ControlClient(each.endpoint, owner=owner, **each.keys)))
+            for each in (donor, target)
+        ]
+        clone_weights(
+            clients[0],
+            clients[1:],
+            master_address=own_address([donor.endpoint, target.endpoint]),
+            timeout=RELOAD_S,
+        )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ..exceptions import EngineError, GroupError, InvalidRequest
 from ..wire.control_client import ControlClient
-from ..wire.options import ConnectionOptions, folder_of
+from ..wire.options import folder_of
 from .members import EngineAddress, Member
 from .two_phase import Load, everywhere
 
@@ -148,21 +148,18 @@ class Broadcast:
             return self._group
         self.close()
         for address in addresses:
-            options = ConnectionOptions()
-            if address.curve_server_key is not None:
-                options["curve_server_key"] = address.curve_server_key
-                options["curve_client_key_file"] = address.curve_client_key_file
-            self._clients[address.endpoint] = ControlClient(address.endpoint, owner=self._owner, **options)
+            client = ControlClient(address.endpoint, owner=self._owner, **address.keys)
+            self._clients[address.endpoint] = client
         self._group = WeightUpdateGroup.create(
             list(self._clients.values()),
-            master_address=_own_address(endpoints),
+            master_address=own_address(endpoints),
             group_name=f"fleet-{self._owner}"[:128],
             timeout_s=min(60.0, max(1.0, timeout)),
         )
         return self._group
 
 
-def _own_address(endpoints: Sequence[str]) -> str:
+def own_address(endpoints: Sequence[str]) -> str:
     """This host's address as the engines at ``endpoints`` reach it."""
     for endpoint in endpoints:
         scheme, _, place = endpoint.partition("://")

@@ -36,6 +36,15 @@ class EngineAddress:
     name: str = ""
     """Name of the member in status, errors and routing. Empty: the endpoint."""
 
+    @property
+    def keys(self) -> ConnectionOptions:
+        """The options of a client that is heard there."""
+        if self.curve_server_key is None and self.curve_client_key_file is None:
+            return ConnectionOptions()
+        return ConnectionOptions(
+            curve_server_key=self.curve_server_key, curve_client_key_file=self.curve_client_key_file
+        )
+
     @staticmethod
     def of(given: "EngineAddress | str") -> "EngineAddress":
         """An address, from itself or from an endpoint without keys."""
@@ -46,14 +55,12 @@ class Member:
     """An engine of a fleet."""
 
     def __init__(self, address: EngineAddress, *, owner: str | None, keepalive_timeout: float | None) -> None:
-        options = ConnectionOptions(keepalive_timeout=keepalive_timeout)
-        if address.curve_server_key is not None or address.curve_client_key_file is not None:
-            options["curve_server_key"] = address.curve_server_key
-            options["curve_client_key_file"] = address.curve_client_key_file
         self.address = address
         self.name = address.name or address.endpoint
         """Name in status, errors and routing."""
-        self.client = AsyncSchedulerClient(address.endpoint, owner=owner, **options)
+        self.client = AsyncSchedulerClient(
+            address.endpoint, owner=owner, keepalive_timeout=keepalive_timeout, **address.keys
+        )
         """The connection that requests and commands go through."""
         self.state: State = "joining"
         self.reason = "it has not been admitted yet"
