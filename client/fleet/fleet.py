@@ -333,7 +333,7 @@ class Fleet:
             try:
                 await self._admit(member)
             except BaseException:
-                await self._forget(member)
+                await self.forget(member)
                 raise
             return member
 
@@ -344,7 +344,7 @@ class Fleet:
             if member is None:
                 raise InvalidRequest(f"the fleet has no member {name!r}", field="name", value=name)
             self._dispatcher.fence(member, "it was removed from the fleet")
-            await self._forget(member)
+            await self.forget(member)
 
     async def heal(self) -> list[str]:
         """Bring back what is fenced or gone and can be reached; returns the names of those that serve again."""
@@ -367,8 +367,10 @@ class Fleet:
         self._dispatcher.members[member.name] = member
         return member
 
-    async def _forget(self, member: Member) -> None:
-        self._dispatcher.members.pop(member.name, None)
+    async def forget(self, member: Member) -> None:
+        """Close the connection to a member that is not routed to any more. Its caller holds :attr:`lock`."""
+        if self._dispatcher.members.get(member.name) is member:
+            del self._dispatcher.members[member.name]
         await member.client.close()
 
     async def _ask(self, member: Member) -> GetStatusReqOutput:
