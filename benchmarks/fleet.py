@@ -128,9 +128,8 @@ class Campaign:
         self._tensors = {v.label: load_file(next(Path(v.folder).glob("*.safetensors"))) for v in versions}
         self._round = Round(-1, "", "")
         self._under_way: set[asyncio.Task[None]] = set()
+        self._armed: list[tuple[Any, str]] = []
         self._updates = 0
-        self._committed = versions[0].label
-        self._label = ""
 
     async def play(self, number: int) -> Round:
         """One kill, and everything until the fleet is whole again and every request has ended."""
@@ -151,6 +150,7 @@ class Campaign:
         await self._update(found)
         after = [asyncio.ensure_future(self._request(begun_after=True)) for _ in range(UNDER_WAY)]
         await asyncio.gather(*after)
+        self._disarm()
         self.replicas.kill(victim)  # where a broadcast failed before its phase came
         await self.replicas.restart(victim)
         await self._whole()
@@ -171,7 +171,7 @@ class Campaign:
             call = getattr(member.client, name)
 
             async def doomed(*args: Any, call: Any = call, name: str = name, **options: Any) -> Any:
-                delattr(member.client, name)
+                self._disarm()
                 if broadcast:  # one call to all ranks, which follows the answers to this one
                     answer = await call(*args, **options)
                     asyncio.get_running_loop().call_later(
@@ -187,6 +187,13 @@ class Campaign:
                 return await sent
 
             setattr(member.client, name, doomed)
+            self._armed.append((member.client, name))
+
+    def _disarm(self) -> None:
+        """Calls are what they were."""
+        for client, name in self._armed:
+            delattr(client, name)
+        self._armed.clear()
 
     async def _update(self, found: Round) -> None:
         """A whole update: one that was aborted is sent again, as a trainer does."""
@@ -297,9 +304,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-async def run(options: argparse.Namespace) -> list[Round]:
-    """The whole campaign."""
-    rounds: list[Round] = []
+async def run(options: argparse.Namespace, rounds: list[Round]) -> None:
+    """The whole campaign; each round is appended to ``rounds``."""
     with tempfile.TemporaryDirectory() as folder:
         versions = make_versions(Path(folder), 3)
         replicas = Replicas(Path(folder), Path(versions[0].folder), options.replicas)
@@ -313,12 +319,13 @@ async def run(options: argparse.Namespace) -> list[Round]:
                     print(json.dumps(asdict(rounds[-1])), file=sys.stderr, flush=True)
         finally:
             replicas.close()
-    return rounds
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
-    rounds = asyncio.run(run(options))
+    rounds: list[Round] = []
+    with suppress(KeyboardInterrupt):  # what was found by then is told
+        asyncio.run(run(options, rounds))
     facts = machine_facts()
     if options.json is not None:
         options.json.write_text(json.dumps({"machine": facts, "rounds": [asdict(each) for each in rounds]}))

@@ -275,9 +275,12 @@ class Fleet:
             answers = await self.pause_members(mode, members, min(deadline_s, PAUSE_S))
             done = await two_phase(session, answers, load, label=version, deadline_s=deadline_s)
         except (FleetUpdateFailed, asyncio.CancelledError) as error:
-            await self.after_failure(error if isinstance(error, FleetUpdateFailed) else None)
+            await self.after_failure()
             if paused_here:
                 await self.continue_members(PAUSE_S)
+            if isinstance(error, FleetUpdateFailed):
+                error.serving = [member.name for member in self._dispatcher.serving]
+                error.detail["serving"] = error.serving
             raise
         self.committed(done, source)
         if paused_here:
@@ -440,7 +443,7 @@ class Fleet:
             self._drop(member, error, "it does not answer")
         return answers
 
-    async def after_failure(self, failure: FleetUpdateFailed | None) -> None:
+    async def after_failure(self) -> None:
         """An update was aborted. Members without valid weights serve no more; the others have the weights of before."""
         answers = await everywhere(self._dispatcher.serving, self._ask, ASK_S)
         for member, error in (answers.out | answers.failed).items():
@@ -450,9 +453,6 @@ class Fleet:
                 self._dispatcher.fence(
                     member, f"its weights are {status.weights} after an update that failed"
                 )
-        if failure is not None:
-            failure.serving = [member.name for member in self._dispatcher.serving]
-            failure.detail["serving"] = failure.serving
 
     def _drop(self, member: Member, error: EngineError, what: str) -> None:
         if isinstance(error, EngineDied):
