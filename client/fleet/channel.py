@@ -1,12 +1,11 @@
 """A fleet in the place of one engine's connection: what generates over a channel generates over a fleet, unchanged.
 
-Invariant: generations are the dispatcher's; a message for any one engine (a score, images) goes to the least loaded one, and every
-other message is a command, which goes to all (``commands.py``).
+Invariant: generations are the dispatcher's, and a message for any one engine (a score, images) goes to the least loaded one. Commands
+are refused: one reply could not say what each member did, so the fleet has methods of its own for them.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from ...io_struct import (
     AbortReq,
@@ -19,7 +18,7 @@ from ...io_struct import (
     Request,
     ScoreReqInput,
 )
-from ..exceptions import EngineDied, EngineError, error_for
+from ..exceptions import EngineDied, EngineError, Unsupported, error_for
 from ..wire.async_channel import Channel, Deltas, Result
 from ..wire.async_client import AsyncSchedulerClient
 from ..wire.connection import Generation, Sink
@@ -29,18 +28,13 @@ from ..wire.options import ConnectionOptions
 from .dispatch import Dispatcher
 from .members import Member
 
-Command = Callable[[Request, type[Message], Sequence[memoryview]], Awaitable[Message]]
-"""Carries a command out on all members; the reply is one for all of them."""
-
 
 class FleetChannel:
     """The requests of clients of a fleet."""
 
-    def __init__(self, dispatcher: Dispatcher, command: Command) -> None:
+    def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
-        self._command = command
         self._process = Process("client")
-        self._calls: set[asyncio.Future[Any]] = set()
         self._refusal: EngineError | None = None
 
     @property
@@ -51,7 +45,7 @@ class FleetChannel:
     @property
     def pending(self) -> int:
         """How many requests have no final answer yet."""
-        return len(self._dispatcher.flows) + len(self._calls)
+        return len(self._dispatcher.flows)
 
     def require_own_process(self) -> None:
         """Raise RuntimeError in a forked child."""
@@ -84,11 +78,10 @@ class FleetChannel:
             return self._answered(FetchResultReqOutput(id=request.id, results=[], live=live))
         if isinstance(request, ScoreReqInput):
             return self._any().client.channel.start_call(request, expects, buffers)
-        task = asyncio.ensure_future(self._command(request, expects, buffers))
-        self._calls.add(task)
-        task.add_done_callback(self._calls.discard)
-        task.add_done_callback(lambda done: None if done.cancelled() else done.exception())
-        return task
+        raise Unsupported(
+            f"{type(request).__name__} is a command to one engine: a fleet has methods for all of them "
+            "(pause, update, flush_cache, status), and fleet.members[i].client for one"
+        )
 
     def refuse(self, error: EngineError | None) -> None:
         """From now on every new request raises ``error``; None: no longer."""
@@ -99,8 +92,6 @@ class FleetChannel:
         if not self._process.is_here:
             return
         self._refusal = EngineDied("this client is closed")
-        for task in list(self._calls):
-            task.cancel()
         self._dispatcher.close(EngineDied("the client was closed before the answer came"))
 
     def _prepare(self) -> None:
@@ -129,7 +120,7 @@ class FleetChannel:
 
 
 class FleetClient(AsyncSchedulerClient):
-    """A client whose requests go to a fleet."""
+    """Generations, images and scores of a fleet, for whatever takes an :class:`AsyncSchedulerClient`."""
 
     def __init__(self, channel: FleetChannel, *, owner: str | None) -> None:
         self._fleet_channel = channel

@@ -82,10 +82,8 @@ class Fleet:
         self._lock = asyncio.Lock()
         self._looking: asyncio.Task[None] | None = None
         self._loader = loader(self.owner)
-        from .commands import Commands
-
-        self.client = FleetClient(FleetChannel(self._dispatcher, Commands(self).carry_out), owner=self.owner)
-        """A client of the whole fleet, for whatever takes an :class:`AsyncSchedulerClient`."""
+        self.client = FleetClient(FleetChannel(self._dispatcher), owner=self.owner)
+        """Generations of the whole fleet, for whatever takes an :class:`AsyncSchedulerClient`, such as a ``TokenizerManager``."""
 
     @property
     def members(self) -> list[Member]:

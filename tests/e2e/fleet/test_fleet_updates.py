@@ -98,7 +98,7 @@ def test_every_transport_updates_all_members(engines, tensors, other_model, tran
     """While they generate: requests in flight go on, and every token says which weights sampled it."""
 
     async def body(fleet: Fleet) -> None:
-        before = await fleet.generate(PROMPT, GREEDY)
+        before = await fleet.generate(PROMPT, GREEDY, return_logprob=True)
         epoch = fleet.weights_epoch
         handles = [await fleet.submit([*PROMPT, number], LONG) for number in range(4)]
         if transport == "disk":
@@ -118,8 +118,8 @@ def test_every_transport_updates_all_members(engines, tensors, other_model, tran
             epochs = [span.epoch for span in spans]
             assert epochs == sorted(epochs)
             assert {span.version for span in spans} <= {"first", label}
-        after = await fleet.generate(PROMPT, GREEDY, min_weights_epoch=epoch + 1)
-        assert after.output_ids != before.output_ids
+        after = await fleet.generate(PROMPT, GREEDY, return_logprob=True, min_weights_epoch=epoch + 1)
+        assert after.output_logprobs != before.output_logprobs
 
     run(engines, body)
 
