@@ -67,7 +67,9 @@ class Fleet:
             look_interval_s: seconds between looks at the members; one that has restarted is then brought to the fleet's weights.
         """
         self.owner = owner or f"fleet-{new_id()[:12]}"
+        """Owner token of the fleet's pauses and sessions."""
         self.verify: Verify = verify
+        """What members compare before a commit."""
         self.weight_version = ""
         """Label of the weights that the fleet serves."""
         self.paused_mode: PauseMode | None = None

@@ -58,9 +58,9 @@ class Member:
         self.address = address
         self.name = address.name or address.endpoint
         """Name in status, errors and routing."""
-        self.client = AsyncSchedulerClient(
-            address.endpoint, owner=owner, keepalive_timeout=keepalive_timeout, **address.keys
-        )
+        options = address.keys
+        options["keepalive_timeout"] = keepalive_timeout
+        self.client = AsyncSchedulerClient(address.endpoint, owner=owner, **options)
         """The connection that requests and commands go through."""
         self.state: State = "joining"
         self.reason = "it has not been admitted yet"

@@ -25,7 +25,9 @@ class MemberStatus:
     """A member as the fleet sees it."""
 
     name: str
+    """Its name, or else its endpoint."""
     state: State
+    """``serving``: it is given requests. ``joining``, ``fenced``, ``gone``: it is not."""
     reason: str
     """Why it does not serve; empty if it does."""
     load: int
@@ -41,8 +43,12 @@ class FleetStatus:
     weights_epoch: int
     """Epoch of the weights that the fleet serves; spans of its outputs and ``min_weights_epoch`` count alike."""
     weight_version: str
+    """Their label."""
     paused: PauseMode | None
+    """Mode of the fleet's pause; None: it runs."""
     live_requests: int
+    """Requests that have not ended, waiting ones included."""
     moved_requests: int
     """How often a request was continued on another member."""
     members: list[MemberStatus]
+    """All engines, in the order in which they were added."""
