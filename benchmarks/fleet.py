@@ -33,6 +33,7 @@ from safetensors.torch import load_file
 
 from caesura.client import EngineError, GenerateOutput, LaunchedScheduler, SamplingParams, launch_scheduler
 from caesura.client.fleet import EngineAddress, Fleet, FleetUpdateFailed
+from caesura.io_struct import PauseMode
 
 PHASES = ("generate", "pause", "begin", "load", "verify", "commit", "continue")
 CALLS = {
@@ -206,7 +207,8 @@ class Campaign:
                 weights = {
                     "named_tensors": self._tensors[version.label], "transport": found.transport,
                 }  # fmt: skip
-            mode = self.random.choice(["in_place", "retract"])
+            modes: tuple[PauseMode, ...] = ("in_place", "retract")
+            mode = self.random.choice(modes)
             try:
                 await self.fleet.update(**weights, weight_version=label, pause_mode=mode, deadline_s=60.0)
             except FleetUpdateFailed:
