@@ -4,19 +4,22 @@
     python benchmarks/check_baselines.py --update --reason "new kernel for decode"
 
 The workload, on several engines of which the best times count: a start, a rollout on the tiny shape (bfloat16, one
-thread), pause / update from disk / continue in the midst of another, a release and a resume. What is compared is the time
-that each of the engine's stages took in sum (they are in its status), and each part of the workload from end to end.
+thread), pause / update from disk / continue in the midst of another, a release and a resume; then images of a tiny pipeline,
+whose text encoders and VAE come and go. What is compared is the time that each of an engine's stages took in sum (they are in
+its status), and each part of the workload from end to end.
 
 Invariants:
 - Times are compared as ratios to a loop of the same machine that resembles them (``harness/yardstick.py``), measured before
   each engine: a baseline holds on another machine, and on this one when it is slower today.
-- A time is a regression beyond :data:`SHARE` of its baseline and :data:`SLACK_MS`, however short its stage is. A stage that has
-  disappeared is one too: nobody would notice otherwise.
+- A time is a regression beyond :data:`SHARE` of its baseline and :data:`SLACK_MS`, however short its stage is; one of images
+  beyond :data:`IMAGES_SLACK_MS`, and decoding beyond :data:`DECODING_SHARE` and at least :data:`DECODING_SLACK_MS`. A stage
+  that has disappeared is one too: nobody would notice otherwise.
 - ``--update`` adds to the history what was measured and why that is right; nothing in it is ever changed.
 """
 
 import argparse
 import datetime
+import importlib
 import json
 import sys
 import tempfile
@@ -24,6 +27,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from checkpoints import SHAPES, write_checkpoint
@@ -37,12 +41,17 @@ from caesura.client import SamplingParams, SchedulerClient, launch_scheduler
 BASELINES = Path(__file__).with_name("baselines.json")
 SHARE, SLACK_MS = 0.5, 2.0
 """A time may be longer than its baseline by this share of it, and by milliseconds of a machine as fast as the recorded one."""
+IMAGES_SLACK_MS = 120.0
+"""By which a time of images may be longer."""
+DECODING_SHARE, DECODING_SLACK_MS = 0.9, 250.0
+"""By which decoding images may take longer: this share, or these milliseconds if they are more."""
 HISTORY = 50
 """How many of the last records are kept."""
 QUIET = 0.2
 WORKLOAD: dict[str, Any] = {
     "shape": "tiny", "threads": 1, "requests": 64, "prompt_tokens": 128, "new_tokens": 256, "cycles": 100,
     "load_requests": 16, "load_tokens": 2000, "releases": 10,
+    "images": {"shape": "tiny", "requests": 5, "samples": 8, "steps": 10},
 }  # fmt: skip
 """Baselines of another workload are no baselines."""
 
@@ -50,11 +59,13 @@ RESEMBLES: dict[str, Kind] = {
     "stage.prefill": "product", "stage.decode": "product", "stage.sample": "product", "end_to_end.rollout": "product",
     "stage.update.receive": "copy", "stage.update.copy": "copy", "end_to_end.cycles": "copy",
     "stage.release.kv_cache": "copy", "stage.release.weights": "copy", "end_to_end.releases": "copy",
+    "images.stage.encode": "product", "images.stage.denoise": "product", "images.stage.decode": "product",
+    "images.stage.components.arrive": "copy", "images.stage.components.leave": "copy", "images.end_to_end": "product",
 }  # fmt: skip
 """Which loop a time is held against; ``interpreter`` where nothing is said."""
 
 Times = dict[str, float]
-"""Name to milliseconds: ``stage.…`` and ``end_to_end.…``."""
+"""Name to milliseconds: ``stage.…`` and ``end_to_end.…``, those of images with ``images.`` before it."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +81,11 @@ class Verdict:
     @property
     def tolerance(self) -> float:
         """How much more than the baseline is still no regression."""
-        return 0.0 if self.baseline is None else SHARE * self.baseline + SLACK_MS
+        if self.baseline is None:
+            return 0.0
+        if self.name == "images.stage.decode":
+            return max(DECODING_SHARE * self.baseline, DECODING_SLACK_MS)
+        return IMAGES_SLACK_MS if self.name.startswith("images.") else SHARE * self.baseline + SLACK_MS
 
     @property
     def is_regression(self) -> bool:
@@ -171,6 +186,36 @@ def measure(folders: Sequence[Path]) -> Times:
     return times
 
 
+def measure_images(folder: Path) -> Times:
+    """One engine, every image of the workload once; each prompt is another, so each is encoded."""
+    work = WORKLOAD["images"]
+    side = image_pipelines().SHAPES[work["shape"]].side
+
+    def images(prompt: str) -> None:
+        client.generate_images(
+            prompt, n=work["samples"], seed=0, width=side, height=side, num_inference_steps=work["steps"],
+            max_sequence_length=0,
+        )  # fmt: skip
+
+    threads = int(WORKLOAD["threads"])
+    with launch_scheduler(
+        folder, device="cpu", num_threads=threads, frozen_residency="offload", log_level="WARNING"
+    ) as client:
+        images("warm")
+        before, started = stage_seconds(client), time.perf_counter()
+        for number in range(work["requests"]):
+            images("abcdefgh"[number % 8] * (1 + number // 8))
+        total = time.perf_counter() - started
+        after = stage_seconds(client)
+    times = {f"images.stage.{name}": 1e3 * (value - before.get(name, 0.0)) for name, value in after.items()}
+    return {"images.end_to_end": 1e3 * total} | times
+
+
+def image_pipelines() -> ModuleType:
+    """What writes pipelines; with diffusers, which takes seconds to import."""
+    return importlib.import_module("harness.image_pipelines")
+
+
 def cycles(client: SchedulerClient, prompts: list[list[int]], folders: Sequence[Path]) -> None:
     """Pause, update, continue, again and again while requests run; then nothing runs."""
     params = SamplingParams(max_new_tokens=int(WORKLOAD["load_tokens"]), ignore_eos=True, seed=1)
@@ -234,10 +279,14 @@ def run(repeats: int) -> tuple[Times, Times]:
     with tempfile.TemporaryDirectory() as scratch:
         shape = SHAPES[str(WORKLOAD["shape"])]
         folders = [write_checkpoint(Path(scratch) / str(seed), shape, seed=seed) for seed in (0, 1)]
+        pipelines = image_pipelines()
+        pipeline = pipelines.write_pipeline(
+            Path(scratch) / "pipeline", pipelines.SHAPES[WORKLOAD["images"]["shape"]]
+        )
         yardsticks, times = [], []
         for _ in range(repeats):
             yardsticks.append({str(kind): value for kind, value in measure_yardsticks().items()})
-            times.append(measure(folders))
+            times.append(measure(folders) | measure_images(pipeline))
         return best_times(times), best_times(yardsticks)
 
 

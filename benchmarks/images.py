@@ -7,6 +7,11 @@ join between two steps.
 
     python benchmarks/images.py
     python benchmarks/images.py --shape small --threads 2 --json images.json
+
+With ``--residency`` it measures something else: bytes of weights on the device by the strategies of the components, at their
+peak and between stages, and what an image takes then.
+
+    python benchmarks/images.py --shape even --residency
 """
 
 import argparse
@@ -24,6 +29,7 @@ import torch
 from diffusers import StableDiffusion3Pipeline
 from harness.cycles import ALLOWANCE_MS, distribution
 from harness.image_pipelines import SHAPES, write_pipeline
+from harness.image_residency import Occupation, measure_occupation
 from harness.machine import busy_share, describe, machine_facts
 from harness.process_memory import MB, read_memory
 from rich.console import Console
@@ -234,18 +240,50 @@ def tables(console: Console, rates: Rates, cycles: Cycles | None) -> None:
     console.print("reserved MB over the cycles: " + " ".join(f"{value:.0f}" for value in cycles.reserved_mb))
 
 
+def occupation_table(console: Console, found: list[Occupation]) -> None:
+    """What was measured, for people."""
+    table = Table(
+        "encoders, VAE", "transformer", "peak, MB", "denoising, MB", "idle, MB", "one image, s", "ratio"
+    )
+    for each in found:
+        sizes = [f"{nbytes / MB:.1f}" for nbytes in (each.peak, each.denoising, each.idle)]
+        ratio = each.seconds / found[0].seconds
+        table.add_row(each.frozen, each.transformer, *sizes, f"{each.seconds:.3f}", f"{ratio:.2f}")
+    console.print(table)
+
+
+def residency(options: argparse.Namespace, console: Console) -> None:
+    """The section on bytes by strategy."""
+    shape = SHAPES[options.shape]
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_pipeline(Path(folder) / "pipeline", shape)
+        found = measure_occupation(path, shape.side, options.threads, options.rounds)
+    occupation_table(console, found)
+    if options.json is not None:
+        options.json.write_text(json.dumps([asdict(each) for each in found], indent=2) + "\n")
+
+
 def main() -> None:
     """Measure and print."""
     options = parse()
     console = Console()
     facts, busy = machine_facts(), busy_share()
     console.print(f"{describe(facts)}; {busy:.0%} busy before", soft_wrap=True)
+    if options.residency:
+        residency(options, console)
+        return
     torch.set_num_threads(options.threads)
     shape = SHAPES[options.shape]
     workload = Workload(side=shape.side, images=options.images, rounds=options.rounds)
     with tempfile.TemporaryDirectory() as folder:
         path = write_pipeline(Path(folder) / "pipeline", shape)
-        engine = launch_scheduler(path, dtype="float32", device="cpu", num_threads=options.threads)
+        engine = launch_scheduler(
+            path,
+            dtype="float32",
+            device="cpu",
+            num_threads=options.threads,
+            result_ttl_s=options.result_ttl_s,
+        )
         with engine as client:
             assert engine.pid is not None
             pair: dict[str, Diffusers | Caesura] = {
@@ -279,6 +317,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--cycles", type=int, default=1000, help="of pause, update and continue (1000); 0: none"
     )
+    parser.add_argument(
+        "--result-ttl-s", type=float, help="how long answers are stored; the default is the engine's"
+    )
+    parser.add_argument("--residency", action="store_true", help="bytes on the device by strategy instead")
     parser.add_argument("--json", type=Path, help="write all figures there")
     return parser.parse_args()
 

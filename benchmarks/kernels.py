@@ -27,7 +27,8 @@ from caesura.scheduler.config import PAGE_SIZE
 from caesura.scheduler.forward import SamplingBatch
 from caesura.scheduler.kernels import linear, native
 from caesura.scheduler.kernels.attention import PagedAttention, plan_tasks
-from caesura.scheduler.kernels.elementwise import rms_norm, rope_store, silu_mul
+from caesura.scheduler.kernels.elementwise import gate_mul, rms_norm, rope_store
+from caesura.scheduler.kernels.forms import HeadNorms
 from caesura.scheduler.layers.norm import normalize
 from caesura.scheduler.layers.rotary import rotate
 from caesura.scheduler.runner.sampler import Sampler, noise
@@ -237,7 +238,7 @@ def _gate(tokens: int, dtype: torch.dtype) -> Case:
         "silu * up",
         f"[{tokens}, {INTERMEDIATE}]",
         {"torch": lambda _: functional.silu(gate).mul_(up)},
-        lambda _: silu_mul(gate_up),
+        lambda _: gate_mul(gate_up),
         1,
         gate_up.nbytes * 3 // 2,
     )
@@ -266,7 +267,7 @@ def _rotation(tokens: int, dtype: torch.dtype) -> Case:
         f"{tokens} tokens",
         {"torch": peer},
         lambda _: rope_store(
-            qkv, HEADS, cos, sin, slots, *pool.layer(0), out=out, norm=(weight, weight, 1e-6)
+            qkv, HEADS, cos, sin, slots, *pool.layer(0), out=out, norm=HeadNorms(weight, weight, 1e-6)
         ),
         1,
         2 * qkv.nbytes,

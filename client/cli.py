@@ -415,10 +415,11 @@ def _status_rows(status: GetStatusReqOutput) -> Iterable[tuple[str, str]]:
         ),
     )
     age = "none yet" if status.last_step_age_s is None else f"last {status.last_step_age_s:.1f} s ago"
-    yield "throughput", f"{status.gen_throughput:.1f} tokens/s generated in the last seconds"
+    unit = "tokens" if status.images is None else "denoise steps"
+    yield "throughput", f"{status.gen_throughput:.1f} {unit}/s in the last seconds"
     yield (
         "steps",
-        f"{status.step} ({age}), {status.generated_tokens} tokens, {status.num_retractions} retractions",
+        f"{status.step} ({age}), {status.generated_tokens} {unit}, {status.num_retractions} retractions",
     )
     failures = status.step_failures
     if failures.failed:
@@ -428,7 +429,8 @@ def _status_rows(status: GetStatusReqOutput) -> Iterable[tuple[str, str]]:
             f"{failures.failed} steps, {failures.retried} computed again, {failures.splits} splits{limit}",
         )
     kv = status.kv
-    yield "KV tokens", f"{kv.free} free + {kv.cached} cached + {kv.held} held = {kv.total}"
+    if status.images is None:
+        yield "KV tokens", f"{kv.free} free + {kv.cached} cached + {kv.held} held = {kv.total}"
     memory = status.device_memory
     available = "unknown" if memory.available is None else f"{memory.available / MIB:.1f}"
     yield (

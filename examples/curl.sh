@@ -76,6 +76,7 @@ post /stop_profile '{}'
 
 # Of an engine that serves a diffusion pipeline: images and their trajectories, as msgpack
 #   post /rollout/generate '{"prompt": "a red circle", "rollout_return_dit_trajectory": true}' > rollouts.msgpack
+#   post /v1/images/generations '{"prompt": "a red circle", "size": "512x512", "seed": 7}' > images.json
 
 # With a trainer at the other end (it is rank 0 and broadcasts), or a checkpoint-engine server:
 #   post /init_weights_update_group '{"master_address": "10.0.0.1", "master_port": 29500, "rank_offset": 1, "world_size": 2, "backend": "nccl"}'

@@ -34,6 +34,7 @@ from .control import (
     GenerationState,
     GetStatusReqInput,
     GetStatusReqOutput,
+    ImageLoad,
     KVUsage,
     MemoryByTag,
     MemoryState,
@@ -100,7 +101,8 @@ from .profile import (
     StopProfileReqOutput,
     TraceActivity,
 )
-from .score import ReferenceStatus, Residency, ScoreReqInput, ScoreReqOutput
+from .residency import ComponentStatus, PromptCacheStatus, Residency
+from .score import ReferenceStatus, ScoreReqInput, ScoreReqOutput
 from .weights import (
     BeginWeightUpdateReqInput,
     BeginWeightUpdateReqOutput,
@@ -143,6 +145,7 @@ __all__ = [
     "BeginWeightUpdateReqInput",
     "BeginWeightUpdateReqOutput",
     "CaesuraError",
+    "ComponentStatus",
     "ContinueGenerationReqInput",
     "ContinueGenerationReqOutput",
     "ControlRequest",
@@ -178,6 +181,7 @@ __all__ = [
     "HelloReqInput",
     "HelloReqOutput",
     "Identifier",
+    "ImageLoad",
     "InitWeightsUpdateGroupReqInput",
     "InitWeightsUpdateGroupReqOutput",
     "KVUsage",
@@ -194,6 +198,7 @@ __all__ = [
     "PauseGenerationReqOutput",
     "PauseMode",
     "PauseTotal",
+    "PromptCacheStatus",
     "Record",
     "ReferenceStatus",
     "ReleaseMemoryOccupationReqInput",

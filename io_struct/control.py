@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from .base import Label, Reply, ReplyRecord, Request
+from .residency import ComponentStatus, PromptCacheStatus
 from .score import ReferenceStatus
 
 PauseMode = Literal["abort", "retract", "in_place"]
@@ -169,6 +170,17 @@ class RenewPauseLeaseReqOutput(Reply, kw_only=True):
     """Seconds until the lease expires. None means no lease."""
 
 
+class ImageLoad(ReplyRecord, kw_only=True, frozen=True):
+    """Running samples of an image engine, by the step that each needs next."""
+
+    encoding: int
+    """Samples whose prompt is not encoded yet."""
+    denoising: int
+    """Samples with steps of their grid left, the first included."""
+    decoding: int
+    """Samples whose latents are complete and become an image."""
+
+
 class KVUsage(ReplyRecord, kw_only=True, frozen=True):
     """Use of the KV cache pool in token slots: ``free + cached + held == total``, always."""
 
@@ -183,7 +195,7 @@ class KVUsage(ReplyRecord, kw_only=True, frozen=True):
     page_size: int
     """Slots per page, the unit of allocation."""
     bytes_per_token: int
-    """Bytes of KV per token, over all layers."""
+    """Bytes of KV per token that the pool has room for, over all layers: those with a window have room for fewer."""
     routing_bytes_per_token: int = 0
     """Bytes per token for the ids of the experts that computed it; 0 for a model without experts."""
 
@@ -208,6 +220,10 @@ class DeviceMemory(ReplyRecord, kw_only=True, frozen=True):
     """Bytes of the copy of the weights on the host, which exists only while their memory is released
     (``weights_cpu_backup``). On the CPU it is a file in the temporary directory, on accelerators pinned memory;
     ``reserved`` does not include it."""
+    components: int = 0
+    """Bytes on the device of components that come and go (:class:`ComponentStatus`)."""
+    components_peak: int = 0
+    """The most of them at one time, since the engine has loaded its models."""
 
 
 class UpdateProgress(ReplyRecord, kw_only=True, frozen=True):
@@ -248,7 +264,8 @@ class StageStatus(ReplyRecord, kw_only=True, frozen=True):
     """Time spent in one named stage since start. Stages can be nested."""
 
     name: str
-    """``receive``, ``schedule``, ``prefill``, ``decode``, ``sample``, ``process``, ``pause``, ``update.…``, ``release.…``."""
+    """``receive``, ``schedule``, ``prefill``, ``decode``, ``sample``, ``process``, ``pause``, ``update.…``, ``release.…``; of
+    images ``encode``, ``denoise``, ``decode``, and ``components.arrive`` and ``components.leave``, which they wait for."""
     count: int
     """Number of runs."""
     total_s: float
@@ -398,10 +415,12 @@ class GetStatusReqOutput(Reply, kw_only=True):
     last_step_age_s: float | None = None
     """Seconds since the last step finished. None means that there was none yet."""
     generated_tokens: int
-    """Tokens generated since start."""
+    """Tokens generated since start; of an image engine, denoise steps of samples."""
     gen_throughput: float = 0.0
     """Tokens generated per second over the last five seconds, or since the engine began to generate if that was
     later."""
+    images: ImageLoad | None = None
+    """Samples by stage. None: the engine serves a language model."""
     num_retractions: int
     """Retractions since start: by a pause, or because the KV cache was full."""
     step_failures: StepFailures = StepFailures()
@@ -416,6 +435,10 @@ class GetStatusReqOutput(Reply, kw_only=True):
     """Counters since start."""
     stages: list[StageStatus] = []
     """Time spent by stage, in the order of their first run."""
+    components: list[ComponentStatus] = []
+    """Components that come and go, and the reference model's parts."""
+    prompt_cache: PromptCacheStatus | None = None
+    """Encoded prompts. None means that the engine makes no images."""
     reference: ReferenceStatus | None = None
     """The reference model. None means that none is loaded."""
     model_path: str

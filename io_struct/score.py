@@ -1,14 +1,12 @@
 """Scoring: logprobs of given tokens under the reference model, a second checkpoint that an engine can load."""
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 
 from .base import Reply, ReplyRecord, Request
 from .generate import TokenId
-
-Residency = Literal["resident", "offload", "layerwise"]
-"""Where the reference model's weights are: always on the device; there during scoring; there layer by layer."""
+from .residency import Residency
 
 MAX_SEQUENCES = 65536
 """Maximum number of sequences in one message."""

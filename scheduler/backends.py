@@ -25,6 +25,7 @@ from .cache.pool import MHAPool, MLAPool
 from .config import PAGE_SIZE, EngineConfig
 from .forward import AttentionBackend, ForwardBatch
 from .kernels import TORCH, best, trial
+from .kernels.forms import AttentionForm, FormKind
 from .layers.rotary import rotate
 from .runner.graphs import scratch_prefill
 from .runner.staging import StepLimits
@@ -51,6 +52,18 @@ class Shape:
     scale: float
     latent: int | None = None
     """Width of the latents, which are the values; ``head_dim`` has the rotated key, too. None: no latent attention."""
+    value_dim: int | None = None
+    """Size of a value, where it is not ``head_dim``."""
+    kinds: tuple[FormKind, ...] = (FormKind(),)
+    """Of the layers' forms, each once, in an order of their own."""
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """What the layers ask for beyond plain causal attention, by name."""
+        found = {name: None for kind in self.kinds for name in kind.features}
+        if self.value_dim not in (None, self.head_dim):
+            found["values of another size than keys"] = None
+        return tuple(found)
 
     @classmethod
     def of(cls, loaded: LoadedModel) -> "Shape":
@@ -60,7 +73,7 @@ class Shape:
             model.num_heads,
             model.num_kv_heads,
             model.head_dim,
-            model.head_dim**-0.5,
+            model.attention_scale,
         )
         if mla is not None:
             kv_heads, size, scale = 1, mla.latent_width, mla.softmax_scale
@@ -72,6 +85,7 @@ class Shape:
             head_dim=size,
             scale=scale,
             latent=None if mla is None else mla.kv_lora_rank,
+            kinds=tuple(sorted({form.kind for form in loaded.model.forms}, key=repr)),
         )
 
 
@@ -136,7 +150,13 @@ def _first(name: str, shape: Shape) -> Choice | str:
 def _why_not(name: str, shape: Shape) -> str | None:
     """What speaks against a library before it is tried."""
     if name == "triton":
-        return "it does not serve latent attention" if shape.latent else paged_triton.why_not(shape.device)
+        if shape.latent:
+            return "it does not serve latent attention"
+        if shape.value_dim not in (None, shape.head_dim):
+            return "it does not serve values of another size than keys"
+        return paged_triton.why_not(shape.device)
+    if shape.features:
+        return f"it does not serve {', '.join(shape.features)} here"
     if shape.latent is not None:
         rope = shape.head_dim - shape.latent
         return flashinfer_mla.why_not(shape.device, shape.dtype, shape.latent, rope)
@@ -192,11 +212,30 @@ def _differences(choice: Choice, shape: Shape) -> Iterator[float]:
             steps.append((tried.for_decode(len(_DECODE)), _DECODE))
         for backend, rows in steps:
             batch, projected = _batch(rows, shape.device), _projected(shape, sum(new for _, new in rows))
-            found, expected = (_attend(each, batch, projected, shape) for each in (backend, reference))
-            yield float((found - expected).norm() / expected.norm())
+            for form in _forms(shape):
+                found, expected = (
+                    _attend(each, batch, projected, shape, form) for each in (backend, reference)
+                )
+                yield float((found - expected).norm() / expected.norm())
 
 
-def _attend(backend: AttentionBackend, batch: ForwardBatch, projected: Tensor, shape: Shape) -> Tensor:
+def _forms(shape: Shape) -> list[AttentionForm]:
+    """One of each kind that the layers have."""
+    sinks = torch.linspace(-1, 1, shape.num_heads, device=shape.device).to(shape.dtype)
+    return [
+        AttentionForm(
+            window=kind.window,
+            softcap=kind.softcap,
+            scale=kind.scale,
+            sinks=sinks if kind.sinks else None,
+        )
+        for kind in shape.kinds
+    ]
+
+
+def _attend(
+    backend: AttentionBackend, batch: ForwardBatch, projected: Tensor, shape: Shape, form: AttentionForm
+) -> Tensor:
     """As an attention block has it computed: rotation and store in one go where the backend does them."""
     backend.plan(batch)
     heads, kv_heads = shape.num_heads, shape.num_kv_heads
@@ -206,10 +245,10 @@ def _attend(backend: AttentionBackend, batch: ForwardBatch, projected: Tensor, s
     angles = torch.outer(batch.positions, 0.5 ** torch.arange(shape.head_dim // 2, device=shape.device))
     cos, sin = (each.to(shape.dtype).unsqueeze(1) for each in (angles.cos(), angles.sin()))
     if backend.fused is not None:
-        return backend.fused(projected.clone(), cos, sin, 0, None).float()
+        return backend.fused(projected.clone(), cos, sin, 0, None, form).float()
     qk, v = projected.split([heads + kv_heads, kv_heads], dim=1)
     rotated = rotate(qk, cos, sin)
-    return backend.forward(rotated[:, :heads], rotated[:, heads:], v, 0).float()
+    return backend.forward(rotated[:, :heads], rotated[:, heads:], v, 0, form).float()
 
 
 def _filled_pool(shape: Shape) -> MHAPool | MLAPool:

@@ -6,6 +6,7 @@ Invariants:
 """
 
 import logging
+import sys
 from collections.abc import Callable
 
 import torch
@@ -15,6 +16,7 @@ from .backends import Shape, choose, make
 from .batching.waiting_queue import AdmissionLimits, pages_for
 from .cache.pool import MHAPool, MLAPool
 from .cache.routing import RoutingPool
+from .cache.window_pages import WindowPages, storage_pages
 from .config import PAGE_SIZE, EngineConfig
 from .distributed import ParallelState
 from .dtypes import by_torch_name
@@ -75,11 +77,37 @@ def load_model(config: EngineConfig, folder: str | None = None) -> LoadedModel:
 
 
 def kv_bytes_per_token(loaded: LoadedModel) -> int:
-    """Bytes of KV that one token takes, over all layers."""
+    """Bytes of KV that one token takes, over all layers that keep it."""
+    return _token_bytes(loaded, len(loaded.model.forms) - len(_window_layers(loaded)))
+
+
+def _token_bytes(loaded: LoadedModel, num_layers: int) -> int:
+    """The same over so many layers."""
     model = loaded.config
     if model.mla is not None:
-        return MLAPool.bytes_per_token(model.num_layers, model.mla.latent_width, loaded.dtype)
-    return MHAPool.bytes_per_token(model.num_layers, model.num_kv_heads, model.head_dim, loaded.dtype)
+        return MLAPool.bytes_per_token(num_layers, model.mla.latent_width, loaded.dtype)
+    return MHAPool.bytes_per_token(num_layers, model.num_kv_heads, model.head_dim, loaded.dtype)
+
+
+def _window_layers(loaded: LoadedModel) -> frozenset[int]:
+    """Layers that keep a token for as long as their window reaches it."""
+    return frozenset(i for i, form in enumerate(loaded.model.forms) if form.window is not None)
+
+
+def _window_pages(config: EngineConfig, loaded: LoadedModel) -> int:
+    """Pages that these layers need for all requests that may run, the scratch page not counted; 0 without such layers."""
+    longest = max((form.window or 0 for form in loaded.model.forms), default=0)
+    if not longest:
+        return 0
+    return storage_pages(longest, PAGE_SIZE, rows=config.sizes.rows, step_tokens=config.sizes.chunk_tokens)
+
+
+def build_windows(config: EngineConfig, loaded: LoadedModel, pool: MHAPool | MLAPool) -> WindowPages | None:
+    """What gives back the pages of layers with a window. None: the model has none."""
+    if pool.window_pages is None:
+        return None
+    longest = max(form.window or 0 for form in loaded.model.forms)
+    return WindowPages(pool.num_pages, pool.window_pages, PAGE_SIZE, longest)
 
 
 def routing_bytes_per_token(loaded: LoadedModel) -> int:
@@ -95,7 +123,9 @@ def build_pool(
 
     ``kept_free`` bytes are not there for it.
     """
-    per_token = kv_bytes_per_token(loaded) + routing_bytes_per_token(loaded)
+    per_page = (kv_bytes_per_token(loaded) + routing_bytes_per_token(loaded)) * PAGE_SIZE
+    per_window_page = _token_bytes(loaded, len(_window_layers(loaded))) * PAGE_SIZE
+    most_windows = _window_pages(config, loaded)
     free = available_memory_if_known(config.device, empty_cache=True, group=ParallelState())
     if free is None and config.kv_pool_tokens is None:
         raise CaesuraError(
@@ -111,8 +141,9 @@ def build_pool(
         assert left is not None
         usable = config.sizes.rows * pages_for(context_len)
         share = max(0, left - step_bytes(config, loaded)) * config.sizes.kv_fraction
-        pages = min(int(share) // (per_token * PAGE_SIZE), usable)
-    needed = max(pages, 1) * per_token * PAGE_SIZE
+        pages = min(_affordable(int(share), per_page, per_window_page, most_windows), usable)
+    windows = min(max(pages, 1), most_windows)
+    needed = max(pages, 1) * per_page + windows * per_window_page
     if left is not None and needed > left:  # an overcommitted allocation never fails, its first use does
         raise CaesuraError(
             ErrorCode.OUT_OF_MEMORY,
@@ -120,7 +151,15 @@ def build_pool(
             needed_bytes=needed,
             free_bytes=left,
         )
-    return make_pool(loaded, pages + 1)  # page 0 is scratch
+    return make_pool(loaded, pages + 1, windows + 1 if windows else None)  # page 0 is scratch
+
+
+def _affordable(share: int, per_page: int, per_window_page: int, most_windows: int) -> int:
+    """Pages for ``share`` bytes: layers with a window have as many as the others, up to what all requests need of them."""
+    alike = share // (per_page + per_window_page)
+    if alike <= most_windows:
+        return alike
+    return (share - most_windows * per_window_page) // per_page if per_page else sys.maxsize
 
 
 def step_bytes(config: EngineConfig, loaded: LoadedModel) -> int:
@@ -141,8 +180,11 @@ def step_bytes(config: EngineConfig, loaded: LoadedModel) -> int:
     return activations * loaded.dtype.itemsize + _LOGITS * sizes.rows * model.vocab_size * 4
 
 
-def make_pool(loaded: LoadedModel, num_pages: int) -> MHAPool | MLAPool:
-    """The KV storage that the model's attention reads, of ``num_pages`` pages."""
+def make_pool(loaded: LoadedModel, num_pages: int, window_pages: int | None = None) -> MHAPool | MLAPool:
+    """The KV storage that the model's attention reads, of ``num_pages`` pages; ``window_pages`` in layers with a window.
+
+    None: these have as many as the others, and the same page table.
+    """
     model = loaded.config
     if model.mla is not None:
         return MLAPool(
@@ -160,6 +202,8 @@ def make_pool(loaded: LoadedModel, num_pages: int) -> MHAPool | MLAPool:
         dtype=loaded.dtype,
         device=loaded.device,
         page_size=PAGE_SIZE,
+        window_layers=_window_layers(loaded),
+        window_pages=window_pages,
     )
 
 
@@ -245,6 +289,7 @@ def build_runner(
         max_rows=config.sizes.rows,
         chunk_tokens=config.sizes.chunk_tokens,
         context_len=longest_context(config, loaded),
+        windows=pool.window_pages is not None,
     )
     backend = build_backend(config, loaded, pool, limits)
     logger.info("attention by %s", type(backend).__name__)

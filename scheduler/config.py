@@ -142,9 +142,13 @@ class EngineConfig:
     layerwise: during scoring, layer by layer."""
     reference_pool_tokens: int | None = None
     """Size of the reference model's KV cache pool in tokens. The default is one sequence of context_len."""
-    frozen_residency: Literal["resident", "offload"] = "resident"
-    """Where the text encoders and the VAE of an image pipeline are. resident: always on the device, and updates may write
-    them; offload: on the device while steps need them, and updates write the transformer only."""
+    frozen_residency: Residency = "resident"
+    """Where the text encoders and the VAE of an image pipeline are. resident: always on the device; offload: on the device
+    while steps need them; layerwise: then, too, but two blocks at a time."""
+    transformer_residency: Residency = "resident"
+    """Where the transformer of an image pipeline is, likewise."""
+    prompt_cache_bytes: int = 64 << 20
+    """Maximum bytes of encoded prompts that an image engine keeps on the device for later requests. 0: none."""
     check_ledger: bool = False
     """For tests: after every control message, check that free, cached and held KV pages add up."""
     log_stages: bool = False
@@ -183,6 +187,7 @@ class EngineConfig:
             "target_step_s",
             "drain_timeout_s",
             "watchdog_timeout_s",
+            "prompt_cache_bytes",
         ):
             if not getattr(self, name) >= 0:  # NaN fails, too
                 raise _invalid(name, getattr(self, name), "must be at least 0")
@@ -279,7 +284,8 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "dtype": get_args(DtypeName),
     "attention_backend": ("auto", "flashinfer", "triton", "sdpa"),
     "reference_residency": get_args(Residency),
-    "frozen_residency": ("resident", "offload"),
+    "frozen_residency": get_args(Residency),
+    "transformer_residency": get_args(Residency),
 }
 
 

@@ -21,7 +21,7 @@ from .batching.waiting_queue import TokenAdmission, WaitingQueue
 from .build import (
     MakeRunner,
     build_components,
-    kv_bytes_per_token,
+    build_windows,
     routing_bytes_per_token,
 )
 from .cache.manager import CacheManager
@@ -31,12 +31,14 @@ from .commands.scoring import ReferenceModel
 from .config import PAGE_SIZE, EngineConfig
 from .memory.device_cache import DeviceCache
 from .memory.residency import ComponentResidencyManager
+from .observability.stage_profiler import StageProfiler
 from .operations import Serving, what_serves
 from .runner.graphs import DecodeGraphs
 from .runner.model_runner import ModelRunner
 from .serving.outbox import Outbox
 from .stepping import (
     Admission,
+    KeptPrompts,
     StepBatcher,
     StepOutbox,
     StepOutputs,
@@ -55,6 +57,7 @@ class Surroundings:
     config: EngineConfig
     residency: ComponentResidencyManager
     device_cache: DeviceCache
+    stages: StageProfiler
     start: Start
     """The weights to begin with."""
     stamp: WeightStamp
@@ -79,6 +82,8 @@ class Core:
     live: LiveRequests[Any]
     waiting: StepQueue
     batcher: StepBatcher
+    prompts: KeptPrompts | None = None
+    """None: prompts are kept as KV alone."""
     outputs: StepOutputs
     outbox: StepOutbox
     recovery: StepRecovery
@@ -100,7 +105,13 @@ def language_core(around: Surroundings, make_runner: MakeRunner) -> Core:
     loaded, pool, routing, limits = build_components(config, residency, around.start.folder)
     runner = make_runner(config, loaded, pool, routing)
     table = RequestTable(config.sizes.rows, limits.context_len, PAGE_SIZE, loaded.config.vocab_size)
-    cache = CacheManager(pool.num_pages, PAGE_SIZE, config.prefix_cache, around.stamp.epoch)
+    cache = CacheManager(
+        pool.num_pages,
+        PAGE_SIZE,
+        config.prefix_cache,
+        around.stamp.epoch,
+        build_windows(config, loaded, pool),
+    )
     waiting = WaitingQueue()
     chunks = ChunkSizer(config.sizes.chunk_tokens, config.target_step_s)
     batcher = Batcher(
@@ -137,7 +148,7 @@ def language_core(around: Surroundings, make_runner: MakeRunner) -> Core:
         serving=what_serves(config, loaded),
         context_len=limits.context_len,
         vocab_size=limits.vocab_size,
-        kv_bytes_per_token=kv_bytes_per_token(loaded),
+        kv_bytes_per_token=pool.nbytes // (pool.num_pages * PAGE_SIZE),
         routing_bytes_per_token=routing_bytes_per_token(loaded),
         pipeline_depth=config.pipeline_depth or 0,
     )

@@ -162,6 +162,7 @@ class Engine:
             waiting=len(core.steps.waiting),
             kv_held=kv.held,
             kv_total=kv.total,
+            images=batcher.images is not None,
             state=" ".join(filter(None, states))
             + ("" if lifecycle.weights == "valid" else f", weights {lifecycle.weights}"),
         )
@@ -210,6 +211,7 @@ class Engine:
             config=config,
             residency=residency,
             device_cache=self._device_cache,
+            stages=self._stages,
             start=start,
             stamp=stamp,
             send=self.router.send,
@@ -218,12 +220,13 @@ class Engine:
         core = _make_core(around, make_runner)
         self._weights_file.begin(stamp, core.loaded.digest)
         self.cache, self.live, self.outbox, self.outputs = core.cache, core.live, core.outbox, core.outputs
-        lifecycle = self._build_lifecycle(config, start, stamp, core)
+        keeps_weights = config.weights_cpu_backup or residency.nbytes("weights") == 0
+        lifecycle = self._build_lifecycle(config, start, stamp, core, keeps_weights=keeps_weights)
         self.history.where = lambda: (lifecycle.step, lifecycle.stamp.epoch)
         return _Core(core, start.folder, residency, lifecycle)
 
     def _build_lifecycle(
-        self, config: EngineConfig, start: Start, stamp: WeightStamp, core: Core
+        self, config: EngineConfig, start: Start, stamp: WeightStamp, core: Core, *, keeps_weights: bool
     ) -> Lifecycle:
         """The state of an engine that begins as ``start`` says."""
         return Lifecycle(
@@ -239,7 +242,8 @@ class Engine:
             stages=self._stages,
             lost=start.lost,
             serve_lost=config.on_lost_weights == "serve_initial",
-            keeps_weights=config.weights_cpu_backup,
+            keeps_weights=keeps_weights,
+            prompts=core.prompts,
         )
 
     def _build_serving(
@@ -313,6 +317,7 @@ class Engine:
             lifecycle=lifecycle,
             updates=self.updates,
             cache=self.cache,
+            prompts=core.steps.prompts,
             runner=runner,
             graphs=graphs,
             device_cache=self._device_cache,
@@ -411,6 +416,7 @@ class Engine:
             waiting=core.steps.waiting,
             outputs=self.outputs,
             cache=self.cache,
+            prompts=core.steps.prompts,
             scoring=commands.scoring,
             recovery=core.steps.recovery,
             device_module=module,

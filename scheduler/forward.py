@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .kernels.forms import PLAIN, AttentionForm, HeadNorms
+
 if TYPE_CHECKING:
     from .kernels.attention import PagedStep
 
@@ -215,6 +217,18 @@ class ForwardBatch:
     sampling: SamplingBatch
     inputs: InputTokens | None = None
     """None: nobody wants log-probabilities of these prompts."""
+    window_slots: Tensor | None = None
+    """As ``kv_slots``, in layers with a window that give pages back. None: there are none, all layers are alike."""
+    window_table: Tensor | None = None
+    """As ``page_table``, in the same layers; page 0 where the window has moved on."""
+
+    def slots_in(self, form: AttentionForm) -> Tensor:
+        """``kv_slots`` of layers of this form."""
+        return self.kv_slots if form.window is None or self.window_slots is None else self.window_slots
+
+    def table_in(self, form: AttentionForm) -> Tensor:
+        """``page_table`` of layers of this form."""
+        return self.page_table if form.window is None or self.window_table is None else self.window_table
 
     @property
     def num_rows(self) -> int:
@@ -280,11 +294,11 @@ class KVPool(Protocol):
         ...
 
     def store_at(self, layer: int, k: Tensor, v: Tensor, pages: Tensor, offsets: Tensor) -> None:
-        """Write ``k`` and ``v`` ([T, kv heads, head size]) to slots ``(pages, offsets)`` ([T] each)."""
+        """Write ``k`` and ``v`` ([T, kv heads, size of each]) to slots ``(pages, offsets)`` ([T] each)."""
         ...
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """K and V of a layer, each [pages, kv heads, page_size, head size]."""
+        """K and V of a layer, each [pages, kv heads, page_size, size of each]."""
         ...
 
 
@@ -297,13 +311,15 @@ class FusedAttention(Protocol):
         cos: Tensor,
         sin: Tensor,
         layer: int,
-        norm: tuple[Tensor, Tensor, float] | None,
+        norm: HeadNorms | None = None,
+        form: AttentionForm = PLAIN,
     ) -> Tensor:
         """
         Args:
             qkv: [T, query heads + 2 kv heads, head size]: queries, keys, values.
-            cos, sin: [T, 1, head size / 2].
-            norm: weights [head size] of query and key norms, and their epsilon. None: no head norms.
+            cos, sin: [T, 1, rotated size / 2]: the rest of a head is not rotated.
+            norm: of queries and keys. None: no head norms.
+            form: of the layer.
 
         Returns:
             [T, query heads * head size]
@@ -328,12 +344,13 @@ class AttentionBackend(Protocol):
         """Prepare what all layers of this step share (masks, gather indices)."""
         ...
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
-        """Store this step's K and V, then attend over each row's whole KV.
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int, form: AttentionForm = PLAIN) -> Tensor:
+        """Store this step's K and V, then attend over what the layer's form lets each row see.
 
         Args:
-            q: [T, query heads, head size]; k, v: [T, kv heads, head size]. With latent attention one kv head, whose v is
-                a view of the front of k.
+            q: [T, query heads, head size]; k: [T, kv heads, head size]; v: the same, or of a size of its own. With latent
+                attention one kv head, whose v is a view of the front of k.
+            form: of the layer; left out, it is plain.
 
         Returns:
             [T, query heads * v's head size]

@@ -16,9 +16,10 @@ from .images.batcher import ImageBatcher, ImageQueue
 from .images.outbox import ImageOutbox
 from .images.outputs import ImageOutputs
 from .images.pipeline import load_pipeline, open_component
+from .images.prompts import EncodedPrompts
 from .images.recovery import ImageRecovery
 from .images.runner import ImageRunner
-from .images.stages import Stages, uses_of
+from .images.stages import Stages
 from .kernels import TORCH
 from .memory.device_module import device_module_for
 from .operations import Serving
@@ -46,11 +47,15 @@ def image_core(around: Surroundings) -> Core:
             )
     loaded = load_pipeline(config, around.residency, around.start.folder)
     logger.info("image pipeline %s: %s", loaded.family.pipeline, ", ".join(loaded.model.components))
+    stages = Stages(around.residency, loaded.movable, around.stages)
+    prompts = EncodedPrompts(config.prompt_cache_bytes)
     waiting = ImageQueue()
     batcher = ImageBatcher(
         waiting,
         max_running=config.sizes.rows,
+        prompts=prompts,
         encoders_changed=lambda: any(name.startswith("text_") for name in loaded.loader.written),
+        on_idle=stages.leave,
     )
     live: LiveRequests[ImageRequest] = LiveRequests()
     outbox = ImageOutbox(around.send)
@@ -60,7 +65,7 @@ def image_core(around: Surroundings) -> Core:
         open_folder=lambda path, name: open_component(path, loaded.model.parts[name or ""]),
         runner=ImageRunner(
             loaded.family,
-            Stages(around.residency, uses_of(loaded.frozen)),
+            stages,
             loaded.device,
             device_module_for(loaded.device),
         ),
@@ -69,6 +74,7 @@ def image_core(around: Surroundings) -> Core:
         live=live,
         waiting=waiting,
         batcher=batcher,
+        prompts=prompts,
         outputs=outputs,
         outbox=outbox,
         recovery=ImageRecovery(batcher, outputs, around.device_cache),

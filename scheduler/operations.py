@@ -66,7 +66,7 @@ def what_serves(config: EngineConfig, loaded: LoadedModel) -> Serving:
         by["decoder"] = TORCH
     if model.moe is None:
         del by["experts"]
-    if model.moe is not None or model.mla is not None:
+    if model.moe is not None or model.mla is not None or not loaded.model.plain_layers:
         del by["decoder"]  # layers are computed part by part, whatever computes the parts
     if loaded.device.type != "cpu":
         return Serving(by, _why_not_better(attention, loaded.device))
@@ -93,6 +93,8 @@ def why_torch(loaded: LoadedModel) -> str | None:
         return why_not() or "there are none for this device and dtype"
     if config.mla is not None:
         return "latent attention is computed by torch"
+    if config.moe is not None and config.moe.grouped:
+        return "experts are chosen by groups, which torch computes"
     if config.fp8 is not None:
         return "products with FP8 weights are torch's"
     odd = [size for size in _row_sizes(loaded) if not packable(size, loaded.dtype)]

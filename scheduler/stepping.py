@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ..io_struct import ErrorCode, StepFailures
+from ..io_struct import ErrorCode, ImageLoad, PromptCacheStatus, StepFailures
 
 if TYPE_CHECKING:
     from .batching.request import WeightStamp
@@ -82,6 +82,11 @@ class StepBatcher(Protocol):
         ...
 
     @property
+    def images(self) -> ImageLoad | None:
+        """Running samples by stage, where they are images; None where they are tokens."""
+        ...
+
+    @property
     def num_holding(self) -> int:
         """Samples that hold what an in-place pause freezes: KV, or latents."""
         ...
@@ -114,6 +119,18 @@ class StepBatcher(Protocol):
 
     def mark_stale(self) -> None:
         """After a weight commit: what running samples hold was computed by older weights."""
+        ...
+
+
+class KeptPrompts(Protocol):
+    """What steps have made of prompts, kept for later requests beside any KV."""
+
+    def clear(self) -> None:
+        """Drop all of it."""
+        ...
+
+    def status(self) -> PromptCacheStatus:
+        """As of now."""
         ...
 
 

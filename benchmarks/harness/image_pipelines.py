@@ -12,7 +12,6 @@ from diffusers import (
 )
 from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokenizer
 
-_TEXT_WIDTH = 32
 _TEXT_TOKENS = 16
 _CHANNELS = 4
 
@@ -27,11 +26,15 @@ class Shape:
     """A multiple of ``heads``."""
     side: int
     """Pixels of an image; a latent has a quarter of them."""
+    text_layers: int = 2
+    """Of each of the two text encoders."""
+    text_width: int = 32
 
 
 SHAPES = {
     "tiny": Shape(layers=3, heads=4, width=64, side=32),
     "small": Shape(layers=8, heads=8, width=512, side=128),
+    "even": Shape(layers=8, heads=8, width=512, side=128, text_layers=12, text_width=768),
 }
 
 
@@ -63,8 +66,8 @@ def write_pipeline(folder: Path, shape: Shape) -> Path:
         num_attention_heads=shape.heads,
         attention_head_dim=shape.width // shape.heads,
         caption_projection_dim=shape.width,
-        joint_attention_dim=2 * _TEXT_WIDTH,
-        pooled_projection_dim=2 * _TEXT_WIDTH,
+        joint_attention_dim=2 * shape.text_width,
+        pooled_projection_dim=2 * shape.text_width,
         pos_embed_max_size=latent,
         qk_norm="rms_norm",
     )
@@ -72,9 +75,9 @@ def write_pipeline(folder: Path, shape: Shape) -> Path:
         transformer=transformer,
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
         vae=vae,
-        text_encoder=_text_encoder(len(tokenizer)),
+        text_encoder=_text_encoder(len(tokenizer), shape),
         tokenizer=tokenizer,
-        text_encoder_2=_text_encoder(len(tokenizer)),
+        text_encoder_2=_text_encoder(len(tokenizer), shape),
         tokenizer_2=tokenizer,
         text_encoder_3=None,
         tokenizer_3=None,
@@ -91,16 +94,16 @@ def _tokenizer() -> CLIPTokenizer:
     return CLIPTokenizer(vocab=vocab, merges=[], model_max_length=_TEXT_TOKENS)
 
 
-def _text_encoder(vocab_size: int) -> CLIPTextModelWithProjection:
+def _text_encoder(vocab_size: int, shape: Shape) -> CLIPTextModelWithProjection:
     return CLIPTextModelWithProjection(
         CLIPTextConfig(
             vocab_size=vocab_size,
-            hidden_size=_TEXT_WIDTH,
-            intermediate_size=2 * _TEXT_WIDTH,
-            num_hidden_layers=2,
+            hidden_size=shape.text_width,
+            intermediate_size=2 * shape.text_width,
+            num_hidden_layers=shape.text_layers,
             num_attention_heads=4,
             max_position_embeddings=_TEXT_TOKENS,
-            projection_dim=_TEXT_WIDTH,
+            projection_dim=shape.text_width,
             bos_token_id=0,
             eos_token_id=1,
             pad_token_id=1,

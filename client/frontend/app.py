@@ -12,7 +12,7 @@ from .auth import AuthMiddleware
 from .context import Front, FrontEnd, ServeOptions
 from .errors import EXCEPTION_HANDLERS
 from .limits import BodyLimit
-from .openai import chat, completions, models
+from .openai import chat, completions, images, models
 from .pages import dashboard, metrics
 from .sglang import (
     control_routes,
@@ -34,6 +34,7 @@ _MODULES = (
     info_routes,
     completions,
     chat,
+    images,
     models,
     metrics,
     dashboard,

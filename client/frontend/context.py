@@ -12,6 +12,7 @@ from litestar.di import NamedDependency
 from ..text.tokenizer_manager import TokenizerManager
 from ..wire.async_client import AsyncSchedulerClient
 from .health import EngineHealth
+from .pages.last_image import LastImage
 from .workers import Workers
 
 if TYPE_CHECKING:
@@ -52,6 +53,8 @@ class ServeOptions:
     model_path: str = ""
     tokenizer_path: str = ""
     context_length: int = 0
+    makes_images: bool = False
+    """The engine serves a diffusion pipeline, not a language model."""
     vocab_size: int = 0
 
     @property
@@ -73,7 +76,7 @@ class ServeOptions:
 class FrontEnd:
     """Everything that handlers need; ``front: Front`` in a handler's signature."""
 
-    __slots__ = ("client", "health", "manager", "metrics", "options", "workers")
+    __slots__ = ("client", "health", "last_image", "manager", "metrics", "options", "workers")
 
     def __init__(
         self,
@@ -88,6 +91,7 @@ class FrontEnd:
         self.options = options
         self.metrics = metrics
         self.workers = Workers()
+        self.last_image = LastImage()
         self.health = EngineHealth(self.client, lambda: metrics.under_way > 0)
 
 

@@ -7,6 +7,10 @@ _ADAPTERS = "there are no LoRA adapters: merge the adapter and send all weights"
 _SESSION = (
     "weights arrive through SGLang's routes (/update_weights_from_disk, /update_weights_from_tensor, …)"
 )
+_PEERS = (
+    "engines give each other weights in their checkpoint's layout, over their own sockets: call clone_weights of "
+    "caesura.client.tensors"
+)
 _WHY = {
     "/load_lora_adapter": _ADAPTERS,
     "/load_lora_adapter_from_tensors": _ADAPTERS,
@@ -16,8 +20,12 @@ _WHY = {
     "/pull_weights": "the engine fetches no checkpoints and applies no deltas: write a complete checkpoint under --weights-root and "
     "call /update_weights_from_disk",
     "/get_weights_by_name": "weights are not read out: compare them with POST /weights_checker",
+    "/init_weights_send_group_for_remote_instance": _PEERS,
+    "/send_weights_to_remote_instance": _PEERS,
     "/set_internal_state": "options are fixed at start",
     "/v1/responses": "the Responses API is not served: /v1/chat/completions is",
+    "/v1/images/edits": "images as input are not supported: /v1/images/generations makes them from text",
+    "/v1/images/variations": "images as input are not supported: /v1/images/generations makes them from text",
     # vLLM's
     "/pause": "call POST /pause_generation, SGLang's route",
     "/resume": "call POST /continue_generation, SGLang's route",

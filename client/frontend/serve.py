@@ -469,6 +469,7 @@ async def front_end(settings: Settings, client: AsyncSchedulerClient) -> "FrontE
         model_path=model,
         tokenizer_path=folder if tokenizer is not None else "",
         context_length=status.context_len,
+        makes_images=status.images is not None,
         vocab_size=status.vocab_size,
         host=settings.host,
         any_host=settings.insecure_bind,

@@ -1,6 +1,8 @@
 """The trainer's side of a weight update; the only part of the client that imports torch."""
 
 from .buckets import Bucket, NamedTensors, Piece, as_frames, buckets, manifest
+from .chain import WeightUpdateChain
+from .fan_out import update_from_shared
 from .group import WeightUpdateGroup
 from .names import checkpoint_tensors
 from .peers import clone_weights
@@ -19,6 +21,7 @@ __all__ = [
     "SharedTensors",
     "Steps",
     "Ticket",
+    "WeightUpdateChain",
     "WeightUpdateGroup",
     "as_frames",
     "buckets",
@@ -29,4 +32,5 @@ __all__ = [
     "ipc_steps",
     "manifest",
     "tensor_steps",
+    "update_from_shared",
 ]

@@ -3,32 +3,29 @@
     sender --link 0--> engine 0 --link 1--> engine 1 --link 2--> …        a link: a process group of two, the sender its rank 0
 
 Invariants:
-- Everything that can be refused is refused before a byte is written: each engine opens a session with the whole manifest first.
-- Two phases: no engine commits before every engine of the chain has everything, or cannot get it.
-- An engine that fails costs itself and those behind it, never those before it: these commit, and :class:`PartialUpdate` says who has
-  not. What it costs is a poisoned engine, which the next complete update makes valid (``clone_weights`` from one that has it).
-- Links belong to one chain. An engine's end closes when an update over it fails, so that neither neighbour waits for the other.
+- Engines load in two phases (several.py). One that fails costs itself and those behind it, never those before it: these commit.
+- A bucket is passed on while the next one arrives: N engines take the time of one, and of N - 1 further buckets.
+- Links belong to one chain. An engine's end closes when an update over it fails, so that neither neighbour waits for the other:
+  close the chain then, and create one of the engines that live.
 """
 
-import contextlib
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from ...io_struct import (
-    BeginWeightUpdateReqInput,
-    BeginWeightUpdateReqOutput,
     CaesuraError,
-    EndWeightUpdateReqInput,
-    ErrorCode,
-    Message,
-    Request,
     TensorSpec,
     UpdateWeightsFromDistributedReqInput,
     WeightUpdateReqOutput,
 )
-from ..exceptions import EngineError, PartialUpdate
-from ..wire.channel import wait_for
+from ...io_struct.weights import DEFAULT_BROADCAST_TIMEOUT_S, DEFAULT_BUCKET_BYTES, DEFAULT_GROUP_NAME
+from ..exceptions import InvalidRequest
+from ..wire.options import UpdateOptions, update_fields
+from .buckets import NamedTensors, bucket_size, manifest, pairs
+from .group import WeightUpdateGroup, whole
+from .rendezvous import GRACE_S, Backend, await_ranks, common_backend, invite, leave, mark_present
+from .several import TwoPhaseUpdate, require_clients
 
 if TYPE_CHECKING:
     from ..wire.control_client import ControlClient
@@ -39,141 +36,173 @@ Head = Callable[[Hopeless], str | None]
 """Broadcasts all tensors over link 0; returns the label that the update is committed with, None: unchanged."""
 
 
-class Chain:
-    """Engines in the order in which they pass an update on."""
+def update_chain(
+    clients: "Sequence[ControlClient]",
+    links: Sequence[str],
+    specs: list[TensorSpec],
+    counts: Sequence[int],
+    options: dict[str, Any],
+    head: Head,
+    timeout: float | None,
+) -> list[WeightUpdateReqOutput]:
+    """Load ``specs`` into every engine, then commit; the commits' replies in the order of the chain.
 
-    def __init__(self, clients: "Sequence[ControlClient]", links: Sequence[str]) -> None:
-        """``links``: per client, the name of the group that it receives from; it is rank 0 of the next one's."""
+    Args:
+        links: per client, the name of the group that it receives from; it is rank 0 of the next one's.
+        counts: tensors in each broadcast.
+        options: fields of ``WeightUpdateOptions``; a label there takes the place of the head's.
+        timeout: limits each wait for an answer, in seconds.
+
+    Raises:
+        CaesuraError: what an engine or the head refused.
+        PartialUpdate: some engines have not got everything.
+    """
+    update = TwoPhaseUpdate(clients, specs, options, timeout)
+    behind = [*links[1:], None]
+    update.start(
+        [
+            UpdateWeightsFromDistributedReqInput(
+                specs=specs,
+                group_name=link,
+                relay_to=next_link,
+                load_format="flattened_bucket",
+                tensors_per_broadcast=list(counts),
+                **options,
+            )
+            for link, next_link in zip(links, behind, strict=True)
+        ]
+    )
+    try:
+        version = head(update.tickets[0].done)
+    except CaesuraError as error:
+        update.fail(error)
+    except BaseException:
+        update.abort()
+        raise
+    return update.commit(version)
+
+
+class WeightUpdateChain:
+    """A trainer, and engines that pass on what it sends: it sends each update once, over one link, to any number of them."""
+
+    def __init__(
+        self, group: WeightUpdateGroup, clients: "Sequence[ControlClient]", links: list[str]
+    ) -> None:
+        """As :meth:`create` makes it."""
         self.clients = list(clients)
-        self.links = list(links)
+        """Clients of its engines, in the order in which they pass updates on."""
+        self._group = group
+        self._links = links
+
+    @classmethod
+    def create(
+        cls,
+        clients: "Sequence[ControlClient]",
+        *,
+        master_address: str = "127.0.0.1",
+        master_port: int = 0,
+        group_name: str = DEFAULT_GROUP_NAME,
+        backend: Backend | None = None,
+        timeout_s: float = 60.0,
+        broadcast_timeout_s: float = DEFAULT_BROADCAST_TIMEOUT_S,
+    ) -> Self:
+        """Join this process with the first engine, and each engine with the next; returns when all have joined.
+
+        The arguments, and what is raised, are those of :meth:`WeightUpdateGroup.create`. Put engines of one host next to one
+        another: each link is one connection.
+        """
+        require_clients(clients)
+        links = [group_name, *(f"{group_name}/{number}" for number in range(1, len(clients)))]
+        with_all = backend or common_backend(clients, timeout_s)
+        group = WeightUpdateGroup.create(
+            clients[:1],
+            master_address=master_address,
+            master_port=master_port,
+            group_name=group_name,
+            backend=with_all,
+            timeout_s=timeout_s,
+            broadcast_timeout_s=broadcast_timeout_s,
+        )
+        chain = cls(group, clients, links)
+        try:
+            chain._leave_links()  # those of an earlier trainer
+            join_links(
+                clients, links[1:], group.store, master_address, with_all, (timeout_s, broadcast_timeout_s)
+            )
+        except BaseException:
+            chain.close()
+            raise
+        return chain
 
     def update(
         self,
-        specs: list[TensorSpec],
-        counts: Sequence[int],
-        options: dict[str, Any],
-        head: Head,
-        timeout: float | None,
+        named_tensors: NamedTensors,
+        *,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        timeout: float | None = None,
+        **options: Unpack[UpdateOptions],
     ) -> list[WeightUpdateReqOutput]:
-        """Load ``specs`` into every engine, then commit; the commits' replies in the order of the chain.
+        """Update all engines; returns their replies in the order of the chain.
 
-        Args:
-            counts: tensors in each broadcast.
-            options: fields of ``WeightUpdateOptions``; a label there takes the place of the head's.
-            timeout: limits each wait for an answer, in seconds.
+        ``named_tensors`` are all tensors of the checkpoint; other arguments are those of
+        ``ControlClient.update_weights_from_distributed``. The engines commit when each of them has everything.
 
         Raises:
-            CaesuraError: what an engine or the head refused; nothing has changed then.
-            PartialUpdate: some engines have not got everything.
+            CaesuraError: what an engine refused; nothing was written then.
+            PartialUpdate: some engines have not got everything, because they or one before them failed.
         """
-        sessions = self._begin(specs, options.get("component"), timeout)
-        calls = [
-            UpdateWeightsFromDistributedReqInput(
-                specs=specs,
-                group_name=self.links[number],
-                relay_to=self.links[number + 1] if number + 1 < len(self.links) else None,
-                load_format="flattened_bucket",
-                tensors_per_broadcast=list(counts),
-                **{**options, "session_id": sessions[number]},
-            )
-            for number in range(len(self.clients))
-        ]
-        tickets = [
-            started(client, call, WeightUpdateReqOutput)
-            for client, call in zip(self.clients, calls, strict=True)
-        ]
-        failure: CaesuraError | None = None
-        version: str | None = None
-        try:
-            version = head(tickets[0].done)
-        except CaesuraError as error:
-            failure = error
-        except BaseException:
-            self._abort(sessions)
-            raise
-        written, errors = self._gathered(tickets, calls, timeout)
-        if failure is not None:
-            self._abort(sessions)
-            if failure.code != ErrorCode.GROUP_ERROR or not errors:
-                raise failure
-        replies = self._commit(
-            [number for number in written if failure is None], sessions, options, version, timeout, errors
-        )
-        if errors:
-            names = [client.endpoint for client in self.clients]
-            raise PartialUpdate(names, replies, errors) from (failure or errors[min(errors)])
-        return [replies[number] for number in range(len(self.clients))]
+        fields = update_fields(options)
+        if fields.pop("session_id", None) is not None:
+            raise InvalidRequest("a chain opens sessions of its own", field="session_id")
+        tensors = [(name, tensor.detach()) for name, tensor in pairs(named_tensors)]
+        parts = list(whole(tensors, bucket_size(bucket_bytes)))
+        if not parts:
+            raise InvalidRequest("there are no tensors to send", field="named_tensors")
+        counts = [len(part) for part in parts]
 
-    def _begin(self, specs: list[TensorSpec], component: str | None, timeout: float | None) -> list[str]:
-        """A session on every engine, or on none."""
-        requests = [BeginWeightUpdateReqInput(manifest=specs, component=component) for _ in self.clients]
-        tickets = [
-            started(client, request, BeginWeightUpdateReqOutput)
-            for client, request in zip(self.clients, requests, strict=True)
-        ]
-        _, errors = self._gathered(tickets, requests, timeout)
-        sessions = [request.id for request in requests]  # which name the sessions as well
-        if errors:
-            self._abort(sessions)
-            raise errors[min(errors)]
-        return sessions
+        def head(hopeless: Hopeless) -> None:
+            for part in parts:
+                self._group.send(part, "flattened_bucket", hopeless)
 
-    def _commit(
-        self,
-        numbers: Sequence[int],
-        sessions: Sequence[str],
-        options: dict[str, Any],
-        version: str | None,
-        timeout: float | None,
-        errors: dict[int, CaesuraError],
-    ) -> dict[int, WeightUpdateReqOutput]:
-        """Of the engines ``numbers``; those that fail now are added to ``errors``."""
-        label = options.get("weight_version")
-        requests = {
-            number: EndWeightUpdateReqInput(
-                session_id=sessions[number], weight_version=version if label is None else label
-            )
-            for number in numbers
-        }
-        tickets = {
-            number: started(self.clients[number], request, WeightUpdateReqOutput)
-            for number, request in requests.items()
-        }
-        replies = {}
-        for number, ticket in tickets.items():
-            try:
-                replies[number] = wait_for(ticket, requests[number].id, timeout)
-            except CaesuraError as error:
-                errors[number] = error
-        return replies
+        return update_chain(self.clients, self._links, manifest(tensors), counts, fields, head, timeout)
 
-    def _gathered(
-        self, tickets: Sequence[Future[Any]], requests: Sequence[Request], timeout: float | None
-    ) -> tuple[dict[int, Any], dict[int, CaesuraError]]:
-        """Replies and errors, by position in the chain."""
-        replies: dict[int, Any] = {}
-        errors: dict[int, CaesuraError] = {}
-        for number, (ticket, request) in enumerate(zip(tickets, requests, strict=True)):
-            try:
-                replies[number] = wait_for(ticket, request.id, timeout)
-            except CaesuraError as error:
-                error.add_note(f"engine at {self.clients[number].endpoint}")
-                errors[number] = error
-        return replies, errors
+    def close(self) -> None:
+        """Leave the chain, and have its engines leave. Idempotent."""
+        self._leave_links()
+        self.clients = []
+        self._group.close()
 
-    def _abort(self, sessions: Sequence[str]) -> None:
-        """End what is still open, without waiting: an engine that is gone must not hold up the others."""
-        for client, session in zip(self.clients, sessions, strict=True):
-            request = EndWeightUpdateReqInput(commit=False, session_id=session)
-            with contextlib.suppress(CaesuraError):
-                client.start(request, WeightUpdateReqOutput)
+    def _leave_links(self) -> None:
+        for number, link in enumerate(self._links[1:] if self.clients else ()):
+            leave(self.clients[number : number + 2], link, GRACE_S)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
 
-def started(client: "ControlClient", request: Request, expects: type[Message]) -> Future[Any]:
-    """``client.start``, whose error is that engine's answer: what the others were sent is not forgotten for it."""
-    try:
-        return client.start(request, expects)
-    except EngineError as error:
-        future: Future[Any] = Future()
-        future.set_exception(error)
-        return future
+def join_links(
+    engines: "Sequence[ControlClient]",
+    links: Sequence[str],
+    store: Any,
+    address: str,
+    backend: Backend,
+    limits: tuple[float, float],
+) -> None:
+    """Join each of ``engines`` with the next, as ``links`` are called, in ``store`` of this process at ``address``.
+
+    ``limits``: seconds for joining, and for each broadcast.
+
+    Raises:
+        CaesuraError: the error of an engine; ``group_error`` if one did not join in time.
+    """
+    tickets = []
+    for number, link in enumerate(links):
+        pair = engines[number : number + 2]
+        mark_present(store, link, backend)
+        tickets += invite(pair, address, store.port, link, backend, limits, first_rank=0)
+    await_ranks(tickets, limits[0])

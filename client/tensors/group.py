@@ -39,7 +39,6 @@ from ..exceptions import EngineError, GroupError, InvalidRequest, Unsupported, i
 from ..wire.channel import wait_for
 from ..wire.options import UpdateOptions, update_fields
 from .buckets import NamedTensors, bucket_size, manifest, pairs
-from .chain import started
 from .rendezvous import (
     GRACE_S,
     PREFIXES,
@@ -53,6 +52,7 @@ from .rendezvous import (
     mark_present,
     rendezvous,
 )
+from .several import started
 from .steps import Await, Run, Send, Steps, in_one_session
 
 if TYPE_CHECKING:
@@ -62,6 +62,8 @@ LoadFormat = Literal["flattened_bucket"] | None
 Named = tuple[str, Tensor]
 
 _POLL_S = 0.0005
+_MAX_POLL_S = 0.005
+_POLLS = 16  # within a broadcast's time so far: looking costs a trainer CPU, and an end that is seen late costs time
 _CLOSE_S = 1.0
 
 
@@ -91,7 +93,8 @@ class WeightUpdateGroup:
         self._buffer = torch.empty(0, dtype=torch.uint8, device=self._device)
         self._broadcast_timeout: timedelta | None = None  # that of the group
         self._dead: str | None = None
-        self._store: Any = None
+        self.store: Any = None
+        """Where its ranks met, if :meth:`create` has made it."""
 
     @classmethod
     def create(
@@ -153,7 +156,7 @@ class WeightUpdateGroup:
             raise GroupError(f"this process could not join its group: {error}") from error
         group = cls(joining.result(), group_name=group_name, backend=backend, clients=clients)
         store.set_timeout(broadcast_limit)  # NCCL's ranks meet in it at the first broadcast
-        group._store, group._broadcast_timeout = store, broadcast_limit
+        group.store, group._broadcast_timeout = store, broadcast_limit
         return group
 
     def steps(
@@ -171,7 +174,7 @@ class WeightUpdateGroup:
         if self._dead is not None:
             raise self._error(self._dead)
         tensors = [(name, tensor.detach()) for name, tensor in pairs(named_tensors)]
-        parts = list(_whole(tensors, bucket_size(bucket_bytes)))
+        parts = list(whole(tensors, bucket_size(bucket_bytes)))
         return (
             yield from in_one_session(
                 tensors, options, len(parts), lambda named: self._calls(parts, named, load_format)
@@ -205,7 +208,7 @@ class WeightUpdateGroup:
         clients, self.clients = self.clients, []
         leave(clients, self.group_name, GRACE_S)
         self._die("it was closed")
-        self._store = None
+        self.store = None
 
     def __enter__(self) -> Self:
         return self
@@ -214,6 +217,16 @@ class WeightUpdateGroup:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def send(self, part: list[Named], load_format: LoadFormat, answered: Callable[[], bool]) -> None:
+        """Broadcast ``part``, for calls that somebody else makes; ``answered`` says that an engine takes no more of it.
+
+        Raises:
+            GroupError: it failed, and the group is dead.
+        """
+        failure = self._dead or self._send(part, load_format, answered)
+        if failure is not None:
+            raise self._error(failure)
 
     def _calls(
         self, parts: list[list[Named]], options: dict[str, Any], load_format: LoadFormat
@@ -264,13 +277,14 @@ class WeightUpdateGroup:
         if self._broadcast_timeout is not None:
             options.timeout = self._broadcast_timeout
         work = self._group.broadcast([flat], options)
-        given_up = float("inf")
+        began, given_up = time.monotonic(), float("inf")
         while not work.is_completed():
+            now = time.monotonic()
             if answered():  # if well, the last bytes have arrived, and this end learns of it next
-                given_up = min(given_up, time.monotonic() + 1)
-            if time.monotonic() > given_up:
+                given_up = min(given_up, now + 1)
+            if now > given_up:
                 raise TimeoutError("an engine answered before it had everything")
-            time.sleep(_POLL_S)
+            time.sleep(min(max(_POLL_S, (now - began) / _POLLS), _MAX_POLL_S))
         work.wait()
 
     def _die(self, reason: str) -> None:
@@ -354,7 +368,7 @@ class _Fleet:
         return replies
 
 
-def _whole(tensors: list[Named], bucket_bytes: int) -> Iterator[list[Named]]:
+def whole(tensors: list[Named], bucket_bytes: int) -> Iterator[list[Named]]:
     """Whole tensors in their order, as many as ``bucket_bytes`` hold, at least one."""
     part: list[Named] = []
     size = 0

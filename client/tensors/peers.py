@@ -6,7 +6,6 @@ Invariants:
 - The rendezvous is this process's, and carries no weights; groups of its own name are left when this returns.
 """
 
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Unpack
 
@@ -16,10 +15,13 @@ from ..exceptions import InvalidRequest
 from ..wire.channel import wait_for
 from ..wire.options import UpdateOptions, update_fields
 from .buckets import bucket_size
-from .chain import Chain, Hopeless, started
-from .rendezvous import GRACE_S, Backend, await_ranks, invite, leave, make_store, mark_present
+from .chain import Hopeless, join_links, update_chain
+from .rendezvous import GRACE_S, Backend, backend_of, leave, make_store
+from .several import require_clients, started
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ...io_struct import TensorSpec
     from ..wire.control_client import ControlClient
 
@@ -59,8 +61,7 @@ def clone_weights(
             ``weights_invalid``, ``memory_released``, ``session_open`` (an update has written and not committed).
         PartialUpdate: some targets have not got everything, because they or one before them failed.
     """
-    if not isinstance(targets, Sequence) or not targets:
-        raise InvalidRequest("targets must be a list of clients, at least one", field="targets")
+    require_clients(targets)
     fields = update_fields(options)
     if fields.pop("session_id", None) is not None:
         raise InvalidRequest("a clone opens sessions of its own", field="session_id")
@@ -73,12 +74,7 @@ def clone_weights(
     with_all = backend or backend_of(engines, timeout_s)
     store = make_store(master_address, master_port, timedelta(seconds=timeout_s))
     try:
-        tickets = []
-        for number, link in enumerate(links):
-            mark_present(store, link, with_all)
-            pair, limits = engines[number : number + 2], (timeout_s, broadcast_timeout_s)
-            tickets += invite(pair, master_address, store.port, link, with_all, limits, first_rank=0)
-        await_ranks(tickets, timeout_s)
+        join_links(engines, links, store, master_address, with_all, (timeout_s, broadcast_timeout_s))
 
         def head(_: Hopeless) -> str:
             request = SendWeightsReqInput(
@@ -92,7 +88,7 @@ def clone_weights(
             sent: SendWeightsReqOutput = wait_for(ticket, request.id, timeout)
             return sent.weight_version
 
-        return Chain(targets, links).update(specs, counts, fields, head, timeout)
+        return update_chain(targets, links, specs, counts, fields, head, timeout)
     finally:
         for number, link in enumerate(links):
             leave(engines[number : number + 2], link, GRACE_S)
@@ -109,9 +105,3 @@ def tensors_per_bucket(specs: "Sequence[TensorSpec]", bucket_bytes: int) -> list
         counts[-1] += 1
         size += spec.nbytes
     return counts
-
-
-def backend_of(engines: "Sequence[ControlClient]", timeout_s: float) -> Backend:
-    """NCCL if every engine is on a CUDA device, else gloo."""
-    devices = [client.status(timeout=timeout_s).device for client in engines]
-    return "nccl" if all(device.startswith("cuda") for device in devices) else "gloo"

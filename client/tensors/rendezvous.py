@@ -23,7 +23,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from ...io_struct import InitWeightsUpdateGroupReqInput, InitWeightsUpdateGroupReqOutput
 from ...io_struct.weights import PRESENT
 from ..exceptions import EngineError, GroupError
-from .chain import started
+from .several import started
 
 if TYPE_CHECKING:
     from ..wire.control_client import ControlClient
@@ -140,9 +140,15 @@ def join(store: Any, name: str, backend: Backend, size: int, limit: timedelta, l
 
 
 def common_backend(clients: "Sequence[ControlClient]", timeout_s: float) -> Backend:
+    """NCCL if this process and every engine have CUDA devices, else gloo."""
     if not torch.cuda.is_available() or not dist.is_nccl_available():
         return "gloo"
-    devices = [client.status(timeout=timeout_s).device for client in clients]
+    return backend_of(clients, timeout_s)
+
+
+def backend_of(engines: "Sequence[ControlClient]", timeout_s: float) -> Backend:
+    """NCCL if every engine is on a CUDA device, else gloo."""
+    devices = [client.status(timeout=timeout_s).device for client in engines]
     return "nccl" if all(device.startswith("cuda") for device in devices) else "gloo"
 
 

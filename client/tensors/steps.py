@@ -179,7 +179,8 @@ def in_one_session(
         )
     if num_calls == 1 or options.get("session_id") is not None:
         return (yield from exchanges(options))
-    begin = BeginWeightUpdateReqInput(manifest=manifest(tensors))
+    component = options.get("component")
+    begin = BeginWeightUpdateReqInput(manifest=manifest(tensors), component=component)
     try:
         try:
             yield from call(begin)

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from ..dtypes import torch_name
 from ..forward import AttentionBackend, ForwardBatch, FusedAttention, KVPool
+from ..kernels.forms import PLAIN, AttentionForm
 from .fused_store import fused_store
 from .page_lists import Lists, PageLists
 
@@ -215,15 +216,16 @@ class FlashInferBackend:
             )
         self._num_decode, self._step = decode, device
         if self._store is not None:
-            self._store.kv_slots = batch.kv_slots
+            self._store.batch = batch
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int, form: AttentionForm = PLAIN) -> Tensor:
         """Store this step's K and V, then attend; shapes as in :class:`~..forward.AttentionBackend`."""
         assert self._step is not None, "plan comes first"
         self.append(self._step, k, v, layer)
-        return self._attend(q, layer)
+        return self._attend(q, layer, form)
 
-    def _attend(self, q: Tensor, layer: int) -> Tensor:
+    def _attend(self, q: Tensor, layer: int, form: AttentionForm) -> Tensor:
+        assert form.kind == PLAIN.kind, "chosen for plain forms only"
         cache = self.pool.layer(layer)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         decode = self._num_decode
@@ -302,13 +304,14 @@ class _CapturedDecode:
             host, device = self._lists.fill(batch)
             self._parent.plan_decode(self._wrapper, host, device, self._rows)
         if self._store is not None:
-            self._store.kv_slots = batch.kv_slots
+            self._store.batch = batch
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int, form: AttentionForm = PLAIN) -> Tensor:
         """See :meth:`FlashInferBackend.forward`."""
         self._parent.append(self._step, k, v, layer)
-        return self._attend(q, layer)
+        return self._attend(q, layer, form)
 
-    def _attend(self, q: Tensor, layer: int) -> Tensor:
+    def _attend(self, q: Tensor, layer: int, form: AttentionForm) -> Tensor:
+        assert form.kind == PLAIN.kind, "chosen for plain forms only"
         out: Tensor = self._wrapper.run(q, self._parent.pool.layer(layer))
         return out.flatten(1)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ..cache.pool import MLAPool
 from ..forward import AttentionBackend, ForwardBatch, FusedAttention
+from ..kernels.forms import PLAIN, AttentionForm
 from .flashinfer import HostMemory, multiprocessors, why_not_for
 from .mla import LatentBackend
 from .page_lists import Lists, PageLists
@@ -144,10 +145,11 @@ class FlashInferLatentBackend:
             lists = host.qo_indptr, host.prefill_indptr, device.indices[first:], host.kv_lens[decode:]
             self._plan_rows(self._prefill, lists, causal=True)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int, form: AttentionForm = PLAIN) -> Tensor:
         """Store this step's latents, then attend; shapes as in :class:`~.mla.LatentBackend`."""
         if self._torch is not None and self._by_torch:
-            return self._torch.forward(q, k, v, layer)
+            return self._torch.forward(q, k, v, layer, form)
+        assert form.kind == PLAIN.kind, "chosen for plain forms only"
         cache = self.store(k, self._kv_slots, layer)
         out = torch.empty((*q.shape[:2], self.latent), dtype=q.dtype, device=q.device)
         decode = self._num_decode
@@ -211,9 +213,10 @@ class _CapturedDecode:
             host, device = self._lists.fill(batch)
             self._parent.plan_decode(self._wrapper, host, device, self._rows)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int, form: AttentionForm = PLAIN) -> Tensor:
         """See :meth:`FlashInferLatentBackend.forward`."""
         assert self._kv_slots is not None, "plan comes first"
+        assert form.kind == PLAIN.kind, "chosen for plain forms only"
         cache = self._parent.store(k, self._kv_slots, layer)
         out = torch.empty((*q.shape[:2], self._parent.latent), dtype=q.dtype, device=q.device)
         self._wrapper.run(query=q, kv_cache=cache, out=out)

@@ -5,25 +5,25 @@ Invariant: slots are read on the device where a step's staging puts them, so a g
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
-from ..forward import KVPool
+from ..forward import ForwardBatch, KVPool
 from ..kernels.between import Elementwise, elementwise_for
+from ..kernels.forms import PLAIN, AttentionForm, HeadNorms
+
+Attend = Callable[[Tensor, int, AttentionForm], Tensor]
 
 
 class FusedStore:
     """A :class:`~..forward.FusedAttention` of a backend that attends over what is stored.
 
     Attributes:
-        kv_slots: int64 [T]: of the planned step; the backend's ``plan`` sets it.
+        batch: the planned step; the backend's ``plan`` sets it.
     """
 
-    def __init__(
-        self, pool: KVPool, num_heads: int, attend: Callable[[Tensor, int], Tensor], kernels: Elementwise
-    ) -> None:
-        """``attend`` takes rotated queries [T, heads, size] and a layer, whose K and V are stored."""
-        self.kv_slots = torch.empty(0, dtype=torch.int64)
+    def __init__(self, pool: KVPool, num_heads: int, attend: Attend, kernels: Elementwise) -> None:
+        """``attend`` takes rotated queries [T, heads, size] and a layer, whose K and V are stored, with its form."""
+        self.batch: ForwardBatch | None = None
         self._pool, self._heads, self._attend, self._kernels = pool, num_heads, attend, kernels
 
     def __call__(
@@ -32,16 +32,18 @@ class FusedStore:
         cos: Tensor,
         sin: Tensor,
         layer: int,
-        norm: tuple[Tensor, Tensor, float] | None = None,
+        norm: HeadNorms | None = None,
+        form: AttentionForm = PLAIN,
     ) -> Tensor:
         """See :class:`~..forward.FusedAttention`."""
-        q = qkv[:, : self._heads]
+        assert self.batch is not None, "plan comes first"
+        q, slots = qkv[:, : self._heads], self.batch.slots_in(form)
         keys, values = self._pool.layer(layer)
-        self._kernels.rope_store(qkv, self._heads, cos, sin, self.kv_slots, keys, values, out=q, norm=norm)
-        return self._attend(q, layer)
+        self._kernels.rope_store(qkv, self._heads, cos, sin, slots, keys, values, out=q, norm=norm)
+        return self._attend(q, layer, form)
 
 
-def fused_store(pool: KVPool, num_heads: int, attend: Callable[[Tensor, int], Tensor]) -> FusedStore | None:
+def fused_store(pool: KVPool, num_heads: int, attend: Attend) -> FusedStore | None:
     """None: nothing but torch serves what lies between products on the pool's device."""
     keys, _ = pool.layer(0)
     kernels = elementwise_for(keys.device, keys.dtype)

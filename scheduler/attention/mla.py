@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ..cache.pool import MLAPool
 from ..forward import ForwardBatch, FusedAttention
+from ..kernels.forms import PLAIN, AttentionForm
 from ..memory.workspace import Workspace
 from .rows import as_index, group_rows
 
@@ -92,7 +93,7 @@ class LatentBackend:
             for chosen in group_rows(pages[rows], max_pages):
                 self._groups.append(self._plan_group(batch, rows[chosen], q_lens, kv_lens))
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int, form: AttentionForm = PLAIN) -> Tensor:
         """Store this step's latents, then attend.
 
         Args:
@@ -102,6 +103,7 @@ class LatentBackend:
         Returns:
             [T, heads * value size]: to be projected from latents to values, head by head.
         """
+        assert form.kind == PLAIN.kind, "chosen for plain forms only"
         self._pool.store(layer, k.squeeze(1), self._kv_slots)
         pages = self._pool.layer(layer).view(-1, self._page_cells)
         out = torch.empty((*q.shape[:2], v.shape[-1]), dtype=q.dtype, device=q.device)

@@ -7,12 +7,15 @@ Invariants:
 - Results lie in one grow-only workspace; a call overwrites those of the call before it.
 """
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from ..config import PAGE_SIZE
 from ..forward import ForwardBatch, FusedAttention, KVPool
 from ..kernels.attention import PagedAttention, PagedStep, plan_tasks
 from ..kernels.elementwise import rope_store
+from ..kernels.forms import PLAIN, AttentionForm, HeadNorms
 from ..memory.workspace import Workspace
 
 
@@ -36,25 +39,33 @@ class PagedCpuBackend:
             raise ValueError(f"the kernel takes pages of {PAGE_SIZE} tokens, not {pool.page_size}")
         self.fused: FusedAttention | None = self.store_and_attend
         self.paged: PagedStep | None = None
+        self._windowed: PagedStep | None = None
         self.reads_page_table = True
         self._pool = pool
-        self._num_heads, self._width = num_heads, num_heads * head_size
+        self._num_heads = num_heads
         self._group = num_heads // num_kv_heads
         scale = head_size**-0.5 if scale is None else scale
-        dtype = pool.layer(0)[0].dtype
-        self._attention = PagedAttention(dtype, num_kv_heads, self._group, head_size, scale)
+        keys, values = pool.layer(0)
+        value_size = values.shape[-1]
+        self._width = num_heads * value_size
+        self._attention = PagedAttention(keys.dtype, num_kv_heads, self._group, head_size, scale, value_size)
+        if value_size != head_size:
+            self.fused = None
         self._workspace = Workspace()
 
     def plan(self, batch: ForwardBatch) -> None:
         """Divide the step's work."""
         tasks = plan_tasks(batch.q_lens_host, batch.kv_lens_host, self._group)
         self.paged = PagedStep(self._attention, self._pool.layer, batch.kv_slots, batch.page_table, tasks)
+        self._windowed = self.paged
+        if batch.window_slots is not None and batch.window_table is not None:
+            self._windowed = replace(self.paged, kv_slots=batch.window_slots, page_table=batch.window_table)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int, form: AttentionForm = PLAIN) -> Tensor:
         """Store this step's K and V, then attend; shapes as in :class:`~..forward.AttentionBackend`."""
-        step = self._planned()
+        step = self._planned(form)
         self._pool.store_at(layer, k, v, *self._pool.split_slots(step.kv_slots))
-        return self._attend(q, layer, step)
+        return self._attend(q, layer, step, form)
 
     def store_and_attend(
         self,
@@ -62,27 +73,30 @@ class PagedCpuBackend:
         cos: Tensor,
         sin: Tensor,
         layer: int,
-        norm: tuple[Tensor, Tensor, float] | None = None,
+        norm: HeadNorms | None = None,
+        form: AttentionForm = PLAIN,
     ) -> Tensor:
         """:meth:`forward` straight from a projection: head norms, rotation and store in one pass.
 
         Args:
             qkv: [T, query heads + 2 kv heads, head size]: queries, keys, values; queries are overwritten.
-            cos, sin: [T, 1, head size / 2].
-            norm: weights [head size] of query and key norms, and their epsilon. None: no head norms.
+            cos, sin: [T, 1, rotated size / 2].
+            norm: of queries and keys. None: no head norms.
+            form: of the layer.
 
         Returns:
             [T, query heads * head size]
         """
-        step, q = self._planned(), qkv[:, : self._num_heads]
+        step, q = self._planned(form), qkv[:, : self._num_heads]
         keys, values = self._pool.layer(layer)
         rope_store(qkv, self._num_heads, cos, sin, step.kv_slots, keys, values, out=q, norm=norm)
-        return self._attend(q, layer, step)
+        return self._attend(q, layer, step, form)
 
-    def _planned(self) -> PagedStep:
-        assert self.paged is not None, "a step is planned before its layers are computed"
-        return self.paged
+    def _planned(self, form: AttentionForm) -> PagedStep:
+        step = self.paged if form.window is None else self._windowed
+        assert step is not None, "a step is planned before its layers are computed"
+        return step
 
-    def _attend(self, q: Tensor, layer: int, step: PagedStep) -> Tensor:
+    def _attend(self, q: Tensor, layer: int, step: PagedStep, form: AttentionForm) -> Tensor:
         out = self._workspace.take("attended", (q.shape[0], self._width), self._attention.dtype)
-        return self._attention(q, *self._pool.layer(layer), step.page_table, step.tasks, out)
+        return self._attention(q, *self._pool.layer(layer), step.page_table, step.tasks, out, form)

@@ -15,6 +15,7 @@ from torch import Tensor
 from ..forward import AttentionBackend, ForwardBatch, FusedAttention, KVPool
 from ..kernels import TRITON, best
 from ..kernels.between import Elementwise, elementwise_for
+from ..kernels.forms import PLAIN, AttentionForm, HeadNorms
 from .fused_store import fused_store
 from .sdpa import SdpaBackend
 
@@ -50,7 +51,7 @@ class PagedTritonBackend(SdpaBackend):
         if best("elementwise", keys.device, keys.dtype) == TRITON:
             self._elementwise = elementwise_for(keys.device, keys.dtype)
             self.fused = self._store_and_attend
-        self._kv_slots = torch.empty(0, dtype=torch.int64)
+        self._step: ForwardBatch | None = None
         self._kernels = import_module("..kernels.triton_decode", __package__)
         self._heads = num_heads
         self._sizes = {
@@ -64,13 +65,14 @@ class PagedTritonBackend(SdpaBackend):
         self._multiprocessors = _MULTIPROCESSORS
         if device.type == "cuda":
             self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-        self._table = torch.zeros((max_rows, max_pages), dtype=torch.int32, device=device)
+        tables = torch.zeros((2, max_rows, max_pages), dtype=torch.int32, device=device)
+        self._table, self._window_table = tables
         self._kv_lens = torch.ones(max_rows, dtype=torch.int32, device=device)
 
     def plan(self, batch: ForwardBatch) -> None:
         """See :meth:`SdpaBackend.plan`."""
         super().plan(batch)
-        self._kv_slots = batch.kv_slots
+        self._step = batch
 
     def _store_and_attend(
         self,
@@ -78,49 +80,71 @@ class PagedTritonBackend(SdpaBackend):
         cos: Tensor,
         sin: Tensor,
         layer: int,
-        norm: tuple[Tensor, Tensor, float] | None = None,
+        norm: HeadNorms | None = None,
+        form: AttentionForm = PLAIN,
     ) -> Tensor:
         """See :class:`~..forward.FusedAttention`; rotated keys stay in ``qkv`` as well, where torch reads those of prompts."""
         assert self._elementwise is not None
+        assert self._step is not None, "plan comes first"
         heads, kv_heads = self._heads, self._kv_heads
         keys, values = self._pool.layer(layer)
         self._elementwise.rope_store(
-            qkv, heads, cos, sin, self._kv_slots, keys, values, out=qkv[:, :-kv_heads], norm=norm
+            qkv,
+            heads,
+            cos,
+            sin,
+            self._step.slots_in(form),
+            keys,
+            values,
+            out=qkv[:, :-kv_heads],
+            norm=norm,
         )
-        return self.attend(qkv[:, :heads], qkv[:, heads:-kv_heads], qkv[:, -kv_heads:], layer)
+        return self.attend(qkv[:, :heads], qkv[:, heads:-kv_heads], qkv[:, -kv_heads:], layer, form)
 
     def for_decode(self, rows: int) -> AttentionBackend:
         """Attention for steps of exactly ``rows`` decode rows, to be captured."""
-        table, kv_lens = self._table[:rows], self._kv_lens[:rows]
+        tables, kv_lens = (self._table[:rows], self._window_table[:rows]), self._kv_lens[:rows]
         splits = self._kernels.num_splits(rows, self._sizes["num_kv_heads"], self._multiprocessors)
-        kernel = self._kernels.PagedDecode(table, kv_lens, splits=splits, **self._sizes)
-        return _CapturedDecode(self._pool, kernel, table, kv_lens, num_heads=self._heads)
+        kernel = self._kernels.PagedDecode(*tables, kv_lens, splits=splits, **self._sizes)
+        return _CapturedDecode(self._pool, kernel, tables, kv_lens, num_heads=self._heads)
 
 
 class _CapturedDecode:
     """Decode rows of one number."""
 
-    def __init__(self, pool: KVPool, kernel: Any, table: Tensor, kv_lens: Tensor, *, num_heads: int) -> None:
+    def __init__(
+        self,
+        pool: KVPool,
+        kernel: Any,
+        tables: tuple[Tensor, Tensor],
+        kv_lens: Tensor,
+        *,
+        num_heads: int,
+    ) -> None:
+        """``tables``: of layers that see everything, and of those with a window."""
         self._store = fused_store(pool, num_heads, self._attend)
         self.fused: FusedAttention | None = self._store
         self.paged = None
         self.reads_page_table = True
         self._pool, self._kernel = pool, kernel
-        self._table, self._kv_lens = table, kv_lens
+        self._tables, self._kv_lens = tables, kv_lens
 
     def plan(self, batch: ForwardBatch) -> None:
         """Copy what the kernel reads to where it reads it."""
         assert batch.num_decode == batch.num_rows == len(self._kv_lens), "captured for another number of rows"
-        self._table[:, : batch.page_table.shape[1]] = batch.page_table
+        plain, windowed = self._tables
+        plain[:, : batch.page_table.shape[1]] = batch.page_table
+        table = batch.page_table if batch.window_table is None else batch.window_table
+        windowed[:, : table.shape[1]] = table
         self._kv_lens.copy_(batch.kv_lens)
         if self._store is not None:
-            self._store.kv_slots = batch.kv_slots
+            self._store.batch = batch
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int, form: AttentionForm = PLAIN) -> Tensor:
         """Store this step's K and V, then attend; shapes as in :class:`~..forward.AttentionBackend`."""
-        out: Tensor = self._kernel(q, k, v, *self._pool.layer(layer))
+        out: Tensor = self._kernel(q, k, v, *self._pool.layer(layer), form)
         return out
 
-    def _attend(self, q: Tensor, layer: int) -> Tensor:
-        out: Tensor = self._kernel.attend(q, *self._pool.layer(layer))
+    def _attend(self, q: Tensor, layer: int, form: AttentionForm) -> Tensor:
+        out: Tensor = self._kernel.attend(q, *self._pool.layer(layer), form)
         return out

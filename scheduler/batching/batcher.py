@@ -114,6 +114,11 @@ class Batcher:
         return self._chunk_sizer.prompt_tokens
 
     @property
+    def images(self) -> None:
+        """Tokens are made here."""
+        return None
+
+    @property
     def num_holding(self) -> int:
         """Requests that hold KV, including finished ones whose release waits for a step in flight."""
         return len(self._active) + len(self._deferred_releases)
@@ -154,6 +159,28 @@ class Batcher:
                 self.cache.donate(
                     request.kv, self.table.tokens[request.slot, : self.table.length[request.slot] - 1]
                 )
+        if self.cache.windows is not None:
+            self._move_windows(batch)
+
+    def _move_windows(self, batch: ScheduledBatch) -> None:
+        """After a step, give back what no later token of its rows sees; rows within a page have moved over none."""
+        ends, counts = (
+            np.asarray(lens, np.int64) for lens in (batch.forward.kv_lens_host, batch.forward.q_lens_host)
+        )
+        moved = np.nonzero(ends // PAGE_SIZE != (ends - counts) // PAGE_SIZE)[0]
+        for row in moved.tolist():
+            request = self.table.by_slot[batch.slots[row]]
+            if request is not None and request.kv is not None:
+                self.cache.passed(request.kv, int(ends[row]))
+
+    def _reach(self, slots: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> None:
+        """Before a step, have storage in layers with a window for what its rows compute."""
+        new_pages = np.nonzero(-(-ends // PAGE_SIZE) != -(-starts // PAGE_SIZE))[0]
+        for row in new_pages.tolist():
+            request = self.table.by_slot[slots[row]]
+            assert request is not None, "a row of a step is a request's"
+            assert request.kv is not None, "a running request has KV"
+            self.cache.reach(request.kv, int(ends[row]))
 
     def roll_back_step(self, batch: ScheduledBatch) -> None:
         """Roll back a step whose results are lost, so that its tokens are scheduled again.
@@ -439,6 +466,15 @@ class Batcher:
         pages = table.page_table[token_slots, positions // PAGE_SIZE]
         input_ids = table.tokens[token_slots, positions].astype(np.int64)
 
+        width = pages_for(int(ends.max()))
+        page_table = table.page_table[slots, :width]
+        slots_in_page = positions % PAGE_SIZE
+        window_slots = window_table = None
+        if self.cache.windows is not None:
+            self._reach(slots, starts, ends)
+            storage = self.cache.windows.storage
+            window_table = torch.from_numpy(storage[page_table])
+            window_slots = torch.from_numpy(storage[pages].astype(np.int64) * PAGE_SIZE + slots_in_page)
         samples = np.concatenate(
             [
                 np.arange(num_decode),
@@ -447,13 +483,14 @@ class Batcher:
         )
         sample_slots = slots[samples]
         spans = input_spans(chunks, table) if chunks else []
-        width = pages_for(int(ends.max()))
         forward = ForwardBatch(
             num_decode=num_decode,
             input_ids=torch.from_numpy(input_ids),
             positions=torch.from_numpy(positions),
-            kv_slots=torch.from_numpy(pages.astype(np.int64) * PAGE_SIZE + positions % PAGE_SIZE),
-            page_table=torch.from_numpy(table.page_table[slots, :width]),
+            kv_slots=torch.from_numpy(pages.astype(np.int64) * PAGE_SIZE + slots_in_page),
+            page_table=torch.from_numpy(page_table),
+            window_slots=window_slots,
+            window_table=window_table,
             kv_lens=torch.from_numpy(ends.astype(np.int32)),
             q_lens_host=q_lens.tolist(),
             kv_lens_host=ends.tolist(),

@@ -15,6 +15,8 @@ Invariants:
 - free + cached + held = total, where *free* is in the allocator, *cached* in the tree and locked by nobody, and *held*
   in the tree and locked, or a request's own. The three are counted apart, so that the equation can fail.
 - This is the only module that returns pages to the allocator.
+- Layers with a window have storage for some of the pages only (``window_pages.py``): those of every request's range, which
+  goes from what its next token sees to what is scheduled. Which pages there are, and whose, is the same for all layers.
 - No KV crosses epochs: requests match and donate only under the current epoch, and one that held pages at a commit is
   stale, so that nothing of it is ever stored.
 """
@@ -27,6 +29,7 @@ import numpy as np
 from .allocator import LedgerError as LedgerError
 from .allocator import PageAllocator
 from .radix import NO_PAGES, Node, RadixTree
+from .window_pages import WindowPages
 
 
 @dataclass(slots=True, eq=False)
@@ -45,6 +48,9 @@ class RequestKV:
     stale: bool
     """Holds KV of an epoch older than the current one: never donated."""
     salt: str
+    first_in_range: int = 0
+    end_of_range: int = 0
+    """Pages of the row that have storage in layers with a window, if there are any."""
 
 
 class Usage(NamedTuple):
@@ -61,8 +67,21 @@ class Usage(NamedTuple):
 class CacheManager:
     """Gives live requests their pages and keeps those of finished ones for reuse; no device work."""
 
-    def __init__(self, num_pages: int, page_size: int, prefix_cache: bool, epoch: int = 0) -> None:
-        """``num_pages`` counts the scratch page; ``prefix_cache=False``: nothing is ever matched or stored."""
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        prefix_cache: bool,
+        epoch: int = 0,
+        windows: WindowPages | None = None,
+    ) -> None:
+        """
+        Args:
+            num_pages: the scratch page included.
+            prefix_cache: False: nothing is ever matched or stored.
+            windows: of layers with a window that give pages back. None: there are none.
+        """
+        self.windows = windows
         self.epoch = epoch
         self.page_size = page_size
         self.prefix_cache = prefix_cache
@@ -83,7 +102,7 @@ class CacheManager:
         kv = RequestKV(pages_row, 0, 0, None, self.epoch, False, salt)
         usable = max(len(tokens) - 1, 0) // self.page_size
         if self.prefix_cache and usable:
-            pages, node = self._tree.match(self.epoch, salt, tokens[: usable * self.page_size])
+            pages, node = self._match(salt, tokens[: usable * self.page_size])
             if len(pages) > len(pages_row):
                 raise LedgerError(f"a prefix of {len(pages)} pages does not fit a row of {len(pages_row)}")
             if node is not None:
@@ -92,7 +111,50 @@ class CacheManager:
                 kv.num_pages = kv.num_shared = len(pages)
                 pages_row[: len(pages)] = pages
         self._open[kv] = None
+        if self.windows is not None:
+            kv.first_in_range = kv.end_of_range = self.windows.first_seen(kv.num_pages * self.page_size)
+            self._enter(kv, kv.num_pages)
         return kv
+
+    def _match(self, salt: str, tokens: np.ndarray) -> tuple[np.ndarray, Node | None]:
+        """The longest cached prefix that a request can go on from."""
+        pages, node = self._tree.match(self.epoch, salt, tokens)
+        if self.windows is None or not len(pages):
+            return pages, node
+        shareable = self.windows.shareable(pages)
+        if shareable == len(pages):
+            return pages, node
+        return self._tree.match(self.epoch, salt, tokens[: shareable * self.page_size])
+
+    def reach(self, kv: RequestKV, num_tokens: int) -> None:
+        """A step will compute ``kv`` up to ``num_tokens``, for which it has pages: they come into its range.
+
+        Raises:
+            LedgerError: ``kv`` is closed.
+        """
+        self._require_open(kv)
+        self._enter(kv, -(-num_tokens // self.page_size))
+
+    def passed(self, kv: RequestKV, num_tokens: int) -> None:
+        """A step has computed ``kv`` up to ``num_tokens``: pages that no later token sees go out of its range.
+
+        Raises:
+            LedgerError: ``kv`` is closed.
+        """
+        self._require_open(kv)
+        if self.windows is not None:
+            self._leave(kv, self.windows.first_seen(num_tokens - self.page_size))
+
+    def _enter(self, kv: RequestKV, end: int) -> None:
+        if self.windows is not None and end > kv.end_of_range:
+            self.windows.enter(kv.pages[kv.end_of_range : end])
+            kv.end_of_range = end
+
+    def _leave(self, kv: RequestKV, first: int) -> None:
+        first = min(first, kv.end_of_range)
+        if self.windows is not None and first > kv.first_in_range:
+            self.windows.leave(kv.pages[kv.first_in_range : first], max(0, kv.num_shared - kv.first_in_range))
+            kv.first_in_range = first
 
     def extend(self, kv: RequestKV, num_tokens: int) -> bool:
         """Give ``kv`` pages for ``num_tokens`` in total, evicting cached pages when the free ones do not suffice.
@@ -113,7 +175,7 @@ class CacheManager:
         if need > self.available():
             return False
         if need > self._allocator.num_free:
-            self._allocator.free(self._tree.evict(need - self._allocator.num_free))
+            self._free(self._tree.evict(need - self._allocator.num_free))
         pages = self._allocator.allocate(need)
         if pages is None:
             raise LedgerError(f"the tree counted {need} pages as evictable that it could not evict")
@@ -144,6 +206,12 @@ class CacheManager:
         if kv.node is not None:
             self._free(self._tree.unlock(kv.node))
         duplicates = kv.pages[first : first + inserted.num_existing].copy()
+        if self.windows is not None:
+            low, high = max(first, kv.first_in_range), min(first + inserted.num_existing, kv.end_of_range)
+            if low < high:
+                self.windows.replace(
+                    duplicates[low - first : high - first], inserted.existing[low - first : high - first]
+                )
         kv.pages[first : first + inserted.num_existing] = inserted.existing
         kv.node = inserted.node
         kv.num_shared = full
@@ -162,6 +230,7 @@ class CacheManager:
         self._require_open(kv)
         if tokens is not None:
             self.donate(kv, tokens)
+        self._leave(kv, kv.end_of_range)
         own = kv.pages[kv.num_shared : kv.num_pages].copy()
         unlocked = self._tree.unlock(kv.node) if kv.node is not None else NO_PAGES
         del self._open[kv]
@@ -236,6 +305,9 @@ class CacheManager:
         if walked != self.usage():
             raise LedgerError(f"counted {self.usage()}, walked {walked}")
         self._check_tree(nodes)
+        if self.windows is not None:
+            ranges = (kv.pages[kv.first_in_range : kv.end_of_range] for kv in self._open)
+            self.windows.check(ranges, _joined([cached, locked]))
         for kv in self._open:
             path = _path_pages(kv.node)
             if not np.array_equal(path, kv.pages[: kv.num_shared]):
@@ -266,6 +338,8 @@ class CacheManager:
 
     def _free(self, pages: np.ndarray) -> int:
         self._allocator.free(pages)
+        if self.windows is not None:
+            self.windows.drop(pages)
         return len(pages)
 
 

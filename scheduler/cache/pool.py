@@ -31,17 +31,29 @@ class MHAPool:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         page_size: int = PAGE_SIZE,
+        value_size: int | None = None,
+        window_layers: frozenset[int] = frozenset(),
+        window_pages: int | None = None,
     ) -> None:
-        """``num_pages`` counts the scratch page 0, where padding rows may write."""
+        """
+        Args:
+            num_pages: the scratch page 0 included, where padding rows may write.
+            value_size: None: as ``head_size``.
+            window_layers: those that have ``window_pages`` instead, with a page table of their own. None: as many as others.
+        """
+        value_size = head_size if value_size is None else value_size
         shape = (num_pages, kv_heads, page_size, head_size)
-        if min(num_layers, *shape) < 1:
+        if min(num_layers, value_size, *shape) < 1:
             raise ValueError(f"every size of a KV pool is at least 1, got {num_layers} layers of {shape}")
         self.page_size = page_size
         self.num_pages = num_pages
-        self._layers = [
-            (residency.allocate(shape, dtype, device), residency.allocate(shape, dtype, device))
-            for _ in range(num_layers)
-        ]
+        self.window_pages = window_pages if window_layers else None
+
+        def storage(layer: int, size: int) -> Tensor:
+            pages = window_pages if layer in window_layers and window_pages is not None else num_pages
+            return residency.allocate((pages, kv_heads, page_size, size), dtype, device)
+
+        self._layers = [(storage(i, head_size), storage(i, value_size)) for i in range(num_layers)]
         # Views [pages, page_size, kv heads, head size]: one index_put of (page, offset) then writes [heads, size]
         # rows straight from a strided slice of a fused qkv, without a contiguous copy or an index per head. Timed
         # against index_copy on a flat view, copy included, in microseconds for 1, 64 and 1024 tokens: 8 x 128 in
@@ -49,9 +61,17 @@ class MHAPool:
         self._by_slot = [(k.permute(0, 2, 1, 3), v.permute(0, 2, 1, 3)) for k, v in self._layers]
 
     @classmethod
-    def bytes_per_token(cls, num_layers: int, kv_heads: int, head_size: int, dtype: torch.dtype) -> int:
+    def bytes_per_token(
+        cls,
+        num_layers: int,
+        kv_heads: int,
+        head_size: int,
+        dtype: torch.dtype,
+        value_size: int | None = None,
+    ) -> int:
         """Bytes that one token takes over all layers, K and V: what sizes a pool before it exists."""
-        return 2 * num_layers * kv_heads * head_size * dtype.itemsize
+        sizes = head_size + (head_size if value_size is None else value_size)
+        return num_layers * kv_heads * sizes * dtype.itemsize
 
     @property
     def num_layers(self) -> int:
@@ -65,7 +85,7 @@ class MHAPool:
 
     def touch(self, nbytes: int) -> None:
         """Write zeros to the pages that are handed out first, about ``nbytes`` of them: the system gives their memory now."""
-        pages = self.num_pages * nbytes // self.nbytes
+        pages = self.num_pages * nbytes // self.nbytes  # of a layer with a window, at most all of them
         for pair in self._layers:
             for tensor in pair:
                 tensor[:pages].zero_()
@@ -76,7 +96,7 @@ class MHAPool:
         return pages, kv_slots - pages * self.page_size
 
     def store(self, layer: int, k: Tensor, v: Tensor, kv_slots: Tensor) -> None:
-        """Write ``k`` and ``v`` ([T, kv heads, head size], pool dtype, any strides) to ``kv_slots`` (int64 [T]).
+        """Write ``k`` and ``v`` ([T, kv heads, size of each], pool dtype, any strides) to ``kv_slots`` (int64 [T]).
 
         Slots are distinct, but for those of the scratch page: what two writers leave there is unspecified.
         """
@@ -90,7 +110,7 @@ class MHAPool:
         v_slots.index_put_((pages, offsets), v)
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """K and V of ``layer``, each [pages, kv heads, page_size, head size]; the storage itself, not a copy."""
+        """K and V of ``layer``, each [pages, kv heads, page_size, size of each]; the storage itself, not a copy."""
         return self._layers[layer]
 
 
@@ -116,6 +136,7 @@ class MLAPool:
             raise ValueError(f"every size of a KV pool is at least 1, got {num_layers} layers of {shape}")
         self.page_size = page_size
         self.num_pages = num_pages
+        self.window_pages: int | None = None
         self.width = width
         self._layers = [residency.allocate(shape, dtype, device) for _ in range(num_layers)]
 

@@ -42,7 +42,7 @@ from ..memory.device_cache import DeviceCache
 from ..memory.device_memory import EmptyCacheReport
 from ..observability.memory_history import MemoryHistory
 from ..observability.stage_profiler import StageProfiler
-from ..stepping import StepBatcher, StepOutputs, StepRunner
+from ..stepping import KeptPrompts, StepBatcher, StepOutputs, StepRunner
 from .pause_ownership import PauseOwnership, Sender
 from .weight_sessions import Session, Sessions
 
@@ -89,6 +89,7 @@ class Lifecycle:
         lost: str | None,
         serve_lost: bool,
         keeps_weights: bool,
+        prompts: KeptPrompts | None,
     ) -> None:
         """Make the lifecycle of an engine that runs.
 
@@ -103,6 +104,7 @@ class Lifecycle:
         self._waiting = waiting
         self._outputs = outputs
         self._cache = cache
+        self._prompts = prompts
         self._runner = runner
         self._device_cache = device_cache
         self._history = history
@@ -241,16 +243,18 @@ class Lifecycle:
         self._paused_at = self._paused_at if self._paused_at is not None else monotonic()
         self.ownership.take(sender, request, monotonic())
         held_pages = self._cache.usage().held
+        holding, kind = self._batcher.num_holding, self.held_kind
         logger.info(
-            "pause_generation: %s at step %d, %d requests hold %d tokens of KV, %d wait",
-            request.mode, self._step, self._batcher.num_holding, held_pages * PAGE_SIZE, len(self._waiting),
+            "pause_generation: %s at step %d, %d requests hold %s, %d wait",
+            request.mode, self._step, holding, kind if kind != "KV" else f"{held_pages * PAGE_SIZE} tokens of KV",
+            len(self._waiting),
         )  # fmt: skip
-        self._history.note("pause", f"{request.mode}, {self._batcher.num_holding} requests hold KV")
+        self._history.note("pause", f"{request.mode}, {holding} requests hold {kind}")
         return PauseGenerationReqOutput(
             id=request.id,
             mode=request.mode,
             step=self._step,
-            held_requests=self._batcher.num_holding,
+            held_requests=holding,
             held_tokens=held_pages * PAGE_SIZE,
             waiting_requests=len(self._waiting),
             aborted_requests=aborted,
@@ -278,12 +282,14 @@ class Lifecycle:
             if monotonic() >= deadline:
                 raise CaesuraError(
                     ErrorCode.NOT_IDLE,
-                    "flush_cache needs an idle engine: requests are pending",
+                    f"flush_cache needs an idle engine: requests are pending, or hold {self.held_kind}",
                     **self.pending(),
                 )
             yield Wait.CHANGE
         yield from self._commit_implicit_session(sender, request.force)
         freed = self._cache.flush()
+        if self._prompts is not None:
+            self._prompts.clear()
         report = self._device_cache.empty("flush") if request.torch_empty_cache else None
         self._history.note("flush", f"{freed * PAGE_SIZE} tokens", returned=_freed(report))
         return FlushCacheReqOutput(
@@ -326,6 +332,11 @@ class Lifecycle:
         waiting_blocks = len(self._waiting) > 0 and self._generation != "paused"
         holding = self._batcher.num_holding > 0 or self.in_flight
         return not (holding or waiting_blocks or self.sessions.is_working)
+
+    @property
+    def held_kind(self) -> str:
+        """What requests hold that a pause in place freezes, for people."""
+        return "KV" if self._batcher.images is None else "latents"
 
     def pending(self) -> dict[str, int]:
         """Counts of the work that keeps the engine from being idle."""

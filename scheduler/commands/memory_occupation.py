@@ -7,7 +7,7 @@ Invariants:
   resumed. Weights become INVALID before their memory is released, unless they are backed up: then their values are copied
   to the host behind the closed gate, and a copy that fails opens it again, with nothing released.
 - A release also drops what depends on the memory: with the KV the prefix cache, with the weights the record of what an
-  uncommitted update has written.
+  uncommitted update has written, with either the encoded prompts that are kept.
 - A resume that fails changes nothing. Resuming what is resident, and releasing what is released, has no effect.
 - Captured graphs are dropped with the tag ``cuda_graph``, and with every tag whose memory they read and that moves on
   release. The resume that makes everything resident captures them again before the next step.
@@ -35,7 +35,7 @@ from ..observability.memory_history import MemoryHistory
 from ..observability.stage_profiler import StageProfiler
 from ..observability.watchdog import Heartbeat
 from ..runner.graphs import DecodeGraphs
-from ..stepping import StepRunner
+from ..stepping import KeptPrompts, StepRunner
 from .lifecycle import SLICE_S, Lifecycle, Operation, Wait
 from .weight_updates import WeightUpdates
 
@@ -54,6 +54,7 @@ class MemoryOccupation:
         lifecycle: Lifecycle,
         updates: WeightUpdates,
         cache: CacheManager,
+        prompts: KeptPrompts | None,
         runner: StepRunner,
         graphs: DecodeGraphs | None,
         device_cache: DeviceCache,
@@ -67,6 +68,7 @@ class MemoryOccupation:
         self._lifecycle = lifecycle
         self._updates = updates
         self._cache = cache
+        self._prompts = prompts
         self._runner = runner
         self._device_cache = device_cache
         self._history = history
@@ -86,6 +88,8 @@ class MemoryOccupation:
                 self._cache.flush()
             if "weights" in tags:
                 self._updates.forget()
+            if self._prompts is not None and not tags.isdisjoint(("kv_cache", "weights")):
+                self._prompts.clear()
             if self._graphs is not None and ("cuda_graph" in tags or self._residency.moves(tags)):
                 self._graphs.drop()
             for tag in sorted(tags):

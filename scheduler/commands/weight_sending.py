@@ -12,9 +12,8 @@ import contextlib
 import logging
 from collections.abc import Generator
 from math import prod
-from time import monotonic, perf_counter
+from time import monotonic
 
-import torch
 from torch import Tensor
 
 from ...io_struct import (
@@ -37,15 +36,12 @@ from ..models.base import Weights
 from ..stepping import StepRunner
 from ..weights.components import chosen
 from ..weights.misfits import Misfits
+from ..weights.reading import read_into
 from ..weights.transports.batches import Batch, batches_of, nbytes_of
 from ..weights.transports.distributed import WeightsUpdateGroups
-from ..weights.writing import WRITE_S
 from .lifecycle import Lifecycle, Operation, Wait
 
 logger = logging.getLogger(__name__)
-
-_READ_BYTES = 1 << 20
-"""Rows that are read at once: what is packed is unpacked into a copy of that size."""
 
 
 class WeightSending:
@@ -130,17 +126,8 @@ class WeightSending:
     ) -> Generator[Wait, None, None]:
         """Copy the tensors of ``batch`` to the start of ``buffer``, one after the other."""
         self._require_committed()
-        began = perf_counter()
-        for spec in batch:
-            slot, end = slots[spec.name], spec.offset
-            for start, stop in _row_ranges(slot, spec.nbytes):
-                with self._runner.on_stream():
-                    rows = _bytes_of(slot.read(start, stop))
-                    buffer[end : end + rows.numel()].copy_(rows)
-                end += rows.numel()
-                if perf_counter() - began > WRITE_S:
-                    yield Wait.SLICE
-                    began = perf_counter()
+        for _ in read_into(buffer, batch, slots, self._runner.on_stream):
+            yield Wait.SLICE
 
     def _slots(self, named: str | None) -> dict[str, WeightSlot]:
         """Of one component, by the names of its checkpoint."""
@@ -187,19 +174,3 @@ def _require_stored(batches: list[Batch], slots: dict[str, WeightSlot]) -> None:
 def _stored(name: str, slot: WeightSlot) -> StoredTensor:
     nbytes = prod(slot.shape) * slot.dtype.itemsize
     return StoredTensor(name=name, dtype=NAMES[slot.dtype], shape=list(slot.shape), nbytes=nbytes)
-
-
-def _row_ranges(slot: WeightSlot, nbytes: int) -> Generator[tuple[int, int | None], None, None]:
-    """First row and end of the parts in which a tensor of ``nbytes`` is read."""
-    rows = slot.shape[0] if slot.shape else 1
-    if not nbytes or nbytes <= _READ_BYTES:
-        yield 0, None
-        return
-    step = max(1, _READ_BYTES * rows // nbytes)
-    for start in range(0, rows, step):
-        yield start, min(start + step, rows)
-
-
-def _bytes_of(rows: Tensor) -> Tensor:
-    """uint8 [n], in place where the rows are contiguous."""
-    return rows.contiguous().reshape(-1).view(torch.uint8)

@@ -43,7 +43,7 @@ from ..models.base import Weights
 from ..observability.memory_history import MemoryHistory
 from ..observability.stage_profiler import StageProfiler
 from ..stepping import StepBatcher, StepOutputs, StepRunner
-from ..weights.components import ComponentSource, chosen, fitting, in_component, renamed
+from ..weights.components import ComponentSource, chosen, component_of, fitting, in_component, renamed
 from ..weights.loader import LoadCounts, WeightLoader, WeightPiece
 from ..weights.source import BufferSource, WeightSource
 from ..weights.transports.disk import DiskSource, OpenFolder
@@ -276,9 +276,9 @@ class WeightUpdates:
         self._runner.synchronize()
 
     def _pieces(self, source: WeightSource) -> Generator[WeightPiece | None, None, None]:
-        """Of ``source``, where the weights are: on the device, if it has streams."""
+        """Of ``source``, where the weights are: on the device, if it has streams and they are kept nowhere else."""
         size, skip = self._config.load_bucket_bytes, self._loader.skip
-        if self._uploader is None:
+        if self._uploader is None or component_of(source) in self._model.kept_components:
             return source.pieces(size, skip)
         return self._uploader.pieces(source, size, skip)
 
@@ -344,7 +344,7 @@ class WeightUpdates:
     def forget(self) -> None:
         """Close the session and forget which parameters were written, because the weights' memory is released."""
         self._close_session()
-        self._loader.forget_written(lost=self._lifecycle.weights == "invalid")
+        self._loader.release_written(lost=self._lifecycle.weights == "invalid")
 
     def profiler(self) -> StageProfiler:
         """A profiler for one call or session; its times count in the engine's stage times as well."""
@@ -374,12 +374,12 @@ class WeightUpdates:
         return source
 
     def _require_flushable(self, flush: bool) -> None:
-        """Refuse a flush that is impossible because requests are frozen with their KV."""
+        """Refuse a flush that is impossible because requests are frozen with their KV or latents."""
         frozen = self._lifecycle.generation == "paused" and self._batcher.num_holding > 0
         if flush and frozen:
             raise CaesuraError(
                 ErrorCode.NOT_IDLE,
-                "flush_cache cannot be honoured: requests are frozen in place with their KV; send flush_cache=false",
+                f"flush_cache cannot be honoured: requests are frozen in place with their {self._lifecycle.held_kind}; send flush_cache=false",
                 **self._lifecycle.pending(),
             )
 

@@ -9,6 +9,7 @@ Invariants:
 - Decoding goes first, since it ends samples; then encoding, since samples wait for it; then the bucket that was served longest ago.
 - A sample that was retracted or that waits keeps its place: first come, first served.
 - If a call raises, every sample stays where it was.
+- A prompt that is kept (``prompts.py``) is not encoded again, and of equal prompts that wait together one is.
 """
 
 from collections import deque
@@ -17,6 +18,8 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Literal
 
+from ...io_struct import ImageLoad
+from .prompts import EncodedPrompts
 from .request import ImageRequest, Phase, Prompting
 
 ENCODED_PROMPTS = 16
@@ -79,10 +82,22 @@ class ImageBatcher:
     """Owns the running samples and builds steps from them and from the queue."""
 
     def __init__(
-        self, waiting: ImageQueue, *, max_running: int, encoders_changed: Callable[[], bool]
+        self,
+        waiting: ImageQueue,
+        *,
+        max_running: int,
+        prompts: EncodedPrompts,
+        encoders_changed: Callable[[], bool],
+        on_idle: Callable[[], None] = lambda: None,
     ) -> None:
-        """``encoders_changed`` says, at a commit, whether it has written a text encoder."""
+        """
+        Args:
+            encoders_changed: says, at a commit, whether it has written a text encoder.
+            on_idle: called when no sample is left.
+        """
         self.waiting = waiting
+        self.prompts = prompts
+        self._on_idle = on_idle
         self.num_retractions = 0
         self.prompt_tokens = self.cached_tokens = self.prefilled_tokens = 0
         self.limit: int | None = None
@@ -106,6 +121,15 @@ class ImageBatcher:
     def num_prefilling(self) -> int:
         """Samples that run and have no latents yet."""
         return len(self._running) - self.num_running
+
+    @property
+    def images(self) -> ImageLoad:
+        """Running samples by what each needs next."""
+        decoding = sum(1 for sample in self._running if sample.is_denoised)
+        encoding = sum(1 for sample in self._running if not sample.prompting.is_ready)
+        return ImageLoad(
+            encoding=encoding, denoising=len(self._running) - decoding - encoding, decoding=decoding
+        )
 
     @property
     def num_holding(self) -> int:
@@ -137,6 +161,8 @@ class ImageBatcher:
     def complete_step(self, batch: ImageBatch, seconds: float) -> None:
         """The output of ``batch`` has been recorded."""
         self._in_flight = None
+        for prompting in batch.prompts:
+            self.prompts.keep(prompting)
         if self.limit is None or len(batch.samples) < self.limit:
             return
         self._full_steps += 1
@@ -158,6 +184,8 @@ class ImageBatcher:
             self.waiting.remove(sample)
         else:
             self._running.remove(sample)
+        if not self.has_work:
+            self._on_idle()
 
     def retract_all(self) -> int:
         """Every running sample begins again from its seed, in its order. No step may be in flight."""
@@ -173,6 +201,7 @@ class ImageBatcher:
         """After a commit that changed a text encoder: prompts none of whose samples is under way are encoded again."""
         if not self._encoders_changed():
             return 0
+        self.prompts.encoders_changed()
         samples = [*self._running, *self.waiting]
         begun = {id(sample.prompting) for sample in samples if sample.latent is not None}
         again = {id(s.prompting): s.prompting for s in samples if id(s.prompting) not in begun}
@@ -200,14 +229,17 @@ class ImageBatcher:
         return ImageBatch(kind="decode", samples=self._limited(alike, DECODED_IMAGES), prompts=[])
 
     def _encode(self) -> ImageBatch | None:
-        """Prompts whose ids have the lengths of the first one's."""
+        """Prompts whose ids have the lengths of the first one's, each once."""
         chosen: dict[int, tuple[ImageRequest, Prompting]] = {}
+        keys: set[tuple[int, bytes]] = set()
         lengths: tuple[object, ...] | None = None
         rows = 0
         for sample in self._running:
             prompting = sample.prompting
-            if prompting.is_ready or id(prompting) in chosen:
+            if prompting.is_ready or id(prompting) in chosen or self.prompts.fill(prompting):
                 continue
+            if (missing := self.prompts.keys(prompting)) & keys:
+                continue  # what it lacks is kept after this step, or encoded in the next
             ids = prompting.ids if prompting.embeds is None else prompting.negative_ids
             alike = (prompting.max_sequence_length, *map(len, ids or ()))
             lengths = lengths or alike
@@ -216,6 +248,7 @@ class ImageBatcher:
                 rows -= 1 + prompting.guided
                 continue
             chosen[id(prompting)] = sample, prompting
+            keys |= missing
         if not chosen:
             return None
         samples = self._limited([sample for sample, _ in chosen.values()], ENCODED_PROMPTS)

@@ -21,7 +21,9 @@ from torch import Tensor, nn
 
 from ..dtypes import DTYPES
 from ..files import PIPELINE_INDEX, checkpoint_error, read_small
+from ..layers.movable_parameter import MovableSlot
 from ..layers.parameters import Parameter, WeightSlot
+from ..memory.offload import Movable
 from ..weights.transports.disk import Checkpoint, open_checkpoint
 
 _MAX_INDEX_BYTES = 1 << 20
@@ -66,14 +68,20 @@ class Component:
         dtype: torch.dtype,
         device: torch.device,
         saved: Iterable[str] = (),
+        movable: Movable | None = None,
     ) -> None:
-        """``saved`` are the names in its checkpoint, which an older version of its library may have written."""
+        """
+        Args:
+            saved: the names in its checkpoint, which an older version of its library may have written.
+            movable: moves what is allocated now. None: nothing does.
+        """
         self.name = name
         self.folder = folder
         self.module = module
         self.dtype = dtype
         self.slots: dict[str, WeightSlot] = {}
-        self.storage: list[tuple[str, Tensor]] = []
+        self.movable = movable
+        self._storage: list[tuple[str, Tensor]] = []
         stored: dict[str, Tensor] = dict(module.named_parameters())
         kept = module.state_dict(keep_vars=True)
         stored |= {key: buffer for key, buffer in module.named_buffers() if key in kept}
@@ -87,13 +95,25 @@ class Component:
                 device,
             )
             _replace(module, old, parameter.data)
-            self.slots[parameter.name] = parameter.slot(parameter.name)
-            self.storage.append((parameter.name, parameter.data))
+            self.slots[parameter.name] = (
+                parameter.slot(parameter.name) if movable is None else MovableSlot(parameter, movable)
+            )
+            self._storage.append((parameter.name, parameter.data))
         for owner in module.modules():
             for key, buffer in owner._buffers.items():
                 if buffer is not None and buffer.device != device:
                     owner._buffers[key] = buffer.to(device)
         module.eval()
+
+    @property
+    def nbytes(self) -> int:
+        """Of its weights, wherever they are."""
+        return sum(tensor.nbytes for _, tensor in self._storage)
+
+    def storage(self) -> Iterator[tuple[str, Tensor]]:
+        """Its weights by name, to be read: those that come and go from the host, once they have been away."""
+        for name, tensor in self._storage:
+            yield name, tensor if self.movable is None else self.movable.values(tensor)
 
     def skips(self, key: str) -> bool:
         """Whether a tensor ``key`` of its checkpoint is ignored: tied to another, or a table that the module makes itself."""
@@ -101,13 +121,19 @@ class Component:
 
 
 def build_component(
-    name: str, folder: Path, class_path: str, dtype: torch.dtype | None, device: torch.device
+    name: str,
+    folder: Path,
+    class_path: str,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    movable: Movable | None = None,
 ) -> tuple[Component, Checkpoint]:
     """The component in ``folder``, whose parameters hold nothing yet, and its checkpoint.
 
     Args:
         class_path: ``library.Class``.
         dtype: None: as the checkpoint was saved.
+        movable: as for :class:`Component`.
 
     Raises:
         CaesuraError: ``checkpoint_error``.
@@ -119,7 +145,9 @@ def build_component(
     with _without_values():
         module = _make_module(class_path, folder)
     names = [spec.name for spec in checkpoint.specs]
-    return Component(name, folder, module, dtype or saved or torch.float32, device, names), checkpoint
+    return Component(
+        name, folder, module, dtype or saved or torch.float32, device, names, movable
+    ), checkpoint
 
 
 def config_difference(ours: Path, theirs: Path) -> list[str]:

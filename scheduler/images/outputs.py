@@ -5,6 +5,8 @@ Invariants:
 - I2: a result has a log-probability for each of its step indices, a latent for each of its latent indices, and spans that cover its
   steps; what was not made is not there.
 - A step is recorded for all of its samples or for none of them.
+- A result is a copy in memory of its own: it may be stored long after its sample has gone, and must keep nothing else alive, nor
+  lie between the large blocks that steps take and free.
 """
 
 import logging
@@ -21,6 +23,7 @@ from ..batching.live_requests import LiveRequests
 from ..batching.request import WeightStamp
 from ..dtypes import NAMES
 from ..memory.device_memory import is_out_of_memory
+from ..memory.mapped_results import in_a_mapping
 from .batcher import ImageBatch, ImageBatcher
 from .outbox import ImageOutbox
 from .request import ImageRequest, Phase
@@ -170,6 +173,7 @@ def result_of(sample: ImageRequest, reason: FinishReason) -> GenerateImagesReqOu
     elif sample.is_denoised and sample.latent is not None and reason.type == "length":
         tensors["final_latents"] = sample.latent
     on_host = {name: torch.as_tensor(each).cpu().contiguous() for name, each in tensors.items()}
+    buffers = in_a_mapping([each.reshape(-1).view(torch.uint8).numpy() for each in on_host.values()])
     now = monotonic()
     return GenerateImagesReqOutput(
         rid=sample.rid,
@@ -188,7 +192,7 @@ def result_of(sample: ImageRequest, reason: FinishReason) -> GenerateImagesReqOu
         num_retractions=sample.num_retractions,
         queue_s=(sample.first_scheduled or now) - sample.arrival,
         e2e_latency=now - sample.arrival,
-    ).with_buffers([each.reshape(-1).view(torch.uint8).numpy().data for each in on_host.values()])
+    ).with_buffers(buffers)
 
 
 def lost_result(sample: ImageRequest, error: Exception) -> GenerateImagesReqOutput:

@@ -3,6 +3,7 @@
 Invariants:
 - The weights of all components are one set of slots, ``component.name``, so every transport, session and check works on them as on
   a language model's. An update is of one component.
+- Where a component comes and goes (``stages.py``), its slots write where its values are: an update need not know.
 - A component is poisoned by what touched it: :meth:`~..weights.loader.WeightLoader.missing` asks for the components in question.
 """
 
@@ -19,12 +20,12 @@ from ..config import EngineConfig
 from ..dtypes import by_torch_name
 from ..files import is_pipeline
 from ..layers.parameters import WeightSlot
-from ..memory.offload import ComponentOffloadStrategy
 from ..memory.residency import ComponentResidencyManager
 from ..memory.workspace import Workspace
 from ..weights.components import ComponentSource
 from ..weights.loader import WeightLoader
 from ..weights.transports.disk import Checkpoint, DiskSource, open_checkpoint
+from .blocks import Blocks
 from .components import (
     Component,
     build_component,
@@ -34,7 +35,7 @@ from .components import (
 )
 from .family import Family
 from .registry import family_of
-from .stages import leave_after_loading
+from .stages import leave_after_loading, strategy_of
 
 DEFAULT_COMPONENT = "transformer"
 """What an update writes that names no component."""
@@ -59,6 +60,11 @@ class DiffusionModel:
         return self._slots
 
     @property
+    def kept_components(self) -> frozenset[str]:
+        """Those that come and go."""
+        return frozenset(name for name, each in self.parts.items() if each.movable is not None)
+
+    @property
     def optional_names(self) -> frozenset[str]:
         """None: what is tied has no slot."""
         return frozenset()
@@ -78,7 +84,7 @@ class DiffusionModel:
     def named_storage(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter, and every buffer that a checkpoint holds."""
         for component in self.parts.values():
-            yield from component.storage
+            yield from component.storage()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,8 +98,8 @@ class LoadedPipeline:
     """Of the transformer."""
     device: torch.device
     digest: str
-    frozen: tuple[str, ...]
-    """Components that come and go, and that no update writes."""
+    movable: Mapping[str, Blocks | None]
+    """Components that come and go, with the blocks of those that do so layer by layer."""
     weights_bytes: int
     """Bytes of all components."""
 
@@ -120,33 +126,36 @@ def load_pipeline(
     dtype = None if config.dtype == "auto" else by_torch_name(config.dtype)
     device = torch.device(config.device)
     names, workspace = class_names(index), Workspace()
-    offloads = config.frozen_residency == "offload"
     components: dict[str, Component] = {}
+    movable: dict[str, Blocks | None] = {}
     digests = []
     for name, allowed in reversed(list(kind.classes.items())):  # what leaves again comes before what stays
         if name not in names:
             continue
-        leaves = offloads and name != DEFAULT_COMPONENT
-        if leaves:
-            residency.register(name, ComponentOffloadStrategy(), tag="weights")
+        strategy = strategy_of(name, config)
+        mover = None if strategy is None else residency.register(name, strategy, tag="weights")
         class_path = next(path for path in allowed if path.endswith(f".{names[name]}"))
-        with residency.component(name if leaves else "weights"):
-            component, checkpoint = build_component(name, root / name, class_path, dtype, device)
+        with residency.component("weights" if mover is None else name):
+            component, checkpoint = build_component(name, root / name, class_path, dtype, device, mover)
+        if strategy is not None:
+            movable[name] = Blocks(component.module) if strategy.kind == "layerwise" else None
+            residency.divide(name, blocks.tensors() if (blocks := movable[name]) is not None else [])
         if folder is not None and name == DEFAULT_COMPONENT:
             checkpoint = open_component(folder, component)
         _load(component, checkpoint, workspace, config.load_bucket_bytes)
-        if leaves:
+        if mover is not None:
             leave_after_loading(residency, name)
         components[name] = component
         digests.append(checkpoint.digest)
     components = {name: components[name] for name in kind.classes if name in components}
-    model = DiffusionModel({DEFAULT_COMPONENT: components[DEFAULT_COMPONENT]} if offloads else components)
+    residency.forget_peak()  # each of them was whole on the device while it was loaded
+    model = DiffusionModel(components)
     return LoadedPipeline(
         model=model,
         loader=WeightLoader(model),
         family=kind.load(root, {name: each.module for name, each in components.items()}, names),
-        frozen=tuple(name for name in components if name not in model.parts),
-        weights_bytes=sum(tensor.nbytes for each in components.values() for _, tensor in each.storage),
+        movable=movable,
+        weights_bytes=sum(each.nbytes for each in components.values()),
         dtype=components[DEFAULT_COMPONENT].dtype,
         device=device,
         digest=hashlib.sha256("".join(digests).encode()).hexdigest(),

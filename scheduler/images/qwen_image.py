@@ -109,6 +109,10 @@ class QwenImage(Family):
         )[0]
         return velocity
 
+    def follows_values(self, embeds: Embeds) -> bool:
+        """Without padding there is no mask; with it, the transformer looks into it."""
+        return not bool(embeds["prompt_embeds_mask"].all())
+
     def guide(self, negative: Tensor, positive: Tensor, scale: Tensor) -> Tensor:
         """With the norm of the prompt's own velocity, token by token."""
         guided = super().guide(negative, positive, scale)

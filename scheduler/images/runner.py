@@ -20,6 +20,7 @@ from .family import Embeds, Family, to_pixels
 from .flow import INITIAL, Coefficients, advance, coefficients, log_prob, noise_of
 from .request import ImageRequest, Prompting
 from .stages import Stages
+from .traced import Velocity
 
 
 @dataclass(slots=True, kw_only=True)
@@ -95,6 +96,9 @@ class ImageRunner:
         self, family: Family, stages: Stages, device: torch.device, device_module: DeviceModule
     ) -> None:
         self._family = family
+        # An accelerator's host runs ahead of the device anyway.
+        whole = not stages.comes_in_blocks("transformer")
+        self._model = Velocity(family, records=whole and device.type == "cpu")
         self._stages = stages
         self._device = device
         self._streams = streams_of(device_module)
@@ -179,9 +183,9 @@ class ImageRunner:
         )
         embeds = [sample.prompting.embeds for sample in samples]
         if not samples[0].prompting.guided:
-            return family.velocity(x, sigma, _stacked(embeds), scale, size)
+            return self._model(x, sigma, _stacked(embeds), scale, size)
         both = _stacked([*(sample.prompting.negative for sample in samples), *embeds])
-        negative, positive = family.velocity(
+        negative, positive = self._model(
             x.repeat(2, *[1] * (x.dim() - 1)), sigma.repeat(2), both, scale.repeat(2), size
         ).chunk(2)
         return family.guide(negative, positive, scale.view(-1, *[1] * (x.dim() - 1)))

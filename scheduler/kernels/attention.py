@@ -14,6 +14,7 @@ from torch import Tensor
 from ..config import PAGE_SIZE
 from ..memory.workspace import Workspace
 from . import native
+from .forms import PLAIN, AttentionForm
 from .native import FLOAT, INT, POINTER, SIZE
 
 _TASK_ROWS = 192
@@ -24,14 +25,15 @@ _TASK_FIELDS = 4
 
 _ARGUMENTS = (
     *(POINTER, SIZE, SIZE),  # queries, strides of a token and a head
-    *(POINTER, POINTER, SIZE, SIZE, SIZE),  # keys, values, kv heads, group, head size
+    *(POINTER, POINTER, SIZE, SIZE, SIZE, SIZE),  # keys, values, kv heads, group, sizes of a key and a value
     *(POINTER, SIZE),  # page table, stride of a row
     *(POINTER, SIZE),  # tasks
-    *(FLOAT, POINTER, SIZE),  # scale, output, stride of a token
+    *(SIZE, FLOAT, FLOAT, POINTER),  # window, scale, soft cap, sinks
+    *(POINTER, SIZE),  # output, stride of a token
     *(POINTER, SIZE, INT),  # scratch, floats of it for each thread, threads
 )
 _ATTEND = native.by_dtype("caesura_attention", *_ARGUMENTS)
-_SCRATCH = native.by_dtype("caesura_attention_scratch", SIZE, SIZE, result=SIZE)
+_SCRATCH = native.by_dtype("caesura_attention_scratch", SIZE, SIZE, SIZE, result=SIZE)
 
 
 def plan_tasks(q_lens: Sequence[int], kv_lens: Sequence[int], group: int) -> np.ndarray:
@@ -64,31 +66,54 @@ def plan_tasks(q_lens: Sequence[int], kv_lens: Sequence[int], group: int) -> np.
 class PagedAttention:
     """The kernel and its memory, for one shape of attention."""
 
-    def __init__(self, dtype: torch.dtype, kv_heads: int, group: int, head_size: int, scale: float) -> None:
-        """``dtype`` is that of queries, pool and output: bfloat16 or float32. ``scale`` multiplies the scores."""
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        kv_heads: int,
+        group: int,
+        head_size: int,
+        scale: float,
+        value_size: int | None = None,
+    ) -> None:
+        """
+        Args:
+            dtype: of queries, pool and output: bfloat16 or float32.
+            head_size: of queries and keys.
+            scale: multiplies the scores of a form that has none of its own.
+            value_size: of values. None: ``head_size``.
+        """
         self.dtype, self.kv_heads, self.group, self.head_size = dtype, kv_heads, group, head_size
+        self.value_size = head_size if value_size is None else value_size
         self.scale = scale
         self._attend = _ATTEND[dtype]
         rows = group * max(1, _TASK_ROWS // group)
-        self._thread_floats = _SCRATCH[dtype](head_size, rows)
+        self._thread_floats = _SCRATCH[dtype](head_size, self.value_size, rows)
         self._workspace = Workspace()
 
     def __call__(
-        self, q: Tensor, keys: Tensor, values: Tensor, page_table: Tensor, tasks: np.ndarray, out: Tensor
+        self,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        page_table: Tensor,
+        tasks: np.ndarray,
+        out: Tensor,
+        form: AttentionForm = PLAIN,
     ) -> Tensor:
         """Attend; returns ``out``.
 
         Args:
             q: [T, query heads, head size], elements of a head contiguous.
-            keys, values: [pages, kv heads, 16, head size], contiguous; this step's K and V are in place.
-            page_table: int32 [R, P], rows contiguous.
+            keys, values: [pages, kv heads, 16, head size or value size], contiguous; this step's K and V are in place.
+            page_table: int32 [R, P], rows contiguous. Entries of pages before a row's window are not used.
             tasks: of :func:`plan_tasks` with the lengths of these rows.
-            out: [T, query heads * head size], rows contiguous.
+            out: [T, query heads * value size], rows contiguous.
+            form: of this layer; its sinks are of ``dtype``.
 
         Raises:
             ValueError: a tensor that the kernel would misread.
         """
-        self._check(q, keys, values, page_table, out)
+        self._check(q, keys, values, page_table, out, form.sinks)
         if tasks.dtype != np.int64 or tasks.shape[1] != _TASK_FIELDS or not tasks.flags.c_contiguous:
             raise ValueError("tasks are as plan_tasks() makes them")
         threads = native.num_threads()
@@ -102,11 +127,15 @@ class PagedAttention:
             self.kv_heads,
             self.group,
             self.head_size,
+            self.value_size,
             page_table.data_ptr(),
             page_table.stride(0),
             tasks.ctypes.data,
             len(tasks),
-            self.scale,
+            form.window or 0,
+            self.scale if form.scale is None else form.scale,
+            form.softcap or 0.0,
+            None if form.sinks is None else form.sinks.data_ptr(),
             out.data_ptr(),
             out.stride(0),
             scratch,
@@ -120,20 +149,29 @@ class PagedAttention:
         scratch = self._workspace.take("scratch", (threads, self._thread_floats), torch.float32)
         return scratch.data_ptr(), self._thread_floats
 
-    def _check(self, q: Tensor, keys: Tensor, values: Tensor, page_table: Tensor, out: Tensor) -> None:
-        heads, page, dtype = (
-            self.kv_heads * self.group,
-            (self.kv_heads, PAGE_SIZE, self.head_size),
-            self.dtype,
-        )
+    def _check(
+        self,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        page_table: Tensor,
+        out: Tensor,
+        sinks: Tensor | None,
+    ) -> None:
+        heads, page, dtype = self.kv_heads * self.group, (self.kv_heads, PAGE_SIZE), self.dtype
         if q.dtype != dtype or keys.dtype != dtype or values.dtype != dtype or out.dtype != dtype:
             raise ValueError(
                 f"expected {self.dtype}, got {q.dtype}, {keys.dtype}, {values.dtype}, {out.dtype}"
             )
-        if q.shape[1:] != (heads, self.head_size) or out.shape != (q.shape[0], heads * self.head_size):
+        if q.shape[1:] != (heads, self.head_size) or out.shape != (q.shape[0], heads * self.value_size):
             raise ValueError(f"{heads} heads of {self.head_size}: {tuple(q.shape)} to {tuple(out.shape)}")
-        if keys.shape[1:] != page or values.shape != keys.shape:
-            raise ValueError(f"pages of {page}: {tuple(keys.shape)} and {tuple(values.shape)}")
+        sizes = self.head_size, self.value_size
+        if keys.shape[1:] != (*page, sizes[0]) or values.shape != (*keys.shape[:3], sizes[1]):
+            raise ValueError(f"pages of {page} {sizes}: {tuple(keys.shape)} and {tuple(values.shape)}")
+        if sinks is not None and not (
+            sinks.dtype == dtype and sinks.shape == (heads,) and sinks.is_contiguous()
+        ):
+            raise ValueError(f"sinks of {heads} heads in {dtype}: {sinks.dtype} {tuple(sinks.shape)}")
         if not (keys.is_contiguous() and values.is_contiguous()):
             raise ValueError("a pool is contiguous")
         if q.stride(2) != 1 or out.stride(1) != 1 or page_table.stride(1) != 1:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from . import TORCH, TRITON, best, elementwise
+from .forms import Bend, HeadNorms
 
 
 class Elementwise(Protocol):
@@ -24,12 +25,13 @@ class Elementwise(Protocol):
         *,
         residual: Tensor | None = None,
         out: Tensor | None = None,
+        from_one: bool = False,
     ) -> Tensor:
         """The norm of each row, with ``residual`` of ``residual += x``."""
         ...
 
-    def silu_mul(self, gate_up: Tensor, out: Tensor | None = None) -> Tensor:
-        """``silu(gate) * up`` of rows (gate, up)."""
+    def gate_mul(self, gate_up: Tensor, out: Tensor | None = None, *, bend: Bend = "silu") -> Tensor:
+        """``bend(gate) * up`` of rows (gate, up)."""
         ...
 
     def rope_store(
@@ -43,7 +45,7 @@ class Elementwise(Protocol):
         values: Tensor,
         *,
         out: Tensor,
-        norm: tuple[Tensor, Tensor, float] | None = None,
+        norm: HeadNorms | None = None,
     ) -> Tensor:
         """Head norms, rotation, and the store of keys and values."""
         ...

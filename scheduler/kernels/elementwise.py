@@ -13,15 +13,17 @@ from torch import Tensor
 
 from ..config import PAGE_SIZE
 from . import native
+from .forms import Bend, HeadNorms
 from .native import FLOAT, INT, POINTER, SIZE
 
 _ROW = (POINTER, SIZE)
-_NORM = native.by_dtype("caesura_rms_norm", *_ROW, *_ROW, POINTER, *_ROW, SIZE, SIZE, FLOAT, INT)
-_SILU_MUL = native.by_dtype("caesura_silu_mul", *_ROW, *_ROW, SIZE, SIZE, INT)
+_NORM = native.by_dtype("caesura_rms_norm", *_ROW, *_ROW, POINTER, *_ROW, SIZE, SIZE, FLOAT, INT, INT)
+_GATE_MUL = native.by_dtype("caesura_gate_mul", *_ROW, *_ROW, SIZE, SIZE, INT, INT)
+_BENDS: dict[Bend, int] = {"silu": 0, "gelu_tanh": 1, "clamped": 2}
 _ROPE_STORE = native.by_dtype(
     "caesura_rope_store",
-    *(*_ROW, SIZE, SIZE, SIZE),  # qkv, query heads, kv heads, head size
-    *(POINTER, POINTER, FLOAT),  # head norms
+    *(*_ROW, SIZE, SIZE, SIZE, SIZE),  # qkv, query heads, kv heads, head size, of which is rotated
+    *(POINTER, POINTER, FLOAT, INT),  # head norms
     *(POINTER, POINTER, SIZE),  # cosines, sines, stride of a token
     *(POINTER, POINTER, POINTER),  # slots, keys, values
     *(*_ROW, SIZE, INT),  # queries, tokens, threads
@@ -29,7 +31,13 @@ _ROPE_STORE = native.by_dtype(
 
 
 def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None = None, out: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+    from_one: bool = False,
 ) -> Tensor:
     """``x / sqrt(mean(x^2) + eps) * weight`` of each row; with ``residual``, of ``residual += x``.
 
@@ -38,6 +46,7 @@ def rms_norm(
         weight: [size].
         residual: [T, size], updated in place. None: ``x`` is normalised as it is.
         out: [T, size]; it may be ``x``. None: fresh memory.
+        from_one: the factor is ``1 + weight``, and the product is rounded once.
 
     Raises:
         ValueError: a tensor that the kernel would misread; likewise below.
@@ -64,24 +73,26 @@ def rms_norm(
         rows,
         size,
         eps,
+        from_one,
         native.num_threads(),
     )
     return out
 
 
-def silu_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
-    """``silu(gate) * up`` of rows (gate, up): [T, 2 I] to [T, I], into ``out`` where given."""
+def gate_mul(gate_up: Tensor, out: Tensor | None = None, *, bend: Bend = "silu") -> Tensor:
+    """``bend(gate) * up`` of rows (gate, up): [T, 2 I] to [T, I], into ``out`` where given."""
     rows, width = gate_up.shape
     out = torch.empty((rows, width // 2), dtype=gate_up.dtype) if out is None else out
     if not _readable(gate_up.dtype, gate_up, out) or width % 2 or out.shape != (rows, width // 2):
         raise ValueError(f"no gate: {_describe(gate_up, out)}")
-    _SILU_MUL[gate_up.dtype](
+    _GATE_MUL[gate_up.dtype](
         gate_up.data_ptr(),
         gate_up.stride(0),
         out.data_ptr(),
         out.stride(0),
         rows,
         width // 2,
+        _BENDS[bend],
         native.num_threads(),
     )
     return out
@@ -97,22 +108,22 @@ def rope_store(
     values: Tensor,
     *,
     out: Tensor,
-    norm: tuple[Tensor, Tensor, float] | None = None,
+    norm: HeadNorms | None = None,
 ) -> Tensor:
     """Normalise (if asked to) and rotate queries and keys, store keys and values; returns the queries, ``out``.
 
     Args:
         qkv: [T, query heads + 2 kv heads, head size], heads of a token contiguous.
         num_heads: of these, query heads; they come first, then keys, then values.
-        cos, sin: [T, 1, head size / 2], of equal strides.
+        cos, sin: [T, 1, rotated size / 2], of equal strides; the rest of a head is not rotated.
         kv_slots: int64 [T], ``page * 16 + offset``: inside the pool, which is not checked.
         keys, values: [pages, kv heads, 16, head size], contiguous.
         out: [T, query heads, head size], heads of a token contiguous; it may be ``qkv[:, :num_heads]``.
-        norm: weights [head size] of queries and of keys, and epsilon. None: no head norms.
+        norm: of queries and keys. None: no head norms.
     """
     tokens, heads, size = qkv.shape
     kv_heads = (heads - num_heads) // 2
-    q_weight, k_weight, eps = norm or (None, None, 0.0)
+    q_weight, k_weight, eps, from_one = norm or (None, None, 0.0, False)
     _check_rotation(qkv, num_heads, cos, sin, kv_slots, keys, values, out, norm)
     _ROPE_STORE[qkv.dtype](
         qkv.data_ptr(),
@@ -120,9 +131,11 @@ def rope_store(
         num_heads,
         kv_heads,
         size,
+        2 * cos.shape[-1],
         None if q_weight is None else q_weight.data_ptr(),
         None if k_weight is None else k_weight.data_ptr(),
         eps,
+        from_one,
         cos.data_ptr(),
         sin.data_ptr(),
         cos.stride(0),
@@ -146,7 +159,7 @@ def _check_rotation(
     keys: Tensor,
     values: Tensor,
     out: Tensor,
-    norm: tuple[Tensor, Tensor, float] | None,
+    norm: HeadNorms | None,
 ) -> None:
     """Raise ValueError for whatever the kernel would read or write wrongly."""
     tokens, heads, size = qkv.shape
@@ -155,10 +168,10 @@ def _check_rotation(
     if not (
         _readable(qkv.dtype, qkv, cos, sin, keys, values, out, *weights)
         and heads == num_heads + 2 * kv_heads
-        and size % 2 == 0
         and qkv.stride(1) == out.stride(1) == size
         and out.shape == (tokens, num_heads, size)
-        and cos.shape == sin.shape == (tokens, 1, size // 2)
+        and cos.shape == sin.shape == (tokens, 1, cos.shape[-1])
+        and 2 * cos.shape[-1] <= size
         and cos.stride(0) == sin.stride(0)
         and keys.shape[1:] == values.shape[1:] == (kv_heads, PAGE_SIZE, size)
         and keys.is_contiguous()

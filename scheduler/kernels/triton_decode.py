@@ -2,7 +2,7 @@
 
 Invariants:
 - Lengths and pages are read on the device, so one launch serves every length: nothing of a step is an argument but tensors.
-- A masked position contributes nothing, whatever it holds: it is not loaded.
+- A masked position contributes nothing, whatever it holds: it is not loaded. Neither are blocks before a window.
 - Parts are combined in a fixed order; a part without tokens counts nothing.
 
 The form is flash-decoding (Dao, Haziza, Massa, Sizov, 2023: online softmax over parts of the KV, then their weighted sum),
@@ -18,6 +18,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from .forms import PLAIN, AttentionForm
 
 _BLOCK = 64
 """Tokens per step of a program: four pages."""
@@ -67,6 +69,7 @@ def _attend(
     maxima,
     sums,
     scale,
+    cap,
     row_stride,
     head_stride,
     table_stride,
@@ -78,13 +81,20 @@ def _attend(
     splits: tl.constexpr,
     block: tl.constexpr,
     page_size: tl.constexpr,
+    window: tl.constexpr,
+    capped: tl.constexpr,
     precision: tl.constexpr,
 ):
-    """One part of one row's KV for the query heads of one KV head; scores are in units of log 2."""
+    """One part of what one row sees, for the query heads of one KV head; scores are in units of log 2.
+
+    ``window``: 0 sees all. Where scores are ``capped``, ``scale`` has been divided by the cap, and ``cap`` has the units.
+    """
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(kv_lens + row)
-    span = tl.cdiv(tl.cdiv(length, block), splits) * block
-    first = split * span
+    begin = tl.maximum(length - window, 0) if window else 0
+    seen_from = begin // block * block
+    span = tl.cdiv(tl.cdiv(length - seen_from, block), splits) * block
+    first = seen_from + split * span
     end = tl.minimum(first + span, length)
     member, column = tl.arange(0, rows), tl.arange(0, width)
     query_head = head * group + member
@@ -97,13 +107,15 @@ def _attend(
     sums_of_values = tl.zeros([rows, width], tl.float32)
     for start in range(first, end, block):
         position = start + tl.arange(0, block)
-        known = position < end
+        known = (position < end) & (position >= begin)
         page = tl.load(table + row * table_stride + position // page_size, mask=known, other=0).to(tl.int64)
         cell = ((page * kv_heads + head) * page_size + position % page_size) * size
         loaded = known[:, None] & (column < size)[None, :]
         keys = tl.load(k_pool + cell[:, None] + column[None, :], mask=loaded, other=0.0)
         values = tl.load(v_pool + cell[:, None] + column[None, :], mask=loaded, other=0.0)
         scores = tl.dot(queries, tl.trans(keys), input_precision=precision) * scale
+        if capped:
+            scores = (2.0 * tl.sigmoid(2.0 * scores) - 1.0) * cap
         scores = tl.where(known[None, :], scores, float("-inf"))
         higher = tl.maximum(maximum, tl.max(scores, 1))
         weights = tl.exp2(scores - higher[:, None])
@@ -122,17 +134,27 @@ def _combine(
     parts,
     maxima,
     sums,
+    sinks,
     out,
+    log2_e,
+    heads: tl.constexpr,
     size: tl.constexpr,
     width: tl.constexpr,
     splits: tl.constexpr,
+    with_sinks: tl.constexpr,
 ):
-    """The parts of one query head of one row."""
+    """The parts of one query head of one row, and its sink if there is one."""
     head = tl.program_id(0)
     split, column = tl.arange(0, splits), tl.arange(0, width)
     maximum = tl.load(maxima + head * splits + split)
-    weight = tl.exp2(maximum - tl.max(maximum, 0))
+    largest = tl.max(maximum, 0)
+    if with_sinks:
+        sink = tl.load(sinks + head % heads).to(tl.float32) * log2_e
+        largest = tl.maximum(largest, sink)
+    weight = tl.exp2(maximum - largest)
     total = tl.sum(weight * tl.load(sums + head * splits + split), 0)
+    if with_sinks:
+        total += tl.exp2(sink - largest)
     cells = (head * splits + split)[:, None] * size + column[None, :]
     values = tl.load(parts + cells, mask=(column < size)[None, :], other=0.0)
     result = tl.sum(values * weight[:, None], 0) / total
@@ -154,6 +176,7 @@ class PagedDecode:
     def __init__(
         self,
         table: Tensor,
+        window_table: Tensor,
         kv_lens: Tensor,
         *,
         num_heads: int,
@@ -165,48 +188,62 @@ class PagedDecode:
     ) -> None:
         """
         Args:
-            table: int32 [rows, pages], read at each call.
+            table, window_table: int32 [rows, pages], read at each call: of layers that see everything, or have a window.
             kv_lens: int32 [rows], this step's token included; at least 1.
         """
-        self._table, self._kv_lens = table, kv_lens
+        self._tables, self._kv_lens = (table, window_table), kv_lens
         self._heads, self._kv_heads, self._size = num_heads, num_kv_heads, head_size
-        self._page_size, self._scale, self._splits = page_size, scale * _LOG2_E, splits
+        self._page_size, self._scale, self._splits = page_size, scale, splits
         self._width = max(_MIN_DOT, triton.next_power_of_2(head_size))
         self._group_rows = max(_MIN_DOT, triton.next_power_of_2(num_heads // num_kv_heads))
         parts = len(kv_lens) * num_heads * splits
         self._parts = torch.empty((parts, head_size), dtype=torch.float32, device=table.device)
         self._maxima, self._sums = torch.empty((2, parts), dtype=torch.float32, device=table.device)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor) -> Tensor:
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        k_pool: Tensor,
+        v_pool: Tensor,
+        form: AttentionForm = PLAIN,
+    ) -> Tensor:
         """Store, then :meth:`attend`; k, v: [rows, kv heads, size], the last dimension contiguous."""
+        table = self._tables[form.window is not None]
         _store_kernel[(len(self._kv_lens), self._kv_heads)](
-            k, v, k_pool, v_pool, self._table, self._kv_lens,
-            k.stride(0), k.stride(1), v.stride(0), v.stride(1), self._table.stride(0), self._kv_heads,
+            k, v, k_pool, v_pool, table, self._kv_lens,
+            k.stride(0), k.stride(1), v.stride(0), v.stride(1), table.stride(0), self._kv_heads,
             page_size=self._page_size, size=self._size, width=self._width,
         )  # fmt: skip
-        return self.attend(q, k_pool, v_pool)
+        return self.attend(q, k_pool, v_pool, form)
 
-    def attend(self, q: Tensor, k_pool: Tensor, v_pool: Tensor) -> Tensor:
+    def attend(self, q: Tensor, k_pool: Tensor, v_pool: Tensor, form: AttentionForm = PLAIN) -> Tensor:
         """
         Args:
             q: [rows, heads, size], the last dimension contiguous.
             k_pool, v_pool: [pages, kv heads, page size, size], this step's K and V included.
+            form: of the layer.
 
         Returns:
             [rows, heads * size]
         """
-        rows = len(self._kv_lens)
+        rows, capped = len(self._kv_lens), form.softcap is not None
+        table = self._tables[form.window is not None]
+        scale = self._scale if form.scale is None else form.scale
+        scale = scale * _LOG2_E if form.softcap is None else scale / form.softcap
         shared = {"size": self._size, "width": self._width}
         _attend_kernel[(rows, self._kv_heads, self._splits)](
-            q, k_pool, v_pool, self._table, self._kv_lens, self._parts, self._maxima, self._sums, self._scale,
-            q.stride(0), q.stride(1), self._table.stride(0), self._kv_heads,
+            q, k_pool, v_pool, table, self._kv_lens, self._parts, self._maxima, self._sums,
+            scale, (form.softcap or 0.0) * _LOG2_E, q.stride(0), q.stride(1), table.stride(0), self._kv_heads,
             group=self._heads // self._kv_heads, rows=self._group_rows, splits=self._splits, block=self._block(q.dtype),
-            page_size=self._page_size, precision="ieee", **shared,
+            page_size=self._page_size, window=form.window or 0, capped=capped, precision="ieee", **shared,
         )  # fmt: skip
         out = torch.empty((rows, self._heads * self._size), dtype=q.dtype, device=q.device)
         _combine_kernel[(rows * self._heads,)](
-            self._parts, self._maxima, self._sums, out, splits=self._splits, **shared
-        )
+            self._parts, self._maxima, self._sums, self._sums if form.sinks is None else form.sinks, out, _LOG2_E,
+            heads=self._heads, splits=self._splits, with_sinks=form.sinks is not None, **shared,
+        )  # fmt: skip
         return out
 
     def _block(self, dtype: torch.dtype) -> int:

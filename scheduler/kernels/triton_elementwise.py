@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from . import trial
+from .forms import Bend, HeadNorms
 from .triton_launch import Launcher
 
 _HEADS = 4
@@ -32,6 +33,7 @@ _GATED = 1024
 """Elements of a program that gates."""
 _ELEMENTS_PER_WARP = 512
 """Of a row that is normalised: 16 to a thread."""
+_BENDS: dict[Bend, int] = {"silu": 0, "gelu_tanh": 1, "clamped": 2}
 _AGREEMENT = 1e-4
 """Of a trial in float32 with torch's result: several times what exponentials differ by."""
 
@@ -55,6 +57,7 @@ def _norm_kernel(
     size: tl.constexpr,
     width: tl.constexpr,
     added: tl.constexpr,
+    from_one: tl.constexpr,
 ):
     """One row."""
     row = tl.program_id(0).to(tl.int64)
@@ -67,39 +70,71 @@ def _norm_kernel(
         tl.store(target, value, mask=inside)
     scale = tl.rsqrt(tl.sum(value * value, 0) / size + eps)
     factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * out_row + column, rounded(value * scale, out) * factor, mask=inside)
+    if from_one:
+        result = value * scale * (1.0 + factor)
+    else:
+        result = rounded(value * scale, out) * factor
+    tl.store(out + row * out_row + column, result, mask=inside)
 
 
 @triton.jit
-def _silu_mul_kernel(gate_up, out, gate_up_row, out_row, size: tl.constexpr, block: tl.constexpr):
-    """Some elements of one row."""
+def _gate_mul_kernel(
+    gate_up, out, gate_up_row, out_row, size: tl.constexpr, block: tl.constexpr, bend: tl.constexpr
+):
+    """Some elements of one row; ``bend`` as in ``_BENDS``."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block + tl.arange(0, block)
     inside = column < size
     source = gate_up + row * gate_up_row + column
     gate = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(source + size, mask=inside, other=0.0).to(tl.float32)
-    gated = rounded(gate / (1 + tl.exp(-gate)), out)
+    if bend == 2:
+        gate = tl.where(gate > 7.0, 7.0, gate)
+        up = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up)) + 1.0
+        up = rounded(up, out)
+        gated = gate / (1 + tl.exp(-1.702 * gate))
+    elif bend == 1:
+        inner = 0.7978845608 * (gate + 0.044715 * gate * gate * gate)
+        gated = gate / (1 + tl.exp(-2.0 * inner))
+    else:
+        gated = gate / (1 + tl.exp(-gate))
+    gated = rounded(gated, out)
     tl.store(out + row * out_row + column, gated * up, mask=inside)
 
 
 @triton.jit
-def _weighted(first, second, q_weight, k_weight, is_query, column, known, eps, size: tl.constexpr, like):
+def _weighted(
+    first,
+    second,
+    q_weight,
+    k_weight,
+    is_query,
+    first_at,
+    second_at,
+    known,
+    eps,
+    size: tl.constexpr,
+    from_one: tl.constexpr,
+    like,
+):
     """The halves [heads, half] of some heads, normalised and weighted."""
     scale = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / size + eps)[:, None]
-    half: tl.constexpr = size // 2
     of_first = tl.where(
         is_query,
-        tl.load(q_weight + column, mask=known, other=0.0)[None, :],
-        tl.load(k_weight + column, mask=known, other=0.0)[None, :],
+        tl.load(q_weight + first_at, mask=known, other=0.0)[None, :],
+        tl.load(k_weight + first_at, mask=known, other=0.0)[None, :],
     )
     of_second = tl.where(
         is_query,
-        tl.load(q_weight + half + column, mask=known, other=0.0)[None, :],
-        tl.load(k_weight + half + column, mask=known, other=0.0)[None, :],
+        tl.load(q_weight + second_at, mask=known, other=0.0)[None, :],
+        tl.load(k_weight + second_at, mask=known, other=0.0)[None, :],
     )
-    first = rounded(rounded(first * scale, like) * of_first.to(tl.float32), like)
-    second = rounded(rounded(second * scale, like) * of_second.to(tl.float32), like)
+    if from_one:
+        first = rounded(first * scale * (1.0 + of_first.to(tl.float32)), like)
+        second = rounded(second * scale * (1.0 + of_second.to(tl.float32)), like)
+    else:
+        first = rounded(rounded(first * scale, like) * of_first.to(tl.float32), like)
+        second = rounded(rounded(second * scale, like) * of_second.to(tl.float32), like)
     return first, second
 
 
@@ -121,50 +156,69 @@ def _rope_store_kernel(
     heads: tl.constexpr,
     kv_heads: tl.constexpr,
     rotated: tl.constexpr,
+    turned: tl.constexpr,
     size: tl.constexpr,
     width: tl.constexpr,
     block: tl.constexpr,
     page_size: tl.constexpr,
     norms: tl.constexpr,
+    from_one: tl.constexpr,
 ):
-    """Some heads of one token: queries, keys and values are told apart by the head's number."""
+    """Some heads of one token: queries, keys and values are told apart by the head's number.
+
+    Of a head, elements i and turned / 2 + i are rotated by angle i; what lies behind ``turned`` makes pairs of angle 0.
+    """
     half: tl.constexpr = size // 2
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * block + tl.arange(0, block))[:, None]
     column = tl.arange(0, width)
     known = column < half
     inside = (head < heads + 2 * kv_heads) & known[None, :]
-    source = qkv + token * token_row + head * size + column[None, :]
-    stored_first = tl.load(source, mask=inside, other=0.0)
-    stored_second = tl.load(source + half, mask=inside, other=0.0)
+    turns = column < turned // 2
+    first_at = tl.where(turns, column, column + turned // 2)
+    second_at = tl.where(turns, column + turned // 2, column + half)
+    source = qkv + token * token_row + head * size
+    stored_first = tl.load(source + first_at[None, :], mask=inside, other=0.0)
+    stored_second = tl.load(source + second_at[None, :], mask=inside, other=0.0)
     first, second = stored_first.to(tl.float32), stored_second.to(tl.float32)
     if norms:
         first, second = _weighted(
-            first, second, q_weight, k_weight, head < heads, column, known, eps, size, qkv
+            first,
+            second,
+            q_weight,
+            k_weight,
+            head < heads,
+            first_at,
+            second_at,
+            known,
+            eps,
+            size,
+            from_one,
+            qkv,
         )
-    cosine = tl.load(cos + token * angle_row + column, mask=known, other=0.0).to(tl.float32)[None, :]
-    sine = tl.load(sin + token * angle_row + column, mask=known, other=0.0).to(tl.float32)[None, :]
+    cosine = tl.load(cos + token * angle_row + column, mask=turns, other=1.0).to(tl.float32)[None, :]
+    sine = tl.load(sin + token * angle_row + column, mask=turns, other=0.0).to(tl.float32)[None, :]
     rotated_first = (rounded(first * cosine, qkv) - second * sine).to(qkv.dtype.element_ty)
     rotated_second = (rounded(second * cosine, qkv) + first * sine).to(qkv.dtype.element_ty)
 
-    target = out + token * out_row + head * size + column[None, :]
+    target = out + token * out_row + head * size
     wanted = inside & (head < rotated)
-    tl.store(target, rotated_first, mask=wanted)
-    tl.store(target + half, rotated_second, mask=wanted)
+    tl.store(target + first_at[None, :], rotated_first, mask=wanted)
+    tl.store(target + second_at[None, :], rotated_second, mask=wanted)
     slot = tl.load(slots + token)
     page, offset = slot // page_size, slot % page_size
     kv_head = (head - heads) % kv_heads
-    cell = ((page * kv_heads + kv_head) * page_size + offset) * size + column[None, :]
+    cell = ((page * kv_heads + kv_head) * page_size + offset) * size
     is_key = inside & (head >= heads) & (head < heads + kv_heads)
-    tl.store(keys + cell, rotated_first, mask=is_key)
-    tl.store(keys + cell + half, rotated_second, mask=is_key)
+    tl.store(keys + cell + first_at[None, :], rotated_first, mask=is_key)
+    tl.store(keys + cell + second_at[None, :], rotated_second, mask=is_key)
     is_value = inside & (head >= heads + kv_heads)
-    tl.store(values + cell, stored_first, mask=is_value)
-    tl.store(values + cell + half, stored_second, mask=is_value)
+    tl.store(values + cell + first_at[None, :], stored_first, mask=is_value)
+    tl.store(values + cell + second_at[None, :], stored_second, mask=is_value)
 
 
 _launch_norm = Launcher(_norm_kernel, tensors=4, numbers=4)
-_launch_silu_mul = Launcher(_silu_mul_kernel, tensors=2, numbers=2)
+_launch_gate_mul = Launcher(_gate_mul_kernel, tensors=2, numbers=2)
 _launch_rope_store = Launcher(_rope_store_kernel, tensors=9, numbers=4)
 
 
@@ -176,11 +230,17 @@ def why_not(device: torch.device) -> str | None:
 def _attempt(device: torch.device) -> Iterator[float]:
     gate_up = torch.linspace(-9, 9, 128, device=device).view(2, 64)
     expected = functional.silu(gate_up[:, :32]) * gate_up[:, 32:]
-    yield float((silu_mul(gate_up) - expected).abs().max())
+    yield float((gate_mul(gate_up) - expected).abs().max())
 
 
 def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None = None, out: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+    from_one: bool = False,
 ) -> Tensor:
     """``x / sqrt(mean(x^2) + eps) * weight`` of each row; with ``residual``, of ``residual += x``.
 
@@ -189,6 +249,7 @@ def rms_norm(
         weight: [size].
         residual: [T, size], updated in place. None: ``x`` is normalised as it is.
         out: [T, size]; it may be ``x``. None: fresh memory.
+        from_one: the factor is ``1 + weight``, and the product is rounded once.
     """
     rows, size = x.shape
     out = torch.empty((rows, size), dtype=x.dtype, device=x.device) if out is None else out
@@ -199,20 +260,21 @@ def rms_norm(
             (rows, 1, 1),
             (x, addend, weight, out),
             (x.stride(0), addend.stride(0), out.stride(0), eps),
-            (size, width, residual is not None),
+            (size, width, residual is not None, from_one),
             min(16, max(1, width // _ELEMENTS_PER_WARP)),
         )
     return out
 
 
-def silu_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
-    """``silu(gate) * up`` of rows (gate, up): [T, 2 I] to [T, I], into ``out`` where given."""
+def gate_mul(gate_up: Tensor, out: Tensor | None = None, *, bend: Bend = "silu") -> Tensor:
+    """``bend(gate) * up`` of rows (gate, up): [T, 2 I] to [T, I], into ``out`` where given."""
     rows, width = gate_up.shape
     size = width // 2
     out = torch.empty((rows, size), dtype=gate_up.dtype, device=gate_up.device) if out is None else out
     if rows:
         grid = rows, triton.cdiv(size, _GATED), 1
-        _launch_silu_mul(grid, (gate_up, out), (gate_up.stride(0), out.stride(0)), (size, _GATED), 4)
+        constants = size, _GATED, _BENDS[bend]
+        _launch_gate_mul(grid, (gate_up, out), (gate_up.stride(0), out.stride(0)), constants, 4)
     return out
 
 
@@ -226,30 +288,41 @@ def rope_store(
     values: Tensor,
     *,
     out: Tensor,
-    norm: tuple[Tensor, Tensor, float] | None = None,
+    norm: HeadNorms | None = None,
 ) -> Tensor:
     """Normalise (if asked to) and rotate queries and keys, store keys and values; returns ``out``.
 
     Args:
         qkv: [T, query heads + 2 kv heads, head size], heads of a token contiguous.
         num_heads: of these, query heads; they come first, then keys, then values.
-        cos, sin: [T, 1, head size / 2], of equal strides.
+        cos, sin: [T, 1, rotated size / 2], of equal strides; the rest of a head is not rotated.
         kv_slots: int64 [T], ``page * page size + offset``: inside the pool, which is not checked.
         keys, values: [pages, kv heads, page size, head size], contiguous.
         out: [T, query heads, head size], heads of a token contiguous, or with the kv heads as well, which then hold the
             rotated keys; it may be the front of ``qkv``.
-        norm: weights [head size] of queries and of keys, and epsilon. None: no head norms.
+        norm: of queries and keys. None: no head norms.
     """
     tokens, heads, size = qkv.shape
     _, kv_heads, page_size, _ = keys.shape
-    q_weight, k_weight, eps = (qkv, qkv, 0.0) if norm is None else norm
+    q_weight, k_weight, eps, from_one = (qkv, qkv, 0.0, False) if norm is None else norm
     if tokens:
         width = triton.next_power_of_2(size // 2)
         _launch_rope_store(
             (tokens, triton.cdiv(heads, _HEADS), 1),
             (qkv, q_weight, k_weight, cos, sin, kv_slots, keys, values, out),
             (qkv.stride(0), out.stride(0), cos.stride(0), eps),
-            (num_heads, kv_heads, out.shape[1], size, width, _HEADS, page_size, norm is not None),
+            (
+                num_heads,
+                kv_heads,
+                out.shape[1],
+                2 * cos.shape[-1],
+                size,
+                width,
+                _HEADS,
+                page_size,
+                norm is not None,
+                from_one,
+            ),
             1,
         )
     return out

@@ -1,14 +1,16 @@
 """The attention block: projections, optional head norms, rotation; the attention proper is the backend's."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from ..forward import AttentionBackend
+from ..kernels.forms import PLAIN, AttentionForm, HeadNorms
 from .linear import Linear, QKVLinear
-from .norm import RMSNorm, normalize
-from .parameters import CompositeLayer, Layer, Placement
+from .norm import RMSNorm
+from .parameters import CompositeLayer, Layer, Parameter, Placement, WeightSlot
 from .rotary import rotate
 
 
@@ -24,6 +26,10 @@ class AttentionShape:
     o_bias: bool = False
     qk_norm_eps: float | None = None
     """Queries and keys are RMS-normalised per head with this epsilon. None: they are not."""
+    norm_from_one: bool = False
+    """Of these norms, the factor is ``1 + weight``."""
+    sinks: bool = False
+    """Each query head has a learnt score that takes weight and has no value."""
 
 
 class Attention(CompositeLayer):
@@ -36,10 +42,20 @@ class Attention(CompositeLayer):
         layer: int,
         shape: AttentionShape,
         *,
+        form: AttentionForm = PLAIN,
         place: Placement,
     ) -> None:
-        """``prefix`` is the checkpoint's module (``model.layers.0.self_attn``)."""
+        """
+        Args:
+            prefix: the checkpoint's module (``model.layers.0.self_attn``).
+            form: what the attention proper computes; with ``shape.sinks``, it gets those.
+        """
         self.shape = shape
+        self._sinks: Parameter | None = None
+        if shape.sinks:
+            self._sinks = Parameter(f"{name}.sinks", (shape.num_heads,), place.dtype, place.device)
+            form = replace(form, sinks=self._sinks.data)
+        self.form, self._prefix = form, prefix
         self._layer = layer
         self.qkv = QKVLinear(
             f"{name}.qkv",
@@ -61,40 +77,38 @@ class Attention(CompositeLayer):
         )
         self.qk_norms: tuple[RMSNorm, RMSNorm] | None = None
         if shape.qk_norm_eps is not None:
-            self.qk_norms = (
+            q_norm, k_norm = (
                 RMSNorm(
-                    f"{name}.q_norm",
-                    f"{prefix}.q_norm",
+                    f"{name}.{norm}",
+                    f"{prefix}.{norm}",
                     shape.head_dim,
                     shape.qk_norm_eps,
+                    from_one=shape.norm_from_one,
                     place=place,
-                ),
-                RMSNorm(
-                    f"{name}.k_norm",
-                    f"{prefix}.k_norm",
-                    shape.head_dim,
-                    shape.qk_norm_eps,
-                    place=place,
-                ),
+                )
+                for norm in ("q_norm", "k_norm")
             )
+            self.qk_norms = (q_norm, k_norm)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, backend: AttentionBackend) -> Tensor:
-        """[T, hidden] to [T, hidden]; ``cos`` and ``sin`` are [T, 1, head_dim / 2]."""
+        """[T, hidden] to [T, hidden]; ``cos`` and ``sin`` are [T, 1, rotated size / 2]."""
         shape = self.shape
         heads = shape.num_heads + 2 * shape.num_kv_heads
         qkv = self.qkv.forward(x).view(-1, heads, shape.head_dim)
         if backend.fused is not None:
-            norms = self.qk_norms
-            weights = None if norms is None else (norms[0].weight, norms[1].weight, norms[0].eps)
-            return self.o.forward(backend.fused(qkv, cos, sin, self._layer, weights))
+            norms, weights = self.qk_norms, None
+            if norms is not None:
+                q_norm, k_norm = norms
+                weights = HeadNorms(q_norm.weight, k_norm.weight, q_norm.eps, q_norm.from_one)
+            return self.o.forward(backend.fused(qkv, cos, sin, self._layer, weights, self.form))
         qk, v = qkv[:, : -shape.num_kv_heads], qkv[:, -shape.num_kv_heads :]
         if self.qk_norms is not None:
             q_norm, k_norm = self.qk_norms
-            qk = normalize(qk, q_norm.eps)
-            q_norm.scale_(qk[:, : shape.num_heads])
-            k_norm.scale_(qk[:, shape.num_heads :])
+            q, k = q_norm.by_torch(qk[:, : shape.num_heads]), k_norm.by_torch(qk[:, shape.num_heads :])
+            qk = torch.cat((q, k), dim=1)
         qk = rotate(qk, cos, sin)
-        attended = backend.forward(qk[:, : shape.num_heads], qk[:, shape.num_heads :], v, self._layer)
+        q, k = qk[:, : shape.num_heads], qk[:, shape.num_heads :]
+        attended = backend.forward(q, k, v, self._layer, self.form)
         return self.o.forward(attended)
 
     def parts(self) -> Iterator[Layer]:
@@ -102,3 +116,15 @@ class Attention(CompositeLayer):
         yield self.qkv
         yield self.o
         yield from self.qk_norms or ()
+
+    def slots(self) -> Iterator[WeightSlot]:
+        """Those of the parts, then the sinks' where there are any."""
+        yield from super().slots()
+        if self._sinks is not None:
+            yield self._sinks.slot(f"{self._prefix}.sinks")
+
+    def parameters(self) -> Iterator[Parameter]:
+        """Those of the parts, then the sinks."""
+        yield from super().parameters()
+        if self._sinks is not None:
+            yield self._sinks

@@ -5,6 +5,7 @@ Invariant: a tied head is the same storage with one owner, this class; an update
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor
 
 from .matrix import Matrix
@@ -22,15 +23,22 @@ class Embedding:
         hidden_size: int,
         *,
         tied: bool,
+        scale: float = 1.0,
         place: Placement,
     ) -> None:
-        """``tied``: it is the output head, too."""
+        """
+        Args:
+            tied: it is the output head, too.
+            scale: multiplies what is looked up, rounded to the model's dtype before; the head is as it is.
+        """
         self._checkpoint = checkpoint
+        self._scale = float(torch.tensor(scale, dtype=place.dtype))
         self._weight = Matrix(f"{name}.weight", vocab_size, hidden_size, place, packed=tied)
 
     def forward(self, ids: Tensor) -> Tensor:
         """int64 [T] to [T, hidden]: fresh memory, which the caller may overwrite."""
-        return self._weight.gather(ids)
+        rows = self._weight.gather(ids)
+        return rows if self._scale == 1.0 else rows.mul_(self._scale)
 
     def project(self, x: Tensor, out: Tensor) -> Tensor:
         """As a tied output head: [S, hidden] to ``out`` [S, vocab]; returns ``out``."""

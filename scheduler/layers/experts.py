@@ -10,6 +10,8 @@ Invariants:
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,12 +21,15 @@ from torch.nn import functional
 from ..kernels import TORCH, TRITON, best, elementwise
 from ..kernels import experts as kernel
 from ..kernels.between import TritonExperts, elementwise_for, triton_experts_for
+from ..kernels.forms import Bend
 from ..kernels.linear import packable, storage_shape
 from .fp8_block import Fp8ExpertMatrix
 from .fp8_products import experts_for
 from .linear import all_fp8
 from .matrix import PackedSlot
+from .mlp import bent
 from .parameters import Parameter, Placement, PlainSlot, WeightSlot
+from .stacked_experts import StackedBiasSlot, StackedSlot
 
 if TYPE_CHECKING:
     from .fp8_scaled import FlashInferExperts
@@ -81,8 +86,20 @@ class ExpertMatrix:
         yield self.parameter
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertNames:
+    """What a checkpoint calls the experts of a layer."""
+
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    """Of an expert's module, which is its number."""
+    stacked: bool = False
+    """All experts are one tensor, as :mod:`.stacked_experts` describes, ``gate_up_proj`` and ``down_proj``."""
+
+
 class Experts:
-    """The sum of ``weights[t, i] * down_e(silu(gate_e(x[t])) * up_e(x[t]))`` over i, where e is ``expert_ids[t, i]``."""
+    """The sum of ``weights[t, i] * down_e(bend(gate_e(x[t])) * up_e(x[t]))`` over i, where e is ``expert_ids[t, i]``."""
 
     def __init__(
         self,
@@ -92,14 +109,20 @@ class Experts:
         hidden_size: int,
         intermediate_size: int,
         *,
+        names: ExpertNames = ExpertNames(),
+        bias: bool = False,
+        bend: Bend = "silu",
         place: Placement,
     ) -> None:
         """
         Args:
             name: engine name; parameters are ``{name}.gate_up`` and ``{name}.down``.
-            prefix: the checkpoint's module, which holds ``{expert}.gate_proj``, ``.up_proj`` and ``.down_proj``.
+            prefix: the checkpoint's module, which holds ``{expert}.gate_proj``, ``.up_proj`` and ``.down_proj``, or what
+                ``names`` says.
+            bias: every product has one.
         """
         self._prefix, self._num_experts = prefix, num_experts
+        self._names, self._bend = names, bend
         self._hidden, self._width = hidden_size, intermediate_size
         self._workspace = place.workspace
         self._compiled = best("experts", place.device, place.dtype) not in (TORCH, TRITON) and all(
@@ -111,11 +134,19 @@ class Experts:
         gate_up, down = [intermediate_size] * 2, [hidden_size]
         self._gate_up = self._matrix(f"{name}.gate_up", gate_up, hidden_size, place)
         self._down = self._matrix(f"{name}.down", down, intermediate_size, place)
+        self._biases: tuple[Parameter, Parameter] | None = None
+        if bias:
+            sizes = {"gate_up": 2 * intermediate_size, "down": hidden_size}
+            gate_up_bias, down_bias = (
+                Parameter(f"{name}.{part}_bias", (num_experts, size), place.dtype, place.device)
+                for part, size in sizes.items()
+            )
+            self._biases = gate_up_bias, down_bias
 
     def _matrix(
         self, name: str, part_rows: list[int], in_features: int, place: Placement
     ) -> ExpertMatrix | Fp8ExpertMatrix:
-        projections = ("gate_proj", "up_proj", "down_proj")
+        projections = self._names.gate, self._names.up, self._names.down
         modules = (f"{self._prefix}.{e}.{part}" for e in range(self._num_experts) for part in projections)
         if all_fp8(modules, place):
             found = experts_for(place.device)
@@ -139,14 +170,12 @@ class Experts:
             return out if addend is None else out.add_(addend)
         if self._triton is not None:
             rows, places, ends = self._sorted(x, expert_ids, self._triton)
-            y = self._down.plain_product(self._gate(self._gate_up.plain_product(rows, ends)), ends)
-            return self._triton.combine(y, places, weights, addend)
+            return self._triton.combine(self._plain(rows, ends), places, weights, addend)
         if self._compiled:
             out = self._forward_compiled(x, expert_ids, weights)
         else:
             tokens, places, ends = sort_by_expert(expert_ids, self._num_experts)
-            gate_up = self._gate_up.plain_product(x.index_select(0, tokens), ends)
-            out = combine(self._down.plain_product(self._gate(gate_up), ends), places, weights)
+            out = combine(self._plain(x.index_select(0, tokens), ends), places, weights)
         return out if addend is None else out.add_(addend)
 
     def _sorted(self, x: Tensor, expert_ids: Tensor, triton: TritonExperts) -> tuple[Tensor, Tensor, Tensor]:
@@ -156,19 +185,43 @@ class Experts:
         tokens, places, ends = sort_by_expert(expert_ids, self._num_experts)
         return x.index_select(0, tokens), places, ends
 
+    def _plain(self, rows: Tensor, ends: Tensor) -> Tensor:
+        """What each of ``rows``, sorted by expert, becomes."""
+        experts = None
+        if self._biases is not None:
+            pairs = torch.arange(rows.shape[0], dtype=ends.dtype, device=ends.device)
+            experts = torch.searchsorted(ends, pairs, right=True)
+        gate_up = self._biased(self._gate_up.plain_product(rows, ends), experts, 0)
+        return self._biased(self._down.plain_product(self._gate(gate_up), ends), experts, 1)
+
+    def _biased(self, y: Tensor, experts: Tensor | None, product: int) -> Tensor:
+        """``y``, to which the bias of each row's expert is added in place, if there is one."""
+        if self._biases is None or experts is None:
+            return y
+        return y.add_(self._biases[product].data.index_select(0, experts))
+
     def _gate(self, gate_up: Tensor) -> Tensor:
         if self._triton is not None and self._elementwise is not None:
-            return self._elementwise.silu_mul(gate_up)
+            return self._elementwise.gate_mul(gate_up, bend=self._bend)
         gate, up = gate_up.chunk(2, dim=-1)
-        return functional.silu(gate).mul_(up)
+        return bent(gate, up, self._bend)
 
     def _forward_compiled(self, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
         groups = kernel.group(expert_ids.contiguous(), self._num_experts)
         rows = torch.index_select(x, 0, groups.tokens, out=self._take("rows", expert_ids, self._hidden, x))
         gate_up = self._take("gate_up", expert_ids, 2 * self._width, x)
         self._gate_up.packed_product(rows, groups, gate_up)
-        gated = elementwise.silu_mul(gate_up, self._take("gated", expert_ids, self._width, x))
+        experts = None
+        if self._biases is not None:
+            experts = groups.experts[: groups.count].repeat_interleave(
+                groups.starts[: groups.count + 1].diff()
+            )
+        self._biased(gate_up, experts, 0)
+        gated = elementwise.gate_mul(
+            gate_up, self._take("gated", expert_ids, self._width, x), bend=self._bend
+        )
         y = self._down.packed_product(gated, groups, rows)  # whose inputs are no longer needed
+        self._biased(y, experts, 1)
         return kernel.combine(y, groups, weights.float().contiguous())
 
     def _take(self, purpose: str, expert_ids: Tensor, width: int, x: Tensor) -> Tensor:
@@ -181,18 +234,38 @@ class Experts:
         return self._gate_up.blocks, self._down.blocks
 
     def slots(self) -> Iterator[WeightSlot]:
-        """Per expert gate, up, down."""
+        """Per expert gate, up, down; or of all experts at once."""
+        experts = [self._expert_slots(expert) for expert in range(self._num_experts)]
+        if not self._names.stacked:
+            for parts in experts:
+                yield from chain.from_iterable(parts)
+            return
+        stacked = {
+            "gate_up": [parts[0] + parts[1] for parts in experts],
+            "down": [parts[2] for parts in experts],
+        }
+        for number, (part, slots) in enumerate(stacked.items()):
+            name = f"{self._prefix}.{part}_proj"
+            yield StackedSlot(name, slots[0][0].parameter, slots)
+            if self._biases is not None:
+                bias = self._biases[number]
+                yield StackedBiasSlot(f"{name}_bias", bias.name, bias.data, len(slots[0]))
+
+    def _expert_slots(self, expert: int) -> tuple[list[WeightSlot], list[WeightSlot], list[WeightSlot]]:
+        """Of one expert: gate, up, down."""
         gate, up = (0, self._width) if self._fp8 is None else (self._width, 0)
-        for expert in range(self._num_experts):
-            module = f"{self._prefix}.{expert}"
-            yield from self._gate_up.slots(f"{module}.gate_proj", expert, gate, self._width)
-            yield from self._gate_up.slots(f"{module}.up_proj", expert, up, self._width)
-            yield from self._down.slots(f"{module}.down_proj", expert, 0, self._hidden)
+        module, names = f"{self._prefix}.{expert}", self._names
+        return (
+            list(self._gate_up.slots(f"{module}.{names.gate}", expert, gate, self._width)),
+            list(self._gate_up.slots(f"{module}.{names.up}", expert, up, self._width)),
+            list(self._down.slots(f"{module}.{names.down}", expert, 0, self._hidden)),
+        )
 
     def parameters(self) -> Iterator[Parameter]:
-        """gate_up, down; after each its scales where it is FP8."""
+        """gate_up, down; after each its scales where it is FP8; then biases, where there are any."""
         yield from self._gate_up.parameters()
         yield from self._down.parameters()
+        yield from self._biases or ()
 
 
 def sort_by_expert(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ..forward import AttentionBackend
 from ..kernels.between import Rotations, rotations_for
+from ..kernels.forms import PLAIN
 from .fp8_block import Fp8Matrix
 from .linear import Linear, all_fp8
 from .norm import RMSNorm
@@ -172,6 +173,7 @@ class LatentAttention(CompositeLayer):
             bias: the projections down to latents have one, and the output's; needs ``q_lora_rank``.
         """
         self._layer, self._shape, self._heads = layer, shape, num_heads
+        self.form = PLAIN
         latent = shape.kv_lora_rank
         q_size = num_heads * (shape.qk_nope_head_dim + shape.qk_rope_head_dim)
         q_part = {f"{prefix}.q_proj": q_size}

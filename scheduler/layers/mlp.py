@@ -2,16 +2,31 @@
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
 from ..kernels.between import elementwise_for
+from ..kernels.forms import Bend
 from .linear import Linear, MergedLinear
 from .parameters import CompositeLayer, Layer, Placement
 
+_CUT, _SLOPE = 7.0, 1.702
+"""Of a clamped gate."""
+
+
+def bent(gate: Tensor, up: Tensor, bend: Bend) -> Tensor:
+    """``bend(gate) * up`` by torch, in fresh memory."""
+    if bend == "silu":
+        return functional.silu(gate).mul_(up)
+    if bend == "gelu_tanh":
+        return functional.gelu(gate, approximate="tanh").mul_(up)
+    gate = gate.clamp(max=_CUT)
+    return up.clamp(-_CUT, _CUT).add_(1).mul_(gate * torch.sigmoid(gate * _SLOPE))
+
 
 class GatedMLP(CompositeLayer):
-    """``down(silu(gate(x)) * up(x))`` with gate and up in one product."""
+    """``down(bend(gate(x)) * up(x))`` with gate and up in one product."""
 
     def __init__(
         self,
@@ -20,9 +35,11 @@ class GatedMLP(CompositeLayer):
         hidden_size: int,
         intermediate_size: int,
         *,
+        bend: Bend = "silu",
         place: Placement,
     ) -> None:
         """``prefix`` is the checkpoint's module, which holds ``gate_proj``, ``up_proj`` and ``down_proj``."""
+        self.bend = bend
         self._kernels = elementwise_for(place.device, place.dtype)
         gate_up = (f"{prefix}.gate_proj", f"{prefix}.up_proj")
         self.gate_up = MergedLinear(f"{name}.gate_up", gate_up, hidden_size, intermediate_size, place=place)
@@ -37,9 +54,9 @@ class GatedMLP(CompositeLayer):
         """[T, hidden] to [T, hidden]."""
         gate_up = self.gate_up.forward(x)
         if self._kernels is not None:
-            return self.down.forward(self._kernels.silu_mul(gate_up))
+            return self.down.forward(self._kernels.gate_mul(gate_up, bend=self.bend))
         gate, up = self.gate_up.split(gate_up)
-        return self.down.forward(functional.silu(gate).mul_(up))
+        return self.down.forward(bent(gate, up, self.bend))
 
     def parts(self) -> Iterator[Layer]:
         """gate and up, down."""

@@ -42,14 +42,15 @@ class TopKRouter(CompositeLayer):
         top_k: int,
         *,
         normalize: bool,
+        bias: bool = False,
         place: Placement,
     ) -> None:
         """
         Args:
-            module: the checkpoint's, which holds ``weight`` [experts, hidden].
+            module: the checkpoint's, which holds ``weight`` [experts, hidden], and with ``bias`` that [experts].
             normalize: whether weights are divided by their sum.
         """
-        self._logits = Linear(name, hidden_size, {module: num_experts}, place=place)
+        self._logits = Linear(name, hidden_size, {module: num_experts}, bias=bias, place=place)
         self._top_k, self._normalize = top_k, normalize
         self._compiled = best("experts", place.device, place.dtype) not in (TORCH, TRITON)
         self._triton = triton_experts_for(place.device, place.dtype)
@@ -104,6 +105,35 @@ class RoutedExperts:
         return torch.zeros((tokens, self.num_layers, self.top_k), dtype=self.dtype, device=self._device)
 
 
+class Shared(Layer, Protocol):
+    """What every token goes through beside its experts."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, hidden] to [T, hidden], in fresh memory."""
+        ...
+
+
+class GatedShared(CompositeLayer):
+    """``sigmoid(gate(x)) * mlp(x)``, the gate of one output (Qwen2-MoE: Yang et al., 2024, arXiv:2407.10671)."""
+
+    def __init__(self, name: str, gate: str, hidden_size: int, mlp: GatedMLP, *, place: Placement) -> None:
+        """``gate`` is the checkpoint's module, which holds ``weight`` [1, hidden]."""
+        self._gate = Linear(name, hidden_size, {gate: 1}, place=place)
+        self._mlp = mlp
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, hidden] to [T, hidden], in fresh memory."""
+        gate = self._gate.forward(x)
+        # As a softmax of two, which goes row by row: torch's sigmoid rounds the last elements of an array differently.
+        weight = torch.softmax(torch.cat((gate, torch.zeros_like(gate)), dim=1), dim=1)[:, :1]
+        return self._mlp.forward(x).mul_(weight)
+
+    def parts(self) -> Iterator[Layer]:
+        """The block, then its gate."""
+        yield self._mlp
+        yield self._gate
+
+
 class MoeBlock(CompositeLayer):
     """``experts(x) + shared(x)``."""
 
@@ -114,7 +144,7 @@ class MoeBlock(CompositeLayer):
         experts: Experts,
         routing: RoutedExperts,
         *,
-        shared: GatedMLP | None = None,
+        shared: Shared | None = None,
     ) -> None:
         """
         Args:

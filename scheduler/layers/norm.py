@@ -1,7 +1,8 @@
 """Root-mean-square normalisation (Zhang and Sennrich, 2019, arXiv:1910.07467).
 
 Invariant: statistics and scaling are fp32, the result is rounded to the input's dtype, and only then multiplied by the
-weight. The order matters in bf16: it is the one that checkpoints were trained with.
+weight; with factors that are stored as their distance from one, everything is fp32 and rounded once. The order matters in
+bf16: it is the one that checkpoints were trained with.
 """
 
 from collections.abc import Iterator
@@ -21,8 +22,18 @@ def normalize(x: Tensor, eps: float) -> Tensor:
 class RMSNorm:
     """Normalisation over the last dimension, with a weight."""
 
-    def __init__(self, name: str, checkpoint: str, size: int, eps: float, *, place: Placement) -> None:
-        self.eps = eps
+    def __init__(
+        self,
+        name: str,
+        checkpoint: str,
+        size: int,
+        eps: float,
+        *,
+        from_one: bool = False,
+        place: Placement,
+    ) -> None:
+        """``from_one``: the factor is ``1 + weight``, and the product is rounded once (Gemma)."""
+        self.eps, self.from_one = eps, from_one
         self._checkpoint = checkpoint
         self._kernels = elementwise_for(place.device, place.dtype)
         self._weight = Parameter(f"{name}.weight", (size,), place.dtype, place.device)
@@ -30,18 +41,22 @@ class RMSNorm:
     def forward(self, x: Tensor) -> Tensor:
         """[T, size], same shape and dtype out, in fresh memory."""
         if self._kernels is not None:
-            return self._kernels.rms_norm(x, self._weight.data, self.eps)
-        return self.scale_(normalize(x, self.eps))
+            return self._kernels.rms_norm(x, self._weight.data, self.eps, from_one=self.from_one)
+        return self.by_torch(x)
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         """``residual += x`` in place, then the norm of the new residual."""
         if self._kernels is not None:
-            return self._kernels.rms_norm(x, self._weight.data, self.eps, residual=residual)
+            return self._kernels.rms_norm(
+                x, self._weight.data, self.eps, residual=residual, from_one=self.from_one
+            )
         return self.forward(residual.add_(x))
 
-    def scale_(self, normalized: Tensor) -> Tensor:
-        """Multiply by the weight, in place; for callers that normalise several tensors at once."""
-        return normalized.mul_(self._weight.data)
+    def by_torch(self, x: Tensor) -> Tensor:
+        """[..., size], in fresh memory."""
+        if not self.from_one:
+            return normalize(x, self.eps).mul_(self._weight.data)
+        return normalize(x.float(), self.eps).mul_(1.0 + self._weight.data.float()).to(x.dtype)
 
     @property
     def weight(self) -> Tensor:

@@ -48,7 +48,7 @@ class Fp8Blocks:
         return not (module.endswith(ends) or module.startswith(starts))
 
 
-_NEVER_FP8 = ("lm_head", "mlp.gate")  # output head and router: in no format that is in use
+_NEVER_FP8 = ("lm_head", "mlp.gate", "block_sparse_moe.gate")  # output head, routers: in no format in use
 
 
 @cache
@@ -138,7 +138,7 @@ class PlainSlot(WeightSlot):
     def update(self, rows: Tensor, start: int, *, compare: bool = True) -> bool:
         """See :meth:`WeightSlot.update`."""
         target = self._target(rows, start)
-        if compare and not _differ(rows, target):
+        if compare and not differ(rows, target):
             return False
         target.copy_(rows)
         return True
@@ -149,7 +149,7 @@ class PlainSlot(WeightSlot):
 
     def differs(self, rows: Tensor, start: int) -> bool:
         """See :meth:`WeightSlot.differs`."""
-        return _differ(rows, self._target(rows, start))
+        return differ(rows, self._target(rows, start))
 
     def read(self, start: int = 0, stop: int | None = None) -> Tensor:
         """A view."""
@@ -161,7 +161,7 @@ class PlainSlot(WeightSlot):
         return self._rows.narrow(0, start, rows.shape[0])
 
 
-def _differ(rows: Tensor, target: Tensor) -> bool:
+def differ(rows: Tensor, target: Tensor) -> bool:
     """Whether a copy of ``rows`` to ``target``, contiguous and of the same shape, would change a byte."""
     new, old = rows.reshape(-1), target.view(-1)
     if new.shape[0] <= _PROBE_ELEMENTS:

@@ -43,6 +43,8 @@ class RopeParameters:
     """yarn: frequencies with more turns than this over the pre-training's context are kept."""
     beta_slow: float = 1.0
     """yarn: those with fewer are divided by ``factor``."""
+    truncate: bool = True
+    """yarn: whether the dimensions where the division begins and ends are whole numbers."""
     attention_factor: float = 1.0
     """yarn: multiplies cosines and sines."""
 
@@ -79,8 +81,10 @@ def _yarn(frequencies: Tensor, rope: RopeParameters) -> Tensor:
         wavelength = rope.original_max_position_embeddings / turns
         return size * math.log(wavelength / (2 * math.pi)) / (2 * math.log(rope.theta))
 
-    first = max(math.floor(dimension(rope.beta_fast)), 0)
-    last = min(math.ceil(dimension(rope.beta_slow)), size - 1)
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    first, last = max(low, 0), min(high, size - 1)
     ramp = (torch.arange(len(frequencies), dtype=torch.float32) - first) / ((last - first) or 0.001)
     divided = ramp.clamp(0, 1)
     return frequencies / rope.factor * divided + frequencies * (1 - divided)
@@ -123,14 +127,19 @@ class RotaryEmbedding:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
-    """Rotate each head of ``x`` [T, heads, head_dim] by its token's angles; fresh memory.
+    """Rotate each head of ``x`` [T, heads, head_dim] by its token's angles, [T, 1, rotated / 2] each; fresh memory.
 
-    A pair is elements (i, i + head_dim / 2), or (2 i, 2 i + 1) if ``interleaved``; the result has the former order
-    either way, which is the same to a scalar product of two rotated vectors.
+    A pair is elements (i, i + rotated / 2), or (2 i, 2 i + 1) if ``interleaved``; the result has the former order
+    either way, which is the same to a scalar product of two rotated vectors. Elements behind ``rotated`` stay.
     """
-    half = x.shape[-1] // 2
-    first, second = (x[..., ::2], x[..., 1::2]) if interleaved else (x[..., :half], x[..., half:])
+    half = cos.shape[-1]
+    turned = x[..., : 2 * half]
+    first, second = (
+        (turned[..., ::2], turned[..., 1::2]) if interleaved else (turned[..., :half], turned[..., half:])
+    )
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin, value=-1)
-    torch.mul(second, cos, out=out[..., half:]).addcmul_(first, sin)
+    torch.mul(second, cos, out=out[..., half : 2 * half]).addcmul_(first, sin)
+    if 2 * half < x.shape[-1]:
+        out[..., 2 * half :] = x[..., 2 * half :]
     return out

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from .offload import HostCopy
+from .host_copy import HostCopy
 from .storage import Component
 
 

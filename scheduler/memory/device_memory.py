@@ -97,6 +97,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     """
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
+    if isinstance(error, CaesuraError):
+        return error.code == ErrorCode.OUT_OF_MEMORY
     if isinstance(error, OSError) and error.errno == errno.ENOMEM:
         return True
     text = str(error).lower() if isinstance(error, RuntimeError) else ""

@@ -1,23 +1,17 @@
 """Large components that come and go: what their memory is divided into, where the values lie meanwhile, and when they move.
 
 Invariants:
-- A movable component holds constants. Its values are saved once, when it first leaves the device; afterwards leaving only
-  drops what the device holds. Scratch memory (``preserve=False``) is never saved and comes back as zeros.
+- Values are saved once, when a part first leaves the device; afterwards leaving only drops what the device holds. Who
+  changes them later (:meth:`Movable.write`) writes the copy, too: from the first save on it has what the device has, and a
+  part that is away need not come for it. Scratch memory (``preserve=False``) is never saved and comes back as zeros.
 - A part is on the device as a whole, or not at all: when its way there or back is interrupted, it is not.
 - Tensors keep their identity, and every view made of them keeps working; addresses stay or change as the storage behind
   them says (``storage.py``).
 - What uses a part runs on the stream that is current in :meth:`Part.ready`, and memory is taken and dropped on that
   stream, too, so that the allocator may reuse it in the stream's order. Only the copying runs beside it.
-
-On the CPU "the device" is anonymous memory, and the values of what is not there lie in an unlinked file below ``TMPDIR``:
-the kernel can write it back and drop it, so ``RssAnon`` really falls. On accelerators they lie in pinned host memory.
 """
 
-import os
-import tempfile
-import weakref
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from time import perf_counter
 from typing import ClassVar, Protocol
@@ -25,115 +19,9 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from .device_module import DeviceEvent, DeviceStream, StreamModule
-from .storage import Component, bytes_of
-
-_CHUNK = 4 << 20
-"""Bytes copied between two yields: a millisecond from memory, tens of them where the copy must be read from a disk."""
-
-
-class HostCopy(Protocol):
-    """The values of a part while it is not on the device."""
-
-    def save(self, tensors: Sequence[Tensor]) -> Iterator[None]:
-        """Keep the values of ``tensors``; yields in between."""
-        ...
-
-    def load(self, tensors: Sequence[Tensor]) -> Iterator[None]:
-        """Copy them back; on the device, and known to be there, when it ends."""
-        ...
-
-    def prefetch(self, tensors: Sequence[Tensor]) -> None:
-        """Begin to copy them back, beside whatever comes next."""
-        ...
-
-    def wait(self) -> None:
-        """What comes next sees the values that :meth:`prefetch` brings."""
-        ...
-
-
-class FileCopy:
-    """For tensors in host memory: an unlinked file, read by a thread where that is asked for ahead of time."""
-
-    def __init__(self, executor: Executor) -> None:
-        self._executor = executor
-        self._file, path = tempfile.mkstemp(prefix="caesura-")
-        os.unlink(path)
-        weakref.finalize(self, os.close, self._file)
-        self._coming: Future[None] | None = None
-
-    def save(self, tensors: Sequence[Tensor]) -> Iterator[None]:
-        """Raises OSError where the file system is full."""
-        for part, offset in _chunks(tensors):
-            done = 0
-            while done < len(part):
-                done += os.pwrite(self._file, part[done:], offset + done)
-            yield
-
-    def load(self, tensors: Sequence[Tensor]) -> Iterator[None]:
-        """Read by the caller."""
-        for part, offset in _chunks(tensors):
-            done = 0
-            while done < len(part):
-                count = os.preadv(self._file, [part[done:]], offset + done)
-                if count == 0:
-                    raise OSError(f"the saved copy ends at byte {offset + done}")
-                done += count
-            yield
-
-    def prefetch(self, tensors: Sequence[Tensor]) -> None:
-        """Read by the thread, which does not hold the interpreter meanwhile."""
-        self._coming = self._executor.submit(_exhaust, self.load(tensors))
-
-    def wait(self) -> None:
-        """Until the thread has done it; raises what it raised."""
-        if self._coming is not None:
-            coming, self._coming = self._coming, None
-            coming.result()
-
-
-class PinnedCopy:
-    """For accelerators: host memory, pinned where there are streams, and a stream beside the one that computes."""
-
-    def __init__(self, streams: StreamModule | None, side: DeviceStream | None, *, pin: bool) -> None:
-        """``side`` is the stream of the copies. None, both of them: the device has no streams, copies are synchronous."""
-        self._module, self._side, self._pin = streams, side, pin
-        self._host: list[Tensor] = []
-        self._arrived: DeviceEvent | None = None
-
-    def save(self, tensors: Sequence[Tensor]) -> Iterator[None]:
-        """In the order of the current stream, and done when it ends."""
-        for tensor in tensors:
-            self._host.append(torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._pin))
-            self._host[-1].copy_(tensor)
-            yield
-
-    def load(self, tensors: Sequence[Tensor]) -> Iterator[None]:
-        """Yields until the device has them."""
-        self.prefetch(tensors)
-        while self._arrived is not None and not self._arrived.query():
-            yield
-        self.wait()
-
-    def prefetch(self, tensors: Sequence[Tensor]) -> None:
-        """Behind what the current stream has been given: it may still use the memory that is written here."""
-        if self._module is None or self._side is None:
-            self._copy(tensors)
-            return
-        self._side.wait_stream(self._module.current_stream())
-        with self._module.stream(self._side):
-            self._copy(tensors)
-            self._arrived = self._side.record_event()
-
-    def wait(self) -> None:
-        """By the current stream, not by the host."""
-        if self._module is not None and self._arrived is not None:
-            self._module.current_stream().wait_event(self._arrived)
-            self._arrived = None
-
-    def _copy(self, tensors: Sequence[Tensor]) -> None:
-        for tensor, host in zip(tensors, self._host, strict=True):
-            tensor.copy_(host, non_blocking=self._pin)
+from ...io_struct import Residency
+from .host_copy import HostCopy
+from .storage import Component
 
 
 class Part:
@@ -216,6 +104,30 @@ class Part:
             self._give_back()
             raise
 
+    def values(self, number: int) -> Tensor:
+        """Of one of its tensors, wherever they are: to be read. Where they may leave, they stay valid."""
+        if self._copy is not None:
+            return self._copy.values()[number]
+        assert self.on_device, "its values are nowhere"
+        return self.tensors[number]
+
+    def write(self, number: int, start: int, rows: Tensor) -> None:
+        """Overwrite elements from ``start`` on of one of its tensors: on the device, if it is there, and in the copy.
+
+        Raises:
+            OSError, RuntimeError: the copy cannot be written.
+        """
+        self.ready()
+        tensor = self.tensors[number]
+        if self.on_device:
+            written = tensor.view(-1).narrow(0, start, rows.numel())
+            written.copy_(rows.reshape(-1))
+            if self._copy is not None:
+                self._copy.write(number, start, written)
+        else:
+            assert self._copy is not None, "its values are nowhere"
+            self._copy.write(number, start, rows.to(tensor.dtype))
+
     def _give_back(self) -> None:
         self.on_device = False
         for storage in self._storages:
@@ -241,6 +153,7 @@ class Movable:
         self._make_copy = make_copy if strategy.preserve else None
         self._pieces: list[tuple[Tensor, Component]] = []
         self._parts: list[Part] | None = None
+        self._places: dict[int, tuple[Part, int]] = {}
 
     @property
     def parts(self) -> list[Part]:
@@ -285,6 +198,28 @@ class Movable:
         for tensor, storage in self._pieces:
             pieces[where.get(tensor.untyped_storage().data_ptr(), 0)].append((tensor, storage))
         self._parts = [Part(some, self._make_copy) for some in pieces]
+        self._places = {
+            id(tensor): (part, number) for part in self._parts for number, tensor in enumerate(part.tensors)
+        }
+
+    def values(self, tensor: Tensor) -> Tensor:
+        """Those of ``tensor``, which was allocated here, to be read: on the host, once it has left the device."""
+        if self._parts is None:
+            return tensor
+        part, number = self._places[id(tensor)]
+        return part.values(number)
+
+    def write(self, tensor: Tensor, start: int, rows: Tensor) -> None:
+        """Overwrite elements from ``start`` on of ``tensor``, which was allocated here, wherever its values are.
+
+        Raises:
+            OSError, RuntimeError: the copy cannot be written.
+        """
+        if self._parts is None:
+            tensor.view(-1).narrow(0, start, rows.numel()).copy_(rows.reshape(-1))
+            return
+        part, number = self._places[id(tensor)]
+        part.write(number, start, rows)
 
     def drop(self) -> Iterator[None]:
         """All of it off the device."""
@@ -296,7 +231,7 @@ class Strategy(Protocol):
     """When a component is on the device."""
 
     @property
-    def kind(self) -> str:
+    def kind(self) -> Residency:
         """For traces."""
         ...
 
@@ -339,7 +274,7 @@ class ResidentStrategy:
     preserve: bool = True
     keep_after_use: bool = True
     keep_on_warm_up: bool = True
-    kind: ClassVar[str] = "resident"
+    kind: ClassVar[Residency] = "resident"
 
     def peak_bytes(self, component: Movable) -> int:
         """All of it."""
@@ -368,7 +303,7 @@ class ComponentOffloadStrategy:
     preserve: bool = True
     keep_after_use: bool = True
     keep_on_warm_up: bool = False
-    kind: ClassVar[str] = "offload"
+    kind: ClassVar[Residency] = "offload"
 
     def peak_bytes(self, component: Movable) -> int:
         """All of it."""
@@ -399,7 +334,7 @@ class LayerwiseOffloadStrategy:
     preserve: bool = True
     keep_after_use: bool = True
     keep_on_warm_up: bool = False
-    kind: ClassVar[str] = "layerwise"
+    kind: ClassVar[Residency] = "layerwise"
 
     def __post_init__(self) -> None:
         if self.window < 1:
@@ -436,16 +371,6 @@ class LayerwiseOffloadStrategy:
     def leave(self, component: Movable) -> Iterator[None]:
         """Everything."""
         yield from component.drop()
-
-
-def _chunks(tensors: Sequence[Tensor]) -> Iterator[tuple[memoryview, int]]:
-    """The bytes of ``tensors`` in host memory, piece by piece, and where each piece lies in a row of all of them."""
-    offset = 0
-    for tensor in tensors:
-        data = bytes_of(tensor)
-        for start in range(0, len(data), _CHUNK):
-            yield data[start : start + _CHUNK], offset + start
-        offset += len(data)
 
 
 def _exhaust(steps: Iterator[None]) -> None:

@@ -36,12 +36,13 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from ...io_struct import CaesuraError, ErrorCode, MemoryTag
+from ...io_struct import CaesuraError, ComponentStatus, ErrorCode, MemoryTag
 from .backup import BackedUpComponent
 from .device_cache import DeviceCache
 from .device_memory import available_memory_if_known, refuse_defeating_settings
 from .device_module import DeviceModule, DeviceStream, device_module_for, free_and_total, streams_of
-from .offload import RESIDENT, FileCopy, HostCopy, Movable, PinnedCopy, Strategy
+from .host_copy import FileCopy, HostCopy, PinnedCopy
+from .offload import RESIDENT, Movable, Strategy
 from .storage import Component, MappedComponent, SavedComponent, StorageComponent
 
 logger = logging.getLogger(__name__)
@@ -148,6 +149,8 @@ class ComponentResidencyManager:
         self._tags: dict[str, MemoryTag] = {}
         self._requests: dict[str, tuple[bool, set[str]]] = {}
         self._executor: ThreadPoolExecutor | None = None
+        self.peak_bytes = 0
+        """The most that registered components had on the device at one time, since :meth:`forget_peak`."""
         self._side: DeviceStream | None = None
         self.trace: deque[ResidencyEvent] = deque(maxlen=TRACED_EVENTS)
         """The last events, oldest first."""
@@ -157,10 +160,11 @@ class ComponentResidencyManager:
         if self._executor is not None:
             self._executor.shutdown()
 
-    def register(self, name: str, strategy: Strategy = RESIDENT, *, tag: MemoryTag = "weights") -> None:
+    def register(self, name: str, strategy: Strategy = RESIDENT, *, tag: MemoryTag = "weights") -> Movable:
         """A component that ``strategy`` moves; a release of ``tag`` takes it off the device, too, with its values kept.
 
         Without more it is what the policy's weights are, on the device until their memory is released, but keeps its values.
+        Who changes values later writes them through what is returned.
         """
         assert name not in self._movables, name
         assert name not in self._components, name
@@ -169,6 +173,7 @@ class ComponentResidencyManager:
             name, strategy, lambda: self._make_storage(storage_of), self._make_copy
         )
         self._tags[name] = tag
+        return self._movables[name]
 
     def divide(self, name: str, layers: Sequence[Sequence[Tensor]]) -> None:
         """Which tensors make up which layer of a registered component, once all are allocated."""
@@ -206,6 +211,27 @@ class ComponentResidencyManager:
         return self._movables[name].device_bytes
 
     @property
+    def moved_in_bytes(self) -> int:
+        """How much of all registered components is on the device, or on its way."""
+        return sum(component.device_bytes for component in self._movables.values())
+
+    def forget_peak(self) -> None:
+        """The peak is what is there now: loading, which takes each component whole, is over."""
+        self.peak_bytes = self.moved_in_bytes
+
+    def status(self) -> list[ComponentStatus]:
+        """Of registered components."""
+        return [
+            ComponentStatus(
+                name=name,
+                residency=component.strategy.kind,
+                nbytes=component.nbytes,
+                device_bytes=component.device_bytes,
+            )
+            for name, component in self._movables.items()
+        ]
+
+    @property
     def still_to_come(self) -> int:
         """Bytes that registered components may take beyond what they have: not for others to fill."""
         return sum(max(0, c.strategy.peak_bytes(c) - c.device_bytes) for c in self._movables.values())
@@ -235,6 +261,7 @@ class ComponentResidencyManager:
                     needed = component.strategy.peak_bytes(component)
                     free = available_memory_if_known(self._device)
                     raise _shortage(f"bringing {use.name} failed: {error}", needed, free) from error
+                self._measure()
 
     def use(self, request: str, use: ComponentUse) -> Callable[[int], None]:
         """Work with the component begins; what is returned is called with each layer's number before it is computed."""
@@ -245,7 +272,12 @@ class ComponentResidencyManager:
             return lambda layer: None
         component.waited_s = 0.0
         self._note("use", use.name, component.strategy.kind, component.device_bytes, 0.0)
-        return lambda layer: component.strategy.at_layer(component, layer)
+
+        def at_layer(layer: int) -> None:
+            component.strategy.at_layer(component, layer)
+            self._measure()
+
+        return at_layer
 
     def finish_use(self, use: ComponentUse) -> Iterator[None]:
         """The work has been given to the current stream."""
@@ -336,6 +368,9 @@ class ComponentResidencyManager:
         for tag in tags:
             if tag in self._backups:
                 self._backups[tag].give_up()
+
+    def _measure(self) -> None:
+        self.peak_bytes = max(self.peak_bytes, self.moved_in_bytes)
 
     def _of(self, tag: MemoryTag) -> list[Movable]:
         return [component for name, component in self._movables.items() if self._tags[name] == tag]

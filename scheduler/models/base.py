@@ -1,11 +1,12 @@
 """What the engine asks of a model."""
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from typing import Protocol
 
 from torch import Tensor
 
 from ..forward import AttentionBackend, ForwardBatch
+from ..kernels.forms import AttentionForm
 from ..layers.moe import RoutedExperts
 from ..layers.parameters import WeightSlot
 from .config import ModelConfig
@@ -18,6 +19,12 @@ class Weights(Protocol):
     def components(self) -> tuple[str, ...]:
         """Parts with folders of their own, the one first that an update writes unless it names another; empty for a model of
         one piece. A tensor of a part is known as ``component.name``."""
+        ...
+
+    @property
+    def kept_components(self) -> frozenset[str]:
+        """Those of :attr:`components` whose values lie on the host, also while the device has them: they survive a release, and
+        updates write them there."""
         ...
 
     def weight_slots(self) -> dict[str, WeightSlot]:
@@ -52,6 +59,16 @@ class CausalLM(Weights, Protocol):
     config: ModelConfig
     routing: RoutedExperts | None
     """Which experts the last forward chose. None: a model without experts."""
+
+    @property
+    def plain_layers(self) -> bool:
+        """All layers are what a kernel can take that computes them in one call, where their weights are stored for it."""
+        ...
+
+    @property
+    def forms(self) -> Sequence[AttentionForm]:
+        """Of each layer's attention: what a backend has to serve."""
+        ...
 
     def forward(self, batch: ForwardBatch, backend: AttentionBackend) -> Tensor:
         """Hidden states of the step's S sampled tokens, [S, hidden], after the final norm.

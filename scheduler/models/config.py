@@ -21,13 +21,8 @@ from ..dtypes import by_torch_name
 from ..files import checkpoint_error, read_small, require_folder
 from ..layers.parameters import Fp8Blocks
 from ..layers.rotary import RopeParameters
-from .config_mla import (
-    LATENT_ROPE_TYPES,
-    MlaConfig,
-    parse_mla,
-    parse_num_mtp_layers,
-    parse_yarn,
-)
+from .config_attention import parse_ropes, parse_windows, refused_attention, rope_source, rotary_dim
+from .config_mla import MlaConfig, parse_mla, parse_num_mtp_layers
 from .config_moe import MoeConfig
 from .config_reader import ConfigReader
 from .family import Family
@@ -37,7 +32,6 @@ from .registry import families
 MAX_CONFIG_BYTES = 1 << 20
 """Of config.json and of generation_config.json, each: a hundred times what models have."""
 _DTYPES = ("float32", "bfloat16", "float16")
-_ROPE_TYPES = ("default", "linear", "llama3")
 _NOT_FORWARD = ("eos_token_ids", "dtype", "max_position_embeddings", "num_mtp_layers")
 
 
@@ -56,6 +50,16 @@ class ModelConfig:
     head_dim: int
     rms_norm_eps: float
     rope: RopeParameters
+    """Of every layer, but for those with a window where ``local_rope`` says otherwise."""
+    local_rope: RopeParameters | None
+    rotary_dim: int
+    """Elements of a head that are rotated, the first ones."""
+    windows: tuple[int | None, ...]
+    """Positions that a token sees in each layer, itself included. None: all before it."""
+    qk_norm: bool
+    """Queries and keys are normalised, of an architecture whose config says so."""
+    attention_scale: float
+    """Multiplies the scores of every layer."""
     max_position_embeddings: int
     """Context length, in tokens."""
     tie_word_embeddings: bool
@@ -75,9 +79,10 @@ class ModelConfig:
     """None: every layer is dense."""
 
     @property
-    def rotary_dim(self) -> int:
-        """Elements of a head that are rotated."""
-        return self.head_dim if self.mla is None else self.mla.qk_rope_head_dim
+    def ropes(self) -> tuple[RopeParameters, ...]:
+        """Of each layer."""
+        local = self.local_rope or self.rope
+        return tuple(self.rope if window is None else local for window in self.windows)
 
 
 def load_model_config(path: str | Path) -> ModelConfig:
@@ -123,35 +128,49 @@ def parse_model_config(
     num_heads = reader.count("num_attention_heads")
     hidden_size = reader.count("hidden_size")
     bias = family.attention_bias
-    mla = parse_mla(config, reader, config.get(_rope_source(config)) or {}) if family.latent else None
+    mla = parse_mla(config, reader, config.get(rope_source(config)) or {}) if family.latent else None
+    num_layers = reader.count("num_hidden_layers")
+    head_dim = reader.count_or("head_dim", family.head_dim, max(1, hidden_size // num_heads))
+    if mla is not None:
+        head_dim = mla.qk_head_dim
+    rope, local_rope = parse_ropes(config, reader, family)
     result = ModelConfig(
         architecture=architecture,
         vocab_size=reader.count("vocab_size"),
         hidden_size=hidden_size,
         intermediate_size=reader.count("intermediate_size"),
-        num_layers=reader.count("num_hidden_layers"),
+        num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=reader.count_or("num_key_value_heads", family.num_kv_heads, num_heads),
-        head_dim=mla.qk_head_dim
-        if mla
-        else reader.count_or("head_dim", family.head_dim, max(1, hidden_size // num_heads)),
+        head_dim=head_dim,
         rms_norm_eps=reader.positive(config, "rms_norm_eps", 1e-6),
-        rope=_rope(config, reader),
+        rope=rope,
+        local_rope=local_rope,
+        rotary_dim=mla.qk_rope_head_dim if mla else rotary_dim(config, reader, family, head_dim),
+        windows=parse_windows(config, reader, family, num_layers),
+        qk_norm=bool(family.qk_norm and config.get(family.qk_norm)),
+        attention_scale=_scale(config, reader, family, head_dim),
         max_position_embeddings=reader.count("max_position_embeddings"),
-        tie_word_embeddings=bool(config.get("tie_word_embeddings") or False),
-        attention_bias=bool(config.get("attention_bias") or False) if bias is None else bias,
+        tie_word_embeddings=bool(config.get("tie_word_embeddings", family.tied)),
+        attention_bias=bool(config.get(*family.bias_field) or False) if bias is None else bias,
         eos_token_ids=_eos(reader, config, generation or {}),
         dtype=by_torch_name(_dtype_name(config)),
         fp8=parse_quantization(config, source),
         mla=mla,
-        num_mtp_layers=parse_num_mtp_layers(config, reader) if family.latent else 0,
-        moe=None if family.moe is None else family.moe(config, reader, reader.count("num_hidden_layers")),
+        num_mtp_layers=parse_num_mtp_layers(config, reader) if family.mtp_layers else 0,
+        moe=None if family.moe is None else family.moe(config, reader, num_layers),
     )
     if result.num_heads % result.num_kv_heads:
         raise reader.invalid("num_key_value_heads", "does not divide num_attention_heads")
     if result.rotary_dim % 2:
         raise reader.invalid("qk_rope_head_dim" if mla else "head_dim", "is odd")
     return result
+
+
+def _scale(config: dict[str, Any], reader: ConfigReader, family: Family, head_dim: int) -> float:
+    if family.query_scalar is None:
+        return head_dim**-0.5
+    return reader.positive(config, "query_pre_attn_scalar", family.query_scalar) ** -0.5
 
 
 def config_difference(a: ModelConfig, b: ModelConfig) -> list[str]:
@@ -190,81 +209,20 @@ def _unsupported_fields(config: dict[str, Any], family: Family) -> list[str]:
         name
         for name, neutral in (
             ("mlp_bias", False),
-            ("partial_rotary_factor", 1.0),
+            *([] if family.partial_rotary is not None else [("partial_rotary_factor", 1.0)]),
             ("attn_logit_softcapping", None),
             ("final_logit_softcapping", None),
         )
         if config.get(name) is not None and config[name] != neutral
     ]
-    if config.get("hidden_act", "silu") not in ("silu", "swish"):
-        found.append("hidden_act")
-    found += _sliding_fields(config, family)
-    found += _rope_fields(config, family)
+    field, served = family.activation
+    if config.get(field, served[0]) not in served:
+        found.append(field)
+    found += refused_attention(config, family)
     found += family.refused(config)
     if _dtype_name(config) not in _DTYPES:
         found.append("dtype" if config.get("dtype") is not None else "torch_dtype")
     return found
-
-
-def _sliding_fields(config: dict[str, Any], family: Family) -> list[str]:
-    """The fields that put a sliding window to use; a window as wide as the context is not one."""
-    layer_types = config.get("layer_types")
-    if isinstance(layer_types, list):
-        if any(kind != "full_attention" for kind in layer_types):
-            return ["layer_types"]
-        if config.get("use_sliding_window") is not None:
-            return []
-    window, context = config.get("sliding_window"), config.get("max_position_embeddings")
-    if window is None or (isinstance(window, int) and isinstance(context, int) and window >= context):
-        return []
-    if family.window in ("ignored", "always"):
-        return ["sliding_window"] if family.window == "always" else []
-    first, layers = config.get("max_window_layers"), config.get("num_hidden_layers")
-    no_layer = isinstance(first, int) and isinstance(layers, int) and first >= layers
-    unused = not config.get("use_sliding_window") or (family.window == "upper_layers" and no_layer)
-    return [] if unused else ["use_sliding_window"]
-
-
-def _rope_fields(config: dict[str, Any], family: Family) -> list[str]:
-    name = _rope_source(config)
-    scaling = config.get(name)
-    if scaling is None:
-        return []
-    if not isinstance(scaling, dict) or scaling.get("partial_rotary_factor", 1.0) != 1.0:
-        return [name]
-    # A mapping without a type whose values are mappings is one set of parameters per layer type.
-    typed = scaling.get("rope_type", scaling.get("type", "default"))
-    nested = any(isinstance(value, dict) for value in scaling.values())
-    types = LATENT_ROPE_TYPES if family.latent else _ROPE_TYPES
-    return [name] if nested or typed not in types or scaling.get("truncate") is False else []
-
-
-def _rope_source(config: dict[str, Any]) -> str:
-    return "rope_parameters" if config.get("rope_parameters") is not None else "rope_scaling"
-
-
-def _rope(config: dict[str, Any], reader: ConfigReader) -> RopeParameters:
-    parameters: dict[str, Any] = config.get(_rope_source(config)) or {}
-    theta_from = parameters if parameters.get("rope_theta") is not None else config
-    theta = reader.positive(theta_from, "rope_theta", 10_000.0)
-    rope_type = parameters.get("rope_type", parameters.get("type", "default"))
-    if rope_type == "linear":
-        return RopeParameters(theta=theta, rope_type="linear", factor=reader.positive(parameters, "factor"))
-    if rope_type == "yarn":
-        return parse_yarn(parameters, reader, theta, config.get("max_position_embeddings"))
-    if rope_type == "llama3":
-        original = "original_max_position_embeddings"
-        return RopeParameters(
-            theta=theta,
-            rope_type="llama3",
-            factor=reader.positive(parameters, "factor"),
-            low_freq_factor=reader.positive(parameters, "low_freq_factor"),
-            high_freq_factor=reader.positive(parameters, "high_freq_factor"),
-            original_max_position_embeddings=int(
-                reader.positive(parameters, original, config.get("max_position_embeddings"))
-            ),
-        )
-    return RopeParameters(theta=theta)
 
 
 def _dtype_name(config: dict[str, Any]) -> str:

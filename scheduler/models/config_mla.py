@@ -79,6 +79,7 @@ def parse_yarn(
         ),
         beta_fast=reader.positive(rope, "beta_fast", 32.0),
         beta_slow=reader.positive(rope, "beta_slow", 1.0),
+        truncate=rope.get("truncate") is not False,
         attention_factor=attention_factor,
     )
 
@@ -94,13 +95,15 @@ def _mscale(rope: dict[str, Any], reader: ConfigReader, name: str) -> float:
 def parse_deepseek_v2_moe(config: dict[str, Any], reader: ConfigReader, num_layers: int) -> MoeConfig:
     """Softmax scores; groups by their best expert, where the config asks for groups."""
     grouped = config.get("topk_method", "greedy") == "group_limited_greedy"
+    width = reader.count("moe_intermediate_size", 1407)
     moe = MoeConfig(
         num_experts=reader.count("n_routed_experts", 64),
         top_k=reader.count("num_experts_per_tok"),
-        intermediate_size=reader.count("moe_intermediate_size", 1407),
+        intermediate_size=width,
         normalize=False,
         sparse_layers=_sparse_layers(config, reader, num_layers, 0),
-        num_shared=_count_or_zero(config, reader, "n_shared_experts", 2),
+        shared_size=_count_or_zero(config, reader, "n_shared_experts", 2) * width,
+        grouped=True,
         num_groups=reader.count("n_group") if grouped else 1,
         top_groups=reader.count("topk_group") if grouped else 1,
         routed_scale=reader.positive(config, "routed_scaling_factor", 1.0),
@@ -110,14 +113,15 @@ def parse_deepseek_v2_moe(config: dict[str, Any], reader: ConfigReader, num_laye
 
 def parse_deepseek_v3_moe(config: dict[str, Any], reader: ConfigReader, num_layers: int) -> MoeConfig:
     """Sigmoid scores; a bias decides the choice; groups by the sum of their two best."""
-    normalize = config.get("norm_topk_prob")
+    normalize, width = config.get("norm_topk_prob"), reader.count("moe_intermediate_size", 2048)
     moe = MoeConfig(
         num_experts=reader.count("n_routed_experts", 256),
         top_k=reader.count("num_experts_per_tok", 8),
-        intermediate_size=reader.count("moe_intermediate_size", 2048),
+        intermediate_size=width,
         normalize=True if normalize is None else bool(normalize),
         sparse_layers=_sparse_layers(config, reader, num_layers, 3),
-        num_shared=_count_or_zero(config, reader, "n_shared_experts", 1),
+        shared_size=_count_or_zero(config, reader, "n_shared_experts", 1) * width,
+        grouped=True,
         scoring="sigmoid",
         num_groups=reader.count("n_group", 8),
         top_groups=reader.count("topk_group", 4),
@@ -126,6 +130,19 @@ def parse_deepseek_v3_moe(config: dict[str, Any], reader: ConfigReader, num_laye
         score_bias=True,
     )
     return _checked(moe, reader)
+
+
+def parse_glm4_moe(config: dict[str, Any], reader: ConfigReader, num_layers: int) -> MoeConfig:
+    """Of a ``Glm4MoeForCausalLM``: DeepSeek V3's routing, with defaults of its own."""
+    defaults = {
+        "n_routed_experts": 128,
+        "moe_intermediate_size": 1408,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.0,
+    }
+    return parse_deepseek_v3_moe({**defaults, **config}, reader.with_defaults(defaults), num_layers)
 
 
 def parse_num_mtp_layers(config: dict[str, Any], reader: ConfigReader) -> int:

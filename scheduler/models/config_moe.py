@@ -25,8 +25,12 @@ class MoeConfig:
     """Whether the weights of the chosen are divided by their sum."""
     sparse_layers: tuple[bool, ...]
     """Per layer: whether it has experts; others are dense."""
-    num_shared: int = 0
-    """Experts that every token goes through, as one block of this many times the width."""
+    shared_size: int = 0
+    """Width of a block that every token goes through. 0: there is none."""
+    shared_gate: bool = False
+    """Whether what comes out of it is weighted by a sigmoid of the token's own."""
+    grouped: bool = False
+    """Routed by groups and in float32; the fields below are about that."""
     scoring: Literal["softmax", "sigmoid"] = "softmax"
     """How router logits become scores."""
     num_groups: int = 1
@@ -42,24 +46,72 @@ class MoeConfig:
 
 
 def parse_qwen3_moe(config: dict[str, Any], reader: ConfigReader, num_layers: int) -> MoeConfig:
-    """Of a ``Qwen3MoeForCausalLM``; absent fields are what transformers' config class takes them for."""
-    experts, top_k = _num_experts(config, reader), reader.count("num_experts_per_tok", 8)
-    if top_k > experts:
-        raise reader.invalid("num_experts_per_tok", f"= {top_k} of {experts} experts")
-    step = reader.count("decoder_sparse_step", 1)
-    dense = config.get("mlp_only_layers") or []
-    if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
-        raise reader.invalid("mlp_only_layers", f"= {dense!r} is not a list of layers")
+    """Of a ``Qwen3MoeForCausalLM``; absent fields are what transformers' config class takes them for, here and below."""
+    experts, top_k = _experts(config, reader, 128, 8)
     return MoeConfig(
         num_experts=experts,
         top_k=top_k,
         intermediate_size=reader.count("moe_intermediate_size", 768),
         normalize=bool(config.get("norm_topk_prob") or False),
-        sparse_layers=tuple((layer + 1) % step == 0 and layer not in dense for layer in range(num_layers)),
+        sparse_layers=_qwen_layers(config, reader, num_layers),
     )
 
 
-def _num_experts(config: dict[str, Any], reader: ConfigReader) -> int:
+def parse_qwen2_moe(config: dict[str, Any], reader: ConfigReader, num_layers: int) -> MoeConfig:
+    """Of a ``Qwen2MoeForCausalLM``: beside the experts a block that every token goes through, with a gate of its own."""
+    experts, top_k = _experts(config, reader, 60, 4)
+    return MoeConfig(
+        num_experts=experts,
+        top_k=top_k,
+        intermediate_size=reader.count("moe_intermediate_size", 1408),
+        normalize=bool(config.get("norm_topk_prob") or False),
+        sparse_layers=_qwen_layers(config, reader, num_layers),
+        shared_size=reader.count("shared_expert_intermediate_size", 5632),
+        shared_gate=True,
+    )
+
+
+def parse_mixtral(config: dict[str, Any], reader: ConfigReader, num_layers: int) -> MoeConfig:
+    """Of a ``MixtralForCausalLM``."""
+    return _all_layers(config, reader, num_layers, 8, 2)
+
+
+def parse_gpt_oss(config: dict[str, Any], reader: ConfigReader, num_layers: int) -> MoeConfig:
+    """Of a ``GptOssForCausalLM``: a softmax over the chosen logits is one over all, divided by the sum of the chosen."""
+    return _all_layers(config, reader, num_layers, 128, 4)
+
+
+def _all_layers(
+    config: dict[str, Any], reader: ConfigReader, num_layers: int, num_experts: int, most: int
+) -> MoeConfig:
+    """Every layer has experts, of the width that dense blocks would have."""
+    experts, top_k = _experts(config, reader, num_experts, most)
+    return MoeConfig(
+        num_experts=experts,
+        top_k=top_k,
+        intermediate_size=reader.count("intermediate_size"),
+        normalize=True,
+        sparse_layers=(True,) * num_layers,
+    )
+
+
+def _experts(config: dict[str, Any], reader: ConfigReader, absent: int, top_absent: int) -> tuple[int, int]:
+    """How many there are, and how many of them a token goes through."""
+    experts, top_k = _num_experts(config, reader, absent), reader.count("num_experts_per_tok", top_absent)
+    if top_k > experts:
+        raise reader.invalid("num_experts_per_tok", f"= {top_k} of {experts} experts")
+    return experts, top_k
+
+
+def _qwen_layers(config: dict[str, Any], reader: ConfigReader, num_layers: int) -> tuple[bool, ...]:
+    step = reader.count("decoder_sparse_step", 1)
+    dense = config.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
+        raise reader.invalid("mlp_only_layers", f"= {dense!r} is not a list of layers")
+    return tuple((layer + 1) % step == 0 and layer not in dense for layer in range(num_layers))
+
+
+def _num_experts(config: dict[str, Any], reader: ConfigReader, absent: int) -> int:
     """transformers 4 writes ``num_experts``, transformers 5 ``num_local_experts``."""
     counts = {
         name: reader.count(name)
@@ -68,4 +120,4 @@ def _num_experts(config: dict[str, Any], reader: ConfigReader) -> int:
     }
     if len(set(counts.values())) > 1:
         raise reader.invalid("num_experts", f"contradicts itself: {counts}")
-    return next(iter(counts.values()), 128)
+    return next(iter(counts.values()), absent)

@@ -17,6 +17,10 @@ class ConfigReader:
         self._config = config
         self._source = source
 
+    def with_defaults(self, defaults: dict[str, Any]) -> "ConfigReader":
+        """The same, for fields that are absent."""
+        return ConfigReader({**defaults, **self._config}, self._source)
+
     def count(self, name: str, default: int | None = None) -> int:
         """A positive integer; absent or null gives ``default``, or an error without one."""
         value = self._config.get(name)

@@ -3,12 +3,13 @@
 Invariants:
 - An architecture is this skeleton and its :class:`AttentionShape`; anything more belongs in a file of its own.
 - Names follow the checkpoint (``model.layers.N.self_attn.q_proj.weight``); layers beyond ``num_layers`` are nobody's
-  and thus unexpected, never skipped.
+  and thus unexpected, but for those of multi-token prediction where the config counts some.
 - The residual stream is updated in place.
 """
 
 import re
 from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol, cast
 
 from torch import Tensor
@@ -16,6 +17,7 @@ from torch import Tensor
 from ..forward import AttentionBackend, ForwardBatch
 from ..kernels import TORCH, best
 from ..kernels.decoder import DecoderKernel, LayerShape, LayerTensors
+from ..kernels.forms import PLAIN, AttentionForm, Bend
 from ..layers.attention import Attention, AttentionShape
 from ..layers.embedding import Embedding
 from ..layers.linear import Linear
@@ -29,10 +31,29 @@ from .config import ModelConfig
 
 _ROTARY_BUFFER = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 """Old checkpoints carry it; it follows from the config."""
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variants:
+    """What an architecture makes of the skeleton; as it is, it is Llama's."""
+
+    norm_from_one: bool = False
+    """The factors of norms are ``1 + weight``."""
+    norms_behind: bool = False
+    """Attention and feed-forward block have a norm behind them, too, before they are added to the residual stream."""
+    embedding_scale: float = 1.0
+    """Multiplies embeddings on their way in."""
+
+
+LLAMA = Variants()
 
 
 class AttentionBlock(Layer, Protocol):
     """A layer's attention: projections around what the backend does."""
+
+    form: AttentionForm
+    """What the backend computes."""
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, backend: AttentionBackend) -> Tensor:
         """[T, hidden] to [T, hidden]; ``cos`` and ``sin`` are [T, 1, rotated size / 2]."""
@@ -48,7 +69,7 @@ class FeedForward(Layer, Protocol):
 
 
 class DecoderLayer:
-    """Pre-norm attention and feed-forward around one residual stream."""
+    """Attention and feed-forward, each behind a norm, around one residual stream."""
 
     def __init__(
         self,
@@ -57,16 +78,30 @@ class DecoderLayer:
         attention: AttentionBlock,
         mlp: FeedForward,
         *,
+        variants: Variants,
         place: Placement,
     ) -> None:
-        name, prefix = f"layers.{layer}", f"model.layers.{layer}"
-        hidden, eps = config.hidden_size, config.rms_norm_eps
-        self.input_norm = RMSNorm(f"{name}.input_norm", f"{prefix}.input_layernorm", hidden, eps, place=place)
+        def norm(name: str, checkpoint: str) -> RMSNorm:
+            return RMSNorm(
+                f"layers.{layer}.{name}",
+                f"model.layers.{layer}.{checkpoint}",
+                config.hidden_size,
+                config.rms_norm_eps,
+                from_one=variants.norm_from_one,
+                place=place,
+            )
+
+        self.input_norm = norm("input_norm", "input_layernorm")
         self.attention = attention
-        self.mlp_norm = RMSNorm(
-            f"{name}.mlp_norm", f"{prefix}.post_attention_layernorm", hidden, eps, place=place
-        )
+        before_mlp = "pre_feedforward_layernorm" if variants.norms_behind else "post_attention_layernorm"
+        self.mlp_norm = norm("mlp_norm", before_mlp)
         self.mlp = mlp
+        self.norms_behind: tuple[RMSNorm, RMSNorm] | None = None
+        if variants.norms_behind:
+            self.norms_behind = (
+                norm("attention_out_norm", "post_attention_layernorm"),
+                norm("mlp_out_norm", "post_feedforward_layernorm"),
+            )
 
     def forward(
         self,
@@ -78,12 +113,29 @@ class DecoderLayer:
         """Add ``update`` (None: nothing yet) to ``residual`` [T, hidden]; returns the next update, not yet added."""
         x = self.input_norm.forward(residual) if update is None else self.input_norm.add(update, residual)
         x = self.attention.forward(x, *rotary, backend)
-        return self.mlp.forward(self.mlp_norm.add(x, residual))
+        if self.norms_behind is None:
+            return self.mlp.forward(self.mlp_norm.add(x, residual))
+        behind_attention, behind_mlp = self.norms_behind
+        x = self.mlp.forward(self.mlp_norm.add(behind_attention.forward(x), residual))
+        return behind_mlp.forward(x)
+
+    @property
+    def is_plain(self) -> bool:
+        """Grouped-query attention without a form of its own, then a SiLU-gated block, behind one ordinary norm each."""
+        attention, mlp = self.attention, self.mlp
+        return (
+            isinstance(attention, Attention)
+            and isinstance(mlp, GatedMLP)
+            and attention.form.kind == PLAIN.kind
+            and mlp.bend == "silu"
+            and not self.input_norm.from_one
+            and self.norms_behind is None
+        )
 
     def packed(self) -> LayerTensors | None:
         """As the kernel takes it that computes all layers. None: another kind of layer, or other storage."""
         attention, mlp = self.attention, self.mlp
-        if not isinstance(attention, Attention) or not isinstance(mlp, GatedMLP):
+        if not self.is_plain or not isinstance(attention, Attention) or not isinstance(mlp, GatedMLP):
             return None
         qkv, o = attention.qkv.packed, attention.o.packed
         gate_up, down = mlp.gate_up.packed, mlp.down.packed
@@ -105,7 +157,7 @@ class DecoderLayer:
 
     def layers(self) -> tuple[Layer, ...]:
         """The parts that own parameters."""
-        return (self.input_norm, self.attention, self.mlp_norm, self.mlp)
+        return (self.input_norm, self.attention, self.mlp_norm, self.mlp, *(self.norms_behind or ()))
 
 
 class DecoderForCausalLM:
@@ -119,6 +171,7 @@ class DecoderForCausalLM:
         *,
         place: Placement,
         routing: RoutedExperts | None = None,
+        variants: Variants = LLAMA,
     ) -> None:
         """
         Args:
@@ -129,28 +182,45 @@ class DecoderForCausalLM:
         self.routing = routing
         vocab, hidden = config.vocab_size, config.hidden_size
         tied = config.tie_word_embeddings
-        self._embed = Embedding("embed", "model.embed_tokens", vocab, hidden, tied=tied, place=place)
+        self._embed = Embedding(
+            "embed",
+            "model.embed_tokens",
+            vocab,
+            hidden,
+            tied=tied,
+            scale=variants.embedding_scale,
+            place=place,
+        )
         self._layers = [
-            DecoderLayer(i, config, *blocks, place=place)
+            DecoderLayer(i, config, *blocks, variants=variants, place=place)
             for i, blocks in enumerate(zip(attention, mlp, strict=True))
         ]
-        self._norm = RMSNorm("norm", "model.norm", hidden, config.rms_norm_eps, place=place)
+        self._norm = RMSNorm(
+            "norm",
+            "model.norm",
+            hidden,
+            config.rms_norm_eps,
+            from_one=variants.norm_from_one,
+            place=place,
+        )
         self._head: Linear | None = None
         project = self._embed.project
         if not tied:
             self._head = Linear("lm_head", hidden, {"lm_head": vocab}, place=place)
             project = self._head.forward
-        self._rotary = RotaryEmbedding(config.rope, config.rotary_dim, place=place)
+        self._rotary = {
+            rope: RotaryEmbedding(rope, config.rotary_dim, place=place) for rope in set(config.ropes)
+        }
         self._logits = LogitsProcessor(project, vocab, place=place)
         self._deriving = [layer for layer in self._owners() if isinstance(layer, DerivingLayer)]
-        self._kernel = _kernel(config, self._layers, self._norm, place)
+        self._kernel = _kernel(config, self._layers, self._norm, place) if self.plain_layers else None
 
     def forward(self, batch: ForwardBatch, backend: AttentionBackend) -> Tensor:
         """Hidden states of the sampled tokens, [S, hidden], after the final norm."""
         if self._kernel is not None and backend.paged is not None:
             return self._kernel(
                 self._embed.forward(batch.input_ids),
-                self._rotary.table(max(batch.kv_lens_host)),
+                self._rotary[self.config.ropes[0]].table(max(batch.kv_lens_host)),
                 batch.positions,
                 batch.sample_tokens,
                 backend.paged,
@@ -166,17 +236,29 @@ class DecoderForCausalLM:
         self, batch: ForwardBatch, backend: AttentionBackend
     ) -> Generator[int, None, Tensor]:
         """:meth:`forward`, stopping before each layer."""
-        rotary = self._rotary.forward(batch.positions, max(batch.kv_lens_host))
+        longest = max(batch.kv_lens_host)
+        angles = {rope: each.forward(batch.positions, longest) for rope, each in self._rotary.items()}
         residual = self._embed.forward(batch.input_ids)
         update: Tensor | None = None
         for number, layer in enumerate(self._layers):
             yield number
-            update = layer.forward(update, residual, rotary, backend)
+            update = layer.forward(update, residual, angles[self.config.ropes[number]], backend)
         assert update is not None, "a model has at least one layer"
         sampled = batch.sample_tokens
         if sampled.shape[0] == 0:
             return residual[:0]
         return self._norm.add(update.index_select(0, sampled), residual.index_select(0, sampled))
+
+    @property
+    def plain_layers(self) -> bool:
+        """All layers are Llama's, but for biases and norms of heads."""
+        alike = self.config.rotary_dim == self.config.head_dim and len(set(self.config.ropes)) == 1
+        return alike and all(layer.is_plain for layer in self._layers)
+
+    @property
+    def forms(self) -> Sequence[AttentionForm]:
+        """Of each layer's attention."""
+        return [layer.attention.form for layer in self._layers]
 
     def logits(self, hidden: Tensor) -> Tensor | None:
         """[S, hidden] to [S, vocab], valid until the next call; None in a dummy run."""
@@ -186,6 +268,11 @@ class DecoderForCausalLM:
     def components(self) -> tuple[str, ...]:
         """None: a decoder is one piece."""
         return ()
+
+    @property
+    def kept_components(self) -> frozenset[str]:
+        """None, of none."""
+        return frozenset()
 
     def weight_slots(self) -> dict[str, WeightSlot]:
         """By checkpoint name; a tied head has none."""
@@ -197,9 +284,12 @@ class DecoderForCausalLM:
         return frozenset()
 
     def is_skipped(self, name: str) -> bool:
-        """Rotary buffers, and the copy of a tied head that some checkpoints carry."""
+        """Rotary buffers, layers of multi-token prediction, and the copy of a tied head that some checkpoints carry."""
         if name == "lm_head.weight":
             return self.config.tie_word_embeddings
+        match, layers = _LAYER.match(name), self.config.num_layers
+        if match is not None and layers <= int(match[1]) < layers + self.config.num_mtp_layers:
+            return True
         return _ROTARY_BUFFER.fullmatch(name) is not None
 
     def finalize_weights(self) -> None:
@@ -252,14 +342,21 @@ def _kernel(
 
 
 def dense_attention(config: ModelConfig, shape: AttentionShape, place: Placement) -> list[Attention]:
-    """Ordinary (grouped-query) attention for every layer."""
+    """Ordinary (grouped-query) attention for every layer, with the windows that the config says."""
     return [
-        Attention(f"layers.{i}.attention", f"model.layers.{i}.self_attn", i, shape, place=place)
-        for i in range(config.num_layers)
+        Attention(
+            f"layers.{i}.attention",
+            f"model.layers.{i}.self_attn",
+            i,
+            shape,
+            form=AttentionForm(window=window),
+            place=place,
+        )
+        for i, window in enumerate(config.windows)
     ]
 
 
-def dense_mlp(config: ModelConfig, place: Placement) -> list[GatedMLP]:
+def dense_mlp(config: ModelConfig, place: Placement, *, bend: Bend = "silu") -> list[GatedMLP]:
     """The gated block for every layer."""
     return [
         GatedMLP(
@@ -267,6 +364,7 @@ def dense_mlp(config: ModelConfig, place: Placement) -> list[GatedMLP]:
             f"model.layers.{i}.mlp",
             config.hidden_size,
             config.intermediate_size,
+            bend=bend,
             place=place,
         )
         for i in range(config.num_layers)
@@ -274,7 +372,13 @@ def dense_mlp(config: ModelConfig, place: Placement) -> list[GatedMLP]:
 
 
 def attention_shape(
-    config: ModelConfig, *, qkv_bias: bool = False, o_bias: bool = False, qk_norm: bool = False
+    config: ModelConfig,
+    *,
+    qkv_bias: bool = False,
+    o_bias: bool = False,
+    qk_norm: bool = False,
+    norm_from_one: bool = False,
+    sinks: bool = False,
 ) -> AttentionShape:
     """The config's attention sizes with an architecture's variants."""
     return AttentionShape(
@@ -285,4 +389,6 @@ def attention_shape(
         qkv_bias=qkv_bias,
         o_bias=o_bias,
         qk_norm_eps=config.rms_norm_eps if qk_norm else None,
+        norm_from_one=norm_from_one,
+        sinks=sinks,
     )

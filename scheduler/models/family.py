@@ -25,7 +25,27 @@ class Family:
     """Fixed by the architecture. None: the config decides."""
     window: Literal["ignored", "always", "switched", "upper_layers"] = "ignored"
     """When ``sliding_window`` is in use: never, where it is set, with ``use_sliding_window``, or with that from layer
-    ``max_window_layers`` on."""
+    ``max_window_layers`` on. Where it is, ``layer_types`` names the layers if it is there."""
+    full_every: int | None = None
+    """Without ``layer_types``, every so-manieth layer has no window, or as many as ``sliding_window_pattern`` says."""
+    theta: float = 10_000.0
+    """Base of the rotary embedding where config.json says nothing."""
+    local_theta: float | None = None
+    """The same of layers with a window. None: theirs is that of all."""
+    bias_field: tuple[str, bool] = ("attention_bias", False)
+    """The field that says whether projections of attention have biases, and what its absence means."""
+    qk_norm: str | None = None
+    """The field that says whether queries and keys are normalised. None: the model file knows."""
+    partial_rotary: float | None = None
+    """``partial_rotary_factor`` where config.json says nothing: the share of a head that is rotated. None: always all of it."""
+    query_scalar: float | None = None
+    """Scores are divided by the root of ``query_pre_attn_scalar``, this where it is absent. None: of the head size."""
+    activation: tuple[str, tuple[str, ...]] = ("hidden_act", ("silu", "swish"))
+    """The field that names it, and names of the one that the model file computes."""
+    tied: bool = False
+    """Whether the head is the embedding where config.json does not say."""
+    mtp_layers: bool = False
+    """The checkpoint may carry layers for multi-token prediction behind the others, which are skipped."""
     moe: Callable[[dict[str, Any], ConfigReader, int], MoeConfig] | None = None
     """Reads what is about experts, for a number of layers. None: there are none."""
     latent: bool = False

@@ -1,4 +1,4 @@
-"""Mistral (Jiang et al., 2023, arXiv:2310.06825), without its sliding window."""
+"""Mistral (Jiang et al., 2023, arXiv:2310.06825)."""
 
 from ..layers.parameters import Placement
 from .config import ModelConfig

@@ -37,6 +37,8 @@ class Counters(NamedTuple):
     waiting: int
     kv_held: int
     kv_total: int
+    images: bool
+    """Samples are images: their denoise steps are what ``generated_tokens`` counts."""
     state: str
     """What the engine does, for people: ``running``, ``paused in_place``, …"""
 
@@ -96,20 +98,27 @@ class Throughput:
 
 
 def _log(first: _Reading, last: _Reading) -> None:
-    before, now, seconds = first.counters, last.counters, last.at - first.at
+    logger.info("load: %s", line(first.counters, last.counters, last.at - first.at))
+
+
+def line(before: Counters, now: Counters, seconds: float) -> str:
+    """What was done between two readings, ``seconds`` apart, for people."""
+    rates = (_image_rates if now.images else _token_rates)(before, now, seconds)
+    paused = now.paused_s - before.paused_s
+    ending = f", {paused:.1f} s of them paused" if paused >= 0.05 else ""
+    return f"{now.state}; {now.running} running, {now.waiting} waiting, {rates}; over {seconds:.1f} s{ending}"
+
+
+def _image_rates(before: Counters, now: Counters, seconds: float) -> str:
+    """An image engine has no KV and no tokens."""
+    return f"denoised {(now.generated_tokens - before.generated_tokens) / seconds:.1f} steps/s"
+
+
+def _token_rates(before: Counters, now: Counters, seconds: float) -> str:
     prompts = now.prompt_tokens - before.prompt_tokens
     hits = f"{100 * (now.cached_tokens - before.cached_tokens) / prompts:.0f} %" if prompts else "none"
-    paused = now.paused_s - before.paused_s
-    logger.info(
-        "load: %s; %d running, %d waiting, KV %.0f %% held; generated %.1f tok/s, prefilled %.1f tok/s, prefix hits %s; "
-        "over %.1f s%s",
-        now.state,
-        now.running,
-        now.waiting,
-        100 * now.kv_held / max(now.kv_total, 1),
-        (now.generated_tokens - before.generated_tokens) / seconds,
-        (now.prefilled_tokens - before.prefilled_tokens) / seconds,
-        hits,
-        seconds,
-        f", {paused:.1f} s of them paused" if paused >= 0.05 else "",
+    return (
+        f"KV {100 * now.kv_held / max(now.kv_total, 1):.0f} % held; "
+        f"generated {(now.generated_tokens - before.generated_tokens) / seconds:.1f} tok/s, "
+        f"prefilled {(now.prefilled_tokens - before.prefilled_tokens) / seconds:.1f} tok/s, prefix hits {hits}"
     )

@@ -8,7 +8,8 @@ Invariants:
 - The device block is written on the forward stream, hence after every reader of the step before.
 - Arrays by token, by row and by sampled token come first, so that in steps of equal numbers of these they have equal
   addresses: that is what a captured graph reads.
-- The page table comes last and stays on the host where nothing on the device reads it.
+- Page tables come last and stay on the host where nothing on the device reads them. That of layers with a window comes
+  behind the others', and is there if they have one: a graph finds it in every step.
 - A block of results belongs to one step until they have been fetched; there are as many as steps were in flight at once.
 """
 
@@ -40,12 +41,14 @@ class StepLimits:
     """R, and S"""
     context_len: int
     """KV length of a row."""
+    windows: bool = False
+    """Layers with a window have slots and a page table of their own."""
 
     @classmethod
-    def of(cls, *, max_rows: int, chunk_tokens: int, context_len: int) -> "StepLimits":
+    def of(cls, *, max_rows: int, chunk_tokens: int, context_len: int, windows: bool = False) -> "StepLimits":
         """``chunk_tokens`` prompt tokens beside a token of each other row, of ``context_len`` tokens at most."""
         tokens = min(max_rows + chunk_tokens, max_rows * context_len)
-        return cls(tokens=tokens, rows=max_rows, context_len=context_len)
+        return cls(tokens=tokens, rows=max_rows, context_len=context_len, windows=windows)
 
     @property
     def spare_slot(self) -> int:
@@ -78,6 +81,7 @@ _STEP = (
     _Field("input_ids", torch.int64, "token"),
     _Field("positions", torch.int64, "token"),
     _Field("kv_slots", torch.int64, "token"),
+    _Field("window_slots", torch.int64, "token"),
     _Field("slots", torch.int64, "row"),
     _Field("kv_lens", torch.int32, "row", 1),
     _Field("sample_tokens", torch.int64, "sample"),
@@ -98,7 +102,8 @@ class InputStaging:
 
     def __init__(self, limits: StepLimits, *, device: torch.device, device_module: StreamModule) -> None:
         counts = {"token": limits.tokens, "row": limits.rows, "sample": limits.rows}
-        capacity = self._starts(counts)[-1] + limits.rows * limits.pages * 4
+        self._tables = 1 + limits.windows
+        capacity = self._starts(counts)[-1] + self._tables * limits.rows * limits.pages * 4
         self._spare_slot = limits.spare_slot
         pinned = device.type != "cpu"
         self._host = torch.empty(capacity, dtype=torch.uint8, pin_memory=pinned)
@@ -131,22 +136,28 @@ class InputStaging:
         }
         starts = self._starts(counts)
         width = batch.page_table.shape[1]
-        end = starts[-1] + counts["row"] * width * 4
+        end = starts[-1] + self._tables * counts["row"] * width * 4
         assert end <= len(self._bytes), f"{counts} and {width} pages a row are more than was announced"
-        moved = {}
+        moved: dict[str, Any] = {}
         for field, start in zip((*_STEP, *_SAMPLING), starts[:-1], strict=True):
             owner = batch.sampling if field in _SAMPLING else batch
             moved[field.name] = self._write(field, getattr(owner, field.name), start, counts[field.per])
-        pages = self._bytes[starts[-1] : end].view(np.int32).reshape(-1, width)
-        pages[: batch.num_rows], pages[batch.num_rows :] = batch.page_table.numpy(), 0
+        pages = self._bytes[starts[-1] : end].view(np.int32).reshape(self._tables, -1, width)
+        for number, given in enumerate((batch.page_table, batch.window_table)[: self._tables]):
+            pages[number, : batch.num_rows] = 0 if given is None else given.numpy()
+        pages[:, batch.num_rows :] = 0
         copied = end if table else starts[-1]
-        found = self._device[starts[-1] : copied]
+        shape = self._tables, counts["row"], width if table else 0
+        tables = self._device[starts[-1] : copied].view(torch.int32).view(shape)
+        if self._tables == 1:
+            moved["window_slots"] = None
         try:
             self._device[:copied].copy_(self._host[:copied], non_blocking=True)
             yield ForwardBatch(
                 num_decode=batch.num_decode + added,
-                page_table=found.view(torch.int32).view(counts["row"], width if table else 0),
-                page_table_host=pages,
+                page_table=tables[0],
+                page_table_host=pages[0],
+                window_table=None if self._tables == 1 else tables[1],
                 q_lens_host=[*batch.q_lens_host, *[1] * added],
                 kv_lens_host=[*batch.kv_lens_host, *[1] * added],
                 sampling=_sampling(batch.sampling, moved, self._device.device),

@@ -23,7 +23,7 @@ from ..observability.memory_history import MemoryHistory
 from ..observability.stage_profiler import StageProfiler
 from ..observability.throughput import Throughput
 from ..operations import Serving
-from ..stepping import StepBatcher, StepOutputs, StepRecovery
+from ..stepping import KeptPrompts, StepBatcher, StepOutputs, StepRecovery
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +55,7 @@ class StatusReporter:
         waiting: Sized,
         outputs: StepOutputs,
         cache: CacheManager,
+        prompts: KeptPrompts | None,
         scoring: Scoring | None,
         recovery: StepRecovery,
         device_module: DeviceModule,
@@ -73,6 +74,7 @@ class StatusReporter:
         self._waiting = waiting
         self._outputs = outputs
         self._cache = cache
+        self._prompts = prompts
         self._scoring = scoring
         self._recovery = recovery
         self._device_module = device_module
@@ -110,6 +112,7 @@ class StatusReporter:
             last_step_age_s=None if last is None else now - last,
             generated_tokens=self._outputs.generated_tokens,
             gen_throughput=self._throughput.generated_per_s(),
+            images=self._batcher.images,
             num_retractions=self._batcher.num_retractions,
             step_failures=self._recovery.counts(),
             kv=self._kv(),
@@ -117,6 +120,8 @@ class StatusReporter:
             memory_by_tag=self._history.by_tag,
             totals=self._totals(),
             stages=self._stage_times(),
+            prompt_cache=None if self._prompts is None else self._prompts.status(),
+            components=self._residency.status(),
             reference=None if self._scoring is None else self._scoring.status(),
             model_path=self._updates.model_path,
             dtype=self._facts.dtype,
@@ -175,4 +180,6 @@ class StatusReporter:
             weights=self._facts.weights_bytes,
             kv_cache=self._facts.kv_bytes,
             weights_backup=self._residency.backup_bytes("weights"),
+            components=self._residency.moved_in_bytes,
+            components_peak=self._residency.peak_bytes,
         )

@@ -39,6 +39,11 @@ def in_component(source: WeightSource, component: str | None) -> WeightSource:
     return source if component is None else ComponentSource(source, component)
 
 
+def component_of(source: WeightSource) -> str | None:
+    """The component that ``source`` writes; None for a model of one piece."""
+    return source.component if isinstance(source, ComponentSource) else None
+
+
 def fitting(
     checkpoint: Checkpoint, component: str | None, loader: WeightLoader, workspace: Workspace
 ) -> DiskSource:
@@ -56,6 +61,7 @@ class ComponentSource:
 
     def __init__(self, inner: WeightSource, component: str) -> None:
         self.inner = inner
+        self.component = component
         self.name, self.total_bytes, self.complete = inner.name, inner.total_bytes, inner.complete
         self.specs = renamed(inner.specs, component)
         self._prefix = f"{component}."

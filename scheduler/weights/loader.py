@@ -133,6 +133,7 @@ class WeightLoader:
         self._required = self._slots.keys() - model.optional_names
         self._is_skipped = model.is_skipped
         self._components = model.components
+        self._kept = model.kept_components
         self._lost: set[str] = set()
         """Components that are not what was committed, until a complete update of them."""
         self._account = _Account()
@@ -274,13 +275,21 @@ class WeightLoader:
         counts, self.counts = self.counts, LoadCounts()
         return counts
 
-    def forget_written(self, *, lost: bool = False) -> None:
-        """Start a new account of which names are whole: all weights are what was committed, or all values are ``lost``."""
-        self._account, self._lost = _Account(), set(self._components) if lost else set()
+    def forget_written(self) -> None:
+        """Start a new account of which names are whole: all weights are what was committed."""
+        self._account, self._lost = _Account(), set()
 
     def lose_written(self) -> None:
         """Start a new account after a failure: what was written must be written again, all of its component."""
         self._lost |= self._components_of(self._account.written | self._account.due) or set(self._components)
+        self._account = _Account()
+
+    def release_written(self, *, lost: bool) -> None:
+        """Start a new account when the memory of the weights goes: what was written and not committed must be written again, and
+        if values on the device are ``lost``, all that has no others on the host."""
+        self._lost |= self._components_of(self._account.written | self._account.due)
+        if lost:
+            self._lost |= set(self._components) - self._kept
         self._account = _Account()
 
     def _slot_for(self, piece: WeightPiece) -> WeightSlot:

@@ -35,6 +35,13 @@ YARDSTICKS = {"interpreter": 4.0, "product": 40.0, "copy": 5.0}
         ("stage.decode", 1000.0, 497.9, "faster: update?", False),
         ("stage.new", None, 5.0, "new", False),
         ("stage.gone", 5.0, None, "gone", True),
+        ("images.stage.denoise", 900.0, 1020.0, "ok", False),
+        ("images.stage.denoise", 900.0, 1020.1, "slower", True),
+        ("images.stage.encode", 10.0, 130.1, "slower", True),
+        ("images.stage.decode", 100.0, 350.0, "ok", False),
+        ("images.stage.decode", 100.0, 350.1, "slower", True),
+        ("images.stage.decode", 1000.0, 1900.0, "ok", False),
+        ("images.stage.decode", 1000.0, 1900.1, "slower", True),
     ],
 )
 def test_a_verdict(name, baseline, measured, word, regression):
@@ -175,6 +182,19 @@ def test_the_workload_measures_every_stage(tmp_path, monkeypatch):
     monkeypatch.setattr(check_baselines, "WORKLOAD", WORKLOAD | small)
     folders = [write_checkpoint(tmp_path / str(seed), "tiny", seed=seed) for seed in (0, 1)]
     times = check_baselines.measure(folders)
-    assert set(times) == set(recorded()[0]["times_ms"])
+    known = set(recorded()[0]["times_ms"])
+    assert set(times) == {name for name in known if not name.startswith("images.")}
     assert all(value >= 0 for value in times.values())
     assert times["stage.decode"] > 0
+
+
+def test_the_workload_measures_every_stage_of_an_image(tmp_path, monkeypatch):
+    pytest.importorskip("diffusers")
+    small = WORKLOAD["images"] | {"requests": 2, "samples": 2, "steps": 2}
+    monkeypatch.setattr(check_baselines, "WORKLOAD", WORKLOAD | {"images": small})
+    pipelines = check_baselines.image_pipelines()
+    path = pipelines.write_pipeline(tmp_path / "pipeline", pipelines.SHAPES["tiny"])
+    times = check_baselines.measure_images(path)
+    assert set(times) == {name for name in recorded()[0]["times_ms"] if name.startswith("images.")}
+    stages = ("encode", "denoise", "decode", "components.arrive", "components.leave")
+    assert all(times[f"images.stage.{name}"] > 0 for name in stages)

@@ -7,8 +7,10 @@ from support.scripted import EngineDriver, assert_error
 
 from caesura.client.tensors.buckets import as_frames, buckets
 from caesura.io_struct import (
+    AbortReq,
     ContinueGenerationReqInput,
     EndWeightUpdateReqInput,
+    FlushCacheReqInput,
     GetStatusReqInput,
     PauseGenerationReqInput,
     UpdateWeightFromDiskReqInput,
@@ -121,4 +123,24 @@ def test_continue_waits_for_the_check(checking, other_model):
     assert checking.status().generation == "paused"
     checking.tick(200)
     assert checking.replies.pop(going_on).was_paused
+    assert checking.status().weights_epoch == 1
+
+
+def test_a_flush_that_waited_commits_with_a_check_that_takes_slices(checking, other_model):
+    """A command that stepped aside, and then has work for several slices, is answered like any other."""
+    rid = checking.generate([5, 6, 7], max_new_tokens=100)
+    checking.tick(3)
+    checking.call(PauseGenerationReqInput(mode="in_place"))
+    weights = load_file(other_model / "model.safetensors")
+    half = dict(list(weights.items())[: len(weights) // 2])
+    specs, frames = as_frames(next(buckets(half)))
+    update = checking.send(UpdateWeightsFromTensorReqInput(specs=specs, flush_cache=False), buffers=frames)
+    checking.tick(50)
+    assert not checking.replies.pop(update).committed
+    flush = checking.send(FlushCacheReqInput(timeout_s=600.0))
+    checking.tick(2)
+    assert flush not in checking.replies
+    checking.call(AbortReq(rid=rid))
+    checking.tick(200)
+    assert flush in checking.replies
     assert checking.status().weights_epoch == 1

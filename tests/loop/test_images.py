@@ -11,11 +11,10 @@ from caesura.io_struct import (
     AbortReq,
     ContinueGenerationReqInput,
     EndWeightUpdateReqInput,
+    FlushCacheReqInput,
     GenerateImagesReqInput,
     GenerateReqInput,
     PauseGenerationReqInput,
-    ReleaseMemoryOccupationReqInput,
-    ResumeMemoryOccupationReqInput,
     SdeParams,
     TensorSpec,
     UpdateWeightFromDiskReqInput,
@@ -26,7 +25,9 @@ from caesura.io_struct import (
 pytest.importorskip("diffusers")
 from support.pipelines import load_pipeline, make_sd3, tensors_of
 
+from caesura.scheduler.images import traced
 from caesura.scheduler.images.batcher import RAISE_AFTER
+from caesura.scheduler.observability.throughput import Counters, line
 
 STEPS, TEXT = 5, 12
 NOISY = ["sde", "cps", "dance"]
@@ -163,7 +164,9 @@ def recomputed(pipeline, result, sde, guidance):
 @pytest.mark.parametrize("guidance", [1.0, 3.0])
 @pytest.mark.parametrize("kind", NOISY)
 @torch.no_grad()
-def test_a_learner_finds_the_same_log_probs(driver, pipeline, kind, guidance, window):
+def test_a_learner_finds_the_same_log_probs(driver, pipeline, monkeypatch, kind, guidance, window):
+    monkeypatch.setattr(traced, "RECORD_AFTER", 1)
+    monkeypatch.setattr(traced, "WORTH_S", float("inf"))
     sde = SdeParams(type=kind, steps=window)
     # The pipeline's own grid ends at 0.001, where the std is so small that float32 says little.
     message = request(
@@ -312,8 +315,10 @@ def test_text_ids_and_embeddings_are_the_same_prompt(driver, guidance):
         assert all(np.array_equal(value, tensors[name]) for name, value in tensors_of(result).items())
 
 
-def test_an_update_is_a_cold_load(driver, other_sd3):
+def test_an_update_is_a_cold_load(driver, other_sd3, monkeypatch):
     """Bit for bit, and the steps say which weights made them; what was conditioned on stays as it was."""
+    monkeypatch.setattr(traced, "RECORD_AFTER", 1)
+    monkeypatch.setattr(traced, "WORTH_S", float("inf"))
     before = driver.call(WeightsCheckerReqInput())
     rid = driver.send(request(sde=SdeParams(type="sde")))
     driver.tick(3)
@@ -397,42 +402,6 @@ def test_poisoned_weights_make_nothing_until_their_component_is_complete(driver,
     assert driver.status().weights == "valid"
     driver.run_until_idle()
     assert image(driver, rid).finish_reason.type == "length"
-
-
-def test_text_encoders_and_vae_that_come_and_go(sd3, driver):
-    """The same images; each is on the device for the steps that need it, also after a release in between."""
-    message = request(n=3, guidance_scale=2.0, sde=SdeParams(type="sde"))
-    expected = [tensors_of(each) for each in run(driver, message)]
-    with EngineDriver(
-        str(sd3), scripted=False, max_running_requests=8, frozen_residency="offload"
-    ) as offloaded:
-        runner = offloaded.engine.scheduler._runner
-        residency, execute = runner._stages._residency, runner.execute
-        frozen, seen = ("vae", "text_encoder", "text_encoder_2", "text_encoder_3"), []
-
-        def watched(batch):
-            launched = execute(batch)
-            seen.append((batch.kind, {name for name in frozen if residency.device_bytes(name)}))
-            return launched
-
-        runner.execute = watched
-        assert not any(residency.device_bytes(name) for name in frozen)
-        for _ in range(2):
-            results = run(offloaded, request(n=3, guidance_scale=2.0, sde=SdeParams(type="sde")))
-            for result, tensors in zip(results, expected, strict=True):
-                assert all(np.array_equal(value, tensors[name]) for name, value in tensors_of(result).items())
-            offloaded.call(PauseGenerationReqInput(mode="retract"))
-            offloaded.call(ReleaseMemoryOccupationReqInput(tags=["weights"]))
-            offloaded.call(ResumeMemoryOccupationReqInput(tags=["weights"]))
-            assert offloaded.status().weights == "invalid"
-            path = str(sd3 / "transformer")
-            assert offloaded.call(UpdateWeightFromDiskReqInput(model_path=path)).committed
-            offloaded.call(ContinueGenerationReqInput())
-        on_device = {"encode": set(frozen[1:]), "denoise": set(), "decode": {"vae"}}
-        assert all(there == on_device[kind] for kind, there in seen)
-        assert {kind for kind, _ in seen} == set(on_device)
-        reply = offloaded.call(UpdateWeightFromDiskReqInput(model_path=str(sd3), component="vae"))
-        assert reply.detail["field"] == "component"
 
 
 def send_tensors(driver, tensors, **fields):
@@ -682,3 +651,40 @@ def test_a_step_that_fails_ends_its_samples_and_no_others(driver, monkeypatch):
     assert image(driver, first).finish_reason.type == "error"
     assert image(driver, first).steps_done > 0
     assert image(driver, second).finish_reason.type == "length"
+
+
+def test_flushes_in_a_pause_speak_of_latents(driver, sd3, caplog):
+    """What a pause in place freezes is no cache: a flush is refused while it is there, and says what it is."""
+    rid = driver.send(request())
+    driver.tick(3)
+    with caplog.at_level("INFO"):
+        driver.call(PauseGenerationReqInput(mode="in_place"))
+    assert "1 requests hold latents" in caplog.text
+    for refused in (FlushCacheReqInput(), UpdateWeightFromDiskReqInput(model_path=str(sd3))):
+        error = driver.call(refused)
+        assert error.code == "not_idle"
+        assert "latents" in error.message
+        assert "KV" not in error.message
+    driver.call(ContinueGenerationReqInput())
+    driver.run_until_idle()
+    assert image(driver, rid).finish_reason.type == "length"
+    driver.call(FlushCacheReqInput())
+
+
+def test_status_has_the_samples_of_each_stage(driver):
+    driver.send(request(n=2))
+    seen = []
+    for _ in range(STEPS + 4):
+        driver.tick()
+        load = driver.engine.scheduler._batcher.images  # asking for status would run a step
+        seen.append((load.encoding, load.denoising, load.decoding))
+    assert {(0, 2, 0), (0, 0, 2)} <= set(seen)
+    load = driver.status().images
+    assert (load.encoding, load.denoising, load.decoding) == (0, 0, 0)
+
+
+def test_the_log_line_about_load_has_steps_and_no_tokens():
+    counters = dict.fromkeys(Counters._fields, 0) | {"paused_s": 0.0, "images": True, "state": "running"}
+    before = Counters(**counters)
+    text = line(before, before._replace(generated_tokens=50, running=3, waiting=2), 10.0)
+    assert text == "running; 3 running, 2 waiting, denoised 5.0 steps/s; over 10.0 s"

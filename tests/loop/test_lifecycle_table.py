@@ -23,6 +23,7 @@ from caesura.io_struct import (
     ResumeMemoryOccupationReqInput,
     SamplingParams,
     ScoreReqInput,
+    SendWeightsReqInput,
     UpdateWeightFromDiskReqInput,
     WeightsCheckerReqInput,
 )
@@ -130,6 +131,7 @@ class Recipes:
             "release kv_cache": lambda: ReleaseMemoryOccupationReqInput(tags=["kv_cache"]),
             "release weights": lambda: ReleaseMemoryOccupationReqInput(tags=["weights"]),
             "resume all": ResumeMemoryOccupationReqInput,
+            "send weights": lambda: SendWeightsReqInput(specs=[]),
             "checksum": WeightsCheckerReqInput,
             "reset_tensors": lambda: WeightsCheckerReqInput(action="reset_tensors"),
         }[command]()
@@ -187,7 +189,7 @@ def test_cell(tiny_model, other_model, broken_model, command, state, depth, monk
 
 def test_the_table_is_complete():
     """Every command of the wire's control path and every state of the engine is there."""
-    assert len(TABLE) == 26
+    assert len(TABLE) == 27
     assert all(list(row) == STATES for row in TABLE.values())
     assert STATES == [
         "running", "busy", "paused abort", "paused retract", "paused in_place", "session", "session written",

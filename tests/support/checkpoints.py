@@ -51,12 +51,55 @@ FAMILIES = {
         {"rope_parameters": ROPE_LLAMA3},
     ),
     "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM, {"sliding_window": None}),
+    "gemma3": (
+        transformers.Gemma3TextConfig,
+        transformers.Gemma3ForCausalLM,
+        {
+            "num_hidden_layers": 3,
+            "sliding_window": 20,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "query_pre_attn_scalar": 14,
+        },
+    ),
     "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, {}),
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, {}),
     "qwen3-moe": (
         transformers.Qwen3MoeConfig,
         transformers.Qwen3MoeForCausalLM,
         {"moe_intermediate_size": 24, "num_experts": 5, "num_experts_per_tok": 3, "norm_topk_prob": True},
+    ),
+    "qwen2-moe": (
+        transformers.Qwen2MoeConfig,
+        transformers.Qwen2MoeForCausalLM,
+        {
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 56,
+            "num_experts": 5,
+            "num_experts_per_tok": 3,
+        },
+    ),
+    "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM, {"num_local_experts": 5}),
+    "gpt-oss": (
+        transformers.GptOssConfig,
+        transformers.GptOssForCausalLM,
+        {
+            "num_local_experts": 5,
+            "num_experts_per_tok": 3,
+            "sliding_window": 19,
+            "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "glm4-moe": (
+        transformers.Glm4MoeConfig,
+        transformers.Glm4MoeForCausalLM,
+        {
+            "moe_intermediate_size": 24,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 3,
+            "first_k_dense_replace": 1,
+            "use_qk_norm": True,
+        },
     ),
     "deepseek-v2": (
         transformers.DeepseekV2Config,
@@ -113,7 +156,7 @@ def randomize(model: torch.nn.Module, seed: int) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            if name.endswith("bias"):
+            if name.endswith(("bias", "sinks")):
                 parameter.copy_(0.3 * noise)
             elif parameter.dim() == 1:
                 parameter.copy_(1.0 + 0.2 * noise)
@@ -132,8 +175,14 @@ def rewrite_config_as_v4(path: str | Path) -> None:
     config = json.loads(file.read_text())
     config["torch_dtype"] = config.pop("dtype")
     rope = config.pop("rope_parameters")
+    if "full_attention" in rope:
+        config["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        rope = rope["full_attention"]
+        config["sliding_window_pattern"] = config.pop("layer_types").index("full_attention") + 1
     config["rope_theta"] = rope.pop("rope_theta")
-    if "num_local_experts" in config:
+    if "partial_rotary_factor" in rope:
+        config["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
+    if "num_local_experts" in config and config["model_type"] == "qwen3_moe":
         config["num_experts"] = config.pop("num_local_experts")
     config["rope_scaling"] = None if rope["rope_type"] == "default" else rope
     config["transformers_version"] = "4.51.0"

@@ -109,7 +109,8 @@ def build_attention(
         head_size=config.head_dim,
         dtype=dtype,
     )
-    return pool, SdpaBackend(pool, config.num_heads, config.num_kv_heads, config.head_dim)
+    scale = config.attention_scale
+    return pool, SdpaBackend(pool, config.num_heads, config.num_kv_heads, config.head_dim, scale)
 
 
 class PagedModel:

@@ -125,7 +125,7 @@ def _vae(seed: int) -> AutoencoderKL:
     return vae.eval()
 
 
-def make_sd3(path: Path, *, seed: int = 0, t5: bool = True, **scheduler: Any) -> Path:
+def make_sd3(path: Path, *, seed: int = 0, t5: bool = True, layers: int = 2, **scheduler: Any) -> Path:
     """A pipeline of Stable Diffusion 3 for images of multiples of 8 pixels, about 60,000 parameters."""
     tokenizer = clip_tokenizer()
     vae = _vae(seed)
@@ -134,7 +134,7 @@ def make_sd3(path: Path, *, seed: int = 0, t5: bool = True, **scheduler: Any) ->
         patch_size=2,
         in_channels=4,
         out_channels=4,
-        num_layers=2,
+        num_layers=layers,
         num_attention_heads=2,
         attention_head_dim=16,
         caption_projection_dim=32,

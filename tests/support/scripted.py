@@ -139,9 +139,13 @@ class ScriptedRunner:
     on_fetch: Callable[[ForwardBatch], None] = lambda batch: None
     sample: Callable[[ForwardBatch, np.ndarray], SamplerOutput] | None = None
     """Samples the step's tokens, given what the scripted model says (int64 [S]). None: these it is."""
+    window_pages: int | None = None
+    window: int = 0
+    """Of layers that give pages back: in their storage every step must find what all layers have of its windows."""
 
     def __post_init__(self) -> None:
         self.kv = np.zeros(self.num_pages * PAGE_SIZE, np.uint64)
+        self.window_kv = np.zeros((self.window_pages or 0) * PAGE_SIZE, np.uint64)
         self.last = np.zeros(self.max_slots, np.int64)
 
     def execute(self, batch: ForwardBatch) -> _Launched:
@@ -157,6 +161,8 @@ class ScriptedRunner:
         assert len(set(kv_slots.tolist())) == len(kv_slots), "two tokens of a step share a KV slot"
         assert (kv_slots >= PAGE_SIZE).all(), "the scratch page was written"
         self.kv[kv_slots] = [cell(int(token), self.read_epoch()) for token in ids]
+        if self.window_pages is not None:
+            self._look_through_windows(batch)
         if self.routing is not None:
             shape = self.routing.num_layers, self.routing.top_k
             rows = expert_rows(ids, self.read_epoch(), batch.positions.numpy(), *shape)
@@ -191,6 +197,22 @@ class ScriptedRunner:
             fail,
             partial(self.on_fetch, batch),
         )
+
+    def _look_through_windows(self, batch: ForwardBatch) -> None:
+        assert batch.window_slots is not None
+        assert batch.window_table is not None
+        slots = batch.window_slots.numpy()
+        assert len(set(slots.tolist())) == len(slots), "two tokens of a step share a slot of windowed layers"
+        assert (slots >= PAGE_SIZE).all(), "the scratch page of windowed layers was written"
+        self.window_kv[slots] = self.kv[batch.kv_slots.numpy()]
+        rows = zip(batch.q_lens_host, batch.kv_lens_host, batch.page_table, batch.window_table, strict=True)
+        for q_len, kv_len, *tables in rows:
+            seen = np.arange(max(0, kv_len - q_len + 1 - self.window), kv_len)
+            found = [
+                store[table.numpy()[seen // PAGE_SIZE].astype(np.int64) * PAGE_SIZE + seen % PAGE_SIZE]
+                for store, table in zip((self.kv, self.window_kv), tables, strict=True)
+            ]
+            assert np.array_equal(*found), "windowed layers have lost what a token sees"
 
     def set_last_tokens(self, slots: np.ndarray, tokens: np.ndarray) -> None:
         self.last[slots] = tokens
@@ -293,7 +315,14 @@ class EngineDriver:
         self.client("main")
 
     def _make_runner(self, config, loaded, pool, routing):
-        self.runner = ScriptedRunner(pool.num_pages, config.sizes.rows, loaded.config.vocab_size, routing)
+        self.runner = ScriptedRunner(
+            pool.num_pages,
+            config.sizes.rows,
+            loaded.config.vocab_size,
+            routing,
+            window_pages=pool.window_pages,
+            window=max(form.window or 0 for form in loaded.model.forms),
+        )
         return self.runner
 
     def __enter__(self) -> Self:

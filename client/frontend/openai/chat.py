@@ -16,6 +16,7 @@ from ...text.tokenizer_manager import Chunk, GenerationRequest, Sample, Tokenize
 from ..bodies import INLINE
 from ..context import Front, FrontEnd
 from ..exchange import HTTPRequest
+from ..modality import makes_tokens
 from .common import (
     EXCEPTION_HANDLERS,
     Job,
@@ -192,6 +193,7 @@ def _plan(front: FrontEnd, request: ChatRequest) -> tuple[Job, ChatForm]:
     "/v1/chat/completions",
     status_code=200,
     opt={"access": "user", "body": "text"},
+    guards=[makes_tokens],
     exception_handlers=EXCEPTION_HANDLERS,
 )
 async def chat_completions(request: HTTPRequest, front: Front) -> Response[Any]:

@@ -15,6 +15,7 @@ from ...text.tokenizer_manager import Chunk, GenerationRequest, Sample, Tokenize
 from ..bodies import INLINE
 from ..context import Front, FrontEnd
 from ..exchange import HTTPRequest
+from ..modality import makes_tokens
 from .common import (
     EXCEPTION_HANDLERS,
     Job,
@@ -176,6 +177,7 @@ def _plan(front: FrontEnd, request: CompletionRequest) -> tuple[Job, CompletionF
     "/v1/completions",
     status_code=200,
     opt={"access": "user", "body": "prompts"},
+    guards=[makes_tokens],
     exception_handlers=EXCEPTION_HANDLERS,
 )
 async def completions(request: HTTPRequest, front: Front) -> Response[Any]:

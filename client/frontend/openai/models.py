@@ -4,6 +4,7 @@ Invariant: its id never changes while the server runs, not even by an update of 
 weights are is said by their version (``metadata`` of every answer, ``/model_info``).
 """
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +26,16 @@ def _card(front: FrontEnd) -> dict[str, Any]:
         "owned_by": "caesura",
         "root": options.model_path or options.model_name,
         "parent": None,
-        "max_model_len": options.context_length,
+        "max_model_len": None if options.makes_images else options.context_length,
     }
 
 
 def _modified(model_path: str) -> int:
     """When the checkpoint was written, in seconds since 1970; 0 where this machine cannot see it."""
-    try:
-        return int((Path(model_path) / "config.json").stat().st_mtime)
-    except OSError:
-        return 0
+    for name in ("config.json", "model_index.json"):
+        with contextlib.suppress(OSError):
+            return int((Path(model_path) / name).stat().st_mtime)
+    return 0
 
 
 @get("/v1/models", opt={"access": "user"}, exception_handlers=EXCEPTION_HANDLERS, sync_to_thread=False)

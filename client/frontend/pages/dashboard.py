@@ -29,6 +29,8 @@ class _DataQuery(msgspec.Struct, kw_only=True):
     after: Annotated[int, msgspec.Meta(ge=-(2**53), le=2**53)] = 0
     """As far as a page's script counts; below 0 is 0."""
     since: Annotated[float, msgspec.Meta(ge=0, le=1e12)] = 0.0
+    image: Annotated[int, msgspec.Meta(ge=0, le=2**53)] = 0
+    """Number of the image that the page shows."""
 
 
 @get("/", opt={"access": "open"}, summary="To the page", status_code=307)
@@ -52,7 +54,7 @@ async def page() -> Response[bytes]:
 
 @get("/dashboard/data", opt={"access": "user"}, summary="What the page shows")
 async def data(request: HTTPRequest, front: Front) -> Response[bytes]:
-    """News: memory events with a number over ``after`` (some of them: see ``more``), ticks later than ``since``."""
+    """News: memory events with a number over ``after`` (some of them: see ``more``), ticks later than ``since``, the last image unless it is ``image``."""
     query = query_of(request, _DataQuery)
     engine = front.metrics.engine
     look = await engine.look(front.client)
@@ -66,6 +68,7 @@ async def data(request: HTTPRequest, front: Front) -> Response[bytes]:
         status=look.status,
         history=history,
         ticks=engine.ticks(query.since),
+        image=front.last_image.after(query.image),
     )
     headers = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
     return Response(msgspec.json.encode(content), media_type="application/json", headers=headers)

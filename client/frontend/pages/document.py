@@ -18,6 +18,7 @@ import msgspec
 
 from ....io_struct import GetMemoryHistoryReqOutput, GetStatusReqOutput
 from ...memory_view.record import MemoryRecord
+from .last_image import Picture
 
 FOLDER = Path(__file__).parent / "dashboard_page"
 _SCRIPTS = ("facts.js", "chart.js", "page.js")
@@ -49,7 +50,7 @@ class PageData(msgspec.Struct, kw_only=True):
     age_s: float = 0.0
     """Of ``status``."""
     throughput: float | None = None
-    """Tokens per second. None: nobody has watched."""
+    """Tokens per second, denoise steps of an image engine. None: nobody has watched."""
     model_name: str = ""
     status: GetStatusReqOutput | None
     """None: it has never answered."""
@@ -57,6 +58,8 @@ class PageData(msgspec.Struct, kw_only=True):
     """Memory events after the one that was asked for. None: the engine does not answer."""
     ticks: list[Tick] = []
     """Load at moments after the one that was asked for."""
+    image: Picture | None = None
+    """The last image that was made through the server. None: none, or the page has it."""
 
 
 def write_page(record: MemoryRecord, path: Path) -> None:

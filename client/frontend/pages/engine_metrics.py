@@ -151,8 +151,14 @@ def _state(families: Families, status: GetStatusReqOutput) -> None:
 
 
 def _load(families: Families, status: GetStatusReqOutput, throughput: float) -> None:
-    gauge, kv, totals = families.gauge, status.kv, status.totals
-    gauge("gen_throughput", "Generation throughput in tokens per second.", throughput)
+    gauge = families.gauge
+    if status.images is None:
+        _tokens(families, status, throughput)
+    else:
+        gauge("denoise_throughput", "Denoise steps of samples per second.", throughput)
+        text = "Running samples of an image engine, by the step that each needs next."
+        gauge("image_samples", text, msgspec.structs.asdict(status.images), ("stage",))
+        families.counter("denoise_steps", "Denoise steps of samples.", status.generated_tokens)
     gauge(
         "num_running_reqs",
         "Running requests: those that hold KV cache, in prefill or decode.",
@@ -163,6 +169,20 @@ def _load(families: Families, status: GetStatusReqOutput, throughput: float) -> 
     )
     gauge("num_queue_reqs", "Requests in the waiting queue.", status.waiting_requests)
     gauge("max_running_requests", "Maximum number of running requests.", status.max_running_requests)
+    gauge(
+        "step_age_seconds",
+        "Seconds since the last step finished; 0 before the first.",
+        status.last_step_age_s or 0.0,
+    )
+    limit = status.step_failures.token_limit
+    if limit is not None:
+        gauge("step_token_limit", "Maximum tokens per step, lowered after running out of memory.", limit)
+
+
+def _tokens(families: Families, status: GetStatusReqOutput, throughput: float) -> None:
+    """What only language models have."""
+    gauge, counter, kv, totals = families.gauge, families.counter, status.kv, status.totals
+    gauge("gen_throughput", "Generation throughput in tokens per second.", throughput)
     gauge("num_used_tokens", "KV cache tokens held by running requests.", kv.held)
     gauge("num_cached_tokens", "KV cache tokens held by the prefix cache alone (evictable).", kv.cached)
     gauge("max_total_num_tokens", "Size of the KV cache pool in tokens.", kv.total)
@@ -173,14 +193,9 @@ def _load(families: Families, status: GetStatusReqOutput, throughput: float) -> 
     )
     rate = totals.cached_tokens / max(totals.prompt_tokens, 1)
     gauge("cache_hit_rate", "Fraction of prompt tokens found in the prefix cache, since start.", rate)
-    gauge(
-        "step_age_seconds",
-        "Seconds since the last step finished; 0 before the first.",
-        status.last_step_age_s or 0.0,
-    )
-    limit = status.step_failures.token_limit
-    if limit is not None:
-        gauge("step_token_limit", "Maximum tokens per step, lowered after running out of memory.", limit)
+    counter("generation_tokens", "Generated tokens.", status.generated_tokens)
+    counter("prompt_tokens", "Prompt tokens of requests that have been scheduled.", totals.prompt_tokens)
+    counter("cached_tokens", "Prompt tokens found in the prefix cache.", totals.cached_tokens)
 
 
 def _memory(families: Families, status: GetStatusReqOutput) -> None:
@@ -192,13 +207,17 @@ def _memory(families: Families, status: GetStatusReqOutput) -> None:
     if status.memory_by_tag is not None:
         text = "Reserved memory by purpose, at the last memory event."
         gauge("memory_bytes", text, msgspec.structs.asdict(status.memory_by_tag), ("tag",))
+    there = {each.name: each.device_bytes for each in status.components}
+    if there:
+        gauge("component_bytes", "Bytes on the device of components that come and go.", there, ("component",))
+    if (prompts := status.prompt_cache) is not None:
+        gauge("prompt_cache_bytes", "Bytes of encoded prompts that are kept.", prompts.nbytes)
+        families.counter("prompt_cache_hits", "Prompts that were found encoded.", prompts.hits)
+        families.counter("prompt_cache_misses", "Prompts that were encoded.", prompts.misses)
 
 
 def _totals(families: Families, status: GetStatusReqOutput) -> None:
     counter, totals, failures = families.counter, status.totals, status.step_failures
-    counter("generation_tokens", "Generated tokens.", status.generated_tokens)
-    counter("prompt_tokens", "Prompt tokens of requests that have been scheduled.", totals.prompt_tokens)
-    counter("cached_tokens", "Prompt tokens found in the prefix cache.", totals.cached_tokens)
     ended = totals.finished_requests
     counter("num_requests", "Finished samples.", sum(ended.values()))
     counter("num_aborted_requests", "Aborted samples.", ended.get("abort", 0))

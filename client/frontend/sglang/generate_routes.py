@@ -19,6 +19,7 @@ from ..context import Front, FrontEnd
 from ..errors import engine_error, json_bytes, native_error, status_of
 from ..exchange import ClientLeft, HTTPRequest, command, events, nobody, read_control, unless_left
 from ..generations import asking_label, label_for, merged, whole
+from ..modality import makes_tokens
 from ..workers import SLICE, in_slices
 from .control_schema import Strict
 from .generate_answer import DONE, Answer, EventWriter, error_frame, token_texts
@@ -35,7 +36,13 @@ class AbortBody(Strict, kw_only=True):
     finished_reason: dict[str, Any] | None = None
 
 
-@route("/generate", http_method=["POST", "PUT"], status_code=200, opt={"access": "user", "body": "prompts"})
+@route(
+    "/generate",
+    http_method=["POST", "PUT"],
+    status_code=200,
+    opt={"access": "user", "body": "prompts"},
+    guards=[makes_tokens],
+)
 async def generate(request: HTTPRequest, front: Front) -> Response[Any]:
     """One or many prompts, as one answer or as a stream of events."""
     try:

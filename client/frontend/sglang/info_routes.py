@@ -19,6 +19,7 @@ from ....io_struct import CaesuraError, GetStatusReqOutput
 from ..context import Front, FrontEnd, ServeOptions
 from ..errors import engine_error, error_object, json_response, native_error, status_of
 from ..exchange import HTTPRequest, query_of, read_control
+from ..modality import makes_tokens
 from .control_schema import DetokenizeBody, Strict, TokenizeBody
 
 _SECTIONS = ("core", "memory", "spec", "lora", "disagg", "queues", "all")
@@ -249,7 +250,12 @@ async def get_load(front: Front) -> Response[bytes]:
     )
 
 
-@post(["/tokenize", "/v1/tokenize"], status_code=200, opt={"access": "user", "body": "text"})
+@post(
+    ["/tokenize", "/v1/tokenize"],
+    status_code=200,
+    opt={"access": "user", "body": "text"},
+    guards=[makes_tokens],
+)
 async def tokenize(request: HTTPRequest, front: Front) -> Response[bytes]:
     """Text, texts or a conversation to token ids."""
     body = await read_control(request, TokenizeBody, text=True)
@@ -284,7 +290,12 @@ def _tokens_of(front: FrontEnd, body: TokenizeBody) -> list[list[int]]:
     return [front.manager.tokenize(text, add_special_tokens=body.add_special_tokens) for text in texts]
 
 
-@post(["/detokenize", "/v1/detokenize"], status_code=200, opt={"access": "user", "body": "text"})
+@post(
+    ["/detokenize", "/v1/detokenize"],
+    status_code=200,
+    opt={"access": "user", "body": "text"},
+    guards=[makes_tokens],
+)
 async def detokenize(request: HTTPRequest, front: Front) -> Response[bytes]:
     """Token ids to text, or lists of them to texts."""
     body = await read_control(request, DetokenizeBody)

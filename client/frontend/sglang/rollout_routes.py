@@ -21,6 +21,7 @@ from ...exceptions import Unsupported
 from ...wire.images import ImageOutput, ImageTensor
 from ..context import Front, FrontEnd
 from ..exchange import ClientLeft, HTTPRequest, command, nobody, read_control, unless_left
+from ..modality import makes_images
 from .control_schema import Strict
 from .generate_routes import refused
 
@@ -78,7 +79,7 @@ class RolloutBody(Strict, kw_only=True):
         return self.guidance_scale if self.true_cfg_scale is None else self.true_cfg_scale
 
 
-@post("/rollout/generate", status_code=200, opt={"access": "user", "body": "prompts"})
+@post("/rollout/generate", status_code=200, opt={"access": "user", "body": "prompts"}, guards=[makes_images])
 async def rollout_generate(request: HTTPRequest, front: Front) -> Response[bytes]:
     """Images of one prompt, with what a trainer needs of their trajectories."""
     body = await read_control(request, RolloutBody, text=True)
@@ -91,6 +92,7 @@ async def rollout_generate(request: HTTPRequest, front: Front) -> Response[bytes
         return nobody()
     except CaesuraError as error:
         return refused(front, error)
+    front.last_image.keep(outputs)
     answers = [_answer(body, rid, seed, each) for seed, each in zip(seeds, outputs, strict=True)]
     return Response(msgspec.msgpack.encode(answers), media_type="application/msgpack")
 

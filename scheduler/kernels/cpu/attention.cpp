@@ -8,6 +8,9 @@
 //     S = q K^T * scale                m' = max(m, S)                P = exp(S - m')
 //     l = l exp(m - m') + sum P        O = O exp(m - m') + P V       at the end: O / l
 //
+// A layer's form changes this in three places. A window: the blocks begin where the task's first token begins to see. A soft
+// cap: S is bent before it is compared. A sink, which is one more score, whose value is zero: m and l begin with it.
+//
 // Both products count in *words* of four bytes: a float, or two neighbouring bfloat16 values, which one instruction
 // multiplies and adds.
 //
@@ -22,10 +25,10 @@
 // Invariants:
 // - A row's result depends on its query and on the K and V of its positions alone, to the last bit: a score is a chain of
 //   additions for each lane and one tree over the lanes, an output one chain over ascending words, blocks begin at
-//   multiples of 64, and what a row may not see is left out instead of multiplied by zero. So neither the number of
-//   rows, nor chunks, pages or threads can show.
+//   multiples of 64, and what a row may not see, behind it or before its window, is left out instead of multiplied by zero.
+//   So neither the number of rows, nor chunks, pages or threads can show.
 // - For that reason a request's positions are never divided among threads; kv heads and blocks of queries are.
-// - What lies behind the last position of a request is never used, whatever it holds.
+// - What lies behind the last position of a request, or before the window of a task, is never used, whatever it holds.
 // - bfloat16: weights P are rounded before they meet V, and l is the sum of the rounded ones; sums are float.
 #ifndef CAESURA_ISA
 
@@ -50,8 +53,8 @@ struct Scratch {
     int64_t words, columns;  // of a query or key, of a value; padded
     float *keys, *values, *queries, *sums, *largest, *weights, *scores, *probabilities, *end;
 
-    Scratch(float* base, int64_t size, int64_t rows)
-        : words(round_up((size + PAIR - 1) / PAIR, 16)), columns(round_up(size, 16)), end(base) {
+    Scratch(float* base, int64_t size, int64_t value_size, int64_t rows)
+        : words(round_up((size + PAIR - 1) / PAIR, 16)), columns(round_up(value_size, 16)), end(base) {
         keys = take(words * BLOCK);
         values = take(BLOCK / PAIR * columns);
         queries = take(rows * words);
@@ -70,8 +73,8 @@ struct Scratch {
 };
 
 template <class E>
-int64_t scratch_floats(int64_t size, int64_t rows) {
-    return Scratch<E>(nullptr, size, rows).end - (float*)nullptr;
+int64_t scratch_floats(int64_t size, int64_t value_size, int64_t rows) {
+    return Scratch<E>(nullptr, size, value_size, rows).end - (float*)nullptr;
 }
 
 }  // namespace
@@ -94,21 +97,23 @@ void all_tasks(const Attention& a, Team& team) {
 }  // namespace
 
 // Floats of scratch that each thread needs, 64-byte aligned; `rows`: the largest tokens * group of a task.
-CAESURA_API int64_t caesura_attention_scratch_bf16(int64_t size, int64_t rows) {
-    return scratch_floats<bf16>(size, rows);
+CAESURA_API int64_t caesura_attention_scratch_bf16(int64_t size, int64_t value_size, int64_t rows) {
+    return scratch_floats<bf16>(size, value_size, rows);
 }
-CAESURA_API int64_t caesura_attention_scratch_f32(int64_t size, int64_t rows) {
-    return scratch_floats<float>(size, rows);
+CAESURA_API int64_t caesura_attention_scratch_f32(int64_t size, int64_t value_size, int64_t rows) {
+    return scratch_floats<float>(size, value_size, rows);
 }
 
 #define CAESURA_ATTENTION(NAME, E)                                                                                     \
     void caesura::attention(const Attention& a, Team& team, E) { all_tasks<E>(a, team); }                              \
     CAESURA_API void NAME(const void* q, int64_t q_token, int64_t q_head, const void* keys, const void* values,        \
-                          int64_t kv_heads, int64_t group, int64_t size, const int32_t* pages, int64_t pages_row,      \
-                          const int64_t* tasks, int64_t num_tasks, float scale, void* out, int64_t out_token,          \
-                          float* scratch, int64_t thread_floats, int threads) {                                        \
-        const Attention a = {q, q_token, q_head, keys, values, kv_heads, group, size, pages, pages_row,                \
-                             (const Task*)tasks, num_tasks, scale, out, out_token, scratch, thread_floats};            \
+                          int64_t kv_heads, int64_t group, int64_t size, int64_t value_size, const int32_t* pages,     \
+                          int64_t pages_row, const int64_t* tasks, int64_t num_tasks, int64_t window, float scale,     \
+                          float softcap, const void* sinks, void* out, int64_t out_token, float* scratch,              \
+                          int64_t thread_floats, int threads) {                                                        \
+        const Form form = {window, scale, softcap, sinks};                                                             \
+        const Attention a = {q, q_token, q_head, keys, values, kv_heads, group, size, value_size, pages, pages_row,    \
+                             (const Task*)tasks, num_tasks, form, out, out_token, scratch, thread_floats};             \
         run_team(threads, num_tasks * kv_heads > 1, [&](Team& team) { attention(a, team, E()); });                     \
     }
 CAESURA_ATTENTION(caesura_attention_bf16, bf16)
@@ -164,19 +169,23 @@ struct Block {
         : count(smaller(t.task.end() - begin, BLOCK)) {
         const bool last = begin + BLOCK >= t.task.end();
         const HeadTask& after = last ? next : t;
+        const int64_t after_begin = begin_of(a, next.task);
         for (int64_t i = 0; i < BLOCK / PAGE; i++) {
-            const int64_t position = begin + i * PAGE, ahead = last ? i * PAGE : position + BLOCK;
-            const int64_t here = offset_of(a, t, position < t.task.end() ? position : begin);
-            const int64_t later = ahead < after.task.end() ? offset_of(a, after, ahead) : here;
-            keys[i] = (const E*)a.keys + here, values[i] = (const E*)a.values + here;
-            later_keys[i] = (const E*)a.keys + later, later_values[i] = (const E*)a.values + later;
+            const int64_t position = begin + i * PAGE, ahead = last ? after_begin + i * PAGE : position + BLOCK;
+            const int64_t here = page_of(a, t, position < t.task.end() ? position : begin);
+            const int64_t later = ahead < after.task.end() ? page_of(a, after, ahead) : here;
+            keys[i] = (const E*)a.keys + here * a.size, values[i] = (const E*)a.values + here * a.value_size;
+            later_keys[i] = (const E*)a.keys + later * a.size, later_values[i] = (const E*)a.values + later * a.value_size;
         }
     }
 
-    // Where the page of a position lies, in elements.
-    static int64_t offset_of(const Attention& a, const HeadTask& t, int64_t position) {
+    // The first block that any token of a task sees.
+    static int64_t begin_of(const Attention& a, const Task& t) { return a.form.first(t.position) / BLOCK * BLOCK; }
+
+    // Where the page of a position lies, in tokens of one head.
+    static int64_t page_of(const Attention& a, const HeadTask& t, int64_t position) {
         const int64_t page = a.pages[t.task.row * a.pages_row + position / PAGE];
-        return (page * a.kv_heads + t.head) * PAGE * a.size;
+        return (page * a.kv_heads + t.head) * PAGE;
     }
 };
 
@@ -262,15 +271,27 @@ static void score_page(const Scratch<E>& s, const float* queries, const E* keys,
 CAESURA_INLINE F rounded(F x, float) { return x; }
 CAESURA_INLINE F rounded(F x, bf16) { return widen(narrow(x)); }
 
-// The weights of one row's scores, of which it sees the first `count`; returns m - m', for the sums so far.
+// The positions of a block that a row sees.
+struct Seen {
+    int64_t first, end;
+};
+
+// Bent by the form's cap, if it has one.
+CAESURA_INLINE F scaled(F score, const Form& form) {
+    const F x = mul(score, set1(form.scale));
+    return form.softcap > 0.0f ? mul(tanh(div(x, set1(form.softcap))), set1(form.softcap)) : x;
+}
+
+// The weights of one row's scores, of which it sees some; returns m - m', for the sums so far.
 template <class E>
-static float weigh(const float* scores, int64_t count, F scale, float& largest, float& weights, E* probabilities) {
+static float weigh(const float* scores, Seen seen, const Form& form, float& largest, float& weights, E* probabilities) {
     constexpr int N = BLOCK / LANES;
     const F lowest = set1(-INFINITY);
     F x[N], top = lowest, total = zero();
     for (int i = 0; i < N; i++) {
         // Overwritten, not added to: what lies there may be NaN.
-        x[i] = keep_first(mul(load(scores + i * LANES), scale), count - i * LANES, lowest);
+        x[i] = keep_first(scaled(load(scores + i * LANES), form), seen.end - i * LANES, lowest);
+        if (seen.first > i * LANES) x[i] = keep_first(lowest, seen.first - i * LANES, x[i]);
         top = max(x[i], top);
     }
     const float block_largest = reduce_max(top), before = largest;
@@ -284,30 +305,53 @@ static float weigh(const float* scores, int64_t count, F scale, float& largest, 
     return before - largest;
 }
 
-// The weights of R rows, of which row r sees the first count[r] positions; `factors`: for the sums so far.
+// The weights of R rows; `factors`: for the sums so far. A row that sees nothing stays as it is.
 template <class E, int R>
-static void weigh_rows(const Scratch<E>& s, float scale, int64_t row, const int64_t* count, float* factors) {
-    float falls[LANES] = {}, weights[R];
+static void weigh_rows(const Scratch<E>& s, const Form& form, int64_t row, const Seen* seen, float* factors) {
+    float falls[LANES] = {}, weights[R] = {};
     for (int r = 0; r < R; r++)
-        falls[r] = weigh(s.scores + r * BLOCK, count[r], set1(scale), s.largest[row + r], weights[r],
-                         (E*)s.probabilities + r * BLOCK);
+        if (seen[r].first < seen[r].end)
+            falls[r] = weigh(s.scores + r * BLOCK, seen[r], form, s.largest[row + r], weights[r],
+                             (E*)s.probabilities + r * BLOCK);
     store(factors, exp(load(falls)));
     for (int r = 0; r < R; r++) s.weights[row + r] = s.weights[row + r] * factors[r] + weights[r];
 }
 
-// The rest of a row's values: lines [line, count / pair) and, if the last line is only half seen, that half.
+// sums = sums * factor + weight * values, for a line of which only one half is seen.
+template <class E, bool LOW>
+static void add_half(const float* weight, const float* values, float factor, float* sums, int64_t columns) {
+    const F value = set1_word(weight);
+    for (int64_t c = 0; c < columns; c += LANES) {
+        const F words = load(values + c), half = LOW ? keep_low(words) : keep_high(words);
+        store(sums + c, dot(mul(load(sums + c), set1(factor)), value, half, E()));
+    }
+}
+
+// The rest of a row's values: lines [line, end / pair) and, if the last line is only half seen, that half. The sums so far
+// are multiplied by `factor`, if there is anything.
 template <class E>
-static void add_rest(const Scratch<E>& s, int64_t row, const float* probabilities, int64_t line, int64_t count) {
-    const float one = 1.0f;
-    const int64_t whole = count / s.PAIR;
+static void add_rest(const Scratch<E>& s, int64_t row, const float* probabilities, int64_t line, int64_t end, float factor) {
+    const int64_t whole = end / s.PAIR;
     float* sums = s.sums + row * s.columns;
-    if (line < whole)
-        multiply<E, 1>(probabilities + line, 0, s.values + line * s.columns, s.columns, whole - line, &one, sums, 0,
+    if (line < whole) {
+        multiply<E, 1>(probabilities + line, 0, s.values + line * s.columns, s.columns, whole - line, &factor, sums, 0,
                        s.columns);
-    if (count % s.PAIR == 0) return;
-    const F value = set1_word(probabilities + whole);
-    for (int64_t c = 0; c < s.columns; c += LANES)
-        store(sums + c, dot(load(sums + c), value, keep_low(load(s.values + whole * s.columns + c)), E()));
+        factor = 1.0f;
+    }
+    if (end % s.PAIR)
+        add_half<E, true>(probabilities + whole, s.values + whole * s.columns, factor, sums, s.columns);
+}
+
+// All of a row's values in a block, of which it does not see the first.
+template <class E>
+static void add_cut(const Scratch<E>& s, int64_t row, const float* probabilities, Seen seen, float factor) {
+    int64_t line = seen.first / s.PAIR;
+    if (seen.first % s.PAIR) {
+        add_half<E, false>(probabilities + line, s.values + line * s.columns, factor, s.sums + row * s.columns, s.columns);
+        factor = 1.0f;
+        line++;
+    }
+    add_rest(s, row, probabilities, line, seen.end, factor);
 }
 
 CAESURA_INLINE void value_lines(const float* value, int64_t, F& low, F& high) {
@@ -318,22 +362,25 @@ CAESURA_INLINE void value_lines(const bf16* value, int64_t size, F& low, F& high
 }
 
 // C vectors of columns of R rows take in the block's values from where they lie; meanwhile the same part of `later_keys` is
-// fetched. All rows see the whole block.
+// fetched. All rows see the block from `first` on.
 template <class E, int R, int C>
-static void add_values(const Scratch<E>& s, const Block<E>& block, int64_t size, const float* factors, int64_t row,
-                       int64_t column) {
+static void add_values(const Scratch<E>& s, const Block<E>& block, int64_t size, int64_t first, const float* factors,
+                       int64_t row, int64_t column) {
     F sum[R][C];
     float* sums = s.sums + row * s.columns + column;
     for (int r = 0; r < R; r++)
         for (int c = 0; c < C; c++) sum[r][c] = mul(load(sums + r * s.columns + c * LANES), set1(factors[r]));
-    const float* weights = s.probabilities;
-    for (int64_t page = 0; page * PAGE < block.count; page++) {
-        const int64_t count = smaller(PAGE, block.count - page * PAGE);
-        const E* value = block.values[page] + column;
+    const float* weights = s.probabilities + first / s.PAIR;
+    for (int64_t page = first / PAGE; page * PAGE < block.count; page++) {
+        const int64_t count = smaller(PAGE, block.count - page * PAGE), seen = first - page * PAGE;
+        const int64_t begin = seen > 0 ? seen / s.PAIR * s.PAIR : 0;
+        const E* value = block.values[page] + column + begin * size;
         const char* ahead = (const char*)(block.later_keys[page] + column * PAGE);
-        for (int64_t i = 0; i < count; i += s.PAIR, value += s.PAIR * size, ahead += C * LANES * 4, weights++) {
+        for (int64_t i = begin; i < count; i += s.PAIR, value += s.PAIR * size, ahead += C * LANES * 4, weights++) {
             F line[C];
             for (int c = 0; c < C; c += 2) value_lines(value + c * LANES, size, line[c], line[c + 1]);
+            if (i < seen)
+                for (int c = 0; c < C; c++) line[c] = keep_high(line[c]);
             if (count - i < s.PAIR)
                 for (int c = 0; c < C; c++) line[c] = keep_low(line[c]);
 #pragma GCC unroll 6
@@ -353,35 +400,44 @@ static void add_values(const Scratch<E>& s, const Block<E>& block, int64_t size,
 
 // The same for the columns from `column` on.
 template <class E, int R, int C>
-static void add_all_values(const Scratch<E>& s, const Block<E>& block, int64_t size, const float* factors, int64_t row,
-                           int64_t column) {
-    for (; column + C * LANES <= size; column += C * LANES) add_values<E, R, C>(s, block, size, factors, row, column);
+static void add_all_values(const Scratch<E>& s, const Block<E>& block, int64_t size, int64_t first, const float* factors,
+                           int64_t row, int64_t column) {
+    for (; column + C * LANES <= size; column += C * LANES)
+        add_values<E, R, C>(s, block, size, first, factors, row, column);
     if constexpr (C > 2)
-        if (column < size) add_all_values<E, R, C / 2>(s, block, size, factors, row, column);
+        if (column < size) add_all_values<E, R, C / 2>(s, block, size, first, factors, row, column);
 }
 
-// R rows from `row` on take in a block; the first of them sees `visible` of its positions, were it longer. DIRECT: values
-// are not packed, and all rows see the whole block.
+// R rows from `row` on take in a block; the first of them stands `visible` - 1 positions behind its beginning. DIRECT: values
+// are not packed, and all rows are one token's.
 template <class E, int R, bool DIRECT>
 static void tile(const Attention& a, const Scratch<E>& s, const Block<E>& block, int64_t row, int64_t visible) {
-    int64_t count[R];
+    Seen seen[R];
     for (int r = 0; r < R; r++) {
-        const int64_t sees = visible + (row + r) / a.group - row / a.group;
-        count[r] = sees < 0 ? 0 : smaller(sees, block.count);
+        const int64_t end = visible + (row + r) / a.group - row / a.group;
+        seen[r] = {a.form.first(end - 1), end < 0 ? 0 : smaller(end, block.count)};
     }
-    if (count[R - 1] == 0) return;
-    for (int64_t i = 0; i < count[R - 1]; i += PAGE)
+    if (seen[R - 1].end == 0 || seen[0].first >= block.count) return;
+    for (int64_t i = seen[0].first / PAGE * PAGE; i < seen[R - 1].end; i += PAGE)
         score_page<E, R, DIRECT>(s, s.queries + row * s.words, block.keys[i / PAGE], block.values[i / PAGE],
                                  s.scores + i);
     float factors[LANES];
-    weigh_rows<E, R>(s, a.scale, row, count, factors);
+    weigh_rows<E, R>(s, a.form, row, seen, factors);
     if constexpr (DIRECT)
-        return add_all_values<E, R, R <= 2 ? 2 * TILE_VECTORS : TILE_VECTORS>(s, block, a.size, factors, row, 0);
-    const int64_t shared = count[0] / s.PAIR;
+        return add_all_values<E, R, R <= 2 ? 2 * TILE_VECTORS : TILE_VECTORS>(s, block, a.value_size, seen[0].first, factors,
+                                                                              row, 0);
+    if (seen[R - 1].first > 0) {
+        for (int r = 0; r < R; r++)
+            if (seen[r].first < seen[r].end)
+                add_cut(s, row + r, s.probabilities + r * BLOCK / s.PAIR, seen[r], factors[r]);
+        return;
+    }
+    const int64_t shared = seen[0].end / s.PAIR;
     multiply<E, R>(s.probabilities, BLOCK / s.PAIR, s.values, s.columns, shared, factors, s.sums + row * s.columns,
                    s.columns, s.columns);
     for (int r = 0; r < R; r++)
-        if (count[r] > shared * s.PAIR) add_rest(s, row + r, s.probabilities + r * BLOCK / s.PAIR, shared, count[r]);
+        if (seen[r].end > shared * s.PAIR)
+            add_rest(s, row + r, s.probabilities + r * BLOCK / s.PAIR, shared, seen[r].end, 1.0f);
 }
 
 template <class E, int R, bool DIRECT>
@@ -411,8 +467,8 @@ static void start(const Attention& a, const Task& t, int64_t head, const Scratch
         float* query = s.queries + row * s.words;
         std::memset(query, 0, s.words * sizeof(float));
         std::memcpy(query, q, a.size * sizeof(E));
-        s.largest[row] = -INFINITY;
-        s.weights[row] = 0.0f;
+        s.largest[row] = a.form.sinks ? to_float(((const E*)a.form.sinks)[query_head]) : -INFINITY;
+        s.weights[row] = s.largest[row] == -INFINITY ? 0.0f : 1.0f;
     }
     std::memset(s.sums, 0, rows * s.columns * sizeof(float));
 }
@@ -420,15 +476,15 @@ static void start(const Attention& a, const Task& t, int64_t head, const Scratch
 template <class E>
 static void finish(const Attention& a, const Task& t, int64_t head, const Scratch<E>& s) {
     for (int64_t row = 0; row < t.tokens * a.group; row++) {
-        E* out = (E*)a.out + (t.token + row / a.group) * a.out_token + (head * a.group + row % a.group) * a.size;
+        E* out = (E*)a.out + (t.token + row / a.group) * a.out_token + (head * a.group + row % a.group) * a.value_size;
         const F inverse = set1(1.0f / s.weights[row]);
         const float* sums = s.sums + row * s.columns;
-        for (int64_t c = 0; c < a.size; c += LANES) {
+        for (int64_t c = 0; c < a.value_size; c += LANES) {
             const F mean = mul(load(sums + c), inverse);
-            if (a.size - c >= LANES) {
+            if (a.value_size - c >= LANES) {
                 store(out + c, mean);
             } else {
-                store(out + c, mean, a.size - c);
+                store(out + c, mean, a.value_size - c);
             }
         }
     }
@@ -438,17 +494,17 @@ static void finish(const Attention& a, const Task& t, int64_t head, const Scratc
 // have to put the same ones together.
 template <class E>
 static void attend(const Attention& a, const HeadTask& t, const HeadTask& next, float* scratch) {
-    const bool direct = t.task.tokens == 1 && a.group <= 2 * TILE_ROWS<E> && a.size % 32 == 0;
-    const Scratch<E> s(scratch, a.size, t.task.tokens * a.group);
+    const bool direct = t.task.tokens == 1 && a.group <= 2 * TILE_ROWS<E> && a.size % 32 == 0 && a.value_size % 32 == 0;
+    const Scratch<E> s(scratch, a.size, a.value_size, t.task.tokens * a.group);
     start(a, t.task, t.head, s);
-    for (int64_t begin = 0; begin < t.task.end(); begin += BLOCK) {
+    for (int64_t begin = Block<E>::begin_of(a, t.task); begin < t.task.end(); begin += BLOCK) {
         Block<E> block(a, t, next, begin);
         if (direct) {
             all_tiles<E, true>(a, s, block, t.task, begin);
             continue;
         }
         if (a.size * sizeof(E) != s.words * sizeof(float)) copy_keys(block, a.size, s);
-        pack_values(block, a.size, s);
+        pack_values(block, a.value_size, s);
         all_tiles<E, false>(a, s, block, t.task, begin);
     }
     finish(a, t.task, t.head, s);

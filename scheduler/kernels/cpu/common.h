@@ -79,6 +79,9 @@ constexpr float LOG2_E = 1.44269504088896341f, LN2_HIGH = 0.693359375f, LN2_LOW 
 constexpr float EXP_MIN = -87.33654f, EXP_MAX = 88.0f;
 constexpr float EXP_P[] = {1.9875691500e-4f, 1.3981999507e-3f, 8.3334519073e-3f,
                            4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f};
+// Of (tanh(x) - x) / x^3 by x^2.
+constexpr float TANH_P[] = {-5.70498872745e-3f, 2.06390887954e-2f, -5.37397155531e-2f, 1.33314422036e-1f,
+                            -3.33332819422e-1f};
 
 #pragma GCC push_options
 #pragma GCC target("avx2,fma")

@@ -35,16 +35,16 @@ template <class E>
 void layer(const Layer& w, const Step& s, bool first, Team& team) {
     const int64_t T = s.tokens, H = s.hidden, I = s.intermediate, D = s.head_size;
     const int64_t q = s.heads * D, qkv = q + 2 * s.kv_heads * D;
-    rms_norm({first ? s.residual : s.update, H, first ? nullptr : s.residual, H, w.input_norm, s.x, H, T, H, s.eps}, team, E());
+    rms_norm({first ? s.residual : s.update, H, first ? nullptr : s.residual, H, w.input_norm, s.x, H, T, H, s.eps, false}, team, E());
     product<E>(s, s.x, H, w.qkv, w.qkv_bias, s.qkv, qkv, team);
-    rope_store({s.qkv, qkv, s.heads, s.kv_heads, D, w.q_norm, w.k_norm, s.head_eps, s.cos, s.sin, s.angles_row,
+    rope_store({s.qkv, qkv, s.heads, s.kv_heads, D, D, w.q_norm, w.k_norm, s.head_eps, false, s.cos, s.sin, s.angles_row,
                 s.positions, s.slots, w.keys, w.values, s.qkv, qkv, T}, team, E());
-    attention({s.qkv, qkv, D, w.keys, w.values, s.kv_heads, s.heads / s.kv_heads, D, s.pages, s.pages_row, s.tasks,
-               s.num_tasks, s.scale, s.attended, q, s.scratch, s.thread_floats}, team, E());
+    attention({s.qkv, qkv, D, w.keys, w.values, s.kv_heads, s.heads / s.kv_heads, D, D, s.pages, s.pages_row, s.tasks,
+               s.num_tasks, {0, s.scale, 0.0f, nullptr}, s.attended, q, s.scratch, s.thread_floats}, team, E());
     product<E>(s, s.attended, q, w.o, w.o_bias, s.x, H, team);
-    rms_norm({s.x, H, s.residual, H, w.mlp_norm, s.x, H, T, H, s.eps}, team, E());
+    rms_norm({s.x, H, s.residual, H, w.mlp_norm, s.x, H, T, H, s.eps, false}, team, E());
     product<E>(s, s.x, H, w.gate_up, nullptr, s.gate_up, 2 * I, team);
-    silu_mul({s.gate_up, 2 * I, s.gated, I, T, I}, team, E());
+    gate_mul({s.gate_up, 2 * I, s.gated, I, T, I, SILU}, team, E());
     product<E>(s, s.gated, I, w.down, nullptr, s.update, H, team);
 }
 
@@ -56,7 +56,7 @@ void decoder(const Layer* layers, int64_t count, const Step& step, Counter* coun
         Team team(omp_get_thread_num(), omp_get_num_threads(), counters);
         for (int64_t i = 0; i < count; i++) layer<E>(layers[i], step, i == 0, team);
         const Step& s = step;
-        last_norm({s.residual, s.update, s.sampled, s.last_norm, s.out, s.num_sampled, s.hidden, s.eps}, team, E());
+        last_norm({s.residual, s.update, s.sampled, s.last_norm, s.out, s.num_sampled, s.hidden, s.eps, false}, team, E());
     }
 }
 

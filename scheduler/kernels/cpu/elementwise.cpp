@@ -22,38 +22,39 @@ constexpr int64_t PARALLEL = 1 << 15;
 #define CAESURA_FILE "elementwise.cpp"
 #include "each_isa.h"
 
-#define CAESURA_BOTH(NAME, E)                                                                                         \
-    void caesura::rms_norm(const Norm& a, Team& team, E) {                                                            \
-        team.each(a.rows, [&](int64_t row, int64_t) { CAESURA_DISPATCH(norm_row<E>(a, row)); });                      \
-    }                                                                                                                 \
-    void caesura::last_norm(const LastNorm& a, Team& team, E) {                                                       \
-        team.each(a.rows, [&](int64_t row, int64_t) { CAESURA_DISPATCH(last_norm_row<E>(a, row)); });                 \
-    }                                                                                                                 \
-    void caesura::silu_mul(const Gate& a, Team& team, E) {                                                            \
-        team.each(a.rows, [&](int64_t row, int64_t) { CAESURA_DISPATCH(gate_row<E>(a, row)); });                      \
-    }                                                                                                                 \
-    void caesura::rope_store(const Rope& a, Team& team, E) {                                                          \
-        team.each(a.tokens, [&](int64_t token, int64_t) { CAESURA_DISPATCH(rope_token<E>(a, token)); });              \
-    }                                                                                                                 \
-    CAESURA_API void caesura_rms_norm_##NAME(const void* x, int64_t x_row, void* residual, int64_t residual_row,      \
-                                             const void* weight, void* out, int64_t out_row, int64_t rows,            \
-                                             int64_t size, float eps, int threads) {                                  \
-        const Norm a = {x, x_row, residual, residual_row, weight, out, out_row, rows, size, eps};                     \
-        run_team(threads, rows * size > PARALLEL, [&](Team& team) { rms_norm(a, team, E()); });                       \
-    }                                                                                                                 \
-    CAESURA_API void caesura_silu_mul_##NAME(const void* gate_up, int64_t row, void* out, int64_t out_row,            \
-                                             int64_t rows, int64_t size, int threads) {                               \
-        const Gate a = {gate_up, row, out, out_row, rows, size};                                                      \
-        run_team(threads, 2 * rows * size > PARALLEL, [&](Team& team) { silu_mul(a, team, E()); });                   \
-    }                                                                                                                 \
-    CAESURA_API void caesura_rope_store_##NAME(                                                                       \
-        const void* qkv, int64_t qkv_token, int64_t heads, int64_t kv_heads, int64_t size, const void* q_weight,      \
-        const void* k_weight, float eps, const void* cos, const void* sin, int64_t angles_token, const int64_t* slots, \
-        void* keys, void* values, void* q, int64_t q_token, int64_t tokens, int threads) {                            \
-        const Rope a = {qkv, qkv_token, heads, kv_heads, size, q_weight, k_weight, eps, cos, sin, angles_token,       \
-                        nullptr, slots, keys, values, q, q_token, tokens};                                            \
-        const bool worth_it = tokens * (heads + 2 * kv_heads) * size > PARALLEL;                                      \
-        run_team(threads, worth_it, [&](Team& team) { rope_store(a, team, E()); });                                   \
+#define CAESURA_BOTH(NAME, E)                                                                                          \
+    void caesura::rms_norm(const Norm& a, Team& team, E) {                                                             \
+        team.each(a.rows, [&](int64_t row, int64_t) { CAESURA_DISPATCH(norm_row<E>(a, row)); });                       \
+    }                                                                                                                  \
+    void caesura::last_norm(const LastNorm& a, Team& team, E) {                                                        \
+        team.each(a.rows, [&](int64_t row, int64_t) { CAESURA_DISPATCH(last_norm_row<E>(a, row)); });                  \
+    }                                                                                                                  \
+    void caesura::gate_mul(const Gate& a, Team& team, E) {                                                             \
+        team.each(a.rows, [&](int64_t row, int64_t) { CAESURA_DISPATCH(gate_row<E>(a, row)); });                       \
+    }                                                                                                                  \
+    void caesura::rope_store(const Rope& a, Team& team, E) {                                                           \
+        team.each(a.tokens, [&](int64_t token, int64_t) { CAESURA_DISPATCH(rope_token<E>(a, token)); });               \
+    }                                                                                                                  \
+    CAESURA_API void caesura_rms_norm_##NAME(const void* x, int64_t x_row, void* residual, int64_t residual_row,       \
+                                             const void* weight, void* out, int64_t out_row, int64_t rows,             \
+                                             int64_t size, float eps, int from_one, int threads) {                     \
+        const Norm a = {x, x_row, residual, residual_row, weight, out, out_row, rows, size, eps, from_one != 0};       \
+        run_team(threads, rows * size > PARALLEL, [&](Team& team) { rms_norm(a, team, E()); });                        \
+    }                                                                                                                  \
+    CAESURA_API void caesura_gate_mul_##NAME(const void* gate_up, int64_t row, void* out, int64_t out_row,             \
+                                             int64_t rows, int64_t size, int bend, int threads) {                      \
+        const Gate a = {gate_up, row, out, out_row, rows, size, bend};                                                 \
+        run_team(threads, 2 * rows * size > PARALLEL, [&](Team& team) { gate_mul(a, team, E()); });                    \
+    }                                                                                                                  \
+    CAESURA_API void caesura_rope_store_##NAME(                                                                        \
+        const void* qkv, int64_t qkv_token, int64_t heads, int64_t kv_heads, int64_t size, int64_t rotated,            \
+        const void* q_weight, const void* k_weight, float eps, int from_one, const void* cos, const void* sin,         \
+        int64_t angles_token, const int64_t* slots, void* keys, void* values, void* q, int64_t q_token, int64_t tokens,\
+        int threads) {                                                                                                 \
+        const Rope a = {qkv, qkv_token, heads, kv_heads, size, rotated, q_weight, k_weight, eps, from_one != 0, cos,   \
+                        sin, angles_token, nullptr, slots, keys, values, q, q_token, tokens};                          \
+        const bool worth_it = tokens * (heads + 2 * kv_heads) * size > PARALLEL;                                       \
+        run_team(threads, worth_it, [&](Team& team) { rope_store(a, team, E()); });                                    \
     }
 CAESURA_BOTH(bf16, bf16)
 CAESURA_BOTH(f32, float)
@@ -105,21 +106,30 @@ static float inverse_rms(const E* x, E* residual, int64_t size, float eps) {
     return 1.0f / std::sqrt(total / (float)size + eps);
 }
 
-template <bool WHOLE, class E>
+template <bool WHOLE, bool FROM_ONE, class E>
 CAESURA_INLINE F normal(const E* x, const E* weight, float inverse, int64_t n) {
-    return rounded(mul(rounded(mul(get<WHOLE>(x, n), set1(inverse)), E()), get<WHOLE>(weight, n)), E());
+    const F unit = mul(get<WHOLE>(x, n), set1(inverse)), factor = get<WHOLE>(weight, n);
+    if constexpr (FROM_ONE) return rounded(mul(unit, add(set1(1.0f), factor)), E());
+    return rounded(mul(rounded(unit, E()), factor), E());
 }
 
-template <class E>
-static void norm_row(const Norm& a, int64_t row) {
+template <class E, bool FROM_ONE>
+static void norm_row_of(const Norm& a, int64_t row) {
     const E* x = (const E*)a.x + row * a.x_row;
     E *residual = a.residual ? (E*)a.residual + row * a.residual_row : nullptr, *out = (E*)a.out + row * a.out_row;
     const E *weight = (const E*)a.weight, *source = residual ? residual : x;
     const float inverse = inverse_rms(x, residual, a.size, a.eps);
     int64_t c = 0;
     for (; c + LANES <= a.size; c += LANES)
-        put<true>(out + c, normal<true>(source + c, weight + c, inverse, LANES), LANES);
-    if (c < a.size) put<false>(out + c, normal<false>(source + c, weight + c, inverse, a.size - c), a.size - c);
+        put<true>(out + c, normal<true, FROM_ONE>(source + c, weight + c, inverse, LANES), LANES);
+    if (c < a.size)
+        put<false>(out + c, normal<false, FROM_ONE>(source + c, weight + c, inverse, a.size - c), a.size - c);
+}
+
+template <class E>
+static void norm_row(const Norm& a, int64_t row) {
+    if (a.from_one) return norm_row_of<E, true>(a, row);
+    norm_row_of<E, false>(a, row);
 }
 
 template <class E>
@@ -127,52 +137,86 @@ static void last_norm_row(const LastNorm& a, int64_t row) {
     const int64_t start = a.tokens[row] * a.size;
     E* out = (E*)a.out + row * a.size;
     std::memcpy(out, (const E*)a.residual + start, a.size * sizeof(E));
-    norm_row<E>({(const E*)a.update + start, 0, out, 0, a.weight, out, 0, 1, a.size, a.eps}, 0);
+    norm_row<E>({(const E*)a.update + start, 0, out, 0, a.weight, out, 0, 1, a.size, a.eps, a.from_one}, 0);
 }
 
-template <bool WHOLE, class E>
+// x * sigmoid(slope x). e^-x as a square: exp() ends at EXP_MAX, and here infinity has to be reached.
+CAESURA_INLINE F swish(F x, float slope) {
+    const F root = exp(mul(x, set1(-0.5f * slope)));
+    return div(x, fma(root, root, set1(1.0f)));
+}
+
+// Hendrycks and Gimpel, 2016, arXiv:1606.08415: the form with tanh.
+CAESURA_INLINE F gelu_tanh(F x) {
+    const F cubed = mul(mul(x, x), x), inner = mul(fma(set1(0.044715f), cubed, x), set1(0.7978845608f));
+    return mul(mul(set1(0.5f), x), add(set1(1.0f), tanh(inner)));
+}
+
+template <int BEND, bool WHOLE, class E>
 CAESURA_INLINE void gate_step(const E* gate, const E* up, E* out, int64_t n) {
-    const F x = get<WHOLE>(gate, n);
-    // e^-x as a square: exp() ends at EXP_MAX, and here infinity has to be reached.
-    const F root = exp(mul(x, set1(-0.5f)));
-    const F silu = div(x, fma(root, root, set1(1.0f)));
-    put<WHOLE>(out, mul(rounded(silu, E()), get<WHOLE>(up, n)), n);
+    F x = get<WHOLE>(gate, n), y = get<WHOLE>(up, n);
+    if constexpr (BEND == CLAMPED) {  // the second argument of min() and max() where either is NaN
+        x = min(set1(7.0f), x);
+        y = rounded(add(max(set1(-7.0f), min(set1(7.0f), y)), set1(1.0f)), E());
+        x = swish(x, 1.702f);
+    } else {
+        x = BEND == SILU ? swish(x, 1.0f) : gelu_tanh(x);
+    }
+    put<WHOLE>(out, mul(rounded(x, E()), y), n);
+}
+
+template <int BEND, class E>
+static void gate_row_of(const Gate& a, int64_t row) {
+    const E *gate = (const E*)a.gate_up + row * a.row, *up = gate + a.size;
+    E* out = (E*)a.out + row * a.out_row;
+    int64_t c = 0;
+    for (; c + LANES <= a.size; c += LANES) gate_step<BEND, true>(gate + c, up + c, out + c, LANES);
+    if (c < a.size) gate_step<BEND, false>(gate + c, up + c, out + c, a.size - c);
 }
 
 template <class E>
 static void gate_row(const Gate& a, int64_t row) {
-    const E *gate = (const E*)a.gate_up + row * a.row, *up = gate + a.size;
-    E* out = (E*)a.out + row * a.out_row;
-    int64_t c = 0;
-    for (; c + LANES <= a.size; c += LANES) gate_step<true>(gate + c, up + c, out + c, LANES);
-    if (c < a.size) gate_step<false>(gate + c, up + c, out + c, a.size - c);
+    switch (a.bend) {
+        case SILU: return gate_row_of<SILU, E>(a, row);
+        case GELU_TANH: return gate_row_of<GELU_TANH, E>(a, row);
+        default: return gate_row_of<CLAMPED, E>(a, row);
+    }
 }
 
-// One head's elements i and half + i: x as it is, or normalised and weighted.
-template <bool WHOLE, bool NORM, class E>
+// One element of a head: as it is, or normalised and weighted.
+enum HeadNorm : int { NO_NORM, WEIGHTED, WEIGHTED_FROM_ONE };
+
+template <bool WHOLE, int NORM, class E>
+CAESURA_INLINE F element(const E* x, const E* weight, float inverse, int64_t n) {
+    if constexpr (NORM == NO_NORM) return get<WHOLE>(x, n);
+    return normal<WHOLE, NORM == WEIGHTED_FROM_ONE>(x, weight, inverse, n);
+}
+
+// One head's elements i and half + i.
+template <bool WHOLE, int NORM, class E>
 CAESURA_INLINE void rotate_step(const E* x, const E* weight, float inverse, const E* cos, const E* sin, E* out,
                                 int64_t half, int64_t n) {
-    F first, second;
-    if constexpr (NORM) {
-        first = normal<WHOLE>(x, weight, inverse, n), second = normal<WHOLE>(x + half, weight + half, inverse, n);
-    } else {
-        first = get<WHOLE>(x, n), second = get<WHOLE>(x + half, n);
-    }
+    const F first = element<WHOLE, NORM>(x, weight, inverse, n);
+    const F second = element<WHOLE, NORM>(x + half, weight + half, inverse, n);
     const F c = get<WHOLE>(cos, n), s = get<WHOLE>(sin, n);
     const F first_c = rounded(mul(first, c), E()), second_c = rounded(mul(second, c), E());
     put<WHOLE>(out, fma(mul(second, set1(-1.0f)), s, first_c), n);
     put<WHOLE>(out + half, fma(first, s, second_c), n);
 }
 
-template <bool NORM, class E>
-static void rotate_head(const E* x, const E* weight, float eps, const E* cos, const E* sin, E* out, int64_t size) {
-    const int64_t half = size / 2;
+template <int NORM, class E>
+static void rotate_head(const E* x, const E* weight, float eps, const E* cos, const E* sin, E* out, int64_t size,
+                        int64_t rotated) {
+    const int64_t half = rotated / 2;
     const float inverse = NORM ? inverse_rms<E>(x, nullptr, size, eps) : 1.0f;
     int64_t i = 0;
     for (; i + LANES <= half; i += LANES)
         rotate_step<true, NORM>(x + i, weight + i, inverse, cos + i, sin + i, out + i, half, LANES);
     if (i < half)
         rotate_step<false, NORM>(x + i, weight + i, inverse, cos + i, sin + i, out + i, half, half - i);
+    for (i = rotated; i + LANES <= size; i += LANES)
+        put<true>(out + i, element<true, NORM>(x + i, weight + i, inverse, LANES), LANES);
+    if (i < size) put<false>(out + i, element<false, NORM>(x + i, weight + i, inverse, size - i), size - i);
 }
 
 // One token: queries to their buffer (which may be where they are), keys and values to their slot.
@@ -187,10 +231,12 @@ static void rope_token(const Rope& a, int64_t token) {
         const bool query = head < a.heads;
         E* out = query ? q + head * a.size : (E*)a.keys + ((page + head - a.heads) * PAGE + place) * a.size;
         const E* weight = (const E*)(query ? a.q_weight : a.k_weight);
-        if (weight) {
-            rotate_head<true>(x, weight, a.eps, cos, sin, out, a.size);
+        if (!weight) {
+            rotate_head<NO_NORM>(x, x, 0.0f, cos, sin, out, a.size, a.rotated);
+        } else if (a.from_one) {
+            rotate_head<WEIGHTED_FROM_ONE>(x, weight, a.eps, cos, sin, out, a.size, a.rotated);
         } else {
-            rotate_head<false>(x, x, 0.0f, cos, sin, out, a.size);
+            rotate_head<WEIGHTED>(x, weight, a.eps, cos, sin, out, a.size, a.rotated);
         }
     }
     for (int64_t head = 0; head < a.kv_heads; head++, x += a.size)

@@ -83,11 +83,24 @@ CAESURA_INLINE F exp(F x) {
     return _mm256_andnot_ps(tiny, mul(p, _mm256_castsi256_ps(power)));
 }
 
+CAESURA_INLINE F tanh(F x) {
+    const F size = _mm256_andnot_ps(set1(-0.0f), x), square = mul(x, x);
+    F p = set1(TANH_P[0]);
+    for (int i = 1; i < 5; i++) p = fma(p, square, set1(TANH_P[i]));
+    const F small = fma(mul(p, square), x, x);
+    const F large = sub(set1(1.0f), div(set1(2.0f), add(exp(add(size, size)), set1(1.0f))));
+    const F sign = _mm256_and_ps(x, set1(-0.0f));
+    return _mm256_blendv_ps(_mm256_or_ps(large, sign), small, _mm256_cmp_ps(size, set1(0.625f), _CMP_LT_OQ));
+}
+
 CAESURA_INLINE F keep_first(F x, int64_t n, F rest) {
     return _mm256_blendv_ps(rest, x, _mm256_castsi256_ps(first(n < LANES ? n : LANES)));
 }
 
 CAESURA_INLINE F keep_low(F words) { return _mm256_and_ps(words, _mm256_castsi256_ps(_mm256_set1_epi32(0xffff))); }
+CAESURA_INLINE F keep_high(F words) {
+    return _mm256_and_ps(words, _mm256_castsi256_ps(_mm256_set1_epi32((int)0xffff0000)));
+}
 CAESURA_INLINE void interleave(const bf16* first, const bf16* second, F& low, F& high) {
     const __m256i a = _mm256_loadu_si256((const __m256i*)first), b = _mm256_loadu_si256((const __m256i*)second);
     const __m256i even = _mm256_unpacklo_epi16(a, b), odd = _mm256_unpackhi_epi16(a, b);

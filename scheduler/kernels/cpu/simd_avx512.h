@@ -76,13 +76,27 @@ CAESURA_INLINE F exp(F x) {
     return _mm512_mask_blend_ps(tiny, _mm512_scalef_ps(p, n), zero());
 }
 
+// Within 3 ulp (S. Moshier's Cephes library, tanhf: a polynomial below 0.625, by exp() above). NaN stays NaN.
+CAESURA_INLINE F tanh(F x) {
+    const F size = _mm512_abs_ps(x), square = mul(x, x);
+    F p = set1(TANH_P[0]);
+    for (int i = 1; i < 5; i++) p = fma(p, square, set1(TANH_P[i]));
+    const F small = fma(mul(p, square), x, x);
+    const F large = sub(set1(1.0f), div(set1(2.0f), add(exp(add(size, size)), set1(1.0f))));
+    const F sign = _mm512_and_ps(x, set1(-0.0f));
+    return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(size, set1(0.625f), _CMP_LT_OQ), _mm512_or_ps(large, sign), small);
+}
+
 // The first n lanes of `x`, then those of `rest`; any n.
 CAESURA_INLINE F keep_first(F x, int64_t n, F rest) {
     return _mm512_mask_blend_ps(n >= LANES ? 0xffff : n <= 0 ? 0 : first(n), rest, x);
 }
 
-// Words of pairs: (low, 0).
+// Words of pairs: (low, 0), and (0, high).
 CAESURA_INLINE F keep_low(F words) { return _mm512_and_ps(words, _mm512_castsi512_ps(_mm512_set1_epi32(0xffff))); }
+CAESURA_INLINE F keep_high(F words) {
+    return _mm512_and_ps(words, _mm512_castsi512_ps(_mm512_set1_epi32((int)0xffff0000)));
+}
 
 // 2 * LANES words (first[i], second[i]), the lower half first.
 CAESURA_INLINE void interleave(const bf16* first, const bf16* second, F& low, F& high) {

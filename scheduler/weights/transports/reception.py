@@ -100,9 +100,9 @@ def broadcasts(
     works: deque[Any] = deque()
     try:
         for number, plan in enumerate(plans):
-            if relay is not None:
-                relay.settle(number % 2)
             with nullcontext() if stream is None else stream.beside():
+                if relay is not None:
+                    relay.settle(number % 2)
                 event = written[number % 2]
                 if stream is not None and event is not None:
                     stream.wait(event)
@@ -115,8 +115,9 @@ def broadcasts(
                     relay.forward(number % 2, views)
             yield received
         if relay is not None:
-            relay.settle(0)
-            relay.settle(1)
+            with nullcontext() if stream is None else stream.beside():
+                relay.settle(0)
+                relay.settle(1)
     finally:
         # The traceback of a broadcast that failed keeps this frame, and would keep the backend's threads and sockets.
         works.clear()

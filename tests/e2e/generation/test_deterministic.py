@@ -56,10 +56,10 @@ def dtype(request) -> str:
     return request.param
 
 
-@pytest.fixture(scope="module", params=["tied", "untied", "experts"])
+@pytest.fixture(scope="module", params=["tied", "untied", "experts", "windows", "sinks"])
 def model(request, tmp_path_factory) -> str:
     path = tmp_path_factory.mktemp("models") / "qwen3"
-    family = "qwen3-moe" if request.param == "experts" else "qwen3"
+    family = {"experts": "qwen3-moe", "windows": "gemma3", "sinks": "gpt-oss"}.get(request.param, "qwen3")
     make_checkpoint(path, family, tied=request.param == "tied", seed=3, max_position_embeddings=512)
     return str(path)
 

@@ -150,6 +150,50 @@ def test_an_update_by_any_transport_is_a_cold_load(at_first, other, transport):
     assert names.items() <= engine.check_weights().checksums.items()
 
 
+@pytest.fixture(scope="module")
+def moving(sd3):
+    """An engine whose components are all away between requests."""
+    with launch_scheduler(
+        str(sd3), device="cpu", num_threads=1, frozen_residency="offload", transformer_residency="layerwise"
+    ) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def cold_checksums(other):
+    with launch_scheduler(str(other), device="cpu", num_threads=1) as cold:
+        return cold.check_weights().checksums
+
+
+@pytest.mark.parametrize("transport", ["disk", "tensor", "ipc", "distributed"])
+def test_an_update_by_any_transport_writes_what_is_away(moving, sd3, other, cold_checksums, transport):
+    """Every tensor of a component, while no part of it is on the device; and then an image is made with it."""
+    engine = moving
+    for component in ("transformer", "text_encoder_2", "vae"):
+        engine.update_weights_from_disk(sd3, component=component)
+    before = np.asarray(engine.generate_images("a red", **OPTIONS).image)
+    for component in ("transformer", "text_encoder_2", "vae"):
+        assert not any(each.device_bytes for each in engine.status().components)
+        if transport == "disk":
+            reply = engine.update_weights_from_disk(other, component=component)
+        elif transport == "distributed":
+            with WeightUpdateGroup.create([engine]) as group:
+                reply = engine.update_weights_from_distributed(
+                    state(other, component), group=group, component=component
+                )
+        else:
+            update = getattr(engine, f"update_weights_from_{transport}")
+            reply = update(state(other, component), component=component, bucket_bytes=16384)
+        assert engine.status().weights == "valid", reply
+        assert not any(each.device_bytes for each in engine.status().components), (
+            "nothing comes for an update"
+        )
+        ours = {n: s for n, s in engine.check_weights().checksums.items() if n.startswith(f"{component}.")}
+        assert ours.items() <= cold_checksums.items()
+        assert ours
+    assert not np.array_equal(np.asarray(engine.generate_images("a red", **OPTIONS).image), before)
+
+
 def embeds(engine):
     shapes = {"prompt_embeds": (5, 40), "pooled_prompt_embeds": (24,)}
     generator = np.random.default_rng(0)

@@ -1,14 +1,22 @@
 """Committed weights from one engine to others, each a process of its own, and every way in which that ends early."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import asyncio
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from support.waiting import eventually
 
 from caesura.client import (
+    AsyncControlClient,
+    Busy,
+    EngineError,
     GroupError,
     InvalidRequest,
+    LaunchedScheduler,
     MemoryReleased,
     SamplingParams,
     SchedulerClient,
@@ -18,17 +26,24 @@ from caesura.client import (
     launch_scheduler,
 )
 from caesura.client.tensors import clone_weights
-from caesura.io_struct import WeightUpdateReqOutput
+from caesura.client.tensors.chain import join_links
+from caesura.client.tensors.rendezvous import make_store
+from caesura.io_struct import (
+    SendWeightsReqInput,
+    SendWeightsReqOutput,
+    TensorSpec,
+    UpdateWeightFromDiskReqInput,
+    UpdateWeightsFromDistributedReqInput,
+    WeightUpdateReqOutput,
+)
 
 SMALL = 20_000
 """Bytes of a bucket: the tiny model is many of them."""
 PATIENCE_S = 60.0
 
 
-@contextmanager
-def launched(model: Path) -> Iterator[SchedulerClient]:
-    with launch_scheduler(str(model), dtype="float32", num_threads=1, kv_pool_tokens=1024) as client:
-        yield client
+def launched(model: Path) -> LaunchedScheduler:
+    return launch_scheduler(str(model), dtype="float32", num_threads=1, kv_pool_tokens=1024)
 
 
 @pytest.fixture(scope="module")
@@ -135,3 +150,114 @@ def test_a_send_by_hand_is_checked(source):
     with pytest.raises(InvalidRequest, match="counts 1 tensors"):
         source.send_weights(specs, group_name="nobody", tensors_per_broadcast=[1])
     assert source.status().weights == "valid"
+
+
+def test_the_asyncio_client_asks_and_sends_the_same(source):
+    """The manifest is there in every state."""
+    source.pause("abort")
+    source.release_memory()
+
+    async def ask() -> list[TensorSpec]:
+        async with AsyncControlClient(source.endpoint) as client:
+            specs = [tensor.spec() for tensor in (await client.weights_manifest()).tensors]
+            with pytest.raises(MemoryReleased):
+                await client.send_weights(specs, group_name="nobody")
+            return specs
+
+    assert asyncio.run(ask()) == tensors_of(source)
+
+
+class Pair:
+    """A group of two engines, and its calls one by one."""
+
+    def __init__(self, source: SchedulerClient, target: SchedulerClient, name: str) -> None:
+        self.name, self.source, self.target = name, source, target
+        self._store = make_store("127.0.0.1", 0, timedelta(seconds=PATIENCE_S))
+        limits = (PATIENCE_S, PATIENCE_S)
+        join_links([source, target], [name], self._store, "127.0.0.1", "gloo", limits)
+
+    def send(self, specs: Sequence[TensorSpec]):
+        """The source's call, one broadcast per tensor; without waiting."""
+        return self.source.start(
+            SendWeightsReqInput(specs=list(specs), group_name=self.name), SendWeightsReqOutput
+        )
+
+    def receive(self, specs: Sequence[TensorSpec], session_id: str):
+        """The target's call; without waiting."""
+        message = UpdateWeightsFromDistributedReqInput(
+            specs=list(specs), group_name=self.name, session_id=session_id
+        )
+        return self.target.start(message, WeightUpdateReqOutput)
+
+
+def tensors_of(engine: SchedulerClient) -> list[TensorSpec]:
+    return [tensor.spec() for tensor in engine.weights_manifest().tensors]
+
+
+def test_what_would_change_the_weights_waits_until_they_are_sent(source, target, tiny_model):
+    """The target takes one half, so that the source is in the midst: it generates, pauses and answers, and an update waits."""
+    pair, specs, before = Pair(source, target, "midst"), tensors_of(source), total(source)
+    half = len(specs) // 2
+    session = target.begin_weight_update().session_id
+    sending = pair.send(specs)
+    assert pair.receive(specs[:half], session).result(PATIENCE_S).written_tensors == half
+    assert source.generate([5, 6, 7], sampling_params=SamplingParams(max_new_tokens=8)).output_ids
+    source.pause("in_place")
+    update = source.start(
+        UpdateWeightFromDiskReqInput(model_path=str(tiny_model), weight_version="next"), WeightUpdateReqOutput
+    )
+    behind = source.start(UpdateWeightFromDiskReqInput(model_path="/nowhere"), WeightUpdateReqOutput)
+    with pytest.raises(Busy):  # the update has its place in the queue
+        behind.result(PATIENCE_S)
+    assert (source.status().update, sending.done(), update.done()) == (None, False, False)
+    assert total(target) != before
+    pair.receive(specs[half:], session).result(PATIENCE_S)
+    assert sending.result(PATIENCE_S).sent_tensors == len(specs)
+    assert update.result(PATIENCE_S).weight_version == "next"
+    target.end_weight_update(weight_version="old")
+    assert (total(target), source.status().weight_version) == (before, "next")
+    assert total(source) != before
+    source.destroy_weights_update_group("midst")
+    target.destroy_weights_update_group("midst")
+
+
+def test_a_target_that_is_killed_in_the_midst_costs_the_source_nothing(source, tiny_model):
+    specs, before = tensors_of(source), total(source)
+    process = launched(tiny_model)
+    with process as doomed:
+        pair = Pair(source, doomed, "doomed target")
+        session = doomed.begin_weight_update().session_id
+        sending = pair.send(specs)
+        pair.receive(specs[:5], session).result(PATIENCE_S)
+        assert not sending.done()
+        os.kill(process.pid, signal.SIGKILL)
+        with pytest.raises(GroupError, match="a broadcast failed"):
+            sending.result(PATIENCE_S)
+    assert source.status().weights == "valid"
+    assert source.generate([5, 6, 7], sampling_params=SamplingParams(max_new_tokens=8)).output_ids
+    assert total(source) == before
+    source.destroy_weights_update_group("doomed target")
+
+
+def test_a_source_that_is_killed_in_the_midst_poisons_the_target_until_another_sends(
+    source, target, tiny_model
+):
+    process = launched(tiny_model)
+    with process as doomed:
+        specs = tensors_of(doomed)
+        pair = Pair(doomed, target, "doomed source")
+        session = target.begin_weight_update().session_id
+        receiving = pair.receive(specs, session)
+        pair.send(specs[:5]).result(PATIENCE_S)
+        assert eventually(lambda: target.status().weights == "updating")
+        os.kill(process.pid, signal.SIGKILL)
+        with pytest.raises(GroupError, match="a broadcast failed"):
+            receiving.result(PATIENCE_S)
+        with pytest.raises(EngineError):  # nor does it answer what a clone asks first
+            clone(doomed, target)
+    assert target.status().weights == "poisoned"
+    with pytest.raises(WeightsPoisoned):
+        target.generate([5, 6, 7], sampling_params=SamplingParams(max_new_tokens=8))
+    assert clone(source, target)[0].committed
+    assert total(target) == total(source)
+    target.destroy_weights_update_group("doomed source")

@@ -12,6 +12,7 @@ const filed = $("data").textContent !== "";
 let key = filed ? "" : sessionStorage.getItem("caesura-key") ?? "";
 let shown = filed ? Infinity : SPANS[0][1];
 let axis = "time", most = Infinity; // of the charts of memory: what they go by, and how many events
+let picture = null; // the last image: its number, time, size, and a small PNG
 let news = null, events = [], older = [], ticks = [], hover = null, listed = "";
 
 function put(id, text) {
@@ -46,7 +47,7 @@ async function ask() {
   // The newest event is asked for again: a look at steady memory is extended.
   const after = events.length ? events[events.length - 1].seq - 1 : 0;
   const since = ticks.length ? ticks[ticks.length - 1][0] : 0;
-  const address = `${location.pathname.replace(/\/+$/, "")}/data?after=${after}&since=${since}`;
+  const address = `${location.pathname.replace(/\/+$/, "")}/data?after=${after}&since=${since}&image=${picture?.number ?? 0}`;
   const headers = key ? { Authorization: `Bearer ${key}` } : {};
   const answer = await fetch(address, { headers, cache: "no-store", signal: AbortSignal.timeout(10000) });
   $("login").hidden = answer.status !== 401;
@@ -63,6 +64,7 @@ async function ask() {
 function take(data) {
   const restarted = news?.status && data.status && news.status.pid !== data.status.pid;
   news = data;
+  if (data.image) picture = data.image;
   if (restarted) {
     events = [];
     older = [];
@@ -101,6 +103,7 @@ function draw() {
   put("foot", `Caesura ${status.version}${filed ? "" : `, looked at ${clock(news.now)}`}.`);
   drawState(status);
   drawTiles(status);
+  drawPicture(status);
   drawCharts(status);
   drawEvents();
 }
@@ -156,15 +159,31 @@ function drawTiles(status) {
   const commit = events.findLast((event) => event.cause === "update_commit");
   // While nothing runs, the last second is none of the present.
   const speed = news.throughput === null ? "–" : count(status.generation === "paused" ? 0 : news.throughput);
+  const { images } = status, finished = sum(Object.values(totals.finished_requests));
+  const stages = images && `${count(images.encoding)} encoding, ${count(images.denoising)} denoising, ${count(images.decoding)} decoding`;
+  const prefills = `${count(status.prefilling_requests)} in prefill`;
   $("tiles").replaceChildren(...[
-    [speed, "tokens/s", `${count(status.generated_tokens)} since start`],
-    [count(status.running_requests + status.prefilling_requests), "running", `${count(status.prefilling_requests)} in prefill, at most ${count(status.max_running_requests)}`],
+    [speed, images ? "denoise steps/s" : "tokens/s", `${count(status.generated_tokens)} since start`],
+    [count(status.running_requests + status.prefilling_requests), "running", `${stages ?? prefills}, at most ${count(status.max_running_requests)}`],
     [count(status.waiting_requests), "waiting", `${count(status.num_retractions)} retractions`],
-    [`${(100 * kv.held / Math.max(kv.total, 1)).toFixed(1)} %`, "KV held", `of ${count(kv.total)} tokens; ${count(kv.cached)} cached, ${hits} hits`],
+    images
+      ? [count(finished), "images ended", `${count(totals.finished_requests.length ?? 0)} complete, ${count(totals.finished_requests.abort ?? 0)} aborted`]
+      : [`${(100 * kv.held / Math.max(kv.total, 1)).toFixed(1)} %`, "KV held", `of ${count(kv.total)} tokens; ${count(kv.cached)} cached, ${hits} hits`],
     [count(paused), "pauses", `${span(seconds)} in all${usual}`],
     [count(updated), "weight updates", `${failed ? `${count(failed)} failed` : "none failed"}${commit ? `; last: ${commit.detail}` : ""}`],
   ].map(tile));
   $("conclusions").replaceChildren(...conclusionsOf(events).map(tile));
+}
+
+function drawPicture(status) {
+  put("unit", status.images ? "step" : "token");
+  put("rate", status.images ? "denoise steps per second" : "tokens per second");
+  $("kv-held").hidden = Boolean(status.images);
+  $("picture").hidden = !picture;
+  if (!picture) return;
+  const source = `data:image/png;base64,${picture.png}`;
+  if ($("last-image").src !== source) $("last-image").src = source;
+  put("picture-note", `${picture.width} x ${picture.height} pixels, made through this server at ${clock(picture.at)}; shown small, to whoever may ask for images here.`);
 }
 
 function timeAxis() {
@@ -197,7 +216,7 @@ function drawLoad(status, time, pauses) {
   const flow = rates(ticks, paused);
   const seen = flow.flat().filter(([at]) => at >= time.start);
 
-  const text = `${count(news.throughput ?? 0)} tokens per second now`;
+  const text = `${count(news.throughput ?? 0)} ${$("rate").textContent} now`;
   const throughput = new Chart($("throughput"), time, [0, largest(seen.map(([, value]) => value), 10)], text, { height: 110, named: short });
   for (const piece of flow.filter((each) => each.length && each[each.length - 1][0] >= time.start)) {
     throughput.line(piece, "tokens", { filled: true, gap: GAP });
@@ -210,6 +229,7 @@ function drawLoad(status, time, pauses) {
   requests.line(steady(recent.map((tick) => [tick[0], tick[4]]), paused, GAP), "waiting", { gap: GAP });
   requests.finish(pauses, []);
 
+  if (status.images) return;
   const share = recent.map((tick) => [tick[0], 100 * tick[5] / Math.max(status.kv.total, 1)]);
   const held = [0, largest(share.map(([, value]) => value), 5)];
   const kv = new Chart($("kv"), time, held, "share of the KV pool", { named: (value) => `${value} %`, labels: true });

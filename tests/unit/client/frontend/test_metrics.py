@@ -28,11 +28,15 @@ from caesura.client.frontend.pages.engine_metrics import EngineWatch
 from caesura.client.frontend.pages.metric_families import PREFIX, Histogram, one_two_five
 from caesura.client.frontend.pages.metrics import Metrics
 from caesura.io_struct import (
+    ComponentStatus,
     EmptyCacheTotal,
     EngineTotals,
     GetStatusReqInput,
+    GetStatusReqOutput,
+    ImageLoad,
     MemoryByTag,
     PauseTotal,
+    PromptCacheStatus,
     StepFailures,
     UpdateTotal,
 )
@@ -55,7 +59,18 @@ def busy(request):
         return answer(request)
     status = status_reply(request)
     failures = StepFailures(failed=1, token_limit=64)
-    return [msgspec.structs.replace(status, totals=TOTALS, memory_by_tag=BY_TAG, step_failures=failures)]
+    there = [ComponentStatus(name="vae", residency="layerwise", nbytes=9000, device_bytes=4096)]
+    prompts = PromptCacheStatus(entries=3, nbytes=3 << 10, limit_bytes=1 << 20, hits=8, misses=5)
+    return [
+        msgspec.structs.replace(
+            status,
+            totals=TOTALS,
+            memory_by_tag=BY_TAG,
+            step_failures=failures,
+            components=there,
+            prompt_cache=prompts,
+        )
+    ]
 
 
 @dataclass
@@ -154,6 +169,8 @@ def test_a_scrape_says_what_happened(tmp_path):
         ("pauses_total", "in_place"): 3, ("pause_seconds_total", "in_place"): 4.5,
         ("weight_updates_total", "committed", "disk"): 2, ("weight_updates_total", "failed", "disk"): 1,
         ("memory_reserved_bytes",): 3 << 20, ("memory_bytes", "weights"): 2 << 20, ("memory_bytes", "kv"): 1 << 20,
+        ("component_bytes", "vae"): 4096, ("prompt_cache_bytes",): 3 << 10,
+        ("prompt_cache_hits_total",): 8, ("prompt_cache_misses_total",): 5,
         ("step_token_limit",): 64, ("failed_steps_total",): 1,
         ("num_http_reqs",): 1, ("http_requests_total", "stop"): 1, ("http_requests_total", "length"): 1,
         ("control_calls_total", "pause_generation", "ok"): 2, ("control_seconds_total", "pause_generation", "ok"): 0.75,
@@ -176,9 +193,39 @@ def test_the_documentation_lists_every_metric_and_no_other(tmp_path):
     rows = re.findall(r"^\| `caesura:(\w+)` \| ([^|]+) \|", text, re.MULTILINE)
     empty = {"stage_seconds_total", "stage_runs_total"}  # of an engine that has not run
     empty |= {"http_connections_ended_total"}  # of peers that behave
+    empty |= IMAGE_FIGURES
     assert {name for name, _ in rows} - empty == found
     for name, kind in rows:
         assert name.endswith("_total") == kind.startswith("counter")
+
+
+IMAGE_FIGURES = {"denoise_throughput", "denoise_steps_total", "image_samples"}
+TOKEN_FIGURES = {
+    "gen_throughput", "generation_tokens_total", "prompt_tokens_total", "cached_tokens_total", "cache_hit_rate",
+    "token_usage", "num_used_tokens", "num_cached_tokens", "max_total_num_tokens",
+}  # fmt: skip
+
+
+def test_an_image_engine_has_steps_and_no_tokens(tmp_path):
+    load = ImageLoad(encoding=1, denoising=2, decoding=3)
+
+    def paints(request):
+        return [
+            msgspec.structs.replace(reply, images=load) if isinstance(reply, GetStatusReqOutput) else reply
+            for reply in busy(request)
+        ]
+
+    async def scrape():
+        async with served(tmp_path, paints) as it:
+            return await it.scrape()
+
+    found = asyncio.run(scrape())
+    names = {name for name, *_ in found}
+    assert names >= IMAGE_FIGURES
+    assert not names & TOKEN_FIGURES
+    stages = {stage: found["image_samples", stage] for stage in ("encoding", "denoising", "decoding")}
+    assert stages == {"encoding": 1, "denoising": 2, "decoding": 3}
+    assert found["denoise_steps_total",] == 34
 
 
 def test_every_series_names_the_model_and_media_types_say_their_charset_once(tmp_path):

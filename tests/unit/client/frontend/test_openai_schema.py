@@ -8,6 +8,7 @@ import pytest
 
 import caesura
 from caesura.client import InvalidRequest
+from caesura.client.frontend.openai import images
 from caesura.client.frontend.openai.chat import template_messages
 from caesura.client.frontend.openai.common import common_fields, rids_for, sampling_params
 from caesura.client.frontend.openai.schema import (
@@ -53,6 +54,7 @@ def test_the_page_has_every_field_and_says_what_happens():
         "chats": set(ChatRequest.__struct_fields__) - common,
     }
     tables = documented()
+    del tables["images"]  # a struct of its own, below
     del tables["completions"]["max_tokens"]  # stands in the table of both, too
     assert {table: set(rows) for table, rows in tables.items()} == structs
     rows = {name: verdict for table in tables.values() for name, verdict in table.items()}
@@ -63,6 +65,13 @@ def test_the_page_has_every_field_and_says_what_happens():
     }
     assert rows == expected
     assert set(REFUSED) <= set(rows)
+
+
+def test_the_page_has_every_field_of_images():
+    rows = documented()["images"]
+    assert set(rows) == set(images.ImageRequestBody.__struct_fields__)
+    refused = {name for name, verdict in rows.items() if verdict == "refused"}
+    assert refused == set(images.REFUSED) | set(images.WITHOUT_EFFECT)
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))

@@ -14,6 +14,7 @@ from torch import Tensor
 from caesura.scheduler.attention.paged_cpu import PagedCpuBackend
 from caesura.scheduler.attention.sdpa import SdpaBackend
 from caesura.scheduler.cache.pool import MHAPool
+from caesura.scheduler.kernels.forms import HeadNorms
 from caesura.scheduler.layers.norm import normalize
 from caesura.scheduler.layers.rotary import rotate
 
@@ -106,7 +107,7 @@ def test_the_fused_entry_is_the_layer_s_sequence(dtype: torch.dtype, with_norm: 
         qk = rotate(qk, cos, sin)
         with torch.inference_mode():
             want = other.forward(qk[:, : scene.heads], qk[:, scene.heads :], v, 0)
-            norm = (q_weight, k_weight, 1e-6) if with_norm else None
+            norm = HeadNorms(q_weight, k_weight, 1e-6) if with_norm else None
             got = own.store_and_attend(scene.qkv, cos, sin, 0, norm)
         torch.testing.assert_close(got, want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 

@@ -19,6 +19,9 @@ from caesura.scheduler.attention import paged_triton
 from caesura.scheduler.attention.paged_triton import PagedTritonBackend
 from caesura.scheduler.attention.sdpa import SdpaBackend
 from caesura.scheduler.cache.pool import MHAPool
+from caesura.scheduler.kernels.forms import AttentionForm
+
+pytestmark = pytest.mark.long
 
 INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(not INTERPRETS, reason="run by test_the_kernel_in_the_interpreter")
@@ -93,6 +96,41 @@ def test_planned_decode_agrees_with_the_torch_backend(heads, kv_heads, size, dty
             assert torch.equal(mine.nan_to_num(7.0), theirs.nan_to_num(7.0)), "stored elsewhere"
 
 
+SINKS = torch.linspace(-3, 3, 4)
+FORMS = [
+    AttentionForm(window=1),
+    AttentionForm(window=20),
+    AttentionForm(window=64, sinks=SINKS),
+    AttentionForm(window=100, softcap=0.8, scale=0.7),
+    AttentionForm(softcap=5.0, sinks=SINKS),
+    AttentionForm(window=1000, scale=0.2),
+]
+
+
+@interpreted
+def test_every_form_agrees_with_the_torch_backend():
+    """One plan serves layers of all forms; pages before a window have been given back."""
+    pools = [filled_pool(2, 16) for _ in range(2)]
+    backend = PagedTritonBackend(pools[0], 4, 2, 16, max_rows=3, max_pages=20)
+    backend._multiprocessors = 8
+    decode, torch_backend = backend.for_decode(3), SdpaBackend(pools[1], 4, 2, 16)
+    q, k, v = torch.randn(3, 4, 16), torch.randn(3, 2, 16), torch.randn(3, 2, 16)
+    lengths = [0, 300, 63]
+    for form in FORMS:
+        batch = batch_of(lengths, 5)
+        for row, length in zip(batch.page_table, lengths):
+            row[: max(0, length + 1 - (form.window or length + 1)) // 16] = 0
+        if form.window is not None:  # these layers have a table of their own
+            batch.window_slots, batch.window_table = batch.kv_slots, batch.page_table
+            batch.kv_slots, batch.page_table = torch.zeros(3, dtype=torch.int64), torch.zeros(3, 1).int()
+        decode.plan(batch)
+        torch_backend.plan(batch)
+        with torch.inference_mode():
+            found, expected = (each.forward(q, k, v, 0, form) for each in (decode, torch_backend))
+        assert expected.isfinite().all()
+        torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
+
+
 def dense(pool: MHAPool, q: torch.Tensor, pages: list[int], length: int) -> torch.Tensor:
     """One token's attention, [kv heads, group, size]."""
     keys, values = (x[pages].transpose(0, 1).flatten(1, 2)[:, :length] for x in pool.layer(0))
@@ -144,19 +182,24 @@ def test_it_says_why_it_cannot_serve(monkeypatch, device, installed, reason):
     (torch.float16, 5, 1, 80, True), (torch.bfloat16, 16, 8, 256, True), (torch.float32, 8, 4, 256, True),
     (torch.bfloat16, 4, 2, 8, True),
 ])  # fmt: skip
-def test_it_compiles_for_hopper_within_its_registers(dtype, heads, kv_heads, size, aligned, tmp_path):
+@pytest.mark.parametrize("bent", [False, True])
+def test_it_compiles_for_hopper_within_its_registers(dtype, heads, kv_heads, size, aligned, bent, tmp_path):
     """Sizes of published models, and of a small one for tests; what is aligned is at a multiple of 16 bytes."""
     from caesura.scheduler.kernels.triton_decode import PagedDecode
 
+    form = AttentionForm()
+    if bent:
+        form = AttentionForm(window=128, softcap=30.0, sinks=torch.zeros(heads, dtype=dtype))
+    tables = torch.zeros((2, 2, 4), dtype=torch.int32)
     kernel = PagedDecode(
-        torch.zeros((2, 4), dtype=torch.int32), torch.ones(2, dtype=torch.int32), num_heads=heads,
+        *tables, torch.ones(2, dtype=torch.int32), num_heads=heads,
         num_kv_heads=kv_heads, head_size=size, page_size=16, scale=0.1, splits=8,
     )  # fmt: skip
     start, count = int(not aligned), 2 * (heads + 2 * kv_heads) * size
     qkv = torch.zeros(start + count, dtype=dtype)[start:].view(2, -1, size)
     pages = torch.zeros((3, kv_heads, 16, size), dtype=dtype)
     with compiling(tmp_path) as found:
-        kernel(*qkv.split([heads, kv_heads, kv_heads], 1), pages, pages)
+        kernel(*qkv.split([heads, kv_heads, kv_heads], 1), pages, pages, form)
     assert {each.name for each in found} == {"_store", "_attend", "_combine"}
     for each in found:
         usage = each.usage

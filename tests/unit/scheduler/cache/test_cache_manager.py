@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from caesura.scheduler.cache.manager import CacheManager, LedgerError, Usage
+from caesura.scheduler.cache.window_pages import WindowPages, storage_pages
 
 PAGE = 2
 ROW = 16
@@ -43,12 +44,20 @@ class ManagerAgainstContents(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.manager = CacheManager(self.num_pages, PAGE, self.prefix_cache)
+        self.manager = CacheManager(
+            self.num_pages, PAGE, self.prefix_cache, windows=self.make_windows(self.num_pages)
+        )
         self.requests = []
         self.content = {}
         self.donated = set()  # (salt, prefix), ignoring evictions
         self.epoch = 0
         self.quiet = 0  # steps since the cache was last emptied
+
+    def make_windows(self, num_pages):
+        return None
+
+    def computed(self, request):
+        """Its tokens are computed up to where they are known."""
 
     def prefixes(self, tokens):
         return [tuple(tokens[:end]) for end in range(PAGE, len(tokens) + 1, PAGE)]
@@ -67,7 +76,7 @@ class ManagerAgainstContents(RuleBasedStateMachine):
             if (salt, prefix) not in self.donated:
                 break
             longest += 1
-        if self.num_pages >= 1000:
+        if self.num_pages >= 1000 and self.manager.windows is None:
             assert kv.num_shared == longest
         assert kv.num_pages == kv.num_shared <= longest
         assert (kv.node is None) == (kv.num_shared == 0)
@@ -91,6 +100,7 @@ class ManagerAgainstContents(RuleBasedStateMachine):
             key = (self.epoch, kv.salt) if not request.stale else (None, kv.salt)
             assert i >= kv.num_shared  # never written: others read it
             self.content[int(kv.pages[i])] = (*key, tuple(target[: (i + 1) * PAGE]))
+        self.computed(request)
         request.computed = len(target)
 
     @precondition(lambda self: self.requests)
@@ -170,6 +180,57 @@ class ManagerUnderPressure(ManagerAgainstContents):
     num_pages = 15
 
 
+class ManagerWithWindows(ManagerAgainstContents):
+    """Layers with a window beside the others: ``behind[storage page]`` is what they have there.
+
+    Tokens are computed four at a time. Pages move out of a range one step late, as at a depth of 1.
+    """
+
+    window = 5
+
+    def make_windows(self, num_pages):
+        self.behind, self.late = {}, []
+        storage = storage_pages(self.window, PAGE, rows=6, step_tokens=4) + 1
+        return WindowPages(num_pages, storage, PAGE, self.window)
+
+    def settle(self):
+        for request, end in self.late:
+            if request in self.requests:
+                self.manager.passed(request.kv, end)
+        self.late.clear()
+
+    def computed(self, request):
+        kv, storage = request.kv, self.manager.windows.storage
+        for start in range(request.computed, len(request.tokens), 4):
+            end = min(start + 4, len(request.tokens))
+            self.manager.reach(kv, end)
+            for i in range(self.first_seen(start), end // PAGE):
+                stored = int(storage[kv.pages[i]])
+                assert stored != 0, "the step sees a page without storage"
+                if i >= start // PAGE:
+                    self.behind[stored] = self.content[int(kv.pages[i])]
+                else:
+                    assert self.behind[stored] == self.content[int(kv.pages[i])], "somebody else's tokens"
+            self.settle()
+            self.late.append((request, end))
+
+    def first_seen(self, position):
+        return max(0, position - self.window + 1) // PAGE
+
+    @invariant()
+    def the_next_token_of_every_request_finds_what_it_sees(self):
+        for request in self.requests:
+            pages = request.kv.pages[self.first_seen(request.computed) : request.computed // PAGE]
+            stored = self.manager.windows.storage[pages].tolist()
+            assert 0 not in stored
+            assert [self.behind[each] for each in stored] == [self.content[page] for page in pages.tolist()]
+
+
+class ManagerWithWindowsUnderPressure(ManagerWithWindows):
+    num_pages = 40
+    window = 3
+
+
 class ManagerWithoutPrefixCache(ManagerAgainstContents):
     num_pages = 15
     prefix_cache = False
@@ -178,11 +239,15 @@ class ManagerWithoutPrefixCache(ManagerAgainstContents):
 for machine, examples in (
     (ManagerAgainstContents, 50),
     (ManagerUnderPressure, 50),
+    (ManagerWithWindows, 25),
+    (ManagerWithWindowsUnderPressure, 25),
     (ManagerWithoutPrefixCache, 15),
 ):
     machine.TestCase.settings = settings(max_examples=examples, stateful_step_count=40)
 TestManagerAgainstContents = ManagerAgainstContents.TestCase
 TestManagerUnderPressure = ManagerUnderPressure.TestCase
+TestManagerWithWindows = ManagerWithWindows.TestCase
+TestManagerWithWindowsUnderPressure = ManagerWithWindowsUnderPressure.TestCase
 TestManagerWithoutPrefixCache = ManagerWithoutPrefixCache.TestCase
 
 
@@ -201,6 +266,76 @@ def begin(manager, tokens, salt="", compute=True):
 
 def held_pages(kv):
     return kv.pages[: kv.num_pages].tolist()
+
+
+def windowed(num_storage, window=4, num_pages=50):
+    return CacheManager(num_pages, PAGE, True, windows=WindowPages(num_pages, num_storage + 1, PAGE, window))
+
+
+def run(manager, tokens, keep=True):
+    """A request, four tokens at a time; returns how many pages it shared."""
+    kv = begin(manager, tokens)
+    shared = kv.num_shared
+    for end in [*range(shared * PAGE + 4, len(tokens), 4), len(tokens)]:
+        manager.reach(kv, end)
+        manager.passed(kv, end)
+    manager.close(kv, array(tokens) if keep else None)
+    manager.check()
+    return shared
+
+
+def test_a_long_request_has_no_more_storage_than_its_window_needs():
+    manager = windowed(6)
+    tokens = list(range(30))
+    assert run(manager, tokens) == 0
+    assert manager.usage().cached == 15
+    assert np.count_nonzero(manager.windows.storage) == 3  # what token 30 sees, and a page below
+
+
+def test_a_prefix_is_shared_up_to_where_its_window_is_there():
+    manager = windowed(20)
+    tokens = list(range(30))
+    run(manager, tokens)
+    assert run(manager, [*tokens, 1, 2, 3], keep=False) == 15
+    assert run(manager, [*tokens[:20], 1, 2, 3], keep=False) == 0, "its last pages have no storage any more"
+    assert run(manager, tokens[:3], keep=False) == 0
+
+
+def test_storage_of_the_tree_goes_when_others_need_it():
+    manager = windowed(8)
+    first, second = list(range(20)), list(range(100, 120))
+    run(manager, first)
+    run(manager, second)
+    assert run(manager, [*first, 1, 2, 3], keep=False) == 10, "both windows fit"
+    for start in (200, 300, 400):
+        run(manager, list(range(start, start + 20)))
+    assert run(manager, [*first, 1, 2, 3], keep=False) == 0
+    assert manager.usage().cached >= 40, "its pages are still there, in the layers that see everything"
+
+
+def test_a_page_that_two_computed_has_the_storage_of_whoever_still_had_some():
+    manager = windowed(40)
+    tokens = list(range(20))
+    first, second = begin(manager, tokens), begin(manager, tokens)
+    for kv in (first, second):
+        manager.reach(kv, 20)
+    manager.passed(first, 20)
+    manager.donate(first, array(tokens))  # its early pages have lost their storage
+    manager.donate(second, array(tokens))
+    manager.check()
+    assert np.count_nonzero(manager.windows.storage) == 10
+    manager.close(first, None)
+    manager.close(second, None)
+    manager.check()
+    assert run(manager, [*tokens[:10], 7, 7, 7], keep=False) == 5
+
+
+def test_storage_that_does_not_suffice_is_a_mistake_of_its_size():
+    manager = windowed(3)
+    kv = begin(manager, list(range(20)))
+    with pytest.raises(LedgerError, match="of 3 pages"):
+        manager.reach(kv, 20)
+    manager.check()
 
 
 def test_exact_full_hit_leaves_one_token_to_compute():

@@ -11,11 +11,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.attention_forms import attended, forms
 from support.kernels import instruction_sets, threads
 from support.sanitized import run_sanitized
 from torch import Tensor
 
 from caesura.scheduler.kernels.attention import PAGE_SIZE, PagedAttention, plan_tasks
+from caesura.scheduler.kernels.forms import PLAIN, AttentionForm
 
 DTYPES = (torch.float32, torch.bfloat16)
 SCALE = 0.3
@@ -34,7 +36,15 @@ class Scene:
     """Requests of given lengths, their K and V in scattered pages of a pool; all else in the pool is NaN."""
 
     def __init__(
-        self, lengths: Sequence[int], kv_heads: int, group: int, size: int, dtype: torch.dtype, seed: int
+        self,
+        lengths: Sequence[int],
+        kv_heads: int,
+        group: int,
+        size: int,
+        dtype: torch.dtype,
+        seed: int,
+        form: AttentionForm = PLAIN,
+        value_size: int | None = None,
     ):
         generator = torch.Generator().manual_seed(seed)
 
@@ -43,7 +53,8 @@ class Scene:
 
         self.lengths, self.kv_heads, self.group, self.size, self.dtype = lengths, kv_heads, group, size, dtype
         self.keys = [draw(length, kv_heads, size) for length in lengths]
-        self.values = [draw(length, kv_heads, size) for length in lengths]
+        self.form, self.value_size = form, value_size or size
+        self.values = [draw(length, kv_heads, self.value_size) for length in lengths]
         self.queries = [draw(length, kv_heads * group, size) for length in lengths]
         self.place(seed)
 
@@ -53,42 +64,43 @@ class Scene:
         ids = list(range(1, sum(needed) + 3))
         random.Random(seed).shuffle(ids)
         self.pages = [[ids.pop() for _ in range(count)] for count in needed]
-        shape = (sum(needed) + 3, self.kv_heads, PAGE_SIZE, self.size)
-        self.pool = torch.full((2, *shape), torch.nan, dtype=self.dtype)
+        shape = (sum(needed) + 3, self.kv_heads, PAGE_SIZE)
+        self.pool = [
+            torch.full((*shape, size), torch.nan, dtype=self.dtype) for size in (self.size, self.value_size)
+        ]
         for index, pages in enumerate(self.pages):
             for pool, rows in zip(self.pool, (self.keys[index], self.values[index])):
                 for position, row in enumerate(rows):
                     pool[pages[position // PAGE_SIZE], :, position % PAGE_SIZE] = row
 
     def attend(self, pieces: Sequence[Piece]) -> list[Tensor]:
-        """One step's outputs [tokens, heads, size], piece by piece."""
+        """One step's outputs [tokens, heads, size], piece by piece; pages before the window of all tokens are given back."""
         width = max(len(pages) for pages in self.pages) + 1
         table = torch.zeros(len(pieces), width + 2, dtype=torch.int32)[:, :width]
         for row, piece in zip(table, pieces):
             pages = self.pages[piece.request][: -(-piece.end // PAGE_SIZE)]
             row[: len(pages)] = torch.tensor(pages)
+            row[: max(0, piece.start + 1 - (self.form.window or piece.end)) // PAGE_SIZE] = 0
         q_lens = [piece.end - piece.start for piece in pieces]
         heads = self.kv_heads * self.group
         # As slices of a fused projection, into wider rows.
         fused = torch.full((sum(q_lens), heads + 3, self.size), torch.nan, dtype=self.dtype)
         q = fused[:, 1 : heads + 1]
         q.copy_(torch.cat([self.queries[piece.request][piece.start : piece.end] for piece in pieces]))
-        wide = torch.full((sum(q_lens), heads * self.size + 5), 77.0, dtype=self.dtype)
-        out = wide[:, : heads * self.size]
-        attention = PagedAttention(self.dtype, self.kv_heads, self.group, self.size, SCALE)
+        wide = torch.full((sum(q_lens), heads * self.value_size + 5), 77.0, dtype=self.dtype)
+        out = wide[:, : heads * self.value_size]
+        attention = PagedAttention(self.dtype, self.kv_heads, self.group, self.size, SCALE, self.value_size)
         tasks = plan_tasks(q_lens, [piece.end for piece in pieces], self.group)
-        attention(q, *self.pool, table, tasks, out)
-        assert (wide[:, heads * self.size :] == 77).all()
-        return list(out.clone().view(-1, heads, self.size).split(q_lens))
+        attention(q, *self.pool, table, tasks, out, self.form)
+        assert (wide[:, heads * self.value_size :] == 77).all()
+        return list(out.clone().view(-1, heads, self.value_size).split(q_lens))
 
     def expected(self, piece: Piece) -> Tensor:
         """In float64, of the values as stored."""
         q = self.queries[piece.request][piece.start : piece.end].double()
         k, v = (x[piece.request][: piece.end].double() for x in (self.keys, self.values))
-        scores = torch.einsum("tkgd,skd->kgts", q.view(len(q), self.kv_heads, self.group, -1), k) * SCALE
-        future = torch.arange(piece.end) > torch.arange(piece.start, piece.end)[:, None]
-        weights = scores.masked_fill(future, -torch.inf).softmax(-1)
-        return torch.einsum("kgts,skd->tkgd", weights, v).reshape(len(q), -1, self.size)
+        scores = torch.einsum("tkgd,skd->kgts", q.view(len(q), self.kv_heads, self.group, -1), k)
+        return attended(scores, v, piece.start, self.form, SCALE)
 
 
 TOLERANCE = {
@@ -123,6 +135,37 @@ def test_matches_dense_attention(dtype, kv_heads, group, size, work, seed) -> No
             torch.testing.assert_close(got.double(), scene.expected(piece), **TOLERANCE[dtype])
 
 
+@settings(max_examples=60)
+@given(
+    data=st.data(),
+    dtype=st.sampled_from(DTYPES),
+    kv_heads=st.integers(1, 2),
+    group=st.sampled_from([1, 2, 5, 8]),
+    size=st.sampled_from([2, 5, 16, 33, 64]),
+    value_size=st.sampled_from([3, 16, 32, 64, 72]),
+    work=pieces_of_work,
+    seed=st.integers(0, 1000),
+)
+def test_every_form_matches_dense_attention(
+    data, dtype, kv_heads, group, size, value_size, work, seed
+) -> None:
+    form = data.draw(forms(kv_heads * group, dtype))
+    lengths = [earlier + new for earlier, new in work]
+    for _ in instruction_sets():
+        scene = Scene(lengths, kv_heads, group, size, dtype, seed, form, value_size)
+        pieces = [Piece(index, earlier, earlier + new) for index, (earlier, new) in enumerate(work)]
+        for piece, got in zip(pieces, scene.attend(pieces)):
+            torch.testing.assert_close(got.double(), scene.expected(piece), **TOLERANCE[dtype])
+
+
+def test_a_sink_of_minus_infinity_is_none() -> None:
+    for _ in instruction_sets():
+        plain = Scene([90], 1, 2, 16, torch.float32, 1)
+        sinks = AttentionForm(sinks=torch.full((2,), -torch.inf))
+        with_sinks = Scene([90], 1, 2, 16, torch.float32, 1, sinks)
+        assert torch.equal(*(scene.attend([Piece(0, 0, 90)])[0] for scene in (plain, with_sinks)))
+
+
 def test_heads_larger_than_a_task() -> None:
     """A group of more query heads than a task should have rows is still one task's."""
     for _ in instruction_sets():
@@ -134,9 +177,16 @@ def test_heads_larger_than_a_task() -> None:
 # The same bits in every company
 
 
-def check_everywhere(dtype: torch.dtype, group: int, size: int, steps: Callable[[Scene], None]) -> None:
+def check_everywhere(
+    dtype: torch.dtype,
+    group: int,
+    size: int,
+    steps: Callable[[Scene], None],
+    form: AttentionForm = PLAIN,
+    value_size: int | None = None,
+) -> None:
     for _ in instruction_sets():
-        steps(Scene([203, 90, 16], 2, group, size, dtype, 5))
+        steps(Scene([203, 90, 16], 2, group, size, dtype, 5, form, value_size))
 
 
 def alone(scene: Scene, request: int) -> Tensor:
@@ -146,15 +196,25 @@ def alone(scene: Scene, request: int) -> Tensor:
         return torch.cat([scene.attend([Piece(request, token, token + 1)])[0] for token in tokens])
 
 
-@settings(max_examples=12)
+@settings(max_examples=16)
 @given(
     dtype=st.sampled_from(DTYPES),
     shape=st.sampled_from([(1, 16), (2, 64), (3, 40), (5, 33), (8, 7)]),
     cuts=st.sets(st.integers(1, 202), max_size=6),
     count=st.integers(1, 3),
     seed=st.integers(0, 1000),
+    window=st.sampled_from([None, None, 1, 7, 64, 75, 140]),
+    bent=st.booleans(),
+    value_size=st.sampled_from([None, None, 32, 9]),
 )
-def test_a_token_has_the_same_bits_decoded_and_in_any_chunk(dtype, shape, cuts, count, seed) -> None:
+def test_a_token_has_the_same_bits_decoded_and_in_any_chunk(
+    dtype, shape, cuts, count, seed, window, bent, value_size
+) -> None:
+    form = AttentionForm(window=window)
+    if bent:
+        sinks = torch.linspace(-2, 2, 2 * shape[0]).to(dtype)
+        form = AttentionForm(window=window, softcap=3.0, sinks=sinks, scale=0.4)
+
     def steps(scene: Scene) -> None:
         want = [alone(scene, request) for request in range(3)]
         scene.place(seed)
@@ -168,7 +228,7 @@ def test_a_token_has_the_same_bits_decoded_and_in_any_chunk(dtype, shape, cuts, 
                 assert torch.equal(others[1], want[2][15:])
         assert torch.equal(torch.cat(got), want[0])
 
-    check_everywhere(dtype, *shape, steps)
+    check_everywhere(dtype, *shape, steps, form, value_size)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -187,6 +247,28 @@ def test_later_tokens_cannot_show_even_if_they_are_not_finite(dtype: torch.dtype
             scene = Scene([203, 90, 16], 2, 2, 32, dtype, 5)
 
     check_everywhere(dtype, 2, 32, steps)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [40, 65])
+def test_earlier_tokens_cannot_show_either_once_the_window_has_left_them(
+    dtype: torch.dtype, window: int
+) -> None:
+    form = AttentionForm(window=window)
+
+    def steps(scene: Scene) -> None:
+        want = alone(scene, 0)
+        for position in (3, 64, 101, 150):
+            values, keys = scene.values[0].clone(), scene.keys[0].clone()
+            scene.values[0][position], scene.keys[0][position - 1] = torch.inf, torch.nan
+            scene.place(5)
+            (got,) = scene.attend([Piece(0, 0, 203)])
+            assert torch.equal(got[: position - 1], want[: position - 1])
+            assert not got[position - 1 : position + window].isfinite().any()
+            assert torch.equal(got[position + window :], want[position + window :])
+            scene.values[0], scene.keys[0] = values, keys
+
+    check_everywhere(dtype, 2, 32, steps, form)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -271,24 +353,47 @@ def test_what_would_be_misread_is_refused(change) -> None:
             attention(*(given | change).values())
 
 
+@pytest.mark.parametrize(
+    "sinks",
+    [torch.zeros(2), torch.zeros(4).bfloat16(), torch.zeros(8)[::2]],
+    ids=["heads", "dtype", "strides"],
+)
+def test_sinks_that_would_be_misread_are_refused(sinks: Tensor) -> None:
+    for _ in instruction_sets():
+        attention = PagedAttention(torch.float32, 2, 2, 8, SCALE)
+        pool, table = torch.zeros(2, 2, 16, 8), torch.ones(1, 1, dtype=torch.int32)
+        tasks, out = plan_tasks([1], [5], 2), torch.zeros(1, 32)
+        with pytest.raises(ValueError, match="sinks of 4 heads"):
+            attention(torch.zeros(1, 4, 8), pool, pool, table, tasks, out, AttentionForm(sinks=sinks))
+
+
+def test_a_form_that_means_nothing_is_refused() -> None:
+    for wrong in ({"window": 0}, {"softcap": 0.0}, {"softcap": float("nan")}):
+        with pytest.raises(ValueError):
+            AttentionForm(**wrong)
+
+
 SANITIZED = """
 import sys
 sys.path.insert(0, {here!r})
 from test_kernel_attention import Piece, Scene
 import torch
+from support.attention_forms import attended, forms
 from support.kernels import instruction_sets, threads
+from caesura.scheduler.kernels.forms import PLAIN, AttentionForm
 for isa in instruction_sets():
     for dtype in (torch.float32, torch.bfloat16):
         for size, group in ((5, 3), (16, 1), (33, 2), (80, 7), (128, 2)):
-            scene = Scene([100, 47, 1, 130], 2, group, size, dtype, 0)
-            with threads(2):
-                pieces = [Piece(1, 46, 47), Piece(2, 0, 1), Piece(0, 33, 100), Piece(3, 0, 130)]
-                assert all(out.isfinite().all() for out in scene.attend(pieces))
+            for form in (PLAIN, AttentionForm(window=37, softcap=9.0, sinks=torch.zeros(2 * group, dtype=dtype))):
+                scene = Scene([100, 47, 1, 130], 2, group, size, dtype, 0, form, size + 3 if form is PLAIN else size)
+                with threads(2):
+                    pieces = [Piece(1, 46, 47), Piece(2, 0, 1), Piece(0, 33, 100), Piece(3, 0, 130)]
+                    assert all(out.isfinite().all() for out in scene.attend(pieces))
     print(isa)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_memory_is_accessed_within_bounds(tmp_path) -> None:
     for _ in instruction_sets():
         pass  # or skipped

@@ -10,6 +10,7 @@ import torch
 from support.compiled_triton import compiling
 
 pytestmark = [
+    pytest.mark.long,
     pytest.mark.skipif(find_spec("triton") is None, reason="Triton comes with torch for CUDA only"),
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing"),
 ]
@@ -30,19 +31,21 @@ def norms() -> None:
 
 
 def gates() -> None:
-    from caesura.scheduler.kernels.triton_elementwise import silu_mul
+    from caesura.scheduler.kernels.triton_elementwise import gate_mul
 
-    silu_mul(zeros(3, 2 * 18944))
+    for bend in ("silu", "gelu_tanh", "clamped"):
+        gate_mul(zeros(3, 2 * 18944), bend=bend)
 
 
 def rotations() -> None:
+    from caesura.scheduler.kernels.forms import HeadNorms
     from caesura.scheduler.kernels.triton_elementwise import rope_store
 
     for heads, kv_heads, size, norm in [
         (32, 8, 128, True), (28, 4, 128, False), (14, 2, 64, False), (16, 2, 256, True), (32, 32, 96, False)
     ]:  # fmt: skip
         qkv, angle = zeros(5, heads + 2 * kv_heads, size), zeros(5, 1, size // 2)
-        weights = (zeros(size), zeros(size), 1e-6) if norm else None
+        weights = HeadNorms(zeros(size), zeros(size), 1e-6) if norm else None
         keys, slots = zeros(9, kv_heads, 16, size), zeros(5, dtype=torch.int64)
         rope_store(qkv, heads, angle, angle, slots, keys, keys, out=qkv[:, :heads], norm=weights)
 
@@ -101,7 +104,7 @@ def launches(tokens: int) -> None:
         zeros(tokens, dtype=torch.int64), zeros(32, dtype=torch.float32), 1.0, BF16
     )
     triton_elementwise.rms_norm(zeros(tokens, 64), zeros(64), 1e-6, residual=zeros(tokens, 64))
-    triton_elementwise.silu_mul(zeros(tokens, 64))
+    triton_elementwise.gate_mul(zeros(tokens, 64))
     qkv, keys, slots = zeros(tokens, 4, 64), zeros(9, 1, 16, 64), zeros(tokens, dtype=torch.int64)
     triton_elementwise.rope_store(qkv, 2, *angles, slots, keys, keys, out=qkv[:, :2])
     queries, down = zeros(tokens, 2, 96), zeros(tokens, 256)

@@ -25,9 +25,11 @@ from caesura.scheduler.attention.flashinfer import FlashInferBackend
 from caesura.scheduler.attention.paged_triton import PagedTritonBackend
 from caesura.scheduler.cache.pool import MHAPool
 from caesura.scheduler.kernels import between
+from caesura.scheduler.kernels.forms import HeadNorms
 from caesura.scheduler.layers import experts as experts_module
 from caesura.scheduler.layers import moe
 from caesura.scheduler.layers.grouped_router import GroupedRouter
+from caesura.scheduler.layers.mlp import bent
 from caesura.scheduler.layers.parameters import Placement
 from caesura.scheduler.layers.rotary import RopeParameters, RotaryEmbedding, rotate
 
@@ -37,7 +39,7 @@ RUNS = INTERPRETS or DEVICE.type == "cuda"
 computed = pytest.mark.skipif(not RUNS, reason="run by test_the_kernels_in_the_interpreter")
 interpreted = pytest.mark.skipif(not INTERPRETS, reason="run by test_the_kernels_in_the_interpreter")
 # Infinities and NaN are as good as other numbers to a device; NumPy, which the interpreter computes with, warns.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 if RUNS:
@@ -96,6 +98,11 @@ def assert_rounded_alike(found: Tensor, expected: Tensor) -> None:
 # Between products
 
 
+def from_one(x, weight, eps):
+    """A norm whose factor is ``1 + weight``, rounded once."""
+    return (functional.rms_norm(x.float(), x.shape[-1:], None, eps) * (1 + weight.float())).to(x.dtype)
+
+
 @computed
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [1, 1000, 4096])
@@ -108,6 +115,8 @@ def test_the_norm_rounds_as_torch_does(dtype, size):
         (sum_, triton_elementwise.rms_norm(x, weight, 1e-5, residual=residual)),
     ):
         assert_rounded_alike(found, functional.rms_norm(normalized, (size,), None, 1e-5) * weight)
+    found = triton_elementwise.rms_norm(x, weight, 1e-5, from_one=True)
+    assert_rounded_alike(found, from_one(x, weight, 1e-5))
     assert torch.equal(residual, sum_)
     assert triton_elementwise.rms_norm(x[:0], weight, 1e-5).shape == (0, size)
 
@@ -118,24 +127,36 @@ def test_the_gate_rounds_as_torch_does(dtype):
     gate_up = 4 * torch.randn(3, 2 * 1500).to(dtype)
     gate_up[0, :3] = torch.tensor([100.0, -100.0, 0.0])
     gate, up = gate_up.chunk(2, dim=-1)
-    assert_rounded_alike(triton_elementwise.silu_mul(gate_up), functional.silu(gate) * up)
-    assert triton_elementwise.silu_mul(gate_up[:0]).shape == (0, 1500)
+    assert_rounded_alike(triton_elementwise.gate_mul(gate_up), functional.silu(gate) * up)
+    for bend in ("gelu_tanh", "clamped"):  # which torch rounds more often
+        found = triton_elementwise.gate_mul(gate_up, bend=bend)
+        expected = bent(gate.double(), up.double(), bend).to(dtype)
+        torch.testing.assert_close(found, expected, atol=2e-6, rtol=1e-5 if dtype == torch.float32 else 0.02)
+    assert triton_elementwise.gate_mul(gate_up[:0]).shape == (0, 1500)
 
 
 @computed
 @pytest.mark.parametrize("dtype,heads,kv_heads,size", [
     (torch.bfloat16, 8, 2, 128), (torch.float16, 5, 5, 12), (torch.float32, 3, 1, 80)
 ])  # fmt: skip
-@pytest.mark.parametrize("norms,keys_kept", [(False, False), (True, True)])
-def test_rotation_and_store_round_as_torch_does(dtype, heads, kv_heads, size, norms, keys_kept):
+@pytest.mark.parametrize(
+    "norms,keys_kept,rotated", [(False, False, 1), (True, True, 1), (True, False, 0.5), (False, True, 0)]
+)
+@pytest.mark.parametrize("shifted", [False, True])
+def test_rotation_and_store_round_as_torch_does(
+    dtype, heads, kv_heads, size, norms, keys_kept, rotated, shifted
+):
     tokens, slots = 5, torch.tensor([17, 0, 50, 33, 16])
     qkv = torch.randn(tokens, heads + 2 * kv_heads, size).to(dtype)
-    cos, sin = torch.rand(2, tokens, 1, size // 2).to(dtype)
-    norm = (torch.randn(size).to(dtype), torch.randn(size).to(dtype), 1e-6) if norms else None
+    cos, sin = torch.rand(2, tokens, 1, int(size * rotated) // 2).to(dtype)
+    weights = torch.randn(2, size).to(dtype)
+    norm = HeadNorms(*weights, 1e-6, shifted) if norms else None
     qk = qkv[:, :-kv_heads]
-    if norm is not None:
-        qk = functional.rms_norm(qk, (size,), None, norm[2])
-        qk = torch.cat((qk[:, :heads] * norm[0], qk[:, heads:] * norm[1]), 1)
+    if shifted and norms:
+        qk = torch.cat([from_one(x, w, 1e-6) for x, w in zip(qk.split([heads, kv_heads], 1), weights)], 1)
+    elif norms:
+        qk = functional.rms_norm(qk, (size,), None, 1e-6)
+        qk = torch.cat((qk[:, :heads] * weights[0], qk[:, heads:] * weights[1]), 1)
     expected = rotate(qk, cos, sin)
     keys, values = torch.full((2, 4, kv_heads, 16, size), 7.0).to(dtype)
     given = qkv.clone()

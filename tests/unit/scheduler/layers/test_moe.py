@@ -358,8 +358,6 @@ def test_an_impossible_value_is_named(folder: Path, change: dict[str, Any], fiel
     ("change", "field"),
     [
         ({"hidden_act": "gelu"}, "hidden_act"),
-        # Its window is that of every layer, whatever max_window_layers says.
-        ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 9}, "use_sliding_window"),
     ],
 )
 def test_what_is_not_done_is_refused_by_name(folder: Path, change: dict[str, Any], field: str) -> None:

@@ -28,7 +28,7 @@ def test_a_step_has_room_beside_the_pool(tmp_path, monkeypatch, family):
     logits = 5000 * loaded.config.vocab_size * 4
     assert needed > logits + 13192 * loaded.config.hidden_size * loaded.dtype.itemsize
     made = []
-    monkeypatch.setattr(build, "make_pool", lambda loaded, num_pages: made.append(num_pages - 1))
+    monkeypatch.setattr(build, "make_pool", lambda loaded, num_pages, windows: made.append(num_pages - 1))
     monkeypatch.setattr(build, "available_memory_if_known", lambda *of, **options: needed + (64 << 20))
     page = (kv_bytes_per_token(loaded) + build.routing_bytes_per_token(loaded)) * PAGE_SIZE
     for model, share in ((there, 64 << 20), (loaded, needed + (64 << 20))):

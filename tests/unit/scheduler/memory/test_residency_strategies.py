@@ -19,11 +19,10 @@ from caesura.io_struct import CaesuraError
 from caesura.scheduler.memory import residency as residency_module
 from caesura.scheduler.memory.device_memory import empty_device_cache
 from caesura.scheduler.memory.host import HOST
+from caesura.scheduler.memory.host_copy import FileCopy, PinnedCopy
 from caesura.scheduler.memory.offload import (
     ComponentOffloadStrategy,
-    FileCopy,
     LayerwiseOffloadStrategy,
-    PinnedCopy,
     ResidentStrategy,
 )
 from caesura.scheduler.memory.residency import (
@@ -81,6 +80,9 @@ class Stream(TorchDispatchMode):
 
     def wait_event(self, event: Event) -> None:
         event.stream.run(event.target - event.stream.done)
+
+    def synchronize(self) -> None:
+        self.run(len(self.pending))
 
 
 class Device:
@@ -168,8 +170,17 @@ class Model:
                 for _ in range(LAYERS)
             ]
         manager.divide("model", self.layers)
-        for number, tensor in enumerate(self.tensors):
-            tensor.fill_(number + 1)
+        self.values = [number + 1 for number in range(len(self.tensors))]
+        for tensor, value in zip(self.tensors, self.values, strict=True):
+            tensor.fill_(value)
+
+    def write(self, number: int, value: int) -> None:
+        """Overwrite a tensor wherever its values are, in two pieces of another dtype."""
+        tensor, half = self.tensors[number], self.tensors[number].numel() // 2
+        movable = self.manager._movables["model"]
+        for start, count in ((0, half), (half, tensor.numel() - half)):
+            movable.write(tensor, start, torch.full((count,), value, dtype=torch.float64))
+        self.values[number] = value
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -177,7 +188,8 @@ class Model:
 
     def check(self, number: int) -> None:
         """Layer ``number`` holds what was written to it."""
-        for tensor, value in zip(self.layers[number], (2 * number + 2, 2 * number + 3), strict=True):
+        first = 1 + 2 * number
+        for tensor, value in zip(self.layers[number], self.values[first : first + 2], strict=True):
             assert bool((tensor == value).all()), f"layer {number}"
 
     def one_pass(self, request: str = "r") -> int:
@@ -189,7 +201,7 @@ class Model:
             at_layer(number)
             self.check(number)
             most = max(most, self.manager.device_bytes("model"))
-        assert bool((self.head == 1).all())
+        assert bool((self.head == self.values[0]).all())
         exhaust(self.manager.finish_use(self.use))
         return most
 
@@ -224,6 +236,53 @@ def test_values_are_there_when_a_layer_is_computed(make, strategy):
     left = 0 if strategy is not ResidentStrategy else total
     assert model.manager.device_bytes("model") == left
     model.manager.close()
+
+
+@pytest.mark.parametrize("make", PLACES)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_what_is_written_while_it_is_away_is_what_comes(make, strategy):
+    """Also what is written while it is there, on its way, or was never away; and all of it can be read meanwhile."""
+    manager = make()
+    model = Model(manager, strategy())
+    movable = manager._movables["model"]
+    numbers = range(len(model.tensors))
+    for first in (100, 120, 140):
+        for number in numbers:
+            model.write(number, first + number)
+        assert [movable.values(each).unique().tolist() for each in model.tensors] == [
+            [first + number] for number in numbers
+        ]
+        model.request()
+    manager.begin_request("r")
+    at_layer = manager.use("r", USE)
+    at_layer(0)
+    for number in numbers:  # of layerwise components the next layer is on its way, those behind it are away
+        model.write(number, 7 + number)
+    for layer in range(LAYERS):
+        at_layer(layer)
+        model.check(layer)
+    exhaust(manager.finish_use(USE))
+    exhaust(manager.finish_request("r"))
+    model.request()
+    manager.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="files are Linux's way")
+def test_a_copy_that_cannot_be_written_raises_and_can_be_written_again(monkeypatch):
+    manager = host()
+    model = Model(manager, ComponentOffloadStrategy())
+    model.request()
+
+    def full(file, data, offset):
+        raise OSError("no space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("os.pwrite", full)
+        with pytest.raises(OSError, match="no space"):
+            model.write(3, 50)
+    model.write(3, 50)
+    model.request()
+    manager.close()
 
 
 @pytest.mark.parametrize("make", PLACES)
@@ -741,6 +800,11 @@ class AnyOrder(RuleBasedStateMachine):
         exhaust(self.manager.finish_request(request))
         self.open.remove(request)
 
+    @rule(data=st.data(), value=st.integers(1, 200))
+    def write(self, data, value):
+        """At any moment, also while a stage is abandoned half-way or all memory is released."""
+        self.model.write(data.draw(st.integers(0, 2 * LAYERS)), value)
+
     @precondition(lambda self: not self.released)
     @rule()
     def release(self):
@@ -753,6 +817,12 @@ class AnyOrder(RuleBasedStateMachine):
     def resume(self):
         exhaust(self.manager.resume(["weights"]))
         self.released = False
+
+    @invariant()
+    def every_value_can_be_read(self):
+        movable = self.manager._movables["model"]
+        for tensor, value in zip(self.model.tensors, self.model.values, strict=True):
+            assert bool((movable.values(tensor) == value).all())
 
     @invariant()
     def the_account_is_exact(self):

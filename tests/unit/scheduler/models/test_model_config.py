@@ -44,6 +44,58 @@ def save(path: Path, family: str, **fields: Any) -> Any:
     return config
 
 
+SLIDING = {"sliding_window": 128}
+SLIDES = {**SLIDING, "use_sliding_window": True}
+
+
+@pytest.mark.parametrize(
+    ("changes", "windows"),
+    [
+        ({"architectures": ["MistralForCausalLM"], **SLIDING}, (128,) * 4),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 256}, (None,) * 4),
+        ({"architectures": ["Qwen2ForCausalLM"], **SLIDES, "max_window_layers": 3}, (None, None, None, 128)),
+        ({"architectures": ["Qwen3ForCausalLM"], **SLIDES}, (None,) * 4),
+        ({"architectures": ["Qwen3ForCausalLM"], **SLIDES, "max_window_layers": 1}, (None, 128, 128, 128)),
+        ({"architectures": ["Qwen2ForCausalLM"], **SLIDING, "max_window_layers": 0}, (None,) * 4),
+        (
+            {
+                "architectures": ["Qwen2ForCausalLM"],
+                **SLIDES,
+                "layer_types": ["sliding_attention", "full_attention"] * 2,
+            },
+            (128, None) * 2,
+        ),
+        ({"architectures": ["GptOssForCausalLM"], **SLIDING}, (128, None) * 2),
+        (
+            {"architectures": ["Gemma3ForCausalLM"], **SLIDING, "sliding_window_pattern": 3},
+            (128, 128, None, 128),
+        ),
+        ({"architectures": ["LlamaForCausalLM"], **SLIDING}, (None,) * 4),
+    ],
+)
+def test_windows_are_where_transformers_has_them(
+    changes: dict[str, Any], windows: tuple[int | None, ...]
+) -> None:
+    assert parse_model_config({**MINIMAL, "num_hidden_layers": 4, **changes}).windows == windows
+
+
+@pytest.mark.parametrize(
+    ("field", "changes"),
+    [
+        ("sliding_window", {"architectures": ["MistralForCausalLM"], "sliding_window": "wide"}),
+        (
+            "layer_types",
+            {"architectures": ["MistralForCausalLM"], **SLIDING, "layer_types": ["full_attention"]},
+        ),
+        ("max_window_layers", {"architectures": ["Qwen2ForCausalLM"], **SLIDES, "max_window_layers": -1}),
+    ],
+)
+def test_windows_that_mean_nothing_are_named(field: str, changes: dict[str, Any]) -> None:
+    with pytest.raises(CaesuraError, match=field) as caught:
+        parse_model_config({**MINIMAL, **changes})
+    assert caught.value.code == ErrorCode.CHECKPOINT_ERROR
+
+
 @pytest.mark.parametrize("v4", [False, True])
 @pytest.mark.parametrize("family", [family for family in FAMILIES if not family.startswith("deepseek")])
 def test_fields_are_those_of_transformers(family: str, v4: bool, tmp_path: Path) -> None:
@@ -66,11 +118,23 @@ def test_fields_are_those_of_transformers(family: str, v4: bool, tmp_path: Path)
     assert ours.tie_word_embeddings is True
     assert ours.eos_token_ids == (5, 7)
     assert ours.dtype == torch.bfloat16
-    assert ours.attention_bias is (family == "qwen2")
+    assert ours.attention_bias is (family in ("qwen2", "qwen2-moe", "gpt-oss"))
+    ropes = theirs.rope_parameters
     if family == "llama3-rope":
         assert ours.rope == LLAMA3
+    elif family == "gemma3":
+        local = RopeParameters(theta=ropes["sliding_attention"]["rope_theta"])
+        assert ours.rope == RopeParameters(theta=ropes["full_attention"]["rope_theta"])
+        assert ours.ropes == (local, ours.rope, local)
+    elif family == "gpt-oss":
+        assert (ours.rope.rope_type, ours.rope.factor, ours.rope.truncate) == ("yarn", 32.0, False)
     else:
-        assert ours.rope == RopeParameters(theta=theirs.rope_parameters["rope_theta"])
+        assert ours.rope == RopeParameters(theta=ropes["rope_theta"])
+    slides = [kind == "sliding_attention" for kind in getattr(theirs, "layer_types", None) or []]
+    window = theirs.sliding_window if any(slides) else None
+    assert ours.windows == tuple(
+        window if sliding else None for sliding in slides or [False] * ours.num_layers
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -120,7 +184,6 @@ def test_eos_ids_of_both_files(tmp_path: Path) -> None:
     assert load_model_config(tmp_path).eos_token_ids == ()
 
 
-SLIDING = {"sliding_window": 128}
 UNSUPPORTED = [
     ({"mlp_bias": True}, ["mlp_bias"]),
     ({"quantization_config": "fp8"}, ["quantization_config"]),
@@ -130,24 +193,18 @@ UNSUPPORTED = [
     ({"final_logit_softcapping": 30.0}, ["final_logit_softcapping"]),
     ({"hidden_act": "gelu"}, ["hidden_act"]),
     ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ["rope_scaling"]),
-    ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, ["rope_scaling"]),
     ({"rope_parameters": {"rope_type": "longrope"}}, ["rope_parameters"]),
     ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, ["rope_parameters"]),
     ({"rope_scaling": "linear"}, ["rope_scaling"]),
     ({"layer_types": ["full_attention", "sliding_attention"]}, ["layer_types"]),
     ({"dtype": "float8_e4m3fn"}, ["dtype"]),
     ({"torch_dtype": "int8"}, ["torch_dtype"]),
-    ({"architectures": ["MistralForCausalLM"], **SLIDING}, ["sliding_window"]),
-    ({"architectures": ["MistralForCausalLM"], "sliding_window": "wide"}, ["sliding_window"]),
-    ({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, **SLIDING}, ["use_sliding_window"]),
+    ({"architectures": ["MistralForCausalLM"], "layer_types": ["chunked_attention"] * 2}, ["layer_types"]),
+    ({"architectures": ["GptOssForCausalLM"], "swiglu_limit": 5.0}, ["swiglu_limit"]),
+    ({"architectures": ["Gemma3ForCausalLM"], "hidden_activation": "gelu"}, ["hidden_activation"]),
     (
-        {
-            "architectures": ["Qwen3ForCausalLM"],
-            "use_sliding_window": True,
-            "max_window_layers": 1,
-            **SLIDING,
-        },
-        ["use_sliding_window"],
+        {"architectures": ["Gemma3ForCausalLM"], "use_bidirectional_attention": True},
+        ["use_bidirectional_attention"],
     ),
     ({"architectures": ["Gemma2ForCausalLM"]}, ["architectures"]),
     ({"architectures": []}, ["architectures"]),
@@ -239,4 +296,4 @@ def test_edited_field_is_seen(tmp_path: Path) -> None:
     before = load_model_config(tmp_path)
     edit_config(tmp_path, num_hidden_layers=3)
     edit_config(tmp_path, layer_types=None)
-    assert config_difference(before, load_model_config(tmp_path)) == ["num_layers"]
+    assert config_difference(before, load_model_config(tmp_path)) == ["num_layers", "windows"]

@@ -1,6 +1,6 @@
 """Inputs and results of steps in reused blocks: they arrive whole, and nothing is overwritten that is still in use."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -262,3 +262,27 @@ def test_results_are_waited_for_and_empty_steps_have_none():
     assert (device.events[0].recorded, device.events[0].waits) == (1, 0)
     assert len(pending.fetch().token_ids) == 0
     assert device.events[0].waits == 1
+
+
+def test_layers_with_a_window_have_slots_and_a_table_of_their_own() -> None:
+    """Where there are such layers, every step has them, at addresses that depend on its size alone."""
+    staging = InputStaging(replace(LIMITS, windows=True), device=CPU, device_module=Device())
+    addresses = set()
+    for seed, width in ((1, 3), (2, 5), (3, 3)):
+        batch = batch_of([1, 1, 4], 2, width, seed)
+        other = batch_of([1, 1, 4], 2, width, seed + 9)
+        given = replace(batch, window_slots=other.kv_slots, window_table=other.page_table)
+        with staging.staged(given) as staged:
+            assert torch.equal(staged.window_slots, other.kv_slots)
+            assert torch.equal(staged.window_table, other.page_table)
+            assert torch.equal(staged.kv_slots, batch.kv_slots)
+            assert torch.equal(staged.page_table, batch.page_table)
+            addresses.add(staged.window_slots.data_ptr())
+    with staging.staged(batch, 9) as staged:  # as of a warm-up: on the scratch page
+        assert not staged.window_slots.any()
+        assert staged.window_table.shape == (9, 3)
+        assert not staged.window_table.any()
+    with inputs().staged(batch) as staged:
+        assert staged.window_slots is None
+        assert staged.window_table is None
+    assert len(addresses) == 1

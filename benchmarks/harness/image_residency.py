@@ -1,0 +1,103 @@
+"""Bytes of an image pipeline's weights on the device, by the strategies of its components."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from caesura.client import SchedulerClient, launch_scheduler
+from caesura.io_struct import Residency
+
+STRATEGIES: list[tuple[Residency, Residency]] = [
+    ("resident", "resident"),
+    ("offload", "resident"),
+    ("layerwise", "resident"),
+    ("offload", "offload"),
+    ("offload", "layerwise"),
+    ("layerwise", "layerwise"),
+]
+"""Of the text encoders and the VAE, and of the transformer."""
+STEPS, LONG = 10, 1000
+PATIENCE_S = 300.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Occupation:
+    """What an engine with these strategies has on the device, in bytes, and what an image costs."""
+
+    frozen: Residency
+    transformer: Residency
+    peak: int
+    """Over whole images."""
+    denoising: int
+    """Between two denoising steps."""
+    idle: int
+    """Between two images."""
+    seconds: float
+    """For one image of :data:`STEPS` steps, all alone."""
+
+
+def measure_occupation(folder: Path, side: int, threads: int, images: int) -> list[Occupation]:
+    """An engine for each of :data:`STRATEGIES`, one after the other."""
+    return [_measure(folder, side, threads, images, *each) for each in STRATEGIES]
+
+
+def _measure(
+    folder: Path, side: int, threads: int, images: int, frozen: Residency, transformer: Residency
+) -> Occupation:
+    with launch_scheduler(
+        folder,
+        dtype="float32",
+        device="cpu",
+        num_threads=threads,
+        log_level="WARNING",
+        frozen_residency=frozen,
+        transformer_residency=transformer,
+        prompt_cache_bytes=0,
+    ) as client:
+
+        def image(steps: int = STEPS) -> None:
+            client.generate_images(
+                "a red circle",
+                seed=0,
+                width=side,
+                height=side,
+                num_inference_steps=steps,
+                max_sequence_length=0,
+                return_embeds=False,
+                timeout=PATIENCE_S,
+            )
+
+        image()
+        took = []
+        for _ in range(images):
+            began = time.perf_counter()
+            image()
+            took.append(time.perf_counter() - began)
+        idle, peak = _present(client), _present(client, peak=True)
+        with ThreadPoolExecutor(1) as thread:
+            made = client.status(timeout=PATIENCE_S).generated_tokens
+            long = thread.submit(image, LONG)
+            while client.status(timeout=PATIENCE_S).generated_tokens == made and not long.done():
+                time.sleep(0.01)
+            client.pause("in_place", timeout=PATIENCE_S)
+            denoising = _present(client)
+            client.abort(abort_all=True, timeout=PATIENCE_S)
+            long.result()
+        return Occupation(
+            frozen=frozen,
+            transformer=transformer,
+            peak=peak,
+            denoising=denoising,
+            idle=idle,
+            seconds=median(took),
+        )
+
+
+def _present(client: SchedulerClient, *, peak: bool = False) -> int:
+    """Bytes of weights on the device: those that always are, and those that come and go."""
+    status = client.status(timeout=PATIENCE_S)
+    memory = status.device_memory
+    always = memory.weights - sum(each.nbytes for each in status.components)
+    return always + (memory.components_peak if peak else memory.components)

@@ -1,0 +1,43 @@
+"""Slots of parameters that come and go: written where the values are, whether or not the device has them.
+
+Invariant: a slot reads and writes through its :class:`~..memory.offload.Movable`, which knows. What was written while a
+parameter was away is what comes to the device next.
+"""
+
+from math import prod
+
+from torch import Tensor
+
+from ..memory.offload import Movable
+from .parameters import Parameter, WeightSlot, differ
+
+
+class MovableSlot(WeightSlot):
+    """One checkpoint tensor that is one whole parameter of ``movable``."""
+
+    __slots__ = ("_movable", "_tensor")
+
+    def __init__(self, parameter: Parameter, movable: Movable) -> None:
+        """``parameter`` was allocated for ``movable``."""
+        tensor = parameter.data
+        super().__init__(parameter.name, parameter.name, tuple(tensor.shape), tensor.dtype)
+        self._movable = movable
+        self._tensor = tensor
+
+    def write(self, rows: Tensor, start: int) -> None:
+        """See :meth:`WeightSlot.write`.
+
+        Raises:
+            OSError: the copy on the host cannot be written.
+        """
+        self._movable.write(self._tensor, start * prod(self.shape[1:]), rows)
+
+    def differs(self, rows: Tensor, start: int) -> bool:
+        """See :meth:`WeightSlot.differs`."""
+        values = self._movable.values(self._tensor)
+        return differ(rows, values if rows.shape == self.shape else values.narrow(0, start, rows.shape[0]))
+
+    def read(self, start: int = 0, stop: int | None = None) -> Tensor:
+        """A view, of host memory once the parameter has been away."""
+        values = self._movable.values(self._tensor)
+        return values[start:stop] if self.shape else values

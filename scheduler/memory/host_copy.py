@@ -1,0 +1,200 @@
+"""The values of tensors in host memory while their device memory is given back: written once, read back, changed in place.
+
+On the CPU "the device" is anonymous memory, and the values of what is not there lie in an unlinked file below ``TMPDIR``:
+the kernel can write it back and drop it, so ``RssAnon`` really falls. On accelerators they lie in pinned host memory.
+
+Invariants:
+- A copy holds what was saved or written last; nothing else changes it.
+- Only the copying runs beside the current stream, never the taking or dropping of memory.
+"""
+
+import mmap
+import os
+import tempfile
+import weakref
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor, Future
+from itertools import accumulate
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from .device_module import DeviceEvent, DeviceStream, StreamModule
+from .storage import bytes_of
+
+_ALIGN = 64
+"""Of each tensor in a file, as torch's own allocations."""
+_CHUNK = 4 << 20
+"""Bytes copied between two yields: a millisecond from memory, tens of them where the copy must be read from a disk."""
+
+
+class HostCopy(Protocol):
+    """The values of a part while it is not on the device."""
+
+    def save(self, tensors: Sequence[Tensor]) -> Iterator[None]:
+        """Keep the values of ``tensors``; yields in between."""
+        ...
+
+    def load(self, tensors: Sequence[Tensor]) -> Iterator[None]:
+        """Copy them back; on the device, and known to be there, when it ends."""
+        ...
+
+    def prefetch(self, tensors: Sequence[Tensor]) -> None:
+        """Begin to copy them back, beside whatever comes next."""
+        ...
+
+    def wait(self) -> None:
+        """What comes next sees the values that :meth:`prefetch` brings."""
+        ...
+
+    def values(self) -> Sequence[Tensor]:
+        """What was saved, in host memory: to be read, and current for as long as the copy exists."""
+        ...
+
+    def write(self, number: int, start: int, rows: Tensor) -> None:
+        """Overwrite elements from ``start`` on of saved tensor ``number``; ``rows`` are of its dtype, on any device, and have
+        been read when it returns. Nothing may be on its way meanwhile (:meth:`wait`)."""
+        ...
+
+
+class FileCopy:
+    """For tensors in host memory: an unlinked file, read by a thread where that is asked for ahead of time."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        self._file, path = tempfile.mkstemp(prefix="caesura-")
+        os.unlink(path)
+        weakref.finalize(self, os.close, self._file)
+        self._coming: Future[None] | None = None
+        self._like: list[tuple[torch.Size, torch.dtype]] = []
+        self._values: list[Tensor] | None = None
+
+    def save(self, tensors: Sequence[Tensor]) -> Iterator[None]:
+        """Raises OSError where the file system is full."""
+        self._like = [(tensor.shape, tensor.dtype) for tensor in tensors]
+        for part, offset in _chunks(tensors):
+            done = 0
+            while done < len(part):
+                done += os.pwrite(self._file, part[done:], offset + done)
+            yield
+
+    def load(self, tensors: Sequence[Tensor]) -> Iterator[None]:
+        """Read by the caller."""
+        for part, offset in _chunks(tensors):
+            done = 0
+            while done < len(part):
+                count = os.preadv(self._file, [part[done:]], offset + done)
+                if count == 0:
+                    raise OSError(f"the saved copy ends at byte {offset + done}")
+                done += count
+            yield
+
+    def prefetch(self, tensors: Sequence[Tensor]) -> None:
+        """Read by the thread, which does not hold the interpreter meanwhile."""
+        self._coming = self._executor.submit(_exhaust, self.load(tensors))
+
+    def wait(self) -> None:
+        """Until the thread has done it; raises what it raised."""
+        if self._coming is not None:
+            coming, self._coming = self._coming, None
+            coming.result()
+
+    def values(self) -> Sequence[Tensor]:
+        """A mapping of the file."""
+        if self._values is None:
+            self._values = list(_mapped(self._file, self._like))
+        return self._values
+
+    def write(self, number: int, start: int, rows: Tensor) -> None:
+        """By a call, not through the mapping: a file system that is full says so, where a mapping would end the process."""
+        rows = rows.cpu().contiguous()
+        offset = _offsets(self._like)[number] + start * rows.itemsize
+        data, done = bytes_of(rows), 0
+        while done < len(data):
+            done += os.pwrite(self._file, data[done:], offset + done)
+
+
+class PinnedCopy:
+    """For accelerators: host memory, pinned where there are streams, and a stream beside the one that computes."""
+
+    def __init__(self, streams: StreamModule | None, side: DeviceStream | None, *, pin: bool) -> None:
+        """``side`` is the stream of the copies. None, both of them: the device has no streams, copies are synchronous."""
+        self._module, self._side, self._pin = streams, side, pin
+        self._host: list[Tensor] = []
+        self._arrived: DeviceEvent | None = None
+
+    def save(self, tensors: Sequence[Tensor]) -> Iterator[None]:
+        """In the order of the current stream, and done when it ends."""
+        for tensor in tensors:
+            self._host.append(torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._pin))
+            self._host[-1].copy_(tensor)
+            yield
+
+    def load(self, tensors: Sequence[Tensor]) -> Iterator[None]:
+        """Yields until the device has them."""
+        self.prefetch(tensors)
+        while self._arrived is not None and not self._arrived.query():
+            yield
+        self.wait()
+
+    def prefetch(self, tensors: Sequence[Tensor]) -> None:
+        """Behind what the current stream has been given: it may still use the memory that is written here."""
+        if self._module is None or self._side is None:
+            self._copy(tensors)
+            return
+        self._side.wait_stream(self._module.current_stream())
+        with self._module.stream(self._side):
+            self._copy(tensors)
+            self._arrived = self._side.record_event()
+
+    def wait(self) -> None:
+        """By the current stream, not by the host."""
+        if self._module is not None and self._arrived is not None:
+            self._module.current_stream().wait_event(self._arrived)
+            self._arrived = None
+
+    def values(self) -> Sequence[Tensor]:
+        """The memory itself."""
+        return self._host
+
+    def write(self, number: int, start: int, rows: Tensor) -> None:
+        """Once no copy reads the memory any more: a stream was told to wait for those that have begun, the host was not."""
+        if self._side is not None:
+            self._side.synchronize()
+        self._host[number].view(-1).narrow(0, start, rows.numel()).copy_(rows.reshape(-1))
+
+    def _copy(self, tensors: Sequence[Tensor]) -> None:
+        for tensor, host in zip(tensors, self._host, strict=True):
+            tensor.copy_(host, non_blocking=self._pin)
+
+
+def _chunks(tensors: Sequence[Tensor]) -> Iterator[tuple[memoryview, int]]:
+    """The bytes of ``tensors`` in host memory, piece by piece, and where each piece lies in a file of all of them."""
+    offsets = _offsets([(tensor.shape, tensor.dtype) for tensor in tensors])
+    for tensor, offset in zip(tensors, offsets, strict=True):
+        data = bytes_of(tensor)
+        for start in range(0, len(data), _CHUNK):
+            yield data[start : start + _CHUNK], offset + start
+
+
+def _offsets(like: Sequence[tuple[torch.Size, torch.dtype]]) -> list[int]:
+    """Where tensors begin in a file of all of them."""
+    sizes = (shape.numel() * dtype.itemsize for shape, dtype in like)
+    return [0, *accumulate(-(-size // _ALIGN) * _ALIGN for size in sizes)][: len(like)]
+
+
+def _mapped(file: int, like: Sequence[tuple[torch.Size, torch.dtype]]) -> Iterator[Tensor]:
+    """The tensors in ``file``; the mapping goes with the last of them."""
+    size = os.fstat(file).st_size
+    mapping = mmap.mmap(file, size) if size else b""
+    for (shape, dtype), offset in zip(like, _offsets(like), strict=True):
+        if shape.numel():
+            yield torch.frombuffer(mapping, dtype=dtype, count=shape.numel(), offset=offset).view(shape)
+        else:
+            yield torch.empty(shape, dtype=dtype)
+
+
+def _exhaust(steps: Iterator[None]) -> None:
+    for _ in steps:
+        pass

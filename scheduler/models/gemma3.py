@@ -1,0 +1,34 @@
+"""Gemma 3, text only (Gemma Team, 2025, arXiv:2503.19786)."""
+
+from ..layers.parameters import Placement
+from .config import ModelConfig
+from .decoder import DecoderForCausalLM, Variants, attention_shape, dense_attention, dense_mlp
+from .family import Family
+
+FAMILIES = {
+    "Gemma3ForCausalLM": Family(
+        num_kv_heads=4,
+        head_dim=256,
+        window="always",
+        full_every=6,
+        theta=1e6,
+        local_theta=1e4,
+        query_scalar=256,
+        activation=("hidden_activation", ("gelu_pytorch_tanh",)),
+        tied=True,
+        refused=lambda config: (
+            ["use_bidirectional_attention"] if config.get("use_bidirectional_attention") else []
+        ),
+    )
+}
+
+
+class Gemma3ForCausalLM(DecoderForCausalLM):
+    """Layers with a window, and a base of their own, between those that see everything; norms on both sides of a block."""
+
+    def __init__(self, config: ModelConfig, *, place: Placement) -> None:
+        bias = config.attention_bias
+        shape = attention_shape(config, qkv_bias=bias, o_bias=bias, qk_norm=True, norm_from_one=True)
+        variants = Variants(norm_from_one=True, norms_behind=True, embedding_scale=config.hidden_size**0.5)
+        attention, mlp = dense_attention(config, shape, place), dense_mlp(config, place, bend="gelu_tanh")
+        super().__init__(config, attention, mlp, place=place, variants=variants)

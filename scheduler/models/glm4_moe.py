@@ -1,0 +1,27 @@
+"""GLM-4 with experts: GLM-4.5 and its kin (GLM-4.5 Team, 2025, arXiv:2508.06471)."""
+
+from ..layers.parameters import Placement
+from .config import ModelConfig
+from .config_mla import parse_glm4_moe
+from .decoder import DecoderForCausalLM, attention_shape, dense_attention
+from .family import Family
+from .sparse import sparse_mlp
+
+FAMILIES = {
+    "Glm4MoeForCausalLM": Family(
+        num_kv_heads=8,
+        partial_rotary=0.5,
+        qk_norm="use_qk_norm",
+        mtp_layers=True,
+        moe=parse_glm4_moe,
+    )
+}
+
+
+class Glm4MoeForCausalLM(DecoderForCausalLM):
+    """Half of a head is rotated; DeepSeek V3's routing."""
+
+    def __init__(self, config: ModelConfig, *, place: Placement) -> None:
+        shape = attention_shape(config, qkv_bias=config.attention_bias, qk_norm=config.qk_norm)
+        mlp, routing = sparse_mlp(config, place)
+        super().__init__(config, dense_attention(config, shape, place), mlp, place=place, routing=routing)

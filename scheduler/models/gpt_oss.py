@@ -1,0 +1,41 @@
+"""gpt-oss (OpenAI, 2025, arXiv:2508.10925), its experts in bfloat16 or float32."""
+
+from typing import Any
+
+from ..layers.experts import ExpertNames
+from ..layers.parameters import Placement
+from .config import ModelConfig
+from .config_moe import parse_gpt_oss
+from .decoder import DecoderForCausalLM, attention_shape, dense_attention
+from .family import Family
+from .sparse import SparseNames, sparse_mlp
+
+
+def _refused(config: dict[str, Any]) -> list[str]:
+    gate = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702}
+    return [name for name, value in gate.items() if config.get(name) not in (None, value)]
+
+
+FAMILIES = {
+    "GptOssForCausalLM": Family(
+        num_kv_heads=8,
+        head_dim=64,
+        bias_field=("attention_bias", True),
+        window="always",
+        full_every=2,
+        theta=150_000.0,
+        moe=parse_gpt_oss,
+        refused=_refused,
+    )
+}
+
+
+class GptOssForCausalLM(DecoderForCausalLM):
+    """Sinks in every layer, a window in every second; experts of clamped gates, with biases."""
+
+    def __init__(self, config: ModelConfig, *, place: Placement) -> None:
+        bias = config.attention_bias
+        shape = attention_shape(config, qkv_bias=bias, o_bias=bias, sinks=True)
+        names = SparseNames(router="router", experts=ExpertNames(stacked=True))
+        mlp, routing = sparse_mlp(config, place, names=names, bias=True, bend="clamped")
+        super().__init__(config, dense_attention(config, shape, place), mlp, place=place, routing=routing)

@@ -1,0 +1,23 @@
+"""Qwen2 with experts (Yang et al., 2024, arXiv:2407.10671)."""
+
+from ..layers.parameters import Placement
+from .config import ModelConfig
+from .config_moe import parse_qwen2_moe
+from .decoder import DecoderForCausalLM, attention_shape, dense_attention
+from .family import Family
+from .sparse import SparseNames, sparse_mlp
+
+FAMILIES = {
+    "Qwen2MoeForCausalLM": Family(
+        num_kv_heads=16, bias_field=("qkv_bias", True), window="upper_layers", moe=parse_qwen2_moe
+    )
+}
+
+
+class Qwen2MoeForCausalLM(DecoderForCausalLM):
+    """Qwen2's attention; beside the experts a block that every token goes through, weighted by a gate."""
+
+    def __init__(self, config: ModelConfig, *, place: Placement) -> None:
+        shape = attention_shape(config, qkv_bias=config.attention_bias)
+        mlp, routing = sparse_mlp(config, place, names=SparseNames(shared="shared_expert"))
+        super().__init__(config, dense_attention(config, shape, place), mlp, place=place, routing=routing)

@@ -1,0 +1,423 @@
+"""Components of image pipelines that come and go: the same images, updates of what is away, and memory by stage."""
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+from support.scripted import EngineDriver, one_piece_per_slice
+
+from caesura.io_struct import (
+    CaesuraError,
+    ContinueGenerationReqInput,
+    EndWeightUpdateReqInput,
+    ErrorCode,
+    GenerateImagesReqInput,
+    PauseGenerationReqInput,
+    ReleaseMemoryOccupationReqInput,
+    ResumeMemoryOccupationReqInput,
+    SdeParams,
+    TensorSpec,
+    UpdateWeightFromDiskReqInput,
+    UpdateWeightsFromTensorReqInput,
+    WeightsCheckerReqInput,
+)
+
+pytest.importorskip("diffusers")
+from support.pipelines import make_flux, make_qwen_image, make_sd3, tensors_of
+
+from caesura.scheduler.images import traced
+from caesura.scheduler.memory import residency as residency_module
+from caesura.scheduler.memory.offload import LayerwiseOffloadStrategy
+
+STEPS = 3
+ENCODERS = {"text_encoder", "text_encoder_2", "text_encoder_3"}
+COMPONENTS = ("transformer", "vae", *sorted(ENCODERS))
+MAKE = {
+    "sd3": lambda path, seed=0: make_sd3(path, seed=seed, layers=4),
+    "flux": make_flux,
+    "qwen": make_qwen_image,
+}
+STRATEGIES = [
+    ("offload", "resident"),
+    ("resident", "layerwise"),
+    ("layerwise", "offload"),
+    ("layerwise", "layerwise"),
+]
+
+
+@pytest.fixture(scope="session")
+def pipelines(tmp_path_factory):
+    """Folder of the family, of this seed; each is made once."""
+    made = {}
+
+    def folder(family, seed=0):
+        if (family, seed) not in made:
+            path = tmp_path_factory.mktemp("moving") / f"{family}-{seed}"
+            made[family, seed] = MAKE[family](path, seed=seed)
+        return made[family, seed]
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def expected(pipelines):
+    """Checksums and results of an engine whose components are all on the device, by folder."""
+    known = {}
+
+    def of(family, seed=0):
+        if (family, seed) not in known:
+            with engine(pipelines(family, seed)) as driver:
+                known[family, seed] = checksums(driver), run(driver, *messages())
+        return known[family, seed]
+
+    return of
+
+
+def engine(folder, frozen="resident", transformer="resident", **options):
+    options = {"max_running_requests": 8, **options}
+    return EngineDriver(
+        str(folder), scripted=False, frozen_residency=frozen, transformer_residency=transformer, **options
+    )
+
+
+def messages():
+    """Two that share no step, one of which has two samples."""
+    options = {"num_inference_steps": STEPS, "seed": 5, "return_steps": None, "max_sequence_length": 6}
+    return (
+        GenerateImagesReqInput(
+            prompt="a red", n=2, width=16, height=16, sde=SdeParams(type="sde"), **options
+        ),
+        GenerateImagesReqInput(prompt="a blue", width=24, height=16, **options),
+    )
+
+
+def run(driver, *asked):
+    for message in asked:
+        driver.send(message)
+    driver.run_until_idle()
+    return results(driver, *asked)
+
+
+def results(driver, *asked):
+    for message in asked:
+        assert message.id not in driver.replies, driver.replies.get(message.id)
+    return [
+        tensors_of(driver.images[message.id, index][0]) for message in asked for index in range(message.n)
+    ]
+
+
+def checksums(driver):
+    return driver.call(WeightsCheckerReqInput()).checksums
+
+
+def same(found, wanted):
+    assert len(found) == len(wanted)
+    for one, other in zip(found, wanted, strict=True):
+        assert one.keys() == other.keys()
+        assert all(np.array_equal(one[name], other[name]) for name in one)
+
+
+def alike(found, wanted):
+    """As far as batches of other sizes allow: after a shortage steps have fewer rows."""
+    for one, other in zip(found, wanted, strict=True):
+        assert one.keys() == other.keys()
+        for name in one:
+            np.testing.assert_allclose(
+                one[name].astype(np.float32), other[name], rtol=0, atol=1 if name == "image" else 1e-5
+            )
+
+
+def on_device(driver):
+    """Bytes by component."""
+    return {each.name: each.device_bytes for each in driver.status().components}
+
+
+def watch(driver):
+    """What each step finds on the device when it has been executed: ``(kind, {component: bytes})``, to be filled."""
+    runner, seen = driver.engine.scheduler._runner, []
+    execute = runner.execute
+
+    def watched(batch):
+        launched = execute(batch)
+        there = {name: nbytes for name, nbytes in on_device(driver).items() if nbytes}
+        seen.append((batch.kind, there))
+        return launched
+
+    runner.execute = watched
+    return seen
+
+
+@pytest.mark.parametrize("transformer", ["offload", "layerwise"])
+def test_recorded_operations_find_the_weights_wherever_they_come_to(
+    pipelines, expected, monkeypatch, transformer
+):
+    monkeypatch.setattr(traced, "RECORD_AFTER", 1)
+    monkeypatch.setattr(traced, "WORTH_S", float("inf"))
+    calls = []
+    played = traced._run
+    monkeypatch.setattr(traced, "_run", lambda *given: (calls.append(1), played(*given))[1])
+    first, second = pipelines("sd3"), pipelines("sd3", 1)
+    with engine(first, "offload", transformer) as driver:
+        for _ in range(2):
+            same(run(driver, *messages()), expected("sd3")[1])
+        driver.call(UpdateWeightFromDiskReqInput(model_path=str(second / "transformer")))
+        for name in ("vae", *sorted(ENCODERS)):
+            if (second / name).is_dir():
+                driver.call(UpdateWeightFromDiskReqInput(model_path=str(second / name), component=name))
+        for _ in range(2):
+            same(run(driver, *messages()), expected("sd3", 1)[1])
+    assert bool(calls) == (transformer == "offload"), "a recording would call no block"
+
+
+@pytest.mark.parametrize(("frozen", "transformer"), STRATEGIES)
+def test_images_are_the_same_and_memory_is_what_the_strategies_say(pipelines, expected, frozen, transformer):
+    with engine(pipelines("sd3"), frozen, transformer) as driver:
+        sizes = {each.name: each.nbytes for each in driver.status().components}
+        moving = dict.fromkeys((*ENCODERS, "vae"), frozen) | {"transformer": transformer}
+        moving = {name: how for name, how in moving.items() if how != "resident"}
+        assert {each.name: each.residency for each in driver.status().components} == moving
+        assert not any(on_device(driver).values()), "nobody has used them yet"
+        assert checksums(driver) == expected("sd3")[0]
+        seen = watch(driver)
+        for _ in range(2):
+            same(run(driver, *messages()), expected("sd3")[1])
+            assert not any(on_device(driver).values()), "no sample is left"
+        movables = driver.engine.scheduler._runner._stages._residency._movables
+        window = LayerwiseOffloadStrategy()
+        allowed = {
+            name: window.peak_bytes(movables[name]) if how == "layerwise" else sizes[name]
+            for name, how in moving.items()
+        }
+        used = {"encode": ENCODERS, "denoise": {"transformer"}, "decode": {"vae"}}
+        assert {kind for kind, _ in seen} == used.keys()
+        for kind, there in seen:
+            assert there.keys() == used[kind] & moving.keys()
+            assert all(0 < nbytes <= allowed[name] for name, nbytes in there.items())
+        for name in ("transformer", "vae"):
+            assert (allowed.get(name) == sizes.get(name)) == (moving.get(name) != "layerwise")
+        peak = max(sum(allowed[name] for name in used[kind] & moving.keys()) for kind in used)
+        assert driver.status().device_memory.components_peak == peak
+
+
+@pytest.mark.parametrize("family", ["flux", "qwen"])
+@pytest.mark.parametrize("how", ["offload", "layerwise"])
+def test_every_family_computes_with_what_comes(pipelines, expected, family, how):
+    with engine(pipelines(family), how, how) as driver:
+        same(run(driver, *messages()), expected(family)[1])
+        assert driver.status().device_memory.components_peak < sum(
+            each.nbytes for each in driver.status().components
+        )
+
+
+def answered(driver, message):
+    """Tick until ``message`` has its reply."""
+    for _ in range(1000):
+        if message.id in driver.replies:
+            return
+        driver.tick()
+    raise AssertionError("no answer")
+
+
+def send_tensors(driver, path, component, **fields):
+    """One update by tensors."""
+    name = "model" if component.startswith("text") else "diffusion_pytorch_model"
+    tensors = load_file(path / component / f"{name}.safetensors")
+    names = {"float32": "F32", "int64": "I64"}
+    specs = [
+        TensorSpec(
+            name=each,
+            dtype=names[str(tensor.dtype).removeprefix("torch.")],
+            shape=list(tensor.shape),
+            nbytes=tensor.nbytes,
+            buffer=number,
+        )
+        for number, (each, tensor) in enumerate(tensors.items())
+    ]
+    message = UpdateWeightsFromTensorReqInput(specs=specs, component=component, **fields)
+    driver.send(message, buffers=[tensor.numpy().tobytes() for tensor in tensors.values()])
+    answered(driver, message)
+    return driver.replies.pop(message.id)
+
+
+@pytest.mark.parametrize(
+    ("frozen", "transformer", "ticks", "transport"),
+    [
+        ("offload", "layerwise", 0, "disk"),
+        ("offload", "layerwise", 3, "tensor"),  # in the midst of denoising
+        ("layerwise", "offload", 1, "disk"),  # in the midst of encoding
+        ("layerwise", "offload", 5, "tensor"),  # one of the images is decoded
+        ("layerwise", "layerwise", 3, "disk"),
+    ],
+)
+def test_an_update_of_what_is_away_is_a_cold_load(pipelines, expected, frozen, transformer, ticks, transport):
+    """Of every component, in any stage: ``ticks`` after samples have come, some of their components are on the device."""
+    other = pipelines("sd3", 20)
+    with engine(pipelines("sd3"), frozen, transformer) as driver:
+        waiting = messages() if ticks else ()
+        for message in waiting:
+            driver.send(message)
+        driver.tick(ticks)
+        driver.call(PauseGenerationReqInput(mode="retract"))
+        for component in COMPONENTS:
+            if transport == "disk":
+                reply = driver.call(
+                    UpdateWeightFromDiskReqInput(
+                        model_path=str(other), component=component, flush_cache=False
+                    )
+                )
+            else:
+                reply = send_tensors(driver, other, component, flush_cache=False)
+            assert reply.committed, reply
+        wanted, made = expected("sd3", 20)
+        assert checksums(driver) == wanted
+        driver.call(ContinueGenerationReqInput())
+        driver.run_until_idle()
+        same(results(driver, *waiting), made[: sum(message.n for message in waiting)])
+        same(run(driver, *messages()), made)
+        assert checksums(driver) == wanted, "coming and going changes no value"
+
+
+def test_checksums_are_those_of_the_weights_while_steps_come_and_go(pipelines, expected, monkeypatch):
+    """The checker reads between steps, in which components arrive and leave."""
+    one_piece_per_slice(monkeypatch)
+    with engine(pipelines("sd3"), "layerwise", "offload") as driver:
+        seen = watch(driver)
+        for message in messages():
+            driver.send(message)
+        check = WeightsCheckerReqInput()
+        driver.send(check)
+        answered(driver, check)
+        assert driver.replies.pop(check.id).checksums == expected("sd3")[0]
+        assert {kind for kind, _ in seen} >= {"encode", "denoise"}
+
+
+def test_a_release_loses_only_what_has_no_copy(pipelines, expected):
+    with engine(pipelines("sd3"), "offload", "layerwise") as driver:
+        driver.call(PauseGenerationReqInput())
+        driver.call(ReleaseMemoryOccupationReqInput(tags=["weights"]))
+        driver.call(ResumeMemoryOccupationReqInput(tags=["weights"]))
+        assert driver.status().weights == "valid", "every component has a copy"
+        driver.call(ContinueGenerationReqInput())
+        same(run(driver, *messages()), expected("sd3")[1])
+    with engine(pipelines("sd3"), "offload", "resident") as driver:
+        driver.call(ReleaseMemoryOccupationReqInput(tags=["weights"]))
+        driver.call(ResumeMemoryOccupationReqInput(tags=["weights"]))
+        assert driver.status().weights == "invalid"
+        assert driver.call(UpdateWeightFromDiskReqInput(model_path=str(pipelines("sd3")))).weights == "valid"
+        same(run(driver, *messages()), expected("sd3")[1])
+
+
+def test_a_release_heals_nothing(pipelines, expected):
+    """An encoder that a failed session has left half new must come completely, whatever was released meanwhile."""
+    with engine(pipelines("sd3"), "offload", "layerwise") as driver:
+        session = driver.begin()
+        other = pipelines("sd3", 20)
+        assert not send_tensors(
+            driver, other, "text_encoder", session_id=session, flush_cache=False
+        ).committed
+        driver.call(EndWeightUpdateReqInput(session_id=session, commit=False))
+        assert driver.status().weights == "poisoned"
+        driver.call(ReleaseMemoryOccupationReqInput(tags=["weights"]))
+        driver.call(ResumeMemoryOccupationReqInput(tags=["weights"]))
+        own = str(pipelines("sd3"))
+        for component, weights in (("transformer", "poisoned"), ("text_encoder", "valid")):
+            reply = driver.call(UpdateWeightFromDiskReqInput(model_path=own, component=component))
+            assert reply.weights == weights
+        assert checksums(driver) == expected("sd3")[0]
+
+
+def test_every_tensor_of_what_is_away_is_written(pipelines, expected):
+    """After ``reset_tensors`` nothing is left of the old values, on the device or in a copy."""
+    with engine(pipelines("sd3"), "layerwise", "offload") as driver:
+        run(driver, *messages())
+        driver.call(WeightsCheckerReqInput(action="reset_tensors"))
+        slots = driver.engine.updates._model.weight_slots().values()
+        assert all(bool(slot.read().isnan().all()) for slot in slots if slot.dtype.is_floating_point)
+        for component in COMPONENTS:
+            path = str(pipelines("sd3"))
+            driver.call(UpdateWeightFromDiskReqInput(model_path=path, component=component))
+        assert driver.status().weights == "valid"
+        same(run(driver, *messages()), expected("sd3")[1])
+
+
+def test_values_that_are_not_finite_are_found_in_what_is_away(pipelines, tmp_path):
+    with engine(pipelines("sd3"), "offload", "layerwise", check_finite=True) as driver:
+        for component in ("vae", "transformer"):
+            slots = driver.engine.updates._model.weight_slots()
+            name = next(name for name in slots if name.startswith(f"{component}."))
+            spec = TensorSpec(
+                name=name.partition(".")[2], dtype="F32", shape=list(slots[name].shape), nbytes=0, buffer=0
+            )
+            rows = np.full(slots[name].shape, np.inf, np.float32)
+            spec = TensorSpec(name=spec.name, dtype="F32", shape=spec.shape, nbytes=rows.nbytes, buffer=0)
+            message = UpdateWeightsFromTensorReqInput(specs=[spec], component=component)
+            driver.send(message, buffers=[rows.tobytes()])
+            answered(driver, message)
+            reply = driver.replies.pop(message.id)
+            assert (reply.code, reply.detail["non_finite"][0]["name"]) == ("weights_not_finite", name)
+            path = str(pipelines("sd3"))
+            assert driver.call(UpdateWeightFromDiskReqInput(model_path=path, component=component)).committed
+
+
+def emptyings(driver, place="component"):
+    return {each.place: each.count for each in driver.status().totals.emptied}.get(place, 0)
+
+
+@pytest.mark.parametrize(
+    ("frozen", "share", "count"), [("offload", 1.0, 0), ("offload", 0.0, 2), ("layerwise", 1.0, 2)]
+)
+def test_the_cache_is_emptied_where_something_large_has_left(pipelines, monkeypatch, frozen, share, count):
+    """Once for each stage that moves something: encoding and decoding; by size, or because it was there block by block."""
+    monkeypatch.setattr(residency_module, "LARGE_SHARE", share)
+    with engine(pipelines("sd3"), frozen) as driver:
+        before = emptyings(driver)
+        driver.send(messages()[0])
+        driver.run_until_idle()
+        assert emptyings(driver) - before == count
+        for _ in range(3):
+            driver.status()
+        assert emptyings(driver) - before == count, "looking empties nothing"
+
+
+def test_an_engine_lives_on_when_a_step_or_a_component_does_not_fit(pipelines, expected, monkeypatch):
+    with engine(pipelines("sd3"), "offload", "layerwise") as driver:
+        family, failures = driver.engine.scheduler._runner._family, emptyings(driver, "failure")
+        encode, left = family.encode, 1
+
+        def scarce(ids, longest):
+            nonlocal left
+            left -= 1
+            if left >= 0:
+                raise RuntimeError("out of memory")
+            return encode(ids, longest)
+
+        monkeypatch.setattr(family, "encode", scarce)
+        alike(run(driver, *messages()), expected("sd3")[1])
+        assert emptyings(driver, "failure") == failures + 1
+        monkeypatch.undo()
+
+        driver.call(PauseGenerationReqInput(mode="abort"))
+        driver.call(ContinueGenerationReqInput())
+        before = residency_module.ComponentResidencyManager._require_room
+
+        def full(manager, component):
+            if component.name == "vae":
+                raise CaesuraError(ErrorCode.OUT_OF_MEMORY, "vae does not fit")
+            before(manager, component)
+
+        monkeypatch.setattr(residency_module.ComponentResidencyManager, "_require_room", full)
+        asked = messages()
+        for message in asked:
+            driver.send(message)
+        driver.run_until_idle()
+        ended = [driver.images[m.id, i][0].finish_reason for m in asked for i in range(m.n)]
+        assert {(reason.type, reason.code) for reason in ended} == {("error", "out_of_memory")}
+        monkeypatch.undo()
+        alike(run(driver, *messages()), expected("sd3")[1])
+
+
+def test_stages_are_timed(pipelines):
+    with engine(pipelines("sd3"), "offload") as driver:
+        run(driver, messages()[1])
+        counts = {stage.name: stage.count for stage in driver.status().stages}
+        assert (counts["encode"], counts["denoise"], counts["decode"]) == (1, STEPS, 1)
+        assert (counts["components.arrive"], counts["components.leave"]) == (2, 2)

@@ -1,0 +1,160 @@
+"""Encoded prompts that are kept: what is found again, when it must not be, and what it costs."""
+
+import numpy as np
+import pytest
+from support.scripted import EngineDriver
+
+from caesura.io_struct import (
+    CaesuraError,
+    ContinueGenerationReqInput,
+    FlushCacheReqInput,
+    GenerateImagesReqInput,
+    PauseGenerationReqInput,
+    ReleaseMemoryOccupationReqInput,
+    ResumeMemoryOccupationReqInput,
+    UpdateWeightFromDiskReqInput,
+)
+
+pytest.importorskip("diffusers")
+from support.pipelines import make_sd3, tensors_of
+
+from caesura.scheduler.config import EngineConfig
+from caesura.scheduler.images.prompts import ENTRY_BYTES
+
+LENGTH = 6
+ONE = ENTRY_BYTES + 4 * ((8 + LENGTH) * 40 + 24)
+"""Bytes of the embeddings of one prompt: CLIP's 8 tokens and T5's, and what was pooled."""
+
+
+@pytest.fixture(scope="module")
+def sd3(tmp_path_factory):
+    return make_sd3(tmp_path_factory.mktemp("prompts") / "sd3")
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory):
+    return make_sd3(tmp_path_factory.mktemp("prompts") / "other", seed=20)
+
+
+@pytest.fixture
+def driver(sd3):
+    with EngineDriver(str(sd3), scripted=False, max_running_requests=8) as driver:
+        yield driver
+
+
+def request(prompt="a red", **fields):
+    fields = {"num_inference_steps": 2, "max_sequence_length": LENGTH, "return_steps": None, **fields}
+    return GenerateImagesReqInput(prompt=prompt, width=16, height=16, seed=3, **fields)
+
+
+def run(driver, *asked):
+    for message in asked:
+        driver.send(message)
+    driver.run_until_idle()
+    return [tensors_of(driver.images[message.id, 0][0]) for message in asked]
+
+
+def counts(driver):
+    status = driver.status().prompt_cache
+    return status.hits, status.misses, status.entries
+
+
+def encodings(driver):
+    return {stage.name: stage.count for stage in driver.status().stages}.get("encode", 0)
+
+
+def test_a_prompt_is_encoded_once(driver):
+    first = run(driver, request(n=2))[0]
+    assert counts(driver) == (0, 1, 1)
+    again = run(driver, request(), request())
+    assert (counts(driver), encodings(driver)) == ((2, 1, 1), 1)
+    for each in again:
+        assert all(np.array_equal(each[name], first[name]) for name in first)
+    assert driver.status().prompt_cache.nbytes == ONE
+
+
+def test_equal_prompts_that_come_together_are_encoded_once(driver):
+    one, two, three = run(driver, request(), request("a blue"), request())
+    assert counts(driver) == (1, 2, 2)
+    assert np.array_equal(one["prompt_embeds"], three["prompt_embeds"])
+    assert not np.array_equal(one["prompt_embeds"], two["prompt_embeds"])
+
+
+def test_guidance_finds_its_negative_prompt_and_encodes_the_rest(driver):
+    run(driver, request(guidance_scale=2.0))
+    assert counts(driver) == (0, 2, 2)
+    part = run(driver, request("a blue", guidance_scale=2.0))[0]
+    assert counts(driver) == (1, 3, 3)
+    driver.call(FlushCacheReqInput())
+    whole = run(driver, request("a blue", guidance_scale=2.0))[0]
+    np.testing.assert_allclose(part["latents"], whole["latents"], rtol=0, atol=1e-5)
+
+
+def test_what_differs_is_not_found(driver):
+    run(driver, request())
+    for message in (request("a blue"), request(max_sequence_length=LENGTH + 1), request(prompt="a red a")):
+        run(driver, message)
+    hits, misses, _ = counts(driver)
+    assert (hits, misses) == (0, 4)
+    ids = driver.engine.scheduler._runner._family.tokenize("a red", LENGTH)
+    run(driver, GenerateImagesReqInput(prompt_ids=ids, width=16, height=16, max_sequence_length=LENGTH))
+    assert counts(driver)[0] == 1, "text and its ids are the same prompt"
+
+
+def test_an_update_of_an_encoder_makes_old_entries_unreachable_and_one_of_the_transformer_does_not(
+    driver, other
+):
+    before = run(driver, request())[0]
+    assert driver.call(UpdateWeightFromDiskReqInput(model_path=str(other))).flushed
+    kept = run(driver, request())[0]
+    assert counts(driver) == (1, 1, 1)
+    assert np.array_equal(before["prompt_embeds"], kept["prompt_embeds"])
+    update = UpdateWeightFromDiskReqInput(model_path=str(other), component="text_encoder_3")
+    assert driver.call(update).committed
+    assert counts(driver)[2] == 0
+    after = run(driver, request())[0]
+    assert counts(driver) == (1, 2, 1)
+    assert not np.array_equal(before["prompt_embeds"], after["prompt_embeds"])
+    for component in ("text_encoder", "text_encoder_2", "vae"):
+        driver.call(UpdateWeightFromDiskReqInput(model_path=str(other), component=component))
+    found = run(driver, request())[0]
+    with EngineDriver(str(other), scripted=False) as cold:
+        expected = run(cold, request())[0]
+    assert all(np.array_equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("tag", ["weights", "kv_cache"])
+def test_flush_and_release_empty_it(driver, sd3, tag):
+    run(driver, request())
+    driver.call(FlushCacheReqInput())
+    assert (counts(driver)[2], driver.status().prompt_cache.nbytes) == (0, 0)
+    run(driver, request())
+    driver.call(PauseGenerationReqInput())
+    assert counts(driver)[2] == 1, "a pause keeps it"
+    driver.call(ReleaseMemoryOccupationReqInput(tags=[tag]))
+    assert (counts(driver)[2], driver.status().prompt_cache.nbytes) == (0, 0)
+    driver.call(ResumeMemoryOccupationReqInput())
+    if tag == "weights":
+        for component in ("transformer", "vae", "text_encoder", "text_encoder_2", "text_encoder_3"):
+            driver.call(UpdateWeightFromDiskReqInput(model_path=str(sd3), component=component))
+    driver.call(ContinueGenerationReqInput())
+    run(driver, request())
+    assert counts(driver) == (0, 3, 1)
+
+
+@pytest.mark.parametrize(("limit", "kept"), [(0, 0), (ONE - 1, 0), (ONE, 1), (2 * ONE, 2)])
+def test_bytes_are_bounded_and_the_oldest_goes_first(sd3, limit, kept):
+    with EngineDriver(str(sd3), scripted=False, prompt_cache_bytes=limit) as driver:
+        for prompt in ("a red", "a blue", "a green"):
+            run(driver, request(prompt))
+            assert driver.status().prompt_cache.nbytes <= limit
+        assert counts(driver) == (0, 3, kept)
+        run(driver, request("a red"))
+        assert counts(driver)[0] == 0
+        run(driver, request("a red"), request("a red"))
+        assert counts(driver)[:2] == ((2, 4) if kept else (0, 6))
+
+
+def test_a_limit_below_nothing_is_refused(sd3):
+    with pytest.raises(CaesuraError, match="prompt_cache_bytes"):
+        EngineConfig(model_path=str(sd3), prompt_cache_bytes=-1)
