@@ -110,11 +110,16 @@ class Broadcast:
         self._owner = owner
         self._group: WeightUpdateGroup | None = None
         self._clients: dict[str, ControlClient] = {}
+        self._incarnations: list[str | None] = []
 
     async def load(
         self, members: Sequence[Member], session: str, timeout: float, tensors: Any, flush_cache: bool
     ) -> Mapping[Member, Any]:
         """Broadcast ``tensors`` to ``members``."""
+        incarnations = [member.client.incarnation for member in members]
+        if incarnations != self._incarnations:  # a group of an engine's predecessor reaches nobody
+            await asyncio.to_thread(self.close)
+            self._incarnations = incarnations
         try:
             replies = await asyncio.to_thread(
                 self._load, [member.address for member in members], session, timeout, tensors, flush_cache
