@@ -153,6 +153,16 @@ class GenerateReqInput(Request, kw_only=True):
     """Requests share prefix cache entries only with requests of the same salt."""
     min_weights_epoch: int | None = None
     """Refuse the request with ``epoch_behind`` if the engine's weights epoch is lower. None means no minimum."""
+    first_sample: Annotated[int, msgspec.Meta(ge=0, le=MAX_INT32)] = 0
+    """Index of the first sample. The request has the samples ``first_sample`` to ``first_sample + n - 1``, with the
+    noise streams and the result indices of these numbers: what another engine began can be continued sample by
+    sample."""
+    continued_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """The last this many of ``input_ids`` are output of an earlier part of the sample, from another engine perhaps. The
+    frequency and presence penalties count them as output; fewer than ``input_ids`` has."""
+    stream_details: bool = False
+    """With ``stream``: the deltas also carry what a part of an output needs to be continued elsewhere
+    (:class:`DeltaDetails`)."""
 
 
 FinishType = Literal["stop", "length", "abort", "error"]
@@ -172,7 +182,8 @@ class FinishReason(ReplyRecord, kw_only=True, frozen=True):
     message: str | None = None
     """``abort`` and ``error``: what happened, as text."""
     code: str | None = None
-    """``error``: an :class:`~caesura.io_struct.errors.ErrorCode`."""
+    """``error``: an :class:`~caesura.io_struct.errors.ErrorCode`. ``abort``: ``shutting_down`` if the engine's shutdown
+    ended it, else None."""
 
 
 class WeightVersionSpan(ReplyRecord, kw_only=True, frozen=True):
@@ -294,6 +305,33 @@ class DeltaLogprobs(ReplyRecord, kw_only=True, frozen=True):
     """float32 [sum(counts * ks)]"""
 
 
+class DeltaWeights(ReplyRecord, kw_only=True, frozen=True):
+    """Weights that sampled tokens of a :class:`StreamDelta`; the fields are those of :class:`WeightVersionSpan`."""
+
+    version: str
+    """Public version label of the weights."""
+    epoch: int
+    """Weights epoch: the engine's commit counter."""
+    incarnation: str = ""
+    """Start of the engine that sampled with them."""
+    stale_kv: bool = False
+    """True: with KV cache that was partly computed with the weights of an older epoch."""
+
+
+class DeltaDetails(ReplyRecord, kw_only=True, frozen=True):
+    """What a :class:`StreamDelta` says of its tokens beyond their ids and logprobs, for rows with
+    ``stream_details``."""
+
+    weights: list[DeltaWeights]
+    """All weights that sampled tokens of these rows."""
+    sampled_by: bytes
+    """int32 [sum(counts)]: index into ``weights``; -1 in rows without ``stream_details``."""
+    raw_logprobs: bytes
+    """float32 [sum(counts)]; NaN where not requested."""
+    sampled_logprobs: bytes
+    """float32 [sum(counts)]; NaN where not requested."""
+
+
 class StreamDelta(ReplyRecord, kw_only=True, frozen=True):
     """New tokens of all streaming requests of one client at one step, as a struct of arrays.
 
@@ -318,6 +356,8 @@ class StreamDelta(ReplyRecord, kw_only=True, frozen=True):
     """The most likely tokens. None means that no row requested them."""
     token_ids: DeltaLogprobs | None = None
     """The tokens of ``token_ids_logprob``. None means that no row requested them."""
+    details: DeltaDetails | None = None
+    """None means that no row requested them (``stream_details``)."""
 
 
 class BatchTokenOutput(Message, kw_only=True, forbid_unknown_fields=False):

@@ -18,6 +18,7 @@ from typing import Any
 
 import zmq
 
+from ..io_struct import ErrorCode
 from .background import Wakeup
 from .batching.live_requests import LiveRequests
 from .batching.step_recovery import Failure
@@ -134,6 +135,7 @@ class Scheduler:
             self._outputs.fail if failed else self._outputs.abort,
             self._live,
             message,
+            ErrorCode.ENGINE_DIED if failed else ErrorCode.SHUTTING_DOWN,
         )
         run("answering the pending commands", self._dispatcher.refuse_rest, message)
         for _ in range(MAX_SENDS):

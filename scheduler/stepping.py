@@ -150,7 +150,7 @@ class StepOutputs(Protocol):
         """Record the output of a step, and finish the samples that end."""
         ...
 
-    def abort(self, requests: Iterable[Any], message: str) -> int:
+    def abort(self, requests: Iterable[Any], message: str, code: ErrorCode | None = None) -> int:
         """Finish samples now, with what they have; returns how many were live."""
         ...
 

@@ -109,6 +109,10 @@ class LaunchedScheduler:
         self._finalizer()
         self.client.close()
 
+    def wait(self, timeout: float) -> bool:
+        """Whether the child has ended within ``timeout`` seconds."""
+        return self._child.wait(timeout)
+
     def hurry(self) -> None:
         """A drain that :meth:`close` waits for in another thread ends now. Raises RuntimeError in a forked child."""
         self._child.launcher.require()

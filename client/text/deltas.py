@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 
-from ..wire.results import TokenDelta, TokenLogprobs
+from ..wire.results import TokenDelta, TokenDetails, TokenLogprobs
 
 
 def joined(deltas: Sequence[TokenDelta]) -> TokenDelta:
@@ -23,6 +23,7 @@ def joined(deltas: Sequence[TokenDelta]) -> TokenDelta:
         output_logprobs=None if first.output_logprobs is None else list(chain.from_iterable(logprobs)),
         output_top_logprobs=_joined_further([delta.output_top_logprobs for delta in deltas]),
         output_token_ids_logprobs=_joined_further([delta.output_token_ids_logprobs for delta in deltas]),
+        details=_joined_details([delta.details for delta in deltas]),
     )
 
 
@@ -37,16 +38,22 @@ def _joined_further(parts: Sequence[TokenLogprobs | None]) -> TokenLogprobs | No
     )
 
 
+def _joined_details(parts: Sequence[TokenDetails | None]) -> TokenDetails | None:
+    """None unless every part has them: the last tokens of a sample come with its terminal result, which has them otherwise."""
+    known = [part for part in parts if part is not None]
+    if len(known) < len(parts):
+        return None
+    return TokenDetails(
+        weights=list(chain.from_iterable(part.weights for part in known)),
+        raw_logprobs=_flat([part.raw_logprobs for part in known]),
+        sampled_logprobs=_flat([part.sampled_logprobs for part in known]),
+    )
+
+
+def _flat(parts: Sequence[list[float] | None]) -> list[float] | None:
+    return None if parts[0] is None else list(chain.from_iterable(part or () for part in parts))
+
+
 def part(delta: TokenDelta, start: int, end: int | None) -> TokenDelta:
     """The tokens [start, end) of a delta."""
-    if start == 0 and end == len(delta.output_ids):
-        return delta
-    top, token_ids = delta.output_top_logprobs, delta.output_token_ids_logprobs
-    return replace(
-        delta,
-        start=delta.start + start,
-        output_ids=delta.output_ids[start:end],
-        output_logprobs=None if delta.output_logprobs is None else delta.output_logprobs[start:end],
-        output_top_logprobs=None if top is None else top.cut(start, end),
-        output_token_ids_logprobs=None if token_ids is None else token_ids.cut(start, end),
-    )
+    return delta.cut(start, end)

@@ -22,7 +22,7 @@ from typing import Any
 
 from ...io_struct import AbortReq, AbortReqOutput, FinishReason, GenerateReqInput, SamplingParams
 from ..exceptions import EngineError, InvalidRequest, PromptTooLong
-from ..wire.async_channel import Deltas, LoopChannel, Result
+from ..wire.async_channel import Channel, Deltas, Result
 from ..wire.async_client import AsyncSchedulerClient
 from ..wire.connection import Generation
 from ..wire.prompts import token_ids
@@ -244,7 +244,7 @@ class _Follower:
 class _Flow:
     """One request whose tokens are processed as they arrive: it receives the client's deltas."""
 
-    def __init__(self, work: _Work, channel: LoopChannel) -> None:
+    def __init__(self, work: _Work, channel: Channel) -> None:
         self.changed = asyncio.Event()
         """Set whenever there may be something new for the reader."""
         self._work = work
@@ -300,7 +300,7 @@ class _Flow:
                 _abort(self._channel, self.generation, index)
 
 
-def _abort(channel: LoopChannel, generation: Generation[Result, Deltas], index: int | None = None) -> None:
+def _abort(channel: Channel, generation: Generation[Result, Deltas], index: int | None = None) -> None:
     """Abort a generation, or one sample of it, without waiting for the reply."""
     with contextlib.suppress(EngineError):
         channel.start_call(AbortReq(rid=generation.rid, index=index), AbortReqOutput)

@@ -12,7 +12,7 @@ Invariants:
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ...io_struct import GenerateImagesReqInput, GenerateReqInput, Message, Request
 from ..exceptions import EngineDied, EngineError
@@ -231,15 +231,41 @@ class LoopChannel:
         self._connection.fail_all(error)
 
 
+class Channel(Protocol):
+    """What an asyncio client needs of whatever answers its requests: one engine, or several behind one door. The methods are
+    those of :class:`LoopChannel`."""
+
+    @property
+    def incarnation(self) -> str | None: ...
+    @property
+    def pending(self) -> int: ...
+    def require_own_process(self) -> None: ...
+    def start_generation(
+        self, request: GenerateReqInput, sink: Sink | None = None
+    ) -> Generation[Result, Deltas]: ...
+    def start_images(
+        self, request: GenerateImagesReqInput, buffers: Sequence[bytes]
+    ) -> ImageGeneration[Result]: ...
+    def start_call(
+        self, request: Request, expects: type[Message], buffers: Sequence[memoryview] = ()
+    ) -> Result: ...
+    def refuse(self, error: EngineError | None) -> None: ...
+    def close(self) -> None: ...
+
+
 class LoopClient:
-    """A client around this channel: what a blocking one does not have."""
+    """A client around a channel: what a blocking one does not have."""
 
     def __init__(self, endpoint: str, connection: ConnectionOptions) -> None:
         self.endpoint = endpoint
         """The engine's address: an ipc:// path or a tcp:// host and port."""
-        self._channel = LoopChannel(endpoint, **channel_options(connection))
+        self._channel: Channel = self._opened(connection)
 
     @property
-    def channel(self) -> LoopChannel:
+    def channel(self) -> Channel:
         """What the messages go through, for callers that make their own (the tokenizer manager)."""
         return self._channel
+
+    def _opened(self, connection: ConnectionOptions) -> Channel:
+        """The channel of a new client; nothing is connected before the first request."""
+        return LoopChannel(self.endpoint, **channel_options(connection))

@@ -90,6 +90,9 @@ class AsyncSchedulerClient(AsyncControlClient):
             rid: request id, one per prompt; a single one becomes ``rid-0``, ``rid-1``, … for a list. None means a random id.
             cache_salt: prefix cache entries are shared only between requests of the same salt.
             min_weights_epoch: an engine with a lower weights epoch refuses with :class:`EpochBehind`. None means no minimum.
+            first_sample: index of the first of the ``n`` samples, in noise and results.
+            continued_tokens: the last this many tokens of the prompt are output of an earlier part, which penalties count as such.
+            stream_details: for :meth:`submit` with ``stream``: the deltas have the weights of each token, and all of its logprobs.
             message_id: message id of an earlier call with the same arguments that timed out, to attach to it. None means a new
                 call.
             timeout: seconds for the whole call. None means until the engine answers or dies.

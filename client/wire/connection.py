@@ -40,12 +40,14 @@ from .images import ImageGeneration
 from .results import (
     GenerateOutput,
     TokenDelta,
+    TokenDetails,
     TokenLogprobs,
     decode_output,
     further_logprobs,
     known_logprobs,
     read_floats,
     read_ints,
+    token_details,
 )
 from .waiters import WaiterT, resolve
 
@@ -113,23 +115,31 @@ class Generation(Generic[WaiterT, QueueT]):
         logprobs: list[float],
         top: TokenLogprobs | None = None,
         token_ids: TokenLogprobs | None = None,
+        details: TokenDetails | None = None,
     ) -> None:
         """Hand on what is new in one row of a stream delta."""
-        delivered = self._delivered.get(index, 0)
-        seen = delivered - start
-        if not self._streams or index in self._outputs or seen < 0 or seen >= len(tokens):
-            return
-        self._delivered[index] = start + len(tokens)
-        self._hand_on(
-            TokenDelta(
-                index=index,
-                start=delivered,
-                output_ids=tokens[seen:],
-                output_logprobs=known_logprobs(logprobs[seen:]),
-                output_top_logprobs=None if top is None else top.cut(seen),
-                output_token_ids_logprobs=None if token_ids is None else token_ids.cut(seen),
+        if self._streams:
+            self.deliver(
+                TokenDelta(
+                    index=index,
+                    start=start,
+                    output_ids=tokens,
+                    output_logprobs=known_logprobs(logprobs),
+                    output_top_logprobs=top,
+                    output_token_ids_logprobs=token_ids,
+                    details=details,
+                )
             )
-        )
+
+    def deliver(self, delta: TokenDelta) -> None:
+        """Hand on what is new in a delta; one behind a gap is held back."""
+        delivered = self._delivered.get(delta.index, 0)
+        seen = delivered - delta.start
+        count = len(delta.output_ids)
+        if not self._streams or delta.index in self._outputs or seen < 0 or seen >= count:
+            return
+        self._delivered[delta.index] = delta.start + count
+        self._hand_on(delta.cut(seen))
 
     def finish(self, wire: GenerateReqOutput) -> bool:
         """Take the terminal result of one sample; True when the whole request has ended."""
@@ -138,6 +148,10 @@ class Generation(Generic[WaiterT, QueueT]):
         except InternalError as error:
             self.fail(error)
             return True
+        return self.complete(output)
+
+    def complete(self, output: GenerateOutput) -> bool:
+        """As :meth:`finish`, with the decoded result."""
         if output.index in self._outputs:
             return False
         self._outputs[output.index] = output
@@ -370,6 +384,7 @@ class Connection(Generic[WaiterT, QueueT]):
                 f"a stream delta counts {sum(counts)} tokens but holds {len(tokens)} and {len(logprobs)} logprobs"
             )
         top, token_ids = further_logprobs(delta.top, counts), further_logprobs(delta.token_ids, counts)
+        details = token_details(delta.details, counts)
         offset = 0
         for row, (rid, index, start, count) in enumerate(
             zip(delta.rids, indices, starts, counts, strict=True)
@@ -378,7 +393,13 @@ class Connection(Generic[WaiterT, QueueT]):
             generation = self._by_rid.get(rid)
             if isinstance(generation, Generation):
                 generation.add_tokens(
-                    index, start, tokens[offset:end], logprobs[offset:end], top[row], token_ids[row]
+                    index,
+                    start,
+                    tokens[offset:end],
+                    logprobs[offset:end],
+                    top[row],
+                    token_ids[row],
+                    details[row],
                 )
             offset = end
 

@@ -64,6 +64,9 @@ class GenerateOptions(TypedDict, total=False):
     routed_experts_start_len: int
     cache_salt: str
     min_weights_epoch: int | None
+    first_sample: int
+    continued_tokens: int
+    stream_details: bool
 
 
 class UpdateOptions(TypedDict, total=False):

@@ -8,10 +8,12 @@ import array
 import math
 import operator
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...io_struct import (
+    DeltaDetails,
     DeltaLogprobs,
+    DeltaWeights,
     FinishReason,
     GenerateReqOutput,
     LogprobRows,
@@ -126,6 +128,44 @@ class TokenDelta:
     """None unless ``top_logprobs_num``."""
     output_token_ids_logprobs: TokenLogprobs | None = None
     """None unless ``token_ids_logprob``."""
+    details: "TokenDetails | None" = None
+    """None unless the request was sent with ``stream_details``."""
+
+    def cut(self, start: int, end: int | None = None) -> "TokenDelta":
+        """The tokens [start, end) of this delta; None means to the last."""
+        if start == 0 and end in (None, len(self.output_ids)):
+            return self
+        top, token_ids = self.output_top_logprobs, self.output_token_ids_logprobs
+        return replace(
+            self,
+            start=self.start + start,
+            output_ids=self.output_ids[start:end],
+            output_logprobs=None if self.output_logprobs is None else self.output_logprobs[start:end],
+            output_top_logprobs=None if top is None else top.cut(start, end),
+            output_token_ids_logprobs=None if token_ids is None else token_ids.cut(start, end),
+            details=None if self.details is None else self.details.cut(start, end),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenDetails:
+    """What a delta says of its tokens beyond ids and logprobs; each list has one entry per token."""
+
+    weights: list[DeltaWeights]
+    """The weights that sampled each token."""
+    raw_logprobs: list[float] | None
+    """None unless ``return_raw_logprob``."""
+    sampled_logprobs: list[float] | None
+    """None unless ``return_sampled_logprob``."""
+
+    def cut(self, start: int, end: int | None = None) -> "TokenDetails":
+        """The tokens [start, end) of the delta; None means to the last."""
+        part = slice(start, end)
+        return TokenDetails(
+            weights=self.weights[part],
+            raw_logprobs=None if self.raw_logprobs is None else self.raw_logprobs[part],
+            sampled_logprobs=None if self.sampled_logprobs is None else self.sampled_logprobs[part],
+        )
 
 
 def read_ints(data: bytes) -> list[int]:
@@ -264,4 +304,35 @@ def further_logprobs(wire: DeltaLogprobs | None, counts: list[int]) -> list[Toke
     for k, count in zip(ks, counts, strict=True):
         part = slice(offset, offset := offset + k * count)
         found.append(TokenLogprobs(k=k, ids=ids[part], logprobs=logprobs[part]) if k else None)
+    return found
+
+
+def token_details(wire: DeltaDetails | None, counts: list[int]) -> list[TokenDetails | None]:
+    """For each row of a stream delta, whose tokens are ``counts``: None where it did not ask.
+
+    Raises:
+        InternalError: columns of different lengths, or weights that are not listed.
+    """
+    if wire is None:
+        return [None] * len(counts)
+    sampled_by = read_ints(wire.sampled_by)
+    raw, sampled = read_floats(wire.raw_logprobs), read_floats(wire.sampled_logprobs)
+    if not sum(counts) == len(sampled_by) == len(raw) == len(sampled):
+        raise InternalError("a stream delta has columns of details of different lengths")
+    if max(sampled_by, default=-1) >= len(wire.weights):
+        raise InternalError("a stream delta names weights that it does not list")
+    found: list[TokenDetails | None] = []
+    offset = 0
+    for count in counts:
+        part = slice(offset, offset := offset + count)
+        asked = count > 0 and sampled_by[part.start] >= 0
+        found.append(
+            TokenDetails(
+                weights=[wire.weights[number] for number in sampled_by[part]],
+                raw_logprobs=known_logprobs(raw[part]),
+                sampled_logprobs=known_logprobs(sampled[part]),
+            )
+            if asked
+            else None
+        )
     return found

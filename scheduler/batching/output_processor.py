@@ -40,6 +40,8 @@ class OutputSink(Protocol):
         starts: Sequence[int],
         tokens: Sequence[int],
         logprobs: Sequence[float],
+        raw: Sequence[float],
+        sampled: Sequence[float],
     ) -> None:
         """Add one new token of each streaming request."""
         ...
@@ -142,9 +144,10 @@ class OutputProcessor:
             self._batcher.retire(request, keep_prefix=keep_prefix)
         self._on_finished(request, result)
 
-    def abort(self, requests: Iterable[Request], message: str) -> int:
+    def abort(self, requests: Iterable[Request], message: str, code: ErrorCode | None = None) -> int:
         """Abort ``requests`` now, with their partial tokens; returns how many were live."""
-        return self._finish_each(requests, FinishReason(type="abort", message=message), keep_prefix=True)
+        reason = FinishReason(type="abort", message=message, code=code)
+        return self._finish_each(requests, reason, keep_prefix=True)
 
     def abort_all(self, message: str) -> int:
         """Abort every live request, queued ones included."""
@@ -229,6 +232,8 @@ class OutputProcessor:
             (at - table.prompt_len[slots]).tolist(),
             table.tokens[slots, at].tolist(),
             table.logprobs[slots, at].tolist(),
+            table.raw[slots, at].tolist(),
+            table.sampled[slots, at].tolist(),
         )
 
     def _result(self, request: Request, outputs: OutputArrays, reason: FinishReason) -> GenerateReqOutput:

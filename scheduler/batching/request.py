@@ -98,6 +98,10 @@ class Request:
     """First position whose routed experts are returned; None if the request did not ask for them."""
     early_stops: tuple[int, ...] = ()
     """Stop token ids that must not be sampled before ``min_new_tokens``."""
+    continued: int = 0
+    """The last tokens of ``prompt`` that penalties count as output."""
+    details: bool = False
+    """Its stream carries the weights of each token, and all of its log-probabilities."""
 
     # Written by batcher.py and waiting_queue.py.
     phase: Phase = Phase.WAITING
@@ -179,8 +183,10 @@ def make_requests(
             routed_from=message.routed_experts_start_len if message.return_routed_experts else None,
             early_stops=(*params.stop_token_ids, *eos_token_ids),
             record=LogprobRecord.of(message),
+            continued=message.continued_tokens,
+            details=message.stream_details,
         )
-        for index in range(params.n)
+        for index in range(message.first_sample, message.first_sample + params.n)
     ]
 
 
@@ -249,6 +255,7 @@ class RequestTable:
         # These two allocate memory and may raise, so they come first, while nothing has been moved.
         self._set_stop_ids(slot, request.stop_ids)
         self.extras.bind(slot, params, request.early_stops, prompt_len, request.record)
+        self.extras.output_start[slot] = prompt_len - request.continued
         length = prompt_len + len(evicted.tokens)
         request.slot = slot
         self.by_slot[slot] = request

@@ -140,7 +140,7 @@ class _Rows:
 
 
 class SamplingExtras:
-    """Rarely used sampling parameters by slot; :meth:`bind` writes all but ``counted``."""
+    """Rarely used sampling parameters by slot; :meth:`bind` writes all but ``counted`` and ``output_start``."""
 
     def __init__(self, slots: int) -> None:
         self.special = np.zeros(slots, np.bool_)
@@ -154,6 +154,8 @@ class SamplingExtras:
         self.counted = np.zeros(slots, np.int64)
         self.may_stop_at = np.zeros(slots, np.int64)
         """Absolute position from which tokens in ``stops`` may be sampled."""
+        self.output_start = np.zeros(slots, np.int64)
+        """Position of the first token that penalties count as output; written by the table."""
         self.stops = _Ids(slots)
         self.bias = _Ids(slots)
         self.top = np.zeros(slots, np.int64)

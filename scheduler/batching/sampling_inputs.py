@@ -106,8 +106,9 @@ def _history(table: RequestTable, slots: np.ndarray) -> tuple[Tensor, Tensor]:
     for slot in slots:
         base = table.extras.counter[slot] * table.vocab_size
         tokens = table.tokens[slot, : table.length[slot]] + base
-        prompts.append(tokens[: table.prompt_len[slot]])
-        outputs.append(tokens[table.prompt_len[slot] :])
+        start = table.extras.output_start[slot]
+        prompts.append(tokens[:start])
+        outputs.append(tokens[start:])
     return torch.from_numpy(np.concatenate(prompts)), torch.from_numpy(np.concatenate(outputs))
 
 

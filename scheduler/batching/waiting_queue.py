@@ -71,6 +71,13 @@ def admit(
     if prompt_len == 0:
         said = "input_ids is empty: a prompt has at least one token id"
         raise CaesuraError(ErrorCode.INVALID_REQUEST, said, field="input_ids", value=[])
+    if message.continued_tokens >= prompt_len:
+        raise CaesuraError(
+            ErrorCode.INVALID_REQUEST,
+            f"continued_tokens = {message.continued_tokens} must be less than the {prompt_len} tokens of input_ids",
+            field="continued_tokens",
+            value=message.continued_tokens,
+        )
     _check_routing(message, limits)
     if waiting + params.n > limits.max_waiting:
         raise CaesuraError(

@@ -92,9 +92,9 @@ class ImageOutputs:
         self.finished[result.finish_reason.type] += 1
         self._on_finished(sample, result)
 
-    def abort(self, requests: Iterable[ImageRequest], message: str) -> int:
+    def abort(self, requests: Iterable[ImageRequest], message: str, code: ErrorCode | None = None) -> int:
         """Abort samples now, with the steps they have; returns how many were live."""
-        return self._finish_each(requests, FinishReason(type="abort", message=message))
+        return self._finish_each(requests, FinishReason(type="abort", message=message, code=code))
 
     def abort_all(self, message: str) -> int:
         """Abort every live sample, queued ones included."""

@@ -23,6 +23,7 @@ from ...io_struct import (
 )
 from ..batching.request import Request
 from ..memory.device_memory import is_out_of_memory
+from .stream_details import TokenDetails, details_of
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ class _ClientOutput:
     """The output for one client that has not been sent yet."""
 
     __slots__ = (
-        "attempts", "counts", "finished", "indices", "logprobs", "rids", "starts", "token_ids_logprobs", "tokens", "top",
+        "attempts", "counts", "details", "finished", "indices", "logprobs", "rids", "starts", "token_ids_logprobs", "tokens", "top",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -48,6 +49,7 @@ class _ClientOutput:
         self.logprobs: list[float] = []
         self.top: list[LogprobRows | None] = []
         self.token_ids_logprobs: list[LogprobRows | None] = []
+        self.details: list[TokenDetails | None] = []
         self.finished: list[GenerateReqOutput] = []
         self.attempts = 0
 
@@ -63,6 +65,7 @@ class _ClientOutput:
                 logprobs=np.asarray(self.logprobs, "<f4").tobytes(),
                 top=_delta_logprobs(self.top),
                 token_ids=_delta_logprobs(self.token_ids_logprobs),
+                details=details_of(self.details),
             )
         return BatchTokenOutput(step=step, delta=delta, finished=self.finished)
 
@@ -85,9 +88,12 @@ class Outbox:
         starts: Sequence[int],
         tokens: Sequence[int],
         logprobs: Sequence[float],
+        raw: Sequence[float],
+        sampled: Sequence[float],
     ) -> None:
         """Add one new token of each streaming request; ``starts`` are the tokens' positions in the output."""
-        for request, start, token, logprob in zip(requests, starts, tokens, logprobs, strict=True):
+        columns = zip(requests, starts, tokens, logprobs, raw, sampled, strict=True)
+        for request, start, token, logprob, of_raw, of_sampled in columns:
             output = self._outputs[request.client]
             output.rids.append(request.rid)
             output.indices.append(request.index)
@@ -99,6 +105,7 @@ class Outbox:
             top, token_ids = (None, None) if record is None else record.output_rows(start, start + 1)
             output.top.append(top)
             output.token_ids_logprobs.append(token_ids)
+            output.details.append(TokenDetails.of(request, of_raw, of_sampled))
 
     def add_result(self, client: bytes, result: GenerateReqOutput) -> None:
         """Add the terminal result of a request."""

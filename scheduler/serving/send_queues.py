@@ -23,6 +23,7 @@ from ...io_struct import (
     StreamDelta,
     encode_reply,
 )
+from .stream_details import details_bytes, merge_details
 
 MAX_PENDING_DELTA_TOKENS = 1 << 16
 """Per client; further stream deltas are dropped, which leaves a gap in ``starts``."""
@@ -256,7 +257,9 @@ def delta_bytes(delta: StreamDelta) -> int:
         if each is not None
     )
     columns = (delta.indices, delta.starts, delta.counts, delta.tokens, delta.logprobs)
-    return _ROW_BYTES * (1 + len(delta.rids)) + further + sum(map(len, columns))
+    return (
+        _ROW_BYTES * (1 + len(delta.rids)) + further + details_bytes(delta.details) + sum(map(len, columns))
+    )
 
 
 def merge(deltas: list[StreamDelta], ended: set[tuple[str, int]]) -> StreamDelta | None:
@@ -293,6 +296,7 @@ def merge(deltas: list[StreamDelta], ended: set[tuple[str, int]]) -> StreamDelta
         logprobs=logprobs[places].tobytes(),
         top=_merge_further([(delta, delta.top) for delta in deltas], counts, order, first),
         token_ids=_merge_further([(delta, delta.token_ids) for delta in deltas], counts, order, first),
+        details=merge_details(deltas, places),
     )
 
 

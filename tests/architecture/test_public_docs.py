@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from caesura import client
-from caesura.client import tensors
+from caesura.client import fleet, tensors
 
 
 def public_objects(module: Any) -> Iterator[tuple[str, Any]]:
@@ -21,7 +21,9 @@ def public_objects(module: Any) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-PUBLIC = sorted({(name, value) for module in (client, tensors) for name, value in public_objects(module)})
+PUBLIC = sorted(
+    {(name, value) for module in (client, tensors, fleet) for name, value in public_objects(module)}
+)
 
 
 def documented(body: list[ast.stmt], owner: str = "") -> Iterator[tuple[str, bool]]:

@@ -12,6 +12,7 @@ pytestmark = pytest.mark.long  # its engines take seconds to start
 README = Path(__file__).parents[3] / "README.md"
 FIRST_STEPS = README.parent / "docs" / "tutorial" / "first-steps.md"
 SEVERAL_ENGINES = README.parent / "docs" / "howto" / "several-engines.md"
+FLEET = README.parent / "docs" / "howto" / "fleet.md"
 
 
 def example(page: Path, number: int, tmp_path: Path) -> str:
@@ -63,3 +64,10 @@ def test_the_first_steps_show_samples_and_spans(tmp_path):
 def test_several_engines_get_the_same_update(tmp_path):
     make_checkpoints(tmp_path)
     assert example(SEVERAL_ENGINES, 0, tmp_path).splitlines()[-6:] == ["['1', '1']"] * 6
+
+
+def test_a_fleet_is_updated_as_one(tmp_path):
+    make_checkpoints(tmp_path)
+    lines = example(FLEET, 0, tmp_path).splitlines()
+    assert lines[-5:-1] == ["['default', 'default']"] * 4
+    assert re.fullmatch(r"1 1 \['ipc://.*', 'ipc://.*'\] {}", lines[-1])

@@ -1,0 +1,108 @@
+"""Brings an engine that joins a fleet, for the first time or again, to the weights that the fleet serves.
+
+Invariant: what returns from here has valid weights under the fleet's label, from where the fleet has its own: the checkpoint that
+all started with, or were updated from, or another member. A member's copy is preferred: it is what the fleet serves, whatever has
+become of the folder.
+"""
+
+import asyncio
+from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass
+
+from ...io_struct import GetStatusReqOutput
+from ..exceptions import EngineError, WeightsInvalid
+from ..wire.control_client import ControlClient
+from .loading import own_address
+from .members import EngineAddress, Member
+from .two_phase import Verify
+
+RELOAD_S = 600.0
+"""How long an engine may take for a whole reload."""
+ASK_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where the fleet's weights are from."""
+
+    path: str | None = None
+    """The folder of the last update, if it was from disk."""
+    model_path: str | None = None
+    """The folder that the engines started with."""
+    updated: bool = False
+    """Whether the fleet has been updated since it was opened."""
+
+    @property
+    def folder(self) -> str | None:
+        """A folder with the fleet's weights; None if there is none."""
+        return self.path if self.updated else self.model_path
+
+
+async def catch_up(
+    member: Member,
+    donor: Member | None,
+    source: Source,
+    label: str,
+    *,
+    status: GetStatusReqOutput,
+    verify: Verify,
+) -> GetStatusReqOutput:
+    """Give ``member``, whose last answer is ``status``, the fleet's weights; its status afterwards.
+
+    Args:
+        donor: a member that serves them. None: there is none.
+
+    Raises:
+        WeightsInvalid: nobody has them, or the engine has not got them.
+        EngineError: of the engine.
+    """
+    as_started = not source.updated and status.weights == "valid" and status.weight_version == label
+    if not as_started or status.model_path != source.model_path:
+        await _bring(member, donor, source, label)
+        status = await member.client.status(owner="", timeout=ASK_S)
+    if status.weights != "valid" or status.weight_version != label:
+        raise WeightsInvalid(
+            f"{member.name} has {status.weights} weights {status.weight_version!r} instead of {label!r}"
+        )
+    if verify == "checksums" and donor is not None:
+        own = (await member.client.check_weights("checksum", timeout=RELOAD_S)).total
+        expected = (await donor.client.check_weights("checksum", timeout=RELOAD_S)).total
+        if own != expected:
+            raise WeightsInvalid(f"{member.name} has other weights than {donor.name} under the same label")
+    return status
+
+
+async def _bring(member: Member, donor: Member | None, source: Source, label: str) -> None:
+    with suppress(EngineError):  # what an update that failed has left open
+        await member.client.end_weight_update(commit=False, force=True, timeout=ASK_S)
+    await member.client.pause("abort", timeout=RELOAD_S)
+    failure: EngineError = WeightsInvalid(
+        f"the weights {label!r} are in no folder, and no member can send them: {member.name} waits for the next update"
+    )
+    if donor is not None:
+        try:
+            await asyncio.to_thread(_from_peer, donor.address, member.address, member.client.owner)
+        except EngineError as error:
+            failure = error
+        else:
+            return
+    if source.folder is None:
+        raise failure
+    await member.client.update_weights_from_disk(source.folder, weight_version=label, timeout=RELOAD_S)
+
+
+def _from_peer(donor: EngineAddress, target: EngineAddress, owner: str | None) -> None:
+    """Copy the weights and the label of ``donor``, which serves on. Blocks."""
+    from ..tensors import clone_weights
+
+    with ExitStack() as stack:
+        clients = [
+            stack.enter_context(closing(ControlClient(each.endpoint, owner=owner, **each.keys)))
+            for each in (donor, target)
+        ]
+        clone_weights(
+            clients[0],
+            clients[1:],
+            master_address=own_address([donor.endpoint, target.endpoint]),
+            timeout=RELOAD_S,
+        )

@@ -1,0 +1,227 @@
+"""Parts of one sample that different engines sampled, and the request that continues it: no sockets, no clocks.
+
+Invariants:
+- A part ends at a token that did not end the sample: an engine sends the token that ends one in the terminal result only.
+- Every list about tokens has one entry per token of the part; spans of a joined output are contiguous and cover all tokens.
+- The continuation samples token number ``t`` of sample ``i`` with the noise of (seed, ``i``, absolute position), as the first
+  engine would have: the position is that of the token in prompt plus output, whoever computed what is before it.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+
+import msgspec
+
+from ...io_struct import DeltaWeights, FinishReason, GenerateReqInput, SamplingParams, WeightVersionSpan
+from ..wire.results import GenerateOutput, TokenDelta, TokenLogprobs
+
+EpochOf = Callable[[int], int]
+"""From an engine's weights epoch to the fleet's."""
+
+
+@dataclass(slots=True)
+class Part:
+    """The tokens of one sample that have arrived so far, from one engine or from several."""
+
+    tokens: list[int] = field(default_factory=list)
+    weights: list[DeltaWeights] = field(default_factory=list)
+    """The weights that sampled each token; epochs are the fleet's."""
+    logprobs: list[float] = field(default_factory=list)
+    """Empty unless requested, as the following."""
+    raw: list[float] = field(default_factory=list)
+    sampled: list[float] = field(default_factory=list)
+    top: list[TokenLogprobs] = field(default_factory=list)
+    token_ids: list[TokenLogprobs] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def add(self, delta: TokenDelta, epoch_of: EpochOf) -> None:
+        """Append the tokens of a delta, which must have details and begin where this part ends."""
+        assert delta.details is not None and delta.start == len(self.tokens)
+        self.tokens += delta.output_ids
+        self.weights += [
+            msgspec.structs.replace(each, epoch=epoch_of(each.epoch)) for each in delta.details.weights
+        ]
+        self.logprobs += delta.output_logprobs or ()
+        self.raw += delta.details.raw_logprobs or ()
+        self.sampled += delta.details.sampled_logprobs or ()
+        if delta.output_top_logprobs is not None:
+            self.top.append(delta.output_top_logprobs)
+        if delta.output_token_ids_logprobs is not None:
+            self.token_ids.append(delta.output_token_ids_logprobs)
+
+    def copy(self) -> "Part":
+        """The tokens so far, whatever is added to this part later."""
+        return Part(
+            list(self.tokens),
+            list(self.weights),
+            list(self.logprobs),
+            list(self.raw),
+            list(self.sampled),
+            list(self.top),
+            list(self.token_ids),
+        )
+
+    @staticmethod
+    def of(output: GenerateOutput) -> "Part":
+        """All tokens of ``output``, whose epochs are the fleet's."""
+        weights = [
+            DeltaWeights(
+                version=span.version, epoch=span.epoch, incarnation=span.incarnation, stale_kv=span.stale_kv
+            )
+            for span in output.weight_versions
+            for _ in range(span.start, span.end)
+        ]
+        return Part(
+            list(output.output_ids),
+            weights,
+            list(output.output_logprobs or ()),
+            list(output.raw_logprobs or ()),
+            list(output.sampled_logprobs or ()),
+            [] if output.output_top_logprobs is None else [output.output_top_logprobs],
+            [] if output.output_token_ids_logprobs is None else [output.output_token_ids_logprobs],
+        )
+
+    @property
+    def newest_epoch(self) -> int | None:
+        """The fleet's epoch of the newest weights that sampled a token; None without tokens."""
+        return max((each.epoch for each in self.weights), default=None)
+
+    def spans(self) -> list[WeightVersionSpan]:
+        """The weight-version spans of these tokens."""
+        found: list[WeightVersionSpan] = []
+        start = 0
+        for at in range(1, len(self.weights) + 1):
+            if at == len(self.weights) or self.weights[at] != self.weights[start]:
+                by = self.weights[start]
+                found.append(
+                    WeightVersionSpan(
+                        version=by.version,
+                        epoch=by.epoch,
+                        incarnation=by.incarnation,
+                        stale_kv=by.stale_kv,
+                        start=start,
+                        end=at,
+                    )
+                )
+                start = at
+        return found
+
+
+def continuation(
+    request: GenerateReqInput, index: int, part: Part, *, rid: str, message_id: str
+) -> GenerateReqInput:
+    """The request for the rest of sample ``index`` of ``request`` behind ``part``; on an empty part, for all of it.
+
+    ``request`` must have a seed, and ``part`` fewer tokens than ``max_new_tokens``.
+    """
+    params, done = request.sampling_params, len(part)
+    prompt_len = len(request.input_ids)
+    left = None if params.max_new_tokens is None else params.max_new_tokens - done
+    rest = _changed(params, n=1, max_new_tokens=left, min_new_tokens=max(0, params.min_new_tokens - done))
+    floor = part.newest_epoch
+    minimum = max((each for each in (request.min_weights_epoch, floor) if each is not None), default=None)
+    return msgspec.structs.replace(
+        request,
+        id=message_id,
+        rid=rid,
+        input_ids=[*request.input_ids, *part.tokens],
+        sampling_params=rest,
+        first_sample=index,
+        continued_tokens=request.continued_tokens + done,
+        logprob_start_len=request.logprob_start_len if request.logprob_start_len < prompt_len else -1,
+        min_weights_epoch=minimum,
+    )
+
+
+def _changed(params: SamplingParams, **fields: object) -> SamplingParams:
+    return msgspec.structs.replace(params, **fields)
+
+
+def joined(
+    request: GenerateReqInput, part: Part, last: GenerateOutput, epoch_of: EpochOf, *, rid: str
+) -> GenerateOutput:
+    """One output of ``part`` and of what an engine answered to its :func:`continuation`.
+
+    Log-probabilities of the prompt and experts are the last engine's, which has computed all positions; they are None if it
+    ended before it had.
+    """
+    prompt_len, done = len(request.input_ids), len(part)
+    spans = [
+        msgspec.structs.replace(
+            span, epoch=epoch_of(span.epoch), start=span.start + done, end=span.end + done
+        )
+        for span in last.weight_versions
+    ]
+    inputs = prompt_len - request.logprob_start_len
+    routed, count = last.routed_experts, done + len(last.output_ids)
+    complete = routed is not None and routed.shape[0] == prompt_len + count - 1 - routed.start
+    return replace(
+        last,
+        rid=rid,
+        output_ids=[*part.tokens, *last.output_ids],
+        output_logprobs=_behind(part.logprobs, last.output_logprobs),
+        raw_logprobs=_behind(part.raw, last.raw_logprobs),
+        sampled_logprobs=_behind(part.sampled, last.sampled_logprobs),
+        output_top_logprobs=_rows(part.top, last.output_top_logprobs),
+        output_token_ids_logprobs=_rows(part.token_ids, last.output_token_ids_logprobs),
+        input_logprobs=None if last.input_logprobs is None else last.input_logprobs[:inputs],
+        input_top_logprobs=_first(last.input_top_logprobs, inputs - 1),
+        input_token_ids_logprobs=_first(last.input_token_ids_logprobs, inputs - 1),
+        routed_experts=routed if complete or done == 0 else None,
+        finish_reason=_later(last.finish_reason, done),
+        weight_versions=[*part.spans(), *spans],
+        prompt_tokens=prompt_len,
+        cached_tokens=min(last.cached_tokens, prompt_len),
+    )
+
+
+def ended_here(
+    request: GenerateReqInput, index: int, part: Part, reason: FinishReason, *, rid: str
+) -> GenerateOutput:
+    """The output of a sample that no engine is asked to continue: ``part`` is all of it."""
+    return GenerateOutput(
+        rid=rid,
+        index=index,
+        output_ids=list(part.tokens),
+        output_logprobs=list(part.logprobs) if request.return_logprob else None,
+        raw_logprobs=list(part.raw) if request.return_raw_logprob else None,
+        sampled_logprobs=list(part.sampled) if request.return_sampled_logprob else None,
+        output_top_logprobs=_rows(part.top, None),
+        output_token_ids_logprobs=_rows(part.token_ids, None),
+        routed_experts=None,
+        finish_reason=reason,
+        weight_versions=part.spans(),
+        prompt_tokens=len(request.input_ids),
+        cached_tokens=0,
+        seed=request.sampling_params.seed or 0,
+        num_retractions=0,
+        queue_s=0.0,
+        e2e_latency=0.0,
+    )
+
+
+def _behind(earlier: list[float], later: list[float] | None) -> list[float] | None:
+    return None if later is None else [*earlier, *later]
+
+
+def _rows(earlier: Iterable[TokenLogprobs], later: TokenLogprobs | None) -> TokenLogprobs | None:
+    rows = [*earlier, *([] if later is None else [later])]
+    if not rows:
+        return None
+    return TokenLogprobs(
+        k=rows[0].k,
+        ids=[token for each in rows for token in each.ids],
+        logprobs=[value for each in rows for value in each.logprobs],
+    )
+
+
+def _first(rows: TokenLogprobs | None, count: int) -> TokenLogprobs | None:
+    return None if rows is None else rows.cut(0, count)
+
+
+def _later(reason: FinishReason, done: int) -> FinishReason:
+    if reason.length is None:
+        return reason
+    return msgspec.structs.replace(reason, length=reason.length + done)

@@ -1,0 +1,140 @@
+"""The actor of one replica: an engine process on the node where Ray has placed it. Needs no Ray itself.
+
+Invariants:
+- The engine's life is the actor's: an engine that ends takes the actor's process with it, so that Ray restarts both, and an
+  actor that is killed takes the engine (its lifeline, ``process/launch.py``).
+- Beyond its own host an engine listens with CURVE keys only. Its secret key is made here and stays here.
+"""
+
+import os
+import secrets
+import shutil
+import socket
+import tempfile
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from ...io_struct.key_files import PUBLIC_SUFFIX, SECRET_SUFFIX, key_file
+from ..exceptions import EndpointInUse
+from ..process.launch import LaunchedScheduler, launch_scheduler
+
+PORT_TRIES = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """Where the engine of an actor listens."""
+
+    endpoint: str
+    server_key: str | None
+    """CURVE public key of the engine; None: it listens on its own host only."""
+    pid: int
+    """Process id of the engine, on its node."""
+    start: str
+    """Another one after every start of the actor."""
+    node_ip: str
+
+
+class EngineActor:
+    """Starts an engine, and says where it listens."""
+
+    def __init__(
+        self,
+        model: str,
+        options: Mapping[str, Any],
+        *,
+        client_key: str,
+        driver_ip: str,
+        startup_timeout: float,
+    ) -> None:
+        """
+        Args:
+            options: keywords of :func:`launch_scheduler`.
+            client_key: CURVE public key of the fleet's clients.
+            driver_ip: address of the host of the fleet; an engine of that host listens on a socket file. Empty: none does.
+            startup_timeout: seconds until the engine must be ready.
+        """
+        self._start = secrets.token_hex(8)
+        self._folder = Path(tempfile.mkdtemp(prefix="caesura-keys-"))
+        node_ip = _node_ip()
+        try:
+            if node_ip == driver_ip:
+                server_key = None
+                self._engine = launch_scheduler(model, startup_timeout=startup_timeout, **options)
+            else:
+                server_key, self._engine = self._beyond(model, options, client_key, node_ip, startup_timeout)
+        except BaseException:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise
+        self._replica = Replica(self._engine.endpoint, server_key, self._engine.pid, self._start, node_ip)
+        self._ends = False
+        threading.Thread(target=self._watch, name="caesura-replica", daemon=True).start()
+
+    def replica(self) -> Replica:
+        """Where the engine listens."""
+        return self._replica
+
+    def close(self) -> None:
+        """End the engine in order; the actor is its owner's to kill."""
+        self._ends = True
+        self._engine.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _beyond(
+        self, model: str, options: Mapping[str, Any], client_key: str, node_ip: str, startup_timeout: float
+    ) -> tuple[str, LaunchedScheduler]:
+        """An engine that listens at the node's address, for the owner of ``client_key`` alone, and its public key."""
+        public, secret = zmq.curve_keypair()
+        own, own_secret = zmq.curve_keypair()  # of the actor, which watches the engine as a client
+        files = {
+            f"server{SECRET_SUFFIX}": key_file(public, secret),
+            f"actor{SECRET_SUFFIX}": key_file(own, own_secret),
+            f"clients/actor{PUBLIC_SUFFIX}": key_file(own),
+            f"clients/fleet{PUBLIC_SUFFIX}": key_file(client_key.encode()),
+        }
+        (self._folder / "clients").mkdir()
+        for name, text in files.items():
+            with open(os.open(self._folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+                file.write(text)
+        for attempt in range(PORT_TRIES):
+            try:
+                engine = launch_scheduler(
+                    model,
+                    endpoint=f"tcp://{node_ip}:{_free_port(node_ip)}",
+                    curve_secret_key_file=self._folder / f"server{SECRET_SUFFIX}",
+                    curve_authorized_clients=self._folder / "clients",
+                    curve_server_key=public.decode(),
+                    curve_client_key_file=self._folder / f"actor{SECRET_SUFFIX}",
+                    startup_timeout=startup_timeout,
+                    **options,
+                )
+            except EndpointInUse:  # another process has taken the port meanwhile
+                if attempt + 1 == PORT_TRIES:
+                    raise
+            else:
+                return public.decode(), engine
+        raise AssertionError("unreachable")
+
+    def _watch(self) -> None:
+        while self._engine.returncode is None:
+            self._engine.wait(1.0)
+        if not self._ends:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            os._exit(1)  # Ray starts another actor, which starts another engine
+
+
+def _node_ip() -> str:
+    import ray
+
+    return str(ray.util.get_node_ip_address())
+
+
+def _free_port(host: str) -> int:
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])

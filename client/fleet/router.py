@@ -1,0 +1,129 @@
+"""Which engine of a fleet takes a request: the least loaded one, unless a key or a cached prefix speaks for another.
+
+Invariants:
+- A choice is a function of the candidates, the request and earlier choices: no clock, no randomness.
+- A routing key decides alone. It is hashed with each candidate's name, and the highest hash wins (rendezvous hashing: Thaler
+  and Ravishankar, 1998), so that only the keys of an engine that leaves move, and several routers agree.
+- Memory is bounded: at most :data:`MAX_PREFIXES` prefixes are remembered, the most recently used ones.
+"""
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Protocol, TypeVar
+
+PREFIX_BLOCK = 32
+"""Tokens of a block of the remembered prefixes."""
+MAX_BLOCKS = 64
+"""Blocks of a prompt that are looked at."""
+MAX_PREFIXES = 1 << 16
+LEAST_SHARE = 0.3
+"""A remembered prefix counts if it is at least this share of the prompt."""
+LOAD_MARGIN = 16
+LOAD_RATIO = 1.5
+"""An engine with a prefix is not chosen if it has more than this many times the load of the least loaded one, plus the margin."""
+
+_routing_key: ContextVar[str | None] = ContextVar("caesura_routing_key", default=None)
+
+
+@contextmanager
+def routed_by(key: str | None) -> Iterator[None]:
+    """Generations that are started in this block (and in tasks made in it) go to the engine of ``key``, as long as it serves."""
+    token = _routing_key.set(key)
+    try:
+        yield
+    finally:
+        _routing_key.reset(token)
+
+
+def current_routing_key() -> str | None:
+    """The key of the innermost :func:`routed_by` block; None outside of one."""
+    return _routing_key.get()
+
+
+class Candidate(Protocol):
+    """An engine that serves."""
+
+    @property
+    def name(self) -> str:
+        """Names it among the candidates, for as long as it keeps its cache."""
+        ...
+
+    @property
+    def load(self) -> int:
+        """Samples that it works on or has waiting."""
+        ...
+
+
+CandidateT = TypeVar("CandidateT", bound=Candidate)
+
+
+class Router:
+    """Chooses, and remembers which engine has seen which prefix."""
+
+    def __init__(self) -> None:
+        self._seen: OrderedDict[bytes, str] = OrderedDict()
+
+    def choose(
+        self,
+        candidates: Sequence[CandidateT],
+        prompt: Sequence[int],
+        *,
+        key: str | None = None,
+        salt: str = "",
+    ) -> CandidateT:
+        """One of ``candidates``, which must not be empty. ``salt`` separates prompts that share no cache."""
+        if key is not None:
+            return max(candidates, key=lambda each: _digest(key.encode(), each.name.encode()))
+        blocks = _blocks(prompt, salt)
+        chosen = self._by_prefix(candidates, blocks, len(prompt))
+        if chosen is None:
+            chosen = min(candidates, key=lambda each: each.load)
+        for block in blocks:
+            self._seen[block] = chosen.name
+            self._seen.move_to_end(block)
+        while len(self._seen) > MAX_PREFIXES:
+            self._seen.popitem(last=False)
+        return chosen
+
+    def forget(self, name: str | None = None) -> None:
+        """The engine ``name`` has lost its cache; None: all have."""
+        if name is None:
+            self._seen.clear()
+            return
+        for block in [block for block, owner in self._seen.items() if owner == name]:
+            del self._seen[block]
+
+    def _by_prefix(
+        self, candidates: Sequence[CandidateT], blocks: Sequence[bytes], length: int
+    ) -> CandidateT | None:
+        limit = LOAD_RATIO * min(each.load for each in candidates) + LOAD_MARGIN
+        by_name = {each.name: each for each in candidates if each.load <= limit}
+        for count in range(len(blocks), 0, -1):
+            if count * PREFIX_BLOCK < LEAST_SHARE * min(length, MAX_BLOCKS * PREFIX_BLOCK):
+                return None
+            owner = by_name.get(self._seen.get(blocks[count - 1], ""))
+            if owner is not None:
+                return owner
+        return None
+
+
+def _blocks(prompt: Sequence[int], salt: str) -> list[bytes]:
+    """A digest of every prefix of whole blocks, the shortest first."""
+    found: list[bytes] = []
+    digest = salt.encode()
+    for start in range(0, min(len(prompt), MAX_BLOCKS * PREFIX_BLOCK) - PREFIX_BLOCK + 1, PREFIX_BLOCK):
+        block = ",".join(map(str, prompt[start : start + PREFIX_BLOCK]))
+        digest = _digest(digest, block.encode())
+        found.append(digest)
+    return found
+
+
+def _digest(*parts: bytes) -> bytes:
+    digest = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.digest()

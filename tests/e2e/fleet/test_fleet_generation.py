@@ -1,0 +1,303 @@
+"""Generations of a fleet of real engines: what moves to another engine is what one engine would have answered."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from support.checkpoints import make_checkpoint
+from support.tokenizers import make_byte_level
+
+from caesura.client import (
+    EngineDied,
+    EpochBehind,
+    GenerateOutput,
+    InvalidRequest,
+    SamplingParams,
+    SchedulerClient,
+    launch_scheduler,
+)
+from caesura.client.fleet import Fleet
+from caesura.client.text import TextTokenizer
+from caesura.client.text.tokenizer_manager import GenerationRequest, TokenizerManager
+from caesura.scheduler.kernels import TORCH, best
+
+DETERMINISTIC = best("linear", "cpu", torch.float32) != TORCH
+"""Then tokens and logprobs are the same bits in every composition of a batch; without, up to the last bits of a float32."""
+PROMPT = [5, 6, 7, 8]
+NEW = 60
+SEAM = 17
+PATIENCE_S = 90.0
+SAMPLED = SamplingParams(max_new_tokens=NEW, temperature=1.0, seed=11, ignore_eos=True)
+CASES = {
+    "greedy": SamplingParams(max_new_tokens=NEW, temperature=0.0, seed=1, ignore_eos=True),
+    "sampled": SAMPLED,
+    "filtered": msgspec.structs.replace(SAMPLED, top_p=0.9, top_k=40, min_p=0.01),
+    "penalised": msgspec.structs.replace(
+        SAMPLED, frequency_penalty=0.7, presence_penalty=0.4, repetition_penalty=1.2
+    ),
+    "several": msgspec.structs.replace(SAMPLED, n=3),
+    "unlimited": SamplingParams(max_new_tokens=None, temperature=1.0, seed=3, ignore_eos=True),
+    "biased": msgspec.structs.replace(SAMPLED, ignore_eos=False, min_new_tokens=40, logit_bias={1: 6.0}),
+}
+EVERYTHING: dict[str, Any] = {
+    "return_logprob": True,
+    "return_raw_logprob": True,
+    "return_sampled_logprob": True,
+    "top_logprobs_num": 3,
+    "token_ids_logprob": [1, 2],
+    "logprob_start_len": 0,
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    path = tmp_path_factory.mktemp("models") / "model"
+    make_checkpoint(path, "qwen3", seed=3, vocab_size=408, eos_token_id=1, max_position_embeddings=128)
+    return path
+
+
+@pytest.fixture(scope="module")
+def launch(model) -> Iterator[Callable[[], SchedulerClient]]:
+    with ExitStack() as stack:
+
+        def one() -> SchedulerClient:
+            return stack.enter_context(
+                launch_scheduler(
+                    model,
+                    dtype="float32",
+                    num_threads=1,
+                    kv_pool_tokens=4096,
+                    deterministic=DETERMINISTIC,
+                    check_ledger=True,
+                    log_level="WARNING",
+                )
+            )
+
+        yield one
+
+
+@pytest.fixture(scope="module")
+def engines(launch) -> list[SchedulerClient]:
+    return [launch(), launch()]
+
+
+def run(engines: list[SchedulerClient], body: Callable[[Fleet], Awaitable[None]], **options: Any) -> None:
+    async def main() -> None:
+        addresses = [engine.endpoint for engine in engines]
+        async with (
+            asyncio.timeout(PATIENCE_S),
+            Fleet(addresses, **{"look_interval_s": 0, **options}) as fleet,
+        ):
+            await body(fleet)
+
+    asyncio.run(main())
+
+
+async def moved(fleet: Fleet, params: SamplingParams, *seams: int, **options: Any) -> list[GenerateOutput]:
+    """The outputs of a request whose engine is taken out of routing when its samples have ``seams`` tokens together; every
+    token comes once, in order."""
+    handle = await fleet.submit(PROMPT, params, stream=True, **options)
+    seen: dict[int, list[int]] = {index: [] for index in range(params.n)}
+    left = list(seams)
+    async for delta in handle:
+        assert delta.start == len(seen[delta.index])
+        seen[delta.index] += delta.output_ids
+        if left and sum(map(len, seen.values())) >= left[0]:
+            left.pop(0)
+            await fleet.heal()
+            busiest = max(fleet.members, key=lambda member: member.load)
+            fleet.dispatcher.fence(busiest, "the test says so")
+    outputs = await handle.results()
+    assert [output.output_ids for output in outputs] == list(seen.values())
+    await fleet.heal()
+    return outputs
+
+
+def same(found: GenerateOutput, expected: GenerateOutput) -> None:
+    """All that does not say where and when it was computed."""
+    assert (found.index, found.finish_reason) == (expected.index, expected.finish_reason)
+    assert found.output_ids == expected.output_ids
+    assert (found.prompt_tokens, found.seed) == (expected.prompt_tokens, expected.seed)
+    for name in ("output_logprobs", "raw_logprobs", "sampled_logprobs"):
+        assert getattr(found, name) == pytest.approx(getattr(expected, name), abs=1e-4), name
+    for name in ("output_top", "output_token_ids", "input_top", "input_token_ids"):
+        rows, of_whole = getattr(found, f"{name}_logprobs"), getattr(expected, f"{name}_logprobs")
+        assert (rows is None) == (of_whole is None), name
+        if rows is not None:
+            assert rows.ids == of_whole.ids, name
+            assert rows.logprobs == pytest.approx(of_whole.logprobs, abs=1e-4), name
+    inputs, of_whole = found.input_logprobs, expected.input_logprobs
+    assert (inputs is None) == (of_whole is None)
+    assert inputs is None or inputs[1:] == pytest.approx(of_whole[1:], abs=1e-4)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_moved_generation_equals_one_that_stayed(engines, case):
+    params = CASES[case]
+
+    async def body(fleet: Fleet) -> None:
+        whole = await fleet.generate([PROMPT], params, **EVERYTHING)
+        outputs = await moved(fleet, params, SEAM, 2 * SEAM, **EVERYTHING)
+        assert fleet.dispatcher.moved >= 2
+        for found, expected in zip(outputs, whole, strict=True):
+            same(found, expected)
+            assert found.weight_versions[-1].end == len(found.output_ids)
+        assert any(len({span.incarnation for span in each.weight_versions}) == 2 for each in outputs)
+
+    run(engines, body)
+
+
+def test_an_engine_that_is_killed_costs_no_request(engines, launch):
+    """SIGKILL in the middle of ten requests: every one ends as it would have, and the dead engine gets nothing more."""
+    victim = launch()
+    prompts = [[*PROMPT, number] for number in range(10)]
+
+    async def body(fleet: Fleet) -> None:
+        whole = await fleet.generate(prompts, SAMPLED, return_logprob=True)
+        handles = [
+            await fleet.submit(prompt, SAMPLED, stream=True, return_logprob=True) for prompt in prompts
+        ]
+        doomed = next(member for member in fleet.members if member.address.endpoint == victim.endpoint)
+        assert doomed.load > 0
+        async for _ in handles[0]:
+            os.kill(victim.status().pid, signal.SIGKILL)
+            break
+        outputs = [await handle.result() for handle in handles]
+        for found, expected in zip(outputs, whole, strict=True):
+            same(found, expected)
+        assert (doomed.state, doomed.load) == ("gone", 0)
+        assert fleet.dispatcher.moved >= 1
+        assert {span.version for output in outputs for span in output.weight_versions} == {"default"}
+
+    run([*engines, victim], body)
+
+
+def test_an_engine_that_shuts_down_in_order_hands_its_requests_over(engines, launch):
+    """It ends them with what they have; the fleet goes on from there."""
+    leaving = launch()
+
+    async def body(fleet: Fleet) -> None:
+        whole = await fleet.generate(PROMPT, SAMPLED, return_logprob=True)
+        member = next(each for each in fleet.members if each.address.endpoint == leaving.endpoint)
+        for other in fleet.members:
+            if other is not member:
+                fleet.dispatcher.fence(other, "until the request has begun")
+        handle = await fleet.submit(PROMPT, SAMPLED, stream=True, return_logprob=True)
+        async for _ in handle:
+            break
+        for other in fleet.members:
+            if other is not member:
+                other.admit(other.epoch, fleet.weights_epoch)
+        await member.client.shutdown(drain=False)
+        output = await handle.result()
+        same(output, whole)
+        assert len({span.incarnation for span in output.weight_versions}) == 2
+
+    run([*engines, leaving], body)
+
+
+def test_stop_tokens_and_stop_strings_are_found_across_the_seam(engines, tmp_path):
+    tokenizer = TextTokenizer.from_folder(make_byte_level(tmp_path))
+
+    async def body(fleet: Fleet) -> None:
+        whole = await fleet.generate(PROMPT, SAMPLED)
+        stop = next(token for token in whole.output_ids[SEAM + 3 :] if token not in whole.output_ids[:SEAM])
+        params = msgspec.structs.replace(SAMPLED, stop_token_ids=[stop])
+        (output,) = await moved(fleet, params, SEAM)
+        assert output.output_ids == whole.output_ids[: whole.output_ids.index(stop) + 1]
+        assert (output.finish_reason.type, output.finish_reason.matched) == ("stop", stop)
+
+        manager = TokenizerManager(fleet.client, tokenizer)
+        asked = GenerationRequest(prompt=PROMPT, sampling_params=SAMPLED, return_logprob=True)
+        (plain,) = await manager.generate(asked)
+        texts = [tokenizer.decode(whole.output_ids[:count]) for count in range(NEW + 1)]
+        begins, ends = len(texts[SEAM - 2]), len(texts[SEAM + 4])
+        phrase = plain.text[begins:ends]  # begins before the seam and ends behind it
+        found = plain.text.index(phrase)
+        stream = manager.stream(replace(asked, stop=[phrase]))
+        text, tokens = "", 0
+        async for chunk in stream:
+            text += chunk.text
+            tokens = max(tokens, max(member.load for member in fleet.members))
+            flows = list(fleet.dispatcher.flows.values())
+            if flows and not flows[0].moves:
+                busiest = max(fleet.members, key=lambda member: member.load)
+                fleet.dispatcher.fence(busiest, "the test says so")
+            if chunk.finished is not None:
+                sample = chunk.finished
+        await fleet.heal()
+        assert text == plain.text[:found] == sample.text
+        assert (sample.output.finish_reason.type, sample.matched) == ("stop", phrase)
+        count = len(sample.output.output_ids)
+        assert sample.output.output_ids == whole.output_ids[:count]
+        assert sample.output.output_logprobs == plain.output.output_logprobs[:count]
+        assert fleet.dispatcher.moved >= 2
+
+    run(engines, body)
+
+
+def test_requests_wait_for_an_engine_and_no_longer_than_they_are_told(engines):
+    async def body(fleet: Fleet) -> None:
+        for member in fleet.members:
+            fleet.dispatcher.fence(member, "none serves")
+        handle = await fleet.submit(PROMPT, SAMPLED)
+        assert not handle.done()
+        await fleet.heal()
+        assert len((await handle.result()).output_ids) == NEW
+        for member in fleet.members:
+            fleet.dispatcher.fence(member, "none serves")
+        with pytest.raises(EngineDied, match="no engine of the fleet") as caught:
+            await fleet.generate(PROMPT, SAMPLED)
+        assert set(caught.value.detail["members"].values()) == {"none serves"}
+
+    run(engines, body, patience_s=0.2)
+
+
+def test_what_the_caller_does_ends_it(engines):
+    async def body(fleet: Fleet) -> None:
+        handle = await fleet.submit(PROMPT, SAMPLED, stream=True, rid="mine", return_logprob=True)
+        async for _ in handle:
+            break
+        assert await fleet.abort("mine") == 1
+        output = await handle.result()
+        assert output.finish_reason.type == "abort"
+        assert 0 < len(output.output_ids) == len(output.output_logprobs) < NEW
+        # while it waits for an engine, there is nobody to be told
+        handle = await fleet.submit(PROMPT, SAMPLED, stream=True, rid="mine")
+        async for _ in handle:
+            break
+        for member in fleet.members:
+            fleet.dispatcher.fence(member, "none serves")
+        assert await fleet.abort(abort_all=True) == 1
+        output = await handle.result()
+        assert (output.finish_reason.type, output.rid) == ("abort", "mine")
+        assert output.weight_versions[-1].end == len(output.output_ids) > 0
+        await fleet.heal()
+        with pytest.raises(EpochBehind):
+            await fleet.generate(PROMPT, SAMPLED, min_weights_epoch=fleet.weights_epoch + 1)
+        with pytest.raises(InvalidRequest):
+            await fleet.generate(PROMPT, {"top_p": 7.0})
+        assert not fleet.dispatcher.flows
+        assert [member.load for member in fleet.members] == [0, 0]
+
+    run(engines, body)
+
+
+def test_routing_keys_stay_and_load_spreads(engines):
+    async def body(fleet: Fleet) -> None:
+        short = SamplingParams(max_new_tokens=2)
+        for key in "abc":
+            outputs = [await fleet.generate([number], short, routing_key=key) for number in range(2, 6)]
+            assert len({output.weight_versions[0].incarnation for output in outputs}) == 1
+        outputs = await fleet.generate([[number] for number in range(2, 10)], SAMPLED)
+        used = [output.weight_versions[0].incarnation for output in outputs]
+        assert {used.count(incarnation) for incarnation in used} == {4}
+
+    run(engines, body)

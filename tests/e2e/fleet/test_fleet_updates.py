@@ -1,0 +1,325 @@
+"""Updates of a fleet: all members commit or none does, and who is too late, or comes back, is brought to the fleet's weights."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from caesura.client import (
+    InternalError,
+    InvalidRequest,
+    SamplingParams,
+    SchedulerClient,
+    WeightMismatch,
+    launch_scheduler,
+)
+from caesura.client.fleet import Fleet, FleetUpdateFailed
+from caesura.client.fleet.catching_up import Source
+from caesura.client.fleet.members import Member
+from caesura.client.tensors import SharedTensors
+
+PROMPT = [5, 6, 7]
+GREEDY = SamplingParams(max_new_tokens=8, temperature=0.0)
+LONG = SamplingParams(max_new_tokens=200, temperature=0.0, ignore_eos=True)
+PATIENCE_S = 90.0
+
+
+@pytest.fixture(scope="module")
+def launch(tiny_model) -> Iterator[Callable[[], SchedulerClient]]:
+    launched = []
+
+    def one() -> SchedulerClient:
+        launched.append(launch_scheduler(tiny_model, dtype="float32", num_threads=1, kv_pool_tokens=2048))
+        return launched[-1].client
+
+    yield one
+    for engine in launched:
+        engine.close()
+
+
+@pytest.fixture(scope="module")
+def engines(launch) -> list[SchedulerClient]:
+    return [launch(), launch()]
+
+
+@pytest.fixture
+def tensors(other_model) -> dict[str, Any]:
+    return {
+        name: value
+        for file in Path(other_model).glob("*.safetensors")
+        for name, value in load_file(file).items()
+    }
+
+
+@pytest.fixture(autouse=True)
+def known_weights(engines, tiny_model) -> None:
+    """Whatever a test has left behind."""
+    for engine in engines:
+        engine.pause("abort")
+        engine.update_weights_from_disk(tiny_model, weight_version="first")
+        engine.continue_generation(force=True)
+
+
+def run(engines: list[SchedulerClient], body: Callable[[Fleet], Awaitable[None]], **options: Any) -> None:
+    async def main() -> None:
+        options.setdefault("verify", "checksums")
+        options.setdefault("look_interval_s", 0)
+        options.setdefault("patience_s", 20.0)
+        async with (
+            asyncio.timeout(PATIENCE_S),
+            Fleet([each.endpoint for each in engines], **options) as fleet,
+        ):
+            await body(fleet)
+
+    asyncio.run(main())
+
+
+async def served(fleet: Fleet) -> list[tuple[str, int]]:
+    """Label and fleet's epoch of what each member samples."""
+    found = []
+    for member in fleet.members:
+        others = [other for other in fleet.members if other is not member and other.serves]
+        for other in others:
+            fleet.dispatcher.fence(other, "one at a time")
+        output = await fleet.generate(PROMPT, GREEDY)
+        found += [(span.version, span.epoch) for span in output.weight_versions]
+        for other in others:
+            other.admit(other.epoch, fleet.weights_epoch)
+    return found
+
+
+@pytest.mark.parametrize("transport", ["disk", "tensor", "ipc", "shared", "distributed"])
+def test_every_transport_updates_all_members(engines, tensors, other_model, transport):
+    """While they generate: requests in flight go on, and every token says which weights sampled it."""
+
+    async def body(fleet: Fleet) -> None:
+        before = await fleet.generate(PROMPT, GREEDY, return_logprob=True)
+        epoch = fleet.weights_epoch
+        handles = [await fleet.submit([*PROMPT, number], LONG) for number in range(4)]
+        if transport == "disk":
+            done = await fleet.update(model_path=other_model, weight_version="second")
+        elif transport == "shared":
+            with SharedTensors(tensors) as shared:
+                done = await fleet.update(shared, transport="ipc", weight_version="second")
+        else:
+            done = await fleet.update(tensors, transport=transport, weight_version=2)
+        assert (done.epoch, done.fenced, len(done.replies)) == (epoch + 1, {}, 2)
+        label = done.weight_version
+        assert await served(fleet) == [(label, epoch + 1)] * 2
+        totals = {(await member.client.check_weights()).total for member in fleet.members}
+        assert len(totals) == 1
+        for handle in handles:
+            spans = (await handle.result()).weight_versions
+            epochs = [span.epoch for span in spans]
+            assert epochs == sorted(epochs)
+            assert {span.version for span in spans} <= {"first", label}
+        after = await fleet.generate(PROMPT, GREEDY, return_logprob=True, min_weights_epoch=epoch + 1)
+        assert after.output_logprobs != before.output_logprobs
+
+    run(engines, body)
+
+
+def test_a_refusal_by_one_member_updates_nobody(engines, tensors):
+    async def body(fleet: Fleet) -> None:
+        first, second = fleet.members
+        epochs = [member.epoch for member in fleet.members]
+        engines[1].begin_weight_update()  # somebody else's
+        with pytest.raises(FleetUpdateFailed) as caught:
+            await fleet.update(tensors, weight_version="second")
+        assert set(caught.value.reasons) == {second.name}
+        assert caught.value.code == "session_open"
+        assert caught.value.serving == [first.name]  # the other cannot continue with that session open
+        engines[1].end_weight_update(commit=False)
+        assert await fleet.heal() == [second.name]
+        with pytest.raises(FleetUpdateFailed) as caught:
+            await fleet.update({**tensors, "nobody's": tensors["model.norm.weight"]}, weight_version="second")
+        assert all(isinstance(error, WeightMismatch) for error in caught.value.reasons.values())
+        assert [member.epoch for member in fleet.members] == epochs
+        assert await served(fleet) == [("first", fleet.weights_epoch)] * 2
+        with pytest.raises(InvalidRequest):
+            await fleet.update(tensors, transport="disk")
+
+    run(engines, body)
+
+
+def test_members_that_loaded_are_poisoned_when_another_fails_and_come_back_from_a_peer(engines, tensors):
+    """The one that failed before its first byte serves on with the weights of before, and gives them to the other."""
+
+    async def body(fleet: Fleet) -> None:
+        first, second = fleet.members
+        inner = fleet._loader.load
+
+        def one_fails(weights, **options):
+            load = inner(weights, **options)
+
+            async def loading(members, session, left):
+                answers = dict(await load([first], session, left))
+                return {**answers, second: InternalError("the test says so")}
+
+            return loading
+
+        fleet._loader.load = one_fails
+        handle = await fleet.submit(PROMPT, LONG)
+        with pytest.raises(FleetUpdateFailed) as caught:
+            await fleet.update(tensors, weight_version="second")
+        assert caught.value.serving == [second.name]
+        assert (first.state, engines[0].status().weights) == ("fenced", "poisoned")
+        output = await handle.result()
+        assert {span.version for span in output.weight_versions} == {"first"}
+        assert len(output.output_ids) == 200
+        assert await fleet.heal() == [first.name]
+        assert engines[0].status().weights == "valid"
+        assert await served(fleet) == [("first", fleet.weights_epoch)] * 2
+
+    run(engines, body)
+
+
+def test_members_that_differ_are_not_committed(engines, tensors):
+    async def body(fleet: Fleet) -> None:
+        inner = fleet._loader.load
+        others = {**tensors, "model.norm.weight": tensors["model.norm.weight"] + 1}
+
+        def differs(weights, **options):
+            async def loading(members, session, left):
+                answers = {}
+                for member, values in zip(members, (tensors, others), strict=True):
+                    load = inner(type(weights)("tensor", tensors=values), **options)
+                    answers |= await load([member], session, left)
+                return answers
+
+            return loading
+
+        fleet._loader.load = differs
+        with pytest.raises(FleetUpdateFailed, match="other weights than the others"):
+            await fleet.update(tensors, weight_version="second")
+        assert not fleet.dispatcher.serving
+        handle = await fleet.submit(PROMPT, GREEDY)  # waits: nobody has weights to serve it with
+        fleet._loader.load = inner
+        done = await fleet.update(tensors, weight_version="third")
+        assert done.fenced == {}
+        assert {span.version for span in (await handle.result()).weight_versions} == {"third"}
+
+    run(engines, body)
+
+
+def test_a_straggler_is_fenced_and_not_waited_for(engines, tensors):
+    """A member that stands still is out at the deadline; its requests go on elsewhere, and it is brought back later."""
+
+    async def body(fleet: Fleet) -> None:
+        slow, other = fleet.members
+        epoch = fleet.weights_epoch
+        fleet.dispatcher.fence(other, "until the request has begun")
+        handle = await fleet.submit(PROMPT, LONG, stream=True)
+        async for _ in handle:
+            break
+        other.admit(other.epoch, epoch)
+        os.kill(slow.status.pid, signal.SIGSTOP)
+        try:
+            done = await fleet.update(tensors, weight_version="second", deadline_s=1.0)
+            assert (list(done.replies), list(done.fenced)) == ([other.name], [slow.name])
+            assert slow.state == "fenced"
+            output = await handle.result()
+            assert len(output.output_ids) == 200
+            assert {span.version for span in output.weight_versions} <= {"first", "second"}
+        finally:
+            os.kill(slow.status.pid, signal.SIGCONT)
+        assert not slow.serves
+        assert await fleet.heal() == [slow.name]
+        assert await served(fleet) == [("second", epoch + 1)] * 2
+
+    run(engines, body)
+
+
+@pytest.mark.parametrize("phase", ["begin_weight_update", "update_weights_from_tensor", "end_weight_update"])
+def test_a_member_that_is_killed_in_an_update_does_not_stop_it(engines, launch, tensors, phase):
+    victim = launch()
+    victim.update_weights_from_disk(engines[0].status().model_path, weight_version="first")
+
+    async def body(fleet: Fleet) -> None:
+        doomed = next(member for member in fleet.members if member.address.endpoint == victim.endpoint)
+        handles = [await fleet.submit([*PROMPT, number], LONG) for number in range(6)]
+        call = getattr(doomed.client, phase)
+
+        async def killed(*args: Any, **options: Any) -> Any:
+            os.kill(doomed.status.pid, signal.SIGKILL)
+            return await call(*args, **options)
+
+        setattr(doomed.client, phase, killed)
+        done = await fleet.update(tensors, weight_version="second")
+        assert set(done.fenced) == {doomed.name}
+        assert doomed.state == "gone"
+        for handle in handles:
+            assert len((await handle.result()).output_ids) == 200
+        assert {each.engine.weight_version for each in (await fleet.status()).members if each.engine} == {
+            "second"
+        }
+
+    run([*engines, victim], body)
+
+
+def test_pauses_hold_all_members_and_newcomers(engines, tensors, launch):
+    newcomer = launch()
+
+    async def body(fleet: Fleet) -> None:
+        async with fleet.paused("retract"):
+            handle = await fleet.submit(PROMPT, GREEDY)
+            await fleet.update(tensors, weight_version="second")
+            member: Member = await fleet.add(newcomer.endpoint)
+            states = [(await each.client.status()).generation for each in fleet.members]
+            assert states == ["paused"] * 3
+            assert not handle.done()
+        output = await handle.result()
+        assert {span.version for span in output.weight_versions} == {"second"}
+        assert (newcomer.status().generation, newcomer.status().weight_version) == ("running", "second")
+        assert await served(fleet) == [("second", fleet.weights_epoch)] * 3
+        with pytest.raises(InvalidRequest):
+            await fleet.add(newcomer.endpoint)
+        await fleet.remove(member.name)
+        assert len(fleet.members) == 2
+
+    run(engines, body)
+
+
+def test_an_update_that_is_cancelled_before_its_commit_is_aborted(engines, tensors):
+    async def body(fleet: Fleet) -> None:
+        inner = fleet._loader.load
+        loaded = asyncio.Event()
+
+        def never_ends(weights, **options):
+            async def loading(members, session, left):
+                await inner(weights, **options)(members, session, left)
+                loaded.set()
+                await asyncio.Event().wait()
+
+            return loading
+
+        fleet._loader.load = never_ends
+        work = asyncio.ensure_future(fleet.update(tensors, weight_version="second"))
+        await loaded.wait()
+        work.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await work
+        assert {engine.status().weights for engine in engines} == {"poisoned"}
+        assert {engine.status().session for engine in engines} == {None}
+        fleet._loader.load = inner
+        await fleet.update(tensors, weight_version="third")
+        assert await served(fleet) == [("third", fleet.weights_epoch)] * 2
+
+    run(engines, body)
+
+
+def test_engines_that_differ_are_no_fleet(engines, other_model):
+    engines[1].update_weights_from_disk(other_model, weight_version="another")
+    with pytest.raises(InvalidRequest, match="'another'"):
+        run(engines, lambda fleet: fleet.status())
+
+
+def test_a_folder_of_the_weights_is_known_as_long_as_it_is_theirs():
+    assert Source(model_path="/start").folder == "/start"
+    assert Source(model_path="/start", path="/new", updated=True).folder == "/new"
+    assert Source(model_path="/start", updated=True).folder is None
