@@ -7,7 +7,7 @@ import pytest
 ray = pytest.importorskip("ray")
 import ray_trainer  # noqa: E402  (needs ray)
 
-STEPS = 25
+STEPS = 16
 
 
 @pytest.mark.slow
