@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from caesura.scheduler.kernels.forms import HeadNorms
 from caesura.scheduler.layers.rotary import rotate
 
 CALLS: list[int] = []
@@ -44,7 +45,7 @@ def rope_store(
     values: Tensor,
     *,
     out: Tensor,
-    norm: tuple[Tensor, Tensor, float] | None = None,
+    norm: HeadNorms | None = None,
 ) -> Tensor:
     """See ``kernels/elementwise.py``; in place only. Without head norms, as a backend is tried, no graph can hold it."""
     assert out.data_ptr() == qkv.data_ptr()
@@ -56,5 +57,6 @@ def rope_store(
         out.copy_(rotated[:, : out.shape[1]])
         return out
     CALLS.append(len(qkv))
-    _rope_store(qkv, num_heads, cos, sin, kv_slots, keys, values, *norm)
+    assert not norm.from_one, "as Qwen3's"
+    _rope_store(qkv, num_heads, cos, sin, kv_slots, keys, values, *norm[:3])
     return out
