@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from ...io_struct import CaesuraError, ErrorCode, GenerateImagesReqInput, TensorSpec
+from ..dtypes import DTYPES
 from ..weights.source import BufferSource
-from .family import Embeds, Family, invalid
+from .family import MAX_IDS, Embeds, Family, invalid
 from .flow import problem_of
 from .request import ImageRequest, Prompting
 
@@ -26,6 +27,8 @@ MAX_GUIDANCE = 1000.0
 """Of ``guidance_scale``: with more, latents leave float32 before a defect could be told from it."""
 MAX_NOISE_LEVEL = 100.0
 """Of ``sde.noise_level``, likewise."""
+MAX_EMBED_TOKENS = 2 * MAX_IDS
+"""Of ``prompt_embeds``: more than text or ids can make. A step takes time with their square, and nothing stops it."""
 _NEGATIVE = "negative_"
 
 
@@ -166,6 +169,10 @@ class ImageAdmission:
         family, found = self._family, {}
         if len(buffers) != len({spec.buffer for spec in specs}):
             raise invalid("tensors", len(specs), f"describe not all of {len(buffers)} frames, or more")
+        if len({spec.name for spec in specs}) != len(specs):
+            raise invalid("tensors", [spec.name for spec in specs], "must have different names")
+        for spec in specs:
+            self._check_shape(spec)
         for piece in BufferSource("tensor", list(specs), buffers).pieces(1 << 62, lambda name: False):
             found[piece.name] = self._embed(piece.name, piece.rows)
         negative = {
@@ -181,14 +188,24 @@ class ImageAdmission:
                 raise invalid("tensors", len(mask), "the mask has another length than prompt_embeds")
         return found or None, negative or None
 
-    def _embed(self, name: str, rows: Tensor) -> Tensor:
-        family, plain = self._family, name.removeprefix(_NEGATIVE)
+    def _check_shape(self, spec: TensorSpec) -> None:
+        """Of a whole embedding: pieces are for weights."""
+        family, name, shape = self._family, spec.name, tuple(spec.shape)
+        plain = name.removeprefix(_NEGATIVE)
         if plain not in family.embed_names:
             raise invalid(
                 "tensors", name, f"is none of {', '.join(family.embed_names)}, nor one with {_NEGATIVE}"
             )
-        if not family.embed_shape(plain, tuple(rows.shape)):
-            raise invalid("tensors", name, f"of shape {list(rows.shape)} does not fit the transformer")
+        if not family.embed_shape(plain, shape):
+            raise invalid("tensors", name, f"of shape {[*shape]} does not fit the transformer")
+        if plain == "prompt_embeds" and shape[0] > MAX_EMBED_TOKENS:
+            raise invalid("tensors", name, f"has {shape[0]} tokens, the limit is {MAX_EMBED_TOKENS}")
+        dtype = DTYPES.get(spec.dtype)
+        if dtype is not None and spec.nbytes != math.prod(shape) * dtype.itemsize:
+            raise invalid("tensors", name, f"of shape {[*shape]} has {spec.nbytes} bytes of {spec.dtype}")
+
+    def _embed(self, name: str, rows: Tensor) -> Tensor:
+        family, plain = self._family, name.removeprefix(_NEGATIVE)
         if not rows.is_floating_point():
             if not plain.endswith("_mask"):
                 raise invalid("tensors", name, "must have a floating point type")

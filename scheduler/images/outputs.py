@@ -148,7 +148,13 @@ def _on_host(sample: ImageRequest, output: DenoisedOnHost, row: int) -> tuple[np
     if output.log_probs[row] is None:
         return _NOTHING, _NOTHING
     before = sample.latents.get(sample.step)
-    return (output.before[row].cpu().numpy() if before is None else before), output.after[row].cpu().numpy()
+    return (_copy(output.before[row]) if before is None else before), _copy(output.after[row])
+
+
+def _copy(latent: Tensor) -> np.ndarray:
+    """Of its own: a row on the CPU would keep the rows of all samples of its step."""
+    copied: np.ndarray = latent.cpu().numpy().copy()
+    return copied
 
 
 _NOTHING = np.empty(0, np.float32)

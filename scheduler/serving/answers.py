@@ -5,7 +5,9 @@ Invariants:
   is no longer stored). A retry under a forgotten id is refused. Forgotten ids are remembered for at least
   :data:`REMEMBERED_IDS` later ids.
 - Answers younger than ``window_s`` and the last :data:`STORED_ANSWERS` answers are stored. If all of them together take more
-  than :data:`STORED_ANSWER_BYTES`, the oldest are dropped.
+  than :data:`STORED_ANSWER_BYTES`, the oldest are dropped, and then what exchanges under way have answered so far, the largest
+  first. An exchange that alone takes more drops its own.
+- An exchange under way that has dropped answers is *lost*: it goes on for those who wait for it, and nobody can attach to it.
 - Results that their client may not have read are *kept*: they can be fetched by rid while they are stored, for ``window_s``
   seconds after that client left, or until a new generation uses the rid.
 - The table of forgotten ids has a fixed size and is allocated at start.
@@ -54,6 +56,8 @@ class Exchange:
     """Number of answers still to come; a generation has one per sample."""
     answers: list[Message] = field(default_factory=list)
     nbytes: int = 0
+    is_lost: bool = False
+    """Its answers so far took too much memory, and were dropped."""
     rid: str = ""
     """Of a generation; else empty."""
     generation: bytes = b""
@@ -70,31 +74,40 @@ class Answers:
         self._window_s = window_s
         self._exchanges: dict[str, tuple[bytes, Exchange]] = {}
         self._done: deque[Exchange] = deque()
+        self._begun: dict[Exchange, None] = {}
+        """Under way, with answers."""
         self._kept: dict[str, Exchange] = {}
         self._forgotten = ForgottenIds()
         self.stored_bytes = 0
 
-    def attach(self, client: bytes, message_id: str, frame: bytes) -> list[Message] | None:
+    def attach(
+        self, client: bytes, message_id: str, frame: bytes, buffers: Sequence[memoryview] = ()
+    ) -> list[Message] | None:
         """Register a message, or attach a retry of it.
+
+        Args:
+            buffers: frames behind ``frame`` that say what is asked for, too.
 
         Returns:
             For a retry, the answers so far; ``client`` will get the later ones. None if the id is new.
 
         Raises:
-            CaesuraError: ``id_conflict`` if the id was used with another frame; ``answer_forgotten``.
+            CaesuraError: ``id_conflict`` if the id was used with other frames; ``answer_forgotten``.
         """
-        body = hashlib.blake2b(frame, digest_size=16).digest()
+        digest = hashlib.blake2b(frame, digest_size=16)
+        for buffer in buffers:
+            digest.update(buffer)
+        body = digest.digest()
         known = self._exchanges.get(message_id)
         if known is None:
             if message_id in self._forgotten:
-                raise CaesuraError(
-                    ErrorCode.ANSWER_FORGOTTEN,
-                    f"message {message_id} was answered before, and its answer is no longer stored",
-                )
+                raise _forgotten(message_id)
             self._exchanges[message_id] = body, Exchange([message_id], [client])
             return None
         if known[0] != body:
             raise CaesuraError(ErrorCode.ID_CONFLICT, f"message id {message_id} was used with another body")
+        if known[1].is_lost:
+            raise _forgotten(message_id)
         self._add_waiter(client, known[1])
         return known[1].answers
 
@@ -104,7 +117,13 @@ class Answers:
         return None if known is None else known[1]
 
     def join(self, client: bytes, message_id: str, exchange: Exchange) -> list[Message]:
-        """Make the just attached ``message_id`` part of ``exchange``, which it repeats; returns its answers so far."""
+        """Make the just attached ``message_id`` part of ``exchange``, which it repeats; returns its answers so far.
+
+        Raises:
+            CaesuraError: ``answer_forgotten``.
+        """
+        if exchange.is_lost:
+            raise _forgotten(exchange.message_ids[0])
         body, _ = self._exchanges[message_id]
         self._exchanges[message_id] = body, exchange
         exchange.message_ids.append(message_id)
@@ -113,13 +132,16 @@ class Answers:
 
     def add(self, exchange: Exchange, answer: Message, nbytes: int) -> None:
         """Add an answer to ``exchange``; with the last one it is done."""
-        exchange.answers.append(answer)
-        exchange.nbytes += nbytes
-        self.stored_bytes += nbytes
         exchange.remaining -= 1
+        if not exchange.is_lost:
+            exchange.answers.append(answer)
+            exchange.nbytes += nbytes
+            self.stored_bytes += nbytes
+            self._begun[exchange] = None
+        if exchange.nbytes > STORED_ANSWER_BYTES:
+            self._lose(exchange)
         if exchange.remaining == 0:
-            exchange.done_at = monotonic()
-            self._done.append(exchange)
+            self._end(exchange)
         self._drop_oldest()
 
     def begin_generation(self, message_id: str, rid: str, generation: bytes, *, samples: int) -> None:
@@ -175,6 +197,20 @@ class Answers:
         if exchange.remaining and client not in exchange.clients:
             exchange.clients.append(client)
 
+    def _end(self, exchange: Exchange) -> None:
+        self._begun.pop(exchange, None)
+        if exchange.is_lost:
+            self._forget(exchange)
+            return
+        exchange.done_at = monotonic()
+        self._done.append(exchange)
+
+    def _lose(self, exchange: Exchange) -> None:
+        """Drop the answers of an exchange, however many are still to come."""
+        del self._begun[exchange]
+        self.stored_bytes -= exchange.nbytes
+        exchange.answers, exchange.nbytes, exchange.is_lost = [], 0, True
+
     def _drop_oldest(self) -> None:
         horizon = monotonic() - self._window_s
         while self._done:
@@ -184,11 +220,16 @@ class Answers:
                 return
             self._done.popleft()
             self.stored_bytes -= exchange.nbytes
-            if self._kept.get(exchange.rid) is exchange:
-                del self._kept[exchange.rid]
-            for message_id in exchange.message_ids:
-                del self._exchanges[message_id]
-                self._forgotten.add(message_id)
+            self._forget(exchange)
+        while self.stored_bytes > STORED_ANSWER_BYTES:
+            self._lose(max(self._begun, key=lambda each: each.nbytes))
+
+    def _forget(self, exchange: Exchange) -> None:
+        if self._kept.get(exchange.rid) is exchange:
+            del self._kept[exchange.rid]
+        for message_id in exchange.message_ids:
+            del self._exchanges[message_id]
+            self._forgotten.add(message_id)
 
 
 class ForgottenIds:
@@ -212,6 +253,13 @@ class ForgottenIds:
     def __contains__(self, message_id: str) -> bool:
         key, bucket = _key(message_id)
         return key in self._table[bucket * _WAYS : (bucket + 1) * _WAYS]
+
+
+def _forgotten(message_id: str) -> CaesuraError:
+    return CaesuraError(
+        ErrorCode.ANSWER_FORGOTTEN,
+        f"message {message_id} was answered before, and its answer is no longer stored",
+    )
 
 
 def _key(message_id: str) -> tuple[int, int]:

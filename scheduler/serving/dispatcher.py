@@ -113,20 +113,22 @@ class Dispatcher:
         except Exception as error:  # noqa: BLE001  an unforeseen error of the decoder must be answered, too
             self._replies.send_answer(client, defect("decoding a message", "", error))
             return
-        answers = self._known(client, message, header)
+        answers = self._known(client, message, header, buffers)
         if answers is None:
             self._begin(client, message, buffers)
         for answer in answers or ():
             self._replies.send_answer(client, answer, message.id)
 
-    def _known(self, client: bytes, message: ToScheduler, frame: bytes) -> list[Message] | None:
+    def _known(
+        self, client: bytes, message: ToScheduler, frame: bytes, buffers: list[memoryview]
+    ) -> list[Message] | None:
         """The answers that ``message`` gets at once, as :meth:`_attach` says, or an error; None if it must be started."""
         try:
             if isinstance(message, ControlRequest):
                 self._lifecycle.renew_lease(message.owner)
             if isinstance(message, WeightUpdateOptions | EndWeightUpdateReqInput):
                 self._sessions.note_message(message, Sender(client, message.owner))
-            return self._attach(client, message, frame)
+            return self._attach(client, message, frame, buffers)
         except CaesuraError as error:
             return [error.to_reply(message.id)]
         except Exception as error:  # noqa: BLE001  an unforeseen error must be answered, and the loop must go on
@@ -176,12 +178,16 @@ class Dispatcher:
             self._replies.answer(answer.id, answer)
         self._commands.refuse_rest(message)
 
-    def _attach(self, client: bytes, message: ToScheduler, frame: bytes) -> list[Message] | None:
+    def _attach(
+        self, client: bytes, message: ToScheduler, frame: bytes, buffers: list[memoryview]
+    ) -> list[Message] | None:
         """The answer to a query, or for a retry the stored answers; None if the message id is new."""
         query = self._queries.get(type(message))
         if query is not None:
             return [query(message)]
-        return self._answers.attach(client, message.id, frame)
+        # The tensors of a prompt are few; those of an update are the weights, and would take as long as writing them.
+        compared = buffers if isinstance(message, GenerateImagesReqInput) else ()
+        return self._answers.attach(client, message.id, frame, compared)
 
     def _start(self, client: bytes, message: ToScheduler, buffers: list[memoryview]) -> None:
         if isinstance(message, GenerateReqInput | GenerateImagesReqInput):

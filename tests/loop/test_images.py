@@ -26,6 +26,7 @@ pytest.importorskip("diffusers")
 from support.pipelines import load_pipeline, make_sd3, tensors_of
 
 from caesura.scheduler.images import traced
+from caesura.scheduler.images.admission import MAX_EMBED_TOKENS
 from caesura.scheduler.images.batcher import RAISE_AFTER
 from caesura.scheduler.observability.throughput import Counters, line
 
@@ -516,6 +517,50 @@ def test_embeddings_that_do_not_fit_are_refused(driver):
         assert reply.code == "invalid_request"
     specs = [spec("prompt_embeds", [3, 40]), pooled]
     assert run(driver, request(prompt=None, tensors=specs), zeros)[0].finish_reason.type == "length"
+
+
+def test_embeddings_are_whole_tensors_of_bounded_length(driver):
+    """A piece would be taken for the whole, and of two with one name one would be lost, without a word."""
+    pooled = spec("pooled_prompt_embeds", [24], 1)
+    rows = {"name": "prompt_embeds", "dtype": "F32"}
+    first = TensorSpec(shape=[3, 40], nbytes=160, **rows)
+    rest = TensorSpec(shape=[3, 40], nbytes=320, offset=160, start_row=1, **rows)
+    last = TensorSpec(shape=[3, 40], nbytes=160, start_row=2, **rows)
+    long = MAX_EMBED_TOKENS + 1
+    for specs, size in (
+        ([first, pooled], 480),
+        ([last, pooled], 480),
+        ([first, rest, pooled], 480),
+        ([spec("prompt_embeds", [3, 40]), spec("prompt_embeds", [1, 40]), pooled], 480),
+        ([TensorSpec(shape=[0, 2**63 - 1, 2**63 - 1], **rows), pooled], 480),
+        ([spec("prompt_embeds", [long, 40]), pooled], 160 * long),
+    ):
+        reply = refusal(driver, request(prompt=None, tensors=specs), [bytes(size), bytes(96)])
+        assert (reply.code, reply.detail["field"]) == ("invalid_request", "tensors")
+
+
+def test_an_id_belongs_to_its_tensors_too(driver):
+    specs = [spec("prompt_embeds", [3, 40]), spec("pooled_prompt_embeds", [24], 1)]
+    message, frames = request(prompt=None, tensors=specs), [bytes(480), bytes(96)]
+    first = run(driver, message, frames)[0]
+    other = [np.ones(120, np.float32).tobytes(), bytes(96)]
+    assert refusal(driver, message, other).code == "id_conflict"
+    driver.images.clear()
+    driver.send(message, buffers=frames)
+    driver.tick()
+    assert tensors_of(image(driver, message.id))["image"].tobytes() == tensors_of(first)["image"].tobytes()
+
+
+def test_what_a_trajectory_keeps_is_its_own(driver):
+    """A view of a step's rows would keep the latents of every sample of the step."""
+    keeps, others = request(), request(n=7, return_steps=[])
+    driver.send(keeps)
+    driver.send(others)
+    driver.tick(4)
+    (sample,) = driver.engine.live.samples(keeps.id)
+    assert len(sample.latents) > 1
+    assert all(latent.base is None for latent in sample.latents.values())
+    driver.run_until_idle()
 
 
 @pytest.mark.parametrize("given", ["", "negative_"])

@@ -66,11 +66,52 @@ def test_what_is_under_way_is_never_forgotten(clock):
     assert store.get("slow").clients == [b"C", b"D"]
 
 
+def test_what_is_under_way_takes_no_more_than_what_is_stored(clock):
+    """Answers of many samples, which would all be kept until the last one."""
+    store = Answers(60.0)
+    for name in ("large", "other"):
+        assert store.attach(b"C", name, b"frame") is None
+        store.begin_generation(name, f"rid of {name}", b"body", samples=12)
+    large, share = store.get("large"), STORED_ANSWER_BYTES // 10
+    for number in range(11):
+        store.add(large, AbortReqOutput(id=f"{number}", aborted=1), share)
+        assert store.stored_bytes <= STORED_ANSWER_BYTES
+    answer(store, "small")
+    assert again(store, "small") == "small"
+    assert again(store, "large") == ErrorCode.ANSWER_FORGOTTEN
+    assert store.attach(b"C", "joins", b"frame") is None
+    with pytest.raises(CaesuraError) as refused:
+        store.join(b"C", "joins", large)
+    assert refused.value.code == ErrorCode.ANSWER_FORGOTTEN
+    assert store.awaited_by() >= {b"C"}, "those who wait get the rest"
+    store.add(large, AbortReqOutput(id="last", aborted=1), share)
+    assert store.stored_bytes == 100
+    assert again(store, "large") == ErrorCode.ANSWER_FORGOTTEN
+    assert store.get("large") is None
+    assert store.attach(b"C", "other", b"frame") == []
+
+
+def test_exchanges_under_way_are_bounded_together(clock):
+    store = Answers(60.0)
+    for number in range(4):
+        store.attach(b"C", f"m{number}", b"frame")
+        store.begin_generation(f"m{number}", f"r{number}", b"body", samples=2)
+        nbytes = STORED_ANSWER_BYTES // (2 if number == 1 else 4)
+        store.add(store.get(f"m{number}"), AbortReqOutput(id=f"{number}", aborted=1), nbytes)
+        assert store.stored_bytes <= STORED_ANSWER_BYTES
+    assert [again(store, f"m{n}") for n in range(4)] == ["0", ErrorCode.ANSWER_FORGOTTEN, "2", "3"]
+
+
 def test_another_frame_is_a_conflict_while_it_is_known():
     store = Answers(60.0)
     answer(store, "m")
     with pytest.raises(CaesuraError) as refused:
         store.attach(b"C", "m", b"another")
+    assert refused.value.code == ErrorCode.ID_CONFLICT
+    assert store.attach(b"C", "with", b"frame", [memoryview(b"tensor")]) is None
+    assert store.attach(b"C", "with", b"frame", [memoryview(b"tensor")]) == []
+    with pytest.raises(CaesuraError) as refused:
+        store.attach(b"C", "with", b"frame", [memoryview(b"other")])
     assert refused.value.code == ErrorCode.ID_CONFLICT
 
 
