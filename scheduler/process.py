@@ -26,6 +26,7 @@ from .. import __version__
 from ..io_struct import CaesuraError, ErrorCode, private_directory
 from .config import EngineConfig
 from .engine import Engine, shutdown_of
+from .guard import EngineEndsError
 from .memory.device_memory import is_out_of_memory
 from .observability import log
 from .observability.descriptors import DescriptorCheck, raise_limit
@@ -104,6 +105,9 @@ def _serve(engine: Engine, shutdown: Shutdown, watchdog_timeout_s: float) -> int
     except Exception as error:  # noqa: BLE001  the loop has logged it and answered every client
         failed.append(f"its loop has failed: {type(error).__name__}")
         shutdown.request(failed[-1], drain=False)
+    except EngineEndsError as end:  # as above
+        failed.append(str(end))
+        shutdown.request(failed[-1], drain=False)
     finally:
         watchdog.close()
         exit_within(END_S)
@@ -144,6 +148,8 @@ def _start(config: EngineConfig, shutdown: Shutdown, cleanup: contextlib.ExitSta
         return Engine(resolved, shutdown)
     except CaesuraError:
         raise
+    except EngineEndsError as end:
+        raise end.error from end
     except MemoryError as error:
         raise CaesuraError(ErrorCode.OUT_OF_MEMORY, f"out of memory at start: {error}") from error
     except Exception as error:
