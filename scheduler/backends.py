@@ -54,16 +54,16 @@ class Shape:
 
     @classmethod
     def of(cls, loaded: LoadedModel) -> "Shape":
-        """Of a model's layers."""
+        """Of a model's layers, with this rank's heads."""
         model, mla = loaded.config, loaded.config.mla
         heads, kv_heads, size, scale = (
-            model.num_heads,
-            model.num_kv_heads,
+            loaded.num_heads,
+            1 if mla is not None else loaded.num_kv_heads,
             model.head_dim,
             model.head_dim**-0.5,
         )
         if mla is not None:
-            kv_heads, size, scale = 1, mla.latent_width, mla.softmax_scale
+            size, scale = mla.latent_width, mla.softmax_scale
         return cls(
             device=loaded.device,
             dtype=loaded.dtype,

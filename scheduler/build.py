@@ -26,6 +26,7 @@ from .memory.residency import ComponentResidencyManager
 from .models.config import load_model_config
 from .models.registry import build_model
 from .operations import why_torch
+from .parallel.group import SINGLE, TensorParallel
 from .runner.autotune import WarmUp
 from .runner.model_runner import ModelRunner
 from .runner.sampler import Sampler
@@ -46,8 +47,12 @@ _CPU_WARM_UP_ROWS = 16
 """Nothing is chosen by the number of rows there: a few meet every kernel, and take hardly longer than one."""
 
 
-def load_model(config: EngineConfig, folder: str | None = None) -> LoadedModel:
+def load_model(
+    config: EngineConfig, folder: str | None = None, parallel: TensorParallel = SINGLE
+) -> LoadedModel:
     """Read the checkpoint folder into freshly allocated parameters; ``folder`` has the weights where they are another's.
+
+    Of several ranks, this one's shard.
 
     Raises:
         CaesuraError: the checkpoint cannot be read or served, or ``context_len`` is beyond what it was made for.
@@ -65,21 +70,21 @@ def load_model(config: EngineConfig, folder: str | None = None) -> LoadedModel:
         )
     dtype = model_config.dtype if config.dtype == "auto" else by_torch_name(config.dtype)
     device = torch.device(config.device)
-    model = build_model(model_config, dtype, device)
+    model = build_model(model_config, dtype, device, parallel)
     loader = WeightLoader(model)
     checkpoint = open_checkpoint(folder or config.model_path)
     load_from_disk(loader, checkpoint, config.load_bucket_bytes, uploader_of(write_stream_of(device), device))
     loader.forget_written()
     model.finalize_weights()
-    return LoadedModel(model_config, model, loader, dtype, device, checkpoint.digest)
+    return LoadedModel(model_config, model, loader, dtype, device, checkpoint.digest, parallel)
 
 
 def kv_bytes_per_token(loaded: LoadedModel) -> int:
-    """Bytes of KV that one token takes, over all layers."""
+    """Bytes of KV that one token takes on this rank, over all layers."""
     model = loaded.config
     if model.mla is not None:
         return MLAPool.bytes_per_token(model.num_layers, model.mla.latent_width, loaded.dtype)
-    return MHAPool.bytes_per_token(model.num_layers, model.num_kv_heads, model.head_dim, loaded.dtype)
+    return MHAPool.bytes_per_token(model.num_layers, loaded.num_kv_heads, model.head_dim, loaded.dtype)
 
 
 def routing_bytes_per_token(loaded: LoadedModel) -> int:
@@ -155,7 +160,7 @@ def make_pool(loaded: LoadedModel, num_pages: int) -> MHAPool | MLAPool:
     return MHAPool(
         num_layers=model.num_layers,
         num_pages=num_pages,
-        kv_heads=model.num_kv_heads,
+        kv_heads=loaded.num_kv_heads,
         head_size=model.head_dim,
         dtype=loaded.dtype,
         device=loaded.device,
@@ -185,11 +190,14 @@ def longest_context(config: EngineConfig, loaded: LoadedModel) -> int:
 
 
 def build_components(
-    config: EngineConfig, residency: ComponentResidencyManager, folder: str | None = None
+    config: EngineConfig,
+    residency: ComponentResidencyManager,
+    folder: str | None = None,
+    parallel: TensorParallel = SINGLE,
 ) -> tuple[LoadedModel, MHAPool | MLAPool, RoutingPool | None, AdmissionLimits]:
     """What can be released, weights and KV pool, and the limits that follow from their sizes; ``folder`` as of :func:`load_model`."""
     with residency.component("weights"):
-        loaded = load_model(config, folder)
+        loaded = load_model(config, folder, parallel)
     context_len = longest_context(config, loaded)
     with residency.component("kv_cache"):
         pool = build_pool(config, loaded, context_len, kept_free=residency.still_to_come)

@@ -5,6 +5,10 @@ Invariants:
   of a weight ever exists.
 - Pairs of a token and one of its experts are sorted by expert, and one product goes over all experts: no loop over tokens,
   and none over experts where there is a grouped product for the shape.
+- Of several ranks each has a part of every expert's width, and computes all pairs with it. Whole experts on one rank each would
+  have sizes of products depend on the routing (some ranks idle, and an accelerator's host waiting to know), and every path
+  below would need pairs that are nobody's; a part of the width is the same computation with another size. It asks that
+  the ranks divide the width, and in whole blocks where weights are FP8.
 - A token's sum is taken in float32 in the order of its ``expert_ids`` and rounded once. With compiled kernels its bits
   depend on the token alone, unless weights are FP8.
 """
@@ -22,9 +26,10 @@ from ..kernels.between import TritonExperts, elementwise_for, triton_experts_for
 from ..kernels.linear import packable, storage_shape
 from .fp8_block import Fp8ExpertMatrix
 from .fp8_products import experts_for
-from .linear import all_fp8
+from .linear import all_fp8, divided
 from .matrix import PackedSlot
 from .parameters import Parameter, Placement, PlainSlot, WeightSlot
+from .sharding import Window, even, require_borders
 
 if TYPE_CHECKING:
     from .fp8_scaled import FlashInferExperts
@@ -98,9 +103,15 @@ class Experts:
         Args:
             name: engine name; parameters are ``{name}.gate_up`` and ``{name}.down``.
             prefix: the checkpoint's module, which holds ``{expert}.gate_proj``, ``.up_proj`` and ``.down_proj``.
+
+        Raises:
+            CaesuraError: UNSUPPORTED_MODEL, the ranks do not divide the width, or cut a block of an FP8 weight.
         """
         self._prefix, self._num_experts = prefix, num_experts
+        self._window = even(intermediate_size, place.parallel, "moe_intermediate_size")
+        intermediate_size = self._window.length
         self._hidden, self._width = hidden_size, intermediate_size
+        self._blocks: tuple[int, int] | None = None
         self._workspace = place.workspace
         self._compiled = best("experts", place.device, place.dtype) not in (TORCH, TRITON) and all(
             packable(size, place.dtype) for size in (hidden_size, intermediate_size)
@@ -118,6 +129,10 @@ class Experts:
         projections = ("gate_proj", "up_proj", "down_proj")
         modules = (f"{self._prefix}.{e}.{part}" for e in range(self._num_experts) for part in projections)
         if all_fp8(modules, place):
+            assert place.fp8 is not None
+            self._blocks = place.fp8.rows, place.fp8.columns
+            for block in self._blocks:  # rows of gate and up, columns of down
+                require_borders(self._prefix, "moe_intermediate_size", self._window, block)
             found = experts_for(place.device)
             if found is not None and found.fused is not None and self._fp8 is None:
                 self._fp8 = found.fused(place.workspace)
@@ -127,7 +142,7 @@ class Experts:
         )
 
     def forward(self, x: Tensor, expert_ids: Tensor, weights: Tensor, addend: Tensor | None = None) -> Tensor:
-        """[T, hidden] to [T, hidden], in fresh memory.
+        """[T, hidden] to [T, hidden], in fresh memory; of several ranks, the sum over all of them is the result.
 
         Args:
             expert_ids: int64 [T, k].
@@ -185,9 +200,13 @@ class Experts:
         gate, up = (0, self._width) if self._fp8 is None else (self._width, 0)
         for expert in range(self._num_experts):
             module = f"{self._prefix}.{expert}"
-            yield from self._gate_up.slots(f"{module}.gate_proj", expert, gate, self._width)
-            yield from self._gate_up.slots(f"{module}.up_proj", expert, up, self._width)
-            yield from self._down.slots(f"{module}.down_proj", expert, 0, self._hidden)
+            gates = self._gate_up.slots(f"{module}.gate_proj", expert, gate, self._width)
+            ups = self._gate_up.slots(f"{module}.up_proj", expert, up, self._width)
+            downs = self._down.slots(f"{module}.down_proj", expert, 0, self._hidden)
+            hidden = Window.whole(self._hidden)
+            yield from divided(gates, self._window, hidden, self._blocks)
+            yield from divided(ups, self._window, hidden, self._blocks)
+            yield from divided(downs, hidden, self._window, self._blocks)
 
     def parameters(self) -> Iterator[Parameter]:
         """gate_up, down; after each its scales where it is FP8."""

@@ -5,6 +5,9 @@ Invariants:
   follows on the same stream; whoever keeps logits longer copies them.
 - In a dummy run there are none: neither the head nor what would gather its parts from other ranks is called, and the
   workspace stays as it is. So warming up at the largest batch takes no memory by the vocabulary.
+- Of several ranks each computes a range of the vocabulary, and all of them gather all of it: they hold the same logits, and
+  sample the same tokens from the same noise (a function of seed and position). No token travels. To sample on one rank and send
+  the tokens would cost a second wait in every step, and a gather to one rank is hardly cheaper than one to all.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,6 +17,7 @@ from contextvars import ContextVar
 from torch import Tensor
 
 from .parameters import Placement
+from .sharding import per_rank, rounded_up
 
 _dummy_run: ContextVar[bool] = ContextVar("autotune_dummy_run", default=False)
 
@@ -38,13 +42,21 @@ class LogitsProcessor:
         *,
         place: Placement,
     ) -> None:
-        """``project(hidden, out)`` writes the head's product to ``out`` and returns it."""
+        """``project(hidden, out)`` writes the head's product, of this rank's range, to ``out`` and returns it."""
         self._project = project
         self._vocab_size, self._place = vocab_size, place
+        self._range = rounded_up(vocab_size, place.parallel, "vocab_size").length
+        self._widest = per_rank(vocab_size, place.parallel)
 
     def forward(self, hidden: Tensor) -> Tensor | None:
         """[S, hidden] to logits [S, vocab] in the model's dtype, valid until the next call; None in a dummy run."""
         if _dummy_run.get():
             return None
         shape, place = (hidden.shape[0], self._vocab_size), self._place
-        return self._project(hidden, place.workspace.take("logits", shape, place.dtype, place.device))
+        out = place.workspace.take("logits", shape, place.dtype, place.device)
+        if place.parallel.size == 1:
+            return self._project(hidden, out)
+        shape = hidden.shape[0], self._widest
+        part = place.workspace.take("logits of this rank", shape, place.dtype, place.device)
+        self._project(hidden, part[:, : self._range])
+        return place.parallel.all_gather(part, out)

@@ -8,6 +8,7 @@ Invariants:
 - ``w_kc`` [heads, nope, latent] and ``w_vc`` [heads, value, latent] are the rows of ``kv_b_proj``, each written straight to
   where it is used: an update needs no derivation, and no second copy exists. Only where ``kv_b_proj`` is FP8 are they
   derived from it, at commit, into storage that exists already.
+- Of several ranks each has its heads; latents, their projections and their norms are the same on all.
 - Latents are normalised, and keys rotated, before they are stored.
 
 Both are contiguous, because torch copies a batch of matrices that is not. Milliseconds per layer of ``w_vc``'s product for
@@ -24,10 +25,11 @@ from torch import Tensor
 from ..forward import AttentionBackend
 from ..kernels.between import Rotations, rotations_for
 from .fp8_block import Fp8Matrix
-from .linear import Linear, all_fp8
+from .linear import Linear, all_fp8, divided
 from .norm import RMSNorm
 from .parameters import CompositeLayer, Layer, Parameter, Placement, PlainSlot, WeightSlot
 from .rotary import rotate
+from .sharding import Window, as_window, even, require_borders, sharded
 
 _LATENT_EPS = 1e-6
 """Of the norms of latents: fixed by the architecture, whatever the config says of the others."""
@@ -96,18 +98,34 @@ class UpProjection:
     """``kv_b_proj`` as two batches of matrices, one matrix to a head: latents to keys, and to values."""
 
     def __init__(
-        self, name: str, module: str, heads: int, sizes: tuple[int, int], latent: int, place: Placement
+        self,
+        name: str,
+        module: str,
+        heads: int | Window,
+        sizes: tuple[int, int],
+        latent: int,
+        place: Placement,
     ) -> None:
-        """``module`` is the checkpoint's; ``sizes`` are a head's key (unrotated part) and value."""
-        self._module, self._heads = module, heads
+        """``module`` is the checkpoint's; ``sizes`` are a head's key (unrotated part) and value.
+
+        Raises:
+            CaesuraError: UNSUPPORTED_MODEL, ``heads`` cut a block of an FP8 weight.
+        """
+        heads = as_window(heads)
+        self._module, self._heads = module, heads.length
+        self._rows, self._latent = heads.times(sum(sizes)), Window.whole(latent)
+        self._blocks: tuple[int, int] | None = None
         self._weights = [
-            Parameter(f"{name}.{part}", (heads, size, latent), place.dtype, place.device)
+            Parameter(f"{name}.{part}", (heads.length, size, latent), place.dtype, place.device)
             for part, size in zip(("w_kc", "w_vc"), sizes, strict=True)
         ]
         self._quantized: Fp8Matrix | None = None
         if all_fp8([module], place):
+            assert place.fp8 is not None
+            self._blocks = place.fp8.rows, place.fp8.columns
+            require_borders(module, "rows", self._rows, place.fp8.rows)
             self._quantized = Fp8Matrix(
-                f"{name}.kv_up.weight", [heads * sum(sizes)], latent, place, multiplies=False
+                f"{name}.kv_up.weight", [self._rows.length], latent, place, multiplies=False
             )
 
     @property
@@ -124,9 +142,10 @@ class UpProjection:
         """``kv_b_proj``'s, with its scales where it is FP8."""
         parts = [PlainSlot("", weight.name, weight.data[head]) for head, weight in self._by_row()]
         if self._quantized is None:
-            yield ScatteredSlot(f"{self._module}.weight", parts)
+            yield sharded(ScatteredSlot(f"{self._module}.weight", parts), self._rows)
         else:
-            yield from self._quantized.slots(self._module, 0, sum(part.shape[0] for part in parts))
+            slots = self._quantized.slots(self._module, 0, self._rows.length)
+            yield from divided(slots, self._rows, self._latent, self._blocks)
 
     def parameters(self) -> Iterator[Parameter]:
         """What is written: both, or the FP8 weight and its scales."""
@@ -170,11 +189,16 @@ class LatentAttention(CompositeLayer):
         Args:
             prefix: the checkpoint's module (``model.layers.0.self_attn``).
             bias: the projections down to latents have one, and the output's; needs ``q_lora_rank``.
+
+        Raises:
+            CaesuraError: UNSUPPORTED_MODEL, the ranks do not divide the heads.
         """
-        self._layer, self._shape, self._heads = layer, shape, num_heads
+        heads = even(num_heads, place.parallel, "num_attention_heads")
+        self._layer, self._shape, self._heads = layer, shape, heads.length
+        self._parallel = place.parallel
         latent = shape.kv_lora_rank
-        q_size = num_heads * (shape.qk_nope_head_dim + shape.qk_rope_head_dim)
-        q_part = {f"{prefix}.q_proj": q_size}
+        q_rows = heads.times(shape.qk_nope_head_dim + shape.qk_rope_head_dim)
+        q_part: dict[str, int | Window] = {f"{prefix}.q_proj": q_rows}
         self._q_norm: RMSNorm | None = None
         self._q_up: Linear | None = None
         if shape.q_lora_rank is not None:
@@ -183,7 +207,7 @@ class LatentAttention(CompositeLayer):
                 f"{name}.q_norm", f"{prefix}.q_a_layernorm", shape.q_lora_rank, _LATENT_EPS, place=place
             )
             self._q_up = Linear(
-                f"{name}.q_up", shape.q_lora_rank, {f"{prefix}.q_b_proj": q_size}, place=place
+                f"{name}.q_up", shape.q_lora_rank, {f"{prefix}.q_b_proj": q_rows}, place=place
             )
         down = {**q_part, f"{prefix}.kv_a_proj_with_mqa": latent + shape.qk_rope_head_dim}
         self._down = Linear(f"{name}.down", hidden_size, down, bias=bias, place=place)
@@ -191,10 +215,10 @@ class LatentAttention(CompositeLayer):
             f"{name}.kv_norm", f"{prefix}.kv_a_layernorm", latent, _LATENT_EPS, place=place
         )
         sizes = shape.qk_nope_head_dim, shape.v_head_dim
-        self._kv_up = UpProjection(name, f"{prefix}.kv_b_proj", num_heads, sizes, latent, place)
+        self._kv_up = UpProjection(name, f"{prefix}.kv_b_proj", heads, sizes, latent, place)
         self._o = Linear(
             f"{name}.o",
-            num_heads * shape.v_head_dim,
+            heads.times(shape.v_head_dim),
             {f"{prefix}.o_proj": hidden_size},
             bias=bias,
             place=place,
@@ -220,7 +244,13 @@ class LatentAttention(CompositeLayer):
         keys = torch.cat((self._kv_norm.forward(kv[:, :latent]).unsqueeze(1), k_rope), dim=-1)
         attended = backend.forward(queries, keys, keys[..., :latent], self._layer).view(-1, heads, latent)
         values = torch.bmm(attended.transpose(0, 1), self._kv_up.w_vc.transpose(1, 2))
-        return self._o.forward(values.transpose(0, 1).reshape(-1, heads * shape.v_head_dim))
+        return self._out(values.transpose(0, 1).reshape(-1, heads * shape.v_head_dim))
+
+    def _out(self, values: Tensor) -> Tensor:
+        out = self._o.forward(values)
+        if self._parallel.size > 1:
+            self._parallel.all_reduce(out)
+        return out
 
     def _forward_fused(
         self,
@@ -240,7 +270,7 @@ class LatentAttention(CompositeLayer):
         attended = backend.forward(queries, keys, keys[..., :latent], self._layer).view(-1, heads, latent)
         values = kv.new_empty((tokens, heads, self._shape.v_head_dim))
         torch.bmm(attended.transpose(0, 1), self._kv_up.w_vc.transpose(1, 2), out=values.transpose(0, 1))
-        return self._o.forward(values.flatten(1))
+        return self._out(values.flatten(1))
 
     def parts(self) -> Iterator[Layer]:
         """Queries, latents, output."""

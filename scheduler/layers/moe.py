@@ -1,7 +1,9 @@
 """The feed-forward block of a layer with experts: a router, the experts it chooses, and those that everything goes through.
 
-Invariant: what a router has chosen is recorded before it is computed with, for whoever replays the routing. The router does
-both, because a kernel that chooses can record at once.
+Invariants:
+- What a router has chosen is recorded before it is computed with, for whoever replays the routing. The router does both,
+  because a kernel that chooses can record at once.
+- Every rank routes every token, alike; what it computes of the experts and of what everything goes through is summed at once.
 """
 
 from collections.abc import Iterator
@@ -115,12 +117,14 @@ class MoeBlock(CompositeLayer):
         routing: RoutedExperts,
         *,
         shared: GatedMLP | None = None,
+        place: Placement,
     ) -> None:
         """
         Args:
             layer: its number, under which the choice is recorded in ``routing``.
-            shared: what every token goes through. None: nothing.
+            shared: what every token goes through, ``partial``. None: nothing.
         """
+        self._parallel = place.parallel
         self._layer, self._router, self._experts = layer, router, experts
         self._routing, self._shared = routing, shared
 
@@ -128,7 +132,10 @@ class MoeBlock(CompositeLayer):
         """[T, hidden] to [T, hidden], in fresh memory."""
         ids, weights = self._router.forward(x, self._routing.of_layer(self._layer, x.shape[0]))
         shared = None if self._shared is None else self._shared.forward(x)
-        return self._experts.forward(x, ids, weights, shared)
+        out = self._experts.forward(x, ids, weights, shared)
+        if self._parallel.size > 1:
+            self._parallel.all_reduce(out)
+        return out
 
     def parts(self) -> Iterator[Layer]:
         """Router, experts, and what everything goes through."""

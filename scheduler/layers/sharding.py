@@ -5,7 +5,7 @@ Invariants:
   head that several ranks need, what is replicated), they hold the same bytes.
 - Outside of the layers a tensor has the checkpoint's shape on every rank: whoever sends, counts or compares weights need not
   know of ranks. Rows that a rank does not hold are taken and dropped.
-- What does not divide is refused by the name of its field, never padded, but for the vocabulary (``embedding.py``).
+- What does not divide is refused by the name of its field, but for the vocabulary, of which the last rank may have less.
 """
 
 from collections.abc import Iterator
@@ -72,14 +72,20 @@ def even(total: int, parallel: TensorParallel, field: str) -> Window:
     return Window(parallel.rank * (total // size), (parallel.rank + 1) * (total // size), total)
 
 
-def rounded_up(total: int, parallel: TensorParallel) -> Window:
-    """This rank's part of ``total`` where the last ranks may have less, or nothing: of :func:`per_rank` rows each."""
+def rounded_up(total: int, parallel: TensorParallel, field: str) -> Window:
+    """This rank's part of ``total``: :func:`per_rank` each, and the last one what is left.
+
+    Raises:
+        CaesuraError: UNSUPPORTED_MODEL, nothing would be left.
+    """
     each = per_rank(total, parallel)
-    return Window(min(parallel.rank * each, total), min((parallel.rank + 1) * each, total), total)
+    if each * (parallel.size - 1) >= total:
+        raise _indivisible(field, total, parallel.size, f"leaves nothing to the last of {parallel.size}")
+    return Window(parallel.rank * each, min((parallel.rank + 1) * each, total), total)
 
 
 def per_rank(total: int, parallel: TensorParallel) -> int:
-    """Rows of each rank's storage, with those that pad the last ones."""
+    """What every rank has, rounded up."""
     return -(-total // parallel.size)
 
 
@@ -177,9 +183,7 @@ class ShardedSlot(WeightSlot):
     def read(self, start: int = 0, stop: int | None = None) -> Tensor:
         """What is held of rows ``[start, stop)``: :attr:`owned` and :attr:`owned_columns` say which that is."""
         first, last, _ = slice(start, stop).indices(self.shape[0])
-        first, last = (
-            min(max(row - self._window.start, 0), self._window.length) for row in (first, last)
-        )
+        first, last = (min(max(row - self._window.start, 0), self._window.length) for row in (first, last))
         return self._inner.read(first, max(first, last))
 
     def _held(self, rows: Tensor, start: int) -> Iterator[tuple[Tensor, int]]:

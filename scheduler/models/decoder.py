@@ -4,7 +4,7 @@ Invariants:
 - An architecture is this skeleton and its :class:`AttentionShape`; anything more belongs in a file of its own.
 - Names follow the checkpoint (``model.layers.N.self_attn.q_proj.weight``); layers beyond ``num_layers`` are nobody's
   and thus unexpected, never skipped.
-- The residual stream is updated in place.
+- The residual stream is updated in place; of several ranks each has all of it.
 """
 
 import re
@@ -17,8 +17,7 @@ from ..forward import AttentionBackend, ForwardBatch
 from ..kernels import TORCH, best
 from ..kernels.decoder import DecoderKernel, LayerShape, LayerTensors
 from ..layers.attention import Attention, AttentionShape
-from ..layers.embedding import Embedding
-from ..layers.linear import Linear
+from ..layers.embedding import Embedding, OutputHead
 from ..layers.logits_processor import LogitsProcessor
 from ..layers.mlp import GatedMLP
 from ..layers.moe import RoutedExperts
@@ -135,11 +134,11 @@ class DecoderForCausalLM:
             for i, blocks in enumerate(zip(attention, mlp, strict=True))
         ]
         self._norm = RMSNorm("norm", "model.norm", hidden, config.rms_norm_eps, place=place)
-        self._head: Linear | None = None
+        self._head: OutputHead | None = None
         project = self._embed.project
         if not tied:
-            self._head = Linear("lm_head", hidden, {"lm_head": vocab}, place=place)
-            project = self._head.forward
+            self._head = OutputHead("lm_head", "lm_head", vocab, hidden, place=place)
+            project = self._head.project
         self._rotary = RotaryEmbedding(config.rope, config.rotary_dim, place=place)
         self._logits = LogitsProcessor(project, vocab, place=place)
         self._deriving = [layer for layer in self._owners() if isinstance(layer, DerivingLayer)]
@@ -238,17 +237,28 @@ def _kernel(
     packed = [tensors for layer in layers if (tensors := layer.packed()) is not None]
     if best("decoder", place.device, place.dtype) == TORCH or len(packed) < len(layers):
         return None
-    attention = layers[0].attention
+    ranks = place.parallel
+    if ranks.size > 1 and ranks.compiled is None:
+        return None
+    attention, mlp = layers[0].attention, layers[0].mlp
     assert isinstance(attention, Attention)
+    assert isinstance(mlp, GatedMLP)
     shape = attention.shape
     sizes = LayerShape(
         hidden=config.hidden_size,
         heads=shape.num_heads,
         kv_heads=shape.num_kv_heads,
         head_size=shape.head_dim,
-        intermediate=config.intermediate_size,
+        intermediate=mlp.gate_up.part_features,
     )
-    return DecoderKernel(packed, last_norm.weight, sizes, eps=config.rms_norm_eps, head_eps=shape.qk_norm_eps)
+    return DecoderKernel(
+        packed,
+        last_norm.weight,
+        sizes,
+        eps=config.rms_norm_eps,
+        head_eps=shape.qk_norm_eps,
+        ranks=ranks.compiled,
+    )
 
 
 def dense_attention(config: ModelConfig, shape: AttentionShape, place: Placement) -> list[Attention]:

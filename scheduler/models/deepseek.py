@@ -83,9 +83,14 @@ def _feed_forward(
     shared: GatedMLP | None = None
     if moe.num_shared:
         shared = GatedMLP(
-            f"{name}.shared", f"{prefix}.shared_experts", hidden, moe.num_shared * width, place=place
+            f"{name}.shared",
+            f"{prefix}.shared_experts",
+            hidden,
+            moe.num_shared * width,
+            place=place,
+            partial=True,
         )
-    return MoeBlock(layer, router, experts, routing, shared=shared)
+    return MoeBlock(layer, router, experts, routing, shared=shared, place=place)
 
 
 class DeepseekV2ForCausalLM(DeepseekForCausalLM):

@@ -45,7 +45,7 @@ class Qwen3MoeForCausalLM(DecoderForCausalLM):
                 moe.intermediate_size,
                 place=place,
             )
-            return MoeBlock(layer, router, experts, routing)
+            return MoeBlock(layer, router, experts, routing, place=place)
 
         attention = dense_attention(config, shape, place)
         mlp = [block(layer) for layer in range(config.num_layers)]

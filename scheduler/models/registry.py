@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from ..layers.parameters import Placement
+from ..parallel.group import SINGLE, TensorParallel
 from .family import Family
 
 if TYPE_CHECKING:
@@ -34,7 +35,13 @@ def families() -> Mapping[str, Family]:
     return {name: module.FAMILIES[name] for name, module in _modules().items()}
 
 
-def build_model(config: "ModelConfig", dtype: torch.dtype, device: torch.device) -> "CausalLM":
-    """Allocate a model of this config; its weights hold nothing until they are loaded."""
+def build_model(
+    config: "ModelConfig", dtype: torch.dtype, device: torch.device, parallel: TensorParallel = SINGLE
+) -> "CausalLM":
+    """Allocate a model of this config, or this rank's shard of it; its weights hold nothing until they are loaded.
+
+    Raises:
+        CaesuraError: UNSUPPORTED_MODEL, the ranks cannot divide it.
+    """
     model = getattr(_modules()[config.architecture], config.architecture)
-    return cast("CausalLM", model(config, place=Placement(dtype, device, config.fp8)))
+    return cast("CausalLM", model(config, place=Placement(dtype, device, config.fp8, parallel=parallel)))

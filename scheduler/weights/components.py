@@ -48,7 +48,7 @@ def fitting(
         CaesuraError: ``weight_mismatch`` with what differs.
     """
     loader.check(renamed(checkpoint.specs, component), complete=True)
-    return DiskSource(checkpoint, workspace)
+    return DiskSource(checkpoint, workspace, loader.owned)
 
 
 class ComponentSource:

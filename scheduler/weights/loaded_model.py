@@ -5,8 +5,10 @@ from typing import Protocol
 
 import torch
 
+from ..layers.sharding import head_windows
 from ..models.base import CausalLM, Weights
 from ..models.config import ModelConfig
+from ..parallel.group import SINGLE, TensorParallel
 from .loader import WeightLoader
 
 
@@ -48,6 +50,18 @@ class LoadedModel:
     device: torch.device
     digest: str
     """What tells the folder's files from others (``Checkpoint.digest``)."""
+    parallel: TensorParallel = SINGLE
+    """The ranks that hold a shard each; what is here is this rank's."""
+
+    @property
+    def num_heads(self) -> int:
+        """Query heads of this rank."""
+        return self.config.num_heads // self.parallel.size
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Key and value heads that this rank stores; with latent attention there are none, and every rank stores the latents."""
+        return head_windows(self.config.num_heads, self.config.num_kv_heads, self.parallel)[1].length
 
     @property
     def weights_bytes(self) -> int:

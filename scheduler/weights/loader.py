@@ -4,6 +4,8 @@ Invariants:
 - :meth:`WeightLoader.check` sees names, shapes and dtypes before a byte is written, and lists every problem at once.
 - A name counts as written only when all its rows are; a tensor that is being rewritten counts as not written until it
   is whole again.
+- Of several ranks each takes whole tensors and keeps its part. Rows that it does not hold may be left out; a source that leaves
+  out the last ones ends with a piece of no rows at the end, so a tensor is whole in one way only.
 - The result depends on the tensors alone: not on how they were cut into pieces, nor on how often they were written.
 - A tensor may bring another one with it (a wide float its FP8 scales), which then counts as written and must not be among
   the same specs. Of two that belong together the later form counts: what came in another form is due again, and nothing is
@@ -95,9 +97,17 @@ class _Account:
         """To see what would become of it; without the names that are whole."""
         return _Account(set(), set(self.due), dict(self.made_together), self.open)
 
-    def due_row(self, name: str, start_row: int) -> int:
-        """At which row the next piece of ``name`` must start; ``start_row`` 0 begins it anew."""
-        return self.open[1] if self.open is not None and self.open[0] == name and start_row > 0 else 0
+    def due_row(self, slot: WeightSlot, start_row: int) -> int:
+        """At which row the next piece of a tensor must start; ``start_row`` 0 begins it anew. That row may be beyond those due
+        where none in between is held."""
+        due = self.open[1] if self.open is not None and self.is_open(slot.name, start_row) else 0
+        owned = slot.owned
+        left_out = due < start_row and not range(max(due, owned.start), min(start_row, owned.stop))
+        return start_row if left_out else due
+
+    def is_open(self, name: str, start_row: int) -> bool:
+        """Whether a piece goes on with the tensor that lacks rows."""
+        return self.open is not None and self.open[0] == name and start_row > 0
 
     def take(self, name: str, rows_done: int, rows: int) -> bool:
         """The first ``rows_done`` of ``rows`` are there, or will be in a moment; whether that is all of them."""
@@ -191,7 +201,7 @@ class WeightLoader:
             total, dtype = _rows(spec.shape), DTYPES[spec.dtype]
             row_bytes = prod(spec.shape[1:]) * dtype.itemsize
             count = spec.nbytes // row_bytes if row_bytes else total
-            due = account.due_row(spec.name, spec.start_row)
+            due = account.due_row(slot, spec.start_row)
             if spec.start_row != due:
                 problems.mismatched.append(_out_of_order(spec.name, spec.start_row, due))
             elif account.take(spec.name, spec.start_row + count, total):
@@ -211,6 +221,11 @@ class WeightLoader:
         self.counts.skipped_tensors += skipped
         return skipped
 
+    def owned(self, name: str) -> range | None:
+        """The rows of a tensor that this rank holds, which is all that a source need read. None: all, or none of the model's."""
+        slot = self._slots.get(name)
+        return None if slot is None else slot.owned
+
     def write(self, piece: WeightPiece) -> None:
         """Write one piece in place, unless the same bytes are there already.
 
@@ -223,10 +238,10 @@ class WeightLoader:
             self.counts.skipped_tensors += piece.start_row == 0
             return
         slot = self._slot_for(piece)
-        due = self._account.due_row(piece.name, piece.start_row)
+        due = self._account.due_row(slot, piece.start_row)
         if piece.start_row != due:
             Misfits(self._slots, mismatched=[_out_of_order(piece.name, piece.start_row, due)]).raise_if_any()
-        changed = self._changed if due else False
+        changed = self._changed if self._account.is_open(piece.name, piece.start_row) else False
         rows_done = piece.start_row + (piece.rows.shape[0] if piece.shape else 1)
         is_whole = self._account.take(piece.name, rows_done, _rows(piece.shape))
         changed |= slot.update(piece.rows, piece.start_row, compare=not changed)

@@ -93,36 +93,45 @@ class Checkpoint:
             found.update(file.header)
         return found.hexdigest()
 
-    def pieces(self, bucket: Tensor, skip: Callable[[str], bool] | None = None) -> Iterator[WeightPiece]:
+    def pieces(
+        self, bucket: Tensor, skip: Callable[[str], bool] | None = None, owned: "Owned | None" = None
+    ) -> Iterator[WeightPiece]:
         """Read tensors in file order, large ones in ranges of rows.
 
         Args:
             bucket: uint8 [n] on the CPU, reused for every piece, so that a piece is valid until the next. A row that is
                 larger than it is read into a temporary of its own.
             skip: called once per tensor name; True passes over it without reading.
+            owned: which rows of a tensor are needed. None: all of them.
 
         Raises:
             CaesuraError: CHECKPOINT_ERROR when a file changed since its header was read, or ends early.
         """
-        for fill in self.fills(len(bucket), skip):
+        for fill in self.fills(len(bucket), skip, owned):
             part = bucket if fill.nbytes <= len(bucket) else torch.empty(fill.nbytes, dtype=torch.uint8)
             fill.read(part[: fill.nbytes])
             for place in fill.places:
                 yield place.piece(part)
 
-    def fills(self, bucket_bytes: int, skip: Callable[[str], bool] | None = None) -> Iterator[Fill]:
+    def fills(
+        self, bucket_bytes: int, skip: Callable[[str], bool] | None = None, owned: "Owned | None" = None
+    ) -> Iterator[Fill]:
         """The reads that :meth:`pieces` does; a file is open as long as one of its reads is known."""
+        rows = _all_rows if owned is None else partial(_rows_needed, owned)
         for number, file in enumerate(self._files):
             tensors = [t for t in self.specs if t.file == number and not (skip is not None and skip(t.name))]
             if not tensors:
                 continue
             opened = _OpenFile(file)
-            for run in _runs(tensors, bucket_bytes):
+            for run in _runs(tensors, bucket_bytes, rows):
                 if len(run) == 1:
-                    yield from _fills_of(opened, run[0], bucket_bytes)
+                    yield from _fills_of(opened, run[0], bucket_bytes, rows(run[0]))
                 else:
                     yield _fill_of_run(opened, run)
 
+
+Owned = Callable[[str], range | None]
+"""Rows of a tensor that are needed, by its name; None: all of them."""
 
 OpenFolder = Callable[[str, str | None], Checkpoint]
 """Opens a checkpoint folder whose config fits the model, or that component of it; raises as :func:`open_fitting`."""
@@ -151,8 +160,13 @@ class DiskSource:
     name = "disk"
     complete = True
 
-    def __init__(self, checkpoint: Checkpoint, workspace: Workspace) -> None:
-        """``workspace`` is kept between updates: fresh memory costs a page fault for every 4 KB of it, each time."""
+    def __init__(self, checkpoint: Checkpoint, workspace: Workspace, owned: Owned | None = None) -> None:
+        """
+        Args:
+            workspace: kept between updates: fresh memory costs a page fault for every 4 KB of it, each time.
+            owned: only these rows are read (:meth:`~..loader.WeightLoader.owned`).
+        """
+        self._owned = owned
         self.specs = checkpoint.specs
         self.total_bytes = checkpoint.total_bytes
         self.path, self.digest = str(checkpoint.path), checkpoint.digest
@@ -162,11 +176,11 @@ class DiskSource:
     def pieces(self, bucket_bytes: int, skip: Callable[[str], bool]) -> Generator[WeightPiece, None, None]:
         """Read through one bucket of ``bucket_bytes``; see :meth:`Checkpoint.pieces`."""
         bucket = self._workspace.take("disk", (bucket_bytes,), torch.uint8)
-        yield from self._checkpoint.pieces(bucket, skip)
+        yield from self._checkpoint.pieces(bucket, skip, self._owned)
 
     def fills(self, bucket_bytes: int, skip: Callable[[str], bool]) -> Iterator[Fill]:
         """See :meth:`Checkpoint.fills`."""
-        return self._checkpoint.fills(bucket_bytes, skip)
+        return self._checkpoint.fills(bucket_bytes, skip, self._owned)
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
@@ -222,7 +236,7 @@ def load_from_disk(
 ) -> None:
     """Check and load a complete checkpoint without interruption: a cold start. ``uploader``: of the model's device, if it has streams."""
     loader.check(checkpoint.specs, complete=True)
-    source = DiskSource(checkpoint, Workspace())
+    source = DiskSource(checkpoint, Workspace(), loader.owned)
     pieces = source.pieces(bucket_bytes, loader.skip)
     for piece in pieces if uploader is None else uploader.pieces(source, bucket_bytes, loader.skip):
         assert piece is not None, "files never say that nothing has come"
@@ -289,10 +303,27 @@ def _check_names(
     raise checkpoint_error(folder, f"has an index that puts {name!r} in {says} while it is in {has}{others}")
 
 
-def _runs(tensors: list[StoredTensor], limit: int) -> Iterator[list[StoredTensor]]:
-    """Tensors that lie one behind the other, at most ``limit`` bytes together, each aligned to its dtype from the first on."""
+def _all_rows(tensor: StoredTensor) -> range:
+    return range(tensor.shape[0] if tensor.shape else 1)
+
+
+def _rows_needed(owned: Owned, tensor: StoredTensor) -> range:
+    rows = owned(tensor.name)
+    return _all_rows(tensor) if rows is None else rows
+
+
+def _runs(
+    tensors: list[StoredTensor], limit: int, rows: Callable[[StoredTensor], range]
+) -> Iterator[list[StoredTensor]]:
+    """Tensors that lie one behind the other, at most ``limit`` bytes together, each aligned to its dtype from the first on; one of
+    which some rows are not needed is alone."""
     run: list[StoredTensor] = []
     for tensor in tensors:
+        if rows(tensor) != _all_rows(tensor):
+            yield from ([run] if run else [])
+            yield [tensor]
+            run = []
+            continue
         if run:
             place = tensor.offset - run[0].offset
             adjoins = run[-1].offset + run[-1].nbytes == tensor.offset
@@ -326,17 +357,25 @@ def _fill_of_run(opened: _OpenFile, run: list[StoredTensor]) -> Fill:
     return Fill(end - begin, lambda part: opened.read(part, begin, name), places)
 
 
-def _fills_of(opened: _OpenFile, tensor: StoredTensor, bucket_bytes: int) -> Iterator[Fill]:
-    """As many rows of a large tensor as ``bucket_bytes`` hold, at least one."""
+def _fills_of(opened: _OpenFile, tensor: StoredTensor, bucket_bytes: int, needed: range) -> Iterator[Fill]:
+    """As many rows of a large tensor as ``bucket_bytes`` hold, at least one; of the ``needed`` ones. Where the last row is not
+    among them, or there is none, a piece of no rows is the end.
+
+    Of columns, all are read: a slice of each row would be a call each, which takes longer than the page cache takes for the rest.
+    """
     dtype, shape = DTYPES[tensor.dtype], tuple(tensor.shape)
     num_rows = shape[0] if shape else 1
     row_bytes = tensor.nbytes // num_rows if num_rows else 0
     step = max(1, bucket_bytes // row_bytes) if row_bytes else max(1, num_rows)
-    for start in range(0, max(1, num_rows), step):
-        rows = min(step, num_rows - start)
+    stop = min(needed.stop, num_rows)
+    for start in range(needed.start, stop, step):
+        rows = min(step, stop - start)
         place = Place(tensor.name, shape, dtype, start, (rows, *shape[1:]) if shape else (), 0)
         offset = tensor.offset + start * row_bytes
         yield Fill(rows * row_bytes, partial(opened.read, offset=offset, name=tensor.name), [place])
+    if stop < num_rows or not num_rows:
+        end = Place(tensor.name, shape, dtype, num_rows, (0, *shape[1:]), 0)
+        yield Fill(0, partial(opened.read, offset=tensor.offset, name=tensor.name), [end])
 
 
 def _read_exactly(descriptor: int, file: _File, part: Tensor, offset: int, name: str) -> None:

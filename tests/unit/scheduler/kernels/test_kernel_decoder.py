@@ -261,5 +261,5 @@ def test_memory_is_accessed_within_bounds(models, tmp_path):
     for family, overrides in FAMILIES.items():
         make_checkpoint(tmp_path / family, family, **overrides)
     program = SANITIZED.format(here=here, models=checkpoints)
-    operations = ("linear", "attention", "elementwise", "decoder")
+    operations = ("linear", "attention", "elementwise", "collectives", "decoder")
     assert "avx2" in run_sanitized(program, tmp_path, *operations)

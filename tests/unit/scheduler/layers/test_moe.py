@@ -198,7 +198,7 @@ def test_a_block_adds_what_everything_goes_through() -> None:
     for slot in (*router.slots(), *shared.slots()):
         slot.write(torch.randn(slot.shape) / 4, 0)
     routing = RoutedExperts(1, 2, 4, place=place)
-    block = MoeBlock(0, router, layer, routing, shared=shared)
+    block = MoeBlock(0, router, layer, routing, shared=shared, place=place)
     x = torch.randn(5, 16)
     ids, weights = router.forward(x, torch.empty(5, 2, dtype=torch.int64))
     expected = layer.forward(x, ids, weights) + shared.forward(x)
