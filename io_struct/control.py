@@ -73,6 +73,17 @@ class ContinueGenerationReqInput(ControlRequest, kw_only=True):
     """Continue although the pause has another owner, and commit an implicit session of another sender."""
 
 
+class RankMemory(ReplyRecord, kw_only=True, frozen=True):
+    """What one of an engine's other ranks had reserved around an emptying of its device cache, in bytes."""
+
+    rank: int
+    """From 1; the reply's own figures are those of rank 0."""
+    reserved_before: int
+    """Before its cache was emptied."""
+    reserved_after: int
+    """Afterwards."""
+
+
 class ContinueGenerationReqOutput(Reply, kw_only=True):
     """Device memory before and after the cache was emptied, in bytes; all three are None where it was not."""
 
@@ -84,6 +95,8 @@ class ContinueGenerationReqOutput(Reply, kw_only=True):
     """Bytes reserved afterwards."""
     freed: int | None = None
     """Bytes returned to the system; 0 if more was allocated meanwhile."""
+    ranks: list[RankMemory] = []
+    """The other ranks of an engine of several (``tp``), whose caches were emptied, too."""
 
 
 class FlushCacheReqInput(ControlRequest, kw_only=True):
@@ -208,6 +221,23 @@ class DeviceMemory(ReplyRecord, kw_only=True, frozen=True):
     """Bytes of the copy of the weights on the host, which exists only while their memory is released
     (``weights_cpu_backup``). On the CPU it is a file in the temporary directory, on accelerators pinned memory;
     ``reserved`` does not include it."""
+
+
+class RankStatus(ReplyRecord, kw_only=True, frozen=True):
+    """One of an engine's other ranks (``tp``): its process, and its allocator's figures in bytes at its last command or, while
+    steps run, within the last second."""
+
+    rank: int
+    """From 1."""
+    pid: int
+    host: str
+    """Name of its machine."""
+    reserved: int
+    """As in :class:`DeviceMemory`."""
+    allocated: int
+    """As in :class:`DeviceMemory`."""
+    available: int | None
+    """As in :class:`DeviceMemory`, on its device."""
 
 
 class UpdateProgress(ReplyRecord, kw_only=True, frozen=True):
@@ -409,7 +439,10 @@ class GetStatusReqOutput(Reply, kw_only=True):
     kv: KVUsage
     """Use of the KV cache pool."""
     device_memory: DeviceMemory
-    """The device allocator's figures, read for this reply."""
+    """The device allocator's figures, read for this reply; of several ranks rank 0's, and ``available`` is the smallest of all
+    ranks'."""
+    ranks: list[RankStatus] = []
+    """The other ranks of an engine of several (``tp``)."""
     memory_by_tag: MemoryByTag | None = None
     """Reserved memory by purpose, at the last memory event. None means that there was none yet."""
     totals: EngineTotals = EngineTotals()

@@ -17,9 +17,9 @@ from .shutdown import end_on_stop_signals
 if __name__ == "__main__":
     end_on_stop_signals()  # importing torch takes seconds
 
-from .libraries import prepare
+from .libraries import settings
 
-prepare()
+os.environ.update(settings())
 
 from ..io_struct import CaesuraError
 from . import config as config_module

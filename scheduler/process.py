@@ -28,6 +28,7 @@ from .config import EngineConfig
 from .engine import Engine, shutdown_of
 from .guard import EngineEndsError
 from .memory.device_memory import is_out_of_memory
+from .memory.device_module import use_device
 from .observability import log
 from .observability.descriptors import DescriptorCheck, raise_limit
 from .observability.watchdog import Watchdog, exit_within
@@ -158,13 +159,6 @@ def _start(config: EngineConfig, shutdown: Shutdown, cleanup: contextlib.ExitSta
             f"the engine could not be built: {type(error).__name__}: {error}",
             traceback="".join(traceback.format_exception(error)),
         ) from error
-
-
-def use_device(device: str) -> None:
-    """Make ``device`` the current one of this thread: what names no device, as kernels do, then runs where the tensors are."""
-    set_device = getattr(torch.get_device_module(device), "set_device", None)
-    if set_device is not None and ":" in device:
-        set_device(torch.device(device))
 
 
 def _refused(field: str, value: object, error: Exception) -> CaesuraError:

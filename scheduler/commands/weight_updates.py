@@ -43,6 +43,7 @@ from ..memory.workspace import Workspace
 from ..models.base import Weights
 from ..observability.memory_history import MemoryHistory
 from ..observability.stage_profiler import StageProfiler
+from ..ranks.others import OtherRanks
 from ..stepping import StepBatcher, StepOutputs, StepRunner
 from ..weights.components import ComponentSource, chosen, fitting, in_component, renamed
 from ..weights.loader import LoadCounts, WeightLoader, WeightPiece
@@ -50,7 +51,7 @@ from ..weights.source import BufferSource, WeightSource
 from ..weights.transports.disk import DiskSource, OpenFolder
 from ..weights.transports.distributed import WeightsUpdateGroups
 from ..weights.transports.ipc import SharedMemoryMaps
-from ..weights.upload import Uploader
+from ..weights.upload import Uploader, pieces_of
 from ..weights.writing import END, write_some
 from .committed_weights import WeightsFile
 from .lifecycle import Lifecycle, Operation, Wait
@@ -71,6 +72,7 @@ class WeightUpdates:
         model: Weights,
         loader: WeightLoader,
         runner: StepRunner,
+        others: OtherRanks,
         lifecycle: Lifecycle,
         sessions: Sessions,
         batcher: StepBatcher,
@@ -97,6 +99,7 @@ class WeightUpdates:
         self._model = model
         self._loader = loader
         self._runner = runner
+        self._others = others
         self._lifecycle = lifecycle
         self._batcher = batcher
         self._outputs = outputs
@@ -211,6 +214,7 @@ class WeightUpdates:
         except BaseException as error:
             if not self.sessions.protects(route, error):
                 self._process_groups.out_of_step(request.group_name, f"an update failed: {error}")
+                self._others.leave_group(request.group_name, f"an update failed: {error}")
             raise
 
     def _commit_implicit_session(self, session: Session) -> Generator[Wait, None, None]:
@@ -268,7 +272,8 @@ class WeightUpdates:
     ) -> Generator[Wait, None, None]:
         """Write all of ``source``. Steps go on until its first piece has arrived."""
         started = monotonic()
-        with contextlib.closing(self._pieces(source)) as pieces:
+        own = pieces_of(source, self._loader, self._uploader, self._config.load_bucket_bytes)
+        with contextlib.closing(self._others.pieces(source, own, self._loader)) as pieces:
             try:
                 self._progress = source, started
                 piece = yield from self._next_piece(pieces, session, stages)
@@ -291,13 +296,6 @@ class WeightUpdates:
             finally:
                 self._progress = None
         self._runner.synchronize()
-
-    def _pieces(self, source: WeightSource) -> Generator[WeightPiece | None, None, None]:
-        """Of ``source``, where the weights are: on the device, if it has streams."""
-        size, skip = self._config.load_bucket_bytes, self._loader.skip
-        if self._uploader is None:
-            return source.pieces(size, skip)
-        return self._uploader.pieces(source, size, skip)
 
     def run_and_commit(
         self,

@@ -142,16 +142,16 @@ class Listener:
         events.setsockopt(zmq.LINGER, 0)
         events.setsockopt(zmq.RCVHWM, 0)
         events.connect(address)
-        self._thread = threading.Thread(
-            target=self._tell, args=(events,), name="caesura-ranks", daemon=True
-        )
+        self._thread = threading.Thread(target=self._tell, args=(events,), name="caesura-ranks", daemon=True)
         self._thread.start()
 
     def _tell(self, events: "zmq.Socket[bytes]") -> None:
         """In a thread: follow the connections, until the monitor stops."""
         connected: set[int] = set()
         with contextlib.closing(events):
-            while (event := parse_monitor_message(events.recv_multipart()))["event"] != zmq.EVENT_MONITOR_STOPPED:
+            while (event := parse_monitor_message(events.recv_multipart()))[
+                "event"
+            ] != zmq.EVENT_MONITOR_STOPPED:
                 if event["event"] == zmq.EVENT_ACCEPTED:
                     connected.add(event["value"])
                     continue

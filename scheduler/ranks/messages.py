@@ -95,7 +95,7 @@ class Agreed(msgspec.Struct, kw_only=True, tag=True):
     value: int
 
 
-class Step(msgspec.Struct, kw_only=True, tag=True, array_like=True):
+class Step(msgspec.Struct, kw_only=True, tag=True):
     """Execute a step; one frame follows with its arrays (``plans.py``)."""
 
     number: int

@@ -96,7 +96,7 @@ def _extras_of(
 class _Reader:
     """Arrays of a frame, one behind the other."""
 
-    def __init__(self, data: bytes) -> None:
+    def __init__(self, data: bytes | memoryview) -> None:
         self._data = bytearray(data)  # the runner writes into the input ids
         self._offset = 0
 
@@ -107,7 +107,7 @@ class _Reader:
         return torch.from_numpy(array.reshape(shape) if len(shape) != 1 else array)
 
 
-def decode_batch(header: bytes | msgspec.Raw, data: bytes) -> ForwardBatch:
+def decode_batch(header: bytes | msgspec.Raw, data: bytes | memoryview) -> ForwardBatch:
     """What :func:`encode_batch` was given, with arrays of its own."""
     plan, reader = _decode(header), _Reader(data)
     rows, tokens, samples, pages = plan.sizes

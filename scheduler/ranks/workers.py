@@ -11,7 +11,6 @@ Invariants:
 
 import contextlib
 import logging
-import os
 import threading
 from collections.abc import Callable, Sequence
 from time import monotonic
@@ -267,7 +266,9 @@ def raise_failures(answers: dict[int, Answer], own: CaesuraError | None = None) 
     Raises:
         CaesuraError: the code and detail of the first rank that failed by itself, and in ``ranks`` the reason of each.
     """
-    failures = {rank: answer.failure for rank, answer in sorted(answers.items()) if answer.failure is not None}
+    failures = {
+        rank: answer.failure for rank, answer in sorted(answers.items()) if answer.failure is not None
+    }
     if not failures:
         if own is not None:
             raise own
@@ -281,5 +282,3 @@ def raise_failures(answers: dict[int, Answer], own: CaesuraError | None = None) 
         code, detail = first.code, first.detail
     said = "; ".join(f"rank {rank}: {reason}" for rank, reason in reasons.items())
     raise CaesuraError(code, said, **{**detail, "ranks": reasons})
-
-

@@ -263,8 +263,14 @@ class DistributedSource:
     name = "distributed"
     complete = False
 
-    def __init__(self, group: Group, batches: list[list[TensorSpec]]) -> None:
-        """``batches``: which tensors come in one broadcast, ``offset`` and ``nbytes`` within it."""
+    def __init__(
+        self,
+        group: Group,
+        batches: list[list[TensorSpec]],
+        request: UpdateWeightsFromDistributedReqInput,
+    ) -> None:
+        """``batches``: which tensors come in one broadcast, ``offset`` and ``nbytes`` within it; of ``request``."""
+        self.request = request
         self.specs = [spec for batch in batches for spec in batch]
         self.total_bytes = sum(spec.nbytes for spec in self.specs)
         self._group = group
@@ -382,7 +388,7 @@ class WeightsUpdateGroups:
             offsets = accumulate((spec.nbytes for spec in specs), initial=0)
             placed = (msgspec.structs.replace(s, offset=at) for s, at in zip(specs, offsets, strict=False))
             batches = [list(placed)]
-        return DistributedSource(group, batches)
+        return DistributedSource(group, batches, request)
 
     def close(self) -> None:
         """Leave all of them; waits a moment for those that can be left at once."""
