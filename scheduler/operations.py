@@ -100,11 +100,11 @@ def why_torch(loaded: LoadedModel) -> str | None:
 
 
 def _row_sizes(loaded: LoadedModel) -> set[int]:
-    """Lengths of the rows of the model's matrices."""
-    config = loaded.config
-    sizes = {config.hidden_size, config.num_heads * config.head_dim}
+    """Lengths of the rows of the model's matrices, on this rank."""
+    config, ranks = loaded.config, loaded.parallel.size
+    sizes = {config.hidden_size, loaded.num_heads * config.head_dim}
     if config.moe is None or not all(config.moe.sparse_layers):
-        sizes.add(config.intermediate_size)
+        sizes.add(config.intermediate_size // ranks)
     if config.moe is not None:
-        sizes.add(config.moe.intermediate_size)
+        sizes.add(config.moe.intermediate_size // ranks)
     return sizes

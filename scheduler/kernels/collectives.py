@@ -86,6 +86,7 @@ class Collective:
         self._fd = fd
         needed = _bytes(size, BUFFER_BYTES)
         if not 0 <= rank < size <= MAX_RANKS or os.fstat(fd).st_size != needed:
+            os.close(fd)
             raise ValueError(f"no shared memory for rank {rank} of {size}")
         assert _struct_bytes() == ctypes.sizeof(_Struct), "built from other sources"
         fcntl.fcntl(fd, _F_OFD_SETLK, struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, rank, 1, 0))

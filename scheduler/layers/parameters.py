@@ -177,7 +177,7 @@ class PlainSlot(WeightSlot):
 
 def _differ(rows: Tensor, target: Tensor) -> bool:
     """Whether a copy of ``rows`` to ``target``, contiguous and of the same shape, would change a byte."""
-    new, old = rows.reshape(-1), target.view(-1)
+    new, old = rows.contiguous().view(-1), target.view(-1)
     if new.shape[0] <= _PROBE_ELEMENTS:
         return not _same_bits(new, old)
     if not _same_bits(new[:_PROBE_ELEMENTS], old[:_PROBE_ELEMENTS]):

@@ -7,12 +7,15 @@ import torch
 from torch import Tensor
 
 from caesura.scheduler.attention.mla import LatentBackend
+from caesura.scheduler.attention.paged_cpu import PagedCpuBackend
 from caesura.scheduler.attention.sdpa import SdpaBackend
 from caesura.scheduler.cache.pool import MHAPool, MLAPool
 from caesura.scheduler.forward import AttentionBackend, ForwardBatch, SamplingBatch
+from caesura.scheduler.layers.sharding import head_windows
 from caesura.scheduler.models.base import CausalLM
 from caesura.scheduler.models.config import load_model_config
 from caesura.scheduler.models.registry import build_model
+from caesura.scheduler.parallel.group import SINGLE, TensorParallel
 from caesura.scheduler.weights.loader import WeightLoader
 from caesura.scheduler.weights.transports.disk import load_from_disk, open_checkpoint
 
@@ -84,40 +87,59 @@ class Sequence:
     pages: list[int] = field(default_factory=list)
 
 
-def load_model(path: str, dtype: torch.dtype, bucket_bytes: int = 1 << 20) -> CausalLM:
-    """A loaded model on the CPU."""
-    model = build_model(load_model_config(path), dtype, torch.device("cpu"))
+def load_model(
+    path: str, dtype: torch.dtype, bucket_bytes: int = 1 << 20, parallel: TensorParallel = SINGLE
+) -> CausalLM:
+    """A loaded model on the CPU, or this rank's shard of one."""
+    model = build_model(load_model_config(path), dtype, torch.device("cpu"), parallel)
     load_from_disk(WeightLoader(model), open_checkpoint(path), bucket_bytes)
     model.finalize_weights()
     return model
 
 
 def build_attention(
-    model: CausalLM, dtype: torch.dtype, num_pages: int
+    model: CausalLM,
+    dtype: torch.dtype,
+    num_pages: int,
+    parallel: TensorParallel = SINGLE,
+    *,
+    compiled: bool = False,
 ) -> tuple[MHAPool | MLAPool, AttentionBackend]:
-    """What torch's own operations attend with."""
+    """What torch's own operations attend with, or ``compiled`` ones that serve the kernel of all layers, too."""
     config, mla = model.config, model.config.mla
     if mla is not None:
         latents = MLAPool(
             num_layers=config.num_layers, num_pages=num_pages, width=mla.latent_width, dtype=dtype
         )
-        return latents, LatentBackend(latents, config.num_heads, mla.softmax_scale)
+        return latents, LatentBackend(latents, config.num_heads // parallel.size, mla.softmax_scale)
+    heads, kv_heads = (
+        window.length for window in head_windows(config.num_heads, config.num_kv_heads, parallel)
+    )
     pool = MHAPool(
         num_layers=config.num_layers,
         num_pages=num_pages,
-        kv_heads=config.num_kv_heads,
+        kv_heads=kv_heads,
         head_size=config.head_dim,
         dtype=dtype,
     )
-    return pool, SdpaBackend(pool, config.num_heads, config.num_kv_heads, config.head_dim)
+    backend = PagedCpuBackend if compiled else SdpaBackend
+    return pool, backend(pool, heads, kv_heads, config.head_dim)
 
 
 class PagedModel:
     """A model with a pool and a backend; pages are handed out in a scrambled order and hold NaN at first."""
 
-    def __init__(self, model: CausalLM, dtype: torch.dtype, num_pages: int = 200) -> None:
+    def __init__(
+        self,
+        model: CausalLM,
+        dtype: torch.dtype,
+        num_pages: int = 200,
+        parallel: TensorParallel = SINGLE,
+        *,
+        compiled: bool = False,
+    ) -> None:
         self.model = model
-        self.pool, self.backend = build_attention(model, dtype, num_pages)
+        self.pool, self.backend = build_attention(model, dtype, num_pages, parallel, compiled=compiled)
         for layer in range(model.config.num_layers):
             storage = self.pool.layer(layer)
             for tensor in storage if isinstance(storage, tuple) else (storage,):

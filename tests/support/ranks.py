@@ -1,0 +1,128 @@
+"""Processes that are ranks of groups, and call what a test names; and ranks of no group, for what never calls a collective."""
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from caesura.scheduler.models import registry
+from caesura.scheduler.parallel import process_group, shared_memory
+from caesura.scheduler.parallel.group import TensorParallel
+from caesura.scheduler.weights.transports import disk
+
+ANSWER_S = 120.0
+"""How long a test waits for its ranks: longer than any of them takes on a busy machine."""
+Job = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class RankAlone:
+    """A rank whose collectives nobody calls."""
+
+    rank: int
+    size: int
+    compiled: None = None
+
+
+class Ranks:
+    """``size`` processes of one group over shared memory, or gloo; this one is none of them."""
+
+    def __init__(self, size: int, timeout_s: float = 60.0, *, gloo: bool = False) -> None:
+        context = multiprocessing.get_context(
+            "forkserver"
+        )  # torch is imported once, by a process without threads
+        context.set_forkserver_preload(
+            [process_group.__name__, shared_memory.__name__, registry.__name__, disk.__name__]
+        )
+        self._pipes: list[Connection] = []
+        self.processes = []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, rank, size, timeout_s, gloo), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self.processes.append(process)
+        address = self._receive(self._pipes[0])
+        for pipe in self._pipes[1:]:
+            pipe.send(address)
+        for pipe in self._pipes:
+            assert self._receive(pipe) == "joined"
+
+    def start(self, job: Job, *arguments: Any) -> None:
+        """Have every rank call ``job(group, *arguments)``: a function of a module that they can import."""
+        for pipe in self._pipes:
+            pipe.send((job, arguments))
+
+    def start_on(self, rank: int, job: Job, *arguments: Any) -> None:
+        """Have one of them do so."""
+        self._pipes[rank].send((job, arguments))
+
+    def results(self, ranks: list[int] | None = None) -> list[Any]:
+        """What each has returned; raises what one has raised."""
+        return [
+            self._receive(pipe) for rank, pipe in enumerate(self._pipes) if ranks is None or rank in ranks
+        ]
+
+    def call(self, job: Job, *arguments: Any) -> list[Any]:
+        """Both."""
+        self.start(job, *arguments)
+        return self.results()
+
+    def kill(self, rank: int) -> None:
+        """As the system kills a process: nothing of it runs any more."""
+        pid = self.processes[rank].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """End them all."""
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join(10)
+
+    @staticmethod
+    def _receive(pipe: Connection) -> Any:
+        assert pipe.poll(ANSWER_S), "a rank does not answer"
+        answer = pipe.recv()
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+
+def _serve(pipe: Connection, rank: int, size: int, timeout_s: float, gloo: bool) -> None:
+    torch.set_num_threads(1)
+    found: Any
+    if rank == 0:
+        found, address = process_group.listen("127.0.0.1", 0, size) if gloo else shared_memory.found(size)
+        pipe.send(address)
+    else:
+        found = pipe.recv()
+    group: TensorParallel
+    if gloo:
+        group = process_group.join(found, rank, size, torch.device("cpu"), torch.float32, timeout_s)
+    else:
+        group = shared_memory.join(found, rank, size, timeout_s)
+    pipe.send("joined")
+    with suppress(EOFError):  # the test is over
+        while True:
+            job, arguments = pipe.recv()
+            pipe.send(_answer(job, group, arguments))
+
+
+def _answer(job: Job, group: TensorParallel, arguments: tuple[Any, ...]) -> Any:
+    try:
+        return job(group, *arguments)
+    except Exception as error:  # noqa: BLE001 (the test's to judge)
+        return _Raised(repr(error))
+
+
+class _Raised(Exception):
+    """What a rank has raised, as text: errors of the wire cannot be rebuilt from their arguments."""

@@ -1,0 +1,142 @@
+"""Models divided among processes: the logits of transformers and of one rank, on every rank the same bits."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.checkpoints import make_checkpoint, make_dequantized_checkpoint, make_fp8_checkpoint
+from support.rank_jobs import logits_of
+from support.ranks import RankAlone, Ranks
+
+from caesura.io_struct import CaesuraError, ErrorCode
+from caesura.scheduler.kernels import native
+from caesura.scheduler.models.config import load_model_config
+from caesura.scheduler.models.registry import build_model
+from caesura.scheduler.parallel.group import SINGLE
+
+TOLERANCE = 1e-4
+
+pytestmark = pytest.mark.skipif(native.why_not() is not None, reason="no compiled kernels")
+
+
+@dataclass(frozen=True)
+class Case:
+    family: str
+    ranks: int
+    tied: bool = False
+    overrides: dict[str, Any] = field(default_factory=dict)
+
+
+def heads(query: int, kv: int, size: int, hidden: int) -> dict[str, Any]:
+    return {"num_attention_heads": query, "num_key_value_heads": kv, "head_dim": size, "hidden_size": hidden}
+
+
+SIX = heads(6, 6, 8, 36)
+CASES = {
+    "llama": Case("llama", 2),
+    "llama-3": Case("llama", 3, overrides=SIX),
+    "llama-bias": Case("llama", 2, overrides={"attention_bias": True}),
+    "mistral-tied": Case("mistral", 2, tied=True),
+    "mistral-3": Case("mistral", 3, overrides=heads(3, 3, 14, 42)),
+    "qwen2": Case("qwen2", 2),
+    "qwen2-one-kv-head-3": Case("qwen2", 3, tied=True, overrides=heads(6, 1, 6, 36)),
+    "qwen3-one-kv-head": Case("qwen3", 2, overrides=heads(6, 1, 8, 40)),
+    "qwen3-tied-3": Case("qwen3", 3, tied=True, overrides=heads(6, 3, 10, 36)),
+    "qwen3-moe": Case("qwen3-moe", 2),
+    "qwen3-moe-3": Case("qwen3-moe", 3, overrides=SIX),
+    "deepseek-v2": Case("deepseek-v2", 2),
+    "deepseek-v3": Case("deepseek-v3", 2, overrides={"attention_bias": True}),
+    "deepseek-v3-3": Case("deepseek-v3", 3, overrides=heads(6, 6, 6, 36)),
+}
+"""Ranks that several share a key head among them, too."""
+
+
+@pytest.fixture(scope="module")
+def groups() -> Iterator[dict[int, Ranks]]:
+    found = {size: Ranks(size) for size in (2, 3)}
+    yield found
+    for ranks in found.values():
+        ranks.close()
+
+
+def tokens(length: int = 40) -> list[int]:
+    return torch.randint(0, 97, (length,), generator=torch.Generator().manual_seed(5)).tolist()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits(name: str, groups: dict[int, Ranks], tmp_path: Path) -> None:
+    case = CASES[name]
+    reference = make_checkpoint(tmp_path, case.family, tied=case.tied, seed=len(name), **case.overrides)
+    with torch.inference_mode():
+        expected = reference(torch.tensor([tokens()])).logits[0]
+    assert expected.std() > 0.3, "the tolerance would mean nothing"
+    for compiled in (False, True):
+        arguments = str(tmp_path), torch.float32, tokens(), compiled
+        found = groups[case.ranks].call(logits_of, *arguments)
+        assert found[0].shape == expected.shape
+        assert (found[0] - expected).abs().max() <= TOLERANCE
+        assert (found[0] - logits_of(SINGLE, *arguments)).abs().max() <= TOLERANCE
+        for other in found[1:]:
+            assert torch.equal(other, found[0])
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3-moe"])
+def test_bfloat16(family: str, groups: dict[int, Ranks], tmp_path: Path) -> None:
+    """Sums of partial results round once more than one rank does, and all ranks alike."""
+    reference = make_checkpoint(tmp_path, family, seed=3, dtype=torch.bfloat16)
+    with torch.inference_mode():
+        expected = reference.float()(torch.tensor([tokens()])).logits[0]
+    found = groups[2].call(logits_of, str(tmp_path), torch.bfloat16, tokens(), True)
+    assert torch.equal(found[0], found[1])
+    assert (found[0].float() - expected).abs().mean() < 0.03 * expected.std()
+
+
+@pytest.mark.parametrize(
+    ("family", "blocks"), [("qwen3", (12, 12)), ("qwen3-moe", (4, 6)), ("deepseek-v3", (4, 4))]
+)
+def test_fp8(family: str, blocks: tuple[int, int], groups: dict[int, Ranks], tmp_path: Path) -> None:
+    """Where borders between ranks are borders of blocks."""
+    plain, fp8, dequantized = tmp_path / "plain", tmp_path / "fp8", tmp_path / "dequantized"
+    make_checkpoint(plain, family, seed=3, dtype=torch.bfloat16)
+    make_fp8_checkpoint(plain, fp8, blocks, ())
+    make_dequantized_checkpoint(fp8, dequantized, blocks)
+    found = groups[2].call(logits_of, str(fp8), torch.float32, tokens(), False)
+    expected = logits_of(SINGLE, str(dequantized), torch.float32, tokens(), False)
+    assert torch.equal(found[0], found[1])
+    assert (found[0] - expected).abs().max() <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("family", "ranks", "overrides", "field"),
+    [
+        ("llama", 3, {}, "num_attention_heads"),
+        ("qwen3", 3, heads(6, 2, 8, 40), "num_key_value_heads"),
+        ("mistral", 2, {"intermediate_size": 71}, "intermediate_size"),
+        ("qwen3-moe", 2, {"moe_intermediate_size": 9}, "moe_intermediate_size"),
+        ("deepseek-v3", 3, {}, "num_attention_heads"),
+        ("llama", 4, {"vocab_size": 9}, "vocab_size"),
+    ],
+)
+def test_what_does_not_divide_is_refused_by_name(
+    family: str, ranks: int, overrides: dict[str, Any], field: str, tmp_path: Path
+) -> None:
+    make_checkpoint(tmp_path, family, **overrides)
+    config = load_model_config(tmp_path)
+    for rank in range(ranks):
+        with pytest.raises(CaesuraError, match=field) as caught:
+            build_model(config, torch.float32, torch.device("cpu"), RankAlone(rank, ranks))
+        assert caught.value.code == ErrorCode.UNSUPPORTED_MODEL
+        assert caught.value.detail["fields"] == [field]
+
+
+@pytest.mark.parametrize(("family", "module"), [("qwen3", "q_proj"), ("deepseek-v3", "q_b_proj")])
+def test_a_border_within_an_fp8_block_is_refused_by_name(family: str, module: str, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "plain", family, dtype=torch.bfloat16)
+    make_fp8_checkpoint(tmp_path / "plain", tmp_path / "fp8", (128, 128), ())
+    config = load_model_config(tmp_path / "fp8")
+    with pytest.raises(CaesuraError, match=module) as caught:
+        build_model(config, torch.float32, torch.device("cpu"), RankAlone(0, 2))
+    assert caught.value.code == ErrorCode.UNSUPPORTED_MODEL

@@ -1,0 +1,261 @@
+"""Slots of divided tensors: whole tensors go in, in any pieces, and the ranks' parts together are what went in."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from support.checkpoints import make_checkpoint, make_fp8_checkpoint
+from support.ranks import RankAlone
+from torch import Tensor
+
+from caesura.scheduler.dtypes import NAMES
+from caesura.scheduler.layers.attention import Attention, AttentionShape
+from caesura.scheduler.layers.embedding import Embedding
+from caesura.scheduler.layers.linear import Linear
+from caesura.scheduler.layers.parameters import Fp8Blocks, Layer, Placement, WeightSlot
+from caesura.scheduler.layers.sharding import Window, even
+from caesura.scheduler.memory.workspace import Workspace
+from caesura.scheduler.models.base import CausalLM
+from caesura.scheduler.models.config import load_model_config
+from caesura.scheduler.models.registry import build_model
+from caesura.scheduler.weights.loader import WeightLoader, WeightPiece
+from caesura.scheduler.weights.transports.disk import DiskSource, open_checkpoint
+
+CPU = torch.device("cpu")
+FP8 = torch.float8_e4m3fn
+
+
+def place(
+    rank: int, size: int, dtype: torch.dtype = torch.float32, fp8: Fp8Blocks | None = None
+) -> Placement:
+    return Placement(dtype, CPU, fp8, parallel=RankAlone(rank, size))
+
+
+def slots_of(layer: Layer) -> dict[str, WeightSlot]:
+    return {slot.name: slot for slot in layer.slots()}
+
+
+def bits(value: Tensor) -> bytes:
+    return bytes(value.contiguous().view(torch.uint8).numpy()) if value.numel() else b""
+
+
+def assembled(slots: list[WeightSlot]) -> Tensor:
+    """Of all ranks, where they say that each part belongs; what several hold is the same."""
+    shape = slots[0].shape
+    whole = torch.zeros(shape, dtype=slots[0].dtype)
+    held = torch.zeros(shape, dtype=torch.bool)
+    for slot in slots:
+        assert slot.shape == shape
+        rows = slice(slot.owned.start, slot.owned.stop)
+        columns = slot.owned_columns
+        where: Any = rows if columns is None else (rows, slice(columns.start, columns.stop))
+        part = slot.read()
+        assert bits(whole[where][held[where]]) == bits(part[held[where]])
+        whole[where] = part
+        held[where] = True
+    assert held.all()
+    return whole
+
+
+def cuts(data: st.DataObject, rows: int) -> list[tuple[int, int]]:
+    borders = sorted(data.draw(st.sets(st.integers(1, max(rows - 1, 1)), max_size=4)) - {rows})
+    return list(zip([0, *borders], [*borders, rows]))
+
+
+def random(shape: tuple[int, ...], seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@dataclass(frozen=True)
+class Layers:
+    """One layer on each rank."""
+
+    on: list[Layer]
+
+    def check(self, data: st.DataObject, dtype: torch.dtype) -> None:
+        by_rank = [slots_of(layer) for layer in self.on]
+        for number, name in enumerate(by_rank[0]):
+            slots = [slots[name] for slots in by_rank]
+            value = random(slots[0].shape, number).to(dtype)
+            for slot in slots:
+                pieces = cuts(data, value.shape[0])
+                for start, stop in pieces:
+                    slot.update(value[start:stop], start, compare=data.draw(st.booleans()))
+                assert not any(slot.differs(value[start:stop], start) for start, stop in pieces)
+                first, last = sorted(
+                    (data.draw(st.integers(0, len(value))), data.draw(st.integers(0, len(value))))
+                )
+                assert bits(slot.read(first, last)) == bits(held_of(slot, value, first, last).to(slot.dtype))
+                self.check_changes(slot, value)
+            assert bits(assembled(slots)) == bits(value.to(slots[0].dtype))
+
+    @staticmethod
+    def check_changes(slot: WeightSlot, value: Tensor) -> None:
+        """A changed element is seen by who holds it, and by nobody else."""
+        for row in {0, len(value) // 2, len(value) - 1}:
+            changed = value.clone()
+            changed[row].flatten()[-1:] += 1
+            columns = slot.owned_columns
+            mine = row in slot.owned and (columns is None or columns.stop == value.shape[1])
+            assert slot.differs(changed, 0) == mine
+            assert slot.update(changed, 0) == mine
+            slot.write(value, 0)
+
+
+def held_of(slot: WeightSlot, value: Tensor, first: int, last: int) -> Tensor:
+    rows = value[max(first, slot.owned.start) : max(first, slot.owned.start, min(last, slot.owned.stop))]
+    columns = slot.owned_columns
+    return rows if columns is None else rows[:, columns.start : columns.stop]
+
+
+DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
+
+
+@settings(max_examples=40)
+@given(st.data(), st.integers(1, 4), DTYPES, DTYPES)
+def test_products(data: st.DataObject, size: int, stored: torch.dtype, sent: torch.dtype) -> None:
+    """Divided by outputs, by inputs, or not, biases included; packed storage and plain."""
+    rows, inputs, others = (data.draw(st.integers(1, 40)) for _ in range(3))
+    by_inputs = data.draw(st.booleans())
+
+    def layer(rank: int) -> Linear:
+        where = place(rank, size, stored)
+        if by_inputs:
+            columns = even(inputs * size, where.parallel, "inputs")
+            return Linear("l", columns, {"a": rows, "b": others}, bias=True, place=where)
+        window = even(rows * size, where.parallel, "rows")
+        return Linear("l", inputs, {"a": window, "b": others, "c": window}, bias=True, place=where)
+
+    Layers([layer(rank) for rank in range(size)]).check(data, sent)
+
+
+@settings(max_examples=20)
+@given(st.data(), st.sampled_from([(6, 6, 3), (6, 3, 3), (6, 1, 3), (8, 2, 4), (4, 2, 2)]), DTYPES)
+def test_attention_with_shared_key_heads(
+    data: st.DataObject, heads: tuple[int, int, int], sent: torch.dtype
+) -> None:
+    queries, keys, size = heads
+    shape = AttentionShape(
+        hidden_size=20,
+        num_heads=queries,
+        num_kv_heads=keys,
+        head_dim=data.draw(st.integers(1, 9)),
+        qkv_bias=True,
+    )
+    Layers([Attention("a", "m", 0, shape, place=place(rank, size)) for rank in range(size)]).check(data, sent)
+
+
+@settings(max_examples=20)
+@given(st.data(), st.integers(1, 4), st.integers(13, 50), st.booleans())
+def test_a_vocabulary_that_does_not_divide(data: st.DataObject, size: int, vocab: int, tied: bool) -> None:
+    layers = [Embedding("e", "embed", vocab, 6, tied=tied, place=place(rank, size)) for rank in range(size)]
+    Layers(list(layers)).check(data, torch.float32)
+
+
+@settings(max_examples=30)
+@given(st.data(), st.integers(2, 3), st.booleans(), st.integers(1, 5), st.integers(1, 5))
+def test_fp8_blocks(data: st.DataObject, size: int, by_inputs: bool, height: int, width: int) -> None:
+    """A wide float is quantised as one rank would quantise all of it, though each sees its own blocks alone."""
+    blocks = Fp8Blocks(height, width)
+    rows = height * size * data.draw(st.integers(1, 3)) if not by_inputs else data.draw(st.integers(1, 20))
+    columns = width * size * data.draw(st.integers(1, 3)) if by_inputs else data.draw(st.integers(1, 20))
+
+    def layer(rank: int, ranks: int) -> dict[str, WeightSlot]:
+        where = place(rank, ranks, fp8=blocks)
+        inputs, outputs = Window.whole(columns), Window.whole(rows)
+        if by_inputs:
+            inputs = even(columns, where.parallel, "columns")
+        else:
+            outputs = even(rows, where.parallel, "rows")
+        return slots_of(Linear("l", inputs, {"a": outputs}, place=where))
+
+    alone, by_rank = layer(0, 1), [layer(rank, size) for rank in range(size)]
+    value = random((rows, columns), 1)
+    alone["a.weight"].write(value, 0)
+    for slots in by_rank:
+        for start, stop in cuts(data, rows):
+            slots["a.weight"].update(value[start:stop], start)
+    for name, slot in alone.items():
+        assert bits(assembled([slots[name] for slots in by_rank])) == bits(slot.read())
+    stored = {name: slot.read().clone() for name, slot in alone.items()}
+    for slots in by_rank:  # the same as it is stored
+        for name, slot in slots.items():
+            assert not slot.differs(stored[name], 0)
+
+
+@dataclass(frozen=True)
+class Folder:
+    path: Path
+    tensors: dict[str, Tensor]
+
+    def model(self, rank: int, size: int) -> CausalLM:
+        return build_model(load_model_config(self.path), torch.float32, CPU, RankAlone(rank, size))
+
+
+@pytest.fixture(scope="module", params=["llama-tied", "qwen3-moe", "deepseek-v3", "qwen3-fp8"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Folder:
+    family, _, kind = request.param.removesuffix("-tied").partition("-fp8")
+    path = tmp_path_factory.mktemp("model")
+    if request.param.endswith("fp8"):
+        make_checkpoint(path / "plain", family, dtype=torch.bfloat16)
+        make_fp8_checkpoint(path / "plain", path / "fp8", (12, 12), ())
+        path = path / "fp8"
+    else:
+        make_checkpoint(path, family, tied=request.param.endswith("-tied"))
+    return Folder(path, load_file(path / "model.safetensors"))
+
+
+@pytest.mark.parametrize("bucket_bytes", [300, 4096, 1 << 20])
+def test_from_disk_each_rank_reads_what_it_holds(folder: Folder, bucket_bytes: int) -> None:
+    """All tensors are whole, and are those of the file; rows of others are not read."""
+    models, read = [folder.model(rank, 2) for rank in range(2)], []
+    for model in models:
+        loader, checkpoint = WeightLoader(model), open_checkpoint(folder.path)
+        loader.check(checkpoint.specs, complete=True)
+        for piece in DiskSource(checkpoint, Workspace(), loader.owned).pieces(bucket_bytes, loader.skip):
+            assert piece is not None
+            loader.write(piece)
+        loader.require_whole()
+        assert loader.missing(loader.written) == []
+        counts = loader.take_counts()
+        assert counts.written_tensors == len(model.weight_slots())
+        assert counts.written_bytes == sum(held_bytes(slot, folder) for slot in model.weight_slots().values())
+        read.append(counts.written_bytes)
+    for name, value in folder.tensors.items():
+        slots = [model.weight_slots()[name] for model in models if name in model.weight_slots()]
+        if slots:
+            assert bits(assembled(slots)) == bits(value.to(slots[0].dtype))
+    assert max(read) < 0.85 * sum(value.nbytes for value in folder.tensors.values())
+
+
+def held_bytes(slot: WeightSlot, folder: Folder) -> int:
+    """Of the rows that are held, whole ones."""
+    value = folder.tensors[slot.name]
+    return len(slot.owned) * (value[0].nbytes if value.dim() and len(value) else value.nbytes)
+
+
+def test_rows_that_others_hold_may_be_left_out_and_no_others(folder: Folder) -> None:
+    model = folder.model(1, 2)
+    loader = WeightLoader(model)
+    slot = model.weight_slots()["model.layers.0.self_attn.o_proj.weight"]
+    assert len(slot.owned) == slot.shape[0], "divided by columns"
+    value = folder.tensors[slot.name]
+    with pytest.raises(Exception, match="row 3 came when row 0 was due"):
+        loader.write(WeightPiece(slot.name, slot.shape, value.dtype, 3, value[3:]))
+    embed = model.weight_slots()["model.embed_tokens.weight"]
+    value, first = folder.tensors[embed.name], embed.owned.start
+    assert first > 0
+    with pytest.raises(Exception, match=f"row {first + 1} came when row 0 was due"):
+        loader.write(WeightPiece(embed.name, embed.shape, value.dtype, first + 1, value[first + 1 :]))
+    loader.write(WeightPiece(embed.name, embed.shape, value.dtype, first, value[first:-1]))
+    assert not loader.is_whole
+    with pytest.raises(Exception, match=f"row {len(value)} came when row {len(value) - 1} was due"):
+        loader.write(WeightPiece(embed.name, embed.shape, value.dtype, len(value), value[:0]))
+    loader.write(WeightPiece(embed.name, embed.shape, value.dtype, len(value) - 1, value[-1:]))
+    assert embed.name in loader.written
+    assert NAMES[value.dtype] in ("F32", "BF16")
