@@ -1,14 +1,23 @@
 """How the ranks of an engine meet to compute together, and on which devices.
 
-Invariants: rank 0 founds the group and says where; every rank, rank 0 included, enters it before it builds anything that computes.
+Invariants:
+- Rank 0 founds the group and says where; every rank, rank 0 included, enters it before it builds anything that computes.
+- Ranks on the CPU of one host share memory. All others meet over torch.distributed, whose sockets are its own: they are neither
+  encrypted nor authenticated, whatever keys the engine has.
 """
+
+from urllib.parse import urlsplit
 
 import torch
 
 from ...io_struct import CaesuraError, ErrorCode
 from ..config import EngineConfig
-from ..parallel import shared_memory
+from ..dtypes import by_torch_name
+from ..models.config import load_model_config
+from ..parallel import process_group, shared_memory
 from ..parallel.group import TensorParallel
+
+_SHARED, _LOOPBACK = "shared:", "127.0.0.1"
 
 
 class Founded:
@@ -17,30 +26,41 @@ class Founded:
     def __init__(self, config: EngineConfig) -> None:
         """
         Raises:
-            CaesuraError: ``unsupported``, ranks of this device or on these hosts cannot compute together.
+            CaesuraError: ``unsupported``, this host cannot.
         """
-        if torch.device(config.device).type != "cpu" or config.tp_joined:
-            raise CaesuraError(
-                ErrorCode.UNSUPPORTED,
-                f"tp = {config.tp} on {config.device}: only ranks on the CPU of one host compute together",
-                field="tp",
-                value=config.tp,
-            )
-        self._size = config.tp
-        self._fd, self.address = shared_memory.found(config.tp)
+        self._config = config
+        self._memory: int | None = None
+        if torch.device(config.device).type == "cpu" and not config.tp_joined:
+            self._memory, path = shared_memory.found(config.tp)
+            self.address = _SHARED + path
+            return
+        host = _LOOPBACK if config.tp_address is None else urlsplit(config.tp_address).hostname
+        self._store, self.address = process_group.listen(host or _LOOPBACK, 0, config.tp)
 
     def join(self) -> TensorParallel:
         """Rank 0's place, when all have come."""
-        return shared_memory.join(self._fd, 0, self._size)
+        config = self._config
+        if self._memory is not None:
+            return shared_memory.join(self._memory, 0, config.tp)
+        return process_group.join(self._store, 0, config.tp, torch.device(config.device), _dtype_of(config))
 
 
 def join(address: str, config: EngineConfig, rank: int) -> TensorParallel:
     """The place of another rank, at an address that :class:`Founded` has given out."""
-    return shared_memory.join(address, rank, config.tp)
+    if address.startswith(_SHARED):
+        return shared_memory.join(address.removeprefix(_SHARED), rank, config.tp)
+    return process_group.join(address, rank, config.tp, torch.device(config.device), _dtype_of(config))
+
+
+def _dtype_of(config: EngineConfig) -> torch.dtype:
+    """In which the model computes."""
+    return (
+        load_model_config(config.model_path).dtype if config.dtype == "auto" else by_torch_name(config.dtype)
+    )
 
 
 def device_of(config: EngineConfig, rank: int) -> str:
-    """The device of a rank of this host: rank 0's, or on accelerators the next ones.
+    """The device of a rank: rank 0's, or on accelerators of the same host the next ones.
 
     Raises:
         CaesuraError: ``invalid_request``, there are not so many.
@@ -52,7 +72,7 @@ def device_of(config: EngineConfig, rank: int) -> str:
     if index >= count:
         raise CaesuraError(
             ErrorCode.INVALID_REQUEST,
-            f"tp = {config.tp} needs a device for each rank: this host has {count} from {kind}:0 on",
+            f"tp = {config.tp} from {config.device} on needs {kind}:{index}, and this host has {count} devices",
             field="tp",
             value=config.tp,
         )

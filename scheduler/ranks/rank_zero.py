@@ -124,7 +124,7 @@ class RankZero:
         described_source, frames = described(source)
         opening = self._workers.next_number()
         self._workers.send(Open(number=opening, source=described_source, fresh=fresh), frames)
-        done = False
+        calls, done = [opening], False
         try:
             piece = next(own, END)
             while piece is None and not self._workers.failed(opening):
@@ -136,6 +136,7 @@ class RankZero:
             before = loader.counts.changed_tensors
             yield piece  # the caller stops the steps before it asks for more
             writing = self._call(lambda number: Write(number=number))
+            calls.append(writing)
             for piece in own:
                 if self._workers.failed(writing):
                     break
@@ -148,6 +149,8 @@ class RankZero:
         finally:
             own.close()
             if not done:
+                for number in calls:
+                    self._workers.drop(number)
                 with suppress(EngineEndsError):  # the loop hears of it anyway
                     self._workers.wait(self._call(lambda number: Abandon(number=number)))
 

@@ -56,6 +56,10 @@ class Workers:
         """Called in any thread when a worker is lost: breaks off what waits for it."""
         self._numbers = 0
         self._answers: dict[int, dict[int, Answer]] = {}
+        self._asked: set[int] = set()
+        """Calls whose answers somebody will ask for."""
+        self._unread: dict[int, int] = {}
+        """Of calls whose answers nobody asks for: how many are to come."""
         self._offers: dict[int, list[int]] = {}
         self._closing = False
         self._lock = threading.Lock()
@@ -115,6 +119,7 @@ class Workers:
     def next_number(self) -> int:
         """Of the next call."""
         self._numbers += 1
+        self._asked.add(self._numbers)
         return self._numbers
 
     def answers(self, number: int) -> list[Answer] | None:
@@ -124,12 +129,20 @@ class Workers:
         if found is None or len(found) < self.size - 1:
             return None
         del self._answers[number]
+        self._asked.discard(number)
         return [found[rank] for rank in sorted(found)]
 
     def failed(self, number: int) -> bool:
         """Whether some worker has answered a call with a failure."""
         self.receive()
         return any(answer.failure is not None for answer in self._answers.get(number, {}).values())
+
+    def drop(self, number: int) -> None:
+        """Nobody asks for the answers to a call any more; those that still come go unread."""
+        missing = self.size - 1 - len(self._answers.pop(number, {}))
+        if missing and number in self._asked:
+            self._unread[number] = missing
+        self._asked.discard(number)
 
     def wait(self, number: int) -> list[Answer]:
         """:meth:`answers`, waited for."""
@@ -212,7 +225,10 @@ class Workers:
             return
         if said.memory is not None:
             self.memory[rank] = said.memory
-        self._answers.setdefault(said.number, {})[rank] = said
+        if (missing := self._unread.pop(said.number, 0)) > 1:
+            self._unread[said.number] = missing - 1
+        elif not missing:
+            self._answers.setdefault(said.number, {})[rank] = said
 
     def _join(self, identity: bytes, join: Join) -> None:
         problem = None

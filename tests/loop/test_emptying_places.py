@@ -22,7 +22,7 @@ from caesura.io_struct import (
     UpdateWeightFromDiskReqInput,
     WeightUpdateReqOutput,
 )
-from caesura.scheduler import build, engine
+from caesura.scheduler import engine
 from caesura.scheduler.ranks.others import Alone
 from caesura.scheduler.runner.model_runner import ModelRunner
 
