@@ -90,8 +90,6 @@ class DeviceCache:
         except RuntimeError as error:
             logger.error("the device cache could not be emptied after a failure", exc_info=error)
             freed = 0
-        self.elsewhere: Callable[[str], Sequence[RankMemory]] = lambda place: ()
-        """Empties the caches of other ranks; set where there are some."""
         self.note_failure(what, freed)
 
     def totals(self) -> list[EmptyCacheTotal]:

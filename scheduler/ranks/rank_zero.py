@@ -3,6 +3,7 @@
 Invariants: those of :class:`~.others.OtherRanks`. An update that ends early on this rank has ended on all before anybody hears of it.
 """
 
+import logging
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -51,6 +52,8 @@ from .workers import Workers, raise_failures
 
 if TYPE_CHECKING:
     from ..build import Agreement
+
+logger = logging.getLogger(__name__)
 
 
 class RankZero:
@@ -194,9 +197,11 @@ class RankZero:
         answers = self._workers.wait(self._call(lambda number: EmptyCache(number=number, place=place)))
         reports = []
         for rank, answer in enumerate(answers, 1):
-            if answer.failure is None:
-                before, after = msgspec.msgpack.decode(answer.value, type=tuple[int, int])
-                reports.append(RankMemory(rank=rank, reserved_before=before, reserved_after=after))
+            if answer.failure is not None:
+                logger.error("rank %d could not empty its device cache: %s", rank, answer.failure.message)
+                continue
+            before, after = msgspec.msgpack.decode(answer.value, type=tuple[int, int])
+            reports.append(RankMemory(rank=rank, reserved_before=before, reserved_after=after))
         return reports
 
     def checksums(self) -> Generator[None, None, dict[str, str]]:

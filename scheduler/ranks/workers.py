@@ -35,6 +35,7 @@ JOIN_S = 600.0
 ANSWER_S = 600.0
 """How long rank 0 waits for an answer that holds up its loop. Its watchdog is earlier by default."""
 _CLOSE_S = 2.0
+_SAYS_MORE_S = 0.3
 
 
 class Workers:
@@ -63,9 +64,10 @@ class Workers:
         self._offers: dict[int, list[int]] = {}
         self._closing = False
         self._lock = threading.Lock()
+        self._is_lost = threading.Event()
         self._alarm = Wakeup()
         self._launched: list[LaunchedWorker] = []
-        self._listener = Listener(config, self._lose)
+        self._listener = Listener(config, self._connection_lost)
         self._socket = self._listener.socket
         self._poller = zmq.Poller()
         for each in (self._socket, self._alarm.fd):
@@ -249,8 +251,13 @@ class Workers:
         try:
             self._socket.send_multipart([identity_of(rank), *frames])
         except zmq.ZMQError as error:  # nobody is there: its thread says why in a moment
-            self._lose(f"rank {rank} cannot be reached: {error}")
+            self._connection_lost(f"rank {rank} cannot be reached: {error}")
             self.require_all()
+
+    def _connection_lost(self, reason: str) -> None:
+        """In a thread. Of a worker that was launched here its own thread says more, in a moment."""
+        self._is_lost.wait(_SAYS_MORE_S)
+        self._lose(reason)
 
     def _lose(self, reason: str) -> None:
         """In any thread."""
@@ -258,6 +265,7 @@ class Workers:
             if self._closing or self.lost is not None:
                 return
             self.lost = reason
+        self._is_lost.set()
         self.on_lost()
         self._alarm.set()
 

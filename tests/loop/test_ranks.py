@@ -220,7 +220,7 @@ def test_a_rank_that_fails_in_the_midst_poisons_all(driver, other_model, monkeyp
 
     def loses_its_source(self, make):
         if isinstance(make(0), Write):
-            send(self, lambda number: Abandon(number=number))
+            self._workers.wait(send(self, lambda number: Abandon(number=number)))
         return send(self, make)
 
     monkeypatch.setattr(rank_zero.RankZero, "_call", loses_its_source)
@@ -314,7 +314,9 @@ def broken_model(tmp_path_factory):
 
 
 def test_every_command_in_every_state(shared, tiny_model, other_model, broken_model, monkeypatch):
-    """The table of docs/reference/states.md, cell by cell, on one engine; ``score`` has a test of its own."""
+    """The table of docs/reference/states.md, cell by cell, on one engine. Scores are rank 0's alone."""
+    if shared.config.pipeline_depth == 0:
+        pytest.skip("once is enough for what takes so long")
     one_piece_per_slice(monkeypatch)
     monkeypatch.setattr("caesura.scheduler.weights.writing.WRITE_S", 0.0)
     wrong = []
@@ -325,5 +327,23 @@ def test_every_command_in_every_state(shared, tiny_model, other_model, broken_mo
             observed = recipes.observe(command)
             if observed != TABLE[command][state]:
                 wrong.append(f"{command} in {state}: {observed}")
-            restore(shared, tiny_model)
+            clear(shared, tiny_model)
     assert not wrong
+
+
+def clear(driver: EngineDriver, model) -> None:
+    """Bring an engine back to running, with valid weights of any model; only what is needed for that."""
+    status = driver.status()
+    if status.running_requests or status.waiting_requests or status.prefilling_requests:
+        driver.call(AbortReq(abort_all=True))
+    if status.session is not None:
+        driver.call(EndWeightUpdateReqInput(commit=False, force=True))
+    if status.released_tags:
+        driver.call(PauseGenerationReqInput(mode="abort"))
+        driver.call(ResumeMemoryOccupationReqInput())
+    if driver.status().weights != "valid":
+        assert by_disk(driver, model).committed
+    driver.call(ContinueGenerationReqInput(force=True, torch_empty_cache=False))
+    status = driver.status()
+    assert (status.generation, status.weights, status.session) == ("running", "valid", None)
+    driver.engine.cache.check()

@@ -144,8 +144,9 @@ class Recipes:
                 break
         driver.tick()
         reply = driver.replies.pop(message_id, None)
-        while (status := driver.status()).update is not None:
+        while driver.engine.commands.is_busy:
             driver.tick()
+        status = driver.status()
         if isinstance(reply, GetStatusReqOutput):
             status = reply
         if reply is None:
