@@ -51,8 +51,9 @@ class WeightsChecker:
             yield from waiting(elsewhere)
             return WeightsCheckerReqOutput(id=request.id)
         elsewhere = self._others.checksums()
-        found = yield from waiting(checksums(self._model), Wait.SLICE)
-        found |= yield from waiting(elsewhere)
+        found: dict[str, str] = yield from waiting(checksums(self._model), Wait.SLICE)
+        of_others: dict[str, str] = yield from waiting(elsewhere)
+        found |= of_others
         total = hashlib.blake2b(
             "".join(found[name] for name in sorted(found)).encode(), digest_size=16
         ).hexdigest()

@@ -53,7 +53,7 @@ class Failure(msgspec.Struct, kw_only=True):
     """An exception, as another process can raise it."""
 
     message: str
-    code: ErrorCode = ErrorCode.INTERNAL
+    code: str = ErrorCode.INTERNAL
     detail: dict[str, Any] = {}
     out_of_memory: bool = False
     typed: bool = False

@@ -78,7 +78,7 @@ def encode_batch(batch: ForwardBatch) -> tuple[bytes, bytes]:
         sampling.largest_top_k,
         *extras,
     )
-    parts = [np.ascontiguousarray(tensor.numpy()) for tensor in (*arrays, *narrow, sampling.greedy)]
+    parts = [np.ascontiguousarray(tensor.numpy()).data for tensor in (*arrays, *narrow, sampling.greedy)]
     return _encode(plan), b"".join(parts)
 
 

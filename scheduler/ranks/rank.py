@@ -15,6 +15,7 @@ from typing import Protocol, cast
 import numpy as np
 import torch
 
+from ...io_struct import MemoryTag
 from ..build import build_components, build_runner
 from ..memory.device_cache import DeviceCache, EmptyCachePlace
 from ..memory.device_memory import DeviceMemoryReading, available_memory_if_known
@@ -91,12 +92,11 @@ class Rank:
         self.parallel = join(start.group, config, rank)
         self._config, self._rank = config, rank
         module = device_module_for(config.device)
+        backed_up: tuple[MemoryTag, ...] = ("weights",) if config.weights_cpu_backup else ()
         self._module = module
         self._device_cache = DeviceCache(module)
         self._residency = ComponentResidencyManager(
-            config.device,
-            device_cache=self._device_cache,
-            backed_up=("weights",) if config.weights_cpu_backup else (),
+            config.device, device_cache=self._device_cache, backed_up=backed_up
         )
         loaded, pool, routing, _ = build_components(
             config, self._residency, start.folder, self.parallel, _Agreement(line, start.sharing)
@@ -124,14 +124,18 @@ class Rank:
     def at_once(self, call: object) -> tuple[object] | None:
         """The value of a call that takes no time; None: it is none of these."""
         if isinstance(call, Synchronize):
-            return (self._runner.synchronize(),)
+            self._runner.synchronize()
+            return (None,)
         if isinstance(call, SetLastTokens):
             slots, tokens = np.asarray(call.slots, np.int64), np.asarray(call.tokens, np.int32)
-            return (self._runner.set_last_tokens(slots, tokens),)
+            self._runner.set_last_tokens(slots, tokens)
+            return (None,)
         if isinstance(call, Recover):
-            return (self.parallel.reset(),)
+            self.parallel.reset()
+            return (None,)
         if isinstance(call, Abandon):
-            return (self._updates.abandon(),)
+            self._updates.abandon()
+            return (None,)
         if isinstance(call, EmptyCache):
             self._updates.collect()
             report = self._device_cache.empty(cast("EmptyCachePlace", call.place))
@@ -176,6 +180,7 @@ class Rank:
                     break
             yield False
         self._runner.synchronize()
+        return None
 
     def _release(self, call: Release) -> Operation:
         if self._graphs is not None and ("cuda_graph" in call.tags or self._residency.moves(call.tags)):
@@ -185,6 +190,7 @@ class Rank:
         for _ in self._residency.release(call.tags):
             yield False
         self._device_cache.empty("release")
+        return None
 
     def _reset(self) -> Operation:
         for slot, start, rows in garbage(self._loaded.model):
@@ -192,6 +198,7 @@ class Rank:
                 slot.write(rows, start)
             yield False
         self._runner.synchronize()
+        return None
 
     def _join_group(self, call: JoinGroup) -> Operation:
         request = call.request
@@ -203,14 +210,16 @@ class Rank:
         except BaseException:
             self._groups.forget(group)
             raise
+        return None
 
     def _leave_group(self, call: LeaveGroup) -> Operation:
         if call.reason is not None:
             self._groups.out_of_step(call.name, call.reason)
-            return
+            return None
         group, limit = self._groups.leave(call.name), monotonic() + LEAVE_S
         while group.is_leaving and monotonic() < limit:
             yield True
+        return None
 
 
 def _working(work: Generator[None, None, object]) -> Operation:

@@ -74,6 +74,7 @@ class RankUpdates:
             yield True
             self._require(turn)
         self._first = piece
+        return None
 
     def write(self) -> _Operation:
         """Write all of the source that is open; returns how many tensors differed from what was there."""
@@ -119,6 +120,7 @@ class RankUpdates:
                     break
                 yield False
         self._loader.forget_written()
+        return None
 
     def forget(self) -> None:
         """The weights' memory is released: what was written counts for nothing."""

@@ -204,7 +204,7 @@ class Workers:
                     ErrorCode.DEADLINE_EXCEEDED, f"the engine ends: ranks {missing} did not {what} in time"
                 )
             )
-        for each, _ in self._poller.poll(min(left, 1.0) * 1000):
+        for each, _ in self._poller.poll(round(1000 * min(left, 1.0))):
             if each == self._alarm.fd:
                 self.require_all()
         self._listener.answer_handshakes()
