@@ -1,7 +1,8 @@
 # `make demo` and `make test` set everything up on a fresh machine (Python 3.11 or newer with pip is all they need).
 #
-# Three lanes of tests: `make check` while you work (a minute), `make test` before a commit (all that guards the product),
-# `make test-bench` (the benchmarks and the demo, which start many engines). CI runs the last two, and `make docs`.
+# Four lanes of tests: `make check` while you work (a minute), `make test` before a commit (all behaviour of the product),
+# `make test-long` (the same code under sanitizers, interpreters and campaigns), `make test-bench` (the benchmarks and the
+# demo, which start many engines). CI runs the last three, and `make docs`.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -15,7 +16,7 @@ SPREAD  := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 CHECKED := tests/architecture tests/unit/io_struct tests/unit/scheduler/batching tests/unit/scheduler/cache \
 	tests/unit/scheduler/serving tests/unit/client/wire tests/loop/test_scripted_loop.py
 
-.PHONY: demo check test suite test-bench lint format docs bench gpu gpu-wheels mutation serve wheel test-wheel test-images clean
+.PHONY: demo check test suite test-long test-bench lint format docs bench gpu gpu-wheels mutation serve wheel test-wheel test-images clean
 
 # pip, not another installer: the user's own index and wheel settings are honoured.
 $(STAMP): pyproject.toml __init__.py constraints.txt $(wildcard scheduler/kernels/cpu/*)
@@ -28,14 +29,17 @@ demo: $(STAMP)
 	PYTHONPATH=examples $(BIN)/python -m demo $(DEMO_ARGS)
 
 check: lint
-	$(PYTEST) $(SPREAD) -m 'not slow' $(CHECKED)
+	$(PYTEST) $(SPREAD) -m 'not slow and not long' $(CHECKED)
 
 # mypy keeps one core busy for a minute: the tests need not wait for it.
 test: $(STAMP)
 	$(MAKE) -j2 lint suite
 
 suite: $(STAMP)
-	$(PYTEST) $(SPREAD) $(PYTEST_ARGS)
+	$(PYTEST) $(SPREAD) -m 'not long' $(PYTEST_ARGS)
+
+test-long: $(STAMP)
+	$(PYTEST) $(SPREAD) -m long $(PYTEST_ARGS)
 
 test-bench: $(STAMP)
 	$(PYTEST) $(SPREAD) tests/bench

@@ -121,7 +121,10 @@ class ProcessGroup:
     def _gathered(self, x: Tensor) -> Tensor:
         """[ranks, ...] of every rank's ``x``."""
         parts = x.new_empty((self.size, *x.shape))
-        self._end(self._live().allgather([[_as_bytes(part) for part in parts]], [_as_bytes(x)]))
+        if x.device.type == "cuda":
+            self._end(self._live()._allgather_base(_as_bytes(parts), _as_bytes(x)))
+        else:
+            self._end(self._live().allgather([[_as_bytes(part) for part in parts]], [_as_bytes(x)]))
         return parts
 
     def _end(self, work: Any) -> None:

@@ -22,7 +22,7 @@ def campaign(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Campaign]:
     campaign.close()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", ORDER)
 def test_the_engine_keeps_its_promises_through(campaign: Campaign, name: str) -> None:
     outcome = campaign.one(ORDER.index(name), name)

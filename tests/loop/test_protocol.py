@@ -33,7 +33,7 @@ from caesura.io_struct import (
     encode,
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 SENDERS = st.sampled_from(
     [Sender("main", "a"), Sender("main"), Sender("other", "b"), Sender("third"), Sender("third", "a")]

@@ -486,7 +486,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert not left, f"results that nobody asked for: {found}"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)  # a failure is shrunk for up to five minutes
 @pytest.mark.parametrize("depth", [0, 1])
 def test_no_sequence_of_commands_breaks_the_engine(tiny_model, other_model, depth):

@@ -1,11 +1,18 @@
 """What ranks compute for tests of several of them."""
 
+import os
+import signal
+from dataclasses import replace
 from time import monotonic
 
+import numpy as np
 import torch
-from support.forward_batches import PagedModel, Sequence, load_model
+from support.forward_batches import PagedModel, Row, Sequence, forward_batch, greedy_sampling, load_model
 from torch import Tensor
 
+from caesura.scheduler.build import build_components, build_runner
+from caesura.scheduler.config import EngineConfig
+from caesura.scheduler.memory.residency import ComponentResidencyManager
 from caesura.scheduler.parallel.group import RankLostError, TensorParallel
 
 
@@ -96,3 +103,90 @@ def leave(group: TensorParallel) -> None:
 def barrier(group: TensorParallel) -> None:
     """Return when all are here."""
     group.barrier()
+
+
+def bits_each_way(group: TensorParallel, path: str, dtype: torch.dtype, length: int) -> list[Tensor]:
+    """Logits of a prompt and two more tokens: all layers in one call, by three threads, and layer by layer."""
+    found = []
+    for threads, at_once in ((1, True), (3, True), (1, False)):
+        model = load_model(path, dtype, 1 << 20, group)
+        assert model._kernel is not None
+        if not at_once:
+            model._kernel = None
+        paged = PagedModel(model, dtype, parallel=group, compiled=True)
+        sequence = Sequence([(11 * i) % 97 for i in range(length + 2)])
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            parts = [paged.step([], [(sequence, length)])[0], *(paged.step([sequence])[0] for _ in range(2))]
+        finally:
+            torch.set_num_threads(before)
+        found.append(torch.cat(parts))
+    return found
+
+
+def alone_and_beside_others(group: TensorParallel, path: str, dtype: torch.dtype) -> list[Tensor]:
+    """Logits of a request by itself, its prompt in chunks of other sizes, and beside other requests."""
+    model = load_model(path, dtype, 1 << 20, group)
+    found = []
+    for chunks, others in (((30,), 0), ((1, 16, 13), 0), ((7, 23), 5)):
+        paged = PagedModel(model, dtype, parallel=group, compiled=True)
+        sequence = Sequence([(5 * i) % 97 for i in range(33)])
+        beside = [Sequence([(3 * i + other) % 97 for i in range(40)]) for other in range(others)]
+        for other in beside:
+            paged.step([], [(other, 30)])
+        parts = [paged.step(beside, [(sequence, count)])[others] for count in chunks]
+        parts += [paged.step([*beside, sequence])[others] for _ in range(3)]
+        found.append(torch.cat(parts))
+    return found
+
+
+def lost_within_a_step(group: TensorParallel, path: str) -> tuple[str, str]:
+    """Rank 1 is killed where it would begin its call of all layers: the errors of the others' call, and of their next step."""
+    model = load_model(path, torch.float32, 1 << 20, group)
+    paged = PagedModel(model, torch.float32, parallel=group, compiled=True)
+    sequence = Sequence([7] * 50)
+    paged.step([], [(sequence, 40)])
+    if group.rank == 1:
+        model._kernel = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    errors = []
+    for _ in range(2):
+        try:
+            paged.step([sequence])
+        except RankLostError as error:
+            errors.append(str(error))
+    return errors[0], errors[1]
+
+
+def sampled(group: TensorParallel, path: str, steps: int) -> tuple[int, np.ndarray, np.ndarray]:
+    """By the runner of an engine: its pool's heads, and tokens [steps, 3] of three samples and their log-probabilities."""
+    config = EngineConfig(model_path=path, device="cpu", dtype="float32", kv_pool_tokens=1024).resolve()
+    loaded, pool, routing, _ = build_components(config, ComponentResidencyManager("cpu"), parallel=group)
+    runner = build_runner(config, loaded, pool, routing)
+    prompts = [list(range(1 + 9 * row, 8 + 11 * row)) for row in range(3)]
+    pages = [[1 + 4 * row + page for page in range(4)] for row in range(3)]
+    tokens, logprobs = [], []
+    lengths = [0, 0, 0]
+    for step in range(steps):
+        new = prompts if step == 0 else [[0], [0], [0]]
+        rows = [Row(new[row], lengths[row], pages[row]) for row in range(3)]
+        lengths = [length + len(each) for length, each in zip(lengths, new, strict=True)]
+        batch = forward_batch(rows, 0 if step == 0 else 3)
+        last = torch.tensor([len(each) for each in new]).cumsum(0) - 1
+        uniforms = torch.rand(3, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+        batch.sample_tokens, batch.sample_slots = last, torch.arange(3)
+        batch.sampling = replace(
+            greedy_sampling(3),
+            greedy=torch.tensor([True, False, False]),
+            temperature=torch.tensor([1.0, 1.0, 0.7]),
+            top_k=torch.tensor([loaded.config.vocab_size, 40, loaded.config.vocab_size]),
+            top_p=torch.tensor([1.0, 1.0, 0.9]),
+            uniforms=uniforms,
+            any_sampled=True,
+            any_filtered=True,
+        )
+        output = runner.execute(batch).fetch()
+        tokens.append(output.token_ids)
+        logprobs.append(output.logprobs)
+    keys = pool.layer(0)
+    return keys[0].shape[1] if isinstance(keys, tuple) else 1, np.stack(tokens), np.stack(logprobs)

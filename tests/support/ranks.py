@@ -121,8 +121,8 @@ def _answer(job: Job, group: TensorParallel, arguments: tuple[Any, ...]) -> Any:
     try:
         return job(group, *arguments)
     except Exception as error:  # noqa: BLE001 (the test's to judge)
-        return _Raised(repr(error))
+        return _RaisedError(repr(error))
 
 
-class _Raised(Exception):
+class _RaisedError(Exception):
     """What a rank has raised, as text: errors of the wire cannot be rebuilt from their arguments."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.slow  # its engines take seconds to start
+pytestmark = pytest.mark.long  # its engines take seconds to start
 
 README = Path(__file__).parents[3] / "README.md"
 FIRST_STEPS = README.parent / "docs" / "tutorial" / "first-steps.md"

@@ -21,7 +21,7 @@ from support.waiting import eventually
 from caesura.client import EngineError, EpochBehind, SamplingParams, SchedulerClient, WeightsInvalid
 from caesura.client.cli import cli
 
-pytestmark = pytest.mark.slow  # its engines take seconds to start
+pytestmark = pytest.mark.long  # its engines take seconds to start
 
 GREEDY = SamplingParams(max_new_tokens=24, temperature=0.0, ignore_eos=True)
 

@@ -12,6 +12,8 @@ import torch
 from support.fake_cuda import DEVICE, Record, Tracer, fake_cuda, register_guard
 from support.traced_engine import ROWS, STEPS, traced_engine
 
+pytestmark = pytest.mark.long
+
 AFTERWARDS = ("forward", "sample", "fetch")
 
 

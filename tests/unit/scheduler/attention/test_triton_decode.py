@@ -20,6 +20,8 @@ from caesura.scheduler.attention.paged_triton import PagedTritonBackend
 from caesura.scheduler.attention.sdpa import SdpaBackend
 from caesura.scheduler.cache.pool import MHAPool
 
+pytestmark = pytest.mark.long
+
 INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(not INTERPRETS, reason="run by test_the_kernel_in_the_interpreter")
 installed = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is there for Linux on x86-64 only")

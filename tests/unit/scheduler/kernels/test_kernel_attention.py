@@ -288,7 +288,7 @@ for isa in instruction_sets():
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_memory_is_accessed_within_bounds(tmp_path) -> None:
     for _ in instruction_sets():
         pass  # or skipped

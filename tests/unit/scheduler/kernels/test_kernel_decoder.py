@@ -254,7 +254,7 @@ for dtype in (torch.float32, torch.bfloat16):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_memory_is_accessed_within_bounds(models, tmp_path):
     here = str(Path(__file__).parent)
     checkpoints = [str(tmp_path / family) for family in FAMILIES]

@@ -280,7 +280,7 @@ print("clean")
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_no_access_out_of_bounds_and_no_undefined_behaviour(tmp_path):
     """Where AVX-512 with bfloat16 is to be had, with the logic of AMX in software."""
     with native.limited_to("avx512bf16") as possible:

@@ -382,6 +382,6 @@ print(*SERVED)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_no_access_out_of_bounds_and_no_undefined_behaviour(tmp_path):
     assert "avx2" in run_sanitized(SANITIZED, tmp_path, "sampler")

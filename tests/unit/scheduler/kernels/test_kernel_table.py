@@ -205,7 +205,7 @@ print("clean")
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_no_access_out_of_bounds_and_no_undefined_behaviour(tmp_path):
     assert run_sanitized(SANITIZED, tmp_path, "linear", "sampler") == "clean\n"
 

@@ -10,6 +10,7 @@ import torch
 from support.compiled_triton import compiling
 
 pytestmark = [
+    pytest.mark.long,
     pytest.mark.skipif(find_spec("triton") is None, reason="Triton comes with torch for CUDA only"),
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing"),
 ]

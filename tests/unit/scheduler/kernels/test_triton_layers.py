@@ -37,7 +37,7 @@ RUNS = INTERPRETS or DEVICE.type == "cuda"
 computed = pytest.mark.skipif(not RUNS, reason="run by test_the_kernels_in_the_interpreter")
 interpreted = pytest.mark.skipif(not INTERPRETS, reason="run by test_the_kernels_in_the_interpreter")
 # Infinities and NaN are as good as other numbers to a device; NumPy, which the interpreter computes with, warns.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 if RUNS:

@@ -25,7 +25,7 @@ INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(not INTERPRETS, reason="run by test_the_kernels_in_the_interpreter")
 installed = pytest.mark.skipif(find_spec("triton") is None, reason="Triton comes with torch for CUDA only")
 # Infinities and NaN are as good as other numbers to a device; NumPy, which the interpreter computes with, warns.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 LARGEST_UNIFORM = float(np.nextafter(1.0, 0.0))
 RESULTS = ("logprobs", "raw_logprobs", "sampled_logprobs")
 

@@ -30,6 +30,7 @@ def groups() -> Iterator[Callable[..., Ranks]]:
         group.close()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(native.why_not() is not None, reason="no compiled kernels to compare with")
 def test_bits_are_those_of_shared_memory(groups: Callable[..., Ranks], tmp_path: Path) -> None:
     gloo, shared = groups(3), groups(3, gloo=False)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.checkpoints import make_checkpoint, make_dequantized_checkpoint, make_fp8_checkpoint
-from support.rank_jobs import logits_of
+from support.rank_jobs import alone_and_beside_others, bits_each_way, logits_of, lost_within_a_step, sampled
 from support.ranks import RankAlone, Ranks
 
 from caesura.io_struct import CaesuraError, ErrorCode
@@ -81,6 +81,62 @@ def test_logits(name: str, groups: dict[int, Ranks], tmp_path: Path) -> None:
         assert (found[0] - logits_of(SINGLE, *arguments)).abs().max() <= TOLERANCE
         for other in found[1:]:
             assert torch.equal(other, found[0])
+
+
+WIDE = {"hidden_size": 1024, "intermediate_size": 48, "max_position_embeddings": 512}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("length", "overrides"), [(37, {}), (300, WIDE)], ids=["narrow", "wide"])
+def test_all_layers_in_one_call_have_the_bits_of_each_by_itself(
+    dtype: torch.dtype, length: int, overrides: dict[str, Any], groups: dict[int, Ranks], tmp_path: Path
+) -> None:
+    """On every rank, by any number of threads; sums that a buffer holds, and some that it does not."""
+    make_checkpoint(tmp_path, "llama", attention_bias=True, **overrides)
+    found = groups[2].call(bits_each_way, str(tmp_path), dtype, length)
+    for each in found[1:]:
+        for ours, theirs in zip(found[0], each, strict=True):
+            assert torch.equal(ours, theirs)
+    at_once, by_threads, by_layer = found[0]
+    assert at_once.isfinite().all()
+    assert torch.equal(at_once, by_threads)
+    assert torch.equal(at_once, by_layer)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bits_do_not_depend_on_the_batch(
+    dtype: torch.dtype, groups: dict[int, Ranks], tmp_path: Path
+) -> None:
+    make_checkpoint(tmp_path, "qwen3", **SIX)
+    for alone, chunked, beside in groups[3].call(alone_and_beside_others, str(tmp_path), dtype):
+        assert alone.shape == (33, 97)
+        assert torch.equal(alone, chunked)
+        assert torch.equal(alone, beside)
+
+
+def test_a_rank_that_is_lost_ends_a_step_of_all_layers(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "qwen3")
+    ranks = Ranks(2)
+    try:
+        ranks.start(lost_within_a_step, str(tmp_path))
+        (errors,) = ranks.results([0])
+        assert errors == ("rank 0 waits for rank 1: its process has ended [internal]",) * 2
+    finally:
+        ranks.close()
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3-moe", "deepseek-v3"])
+def test_every_rank_samples_the_same_tokens(family: str, groups: dict[int, Ranks], tmp_path: Path) -> None:
+    """By the runner that an engine builds: those of one rank, and no token has to travel. A pool has this rank's key heads."""
+    make_checkpoint(tmp_path, family, seed=9)
+    heads_alone, tokens_alone, logprobs_alone = sampled(SINGLE, str(tmp_path), 12)
+    results = groups[2].call(sampled, str(tmp_path), 12)
+    for kv_heads, found, logprobs in results:
+        assert kv_heads == (1 if family.startswith("deepseek") else heads_alone // 2)
+        assert (found == tokens_alone).all()
+        assert abs(logprobs - logprobs_alone).max() <= TOLERANCE
+        assert (logprobs == results[0][2]).all()
+    assert len(set(tokens_alone.flatten().tolist())) > 5
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3-moe"])

@@ -199,7 +199,7 @@ class Folder:
 
 @pytest.fixture(scope="module", params=["llama-tied", "qwen3-moe", "deepseek-v3", "qwen3-fp8"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Folder:
-    family, _, kind = request.param.removesuffix("-tied").partition("-fp8")
+    family, _, _ = request.param.removesuffix("-tied").partition("-fp8")
     path = tmp_path_factory.mktemp("model")
     if request.param.endswith("fp8"):
         make_checkpoint(path / "plain", family, dtype=torch.bfloat16)

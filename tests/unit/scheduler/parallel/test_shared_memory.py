@@ -1,12 +1,14 @@
 """Collectives over shared memory, between real processes, against NumPy; and what becomes of those whose peer is gone."""
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from support import rank_jobs
 from support.ranks import Ranks
+from support.sanitized import run_sanitized
 from torch import Tensor
 
 from caesura.io_struct import CaesuraError, ErrorCode
@@ -141,3 +143,41 @@ def test_one_rank_alone_does_nothing() -> None:
     assert torch.equal(x, before)
     assert SINGLE.all_gather(x) is x
     assert torch.equal(SINGLE.all_gather(x, torch.empty(2, 2)), x[:, :2])
+
+
+SANITIZED = """
+import os, threading
+import torch
+from support import rank_jobs
+from support.kernels import instruction_sets
+from caesura.scheduler.parallel import shared_memory
+
+RANKS = 3
+for isa in instruction_sets():
+    fd, _ = shared_memory.found(RANKS)
+    own = [fd, *(os.open(f"/proc/self/fd/{fd}", os.O_RDWR) for _ in range(RANKS - 1))]
+    found = {}
+
+    def run(rank):
+        group = shared_memory.join(own[rank], rank, RANKS, 60.0)
+        sums = [rank_jobs.large_sum(group, 300_001, dtype) for dtype in (torch.float32, torch.bfloat16)]
+        found[rank] = rank_jobs.rounds(group, 8, 60), sums, rank_jobs.give_up(group, 1), rank_jobs.begin_anew(group)
+        group.close()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(RANKS)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    for rank in range(RANKS):
+        assert found[rank][0] == found[0][0] and "given up" in found[rank][2] and found[rank][3] == 3.0
+        assert all(torch.equal(a, b) for a, b in zip(found[rank][1], found[0][1]))
+    print(isa, flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_memory_is_accessed_within_bounds(tmp_path: Path) -> None:
+    """Ranks are threads here; the bits of every instruction set are the same on all."""
+    assert "avx2" in run_sanitized(SANITIZED, tmp_path, "collectives")

@@ -1,0 +1,158 @@
+"""What the collectives of tensor parallelism take between processes of this host: over shared memory, and over gloo.
+
+Each rank is a process of one thread. Every operation runs some times in a row, all of them once per round; the median and the
+least of all rounds but the first, in microseconds a call. `gloo's own sum` is torch's all-reduce, whose order of additions
+depends on the number of elements; the engine gathers by gloo and adds in the order of ranks.
+
+    python benchmarks/collectives.py --ranks 2
+"""
+
+import argparse
+import json
+import multiprocessing
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from harness.machine import busy_share, describe, machine_facts
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+from caesura.scheduler.parallel import process_group, shared_memory
+from caesura.scheduler.parallel.group import TensorParallel
+
+ELEMENTS = (1 << 14, 1 << 16, 1 << 18)
+ROWS, VOCABULARY = 8, 151_936
+ANSWER_S = 300.0
+CPU = torch.device("cpu")
+Operation = Callable[[], object]
+
+
+def operations(
+    groups: dict[str, TensorParallel], store: Any, rank: int, size: int
+) -> Iterator[tuple[str, str, Operation]]:
+    """What is called, over what, and how."""
+    bare = dist.ProcessGroupGloo(PrefixStore("bare", store), rank, size, timedelta(seconds=ANSWER_S))
+    for elements in ELEMENTS:
+        for dtype in (torch.float32, torch.bfloat16):
+            name = f"sum of {elements >> 10} k {str(dtype).removeprefix('torch.')}"
+            for way, group in groups.items():
+                yield name, way, _sum(group, torch.zeros(elements, dtype=dtype))
+            yield name, "gloo's own sum", _bare_sum(bare, torch.zeros(elements, dtype=dtype))
+    part = torch.zeros(ROWS, -(-VOCABULARY // size))
+    out = torch.zeros(ROWS, VOCABULARY)
+    tokens = torch.zeros(ROWS, dtype=torch.int64)
+    for way, group in groups.items():
+        yield f"logits of {ROWS} rows, gathered on all", way, _gather(group, part, out)
+        yield f"{ROWS} tokens from one to all", way, _broadcast(group, tokens)
+        yield "barrier", way, group.barrier
+
+
+def _sum(group: TensorParallel, x: Tensor) -> Operation:
+    return lambda: group.all_reduce(x)
+
+
+def _bare_sum(backend: Any, x: Tensor) -> Operation:
+    return lambda: backend.allreduce([x]).wait()
+
+
+def _gather(group: TensorParallel, x: Tensor, out: Tensor) -> Operation:
+    return lambda: group.all_gather(x, out)
+
+
+def _broadcast(group: TensorParallel, x: Tensor) -> Operation:
+    return lambda: group.broadcast(x, 0)
+
+
+def serve(pipe: Any, rank: int, size: int, rounds: int, calls: int) -> None:
+    """One rank: rank 0 says where the others find it, and what came out."""
+    torch.set_num_threads(1)
+    memory: Any
+    if rank == 0:
+        memory, address = shared_memory.found(size)
+        store, host = process_group.listen("127.0.0.1", 0, size)
+        pipe.send((address, host))
+    else:
+        memory, host = pipe.recv()
+        name, _, port = host.rpartition(":")
+        store = TCPStore(name, int(port), size, is_master=False)
+    groups: dict[str, TensorParallel] = {
+        "shared memory": shared_memory.join(memory, rank, size),
+        "gloo": process_group.join(store, rank, size, CPU, torch.float32),
+    }
+    found = list(operations(groups, store, rank, size))
+    times: dict[tuple[str, str], list[float]] = {}
+    for _ in range(rounds):
+        for name, way, call in found:
+            groups["shared memory"].barrier()
+            began = time.perf_counter()
+            for _ in range(calls):
+                call()
+            times.setdefault((name, way), []).append(1e6 * (time.perf_counter() - began) / calls)
+    pipe.send(times if rank == 0 else None)
+    pipe.recv()  # nobody leaves while others compute
+
+
+def measure(size: int, rounds: int, calls: int) -> dict[tuple[str, str], list[float]]:
+    """Microseconds a call, in each round, of every operation and way."""
+    context = multiprocessing.get_context("spawn")
+    pipes, processes = [], []
+    for rank in range(size):
+        ours, theirs = context.Pipe()
+        process = context.Process(target=serve, args=(theirs, rank, size, rounds, calls), daemon=True)
+        process.start()
+        pipes.append(ours)
+        processes.append(process)
+    try:
+        where = _answer(pipes[0])
+        for pipe in pipes[1:]:
+            pipe.send(where)
+        answers = [_answer(pipe) for pipe in pipes]
+        for pipe in pipes:
+            pipe.send(None)
+    finally:
+        for process in processes:
+            process.join(10)
+            process.kill()
+    found: dict[tuple[str, str], list[float]] = answers[0]
+    return found
+
+
+def _answer(pipe: Any) -> Any:
+    if not pipe.poll(ANSWER_S):
+        raise TimeoutError("a rank does not answer")
+    return pipe.recv()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=21)
+    parser.add_argument("--calls", type=int, default=20, help="in a row")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    facts = machine_facts() | {"busy": round(busy_share(), 2)}
+    times = measure(options.ranks, options.rounds, options.calls)
+    console = Console()
+    console.print(describe(facts), f"{facts['busy']:.0%} busy before", highlight=False)
+    table = Table(title=f"{options.ranks} ranks of one thread, µs a call")
+    for heading in ("operation", "over", "median", "least"):
+        table.add_column(heading, justify="right" if heading in ("median", "least") else "left")
+    for (name, way), values in times.items():
+        kept = values[1:] or values
+        table.add_row(name, way, f"{statistics.median(kept):.0f}", f"{min(kept):.0f}")
+    console.print(table)
+    if options.json:
+        rows = [{"operation": name, "over": way, "us": values} for (name, way), values in times.items()]
+        options.json.write_text(json.dumps({"machine": facts, "ranks": options.ranks, "times": rows}))
+
+
+if __name__ == "__main__":
+    main()
