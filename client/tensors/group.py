@@ -21,6 +21,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from datetime import timedelta
 from functools import partial
+from itertools import accumulate
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
@@ -132,14 +133,15 @@ class WeightUpdateGroup:
         for client in clients:
             with contextlib.suppress(GroupError):  # there was none
                 client.destroy_weights_update_group(group_name, timeout=timeout_s)
-        limit, size = timedelta(seconds=timeout_s), 1 + len(clients)
+        ranks = [1 + len(client.status(timeout=timeout_s).ranks) for client in clients]
+        limit, size = timedelta(seconds=timeout_s), 1 + sum(ranks)
         store, is_local = _rendezvous(master_address, master_port, size, limit)
         broadcast_limit = timedelta(seconds=broadcast_timeout_s)
         if backend == "nccl":  # its constructor waits for nobody: engines that see this wait for one another
             PrefixStore(group_name, store).set(f"{PRESENT}0", "")
             limit = broadcast_limit
         limits = timeout_s, broadcast_timeout_s
-        tickets = _invite(clients, master_address, store.port, group_name, backend, limits)
+        tickets = _invite(clients, ranks, master_address, store.port, group_name, backend, limits)
         listen = master_address if is_local else None
         joining = _beside(partial(_join, store, group_name, backend, size, limit, listen))
         try:
@@ -373,6 +375,7 @@ def _whole(tensors: list[Named], bucket_bytes: int) -> Iterator[list[Named]]:
 
 def _invite(
     clients: "Sequence[ControlClient]",
+    ranks: Sequence[int],
     address: str,
     port: int,
     name: str,
@@ -381,15 +384,15 @@ def _invite(
 ) -> list[Future[Any]]:
     """Ask every engine to join, in the order of ranks from 1, without waiting for the replies.
 
-    ``limits``: seconds for joining, and for each broadcast.
+    ``ranks``: how many each engine has (its ``tp``). ``limits``: seconds for joining, and for each broadcast.
     """
     return [
         client.start(
             InitWeightsUpdateGroupReqInput(
                 master_address=address,
                 master_port=port,
-                rank_offset=rank,
-                world_size=1 + len(clients),
+                rank_offset=first,
+                world_size=1 + sum(ranks),
                 group_name=name,
                 backend=backend,
                 timeout_s=limits[0],
@@ -397,7 +400,7 @@ def _invite(
             ),
             InitWeightsUpdateGroupReqOutput,
         )
-        for rank, client in enumerate(clients, start=1)
+        for first, client in zip(accumulate(ranks, initial=1), clients, strict=False)
     ]
 
 
