@@ -10,12 +10,11 @@ import logging
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
 from time import monotonic
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import numpy as np
 import torch
 
-from ...io_struct import MemoryTag
 from ..build import build_components, build_runner
 from ..memory.device_cache import DeviceCache, EmptyCachePlace
 from ..memory.device_memory import DeviceMemoryReading, available_memory_if_known
@@ -47,6 +46,9 @@ from .messages import (
 )
 from .rank_updates import RankUpdates
 from .steps import Steps
+
+if TYPE_CHECKING:
+    from ...io_struct import MemoryTag
 
 logger = logging.getLogger(__name__)
 
