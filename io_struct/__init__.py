@@ -42,8 +42,6 @@ from .control import (
     PauseGenerationReqOutput,
     PauseMode,
     PauseTotal,
-    RankMemory,
-    RankStatus,
     ReleaseMemoryOccupationReqInput,
     ReleaseMemoryOccupationReqOutput,
     RenewPauseLeaseReqInput,
@@ -100,6 +98,7 @@ from .profile import (
     StopProfileReqOutput,
     TraceActivity,
 )
+from .ranks import RankMemory, RankStatus
 from .score import ReferenceStatus, Residency, ScoreReqInput, ScoreReqOutput
 from .weights import (
     BeginWeightUpdateReqInput,

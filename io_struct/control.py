@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from .base import Label, Reply, ReplyRecord, Request
+from .ranks import RankMemory, RankStatus
 from .score import ReferenceStatus
 
 PauseMode = Literal["abort", "retract", "in_place"]
@@ -71,17 +72,6 @@ class ContinueGenerationReqInput(ControlRequest, kw_only=True):
     """False: the cache is not emptied, and the reply has no memory figures."""
     force: bool = False
     """Continue although the pause has another owner, and commit an implicit session of another sender."""
-
-
-class RankMemory(ReplyRecord, kw_only=True, frozen=True):
-    """What one of an engine's other ranks had reserved around an emptying of its device cache, in bytes."""
-
-    rank: int
-    """From 1; the reply's own figures are those of rank 0."""
-    reserved_before: int
-    """Before its cache was emptied."""
-    reserved_after: int
-    """Afterwards."""
 
 
 class ContinueGenerationReqOutput(Reply, kw_only=True):
@@ -221,23 +211,6 @@ class DeviceMemory(ReplyRecord, kw_only=True, frozen=True):
     """Bytes of the copy of the weights on the host, which exists only while their memory is released
     (``weights_cpu_backup``). On the CPU it is a file in the temporary directory, on accelerators pinned memory;
     ``reserved`` does not include it."""
-
-
-class RankStatus(ReplyRecord, kw_only=True, frozen=True):
-    """One of an engine's other ranks (``tp``): its process, and its allocator's figures in bytes at its last command or, while
-    steps run, within the last second."""
-
-    rank: int
-    """From 1."""
-    pid: int
-    host: str
-    """Name of its machine."""
-    reserved: int
-    """As in :class:`DeviceMemory`."""
-    allocated: int
-    """As in :class:`DeviceMemory`."""
-    available: int | None
-    """As in :class:`DeviceMemory`, on its device."""
 
 
 class UpdateProgress(ReplyRecord, kw_only=True, frozen=True):
