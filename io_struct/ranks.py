@@ -21,6 +21,7 @@ class RankStatus(ReplyRecord, kw_only=True, frozen=True):
     rank: int
     """From 1."""
     pid: int
+    """Of its process, on its machine."""
     host: str
     """Name of its machine."""
     reserved: int
