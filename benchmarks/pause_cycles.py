@@ -96,6 +96,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--steps", type=int, default=1000, help="without pauses, in each mode (default: %(default)s)"
     )
+    parser.add_argument("--tp", type=int, default=1, help="ranks of the engine (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="of the engine (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="write every measurement there")
     options = parser.parse_args(argv)
@@ -120,6 +121,7 @@ def run_mode(
                 folders[0],
                 dtype="bfloat16",
                 num_threads=options.threads,
+                tp=options.tp,
                 context_len=workload.context_len,
                 kv_pool_tokens=workload.kv_tokens,
                 max_running_requests=workload.requests,

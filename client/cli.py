@@ -24,7 +24,7 @@ from ..io_struct.text import printable
 from .exceptions import TimedOut
 from .frontend.serve import serve
 from .keygen import keygen
-from .process.launch import engine_command
+from .process.launch import engine_command, worker_command
 from .process.supervise import supervise
 from .wire.curve import CLIENT_KEY_VARIABLE, SERVER_KEY_VARIABLE
 from .wire.scheduler_client import SchedulerClient
@@ -103,13 +103,21 @@ def _talks(default_timeout: float | None) -> Callable[[Command], Command]:
     return decorate
 
 
-@cli.command(
-    add_help_option=False, context_settings={"ignore_unknown_options": True, "allow_extra_args": True}
-)
+_FORWARDED = {"ignore_unknown_options": True, "allow_extra_args": True}
+
+
+@cli.command(add_help_option=False, context_settings=_FORWARDED)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def scheduler(arguments: tuple[str, ...]) -> None:
     """Run a scheduler in the foreground. `caesura scheduler --help` lists the options."""
     os.execv(sys.executable, engine_command(*arguments))  # noqa: S606 (its own interpreter; replaces this process)
+
+
+@cli.command(add_help_option=False, context_settings=_FORWARDED)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def worker(arguments: tuple[str, ...]) -> None:
+    """Run one rank of an engine that has several. `caesura worker --help` lists the options."""
+    os.execv(sys.executable, worker_command(*arguments))  # noqa: S606 (as above)
 
 
 cli.add_command(serve)

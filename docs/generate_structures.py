@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 DOCUMENT = ROOT / "docs" / "contributing" / "structures.md"
 
 FLOORS = (
-    ("files", "config", "distributed", "dtypes", "background", "shutdown"),
+    ("files", "config", "dtypes", "background", "libraries", "shutdown"),
     ("memory",),
     ("observability", "guard", "timers"),
     ("cache",),
@@ -25,7 +25,7 @@ FLOORS = (
     ("models",),
     ("weights",),
     ("runner",),
-    ("batching", "images", "backends", "operations", "build", "stepping"),
+    ("batching", "images", "backends", "operations", "build", "stepping", "ranks"),
     ("commands", "serving"),
     ("housekeeping", "loop", "core", "image_core", "engine", "process", "__main__"),
 )

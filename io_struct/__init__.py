@@ -101,6 +101,7 @@ from .profile import (
     StopProfileReqOutput,
     TraceActivity,
 )
+from .ranks import RankMemory, RankStatus
 from .residency import ComponentStatus, PromptCacheStatus, Residency
 from .score import ReferenceStatus, ScoreReqInput, ScoreReqOutput
 from .weights import (
@@ -199,6 +200,8 @@ __all__ = [
     "PauseMode",
     "PauseTotal",
     "PromptCacheStatus",
+    "RankMemory",
+    "RankStatus",
     "Record",
     "ReferenceStatus",
     "ReleaseMemoryOccupationReqInput",

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from .base import Label, Reply, ReplyRecord, Request
+from .ranks import RankMemory, RankStatus
 from .residency import ComponentStatus, PromptCacheStatus
 from .score import ReferenceStatus
 
@@ -85,6 +86,8 @@ class ContinueGenerationReqOutput(Reply, kw_only=True):
     """Bytes reserved afterwards."""
     freed: int | None = None
     """Bytes returned to the system; 0 if more was allocated meanwhile."""
+    ranks: list[RankMemory] = []
+    """The other ranks of an engine of several (``tp``), whose caches were emptied, too."""
 
 
 class FlushCacheReqInput(ControlRequest, kw_only=True):
@@ -428,7 +431,10 @@ class GetStatusReqOutput(Reply, kw_only=True):
     kv: KVUsage
     """Use of the KV cache pool."""
     device_memory: DeviceMemory
-    """The device allocator's figures, read for this reply."""
+    """The device allocator's figures, read for this reply; of several ranks rank 0's, and ``available`` is the smallest of all
+    ranks'."""
+    ranks: list[RankStatus] = []
+    """The other ranks of an engine of several (``tp``)."""
     memory_by_tag: MemoryByTag | None = None
     """Reserved memory by purpose, at the last memory event. None means that there was none yet."""
     totals: EngineTotals = EngineTotals()

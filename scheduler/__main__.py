@@ -17,18 +17,9 @@ from .shutdown import end_on_stop_signals
 if __name__ == "__main__":
     end_on_stop_signals()  # importing torch takes seconds
 
-# These variables are read once, when torch loads the libraries, so they are set before the imports below. Values that the
-# user has set are kept.
-# OpenMP's threads spin for milliseconds between kernels by default. The engine shares its cores with a trainer and a
-# front end, and then a spinning thread holds the core that its partner needs: 5,000 to 20,000 turns cost 10 to 30 %
-# beside one busy process, and gain at most 4 % on idle cores (docs/contributing/experiments.md).
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-# torch and oneDNN keep a compiled primitive for each shape they have met, up to 1,024 of them: with prompts of every
-# length, memory grew by half a gigabyte on the tiny model. 64 cost no measurable speed.
-os.environ.setdefault("LRU_CACHE_CAPACITY", "64")
-os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
-# torch's flight recorder keeps a record of the last 2,000 broadcasts: 1.5 MB that look like a leak.
-os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
+from .libraries import settings
+
+os.environ.update(settings())
 
 from ..io_struct import CaesuraError
 from . import config as config_module

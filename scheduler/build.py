@@ -8,6 +8,7 @@ Invariants:
 import logging
 import sys
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
@@ -18,11 +19,10 @@ from .cache.pool import MHAPool, MLAPool
 from .cache.routing import RoutingPool
 from .cache.window_pages import WindowPages, storage_pages
 from .config import PAGE_SIZE, EngineConfig
-from .distributed import ParallelState
 from .dtypes import by_torch_name
 from .forward import AttentionBackend, Runner
 from .kernels import serving
-from .memory.device_memory import available_memory_if_known
+from .memory.device_memory import MinReduce, available_memory_if_known
 from .memory.device_module import device_module_for
 from .memory.residency import ComponentResidencyManager, nobody
 from .models.base import ForeignModel
@@ -41,6 +41,16 @@ from .weights.upload import uploader_of
 from .weights.write_stream import write_stream_of
 
 logger = logging.getLogger(__name__)
+
+
+class Agreement(MinReduce, Protocol):
+    """What ranks agree on sizes with."""
+
+    @property
+    def sharing(self) -> int:
+        """Ranks that take their memory from where this one does: those of a host, on its CPU."""
+        ...
+
 
 _TOUCHED_KV_BYTES = 128 << 20
 """Of a KV pool on the CPU, before the first request: its page faults would take a tenth of a small model's steps."""
@@ -127,16 +137,23 @@ def routing_bytes_per_token(loaded: LoadedModel) -> int:
 
 
 def build_pool(
-    config: EngineConfig, loaded: LoadedModel, context_len: int, *, kept_free: int = 0
+    config: EngineConfig,
+    loaded: LoadedModel,
+    context_len: int,
+    *,
+    kept_free: int = 0,
+    group: Agreement | None = None,
 ) -> MHAPool | MLAPool:
     """The KV pool: as many tokens as asked for, else a share of what is free, never more than could be used.
 
-    ``kept_free`` bytes are not there for it.
+    Args:
+        kept_free: bytes that are not there for it.
+        group: ranks that all have as many pages, as few as the one with the least memory can have. None: this rank alone.
     """
     per_page = (kv_bytes_per_token(loaded) + routing_bytes_per_token(loaded)) * PAGE_SIZE
     per_window_page = _token_bytes(loaded, len(_window_layers(loaded))) * PAGE_SIZE
     most_windows = _window_pages(config, loaded)
-    free = available_memory_if_known(config.device, empty_cache=True, group=ParallelState())
+    free = available_memory_if_known(config.device, empty_cache=True, group=group)
     if free is None and config.kv_pool_tokens is None:
         raise CaesuraError(
             ErrorCode.UNSUPPORTED,
@@ -145,6 +162,8 @@ def build_pool(
             value=None,
         )
     left = None if free is None else free - kept_free
+    if left is not None and group is not None:
+        left //= group.sharing
     if config.kv_pool_tokens is not None:
         pages = pages_for(config.kv_pool_tokens)
     else:
@@ -161,6 +180,9 @@ def build_pool(
             needed_bytes=needed,
             free_bytes=left,
         )
+    if group is not None:
+        pages = group.all_reduce_min(pages)
+        windows = min(max(pages, 1), most_windows)
     return make_pool(loaded, pages + 1, windows + 1 if windows else None)  # page 0 is scratch
 
 
@@ -243,13 +265,16 @@ def build_components(
     residency: ComponentResidencyManager,
     folder: str | None = None,
     parallel: TensorParallel = SINGLE,
+    group: Agreement | None = None,
 ) -> tuple[LoadedModel, MHAPool | MLAPool, RoutingPool | None, AdmissionLimits]:
-    """What can be released, weights and KV pool, and the limits that follow from their sizes; ``folder`` as of :func:`load_model`."""
+    """What can be released, weights and KV pool, and the limits that follow from their sizes; ``folder`` as of :func:`load_model`,
+    ``group`` as of :func:`build_pool`."""
     with residency.component("weights"):
         loaded = load_model(config, folder, parallel)
     context_len = longest_context(config, loaded)
     with residency.component("kv_cache"):
-        pool = build_pool(config, loaded, context_len, kept_free=residency.still_to_come)
+        kept_free = residency.still_to_come
+        pool = build_pool(config, loaded, context_len, kept_free=kept_free, group=group)
         routing = build_routing_pool(loaded, pool.num_pages)
     if config.autotune and loaded.device.type == "cpu":
         pool.touch(_TOUCHED_KV_BYTES)

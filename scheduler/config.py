@@ -70,7 +70,15 @@ class EngineConfig:
     device: str = "auto"
     """Device to run on: cpu, cuda, and so on. auto: the accelerator if there is one, else cpu."""
     num_threads: int | None = None
-    """CPU threads within an operation. The default is torch's."""
+    """CPU threads within an operation. The default is torch's, shared out among the ranks of this host."""
+    tp: int = 1
+    """Tensor parallelism: the number of ranks that share every layer. Ranks beyond the first are worker processes, which
+    are started here unless tp_joined says otherwise; each takes the next device."""
+    tp_joined: int = 0
+    """How many of the ranks, the last ones, are started by hand on other hosts (caesura worker --join ADDRESS --rank R)."""
+    tp_address: str | None = None
+    """tcp:// address where workers join. Addresses beyond loopback need CURVE keys. The default is a private socket,
+    which only workers of this host reach."""
     context_len: int | None = None
     """Maximum length of prompt plus output, in tokens. The default is the model's."""
     kv_pool_tokens: int | None = None
@@ -179,6 +187,7 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise _invalid(name, value, "must be at least 1")
+        self._check_ranks()
         if self.kv_memory_fraction is not None and not 0.0 < self.kv_memory_fraction < 1.0:
             raise _invalid("kv_memory_fraction", self.kv_memory_fraction, "must be between 0 and 1")
         for name in (
@@ -204,6 +213,12 @@ class EngineConfig:
             raise _invalid("attention_backend", self.attention_backend, "must be auto with deterministic")
         if self.deterministic and self.model_backend == "transformers":
             raise _invalid("model_backend", self.model_backend, "must be auto or native with deterministic")
+
+    def _check_ranks(self) -> None:
+        if not 0 <= self.tp_joined < self.tp:
+            raise _invalid("tp_joined", self.tp_joined, f"must be at least 0 and below tp = {self.tp}")
+        if self.tp_joined and self.tp_address is None:
+            raise _invalid("tp_address", None, "must say where the workers of other hosts join")
 
     @property
     def sizes(self) -> Sizes:
@@ -239,7 +254,7 @@ class EngineConfig:
             max_running_requests=sizes.rows,
             chunked_prefill_size=sizes.chunk_tokens,
             kv_memory_fraction=sizes.kv_fraction,
-            num_threads=self.num_threads or torch.get_num_threads(),
+            num_threads=self.num_threads or max(1, torch.get_num_threads() // (self.tp - self.tp_joined)),
             model_path=str(Path(os.path.expanduser(self.model_path))),
             state_file=self.state_file and os.path.abspath(os.path.expanduser(self.state_file)),
             profile_dir=self.profile_dir and os.path.abspath(os.path.expanduser(self.profile_dir)),
@@ -274,6 +289,7 @@ def _interfaces() -> set[str]:
 
 
 _COUNTS = (
+    "tp",
     "max_running_requests",
     "max_waiting_requests",
     "chunked_prefill_size",

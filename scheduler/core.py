@@ -33,7 +33,7 @@ from .memory.device_cache import DeviceCache
 from .memory.residency import ComponentResidencyManager
 from .observability.stage_profiler import StageProfiler
 from .operations import Serving, what_serves
-from .runner.graphs import DecodeGraphs
+from .ranks.others import OtherRanks
 from .runner.model_runner import ModelRunner
 from .serving.outbox import Outbox
 from .stepping import (
@@ -61,6 +61,7 @@ class Surroundings:
     start: Start
     """The weights to begin with."""
     stamp: WeightStamp
+    others: OtherRanks
     send: Callable[[bytes, Any], None]
     """Sends a message to a client."""
     on_finished: Callable[[Any, Any], None]
@@ -75,7 +76,8 @@ class Core:
     open_folder: OpenFolder
     reference: ReferenceModel | None = None
     runner: StepRunner
-    graphs: DecodeGraphs | None = None
+    model_runner: ModelRunner | None = None
+    """This rank's, of a language model."""
     request_type: type[Message]
     """The message that asks for samples."""
     admission: Admission
@@ -102,8 +104,14 @@ def language_core(around: Surroundings, make_runner: MakeRunner) -> Core:
     """The core of a language model, over paged KV."""
     config, residency = around.config, around.residency
     reference = load_reference(config, residency)
-    loaded, pool, routing, limits = build_components(config, residency, around.start.folder)
-    runner = make_runner(config, loaded, pool, routing)
+    others = around.others
+    others.begin(around.start.folder)
+    loaded, pool, routing, limits = build_components(
+        config, residency, around.start.folder, others.parallel, others.group
+    )
+    own = make_runner(config, loaded, pool, routing)
+    others.ready()
+    runner = others.runner(own)
     table = RequestTable(config.sizes.rows, limits.context_len, PAGE_SIZE, loaded.config.vocab_size)
     cache = CacheManager(
         pool.num_pages,
@@ -135,7 +143,7 @@ def language_core(around: Surroundings, make_runner: MakeRunner) -> Core:
         open_folder=lambda path, _: open_fitting(path, loaded.config),
         reference=reference,
         runner=runner,
-        graphs=runner.graphs if isinstance(runner, ModelRunner) else None,
+        model_runner=own if isinstance(own, ModelRunner) else None,
         request_type=GenerateReqInput,
         admission=TokenAdmission(limits),
         live=live,

@@ -52,7 +52,8 @@ from .observability.stage_profiler import StageProfiler
 from .observability.step_trace import StepTrace
 from .observability.throughput import Counters, Throughput
 from .observability.watchdog import Heartbeat
-from .runner.model_runner import ModelRunner
+from .ranks.others import Alone, OtherRanks
+from .ranks.rank_zero import RankZero
 from .serving.answers import Answers, SampleResult
 from .serving.client_access import ServerKeys
 from .serving.command_queue import CommandQueue
@@ -126,6 +127,9 @@ class Engine:
         module = device_module_for(config.device)
         self._device_cache = DeviceCache(module)
         backed_up: tuple[MemoryTag, ...] = ("weights",) if config.weights_cpu_backup else ()
+        self._others = _other_ranks(config)
+        self._cleanup.callback(self._others.close)
+        self._device_cache.elsewhere = self._others.empty
         residency = ComponentResidencyManager(
             config.device, device_cache=self._device_cache, backed_up=backed_up
         )
@@ -200,6 +204,7 @@ class Engine:
             wakeup=self.wakeup,
             shutdown=shutdown,
             heartbeat=self.heartbeat,
+            heard=self._others.heard,
         )
 
     def _build_core(
@@ -214,6 +219,7 @@ class Engine:
             stages=self._stages,
             start=start,
             stamp=stamp,
+            others=self._others,
             send=self.router.send,
             on_finished=self._finished,
         )
@@ -307,9 +313,10 @@ class Engine:
         self.updates = self._build_updates(config, core, write_stream)
         parameter_server = ParameterServerUpdates(config=config, updates=self.updates, wake=self.wakeup.set)
         self._cleanup.callback(parameter_server.close)
-        graphs = core.steps.graphs
-        if isinstance(runner, ModelRunner):
-            runner.stages = self._stages
+        own = core.steps.model_runner
+        graphs = None if own is None else own.graphs
+        if own is not None:
+            own.stages = self._stages
         self._gauges.derived_bytes = loaded.derived_bytes
         self._gauges.graphs_bytes = lambda: 0 if graphs is None else graphs.nbytes
         occupation = MemoryOccupation(
@@ -319,6 +326,7 @@ class Engine:
             cache=self.cache,
             prompts=core.steps.prompts,
             runner=runner,
+            others=self._others,
             graphs=graphs,
             device_cache=self._device_cache,
             history=self.history,
@@ -326,20 +334,30 @@ class Engine:
             heartbeat=self.heartbeat,
         )
         checker = WeightsChecker(
-            model=loaded.model, runner=runner, lifecycle=lifecycle, poison=self.updates.poison
+            model=loaded.model,
+            runner=runner,
+            lifecycle=lifecycle,
+            others=self._others,
+            poison=self.updates.poison,
         )
         sending = WeightSending(
-            model=loaded.model, runner=runner, lifecycle=lifecycle, groups=self.process_groups
+            model=loaded.model,
+            runner=runner,
+            lifecycle=lifecycle,
+            groups=self.process_groups,
+            num_ranks=self._others.parallel.size,
         )
         trace = StepTrace(self._stages, config.profile_dir, config.device, self.wakeup.set)
         self._cleanup.callback(trace.close)
         handlers = Commands(
             lifecycle=lifecycle,
             updates=self.updates,
-            distributed=DistributedUpdates(updates=self.updates, groups=self.process_groups),
+            distributed=DistributedUpdates(
+                updates=self.updates, groups=self.process_groups, others=self._others
+            ),
             sending=sending,
             parameter_server=parameter_server,
-            process_groups=ProcessGroupCommands(self.process_groups),
+            process_groups=ProcessGroupCommands(self.process_groups, self._others),
             occupation=occupation,
             checker=checker,
             profiling=ProfilingCommands(trace, lambda: lifecycle.step),
@@ -355,6 +373,7 @@ class Engine:
             model=loaded.model,
             loader=loaded.loader,
             runner=runner,
+            others=self._others,
             lifecycle=lifecycle,
             sessions=lifecycle.sessions,
             batcher=core.steps.batcher,
@@ -364,6 +383,7 @@ class Engine:
                 model=loaded.model,
                 loader=loaded.loader,
                 runner=runner,
+                others=self._others,
                 lifecycle=lifecycle,
                 sessions=lifecycle.sessions,
                 batcher=core.steps.batcher,
@@ -419,6 +439,7 @@ class Engine:
             prompts=core.steps.prompts,
             scoring=commands.scoring,
             recovery=core.steps.recovery,
+            others=self._others,
             device_module=module,
             device_cache=self._device_cache,
             residency=core.residency,
@@ -433,6 +454,24 @@ class Engine:
 
     def _finished(self, request: LiveSample, result: SampleResult) -> None:
         self.replies.finished(request, result)
+
+
+def _other_ranks(config: EngineConfig) -> OtherRanks:
+    """The other ranks of an engine, whose processes start here where they are of this host.
+
+    Raises:
+        CaesuraError: ``unsupported``, this kind of engine has one rank.
+    """
+    if config.tp == 1:
+        return Alone()
+    if is_pipeline(config.model_path):
+        raise CaesuraError(
+            ErrorCode.UNSUPPORTED,
+            f"tp = {config.tp}: image pipelines have one rank",
+            field="tp",
+            value=config.tp,
+        )
+    return RankZero(config)
 
 
 def _make_core(around: Surroundings, make_runner: MakeRunner) -> Core:

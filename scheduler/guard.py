@@ -17,6 +17,17 @@ from .memory.device_memory import is_out_of_memory
 logger = logging.getLogger(__name__)
 
 
+class EngineEndsError(BaseException):
+    """Nothing can go on: the loop ends, and everybody who waits for something is answered with ``error``.
+
+    Not an ``Exception``: no step, command or timer survives it, whatever else it recovers from.
+    """
+
+    def __init__(self, error: CaesuraError) -> None:
+        super().__init__(error.message)
+        self.error = error
+
+
 class Guard:
     """Runs actions whose exceptions must not end the loop, and counts these exceptions."""
 

@@ -11,6 +11,7 @@ Invariants:
 """
 
 import logging
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from time import monotonic
@@ -18,12 +19,12 @@ from typing import Any
 
 import zmq
 
-from ..io_struct import ErrorCode
+from ..io_struct import CaesuraError, ErrorCode
 from .background import Wakeup
 from .batching.live_requests import LiveRequests
 from .batching.step_recovery import Failure
 from .commands.lifecycle import Lifecycle
-from .guard import Guard
+from .guard import EngineEndsError, Guard
 from .housekeeping import Housekeeping
 from .observability.stage_profiler import StageProfiler
 from .observability.watchdog import Heartbeat
@@ -89,8 +90,13 @@ class Scheduler:
         wakeup: Wakeup,
         shutdown: Shutdown,
         heartbeat: Heartbeat,
+        heard: Mapping[Any, Callable[[], None]] | None = None,
     ) -> None:
-        """The watchdog watches ``heartbeat``, set in every tick."""
+        """
+        Args:
+            heartbeat: set in every tick; the watchdog watches it.
+            heard: further sockets and descriptors that wake the loop, and what to call when one is readable. None: there are none.
+        """
         self._router = router
         self._dispatcher = dispatcher
         self._lifecycle = lifecycle
@@ -110,7 +116,8 @@ class Scheduler:
         self.last_step_at: float | None = None
         self._poller = zmq.Poller()
         self._poller.register(router.socket, zmq.POLLIN)
-        for fd in (wakeup.fd, *shutdown.fds):
+        self._heard = heard or {}
+        for fd in (wakeup.fd, *shutdown.fds, *self._heard):
             self._poller.register(fd, zmq.POLLIN)
 
     def run(self) -> None:
@@ -121,23 +128,25 @@ class Scheduler:
                 in_flight = self.tick(in_flight)
             if in_flight is not None and (failure := self._process_output(in_flight)) is not None:
                 self._recover(in_flight, failure, None)
+        except EngineEndsError as end:
+            logger.critical("%s", end)
+            self._answer_everything(end.error, failed=True)
+            raise
         except BaseException as error:
             logger.critical("the loop has failed: the engine ends", exc_info=error)
-            self._answer_everything(f"the engine has failed: {type(error).__name__}: {error}", failed=True)
+            reason = f"the engine has failed: {type(error).__name__}: {error}"
+            self._answer_everything(CaesuraError(ErrorCode.ENGINE_DIED, reason), failed=True)
             raise
-        self._answer_everything("the engine is shutting down", failed=False)
+        ending = CaesuraError(ErrorCode.SHUTTING_DOWN, "the engine is shutting down")
+        self._answer_everything(ending, failed=False)
 
-    def _answer_everything(self, message: str, *, failed: bool) -> None:
+    def _answer_everything(self, error: CaesuraError, *, failed: bool) -> None:
         """Answer every live request and pending command; an error in one of these actions does not skip the next."""
         run = self._guard.run
-        run(
-            "finishing the live requests",
-            self._outputs.fail if failed else self._outputs.abort,
-            self._live,
-            message,
-            ErrorCode.ENGINE_DIED if failed else ErrorCode.SHUTTING_DOWN,
-        )
-        run("answering the pending commands", self._dispatcher.refuse_rest, message)
+        finish = self._outputs.fail if failed else self._outputs.abort
+        run("finishing the live requests", finish, self._live, error.message, error.code)
+        code = error.code if error.code == ErrorCode.ENGINE_DIED else ErrorCode.SHUTTING_DOWN
+        run("answering the pending commands", self._dispatcher.refuse_rest, error.message, code)
         for _ in range(MAX_SENDS):
             run("sending the last results", self._outbox.deliver, self._lifecycle.step)
 
@@ -175,6 +184,9 @@ class Scheduler:
         self._heartbeat.ticked = True
         if self._wakeup.fd in events:
             self._wakeup.clear()
+        for fd, act in self._heard.items():
+            if fd in events:
+                act()
         if self._router.socket in events:
             with self._stages.stage("receive"):
                 self._guard.run("receiving messages", self._drain_socket)

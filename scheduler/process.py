@@ -26,7 +26,9 @@ from .. import __version__
 from ..io_struct import CaesuraError, ErrorCode, private_directory
 from .config import EngineConfig
 from .engine import Engine, shutdown_of
+from .guard import EngineEndsError
 from .memory.device_memory import is_out_of_memory
+from .memory.device_module import use_device
 from .observability import log
 from .observability.descriptors import DescriptorCheck, raise_limit
 from .observability.watchdog import Watchdog, exit_within
@@ -104,6 +106,9 @@ def _serve(engine: Engine, shutdown: Shutdown, watchdog_timeout_s: float) -> int
     except Exception as error:  # noqa: BLE001  the loop has logged it and answered every client
         failed.append(f"its loop has failed: {type(error).__name__}")
         shutdown.request(failed[-1], drain=False)
+    except EngineEndsError as end:  # as above
+        failed.append(str(end))
+        shutdown.request(failed[-1], drain=False)
     finally:
         watchdog.close()
         exit_within(END_S)
@@ -144,6 +149,8 @@ def _start(config: EngineConfig, shutdown: Shutdown, cleanup: contextlib.ExitSta
         return Engine(resolved, shutdown)
     except CaesuraError:
         raise
+    except EngineEndsError as end:
+        raise end.error from end
     except MemoryError as error:
         raise CaesuraError(ErrorCode.OUT_OF_MEMORY, f"out of memory at start: {error}") from error
     except Exception as error:
@@ -152,13 +159,6 @@ def _start(config: EngineConfig, shutdown: Shutdown, cleanup: contextlib.ExitSta
             f"the engine could not be built: {type(error).__name__}: {error}",
             traceback="".join(traceback.format_exception(error)),
         ) from error
-
-
-def use_device(device: str) -> None:
-    """Make ``device`` the current one of this thread: what names no device, as kernels do, then runs where the tensors are."""
-    set_device = getattr(torch.get_device_module(device), "set_device", None)
-    if set_device is not None and ":" in device:
-        set_device(torch.device(device))
 
 
 def _refused(field: str, value: object, error: Exception) -> CaesuraError:

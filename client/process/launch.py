@@ -334,6 +334,9 @@ def launch_scheduler(
     | None = None,
     device: str | None = None,
     num_threads: int | None = None,
+    tp: int | None = None,
+    tp_joined: int | None = None,
+    tp_address: str | None = None,
     context_len: int | None = None,
     kv_pool_tokens: int | None = None,
     kv_memory_fraction: float | None = None,
@@ -414,6 +417,11 @@ def engine_command(*arguments: str) -> list[str]:
     ``-P``: a clone of the repository in the current folder, whose kernels are not built, would hide what is installed.
     """
     return [sys.executable, "-P", "-m", "caesura.scheduler", *arguments]
+
+
+def worker_command(*arguments: str) -> list[str]:
+    """What runs ``caesura worker ARGUMENTS`` with this interpreter."""
+    return [sys.executable, "-P", "-m", "caesura.scheduler.ranks", *arguments]
 
 
 def _command_line(model: str | os.PathLike[str], endpoint: str, options: dict[str, Any]) -> list[str]:

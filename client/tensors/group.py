@@ -137,14 +137,15 @@ class WeightUpdateGroup:
         for client in clients:
             with contextlib.suppress(GroupError):  # there was none
                 client.destroy_weights_update_group(group_name, timeout=timeout_s)
-        limit, size = timedelta(seconds=timeout_s), 1 + len(clients)
+        ranks = [1 + len(client.status(timeout=timeout_s).ranks) for client in clients]
+        limit, size = timedelta(seconds=timeout_s), 1 + sum(ranks)
         store, is_local = rendezvous(master_address, master_port, size, limit)
         broadcast_limit = timedelta(seconds=broadcast_timeout_s)
         mark_present(store, group_name, backend)
         if backend == "nccl":
             limit = broadcast_limit
         limits = timeout_s, broadcast_timeout_s
-        tickets = invite(clients, master_address, store.port, group_name, backend, limits)
+        tickets = invite(clients, master_address, store.port, group_name, backend, limits, ranks=ranks)
         listen = master_address if is_local else None
         joining = beside(partial(join, store, group_name, backend, size, limit, listen))
         try:

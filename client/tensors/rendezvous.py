@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from datetime import timedelta
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -45,13 +46,16 @@ def invite(
     limits: tuple[float, float],
     *,
     first_rank: int = 1,
+    ranks: Sequence[int] | None = None,
 ) -> list[Future[Any]]:
     """Ask every engine to join, in the order of ranks, without waiting for the replies.
 
     Args:
         limits: seconds for joining, and for each broadcast.
         first_rank: 0 for a group of engines alone, 1 where this process is rank 0.
+        ranks: how many each engine has (its ``tp``). None: one each.
     """
+    counts = [1] * len(clients) if ranks is None else list(ranks)
     return [
         started(
             client,
@@ -59,7 +63,7 @@ def invite(
                 master_address=address,
                 master_port=port,
                 rank_offset=rank,
-                world_size=first_rank + len(clients),
+                world_size=first_rank + sum(counts),
                 group_name=name,
                 backend=backend,
                 timeout_s=limits[0],
@@ -67,7 +71,7 @@ def invite(
             ),
             InitWeightsUpdateGroupReqOutput,
         )
-        for rank, client in enumerate(clients, start=first_rank)
+        for rank, client in zip(accumulate(counts, initial=first_rank), clients, strict=False)
     ]
 
 

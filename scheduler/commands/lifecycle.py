@@ -13,10 +13,11 @@ Invariants:
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Generator, Sized
+from collections.abc import Callable, Generator, Iterator, Sized
 from dataclasses import replace
 from enum import Enum
 from time import monotonic
+from typing import Any, TypeVar
 
 from ...io_struct import (
     CaesuraError,
@@ -68,6 +69,21 @@ class Wait(Enum):
 
 Operation = Generator[Wait, None, Reply]
 """A command that may take several ticks; it returns its reply or raises :class:`CaesuraError`."""
+
+_Result = TypeVar("_Result")
+
+
+def waiting(
+    work: Generator[None, None, _Result] | Iterator[None], wait: Wait = Wait.THREAD
+) -> Generator[Wait, None, _Result]:
+    """Part of an operation that yields what it waits for: by default something that wakes the loop, as other ranks do."""
+    while True:
+        try:
+            next(work)
+        except StopIteration as end:
+            result: _Result = end.value
+            return result
+        yield wait
 
 
 class Lifecycle:
@@ -476,8 +492,8 @@ def _freed(report: EmptyCacheReport | None) -> int | None:
     return None if report is None else report.freed
 
 
-def _bytes(report: EmptyCacheReport | None, *, freed: bool) -> dict[str, int]:
+def _bytes(report: EmptyCacheReport | None, *, freed: bool) -> dict[str, Any]:
     if report is None:
         return {}
     fields = {"reserved_before": report.reserved_before, "reserved_after": report.reserved_after}
-    return fields | ({"freed": report.freed} if freed else {})
+    return fields | ({"freed": report.freed, "ranks": list(report.others)} if freed else {})

@@ -34,9 +34,10 @@ from ..memory.residency import MEMORY_TAGS, ComponentResidencyManager
 from ..observability.memory_history import MemoryHistory
 from ..observability.stage_profiler import StageProfiler
 from ..observability.watchdog import Heartbeat
+from ..ranks.others import OtherRanks
 from ..runner.graphs import DecodeGraphs
 from ..stepping import KeptPrompts, StepRunner
-from .lifecycle import SLICE_S, Lifecycle, Operation, Wait
+from .lifecycle import SLICE_S, Lifecycle, Operation, Wait, waiting
 from .weight_updates import WeightUpdates
 
 logger = logging.getLogger(__name__)
@@ -56,6 +57,7 @@ class MemoryOccupation:
         cache: CacheManager,
         prompts: KeptPrompts | None,
         runner: StepRunner,
+        others: OtherRanks,
         graphs: DecodeGraphs | None,
         device_cache: DeviceCache,
         history: MemoryHistory,
@@ -70,6 +72,7 @@ class MemoryOccupation:
         self._cache = cache
         self._prompts = prompts
         self._runner = runner
+        self._others = others
         self._device_cache = device_cache
         self._history = history
         self._stages = stages
@@ -95,6 +98,7 @@ class MemoryOccupation:
             for tag in sorted(tags):
                 with self._stages.stage(f"release.{tag}"):
                     yield from self._advance(self._residency.release([tag]), "release")
+            yield from waiting(self._others.release(tags))
             with self._stages.stage("release.empty_cache"):
                 after = self._device_cache.empty("release", reserved_before=before).reserved_after
             self._history.note("release", ", ".join(sorted(tags)), returned=before - after)
@@ -115,7 +119,9 @@ class MemoryOccupation:
             return
         try:
             with self._stages.stage("release.keep"):
+                elsewhere = self._others.keep(tags)
                 yield from self._advance(self._residency.keep(tags), "keep", self._runner.on_stream)
+                yield from waiting(elsewhere)
         except BaseException:
             lifecycle.set_released(before)
             raise
@@ -126,9 +132,11 @@ class MemoryOccupation:
         lifecycle = self._lifecycle
         tags = _requested_tags(request.tags) & lifecycle.released
         if tags:
-            yield from self._advance(self._residency.resume(tags), "resume", self._runner.on_stream)
+            yield from self._resume(tags)
             if self._graphs is not None and lifecycle.released == tags:
+                elsewhere = self._others.capture()
                 yield from self._advance(self._graphs.capture(), "capture")
+                yield from waiting(elsewhere)
             self._runner.synchronize()
             lifecycle.set_released(lifecycle.released - tags)
             self._history.note("resume", ", ".join(sorted(tags)))
@@ -136,6 +144,16 @@ class MemoryOccupation:
         return ResumeMemoryOccupationReqOutput(
             id=request.id, released_tags=sorted(lifecycle.released), resumed_bytes=self._sizes(tags)
         )
+
+    def _resume(self, tags: frozenset[MemoryTag]) -> Generator[Wait, None, None]:
+        """On every rank or on none: the others first, which go back where this one fails."""
+        yield from waiting(self._others.resume(tags))
+        try:
+            yield from self._advance(self._residency.resume(tags), "resume", self._runner.on_stream)
+        except CaesuraError:
+            yield from waiting(self._others.keep(tags))
+            yield from waiting(self._others.release(tags))
+            raise
 
     def _advance(
         self,

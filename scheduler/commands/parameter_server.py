@@ -17,7 +17,7 @@ from ...io_struct import CaesuraError, ErrorCode, UpdateWeightsFromCheckpointEng
 from ..background import Feed
 from ..config import EngineConfig
 from ..observability.stage_profiler import StageProfiler
-from ..weights.source import BufferSource
+from ..weights.source import BufferSource, SharedMemory
 from ..weights.transports.checkpoint_engine import (
     Bucket,
     Closing,
@@ -147,7 +147,8 @@ class ParameterServerUpdates:
         stages: StageProfiler,
     ) -> Generator[Wait, None, None]:
         buffer = memory.view(opening.handle)[opening.start : opening.start + opening.nbytes]
+        memory_of = SharedMemory(opening.handle, opening.start, opening.nbytes)
         source = self._updates.open_checked(
-            lambda: BufferSource(_NAME, bucket.specs, [buffer]), session, session.component
+            lambda: BufferSource(_NAME, bucket.specs, [buffer], memory_of), session, session.component
         )
         yield from self._updates.load(source, session, stages)

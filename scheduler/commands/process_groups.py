@@ -1,4 +1,4 @@
-"""Commands that join and leave the process groups over which weights are broadcast.
+"""Commands that join and leave the process groups over which weights are broadcast; each rank of the engine is in them.
 
 Invariants: joining waits for other processes, so the command steps aside and all other work goes on. It ends at its deadline
 at the latest. A process group that could not be joined is removed, so that it can be joined again.
@@ -8,13 +8,15 @@ import logging
 from time import monotonic
 
 from ...io_struct import (
+    CaesuraError,
     DestroyWeightsUpdateGroupReqInput,
     DestroyWeightsUpdateGroupReqOutput,
     InitWeightsUpdateGroupReqInput,
     InitWeightsUpdateGroupReqOutput,
 )
+from ..ranks.others import OtherRanks
 from ..weights.transports.distributed import WeightsUpdateGroups
-from .lifecycle import Operation, Wait
+from .lifecycle import Operation, Wait, waiting
 
 logger = logging.getLogger(__name__)
 
@@ -25,15 +27,23 @@ LEAVE_S = 2.0
 class ProcessGroupCommands:
     """The handlers of init and destroy."""
 
-    def __init__(self, groups: WeightsUpdateGroups) -> None:
+    def __init__(self, groups: WeightsUpdateGroups, others: OtherRanks) -> None:
+        """``groups`` are this rank's."""
         self._groups = groups
+        self._others = others
 
     def init(self, request: InitWeightsUpdateGroupReqInput) -> Operation:
         """Join a process group; answered at once if this engine has joined it already."""
         group = self._groups.join(request)
+        elsewhere = self._others.join_group(request)
         try:
             while not group.joined():
                 yield Wait.CHANGE
+            yield from waiting(elsewhere, Wait.CHANGE)
+        except CaesuraError:
+            self._groups.forget(group)
+            self._others.leave_group(request.group_name)
+            raise
         except BaseException:
             self._groups.forget(group)
             raise
@@ -47,6 +57,8 @@ class ProcessGroupCommands:
     def destroy(self, request: DestroyWeightsUpdateGroupReqInput) -> Operation:
         """Leave a process group, broken or not. An init that is still joining it fails."""
         group, limit = self._groups.leave(request.group_name), monotonic() + LEAVE_S
+        elsewhere = self._others.leave_group(request.group_name)
         while group.is_leaving and monotonic() < limit:
             yield Wait.CHANGE
+        yield from waiting(elsewhere, Wait.CHANGE)
         return DestroyWeightsUpdateGroupReqOutput(id=request.id)

@@ -210,9 +210,9 @@ class Scoring:
         answers, self._answers = self._answers, []
         return answers
 
-    def end(self, message: str) -> list[ScoreReqOutput | ErrorReply]:
-        """Answer everything that is pending with ``shutting_down``."""
-        self._fail_all(CaesuraError(ErrorCode.SHUTTING_DOWN, message))
+    def end(self, message: str, code: ErrorCode) -> list[ScoreReqOutput | ErrorReply]:
+        """Answer everything that is pending with this error."""
+        self._fail_all(CaesuraError(code, message))
         answers, self._answers = self._answers, []
         return answers
 

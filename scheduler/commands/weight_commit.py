@@ -2,31 +2,31 @@
 
 Invariants:
 - Nothing serves the new weights, and no epoch or label changes, before everything that can refuse the commit has passed.
-- Reading the weights yields between slices, so status and abort are answered meanwhile; without ``check_finite`` a commit
-  does not yield.
+- Of several ranks all are ready, or none commits: what can fail happens on every rank first, and what follows, on rank 0 alone,
+  cannot.
+- Reading the weights yields between slices, so status and abort are answered meanwhile; without ``check_finite`` the
+  commit of an engine of one rank does not yield.
 - A commit that raises has left the weights half new; the caller aborts the session, which poisons them.
 """
 
 import logging
 from collections.abc import Generator
 
-from ...io_struct import CaesuraError, ErrorCode
+from ...io_struct import CaesuraError
 from ..batching.request import WeightStamp
 from ..cache.manager import CacheManager
 from ..memory.device_cache import DeviceCache
 from ..memory.device_memory import EmptyCacheReport
 from ..models.base import Weights
 from ..observability.stage_profiler import StageProfiler
+from ..ranks.others import OtherRanks
 from ..stepping import StepBatcher, StepRunner
-from ..weights.finite import find_non_finite
+from ..weights.finite import find_non_finite, require_finite
 from ..weights.loader import WeightLoader
-from .lifecycle import Lifecycle, Wait
+from .lifecycle import Lifecycle, Wait, waiting
 from .weight_sessions import Session, Sessions
 
 logger = logging.getLogger(__name__)
-
-NAMED = 3
-"""Tensors with values that are not finite which an error names."""
 
 
 class WeightCommit:
@@ -39,6 +39,7 @@ class WeightCommit:
         model: Weights,
         loader: WeightLoader,
         runner: StepRunner,
+        others: OtherRanks,
         lifecycle: Lifecycle,
         sessions: Sessions,
         batcher: StepBatcher,
@@ -50,6 +51,7 @@ class WeightCommit:
         self._model = model
         self._loader = loader
         self._runner = runner
+        self._others = others
         self._lifecycle = lifecycle
         self._sessions = sessions
         self._batcher = batcher
@@ -58,12 +60,7 @@ class WeightCommit:
 
     def run(self, session: Session, stages: StageProfiler) -> Generator[Wait, None, EmptyCacheReport | None]:
         """Make what ``session`` has written serve; returns what emptying the device cache gave back, None without it."""
-        with stages.stage("derive"), self._runner.on_stream():
-            self._loader.require_whole()
-            self._model.finalize_weights()
-        self._runner.synchronize()
-        if self._check_finite and self._loader.written:
-            yield from self._require_finite(session, stages)
+        yield from self._prepare(session, stages)
         before = self._lifecycle.stamp
         with stages.stage("flush"):
             if session.flush:
@@ -75,6 +72,23 @@ class WeightCommit:
         _warn(session, before, self._lifecycle.stamp)
         return report
 
+    def _prepare(self, session: Session, stages: StageProfiler) -> Generator[Wait, None, None]:
+        """The first phase, in which every rank can still refuse: all are ready to serve the new weights, or it raises."""
+        self._loader.require_whole()
+        settle = self._others.derive(self._check_finite and bool(self._loader.written))
+        own: CaesuraError | None = None
+        try:
+            with stages.stage("derive"), self._runner.on_stream():
+                self._model.finalize_weights()
+            self._runner.synchronize()
+            if self._check_finite and self._loader.written:
+                yield from self._require_finite(session, stages)
+        except CaesuraError as error:
+            own = error
+        for wait in waiting(settle(own)):
+            yield wait
+            self._sessions.require_open(session)
+
     def _require_finite(self, session: Session, stages: StageProfiler) -> Generator[Wait, None, None]:
         """Raise ``weights_not_finite`` if a value of a written or derived tensor is NaN or infinite."""
         search = find_non_finite(self._model, self._loader.written)
@@ -83,21 +97,10 @@ class WeightCommit:
                 with stages.stage("derive"), self._runner.on_stream():
                     next(search)
             except StopIteration as end:
-                found = end.value
-                break
+                require_finite(end.value)
+                return
             yield Wait.SLICE
             self._sessions.require_open(session)
-        if found:
-            named = ", ".join(map(str, found[:NAMED]))
-            more = f", and {len(found) - NAMED} more tensors" if len(found) > NAMED else ""
-            raise CaesuraError(
-                ErrorCode.WEIGHTS_NOT_FINITE,
-                f"these tensors have values that are NaN or infinite: {named}{more}",
-                tensors=len(found),
-                non_finite=[
-                    {"name": each.name, "count": each.count, "total": each.total} for each in found[:NAMED]
-                ],
-            )
 
 
 def _warn(session: Session, before: WeightStamp, after: WeightStamp) -> None:

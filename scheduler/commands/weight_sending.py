@@ -48,8 +48,16 @@ class WeightSending:
     """The handlers of the manifest and of sending."""
 
     def __init__(
-        self, *, model: Weights, runner: StepRunner, lifecycle: Lifecycle, groups: WeightsUpdateGroups
+        self,
+        *,
+        model: Weights,
+        runner: StepRunner,
+        lifecycle: Lifecycle,
+        groups: WeightsUpdateGroups,
+        num_ranks: int,
     ) -> None:
+        """``num_ranks``: of several, this one holds a shard of the weights, and nothing is sent."""
+        self._num_ranks = num_ranks
         self._model = model
         self._runner = runner
         self._lifecycle = lifecycle
@@ -89,6 +97,12 @@ class WeightSending:
         slots = self._slots(request.component)
         batches = batches_of(request)
         _require_stored(batches, slots)
+        if batches and self._num_ranks > 1:
+            raise CaesuraError(
+                ErrorCode.UNSUPPORTED,
+                f"an engine of {self._num_ranks} ranks cannot send its weights: no rank has all of them",
+                ranks=self._num_ranks,
+            )
         total, started, stamp = sum(map(nbytes_of, batches)), monotonic(), self._lifecycle.stamp
         transmission = self._groups.transmit(request.group_name, max(map(nbytes_of, batches), default=0))
         with contextlib.closing(transmission), self._reading():

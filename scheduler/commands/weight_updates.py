@@ -42,13 +42,14 @@ from ..memory.workspace import Workspace
 from ..models.base import Weights
 from ..observability.memory_history import MemoryHistory
 from ..observability.stage_profiler import StageProfiler
+from ..ranks.others import OtherRanks
 from ..stepping import StepBatcher, StepOutputs, StepRunner
 from ..weights.components import ComponentSource, chosen, component_of, fitting, in_component, renamed
 from ..weights.loader import LoadCounts, WeightLoader, WeightPiece
 from ..weights.source import BufferSource, WeightSource
 from ..weights.transports.disk import DiskSource, OpenFolder
 from ..weights.transports.ipc import SharedMemoryMaps
-from ..weights.upload import Uploader
+from ..weights.upload import Uploader, pieces_of
 from ..weights.writing import END, write_some
 from .committed_weights import WeightsFile
 from .lifecycle import Lifecycle, Operation, Wait
@@ -69,6 +70,7 @@ class WeightUpdates:
         model: Weights,
         loader: WeightLoader,
         runner: StepRunner,
+        others: OtherRanks,
         lifecycle: Lifecycle,
         sessions: Sessions,
         batcher: StepBatcher,
@@ -94,6 +96,7 @@ class WeightUpdates:
         self._model = model
         self._loader = loader
         self._runner = runner
+        self._others = others
         self._lifecycle = lifecycle
         self._batcher = batcher
         self._outputs = outputs
@@ -251,7 +254,10 @@ class WeightUpdates:
     ) -> Generator[Wait, None, None]:
         """Write all of ``source``. Steps go on until its first piece has arrived."""
         started = monotonic()
-        with contextlib.closing(self._pieces(source)) as pieces:
+        kept = component_of(source) in self._model.kept_components  # written on the host
+        uploader = None if kept else self._uploader
+        own = pieces_of(source, self._loader, uploader, self._config.load_bucket_bytes)
+        with contextlib.closing(self._others.pieces(source, own, self._loader)) as pieces:
             try:
                 self._progress = source, started
                 piece = yield from self._next_piece(pieces, session, stages)
@@ -274,13 +280,6 @@ class WeightUpdates:
             finally:
                 self._progress = None
         self._runner.synchronize()
-
-    def _pieces(self, source: WeightSource) -> Generator[WeightPiece | None, None, None]:
-        """Of ``source``, where the weights are: on the device, if it has streams and they are kept nowhere else."""
-        size, skip = self._config.load_bucket_bytes, self._loader.skip
-        if self._uploader is None or component_of(source) in self._model.kept_components:
-            return source.pieces(size, skip)
-        return self._uploader.pieces(source, size, skip)
 
     def run_and_commit(
         self,

@@ -1,36 +1,36 @@
-"""The weights checker: checksums of every parameter and derived tensor, and an action that overwrites them all.
+"""The weights checker: checksums of every parameter and derived tensor of every rank, and an action that overwrites them all.
 
 Invariants: reading yields between slices and never runs beside an update; overwritten weights are poisoned, so they never
 serve.
 """
 
 import hashlib
-from collections.abc import Callable, Generator, Iterator
-from math import prod
-
-import torch
-from torch import Tensor
+from collections.abc import Callable
 
 from ...io_struct import CaesuraError, ErrorCode, WeightsCheckerReqInput, WeightsCheckerReqOutput
-from ..layers.parameters import WeightSlot
-from ..memory.storage import bytes_of
 from ..models.base import Weights
+from ..ranks.others import OtherRanks
 from ..stepping import StepRunner
-from .lifecycle import Lifecycle, Operation, Wait
-
-_HASH_SLICE = 8 << 20
-_RESET_ELEMENTS = 1 << 20
+from ..weights.checksums import checksums, garbage
+from .lifecycle import Lifecycle, Operation, Wait, waiting
 
 
 class WeightsChecker:
     """The handler of the checker's actions; keeps the checksums of one snapshot."""
 
     def __init__(
-        self, *, model: Weights, runner: StepRunner, lifecycle: Lifecycle, poison: Callable[[str], None]
+        self,
+        *,
+        model: Weights,
+        runner: StepRunner,
+        lifecycle: Lifecycle,
+        others: OtherRanks,
+        poison: Callable[[str], None],
     ) -> None:
         self._model = model
         self._runner = runner
         self._lifecycle = lifecycle
+        self._others = others
         self._poison = poison
         self._snapshot: dict[str, str] = {}
 
@@ -42,14 +42,18 @@ class WeightsChecker:
                 "reset by weights_checker"
             )  # before the first write, so that no step uses these weights
             yield from self._lifecycle.barrier()
-            for slot in self._model.weight_slots().values():
-                for start, rows in _garbage(slot):
-                    with self._runner.on_stream():
-                        slot.write(rows, start)
-                    yield Wait.SLICE
+            elsewhere = self._others.reset_tensors()
+            for slot, start, rows in garbage(self._model):
+                with self._runner.on_stream():
+                    slot.write(rows, start)
+                yield Wait.SLICE
             self._runner.synchronize()
+            yield from waiting(elsewhere)
             return WeightsCheckerReqOutput(id=request.id)
-        found = yield from self._checksums()
+        elsewhere = self._others.checksums()
+        found: dict[str, str] = yield from waiting(checksums(self._model), Wait.SLICE)
+        of_others: dict[str, str] = yield from waiting(elsewhere)
+        found |= of_others
         total = hashlib.blake2b(
             "".join(found[name] for name in sorted(found)).encode(), digest_size=16
         ).hexdigest()
@@ -63,26 +67,3 @@ class WeightsChecker:
             changed = sorted(name for name in found if self._snapshot.get(name) != found[name])
             return WeightsCheckerReqOutput(id=request.id, total=total, changed=changed)
         return WeightsCheckerReqOutput(id=request.id, checksums=found, total=total)
-
-    def _checksums(self) -> Generator[Wait, None, dict[str, str]]:
-        """128-bit BLAKE2b of each parameter and derived tensor by name; yields between slices."""
-        found: dict[str, str] = {}
-        for name, tensor in self._model.named_storage():
-            digest = hashlib.blake2b(digest_size=16)
-            flat = tensor.detach().reshape(-1).view(torch.uint8)
-            for start in range(0, len(flat), _HASH_SLICE):
-                part = flat[start : start + _HASH_SLICE].cpu()
-                digest.update(bytes_of(part))
-                yield Wait.SLICE
-            found[name] = digest.hexdigest()
-        return found
-
-
-def _garbage(slot: WeightSlot) -> Iterator[tuple[int, Tensor]]:
-    """``(first row, rows)`` that overwrite all of ``slot`` with NaN, so that no output can look right by chance."""
-    value = float("nan") if slot.dtype.is_floating_point else 0
-    row_elements = max(prod(slot.shape[1:]), 1)
-    total, step = (slot.shape[0] if slot.shape else 1), max(1, _RESET_ELEMENTS // row_elements)
-    for start in range(0, total, step):
-        shape = (min(step, total - start), *slot.shape[1:]) if slot.shape else ()
-        yield start, torch.full(shape, value, dtype=slot.dtype)

@@ -11,12 +11,12 @@ Invariants:
 import logging
 from typing import TYPE_CHECKING, Literal
 
-from ...io_struct import EmptyCacheTotal
+from ...io_struct import EmptyCacheTotal, RankMemory
 from .device_memory import EmptyCacheReport, empty_device_cache
 from .device_module import DeviceModule
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +52,8 @@ class DeviceCache:
         self._freed: dict[EmptyCachePlace, int] = {}
         self.synchronize: Callable[[], None] = lambda: None
         """Waits for the forward stream; set once there is one. A running score uses blocks until then."""
+        self.elsewhere: Callable[[str], Sequence[RankMemory]] = lambda place: ()
+        """Empties the caches of other ranks; set where there are some."""
         self.note_failure: Callable[[str, int], None] = lambda what, freed: None
         """Told of each emptying after a failure: what failed, and the bytes given back; set by the memory history."""
 
@@ -69,7 +71,7 @@ class DeviceCache:
         self.synchronize()
         before = self.reserved if reserved_before is None else reserved_before
         empty_device_cache(self._module)
-        report = EmptyCacheReport(before, self.reserved)
+        report = EmptyCacheReport(before, self.reserved, tuple(self.elsewhere(place)))
         self._counts[place] = self._counts.get(place, 0) + 1
         self._freed[place] = self._freed.get(place, 0) + report.freed
         name = _LOGGED_AS_INFO.get(place)

@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 
-from ...io_struct import CaesuraError, ErrorCode
+from ...io_struct import CaesuraError, ErrorCode, RankMemory
 from .device_module import DeviceModule, device_module_for, free_and_total
 
 _MIB = 1 << 20
@@ -66,6 +66,8 @@ class EmptyCacheReport:
 
     reserved_before: int
     reserved_after: int
+    others: tuple[RankMemory, ...] = ()
+    """What the other ranks of the engine had and have."""
 
     @property
     def freed(self) -> int:

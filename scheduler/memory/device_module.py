@@ -180,3 +180,10 @@ def free_and_total(module: DeviceModule) -> tuple[int, int] | None:
         most = int(module.recommended_max_memory())
         return max(0, most - int(module.driver_allocated_memory())), most
     return None
+
+
+def use_device(device: str) -> None:
+    """Make ``device`` the current one of this thread: what names no device, as kernels do, then runs where the tensors are."""
+    set_device = getattr(torch.get_device_module(device), "set_device", None)
+    if set_device is not None and ":" in device:
+        set_device(torch.device(device))

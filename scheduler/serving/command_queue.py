@@ -142,14 +142,14 @@ class CommandQueue:
             if wait in (Wait.STEP, Wait.THREAD) or perf_counter() - started > SLICE_S:
                 return
 
-    def refuse_rest(self, message: str) -> None:
-        """Answer every pending command with ``shutting_down``."""
+    def refuse_rest(self, message: str, code: ErrorCode) -> None:
+        """Answer every pending command with this error."""
         for command in [*self._stepped_aside, *self._queue]:
             try:
                 command.operation.close()
             except Exception as error:  # the other commands must be answered, too
                 logger.error("%s could not clean up", type(command.message).__name__, exc_info=error)
-            refusal = CaesuraError(ErrorCode.SHUTTING_DOWN, message)
+            refusal = CaesuraError(code, message)
             self._replies.answer(command.message.id, refusal.to_reply(command.message.id))
         self._stepped_aside, self._queue = [], deque()
 

@@ -172,11 +172,11 @@ class Dispatcher:
             self._answers.leave(client, self._commands.message_ids())
             self._sessions.client_gone(client)
 
-    def refuse_rest(self, message: str) -> None:
-        """Answer every pending command and score with ``shutting_down``."""
-        for answer in self._scoring.end(message) if self._scoring is not None else ():
+    def refuse_rest(self, message: str, code: ErrorCode) -> None:
+        """Answer every pending command and score with this error."""
+        for answer in self._scoring.end(message, code) if self._scoring is not None else ():
             self._replies.answer(answer.id, answer)
-        self._commands.refuse_rest(message)
+        self._commands.refuse_rest(message, code)
 
     def _attach(
         self, client: bytes, message: ToScheduler, frame: bytes, buffers: list[memoryview]

@@ -23,6 +23,7 @@ from ..observability.memory_history import MemoryHistory
 from ..observability.stage_profiler import StageProfiler
 from ..observability.throughput import Throughput
 from ..operations import Serving
+from ..ranks.others import OtherRanks
 from ..stepping import KeptPrompts, StepBatcher, StepOutputs, StepRecovery
 
 
@@ -58,6 +59,7 @@ class StatusReporter:
         prompts: KeptPrompts | None,
         scoring: Scoring | None,
         recovery: StepRecovery,
+        others: OtherRanks,
         device_module: DeviceModule,
         device_cache: DeviceCache,
         residency: ComponentResidencyManager,
@@ -77,6 +79,7 @@ class StatusReporter:
         self._prompts = prompts
         self._scoring = scoring
         self._recovery = recovery
+        self._others = others
         self._device_module = device_module
         self._device_cache = device_cache
         self._residency = residency
@@ -117,6 +120,7 @@ class StatusReporter:
             step_failures=self._recovery.counts(),
             kv=self._kv(),
             device_memory=self._memory(),
+            ranks=self._others.status(),
             memory_by_tag=self._history.by_tag,
             totals=self._totals(),
             stages=self._stage_times(),
@@ -176,10 +180,17 @@ class StatusReporter:
         return DeviceMemory(
             reserved=reading.reserved,
             allocated=reading.allocated,
-            available=available_memory_if_known(self._config.device),
+            available=self._available(),
             weights=self._facts.weights_bytes,
             kv_cache=self._facts.kv_bytes,
             weights_backup=self._residency.backup_bytes("weights"),
             components=self._residency.moved_in_bytes,
             components_peak=self._residency.peak_bytes,
         )
+
+    def _available(self) -> int | None:
+        """The smallest of all ranks'; None: some rank's is not known."""
+        each = [available_memory_if_known(self._config.device)]
+        each += [rank.available for rank in self._others.status()]
+        known = [size for size in each if size is not None]
+        return min(known) if len(known) == len(each) else None

@@ -13,9 +13,12 @@ from math import isfinite, prod
 import torch
 from torch import Tensor
 
+from ...io_struct import CaesuraError, ErrorCode
 from ..layers.parameters import WeightSlot
 from ..models.base import Weights
 
+NAMED = 3
+"""Tensors with values that are not finite which an error names."""
 _SLICE_ELEMENTS = 1 << 20
 _FP8 = torch.float8_e4m3fn
 _FP8_MAGNITUDE = 0x7F
@@ -48,6 +51,24 @@ def find_non_finite(model: Weights, names: Collection[str]) -> Generator[None, N
         if count:
             found.append(NonFinite(name, count, total))
     return found
+
+
+def require_finite(found: list[NonFinite]) -> None:
+    """Refuse weights of which :func:`find_non_finite` has ``found`` some.
+
+    Raises:
+        CaesuraError: ``weights_not_finite``.
+    """
+    if not found:
+        return
+    named = ", ".join(map(str, found[:NAMED]))
+    more = f", and {len(found) - NAMED} more tensors" if len(found) > NAMED else ""
+    raise CaesuraError(
+        ErrorCode.WEIGHTS_NOT_FINITE,
+        f"these tensors have values that are NaN or infinite: {named}{more}",
+        tensors=len(found),
+        non_finite=[{"name": each.name, "count": each.count, "total": each.total} for each in found[:NAMED]],
+    )
 
 
 def count_non_finite(values: Tensor) -> int:

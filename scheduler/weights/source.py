@@ -6,13 +6,14 @@ bucket each at most, so one bucket per sender is in memory.
 """
 
 from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from ...io_struct import CaesuraError, ErrorCode, TensorSpec
+from ...io_struct import CaesuraError, CudaIPCHandle, ErrorCode, SharedMemoryHandle, TensorSpec
 from ..dtypes import DTYPES
 from .loader import NamedSpec, WeightPiece
 
@@ -42,15 +43,32 @@ class WeightSource(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class SharedMemory:
+    """Where a buffer lies for other processes."""
+
+    handle: SharedMemoryHandle | CudaIPCHandle
+    start: int
+    """First byte in the memory of ``handle``."""
+    nbytes: int
+
+
 class BufferSource:
     """Tensors that lie in memory: frames of a message, or shared memory."""
 
     complete = False
 
-    def __init__(self, name: str, specs: list[TensorSpec], buffers: Sequence[memoryview | Tensor]) -> None:
+    def __init__(
+        self,
+        name: str,
+        specs: list[TensorSpec],
+        buffers: Sequence[memoryview | Tensor],
+        memory: SharedMemory | None = None,
+    ) -> None:
         """
         Args:
             buffers: bytes, on the host or as uint8 [n] on a device.
+            memory: where the one buffer lies for other ranks of the engine. None: only this process has the buffers.
 
         Raises:
             CaesuraError: ``invalid_request``, a spec does not fit its buffer.
@@ -58,7 +76,8 @@ class BufferSource:
         self.name = name
         self.specs = specs
         self.total_bytes = sum(spec.nbytes for spec in specs)
-        self._buffers = buffers
+        self.buffers = buffers
+        self.memory = memory
         for spec in specs:
             _require_fitting(spec, buffers)
 
@@ -67,7 +86,7 @@ class BufferSource:
         for spec in self.specs:
             if skip(spec.name):
                 continue
-            buffer = self._buffers[spec.buffer]
+            buffer = self.buffers[spec.buffer]
             if isinstance(buffer, Tensor) or not 0 < spec.nbytes <= bucket_bytes:
                 yield from cut(spec, _bytes(buffer, spec.offset, spec.nbytes), bucket_bytes)
                 continue

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ..memory.device_module import DeviceEvent
-from .loader import WeightPiece
+from .loader import WeightLoader, WeightPiece
 from .source import WeightSource
 from .write_stream import WriteStream
 
@@ -243,3 +243,12 @@ def _pack(bucket: _Bucket, piece: WeightPiece) -> None:
     place.piece(bucket.host).rows.copy_(rows)
     bucket.places.append(place)
     bucket.filled += -(-rows.nbytes // _ALIGN) * _ALIGN
+
+
+def pieces_of(
+    source: WeightSource, loader: WeightLoader, uploader: Uploader | None, bucket_bytes: int
+) -> Generator[WeightPiece | None, None, None]:
+    """Of ``source``, where the weights are: on the device, if it has streams."""
+    if uploader is None:
+        return source.pieces(bucket_bytes, loader.skip)
+    return uploader.pieces(source, bucket_bytes, loader.skip)

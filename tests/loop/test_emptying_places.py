@@ -22,7 +22,8 @@ from caesura.io_struct import (
     UpdateWeightFromDiskReqInput,
     WeightUpdateReqOutput,
 )
-from caesura.scheduler import build, engine
+from caesura.scheduler import engine
+from caesura.scheduler.ranks.others import Alone
 from caesura.scheduler.runner.model_runner import ModelRunner
 
 MIB = 1 << 20
@@ -339,12 +340,14 @@ def test_the_warm_up_runs_in_inference_mode(tiny_model, monkeypatch):
 
 def test_the_pool_is_sized_for_the_rank_that_has_the_least(tiny_model, monkeypatch):
     class Group:
+        sharing = 1
+
         def all_reduce_min(self, value: int) -> int:
             return min(value, 1 * MIB)
 
     with EngineDriver(str(tiny_model), kv_pool_tokens=None) as driver:
         alone, per_token = driver.status().kv.total, driver.status().kv.bytes_per_token
-    monkeypatch.setattr(build, "ParallelState", Group)
+    monkeypatch.setattr(Alone, "group", Group())
     with EngineDriver(str(tiny_model), kv_pool_tokens=None, kv_memory_fraction=0.5) as driver:
         total = driver.status().kv.total
     assert total < alone

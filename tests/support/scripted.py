@@ -6,7 +6,6 @@ written twice or kept across epochs therefore changes tokens, and :func:`expecte
 """
 
 import itertools
-import select
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -421,8 +420,11 @@ class EngineDriver:
         raise AssertionError(f"{message} was not answered in {max_ticks} ticks")
 
     def _await_thread(self) -> None:
-        """Wait for the thread beside the loop that a command waits for; not for long, it may wait for somebody itself."""
-        select.select([self.engine.wakeup.fd], [], [], 0.25)
+        """Wait for the thread or rank beside the loop that a command waits for; not for long, it may wait for somebody itself."""
+        poller = zmq.Poller()
+        for each in (self.engine.wakeup.fd, *self.engine._others.heard):
+            poller.register(each, zmq.POLLIN)
+        poller.poll(250)
 
     def begin(self, client: str = "main", **fields: Any) -> str:
         """Open an explicit session; its id."""

@@ -309,8 +309,19 @@ class DistributedSource:
     name = "distributed"
     complete = False
 
-    def __init__(self, group: Group, batches: list[Batch], behind: Group | None = None) -> None:
-        """``behind``: a group of which this engine is rank 0, and to which everything is relayed."""
+    def __init__(
+        self,
+        group: Group,
+        batches: list[Batch],
+        request: UpdateWeightsFromDistributedReqInput,
+        behind: Group | None = None,
+    ) -> None:
+        """
+        Args:
+            batches: what comes in each broadcast of ``request``.
+            behind: a group of which this engine is rank 0, and to which everything is relayed.
+        """
+        self.request = request
         self.relay_error: str | None = None
         """Why the ranks ``behind`` did not get everything; None: they did, or there are none."""
         self._behind = behind
@@ -427,7 +438,7 @@ class WeightsUpdateGroups:
         behind = None if request.relay_to is None else self._find(request.relay_to)
         if behind is not None:
             behind.require_sender()
-        return DistributedSource(group, batches_of(request), behind)
+        return DistributedSource(group, batches_of(request), request, behind)
 
     def transmit(self, name: str, nbytes: int) -> Transmission:
         """A send over group ``name``, whose largest broadcast has ``nbytes``; no broadcast is entered yet.

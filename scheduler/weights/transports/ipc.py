@@ -23,7 +23,7 @@ from ....io_struct import (
     SharedMemoryHandle,
     UpdateWeightsFromIPCReqInput,
 )
-from ..source import BufferSource
+from ..source import BufferSource, SharedMemory
 from .cuda_ipc import CudaMemories
 
 KEPT = 4
@@ -52,7 +52,8 @@ class SharedMemoryMaps:
 
     def open(self, request: UpdateWeightsFromIPCReqInput) -> BufferSource:
         """The tensors of ``request``; raises as :meth:`view`, and ``invalid_request`` where a spec does not fit."""
-        return BufferSource("ipc", request.specs, [self.view(request.handle)])
+        handle = request.handle
+        return BufferSource("ipc", request.specs, [self.view(handle)], SharedMemory(handle, 0, handle.nbytes))
 
     def view(self, handle: SharedMemoryHandle | CudaIPCHandle) -> memoryview | Tensor:
         """The bytes of ``handle``, valid until :meth:`close`: of a memfd, or uint8 [nbytes] on the engine's device.

@@ -5,7 +5,7 @@ import torch
 
 from caesura.io_struct import CaesuraError
 from caesura.scheduler.config import EngineConfig, Sizes
-from caesura.scheduler.process import use_device
+from caesura.scheduler.memory.device_module import use_device
 
 
 @pytest.mark.parametrize(

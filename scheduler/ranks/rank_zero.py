@@ -1,0 +1,276 @@
+"""Rank 0 of several: what the engine asks of its other ranks, as calls to their processes.
+
+Invariants: those of :class:`~.others.OtherRanks`. An update that ends early on this rank has ended on all before anybody hears of it.
+"""
+
+import logging
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from ...io_struct import (
+    CaesuraError,
+    InitWeightsUpdateGroupReqInput,
+    MemoryTag,
+    RankMemory,
+    RankStatus,
+)
+from ..config import EngineConfig
+from ..forward import Runner
+from ..guard import EngineEndsError
+from ..parallel.group import SINGLE, TensorParallel
+from ..weights.loader import WeightLoader
+from ..weights.source import WeightSource
+from ..weights.writing import END
+from .collectives import Founded, device_of
+from .messages import (
+    Abandon,
+    Agreed,
+    Answer,
+    Call,
+    Capture,
+    Checksums,
+    Derive,
+    EmptyCache,
+    JoinGroup,
+    Keep,
+    LeaveGroup,
+    Open,
+    Release,
+    ResetTensors,
+    Resume,
+    Start,
+    Write,
+)
+from .others import Pieces, Settle
+from .runner import RanksRunner
+from .sources import described
+from .workers import Workers, raise_failures
+
+if TYPE_CHECKING:
+    from ..build import Agreement
+
+logger = logging.getLogger(__name__)
+
+
+class RankZero:
+    """The :class:`~.others.OtherRanks` of an engine that has some."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Start the workers.
+
+        Raises:
+            CaesuraError: as :class:`~.workers.Workers`; ``unsupported``, there is no way for them to compute together.
+        """
+        self._config = config
+        self._workers = Workers(config)
+        self._parallel: TensorParallel = SINGLE
+        self._start = 0
+        self.group: Agreement | None = _Agreement(self)
+
+    @property
+    def parallel(self) -> TensorParallel:
+        """See :class:`~.others.OtherRanks`; this rank alone before :meth:`begin`."""
+        return self._parallel
+
+    @property
+    def heard(self) -> Mapping[Any, Callable[[], None]]:
+        """See :class:`~.others.OtherRanks`."""
+        return self._workers.heard
+
+    def begin(self, folder: str | None) -> None:
+        """See :class:`~.others.OtherRanks`."""
+        self._workers.await_all()
+        founded = Founded(self._config)
+        here = self._config.tp - self._config.tp_joined
+
+        def start(number: int, rank: int) -> Start:
+            config = replace(self._config, device=device_of(self._config, rank))
+            sharing = here if rank < here else 1
+            return Start(number=number, config=config, folder=folder, group=founded.address, sharing=sharing)
+
+        self._start = self._workers.start(start)
+        self._parallel = founded.join()
+        self._workers.on_lost = self._parallel.abort
+        self._workers.require_all()
+
+    def ready(self) -> None:
+        """See :class:`~.others.OtherRanks`."""
+        _require(self._workers.wait(self._start))
+
+    def offered(self, value: int) -> int:
+        """The smallest ``value`` of all ranks, to which the others answer as :class:`~.messages.Agreed`."""
+        smallest = min([value, *self._workers.offers(self._start)])
+        self._workers.send(Agreed(value=smallest))
+        return smallest
+
+    @property
+    def sharing(self) -> int:
+        """Ranks on this host."""
+        return self._config.tp - self._config.tp_joined
+
+    def close(self) -> None:
+        """See :class:`~.others.OtherRanks`."""
+        self._workers.close()
+        self._parallel.close()
+
+    def runner(self, own: Runner) -> Runner:
+        """See :class:`~.others.OtherRanks`."""
+        return RanksRunner(own, self._workers, self._parallel)
+
+    def pieces(self, source: WeightSource, own: Pieces, loader: WeightLoader) -> Pieces:
+        """See :class:`~.others.OtherRanks`."""
+        fresh = not loader.written and loader.is_whole
+        described_source, frames = described(source)
+        opening = self._workers.next_number()
+        self._workers.send(Open(number=opening, source=described_source, fresh=fresh), frames)
+        calls, done = [opening], False
+        try:
+            piece = next(own, END)
+            while piece is None and not self._workers.failed(opening):
+                yield None
+                piece = next(own, END)
+            yield from self._until(opening)
+            if piece is END:
+                return
+            before = loader.counts.changed_tensors
+            yield piece  # the caller stops the steps before it asks for more
+            writing = self._call(lambda number: Write(number=number))
+            calls.append(writing)
+            for piece in own:
+                if self._workers.failed(writing):
+                    break
+                yield piece
+            answers = yield from self._answers(writing)
+            changed = [msgspec.msgpack.decode(answer.value, type=int) for answer in answers]
+            counts = loader.counts
+            counts.changed_tensors = max(counts.changed_tensors, before + max(changed))
+            done = True
+        finally:
+            own.close()
+            if not done:
+                for number in calls:
+                    self._workers.drop(number)
+                with suppress(EngineEndsError):  # the loop hears of it anyway
+                    self._workers.wait(self._call(lambda number: Abandon(number=number)))
+
+    def derive(self, check_finite: bool) -> Settle:
+        """See :class:`~.others.OtherRanks`."""
+        number = self._call(lambda number: Derive(number=number, check_finite=check_finite))
+
+        def settle(own: CaesuraError | None) -> Iterator[None]:
+            while (answers := self._workers.answers(number)) is None:
+                yield None
+            raise_failures(dict(enumerate(answers, 1)), own)
+
+        return settle
+
+    def keep(self, tags: Collection[MemoryTag]) -> Iterator[None]:
+        """See :class:`~.others.OtherRanks`."""
+        return self._until(self._call(lambda number: Keep(number=number, tags=sorted(tags))))
+
+    def release(self, tags: Collection[MemoryTag]) -> Iterator[None]:
+        """See :class:`~.others.OtherRanks`."""
+        return self._until(self._call(lambda number: Release(number=number, tags=sorted(tags))))
+
+    def resume(self, tags: Collection[MemoryTag]) -> Iterator[None]:
+        """See :class:`~.others.OtherRanks`."""
+        number = self._call(lambda number: Resume(number=number, tags=sorted(tags)))
+        while (answers := self._workers.answers(number)) is None:
+            yield None
+        try:
+            raise_failures(dict(enumerate(answers, 1)))
+        except CaesuraError:
+            yield from self.keep(tags)
+            yield from self.release(tags)
+            raise
+
+    def capture(self) -> Iterator[None]:
+        """See :class:`~.others.OtherRanks`."""
+        return self._until(self._call(lambda number: Capture(number=number)))
+
+    def empty(self, place: str) -> Sequence[RankMemory]:
+        """See :class:`~.others.OtherRanks`."""
+        answers = self._workers.wait(self._call(lambda number: EmptyCache(number=number, place=place)))
+        reports = []
+        for rank, answer in enumerate(answers, 1):
+            if answer.failure is not None:
+                logger.error("rank %d could not empty its device cache: %s", rank, answer.failure.message)
+                continue
+            before, after = msgspec.msgpack.decode(answer.value, type=tuple[int, int])
+            reports.append(RankMemory(rank=rank, reserved_before=before, reserved_after=after))
+        return reports
+
+    def checksums(self) -> Generator[None, None, dict[str, str]]:
+        """See :class:`~.others.OtherRanks`."""
+        answers = yield from self._answers(self._call(lambda number: Checksums(number=number)))
+        return {
+            f"{name} of rank {rank}": checksum
+            for rank, answer in enumerate(answers, 1)
+            for name, checksum in msgspec.msgpack.decode(answer.value, type=dict[str, str]).items()
+        }
+
+    def reset_tensors(self) -> Iterator[None]:
+        """See :class:`~.others.OtherRanks`."""
+        return self._until(self._call(lambda number: ResetTensors(number=number)))
+
+    def join_group(self, request: InitWeightsUpdateGroupReqInput) -> Iterator[None]:
+        """See :class:`~.others.OtherRanks`."""
+        return self._until(self._call(lambda number: JoinGroup(number=number, request=request)))
+
+    def leave_group(self, name: str, reason: str | None = None) -> Iterator[None]:
+        """See :class:`~.others.OtherRanks`."""
+        return self._until(self._call(lambda number: LeaveGroup(number=number, name=name, reason=reason)))
+
+    def status(self) -> list[RankStatus]:
+        """See :class:`~.others.OtherRanks`."""
+        return [
+            RankStatus(
+                rank=rank,
+                pid=joined.pid,
+                host=joined.host.partition("/")[0],
+                reserved=memory.reserved,
+                allocated=memory.allocated,
+                available=memory.available,
+            )
+            for rank, joined in sorted(self._workers.joined.items())
+            if (memory := self._workers.memory.get(rank)) is not None
+        ]
+
+    def _call(self, make: Callable[[int], Call]) -> int:
+        number = self._workers.next_number()
+        self._workers.send(make(number))
+        return number
+
+    def _answers(self, number: int) -> Generator[None, None, list[Answer]]:
+        """Of all ranks, none of which has failed."""
+        while (answers := self._workers.answers(number)) is None:
+            yield None
+        _require(answers)
+        return answers
+
+    def _until(self, number: int) -> Iterator[None]:
+        yield from self._answers(number)
+
+
+class _Agreement:
+    """Rank 0's side of agreeing on sizes."""
+
+    def __init__(self, ranks: RankZero) -> None:
+        self._ranks = ranks
+
+    @property
+    def sharing(self) -> int:
+        """Ranks on this host."""
+        return self._ranks.sharing
+
+    def all_reduce_min(self, value: int) -> int:
+        """The smallest ``value`` of all ranks."""
+        return self._ranks.offered(value)
+
+
+def _require(answers: list[Answer]) -> None:
+    raise_failures(dict(enumerate(answers, 1)))

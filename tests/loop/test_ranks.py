@@ -1,0 +1,349 @@
+"""An engine of two ranks, driven tick by tick: the same results, states and refusals as of one."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+from support.buckets_by_hand import Sender
+from support.checkpoints import make_checkpoint
+from support.parameter_server import ParameterServer
+from support.plain_trainer import PlainTrainer, update_message, weights_of
+from support.scripted import EngineDriver, assert_error, one_piece_per_slice, tokens_of
+from support.state_table import STATES, TABLE, Recipes
+
+from caesura.client.tensors import SharedTensors
+from caesura.io_struct import (
+    AbortReq,
+    ContinueGenerationReqInput,
+    DestroyWeightsUpdateGroupReqInput,
+    EndWeightUpdateReqInput,
+    FlushCacheReqInput,
+    GenerateReqInput,
+    PauseGenerationReqInput,
+    ReleaseMemoryOccupationReqInput,
+    ResumeMemoryOccupationReqInput,
+    SamplingParams,
+    UpdateWeightFromDiskReqInput,
+    UpdateWeightsFromCheckpointEngineReqInput,
+    UpdateWeightsFromIPCReqInput,
+    WeightsCheckerReqInput,
+)
+from caesura.scheduler.ranks import rank_zero, runner
+from caesura.scheduler.ranks.messages import Abandon, Write
+
+pytestmark = pytest.mark.slow  # its workers take seconds to start
+
+PROMPT = [5, 6, 7, 8]
+
+
+@pytest.fixture(scope="module", params=[0, 1], ids=["depth 0", "depth 1"])
+def shared(request, tiny_model):
+    options = {"pipeline_depth": request.param, "check_finite": True, "allow_legacy_pickle": True}
+    with EngineDriver(str(tiny_model), scripted=False, tp=2, **options) as driver:
+        yield driver
+
+
+@pytest.fixture
+def driver(shared, tiny_model):
+    """The shared engine, as it is after its start but for epochs and labels."""
+    yield shared
+    restore(shared, tiny_model)
+
+
+@pytest.fixture(scope="module")
+def alone(tiny_model):
+    with EngineDriver(str(tiny_model), scripted=False) as driver:
+        yield driver
+
+
+def restore(driver: EngineDriver, model) -> None:
+    """Whatever state an engine is in: running, nothing live, with the weights of ``model``."""
+    driver.call(AbortReq(abort_all=True))
+    driver.call(EndWeightUpdateReqInput(commit=False, force=True))
+    driver.call(PauseGenerationReqInput(mode="abort"))
+    driver.call(ResumeMemoryOccupationReqInput())
+    reply = driver.call(UpdateWeightFromDiskReqInput(model_path=str(model)), max_ticks=100_000)
+    driver.call(ContinueGenerationReqInput(force=True))
+    status = driver.status()
+    assert (status.generation, status.weights, status.session) == ("running", "valid", None), reply
+    driver.engine.cache.check()
+
+
+def outputs(driver: EngineDriver) -> list[tuple[list[int], np.ndarray]]:
+    """Tokens and logprobs of every kind of request at once, from an empty cache."""
+    driver.call(FlushCacheReqInput())
+    kinds = (
+        {},
+        {"temperature": 1.0, "seed": 3},
+        {"temperature": 0.8, "seed": 4, "top_k": 7, "top_p": 0.9, "min_p": 0.01},
+        {"frequency_penalty": 0.7, "repetition_penalty": 1.2, "logit_bias": {11: 3.0}},
+    )
+    messages = [
+        GenerateReqInput(
+            input_ids=[*PROMPT, *range(9, 9 + 11 * number)],
+            return_logprob=True,
+            logprob_start_len=0,
+            top_logprobs_num=2,
+            sampling_params=SamplingParams(
+                **{"max_new_tokens": 12, "ignore_eos": True, "temperature": 0.0, **kind}
+            ),
+        )
+        for number, kind in enumerate(kinds)
+    ]
+    for message in messages:
+        driver.send(message)
+    driver.run_until_idle()
+    results = [driver.result(message.id) for message in messages]
+    assert all(result.finish_reason.type == "length" for result in results), results
+    return [(tokens_of(result), np.frombuffer(result.output_logprobs, np.float32)) for result in results]
+
+
+def assert_same_outputs(found, expected) -> None:
+    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
+    for (_, ours), (_, theirs) in zip(found, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-4)
+
+
+def checksums(driver: EngineDriver) -> dict[str, str]:
+    return driver.call(WeightsCheckerReqInput()).checksums
+
+
+def test_two_ranks_sample_what_one_samples(driver, alone):
+    assert_same_outputs(outputs(driver), outputs(alone))
+    status = driver.status()
+    assert [rank.rank for rank in status.ranks] == [1]
+    assert status.ranks[0].reserved > 0
+    assert alone.status().ranks == []
+    assert status.kv.bytes_per_token * 2 == alone.status().kv.bytes_per_token
+    assert status.device_memory.available <= status.ranks[0].available
+
+
+@pytest.fixture(scope="module")
+def cold(other_model):
+    """Checksums of both ranks of an engine that was started from the other model."""
+    with EngineDriver(str(other_model), scripted=False, tp=2) as driver:
+        return checksums(driver)
+
+
+def by_disk(driver, path):
+    return driver.call(UpdateWeightFromDiskReqInput(model_path=str(path)), max_ticks=100_000)
+
+
+def by_tensor(driver, path):
+    return Sender(driver, path).send_all()[-1]
+
+
+def by_ipc(driver, path):
+    with SharedTensors(list(weights_of(path).items())) as shared:
+        return driver.call(UpdateWeightsFromIPCReqInput(specs=shared.specs, handle=shared.memory.handle))
+
+
+def by_broadcast(driver, path):
+    """A trainer is rank 0 of three; the engine's ranks are 1 and 2, as SGLang counts them."""
+    trainer = PlainTrainer(world_size=3)
+    trainer.beside(trainer.join)
+    reply = driver.call(trainer.init_message(), max_ticks=100_000)
+    trainer.finish()
+    assert (reply.rank, reply.world_size) == (1, 3)
+    weights = weights_of(path)
+    trainer.beside(lambda: trainer.broadcast_each(weights))
+    reply = driver.call(update_message(weights), max_ticks=100_000)
+    trainer.finish()
+    driver.call(DestroyWeightsUpdateGroupReqInput(), max_ticks=100_000)
+    trainer.close()
+    return reply
+
+
+@pytest.mark.parametrize("send", [by_disk, by_tensor, by_ipc, by_broadcast])
+def test_an_update_is_a_cold_load_on_every_rank(driver, cold, other_model, send):
+    before = checksums(driver)
+    assert before.keys() == cold.keys()
+    assert sum(name.endswith(" of rank 1") for name in cold) == len(cold) / 2
+    if send is by_tensor:
+        driver.call(PauseGenerationReqInput(mode="abort"))
+    reply = send(driver, other_model)
+    assert reply.committed, reply
+    assert checksums(driver) == cold != before
+
+
+def exchange(server: ParameterServer, weights) -> None:
+    for message in (server.handle, *server.buckets(weights), None, None):
+        assert server.ask(message) == ""
+
+
+def test_a_parameter_server_s_buckets_reach_every_rank(driver, cold, other_model):
+    tensors = weights_of(other_model)
+    with ParameterServer(1 << 20) as server, ThreadPoolExecutor(1) as beside:
+        sent = beside.submit(exchange, server, tensors)
+        message = UpdateWeightsFromCheckpointEngineReqInput(zmq_handles={"cpu": server.address})
+        reply = driver.call(message, max_ticks=100_000)
+        sent.result(30)
+    assert reply.committed, reply
+    assert checksums(driver) == cold
+
+
+def test_a_commit_needs_every_rank(driver, other_model, tiny_model):
+    """A value that only rank 1 holds refuses the commit of both, with that rank's reason."""
+    weights = weights_of(other_model)
+    name = "model.layers.1.self_attn.q_proj.weight"
+    weights[name][-1, -1] = torch.nan
+    with SharedTensors(list(weights.items())) as shared:
+        reply = driver.call(UpdateWeightsFromIPCReqInput(specs=shared.specs, handle=shared.memory.handle))
+    error = assert_error(reply, "weights_not_finite")
+    assert list(error.detail["ranks"]) == ["1"]
+    assert name in error.detail["ranks"]["1"]
+    assert driver.status().weights == "poisoned"
+    assert by_disk(driver, tiny_model).committed
+    assert driver.status().weights == "valid"
+
+
+def test_what_one_rank_refuses_changes_nothing(driver, other_model, monkeypatch):
+    """Its folder has other files, as that of another host may."""
+    before = checksums(driver)
+    described = rank_zero.described
+
+    def other_files(source):
+        folder, frames = described(source)
+        folder.digest = "0" * 64
+        return folder, frames
+
+    monkeypatch.setattr(rank_zero, "described", other_files)
+    error = assert_error(by_disk(driver, other_model), "checkpoint_error")
+    assert "other files here than on rank 0" in error.detail["ranks"]["1"]
+    assert driver.status().weights == "valid"
+    assert checksums(driver) == before
+
+
+def test_a_rank_that_fails_in_the_midst_poisons_all(driver, other_model, monkeypatch):
+    send = rank_zero.RankZero._call
+
+    def loses_its_source(self, make):
+        if isinstance(make(0), Write):
+            self._workers.wait(send(self, lambda number: Abandon(number=number)))
+        return send(self, make)
+
+    monkeypatch.setattr(rank_zero.RankZero, "_call", loses_its_source)
+    error = assert_error(by_disk(driver, other_model), "internal")
+    assert "rank 0 has opened no source" in error.detail["ranks"]["1"]
+    monkeypatch.undo()
+    assert driver.status().weights == "poisoned"
+
+
+def test_an_update_that_ends_early_ends_on_every_rank(driver, other_model, tiny_model, monkeypatch):
+    """The session expires while rank 1 writes: nothing of it comes after what is sent next."""
+    pause = driver.call(PauseGenerationReqInput(mode="abort"))
+    assert pause.mode == "abort"
+    before = checksums(driver)
+    sender = Sender(driver, other_model)
+    sender.send(0)
+    driver.engine.updates.expire()
+    assert driver.status().weights == "poisoned"
+    assert by_disk(driver, tiny_model).committed
+    assert checksums(driver) == before
+
+
+def test_a_step_that_a_worker_cannot_read_fails_on_every_rank(driver, alone, monkeypatch):
+    encode = runner.encode_batch
+    broken = iter([True])
+
+    def torn(batch):
+        header, arrays = encode(batch)
+        return header, arrays[:-8] if next(broken, False) else arrays
+
+    monkeypatch.setattr(runner, "encode_batch", torn)
+    rid = driver.generate(PROMPT)
+    driver.run_until_idle()
+    reason = driver.result(rid).finish_reason
+    assert (reason.type, reason.code) == ("error", "internal")
+    assert "rank 1: " in reason.message
+    assert driver.status().step_failures.failed > 0
+    assert_same_outputs(outputs(driver), outputs(alone))
+
+
+def test_a_step_that_rank_0_cannot_execute_fails_on_every_rank(driver, alone, monkeypatch):
+    """The worker waits for it in a collective meanwhile."""
+    model = driver.engine.scheduler._runner._own.model
+    forward, fails = model.forward, iter([True])
+
+    def failing(*arguments):
+        if next(fails, False):
+            raise MemoryError("no room for one more")
+        return forward(*arguments)
+
+    monkeypatch.setattr(model, "forward", failing)
+    rid = driver.generate(PROMPT)
+    driver.run_until_idle()
+    assert driver.result(rid).finish_reason.type == "length"  # memory that ran out once: computed again
+    assert driver.status().step_failures.retried > 0
+    monkeypatch.undo()
+    assert_same_outputs(outputs(driver), outputs(alone))
+
+
+def test_a_pause_answers_when_every_rank_has_ended_the_step(driver):
+    rid = driver.generate(PROMPT, 40)
+    driver.tick(5)
+    driver.call(PauseGenerationReqInput(mode="in_place"))
+    steps = driver.engine.scheduler._runner
+    assert steps._under_way == []
+    assert driver.engine._others._workers._answers == {}
+    driver.call(ContinueGenerationReqInput())
+    driver.run_until_idle()
+    assert len(tokens_of(driver.result(rid))) == 40
+
+
+def test_memory_is_released_resumed_and_emptied_on_every_rank(driver, alone, tiny_model):
+    driver.call(PauseGenerationReqInput(mode="abort"))
+    reserved = driver.status().ranks[0].reserved
+    driver.call(ReleaseMemoryOccupationReqInput())
+    assert driver.status().ranks[0].reserved < reserved
+    driver.call(ResumeMemoryOccupationReqInput())
+    assert by_disk(driver, tiny_model).committed
+    report = driver.call(ContinueGenerationReqInput())
+    assert [rank.rank for rank in report.ranks] == [1]
+    assert report.ranks[0].reserved_after <= report.ranks[0].reserved_before
+    assert_same_outputs(outputs(driver), outputs(alone))
+
+
+@pytest.fixture(scope="module")
+def broken_model(tmp_path_factory):
+    """A checkpoint whose shapes do not fit."""
+    path = tmp_path_factory.mktemp("models") / "broken"
+    make_checkpoint(path, "qwen3", tied=True, seed=2, num_hidden_layers=1)
+    return path
+
+
+def test_every_command_in_every_state(shared, tiny_model, other_model, broken_model, monkeypatch):
+    """The table of docs/reference/states.md, cell by cell, on one engine. Scores are rank 0's alone."""
+    if shared.config.pipeline_depth == 0:
+        pytest.skip("once is enough for what takes so long")
+    one_piece_per_slice(monkeypatch)
+    monkeypatch.setattr("caesura.scheduler.weights.writing.WRITE_S", 0.0)
+    wrong = []
+    for command in TABLE.keys() - {"score"}:
+        for state in STATES:
+            recipes = Recipes(shared, other_model, broken_model)
+            recipes.enter(state)
+            observed = recipes.observe(command)
+            if observed != TABLE[command][state]:
+                wrong.append(f"{command} in {state}: {observed}")
+            clear(shared, tiny_model)
+    assert not wrong
+
+
+def clear(driver: EngineDriver, model) -> None:
+    """Bring an engine back to running, with valid weights of any model; only what is needed for that."""
+    status = driver.status()
+    if status.running_requests or status.waiting_requests or status.prefilling_requests:
+        driver.call(AbortReq(abort_all=True))
+    if status.session is not None:
+        driver.call(EndWeightUpdateReqInput(commit=False, force=True))
+    if status.released_tags:
+        driver.call(PauseGenerationReqInput(mode="abort"))
+        driver.call(ResumeMemoryOccupationReqInput())
+    if driver.status().weights != "valid":
+        assert by_disk(driver, model).committed
+    driver.call(ContinueGenerationReqInput(force=True, torch_empty_cache=False))
+    status = driver.status()
+    assert (status.generation, status.weights, status.session) == ("running", "valid", None)
+    driver.engine.cache.check()
