@@ -16,7 +16,7 @@ from support.waiting import eventually
 from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore
 
-from caesura.io_struct import CaesuraError, TensorSpec
+from caesura.io_struct import CaesuraError, TensorSpec, UpdateWeightsFromDistributedReqInput
 from caesura.io_struct.weights import PRESENT
 from caesura.scheduler.weights.transports import process_group, reception
 from caesura.scheduler.weights.transports.distributed import DistributedSource, Group
@@ -156,7 +156,8 @@ def test_a_trainer_that_died_before_its_first_broadcast(
     eventually(dead.joined)
     woken.clear()
     specs = [TensorSpec(name="a", dtype="U8", shape=[4], nbytes=4)]
-    pieces = DistributedSource(dead, [specs]).pieces(1 << 20, lambda name: False)
+    request = UpdateWeightsFromDistributedReqInput(specs=specs)
+    pieces = DistributedSource(dead, [specs], request).pieces(1 << 20, lambda name: False)
 
     def given_up() -> bool:
         assert next(pieces) is None
