@@ -180,13 +180,18 @@ def make(choice: Choice, shape: Shape, pool: MHAPool | MLAPool, limits: StepLimi
             )
         return LatentBackend(pool, shape.num_heads, shape.scale)
     sizes = (shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.scale)
+    windows = tuple({kind.window: None for kind in shape.kinds})
     if choice.by == "flashinfer":
         return flashinfer.FlashInferBackend(
             pool, *sizes, max_rows=limits.rows, max_tokens=limits.tokens, max_pages=limits.pages
         )
     if choice.by == "triton":
-        return paged_triton.PagedTritonBackend(pool, *sizes, max_rows=limits.rows, max_pages=limits.pages)
-    return SdpaBackend(pool, *sizes) if choice.by == TORCH else PagedCpuBackend(pool, *sizes)
+        return paged_triton.PagedTritonBackend(
+            pool, *sizes, windows=windows, max_rows=limits.rows, max_pages=limits.pages
+        )
+    if choice.by == TORCH:
+        return SdpaBackend(pool, *sizes, windows=windows)
+    return PagedCpuBackend(pool, *sizes)
 
 
 @cache

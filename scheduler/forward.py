@@ -288,6 +288,8 @@ class KVPool(Protocol):
     page_size: int
     num_pages: int
     """Scratch page included."""
+    window_pages: int | None
+    """The same of layers with a window that give pages back. None: there are none, all layers are alike."""
 
     def split_slots(self, kv_slots: Tensor) -> tuple[Tensor, Tensor]:
         """``(pages, offsets)``, int64 [T] each, of ``kv_slots`` [T]: once per step, for all layers."""

@@ -5,6 +5,7 @@ Invariants:
 - Captured steps of all sizes read one page table and one list of lengths that never move.
 """
 
+from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -41,11 +42,12 @@ class PagedTritonBackend(SdpaBackend):
         head_size: int,
         scale: float | None = None,
         *,
+        windows: Sequence[int | None] = (None,),
         max_rows: int,
         max_pages: int,
     ) -> None:
         """``scale`` multiplies the scores (None: ``head_size ** -0.5``); a step has ``max_rows`` rows of ``max_pages`` pages at most."""
-        super().__init__(pool, num_heads, num_kv_heads, head_size, scale)
+        super().__init__(pool, num_heads, num_kv_heads, head_size, scale, windows=windows)
         keys, _ = pool.layer(0)
         self._elementwise: Elementwise | None = None
         if best("elementwise", keys.device, keys.dtype) == TRITON:
@@ -65,8 +67,11 @@ class PagedTritonBackend(SdpaBackend):
         self._multiprocessors = _MULTIPROCESSORS
         if device.type == "cuda":
             self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-        tables = torch.zeros((2, max_rows, max_pages), dtype=torch.int32, device=device)
-        self._table, self._window_table = tables
+        self._table = self._window_table = torch.zeros(
+            (max_rows, max_pages), dtype=torch.int32, device=device
+        )
+        if pool.window_pages is not None:
+            self._window_table = torch.zeros_like(self._table)
         self._kv_lens = torch.ones(max_rows, dtype=torch.int32, device=device)
 
     def plan(self, batch: ForwardBatch) -> None:
@@ -134,8 +139,8 @@ class _CapturedDecode:
         assert batch.num_decode == batch.num_rows == len(self._kv_lens), "captured for another number of rows"
         plain, windowed = self._tables
         plain[:, : batch.page_table.shape[1]] = batch.page_table
-        table = batch.page_table if batch.window_table is None else batch.window_table
-        windowed[:, : table.shape[1]] = table
+        if batch.window_table is not None:
+            windowed[:, : batch.window_table.shape[1]] = batch.window_table
         self._kv_lens.copy_(batch.kv_lens)
         if self._store is not None:
             self._store.batch = batch

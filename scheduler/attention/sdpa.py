@@ -6,7 +6,8 @@ Invariants:
   K and V are never repeated.
 - A masked position contributes nothing, whatever it holds. Scores are overwritten (not added to) by -inf and gathered V
   is zeroed there, because 0 * NaN is NaN; prefill rows never see one, their copies are cut at the KV length.
-- What all layers of one window share (gather indices, masks) is made once per step, when the first of them attends.
+- What all layers of one window share (gather indices, masks) is made once per step: in :meth:`SdpaBackend.plan`, so that no
+  layer waits for a copy, or for a window that it does not know of when the first layer of it attends.
 - With a window, pages that no token of a row sees are not gathered: they may have been given back.
 
 The decode form was measured against ``scaled_dot_product_attention`` (with groups as query rows, and with
@@ -82,8 +83,15 @@ class SdpaBackend:
         num_kv_heads: int,
         head_size: int,
         scale: float | None = None,
+        *,
+        windows: Sequence[int | None] = (None,),
     ) -> None:
-        """``scale`` multiplies the scores. None: ``head_size ** -0.5``."""
+        """
+        Args:
+            scale: multiplies the scores. None: ``head_size ** -0.5``.
+            windows: of the layers' forms, each once: what is planned for.
+        """
+        self._windows = tuple(windows)
         self.fused: FusedAttention | None = None
         self.paged = None
         self.reads_page_table = True
@@ -107,13 +115,15 @@ class SdpaBackend:
         self._plans: dict[int | None, _Plan] = {}
 
     def plan(self, batch: ForwardBatch) -> None:
-        """Forget the step before; what a layer needs of this one is planned when it attends."""
+        """Forget the step before, and plan this one for the windows of all layers."""
         self._slots = self._window_slots = self._pool.split_slots(batch.kv_slots)
         if batch.window_slots is not None:
             self._window_slots = self._pool.split_slots(batch.window_slots)
         self._num_decode = batch.num_decode
         self._batch = batch
         self._plans.clear()
+        for window in self._windows:
+            self.plan_for(window)
 
     def plan_for(self, window: int | None) -> _Plan:
         """Of the planned step, for layers whose tokens see ``window`` positions: the rows in groups, gather indices, masks."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..forward import AttentionBackend
 from ..kernels.forms import PLAIN, AttentionForm, HeadNorms
 from .linear import Linear, QKVLinear
-from .norm import RMSNorm
+from .norm import RMSNorm, normalize
 from .parameters import CompositeLayer, Layer, Parameter, Placement, WeightSlot
 from .rotary import rotate
 from .sharding import head_windows, sharded
@@ -113,8 +113,13 @@ class Attention(CompositeLayer):
         qk, v = qkv[:, : -shape.num_kv_heads], qkv[:, -shape.num_kv_heads :]
         if self.qk_norms is not None:
             q_norm, k_norm = self.qk_norms
-            q, k = q_norm.by_torch(qk[:, : shape.num_heads]), k_norm.by_torch(qk[:, shape.num_heads :])
-            qk = torch.cat((q, k), dim=1)
+            if shape.norm_from_one:
+                q, k = qk.split([shape.num_heads, shape.num_kv_heads], dim=1)
+                qk = torch.cat((q_norm.by_torch(q), k_norm.by_torch(k)), dim=1)
+            else:
+                qk = normalize(qk, q_norm.eps)
+                q_norm.scale_(qk[:, : shape.num_heads])
+                k_norm.scale_(qk[:, shape.num_heads :])
         qk = rotate(qk, cos, sin)
         q, k = qk[:, : shape.num_heads], qk[:, shape.num_heads :]
         return self._out(backend.forward(q, k, v, self._layer, self.form))

@@ -55,8 +55,12 @@ class RMSNorm:
     def by_torch(self, x: Tensor) -> Tensor:
         """[..., size], in fresh memory."""
         if not self.from_one:
-            return normalize(x, self.eps).mul_(self._weight.data)
+            return self.scale_(normalize(x, self.eps))
         return normalize(x.float(), self.eps).mul_(1.0 + self._weight.data.float()).to(x.dtype)
+
+    def scale_(self, normalized: Tensor) -> Tensor:
+        """Multiply by the weight, in place; for callers that normalise several tensors at once. Not with ``from_one``."""
+        return normalized.mul_(self._weight.data)
 
     @property
     def weight(self) -> Tensor:

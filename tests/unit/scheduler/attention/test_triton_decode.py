@@ -111,6 +111,7 @@ FORMS = [
 def test_every_form_agrees_with_the_torch_backend():
     """One plan serves layers of all forms; pages before a window have been given back."""
     pools = [filled_pool(2, 16) for _ in range(2)]
+    pools[0].window_pages = PAGES  # with a table of its own
     backend = PagedTritonBackend(pools[0], 4, 2, 16, max_rows=3, max_pages=20)
     backend._multiprocessors = 8
     decode, torch_backend = backend.for_decode(3), SdpaBackend(pools[1], 4, 2, 16)
