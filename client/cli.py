@@ -397,13 +397,11 @@ def _text(name: str, value: Any) -> str:
 
 
 def _status_rows(status: GetStatusReqOutput) -> Iterable[tuple[str, str]]:
-    generation: str = status.generation
-    if status.pause_mode is not None:
-        generation += f" ({_pause(status)})"
+    pause = "" if status.pause_mode is None else f" ({_pause(status)})"
     weights = f"{status.weights}, version {status.weight_version}, epoch {status.weights_epoch}"
     if status.weights_detail is not None:
         weights += f": {status.weights_detail}"
-    yield "generation", generation
+    yield "generation", status.generation + pause
     yield "weights", weights
     if status.session is not None:
         yield (

@@ -340,13 +340,7 @@ class Engine:
             others=self._others,
             poison=self.updates.poison,
         )
-        sending = WeightSending(
-            model=loaded.model,
-            runner=runner,
-            lifecycle=lifecycle,
-            groups=self.process_groups,
-            num_ranks=self._others.parallel.size,
-        )
+        sending = self._build_sending(core)
         trace = StepTrace(self._stages, config.profile_dir, config.device, self.wakeup.set)
         self._cleanup.callback(trace.close)
         handlers = Commands(
@@ -363,6 +357,15 @@ class Engine:
             profiling=ProfilingCommands(trace, lambda: lifecycle.step),
         )
         return _Commands(handlers, sending, self._build_scoring(core, module))
+
+    def _build_sending(self, core: _Core) -> WeightSending:
+        return WeightSending(
+            model=core.steps.loaded.model,
+            runner=core.steps.runner,
+            lifecycle=core.lifecycle,
+            groups=self.process_groups,
+            num_ranks=self._others.parallel.size,
+        )
 
     def _build_updates(
         self, config: EngineConfig, core: _Core, write_stream: WriteStream | None

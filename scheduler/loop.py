@@ -145,8 +145,7 @@ class Scheduler:
         run = self._guard.run
         finish = self._outputs.fail if failed else self._outputs.abort
         run("finishing the live requests", finish, self._live, error.message, error.code)
-        code = error.code if error.code == ErrorCode.ENGINE_DIED else ErrorCode.SHUTTING_DOWN
-        run("answering the pending commands", self._dispatcher.refuse_rest, error.message, code)
+        run("answering the pending commands", self._dispatcher.refuse_rest, error.message, error.code)
         for _ in range(MAX_SENDS):
             run("sending the last results", self._outbox.deliver, self._lifecycle.step)
 

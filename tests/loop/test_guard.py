@@ -319,10 +319,10 @@ def test_a_loop_that_ends_tells_everybody(driver, monkeypatch, error):
     with pytest.raises(type(error)):
         scheduler.run()
     driver.collect()
-    assert_error(driver.replies.pop(parked), "shutting_down")
+    assert_error(driver.replies.pop(parked), "engine_died")
     for key in [(runs, 0), *((group, index) for index in range(3))]:
         reason = driver.result(*key).finish_reason
-        assert (reason.type, reason.code) == ("error", "internal")
+        assert (reason.type, reason.code) == ("error", "engine_died")
         assert type(error).__name__ in reason.message
     assert len(tokens_of(driver.result(runs))) > 0, "what it had is not lost"
 

@@ -22,7 +22,7 @@ from caesura.io_struct import (
 )
 from caesura.io_struct import ReleaseMemoryOccupationReqInput as Release
 from caesura.io_struct import ResumeMemoryOccupationReqInput as Resume
-from caesura.scheduler.memory import offload, residency
+from caesura.scheduler.memory import host_copy, residency
 from caesura.scheduler.memory.residency import StorageComponent
 
 PROMPT = [3 + 7 * i % 90 for i in range(40)]
@@ -142,7 +142,7 @@ def test_a_copy_that_does_not_fit_leaves_the_weights_where_they_are(driver, monk
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(offload.os, "pwrite", full)
+    monkeypatch.setattr(host_copy.os, "pwrite", full)
     error = assert_error(driver.call(Release()), "out_of_memory")
     assert "No space left on device" in error.message
     status = driver.status()
@@ -170,7 +170,7 @@ def test_a_resume_that_fails_half_way_keeps_the_copy(driver, monkeypatch, where)
 
     with monkeypatch.context() as patch:
         if where == "weights":
-            patch.setattr(offload.os, "preadv", fail)
+            patch.setattr(host_copy.os, "preadv", fail)
         else:
             patch.setattr(manager._components["kv_cache"], "resume", refuse)
         tags = ["weights", "kv_cache"]

@@ -271,7 +271,7 @@ def broken(tmp_path: Path, source: Path, breakage: str) -> Path:
     elif breakage == "number beyond floats":
         edit_config(path, rms_norm_eps=10**400)
     elif breakage == "another architecture":
-        edit_config(path, architectures=["GPT2LMHeadModel"])
+        edit_config(path, architectures=["MambaForCausalLM"])
     elif breakage == "another config":
         edit_config(path, num_attention_heads=2)
     else:

@@ -209,7 +209,7 @@ def test_a_signal_during_the_start_ends_it(tiny_model, endpoint):
     prelude = """
         import os, threading
         from caesura.scheduler import build
-        def load_model(config, folder=None):
+        def load_model(*given):
             os.write(2, b"loading\\n")
             threading.Event().wait()
         build.load_model = load_model
@@ -232,7 +232,7 @@ def test_a_signal_that_meets_a_finalizer_during_the_start_ends_it(tiny_model, en
         class Finalized:
             def __del__(self):
                 signal.raise_signal(signal.SIGTERM)
-        def load_model(config, folder=None):
+        def load_model(*given):
             Finalized()
             threading.Event().wait()
         build.load_model = load_model
@@ -328,7 +328,7 @@ def test_a_cancelled_start_whose_cleanup_hangs_is_cut_off(tiny_model, endpoint):
         from caesura.scheduler import build, process
         process.END_S = 1.0
         process.private_directory.remove = lambda path: threading.Event().wait()
-        def load_model(config, folder=None):
+        def load_model(*given):
             os.write(2, b"loading\\n")
             threading.Event().wait()
         build.load_model = load_model
@@ -446,11 +446,11 @@ def test_too_little_memory_to_start_is_an_end_too(tiny_model, endpoint):
         import resource
         from caesura.scheduler import build
         load_model = build.load_model
-        def load_with_little_left(config, folder=None):
+        def load_with_little_left(*given):
             with open("/proc/self/statm") as statm:
                 limit = int(statm.read().split()[0]) * resource.getpagesize() + (64 << 20)
             resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-            return load_model(config, folder)
+            return load_model(*given)
         build.load_model = load_with_little_left
     """
     options = ("--endpoint", endpoint, "--load-bucket-bytes", str(1 << 30))

@@ -54,7 +54,7 @@ def test_status_is_readable(fake, caesura):
     assert (code, err) == (0, "")
     since = r"paused \(in_place, for 1.5 s, since \d{4}-\d\d-\d\d \d\d:\d\d:\d\d, no owner, no lease\)"
     assert re.search(since, out)
-    assert "throughput  0.0 tokens/s generated" in out
+    assert "throughput  0.0 tokens/s in the last seconds" in out
     assert "64 free + 16 cached + 32 held = 112" in out
     assert "3.0 MB reserved" in out
     assert "avx2: linear, sampler; torch: attention (attention_backend = 'sdpa')" in out
@@ -73,7 +73,7 @@ def test_status_says_whose_the_pause_is_and_until_when(tmp_path_factory, caesura
     assert code == 0
     words = " ".join(out.split())  # wherever the table breaks a line
     assert "owner trainer 7, lease ends in 12.3 s)" in words
-    assert "throughput 1234.6 tokens/s generated" in words
+    assert "throughput 1234.6 tokens/s in the last seconds" in words
 
 
 def test_status_as_json_is_the_reply(fake, caesura):

@@ -30,7 +30,7 @@ MIB = 1 << 20
 class Page(HTMLParser):
     """The tags of a page, their balance and their attributes."""
 
-    VOID = frozenset({"meta", "br", "link", "input"})
+    VOID = frozenset({"meta", "br", "link", "input", "img"})
 
     def __init__(self, text):
         super().__init__()
@@ -76,7 +76,7 @@ def test_what_clients_send_stays_data(tmp_path):
     write_page(record_of([*cycles(2, label=evil), memory_event(20, "failure", detail=evil)]), tmp_path / "p")
     text = (tmp_path / "p").read_text()
     assert "<script>alert" not in text
-    assert "<img" not in text
+    assert "<img src" not in text
     assert Page(text).urls == ["data:,"]
     assert embedded(text).history.events[-1].detail == evil, "and arrives whole"
 

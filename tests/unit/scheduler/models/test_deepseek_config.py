@@ -112,7 +112,7 @@ def test_absent_fields_are_the_defaults_of_transformers() -> None:
         )
         assert ours.moe.num_experts == theirs.n_routed_experts
         assert ours.moe.intermediate_size == theirs.moe_intermediate_size
-        assert ours.moe.num_shared == theirs.n_shared_experts
+        assert ours.moe.shared_size == theirs.n_shared_experts * theirs.moe_intermediate_size
         assert ours.moe.routed_scale == theirs.routed_scaling_factor
         assert ours.moe.sparse_layers.index(True) == theirs.first_k_dense_replace
     assert (v3.moe.normalize, v3.moe.scoring, v3.moe.score_bias) == (True, "sigmoid", True)
@@ -169,7 +169,7 @@ def test_layers_with_experts() -> None:
     assert sparse == (False, False, True, False, True, False)
     assert parse(first_k_dense_replace=None).moe.sparse_layers == (True,) * 6
     assert not any(parse(first_k_dense_replace=6).moe.sparse_layers)
-    assert parse(n_shared_experts=None).moe.num_shared == 0
+    assert parse(n_shared_experts=None).moe.shared_size == 0
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,6 @@ def test_layers_with_experts() -> None:
         ({"num_key_value_heads": 2}, ["num_key_value_heads"]),
         ({"attention_bias": True, "q_lora_rank": None}, ["attention_bias"]),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, ["rope_scaling"]),
-        ({"rope_parameters": {**YARN, "truncate": False}}, ["rope_parameters"]),
         ({"mlp_bias": True}, ["mlp_bias"]),
         ({"hidden_act": "gelu"}, ["hidden_act"]),
     ],
