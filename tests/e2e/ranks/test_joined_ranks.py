@@ -35,9 +35,8 @@ def joined(tiny_model, tmp_path_factory) -> Iterator[tuple[LaunchedScheduler, su
         "curve_client_key_file": keys / "worker.key_secret",
     }
     launched = launch_scheduler(tiny_model, tp=2, tp_joined=1, tp_address=address, **OPTIONS, **options)
-    assert stranger.poll() is None
     stranger.kill()
-    stranger.wait()
+    assert stranger.wait() in (1, -9), "the engine refuses it: it has ended, or tries again"
     yield launched, worker
     launched.close()
     worker.kill()
