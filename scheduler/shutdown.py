@@ -12,10 +12,12 @@ Invariants:
 
 import contextlib
 import os
+import select
 import signal
 import socket
+import threading
 from collections.abc import Callable, Sequence
-from time import monotonic
+from time import monotonic, sleep
 from types import FrameType
 
 from ..io_struct import CaesuraError, ErrorCode
@@ -33,6 +35,7 @@ FATAL_SIGNALS = (
     signal.SIGPWR,
 )
 """Signals that the engine does not use and that end a process by default."""
+_WATCH_S = 0.1
 
 
 class Shutdown:
@@ -150,8 +153,8 @@ class StopSignals:
     """Turns stop signals into bytes on a descriptor, or into an exception until the engine serves."""
 
     def __init__(self, limit_end: Callable[[], None]) -> None:
-        """``limit_end`` ends the process some time later, whatever happens. It is called before the exception is raised, which is
-        lost where a finalizer happens to run."""
+        """``limit_end`` ends the process some time later, whatever happens: the exception of a signal waits for the end of a call
+        into a library, and is lost where a finalizer happens to run."""
         self._limit_end = limit_end
         reader, writer = socket.socketpair()
         for end in (reader, writer):
@@ -165,6 +168,27 @@ class StopSignals:
         writer.detach()
         self.fd = reader.detach()
         """Yields one byte per signal."""
+        peek = socket.socket(fileno=os.dup(self.fd))
+        threading.Thread(target=self._watch, args=[peek], name="start-signals", daemon=True).start()
+
+    def _watch(self, peek: socket.socket) -> None:
+        """Until the engine serves or its start is interrupted: repeat a signal that had no effect, and limit the end.
+
+        The interpreter can start to wait for a lock, or call a library that does, just after it has looked for signals.
+        Only another signal interrupts that.
+        """
+        main, limited = threading.main_thread().ident or 0, False
+        with peek:
+            while not self._serving:
+                if not select.select([peek], [], [], _WATCH_S)[0]:
+                    continue
+                sleep(_WATCH_S)
+                number = peek.recv(1, socket.MSG_PEEK)[0]
+                if not self._serving and number in self._signals:
+                    if not limited:
+                        limited = True
+                        self._limit_end()
+                    signal.pthread_kill(main, number)
 
     def serving(self) -> None:
         """Signals no longer raise: the loop handles them, by :attr:`fd`, or the process ends by itself, since its start failed."""

@@ -96,6 +96,8 @@ def test_exact_against_transformers(tiny_model, reference, judge, residency):
                 temperature=temperature,
             )
             assert_scores(driver.call(message), message, judge)
+        while driver.engine.dispatcher._scoring.has_work:  # answered, and not yet off the device
+            driver.tick()
         state = status_of(driver)
         assert state.model_path == str(reference)
         assert (state.residency, state.pending_sequences) == (residency, 0)

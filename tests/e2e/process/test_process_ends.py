@@ -223,6 +223,22 @@ def test_a_signal_during_the_start_ends_it(tiny_model, endpoint):
     assert not socket_of(endpoint).exists()
 
 
+def test_a_signal_just_before_the_start_waits_ends_it(tiny_model, endpoint):
+    """The interpreter has looked for signals and waits before it takes this one: all that happened is the byte."""
+    prelude = """
+        import os, signal, threading
+        from caesura.scheduler import build
+        def load_model(*given):
+            os.write(signal.set_wakeup_fd(-1), bytes([signal.SIGTERM]))
+            threading.Event().wait()
+        build.load_model = load_model
+    """
+    with started(tiny_model, "--endpoint", endpoint, prelude=prelude) as engine:
+        status, error = engine.end()
+    assert status == 128 + signal.SIGTERM
+    assert "the engine ends: signal SIGTERM at start (exit status 143)" in error
+
+
 def test_a_signal_that_meets_a_finalizer_during_the_start_ends_it(tiny_model, endpoint):
     """What a handler raises there is lost, and the start would go on, here for ever."""
     prelude = """
