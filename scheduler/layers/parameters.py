@@ -74,8 +74,8 @@ class Placement:
     """The ranks that hold a shard of every layer each."""
 
 
-class WeightSlot(ABC):
-    """Destination of one checkpoint tensor.
+class TensorSlot(ABC):
+    """What one checkpoint tensor is written to.
 
     Attributes:
         name: the tensor's name in the checkpoint.
@@ -98,9 +98,9 @@ class WeightSlot(ABC):
         return range(self.shape[0] if self.shape else 1)
 
     @property
-    def owned_columns(self) -> range | None:
-        """What this rank holds of each of these rows. None: all of it."""
-        return None
+    def halves(self) -> tuple["HalfSlot", ...]:
+        """Two tensors that a checkpoint may have in the place of this one. Empty: it comes as it is."""
+        return ()
 
     def accepts(self, dtype: torch.dtype) -> bool:
         """Whether values of ``dtype`` can be written."""
@@ -110,11 +110,51 @@ class WeightSlot(ABC):
         """Name of the other checkpoint tensor that writing this one in ``dtype`` writes, too. None: there is none."""
         return None
 
+    @abstractmethod
     def update(self, rows: Tensor, start: int, *, compare: bool = True) -> bool:
         """Write, unless the same bytes are there; returns whether a byte changed, True where it did not ``compare``.
 
         A tensor's rows come in order, from row 0 to its last.
         """
+
+
+class HalfSlot(TensorSlot):
+    """One of two tensors that may come in the place of another: what they make of it shows when both are whole.
+
+    Attributes:
+        whole: name of the tensor that they stand for.
+        other: name of the half that belongs to this one.
+    """
+
+    __slots__ = ("other", "whole")
+
+    def __init__(
+        self, name: str, parameter: str, shape: tuple[int, ...], dtype: torch.dtype, *, whole: str, other: str
+    ) -> None:
+        super().__init__(name, parameter, shape, dtype)
+        self.whole, self.other = whole, other
+
+    @abstractmethod
+    def forget(self) -> None:
+        """Drop what waits for the other half."""
+
+    @abstractmethod
+    def make_room(self) -> None:
+        """Keep no more than a small share of the tensor's size: the other half may be long in coming."""
+
+
+class WeightSlot(TensorSlot):
+    """Destination of one checkpoint tensor that the model holds."""
+
+    __slots__ = ()
+
+    @property
+    def owned_columns(self) -> range | None:
+        """What this rank holds of each of these rows. None: all of it."""
+        return None
+
+    def update(self, rows: Tensor, start: int, *, compare: bool = True) -> bool:
+        """See :meth:`TensorSlot.update`."""
         if compare and not self.differs(rows, start):
             return False
         self.write(rows, start)

@@ -5,6 +5,7 @@ Invariants:
   [experts, in, out], with columns of gate and up by turns.
 - Of several ranks each holds a part of the width, and a slot reads that part alone: neither rows nor a range of columns.
 - A piece is some whole experts; each is turned and written by itself, so one expert's weight is the largest transient.
+- Weights in MXFP4 (:mod:`.mxfp4`) go through the same slots of experts, unturned: their rows are the product's output.
 """
 
 from collections.abc import Sequence
@@ -12,7 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .parameters import WeightSlot
+from .mxfp4 import GROUP, Mxfp4Pair
+from .parameters import HalfSlot, WeightSlot
 from .sharding import Window
 
 
@@ -22,9 +24,9 @@ def by_turns(parts: int, x: Tensor) -> list[Tensor]:
 
 
 class StackedSlot(WeightSlot):
-    """``weight`` [experts, in, out] of all experts of a layer."""
+    """``weight`` [experts, in, out] of all experts of a layer, or the same in MXFP4 where groups of values divide ``in``."""
 
-    __slots__ = ("_parts",)
+    __slots__ = ("_pair", "_parts")
 
     def __init__(self, name: str, parameter: str, experts: Sequence[Sequence[WeightSlot]]) -> None:
         """``experts``: of each expert, the slots [n, in] that its columns belong to by turns."""
@@ -32,9 +34,20 @@ class StackedSlot(WeightSlot):
         shape = len(experts), experts[0][0].shape[1], outputs
         super().__init__(name, parameter, shape, experts[0][0].dtype)
         self._parts = experts
+        self._pair: Mxfp4Pair | None = None
+        if shape[1] % GROUP == 0:
+            device = experts[0][0].read(0, 0).device
+            turned = shape[0], shape[2], shape[1]
+            self._pair = Mxfp4Pair(name, parameter, turned, self.dtype, device, _Rows(experts))
+
+    @property
+    def halves(self) -> tuple[HalfSlot, ...]:
+        """Blocks and scales of MXFP4."""
+        return () if self._pair is None else (self._pair.blocks, self._pair.scales)
 
     def update(self, rows: Tensor, start: int, *, compare: bool = True) -> bool:
         """See :meth:`WeightSlot.update`."""
+        self._forget_halves()
         changed = not compare
         for slot, values in self._turned(rows, start):
             changed |= slot.update(values, 0, compare=compare)
@@ -42,6 +55,7 @@ class StackedSlot(WeightSlot):
 
     def write(self, rows: Tensor, start: int) -> None:
         """See :meth:`WeightSlot.write`."""
+        self._forget_halves()
         for slot, values in self._turned(rows, start):
             slot.write(values, 0)
 
@@ -66,6 +80,35 @@ class StackedSlot(WeightSlot):
             for expert, slots in zip(rows, self._parts[start : start + len(rows)], strict=True)
             for slot, part in zip(slots, by_turns(len(slots), expert), strict=True)
         ]
+
+    def _forget_halves(self) -> None:
+        if self._pair is not None:
+            self._pair.forget()
+
+
+class _Rows:
+    """The same experts, each as [out, in]."""
+
+    def __init__(self, experts: Sequence[Sequence[WeightSlot]]) -> None:
+        self._parts = experts
+
+    def put(self, expert: int, values: Tensor, *, compare: bool) -> bool:
+        """See :meth:`~.mxfp4.ExpertRows.put`."""
+        slots, changed = self._parts[expert], not compare
+        for part, slot in enumerate(slots):
+            changed |= slot.update(values[part :: len(slots)], 0, compare=not changed)
+        return changed
+
+    def multiply(self, expert: int, factors: Tensor) -> None:
+        """See :meth:`~.mxfp4.ExpertRows.multiply`."""
+        slots = self._parts[expert]
+        for part, slot in enumerate(slots):
+            columns = slot.owned_columns or range(slot.shape[1])
+            held = slice(slot.owned.start, slot.owned.stop), slice(columns.start, columns.stop)
+            values = torch.zeros(slot.shape, dtype=torch.float32, device=factors.device)
+            values[held] = slot.read().float()
+            values.unflatten(1, (-1, GROUP)).mul_(factors[part :: len(slots)].unsqueeze(-1))
+            slot.write(values, 0)
 
 
 class StackedBiasSlot(WeightSlot):

@@ -29,7 +29,7 @@ from .config_mla import MlaConfig, parse_mla, parse_num_mtp_layers
 from .config_moe import MoeConfig
 from .config_reader import ConfigReader
 from .family import Family
-from .quantization import parse_quantization
+from .quantization import is_mxfp4, parse_quantization
 from .registry import families
 
 MAX_CONFIG_BYTES = 1 << 20
@@ -198,7 +198,7 @@ def parse_model_config(
         attention_bias=bool(config.get(*family.bias_field) or False) if bias is None else bias,
         eos_token_ids=_eos(reader, config, generation or {}),
         dtype=by_torch_name(_dtype_name(config)),
-        fp8=parse_quantization(config, source),
+        fp8=parse_quantization(config, source, mxfp4=family.mxfp4),
         mla=mla,
         num_mtp_layers=parse_num_mtp_layers(config, reader) if family.mtp_layers else 0,
         moe=None if family.moe is None else family.moe(config, reader, num_layers),
@@ -271,7 +271,8 @@ def _unsupported_fields(config: dict[str, Any], family: Family) -> list[str]:
 
 
 def _dtype_name(config: dict[str, Any]) -> str:
-    name = config.get("dtype") or config.get("torch_dtype") or "float32"
+    absent = "bfloat16" if is_mxfp4(config) else "float32"  # of which published checkpoints say nothing
+    name = config.get("dtype") or config.get("torch_dtype") or absent
     return str(name).removeprefix("torch.")
 
 

@@ -48,6 +48,8 @@ class Family:
     """The checkpoint may carry layers for multi-token prediction behind the others, which are skipped."""
     moe: Callable[[dict[str, Any], ConfigReader, int], MoeConfig] | None = None
     """Reads what is about experts, for a number of layers. None: there are none."""
+    mxfp4: bool = False
+    """A checkpoint may have its experts in MXFP4."""
     latent: bool = False
     """Multi-head latent attention: every query head has a key of its own, so the fields above say nothing."""
     refused: Callable[[dict[str, Any]], list[str]] = nothing_refused

@@ -1,4 +1,4 @@
-"""gpt-oss (OpenAI, 2025, arXiv:2508.10925), its experts in bfloat16 or float32."""
+"""gpt-oss (OpenAI, 2025, arXiv:2508.10925), its experts in MXFP4 or a wider float, stored as the latter."""
 
 from typing import Any
 
@@ -25,6 +25,7 @@ FAMILIES = {
         full_every=2,
         theta=150_000.0,
         moe=parse_gpt_oss,
+        mxfp4=True,
         refused=_refused,
     )
 }

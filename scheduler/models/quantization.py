@@ -1,4 +1,4 @@
-"""The ``quantization_config`` of a checkpoint: FP8 in blocks, or nothing.
+"""The ``quantization_config`` of a checkpoint: FP8 in blocks, experts in MXFP4, or nothing.
 
 Invariant: every field that is set to something that the engine does not do is refused by name, unknown ones included.
 """
@@ -20,11 +20,24 @@ _FIXED: dict[str, tuple[object, ...]] = {
 }
 """Field to the values that the engine does; null and absent are the first one."""
 _SKIPPED = ("modules_to_not_convert", "ignored_layers")
+_MXFP4 = {
+    "quant_method": ("mxfp4",),
+    "dequantize": (False, True),  # of no consequence: the engine always does
+}
 _MODULE = re.compile(r"[\w.]+")
 
 
-def parse_quantization(config: dict[str, Any], source: str) -> Fp8Blocks | None:
-    """What ``config`` says about quantised weights; None: they are not.
+def is_mxfp4(config: dict[str, Any]) -> bool:
+    """Whether weights are said to be in MXFP4. Which are shows in the checkpoint, by their names."""
+    stated = config.get("quantization_config")
+    return isinstance(stated, dict) and stated.get("quant_method") == "mxfp4"
+
+
+def parse_quantization(config: dict[str, Any], source: str, *, mxfp4: bool = False) -> Fp8Blocks | None:
+    """What ``config`` says about weights that stay quantised; None: none do.
+
+    Args:
+        mxfp4: the architecture reads experts in MXFP4.
 
     Raises:
         CaesuraError: UNSUPPORTED_MODEL with the fields, as ``quantization_config.…``.
@@ -34,11 +47,17 @@ def parse_quantization(config: dict[str, Any], source: str) -> Fp8Blocks | None:
         return None
     if not isinstance(stated, dict):
         raise _unsupported(source, {"quantization_config": stated})
+    widened = mxfp4 and is_mxfp4(config)
+    supported = _is_of_mxfp4 if widened else _is_supported
     refused = {
         f"quantization_config.{name}": value
         for name, value in stated.items()
-        if value is not None and not _is_supported(name, value)
+        if value is not None and not supported(name, value)
     }
+    if widened:
+        if refused:
+            raise _unsupported(source, refused)
+        return None
     for required in ("quant_method", "weight_block_size"):  # null means one scale for all of a weight
         if stated.get(required) is None:
             refused[f"quantization_config.{required}"] = None
@@ -47,6 +66,10 @@ def parse_quantization(config: dict[str, Any], source: str) -> Fp8Blocks | None:
     rows, columns = stated["weight_block_size"]
     skipped = frozenset(module for name in _SKIPPED for module in stated.get(name) or ())
     return Fp8Blocks(rows, columns, skipped)
+
+
+def _is_of_mxfp4(name: str, value: object) -> bool:
+    return name in _SKIPPED or value in _MXFP4.get(name, ())
 
 
 def _is_supported(name: str, value: object) -> bool:

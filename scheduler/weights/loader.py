@@ -10,10 +10,11 @@ Invariants:
 - A tensor may bring another one with it (a wide float its FP8 scales), which then counts as written and must not be among
   the same specs. Of two that belong together the later form counts: what came in another form is due again, and nothing is
   committed before it has come (:meth:`WeightLoader.require_whole`).
+- Two tensors may come in the place of one that the model holds (its blocks and scales), then that one counts as written.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from math import prod
 from typing import Any, Protocol
 
@@ -22,8 +23,9 @@ from torch import Tensor
 
 from ...io_struct import TensorSpec
 from ..dtypes import DTYPES, NAMES
-from ..layers.parameters import WeightSlot
+from ..layers.parameters import HalfSlot, TensorSlot
 from ..models.base import Weights
+from .account import Account
 from .misfits import Misfits
 
 
@@ -81,72 +83,21 @@ class LoadCounts:
             setattr(self, counter.name, getattr(self, counter.name) + getattr(other, counter.name))
 
 
-@dataclass(slots=True)
-class _Account:
-    """Which tensors are whole, and which are due before anything is committed."""
-
-    written: set[str] = field(default_factory=set)
-    due: set[str] = field(default_factory=set)
-    """Begun, or one of two that no longer goes with the other."""
-    made_together: dict[str, str] = field(default_factory=dict)
-    """Each way: two tensors of the model, written by one that came."""
-    open: tuple[str, int] | None = None
-    """Name of the tensor that lacks rows, and how many are there."""
-
-    def copy(self) -> "_Account":
-        """To see what would become of it; without the names that are whole."""
-        return _Account(set(), set(self.due), dict(self.made_together), self.open)
-
-    def due_row(self, slot: WeightSlot, start_row: int) -> int:
-        """At which row the next piece of a tensor must start; ``start_row`` 0 begins it anew. That row may be beyond those due
-        where none in between is held."""
-        due = self.open[1] if self.open is not None and self.is_open(slot.name, start_row) else 0
-        owned = slot.owned
-        left_out = due < start_row and not range(max(due, owned.start), min(start_row, owned.stop))
-        return start_row if left_out else due
-
-    def is_open(self, name: str, start_row: int) -> bool:
-        """Whether a piece goes on with the tensor that lacks rows."""
-        return self.open is not None and self.open[0] == name and start_row > 0
-
-    def take(self, name: str, rows_done: int, rows: int) -> bool:
-        """The first ``rows_done`` of ``rows`` are there, or will be in a moment; whether that is all of them."""
-        self.written.discard(name)
-        self.due.add(name)
-        self.open = (name, rows_done) if rows_done < rows else None
-        return self.open is None
-
-    def finish(self, slot: WeightSlot, dtype: torch.dtype) -> None:
-        """A tensor is whole, in ``dtype``; what it makes or leaves half new is due."""
-        name, fills = slot.name, slot.fills(dtype)
-        if fills is None and name not in self.made_together:
-            self.written.add(name)
-            self.due.discard(name)
-            return
-        whole = {name} if fills is None else {name, fills}
-        partner = self.made_together.pop(name, None)
-        if partner is not None and partner != fills:
-            del self.made_together[partner]
-            self.written.discard(partner)
-            self.due.add(partner)
-        self.written |= whole
-        self.due -= whole
-        if fills is not None:
-            self.made_together |= {name: fills, fills: name}
-
-
 class WeightLoader:
     """Writes pieces of checkpoint tensors into one model."""
 
     def __init__(self, model: Weights) -> None:
-        self._slots = model.weight_slots()
-        self._required = self._slots.keys() - model.optional_names
+        held = model.weight_slots()
+        self._required = held.keys() - model.optional_names
+        self._halves = {half.name: half for slot in held.values() for half in slot.halves}
+        self._slots: dict[str, TensorSlot] = {**held, **self._halves}
+        self._last_half: HalfSlot | None = None
         self._is_skipped = model.is_skipped
         self._components = model.components
         self._kept = model.kept_components
         self._lost: set[str] = set()
         """Components that are not what was committed, until a complete update of them."""
-        self._account = _Account()
+        self._account = Account()
         self._changed = False  # of the tensor that is open
         self.counts = LoadCounts()
         """Since the last :meth:`take_counts`."""
@@ -181,6 +132,7 @@ class WeightLoader:
         problems.mismatched += [
             {"name": name, "reason": f"{filled[name]} brings it"} for name in sorted(seen & filled.keys())
         ]
+        problems.mismatched += self._in_both_forms(seen)
         if complete:
             problems.missing = self._missing(seen | filled.keys(), self._components_of(seen))
         problems.raise_if_any(given=seen)
@@ -205,7 +157,7 @@ class WeightLoader:
             due = account.due_row(slot, spec.start_row)
             if spec.start_row != due:
                 problems.mismatched.append(_out_of_order(spec.name, spec.start_row, due))
-            elif account.take(spec.name, spec.start_row + count, total):
+            elif account.take(slot, spec.start_row + count, total):
                 account.finish(slot, dtype)
         if whole and not problems.mismatched:
             problems.missing = sorted(account.due)
@@ -244,7 +196,9 @@ class WeightLoader:
             Misfits(self._slots, mismatched=[_out_of_order(piece.name, piece.start_row, due)]).raise_if_any()
         changed = self._changed if self._account.is_open(piece.name, piece.start_row) else False
         rows_done = piece.start_row + (piece.rows.shape[0] if piece.shape else 1)
-        is_whole = self._account.take(piece.name, rows_done, _rows(piece.shape))
+        is_whole = self._account.take(slot, rows_done, _rows(piece.shape))
+        if isinstance(slot, HalfSlot):
+            self._expect_other(slot)
         changed |= slot.update(piece.rows, piece.start_row, compare=not changed)
         self.counts.written_bytes += piece.rows.nbytes
         self._changed = changed
@@ -263,11 +217,33 @@ class WeightLoader:
         return self._missing(written, self._components_of(written | self._account.due) | self._lost)
 
     def _missing(self, written: set[str], components: set[str]) -> list[str]:
-        found = [name for name in self._slots if name in self._required and name not in written]
+        halves = {half.whole: half for name, half in self._halves.items() if name in written}
+        found = []
+        for name in self._slots:
+            half = halves.get(name)
+            if name not in self._required or name in written or (half and half.other in written):
+                continue
+            found.append(name if half is None else half.other)
         if not self._components:
             return found
         asked = components or {self._components[0]}
         return [name for name in found if _component(name) in asked]
+
+    def _in_both_forms(self, names: set[str]) -> list[dict[str, Any]]:
+        """What is wrong where a tensor is among ``names`` together with those that come in its place."""
+        found = {half.whole for name, half in self._halves.items() if {name, half.whole} <= names}
+        return [{"name": name, "reason": "comes in two forms"} for name in sorted(found)]
+
+    def _expect_other(self, half: HalfSlot) -> None:
+        """Of one tensor at a time what waits may be large."""
+        if self._last_half is not None and self._last_half.whole != half.whole:
+            self._last_half.make_room()
+        self._last_half = half
+
+    def _start_account(self) -> None:
+        self._account, self._last_half = Account(), None
+        for half in self._halves.values():
+            half.forget()
 
     def _components_of(self, names: Iterable[str]) -> set[str]:
         return {_component(name) for name in names} & set(self._components)
@@ -292,12 +268,13 @@ class WeightLoader:
 
     def forget_written(self) -> None:
         """Start a new account of which names are whole: all weights are what was committed."""
-        self._account, self._lost = _Account(), set()
+        self._start_account()
+        self._lost = set()
 
     def lose_written(self) -> None:
         """Start a new account after a failure: what was written must be written again, all of its component."""
         self._lost |= self._components_of(self._account.written | self._account.due) or set(self._components)
-        self._account = _Account()
+        self._start_account()
 
     def release_written(self, *, lost: bool) -> None:
         """Start a new account when the memory of the weights goes: what was written and not committed must be written again, and
@@ -305,9 +282,9 @@ class WeightLoader:
         self._lost |= self._components_of(self._account.written | self._account.due)
         if lost:
             self._lost |= set(self._components) - self._kept
-        self._account = _Account()
+        self._start_account()
 
-    def _slot_for(self, piece: WeightPiece) -> WeightSlot:
+    def _slot_for(self, piece: WeightPiece) -> TensorSlot:
         if piece.name not in self._slots:
             Misfits(self._slots, unexpected=[piece.name]).raise_if_any()
         slot, rows = self._slots[piece.name], piece.rows
@@ -340,7 +317,7 @@ def _out_of_order(name: str, start_row: int, due: int) -> dict[str, Any]:
 
 
 def _mismatches(
-    slot: WeightSlot, shape: tuple[int, ...], dtype: torch.dtype | None, dtype_name: str
+    slot: TensorSlot, shape: tuple[int, ...], dtype: torch.dtype | None, dtype_name: str
 ) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     if shape != slot.shape:

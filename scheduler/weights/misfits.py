@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...io_struct import CaesuraError, ErrorCode
-from ..layers.parameters import WeightSlot
+from ..layers.parameters import TensorSlot
 
 _NAMED = 3
 """Tensors that a message names."""
@@ -19,7 +19,7 @@ _NAMED = 3
 class Misfits:
     """What is wrong with some tensors, of which ``slots`` has what the model takes."""
 
-    slots: Mapping[str, WeightSlot]
+    slots: Mapping[str, TensorSlot]
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     mismatched: list[dict[str, Any]] = field(default_factory=list)

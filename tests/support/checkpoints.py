@@ -261,9 +261,14 @@ def make_dequantized_checkpoint(
     edit_config(path, quantization_config=None)
 
 
-def _write_like(source: str | Path, path: str | Path, tensors: dict[str, torch.Tensor]) -> None:
-    """A checkpoint of these tensors, with the JSON files of ``source``."""
+def copy_configs(source: str | Path, path: str | Path) -> None:
+    """The JSON files of ``source``, in a folder ``path``."""
     Path(path).mkdir(parents=True, exist_ok=True)
     for file in Path(source).glob("*.json"):
         (Path(path) / file.name).write_text(file.read_text())
+
+
+def _write_like(source: str | Path, path: str | Path, tensors: dict[str, torch.Tensor]) -> None:
+    """A checkpoint of these tensors, with the JSON files of ``source``."""
+    copy_configs(source, path)
     save_file(tensors, Path(path) / "model.safetensors", metadata={"format": "pt"})

@@ -1,0 +1,89 @@
+"""Which tensors of an update are whole, and which are due before anything is committed.
+
+Invariants:
+- A name counts as written only when all its rows are, and whatever belongs to it came in a form that goes with it.
+- Of several forms of one tensor the one that came last counts: what it supersedes is neither due nor written.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from ..layers.parameters import HalfSlot, TensorSlot
+
+
+@dataclass(slots=True)
+class Account:
+    """Which tensors are whole, and which are due before anything is committed."""
+
+    written: set[str] = field(default_factory=set)
+    due: set[str] = field(default_factory=set)
+    """Begun, or one of two that no longer goes with the other."""
+    made_together: dict[str, str] = field(default_factory=dict)
+    """Each way: two tensors of the model, written by one that came."""
+    halves: set[str] = field(default_factory=set)
+    """Of two that come in the place of one: those that are whole and wait for the other."""
+    open: tuple[str, int] | None = None
+    """Name of the tensor that lacks rows, and how many are there."""
+
+    def copy(self) -> "Account":
+        """To see what would become of it; without the names that are whole."""
+        return Account(set(), set(self.due), dict(self.made_together), set(self.halves), self.open)
+
+    def due_row(self, slot: TensorSlot, start_row: int) -> int:
+        """At which row the next piece of a tensor must start; ``start_row`` 0 begins it anew. That row may be beyond those due
+        where none in between is held."""
+        due = self.open[1] if self.open is not None and self.is_open(slot.name, start_row) else 0
+        owned = slot.owned
+        left_out = due < start_row and not range(max(due, owned.start), min(start_row, owned.stop))
+        return start_row if left_out else due
+
+    def is_open(self, name: str, start_row: int) -> bool:
+        """Whether a piece goes on with the tensor that lacks rows."""
+        return self.open is not None and self.open[0] == name and start_row > 0
+
+    def take(self, slot: TensorSlot, rows_done: int, rows: int) -> bool:
+        """The first ``rows_done`` of ``rows`` are there, or will be in a moment; whether that is all of them."""
+        name = slot.name
+        if isinstance(slot, HalfSlot):
+            self.written.discard(slot.whole)
+            self.halves.discard(name)
+            self.due |= {name, slot.other} - self.halves
+        else:
+            self.written.discard(name)
+            self.due.add(name)
+            superseded = {half.name for half in slot.halves}
+            self.due -= superseded
+            self.halves -= superseded
+        self.open = (name, rows_done) if rows_done < rows else None
+        return self.open is None
+
+    def finish(self, slot: TensorSlot, dtype: torch.dtype) -> None:
+        """A tensor is whole, in ``dtype``; what it makes or leaves half new is due."""
+        if isinstance(slot, HalfSlot):
+            self._finish_half(slot)
+            return
+        name, fills = slot.name, slot.fills(dtype)
+        if fills is None and name not in self.made_together:
+            self.written.add(name)
+            self.due.discard(name)
+            return
+        whole = {name} if fills is None else {name, fills}
+        partner = self.made_together.pop(name, None)
+        if partner is not None and partner != fills:
+            del self.made_together[partner]
+            self.written.discard(partner)
+            self.due.add(partner)
+        self.written |= whole
+        self.due -= whole
+        if fills is not None:
+            self.made_together |= {name: fills, fills: name}
+
+    def _finish_half(self, half: HalfSlot) -> None:
+        self.due.discard(half.name)
+        if half.other not in self.halves:
+            self.halves.add(half.name)
+            return
+        self.halves.discard(half.other)
+        self.due.discard(half.whole)
+        self.written.add(half.whole)

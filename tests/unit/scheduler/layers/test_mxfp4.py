@@ -1,0 +1,174 @@
+"""MXFP4 against the formula of its specification in float64: every element with every scale, and pairs in any order."""
+
+import random
+
+import pytest
+import torch
+from support.mxfp4 import dequantize_mxfp4
+from support.ranks import RankAlone
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from caesura.scheduler.kernels import native
+from caesura.scheduler.layers.experts import ExpertNames, Experts
+from caesura.scheduler.layers.mxfp4 import dequantize
+from caesura.scheduler.layers.parameters import Placement
+
+EXPERTS, HIDDEN, WIDTH = 3, 96, 64
+WHOLE = {"mlp.experts.gate_up_proj": (2 * WIDTH, HIDDEN), "mlp.experts.down_proj": (HIDDEN, WIDTH)}
+
+
+def same(a, b):
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_every_element_with_every_scale(dtype):
+    """[256 scales, 8 groups of 16 bytes]: each byte once, so each element in either half."""
+    blocks = torch.arange(256, dtype=torch.uint8).view(1, 16, 16).repeat(256, 1, 1)
+    scales = torch.arange(256, dtype=torch.uint8).view(256, 1).repeat(1, 16)
+    expected = dequantize_mxfp4(blocks, scales)
+    found = dequantize(blocks, scales, dtype)
+    assert torch.equal(found[255].isnan(), torch.ones(512, dtype=torch.bool))
+    assert same(found[:255], expected[:255].to(dtype))
+    assert torch.equal(found[:255].signbit(), expected[:255].signbit())  # of zeros, too
+    if dtype != torch.float16:
+        finite = expected[:254].abs() <= torch.finfo(dtype).max
+        assert torch.equal(found[:254].double()[finite], expected[:254][finite]), "exact"
+
+
+def test_transformers_agrees():
+    generator = torch.Generator().manual_seed(1)
+    blocks = torch.randint(0, 256, (3, 10, 4, 16), generator=generator, dtype=torch.uint8)
+    scales = torch.randint(90, 140, (3, 10, 4), generator=generator, dtype=torch.uint8)
+    theirs = convert_moe_packed_tensors(blocks, scales, dtype=torch.bfloat16)
+    ours = [dequantize(*of_expert, torch.bfloat16).t() for of_expert in zip(blocks, scales)]
+    assert same(torch.stack(ours), theirs)
+
+
+def layer(dtype, rank=0, size=1):
+    place = Placement(dtype, torch.device("cpu"), parallel=RankAlone(rank, size))
+    names = ExpertNames(stacked=True)
+    return Experts(
+        "e", "mlp.experts", EXPERTS, HIDDEN, WIDTH, names=names, bias=True, bend="clamped", place=place
+    )
+
+
+@pytest.fixture(params=["compiled", "torch"])
+def kernels(request, monkeypatch):
+    if request.param == "torch":
+        monkeypatch.setattr("caesura.scheduler.layers.experts.best", lambda *of: "torch")
+    elif native.why_not():
+        pytest.skip(native.why_not())
+
+
+def drawn(seed):
+    """Blocks and scales of both tensors, and the tensors that they stand for in float64."""
+    generator = torch.Generator().manual_seed(seed)
+    packed, wide = {}, {}
+    for name, (outputs, inputs) in WHOLE.items():
+        shape = EXPERTS, outputs, inputs // 32
+        blocks = torch.randint(0, 256, (*shape, 16), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(110, 132, shape, generator=generator, dtype=torch.uint8)
+        scales[0, 0] = torch.tensor([0, 252, 255][: inputs // 32])
+        packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        wide[name] = dequantize_mxfp4(blocks, scales).transpose(1, 2)
+    return packed, wide
+
+
+def slots_of(experts):
+    held = {slot.name: slot for slot in experts.slots()}
+    halves = {half.name: half for slot in held.values() for half in slot.halves}
+    return held, halves
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("cut", [1, 2, 3])
+def test_what_is_stored_depends_neither_on_order_nor_on_pieces(kernels, dtype, cut):
+    """Blocks before scales and behind them, with room and without, each cut: the product, rounded once."""
+    held, halves = slots_of(layer(dtype))
+    assert set(halves) == set(drawn(1)[0])
+    for seed in range(4):
+        packed, wide = drawn(seed)
+        names = sorted(packed)
+        random.Random(seed + cut).shuffle(names)
+        for name in names:
+            for start in range(0, EXPERTS, cut):
+                halves[name].update(packed[name][start : start + cut], start)
+            if seed % 2:
+                halves[name].make_room()
+        for name, value in wide.items():
+            assert same(held[name].read(), value.to(dtype)), (name, names)
+
+
+def test_a_change_counts_with_the_one_that_completes_it(kernels):
+    held, halves = slots_of(layer(torch.bfloat16))
+    packed, _ = drawn(1)
+    first, second = "mlp.experts.down_proj_blocks", "mlp.experts.down_proj_scales"
+    for order in ((first, second), (second, first)):
+        for changed in (order[0] == first, False):
+            assert not halves[order[0]].update(packed[order[0]], 0)
+            assert halves[order[1]].update(packed[order[1]], 0) is changed
+        other = packed[second].clone()
+        other[-1, -1, -1] += 1
+        halves[first].update(packed[first], 0)
+        assert halves[second].update(other, 0)
+        halves[first].update(packed[first], 0)
+        assert halves[second].update(packed[second], 0)
+    halves[first].update(packed[first], 0)
+    halves[first].make_room()  # what was there is gone: it counts as changed
+    assert halves[second].update(packed[second], 0)
+    assert halves[second].update(packed[second], 0, compare=False)
+    assert held["mlp.experts.down_proj"].shape == (EXPERTS, WIDTH, HIDDEN)
+
+
+def test_what_waited_is_dropped_by_the_whole_tensor_and_by_a_new_start(kernels):
+    held, halves = slots_of(layer(torch.float32))
+    (old, _), (new, wide) = drawn(1), drawn(2)
+    name = "mlp.experts.gate_up_proj"
+    blocks, scales, whole = halves[f"{name}_blocks"], halves[f"{name}_scales"], held[name]
+    drop = {
+        "the whole tensor": lambda: whole.update(wide[name].float(), 0),
+        "a new start": blocks.forget,
+    }
+    for waiting in (blocks, scales):
+        for how, act in drop.items():
+            waiting.update(old[waiting.name], 0)
+            if waiting is blocks:
+                waiting.make_room()
+            act()
+            for half in (blocks, scales):
+                half.update(new[half.name], 0)
+            assert same(whole.read(), wide[name].float()), (waiting.name, how)
+
+
+def test_ranks_keep_their_part_of_the_width(kernels):
+    packed, wide = drawn(3)
+    parts = {name: [] for name in wide}
+    for rank in range(2):
+        held, halves = slots_of(layer(torch.float32, rank, 2))
+        for early in (True, False):
+            order = sorted(packed, reverse=early)
+            for name in order:
+                assert halves[name].shape == packed[name].shape
+                halves[name].update(packed[name], 0)
+                halves[name].make_room()
+            for name in wide:
+                parts[name].append(held[name].read())
+    for name, columns in {"mlp.experts.gate_up_proj": 2, "mlp.experts.down_proj": 1}.items():
+        first, again, second, once_more = parts[name]
+        assert same(first, again)
+        assert same(second, once_more)
+        assert same(torch.cat([first, second], dim=columns), wide[name].float())
+
+
+def test_experts_that_groups_do_not_divide_come_as_wide_floats_only():
+    place = Placement(torch.float32, torch.device("cpu"))
+    experts = Experts(
+        "e", "x", 2, 40, 32, names=ExpertNames(stacked=True), bias=True, bend="clamped", place=place
+    )
+    assert [(slot.name, len(slot.halves)) for slot in experts.slots()] == [
+        ("x.gate_up_proj", 0),
+        ("x.gate_up_proj_bias", 0),
+        ("x.down_proj", 2),
+        ("x.down_proj_bias", 0),
+    ]
