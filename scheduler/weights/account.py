@@ -17,6 +17,7 @@ class Account:
     """Which tensors are whole, and which are due before anything is committed."""
 
     written: set[str] = field(default_factory=set)
+    """A tensor together with the halves that come in its place, in whichever form it came."""
     due: set[str] = field(default_factory=set)
     """Begun, or one of two that no longer goes with the other."""
     made_together: dict[str, str] = field(default_factory=dict)
@@ -46,15 +47,15 @@ class Account:
         """The first ``rows_done`` of ``rows`` are there, or will be in a moment; whether that is all of them."""
         name = slot.name
         if isinstance(slot, HalfSlot):
-            self.written.discard(slot.whole)
+            self.written -= {slot.whole, name, slot.other}
             self.halves.discard(name)
             self.due |= {name, slot.other} - self.halves
         else:
-            self.written.discard(name)
+            halves = {half.name for half in slot.halves}
+            self.written -= {name, *halves}
+            self.due -= halves
+            self.halves -= halves
             self.due.add(name)
-            superseded = {half.name for half in slot.halves}
-            self.due -= superseded
-            self.halves -= superseded
         self.open = (name, rows_done) if rows_done < rows else None
         return self.open is None
 
@@ -65,7 +66,7 @@ class Account:
             return
         name, fills = slot.name, slot.fills(dtype)
         if fills is None and name not in self.made_together:
-            self.written.add(name)
+            self.written |= {name, *(half.name for half in slot.halves)}
             self.due.discard(name)
             return
         whole = {name} if fills is None else {name, fills}
@@ -86,4 +87,4 @@ class Account:
             return
         self.halves.discard(half.other)
         self.due.discard(half.whole)
-        self.written.add(half.whole)
+        self.written |= {half.whole, half.name, half.other}

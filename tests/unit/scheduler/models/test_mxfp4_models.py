@@ -104,7 +104,7 @@ def test_a_cold_load_stores_what_the_wide_checkpoint_s_does(folder: Folders, dty
     assert storage(packed) == storage(wide)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(
     seed=st.integers(0, 1000),
     rows=st.integers(1, 4),
@@ -129,7 +129,7 @@ def test_bytes_depend_neither_on_the_form_nor_on_cut_and_order(
     for name in names:
         send(loader, name, sent[name], rows)
     assert loader.missing(loader.written) == []
-    assert loader.written == wide.keys()
+    assert loader.written == wide.keys() | packed.keys()
     loader.require_whole()
     assert storage(model) == storage(load_model(str(folder.wide), torch.bfloat16))
     loader.take_counts()
@@ -170,7 +170,7 @@ def test_halves_alone_are_never_committed(model: CausalLM, tensors: tuple[Weight
         else:
             loader.require_whole()
             assert storage(model)["layers.1.mlp.experts.gate_up"] == expected["layers.1.mlp.experts.gate_up"]
-        assert (UP in loader.written) == (not lacking), steps
+        assert {UP, BLOCKS, SCALES} & loader.written == (set() if lacking else {UP, BLOCKS, SCALES}), steps
         loader.forget_written()
         loader.require_whole()
 

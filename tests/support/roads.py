@@ -1,0 +1,97 @@
+"""Every road by which weights reach an engine in this process, each cut into pieces and in an order of its own.
+
+Invariant: whatever the road, the engine is paused, gets all tensors of one folder, and answers that they are committed.
+"""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+from support.plain_trainer import PlainTrainer, Weights, update_message, weights_of
+from support.scripted import EngineDriver
+
+from caesura.client.tensors import Bucket, SharedBucket, as_frames, buckets, manifest
+from caesura.io_struct import (
+    ContinueGenerationReqInput,
+    EndWeightUpdateReqInput,
+    Message,
+    PauseGenerationReqInput,
+    UpdateWeightFromDiskReqInput,
+    UpdateWeightsFromIPCReqInput,
+    UpdateWeightsFromTensorReqInput,
+)
+
+
+class Roads:
+    """Sends checkpoints to one driven engine."""
+
+    def __init__(self, driver: EngineDriver, trainer: PlainTrainer, bucket_bytes: int = 20_000) -> None:
+        self._driver, self._trainer, self._bucket_bytes = driver, trainer, bucket_bytes
+        self.names: dict[str, Callable[[Path, Weights], Message]] = {
+            "disk": lambda folder, weights: self._disk(folder),
+            "tensor": lambda folder, weights: self._in_buckets(weights, self._tensor),
+            "ipc": lambda folder, weights: self._in_buckets(weights, self._ipc),
+            "distributed": lambda folder, weights: self._distributed(weights),
+            "session": lambda folder, weights: self._session(weights),
+        }
+
+    def send(self, road: str, folder: Path, seed: int = 0) -> Message:
+        """All tensors of ``folder``, in the order that ``seed`` says; the answer that committed them."""
+        weights = weights_of(folder)
+        names = sorted(weights)
+        random.Random(seed).shuffle(names)
+        self._driver.call(PauseGenerationReqInput(mode="retract"))
+        reply = self.names[road](folder, {name: weights[name] for name in names})
+        assert getattr(reply, "committed", False), (road, reply)
+        self._driver.call(ContinueGenerationReqInput(torch_empty_cache=False))
+        return reply
+
+    def _disk(self, folder: Path) -> Message:
+        return self._driver.call(UpdateWeightFromDiskReqInput(model_path=str(folder)), max_ticks=100_000)
+
+    def _in_buckets(self, weights: Weights, send: Callable[[Bucket, str | None], Message]) -> Message:
+        """One call after the other, until everything is covered."""
+        replies = [send(bucket, None) for bucket in buckets(weights.items(), self._bucket_bytes)]
+        assert not any(getattr(reply, "committed", True) for reply in replies[:-1]), replies
+        return replies[-1]
+
+    def _tensor(self, bucket: Bucket, session_id: str | None) -> Message:
+        specs, frames = as_frames(bucket)
+        message = UpdateWeightsFromTensorReqInput(specs=specs, session_id=session_id)
+        message_id = self._driver.send(message, buffers=[bytes(frame) for frame in frames])
+        return self._answer(message_id)
+
+    def _ipc(self, bucket: Bucket, session_id: str | None) -> Message:
+        with SharedBucket(bucket.nbytes) as memory:
+            specs = memory.fill(bucket)
+            message = UpdateWeightsFromIPCReqInput(handle=memory.handle, specs=specs, session_id=session_id)
+            return self._driver.call(message)
+
+    def _distributed(self, weights: Weights) -> Message:
+        """Two calls, each a broadcast for every tensor."""
+        trainer, driver = self._trainer, self._driver
+        if trainer.group is None:
+            trainer.beside(trainer.join)
+            driver.call(trainer.init_message())
+            trainer.finish()
+        names = list(weights)
+        for half in (names[: len(names) // 2], names[len(names) // 2 :]):
+            part = {name: weights[name] for name in half}
+            trainer.beside(lambda part=part: trainer.broadcast_each(part))
+            reply = driver.call(update_message(part))
+            trainer.finish()
+        return reply
+
+    def _session(self, weights: Weights) -> Message:
+        """An explicit one with a manifest; buckets by tensor and ipc by turns."""
+        session_id = self._driver.begin(manifest=manifest(weights.items()))
+        for number, bucket in enumerate(buckets(weights.items(), self._bucket_bytes)):
+            (self._ipc if number % 2 else self._tensor)(bucket, session_id)
+        return self._driver.call(EndWeightUpdateReqInput(session_id=session_id))
+
+    def _answer(self, message_id: str) -> Message:
+        for _ in range(500):
+            self._driver.tick()
+            if message_id in self._driver.replies:
+                return self._driver.replies.pop(message_id)
+        raise AssertionError("not answered")
