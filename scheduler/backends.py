@@ -61,9 +61,12 @@ class Shape:
     def features(self) -> tuple[str, ...]:
         """What the layers ask for beyond plain causal attention, by name."""
         found = {name: None for kind in self.kinds for name in kind.features}
-        if self.value_dim not in (None, self.head_dim):
-            found["values of another size than keys"] = None
-        return tuple(found)
+        return (*found, *self.other_values)
+
+    @property
+    def other_values(self) -> tuple[str, ...]:
+        """That values have another size than keys, if they have."""
+        return () if self.value_dim in (None, self.head_dim) else ("values of another size than keys",)
 
     @classmethod
     def of(cls, loaded: LoadedModel) -> "Shape":
@@ -155,12 +158,13 @@ def _why_not(name: str, shape: Shape) -> str | None:
         if shape.value_dim not in (None, shape.head_dim):
             return "it does not serve values of another size than keys"
         return paged_triton.why_not(shape.device)
-    if shape.features:
-        return f"it does not serve {', '.join(shape.features)} here"
+    unserved = shape.features if shape.latent is not None else shape.other_values
+    if unserved:
+        return f"it does not serve {', '.join(unserved)} here"
     if shape.latent is not None:
         rope = shape.head_dim - shape.latent
         return flashinfer_mla.why_not(shape.device, shape.dtype, shape.latent, rope)
-    return flashinfer.why_not(shape.device, shape.dtype, shape.head_dim)
+    return flashinfer.why_not(shape.device, shape.dtype, shape.head_dim, shape.kinds)
 
 
 def make(choice: Choice, shape: Shape, pool: MHAPool | MLAPool, limits: StepLimits) -> AttentionBackend:
@@ -183,7 +187,12 @@ def make(choice: Choice, shape: Shape, pool: MHAPool | MLAPool, limits: StepLimi
     windows = tuple({kind.window: None for kind in shape.kinds})
     if choice.by == "flashinfer":
         return flashinfer.FlashInferBackend(
-            pool, *sizes, max_rows=limits.rows, max_tokens=limits.tokens, max_pages=limits.pages
+            pool,
+            *sizes,
+            max_rows=limits.rows,
+            max_tokens=limits.tokens,
+            max_pages=limits.pages,
+            kinds=shape.kinds,
         )
     if choice.by == "triton":
         return paged_triton.PagedTritonBackend(

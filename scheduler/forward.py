@@ -221,6 +221,8 @@ class ForwardBatch:
     """As ``kv_slots``, in layers with a window that give pages back. None: there are none, all layers are alike."""
     window_table: Tensor | None = None
     """As ``page_table``, in the same layers; page 0 where the window has moved on."""
+    window_table_host: np.ndarray | None = None
+    """As ``page_table_host``, of ``window_table``."""
 
     def slots_in(self, form: AttentionForm) -> Tensor:
         """``kv_slots`` of layers of this form."""

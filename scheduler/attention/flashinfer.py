@@ -10,12 +10,13 @@ Invariants:
 - ``for_decode`` gives attention that a graph can hold: planned outside of it, into buffers that never move. All sizes
   share these buffers and the workspaces, as one step is planned and run after the other.
 - The workspace holds what the largest step needs: a plan that does not fit would end its step.
+- Layers of one form share wrappers (``flashinfer_forms.py``), and those of one window share page lists.
 
 Written against FlashInfer 0.7.2; built and traced, not run on a GPU. Its plans and page lists are tested on the CPU against
 a module of the same interface.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
@@ -26,7 +27,8 @@ from torch import Tensor
 
 from ..dtypes import torch_name
 from ..forward import AttentionBackend, ForwardBatch, FusedAttention, KVPool
-from ..kernels.forms import PLAIN, AttentionForm
+from ..kernels.forms import PLAIN, AttentionForm, FormKind
+from .flashinfer_forms import FormWrappers, Sizes, why_no_kernels
 from .fused_store import fused_store
 from .page_lists import Lists, PageLists
 
@@ -44,10 +46,13 @@ _TILES = (16, 64, 128)
 _SLACK = 1 << 20
 
 
-def why_not(device: torch.device, dtype: torch.dtype, head_size: int) -> str | None:
-    """Why FlashInfer cannot serve here, as far as that shows without a step; None where nothing speaks against it."""
+def why_not(
+    device: torch.device, dtype: torch.dtype, head_size: int, kinds: Sequence[FormKind] = (PLAIN.kind,)
+) -> str | None:
+    """Why FlashInfer cannot serve layers of these ``kinds`` here, as far as that shows without a step; None where nothing speaks
+    against it."""
     sizes = None if head_size in _HEAD_SIZES else f"it has no kernels for heads of {head_size}"
-    return why_not_for(device, dtype, sizes)
+    return why_not_for(device, dtype, sizes) or why_no_kernels(kinds)
 
 
 def why_not_for(device: torch.device, dtype: torch.dtype, sizes: str | None) -> str | None:
@@ -62,18 +67,24 @@ def why_not_for(device: torch.device, dtype: torch.dtype, sizes: str | None) -> 
 
 
 def workspace_bytes(
-    num_heads: int, num_kv_heads: int, head_size: int, rows: int, device: torch.device
+    num_heads: int,
+    num_kv_heads: int,
+    head_size: int,
+    rows: int,
+    device: torch.device,
+    *,
+    tensor_cores: bool | None = None,
 ) -> int:
     """What the partial results of any step take, by the rules of FlashInfer's planner.
 
     They are float32, one vector and one log-sum for each query head of each row of a block. Rows are divided among blocks
     only where a step has fewer than the device holds. In a graph of tensor cores' decoding they always are, and every row
-    has a block.
+    has a block. ``tensor_cores``: decoding uses them; None: where that is worth it.
     """
     group = num_heads // num_kv_heads
     divided = -(-_BLOCKS * multiprocessors(device) // num_kv_heads)
     queries = divided * _TILES[-1] // group
-    if on_tensor_cores(num_heads, num_kv_heads):
+    if on_tensor_cores(num_heads, num_kv_heads) if tensor_cores is None else tensor_cores:
         tile = next((tile for tile in _TILES if group <= tile), _TILES[-1])
         blocks = max(divided, rows + -(-rows * group // tile))
         queries = max(queries, blocks * tile // group)
@@ -126,11 +137,13 @@ class FlashInferBackend:
         max_rows: int,
         max_tokens: int,
         max_pages: int,
+        kinds: Sequence[FormKind] = (PLAIN.kind,),
         library: Any = None,
     ) -> None:
         """
         Args:
-            scale: multiplies the scores. None: ``head_size ** -0.5``.
+            scale: multiplies the scores of layers without a scale of their own. None: ``head_size ** -0.5``.
+            kinds: of the layers' forms.
             max_rows, max_tokens: of one step.
             max_pages: of one row.
             library: the ``flashinfer`` module. None: the installed one.
@@ -141,53 +154,74 @@ class FlashInferBackend:
         self.reads_page_table = False
         self._library = import_module("flashinfer") if library is None else library
         self.pool = pool
-        self._heads = (num_heads, num_kv_heads, head_size)
         keys, _ = pool.layer(0)
         self._device = keys.device
-        self._options = {
-            "sm_scale": head_size**-0.5 if scale is None else scale,
-            "q_data_type": keys.dtype,
-            "kv_data_type": keys.dtype,
-        }
-        self._lists = PageLists(
-            rows=max_rows,
-            tokens=max_tokens,
-            pages=max_pages,
+        self._sizes = Sizes(
+            heads=(num_heads, num_kv_heads, head_size),
             page_size=pool.page_size,
-            device=self._device,
+            dtype=keys.dtype,
+            scale=head_size**-0.5 if scale is None else scale,
+            tensor_cores=on_tensor_cores(num_heads, num_kv_heads),
         )
-        self._tensor_cores = on_tensor_cores(num_heads, num_kv_heads)
-        self._graph_plans = self._zeros(_INT_WORKSPACE_BYTES, torch.uint8)
-        self._graph_pages = self._zeros(max_rows * max_pages, torch.int32)
-        needed = workspace_bytes(num_heads, num_kv_heads, head_size, max_rows, self._device)
+        self._lists = {
+            window: PageLists(
+                rows=max_rows,
+                tokens=max_tokens,
+                pages=max_pages,
+                page_size=pool.page_size,
+                device=self._device,
+                window=window,
+            )
+            for window in dict.fromkeys(kind.window for kind in kinds)
+        }
+        needed = workspace_bytes(
+            num_heads,
+            num_kv_heads,
+            head_size,
+            max_rows,
+            self._device,
+            tensor_cores=self._sizes.tensor_cores or any(kind.sinks for kind in kinds),
+        )
         needed = max(needed, self._asked(max_rows, max_tokens - max_rows, max_pages))
-        self._workspace = self._zeros(needed, torch.uint8)
-        self._decode = self._library.BatchDecodeWithPagedKVCacheWrapper(
-            self._workspace, "HND", use_tensor_cores=self._tensor_cores
-        )
-        self._prefill = self._library.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "HND")
+        workspace = self._zeros(needed, torch.uint8)
+        pages = {window: self._zeros(max_rows * max_pages, torch.int32) for window in self._lists}
+        self._forms = {
+            kind: FormWrappers(
+                self._library,
+                kind,
+                self._sizes,
+                self._lists[kind.window],
+                workspace,
+                graph_plans=self._zeros(_INT_WORKSPACE_BYTES, torch.uint8),
+                graph_pages=pages[kind.window],
+            )
+            for kind in dict.fromkeys(kinds)
+        }
         self.host_memory = HostMemory(self._device)
         self._num_decode = 0
-        self._step: Lists | None = None
+        self._step: dict[int | None, Lists] = {}
 
     def _asked(self, rows: int, tokens: int, pages: int) -> int:
-        """What the library says that its largest captured step and a chunk at the end of the longest row take; 0: nothing."""
-        small = self._zeros(_SLACK, torch.uint8)
-        decode = self._captured_wrapper(small, rows)
-        prefill = self._library.BatchPrefillWithPagedKVCacheWrapper(small, "HND")
+        """What the library says that its largest captured step and a chunk at the end of the longest row take; 0: nothing.
+
+        Of plain layers: a window takes no more, and kernels with sinks do not tell."""
+        small, numbers = self._zeros(_SLACK, torch.uint8), self._zeros(rows * pages, torch.int32)
+        lists = next(iter(self._lists.values()))
+        plain = FormWrappers(
+            self._library, PLAIN.kind, self._sizes, lists, small, graph_plans=small, graph_pages=numbers
+        )
         ones = torch.ones(rows, dtype=torch.int32)
         ends = torch.arange(rows + 1, dtype=torch.int32)
         chunk = torch.tensor([0, max(1, min(tokens, pages * self.pool.page_size))], dtype=torch.int32)
         row = torch.tensor([0, pages], dtype=torch.int32)
-        shape = *self._heads, self.pool.page_size
         asked = [0]
-        for wrapper, lists, options in (
-            (decode, (ends, self._graph_pages[:rows], ones), {}),
-            (prefill, (chunk, row, self._graph_pages[:pages], ones[:1]), {"causal": True}),
+        for wrapper, given, options in (
+            (plain.captured(rows), (ends, numbers[:rows], ones), {}),
+            (plain.prefill, (chunk, row, numbers[:pages], ones[:1]), {"causal": True}),
         ):
             if hasattr(wrapper, "workspace_size"):  # since 0.7
                 try:
-                    asked.append(wrapper.workspace_size(*lists, *shape, **options, **self._options)[0])
+                    asked.append(plain.workspace_size(wrapper, given, **options))
                 except NotImplementedError:  # kernels that take none
                     continue
         return max(asked)
@@ -195,73 +229,38 @@ class FlashInferBackend:
     def plan(self, batch: ForwardBatch) -> None:
         """Divide the step's work among the device's multiprocessors."""
         with self.host_memory.written():
-            self._plan(batch)
-
-    def _plan(self, batch: ForwardBatch) -> None:
-        host, device = self._lists.fill(batch)
-        decode = batch.num_decode
-        first = int(host.indptr[decode])
-        if decode:
-            self.plan_decode(self._decode, host, device, decode)
-        if batch.num_rows > decode:
-            self._prefill.plan(
-                host.qo_indptr,
-                host.prefill_indptr,
-                device.indices[first:],
-                host.last_page_len[decode:],
-                *self._heads,
-                self.pool.page_size,
-                causal=True,
-                **self._options,
-            )
-        self._num_decode, self._step = decode, device
+            hosts = self._fill(batch)
+            for kind, each in self._forms.items():
+                each.plan(batch, hosts[kind.window], self._step[kind.window])
+        self._num_decode = batch.num_decode
         if self._store is not None:
             self._store.batch = batch
 
+    def _fill(self, batch: ForwardBatch) -> dict[int | None, Lists]:
+        """The step's lists on the host, by window; those on the device are kept."""
+        both = {window: lists.fill(batch) for window, lists in self._lists.items()}
+        self._step = {window: device for window, (_, device) in both.items()}
+        return {window: host for window, (host, _) in both.items()}
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int, form: AttentionForm = PLAIN) -> Tensor:
         """Store this step's K and V, then attend; shapes as in :class:`~..forward.AttentionBackend`."""
-        assert self._step is not None, "plan comes first"
-        self.append(self._step, k, v, layer)
+        assert self._step, "plan comes first"
+        self.append(self._step[form.window], k, v, layer)
         return self._attend(q, layer, form)
 
     def _attend(self, q: Tensor, layer: int, form: AttentionForm) -> Tensor:
-        assert form.kind == PLAIN.kind, "chosen for plain forms only"
-        cache = self.pool.layer(layer)
+        cache, wrappers = self.pool.layer(layer), self._forms[form.kind]
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         decode = self._num_decode
         if decode:
-            self._decode.run(q[:decode], cache, out=out[:decode])
+            wrappers.run(wrappers.decode, q[:decode], cache, form, out[:decode])
         if q.shape[0] > decode:
-            self._prefill.run(q[decode:], cache, out=out[decode:])
+            wrappers.run(wrappers.prefill, q[decode:], cache, form, out[decode:])
         return out.flatten(1)
 
     def for_decode(self, rows: int) -> AttentionBackend:
         """Attention for steps of exactly ``rows`` decode rows, to be captured."""
-        wrapper = self._captured_wrapper(self._workspace, rows)
-        wrapper.reset_workspace_buffer(self._workspace, self._graph_plans)  # instead of one of its own
-        return _CapturedDecode(self, wrapper, self._lists, rows, num_heads=self._heads[0])
-
-    def _captured_wrapper(self, workspace: Tensor, rows: int) -> Any:
-        return self._library.BatchDecodeWithPagedKVCacheWrapper(
-            workspace,
-            "HND",
-            use_cuda_graph=True,
-            use_tensor_cores=self._tensor_cores,
-            paged_kv_indptr_buffer=self._zeros(rows + 1, torch.int32),
-            paged_kv_indices_buffer=self._graph_pages,
-            paged_kv_last_page_len_buffer=self._zeros(rows, torch.int32),
-        )
-
-    def plan_decode(self, wrapper: Any, host: Lists, device: Lists, rows: int) -> None:
-        """The first ``rows`` rows by ``wrapper``. Page numbers from the device: from the host, a graph's wrapper waits."""
-        wrapper.plan(
-            host.indptr[: rows + 1],
-            device.indices[: int(host.indptr[rows])],
-            host.last_page_len[:rows],
-            *self._heads,
-            self.pool.page_size,
-            **self._options,
-        )
+        return _CapturedDecode(self, self._forms, self._lists, rows, num_heads=self._sizes.heads[0])
 
     def append(self, step: Lists, k: Tensor, v: Tensor, layer: int) -> None:
         """Store [T, kv heads, head size] each at the step's positions."""
@@ -285,33 +284,37 @@ class _CapturedDecode:
     """Decode rows of one number, over buffers that never move."""
 
     def __init__(
-        self, parent: FlashInferBackend, wrapper: Any, lists: PageLists, rows: int, *, num_heads: int
+        self,
+        parent: FlashInferBackend,
+        forms: dict[FormKind, FormWrappers],
+        lists: dict[int | None, PageLists],
+        rows: int,
+        *,
+        num_heads: int,
     ) -> None:
         self._store = fused_store(parent.pool, num_heads, self._attend)
         self.fused: FusedAttention | None = self._store
         self.paged = None
         self.reads_page_table = False
-        self._parent = parent
-        self._wrapper = wrapper
-        self._lists = lists
-        self._rows = rows
-        self._step = lists.decode_views(rows)
+        self._parent, self._forms, self._lists, self._rows = parent, forms, lists, rows
+        self._wrappers = {kind: each.captured(rows) for kind, each in forms.items()}
+        self._step = {window: each.decode_views(rows) for window, each in lists.items()}
 
     def plan(self, batch: ForwardBatch) -> None:
         """See :meth:`FlashInferBackend.plan`."""
         assert batch.num_decode == batch.num_rows == self._rows, "captured for another number of rows"
         with self._parent.host_memory.written():
-            host, device = self._lists.fill(batch)
-            self._parent.plan_decode(self._wrapper, host, device, self._rows)
+            filled = {window: each.fill(batch) for window, each in self._lists.items()}
+            for kind, each in self._forms.items():
+                each.plan_decode(self._wrappers[kind], *filled[kind.window], self._rows)
         if self._store is not None:
             self._store.batch = batch
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int, form: AttentionForm = PLAIN) -> Tensor:
         """See :meth:`FlashInferBackend.forward`."""
-        self._parent.append(self._step, k, v, layer)
+        self._parent.append(self._step[form.window], k, v, layer)
         return self._attend(q, layer, form)
 
     def _attend(self, q: Tensor, layer: int, form: AttentionForm) -> Tensor:
-        assert form.kind == PLAIN.kind, "chosen for plain forms only"
-        out: Tensor = self._wrapper.run(q, self._parent.pool.layer(layer))
-        return out.flatten(1)
+        cache = self._parent.pool.layer(layer)
+        return self._forms[form.kind].run(self._wrappers[form.kind], q, cache, form, None).flatten(1)

@@ -5,6 +5,8 @@ Invariants:
 - All lists of a step lie in one block and travel in one copy. The block of the host is written anew for every step: who
   fills it has waited for the copies of the step before.
 - Lists of steps of one size begin at the same addresses, which is what a captured step looks for.
+- Of layers with a window a row's pages begin with the first that any of its new tokens sees: those before may have been given
+  back. Kernels count positions from a row's end, so nothing else changes for them.
 """
 
 from dataclasses import dataclass
@@ -27,7 +29,7 @@ class Lists:
     last_page_len: Tensor
     """[R]: tokens in each row's last page, 1 to 16."""
     kv_lens: Tensor
-    """[R]: tokens in each row's pages."""
+    """[R]: tokens in each row's pages, from the first of these on."""
     qo_indptr: Tensor
     """[prefill rows + 1]: where each row's queries begin among those of the prefill rows."""
     prefill_indptr: Tensor
@@ -35,7 +37,7 @@ class Lists:
     batch_indices: Tensor
     """[T]: row of each token."""
     positions: Tensor
-    """[T]"""
+    """[T]: of each token, from the first of its row's pages on."""
     indices: Tensor
     """Page numbers, row after row."""
 
@@ -52,9 +54,18 @@ class Lists:
 class PageLists:
     """Builds the lists of one step after the other in the same memory."""
 
-    def __init__(self, *, rows: int, tokens: int, pages: int, page_size: int, device: torch.device) -> None:
-        """``pages`` of one row; like the others, at most."""
-        self._page_size = page_size
+    def __init__(
+        self,
+        *,
+        rows: int,
+        tokens: int,
+        pages: int,
+        page_size: int,
+        device: torch.device,
+        window: int | None = None,
+    ) -> None:
+        """``pages`` of one row; like the others, at most. ``window``: of the layers that these lists are for."""
+        self._page_size, self._window = page_size, window
         sizes = [rows + 1, rows, rows, rows + 1, rows + 1, tokens, tokens, rows * pages]
         capacity = sum(_lines(size) for size in sizes)
         self._host = torch.empty(capacity, dtype=torch.int32, pin_memory=device.type != "cpu")
@@ -63,7 +74,7 @@ class PageLists:
 
     def fill(self, batch: ForwardBatch) -> tuple[Lists, Lists]:
         """The lists of ``batch`` on the host, and on the device (the copy is enqueued)."""
-        arrays = page_lists(batch, self._page_size)
+        arrays = page_lists(batch, self._page_size, self._window)
         start = 0
         for array in arrays:
             self._ints[start : start + len(array)] = array
@@ -79,26 +90,36 @@ class PageLists:
         return Lists.lay_out(self.device, [*sizes, room])
 
 
-def page_lists(batch: ForwardBatch, page_size: int) -> tuple[np.ndarray, ...]:
-    """The arrays of :class:`Lists` for a step, in their order."""
+def page_lists(batch: ForwardBatch, page_size: int, window: int | None = None) -> tuple[np.ndarray, ...]:
+    """The arrays of :class:`Lists` for a step, in their order; for layers whose tokens see ``window`` positions."""
     q_lens, kv_lens = (np.asarray(lens, np.int64) for lens in (batch.q_lens_host, batch.kv_lens_host))
-    table = batch.page_table.cpu().numpy() if batch.page_table_host is None else batch.page_table_host
-    pages = -(-kv_lens // page_size)
-    indptr = _starts(pages)
-    row_of_token = np.repeat(np.arange(len(q_lens)), q_lens)
     new_from = kv_lens - q_lens
+    first = np.zeros_like(kv_lens) if window is None else np.maximum(0, new_from + 1 - window) // page_size
+    table, last = _table(batch, window), -(-kv_lens // page_size)
+    indptr = _starts(last - first)
+    row_of_token = np.repeat(np.arange(len(q_lens)), q_lens)
     first_token = _starts(q_lens)[:-1]
-    positions = np.arange(len(row_of_token)) - first_token[row_of_token] + new_from[row_of_token]
+    kept_from = new_from - first * page_size
+    positions = np.arange(len(row_of_token)) - first_token[row_of_token] + kept_from[row_of_token]
+    columns = np.arange(table.shape[1])
     return (
         indptr,
-        kv_lens - (pages - 1) * page_size,
-        kv_lens,
+        kv_lens - (last - 1) * page_size,
+        kv_lens - first * page_size,
         _starts(q_lens[batch.num_decode :]),
         indptr[batch.num_decode :] - indptr[batch.num_decode],
         row_of_token,
         positions,
-        table[np.arange(table.shape[1]) < pages[:, None]],
+        table[(columns >= first[:, None]) & (columns < last[:, None])],
     )
+
+
+def _table(batch: ForwardBatch, window: int | None) -> np.ndarray:
+    if window is None or batch.window_table is None:
+        table, host = batch.page_table, batch.page_table_host
+    else:
+        table, host = batch.window_table, batch.window_table_host
+    return table.cpu().numpy() if host is None else host
 
 
 def _starts(lengths: np.ndarray) -> np.ndarray:

@@ -158,6 +158,7 @@ class InputStaging:
                 page_table=tables[0],
                 page_table_host=pages[0],
                 window_table=None if self._tables == 1 else tables[1],
+                window_table_host=None if self._tables == 1 else pages[1],
                 q_lens_host=[*batch.q_lens_host, *[1] * added],
                 kv_lens_host=[*batch.kv_lens_host, *[1] * added],
                 sampling=_sampling(batch.sampling, moved, self._device.device),

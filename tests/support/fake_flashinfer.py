@@ -26,8 +26,12 @@ def _attend(
     indices: Tensor,
     last_page_len: Tensor,
     scale: float,
+    window_left: int,
+    soft_cap: float,
+    sinks: Tensor | None,
 ) -> Tensor:
-    """Causal attention of [T, heads, size] over HND pages."""
+    """Causal attention of [T, heads, size] over HND pages: of the keys before its own a token sees ``window_left``, or all if
+    that is negative."""
     out = torch.full_like(q, torch.nan).contiguous()
     group = q.shape[1] // k.shape[1]
     for row in range(len(last_page_len)):
@@ -39,8 +43,14 @@ def _attend(
         )
         queries = q[int(qo_indptr[row]) : int(qo_indptr[row + 1])].double()
         scores = torch.einsum("thd,shd->hts", queries, keys) * scale
-        future = torch.arange(length) > torch.arange(length - len(queries), length)[:, None]
-        weights = scores.masked_fill(future, -torch.inf).softmax(-1)
+        if soft_cap > 0:
+            scores = soft_cap * torch.tanh(scores / soft_cap)
+        back = torch.arange(length - len(queries), length)[:, None] - torch.arange(length)
+        unseen = (back < 0) | (back > (window_left if window_left >= 0 else length))
+        scores = scores.masked_fill(unseen, -torch.inf)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.double()[:, None, None].expand(-1, len(queries), 1)], -1)
+        weights = scores.softmax(-1)[..., :length]
         attended = torch.einsum("hts,shd->thd", weights, values)
         out[int(qo_indptr[row]) : int(qo_indptr[row + 1])] = attended.to(q.dtype)
     return out
@@ -90,24 +100,30 @@ class _Wrapper:
         assert kv_layout == "HND"
         assert not float_workspace_buffer.any(), "must be zero at first"
         self._plans: tuple[Tensor, ...] = ()
-        self._scale = 0.0
+        self._form = 0.0, -1, 0.0
 
     def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor) -> None:
         assert float_workspace_buffer.dtype == int_workspace_buffer.dtype == torch.uint8
 
-    def _keep(self, plans: tuple[Tensor, ...], scale: float, dtypes: tuple[Any, Any]) -> None:
+    def _keep(
+        self, plans: tuple[Tensor, ...], form: tuple[float, int, float | None], dtypes: tuple[Any, Any]
+    ) -> None:
         assert dtypes[0] == dtypes[1]
         assert all(plan.dtype == torch.int32 for plan in plans)
         indptr, indices = plans[1], plans[2]
         assert int(indptr[0]) == 0
         assert int(indptr[-1]) == len(indices)
         assert bool(((plans[3] >= 1) & (plans[3] <= 16)).all())
-        self._scale = scale
+        scale, window_left, soft_cap = form
+        self._form = scale, window_left, soft_cap or 0.0
         self._plans = tuple(plan.clone() for plan in plans)  # they may be overwritten once the copy was made
 
-    def run(self, q: Tensor, paged_kv_cache: tuple[Tensor, Tensor], out: Tensor | None = None) -> Tensor:
+    def run(
+        self, q: Tensor, paged_kv_cache: tuple[Tensor, Tensor], *args: Tensor, out: Tensor | None = None
+    ) -> Tensor:
         assert q.stride(-1) == 1
-        attended = _attend(q, *paged_kv_cache, *self._plans, self._scale)
+        (sinks,) = args or (None,)
+        attended = _attend(q, *paged_kv_cache, *self._plans, *self._form, sinks)
         return attended if out is None else out.copy_(attended)
 
 
@@ -125,6 +141,8 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
         *,
         causal: bool = False,
         sm_scale: float,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
         q_data_type: torch.dtype,
         kv_data_type: torch.dtype,
     ) -> None:
@@ -132,7 +150,58 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
         assert page_size == 16
         CALLS.append(f"plan prefill {len(paged_kv_last_page_len)}")
         plans = (qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
-        self._keep(plans, sm_scale, (q_data_type, kv_data_type))
+        self._keep(plans, (sm_scale, window_left, logits_soft_cap), (q_data_type, kv_data_type))
+
+
+class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper):
+    """Prompts and decode rows alike; compiled for a window or for none, and for no soft cap."""
+
+    def __init__(
+        self,
+        float_workspace_buffer: Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        qo_indptr_buf: Tensor | None = None,
+        paged_kv_indptr_buf: Tensor | None = None,
+        paged_kv_indices_buf: Tensor | None = None,
+        paged_kv_last_page_len_buf: Tensor | None = None,
+        *,
+        q_data_type: torch.dtype = torch.bfloat16,
+        kv_data_type: torch.dtype = torch.bfloat16,
+        head_dim_qk: int = 128,
+        head_dim_vo: int = 128,
+        window_left: int = -1,
+    ) -> None:
+        super().__init__(float_workspace_buffer, kv_layout)
+        self._compiled = q_data_type, kv_data_type, head_dim_qk, head_dim_vo, window_left >= 0
+        self._buffers: tuple[Tensor, ...] | None = None
+        if use_cuda_graph:
+            given = qo_indptr_buf, paged_kv_indptr_buf, paged_kv_indices_buf, paged_kv_last_page_len_buf
+            self._buffers = tuple(buffer for buffer in given if buffer is not None)
+            assert len(self._buffers) == 4
+            assert len(self._buffers[0]) == len(self._buffers[1]) == len(self._buffers[3]) + 1
+
+    def _keep(
+        self, plans: tuple[Tensor, ...], form: tuple[float, int, float | None], dtypes: tuple[Any, Any]
+    ) -> None:
+        assert not form[2], "not compiled for soft caps"
+        assert self._compiled[4] == (form[1] >= 0), "compiled for another kind of mask"
+        assert self._compiled[:2] == dtypes
+        super()._keep(plans, form, dtypes)
+        if self._buffers is not None:
+            assert len(self._buffers[3]) == len(plans[3]), "the number of rows of a captured wrapper is fixed"
+            for buffer, plan in zip(self._buffers, self._plans, strict=True):
+                buffer[: len(plan)].copy_(plan)
+            self._plans = self._buffers
+
+    def run(
+        self, q: Tensor, paged_kv_cache: tuple[Tensor, Tensor], *args: Tensor, out: Tensor | None = None
+    ) -> Tensor:
+        (sinks,) = args
+        assert self._compiled[2] == self._compiled[3] == q.shape[-1]
+        assert sinks.dtype == torch.float32
+        assert sinks.shape == q.shape[1:2]
+        return super().run(q, paged_kv_cache, sinks, out=out)
 
 
 class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
@@ -169,6 +238,8 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         page_size: int,
         *,
         sm_scale: float,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
         q_data_type: torch.dtype,
         kv_data_type: torch.dtype,
     ) -> None:
@@ -176,7 +247,7 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         rows = len(last_page_len)
         CALLS.append(f"plan decode {rows}{'' if self._buffers is None else ' for a graph'}")
         plans = (torch.arange(rows + 1, dtype=torch.int32), indptr, indices, last_page_len)
-        self._keep(plans, sm_scale, (q_data_type, kv_data_type))
+        self._keep(plans, (sm_scale, window_left, logits_soft_cap), (q_data_type, kv_data_type))
         if self._buffers is not None:
             assert len(self._buffers[3]) == rows, "the number of rows of a captured wrapper is fixed"
             for buffer, plan in zip(self._buffers[1:], self._plans[1:], strict=True):

@@ -19,6 +19,10 @@ RECORDED = Path(__file__).with_name("flashinfer_signatures.json")
 USED = {
     "flashinfer": (
         "append_paged_kv_cache",
+        "BatchAttentionWithAttentionSinkWrapper.__init__",
+        "BatchAttentionWithAttentionSinkWrapper.plan",
+        "BatchAttentionWithAttentionSinkWrapper.reset_workspace_buffer",
+        "BatchAttentionWithAttentionSinkWrapper.run",
         "BatchDecodeWithPagedKVCacheWrapper.__init__",
         "BatchDecodeWithPagedKVCacheWrapper.plan",
         "BatchDecodeWithPagedKVCacheWrapper.reset_workspace_buffer",

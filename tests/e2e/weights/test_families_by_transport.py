@@ -23,6 +23,8 @@ PROMPTS = [[5, 6, 7], [3 + i * 7 % 90 for i in range(40)]]
 MXFP4 = "gpt-oss, MXFP4"
 QUICK = ["gemma3", "gpt-oss", MXFP4, "mixtral", "qwen2-moe", "glm4-moe"]
 FOREIGN_QUICK = "Gemma2ForCausalLM"
+CERTAIN = {"GemmaForCausalLM", "Gemma3ForCausalLM"}
+"""Random logits of these are so large that one token has all of the probability, under any weights."""
 LONG = [
     *(pytest.param(name, marks=pytest.mark.long) for name in FAMILIES if name not in QUICK),
     *(pytest.param(name, marks=pytest.mark.long) for name in ARCHITECTURES if name != FOREIGN_QUICK),
@@ -85,7 +87,7 @@ def compare_all_roads(folder, trainer: PlainTrainer, family: str) -> None:
     with engine(old, family) as driver:
         cold[0] = state(driver)
         assert cold[0][0] != cold[1][0]
-        assert cold[0][1] != cold[1][1]
+        assert family in CERTAIN or cold[0][1] != cold[1][1]
         roads = Roads(driver, trainer)
         for number, road in enumerate(roads.names):
             which = (number + 1) % 2

@@ -15,6 +15,7 @@ from caesura.scheduler.attention import flashinfer
 from caesura.scheduler.attention.flashinfer import FlashInferBackend
 from caesura.scheduler.attention.flashinfer_mla import FlashInferLatentBackend
 from caesura.scheduler.cache.pool import MHAPool, MLAPool
+from caesura.scheduler.kernels.forms import PLAIN, AttentionForm
 from caesura.scheduler.layers import fp8_scaled
 from caesura.scheduler.memory.workspace import Workspace
 
@@ -32,13 +33,24 @@ def calls() -> list[Call]:
         for name, module in modules.items():
             patch.setitem(sys.modules, name, module)
         pool = MHAPool(num_layers=1, num_pages=9, kv_heads=KV_HEADS, head_size=SIZE, dtype=torch.bfloat16)
-        backend = FlashInferBackend(pool, HEADS, KV_HEADS, SIZE, max_rows=4, max_tokens=60, max_pages=4)
+        forms = PLAIN, AttentionForm(window=9, softcap=3.0), AttentionForm(window=5, sinks=torch.zeros(HEADS))
+        backend = FlashInferBackend(
+            pool,
+            HEADS,
+            KV_HEADS,
+            SIZE,
+            max_rows=4,
+            max_tokens=60,
+            max_pages=4,
+            kinds=[form.kind for form in forms],
+        )
         decode, prompt = Row([0], 20, [1, 2]), Row([0] * 20, 0, [3, 4])
         for rows, over in (([decode, prompt], backend), ([decode], backend.for_decode(1))):
             batch = forward_batch(rows, 1)
             over.plan(batch)
             qkv = torch.zeros((len(batch.input_ids), HEADS + 2 * KV_HEADS, SIZE), dtype=torch.bfloat16)
-            over.forward(qkv[:, :HEADS], qkv[:, HEADS:-KV_HEADS], qkv[:, -KV_HEADS:], 0)
+            for form in forms:
+                over.forward(qkv[:, :HEADS], qkv[:, HEADS:-KV_HEADS], qkv[:, -KV_HEADS:], 0, form)
         latents = MLAPool(num_layers=1, num_pages=9, width=LATENT + SIZE, dtype=torch.bfloat16)
         limits = {"max_rows": 4, "max_tokens": 60, "max_pages": 4}
         latent = FlashInferLatentBackend(latents, HEADS, LATENT, 0.1, kernels="fa2", **limits)
@@ -70,11 +82,17 @@ def test_every_recorded_name_is_called(calls):
 
 
 def test_no_argument_goes_where_anything_does(calls):
-    """``*args`` are those of somebody's own kernels, or deprecated."""
+    """``*args`` are those of somebody's own kernels, or deprecated; of the kernels with sinks there is one, the sinks."""
     kinds = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
     for call in calls:
         parameters = signature(call.name).parameters
-        assert [name for name in call.arguments if parameters[name].kind in kinds] == [], call.name
+        found = [name for name in call.arguments if parameters[name].kind in kinds]
+        if call.name == "BatchAttentionWithAttentionSinkWrapper.run":
+            assert found == ["args"]
+            (sinks,) = call.arguments["args"]
+            assert (sinks.dtype, sinks.shape) == (torch.float32, (HEADS,))
+        else:
+            assert found == [], call.name
 
 
 STAND_INS = {

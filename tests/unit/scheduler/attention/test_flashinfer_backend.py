@@ -1,5 +1,6 @@
 """FlashInfer's plans and page lists, against dense attention: the library is a stand-in that believes only its lists."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +18,7 @@ from caesura.scheduler.attention.page_lists import PageLists, page_lists
 from caesura.scheduler.attention.sdpa import SdpaBackend
 from caesura.scheduler.cache.pool import MHAPool
 from caesura.scheduler.config import EngineConfig
+from caesura.scheduler.kernels.forms import PLAIN, AttentionForm, FormKind
 
 HEADS, KV_HEADS, SIZE = 4, 2, 8
 
@@ -87,6 +89,89 @@ def test_mixed_steps_agree_with_the_torch_backend(decode, prefill, seed):
                 assert torch.equal(mine, theirs), "K or V went elsewhere"
 
 
+SINKS = torch.tensor([0.3, -1.0, 2.0, 0.0])
+FORMS = {
+    "window": AttentionForm(window=21),
+    "narrow window": AttentionForm(window=1),
+    "soft cap": AttentionForm(softcap=0.7),
+    "scale": AttentionForm(scale=0.9),
+    "all but sinks": AttentionForm(window=20, softcap=1.1, scale=0.6),
+    "sinks": AttentionForm(sinks=SINKS),
+    "sinks and window": AttentionForm(window=19, sinks=SINKS.bfloat16()),
+}
+
+
+def with_window_pages(batch, gone: int):
+    """``batch`` with a table of its own for layers with a window of ``gone``: other pages, and 0 where the window has moved on."""
+    table = torch.zeros_like(batch.page_table)
+    slots = torch.empty_like(batch.kv_slots)
+    first_token = 0
+    for row, (new, length) in enumerate(zip(batch.q_lens_host, batch.kv_lens_host)):
+        kept = slice(max(0, length - new + 1 - gone) // 16, -(-length // 16))
+        table[row, kept] = 60 - batch.page_table[row, kept]
+        positions = torch.arange(length - new, length)
+        slots[first_token : first_token + new] = table[row, positions // 16] * 16 + positions % 16
+        first_token += new
+    return replace(batch, window_table=table, window_slots=slots)
+
+
+@pytest.mark.parametrize("own_pages", [False, True])
+def test_layers_of_every_form_agree_with_the_torch_backend(own_pages):
+    """In one engine, by turns, in eager steps and in those for graphs; with a table of their own for layers with a window."""
+    kinds = [form.kind for form in FORMS.values()]
+    ours, reference = filled_pool(61), filled_pool(61)
+    backend = backend_over(ours, kinds=kinds)
+    torch_backend = SdpaBackend(
+        reference, HEADS, KV_HEADS, SIZE, 0.3, windows=[kind.window for kind in kinds]
+    )
+    captured = backend.for_decode(3)
+    for seed, (rows, num_decode) in enumerate(
+        (
+            ([(15, 1), (90, 1), (0, 17), (40, 30), (19, 20)], 2),
+            ([(3, 1), (64, 1), (88, 1)], 3),
+            ([(0, 60)], 0),
+            ([(16, 1), (47, 1), (20, 1)], 3),
+        )
+    ):
+        batch = batch_of(rows, num_decode, seed)
+        if own_pages:
+            batch = with_window_pages(batch, 21)
+        q, k, v = projections(len(batch.input_ids), seed)
+        for each in [backend, captured] if num_decode == 3 else [backend]:
+            each.plan(batch)
+            torch_backend.plan(batch)
+            for name, form in FORMS.items():
+                got, expected = (of.forward(q, k, v, seed % 2, form) for of in (each, torch_backend))
+                torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-4, msg=lambda m: f"{name}: {m}")
+        for mine, theirs in zip(ours.layer(seed % 2), reference.layer(seed % 2), strict=True):
+            assert torch.equal(mine[1:], theirs[1:]), "K or V went elsewhere"
+
+
+def test_sinks_are_those_of_the_moment():
+    """An update writes them in place, and the next run sees it."""
+    sinks = SINKS.clone()
+    form = AttentionForm(sinks=sinks)
+    backend = backend_over(filled_pool(), kinds=[form.kind])
+    batch = batch_of([(20, 1), (0, 4)], 1)
+    backend.plan(batch)
+    before = backend.forward(*projections(5, 0), 0, form)
+    sinks.fill_(50.0)  # takes nearly all weight
+    assert backend.forward(*projections(5, 0), 0, form).abs().max() < 1e-3 < before.abs().max()
+
+
+def test_pages_before_a_window_are_not_listed():
+    batch = batch_of([(63, 1), (15, 1), (30, 20)], 2)
+    table = batch.page_table
+    indptr, last, kv_lens, qo_indptr, prefill_indptr, batch_indices, positions, indices = page_lists(
+        batch, 16, window=17
+    )
+    assert indptr.tolist() == [0, 2, 3, 7]  # from token 47, from 0, from 14
+    assert (last.tolist(), kv_lens.tolist()) == ([16, 16, 2], [32, 16, 50])
+    assert (qo_indptr.tolist(), prefill_indptr.tolist()) == ([0, 20], [0, 4])
+    assert positions.tolist() == [31, 15, *range(30, 50)]
+    assert indices.tolist() == [*table[0, 2:4].tolist(), int(table[1, 0]), *table[2].tolist()]
+
+
 def test_decode_and_prefill_rows_are_planned_apart_and_once_per_step():
     backend = backend_over(filled_pool())
     fake_flashinfer.CALLS.clear()
@@ -134,7 +219,7 @@ def test_captured_decode_keeps_its_buffers_and_follows_each_plan():
         q, k, v = projections(3, seed)
         captured.plan(batch)
         torch_backend.plan(batch)
-        found = [t.data_ptr() for t in captured._wrapper._plans]
+        found = [t.data_ptr() for t in captured._wrappers[PLAIN.kind]._plans]
         assert found == (buffers or found)
         buffers = found
         torch.testing.assert_close(
@@ -152,10 +237,10 @@ def test_a_plan_writes_host_memory_only_after_the_copies_of_the_one_before(captu
 
     class Event:
         def synchronize(self) -> None:
-            seen.append(("wait", backend._lists._host.tolist()))
+            seen.append(("wait", backend._lists[None]._host.tolist()))
 
         def record(self) -> None:
-            seen.append(("copied", backend._lists._host.tolist()))
+            seen.append(("copied", backend._lists[None]._host.tolist()))
 
     backend.host_memory._copied = Event()
     for seed in range(3):
@@ -203,7 +288,7 @@ def test_the_library_is_asked_for_its_workspace(answer):
     backend = FlashInferBackend(filled_pool(), HEADS, KV_HEADS, SIZE, 0.3, library=library, **sizes)
     least = flashinfer.workspace_bytes(HEADS, KV_HEADS, SIZE, 8, torch.device("cpu"))
     told = 0 if isinstance(answer, Exception) else answer[0]
-    assert backend._workspace.numel() == max(least, told)
+    assert backend._forms[PLAIN.kind]._workspace.numel() == max(least, told)
     assert [name for name, _ in asked] == [*made]
     assert asked[0][1] == [(9,), (8,), (8,)]
 
@@ -213,7 +298,7 @@ def test_large_groups_decode_on_tensor_cores(heads, expected):
     backend = FlashInferBackend(
         filled_pool(), heads, KV_HEADS, SIZE, library=fake_flashinfer, max_rows=1, max_tokens=1, max_pages=1
     )
-    assert backend._decode.use_tensor_cores is expected
+    assert backend._forms[PLAIN.kind].decode.use_tensor_cores is expected
 
 
 @pytest.mark.parametrize(
@@ -226,6 +311,22 @@ def test_large_groups_decode_on_tensor_cores(heads, expected):
 )
 def test_it_says_why_it_cannot_serve(device, dtype, size, reason):
     assert reason in (why_not(torch.device(device), dtype, size) or "")
+
+
+@pytest.mark.parametrize(
+    ("kinds", "library", "reason"),
+    [
+        ([FormKind(sinks=True, softcap=3.0)], fake_flashinfer, "soft caps together with attention sinks"),
+        ([FormKind(), FormKind(sinks=True)], SimpleNamespace(), "does not serve attention sinks"),
+        ([FormKind(sinks=True, window=7), FormKind(softcap=2.0)], fake_flashinfer, None),
+        ([FormKind(window=4, softcap=2.0, scale=0.5)], None, None),
+    ],
+)
+def test_forms_without_kernels_are_told(monkeypatch, kinds, library, reason):
+    monkeypatch.setattr(flashinfer, "find_spec", lambda name: object())
+    monkeypatch.setattr("caesura.scheduler.attention.flashinfer_forms.import_module", lambda name: library)
+    found = why_not(torch.device("cuda"), torch.bfloat16, 64, kinds)
+    assert (found is None) if reason is None else (reason in found)
 
 
 def test_installed_or_not_decides_the_rest(monkeypatch):

@@ -90,8 +90,9 @@ def test_logits_are_transformers_own(folder: Folders) -> None:
     )
     with torch.no_grad():
         expected = theirs(torch.tensor([tokens])).logits[0]
-    paged, sequence = PagedModel(load_model(str(folder.packed), torch.float32), torch.float32), Sequence(
-        tokens
+    paged, sequence = (
+        PagedModel(load_model(str(folder.packed), torch.float32), torch.float32),
+        Sequence(tokens),
     )
     found = [paged.step([], [(sequence, 7)])[0], paged.step([], [(sequence, len(tokens) - 10)])[0]]
     found += [paged.step([sequence])[0] for _ in range(3)]
