@@ -102,6 +102,17 @@ _QWEN2 = {
     "use_sliding_window": False,
 }
 
+_GPT_OSS = {
+    "head_dim": 64,
+    "vocab_size": 201088,
+    "intermediate_size": 2880,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 4,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "attention_bias": True,
+    "sliding_window": 128,
+}
 _LATENT_V3 = {
     **_LATENT,
     "q_lora_rank": 1536,
@@ -135,6 +146,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_moe fp8 blackwell": _config(
         "Qwen3MoeForCausalLM", 2048, **{**_EXPERTS, "num_experts": 16}, **_FP8
     ),
+    "gpt_oss": _config("GptOssForCausalLM", 2880, **_GPT_OSS),
     "deepseek_v2": _config("DeepseekV2ForCausalLM", 2048, **_LATENT),
     "deepseek_v3 fp8": _config("DeepseekV3ForCausalLM", 2048, **_LATENT_V3, **_FP8),
 }

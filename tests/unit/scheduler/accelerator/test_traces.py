@@ -51,6 +51,7 @@ BUDGETS = {
     "qwen3_moe fp8/flashinfer": Budget(layer=10, mixed_layer=11, around=17, plan=0, copies=2, mixed_copies=2),
     "qwen3_moe fp8 deep_gemm/flashinfer": Budget(layer=57, mixed_layer=58, around=64, plan=0, copies=2, mixed_copies=2),
     "qwen3_moe fp8 blackwell/flashinfer": Budget(layer=61, mixed_layer=62, around=68, plan=0, copies=2, mixed_copies=2),
+    "gpt_oss/flashinfer": Budget(layer=20, mixed_layer=22, around=27, plan=0, copies=3, mixed_copies=3),
     "qwen3/triton": Budget(layer=10, mixed_layer=30, around=16, plan=2, copies=1, mixed_copies=4),
     "qwen3/sdpa": Budget(layer=28, mixed_layer=38, around=33, plan=8, copies=4, mixed_copies=4),
     "deepseek_v2/flashinfer": Budget(layer=19, mixed_layer=20, around=19, plan=0, copies=2, mixed_copies=2),
