@@ -1,65 +1,157 @@
-"""The same rollouts by the engine's own model code and by transformers' modules, in turns.
+"""The same rollouts by transformers' modules in the engine, beside its own model code where it has some, and beside vLLM.
 
-Two engines of one checkpoint live at a time and generate one after the other, in an order that alternates, so that whatever
-else the machine does meets both. Printed are tokens per second of each run, their medians, and the ratio of the medians.
+Engines of one checkpoint live at a time and generate one after the other, in an order that rotates, so that whatever else the
+machine does meets all of them. Printed are tokens per second of each run, their medians, and the medians' ratios.
 
     .venv/bin/python benchmarks/model_backends.py --shape tiny --threads 2 --repeats 5
+    .venv/bin/python benchmarks/model_backends.py --architecture Olmo2ForCausalLM --vllm-python /opt/peer-vllm/bin/python
 """
 
 import argparse
 import json
+import os
 import statistics
 import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 
-from checkpoints import SHAPES, write_checkpoint
+import torch
+from checkpoints import SHAPES, Shape, write_checkpoint
+from harness import engines
+from harness.peer_process import PeerProcess
 
 from caesura.client import SamplingParams, SchedulerClient, launch_scheduler
 
-BACKENDS = ("native", "transformers")
+OWN = "Qwen3ForCausalLM"
+"""What ``checkpoints.py`` writes; others are written by transformers, with the same sizes."""
 REQUESTS = {"tiny": (64, 32, 128), "0.6b": (32, 128, 64)}
 """Of each shape: requests, tokens in, tokens out."""
+KV_TOKENS = 1 << 15
+
+Run = Callable[[int], float]
+"""Tokens per second of one batch, drawn from a seed."""
 
 
-def run(client: SchedulerClient, requests: int, prompt: int, output: int, seed: int) -> float:
-    """Tokens per second of one batch."""
-    prompts = [[3 + (31 * row + 7 * i + seed) % 4000 for i in range(prompt)] for row in range(requests)]
-    params = SamplingParams(max_new_tokens=output, temperature=1.0, seed=seed, ignore_eos=True)
+def write(folder: Path, shape: Shape, architecture: str) -> None:
+    """A random checkpoint in bfloat16."""
+    if architecture == OWN:
+        write_checkpoint(folder, shape)
+        return
+    import transformers
+
+    model_class = getattr(transformers, architecture)
+    sizes = {name: value for name, value in vars(shape).items() if name != "tie_word_embeddings"}
+    config = model_class.config_class(**sizes, pad_token_id=None, dtype="bfloat16")
+    torch.manual_seed(0)
+    model_class(config).to(torch.bfloat16).save_pretrained(folder)
+
+
+def prompts_of(shape: str, seed: int) -> list[list[int]]:
+    """Other tokens for every row and seed."""
+    requests, prompt, _ = REQUESTS[shape]
+    return [[3 + (31 * row + 7 * i + seed) % 4000 for i in range(prompt)] for row in range(requests)]
+
+
+def run_client(client: SchedulerClient, shape: str, seed: int) -> float:
+    """By an engine of this project."""
+    params = SamplingParams(max_new_tokens=REQUESTS[shape][2], temperature=1.0, seed=seed, ignore_eos=True)
     started = perf_counter()
-    results = client.generate(prompts, params, timeout=600)
+    results = client.generate(prompts_of(shape, seed), params, timeout=600)
     return sum(len(result.output_ids) for result in results) / (perf_counter() - started)
+
+
+def run_peer(peer: PeerProcess, shape: str, seed: int) -> float:
+    """By vLLM, whose process takes the time."""
+    found = peer.call(
+        "rollout",
+        engines.OP_TIMEOUT_S,
+        prompts=prompts_of(shape, seed),
+        max_new_tokens=REQUESTS[shape][2],
+        samples=1,
+    )
+    return float(found["tokens"] / found["seconds"])
+
+
+def start_vllm(stack: ExitStack, folder: str, options: argparse.Namespace, cache: Path) -> PeerProcess:
+    """A process that has generated its first token."""
+    shape, (_, prompt, output) = SHAPES[options.shape], REQUESTS[options.shape]
+    engine = engines.vllm(options.vllm_python, options.threads, options.vllm_bind, cache)
+    command = [engine.python, str(engines.PEERS / engine.script)]
+    peer = stack.enter_context(PeerProcess(command, engine.environment, cache / "vllm.log"))
+    peer.call(
+        "start",
+        engines.START_TIMEOUT_S,
+        prompt=[3, 4, 5],
+        model=folder,
+        threads=options.threads,
+        context_len=prompt + output,
+        kv_tokens=KV_TOKENS,
+        kv_bytes_per_token=4 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim,
+    )
+    return peer
+
+
+def start_all(stack: ExitStack, folder: str, options: argparse.Namespace, cache: Path) -> dict[str, Run]:
+    """Every engine that takes part, by name."""
+    backends = ("native", "transformers") if options.architecture == OWN else ("transformers",)
+    runs: dict[str, Run] = {}
+    for backend in backends:
+        client = stack.enter_context(
+            launch_scheduler(
+                folder,
+                model_backend=backend,
+                num_threads=options.threads,
+                kv_pool_tokens=KV_TOKENS,
+                log_level="WARNING",
+            )
+        )
+        runs[backend] = partial(run_client, client, options.shape)
+    if options.vllm_python:
+        runs["vllm"] = partial(run_peer, start_vllm(stack, folder, options, cache), options.shape)
+    return runs
+
+
+def measure(options: argparse.Namespace) -> dict[str, list[float]]:
+    """Tokens per second of every run that counts, by engine."""
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        checkpoint = Path(folder) / "checkpoint"
+        write(checkpoint, SHAPES[options.shape], options.architecture)
+        runs = start_all(stack, str(checkpoint), options, Path(folder))
+        for run in runs.values():
+            run(0)
+        found: dict[str, list[float]] = {name: [] for name in runs}
+        names = list(runs)
+        for repeat in range(options.repeats):
+            turn = repeat % len(names)
+            for name in (*names[turn:], *names[:turn]):
+                found[name].append(runs[name](repeat))
+    return found
 
 
 def main() -> None:
     """Measure, print, and write ``--json``."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--shape", choices=sorted(REQUESTS), default="tiny")
-    parser.add_argument("--threads", type=int, default=None)
+    parser.add_argument(
+        "--architecture", default=OWN, help="a class of transformers (default: %(default)s)"
+    )
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--vllm-python", help="interpreter of an environment with vLLM (benchmarks/README.md)")
+    parser.add_argument("--vllm-bind", default="auto", help="VLLM_CPU_OMP_THREADS_BIND (default: auto)")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    found: dict[str, list[float]] = {backend: [] for backend in BACKENDS}
-    with tempfile.TemporaryDirectory() as folder:
-        write_checkpoint(Path(folder), SHAPES[options.shape])
-        common = {"num_threads": options.threads, "kv_pool_tokens": 1 << 15, "log_level": "WARNING"}
-        with (
-            launch_scheduler(folder, model_backend="native", **common) as native,
-            launch_scheduler(folder, model_backend="transformers", **common) as transformers,
-        ):
-            clients = {"native": native, "transformers": transformers}
-            for client in clients.values():
-                run(client, *REQUESTS[options.shape], seed=0)
-            for repeat in range(options.repeats):
-                order = BACKENDS if repeat % 2 == 0 else BACKENDS[::-1]
-                for backend in order:
-                    found[backend].append(run(clients[backend], *REQUESTS[options.shape], seed=repeat))
-    medians = {backend: statistics.median(values) for backend, values in found.items()}
-    for backend, values in found.items():
-        print(f"{backend:>12}: {medians[backend]:9,.0f} tok/s   ({', '.join(f'{v:,.0f}' for v in values)})")
-    print(f"{'ratio':>12}: {medians['transformers'] / medians['native']:9.2f}")
+    found = measure(options)
+    medians = {name: statistics.median(values) for name, values in found.items()}
+    for name, values in found.items():
+        print(f"{name:>12}: {medians[name]:9,.0f} tok/s   ({', '.join(f'{v:,.0f}' for v in values)})")
+    for name in medians.keys() - {"transformers"}:
+        print(f"transformers / {name}: {medians['transformers'] / medians[name]:.2f}")
     if options.json is not None:
-        options.json.write_text(json.dumps({"shape": options.shape, "tokens_per_second": found}, indent=1))
+        options.json.write_text(json.dumps({**vars(options), "json": None, "tokens_per_second": found}, indent=1))
 
 
 if __name__ == "__main__":
