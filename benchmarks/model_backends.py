@@ -135,12 +135,12 @@ def main() -> None:
     """Measure, print, and write ``--json``."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--shape", choices=sorted(REQUESTS), default="tiny")
-    parser.add_argument(
-        "--architecture", default=OWN, help="a class of transformers (default: %(default)s)"
-    )
+    parser.add_argument("--architecture", default=OWN, help="a class of transformers (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--vllm-python", help="interpreter of an environment with vLLM (benchmarks/README.md)")
+    parser.add_argument(
+        "--vllm-python", help="interpreter of an environment with vLLM (benchmarks/README.md)"
+    )
     parser.add_argument("--vllm-bind", default="auto", help="VLLM_CPU_OMP_THREADS_BIND (default: auto)")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -151,7 +151,9 @@ def main() -> None:
     for name in medians.keys() - {"transformers"}:
         print(f"transformers / {name}: {medians['transformers'] / medians[name]:.2f}")
     if options.json is not None:
-        options.json.write_text(json.dumps({**vars(options), "json": None, "tokens_per_second": found}, indent=1))
+        options.json.write_text(
+            json.dumps({**vars(options), "json": None, "tokens_per_second": found}, indent=1)
+        )
 
 
 if __name__ == "__main__":
