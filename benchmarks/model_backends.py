@@ -17,6 +17,7 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from time import perf_counter
+from typing import Literal
 
 import torch
 from checkpoints import SHAPES, Shape, write_checkpoint
@@ -96,7 +97,9 @@ def start_vllm(stack: ExitStack, folder: str, options: argparse.Namespace, cache
 
 def start_all(stack: ExitStack, folder: str, options: argparse.Namespace, cache: Path) -> dict[str, Run]:
     """Every engine that takes part, by name."""
-    backends = ("native", "transformers") if options.architecture == OWN else ("transformers",)
+    backends: list[Literal["native", "transformers"]] = ["transformers"]
+    if options.architecture == OWN:
+        backends.insert(0, "native")
     runs: dict[str, Run] = {}
     for backend in backends:
         client = stack.enter_context(

@@ -80,7 +80,7 @@ def state(driver: EngineDriver) -> tuple[dict[str, str], list[tuple[list[int], b
 
 
 def compare_all_roads(folder, trainer: PlainTrainer, family: str) -> None:
-    """One engine, to and fro between two checkpoints by every road."""
+    """One engine, there and back between two checkpoints by every road."""
     old, new = folder(family, 1), folder(family, 2)
     with engine(new, family) as driver:
         cold = [None, state(driver)]
