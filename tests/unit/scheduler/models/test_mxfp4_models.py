@@ -13,7 +13,13 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from support.checkpoints import make_checkpoint
 from support.forward_batches import PagedModel, Sequence, load_model
-from support.mxfp4 import CONFIG, SHAPE, make_mxfp4_checkpoint, make_widened_checkpoint
+from support.mxfp4 import (
+    CONFIG,
+    SHAPE,
+    dequantize_mxfp4,
+    make_mxfp4_checkpoint,
+    make_widened_checkpoint,
+)
 from torch import Tensor
 
 from caesura.io_struct import CaesuraError, ErrorCode, TensorSpec
@@ -198,6 +204,17 @@ def test_a_half_of_another_update_is_not_taken_for_one_of_this(
         send(loader, BLOCKS, packed[BLOCKS])
         send(loader, SCALES, packed[SCALES])
         assert torch.equal(model.weight_slots()[UP].read(), wide[UP])
+
+
+def test_blocks_of_one_tensor_wait_at_a_time(model: CausalLM, tensors: tuple[Weights, Weights]) -> None:
+    """When others come, the values of those that waited are stored without their scales."""
+    packed, _ = tensors
+    loader, before = WeightLoader(model), model.weight_slots()[UP].read()
+    send(loader, BLOCKS, packed[BLOCKS], 2)
+    assert torch.equal(model.weight_slots()[UP].read(), before)
+    send(loader, BLOCKS.replace("gate_up", "down"), packed[BLOCKS.replace("gate_up", "down")], 2)
+    plain = dequantize_mxfp4(packed[BLOCKS], torch.full_like(packed[SCALES], 127)).transpose(1, 2)
+    assert torch.equal(model.weight_slots()[UP].read(), plain.bfloat16())
 
 
 def test_a_half_that_was_cut_off_comes_again(model: CausalLM, tensors: tuple[Weights, Weights]) -> None:
