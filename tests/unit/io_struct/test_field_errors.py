@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from caesura.io_struct import CaesuraError, SamplingParams, decode_request
+from caesura.io_struct import CaesuraError, SamplingParams, SdeParams, decode_request
 from caesura.io_struct.field_errors import nearest, shown
 
 GENERATE = {"type": "GenerateReqInput", "input_ids": [1]}
@@ -134,6 +134,14 @@ def test_sampling_parameters_of_another_spelling_are_told_the_right_one(keyword,
         SamplingParams(temperature=0.5, **{keyword: 1})
     assert str(caught.value) == f"SamplingParams: {keyword} is not known{hint}; valid are {SAMPLING}"
     assert caught.value.__suppress_context__ or caught.value.__context__ is None
+
+
+def test_noise_of_another_spelling_is_told_the_right_one():
+    with pytest.raises(
+        TypeError,
+        match=r"SdeParams: noise is not known \(did you mean noise_level\?\); valid are type, noise_l",
+    ):
+        SdeParams(noise=0.5)
 
 
 def test_sampling_parameters_are_made_as_ever():
