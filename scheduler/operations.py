@@ -72,6 +72,8 @@ def what_serves(config: EngineConfig, loaded: LoadedModel) -> Serving:
             by["experts"] = TORCH
     if model.moe is None and loaded.model.routing is None and (foreign is None or not foreign.torch_experts):
         del by["experts"]
+    if model.delta is not None:
+        by["linear_attention"] = TORCH
     if model.moe is not None or model.mla is not None or not loaded.model.plain_layers:
         del by["decoder"]  # layers are computed part by part, whatever computes the parts
     if loaded.device.type != "cpu":
@@ -101,6 +103,8 @@ def why_torch(loaded: LoadedModel) -> str | None:
         return "transformers computes what lies between the products"
     if config.mla is not None:
         return "latent attention is computed by torch"
+    if config.delta is not None:
+        return "linear attention is computed by torch"
     if config.moe is not None and config.moe.grouped:
         return "experts are chosen by groups, which torch computes"
     if config.fp8 is not None:

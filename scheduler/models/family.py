@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from .config_delta import DeltaConfig
 from .config_moe import MoeConfig
 from .config_reader import ConfigReader
 
@@ -48,6 +49,8 @@ class Family:
     """The checkpoint may carry layers for multi-token prediction behind the others, which are skipped."""
     moe: Callable[[dict[str, Any], ConfigReader, int], MoeConfig] | None = None
     """Reads what is about experts, for a number of layers. None: there are none."""
+    delta: Callable[[dict[str, Any], ConfigReader, int], DeltaConfig] | None = None
+    """Reads what is about layers of linear attention, for a number of layers. None: there are none."""
     latent: bool = False
     """Multi-head latent attention: every query head has a key of its own, so the fields above say nothing."""
     refused: Callable[[dict[str, Any]], list[str]] = nothing_refused
