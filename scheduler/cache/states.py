@@ -96,17 +96,25 @@ class StateRows:
     def open(self, shared: np.ndarray, num_cached: int) -> RequestState:
         """A live row for a request that goes on from the ``shared`` pages, which are locked; ``num_cached`` of its are cached.
 
+        If the only row to be had is that of the shared prefix, the request takes it over.
+
         Raises:
             LedgerError: every row is somebody's; nothing has changed.
         """
+        if not self.available:
+            raise LedgerError(f"all {self.total} rows of states are held")
         source = int(shared[-1]) if len(shared) else NO_PAGE
+        branch = num_cached if num_cached > len(shared) else 0
+        if not self._allocator.num_free and list(self._oldest) == [source]:  # the last row: no longer the page's
+            row, self.kept[source] = int(self.kept[source]), NO_ROW
+            self._oldest.clear()
+            self._held += 1
+            return RequestState(row, branch=branch)
         if source != NO_PAGE:
             self._pin(source)
         row = self._take()
-        if row is None:
-            self._unpin(source)
-            raise LedgerError(f"all {self.total} rows of states are held")
-        return RequestState(row, source, num_cached if num_cached > len(shared) else 0)
+        assert row is not None, "there is a row that is not the source's"
+        return RequestState(row, source, branch)
 
     def launched(self, state: RequestState) -> None:
         """A step that reads what the request begins from has been launched: whatever comes later is ordered behind it."""
