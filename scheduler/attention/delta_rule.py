@@ -93,7 +93,9 @@ class HybridBackend:
                 index, targets = step.kept
                 past[targets], recurrent[targets] = past_after[index], states[index]
         for segment in step.segments:
-            out[segment.start : segment.end] = self._prefill(segment, mixed, weight, decay, beta, past, recurrent)
+            out[segment.start : segment.end] = self._prefill(
+                segment, mixed, weight, decay, beta, past, recurrent
+            )
         return out
 
     def _prefill(
@@ -138,7 +140,9 @@ def split_heads(convolved: Tensor, shape: StateShape) -> tuple[Tensor, Tensor, T
     q, k = (each.view(-1, shape.key_heads, shape.key_size) for each in (q, k))
     group = shape.value_heads // shape.key_heads
     q, k = (
-        (each * torch.rsqrt((each * each).sum(dim=-1, keepdim=True) + _NORM_EPS)).repeat_interleave(group, dim=1)
+        (each * torch.rsqrt((each * each).sum(dim=-1, keepdim=True) + _NORM_EPS)).repeat_interleave(
+            group, dim=1
+        )
         for each in (q, k)
     )
     return q * shape.key_size**-0.5, k, v.view(-1, shape.value_heads, shape.value_size)

@@ -47,9 +47,7 @@ class StatefulSteps:
             kept=(index, targets) if kept else None,
         )
 
-    def _segments(
-        self, kv: RequestKV, start: int, end: int, first: int, known: int
-    ) -> list[StateSegment]:
+    def _segments(self, kv: RequestKV, start: int, end: int, first: int, known: int) -> list[StateSegment]:
         """Of a row that computes its positions [start, end), which are the step's tokens from ``first`` on."""
         states, state = self._cache.states, kv.state
         assert states is not None

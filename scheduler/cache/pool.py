@@ -10,13 +10,16 @@ Invariants:
 """
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..config import PAGE_SIZE
 from ..memory import residency
-from .state_pool import StatePool
+
+if TYPE_CHECKING:
+    from .state_pool import StatePool
 
 
 class MHAPool:

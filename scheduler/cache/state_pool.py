@@ -64,7 +64,9 @@ class StatePool:
     ) -> None:
         """``num_rows`` counts the scratch row 0."""
         if min(num_layers, num_rows) < 1:
-            raise ValueError(f"every size of a state pool is at least 1, got {num_layers} layers of {num_rows} rows")
+            raise ValueError(
+                f"every size of a state pool is at least 1, got {num_layers} layers of {num_rows} rows"
+            )
         self.num_rows, self.shape = num_rows, shape
         self._layers = [
             (

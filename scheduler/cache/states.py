@@ -105,11 +105,14 @@ class StateRows:
             raise LedgerError(f"all {self.total} rows of states are held")
         source = int(shared[-1]) if len(shared) else NO_PAGE
         branch = num_cached if num_cached > len(shared) else 0
-        if not self._allocator.num_free and list(self._oldest) == [source]:  # the last row: no longer the page's
-            row, self.kept[source] = int(self.kept[source]), NO_ROW
+        if not self._allocator.num_free and list(self._oldest) == [
+            source
+        ]:  # the last row: no longer the page's
+            last = int(self.kept[source])
+            self.kept[source] = NO_ROW
             self._oldest.clear()
             self._held += 1
-            return RequestState(row, branch=branch)
+            return RequestState(last, branch=branch)
         if source != NO_PAGE:
             self._pin(source)
         row = self._take()
@@ -216,13 +219,17 @@ class StateRows:
         states = list(states)
         held = [row for state in states for row in (state.row, *state.promised.values())]
         pages = np.nonzero(self.kept)[0]
-        rows = np.sort(np.concatenate([self._allocator.free_pages(), self.kept[pages], held])).astype(np.int64)
+        rows = np.sort(np.concatenate([self._allocator.free_pages(), self.kept[pages], held])).astype(
+            np.int64
+        )
         if not np.array_equal(rows, np.arange(1, self.total + 1)):
             raise LedgerError(f"rows of states that are not exactly one thing: {rows.tolist()}")
         if len(held) != self._held:
             raise LedgerError(f"{len(held)} rows of states are held, counted {self._held}")
         pins = Counter(state.source for state in states if state.source != NO_PAGE)
         if pins != self._pins or set(pages.tolist()) != set(self._oldest) | set(pins):
-            raise LedgerError(f"states kept for {pages.tolist()}, of them pinned {pins}, counted {self._pins}")
+            raise LedgerError(
+                f"states kept for {pages.tolist()}, of them pinned {pins}, counted {self._pins}"
+            )
         if not set(pages.tolist()) <= set(owned.tolist()):
             raise LedgerError(f"states of free pages: {sorted(set(pages.tolist()) - set(owned.tolist()))}")

@@ -61,7 +61,9 @@ class GatedDelta(CompositeLayer):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, backend: AttentionBackend) -> Tensor:
         """[T, hidden] to [T, hidden]; positions follow from the order of tokens, so nothing is rotated."""
-        assert isinstance(backend, HybridBackend), "a model with states is computed by a backend that has them"
+        assert isinstance(backend, HybridBackend), (
+            "a model with states is computed by a backend that has them"
+        )
         mixed, gate, b, a = self._split(self._in.forward(x))
         rate = functional.softplus(a.float() + self._rate_bias.data.float())
         decay = -self._log_rate.data.float().exp() * rate

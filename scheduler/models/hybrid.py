@@ -12,7 +12,7 @@ from ..layers.parameters import Placement
 from .config import ModelConfig
 from .decoder import AttentionBlock, DecoderForCausalLM, FeedForward, Variants
 
-_MULTI_TOKEN = "mtp."
+_NEXT_TOKENS = "mtp."
 """What checkpoints call the layers of multi-token prediction, which are ignored."""
 
 
@@ -82,4 +82,4 @@ class HybridForCausalLM(DecoderForCausalLM):
 
     def is_skipped(self, name: str) -> bool:
         """As of any decoder, and layers of multi-token prediction."""
-        return name.startswith(_MULTI_TOKEN) or super().is_skipped(name)
+        return name.startswith(_NEXT_TOKENS) or super().is_skipped(name)

@@ -4,12 +4,15 @@ Every layer's state goes through chunks, decode steps, kept prefixes, pauses, up
 whose at each of these is checked with a scripted model in ``test_states.py``.
 """
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from support.checkpoints import edit_config, make_checkpoint
 from support.faults import NO_MEMORY, Fault
-from support.scripted import EngineDriver, assert_error, tokens_of
+from support.scripted import EngineDriver, tokens_of
 
 from caesura.io_struct import (
     AbortReq,
@@ -23,8 +26,10 @@ from caesura.io_struct import (
     SamplingParams,
     UpdateWeightFromDiskReqInput,
 )
-from caesura.scheduler.build import kv_bytes_per_token, load_model, state_row_bytes
+from caesura.scheduler.build import load_model
 from caesura.scheduler.config import EngineConfig
+from caesura.scheduler.models.config import load_model_config
+from caesura.scheduler.models.registry import build_model
 
 VOCAB, TOLERANCE = 97, 1e-4
 OPTIONS = {"chunked_prefill_size": 48, "max_running_requests": 4, "kv_pool_tokens": 2048}
@@ -221,3 +226,41 @@ def test_a_step_that_ran_out_of_memory_between_two_layers(models, monkeypatch):
     check(models, rids)
     assert {driver.result(rid).finish_reason.type for rid in rids} == {"length"}
     assert sum(driver.result(rid).num_retractions for rid in rids) == 2
+
+
+def refused(folder, **options):
+    with pytest.raises(CaesuraError) as error:
+        EngineDriver(folder, scripted=False, **OPTIONS, **options)
+    return error.value
+
+
+def test_what_hybrids_do_not_do_is_refused_by_name(tmp_path_factory):
+    plain, hybrid = (str(tmp_path_factory.mktemp("refused") / name) for name in ("plain", "hybrid"))
+    make_checkpoint(plain, "qwen3")
+    make_checkpoint(hybrid, "qwen3.5")
+    error = refused(plain, reference_model_path=hybrid)
+    assert (error.code, error.detail["fields"]) == ("unsupported_model", ["architectures"])
+    assert "linear attention is computed by torch" in refused(hybrid, deterministic=True).message
+    ranks: Any = SimpleNamespace(rank=0, size=2)
+    with pytest.raises(CaesuraError, match="not divided among ranks") as error:
+        build_model(load_model_config(hybrid), torch.float32, torch.device("cpu"), ranks)
+    assert error.value.detail["ranks"] == 2
+    for field, value in (
+        ("layer_types", ["linear_attention"] * 4),
+        ("layer_types", ["linear_attention", "full_attention"]),
+        ("linear_num_key_heads", 3),
+    ):
+        folder = str(tmp_path_factory.mktemp("refused"))
+        make_checkpoint(folder, "qwen3.5")
+        edit_config(folder, **{field: value})
+        with pytest.raises(CaesuraError, match=field):
+            load_model_config(folder)
+
+
+def test_layers_by_interval_and_names_of_older_configs(tmp_path):
+    make_checkpoint(tmp_path, "qwen3-next", layer_types=None, full_attention_interval=2)
+    found = load_model_config(str(tmp_path))
+    assert found.delta.layers == (True, False, True, False)
+    edit_config(tmp_path, layer_types=None, full_attention_interval=2, rope_parameters=None, rope_theta=1e6)
+    older = load_model_config(str(tmp_path))
+    assert (older.delta, older.rotary_dim) == (found.delta, 4)
