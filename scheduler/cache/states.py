@@ -105,9 +105,7 @@ class StateRows:
             raise LedgerError(f"all {self.total} rows of states are held")
         source = int(shared[-1]) if len(shared) else NO_PAGE
         branch = num_cached if num_cached > len(shared) else 0
-        if not self._allocator.num_free and list(self._oldest) == [
-            source
-        ]:  # the last row: no longer the page's
+        if not self._allocator.num_free and list(self._oldest) == [source]:  # it is the page's no longer
             last = int(self.kept[source])
             self.kept[source] = NO_ROW
             self._oldest.clear()
