@@ -224,6 +224,7 @@ def build_pool(
     pool = make_pool(loaded, pages + 1, windows + 1 if windows else None)  # page 0 is scratch
     if rows:
         pool.states = make_states(loaded, rows + 1)  # and so is row 0
+        logger.info("%d rows of states of %d bytes each, a row for each running request", rows, row_bytes)
     return pool
 
 

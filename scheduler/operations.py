@@ -127,4 +127,6 @@ def _row_sizes(loaded: LoadedModel) -> set[int]:
         sizes.add(config.intermediate_size // ranks)
     if config.moe is not None:
         sizes.add(config.moe.intermediate_size // ranks)
+    if config.delta is not None:
+        sizes.add(config.delta.value_heads * config.delta.value_size)
     return sizes

@@ -143,6 +143,26 @@ def test_requests_of_a_step_that_failed_start_again(driver, monkeypatch, stage, 
         check_rest(driver)
 
 
+def test_a_request_of_the_step_after_a_lost_one_starts_again(folders):
+    """It has gone on from a kept prefix in a step that is rolled back with the one before: its own row is of no use any more."""
+    with EngineDriver(folders[0], pipeline_depth=1, chunked_prefill_size=32) as driver:
+        run(driver, prompt_of(60), 1)
+        guilty = driver.generate(prompt_of(9, 1), 20)
+        driver.tick(5)
+        steps = []
+
+        def fail(batch):
+            steps.append(batch)
+            if len(steps) == 1:
+                raise BUG
+
+        driver.runner.on_fetch = fail
+        driver.tick()  # launches the step that will fail
+        result = run(driver, prompt_of(60), 6)
+        assert driver.result(guilty).finish_reason.type == "error"
+        assert (result.finish_reason.type, result.cached_tokens, result.num_retractions) == ("length", 48, 1)
+
+
 def test_a_token_that_never_fits_ends_its_request(driver):
     """Each attempt starts again, and gets no further: attempts are bounded all the same."""
     rid = driver.generate(prompt_of(40), 30)
