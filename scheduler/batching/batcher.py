@@ -152,7 +152,6 @@ class Batcher:
         undefined one: :meth:`restart_states`.
         """
         table = self.table
-        self._states.lost(batch.slots)
         table.inflight[batch.slots] -= 1
         table.scheduled[batch.slots] -= np.asarray(batch.forward.q_lens_host, np.int64)
         for request in batch.completed:

@@ -99,16 +99,6 @@ class StatefulSteps:
             if request is not None and request.kv is not None:
                 self._cache.computed(request.kv, end)
 
-    def lost(self, slots: np.ndarray) -> None:
-        """The step's results are lost, and with them the states that it was to keep."""
-        states = self._cache.states
-        if states is None:
-            return
-        for slot in slots.tolist():
-            request = self._table.by_slot[slot]
-            if request is not None and request.kv is not None and request.kv.state is not None:
-                states.lost(request.kv.state)
-
     def _kv(self, slot: int) -> RequestKV:
         request = self._table.by_slot[slot]
         assert request is not None, "a row of a step is a request's"

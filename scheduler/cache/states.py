@@ -6,7 +6,7 @@ be gone on from only where a state was kept: at the end of a page of the KV ledg
 | a row is     | whose                                            | given back when                                         |
 |--------------|--------------------------------------------------|---------------------------------------------------------|
 | live         | an open request's: its state after its last step | the request's KV is closed                              |
-| promised     | a step's under way, which will fill it           | the step is completed (then kept) or its results lost   |
+| promised     | a step's under way, which will fill it           | the step is completed (then kept), or the KV is closed  |
 | kept         | a page's: the state at the end of it             | the page is freed, or a row is needed: oldest use first |
 | free         | nobody's                                         |                                                         |
 
@@ -157,17 +157,12 @@ class StateRows:
             del self._oldest[page]
             self._drop(page)
 
-    def lost(self, state: RequestState) -> None:
-        """The steps of this request that are under way have no results: what they promised is not there."""
-        for row in state.promised.values():
+    def close(self, state: RequestState) -> None:
+        """The request ends, or starts again; what was promised to it and is not kept by now never will be."""
+        self.launched(state)
+        for row in (state.row, *state.promised.values()):
             self._give_back(row)
         state.promised.clear()
-
-    def close(self, state: RequestState) -> None:
-        """The request ends."""
-        self.launched(state)
-        self.lost(state)
-        self._give_back(state.row)
 
     def replace(self, own: np.ndarray, tree: np.ndarray) -> None:
         """The tree's pages take the place of a request's own, which have the same contents and are freed next."""
