@@ -13,10 +13,13 @@ from typing import Protocol
 import torch
 
 from ..io_struct import CaesuraError, ErrorCode
+from .attention.delta_rule import HybridBackend
 from .backends import Shape, choose, make
 from .batching.waiting_queue import AdmissionLimits, pages_for
 from .cache.pool import MHAPool, MLAPool
 from .cache.routing import RoutingPool
+from .cache.state_pool import StatePool
+from .cache.states import StateRows
 from .cache.window_pages import WindowPages, storage_pages
 from .config import PAGE_SIZE, EngineConfig
 from .dtypes import by_torch_name
@@ -27,6 +30,7 @@ from .memory.device_module import device_module_for
 from .memory.residency import ComponentResidencyManager, nobody
 from .models.base import ForeignModel
 from .models.config import load_model_config
+from .models.hybrid import state_shape
 from .models.registry import build_model
 from .operations import why_torch
 from .parallel.group import SINGLE, TensorParallel
@@ -54,6 +58,8 @@ class Agreement(MinReduce, Protocol):
 
 _TOUCHED_KV_BYTES = 128 << 20
 """Of a KV pool on the CPU, before the first request: its page faults would take a tenth of a small model's steps."""
+_STATES_PER_ROW, _STATES_SHARE = 2, 0.5
+"""Rows of states for each request that may run: its own, and one that is kept for a prefix; and their most of a pool's memory."""
 _ROWS_IN_FLIGHT, _WIDE_ROWS, _LOGITS = 4, 3, 3
 """Of each token as wide as the model, and as a layer at its widest; and copies of the logits."""
 _CPU_WARM_UP_ROWS = 16
@@ -130,6 +136,29 @@ def build_windows(config: EngineConfig, loaded: LoadedModel, pool: MHAPool | MLA
     return WindowPages(pool.num_pages, pool.window_pages, PAGE_SIZE, longest)
 
 
+def state_row_bytes(loaded: LoadedModel) -> int:
+    """Bytes of a sequence's states over all layers that have one; 0 for a model without."""
+    delta = loaded.config.delta
+    return 0 if delta is None else sum(delta.layers) * state_shape(loaded.config).row_bytes(loaded.dtype)
+
+
+def make_states(loaded: LoadedModel, num_rows: int) -> StatePool:
+    """Storage of ``num_rows`` rows of states, scratch included, of a model that has some."""
+    assert loaded.config.delta is not None
+    return StatePool(
+        num_layers=sum(loaded.config.delta.layers),
+        num_rows=num_rows,
+        shape=state_shape(loaded.config),
+        dtype=loaded.dtype,
+        device=loaded.device,
+    )
+
+
+def build_states(pool: MHAPool | MLAPool) -> StateRows | None:
+    """The ledger of the pool's rows of states. None: the model has none."""
+    return None if pool.states is None else StateRows(pool.num_pages, pool.states.num_rows)
+
+
 def routing_bytes_per_token(loaded: LoadedModel) -> int:
     """Bytes that the experts of one token take; 0 for a model without."""
     routed = loaded.model.routing
@@ -153,6 +182,8 @@ def build_pool(
     per_page = (kv_bytes_per_token(loaded) + routing_bytes_per_token(loaded)) * PAGE_SIZE
     per_window_page = _token_bytes(loaded, len(_window_layers(loaded))) * PAGE_SIZE
     most_windows = _window_pages(config, loaded)
+    row_bytes = state_row_bytes(loaded)
+    rows = _STATES_PER_ROW * config.sizes.rows if row_bytes else 0
     free = available_memory_if_known(config.device, empty_cache=True, group=group)
     if free is None and config.kv_pool_tokens is None:
         raise CaesuraError(
@@ -170,20 +201,31 @@ def build_pool(
         assert left is not None
         usable = config.sizes.rows * pages_for(context_len)
         share = max(0, left - step_bytes(config, loaded)) * config.sizes.kv_fraction
+        if rows:
+            rows = max(1, min(rows, int(share * _STATES_SHARE) // row_bytes))
+            share = max(0, share - (rows + 1) * row_bytes)
         pages = min(_affordable(int(share), per_page, per_window_page, most_windows), usable)
     windows = min(max(pages, 1), most_windows)
     needed = max(pages, 1) * per_page + windows * per_window_page
+    if rows:
+        if left is not None and config.kv_pool_tokens is not None:
+            rows = max(1, min(rows, int((left - needed) * config.sizes.kv_fraction) // row_bytes))
+        needed += (rows + 1) * row_bytes
     if left is not None and needed > left:  # an overcommitted allocation never fails, its first use does
         raise CaesuraError(
             ErrorCode.OUT_OF_MEMORY,
-            f"a KV pool of {max(pages, 1)} pages needs {needed} bytes, {left} are free",
+            f"a KV pool of {max(pages, 1)} pages{f' and {rows} rows of states' if rows else ''} needs {needed} bytes, {left} are free",
             needed_bytes=needed,
             free_bytes=left,
         )
     if group is not None:
         pages = group.all_reduce_min(pages)
         windows = min(max(pages, 1), most_windows)
-    return make_pool(loaded, pages + 1, windows + 1 if windows else None)  # page 0 is scratch
+    pool = make_pool(loaded, pages + 1, windows + 1 if windows else None)  # page 0 is scratch
+    if rows:
+        pool.states = make_states(loaded, rows + 1)  # and so is row 0
+        logger.info("%d rows of states of %d bytes each, a row for each running request", rows, row_bytes)
+    return pool
 
 
 def _affordable(share: int, per_page: int, per_window_page: int, most_windows: int) -> int:
@@ -227,7 +269,7 @@ def make_pool(loaded: LoadedModel, num_pages: int, window_pages: int | None = No
             device=loaded.device,
         )
     return MHAPool(
-        num_layers=model.num_layers,
+        num_layers=len(loaded.model.forms),
         num_pages=num_pages,
         kv_heads=loaded.num_kv_heads,
         head_size=model.head_dim,
@@ -313,7 +355,8 @@ def build_backend(
         CaesuraError: ``unsupported``, what was named cannot serve this model here.
     """
     shape = Shape.of(loaded)
-    return make(choose(config, shape), shape, pool, limits)
+    backend = make(choose(config, shape), shape, pool, limits)
+    return backend if pool.states is None else HybridBackend(backend, pool.states)
 
 
 def build_runner(

@@ -21,6 +21,7 @@ from .batching.waiting_queue import TokenAdmission, WaitingQueue
 from .build import (
     MakeRunner,
     build_components,
+    build_states,
     build_windows,
     routing_bytes_per_token,
 )
@@ -119,6 +120,7 @@ def language_core(around: Surroundings, make_runner: MakeRunner) -> Core:
         config.prefix_cache,
         around.stamp.epoch,
         build_windows(config, loaded, pool),
+        build_states(pool),
     )
     waiting = WaitingQueue()
     chunks = ChunkSizer(config.sizes.chunk_tokens, config.target_step_s)

@@ -10,7 +10,7 @@ Invariants:
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -183,6 +183,39 @@ class SamplingBatch:
         )
 
 
+class StateSegment(NamedTuple):
+    """Neighbouring query tokens of one prefilling row, between two of its states; all of it on the host."""
+
+    start: int
+    end: int
+    """Tokens [start, end) of the step's T."""
+    source: int | None
+    """The row of states that they begin from. None: nothing comes before them."""
+    target: int
+    """The row of states that they end in."""
+    kept: int | None
+    """Another row that is to have the state after them. None: none is."""
+
+
+@dataclass(slots=True, kw_only=True)
+class StateStep:
+    """Where a step's rows have their states, in layers that keep one per sequence (``cache/states.py``)."""
+
+    rows: Tensor
+    """int64 [R]: the row of states of each of the step's rows."""
+    segments: Sequence[StateSegment]
+    """Of the prefilling rows, in an order in which one may follow from another."""
+    kept: tuple[Tensor, Tensor] | None
+    """int64 [K] each: decode rows whose next states are kept, and in which rows of states. None: of none."""
+
+    def to(self, device: torch.device) -> "StateStep":
+        """A copy on ``device``."""
+        kept = self.kept
+        if kept is not None:
+            kept = kept[0].to(device, non_blocking=True), kept[1].to(device, non_blocking=True)
+        return StateStep(rows=self.rows.to(device, non_blocking=True), segments=self.segments, kept=kept)
+
+
 @dataclass(slots=True, kw_only=True)
 class ForwardBatch:
     """One step's input: R rows, T query tokens, S sampled tokens.
@@ -223,6 +256,8 @@ class ForwardBatch:
     """As ``page_table``, in the same layers; page 0 where the window has moved on."""
     window_table_host: np.ndarray | None = None
     """As ``page_table_host``, of ``window_table``."""
+    states: StateStep | None = None
+    """None: no layer keeps a state per sequence, or the step is nobody's."""
 
     def slots_in(self, form: AttentionForm) -> Tensor:
         """``kv_slots`` of layers of this form."""

@@ -72,14 +72,22 @@ def what_serves(config: EngineConfig, loaded: LoadedModel) -> Serving:
             by["experts"] = TORCH
     if model.moe is None and loaded.model.routing is None and (foreign is None or not foreign.torch_experts):
         del by["experts"]
-    if model.moe is not None or model.mla is not None or not loaded.model.plain_layers:
-        del by["decoder"]  # layers are computed part by part, whatever computes the parts
+    _name_layers(by, loaded)
     if loaded.device.type != "cpu":
         return Serving(by, _why_not_better(attention, loaded.device))
     reason = why_torch(loaded)
     if reason is None and by["attention"] == TORCH:
         reason = f"attention_backend = {config.attention_backend!r}"
     return Serving(by, reason)
+
+
+def _name_layers(by: dict[str, str], loaded: LoadedModel) -> None:
+    """Add what only some models' layers have, and leave out one call for all layers where they are computed part by part."""
+    model = loaded.config
+    if model.delta is not None:
+        by["linear_attention"] = TORCH
+    if model.moe is not None or model.mla is not None or not loaded.model.plain_layers:
+        del by["decoder"]
 
 
 def _why_not_better(attention: Choice, device: torch.device) -> str | None:
@@ -101,6 +109,8 @@ def why_torch(loaded: LoadedModel) -> str | None:
         return "transformers computes what lies between the products"
     if config.mla is not None:
         return "latent attention is computed by torch"
+    if config.delta is not None:
+        return "linear attention is computed by torch"
     if config.moe is not None and config.moe.grouped:
         return "experts are chosen by groups, which torch computes"
     if config.fp8 is not None:
@@ -117,4 +127,6 @@ def _row_sizes(loaded: LoadedModel) -> set[int]:
         sizes.add(config.intermediate_size // ranks)
     if config.moe is not None:
         sizes.add(config.moe.intermediate_size // ranks)
+    if config.delta is not None:
+        sizes.add(config.delta.value_heads * config.delta.value_size)
     return sizes

@@ -15,7 +15,6 @@ Invariants:
 
 import logging
 from collections import Counter
-from dataclasses import dataclass
 from time import monotonic
 
 import numpy as np
@@ -27,7 +26,9 @@ from ..config import PAGE_SIZE
 from ..forward import ForwardBatch
 from .chunking import ChunkSizer
 from .request import NO_SLOT, Phase, Request, RequestTable
-from .sampling_inputs import InputSpan, input_spans, input_tokens, sampling_batch
+from .sampling_inputs import input_spans, input_tokens, sampling_batch
+from .scheduled_batch import ScheduledBatch as ScheduledBatch
+from .states import StatefulSteps
 from .waiting_queue import WaitingQueue, pages_for
 from .windows import WindowedSteps
 
@@ -38,27 +39,6 @@ LOOK_AHEAD = 128
 PAGES_PER_SKIPPED_REQUEST = 2
 """Free pages that a start must leave for each request it skips: one for the unshared end of that request's prompt, one to
 grow."""
-
-
-@dataclass(slots=True, kw_only=True)
-class ScheduledBatch:
-    """One step: the scheduler's view of it, and in ``forward`` the inputs of the model."""
-
-    forward: ForwardBatch
-    slots: np.ndarray
-    """int64 [R]"""
-    sample_slots: np.ndarray
-    """int64 [S]: the slots that a token is sampled for."""
-    completed: list[Request]
-    """Requests whose prefill this step completes."""
-    num_tokens: int
-    inputs: list[InputSpan]
-    """The prompt positions behind ``forward.inputs``, in its order."""
-
-    @property
-    def kind(self) -> str:
-        """The stage that the step counts as; a step with any prompt tokens is a prefill."""
-        return "decode" if self.forward.num_decode == len(self.slots) else "prefill"
 
 
 class Batcher:
@@ -87,6 +67,7 @@ class Batcher:
         self._share = share_prefixes
         self._routing = routing
         self._windows = WindowedSteps(table, cache)
+        self._states = StatefulSteps(table, cache)
         self._active: list[Request] = []  # in start order: the last one is preempted first
         self._prefilling: list[Request] = []
         self._prefixes_in_progress: Counter[int] = Counter()
@@ -153,6 +134,7 @@ class Batcher:
         self._chunk_sizer.observe(batch.num_tokens - batch.forward.num_decode, seconds)
         self._chunk_sizer.succeeded(batch.num_tokens)
         self.table.inflight[batch.slots] -= 1
+        self._states.completed(batch.slots, batch.forward)
         for request in batch.completed:
             self._release_prefix_waiters(request)
         self._run_deferred_releases(kv_is_valid=True)
@@ -166,7 +148,8 @@ class Batcher:
         """Roll back a step whose results are lost, so that its tokens are scheduled again.
 
         With two steps in flight, the one launched last is rolled back first. The KV that the step wrote lies beyond
-        ``scheduled``; the step that computes these tokens again overwrites it.
+        ``scheduled``; the step that computes these tokens again overwrites it. Of requests with a state the step has left an
+        undefined one: :meth:`restart_states`.
         """
         table = self.table
         table.inflight[batch.slots] -= 1
@@ -179,6 +162,13 @@ class Batcher:
         self._prefilling = [request for request in self._active if request.phase is Phase.PREFILL]
         self._decode_slots = None
         self._run_deferred_releases(kv_is_valid=False)
+
+    def restart_states(self, *batches: ScheduledBatch) -> None:
+        """Requeue the requests of steps that were rolled back, if they have states: these are computed again, with their tokens."""
+        if self.cache.states is not None:
+            slots = {int(slot) for batch in batches for slot in batch.slots}
+            for request in [request for request in self._active[::-1] if request.slot in slots]:
+                self._requeue(request, keep_prefix=True)
 
     def last_tokens(self) -> tuple[np.ndarray, np.ndarray]:
         """``(slots, tokens)`` [n]: the last sampled token of each decoding request. No step may be in flight."""
@@ -352,7 +342,7 @@ class Batcher:
             if budget == 0:
                 return chunks
             budget -= self._append_chunk(request, budget, chunks)
-        while budget > 0 and self.table.num_free and len(self.waiting):
+        while budget > 0 and self.table.num_free and self.cache.can_open and len(self.waiting):
             started = self.waiting.start_next(self._may_start, self._start, LOOK_AHEAD)
             if started is None:
                 break
@@ -460,6 +450,7 @@ class Batcher:
             page_table=torch.from_numpy(page_table),
             window_slots=window_slots,
             window_table=window_table,
+            states=self._states.places(slots, starts, ends, num_decode),
             kv_lens=torch.from_numpy(ends.astype(np.int32)),
             q_lens_host=q_lens.tolist(),
             kv_lens_host=ends.tolist(),
@@ -482,6 +473,7 @@ class Batcher:
             inputs=spans,
         )
         self._mark_in_flight(batch, ends)
+        self._states.launched(slots)
         if forward.sampling.special is not None:
             table.extras.counted[sample_slots] = ends[samples] + 1
         return batch

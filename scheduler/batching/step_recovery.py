@@ -8,6 +8,8 @@ Any other failure ends the requests of its step.
 Invariants:
 - A step's output is recorded only if all of it has arrived. A step that is computed again writes the same KV slots, and its
   noise is a function of position, so it samples the same tokens.
+- Of a model with states per sequence, requests of a step that was rolled back start again from the last state that was kept
+  for a prefix of theirs: the step may have overwritten what they had.
 - A step that was launched after a failed one is rolled back with it, because its decoding rows read the failed step's
   tokens. Its requests go on.
 - Attempts are bounded. After an out-of-memory failure each attempt has at most half the tokens of the one before, and a
@@ -114,6 +116,7 @@ class Recovery:
             logger.warning("steps are limited to %d tokens for now", self._chunks.limit)
         else:
             self._fail_requests(self._batcher.requests_of(batch), failure)
+        self._batcher.restart_states(batch, *([] if later is None else [later]))
         self._device_cache.after_failure(failure.message)
         self._restore_last_tokens()
 
@@ -131,14 +134,14 @@ class Recovery:
         self._device_cache.after_failure(failure.message)
 
     def _failed_alone_before(self, batch: ScheduledBatch) -> bool:
-        """Whether ``batch``, which was rolled back, is a single token that has now failed for the second time."""
+        """Whether ``batch``, which was rolled back, is a single token, as was a step of its request that failed no earlier before."""
         requests = self._batcher.requests_of(batch)
         if batch.num_tokens > 1 or not requests:
             return False
         (request,) = requests
         computed = int(self._batcher.table.scheduled[request.slot])
         before, request.failed_alone_at = request.failed_alone_at, computed
-        return before == computed
+        return before is not None and computed <= before
 
     def _fail_requests(self, requests: list[Request], failure: Failure) -> None:
         self._outputs.fail(requests, *failure.ending("the batch"))

@@ -17,6 +17,8 @@ Invariants:
 - This is the only module that returns pages to the allocator.
 - Layers with a window have storage for some of the pages only (``window_pages.py``): those of every request's range, which
   goes from what its next token sees to what is scheduled. Which pages there are, and whose, is the same for all layers.
+- Layers with a state per sequence have a row for every request, and rows for the ends of some pages (``states.py``): a prefix
+  is shared up to such an end only.
 - No KV crosses epochs: requests match and donate only under the current epoch, and one that held pages at a commit is
   stale, so that nothing of it is ever stored.
 """
@@ -29,6 +31,7 @@ import numpy as np
 from .allocator import LedgerError as LedgerError
 from .allocator import PageAllocator
 from .radix import NO_PAGES, Node, RadixTree
+from .states import RequestState, StateRows
 from .window_pages import WindowPages
 
 
@@ -51,6 +54,8 @@ class RequestKV:
     first_in_range: int = 0
     end_of_range: int = 0
     """Pages of the row that have storage in layers with a window, if there are any."""
+    state: RequestState | None = None
+    """Its rows in layers with a state per sequence, if there are any."""
 
 
 class Usage(NamedTuple):
@@ -74,14 +79,17 @@ class CacheManager:
         prefix_cache: bool,
         epoch: int = 0,
         windows: WindowPages | None = None,
+        states: StateRows | None = None,
     ) -> None:
         """
         Args:
             num_pages: the scratch page included.
             prefix_cache: False: nothing is ever matched or stored.
             windows: of layers with a window that give pages back. None: there are none.
+            states: of layers with a state per sequence. None: there are none.
         """
         self.windows = windows
+        self.states = states
         self.epoch = epoch
         self.page_size = page_size
         self.prefix_cache = prefix_cache
@@ -98,11 +106,16 @@ class CacheManager:
         At most ``(n - 1) // page_size`` pages are shared, so at least one token is left to compute:
         ``num_shared * page_size`` tokens need no computing. ``pages_row`` (int32 [longest request in pages]) is kept
         and written in place until :meth:`close`.
+
+        Raises:
+            LedgerError: not :attr:`can_open`.
         """
+        if not self.can_open:
+            raise LedgerError("no row of states is left")
         kv = RequestKV(pages_row, 0, 0, None, self.epoch, False, salt)
-        usable = max(len(tokens) - 1, 0) // self.page_size
+        usable, cached = max(len(tokens) - 1, 0) // self.page_size, 0
         if self.prefix_cache and usable:
-            pages, node = self._match(salt, tokens[: usable * self.page_size])
+            pages, node, cached = self._match(salt, tokens[: usable * self.page_size])
             if len(pages) > len(pages_row):
                 raise LedgerError(f"a prefix of {len(pages)} pages does not fit a row of {len(pages_row)}")
             if node is not None:
@@ -111,20 +124,28 @@ class CacheManager:
                 kv.num_pages = kv.num_shared = len(pages)
                 pages_row[: len(pages)] = pages
         self._open[kv] = None
+        if self.states is not None:
+            kv.state = self.states.open(pages_row[: kv.num_shared], cached)
         if self.windows is not None:
             kv.first_in_range = kv.end_of_range = self.windows.first_seen(kv.num_pages * self.page_size)
             self._enter(kv, kv.num_pages)
         return kv
 
-    def _match(self, salt: str, tokens: np.ndarray) -> tuple[np.ndarray, Node | None]:
-        """The longest cached prefix that a request can go on from."""
+    @property
+    def can_open(self) -> bool:
+        """Whether :meth:`open` finds a row of states, where there are any."""
+        return self.states is None or self.states.available > 0
+
+    def _match(self, salt: str, tokens: np.ndarray) -> tuple[np.ndarray, Node | None, int]:
+        """The longest cached prefix that a request can go on from; and how many pages of it are cached beyond that, too."""
         pages, node = self._tree.match(self.epoch, salt, tokens)
-        if self.windows is None or not len(pages):
-            return pages, node
-        shareable = self.windows.shareable(pages)
-        if shareable == len(pages):
-            return pages, node
-        return self._tree.match(self.epoch, salt, tokens[: shareable * self.page_size])
+        cached = shareable = len(pages)
+        for rooms in (self.windows, self.states):
+            if rooms is not None and shareable:
+                shareable = rooms.shareable(pages[:shareable])
+        if shareable < cached:
+            pages, node = self._tree.match(self.epoch, salt, tokens[: shareable * self.page_size])
+        return pages, node, cached
 
     def reach(self, kv: RequestKV, num_tokens: int) -> None:
         """A step will compute ``kv`` up to ``num_tokens``, for which it has pages: they come into its range.
@@ -144,6 +165,16 @@ class CacheManager:
         self._require_open(kv)
         if self.windows is not None:
             self._leave(kv, self.windows.first_seen(num_tokens - self.page_size))
+
+    def computed(self, kv: RequestKV, num_tokens: int) -> None:
+        """A step has computed ``kv`` up to ``num_tokens``: the states that it was to keep until there are kept.
+
+        Raises:
+            LedgerError: ``kv`` is closed.
+        """
+        self._require_open(kv)
+        if self.states is not None and kv.state is not None:
+            self.states.keep(kv.state, kv.pages, num_tokens // self.page_size, kv.num_shared)
 
     def _enter(self, kv: RequestKV, end: int) -> None:
         if self.windows is not None and end > kv.end_of_range:
@@ -212,6 +243,8 @@ class CacheManager:
                 self.windows.replace(
                     duplicates[low - first : high - first], inserted.existing[low - first : high - first]
                 )
+        if self.states is not None:
+            self.states.replace(duplicates, inserted.existing)
         kv.pages[first : first + inserted.num_existing] = inserted.existing
         kv.node = inserted.node
         kv.num_shared = full
@@ -231,6 +264,8 @@ class CacheManager:
         if tokens is not None:
             self.donate(kv, tokens)
         self._leave(kv, kv.end_of_range)
+        if self.states is not None and kv.state is not None:
+            self.states.close(kv.state)
         own = kv.pages[kv.num_shared : kv.num_pages].copy()
         unlocked = self._tree.unlock(kv.node) if kv.node is not None else NO_PAGES
         del self._open[kv]
@@ -308,6 +343,9 @@ class CacheManager:
         if self.windows is not None:
             ranges = (kv.pages[kv.first_in_range : kv.end_of_range] for kv in self._open)
             self.windows.check(ranges, _joined([cached, locked]))
+        if self.states is not None:
+            states = (kv.state for kv in self._open if kv.state is not None)
+            self.states.check(states, _joined([cached, locked, owned]))
         for kv in self._open:
             path = _path_pages(kv.node)
             if not np.array_equal(path, kv.pages[: kv.num_shared]):
@@ -340,6 +378,8 @@ class CacheManager:
         self._allocator.free(pages)
         if self.windows is not None:
             self.windows.drop(pages)
+        if self.states is not None:
+            self.states.forget(pages)
         return len(pages)
 
 

@@ -10,12 +10,16 @@ Invariants:
 """
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..config import PAGE_SIZE
 from ..memory import residency
+
+if TYPE_CHECKING:
+    from .state_pool import StatePool
 
 
 class MHAPool:
@@ -48,6 +52,8 @@ class MHAPool:
         self.page_size = page_size
         self.num_pages = num_pages
         self.window_pages = window_pages if window_layers else None
+        self.states: StatePool | None = None
+        """Of layers that keep a state per sequence and no KV; whoever allocates it sets it."""
 
         def storage(layer: int, size: int) -> Tensor:
             pages = window_pages if layer in window_layers and window_pages is not None else num_pages
@@ -137,6 +143,7 @@ class MLAPool:
         self.page_size = page_size
         self.num_pages = num_pages
         self.window_pages: int | None = None
+        self.states: StatePool | None = None
         self.width = width
         self._layers = [residency.allocate(shape, dtype, device) for _ in range(num_layers)]
 

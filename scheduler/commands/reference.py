@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from ...io_struct import Residency
+from ...io_struct import CaesuraError, ErrorCode, Residency
 from ..batching.waiting_queue import pages_for
 from ..build import build_backend, load_model, longest_context, make_pool, require_deterministic
 from ..config import EngineConfig
@@ -45,6 +45,13 @@ def load_reference(config: EngineConfig, residency: ComponentResidencyManager) -
     residency.begin_request("load_reference", warm_up=True)
     with residency.component(WEIGHTS.name):
         loaded = load_model(replace(config, model_path=config.reference_model_path, context_len=None))
+    if loaded.config.delta is not None:
+        raise CaesuraError(
+            ErrorCode.UNSUPPORTED_MODEL,
+            f"{loaded.config.architecture} cannot be the reference model: its linear attention keeps a state per sequence, which "
+            "scoring does not have",
+            fields=["architectures"],
+        )
     residency.divide(WEIGHTS.name, _layers(loaded.model))
     if config.deterministic:
         require_deterministic(loaded)

@@ -34,6 +34,9 @@ class AttentionShape:
     """Of these norms, the factor is ``1 + weight``."""
     sinks: bool = False
     """Each query head has a learnt score that takes weight and has no value."""
+    gated: bool = False
+    """Each query head has a gate, as wide as its value, whose sigmoid weights what it attended; the checkpoint has the gate's rows
+    behind the head's."""
 
 
 class Attention(CompositeLayer):
@@ -75,6 +78,7 @@ class Attention(CompositeLayer):
             kv_heads=kv_heads,
             head_dim=shape.head_dim,
             bias=shape.qkv_bias,
+            gated=shape.gated,
             place=place,
         )
         self.o = Linear(
@@ -103,13 +107,16 @@ class Attention(CompositeLayer):
         """[T, hidden] to [T, hidden]; ``cos`` and ``sin`` are [T, 1, rotated size / 2]."""
         shape = self.shape
         heads = shape.num_heads + 2 * shape.num_kv_heads
-        qkv = self.qkv.forward(x).view(-1, heads, shape.head_dim)
+        qkv, gate = self.qkv.forward(x), None
+        if shape.gated:
+            qkv, gate = self._without_gates(qkv)
+        qkv = qkv.view(-1, heads, shape.head_dim)
         if backend.fused is not None:
             norms, weights = self.qk_norms, None
             if norms is not None:
                 q_norm, k_norm = norms
                 weights = HeadNorms(q_norm.weight, k_norm.weight, q_norm.eps, q_norm.from_one)
-            return self._out(backend.fused(qkv, cos, sin, self._layer, weights, self.form))
+            return self._out(backend.fused(qkv, cos, sin, self._layer, weights, self.form), gate)
         qk, v = qkv[:, : -shape.num_kv_heads], qkv[:, -shape.num_kv_heads :]
         if self.qk_norms is not None:
             q_norm, k_norm = self.qk_norms
@@ -122,9 +129,18 @@ class Attention(CompositeLayer):
                 k_norm.scale_(qk[:, shape.num_heads :])
         qk = rotate(qk, cos, sin)
         q, k = qk[:, : shape.num_heads], qk[:, shape.num_heads :]
-        return self._out(backend.forward(q, k, v, self._layer, self.form))
+        return self._out(backend.forward(q, k, v, self._layer, self.form), gate)
 
-    def _out(self, attended: Tensor) -> Tensor:
+    def _without_gates(self, projected: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries, keys and values as they are without gates, and the gates [T, query heads * head size]."""
+        heads, size = self.shape.num_heads, self.shape.head_dim
+        queries, rest = projected[:, : 2 * heads * size], projected[:, 2 * heads * size :]
+        queries = queries.view(-1, heads, 2, size)
+        return torch.cat((queries[:, :, 0].flatten(1), rest), dim=1), queries[:, :, 1].flatten(1)
+
+    def _out(self, attended: Tensor, gate: Tensor | None) -> Tensor:
+        if gate is not None:
+            attended = attended * torch.sigmoid(gate)
         out = self.o.forward(attended)
         if self._parallel.size > 1:
             self._parallel.all_reduce(out)

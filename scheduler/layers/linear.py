@@ -142,12 +142,14 @@ class QKVLinear(Linear):
         kv_heads: Window,
         head_dim: int,
         bias: bool,
+        gated: bool = False,
         place: Placement,
     ) -> None:
-        """``prefix`` is the checkpoint's attention module, which holds ``q_proj``, ``k_proj`` and ``v_proj``."""
+        """``prefix`` is the checkpoint's attention module, which holds ``q_proj``, ``k_proj`` and ``v_proj``; ``gated``: the first
+        of them computes a gate behind each query."""
         kv_rows = kv_heads.times(head_dim)
         parts = {
-            f"{prefix}.q_proj": heads.times(head_dim),
+            f"{prefix}.q_proj": heads.times(2 * head_dim if gated else head_dim),
             f"{prefix}.k_proj": kv_rows,
             f"{prefix}.v_proj": kv_rows,
         }

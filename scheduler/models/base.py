@@ -67,7 +67,7 @@ class CausalLM(Weights, Protocol):
 
     @property
     def forms(self) -> Sequence[AttentionForm]:
-        """Of each layer's attention: what a backend has to serve."""
+        """Of the attention of each layer that has KV: what a backend has to serve."""
         ...
 
     def forward(self, batch: ForwardBatch, backend: AttentionBackend) -> Tensor:

@@ -25,6 +25,7 @@ from ..files import checkpoint_error, read_small, require_folder
 from ..layers.parameters import Fp8Blocks
 from ..layers.rotary import RopeParameters
 from .config_attention import parse_ropes, parse_windows, refused_attention, rope_source, rotary_dim
+from .config_delta import DeltaConfig
 from .config_mla import MlaConfig, parse_mla, parse_num_mtp_layers
 from .config_moe import MoeConfig
 from .config_reader import ConfigReader
@@ -80,6 +81,8 @@ class ModelConfig:
     """Layers behind the others, for multi-token prediction, whose weights are ignored."""
     moe: MoeConfig | None = None
     """None: every layer is dense."""
+    delta: DeltaConfig | None = None
+    """None: every layer attends to KV."""
     transformers_config: str | None = None
     """All of the config, as canonical JSON, of a model that is computed by transformers' modules. None: by the engine's own."""
 
@@ -202,6 +205,7 @@ def parse_model_config(
         mla=mla,
         num_mtp_layers=parse_num_mtp_layers(config, reader) if family.mtp_layers else 0,
         moe=None if family.moe is None else family.moe(config, reader, num_layers),
+        delta=None if family.delta is None else family.delta(config, reader, num_layers),
     )
     if result.num_heads % result.num_kv_heads:
         raise reader.invalid("num_key_value_heads", "does not divide num_attention_heads")

@@ -8,6 +8,7 @@ Invariants:
 from typing import Any
 
 from ..layers.rotary import RopeParameters
+from .config_delta import LINEAR_ATTENTION
 from .config_mla import LATENT_ROPE_TYPES, parse_yarn
 from .config_reader import ConfigReader
 from .family import Family
@@ -27,6 +28,8 @@ def _known_types(config: dict[str, Any], family: Family) -> bool:
     if not isinstance(types, list):
         return types is None
     known = _TYPES[:1] if family.window == "ignored" else _TYPES
+    if family.delta is not None:
+        known = (*known, LINEAR_ATTENTION)
     return all(kind in known for kind in types)
 
 

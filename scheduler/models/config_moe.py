@@ -71,6 +71,20 @@ def parse_qwen2_moe(config: dict[str, Any], reader: ConfigReader, num_layers: in
     )
 
 
+def parse_qwen3_next(config: dict[str, Any], reader: ConfigReader, num_layers: int) -> MoeConfig:
+    """Of a ``Qwen3NextForCausalLM``: the parts of Qwen2-MoE."""
+    experts, top_k = _experts(config, reader, 512, 10)
+    return MoeConfig(
+        num_experts=experts,
+        top_k=top_k,
+        intermediate_size=reader.count("moe_intermediate_size", 512),
+        normalize=bool(config.get("norm_topk_prob", True)),
+        sparse_layers=_qwen_layers(config, reader, num_layers),
+        shared_size=reader.count("shared_expert_intermediate_size", 512),
+        shared_gate=True,
+    )
+
+
 def parse_mixtral(config: dict[str, Any], reader: ConfigReader, num_layers: int) -> MoeConfig:
     """Of a ``MixtralForCausalLM``."""
     return _all_layers(config, reader, num_layers, 8, 2)

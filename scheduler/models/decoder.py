@@ -52,8 +52,10 @@ LLAMA = Variants()
 class AttentionBlock(Layer, Protocol):
     """A layer's attention: projections around what the backend does."""
 
-    form: AttentionForm
-    """What the backend computes."""
+    @property
+    def form(self) -> AttentionForm | None:
+        """What the backend computes over KV. None: the block has a state per sequence instead."""
+        ...
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, backend: AttentionBackend) -> Tensor:
         """[T, hidden] to [T, hidden]; ``cos`` and ``sin`` are [T, 1, rotated size / 2]."""
@@ -256,8 +258,9 @@ class DecoderForCausalLM(LayeredModel):
 
     @property
     def forms(self) -> Sequence[AttentionForm]:
-        """Of each layer's attention."""
-        return [layer.attention.form for layer in self._layers]
+        """Of each layer's attention, where it has KV."""
+        forms = (layer.attention.form for layer in self._layers)
+        return [form for form in forms if form is not None]
 
     def logits(self, hidden: Tensor) -> Tensor | None:
         """[S, hidden] to [S, vocab], valid until the next call; None in a dummy run."""
@@ -351,6 +354,7 @@ def attention_shape(
     qk_norm: bool = False,
     norm_from_one: bool = False,
     sinks: bool = False,
+    gated: bool = False,
 ) -> AttentionShape:
     """The config's attention sizes with an architecture's variants."""
     return AttentionShape(
@@ -363,4 +367,5 @@ def attention_shape(
         qk_norm_eps=config.rms_norm_eps if qk_norm else None,
         norm_from_one=norm_from_one,
         sinks=sinks,
+        gated=gated,
     )

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from .config_delta import DeltaConfig
 from .config_moe import MoeConfig
 from .config_reader import ConfigReader
 
@@ -50,6 +51,8 @@ class Family:
     """Reads what is about experts, for a number of layers. None: there are none."""
     mxfp4: bool = False
     """A checkpoint may have its experts in MXFP4."""
+    delta: Callable[[dict[str, Any], ConfigReader, int], DeltaConfig] | None = None
+    """Reads what is about layers of linear attention, for a number of layers. None: there are none."""
     latent: bool = False
     """Multi-head latent attention: every query head has a key of its own, so the fields above say nothing."""
     refused: Callable[[dict[str, Any]], list[str]] = nothing_refused

@@ -163,6 +163,7 @@ class InputStaging:
                 kv_lens_host=[*batch.kv_lens_host, *[1] * added],
                 sampling=_sampling(batch.sampling, moved, self._device.device),
                 inputs=None if batch.inputs is None else batch.inputs.to(self._device.device),
+                states=None if batch.states is None else batch.states.to(self._device.device),
                 **{field.name: moved[field.name] for field in _STEP},
             )
         finally:

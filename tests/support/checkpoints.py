@@ -117,6 +117,34 @@ FAMILIES = {
     "deepseek-v3": (transformers.DeepseekV3Config, transformers.DeepseekV3ForCausalLM, DEEPSEEK),
 }
 
+LINEAR = {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 10,
+    # What random states return is small, and a norm makes its rounding errors large.
+    "rms_norm_eps": 1e-3,
+}
+HYBRIDS = {
+    "qwen3-next": (
+        transformers.Qwen3NextConfig,
+        transformers.Qwen3NextForCausalLM,
+        {
+            **LINEAR,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 56,
+            "num_experts": 5,
+            "num_experts_per_tok": 3,
+            "mlp_only_layers": [2],
+        },
+    ),
+    "qwen3.5": (transformers.Qwen3_5TextConfig, transformers.Qwen3_5ForCausalLM, LINEAR),
+}
+"""Some of their layers keep a state per sequence, which steps without an engine around them do not have."""
+
 
 def make_checkpoint(
     path: str | Path,
@@ -133,7 +161,7 @@ def make_checkpoint(
     Every tensor is random, norms and biases included, and large enough for a wrong one to show in the logits.
     ``overrides`` are config fields.
     """
-    config_class, model_class, defaults = FAMILIES[family]
+    config_class, model_class, defaults = {**FAMILIES, **HYBRIDS}[family]
     config = config_class(**{**SIZES, **defaults, "tie_word_embeddings": tied, **overrides})
     # Not "grouped_mm", which takes no odd sizes.
     eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
@@ -153,6 +181,8 @@ def randomize(model: torch.nn.Module, seed: int) -> None:
             noise = torch.randn(parameter.shape, generator=generator)
             if name.endswith(("bias", "sinks")):
                 parameter.copy_(0.3 * noise)
+            elif name.endswith("A_log"):  # states remember some twenty tokens
+                parameter.copy_(0.5 * noise - 3.0)
             elif parameter.dim() == 1:
                 parameter.copy_(1.0 + 0.2 * noise)
             elif "embed" in name:

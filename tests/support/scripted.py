@@ -46,6 +46,9 @@ from caesura.scheduler.runner.sampler import SamplerOutput
 _MULTIPLIER = np.uint64(6364136223846793005)
 _INCREMENT = np.uint64(1442695040888963407)
 
+_TORN = np.uint64(0xBAD57A7E)
+"""A state that a step has begun to overwrite."""
+
 _MARK = b"\0everything before this has been taken in"
 _PATIENCE_S = 60.0
 """For what only a busy machine delays: a message between two sockets, a thread beside the loop."""
@@ -105,6 +108,14 @@ def expected_experts(prompt: list[int], result: GenerateReqOutput, layers: int, 
     return rows[result.routed_experts.start :]
 
 
+def fold(state: np.uint64, cells: np.ndarray) -> np.uint64:
+    """The scripted state of a sequence after ``cells``, uint64 [n]."""
+    with np.errstate(over="ignore"):
+        for each in cells:
+            state = state * _MULTIPLIER + each
+    return state
+
+
 @dataclass
 class _Launched:
     output: HostOutput
@@ -141,14 +152,19 @@ class ScriptedRunner:
     window_pages: int | None = None
     window: int = 0
     """Of layers that give pages back: in their storage every step must find what all layers have of its windows."""
+    state_rows: int = 0
+    """Of layers with a state per sequence, which must say the same as all KV of its row. A step overwrites it at once, and what is
+    there until the step has been computed is of no use."""
 
     def __post_init__(self) -> None:
         self.kv = np.zeros(self.num_pages * PAGE_SIZE, np.uint64)
         self.window_kv = np.zeros((self.window_pages or 0) * PAGE_SIZE, np.uint64)
+        self.states = np.full(self.state_rows, _TORN)
         self.last = np.zeros(self.max_slots, np.int64)
 
     def execute(self, batch: ForwardBatch) -> _Launched:
         self.launches.append((batch.num_decode, list(batch.q_lens_host)))
+        states_before = self._overwrite_states(batch)
         if self.fail_next:
             self.fail_next = False
             raise RuntimeError("scripted failure of a batch")
@@ -162,6 +178,8 @@ class ScriptedRunner:
         self.kv[kv_slots] = [cell(int(token), self.read_epoch()) for token in ids]
         if self.window_pages is not None:
             self._look_through_windows(batch)
+        if batch.states is not None:
+            self._go_on(batch, states_before)
         if self.routing is not None:
             shape = self.routing.num_layers, self.routing.top_k
             rows = expert_rows(ids, self.read_epoch(), batch.positions.numpy(), *shape)
@@ -196,6 +214,39 @@ class ScriptedRunner:
             fail,
             partial(self.on_fetch, batch),
         )
+
+    def _overwrite_states(self, batch: ForwardBatch) -> np.ndarray:
+        """What the states were before the step, which it writes from now on."""
+        before = self.states.copy()
+        if batch.states is not None:
+            written = [*batch.states.rows.tolist(), *(segment.kept or 0 for segment in batch.states.segments)]
+            if batch.states.kept is not None:
+                written += batch.states.kept[1].tolist()
+            assert 0 not in batch.states.rows, "a row of nobody"
+            assert len({*written} - {0}) == np.count_nonzero(written), "a row of states is written twice"
+            self.states[written] = _TORN
+        return before
+
+    def _go_on(self, batch: ForwardBatch, states: np.ndarray) -> None:
+        """From each row's state to its next, which must be that of all its KV."""
+        step, cells = batch.states, self.kv[batch.kv_slots.numpy()]
+        assert step is not None
+        rows = step.rows.tolist()
+        for token, row in enumerate(rows[: batch.num_decode]):
+            states[row] = fold(states[row], cells[token : token + 1])
+        for start, end, source, target, kept in step.segments:
+            begin = np.uint64(0) if source is None else states[source]
+            states[target] = fold(begin, cells[start:end])
+            if kept is not None:
+                states[kept] = states[target]
+        if step.kept is not None:
+            index, targets = (each.numpy() for each in step.kept)
+            states[targets] = states[np.asarray(rows)[index]]
+        for row, length, pages in zip(rows, batch.kv_lens_host, batch.page_table.numpy(), strict=True):
+            seen = np.arange(length)
+            known = self.kv[pages[seen // PAGE_SIZE].astype(np.int64) * PAGE_SIZE + seen % PAGE_SIZE]
+            assert states[row] == fold(np.uint64(0), known), "a state is not that of its sequence"
+        self.states = states
 
     def _look_through_windows(self, batch: ForwardBatch) -> None:
         assert batch.window_slots is not None
@@ -321,6 +372,7 @@ class EngineDriver:
             routing,
             window_pages=pool.window_pages,
             window=max(form.window or 0 for form in loaded.model.forms),
+            state_rows=0 if pool.states is None else pool.states.num_rows,
         )
         return self.runner
 

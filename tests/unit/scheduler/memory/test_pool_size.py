@@ -6,6 +6,7 @@ import pytest
 import torch
 from support.checkpoints import make_checkpoint
 
+from caesura.io_struct import CaesuraError
 from caesura.scheduler import build
 from caesura.scheduler.build import build_pool, kv_bytes_per_token, load_model, step_bytes
 from caesura.scheduler.cache.window_pages import storage_pages
@@ -73,3 +74,39 @@ def test_a_share_of_memory_is_used_up_by_both(tmp_path, monkeypatch, share):
     page = kv_bytes_per_token(loaded) * PAGE_SIZE
     used = sum(pages_of(pool)) * page
     assert share - (3 if pages_of(pool)[0] == pages_of(pool)[1] else 1) * page < used <= share
+
+
+def hybrid(tmp_path, **options):
+    """Four layers, one of them with KV, for six requests."""
+    make_checkpoint(tmp_path, "qwen3.5")
+    config = EngineConfig(model_path=str(tmp_path), device="cpu", max_running_requests=6, **options)
+    return config, load_model(config)
+
+
+def test_states_have_a_row_for_each_request_and_one_for_a_prefix(tmp_path):
+    config, loaded = hybrid(tmp_path, kv_pool_tokens=160)
+    pool = build_pool(config, loaded, 256)
+    row = build.state_row_bytes(loaded)
+    assert row == 3 * (4 * 12 * 10 * 4 + 3 * (2 * 2 * 12 + 4 * 10) * 4)
+    assert (pool.states.num_rows, pool.states.nbytes) == (13, 13 * row)
+    assert pages_of(pool) == [10]
+    assert kv_bytes_per_token(loaded) * PAGE_SIZE * 11 == pool.nbytes
+
+
+@pytest.mark.parametrize(("share", "rows"), [(1 << 18, 12), (1 << 17, 7), (30_000, 1)])
+def test_states_and_pages_share_what_there_is(tmp_path, monkeypatch, share, rows):
+    config, loaded = hybrid(tmp_path, kv_memory_fraction=0.5)
+    monkeypatch.setattr(build, "available_memory_if_known", lambda *of, **options: 2 * share)
+    pool = build_pool(config, loaded, 1 << 14)
+    page = kv_bytes_per_token(loaded) * PAGE_SIZE
+    assert pool.states.num_rows == 1 + rows
+    used = pool.states.nbytes + pages_of(pool)[0] * page
+    assert share - page < used <= share
+
+
+def test_memory_that_holds_no_state_is_refused(tmp_path, monkeypatch):
+    config, loaded = hybrid(tmp_path, kv_pool_tokens=16)
+    monkeypatch.setattr(build, "available_memory_if_known", lambda *of, **options: 15_000)
+    with pytest.raises(CaesuraError, match="1 pages and 1 rows of states needs") as refused:
+        build_pool(config, loaded, 256)
+    assert refused.value.detail["needed_bytes"] > 15_000

@@ -1,0 +1,201 @@
+"""The gated delta rule over states of sequences, from torch's own operations: linear attention that runs everywhere.
+
+Yang, Kautz, Hatamizadeh, 2025 (arXiv:2412.06464). Each value head stores values under keys in a matrix S [key, value]. A token
+lets all of it decay, then stores the part of its value that S does not return for its key already:
+
+    S_t = a_t S_(t-1) + k_t (b_t (v_t - a_t S_(t-1)' k_t))'        o_t = S_t' q_t
+
+Prefill computes chunks of :data:`CHUNK` tokens at a time. Within a chunk, with c_t = a_1 ... a_t, what the tokens store
+(u_t = b_t (v_t - a_t S_(t-1)' k_t), the rows of U) solves a triangular system, since S_(t-1) is S_0 decayed and the u before it:
+
+    u_t + b_t sum_(j<t) (c_t / c_j) (k_t' k_j) u_j = b_t (v_t - c_t S_0' k_t)
+
+Invariants:
+- A row's state is read and written once per step and layer; rows of a step never read each other's.
+- The state is float32, and so is all that is computed with it.
+- What lies in a row that nobody has computed never reaches a result: a sequence begins from zeros, not from zero times that.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ..cache.state_pool import StatePool, StateShape
+from ..forward import AttentionBackend, ForwardBatch, FusedAttention, StateSegment, StateStep
+from ..kernels.attention import PagedStep
+from ..kernels.forms import PLAIN, AttentionForm
+
+CHUNK = 64
+"""Tokens that prefill computes at a time: the triangular systems grow with its square, the number of steps falls with it."""
+_NORM_EPS = 1e-6
+"""Of queries and keys, which have length 1."""
+
+
+class HybridBackend:
+    """An attention backend beside the states of layers that have these instead of KV.
+
+    What layers with KV ask for goes to the ``paged`` backend; :meth:`delta` is what the others ask for.
+    """
+
+    def __init__(self, attention: AttentionBackend, pool: StatePool) -> None:
+        self.fused: FusedAttention | None = attention.fused
+        self.reads_page_table = attention.reads_page_table
+        self._attention, self._pool = attention, pool
+        self._step: StateStep | None = None
+        self._decode = 0
+
+    @property
+    def paged(self) -> PagedStep | None:
+        """None: layers are computed part by part."""
+        return None
+
+    def plan(self, batch: ForwardBatch) -> None:
+        """Prepare the step's attention, and remember where its states are."""
+        self._attention.plan(batch)
+        self._decode = batch.num_decode
+        self._step = batch.states
+        if self._step is None:  # a warm-up: rows of nobody
+            rows = torch.zeros(batch.num_rows, dtype=torch.int64, device=batch.input_ids.device)
+            self._step = StateStep(rows=rows, segments=(), kept=None)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int, form: AttentionForm = PLAIN) -> Tensor:
+        """As :class:`~..forward.AttentionBackend`, of layers with KV."""
+        return self._attention.forward(q, k, v, layer, form)
+
+    def delta(self, mixed: Tensor, weight: Tensor, decay: Tensor, beta: Tensor, layer: int) -> Tensor:
+        """Convolution and delta rule of one layer, from each row's state to its next.
+
+        Args:
+            mixed: [T, channels]: queries, keys, values, as they go into the convolution.
+            weight: [channels, kernel]: of the convolution, a filter per channel, oldest position first.
+            decay: float32 [T, value heads]: logarithms of a_t, at most 0.
+            beta: [T, value heads]: b_t.
+            layer: its number among those with states.
+
+        Returns:
+            [T, value heads, value size], of ``mixed``'s dtype.
+        """
+        step, shape = self._step, self._pool.shape
+        assert step is not None, "a step is planned before its layers are computed"
+        past, recurrent = self._pool.layer(layer)
+        out = mixed.new_empty((mixed.shape[0], shape.value_heads, shape.value_size))
+        decode = self._decode
+        if decode:
+            rows = step.rows[:decode]
+            inputs = torch.cat((past[rows], mixed[:decode].unsqueeze(1)), dim=1)
+            past_after = inputs[:, 1:]
+            convolved = _activated((inputs.float() * weight.t().float()).sum(dim=1), mixed.dtype)
+            q, k, v = split_heads(convolved, shape)
+            states = recurrent[rows]
+            out[:decode] = decode_step(states, q, k, v, decay[:decode], beta[:decode].float())
+            past[rows], recurrent[rows] = past_after, states
+            if step.kept is not None:
+                index, targets = step.kept
+                past[targets], recurrent[targets] = past_after[index], states[index]
+        for segment in step.segments:
+            out[segment.start : segment.end] = self._prefill(
+                segment, mixed, weight, decay, beta, past, recurrent
+            )
+        return out
+
+    def _prefill(
+        self,
+        segment: StateSegment,
+        mixed: Tensor,
+        weight: Tensor,
+        decay: Tensor,
+        beta: Tensor,
+        past: Tensor,
+        recurrent: Tensor,
+    ) -> Tensor:
+        """One sequence's neighbouring tokens: [tokens, value heads, value size]."""
+        here, shape = slice(segment.start, segment.end), self._pool.shape
+        if segment.source is None:
+            before = mixed.new_zeros(shape.past)
+            state = recurrent.new_zeros(shape.recurrent)
+        else:
+            before, state = past[segment.source], recurrent[segment.source]
+        inputs = torch.cat((before, mixed[here]))
+        # One filter per channel, as a sum of shifted products: torch's convolutions choose their sums by size.
+        count = segment.end - segment.start
+        summed = torch.zeros((count, shape.channels), dtype=torch.float32, device=mixed.device)
+        for tap in range(shape.kernel):
+            summed.addcmul_(inputs[tap : tap + count].float(), weight[:, tap].float())
+        q, k, v = split_heads(_activated(summed, mixed.dtype), shape)
+        results, state = prefill(state, q, k, v, decay[here], beta[here].float())
+        for row in (segment.target,) if segment.kept is None else (segment.target, segment.kept):
+            past[row], recurrent[row] = inputs[count:], state
+        return results
+
+
+def _activated(convolved: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rounded as a convolution in the model's dtype is, and then again."""
+    return functional.silu(convolved.to(dtype))
+
+
+def split_heads(convolved: Tensor, shape: StateShape) -> tuple[Tensor, Tensor, Tensor]:
+    """[T, channels] to float32 queries and keys of length 1 [T, value heads, key size], queries scaled, and values."""
+    keys = shape.key_heads * shape.key_size
+    q, k, v = convolved.float().split([keys, keys, shape.value_heads * shape.value_size], dim=-1)
+    q, k = (each.view(-1, shape.key_heads, shape.key_size) for each in (q, k))
+    group = shape.value_heads // shape.key_heads
+    q, k = (
+        (each * torch.rsqrt((each * each).sum(dim=-1, keepdim=True) + _NORM_EPS)).repeat_interleave(
+            group, dim=1
+        )
+        for each in (q, k)
+    )
+    return q * shape.key_size**-0.5, k, v.view(-1, shape.value_heads, shape.value_size)
+
+
+def decode_step(states: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+    """One token of each of R sequences; ``states`` [R, heads, key, value] are overwritten by the next ones.
+
+    Args:
+        q, k: [R, heads, key size]; v: [R, heads, value size]; all float32, here and below.
+        decay, beta: [R, heads].
+
+    Returns:
+        [R, heads, value size]
+    """
+    states *= decay.exp()[..., None, None]
+    known = torch.matmul(k.unsqueeze(-2), states).squeeze(-2)
+    states += k.unsqueeze(-1) * (beta.unsqueeze(-1) * (v - known)).unsqueeze(-2)
+    return torch.matmul(q.unsqueeze(-2), states).squeeze(-2)
+
+
+def prefill(
+    state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor
+) -> tuple[Tensor, Tensor]:
+    """T tokens of one sequence, from ``state`` [heads, key, value], which is left as it is.
+
+    Args:
+        q, k: [T, heads, key size]; v: [T, heads, value size].
+        decay, beta: [T, heads].
+
+    Returns:
+        [T, heads, value size], and the next state.
+    """
+    out = []
+    for start in range(0, q.shape[0], CHUNK):
+        chunk = (each[start : start + CHUNK].transpose(0, 1) for each in (q, k, v, decay, beta))
+        result, state = _chunk(state, *chunk)
+        out.append(result.transpose(0, 1))
+    return torch.cat(out), state
+
+
+def _chunk(
+    state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor
+) -> tuple[Tensor, Tensor]:
+    """At most :data:`CHUNK` tokens, heads first in all of them."""
+    sums = decay.cumsum(dim=-1)
+    since_start = sums.exp().unsqueeze(-1)
+    # Below the diagonal at most 0; above it, it could overflow.
+    between = (sums.unsqueeze(-1) - sums.unsqueeze(-2)).tril().exp().tril()
+    keys = k.transpose(-1, -2)
+    system = beta.unsqueeze(-1) * between * (k @ keys)
+    wanted = beta.unsqueeze(-1) * (v - since_start * (k @ state))
+    stored = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
+    out = since_start * (q @ state) + (between * (q @ keys)) @ stored
+    to_end = (sums[..., -1:] - sums).exp().unsqueeze(-1)
+    return out, since_start[..., -1:, :] * state + (to_end * k).transpose(-1, -2) @ stored

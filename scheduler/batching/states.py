@@ -1,0 +1,106 @@
+"""Where a step's rows find their states, in layers that keep one per sequence, and which states it keeps for later prefixes.
+
+Invariants:
+- A step is the only writer of its rows' states. The row that it ends in is its request's own, so a step whose results are lost
+  leaves the request without a state: it is queued again (:meth:`~.batcher.Batcher.restart_states`).
+- A state is kept at the last page border that a row passes in a step, but of a prompt no later than the last border that
+  another request with the same prompt could share; and at the end of what was cached of the prompt without a state, so that
+  the next request that shares only that much finds one.
+"""
+
+import numpy as np
+import torch
+
+from ..cache.manager import CacheManager, RequestKV
+from ..config import PAGE_SIZE
+from ..forward import ForwardBatch, StateSegment, StateStep
+from .request import RequestTable
+
+
+class StatefulSteps:
+    """Of one ledger, whose layers may have a state per sequence."""
+
+    def __init__(self, table: RequestTable, cache: CacheManager) -> None:
+        self._table, self._cache = table, cache
+
+    def places(
+        self, slots: np.ndarray, starts: np.ndarray, ends: np.ndarray, num_decode: int
+    ) -> StateStep | None:
+        """For rows ``slots`` that compute positions [starts, ends), the first ``num_decode`` of them one each."""
+        if self._cache.states is None:
+            return None
+        kvs = [self._kv(slot) for slot in slots.tolist()]
+        rows = [kv.state.row for kv in kvs if kv.state is not None]
+        kept, segments, first = [], [], num_decode
+        for row in np.flatnonzero(ends[:num_decode] % PAGE_SIZE == 0).tolist():
+            target = self._promise(kvs[row], int(ends[row]) // PAGE_SIZE)
+            if target is not None:
+                kept.append((row, target))
+        for row in range(num_decode, len(slots)):
+            start, end = int(starts[row]), int(ends[row])
+            segments += self._segments(kvs[row], start, end, first, int(self._table.length[slots[row]]))
+            first += end - start
+        index, targets = torch.tensor(kept, dtype=torch.int64).reshape(-1, 2).unbind(1)
+        return StateStep(
+            rows=torch.tensor(rows, dtype=torch.int64),
+            segments=segments,
+            kept=(index, targets) if kept else None,
+        )
+
+    def _segments(self, kv: RequestKV, start: int, end: int, first: int, known: int) -> list[StateSegment]:
+        """Of a row that computes its positions [start, end), which are the step's tokens from ``first`` on."""
+        states, state = self._cache.states, kv.state
+        assert states is not None
+        assert state is not None
+        source: int | None = None
+        if start:
+            source = state.row if not state.source else int(states.kept[state.source])
+        segments: list[tuple[int, int, int | None]] = []
+        at = start
+        for pages in sorted({state.branch, min(end, known - 1) // PAGE_SIZE}):
+            border = pages * PAGE_SIZE
+            kept = self._promise(kv, pages) if at < border <= end else None
+            if kept is not None:
+                segments.append((at, border, kept))
+                at = border
+        if at < end:
+            segments.append((at, end, None))
+        offset = first - start
+        return [
+            StateSegment(offset + at, offset + to, state.row if at > start else source, state.row, kept)
+            for at, to, kept in segments
+        ]
+
+    def _promise(self, kv: RequestKV, pages: int) -> int | None:
+        """The row for the state behind so many pages. None: nobody could find it, or there is no room."""
+        states = self._cache.states
+        assert states is not None
+        assert kv.state is not None
+        if not self._cache.prefix_cache or kv.stale or pages == 0:
+            return None
+        return states.promise(kv.state, pages - 1)
+
+    def launched(self, slots: np.ndarray) -> None:
+        """A step of these rows has been built: what comes later is ordered behind it."""
+        states = self._cache.states
+        if states is None:
+            return
+        for slot in slots.tolist():
+            state = self._kv(slot).state
+            assert state is not None
+            states.launched(state)
+
+    def completed(self, slots: np.ndarray, batch: ForwardBatch) -> None:
+        """The step's results are there, and so are the states that it was to keep."""
+        if self._cache.states is None:
+            return
+        for slot, end in zip(slots.tolist(), batch.kv_lens_host, strict=True):
+            request = self._table.by_slot[slot]
+            if request is not None and request.kv is not None:
+                self._cache.computed(request.kv, end)
+
+    def _kv(self, slot: int) -> RequestKV:
+        request = self._table.by_slot[slot]
+        assert request is not None, "a row of a step is a request's"
+        assert request.kv is not None, "a running request has KV"
+        return request.kv

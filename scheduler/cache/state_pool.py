@@ -1,0 +1,87 @@
+"""Storage of layers that keep one state per sequence instead of KV per token: linear attention by the gated delta rule.
+
+Invariants:
+- A row is one sequence's state at one position, over all of these layers: the recurrent state, and the inputs that the short
+  convolution in front of it still needs.
+- Row 0 is scratch: rows of nobody (warm-up, padding) read and write it.
+- A row is overwritten in place by each step of its sequence. Which row is whose, and which can be trusted, is the ledger's
+  business (``states.py``).
+- The recurrent state is float32 whatever the model's dtype: rounding it would add up over all tokens.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..memory import residency
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateShape:
+    """Sizes of the state of one layer."""
+
+    key_heads: int
+    """Of queries, too; each serves ``value_heads / key_heads`` neighbouring value heads."""
+    value_heads: int
+    key_size: int
+    value_size: int
+    kernel: int
+    """Positions that the convolution sees, its own included."""
+
+    @property
+    def channels(self) -> int:
+        """What goes through the convolution: queries, keys, values."""
+        return 2 * self.key_heads * self.key_size + self.value_heads * self.value_size
+
+    @property
+    def recurrent(self) -> tuple[int, int, int]:
+        """The recurrent state of a row: what each value head has stored under each element of a key."""
+        return self.value_heads, self.key_size, self.value_size
+
+    @property
+    def past(self) -> tuple[int, int]:
+        """The inputs of the convolution that a row keeps, oldest first."""
+        return self.kernel - 1, self.channels
+
+    def row_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of a row in one layer; ``dtype`` is the model's."""
+        return math.prod(self.past) * dtype.itemsize + math.prod(self.recurrent) * torch.float32.itemsize
+
+
+class StatePool:
+    """Rows of states, of all layers that have one."""
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_rows: int,
+        shape: StateShape,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """``num_rows`` counts the scratch row 0."""
+        if min(num_layers, num_rows) < 1:
+            raise ValueError(
+                f"every size of a state pool is at least 1, got {num_layers} layers of {num_rows} rows"
+            )
+        self.num_rows, self.shape = num_rows, shape
+        self._layers = [
+            (
+                residency.allocate((num_rows, *shape.past), dtype, device),
+                residency.allocate((num_rows, *shape.recurrent), torch.float32, device),
+            )
+            for _ in range(num_layers)
+        ]
+
+    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Of ``layer``, counted among those that have a state: the convolution's past [rows, kernel - 1, channels] and the
+        recurrent states [rows, value heads, key size, value size]; the storage itself."""
+        return self._layers[layer]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes over all layers, scratch row included."""
+        return sum(tensor.nbytes for pair in self._layers for tensor in pair)

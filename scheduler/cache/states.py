@@ -1,0 +1,228 @@
+"""The ledger of state rows: which sequence has which, and which are kept for the prefixes they belong to.
+
+Layers with a state per sequence (``state_pool.py``) know a prefix by the state at its end and nothing else, so a prefix can
+be gone on from only where a state was kept: at the end of a page of the KV ledger (``manager.py``), with which it goes.
+
+| a row is     | whose                                            | given back when                                         |
+|--------------|--------------------------------------------------|---------------------------------------------------------|
+| live         | an open request's: its state after its last step | the request's KV is closed                              |
+| promised     | a step's under way, which will fill it           | the step is completed (then kept), or the KV is closed  |
+| kept         | a page's: the state at the end of it             | the page is freed, or a row is needed: oldest use first |
+| free         | nobody's                                         |                                                         |
+
+Invariants:
+- live + promised + kept + free = total; the scratch row is none of them.
+- A live row is overwritten by each step, so a step whose results are lost leaves it undefined: its request starts again, from
+  the last prefix that has a kept state. A kept row is never written again.
+- A kept state is a convenience: any may be given up, but for one that a request has opened with and not yet been computed
+  from (it is *pinned*, and its page is locked by that request).
+- What a step promised counts as kept only when the step has been completed.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from .allocator import LedgerError, PageAllocator
+
+NO_ROW = 0
+"""The scratch row."""
+NO_PAGE = 0
+"""The scratch page."""
+
+
+@dataclass(slots=True)
+class RequestState:
+    """The rows of one open request; written by :class:`StateRows`."""
+
+    row: int
+    """Its live row."""
+    source: int = NO_PAGE
+    """The page whose kept state it begins from, pinned until a step that reads it has been launched."""
+    branch: int = 0
+    """Pages of its prefix that are cached, more than it could share for want of a state; a state will be kept at their end."""
+    promised: dict[int, int] = field(default_factory=dict)
+    """Page of its row (by position there) to the row that a step under way keeps the state at the page's end in."""
+    last_kept: int | None = None
+    """The page, by position in its row, whose state was kept last."""
+
+
+class StateUsage(NamedTuple):
+    """Rows by state; ``free + kept + held == total``. The scratch row is none of them."""
+
+    free: int
+    kept: int
+    """Of prefixes: given up when somebody needs them."""
+    held: int
+    """Live and promised."""
+    total: int
+
+
+class StateRows:
+    """Which row is whose. Pages are those of the KV ledger, and may have a kept state each."""
+
+    def __init__(self, num_pages: int, num_rows: int) -> None:
+        """``num_pages`` of the KV ledger and ``num_rows``, both with the scratch one."""
+        self.kept = np.full(num_pages, NO_ROW, np.int32)
+        """[pages]: the row with the state at each page's end; the scratch row where none is kept."""
+        self._allocator = PageAllocator(num_rows)
+        self._oldest: dict[int, None] = {}  # pages with a kept state that is not pinned; longest unused first
+        self._pins: Counter[int] = Counter()
+        self._held = 0
+
+    @property
+    def total(self) -> int:
+        """Rows, the scratch row not counted."""
+        return self._allocator.total
+
+    def usage(self) -> StateUsage:
+        """Rows by state, from counters; O(1)."""
+        kept = len(self._oldest) + len(self._pins)
+        return StateUsage(self._allocator.num_free, kept, self._held, self.total)
+
+    @property
+    def available(self) -> int:
+        """Rows that :meth:`open` could hand out now."""
+        return self._allocator.num_free + len(self._oldest)
+
+    def shareable(self, pages: np.ndarray) -> int:
+        """How many of ``pages``, a prefix in whole pages, can be shared: up to the last one with a kept state."""
+        kept = np.nonzero(self.kept[pages])[0]
+        return int(kept[-1]) + 1 if len(kept) else 0
+
+    def open(self, shared: np.ndarray, num_cached: int) -> RequestState:
+        """A live row for a request that goes on from the ``shared`` pages, which are locked; ``num_cached`` of its are cached.
+
+        If the only row to be had is that of the shared prefix, the request takes it over.
+
+        Raises:
+            LedgerError: every row is somebody's; nothing has changed.
+        """
+        if not self.available:
+            raise LedgerError(f"all {self.total} rows of states are held")
+        source = int(shared[-1]) if len(shared) else NO_PAGE
+        branch = num_cached if num_cached > len(shared) else 0
+        if not self._allocator.num_free and list(self._oldest) == [source]:  # it is the page's no longer
+            last = int(self.kept[source])
+            self.kept[source] = NO_ROW
+            self._oldest.clear()
+            self._held += 1
+            return RequestState(last, branch=branch)
+        if source != NO_PAGE:
+            self._pin(source)
+        row = self._take()
+        assert row is not None, "there is a row that is not the source's"
+        return RequestState(row, source, branch)
+
+    def launched(self, state: RequestState) -> None:
+        """A step that reads what the request begins from has been launched: whatever comes later is ordered behind it."""
+        if state.source != NO_PAGE:
+            self._unpin(state.source)
+            state.source = NO_PAGE
+
+    def promise(self, state: RequestState, page: int) -> int | None:
+        """The row in which a step shall keep the state at the end of its ``page`` (by position). None: there is no room."""
+        if page not in state.promised:
+            row = self._take()
+            if row is None:
+                return None
+            state.promised[page] = row
+        return state.promised[page]
+
+    def keep(self, state: RequestState, pages: np.ndarray, num_full: int, num_shared: int) -> None:
+        """Steps have filled the first ``num_full`` of the request's ``pages``: what was promised for these is kept.
+
+        Beside the states of the ``num_shared`` pages that are the tree's, a request keeps the last one, and that of its branch.
+        """
+        for position in sorted(page for page in state.promised if page < num_full):
+            row, page = state.promised.pop(position), int(pages[position])
+            if self.kept[page] != NO_ROW:
+                self._give_back(row)
+                continue
+            self._held -= 1
+            self.kept[page] = row
+            self._oldest[page] = None
+            if position + 1 == state.branch:
+                continue
+            if state.last_kept is not None and state.last_kept >= num_shared:
+                self.forget(pages[state.last_kept : state.last_kept + 1])
+            state.last_kept = position
+
+    def forget(self, pages: np.ndarray) -> None:
+        """Give up the states of these pages, which are not pinned."""
+        for page in pages[self.kept[pages] != NO_ROW].tolist():
+            del self._oldest[page]
+            self._drop(page)
+
+    def close(self, state: RequestState) -> None:
+        """The request ends, or starts again; what was promised to it and is not kept by now never will be."""
+        self.launched(state)
+        for row in (state.row, *state.promised.values()):
+            self._give_back(row)
+        state.promised.clear()
+
+    def replace(self, own: np.ndarray, tree: np.ndarray) -> None:
+        """The tree's pages take the place of a request's own, which have the same contents and are freed next."""
+        for mine, its in zip(own.tolist(), tree.tolist(), strict=True):
+            if mine != its and self.kept[mine] != NO_ROW and self.kept[its] == NO_ROW:
+                self.kept[its], self.kept[mine] = self.kept[mine], NO_ROW
+                del self._oldest[mine]
+                self._oldest[its] = None
+
+    def _pin(self, page: int) -> None:
+        self._oldest.pop(page, None)
+        self._pins[page] += 1
+
+    def _unpin(self, page: int) -> None:
+        if page == NO_PAGE:
+            return
+        self._pins[page] -= 1
+        if not self._pins[page]:
+            del self._pins[page]
+            self._oldest[page] = None
+
+    def _take(self) -> int | None:
+        if not self._allocator.num_free and self._oldest:
+            oldest = next(iter(self._oldest))
+            del self._oldest[oldest]
+            self._drop(oldest)
+        taken = self._allocator.allocate(1)
+        if taken is None:
+            return None
+        self._held += 1
+        return int(taken[0])
+
+    def _drop(self, page: int) -> None:
+        self._allocator.free(self.kept[page : page + 1].copy())
+        self.kept[page] = NO_ROW
+
+    def _give_back(self, row: int) -> None:
+        self._held -= 1
+        self._allocator.free(np.asarray([row], np.int32))
+
+    def check(self, states: Iterable[RequestState], owned: np.ndarray) -> None:
+        """Compare with a walk: the ``states`` of the open requests, and the pages that are ``owned`` by them or the tree.
+
+        Raises:
+            LedgerError: a row that is not exactly one thing, a state kept for a free page, or a wrong pin.
+        """
+        states = list(states)
+        held = [row for state in states for row in (state.row, *state.promised.values())]
+        pages = np.nonzero(self.kept)[0]
+        rows = np.sort(np.concatenate([self._allocator.free_pages(), self.kept[pages], held])).astype(
+            np.int64
+        )
+        if not np.array_equal(rows, np.arange(1, self.total + 1)):
+            raise LedgerError(f"rows of states that are not exactly one thing: {rows.tolist()}")
+        if len(held) != self._held:
+            raise LedgerError(f"{len(held)} rows of states are held, counted {self._held}")
+        pins = Counter(state.source for state in states if state.source != NO_PAGE)
+        if pins != self._pins or set(pages.tolist()) != set(self._oldest) | set(pins):
+            raise LedgerError(
+                f"states kept for {pages.tolist()}, of them pinned {pins}, counted {self._pins}"
+            )
+        if not set(pages.tolist()) <= set(owned.tolist()):
+            raise LedgerError(f"states of free pages: {sorted(set(pages.tolist()) - set(owned.tolist()))}")

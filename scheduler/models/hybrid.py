@@ -1,0 +1,85 @@
+"""The decoder whose layers attend to KV, or have a state instead."""
+
+from collections.abc import Sequence
+
+from ...io_struct import CaesuraError, ErrorCode
+from ..cache.state_pool import StateShape
+from ..kernels.forms import AttentionForm
+from ..layers.attention import Attention, AttentionShape
+from ..layers.gated_delta import DeltaShape, GatedDelta
+from ..layers.moe import RoutedExperts
+from ..layers.parameters import Placement
+from .config import ModelConfig
+from .decoder import AttentionBlock, DecoderForCausalLM, FeedForward, Variants
+
+_NEXT_TOKENS = "mtp."
+"""What checkpoints call the layers of multi-token prediction, which are ignored."""
+
+
+def state_shape(config: ModelConfig) -> StateShape:
+    """Of the layers with a state; the config has some."""
+    delta = config.delta
+    assert delta is not None, "a hybrid has layers of linear attention"
+    return StateShape(
+        key_heads=delta.key_heads,
+        value_heads=delta.value_heads,
+        key_size=delta.key_size,
+        value_size=delta.value_size,
+        kernel=delta.kernel,
+    )
+
+
+def hybrid_attention(
+    config: ModelConfig, shape: AttentionShape, place: Placement, *, by_key_head: bool
+) -> list[AttentionBlock]:
+    """The block of every layer; those with KV and those with a state are counted apart, as their pools are.
+
+    Raises:
+        CaesuraError: UNSUPPORTED_MODEL, there are several ranks.
+    """
+    assert config.delta is not None
+    if place.parallel.size > 1:
+        raise CaesuraError(
+            ErrorCode.UNSUPPORTED_MODEL,
+            f"{config.architecture} has layers of linear attention, whose states are not divided among ranks",
+            fields=["architectures"],
+            ranks=place.parallel.size,
+        )
+    delta = DeltaShape(
+        hidden_size=config.hidden_size,
+        state=state_shape(config),
+        eps=config.rms_norm_eps,
+        by_key_head=by_key_head,
+    )
+    blocks: list[AttentionBlock] = []
+    counts = {True: 0, False: 0}
+    for layer, linear in enumerate(config.delta.layers):
+        name, module, number = f"layers.{layer}.attention", f"model.layers.{layer}", counts[linear]
+        counts[linear] += 1
+        if linear:
+            blocks.append(GatedDelta(name, f"{module}.linear_attn", number, delta, place=place))
+        else:
+            blocks.append(
+                Attention(name, f"{module}.self_attn", number, shape, form=AttentionForm(), place=place)
+            )
+    return blocks
+
+
+class HybridForCausalLM(DecoderForCausalLM):
+    """All norms count their factors from one; the head of multi-token prediction is ignored."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        attention: Sequence[AttentionBlock],
+        mlp: Sequence[FeedForward],
+        *,
+        place: Placement,
+        routing: RoutedExperts | None = None,
+    ) -> None:
+        variants = Variants(norm_from_one=True)
+        super().__init__(config, attention, mlp, place=place, routing=routing, variants=variants)
+
+    def is_skipped(self, name: str) -> bool:
+        """As of any decoder, and layers of multi-token prediction."""
+        return name.startswith(_NEXT_TOKENS) or super().is_skipped(name)

@@ -1,0 +1,266 @@
+"""Hybrids against transformers: log-probabilities of the whole vocabulary, however a token was computed.
+
+Every layer's state goes through chunks, decode steps, kept prefixes, pauses, updates and failures here; which row of states is
+whose at each of these is checked with a scripted model in ``test_states.py``.
+"""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.checkpoints import edit_config, make_checkpoint
+from support.faults import NO_MEMORY, Fault
+from support.scripted import EngineDriver, tokens_of
+
+from caesura.io_struct import (
+    AbortReq,
+    CaesuraError,
+    ContinueGenerationReqInput,
+    FlushCacheReqInput,
+    GenerateReqInput,
+    PauseGenerationReqInput,
+    ReleaseMemoryOccupationReqInput,
+    ResumeMemoryOccupationReqInput,
+    SamplingParams,
+    UpdateWeightFromDiskReqInput,
+)
+from caesura.scheduler.build import load_model
+from caesura.scheduler.config import EngineConfig
+from caesura.scheduler.models.config import load_model_config
+from caesura.scheduler.models.registry import build_model
+
+VOCAB, TOLERANCE = 97, 1e-4
+OPTIONS = {"chunked_prefill_size": 48, "max_running_requests": 4, "kv_pool_tokens": 2048}
+
+
+class Models:
+    """A family's two checkpoints, what transformers computes with them, and an engine that serves them."""
+
+    def __init__(self, folder, family):
+        self.paths = [str(folder / name) for name in ("a", "b")]
+        self.references = [make_checkpoint(path, family, seed=seed) for seed, path in enumerate(self.paths)]
+        self.driver = EngineDriver(self.paths[0], scripted=False, **OPTIONS)
+
+    @torch.no_grad()
+    def logprobs(self, tokens, which=0):
+        return self.references[which](torch.tensor([tokens])).logits[0].log_softmax(-1)
+
+    def set_weights(self, which):
+        self.driver.call(FlushCacheReqInput(torch_empty_cache=False))
+        assert self.driver.call(UpdateWeightFromDiskReqInput(model_path=self.paths[which])).committed
+
+
+@pytest.fixture(scope="module", params=["qwen3-next", "qwen3.5"])
+def loaded(tmp_path_factory, request):
+    models = Models(tmp_path_factory.mktemp("hybrid"), request.param)
+    with models.driver:
+        yield models
+
+
+@pytest.fixture
+def models(loaded):
+    """With the first checkpoint's weights, and nothing cached."""
+    loaded.set_weights(0)
+    return loaded
+
+
+def prompt_of(length, seed=0):
+    return torch.randint(3, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def send(driver, prompt, new_tokens, seed=0, **fields):
+    params = SamplingParams(max_new_tokens=new_tokens, temperature=1.0, seed=seed, ignore_eos=True)
+    message = GenerateReqInput(
+        input_ids=prompt, sampling_params=params, return_logprob=True, top_logprobs_num=VOCAB, **fields
+    )
+    return driver.send(message)
+
+
+def rows_of(record):
+    """[tokens, vocabulary], in the order of ids."""
+    ids = np.frombuffer(record.ids, "<i4").reshape(-1, VOCAB)
+    values = np.frombuffer(record.logprobs, "<f4").reshape(-1, VOCAB)
+    rows = np.empty_like(values)
+    np.put_along_axis(rows, ids, values, axis=1)
+    return torch.from_numpy(rows)
+
+
+def gap(models, driver, rid, prompt, which=0):
+    """The largest distance of a log-probability that the request's tokens were sampled with."""
+    result = driver.result(rid)
+    tokens, count = [*prompt, *tokens_of(result)], len(tokens_of(result))
+    expected = models.logprobs(tokens, which)[-count - 1 : -1]
+    return float((rows_of(result.output_top_logprobs) - expected).abs().max())
+
+
+def check(models, rids, which=0):
+    for rid, prompt in rids.items():
+        assert gap(models, models.driver, rid, prompt, which) < TOLERANCE
+    models.driver.engine.cache.check()
+
+
+def test_every_position_of_a_prompt_in_chunks_and_beside_others(models):
+    """Prompts across chunks of a step and of the rule, decoding rows beside them; one with all of its logprobs."""
+    driver, prompts = models.driver, [prompt_of(length, length) for length in (3, 130, 16, 71)]
+    rids = {send(driver, prompt, 20, seed=number): prompt for number, prompt in enumerate(prompts)}
+    driver.tick(3)
+    late = prompt_of(90, 5)
+    rid = send(driver, late, 5, logprob_start_len=0)
+    driver.run_until_idle()
+    check(models, {**rids, rid: late})
+    given = rows_of(driver.result(rid).input_top_logprobs)
+    assert float((given - models.logprobs(late)[:-1]).abs().max()) < TOLERANCE
+
+
+def test_a_kept_prefix_gives_what_computing_it_gives(models):
+    driver, prompt = models.driver, prompt_of(83, 1)
+    first = send(driver, prompt, 30)
+    driver.run_until_idle()
+    longer = [*prompt, *tokens_of(driver.result(first)), 7, 8, 9]
+    rids = {send(driver, each, 12, seed=4): each for each in (prompt, longer, [*prompt[:50], 5, 4])}
+    driver.run_until_idle()
+    check(models, {first: prompt, **rids})
+    assert [driver.result(rid).cached_tokens for rid in rids] == [80, 112, 0]
+
+
+def test_in_place_pauses_change_nothing_and_retracted_requests_compute_the_same(models):
+    driver, prompt = models.driver, prompt_of(40, 2)
+    found = []
+    for mode in (None, "in_place", "retract"):
+        driver.call(FlushCacheReqInput(torch_empty_cache=False))
+        rid = send(driver, prompt, 40)
+        driver.tick(15)
+        if mode is not None:
+            driver.call(PauseGenerationReqInput(mode=mode))
+            driver.tick(2)
+            driver.call(ContinueGenerationReqInput(torch_empty_cache=False))
+        driver.run_until_idle()
+        check(models, {rid: prompt})
+        found.append(driver.result(rid))
+    assert [result.num_retractions for result in found] == [0, 0, 1]
+    assert found[0].output_logprobs == found[1].output_logprobs
+    assert tokens_of(found[0]) == tokens_of(found[1]) == tokens_of(found[2])
+
+
+@torch.no_grad()
+def test_a_state_outlives_an_update_in_place(models):
+    """As transformers goes on with another model's cache: the state is of the older weights, and nobody else gets it."""
+    driver, prompt = models.driver, prompt_of(45, 3)
+    rid = send(driver, prompt, 40)
+    driver.tick(17)
+    driver.call(PauseGenerationReqInput(mode="in_place"))
+    assert driver.call(UpdateWeightFromDiskReqInput(model_path=models.paths[1], flush_cache=False))
+    driver.call(ContinueGenerationReqInput(torch_empty_cache=False))
+    driver.run_until_idle()
+    result = driver.result(rid)
+    old, new = result.weight_versions
+    assert new.stale_kv
+    assert (old.start, new.end) == (0, 40)
+    tokens = [*prompt, *tokens_of(result)]
+    split = len(prompt) + old.end - 1  # the last token of the first span was sampled, and not computed
+    before = models.references[0](torch.tensor([tokens[:split]]), use_cache=True)
+    expected = [before.logits[0, len(prompt) - 1 :]]
+    for position in range(split, len(tokens) - 1):
+        one = torch.tensor([[tokens[position]]])
+        step = models.references[1](one, past_key_values=before.past_key_values, use_cache=True)
+        expected.append(step.logits[0])
+    gaps = rows_of(result.output_top_logprobs) - torch.cat(expected).log_softmax(-1)
+    assert float(gaps.abs().max()) < TOLERANCE
+    again = send(driver, prompt, 3)
+    driver.run_until_idle()
+    check(models, {again: prompt}, which=1)
+    assert driver.result(again).cached_tokens == 0
+
+
+def test_an_update_from_disk_is_a_cold_load_and_states_survive_neither_it_nor_a_release(models):
+    driver, prompt = models.driver, prompt_of(60, 6)
+    send(driver, prompt, 3)
+    driver.run_until_idle()
+    models.set_weights(1)
+    rid = send(driver, prompt, 20)
+    driver.run_until_idle()
+    check(models, {rid: prompt}, which=1)
+    assert driver.result(rid).cached_tokens == 0
+    driver.call(PauseGenerationReqInput(mode="retract"))
+    driver.call(ReleaseMemoryOccupationReqInput(tags=["kv_cache"]))
+    pool = driver.engine.scheduler._runner._backend._pool
+    assert not any(storage.any() for layer in range(3) for storage in pool.layer(layer))
+    driver.call(ResumeMemoryOccupationReqInput(tags=["kv_cache"]))
+    driver.call(ContinueGenerationReqInput(torch_empty_cache=False))
+    again = send(driver, prompt, 20)
+    driver.run_until_idle()
+    assert driver.result(again).output_logprobs == driver.result(rid).output_logprobs
+    cold = load_model(EngineConfig(model_path=models.paths[1], dtype="float32", device="cpu"))
+    ours = dict(driver.engine.scheduler._runner.model.named_storage())
+    for name, tensor in cold.model.named_storage():
+        assert torch.equal(ours[name], tensor), name
+
+
+def test_an_aborted_request_leaves_no_state_behind(models):
+    driver, prompt = models.driver, prompt_of(70, 8)
+    rid = send(driver, prompt, 50)
+    driver.tick(9)
+    driver.send(AbortReq(rid=rid))
+    driver.tick(2)
+    assert driver.result(rid).finish_reason.type == "abort"
+    assert driver.engine.cache.states.usage().held == 0
+    other = prompt_of(70, 9)
+    rids = {send(driver, other, 10): other, send(driver, prompt, 10): prompt}
+    driver.run_until_idle()
+    check(models, rids)
+
+
+def test_a_step_that_ran_out_of_memory_between_two_layers(models, monkeypatch):
+    """The first layers have written their states then."""
+    driver, prompts = models.driver, [prompt_of(60, 11), prompt_of(20, 12)]
+    rids = {send(driver, prompt, 20): prompt for prompt in prompts}
+    driver.tick(9)
+    backend = driver.engine.scheduler._runner._backend
+    with monkeypatch.context() as patch:
+        fault = Fault(patch, backend, "delta", NO_MEMORY[1], {2})
+        driver.tick(1)
+        assert fault.raised
+    driver.run_until_idle()
+    check(models, rids)
+    assert {driver.result(rid).finish_reason.type for rid in rids} == {"length"}
+    assert sum(driver.result(rid).num_retractions for rid in rids) == 2
+
+
+def refused(folder, **options):
+    with pytest.raises(CaesuraError) as error:
+        EngineDriver(folder, scripted=False, **OPTIONS, **options)
+    return error.value
+
+
+def test_what_hybrids_do_not_do_is_refused_by_name(tmp_path_factory):
+    plain, hybrid = (str(tmp_path_factory.mktemp("refused") / name) for name in ("plain", "hybrid"))
+    make_checkpoint(plain, "qwen3")
+    make_checkpoint(hybrid, "qwen3.5")
+    error = refused(plain, reference_model_path=hybrid)
+    assert (error.code, error.detail["fields"]) == ("unsupported_model", ["architectures"])
+    assert "linear attention is computed by torch" in refused(hybrid, deterministic=True).message
+    ranks: Any = SimpleNamespace(rank=0, size=2)
+    with pytest.raises(CaesuraError, match="not divided among ranks") as error:
+        build_model(load_model_config(hybrid), torch.float32, torch.device("cpu"), ranks)
+    assert error.value.detail["ranks"] == 2
+    for field, value in (
+        ("layer_types", ["linear_attention"] * 4),
+        ("layer_types", ["linear_attention", "full_attention"]),
+        ("linear_num_key_heads", 3),
+    ):
+        folder = str(tmp_path_factory.mktemp("refused"))
+        make_checkpoint(folder, "qwen3.5")
+        edit_config(folder, **{field: value})
+        with pytest.raises(CaesuraError, match=field):
+            load_model_config(folder)
+
+
+def test_layers_by_interval_and_names_of_older_configs(tmp_path):
+    make_checkpoint(tmp_path, "qwen3-next", layer_types=None, full_attention_interval=2)
+    found = load_model_config(str(tmp_path))
+    assert found.delta.layers == (True, False, True, False)
+    edit_config(tmp_path, layer_types=None, full_attention_interval=2, rope_parameters=None, rope_theta=1e6)
+    older = load_model_config(str(tmp_path))
+    assert (older.delta, older.rotary_dim) == (found.delta, 4)

@@ -1,0 +1,215 @@
+"""Layers with a state per sequence: every step goes on from the state of its rows, through all that requests go through.
+
+The scripted model keeps a state beside its KV, and asserts in each step that it is what all KV of the row says. A step that
+begins leaves the states of its rows torn until it has been computed.
+"""
+
+import random
+
+import numpy as np
+import pytest
+from support.checkpoints import make_checkpoint
+from support.faults import BUG, NO_MEMORY, Fault
+from support.scripted import EngineDriver, expected_tokens, tokens_of
+
+from caesura.io_struct import (
+    AbortReq,
+    ContinueGenerationReqInput,
+    FlushCacheReqInput,
+    PauseGenerationReqInput,
+    UpdateWeightFromDiskReqInput,
+)
+from caesura.scheduler.batching import sampling_inputs
+
+VOCAB = 97
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Two checkpoints of a hybrid."""
+    paths = [tmp_path_factory.mktemp(f"states{seed}") for seed in range(2)]
+    for seed, path in enumerate(paths):
+        make_checkpoint(path, "qwen3.5", seed=seed)
+    return [str(path) for path in paths]
+
+
+@pytest.fixture(params=[0, 1], ids=["depth0", "depth1"])
+def driver(folders, request):
+    options = {"pipeline_depth": request.param, "chunked_prefill_size": 32, "max_running_requests": 4}
+    with EngineDriver(folders[0], **options) as driver:
+        yield driver
+
+
+def prompt_of(length, seed=0):
+    return [3 + (seed * 31 + i * 7) % 90 for i in range(length)]
+
+
+def check(driver, rid, prompt, index=0):
+    result = driver.result(rid, index)
+    assert tokens_of(result) == expected_tokens(prompt, result, VOCAB)
+    return result
+
+
+def run(driver, prompt, new_tokens, **fields):
+    rid = driver.generate(prompt, new_tokens, **fields)
+    driver.run_until_idle()
+    return check(driver, rid, prompt)
+
+
+def check_rest(driver):
+    """Nothing is live, and a flush leaves nothing kept."""
+    assert driver.engine.cache.states.usage().held == 0
+    driver.call(FlushCacheReqInput(torch_empty_cache=False))
+    usage = driver.engine.cache.states.usage()
+    assert usage.free == usage.total == 8
+
+
+def test_samples_share_the_prompt_and_the_next_turn_goes_on_from_it(driver):
+    prompt = prompt_of(100)
+    rid = driver.generate(prompt, 62, n=4)
+    driver.run_until_idle()
+    results = [check(driver, rid, prompt, index) for index in range(4)]
+    assert [result.cached_tokens for result in results] == [0, 96, 96, 96]
+    longer = [*prompt, *tokens_of(results[3]), 5, 6, 7]
+    assert run(driver, longer, 5).cached_tokens == 160
+    check_rest(driver)
+
+
+def test_a_prefix_without_a_state_is_computed_once_more_and_then_shared(driver):
+    """KV of it is cached, but the only state is further on: the second request keeps one where the prompts part."""
+    run(driver, prompt_of(104), 3)
+    others = [[*prompt_of(70), 4, 5, seed] for seed in range(3)]
+    assert [run(driver, other, 3).cached_tokens for other in others] == [0, 64, 64]
+    check_rest(driver)
+
+
+@pytest.mark.parametrize("length", [32, 33, 48])
+def test_prompts_that_end_at_a_border(driver, length):
+    """At least one token is computed, so the last border that can be shared lies before the end."""
+    assert run(driver, prompt_of(length), 20).cached_tokens == 0
+    assert run(driver, prompt_of(length), 2).cached_tokens == (length - 1) // 16 * 16
+    check_rest(driver)
+
+
+def test_the_state_used_last_is_kept(folders):
+    """Rows for a request and one state beside it: that of the prompt, and then of the longer sequence."""
+    with EngineDriver(folders[0], max_running_requests=1, chunked_prefill_size=32) as driver:
+        assert driver.engine.cache.states.total == 2
+        for seed in range(3):
+            run(driver, prompt_of(50, seed), 5)
+            assert run(driver, prompt_of(50, seed), 20).cached_tokens == 48
+            assert run(driver, prompt_of(50, seed), 1).cached_tokens == 0
+            assert driver.engine.cache.states.usage() == (1, 1, 0, 2)
+
+
+def test_a_request_waits_for_a_row(driver):
+    rids = {driver.generate(prompt_of(20 + seed, seed), 30): prompt_of(20 + seed, seed) for seed in range(9)}
+    driver.tick(6)
+    held = driver.engine.cache.states.usage().held
+    assert 4 <= held <= 8
+    assert driver.status().running_requests + driver.status().prefilling_requests <= 4
+    driver.run_until_idle()
+    for rid, prompt in rids.items():
+        check(driver, rid, prompt)
+    check_rest(driver)
+
+
+STAGES = {
+    "noise": lambda driver: (sampling_inputs, "noise"),
+    "open": lambda driver: (driver.engine.cache, "open"),
+    "execute": lambda driver: (driver.runner, "before"),
+    "outputs": lambda driver: (driver.runner, "after"),
+    "fetch": lambda driver: (driver.runner, "on_fetch"),
+    "donate": lambda driver: (driver.engine.cache, "donate"),
+}
+
+
+@pytest.mark.parametrize("error", [BUG, NO_MEMORY[1]], ids=["bug", "memory"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_requests_of_a_step_that_failed_start_again(driver, monkeypatch, stage, error):
+    """Early in a prompt, beside decoding, and while a request ends: nobody goes on from a torn state."""
+    prompts = [prompt_of(75), prompt_of(40), prompt_of(9)]
+    for number in (0, 2, 5, 17):
+        with monkeypatch.context() as patch:
+            fault = Fault(patch, *STAGES[stage](driver), error, {number})
+            rids = {driver.generate(prompt, 18): prompt for prompt in prompts}
+            driver.run_until_idle()
+        results = [check(driver, rid, prompt) for rid, prompt in rids.items()]
+        lost = fault.raised and stage in ("execute", "outputs", "fetch")
+        if error is not BUG and lost:
+            assert {result.finish_reason.type for result in results} == {"length"}
+            assert sum(result.num_retractions for result in results) > 0
+        driver.engine.cache.check()
+        check_rest(driver)
+
+
+def test_a_request_of_the_step_after_a_lost_one_starts_again(folders):
+    """It has gone on from a kept prefix in a step that is rolled back with the one before: its own row is of no use any more."""
+    with EngineDriver(folders[0], pipeline_depth=1, chunked_prefill_size=32) as driver:
+        run(driver, prompt_of(60), 1)
+        guilty = driver.generate(prompt_of(9, 1), 20)
+        driver.tick(5)
+        steps = []
+
+        def fail(batch):
+            steps.append(batch)
+            if len(steps) == 1:
+                raise BUG
+
+        driver.runner.on_fetch = fail
+        driver.tick()  # launches the step that will fail
+        result = run(driver, prompt_of(60), 6)
+        assert driver.result(guilty).finish_reason.type == "error"
+        assert (result.finish_reason.type, result.cached_tokens, result.num_retractions) == ("length", 48, 1)
+
+
+def test_a_token_that_never_fits_ends_its_request(driver):
+    """Each attempt starts again, and gets no further: attempts are bounded all the same."""
+    rid = driver.generate(prompt_of(40), 30)
+    driver.tick(8)
+
+    def refuse(batch):
+        if max(batch.kv_lens_host) > 50:
+            raise NO_MEMORY[0]
+
+    driver.runner.before = refuse
+    before = len(driver.runner.launches)
+    driver.run_until_idle()
+    result = check(driver, rid, prompt_of(40))
+    assert result.finish_reason.code == "out_of_memory"
+    assert len(driver.runner.launches) - before < 200
+    check_rest(driver)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_traffic_with_pauses_updates_and_failures(folders, seed):
+    """Prompts with common beginnings, few pages, chunks, aborts, both pauses that keep requests, new weights."""
+    chance = random.Random(seed)
+    options = {"pipeline_depth": seed % 2, "chunked_prefill_size": 32, "max_running_requests": 5}
+    with EngineDriver(folders[0], kv_pool_tokens=640, **options) as driver:
+        live = {}
+        for turn in range(40):
+            length, kind = chance.choice([3, 20, 64, 65, 130, 180]), chance.randrange(3)
+            prompt = [*prompt_of(length // 2, kind), *prompt_of(length - length // 2, chance.randrange(2))]
+            live[driver.generate(prompt, chance.randrange(1, 60))] = prompt
+            driver.tick(chance.randrange(12))
+            if chance.random() < 0.15:
+                driver.send(AbortReq(rid=chance.choice(list(live))))
+            if chance.random() < 0.1:
+                driver.runner.fail_on_fetch = True
+            if turn % 8 == 7:
+                mode = chance.choice(["retract", "in_place"])
+                driver.call(PauseGenerationReqInput(mode=mode))
+                if chance.random() < 0.5:
+                    update = UpdateWeightFromDiskReqInput(
+                        model_path=folders[turn // 8 % 2], flush_cache=mode == "retract"
+                    )
+                    assert driver.call(update).committed
+                driver.call(ContinueGenerationReqInput(torch_empty_cache=False))
+        driver.run_until_idle()
+        for rid, prompt in live.items():
+            check(driver, rid, prompt)
+        cache = driver.engine.cache
+        cache.check()
+        assert cache.usage().held == 0
+        assert np.count_nonzero(cache.states.kept) == cache.states.usage().kept

@@ -1,0 +1,104 @@
+"""The ledger of state rows by itself: what is given up, what is not, and what its check finds."""
+
+import numpy as np
+import pytest
+
+from caesura.scheduler.cache.allocator import LedgerError
+from caesura.scheduler.cache.states import NO_ROW, StateRows
+
+NO_PAGES = np.empty(0, np.int32)
+
+
+def pages(*numbers):
+    return np.asarray(numbers, np.int32)
+
+
+def kept(rows, *numbers):
+    """A ledger in which each of these pages has a state, the first one kept longest ago."""
+    for number in numbers:
+        state = rows.open(NO_PAGES, 0)
+        assert rows.promise(state, 0) is not None
+        rows.keep(state, pages(number), 1, 0)
+        rows.close(state)
+    return rows
+
+
+def test_the_state_kept_longest_ago_makes_room():
+    rows = kept(StateRows(10, 6), 3, 4, 5)
+    assert rows.shareable(pages(3, 4, 5)) == 3
+    first = rows.open(NO_PAGES, 0)
+    second = rows.open(pages(3), 1)  # pins what would go next
+    third = rows.open(NO_PAGES, 0)
+    assert rows.shareable(pages(3, 4, 5)) == 3
+    assert rows.shareable(pages(3, 4)) == 1
+    assert rows.usage() == (0, 2, 3, 5)
+    rows.check([first, second, third], pages(3, 5))
+
+
+def test_what_a_request_begins_from_stays_until_a_step_has_read_it():
+    rows = kept(StateRows(10, 4), 3)
+    state = rows.open(pages(3), 1)
+    other = rows.open(NO_PAGES, 0)
+    assert rows.available == 0
+    with pytest.raises(LedgerError, match="all 3 rows"):
+        rows.open(NO_PAGES, 0)
+    rows.launched(state)
+    assert rows.available == 1
+    rows.open(NO_PAGES, 0)
+    assert rows.kept[3] == NO_ROW
+    rows.close(other)
+
+
+def test_the_last_row_is_taken_over_with_what_it_holds():
+    rows = kept(StateRows(10, 3), 3)
+    row = int(rows.kept[3])
+    other = rows.open(NO_PAGES, 0)
+    state = rows.open(pages(3), 1)
+    assert (state.row, state.source, rows.kept[3]) == (row, 0, NO_ROW)
+    rows.check([other, state], pages(3))
+    rows.close(state)
+    rows.close(other)
+    assert rows.usage() == (2, 0, 0, 2)
+
+
+def test_a_promise_counts_when_its_step_has_been_completed():
+    rows = StateRows(10, 6)
+    state = rows.open(NO_PAGES, 0)
+    assert rows.promise(state, 1) == rows.promise(state, 1)
+    rows.keep(state, pages(7, 8), 1, 0)
+    assert not rows.kept.any()
+    rows.close(state)  # as after a step whose results are lost
+    rows.keep(state, pages(7, 8), 2, 0)
+    assert not rows.kept.any()
+    state = rows.open(NO_PAGES, 0)
+    rows.promise(state, 0)
+    rows.keep(state, pages(7, 8), 1, 0)
+    rows.promise(state, 1)
+    rows.keep(state, pages(7, 8), 2, 0)
+    assert rows.kept[[7, 8]].astype(bool).tolist() == [False, True], "of its own a request keeps the last"
+    rows.replace(pages(7, 8), pages(7, 2))
+    rows.forget(pages(8))
+    assert rows.kept[2] != NO_ROW
+    rows.check([state], pages(2, 7))
+    rows.close(state)
+    rows.forget(pages(2, 7))
+    assert rows.usage() == (5, 0, 0, 5)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "found"),
+    [
+        (lambda rows, state: rows._allocator.allocate(1), "not exactly one thing"),
+        (lambda rows, state: rows.kept.__setitem__(5, rows.kept[3]), "not exactly one thing"),
+        (lambda rows, state: setattr(rows, "_held", 7), "counted 7"),
+        (lambda rows, state: setattr(state, "source", 3), "pinned"),
+        (lambda rows, state: None, "states of free pages"),
+    ],
+)
+def test_the_check_finds_what_is_wrong(spoil, found):
+    rows = kept(StateRows(10, 4), 3)
+    state = rows.open(NO_PAGES, 0)
+    rows.check([state], pages(3))
+    spoil(rows, state)
+    with pytest.raises(LedgerError, match=found):
+        rows.check([state], NO_PAGES)
