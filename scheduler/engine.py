@@ -47,6 +47,8 @@ from .loop import Scheduler
 from .memory.device_cache import DeviceCache
 from .memory.device_module import DeviceModule, device_module_for
 from .memory.residency import ComponentResidencyManager
+from .models.config import load_model_config
+from .models.registry import require_ranks
 from .observability.memory_history import MemoryGauges, MemoryHistory
 from .observability.stage_profiler import StageProfiler
 from .observability.step_trace import StepTrace
@@ -463,7 +465,7 @@ def _other_ranks(config: EngineConfig) -> OtherRanks:
     """The other ranks of an engine, whose processes start here where they are of this host.
 
     Raises:
-        CaesuraError: ``unsupported``, this kind of engine has one rank.
+        CaesuraError: ``unsupported`` or ``unsupported_model``, this kind of engine has one rank; as :func:`load_model_config`.
     """
     if config.tp == 1:
         return Alone()
@@ -474,6 +476,7 @@ def _other_ranks(config: EngineConfig) -> OtherRanks:
             field="tp",
             value=config.tp,
         )
+    require_ranks(load_model_config(config.model_path, config.model_backend), config.tp)
     return RankZero(config)
 
 
