@@ -1,6 +1,6 @@
 """A worker that is killed ends its engine by what the operating system says at once, wherever rank 0 waits at that moment.
 
-No wait here ends by itself in less than minutes. How long an engine takes is measured by benchmarks/dead_ranks.py.
+No wait here ends by itself in less than minutes. How long an engine takes is measured by benchmarks/ranks.py --turns 0.
 """
 
 import threading
