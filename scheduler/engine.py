@@ -366,7 +366,7 @@ class Engine:
             runner=core.steps.runner,
             lifecycle=core.lifecycle,
             groups=self.process_groups,
-            num_ranks=self._others.parallel.size,
+            others=self._others,
         )
 
     def _build_updates(

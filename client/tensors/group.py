@@ -50,6 +50,7 @@ from .rendezvous import (
     join,
     leave,
     mark_present,
+    ranks_of,
     rendezvous,
 )
 from .several import started
@@ -137,7 +138,7 @@ class WeightUpdateGroup:
         for client in clients:
             with contextlib.suppress(GroupError):  # there was none
                 client.destroy_weights_update_group(group_name, timeout=timeout_s)
-        ranks = [1 + len(client.status(timeout=timeout_s).ranks) for client in clients]
+        ranks = ranks_of(clients, timeout_s)
         limit, size = timedelta(seconds=timeout_s), 1 + sum(ranks)
         store, is_local = rendezvous(master_address, master_port, size, limit)
         broadcast_limit = timedelta(seconds=broadcast_timeout_s)

@@ -22,6 +22,7 @@ from ..memory.device_memory import DeviceMemoryReading, available_memory_if_know
 from ..memory.device_module import device_module_for, use_device
 from ..memory.residency import ComponentResidencyManager
 from ..weights.checksums import checksums, garbage
+from ..weights.reading import Held
 from ..weights.transports.distributed import WeightsUpdateGroups
 from ..weights.write_stream import write_stream_of
 from .collectives import join
@@ -36,6 +37,7 @@ from .messages import (
     LeaveGroup,
     Memory,
     Open,
+    Read,
     Recover,
     Release,
     ResetTensors,
@@ -170,6 +172,8 @@ class Rank:
             return self._advance(self._graphs.capture() if self._graphs is not None else iter(()))
         if isinstance(call, Checksums):
             return _working(checksums(self._loaded.model))
+        if isinstance(call, Read):
+            return self._read(call)
         assert isinstance(call, ResetTensors), call
         return self._reset()
 
@@ -205,6 +209,14 @@ class Rank:
     def _here(self, tags: list["MemoryTag"]) -> list["MemoryTag"]:
         return [tag for tag in tags if tag not in self._away]
 
+    def _read(self, call: Read) -> Operation:
+        slots, found = self._loaded.model.weight_slots(), []
+        for name in call.names:
+            with self._runner.on_stream():
+                found.append(Held.of(slots[name]))
+            yield False
+        return found
+
     def _reset(self) -> Operation:
         for slot, start, rows in garbage(self._loaded.model):
             with self._runner.on_stream():
@@ -228,6 +240,8 @@ class Rank:
     def _leave_group(self, call: LeaveGroup) -> Operation:
         if call.reason is not None:
             self._groups.out_of_step(call.name, call.reason)
+            return None
+        if not self._groups.knows(call.name):  # rank 0 alone is in a group in which it sends
             return None
         group, limit = self._groups.leave(call.name), monotonic() + LEAVE_S
         while group.is_leaving and monotonic() < limit:
