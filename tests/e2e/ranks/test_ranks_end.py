@@ -1,4 +1,7 @@
-"""However a rank ends, the whole engine does, at once, and everybody who waits is told why."""
+"""However a rank ends, the whole engine does, at once, and everybody who waits is told why.
+
+Where rank 0 may be waiting is driven in one process by tests/loop/test_lost_ranks.py.
+"""
 
 import os
 from collections.abc import Iterator
@@ -45,7 +48,9 @@ def shared_memory() -> set[str]:
     return set(os.listdir("/dev/shm"))
 
 
-@pytest.mark.parametrize("state", ["idle", "mid-step", "paused", "mid-update"])
+@pytest.mark.parametrize(
+    "state", ["mid-step", *(pytest.param(state, marks=pytest.mark.long) for state in ("idle", "paused", "mid-update"))]
+)
 def test_a_worker_that_is_killed_ends_the_engine(launched, other_model, state):
     client, before = launched.client, shared_memory()
     zero, one = processes_of(launched)
