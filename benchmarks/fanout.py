@@ -6,6 +6,7 @@ each engine that is not in it a process copies memory. It says what sharing the 
 to do with them. Columns:
 
     CPU         of the trainer's process, all threads: what an update costs the trainer
+    own         of that, its calling thread: copying into buckets, messages, and handing broadcasts to the backend, whose threads send
     busy        until the trainer has handed over its last byte (chain), or is back from the call (the others)
     committed   until every engine serves the new weights
     sent        bytes that its TCP connections had acknowledged, in copies of the weights (from the kernel's own counters)
@@ -68,6 +69,7 @@ class Measured:
     """The turns of one road with one number of engines."""
 
     cpu_s: list[float] = field(default_factory=list)
+    own_s: list[float] = field(default_factory=list)
     busy_s: list[float] = field(default_factory=list)
     committed_s: list[float] = field(default_factory=list)
     sent_copies: list[float] = field(default_factory=list)
@@ -118,8 +120,10 @@ class Trainer:
         crowd = self._others(len(self._engines) - number if road == "crowded" else 0)
         _signal(crowd, signal.SIGCONT)
         acknowledged, cpu, began = acknowledged_bytes(), time.process_time(), time.perf_counter()
+        own = time.thread_time()
         push()
         ended = time.perf_counter()
+        into.own_s.append(time.thread_time() - own)
         into.cpu_s.append(time.process_time() - cpu)
         into.committed_s.append(ended - began)
         _signal(crowd, signal.SIGSTOP)
@@ -213,14 +217,23 @@ def hop_seconds(trainer: Trainer, number: int, turns: int) -> float:
 def measured_table(found: dict[str, dict[int, Measured]], nbytes: int) -> Table:
     """Medians, and the trainer's CPU seconds beside those of one engine."""
     table = Table(title=f"one update of {nbytes / GB:.2f} GB")
-    for heading in ("road", "engines", "CPU ms", "of one engine", "busy ms", "committed ms", "sent"):
+    for heading in (
+        "road",
+        "engines",
+        "CPU ms",
+        "of one engine",
+        "own ms",
+        "busy ms",
+        "committed ms",
+        "sent",
+    ):
         table.add_column(heading, justify="left" if heading == "road" else "right")
     for road, by_number in found.items():
         counted = {number: each for number, each in by_number.items() if each.cpu_s}
         first = statistics.median(counted[min(counted)].cpu_s)
         for number, each in counted.items():
             cpu = statistics.median(each.cpu_s)
-            times = (statistics.median(each.busy_s), statistics.median(each.committed_s))
+            times = [statistics.median(seconds) for seconds in (each.own_s, each.busy_s, each.committed_s)]
             sent = statistics.median(each.sent_copies)
             table.add_row(
                 road, str(number), f"{1e3 * cpu:.0f}", f"{cpu / first:.2f}",

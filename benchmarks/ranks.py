@@ -134,7 +134,9 @@ def kill(launched: LaunchedScheduler, workload: Workload, state: str) -> tuple[f
     client, handle = launched.client, None
     (rank,) = client.status().ranks
     if state != "idle":
-        params = SamplingParams(max_new_tokens=workload.load_new_tokens, temperature=1.0, seed=1, ignore_eos=True)
+        params = SamplingParams(
+            max_new_tokens=workload.load_new_tokens, temperature=1.0, seed=1, ignore_eos=True
+        )
         handles = [client.submit(prompt, params) for prompt in workload.prompts(1)[:REQUESTS_KILLED]]
         while client.status().running_requests < len(handles):
             time.sleep(0.01)
@@ -159,7 +161,16 @@ def kill(launched: LaunchedScheduler, workload: Workload, state: str) -> tuple[f
 
 def speed_table(found: dict[str, Measured]) -> Table:
     table = Table(title="rollouts and pauses")
-    for heading in ("engine", "tok/s", "of one", "step ms p50", "step p99", "pause ms p50", "p99", "step p99 + 2"):
+    for heading in (
+        "engine",
+        "tok/s",
+        "of one",
+        "step ms p50",
+        "step p99",
+        "pause ms p50",
+        "p99",
+        "step p99 + 2",
+    ):
         table.add_column(heading, justify="left" if heading == "engine" else "right")
     first = statistics.median(next(iter(found.values())).tokens_per_s)
     for name, each in found.items():
@@ -209,7 +220,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--shape", choices=("tiny", "0.6b"), default="tiny")
     parser.add_argument("--kinds", nargs="+", choices=tuple(KINDS), default=list(KINDS))
     parser.add_argument("--turns", type=int, default=3, help="0: only kills")
-    parser.add_argument("--pauses", type=int, default=200, help="of each kind, in all turns (default: %(default)s)")
+    parser.add_argument(
+        "--pauses", type=int, default=200, help="of each kind, in all turns (default: %(default)s)"
+    )
     parser.add_argument("--kills", type=int, default=20, help="in each state (default: %(default)s)")
     parser.add_argument("--json", type=Path)
     return parser.parse_args(argv)

@@ -295,7 +295,9 @@ class WeightUpdateGroup:
 
     def _waits_for(self, work: Any) -> Callable[[], object]:
         """Waits until ``work`` has ended, or for a moment."""
-        if self._device == "cpu":  # gloo says when: looking costs a trainer CPU, the more the longer engines take
+        if (
+            self._device == "cpu"
+        ):  # gloo says when: looking costs a trainer CPU, the more the longer engines take
             ended = threading.Event()
             work.get_future().add_done_callback(lambda _: ended.set())
             return partial(ended.wait, _LOOK_S)

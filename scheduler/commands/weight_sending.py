@@ -34,10 +34,10 @@ from ...io_struct import (
 from ..dtypes import NAMES
 from ..layers.parameters import WeightSlot
 from ..models.base import Weights
+from ..ranks.others import OtherRanks
 from ..stepping import StepRunner
 from ..weights.components import chosen
 from ..weights.misfits import Misfits
-from ..ranks.others import OtherRanks
 from ..weights.reading import Held, is_divided, read_into, require_placeable
 from ..weights.transports.batches import Batch, batches_of, nbytes_of
 from ..weights.transports.distributed import WeightsUpdateGroups

@@ -49,7 +49,11 @@ def shared_memory() -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "state", ["mid-step", *(pytest.param(state, marks=pytest.mark.long) for state in ("idle", "paused", "mid-update"))]
+    "state",
+    [
+        "mid-step",
+        *(pytest.param(state, marks=pytest.mark.long) for state in ("idle", "paused", "mid-update")),
+    ],
 )
 def test_a_worker_that_is_killed_ends_the_engine(launched, other_model, state):
     client, before = launched.client, shared_memory()
