@@ -26,6 +26,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from checkpoints import SHAPES, write_checkpoint
 from harness.cycles import ALLOWANCE_MS, STEPS_BETWEEN, TARGET_STEP_S, distribution
@@ -72,7 +73,7 @@ class Measured:
 @contextmanager
 def engine(kind: Kind, folder: Path, workload: Workload) -> Iterator[LaunchedScheduler]:
     """One of ``kind``, and the worker that joins it by hand where there is one."""
-    options = {
+    options: dict[str, Any] = {
         "dtype": "bfloat16",
         "num_threads": kind.threads,
         "tp": kind.ranks,

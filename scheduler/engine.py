@@ -462,11 +462,7 @@ class Engine:
 
 
 def _other_ranks(config: EngineConfig) -> OtherRanks:
-    """The other ranks of an engine, whose processes start here where they are of this host.
-
-    Raises:
-        CaesuraError: ``unsupported`` or ``unsupported_model``, this kind of engine has one rank; as :func:`load_model_config`.
-    """
+    """The other ranks of an engine, whose processes start here where they are of this host. Raises what has one rank."""
     if config.tp == 1:
         return Alone()
     if is_pipeline(config.model_path):

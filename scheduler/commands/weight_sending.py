@@ -148,7 +148,8 @@ class WeightSending:
             with self._runner.on_stream():
                 Held.of(slots[spec.name]).place(buffer, spec)
             yield Wait.SLICE
-        for parts in (yield from waiting(elsewhere)):
+        of_ranks: list[list[Held]] = yield from waiting(elsewhere)
+        for parts in of_ranks:
             for spec, part in zip(divided, parts, strict=True):
                 with self._runner.on_stream():
                     part.place(buffer, spec)

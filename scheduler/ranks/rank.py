@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 import numpy as np
 import torch
 
+from ...io_struct import CaesuraError
 from ..build import build_components, build_runner
 from ..memory.device_cache import DeviceCache, EmptyCachePlace
 from ..memory.device_memory import DeviceMemoryReading, available_memory_if_known
@@ -241,9 +242,10 @@ class Rank:
         if call.reason is not None:
             self._groups.out_of_step(call.name, call.reason)
             return None
-        if not self._groups.knows(call.name):  # rank 0 alone is in a group in which it sends
+        try:
+            group, limit = self._groups.leave(call.name), monotonic() + LEAVE_S
+        except CaesuraError:  # unknown: rank 0 alone is in a group in which it sends
             return None
-        group, limit = self._groups.leave(call.name), monotonic() + LEAVE_S
         while group.is_leaving and monotonic() < limit:
             yield True
         return None

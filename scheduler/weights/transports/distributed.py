@@ -409,10 +409,6 @@ class WeightsUpdateGroups:
             self._joining.append(group)
         return group
 
-    def knows(self, name: str) -> bool:
-        """Whether there is a group of that name, in whatever state."""
-        return name in self._groups
-
     def leave(self, name: str) -> Group:
         """Forget a group, in whatever state; returns what is left of it."""
         group = self._find(name)
