@@ -1,9 +1,12 @@
 """What a trainer spends on an update of 1, 2 and 4 engines of this host, and what that makes of a thousand.
 
 Roads: ``shared`` (one export of shared memory, read by all), ``chain`` (each engine passes on what it receives, gloo over loopback),
-``broadcast`` (one group of all, gloo), and ``clone`` (no trainer: an engine sends to the others down a chain). Columns:
+``broadcast`` (one group of all, gloo), ``clone`` (no trainer: an engine sends to the others down a chain), and ``crowded``: the chain, while for
+each engine that is not in it a process copies memory. It says what sharing the cores with so many costs a trainer that has nothing
+to do with them. Columns:
 
     CPU         of the trainer's process, all threads: what an update costs the trainer
+    own         of that, its calling thread: copying into buckets, messages, and handing broadcasts to the backend, whose threads send
     busy        until the trainer has handed over its last byte (chain), or is back from the call (the others)
     committed   until every engine serves the new weights
     sent        bytes that its TCP connections had acknowledged, in copies of the weights (from the kernel's own counters)
@@ -19,9 +22,12 @@ The second table puts the measured cost of a hop into the model of ``harness/fan
 import argparse
 import json
 import os
+import signal
 import socket
 import statistics
 import struct
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -53,6 +59,8 @@ SIZES = {**MODELS, "tiny": SHAPES["tiny"]}
 GB = 1e9
 _BYTES_ACKED = 120
 """Offset of tcpi_bytes_acked in the kernel's struct tcp_info (include/uapi/linux/tcp.h)."""
+_COPIES = "import torch; torch.set_num_threads(1); a, b = torch.ones(2, 1 << 23, dtype=torch.uint8)\nwhile True: a.copy_(b)"
+"""What a process that is in the way does: what a receiver does with a bucket."""
 Weights = dict[str, torch.Tensor]
 
 
@@ -61,6 +69,7 @@ class Measured:
     """The turns of one road with one number of engines."""
 
     cpu_s: list[float] = field(default_factory=list)
+    own_s: list[float] = field(default_factory=list)
     busy_s: list[float] = field(default_factory=list)
     committed_s: list[float] = field(default_factory=list)
     sent_copies: list[float] = field(default_factory=list)
@@ -93,6 +102,7 @@ class Trainer:
         self._shared = self._stack.enter_context(SharedTensors(weights))
         self._chains: dict[int, WeightUpdateChain] = {}
         self._groups: dict[int, WeightUpdateGroup] = {}
+        self._crowd: list[subprocess.Popen[bytes]] = []
         self._last_sent = 0.0
         self._turns = 0
         self.num_tensors = len(weights)
@@ -107,12 +117,17 @@ class Trainer:
         for tensor in self._weights.values():
             tensor.view(-1)[0] = self._turns % 251  # which bfloat16 holds exactly
         push = self._push(road, self._engines[:number], bucket_bytes or self._bucket_bytes)
+        crowd = self._others(len(self._engines) - number if road == "crowded" else 0)
+        _signal(crowd, signal.SIGCONT)
         acknowledged, cpu, began = acknowledged_bytes(), time.process_time(), time.perf_counter()
+        own = time.thread_time()
         push()
         ended = time.perf_counter()
+        into.own_s.append(time.thread_time() - own)
         into.cpu_s.append(time.process_time() - cpu)
         into.committed_s.append(ended - began)
-        into.busy_s.append((self._last_sent if road == "chain" else ended) - began)
+        _signal(crowd, signal.SIGSTOP)
+        into.busy_s.append((self._last_sent if road in ("chain", "crowded") else ended) - began)
         into.sent_copies.append((acknowledged_bytes() - acknowledged) / self.nbytes)
 
     def _push(self, road: str, engines: Sequence[ControlClient], bucket: int) -> Callable[[], object]:
@@ -129,12 +144,21 @@ class Trainer:
                 made = WeightUpdateGroup.create(engines, group_name=f"all of {number}")
                 self._groups[number] = self._stack.enter_context(made)
             return lambda: self._groups[number].update(weights, bucket_bytes=bucket)
-        if road == "chain":
+        if road in ("chain", "crowded"):
             chain = self._chain(engines)
             return lambda: chain.update(weights, bucket_bytes=bucket)
         source, *targets = self._engines
         source.update_weights_from_ipc(weights)
         return lambda: clone_weights(source, targets[:number], bucket_bytes=bucket)
+
+    def _others(self, number: int) -> list["subprocess.Popen[bytes]"]:
+        """So many processes that copy memory between :func:`_signal`'s two signals."""
+        while len(self._crowd) < number:
+            process = subprocess.Popen([sys.executable, "-c", _COPIES])
+            self._stack.callback(process.wait)
+            self._stack.callback(process.kill)
+            self._crowd.append(process)
+        return self._crowd[:number]
 
     def _chain(self, engines: Sequence[ControlClient]) -> WeightUpdateChain:
         number = len(engines)
@@ -149,6 +173,11 @@ class Trainer:
             chain._group.send = noted  # type: ignore[method-assign, assignment]
             self._chains[number] = self._stack.enter_context(chain)
         return self._chains[number]
+
+
+def _signal(processes: Sequence["subprocess.Popen[bytes]"], number: signal.Signals) -> None:
+    for process in processes:
+        process.send_signal(number)
 
 
 @contextmanager
@@ -188,14 +217,23 @@ def hop_seconds(trainer: Trainer, number: int, turns: int) -> float:
 def measured_table(found: dict[str, dict[int, Measured]], nbytes: int) -> Table:
     """Medians, and the trainer's CPU seconds beside those of one engine."""
     table = Table(title=f"one update of {nbytes / GB:.2f} GB")
-    for heading in ("road", "engines", "CPU ms", "of one engine", "busy ms", "committed ms", "sent"):
+    for heading in (
+        "road",
+        "engines",
+        "CPU ms",
+        "of one engine",
+        "own ms",
+        "busy ms",
+        "committed ms",
+        "sent",
+    ):
         table.add_column(heading, justify="left" if heading == "road" else "right")
     for road, by_number in found.items():
         counted = {number: each for number, each in by_number.items() if each.cpu_s}
         first = statistics.median(counted[min(counted)].cpu_s)
         for number, each in counted.items():
             cpu = statistics.median(each.cpu_s)
-            times = (statistics.median(each.busy_s), statistics.median(each.committed_s))
+            times = [statistics.median(seconds) for seconds in (each.own_s, each.busy_s, each.committed_s)]
             sent = statistics.median(each.sent_copies)
             table.add_row(
                 road, str(number), f"{1e3 * cpu:.0f}", f"{cpu / first:.2f}",

@@ -47,6 +47,8 @@ from .loop import Scheduler
 from .memory.device_cache import DeviceCache
 from .memory.device_module import DeviceModule, device_module_for
 from .memory.residency import ComponentResidencyManager
+from .models.config import load_model_config
+from .models.registry import require_ranks
 from .observability.memory_history import MemoryGauges, MemoryHistory
 from .observability.stage_profiler import StageProfiler
 from .observability.step_trace import StepTrace
@@ -364,7 +366,7 @@ class Engine:
             runner=core.steps.runner,
             lifecycle=core.lifecycle,
             groups=self.process_groups,
-            num_ranks=self._others.parallel.size,
+            others=self._others,
         )
 
     def _build_updates(
@@ -460,11 +462,7 @@ class Engine:
 
 
 def _other_ranks(config: EngineConfig) -> OtherRanks:
-    """The other ranks of an engine, whose processes start here where they are of this host.
-
-    Raises:
-        CaesuraError: ``unsupported``, this kind of engine has one rank.
-    """
+    """The other ranks of an engine, whose processes start here where they are of this host. Raises what has one rank."""
     if config.tp == 1:
         return Alone()
     if is_pipeline(config.model_path):
@@ -474,6 +472,7 @@ def _other_ranks(config: EngineConfig) -> OtherRanks:
             field="tp",
             value=config.tp,
         )
+    require_ranks(load_model_config(config.model_path, config.model_backend), config.tp)
     return RankZero(config)
 
 

@@ -1,6 +1,6 @@
 """Updates that engines pass on, one to the next, so that the first sender sends once however many engines there are.
 
-    sender --link 0--> engine 0 --link 1--> engine 1 --link 2--> …        a link: a process group of two, the sender its rank 0
+    sender --link 0--> engine 0 --link 1--> engine 1 --link 2--> …        a link: a process group, the sender its rank 0
 
 Invariants:
 - Engines load in two phases (several.py). One that fails costs itself and those behind it, never those before it: these commit.
@@ -24,7 +24,16 @@ from ..exceptions import InvalidRequest
 from ..wire.options import UpdateOptions, update_fields
 from .buckets import NamedTensors, bucket_size, manifest, pairs
 from .group import WeightUpdateGroup, whole
-from .rendezvous import GRACE_S, Backend, await_ranks, common_backend, invite, leave, mark_present
+from .rendezvous import (
+    GRACE_S,
+    Backend,
+    await_ranks,
+    common_backend,
+    invite,
+    leave,
+    mark_present,
+    ranks_of,
+)
 from .several import TwoPhaseUpdate, require_clients
 
 if TYPE_CHECKING:
@@ -201,8 +210,11 @@ def join_links(
         CaesuraError: the error of an engine; ``group_error`` if one did not join in time.
     """
     tickets = []
-    for number, link in enumerate(links):
+    receivers = ranks_of(engines[1 : len(links) + 1], limits[0])
+    for number, (link, ranks) in enumerate(zip(links, receivers, strict=True)):
         pair = engines[number : number + 2]
         mark_present(store, link, backend)
-        tickets += invite(pair, address, store.port, link, backend, limits, first_rank=0)
+        tickets += invite(
+            pair, address, store.port, link, backend, limits, first_rank=0, ranks=[1, ranks]
+        )  # one rank of an engine sends, and all receive
     await_ranks(tickets, limits[0])

@@ -12,6 +12,7 @@ own prefixes. A group that a trainer has made itself works as well (:meth:`Weigh
 
 import contextlib
 import copy
+import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, wait
@@ -50,6 +51,7 @@ from .rendezvous import (
     join,
     leave,
     mark_present,
+    ranks_of,
     rendezvous,
 )
 from .several import started
@@ -61,6 +63,8 @@ if TYPE_CHECKING:
 LoadFormat = Literal["flattened_bucket"] | None
 Named = tuple[str, Tensor]
 
+_LOOK_S = 0.05
+"""How often is looked for an engine's answer while a broadcast is under way that says itself when it ends."""
 _POLL_S = 0.0005
 _MAX_POLL_S = 0.005
 _POLLS = 16  # within a broadcast's time so far: looking costs a trainer CPU, and an end that is seen late costs time
@@ -127,7 +131,7 @@ class WeightUpdateGroup:
         for client in clients:
             with contextlib.suppress(GroupError):  # there was none
                 client.destroy_weights_update_group(group_name, timeout=timeout_s)
-        ranks = [1 + len(client.status(timeout=timeout_s).ranks) for client in clients]
+        ranks = ranks_of(clients, timeout_s)
         limit, size = timedelta(seconds=timeout_s), 1 + sum(ranks)
         store, is_local = rendezvous(master_address, master_port, size, limit)
         broadcast_limit = timedelta(seconds=broadcast_timeout_s)
@@ -268,15 +272,27 @@ class WeightUpdateGroup:
         if self._broadcast_timeout is not None:
             options.timeout = self._broadcast_timeout
         work = self._group.broadcast([flat], options)
-        began, given_up = time.monotonic(), float("inf")
+        wait_a_little = self._waits_for(work)
+        given_up = float("inf")
         while not work.is_completed():
             now = time.monotonic()
             if answered():  # if well, the last bytes have arrived, and this end learns of it next
                 given_up = min(given_up, now + 1)
             if now > given_up:
                 raise TimeoutError("an engine answered before it had everything")
-            time.sleep(min(max(_POLL_S, (now - began) / _POLLS), _MAX_POLL_S))
+            wait_a_little()
         work.wait()
+
+    def _waits_for(self, work: Any) -> Callable[[], object]:
+        """Waits until ``work`` has ended, or for a moment."""
+        if (
+            self._device == "cpu"
+        ):  # gloo says when: looking costs a trainer CPU, the more the longer engines take
+            ended = threading.Event()
+            work.get_future().add_done_callback(lambda _: ended.set())
+            return partial(ended.wait, _LOOK_S)
+        began = time.monotonic()  # NCCL's future is done when the broadcast is enqueued
+        return lambda: time.sleep(min(max(_POLL_S, (time.monotonic() - began) / _POLLS), _MAX_POLL_S))
 
     def _die(self, reason: str) -> None:
         """Close the connections, so that engines which wait for a broadcast hear of it. The first reason stays."""

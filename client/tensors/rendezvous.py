@@ -156,6 +156,11 @@ def backend_of(engines: "Sequence[ControlClient]", timeout_s: float) -> Backend:
     return "nccl" if all(device.startswith("cuda") for device in devices) else "gloo"
 
 
+def ranks_of(clients: "Sequence[ControlClient]", timeout_s: float) -> list[int]:
+    """How many ranks each engine has (its ``tp``)."""
+    return [1 + len(client.status(timeout=timeout_s).ranks) for client in clients]
+
+
 def leave(clients: "Sequence[ControlClient]", name: str, timeout_s: float) -> None:
     for client in clients:
         with contextlib.suppress(EngineError):  # it has left, or is gone

@@ -1,6 +1,7 @@
-"""Commands that join and leave the process groups over which weights are broadcast; each rank of the engine is in them.
+"""Commands that join and leave the process groups over which weights are broadcast.
 
-Invariants: joining waits for other processes, so the command steps aside and all other work goes on. It ends at its deadline
+Invariants: each rank of the engine is in a group that it receives from. Where the engine is rank 0, it sends, and is there by its
+own rank 0 alone: the others would wait for what they hold already. Joining waits for other processes, so the command steps aside and all other work goes on. It ends at its deadline
 at the latest. A process group that could not be joined is removed, so that it can be joined again.
 """
 
@@ -35,7 +36,7 @@ class ProcessGroupCommands:
     def init(self, request: InitWeightsUpdateGroupReqInput) -> Operation:
         """Join a process group; answered at once if this engine has joined it already."""
         group = self._groups.join(request)
-        elsewhere = self._others.join_group(request)
+        elsewhere = self._others.join_group(request) if request.rank_offset else iter(())
         try:
             while not group.joined():
                 yield Wait.CHANGE

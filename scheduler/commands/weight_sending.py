@@ -3,7 +3,8 @@
 Invariants:
 - All bytes of a send are of one commit: while it is under way, commands that write or release weights keep their place in the
   queue (:meth:`WeightSending.holds_back`), and everything else runs, pauses and steps included.
-- The loop reads the weights, a few milliseconds at a time, into buffers that a thread broadcasts.
+- The loop reads the weights, a few milliseconds at a time, into buffers that a thread broadcasts. Of several ranks, rank 0 asks
+  the others for their parts of each broadcast, and sends whole tensors.
 - Weights that are not valid are refused, and sending changes no state: this engine serves on, whatever becomes of the receivers.
 - A call that fails ends its group, so that no receiver waits for what does not come.
 """
@@ -33,13 +34,14 @@ from ...io_struct import (
 from ..dtypes import NAMES
 from ..layers.parameters import WeightSlot
 from ..models.base import Weights
+from ..ranks.others import OtherRanks
 from ..stepping import StepRunner
 from ..weights.components import chosen
 from ..weights.misfits import Misfits
-from ..weights.reading import read_into
+from ..weights.reading import Held, is_divided, read_into, require_placeable
 from ..weights.transports.batches import Batch, batches_of, nbytes_of
 from ..weights.transports.distributed import WeightsUpdateGroups
-from .lifecycle import Lifecycle, Operation, Wait
+from .lifecycle import Lifecycle, Operation, Wait, waiting
 
 logger = logging.getLogger(__name__)
 
@@ -54,10 +56,9 @@ class WeightSending:
         runner: StepRunner,
         lifecycle: Lifecycle,
         groups: WeightsUpdateGroups,
-        num_ranks: int,
+        others: OtherRanks,
     ) -> None:
-        """``num_ranks``: of several, this one holds a shard of the weights, and nothing is sent."""
-        self._num_ranks = num_ranks
+        self._others = others
         self._model = model
         self._runner = runner
         self._lifecycle = lifecycle
@@ -97,12 +98,8 @@ class WeightSending:
         slots = self._slots(request.component)
         batches = batches_of(request)
         _require_stored(batches, slots)
-        if batches and self._num_ranks > 1:
-            raise CaesuraError(
-                ErrorCode.UNSUPPORTED,
-                f"an engine of {self._num_ranks} ranks cannot send its weights: no rank has all of them",
-                ranks=self._num_ranks,
-            )
+        if self._others.parallel.size > 1:
+            require_placeable(slots[spec.name] for batch in batches for spec in batch)
         total, started, stamp = sum(map(nbytes_of, batches)), monotonic(), self._lifecycle.stamp
         transmission = self._groups.transmit(request.group_name, max(map(nbytes_of, batches), default=0))
         with contextlib.closing(transmission), self._reading():
@@ -140,8 +137,23 @@ class WeightSending:
     ) -> Generator[Wait, None, None]:
         """Copy the tensors of ``batch`` to the start of ``buffer``, one after the other."""
         self._require_committed()
-        for _ in read_into(buffer, batch, slots, self._runner.on_stream):
+        divided = [spec for spec in batch if is_divided(slots[spec.name])]
+        elsewhere = self._others.read([spec.name for spec in divided]) if divided else None
+        whole = [spec for spec in batch if not is_divided(slots[spec.name])]
+        for _ in read_into(buffer, whole, slots, self._runner.on_stream):
             yield Wait.SLICE
+        if elsewhere is None:
+            return
+        for spec in divided:
+            with self._runner.on_stream():
+                Held.of(slots[spec.name]).place(buffer, spec)
+            yield Wait.SLICE
+        of_ranks: list[list[Held]] = yield from waiting(elsewhere)
+        for parts in of_ranks:
+            for spec, part in zip(divided, parts, strict=True):
+                with self._runner.on_stream():
+                    part.place(buffer, spec)
+                yield Wait.SLICE
 
     def _slots(self, named: str | None) -> dict[str, WeightSlot]:
         """Of one component, by the names of its checkpoint."""

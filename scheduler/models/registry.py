@@ -38,6 +38,21 @@ def families() -> Mapping[str, Family]:
     return {name: module.FAMILIES[name] for name, module in _modules().items()}
 
 
+def require_ranks(config: "ModelConfig", ranks: int) -> None:
+    """Refuse what no number of ranks above 1 can divide.
+
+    Raises:
+        CaesuraError: UNSUPPORTED_MODEL.
+    """
+    if ranks > 1 and config.transformers_config is not None:
+        raise CaesuraError(
+            ErrorCode.UNSUPPORTED_MODEL,
+            f"{config.architecture} is computed by transformers' modules, which are not divided among ranks: start it with tp = 1",
+            fields=["architectures"],
+            ranks=ranks,
+        )
+
+
 def build_model(
     config: "ModelConfig", dtype: torch.dtype, device: torch.device, parallel: TensorParallel = SINGLE
 ) -> "CausalLM":
@@ -48,13 +63,7 @@ def build_model(
     """
     place = Placement(dtype, device, config.fp8, parallel=parallel)
     if config.transformers_config is not None:
-        if parallel.size > 1:
-            raise CaesuraError(
-                ErrorCode.UNSUPPORTED_MODEL,
-                f"{config.architecture} is computed by transformers' modules, which are not divided among ranks",
-                fields=["architectures"],
-                ranks=parallel.size,
-            )
+        require_ranks(config, parallel.size)
         foreign = import_module(".transformers_backend.model", package=__package__)
         return cast("CausalLM", foreign.TransformersForCausalLM(config, place=place))
     model = getattr(_modules()[config.architecture], config.architecture)

@@ -224,6 +224,13 @@ class Checksums(msgspec.Struct, kw_only=True, tag=True):
     number: int
 
 
+class Read(msgspec.Struct, kw_only=True, tag=True):
+    """The answer's value is a list of :class:`~..weights.reading.Held`, what this rank holds of each of these tensors."""
+
+    number: int
+    names: list[str]
+
+
 class ResetTensors(msgspec.Struct, kw_only=True, tag=True):
     """Overwrite all weights."""
 
@@ -265,6 +272,7 @@ Call = (
     | Capture
     | EmptyCache
     | Checksums
+    | Read
     | ResetTensors
     | JoinGroup
     | LeaveGroup

@@ -22,6 +22,7 @@ from ..build import Agreement
 from ..forward import Runner
 from ..parallel.group import SINGLE, TensorParallel
 from ..weights.loader import WeightLoader, WeightPiece
+from ..weights.reading import Held
 from ..weights.source import WeightSource
 
 Pieces = Generator[WeightPiece | None, None, None]
@@ -103,6 +104,10 @@ class OtherRanks(Protocol):
         """Of each tensor of the others, by its name and rank."""
         ...
 
+    def read(self, names: Sequence[str]) -> Generator[None, None, list[list[Held]]]:
+        """Of each of the others, what it holds of each of these tensors."""
+        ...
+
     def reset_tensors(self) -> Iterator[None]:
         """Overwrite the weights of the others."""
         ...
@@ -172,6 +177,11 @@ class Alone:
         """There are none."""
         yield from ()
         return {}
+
+    def read(self, names: Sequence[str]) -> Generator[None, None, list[list[Held]]]:
+        """Nobody holds anything."""
+        yield from ()
+        return []
 
     def reset_tensors(self) -> Iterator[None]:
         """Nothing to wait for."""

@@ -2,7 +2,8 @@
 
 Invariants:
 - A rank is built by the functions that build rank 0's, from the same configuration; it differs in its device and its shard.
-- A rank keeps no state of the engine: whether it is paused, which weights count and what is released, rank 0 knows.
+- A rank keeps no state of the engine: whether it is paused, which weights count and what is released, rank 0 knows. Of its own
+  memory it knows what is away: where one rank could not resume, the others go back, and what never came must not be kept anew.
 - What takes long is a generator that yields whether it waits for something; what it returns is the answer's value.
 """
 
@@ -15,12 +16,14 @@ from typing import TYPE_CHECKING, Protocol, cast
 import numpy as np
 import torch
 
+from ...io_struct import CaesuraError
 from ..build import build_components, build_runner
 from ..memory.device_cache import DeviceCache, EmptyCachePlace
 from ..memory.device_memory import DeviceMemoryReading, available_memory_if_known
 from ..memory.device_module import device_module_for, use_device
 from ..memory.residency import ComponentResidencyManager
 from ..weights.checksums import checksums, garbage
+from ..weights.reading import Held
 from ..weights.transports.distributed import WeightsUpdateGroups
 from ..weights.write_stream import write_stream_of
 from .collectives import join
@@ -35,6 +38,7 @@ from .messages import (
     LeaveGroup,
     Memory,
     Open,
+    Read,
     Recover,
     Release,
     ResetTensors,
@@ -106,6 +110,7 @@ class Rank:
         runner = build_runner(config, loaded, pool, routing)
         self._loaded, self._runner, self._graphs = loaded, runner, runner.graphs
         self._device_cache.synchronize = runner.synchronize
+        self._away: set[MemoryTag] = set()
         write_stream = write_stream_of(loaded.device, runner.on_stream)
         self._groups = WeightsUpdateGroups(
             loaded.device, wake, interface=config.group_interface, write_stream=write_stream
@@ -159,15 +164,17 @@ class Rank:
         if isinstance(call, Derive):
             return self._updates.derive(call)
         if isinstance(call, Keep):
-            return self._advance(self._residency.keep(call.tags))
+            return self._advance(self._residency.keep(self._here(call.tags)))
         if isinstance(call, Release):
             return self._release(call)
         if isinstance(call, Resume):
-            return self._advance(self._residency.resume(call.tags))
+            return self._resume(call)
         if isinstance(call, Capture):
             return self._advance(self._graphs.capture() if self._graphs is not None else iter(()))
         if isinstance(call, Checksums):
             return _working(checksums(self._loaded.model))
+        if isinstance(call, Read):
+            return self._read(call)
         assert isinstance(call, ResetTensors), call
         return self._reset()
 
@@ -189,10 +196,27 @@ class Rank:
             self._graphs.drop()
         if "weights" in call.tags:
             self._updates.forget()
-        for _ in self._residency.release(call.tags):
+        for _ in self._residency.release(self._here(call.tags)):
             yield False
+        self._away.update(call.tags)
         self._device_cache.empty("release")
         return None
+
+    def _resume(self, call: Resume) -> Operation:
+        yield from self._advance(self._residency.resume([tag for tag in call.tags if tag in self._away]))
+        self._away.difference_update(call.tags)
+        return None
+
+    def _here(self, tags: list["MemoryTag"]) -> list["MemoryTag"]:
+        return [tag for tag in tags if tag not in self._away]
+
+    def _read(self, call: Read) -> Operation:
+        slots, found = self._loaded.model.weight_slots(), []
+        for name in call.names:
+            with self._runner.on_stream():
+                found.append(Held.of(slots[name]))
+            yield False
+        return found
 
     def _reset(self) -> Operation:
         for slot, start, rows in garbage(self._loaded.model):
@@ -218,7 +242,10 @@ class Rank:
         if call.reason is not None:
             self._groups.out_of_step(call.name, call.reason)
             return None
-        group, limit = self._groups.leave(call.name), monotonic() + LEAVE_S
+        try:
+            group, limit = self._groups.leave(call.name), monotonic() + LEAVE_S
+        except CaesuraError:  # unknown: rank 0 alone is in a group in which it sends
+            return None
         while group.is_leaving and monotonic() < limit:
             yield True
         return None

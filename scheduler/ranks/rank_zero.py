@@ -23,6 +23,7 @@ from ..forward import Runner
 from ..guard import EngineEndsError
 from ..parallel.group import SINGLE, TensorParallel
 from ..weights.loader import WeightLoader
+from ..weights.reading import Held
 from ..weights.source import WeightSource
 from ..weights.writing import END
 from .collectives import Founded, device_of
@@ -39,6 +40,7 @@ from .messages import (
     Keep,
     LeaveGroup,
     Open,
+    Read,
     Release,
     ResetTensors,
     Resume,
@@ -212,6 +214,14 @@ class RankZero:
             for rank, answer in enumerate(answers, 1)
             for name, checksum in msgspec.msgpack.decode(answer.value, type=dict[str, str]).items()
         }
+
+    def read(self, names: Sequence[str]) -> Generator[None, None, list[list[Held]]]:
+        """See :class:`~.others.OtherRanks`."""
+        return self._read(self._call(lambda number: Read(number=number, names=list(names))))
+
+    def _read(self, number: int) -> Generator[None, None, list[list[Held]]]:
+        answers = yield from self._answers(number)
+        return [msgspec.msgpack.decode(answer.value, type=list[Held]) for answer in answers]
 
     def reset_tensors(self) -> Iterator[None]:
         """See :class:`~.others.OtherRanks`."""

@@ -1,16 +1,19 @@
 """Reading a model's tensors as a checkpoint has them, some milliseconds at a time.
 
 Invariants: bytes are those of storage, in checkpoint layout: whoever writes them has the same weights, derived tensors included.
-Between two slices the loop may look elsewhere. What is packed is unpacked a few rows at a time.
+Between two slices the loop may look elsewhere. What is packed is unpacked a few rows at a time. Of a tensor that is divided among
+ranks each reads its part, and whoever has all parts has the tensor.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from math import prod
 from time import perf_counter
 
+import msgspec
 import torch
 from torch import Tensor
 
-from ...io_struct import TensorSpec
+from ...io_struct import CaesuraError, ErrorCode, TensorSpec
 from ..layers.parameters import WeightSlot
 from .write_stream import OnStream
 from .writing import WRITE_S
@@ -37,6 +40,56 @@ def read_into(
             if perf_counter() - began > WRITE_S:
                 yield
                 began = perf_counter()
+
+
+class Held(msgspec.Struct, array_like=True, frozen=True):
+    """What one of several ranks holds of a tensor: the bytes of ``rows`` and, of these, of ``columns``, first and end."""
+
+    rows: tuple[int, int]
+    columns: tuple[int, int] | None
+    """None: all of each row."""
+    data: bytearray
+
+    @classmethod
+    def of(cls, slot: WeightSlot) -> "Held":
+        """Read it; the stream is current on which weights are written."""
+        rows, columns = slot.owned, slot.owned_columns
+        part = slot.read(rows.start, rows.stop).contiguous().reshape(-1).view(torch.uint8)
+        window = None if columns is None else (columns.start, columns.stop)
+        return cls((rows.start, rows.stop), window, bytearray(part.cpu().numpy()))
+
+    def place(self, buffer: Tensor, spec: TensorSpec) -> None:
+        """Where it belongs in the tensor of ``spec``, which lies at its ``offset`` in ``buffer``, uint8 on any device."""
+        whole = buffer[spec.offset : spec.offset + spec.nbytes].view(spec.shape[0] if spec.shape else 1, -1)
+        data = torch.frombuffer(self.data, dtype=torch.uint8) if len(self.data) else whole.new_empty(0)
+        first, end = 0, whole.shape[1]
+        if self.columns is not None:
+            size = spec.nbytes // prod(spec.shape)
+            first, end = (size * column for column in self.columns)
+        rows = slice(*self.rows)
+        whole[rows, first:end].copy_(data.view(self.rows[1] - self.rows[0], end - first))
+
+
+def is_divided(slot: WeightSlot) -> bool:
+    """Whether this rank holds less than all of it."""
+    return slot.owned_columns is not None or len(slot.owned) != (slot.shape[0] if slot.shape else 1)
+
+
+def require_placeable(slots: Iterator[WeightSlot]) -> None:
+    """Refuse what ranks hold in other parts than :class:`Held` can tell.
+
+    Raises:
+        CaesuraError: ``unsupported``, with the first such tensor.
+    """
+    for slot in slots:
+        columns = slot.owned_columns
+        width = prod(slot.shape[1:]) if columns is None else len(columns)
+        if slot.shape and slot.owned and slot.read(slot.owned.start, slot.owned.start + 1).numel() != width:
+            raise CaesuraError(
+                ErrorCode.UNSUPPORTED,
+                f"several ranks cannot send {slot.name}: each holds columns of it by turns, in other places than its checkpoint",
+                name=slot.name,
+            )
 
 
 def _row_ranges(slot: WeightSlot, nbytes: int) -> Iterator[tuple[int, int | None]]:

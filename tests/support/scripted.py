@@ -280,6 +280,8 @@ class _Inbox:
     def __init__(self, engine: Engine) -> None:
         self._socket = engine.router.socket
         self._receive = engine.router.receive
+        self.poller = engine.scheduler._poller
+        """The loop's own."""
         self._waiting: deque[tuple[bytes, bytes, list[memoryview]]] = deque()
         self.would_block = False
         """The loop had nothing to do when it last looked, and would have slept."""

@@ -1,4 +1,7 @@
-"""However a rank ends, the whole engine does, at once, and everybody who waits is told why."""
+"""However a rank ends, the whole engine does, at once, and everybody who waits is told why.
+
+Where rank 0 may be waiting is driven in one process by tests/loop/test_lost_ranks.py.
+"""
 
 import os
 from collections.abc import Iterator

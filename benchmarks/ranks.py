@@ -1,0 +1,257 @@
+"""What ranks change on this host: tokens per second, pauses, and how fast an engine ends when one of them is killed.
+
+Every engine is one of ``KINDS``. The first two parts take them in turn, in an order that rotates, so that whatever else the machine
+does meets all; one engine lives at a time, since idle ranks cost memory only, but threads of two engines would share the cores.
+
+    rollouts    the whole batch of the shape; medians of tokens per second, and the ratio to one rank
+    pauses      ``pause("in_place")`` at a random phase of a step, under the shape's load; p99 beside that of a step
+    kills       SIGKILL of a worker, idle, while stepping and while paused: until a live request is told, and until the process
+                of rank 0 has ended
+
+    python benchmarks/ranks.py --shape tiny --turns 3 --pauses 200 --kills 20 --json ranks.json
+"""
+
+import argparse
+import json
+import os
+import random
+import select
+import signal
+import socket
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from checkpoints import SHAPES, write_checkpoint
+from harness.cycles import ALLOWANCE_MS, STEPS_BETWEEN, TARGET_STEP_S, distribution
+from harness.load import Load
+from harness.machine import busy_share, describe, machine_facts
+from harness.workload import WORKLOADS, Workload
+from rich.console import Console
+from rich.table import Table
+
+from caesura.client import EngineError, LaunchedScheduler, SamplingParams, launch_scheduler
+from caesura.client.process.launch import worker_command
+
+
+@dataclass(frozen=True)
+class Kind:
+    """An engine: its ranks, the threads of each, and whether ranks meet as those of two hosts do."""
+
+    ranks: int
+    threads: int
+    gloo: bool = False
+
+
+KINDS = {
+    "1 rank, 1 thread": Kind(1, 1),
+    "1 rank, 2 threads": Kind(1, 2),
+    "2 ranks, shared memory": Kind(2, 1),
+    "2 ranks, gloo": Kind(2, 1, gloo=True),
+}
+KILLED = "2 ranks, shared memory"
+STATES = ("idle", "stepping", "paused")
+PATIENCE_S = 60.0
+REQUESTS_KILLED = 8
+
+
+@dataclass
+class Measured:
+    """Of one kind."""
+
+    tokens_per_s: list[float] = field(default_factory=list)
+    step_s: list[float] = field(default_factory=list)
+    pause_s: list[float] = field(default_factory=list)
+
+
+@contextmanager
+def engine(kind: Kind, folder: Path, workload: Workload) -> Iterator[LaunchedScheduler]:
+    """One of ``kind``, and the worker that joins it by hand where there is one."""
+    options: dict[str, Any] = {
+        "dtype": "bfloat16",
+        "num_threads": kind.threads,
+        "tp": kind.ranks,
+        "context_len": workload.context_len,
+        "kv_pool_tokens": workload.kv_tokens,
+        "max_running_requests": workload.requests,
+        "target_step_s": TARGET_STEP_S,
+        "log_level": "ERROR",
+    }
+    worker = None
+    if kind.gloo:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+        options |= {"tp_joined": 1, "tp_address": address}
+        worker = subprocess.Popen(worker_command("--join", address, "--rank", "1"), stderr=subprocess.DEVNULL)
+    try:
+        launched = launch_scheduler(folder, **options)
+        try:
+            yield launched
+        finally:
+            with suppress(EngineError):  # it was killed
+                launched.close()
+    finally:
+        if worker is not None:
+            worker.kill()
+            worker.wait()
+
+
+def rollout(launched: LaunchedScheduler, workload: Workload, seed: int) -> float:
+    """Tokens per second of one batch."""
+    params = SamplingParams(
+        max_new_tokens=workload.new_tokens, temperature=1.0, seed=seed, ignore_eos=True, n=workload.samples
+    )
+    prompts = workload.prompts(seed)
+    began = time.perf_counter()
+    launched.client.generate(prompts, params, timeout=1200)
+    return workload.tokens / (time.perf_counter() - began)
+
+
+def pauses(launched: LaunchedScheduler, workload: Workload, count: int, found: Measured) -> None:
+    """``count`` pauses under load, and as many steps without."""
+    chance = random.Random(count)
+    with Load(launched.endpoint, workload, seed=0) as load:
+        load.steady(1)
+        steps = load.step_seconds(max(count, 2))
+        found.step_s += steps
+        for _ in range(count):
+            load.steady(STEPS_BETWEEN)
+            time.sleep(chance.random() * statistics.median(steps))
+            began = time.perf_counter()
+            launched.client.pause("in_place")
+            found.pause_s.append(time.perf_counter() - began)
+            launched.client.continue_generation(torch_empty_cache=False)
+
+
+def kill(launched: LaunchedScheduler, workload: Workload, state: str) -> tuple[float | None, float]:
+    """Seconds from SIGKILL of the worker until a live request was told (None: there was none), and until rank 0 had ended."""
+    client, handle = launched.client, None
+    (rank,) = client.status().ranks
+    if state != "idle":
+        params = SamplingParams(
+            max_new_tokens=workload.load_new_tokens, temperature=1.0, seed=1, ignore_eos=True
+        )
+        handles = [client.submit(prompt, params) for prompt in workload.prompts(1)[:REQUESTS_KILLED]]
+        while client.status().running_requests < len(handles):
+            time.sleep(0.01)
+        handle = handles[0]
+    if state == "paused":
+        client.pause("in_place")
+    process = os.pidfd_open(launched.pid)
+    try:
+        began, told = time.perf_counter(), None
+        os.kill(rank.pid, signal.SIGKILL)
+        if handle is not None:
+            with suppress(EngineError):
+                handle.result(timeout=PATIENCE_S)
+            told = time.perf_counter() - began
+        ready, _, _ = select.select([process], [], [], PATIENCE_S)
+        if not ready:
+            raise TimeoutError(f"{state}: rank 0 has not ended within {PATIENCE_S:g} s")
+        return told, time.perf_counter() - began
+    finally:
+        os.close(process)
+
+
+def speed_table(found: dict[str, Measured]) -> Table:
+    table = Table(title="rollouts and pauses")
+    for heading in (
+        "engine",
+        "tok/s",
+        "of one",
+        "step ms p50",
+        "step p99",
+        "pause ms p50",
+        "p99",
+        "step p99 + 2",
+    ):
+        table.add_column(heading, justify="left" if heading == "engine" else "right")
+    first = statistics.median(next(iter(found.values())).tokens_per_s)
+    for name, each in found.items():
+        tokens = statistics.median(each.tokens_per_s)
+        cells = [name, f"{tokens:,.0f}", f"{tokens / first:.2f}"]
+        if each.pause_s:
+            step = distribution([1e3 * seconds for seconds in each.step_s])
+            pause = distribution([1e3 * seconds for seconds in each.pause_s])
+            limit = step["p99"] + ALLOWANCE_MS
+            verdict = "met" if pause["p99"] <= limit else "missed"
+            values = (step["p50"], step["p99"], pause["p50"], pause["p99"])
+            cells += [*(f"{value:.1f}" for value in values), f"{limit:.1f} {verdict}"]
+        table.add_row(*cells)
+    return table
+
+
+def kill_table(found: dict[str, list[tuple[float | None, float]]]) -> Table:
+    table = Table(title="SIGKILL of a worker, ms")
+    for heading in ("state", "kills", "told p50", "told max", "ended p50", "ended max"):
+        table.add_column(heading, justify="left" if heading == "state" else "right")
+    for state, times in found.items():
+        told = [1e3 * seconds for seconds, _ in times if seconds is not None]
+        ended = [1e3 * seconds for _, seconds in times]
+        cells = [f"{statistics.median(values):.0f}" if values else "" for values in (told, ended)]
+        worst = [f"{max(values):.0f}" if values else "" for values in (told, ended)]
+        table.add_row(state, str(len(times)), cells[0], worst[0], cells[1], worst[1])
+    return table
+
+
+def measure(folder: Path, workload: Workload, options: argparse.Namespace) -> dict[str, Measured]:
+    """Rollouts and pauses of every kind, turn by turn."""
+    found = {name: Measured() for name in options.kinds}
+    for turn in range(options.turns):
+        order = [*options.kinds[turn % len(options.kinds) :], *options.kinds[: turn % len(options.kinds)]]
+        for name in order:
+            with engine(KINDS[name], folder, workload) as launched:
+                rollout(launched, workload, seed=0)
+                speeds = [rollout(launched, workload, seed=1 + turn) for _ in range(workload.rollouts)]
+                found[name].tokens_per_s += speeds
+                if options.pauses:
+                    pauses(launched, workload, -(-options.pauses // options.turns), found[name])
+    return found
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--shape", choices=("tiny", "0.6b"), default="tiny")
+    parser.add_argument("--kinds", nargs="+", choices=tuple(KINDS), default=list(KINDS))
+    parser.add_argument("--turns", type=int, default=3, help="0: only kills")
+    parser.add_argument(
+        "--pauses", type=int, default=200, help="of each kind, in all turns (default: %(default)s)"
+    )
+    parser.add_argument("--kills", type=int, default=20, help="in each state (default: %(default)s)")
+    parser.add_argument("--json", type=Path)
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    options = parse(argv)
+    facts = machine_facts() | {"busy": round(busy_share(), 2)}
+    console = Console(width=120)
+    console.print(describe(facts), f"{facts['busy']:.0%} busy before", highlight=False)
+    workload = WORKLOADS[options.shape]
+    killed: dict[str, list[tuple[float | None, float]]] = {state: [] for state in STATES if options.kills}
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = write_checkpoint(Path(scratch) / "model", SHAPES[workload.model])
+        found = measure(folder, workload, options) if options.turns else {}
+        if found:
+            console.print(speed_table(found))
+        for _ in range(options.kills):
+            for state, times in killed.items():
+                with engine(KINDS[KILLED], folder, workload) as launched:
+                    times.append(kill(launched, workload, state))
+    if killed:
+        console.print(kill_table(killed))
+    if options.json is not None:
+        kinds = {name: vars(each) for name, each in found.items()}
+        document = {"machine": facts, "shape": options.shape, "kinds": kinds, "killed_s": killed}
+        options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

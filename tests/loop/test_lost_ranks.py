@@ -1,0 +1,149 @@
+"""A worker that is killed ends its engine by what the operating system says at once, wherever rank 0 waits at that moment.
+
+No wait here ends by itself in less than minutes. How long an engine takes is measured by benchmarks/ranks.py --turns 0.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psutil
+import pytest
+import zmq
+from support.scripted import EngineDriver
+from support.waiting import eventually
+
+from caesura.io_struct import (
+    BeginWeightUpdateReqInput,
+    ErrorReply,
+    PauseGenerationReqInput,
+    UpdateWeightFromDiskReqInput,
+)
+from caesura.scheduler.guard import EngineEndsError
+from caesura.scheduler.ranks.workers import Workers
+
+pytestmark = pytest.mark.slow  # a worker takes seconds to start
+
+PATIENCE_S = 60.0
+KILLED = r"rank 1 \(pid \d+\) was killed by SIGKILL"
+
+
+class Polls:
+    """The loop's own poller, and what its last look was for and has found."""
+
+    def __init__(self, driver: EngineDriver) -> None:
+        self._poller, self._inbox = driver._inbox.poller, driver._inbox
+        self.last: tuple[int | None, set[Any]] = (0, set())
+
+    def poll(self, timeout: int | None = None) -> list[tuple[Any, int]]:
+        if self._inbox._waiting:  # taken off the socket when it was sent
+            return [(self._inbox._socket, zmq.POLLIN)]
+        found = self._poller.poll(timeout)
+        self.last = timeout, {each for each, _ in found}
+        return found
+
+
+@pytest.fixture
+def driver(tiny_model) -> Iterator[EngineDriver]:
+    with EngineDriver(str(tiny_model), scripted=False, tp=2) as driver:
+        yield driver
+
+
+@pytest.fixture
+def worker(driver) -> psutil.Process:
+    (rank,) = driver.status().ranks
+    return psutil.Process(rank.pid)
+
+
+def stop(worker: psutil.Process) -> None:
+    """It does nothing from now on, and what waits for it waits until it is killed."""
+    worker.suspend()
+    eventually(lambda: worker.status() == psutil.STATUS_STOPPED, PATIENCE_S)
+
+
+def run_to_its_end(driver: EngineDriver, worker: psutil.Process, when: Callable[[], bool]) -> Polls:
+    """Run the loop as the process does, and kill the worker ``when`` that is true."""
+    scheduler = driver.engine.scheduler
+    polls = Polls(driver)
+    scheduler._poller = polls  # type: ignore[assignment]
+
+    def kill() -> None:
+        try:
+            eventually(when, PATIENCE_S)
+        finally:
+            worker.kill()
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    with pytest.raises(EngineEndsError, match=KILLED) as caught:
+        scheduler.run()
+    killer.join()
+    assert caught.value.error.code == "engine_died"
+    return polls
+
+
+def assert_all_told(driver: EngineDriver, rids: list[str]) -> None:
+    """Each request once, with the code and the reason."""
+    driver.collect()
+    for rid in rids:
+        reason = driver.result(rid).finish_reason
+        assert (reason.type, reason.code) == ("error", "engine_died")
+        assert "was killed by SIGKILL" in reason.message
+
+
+@pytest.mark.parametrize("state", ["idle", "paused in an update"])
+def test_a_loop_that_sleeps_is_woken(driver, worker, other_model, state):
+    rids = []
+    if state != "idle":
+        rids = [driver.generate([1, 2, 3 + number], 100) for number in range(3)]
+        driver.tick(5)
+        assert not isinstance(driver.call(PauseGenerationReqInput(mode="in_place")), ErrorReply)
+        session = driver.call(BeginWeightUpdateReqInput()).session_id
+        update = UpdateWeightFromDiskReqInput(
+            model_path=str(other_model), session_id=session, flush_cache=False
+        )
+        assert not isinstance(driver.call(update, max_ticks=100_000), ErrorReply)
+    polls = run_to_its_end(driver, worker, lambda: driver.engine.heartbeat.asleep)
+    timeout, found = polls.last
+    assert timeout is None or timeout > 1_000
+    assert driver.engine._others._workers._alarm.fd in found
+    assert_all_told(driver, rids)
+
+
+def test_a_step_in_a_collective_is_broken_off(driver, worker, monkeypatch):
+    """The worker is not even reading the step when it ends, so rank 0 waits for it in its first sum."""
+    rids = [driver.generate([1, 2, 3 + number], 100) for number in range(3)]
+    driver.tick(5)
+    model, within = driver.engine.scheduler._runner._own.model, threading.Event()
+    forward = model.forward
+
+    def entered(*arguments: Any) -> Any:
+        within.set()
+        return forward(*arguments)
+
+    monkeypatch.setattr(model, "forward", entered)
+    stop(worker)
+    run_to_its_end(driver, worker, within.is_set)
+    assert_all_told(driver, rids)
+
+
+def test_a_command_that_waits_for_an_answer_is_told(driver, worker, monkeypatch):
+    """A pause, whose barrier is the answer of every rank."""
+    rid = driver.generate([1, 2, 3], 100)
+    driver.tick(5)
+    waits, within = Workers.wait, threading.Event()
+
+    def entered(self: Workers, number: int) -> Any:
+        within.set()
+        return waits(self, number)
+
+    monkeypatch.setattr(Workers, "wait", entered)
+    stop(worker)
+    # Nothing is launched before this is looked at: the pause is what meets the worker that does not answer.
+    command = driver.send(PauseGenerationReqInput(mode="in_place"))
+    run_to_its_end(driver, worker, within.is_set)
+    assert_all_told(driver, [rid])
+    reply = driver.replies[command]
+    assert isinstance(reply, ErrorReply)
+    assert reply.code == "engine_died"
+    assert "was killed by SIGKILL" in reply.message

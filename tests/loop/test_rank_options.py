@@ -1,0 +1,215 @@
+"""Options that several ranks share with one: copies of released weights, the state file, deterministic mode; and what is refused."""
+
+import json
+from collections.abc import Iterator
+
+import pytest
+import torch
+from support.plain_trainer import weights_of
+from support.scripted import EngineDriver, assert_error, tokens_of
+
+from caesura.client.tensors import SharedTensors
+from caesura.io_struct import (
+    CaesuraError,
+    ContinueGenerationReqInput,
+    ErrorReply,
+    FlushCacheReqInput,
+    GenerateReqInput,
+    PauseGenerationReqInput,
+    ReleaseMemoryOccupationReqInput,
+    ResumeMemoryOccupationReqInput,
+    SamplingParams,
+    UpdateWeightFromDiskReqInput,
+    UpdateWeightsFromIPCReqInput,
+    WeightsCheckerReqInput,
+)
+from caesura.scheduler.kernels import TORCH, best
+from caesura.scheduler.ranks import rank_zero
+from caesura.scheduler.ranks.messages import Resume, Write
+
+pytestmark = pytest.mark.slow  # workers take seconds to start
+
+PROMPT = [5, 6, 7, 8]
+SAMPLED = SamplingParams(max_new_tokens=20, temperature=1.0, seed=7, ignore_eos=True)
+DETERMINISTIC = best("linear", "cpu", torch.float32) != TORCH
+
+
+@pytest.fixture(scope="module")
+def start(tiny_model, tmp_path_factory):
+    """Starts an engine of two ranks, with the same state file each time."""
+    state_file = tmp_path_factory.mktemp("state") / "weights.json"
+
+    def started() -> EngineDriver:
+        return EngineDriver(
+            str(tiny_model),
+            scripted=False,
+            tp=2,
+            weights_cpu_backup=True,
+            state_file=str(state_file),
+            deterministic=DETERMINISTIC,
+        )
+
+    started.state_file = state_file
+    return started
+
+
+@pytest.fixture(scope="module")
+def shared(start) -> Iterator[EngineDriver]:
+    with start() as driver:
+        yield driver
+
+
+@pytest.fixture
+def driver(shared, tiny_model) -> EngineDriver:
+    ok(shared, UpdateWeightFromDiskReqInput(model_path=str(tiny_model)))
+    return shared
+
+
+def ok(driver: EngineDriver, message):
+    reply = driver.call(message, max_ticks=100_000)
+    assert not isinstance(reply, ErrorReply), reply
+    return reply
+
+
+def checksums(driver: EngineDriver) -> dict[str, str]:
+    found = ok(driver, WeightsCheckerReqInput()).checksums
+    assert sum(name.endswith(" of rank 1") for name in found) == len(found) / 2
+    return found
+
+
+def generate(driver: EngineDriver) -> list[int]:
+    ok(driver, FlushCacheReqInput())
+    rid = driver.generate(PROMPT, sampling_params=SAMPLED)
+    driver.run_until_idle()
+    return tokens_of(driver.result(rid))
+
+
+def test_released_weights_come_back_on_every_rank(driver, other_model):
+    """Also those of an update in between, which the first copy has not."""
+    for path in (None, other_model):
+        if path is not None:
+            ok(driver, UpdateWeightFromDiskReqInput(model_path=str(path)))
+        before, tokens, reserved = checksums(driver), generate(driver), driver.status().ranks[0].reserved
+        ok(driver, ReleaseMemoryOccupationReqInput())
+        status = driver.status()
+        assert (status.weights, status.memory) == ("valid", "released")
+        assert status.ranks[0].reserved < reserved
+        rid = driver.generate(PROMPT, sampling_params=SAMPLED)
+        driver.tick(3)
+        assert driver.status().waiting_requests == 1
+        ok(driver, ResumeMemoryOccupationReqInput())
+        driver.run_until_idle()
+        assert checksums(driver) == before
+        assert tokens_of(driver.result(rid)) == tokens == generate(driver)
+
+
+def test_a_resume_that_one_rank_cannot_do_keeps_every_copy(driver, monkeypatch):
+    """The other rank goes back to what it was, and nobody takes a copy of memory that is not there."""
+    before, send = checksums(driver), rank_zero.RankZero._call
+
+    def refused(self, make):
+        is_resume = isinstance(make(0), Resume)
+        return send(self, (lambda number: Write(number=number)) if is_resume else make)
+
+    ok(driver, ReleaseMemoryOccupationReqInput())
+    with monkeypatch.context() as patch:
+        patch.setattr(rank_zero.RankZero, "_call", refused)
+        error = assert_error(driver.call(ResumeMemoryOccupationReqInput()), "internal")
+    assert "rank 0 has opened no source" in error.detail["ranks"]["1"]
+    assert driver.status().memory == "released"
+    ok(driver, ResumeMemoryOccupationReqInput())
+    assert checksums(driver) == before
+
+
+def test_a_resume_that_rank_0_cannot_do_keeps_every_copy(driver, monkeypatch):
+    """The other ranks had resumed by then."""
+    before = checksums(driver)
+    ok(driver, ReleaseMemoryOccupationReqInput())
+    manager = driver.engine.commands._handlers._without_sender[ReleaseMemoryOccupationReqInput].__self__
+
+    def full(tags):
+        yield
+        raise CaesuraError("out_of_memory", "there is no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(manager._residency, "resume", full)
+        assert_error(driver.call(ResumeMemoryOccupationReqInput()), "out_of_memory")
+    assert driver.status().memory == "released"
+    ok(driver, ResumeMemoryOccupationReqInput())
+    assert checksums(driver) == before
+
+
+@pytest.mark.skipif(not DETERMINISTIC, reason="no compiled kernels on this machine")
+def test_deterministic_ranks_sample_the_same_bits_beside_others(driver):
+    def bits(beside: int, *, paused: bool = False) -> tuple[bytes, bytes]:
+        ok(driver, FlushCacheReqInput())
+        messages = [
+            GenerateReqInput(
+                input_ids=[*PROMPT, *range(9, 39 - number)], sampling_params=SAMPLED, return_logprob=True
+            )
+            for number in range(1 + beside)
+        ]
+        for message in messages:
+            driver.send(message)
+        if paused:
+            driver.tick(6)
+            ok(driver, PauseGenerationReqInput(mode="retract"))
+            ok(driver, ContinueGenerationReqInput())
+        driver.run_until_idle()
+        result = driver.result(messages[0].id)
+        return bytes(result.output_ids), bytes(result.output_logprobs)
+
+    alone = bits(0)
+    assert bits(5) == alone
+    assert bits(3, paused=True) == alone
+
+
+def test_a_state_file_brings_every_rank_back(shared, start, other_model):
+    """The last test of the shared engine, which it ends."""
+    ok(shared, UpdateWeightFromDiskReqInput(model_path=str(other_model), weight_version="step-17"))
+    expected, epoch, tokens = checksums(shared), shared.status().weights_epoch, generate(shared)
+    shared.__exit__(None, None, None)
+    with start() as again:
+        status = again.status()
+        assert (status.weight_version, status.weights) == ("step-17", "valid")
+        assert status.weights_epoch == epoch + 1
+        assert checksums(again) == expected
+        assert generate(again) == tokens
+        with SharedTensors(list(weights_of(other_model).items())) as tensors:
+            update = UpdateWeightsFromIPCReqInput(
+                specs=tensors.specs, handle=tensors.memory.handle, weight_version="step-18"
+            )
+            assert ok(again, update).committed
+    record = json.loads(start.state_file.read_text())
+    assert (record["weight_version"], record["source"]) == ("step-18", None)
+
+
+def refusal(path, **options) -> CaesuraError:
+    with pytest.raises(CaesuraError) as caught:
+        EngineDriver(str(path), scripted=False, tp=2, **options)
+    return caught.value
+
+
+def test_image_pipelines_have_one_rank(tmp_path):
+    (tmp_path / "model_index.json").write_text('{"_class_name": "FluxPipeline"}')
+    error = refusal(tmp_path)
+    assert (error.code, error.detail["field"], error.detail["value"]) == ("unsupported", "tp", 2)
+    assert error.message == "tp = 2: image pipelines have one rank"
+
+
+@pytest.mark.parametrize("where", ["asked for", "needed"])
+def test_models_of_transformers_have_one_rank(tmp_path, tiny_model, where, monkeypatch):
+    """Refused before a worker is started."""
+    monkeypatch.setattr(rank_zero, "Workers", None)
+    backend, path = "transformers", tiny_model
+    if where == "needed":
+        backend, path = "auto", tmp_path / "cohere"
+        from support.architectures import tiny_model as foreign
+
+        foreign("Cohere2ForCausalLM", 1).save_pretrained(path)
+    error = refusal(path, model_backend=backend)
+    name = "Qwen3ForCausalLM" if where == "asked for" else "Cohere2ForCausalLM"
+    assert error.code == "unsupported_model"
+    assert error.message == (
+        f"{name} is computed by transformers' modules, which are not divided among ranks: start it with tp = 1"
+    )
