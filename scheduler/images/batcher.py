@@ -24,8 +24,9 @@ from .request import ImageRequest, Phase, Prompting
 
 ENCODED_PROMPTS = 16
 """Most prompts of an encoding step, those of guidance included."""
-DECODED_IMAGES = 4
-"""Most images of a decoding step: a VAE's activations are the largest of all."""
+DECODED_IMAGES = 2
+"""Most images of a decoding step: a VAE's activations are the largest of all, and a pause waits for no more of them than a denoising step
+of as many samples takes."""
 
 RAISE_AFTER = 32
 """Full steps after which a limit that memory has set is doubled."""

@@ -32,6 +32,7 @@ class QwenImage(Family):
         "text_encoder": ("transformers.Qwen2_5_VLForConditionalGeneration",),
     }
     embed_names = ("prompt_embeds", "prompt_embeds_mask")
+    vae_has_state = True
 
     def __init__(
         self, modules: Mapping[str, Any], tokenizers: Sequence[Any], scheduler_config: dict[str, Any]

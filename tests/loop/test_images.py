@@ -168,6 +168,7 @@ def recomputed(pipeline, result, sde, guidance):
 def test_a_learner_finds_the_same_log_probs(driver, pipeline, monkeypatch, kind, guidance, window):
     monkeypatch.setattr(traced, "RECORD_AFTER", 1)
     monkeypatch.setattr(traced, "WORTH_S", float("inf"))
+    monkeypatch.setattr(traced, "SLICE", float("inf"))
     sde = SdeParams(type=kind, steps=window)
     # The pipeline's own grid ends at 0.001, where the std is so small that float32 says little.
     message = request(
@@ -320,6 +321,7 @@ def test_an_update_is_a_cold_load(driver, other_sd3, monkeypatch):
     """Bit for bit, and the steps say which weights made them; what was conditioned on stays as it was."""
     monkeypatch.setattr(traced, "RECORD_AFTER", 1)
     monkeypatch.setattr(traced, "WORTH_S", float("inf"))
+    monkeypatch.setattr(traced, "SLICE", float("inf"))
     before = driver.call(WeightsCheckerReqInput())
     rid = driver.send(request(sde=SdeParams(type="sde")))
     driver.tick(3)
