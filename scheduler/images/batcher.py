@@ -213,6 +213,16 @@ class ImageBatcher:
     def mark_stale(self) -> None:
         """Latents are part of the sample and not of the weights: spans say which weights made which step."""
 
+    def needing(self, batch: ImageBatch) -> list[ImageRequest]:
+        """The samples that cannot go on without ``batch``: its own, and those that wait for the prompts that it encodes."""
+        prompts = {id(prompting) for prompting in batch.prompts}
+        own = {id(sample) for sample in batch.samples}
+        return [
+            sample
+            for sample in (*self._running, *self.waiting)
+            if id(sample) in own or id(sample.prompting) in prompts
+        ]
+
     def failure_candidates(self) -> list[ImageRequest]:
         """The samples to fail when :meth:`schedule` raises again and again."""
         return [*self._running]

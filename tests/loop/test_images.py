@@ -700,6 +700,23 @@ def test_a_step_that_fails_ends_its_samples_and_no_others(driver, monkeypatch):
     assert image(driver, second).finish_reason.type == "length"
 
 
+@pytest.mark.parametrize("error", [RuntimeError("no"), MemoryError("not enough")])
+def test_a_prompt_that_cannot_be_encoded_ends_all_its_samples_at_once(driver, monkeypatch, error):
+    """Those that have not begun too, and no other prompt's."""
+
+    def fail(*_):
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(driver.engine.scheduler._runner, "_encode", fail)
+        rid = driver.send(request(n=12, prompt="a blue"))  # more than may run
+        driver.tick(2 if isinstance(error, MemoryError) else 1)
+        ended = [image(driver, rid, index).finish_reason for index in range(12)]
+    code = "out_of_memory" if isinstance(error, MemoryError) else "internal"
+    assert {(reason.type, reason.code) for reason in ended} == {("error", code)}
+    assert run(driver, request())[0].finish_reason.type == "length"
+
+
 def test_flushes_in_a_pause_speak_of_latents(driver, sd3, caplog):
     """What a pause in place freezes is no cache: a flush is refused while it is there, and says what it is."""
     rid = driver.send(request())
