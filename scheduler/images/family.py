@@ -95,6 +95,11 @@ class Family(ABC):
         """Width and height of an image are multiples of it."""
 
     @property
+    def vae_channels(self) -> int:
+        """Of what the VAE normalises at the size of the image; of an AutoencoderKL."""
+        return int(self.vae.config.block_out_channels[:2][-1])
+
+    @property
     def longest_side(self) -> int | None:
         """Largest width and height in pixels. None: the transformer has no limit of its own."""
         return None

@@ -46,6 +46,11 @@ class QwenImage(Family):
         """Two elements of a latent."""
         return int(2 * 2 ** len(self.vae.config.temperal_downsample))
 
+    @property
+    def vae_channels(self) -> int:
+        """Its last block begins with half of those that the one before ends with."""
+        return int(self.vae.config.base_dim)
+
     def tokenize(self, text: str, max_sequence_length: int) -> list[list[int]]:
         """The prompt in its template, as long as it is."""
         found = self.tokenizers[0](

@@ -18,6 +18,7 @@ from ..memory.device_module import DeviceModule, streams_of
 from .batcher import ImageBatch
 from .family import Embeds, Family, to_pixels
 from .flow import INITIAL, Coefficients, advance, coefficients, log_prob, noise_of
+from .footprint import Footprint
 from .request import ImageRequest, Prompting
 from .stages import Stages
 from .traced import Images, Velocity
@@ -93,9 +94,15 @@ class ImageRunner:
     """Runs a family's modules."""
 
     def __init__(
-        self, family: Family, stages: Stages, device: torch.device, device_module: DeviceModule
+        self,
+        family: Family,
+        stages: Stages,
+        device: torch.device,
+        device_module: DeviceModule,
+        footprint: Footprint,
     ) -> None:
         self._family = family
+        self._footprint = footprint
         on_cpu = device.type == "cpu"  # an accelerator's host runs ahead of the device anyway
         self._velocity = Velocity(family, records=on_cpu and not stages.comes_in_blocks("transformer"))
         self._images = Images(
@@ -107,7 +114,12 @@ class ImageRunner:
         self._streams = streams_of(device_module)
 
     def execute(self, batch: ImageBatch) -> Launched:
-        """Run one step."""
+        """Run one step.
+
+        Raises:
+            MemoryError: it cannot fit, and has not begun.
+        """
+        self._footprint.check_step(batch)
         self._stages.enter(batch.kind)
         with torch.inference_mode(), self.on_stream():
             if batch.kind == "encode":

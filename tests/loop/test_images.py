@@ -25,7 +25,7 @@ from caesura.io_struct import (
 pytest.importorskip("diffusers")
 from support.pipelines import load_pipeline, make_sd3, tensors_of
 
-from caesura.scheduler.images import traced
+from caesura.scheduler.images import footprint, traced
 from caesura.scheduler.images.admission import MAX_EMBED_TOKENS
 from caesura.scheduler.images.batcher import RAISE_AFTER
 from caesura.scheduler.observability.throughput import Counters, line
@@ -714,6 +714,43 @@ def test_a_prompt_that_cannot_be_encoded_ends_all_its_samples_at_once(driver, mo
         ended = [image(driver, rid, index).finish_reason for index in range(12)]
     code = "out_of_memory" if isinstance(error, MemoryError) else "internal"
     assert {(reason.type, reason.code) for reason in ended} == {("error", code)}
+    assert run(driver, request())[0].finish_reason.type == "length"
+
+
+@pytest.fixture
+def memory(monkeypatch):
+    """Free and total bytes of the host, of which steps of any size ask."""
+    known = [1 << 40, 1 << 40]
+    monkeypatch.setattr(footprint, "WORTH_ASKING", 0)
+    monkeypatch.setattr(footprint, "free_and_total", lambda module: tuple(known))
+    return known
+
+
+def test_an_image_too_large_for_the_machine_is_refused(driver, memory):
+    least = driver.engine.scheduler._runner._footprint.least
+    memory[:] = [0, least("decode", 1, (16, 16))]
+    reply = refusal(driver, request(width=32))
+    assert (reply.code, reply.detail) == (
+        "out_of_memory",
+        {"needed": least("decode", 1, (16, 32)), "total": memory[1]},
+    )
+    assert "32 x 16 pixels" in reply.message
+    memory[0] = memory[1]
+    assert run(driver, request())[0].finish_reason.type == "length"
+
+
+def test_a_step_that_cannot_fit_is_not_begun(driver, memory):
+    """It is made with fewer samples; one that does not fit alone ends, and the engine goes on."""
+    least = driver.engine.scheduler._runner._footprint.least
+    memory[0] = max(least("denoise", 1, (16, 16)), least("decode", 1, (16, 16)))
+    results = run(driver, request(n=4))
+    assert {each.finish_reason.type for each in results} == {"length"}
+    assert driver.status().step_failures.token_limit == 1
+    memory[0] = 0
+    (reason,) = (each.finish_reason for each in run(driver, request()))
+    assert (reason.type, reason.code) == ("error", "out_of_memory")
+    assert "0 are free" in reason.message
+    memory[0] = 1 << 40
     assert run(driver, request())[0].finish_reason.type == "length"
 
 
