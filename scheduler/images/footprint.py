@@ -38,11 +38,11 @@ class Footprint:
         family = self._family
         if kind == "denoise":
             config = family.transformer.config
-            width = config.num_attention_heads * config.attention_head_dim
+            width: int = config.num_attention_heads * config.attention_head_dim
             tokens = family.image_tokens(family.latent_shape(*size))
             return rows * tokens * width * _FEED_FORWARD * family.dtype.itemsize
         if kind == "decode":
-            itemsize = next(family.vae.parameters()).dtype.itemsize
+            itemsize: int = next(family.vae.parameters()).dtype.itemsize
             return rows * prod(size) * family.vae_channels * _RESIDUAL * itemsize
         return 0
 

@@ -187,7 +187,7 @@ def _record(
     """The operations of ``call``, whose first ``inputs`` arguments it is given, and the others are the weights of ``module``."""
     # Of Python values that become constants: comparing what comes out for every shape is the answer to those. Others see the
     # filters, too, so they are not put back while they may have added theirs; nobody else has warnings of this kind.
-    warnings.filterwarnings("ignore", category=torch.jit.TracerWarning)
+    warnings.filterwarnings("ignore", category=torch.jit.TracerWarning)  # type: ignore[attr-defined]
     with ExitStack() as hooks, torch.inference_mode():
         for each in module.modules():
             hooks.callback(each.register_forward_pre_hook(lambda *_: rest()).remove)
