@@ -13,6 +13,7 @@ from .config import PAGE_SIZE
 from .core import Core, Surroundings
 from .images.admission import ImageAdmission
 from .images.batcher import ImageBatcher, ImageQueue
+from .images.footprint import Footprint
 from .images.outbox import ImageOutbox
 from .images.outputs import ImageOutputs
 from .images.pipeline import load_pipeline, open_component
@@ -59,18 +60,17 @@ def image_core(around: Surroundings) -> Core:
     )
     live: LiveRequests[ImageRequest] = LiveRequests()
     outbox = ImageOutbox(around.send)
+    module = device_module_for(loaded.device)
+    footprint = Footprint(loaded.family, module, on_host=loaded.device.type == "cpu")
     outputs = ImageOutputs(batcher, live, outbox, on_finished=around.on_finished, stamp=around.stamp)
     return Core(
         loaded=loaded,
         open_folder=lambda path, name: open_component(path, loaded.model.parts[name or ""]),
-        runner=ImageRunner(
-            loaded.family,
-            stages,
-            loaded.device,
-            device_module_for(loaded.device),
-        ),
+        runner=ImageRunner(loaded.family, stages, loaded.device, module, footprint),
         request_type=GenerateImagesReqInput,
-        admission=ImageAdmission(loaded.family, loaded.device, max_waiting=config.max_waiting_requests),
+        admission=ImageAdmission(
+            loaded.family, loaded.device, footprint, max_waiting=config.max_waiting_requests
+        ),
         live=live,
         waiting=waiting,
         batcher=batcher,

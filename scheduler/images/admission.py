@@ -19,6 +19,7 @@ from ..dtypes import DTYPES
 from ..weights.source import BufferSource
 from .family import MAX_IDS, Embeds, Family, invalid
 from .flow import problem_of
+from .footprint import Footprint
 from .request import ImageRequest, Prompting
 
 MAX_RESULT_BYTES = 128 << 20
@@ -35,8 +36,11 @@ _NEGATIVE = "negative_"
 class ImageAdmission:
     """Makes samples of image requests."""
 
-    def __init__(self, family: Family, device: torch.device, *, max_waiting: int) -> None:
+    def __init__(
+        self, family: Family, device: torch.device, footprint: Footprint, *, max_waiting: int
+    ) -> None:
         self._family = family
+        self._footprint = footprint
         self._device = device
         self._max_waiting = max_waiting
 
@@ -46,7 +50,8 @@ class ImageAdmission:
         """Check a message and make its samples; changes no state.
 
         Raises:
-            CaesuraError: ``invalid_request``, ``unsupported`` or ``queue_full``.
+            CaesuraError: ``invalid_request``, ``unsupported``, ``queue_full``, or ``out_of_memory`` for a size that this machine is too
+                small for.
         """
         if waiting + message.n > self._max_waiting:
             raise CaesuraError(
@@ -63,6 +68,7 @@ class ImageAdmission:
                 raise invalid(name, side, f"must be a multiple of {unit}")
             if longest is not None and side > longest:
                 raise invalid(name, side, f"this pipeline makes at most {longest} pixels")
+        self._footprint.check_request(message, guided=self._family.is_guided(message.guidance_scale))
         shape = self._family.latent_shape(message.height, message.width)
         sigmas = self._grid(message, shape)
         kept = _kept_steps(message, sigmas, shape)

@@ -24,8 +24,9 @@ from .request import ImageRequest, Phase, Prompting
 
 ENCODED_PROMPTS = 16
 """Most prompts of an encoding step, those of guidance included."""
-DECODED_IMAGES = 4
-"""Most images of a decoding step: a VAE's activations are the largest of all."""
+DECODED_IMAGES = 2
+"""Most images of a decoding step: a VAE's activations are the largest of all, and a pause waits for no more of them than a denoising step
+of as many samples takes."""
 
 RAISE_AFTER = 32
 """Full steps after which a limit that memory has set is doubled."""
@@ -211,6 +212,16 @@ class ImageBatcher:
 
     def mark_stale(self) -> None:
         """Latents are part of the sample and not of the weights: spans say which weights made which step."""
+
+    def needing(self, batch: ImageBatch) -> list[ImageRequest]:
+        """The samples that cannot go on without ``batch``: its own, and those that wait for the prompts that it encodes."""
+        prompts = {id(prompting) for prompting in batch.prompts}
+        own = {id(sample) for sample in batch.samples}
+        return [
+            sample
+            for sample in (*self._running, *self.waiting)
+            if id(sample) in own or id(sample.prompting) in prompts
+        ]
 
     def failure_candidates(self) -> list[ImageRequest]:
         """The samples to fail when :meth:`schedule` raises again and again."""

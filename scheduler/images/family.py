@@ -10,6 +10,7 @@ Invariants:
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -25,6 +26,8 @@ from ..files import checkpoint_error
 Embeds = dict[str, Tensor]
 """Embeddings by name, of one prompt without a batch dimension, or of several with one."""
 
+_KEPT_GRIDS = 64
+"""Grids of sigmas: making one takes a millisecond, in which no step is made."""
 MAX_IDS = 4096
 """Token ids of one prompt for a text encoder whose config has no limit."""
 
@@ -42,6 +45,8 @@ class Family(ABC):
     """Whether there are negative prompts."""
     embed_names: ClassVar[tuple[str, ...]]
     """Of one prompt."""
+    vae_has_state: ClassVar[bool] = False
+    """Whether the VAE keeps in itself what it computes, so that no other call of it may come in between."""
 
     def __init__(
         self, modules: Mapping[str, Any], tokenizers: Sequence[Any], scheduler_config: dict[str, Any]
@@ -55,6 +60,7 @@ class Family(ABC):
             modules[name] for name in self.classes if name in modules and name.startswith("text_")
         ]
         self.scheduler_config = scheduler_config
+        self._grid = lru_cache(maxsize=_KEPT_GRIDS)(self._make_grid)
         if scheduler_config.get("invert_sigmas"):
             raise unsupported("scheduler/scheduler_config.json: invert_sigmas")
 
@@ -87,6 +93,11 @@ class Family(ABC):
     @abstractmethod
     def pixels(self) -> int:
         """Width and height of an image are multiples of it."""
+
+    @property
+    def vae_channels(self) -> int:
+        """Of what the VAE normalises at the size of the image; of an AutoencoderKL."""
+        return int(self.vae.config.block_out_channels[:2][-1])
 
     @property
     def longest_side(self) -> int | None:
@@ -148,10 +159,13 @@ class Family(ABC):
 
     def sigmas(self, steps: int, shift: float | None, latent_shape: tuple[int, ...]) -> np.ndarray:
         """float32 [steps + 1]: the grid that the pipeline would take, ``shift`` in place of its own unless None."""
+        dynamic = shift is None and self.scheduler_config.get("use_dynamic_shifting")
+        return self._grid(steps, shift, self.mu(latent_shape) if dynamic else None).copy()
+
+    def _make_grid(self, steps: int, shift: float | None, mu: float | None) -> np.ndarray:
         changed = {} if shift is None else {"shift": shift, "use_dynamic_shifting": False}
         scheduler = FlowMatchEulerDiscreteScheduler.from_config({**self.scheduler_config, **changed})
-        dynamic = scheduler.config.use_dynamic_shifting
-        scheduler.set_timesteps(mu=self.mu(latent_shape) if dynamic else None, **self.grid_arguments(steps))
+        scheduler.set_timesteps(mu=mu, **self.grid_arguments(steps))
         grid: np.ndarray = scheduler.sigmas.numpy()
         return grid
 

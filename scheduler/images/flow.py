@@ -77,12 +77,9 @@ def advance(x: Tensor, v: Tensor, rows: list[Coefficients], noise: Tensor | None
         noise: standard normal, float32 [rows, …]. None: no row has any.
     """
     x, v = x.float(), v.float()
-    a, b, std = (
-        torch.tensor([getattr(row, name) for row in rows], dtype=torch.float32, device=x.device).view(
-            -1, *[1] * (x.dim() - 1)
-        )
-        for name in ("a", "b", "std")
-    )
+    values = [[getattr(row, name) for row in rows] for name in ("a", "b", "std")]
+    shape = (3, -1, *[1] * (x.dim() - 1))
+    a, b, std = torch.tensor(values, dtype=torch.float32, device=x.device).view(shape)
     mean = a * x + b * v
     return (mean if noise is None else mean + std * noise), mean
 

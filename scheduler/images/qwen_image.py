@@ -32,6 +32,7 @@ class QwenImage(Family):
         "text_encoder": ("transformers.Qwen2_5_VLForConditionalGeneration",),
     }
     embed_names = ("prompt_embeds", "prompt_embeds_mask")
+    vae_has_state = True
 
     def __init__(
         self, modules: Mapping[str, Any], tokenizers: Sequence[Any], scheduler_config: dict[str, Any]
@@ -44,6 +45,11 @@ class QwenImage(Family):
     def pixels(self) -> int:
         """Two elements of a latent."""
         return int(2 * 2 ** len(self.vae.config.temperal_downsample))
+
+    @property
+    def vae_channels(self) -> int:
+        """Its last block begins with half of those that the one before ends with."""
+        return int(self.vae.config.base_dim)
 
     def tokenize(self, text: str, max_sequence_length: int) -> list[list[int]]:
         """The prompt in its template, as long as it is."""

@@ -1,7 +1,7 @@
 """Recovery from a failed step of images: which samples end, and which are computed again.
 
 Out of memory is no sample's fault: the step is made again with half its samples, down to one; a step of one sample that fails twice
-ends it. Any other failure ends the samples of its step.
+ends it. Any other failure ends the samples of its step, and where it was to encode prompts, all samples of those.
 
 Invariant: a step's output is recorded only if all of it has arrived, so what is made again begins from the same latents, with the
 same noise.
@@ -56,7 +56,7 @@ class ImageRecovery:
             self._batcher.halve(len(batch.samples))
             self._splits += 1
         else:
-            self._fail(batch.samples, failure)
+            self._fail(self._batcher.needing(batch), failure)
         self._device_cache.after_failure(failure.message)
 
     @contextmanager
@@ -70,7 +70,7 @@ class ImageRecovery:
             return
         self._failed += 1
         self._batcher.roll_back_step()
-        self._fail(batch.samples, failure)
+        self._fail(self._batcher.needing(batch), failure)
         self._device_cache.after_failure(failure.message)
 
     def _fail(self, samples: list[ImageRequest], failure: Failure) -> None:

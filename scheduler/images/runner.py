@@ -18,9 +18,10 @@ from ..memory.device_module import DeviceModule, streams_of
 from .batcher import ImageBatch
 from .family import Embeds, Family, to_pixels
 from .flow import INITIAL, Coefficients, advance, coefficients, log_prob, noise_of
+from .footprint import Footprint
 from .request import ImageRequest, Prompting
 from .stages import Stages
-from .traced import Velocity
+from .traced import Images, Velocity
 
 
 @dataclass(slots=True, kw_only=True)
@@ -93,18 +94,32 @@ class ImageRunner:
     """Runs a family's modules."""
 
     def __init__(
-        self, family: Family, stages: Stages, device: torch.device, device_module: DeviceModule
+        self,
+        family: Family,
+        stages: Stages,
+        device: torch.device,
+        device_module: DeviceModule,
+        footprint: Footprint,
     ) -> None:
         self._family = family
-        # An accelerator's host runs ahead of the device anyway.
-        whole = not stages.comes_in_blocks("transformer")
-        self._model = Velocity(family, records=whole and device.type == "cpu")
+        self._footprint = footprint
+        on_cpu = device.type == "cpu"  # an accelerator's host runs ahead of the device anyway
+        self._velocity = Velocity(family, records=on_cpu and not stages.comes_in_blocks("transformer"))
+        self._images = Images(
+            family,
+            records=on_cpu and not stages.comes_in_blocks("vae") and not family.vae_has_state,
+        )
         self._stages = stages
         self._device = device
         self._streams = streams_of(device_module)
 
     def execute(self, batch: ImageBatch) -> Launched:
-        """Run one step."""
+        """Run one step.
+
+        Raises:
+            MemoryError: it cannot fit, and has not begun.
+        """
+        self._footprint.check_step(batch)
         self._stages.enter(batch.kind)
         with torch.inference_mode(), self.on_stream():
             if batch.kind == "encode":
@@ -157,7 +172,7 @@ class ImageRunner:
                     for sample, row in zip(samples, rows, strict=True)
                 ]
             ).to(self._device)
-        after, mean = advance(x, self._velocity(samples, x), rows, noise)
+        after, mean = advance(x, self._guided(samples, x), rows, noise)
         log_probs = [
             log_prob(after[row], mean[row], rows[row].std, sample.sde)
             if sample.step in sample.kept_steps
@@ -172,7 +187,7 @@ class ImageRunner:
             return sample.latent
         return noise_of(sample.seed, sample.index, INITIAL, sample.shape).to(self._device)
 
-    def _velocity(self, samples: list[ImageRequest], x: Tensor) -> Tensor:
+    def _guided(self, samples: list[ImageRequest], x: Tensor) -> Tensor:
         """Of each row, guided where the bucket is."""
         family, size = self._family, samples[0].size
         sigma = torch.from_numpy(np.stack([sample.sigmas[sample.step] for sample in samples])).to(
@@ -183,16 +198,16 @@ class ImageRunner:
         )
         embeds = [sample.prompting.embeds for sample in samples]
         if not samples[0].prompting.guided:
-            return self._model(x, sigma, _stacked(embeds), scale, size)
+            return self._velocity(x, sigma, _stacked(embeds), scale, size)
         both = _stacked([*(sample.prompting.negative for sample in samples), *embeds])
-        negative, positive = self._model(
+        negative, positive = self._velocity(
             x.repeat(2, *[1] * (x.dim() - 1)), sigma.repeat(2), both, scale.repeat(2), size
         ).chunk(2)
         return family.guide(negative, positive, scale.view(-1, *[1] * (x.dim() - 1)))
 
     def _decode(self, samples: list[ImageRequest]) -> Tensor:
         latents = torch.stack([sample.latent for sample in samples if sample.latent is not None])
-        return to_pixels(self._family.decode(latents, samples[0].size))
+        return to_pixels(self._images(latents, samples[0].size))
 
 
 def _stacked(embeds: list[Embeds | None]) -> Embeds:

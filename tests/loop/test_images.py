@@ -25,7 +25,7 @@ from caesura.io_struct import (
 pytest.importorskip("diffusers")
 from support.pipelines import load_pipeline, make_sd3, tensors_of
 
-from caesura.scheduler.images import traced
+from caesura.scheduler.images import footprint, traced
 from caesura.scheduler.images.admission import MAX_EMBED_TOKENS
 from caesura.scheduler.images.batcher import RAISE_AFTER
 from caesura.scheduler.observability.throughput import Counters, line
@@ -168,6 +168,7 @@ def recomputed(pipeline, result, sde, guidance):
 def test_a_learner_finds_the_same_log_probs(driver, pipeline, monkeypatch, kind, guidance, window):
     monkeypatch.setattr(traced, "RECORD_AFTER", 1)
     monkeypatch.setattr(traced, "WORTH_S", float("inf"))
+    monkeypatch.setattr(traced, "SLICE", float("inf"))
     sde = SdeParams(type=kind, steps=window)
     # The pipeline's own grid ends at 0.001, where the std is so small that float32 says little.
     message = request(
@@ -320,6 +321,7 @@ def test_an_update_is_a_cold_load(driver, other_sd3, monkeypatch):
     """Bit for bit, and the steps say which weights made them; what was conditioned on stays as it was."""
     monkeypatch.setattr(traced, "RECORD_AFTER", 1)
     monkeypatch.setattr(traced, "WORTH_S", float("inf"))
+    monkeypatch.setattr(traced, "SLICE", float("inf"))
     before = driver.call(WeightsCheckerReqInput())
     rid = driver.send(request(sde=SdeParams(type="sde")))
     driver.tick(3)
@@ -696,6 +698,60 @@ def test_a_step_that_fails_ends_its_samples_and_no_others(driver, monkeypatch):
     assert image(driver, first).finish_reason.type == "error"
     assert image(driver, first).steps_done > 0
     assert image(driver, second).finish_reason.type == "length"
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no"), MemoryError("not enough")])
+def test_a_prompt_that_cannot_be_encoded_ends_all_its_samples_at_once(driver, monkeypatch, error):
+    """Those that have not begun too, and no other prompt's."""
+
+    def fail(*_):
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(driver.engine.scheduler._runner, "_encode", fail)
+        rid = driver.send(request(n=12, prompt="a blue"))  # more than may run
+        driver.tick(2 if isinstance(error, MemoryError) else 1)
+        ended = [image(driver, rid, index).finish_reason for index in range(12)]
+    code = "out_of_memory" if isinstance(error, MemoryError) else "internal"
+    assert {(reason.type, reason.code) for reason in ended} == {("error", code)}
+    assert run(driver, request())[0].finish_reason.type == "length"
+
+
+@pytest.fixture
+def memory(monkeypatch):
+    """Free and total bytes of the host, of which steps of any size ask."""
+    known = [1 << 40, 1 << 40]
+    monkeypatch.setattr(footprint, "WORTH_ASKING", 0)
+    monkeypatch.setattr(footprint, "free_and_total", lambda module: tuple(known))
+    return known
+
+
+def test_an_image_too_large_for_the_machine_is_refused(driver, memory):
+    least = driver.engine.scheduler._runner._footprint.least
+    memory[:] = [0, least("decode", 1, (16, 16))]
+    reply = refusal(driver, request(width=32))
+    assert (reply.code, reply.detail) == (
+        "out_of_memory",
+        {"needed": least("decode", 1, (16, 32)), "total": memory[1]},
+    )
+    assert "32 x 16 pixels" in reply.message
+    memory[0] = memory[1]
+    assert run(driver, request())[0].finish_reason.type == "length"
+
+
+def test_a_step_that_cannot_fit_is_not_begun(driver, memory):
+    """It is made with fewer samples; one that does not fit alone ends, and the engine goes on."""
+    least = driver.engine.scheduler._runner._footprint.least
+    memory[0] = max(least("denoise", 1, (16, 16)), least("decode", 1, (16, 16)))
+    results = run(driver, request(n=4))
+    assert {each.finish_reason.type for each in results} == {"length"}
+    assert driver.status().step_failures.token_limit == 1
+    memory[0] = 0
+    (reason,) = (each.finish_reason for each in run(driver, request()))
+    assert (reason.type, reason.code) == ("error", "out_of_memory")
+    assert "0 are free" in reason.message
+    memory[0] = 1 << 40
+    assert run(driver, request())[0].finish_reason.type == "length"
 
 
 def test_flushes_in_a_pause_speak_of_latents(driver, sd3, caplog):

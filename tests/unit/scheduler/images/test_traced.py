@@ -1,5 +1,8 @@
 """Recordings of a transformer's operations: the module's own bits, for every family, or the module itself."""
 
+import gc
+import threading
+
 import pytest
 import torch
 
@@ -11,7 +14,7 @@ from caesura.scheduler.images import traced
 from caesura.scheduler.images.flux import Flux
 from caesura.scheduler.images.qwen_image import QwenImage
 from caesura.scheduler.images.sd3 import StableDiffusion3
-from caesura.scheduler.images.traced import RECORD_AFTER, Velocity
+from caesura.scheduler.images.traced import RECORD_AFTER, Images, Velocity
 
 SIZE, TOKENS = (16, 32), 6
 FAMILIES = {
@@ -24,6 +27,7 @@ FAMILIES = {
 @pytest.fixture(autouse=True)
 def on_a_busy_machine_too(monkeypatch):
     monkeypatch.setattr(traced, "WORTH_S", float("inf"))
+    monkeypatch.setattr(traced, "SLICE", float("inf"))
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -51,7 +55,7 @@ def inputs(family, rows):
 def recorded(family, rows=2):
     """A velocity whose recording serves ``rows``."""
     velocity = Velocity(family, records=True)
-    for _ in range(RECORD_AFTER):
+    for _ in range(RECORD_AFTER + 1):
         velocity(*inputs(family, rows))
     return velocity
 
@@ -100,6 +104,93 @@ def test_weights_that_are_written_hold_for_the_next_step(family):
         assert not torch.equal(after, before)
     finally:
         weight.data.mul_(-1)
+
+
+@torch.inference_mode()
+def test_weights_that_were_equal_when_recorded_are_told_apart(monkeypatch):
+    """torch's passes take equal constants for one."""
+    monkeypatch.setattr(traced, "RECORD_AFTER", 1)
+    one, two = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+    two.load_state_dict(one.state_dict())
+    recorded = traced.Recorded("two", torch.nn.Sequential(one, two))
+    x = torch.randn(2, 4)
+    for _ in range(3):
+        recorded(lambda x: one(x) + 2 * two(x), (x,), None)
+    two.weight.data.mul_(-1)
+    ran = counted_runs(monkeypatch)
+    assert torch.equal(recorded(lambda x: 1 / 0, (x,), None), one(x) + 2 * two(x))
+    assert ran == [1]
+
+
+def counted_runs(monkeypatch):
+    ran, run = [], traced._run
+    monkeypatch.setattr(traced, "_run", lambda *given: (ran.append(1), run(*given))[1])
+    return ran
+
+
+@pytest.mark.parametrize("family", ["sd3"], indirect=True)
+@torch.inference_mode()
+def test_recording_goes_on_beside_the_steps(family, monkeypatch):
+    """A call waits for one piece of it, another shape's as well, and weights may be written in between."""
+    velocity = Velocity(family, records=True)
+    for _ in range(RECORD_AFTER):
+        velocity(*inputs(family, 2))
+    monkeypatch.setattr(traced, "SLICE", 0.0)
+    assert velocity._recorded._under_way is not None
+    _, sigma, embeds, guidance, _ = inputs(family, 1)
+    other = (torch.randn(1, *family.latent_shape(16, 16)), sigma, embeds, guidance, (16, 16))
+    weight = next(p for n, p in family.transformer.named_parameters() if n.endswith("proj_out.weight"))
+    pieces = 0
+    while velocity._recorded._under_way is not None:
+        pieces += 1
+        given = other if pieces % 2 else inputs(family, 2)
+        weight.data.mul_(-1)
+        assert torch.equal(velocity(*given), family.velocity(*given))
+    if pieces % 2:
+        weight.data.mul_(-1)
+    assert pieces > 10, "a pause would have waited for all of it"
+    ran = counted_runs(monkeypatch)
+    for _ in range(2):
+        given = inputs(family, 2)
+        assert torch.equal(velocity(*given), family.velocity(*given))
+    assert len(ran) == 2
+    assert not any(each._forward_pre_hooks for each in family.transformer.modules())
+
+
+@pytest.mark.parametrize("family", ["sd3"], indirect=True)
+@torch.inference_mode()
+def test_an_engine_that_ends_leaves_no_recording_under_way(family, monkeypatch):
+    velocity = Velocity(family, records=True)
+    monkeypatch.setattr(traced, "SLICE", 0.0)
+    for _ in range(RECORD_AFTER + 3):
+        velocity(*inputs(family, 2))
+    assert [each for each in threading.enumerate() if each.name == "caesura-sliced"]
+    del velocity
+    gc.collect()
+    assert not [each for each in threading.enumerate() if each.name == "caesura-sliced"]
+    assert not any(each._forward_pre_hooks for each in family.transformer.modules())
+
+
+@pytest.mark.parametrize("family", ["sd3"], indirect=True)
+@torch.inference_mode()
+def test_a_recording_that_is_dropped_is_gone(family):
+    functions = torch.jit._state._python_cu.get_functions
+    before = len(functions())
+    recorded(family)
+    assert len(functions()) == before, "torch keeps it for ever"
+
+
+@torch.inference_mode()
+def test_images_are_recorded_and_have_the_same_bits(family, monkeypatch):
+    if family.vae_has_state:
+        pytest.skip("its calls may not be interleaved")
+    images, shape = Images(family, records=True), family.latent_shape(*SIZE)
+    for _ in range(RECORD_AFTER + 1):
+        images(torch.randn(2, *shape), SIZE)
+    ran = counted_runs(monkeypatch)
+    latents = torch.randn(2, *shape)
+    assert torch.equal(images(latents, SIZE), family.decode(latents, SIZE))
+    assert ran == [1]
 
 
 @torch.inference_mode()
@@ -158,7 +249,7 @@ def test_recordings_of_many_shapes_are_bounded(monkeypatch):
     for side in range(10):
         x = torch.ones(1, side + 1)
         assert torch.equal(velocity(x, x, {}, x, (1, 1)), x * 2)
-    assert len(velocity._shapes) == 3
+    assert len(velocity._recorded._shapes) == 3
 
 
 @torch.inference_mode()
