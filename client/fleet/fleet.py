@@ -103,6 +103,11 @@ class Fleet:
         return self._dispatcher.epoch
 
     @property
+    def source(self) -> Source:
+        """Where the fleet's weights are from."""
+        return self._source
+
+    @property
     def lock(self) -> asyncio.Lock:
         """Held by what changes weights, pauses or membership."""
         return self._lock
@@ -116,7 +121,7 @@ class Fleet:
         try:
             async with self._lock:
                 joining = [self._add(address) for address in self._addresses]
-                answers = await everywhere(joining, self._ask, ASK_S)
+                answers = await everywhere(joining, self.ask, ASK_S)
                 _raise_first(answers)
                 self._agree(answers)
         except BaseException:
@@ -302,7 +307,7 @@ class Fleet:
             member.admit(reply.weights_epoch, self._dispatcher.epoch)
             self.weight_version = reply.weight_version
         for member, late in done.out.items():
-            self._drop(member, late, "it did not take part in an update to the end")
+            self.drop(member, late, "it did not take part in an update to the end")
 
     async def status(self, *, timeout: float = ASK_S) -> FleetStatus:
         """The fleet, and every member's own status."""
@@ -352,7 +357,7 @@ class Fleet:
     async def heal(self) -> list[str]:
         """Bring back what is fenced or gone and can be reached; returns the names of those that serve again."""
         async with self._lock:
-            if self.paused_mode is not None:
+            if not self.may_heal:
                 return []
             healed = []
             for member in self.members:
@@ -362,6 +367,11 @@ class Fleet:
                     await self._admit(member)
                     healed.append(member.name)
             return healed
+
+    @property
+    def may_heal(self) -> bool:
+        """Whether :meth:`heal` does anything now."""
+        return self.paused_mode is None
 
     def _add(self, address: EngineAddress) -> Member:
         member = Member(address, owner=self.owner, keepalive_timeout=self._keepalive_timeout)
@@ -376,7 +386,8 @@ class Fleet:
             del self._dispatcher.members[member.name]
         await member.client.close()
 
-    async def _ask(self, member: Member) -> GetStatusReqOutput:
+    async def ask(self, member: Member) -> GetStatusReqOutput:
+        """The status of ``member``, which is remembered."""
         status = await member.client.status(owner="", timeout=ASK_S)
         if member.status is not None and member.status.incarnation != status.incarnation:
             member.restarted()
@@ -402,7 +413,7 @@ class Fleet:
 
     async def _admit(self, member: Member) -> None:
         """Bring ``member`` to the fleet's weights; it serves when this returns."""
-        status = await asyncio.wait_for(self._ask(member), ASK_S)
+        status = await asyncio.wait_for(self.ask(member), ASK_S)
         serving = self._dispatcher.serving
         if not serving and not self._source.updated and not self.weight_version:
             self.weight_version = status.weight_version
@@ -425,7 +436,7 @@ class Fleet:
         """Pause ``members``; those that do not answer are out of routing. Its caller holds :attr:`lock`."""
         answers = await everywhere(members, lambda member: member.client.pause(mode), timeout)
         for member, error in answers.out.items():
-            self._drop(member, error, "it does not pause")
+            self.drop(member, error, "it does not pause")
         return answers
 
     async def continue_members(self, timeout: float | None) -> None:
@@ -435,26 +446,27 @@ class Fleet:
         )
         self.paused_mode = None
         for member, error in (answers.out | answers.failed).items():
-            self._drop(member, error, "it does not continue")
+            self.drop(member, error, "it does not continue")
 
     async def _on_serving(self, act: Any, timeout: float | None) -> Answers:
         answers = await everywhere(self._dispatcher.serving, act, timeout)
         for member, error in answers.out.items():
-            self._drop(member, error, "it does not answer")
+            self.drop(member, error, "it does not answer")
         return answers
 
     async def after_failure(self) -> None:
         """An update was aborted. Members without valid weights serve no more; the others have the weights of before."""
-        answers = await everywhere(self._dispatcher.serving, self._ask, ASK_S)
+        answers = await everywhere(self._dispatcher.serving, self.ask, ASK_S)
         for member, error in (answers.out | answers.failed).items():
-            self._drop(member, error, "it does not answer")
+            self.drop(member, error, "it does not answer")
         for member, status in answers.replies.items():
             if status.weights != "valid" or status.weights_epoch != member.epoch:
                 self._dispatcher.fence(
                     member, f"its weights are {status.weights} after an update that failed"
                 )
 
-    def _drop(self, member: Member, error: EngineError, what: str) -> None:
+    def drop(self, member: Member, error: EngineError, what: str) -> None:
+        """Take ``member`` out of routing: it has ended, or is fenced for ``what`` it did not do."""
         if isinstance(error, EngineDied):
             self._dispatcher.lost(member, error)
         else:
