@@ -23,6 +23,7 @@ from ..exceptions import (
     IdConflict,
     InvalidRequest,
     ShuttingDown,
+    error_for,
 )
 from ..wire.async_channel import Deltas, Result
 from ..wire.connection import Generation, Sink
@@ -51,6 +52,8 @@ class Dispatcher:
         """Called when a member is gone."""
         self.ending = False
         """Nothing moves any more: what an engine ends because it ends has ended."""
+        self.refusal: EngineError | None = None
+        """Why it is of no use to wait while no member serves. None: it may be."""
         self._patience_s = patience_s
         self._flows: dict[str, Flow] = {}
         self._frames: dict[str, tuple[bytes, Flow]] = {}
@@ -109,6 +112,8 @@ class Dispatcher:
             flow.dispatch(self.router.choose(free, flow.prompt, key=flow.key, salt=flow.salt))
         elif able:
             flow.fail(next(reversed(flow.refused_by.values())))
+        elif self.refusal is not None:
+            flow.fail(error_for(self.refusal.code, self.refusal.message, self.refusal.detail))
         elif self._patience_s is not None:
             asyncio.get_running_loop().call_later(self._patience_s, self._lose_patience, flow, flow.moves)
 

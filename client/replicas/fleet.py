@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Any, Self
 
 from ...io_struct import GetStatusReqOutput, MemoryTag, new_id
-from ..exceptions import EngineDied, EngineError, EngineRestarting
+from ..exceptions import EngineDied, EngineError, EngineRestarting, WeightsInvalid
 from ..fleet.channel import FleetClient
 from ..fleet.fleet import Fleet
 from ..fleet.members import EngineAddress, Member
@@ -52,8 +52,6 @@ class ReplicaFleet(Fleet):
         """Ranks of each replica."""
         self.released: set[MemoryTag] = set()
         """Tags that have been released and not resumed."""
-        self.awaits_update = False
-        """Whether the weights were given up by a command, so that only an update makes them valid again."""
         self.pauses = 0
         """Pauses so far."""
         self.updates = Updates(self)
@@ -84,6 +82,17 @@ class ReplicaFleet(Fleet):
         if not found:
             raise EngineRestarting(f"no replica is there now: {self._reasons()}")
         return found
+
+    @property
+    def awaits_update(self) -> bool:
+        """Whether the weights were given up by a command, so that only an update makes them valid again: meanwhile requests are
+        refused, as by one engine, and nobody is brought back."""
+        return self.dispatcher.refusal is not None
+
+    @awaits_update.setter
+    def awaits_update(self, value: bool) -> None:
+        reason = "the weights were released or reset: only a complete update makes them valid again"
+        self.dispatcher.refusal = WeightsInvalid(reason) if value else None
 
     @property
     def may_heal(self) -> bool:

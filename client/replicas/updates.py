@@ -34,7 +34,14 @@ from ...io_struct import (
     WeightUpdateOptions,
     WeightUpdateReqOutput,
 )
-from ..exceptions import EngineError, EngineRestarting, NoSession, SessionOpen, WeightMismatch
+from ..exceptions import (
+    EngineError,
+    EngineRestarting,
+    InvalidRequest,
+    NoSession,
+    SessionOpen,
+    WeightMismatch,
+)
 from ..fleet.catching_up import Source
 from ..fleet.errors import FleetUpdateFailed
 from ..fleet.fleet import PAUSE_S
@@ -175,7 +182,9 @@ class Updates:
         Raises:
             NoSession, SessionOpen: it is not the open one. FleetUpdateFailed, EngineError: as :meth:`load`.
         """
-        opened, forced = self._open, request.force and not request.commit
+        if request.force and request.commit:
+            raise InvalidRequest("force aborts: it needs commit=false", field="force", value=True)
+        opened, forced = self._open, request.force
         if opened is None and forced:
             return await self._aborted_elsewhere(request)
         if opened is None or (not forced and request.session_id not in (None, opened.session.id)):
