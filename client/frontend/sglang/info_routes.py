@@ -132,7 +132,13 @@ def _replicas(front: FrontEnd) -> dict[str, Any]:
     if front.fleet is None:
         return {}
     members = [
-        {"name": each.name, "state": each.state, "reason": each.reason, "load": each.load}
+        {
+            "name": each.name,
+            "state": each.state,
+            "reason": each.reason,
+            "load": each.load,
+            "endpoint": each.address.endpoint,
+        }
         for each in front.fleet.members
     ]
     ranks = {"tp_size": front.fleet.tp, "dp_size": front.fleet.size}
