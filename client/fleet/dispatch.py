@@ -166,7 +166,8 @@ class Dispatcher:
             flow.fail(error)
 
     def _out(self, member: Member, state: State, reason: str) -> None:
-        logger.warning("engine %s serves no more (%s): %s", member.name, state, reason)
+        level = logging.INFO if self.ending else logging.WARNING
+        logger.log(level, "engine %s serves no more (%s): %s", member.name, state, reason)
         member.leave(state, reason)
         self.router.forget(member.name)
         self.move(member)

@@ -86,7 +86,7 @@ def _assigned(
     if len(devices) < needed:
         each = "one each" if ranks == 1 else f"{ranks} each (--tp {ranks})"
         raise InvalidRequest(
-            f"{replicas} replicas need {needed} CUDA devices, {each}, and {len(devices)} are visible: give fewer --replicas, or "
+            f"{replicas} replicas need {needed} CUDA devices, {each}, and there are {len(devices)}: give fewer --replicas, or "
             "--device cuda:0 to have all of them share one (with --kv-pool-tokens), or --device cpu",
             field="--replicas",
             value=replicas,
