@@ -20,7 +20,7 @@ from ..exceptions import EngineDied, EngineError, InvalidRequest
 from ..wire.async_handle import AsyncGenerationHandle
 from ..wire.options import GenerateOptions, folder_of, label
 from ..wire.prompts import Ids, Prompts, Sampling
-from .catching_up import Source, catch_up
+from .catching_up import Copy, Source, catch_up, copy_here
 from .channel import FleetChannel, FleetClient
 from .dispatch import DEFAULT_PATIENCE_S, Dispatcher
 from .errors import FleetUpdateFailed
@@ -86,6 +86,9 @@ class Fleet:
         self._loader = loader(self.owner)
         self.client = FleetClient(FleetChannel(self._dispatcher), owner=self.owner)
         """Generations of the whole fleet, for whatever takes an :class:`AsyncSchedulerClient`, such as a ``TokenizerManager``."""
+
+    copy_weights: Copy = staticmethod(copy_here)
+    """How a member's weights get to another one."""
 
     @property
     def members(self) -> list[Member]:
@@ -421,7 +424,13 @@ class Fleet:
             self._dispatcher.epoch = max(self._dispatcher.epoch, status.weights_epoch)
         donor = min(serving, key=lambda each: each.load, default=None)
         reached = await catch_up(
-            member, donor, self._source, self.weight_version, status=status, verify=self.verify
+            member,
+            donor,
+            self._source,
+            self.weight_version,
+            status=status,
+            verify=self.verify,
+            copy=self.copy_weights,
         )
         if self.paused_mode is not None:
             await member.client.pause(self.paused_mode, timeout=ASK_S)

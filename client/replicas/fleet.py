@@ -24,6 +24,7 @@ from ..fleet.two_phase import Answers, everywhere
 from ..process.supervisor import Down, Ended, Serving, State
 from .channel import CommandChannel
 from .commands import Commands
+from .copying import copy_apart
 from .processes import ReplicaProcesses
 from .statuses import Counters, combined_status
 from .updates import Updates
@@ -36,6 +37,8 @@ STATUS_S = 0.6
 
 class ReplicaFleet(Fleet):
     """The replicas of one server; ``client`` is used as that of one engine."""
+
+    copy_weights = staticmethod(copy_apart)
 
     def __init__(self, processes: ReplicaProcesses, *, owner: str, **options: Any) -> None:
         """``processes`` must have started; ``options`` are those of :class:`Fleet`."""
