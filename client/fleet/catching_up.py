@@ -113,4 +113,3 @@ async def _bring(member: Member, donor: Member | None, source: Source, label: st
     if source.folder is None:
         raise failure
     await member.client.update_weights_from_disk(source.folder, weight_version=label, timeout=RELOAD_S)
-

@@ -87,7 +87,7 @@ class Fleet:
         self.client = FleetClient(FleetChannel(self._dispatcher), owner=self.owner)
         """Generations of the whole fleet, for whatever takes an :class:`AsyncSchedulerClient`, such as a ``TokenizerManager``."""
 
-    copy_weights: Copy = staticmethod(copy_here)
+    _copy: Copy = staticmethod(copy_here)
     """How a member's weights get to another one."""
 
     @property
@@ -125,7 +125,7 @@ class Fleet:
             async with self._lock:
                 joining = [self._add(address) for address in self._addresses]
                 answers = await everywhere(joining, self.ask, ASK_S)
-                _raise_first(answers)
+                answers.raise_first()
                 self._agree(answers)
         except BaseException:
             await self.close()
@@ -222,9 +222,12 @@ class Fleet:
         Raises:
             EngineError: of the first that refused.
         """
-        answers = await self._on_serving(lambda member: member.client.flush_cache(), timeout)
+        serving = self._dispatcher.serving
+        answers = await everywhere(serving, lambda member: member.client.flush_cache(), timeout)
+        for member, error in answers.out.items():
+            self.drop(member, error, "it does not answer")
         self._dispatcher.router.forget()
-        _raise_first(answers)
+        answers.raise_first()
 
     async def update(
         self,
@@ -430,7 +433,7 @@ class Fleet:
             self.weight_version,
             status=status,
             verify=self.verify,
-            copy=self.copy_weights,
+            copy=self._copy,
         )
         if self.paused_mode is not None:
             await member.client.pause(self.paused_mode, timeout=ASK_S)
@@ -456,12 +459,6 @@ class Fleet:
         self.paused_mode = None
         for member, error in (answers.out | answers.failed).items():
             self.drop(member, error, "it does not continue")
-
-    async def _on_serving(self, act: Any, timeout: float | None) -> Answers:
-        answers = await everywhere(self._dispatcher.serving, act, timeout)
-        for member, error in answers.out.items():
-            self.drop(member, error, "it does not answer")
-        return answers
 
     async def after_failure(self) -> None:
         """An update was aborted. Members without valid weights serve no more; the others have the weights of before."""
@@ -501,10 +498,3 @@ class Fleet:
             if self.heals and any(not member.serves for member in self.members):
                 for name in await self.heal():
                     logger.warning("engine %s serves again", name)
-
-
-def _raise_first(answers: Answers) -> None:
-    """Raise the first error of a member, if there is one, with the member's name as a note."""
-    for member, error in (answers.failed | answers.out).items():
-        error.add_note(f"engine {member.name}")
-        raise error

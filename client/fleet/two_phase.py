@@ -54,6 +54,12 @@ class Answers:
         else:
             self.replies[member] = answer
 
+    def raise_first(self) -> None:
+        """Raise the first error of a member, if there is one, with the member's name as a note."""
+        for member, error in (self.failed | self.out).items():
+            error.add_note(f"engine {member.name}")
+            raise error
+
 
 async def everywhere(
     members: Sequence[Member], act: Callable[[Member], Awaitable[Any]], timeout: float | None

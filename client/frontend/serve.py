@@ -454,9 +454,7 @@ async def front_end(
         max_batch=settings.max_batch,
     )
     manager = TokenizerManager(client, tokenizer, context_length=status.context_len)
-    front = FrontEnd(
-        manager=manager, options=options, metrics=Metrics(settings.max_connections), fleet=fleet
-    )
+    front = FrontEnd(manager=manager, options=options, metrics=Metrics(settings.max_connections), fleet=fleet)
     await front.metrics.engine.look(client)  # so that there is always a last one
     return front
 

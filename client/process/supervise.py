@@ -84,7 +84,11 @@ def supervised(
         InvalidRequest: the keys that are given cannot be used.
     """
     ClientKeys.read(curve_server_key, curve_client_key_file)  # before a directory is made
-    if curve_server_key is None and policy.hang_timeout_s > 0 and has_option(arguments, "--curve-secret-key-file"):
+    if (
+        curve_server_key is None
+        and policy.hang_timeout_s > 0
+        and has_option(arguments, "--curve-secret-key-file")
+    ):
         raise click.UsageError(
             "a scheduler with keys accepts only clients with keys: --curve-server-key and --curve-client-key-file are required, or "
             "--hang-timeout 0"

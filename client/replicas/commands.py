@@ -184,13 +184,10 @@ class Commands:
     async def _update(
         self, request: WeightUpdateOptions, _: type[Message], buffers: Sequence[memoryview]
     ) -> Any:
-        async with self._fleet.lock:
-            async with self._groups.used_by(request):
-                return await self._fleet.updates.load(request, buffers)
+        async with self._fleet.lock, self._groups.used_by(request):
+            return await self._fleet.updates.load(request, buffers)
 
-    async def _end(
-        self, request: EndWeightUpdateReqInput, _: type[Message], __: Sequence[memoryview]
-    ) -> Any:
+    async def _end(self, request: EndWeightUpdateReqInput, _: type[Message], __: Sequence[memoryview]) -> Any:
         async with self._fleet.lock:
             return await self._fleet.updates.end(request)
 

@@ -1,6 +1,6 @@
 """Weights from one replica to another by a process of its own: the server has no torch, and answers meanwhile.
 
-    python -m caesura.client.replicas.copying   (the addresses stand on stdin, as JSON; status 1 and the reason on stderr if it fails)
+python -m caesura.client.replicas.copying   (the addresses stand on stdin, as JSON; status 1 and the reason on stderr if it fails)
 """
 
 import json

@@ -11,7 +11,10 @@ Runs on one event loop; supervisors report from their threads.
 
 import asyncio
 import logging
+import os
+from collections.abc import Sequence
 from contextlib import suppress
+from time import monotonic
 from typing import Any, Self
 
 from ...io_struct import GetStatusReqOutput, MemoryTag, new_id
@@ -20,7 +23,7 @@ from ..fleet.channel import FleetClient
 from ..fleet.fleet import Fleet
 from ..fleet.members import EngineAddress, Member
 from ..fleet.reports import MemberStatus
-from ..fleet.two_phase import Answers, everywhere
+from ..fleet.two_phase import Answers
 from ..process.supervisor import Down, Ended, Serving, State
 from .channel import CommandChannel
 from .commands import Commands
@@ -32,13 +35,15 @@ from .updates import Updates
 logger = logging.getLogger(__name__)
 
 STATUS_S = 0.6
-"""How long a replica is waited for in a status; one that computes a long step then counts as it was."""
+"""How long replicas are waited for in a status; one that computes a long step then counts as it was."""
+PARTS_S = 5.0
+"""How long each replica's own status is waited for."""
 
 
 class ReplicaFleet(Fleet):
     """The replicas of one server; ``client`` is used as that of one engine."""
 
-    copy_weights = staticmethod(copy_apart)
+    _copy = staticmethod(copy_apart)
 
     def __init__(self, processes: ReplicaProcesses, *, owner: str, **options: Any) -> None:
         """``processes`` must have started; ``options`` are those of :class:`Fleet`."""
@@ -61,6 +66,7 @@ class ReplicaFleet(Fleet):
         self.client = FleetClient(CommandChannel(self.dispatcher, Commands(self)), owner=self.owner)
         self._processes = processes
         self._incarnation = new_id()[:16]
+        self._began = monotonic()
         self._counters = Counters()
         self._returning: set[asyncio.Task[Any]] = set()
 
@@ -131,23 +137,25 @@ class ReplicaFleet(Fleet):
         self.dispatcher.end()
 
     async def combined(self, owner: str | None) -> GetStatusReqOutput:
-        """One status of all replicas, within :data:`STATUS_S`; ``owner`` is that of the request.
+        """One status of all replicas; ``owner`` is that of the request. Once one has answered, the others are waited for no longer
+        than :data:`STATUS_S` in all, and count as they were.
 
         Raises:
-            EngineRestarting: no replica is there. TimedOut: none has answered.
+            EngineRestarting: no replica is there. EngineError: all that were there have ended.
         """
         members = self.present
         if not members:
             raise EngineRestarting(f"no replica is there now: {self._reasons()}")
         pauses = self.pauses
-        answers = await everywhere(members, lambda member: member.client.status(owner=owner), STATUS_S)
+        answers = await self._statuses(members, owner)
         for member, status in answers.replies.items():
             self._counters.take(member.name, status)
         if pauses == self.pauses:  # else these statuses may be older than the pause
             self._notice_continued(answers)
         if not answers.replies:
             raise next(iter((answers.failed | answers.out).values()))
-        found = {self.position(member): status for member, status in answers.replies.items()}
+        known = {member: self._counters.last(member.name) for member in members} | answers.replies
+        found = {self.position(member): status for member, status in known.items() if status is not None}
         session = self.updates.status()
         of_fleet: dict[str, Any] = {} if session is None else {"session": session}
         waits = sum(flow.waits for flow in self.dispatcher.flows.values())
@@ -157,6 +165,8 @@ class ReplicaFleet(Fleet):
             counters=self._counters,
             tp=self.tp,
             incarnation=self._incarnation,
+            pid=os.getpid(),
+            uptime_s=monotonic() - self._began,
             weight_version=self.weight_version,
             weights_epoch=self.weights_epoch,
             **of_fleet,
@@ -164,16 +174,34 @@ class ReplicaFleet(Fleet):
         combined.waiting_requests += waits
         return combined
 
+    async def _statuses(self, members: Sequence[Member], owner: str | None) -> Answers:
+        """The answers that have come in time, or the first one."""
+        answers = Answers()
+        tasks = {asyncio.ensure_future(member.client.status(owner=owner)): member for member in members}
+        waiting = set(tasks)
+        try:
+            done, waiting = await asyncio.wait(waiting, timeout=STATUS_S)
+            while waiting and all(task.exception() is not None for task in done):
+                more, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                done |= more
+        finally:
+            for task in waiting:
+                task.cancel()
+        for task in done:
+            error = task.exception()
+            if error is not None and not isinstance(error, EngineError):
+                raise error
+            answers.sort(tasks[task], task.result() if error is None else error)
+        return answers
+
     async def parts(self) -> list[MemberStatus]:
-        """Every replica's own status, in their order."""
-        return (await self.status(timeout=STATUS_S)).members
+        """Every replica's own status, in their order; None of one that does not answer within :data:`PARTS_S`."""
+        return (await self.status(timeout=PARTS_S)).members
 
     def _notice_continued(self, answers: Answers) -> None:
         """A pause may have ended by its lease, which no command has told."""
         running = [
-            status.generation == "running"
-            for member, status in answers.replies.items()
-            if member.serves
+            status.generation == "running" for member, status in answers.replies.items() if member.serves
         ]
         if self.paused_mode is not None and running and all(running) and not self.lock.locked():
             self.paused_mode = None

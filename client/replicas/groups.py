@@ -47,7 +47,8 @@ class Groups:
         absent = {member.name: member.reason for member in fleet.members if member.state == "gone"}
         if absent:
             raise GroupError(
-                f"a group has all {fleet.size} replicas, and not all are there: {_told(absent)}", members=absent
+                f"a group has all {fleet.size} replicas, and not all are there: {_told(absent)}",
+                members=absent,
             )
         ranks = fleet.size * tp
         if request.rank_offset + ranks > request.world_size:
@@ -58,9 +59,7 @@ class Groups:
                 value=request.world_size,
             )
 
-        def numbered(
-            member: Member, own: InitWeightsUpdateGroupReqInput
-        ) -> InitWeightsUpdateGroupReqInput:
+        def numbered(member: Member, own: InitWeightsUpdateGroupReqInput) -> InitWeightsUpdateGroupReqInput:
             return msgspec.structs.replace(own, rank_offset=own.rank_offset + fleet.position(member) * tp)
 
         answers = await everywhere(fleet.members, sent_to(request, expects, change=numbered), None)

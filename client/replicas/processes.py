@@ -76,29 +76,18 @@ class ReplicaProcesses:
         Raises:
             EngineError: why one is not; all have ended then.
         """
-        states: queue.SimpleQueue[tuple[str, State]] = queue.SimpleQueue()
-        waiting = {replica.name for replica in self.replicas}
         try:
-            for replica in self.replicas:
-                replica.supervisor.begin(lambda state, name=replica.name: states.put((name, state)))
-            while waiting:
-                name, state = states.get()
-                if isinstance(state, Serving):
-                    waiting.discard(name)
-                elif isinstance(state, Ended):
-                    error = state.error or EngineDied("it was stopped before it was ready")
-                    error.add_note(f"{name} of {len(self.replicas)}")
-                    raise error
+            self._start()
         except BaseException:
             self.close()
             raise
         for replica in self.replicas:
-            replica.supervisor.subscribe(lambda state, name=replica.name: self._hear(name, state))
+            replica.supervisor.subscribe(_named(replica.name, self._hear))
 
     def follow(self, listener: ReplicaListener) -> None:
         """``listener`` hears the present state of every replica now, and every later one."""
         for replica in self.replicas:
-            replica.supervisor.subscribe(lambda state, name=replica.name: listener(name, state))
+            replica.supervisor.subscribe(_named(replica.name, listener))
 
     def subscribe(self, listener: Listener) -> None:
         """``listener`` hears when the last replica has ended for good, at once if it has already."""
@@ -121,6 +110,20 @@ class ReplicaProcesses:
             for replica in self.replicas:
                 stack.callback(replica.supervisor.close)
 
+    def _start(self) -> None:
+        states: queue.SimpleQueue[tuple[str, State]] = queue.SimpleQueue()
+        waiting = {replica.name for replica in self.replicas}
+        for replica in self.replicas:
+            replica.supervisor.begin(_named(replica.name, lambda name, state: states.put((name, state))))
+        while waiting:
+            name, state = states.get()
+            if isinstance(state, Serving):
+                waiting.discard(name)
+            elif isinstance(state, Ended):
+                error = state.error or EngineDied("it was stopped before it was ready")
+                error.add_note(f"{name} of {len(self.replicas)}")
+                raise error
+
     def _hear(self, name: str, state: State) -> None:
         if not isinstance(state, Ended):
             return
@@ -134,3 +137,7 @@ class ReplicaProcesses:
     def _reason(self) -> EngineError | None:
         """The first error of any; None: all were told to end."""
         return next((error for error in self._ended.values() if error is not None), None)
+
+
+def _named(name: str, listener: ReplicaListener) -> Listener:
+    return lambda state: listener(name, state)

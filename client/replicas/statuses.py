@@ -2,7 +2,7 @@
 
 Invariants:
 - Counters are those of every engine that has run, the ended ones included; an engine that does not answer now counts as it was.
-- Gauges (requests, tokens, memory) are those of the engines that have answered.
+- Gauges (requests, tokens, memory) are those of the engines that are there.
 - State, label and epoch are the fleet's: those of the replicas that serve; of the others only where none does.
 """
 
@@ -44,6 +44,10 @@ class Counters:
             counted["step_failures"] = msgspec.structs.replace(counted["step_failures"], token_limit=None)
             self._ended = [msgspec.structs.replace(before, **counted)]
         self._last[name] = status
+
+    def last(self, name: str) -> GetStatusReqOutput | None:
+        """The latest status of the engine ``name``; None before the first."""
+        return self._last.get(name)
 
     def totals(self) -> dict[str, Any]:
         """The counters as fields of a status."""
@@ -121,9 +125,7 @@ def _weights(
 def _device_memory(every: Sequence[GetStatusReqOutput]) -> Any:
     """Sums; engines on the CPU have the same memory available, so it counts once."""
     memory = _summed([each.device_memory for each in every])
-    free = [
-        each.device_memory.available for each in every if each.device_memory.available is not None
-    ]
+    free = [each.device_memory.available for each in every if each.device_memory.available is not None]
     on_host = all(each.device == "cpu" for each in every)
     return msgspec.structs.replace(
         memory, available=None if not free else min(free) if on_host else sum(free)

@@ -141,7 +141,9 @@ class Updates:
         await self._still_open()
         if self._open is not None:
             raise self._is_open(self._open)
-        opened = _Open(FleetSession(verify=self._fleet.verify, session_id=request.id), "explicit", request.owner)
+        opened = _Open(
+            FleetSession(verify=self._fleet.verify, session_id=request.id), "explicit", request.owner
+        )
         answers = await everywhere(self._fleet.asked, self._fleet.ask, SETTLE_S)
         await self._start(opened, answers, request)
         return BeginWeightUpdateReqOutput(
@@ -374,9 +376,7 @@ class Updates:
 
     async def _aborted_elsewhere(self, request: EndWeightUpdateReqInput) -> WeightUpdateReqOutput:
         """No session is open here; one may be open on engines, by somebody who talks to them directly."""
-        answers = await everywhere(
-            self._fleet.present, sent_to(request, WeightUpdateReqOutput), None
-        )
+        answers = await everywhere(self._fleet.present, sent_to(request, WeightUpdateReqOutput), None)
         if answers.replies:
             answers.failed.clear()
         reply: WeightUpdateReqOutput = combined_answer(answers, self._fleet.position, self._fleet.tp)

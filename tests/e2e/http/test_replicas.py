@@ -129,7 +129,7 @@ def test_the_server_says_what_is_behind_its_port(pair):
     assert "2 replicas, from 0" in pair.get("/v1/loads?dp_rank=2").text
     assert [each["dp_rank"] for each in pair.get("/get_load").json()] == [0, 1]
     assert "2 replicas" in pair.announced
-    assert 'caesura:replica_up{model_name' in pair.get("/metrics").text
+    assert "caesura:replica_up{model_name" in pair.get("/metrics").text
 
 
 def test_a_key_stays_with_its_replica_and_a_prefix_where_it_is_cached(pair):
@@ -232,7 +232,12 @@ def test_an_update_that_one_replica_refuses_leaves_both_labels(pair, models):
 def test_a_group_has_the_ranks_of_both(pair, models):
     trainer = PlainTrainer(name="pair", world_size=3)
     weights = weights_of(Path(models[1]))
-    group = {"master_address": "127.0.0.1", "master_port": trainer.port, "rank_offset": 1, "group_name": "pair"}
+    group = {
+        "master_address": "127.0.0.1",
+        "master_port": trainer.port,
+        "rank_offset": 1,
+        "group_name": "pair",
+    }
     small = pair.post("/init_weights_update_group", {**group, "world_size": 2, "backend": "gloo"})
     assert small.status_code == 400
     assert "need at least 3" in small.json()["message"]
