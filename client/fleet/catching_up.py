@@ -68,20 +68,23 @@ async def catch_up(
     *,
     status: GetStatusReqOutput,
     verify: Verify,
+    current: bool = False,
     copy: Copy = copy_here,
 ) -> GetStatusReqOutput:
     """Give ``member``, whose last answer is ``status``, the fleet's weights; its status afterwards.
 
     Args:
         donor: a member that serves them. None: there is none.
+        current: it is known to have them still, if they are valid.
         copy: how the weights get from it to ``member``.
 
     Raises:
         WeightsInvalid: nobody has them, or the engine has not got them.
         EngineError: of the engine.
     """
-    as_started = not source.updated and status.weights == "valid" and status.weight_version == label
-    if not as_started or status.model_path != source.model_path:
+    labelled = status.weights == "valid" and status.weight_version == label
+    as_started = not source.updated and status.model_path == source.model_path
+    if not (labelled and (as_started or (current and status.session is None))):
         await _bring(member, donor, source, label, copy)
         status = await member.client.status(owner="", timeout=ASK_S)
     if status.weights != "valid" or status.weight_version != label:

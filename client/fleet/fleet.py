@@ -427,14 +427,9 @@ class Fleet:
             self._dispatcher.epoch = max(self._dispatcher.epoch, status.weights_epoch)
         donor = min(serving, key=lambda each: each.load, default=None)
         reached = await catch_up(
-            member,
-            donor,
-            self._source,
-            self.weight_version,
-            status=status,
-            verify=self.verify,
-            copy=self._copy,
-        )
+            member, donor, self._source, self.weight_version, status=status, verify=self.verify,
+            current=member.own_epoch(self.weights_epoch) == status.weights_epoch, copy=self._copy,
+        )  # fmt: skip
         if self.paused_mode is not None:
             await member.client.pause(self.paused_mode, timeout=ASK_S)
         elif reached.generation != "running":

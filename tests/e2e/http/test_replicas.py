@@ -6,7 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,10 @@ from support.http_serve import ServedEngine, served
 from support.plain_trainer import PlainTrainer, weights_of
 from support.tokenizers import make_byte_level
 
-from caesura.client import SchedulerClient
+from caesura.client import NoSession, SchedulerClient
 
 PATIENCE_S = 60.0
-LONG = 1500
+LONG = 1000
 PREFIX = list(range(5, 105))
 OCTETS = {"content-type": "application/octet-stream"}
 
@@ -209,7 +209,8 @@ def test_an_update_that_one_replica_refuses_leaves_both_labels(pair, models):
         assert (refused.status_code, refused.json()["code"]) == (400, "session_open")
         assert "replica-1" in refused.json()["message"]
         assert states(pair, "weight_version") == labels
-        second.end_weight_update(commit=False)
+        with suppress(NoSession):  # where the fleet has been first, which wants its replica back
+            second.end_weight_update(commit=False)
         both_serve(pair)
         assert states(pair, "weights") == ["valid", "valid"]
 

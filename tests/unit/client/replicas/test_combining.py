@@ -100,7 +100,9 @@ def test_a_restart_sets_no_counter_back():
 
 def test_an_update_is_complete_when_every_tensor_has_been_named():
     def call(*names: str) -> UpdateWeightsFromTensorReqInput:
-        return UpdateWeightsFromTensorReqInput(specs=[TensorSpec(name=n, dtype="F32", shape=[]) for n in names])
+        return UpdateWeightsFromTensorReqInput(
+            specs=[TensorSpec(name=n, dtype="F32", shape=[]) for n in names]
+        )
 
     coverage = Coverage({"a", "b", "c"})
     assert not coverage.is_complete_with(call("a", "other"))

@@ -13,7 +13,9 @@ def option(arguments: list[str], name: str) -> str | None:
     return arguments[arguments.index(name) + 1] if name in arguments else None
 
 
-@pytest.mark.parametrize(("given", "threads"), [([], "4"), (["--tp", "2"], "2"), (["--num-threads", "3"], "3")])
+@pytest.mark.parametrize(
+    ("given", "threads"), [([], "4"), (["--tp", "2"], "2"), (["--num-threads", "3"], "3")]
+)
 def test_threads_are_divided_by_replicas_and_ranks_unless_they_are_given(given, threads):
     places = placed(["--model", "m", *given], 2, CPU)
     assert [option(place.arguments, "--num-threads") for place in places] == [threads, threads]
