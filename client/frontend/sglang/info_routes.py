@@ -103,21 +103,19 @@ _PUBLIC = (
 )  # fmt: skip
 """Of :class:`ServeOptions`; keys are not."""
 _PARALLEL = {
-    "tp_size": 1,
     "pp_size": 1,
     "dp_size": 1,
     "ep_size": 1,
     "moe_dp_size": 1,
     "nnodes": 1,
     "node_rank": 0,
-    "num_gpus": 1,
     "disaggregation_mode": "null",
     "disaggregation_bootstrap_port": None,
     "kv_events": None,
     "load_format": "auto",
     "skip_tokenizer_init": False,
 }
-"""What trainers compare with their own settings: this engine is one rank. Replicas are data parallelism to them."""
+"""What trainers compare with their own settings, but for the number of ranks. Replicas are data parallelism to them."""
 
 
 async def _parts(front: FrontEnd, status: GetStatusReqOutput) -> list[GetStatusReqOutput]:
@@ -127,10 +125,11 @@ async def _parts(front: FrontEnd, status: GetStatusReqOutput) -> list[GetStatusR
     return [part.engine for part in await front.fleet.parts() if part.engine is not None]
 
 
-def _replicas(front: FrontEnd) -> dict[str, Any]:
-    """What is said of several engines besides."""
+def _sizes(front: FrontEnd, status: GetStatusReqOutput) -> dict[str, Any]:
+    """Ranks, and of several engines who they are."""
     if front.fleet is None:
-        return {}
+        count = 1 + len(status.ranks)
+        return {"tp_size": count, "num_gpus": count}
     members = [
         {
             "name": each.name,
@@ -157,7 +156,7 @@ async def server_info(front: Front) -> Response[bytes]:
     return json_response(
         {
             **_PARALLEL,
-            **_replicas(front),
+            **_sizes(front, status),
             **_settings(front.options),
             "skip_tokenizer_init": front.manager.tokenizer is None,
             "served_model_name": front.options.model_name,
