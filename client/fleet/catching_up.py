@@ -6,6 +6,7 @@ become of the folder.
 """
 
 import asyncio
+from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 
@@ -38,61 +39,12 @@ class Source:
         return self.path if self.updated else self.model_path
 
 
-async def catch_up(
-    member: Member,
-    donor: Member | None,
-    source: Source,
-    label: str,
-    *,
-    status: GetStatusReqOutput,
-    verify: Verify,
-) -> GetStatusReqOutput:
-    """Give ``member``, whose last answer is ``status``, the fleet's weights; its status afterwards.
-
-    Args:
-        donor: a member that serves them. None: there is none.
-
-    Raises:
-        WeightsInvalid: nobody has them, or the engine has not got them.
-        EngineError: of the engine.
-    """
-    as_started = not source.updated and status.weights == "valid" and status.weight_version == label
-    if not as_started or status.model_path != source.model_path:
-        await _bring(member, donor, source, label)
-        status = await member.client.status(owner="", timeout=ASK_S)
-    if status.weights != "valid" or status.weight_version != label:
-        raise WeightsInvalid(
-            f"{member.name} has {status.weights} weights {status.weight_version!r} instead of {label!r}"
-        )
-    if verify == "checksums" and donor is not None:
-        own = (await member.client.check_weights("checksum", timeout=RELOAD_S)).total
-        expected = (await donor.client.check_weights("checksum", timeout=RELOAD_S)).total
-        if own != expected:
-            raise WeightsInvalid(f"{member.name} has other weights than {donor.name} under the same label")
-    return status
+Copy = Callable[[EngineAddress, EngineAddress, str | None], None]
+"""Copies the weights and the label of the first engine, which serves on, to the second. Blocks."""
 
 
-async def _bring(member: Member, donor: Member | None, source: Source, label: str) -> None:
-    with suppress(EngineError):  # what an update that failed has left open
-        await member.client.end_weight_update(commit=False, force=True, timeout=ASK_S)
-    await member.client.pause("abort", timeout=RELOAD_S)
-    failure: EngineError = WeightsInvalid(
-        f"the weights {label!r} are in no folder, and no member can send them: {member.name} waits for the next update"
-    )
-    if donor is not None:
-        try:
-            await asyncio.to_thread(_from_peer, donor.address, member.address, member.client.owner)
-        except EngineError as error:
-            failure = error
-        else:
-            return
-    if source.folder is None:
-        raise failure
-    await member.client.update_weights_from_disk(source.folder, weight_version=label, timeout=RELOAD_S)
-
-
-def _from_peer(donor: EngineAddress, target: EngineAddress, owner: str | None) -> None:
-    """Copy the weights and the label of ``donor``, which serves on. Blocks."""
+def copy_here(donor: EngineAddress, target: EngineAddress, owner: str | None) -> None:
+    """A :data:`Copy` within this process, which then has torch."""
     from ..tensors import clone_weights
 
     with ExitStack() as stack:
@@ -106,3 +58,61 @@ def _from_peer(donor: EngineAddress, target: EngineAddress, owner: str | None) -
             master_address=own_address([donor.endpoint, target.endpoint]),
             timeout=RELOAD_S,
         )
+
+
+async def catch_up(
+    member: Member,
+    donor: Member | None,
+    source: Source,
+    label: str,
+    *,
+    status: GetStatusReqOutput,
+    verify: Verify,
+    current: bool = False,
+    copy: Copy = copy_here,
+) -> GetStatusReqOutput:
+    """Give ``member``, whose last answer is ``status``, the fleet's weights; its status afterwards.
+
+    Args:
+        donor: a member that serves them. None: there is none.
+        current: it is known to have them still, if they are valid.
+        copy: how the weights get from it to ``member``.
+
+    Raises:
+        WeightsInvalid: nobody has them, or the engine has not got them.
+        EngineError: of the engine.
+    """
+    labelled = status.weights == "valid" and status.weight_version == label
+    as_started = not source.updated and status.model_path == source.model_path
+    if not (labelled and (as_started or (current and status.session is None))):
+        await _bring(member, donor, source, label, copy)
+        status = await member.client.status(owner="", timeout=ASK_S)
+    if status.weights != "valid" or status.weight_version != label:
+        raise WeightsInvalid(
+            f"{member.name} has {status.weights} weights {status.weight_version!r} instead of {label!r}"
+        )
+    if verify == "checksums" and donor is not None:
+        own = (await member.client.check_weights("checksum", timeout=RELOAD_S)).total
+        expected = (await donor.client.check_weights("checksum", timeout=RELOAD_S)).total
+        if own != expected:
+            raise WeightsInvalid(f"{member.name} has other weights than {donor.name} under the same label")
+    return status
+
+
+async def _bring(member: Member, donor: Member | None, source: Source, label: str, copy: Copy) -> None:
+    with suppress(EngineError):  # what an update that failed has left open
+        await member.client.end_weight_update(commit=False, force=True, timeout=ASK_S)
+    await member.client.pause("abort", timeout=RELOAD_S)
+    failure: EngineError = WeightsInvalid(
+        f"the weights {label!r} are in no folder, and no member can send them: {member.name} waits for the next update"
+    )
+    if donor is not None:
+        try:
+            await asyncio.to_thread(copy, donor.address, member.address, member.client.owner)
+        except EngineError as error:
+            failure = error
+        else:
+            return
+    if source.folder is None:
+        raise failure
+    await member.client.update_weights_from_disk(source.folder, weight_version=label, timeout=RELOAD_S)

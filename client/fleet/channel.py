@@ -63,7 +63,10 @@ class FleetChannel:
     ) -> ImageGeneration[Result]:
         """Start images on the least loaded member; they end with it."""
         self._prepare()
-        return self._any().client.channel.start_images(request, buffers)
+        member = self._any()
+        generation = member.client.channel.start_images(request, buffers)
+        self._count(member, generation.waiter, generation.n)
+        return generation
 
     def start_call(
         self, request: Request, expects: type[Message], buffers: Sequence[memoryview] = ()
@@ -77,7 +80,10 @@ class FleetChannel:
             live = 0 if flow is None else flow.generation.n
             return self._answered(FetchResultReqOutput(id=request.id, results=[], live=live))
         if isinstance(request, ScoreReqInput):
-            return self._any().client.channel.start_call(request, expects, buffers)
+            member = self._any()
+            answer = member.client.channel.start_call(request, expects, buffers)
+            self._count(member, answer, len(request.input_ids))
+            return answer
         raise Unsupported(
             f"{type(request).__name__} is a command to one engine: a fleet has methods for all of them "
             "(pause, update, flush_cache, status), and fleet.members[i].client for one"
@@ -111,6 +117,16 @@ class FleetChannel:
         if not serving:
             raise EngineDied("no engine of the fleet serves now")
         return min(serving, key=lambda member: member.load)
+
+    @staticmethod
+    def _count(member: Member, answer: Result, work: int) -> None:
+        """``member`` has so much more to do until ``answer`` is there."""
+
+        def done(_: Result) -> None:
+            member.load -= work
+
+        member.load += work
+        answer.add_done_callback(done)
 
     @staticmethod
     def _answered(reply: Message) -> Result:

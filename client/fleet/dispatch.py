@@ -2,7 +2,7 @@
 
 Invariants:
 - A generation ends in its results, in an error of its own, or after ``patience_s`` without any member that serves.
-- ``lost`` and ``fence`` are the only ways out of the state ``serving``; both move what the member had.
+- ``lost`` and ``fence`` are the only ways out of the state ``serving``; both move what the member had, unless the fleet is ending.
 
 Runs on one event loop, that of the members' clients.
 """
@@ -15,7 +15,16 @@ from collections.abc import Callable, Iterable, Mapping
 import msgspec
 
 from ...io_struct import GenerateReqInput, encode
-from ..exceptions import DuplicateRid, EngineDied, EngineError, EpochBehind, IdConflict, InvalidRequest
+from ..exceptions import (
+    DuplicateRid,
+    EngineDied,
+    EngineError,
+    EpochBehind,
+    IdConflict,
+    InvalidRequest,
+    ShuttingDown,
+    error_for,
+)
 from ..wire.async_channel import Deltas, Result
 from ..wire.connection import Generation, Sink
 from .flow import Flow
@@ -41,6 +50,10 @@ class Dispatcher:
         """Samples that were continued on another member."""
         self.on_lost: Callable[[Member], None] = lambda _: None
         """Called when a member is gone."""
+        self.ending = False
+        """Nothing moves any more: what an engine ends because it ends has ended."""
+        self.refusal: EngineError | None = None
+        """Why it is of no use to wait while no member serves. None: it may be."""
         self._patience_s = patience_s
         self._flows: dict[str, Flow] = {}
         self._frames: dict[str, tuple[bytes, Flow]] = {}
@@ -91,12 +104,16 @@ class Dispatcher:
         """Give what waits of ``flow`` to a member. Without one it waits on; if all that serve are full, it fails."""
         able = [member for member in self.serving if member.own_epoch(flow.least_epoch) is not None]
         free = [member for member in able if member.name not in flow.refused_by]
-        if free:
+        if self.ending:
+            flow.fail(ShuttingDown("the engines are shutting down"))
+        elif free:
             if flow.moves:
                 self.moved += 1
             flow.dispatch(self.router.choose(free, flow.prompt, key=flow.key, salt=flow.salt))
         elif able:
             flow.fail(next(reversed(flow.refused_by.values())))
+        elif self.refusal is not None:
+            flow.fail(error_for(self.refusal.code, self.refusal.message, self.refusal.detail))
         elif self._patience_s is not None:
             asyncio.get_running_loop().call_later(self._patience_s, self._lose_patience, flow, flow.moves)
 
@@ -136,13 +153,21 @@ class Dispatcher:
         self._flows.pop(flow.generation.rid, None)
         self._frames.pop(flow.generation.message_id, None)
 
+    def end(self) -> None:
+        """The engines are about to be told to end: what they then answer is final, and what waits for one fails."""
+        self.ending = True
+        for flow in list(self._flows.values()):
+            if flow.waits:
+                self.place(flow)
+
     def close(self, error: EngineError) -> None:
         """Fail everything in flight."""
         for flow in list(self._flows.values()):
             flow.fail(error)
 
     def _out(self, member: Member, state: State, reason: str) -> None:
-        logger.warning("engine %s serves no more (%s): %s", member.name, state, reason)
+        level = logging.INFO if self.ending else logging.WARNING
+        logger.log(level, "engine %s serves no more (%s): %s", member.name, state, reason)
         member.leave(state, reason)
         self.router.forget(member.name)
         self.move(member)

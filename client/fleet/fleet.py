@@ -20,7 +20,7 @@ from ..exceptions import EngineDied, EngineError, InvalidRequest
 from ..wire.async_handle import AsyncGenerationHandle
 from ..wire.options import GenerateOptions, folder_of, label
 from ..wire.prompts import Ids, Prompts, Sampling
-from .catching_up import Source, catch_up
+from .catching_up import Copy, Source, catch_up, copy_here
 from .channel import FleetChannel, FleetClient
 from .dispatch import DEFAULT_PATIENCE_S, Dispatcher
 from .errors import FleetUpdateFailed
@@ -87,6 +87,9 @@ class Fleet:
         self.client = FleetClient(FleetChannel(self._dispatcher), owner=self.owner)
         """Generations of the whole fleet, for whatever takes an :class:`AsyncSchedulerClient`, such as a ``TokenizerManager``."""
 
+    _copy: Copy = staticmethod(copy_here)
+    """How a member's weights get to another one."""
+
     @property
     def members(self) -> list[Member]:
         """The engines of the fleet, in the order in which they were added."""
@@ -103,6 +106,11 @@ class Fleet:
         return self._dispatcher.epoch
 
     @property
+    def source(self) -> Source:
+        """Where the fleet's weights are from."""
+        return self._source
+
+    @property
     def lock(self) -> asyncio.Lock:
         """Held by what changes weights, pauses or membership."""
         return self._lock
@@ -116,8 +124,8 @@ class Fleet:
         try:
             async with self._lock:
                 joining = [self._add(address) for address in self._addresses]
-                answers = await everywhere(joining, self._ask, ASK_S)
-                _raise_first(answers)
+                answers = await everywhere(joining, self.ask, ASK_S)
+                answers.raise_first()
                 self._agree(answers)
         except BaseException:
             await self.close()
@@ -214,9 +222,12 @@ class Fleet:
         Raises:
             EngineError: of the first that refused.
         """
-        answers = await self._on_serving(lambda member: member.client.flush_cache(), timeout)
+        serving = self._dispatcher.serving
+        answers = await everywhere(serving, lambda member: member.client.flush_cache(), timeout)
+        for member, error in answers.out.items():
+            self.drop(member, error, "it does not answer")
         self._dispatcher.router.forget()
-        _raise_first(answers)
+        answers.raise_first()
 
     async def update(
         self,
@@ -302,7 +313,7 @@ class Fleet:
             member.admit(reply.weights_epoch, self._dispatcher.epoch)
             self.weight_version = reply.weight_version
         for member, late in done.out.items():
-            self._drop(member, late, "it did not take part in an update to the end")
+            self.drop(member, late, "it did not take part in an update to the end")
 
     async def status(self, *, timeout: float = ASK_S) -> FleetStatus:
         """The fleet, and every member's own status."""
@@ -352,7 +363,7 @@ class Fleet:
     async def heal(self) -> list[str]:
         """Bring back what is fenced or gone and can be reached; returns the names of those that serve again."""
         async with self._lock:
-            if self.paused_mode is not None:
+            if not self.may_heal:
                 return []
             healed = []
             for member in self.members:
@@ -362,6 +373,11 @@ class Fleet:
                     await self._admit(member)
                     healed.append(member.name)
             return healed
+
+    @property
+    def may_heal(self) -> bool:
+        """Whether :meth:`heal` does anything now."""
+        return self.paused_mode is None
 
     def _add(self, address: EngineAddress) -> Member:
         member = Member(address, owner=self.owner, keepalive_timeout=self._keepalive_timeout)
@@ -376,7 +392,8 @@ class Fleet:
             del self._dispatcher.members[member.name]
         await member.client.close()
 
-    async def _ask(self, member: Member) -> GetStatusReqOutput:
+    async def ask(self, member: Member) -> GetStatusReqOutput:
+        """The status of ``member``, which is remembered."""
         status = await member.client.status(owner="", timeout=ASK_S)
         if member.status is not None and member.status.incarnation != status.incarnation:
             member.restarted()
@@ -402,7 +419,7 @@ class Fleet:
 
     async def _admit(self, member: Member) -> None:
         """Bring ``member`` to the fleet's weights; it serves when this returns."""
-        status = await asyncio.wait_for(self._ask(member), ASK_S)
+        status = await asyncio.wait_for(self.ask(member), ASK_S)
         serving = self._dispatcher.serving
         if not serving and not self._source.updated and not self.weight_version:
             self.weight_version = status.weight_version
@@ -410,8 +427,9 @@ class Fleet:
             self._dispatcher.epoch = max(self._dispatcher.epoch, status.weights_epoch)
         donor = min(serving, key=lambda each: each.load, default=None)
         reached = await catch_up(
-            member, donor, self._source, self.weight_version, status=status, verify=self.verify
-        )
+            member, donor, self._source, self.weight_version, status=status, verify=self.verify,
+            current=member.own_epoch(self.weights_epoch) == status.weights_epoch, copy=self._copy,
+        )  # fmt: skip
         if self.paused_mode is not None:
             await member.client.pause(self.paused_mode, timeout=ASK_S)
         elif reached.generation != "running":
@@ -425,7 +443,7 @@ class Fleet:
         """Pause ``members``; those that do not answer are out of routing. Its caller holds :attr:`lock`."""
         answers = await everywhere(members, lambda member: member.client.pause(mode), timeout)
         for member, error in answers.out.items():
-            self._drop(member, error, "it does not pause")
+            self.drop(member, error, "it does not pause")
         return answers
 
     async def continue_members(self, timeout: float | None) -> None:
@@ -435,26 +453,21 @@ class Fleet:
         )
         self.paused_mode = None
         for member, error in (answers.out | answers.failed).items():
-            self._drop(member, error, "it does not continue")
-
-    async def _on_serving(self, act: Any, timeout: float | None) -> Answers:
-        answers = await everywhere(self._dispatcher.serving, act, timeout)
-        for member, error in answers.out.items():
-            self._drop(member, error, "it does not answer")
-        return answers
+            self.drop(member, error, "it does not continue")
 
     async def after_failure(self) -> None:
         """An update was aborted. Members without valid weights serve no more; the others have the weights of before."""
-        answers = await everywhere(self._dispatcher.serving, self._ask, ASK_S)
+        answers = await everywhere(self._dispatcher.serving, self.ask, ASK_S)
         for member, error in (answers.out | answers.failed).items():
-            self._drop(member, error, "it does not answer")
+            self.drop(member, error, "it does not answer")
         for member, status in answers.replies.items():
             if status.weights != "valid" or status.weights_epoch != member.epoch:
                 self._dispatcher.fence(
                     member, f"its weights are {status.weights} after an update that failed"
                 )
 
-    def _drop(self, member: Member, error: EngineError, what: str) -> None:
+    def drop(self, member: Member, error: EngineError, what: str) -> None:
+        """Take ``member`` out of routing: it has ended, or is fenced for ``what`` it did not do."""
         if isinstance(error, EngineDied):
             self._dispatcher.lost(member, error)
         else:
@@ -480,10 +493,3 @@ class Fleet:
             if self.heals and any(not member.serves for member in self.members):
                 for name in await self.heal():
                     logger.warning("engine %s serves again", name)
-
-
-def _raise_first(answers: Answers) -> None:
-    """Raise the first error of a member, if there is one, with the member's name as a note."""
-    for member, error in (answers.failed | answers.out).items():
-        error.add_note(f"engine {member.name}")
-        raise error

@@ -226,7 +226,8 @@ class Flow:
             attempt.member.fleet_epoch,
             rid=self.generation.rid,
         )
-        if reason.code in (ErrorCode.SHUTTING_DOWN, ErrorCode.ENGINE_DIED):
+        engine_ends = reason.code in (ErrorCode.SHUTTING_DOWN, ErrorCode.ENGINE_DIED)
+        if engine_ends and not self._dispatcher.ending:
             sample.part, sample.attempt = Part.of(whole), None
             self._dispatcher.lost(attempt.member, EngineDied(reason.message or f"{attempt.member.name} ends"))
             self._again([output.index])

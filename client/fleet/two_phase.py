@@ -54,6 +54,12 @@ class Answers:
         else:
             self.replies[member] = answer
 
+    def raise_first(self) -> None:
+        """Raise the first error of a member, if there is one, with the member's name as a note."""
+        for member, error in (self.failed | self.out).items():
+            error.add_note(f"engine {member.name}")
+            raise error
+
 
 async def everywhere(
     members: Sequence[Member], act: Callable[[Member], Awaitable[Any]], timeout: float | None
@@ -104,12 +110,17 @@ class FleetSession:
         self._verify: Verify = verify
         self._members: list[Member] = []
 
+    @property
+    def members(self) -> list[Member]:
+        """Those that take part, now."""
+        return list(self._members)
+
     async def begin(
         self,
         paused: Answers,
         *,
         timeout: float,
-        deadline_s: float,
+        deadline_s: float | None,
         manifest: list[TensorSpec] | None = None,
     ) -> None:
         """Open it on the members that ``paused``, the answers to a pause, says are there.
@@ -149,9 +160,10 @@ class FleetSession:
             ),
             max(timeout, LEAST_COMMIT_S),
         )
-        self.out |= answers.out | answers.failed
+        lost = answers.out | answers.failed
         if not answers.replies:
-            raise self._failure(self.out)
+            raise self._failure(self.out | lost)
+        self.out |= lost
         return Committed(answers.replies, self.out)
 
     async def abort(self) -> None:

@@ -14,6 +14,7 @@ from .errors import EXCEPTION_HANDLERS
 from .limits import BodyLimit
 from .openai import chat, completions, images, models
 from .pages import dashboard, metrics
+from .routing import RoutingKey
 from .sglang import (
     control_routes,
     generate_routes,
@@ -47,10 +48,11 @@ def create_app(front: FrontEnd) -> Litestar:
     async def provide() -> FrontEnd:
         return front
 
+    several = [] if front.fleet is None else [RoutingKey()]
     return Litestar(
         route_handlers=_routes(),
         dependencies={"front": Provide(provide)},
-        middleware=[AuthMiddleware(front.options), BodyLimit(front.options)],
+        middleware=[AuthMiddleware(front.options), BodyLimit(front.options), *several],
         exception_handlers=EXCEPTION_HANDLERS,
         state=State({"front": front}, deep_copy=False),
         openapi_config=None,

@@ -17,6 +17,7 @@ from .unknown_keys import UnknownKeys
 from .workers import Workers
 
 if TYPE_CHECKING:
+    from ..replicas.fleet import ReplicaFleet
     from .pages.metrics import Metrics
 
 OWNER = "http"
@@ -77,7 +78,17 @@ class ServeOptions:
 class FrontEnd:
     """Everything that handlers need; ``front: Front`` in a handler's signature."""
 
-    __slots__ = ("client", "health", "last_image", "manager", "metrics", "options", "unknown_keys", "workers")
+    __slots__ = (
+        "client",
+        "fleet",
+        "health",
+        "last_image",
+        "manager",
+        "metrics",
+        "options",
+        "unknown_keys",
+        "workers",
+    )
 
     def __init__(
         self,
@@ -86,8 +97,11 @@ class FrontEnd:
         options: ServeOptions,
         metrics: "Metrics",
         client: AsyncSchedulerClient | None = None,
+        fleet: "ReplicaFleet | None" = None,
     ) -> None:
         self.manager = manager
+        self.fleet = fleet
+        """The replicas behind ``client``; None: it is one engine's."""
         self.client: AsyncSchedulerClient = manager.client if client is None else client
         self.options = options
         self.metrics = metrics

@@ -2,53 +2,50 @@
 
 Invariants:
 - The server listens only when the engine is ready, and says where once it has answered.
-- Keys come from files or the environment, never from the command line, and the scheduler does not inherit them.
-- An address beyond loopback needs an API key, or the explicit word that everybody who can reach it may use it.
+- Keys and addresses: ``listening.py``. Several engines behind one port: ``client/replicas/``.
 - How it ends, and what becomes of it without its engine: ``watch.py``.
 """
 
 import asyncio
 import contextlib
-import errno
 import gc
-import ipaddress
 import logging
 import os
 import resource
 import socket
 import ssl
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from ...io_struct import private_directory
 from ...io_struct.text import LOG_PREFIX, LOG_TIME
-from ..exceptions import EngineError
+from ..exceptions import EngineError, InvalidRequest
 from ..process.launch import LaunchedScheduler, engine_command
 from ..process.notify import notify
 from ..process.stderr import Repeats, queued_stderr
 from ..process.supervise import restart_options, status_of, stop_timeout_s, supervised
 from ..process.supervisor import RestartPolicy, Supervisor
+from ..replicas.processes import ReplicaProcesses
 from ..wire.async_client import AsyncSchedulerClient
 from ..wire.curve import CLIENT_KEY_VARIABLE, SERVER_KEY_VARIABLE
+from .listening import ADMIN_KEY, API_KEY, OPEN_TO_ALL, Keys, bound, check_host, warn
 from .printable import PrintableFormatter
 from .tls import tls_context
 from .watch import Watch, interrupted_by_signals, unless_stopped
 
 if TYPE_CHECKING:
+    from ..replicas.fleet import ReplicaFleet
     from .context import FrontEnd, ServeOptions
     from .server import Server
 
-API_KEY, ADMIN_KEY = "CAESURA_API_KEY", "CAESURA_ADMIN_KEY"
-OPEN_TO_ALL = (
-    "generate, abort the generations of others, pause, replace the weights, have the scheduler connect to any address and have "
-    "files under --weights-root read"
-)
-"""What whoever reaches a server without keys can do; for the help and the warning at start."""
+Launched = LaunchedScheduler | Supervisor | ReplicaProcesses
+"""What runs the engine or engines."""
+StartedT = TypeVar("StartedT", Supervisor, ReplicaProcesses)
+
 MAX_DESCRIPTORS = 1 << 20
 """Of the limit of open descriptors, which is raised no further."""
 _NEEDS_EXTRA = 'the HTTP server needs additional packages: pip install "caesura[serve]"'
@@ -57,6 +54,14 @@ _NEEDS_EXTRA = 'the HTTP server needs additional packages: pip install "caesura[
 @click.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
 @click.option(
     "--model", type=click.Path(), help="Hugging Face model folder. Required unless --endpoint is given."
+)
+@click.option(
+    "--replicas",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Number of schedulers to start behind this port. Each has its own CUDA devices where there are some, else a part of the CPU "
+    "threads; requests go to the least loaded, commands to all, and one that dies is restarted.",
 )
 @click.option("--endpoint", help="Address of a running scheduler to serve, instead of starting one.")
 @click.option(
@@ -199,104 +204,33 @@ def serve(context: click.Context, /, **given: Any) -> None:
         raise click.UsageError(
             "--restart needs --model: a scheduler given by --endpoint was not started by this command"
         )
+    if given["replicas"] > 1 and given["model"] is None:
+        raise click.UsageError("--replicas needs --model: a scheduler given by --endpoint is one")
     if given["endpoint"] is not None and context.args:
         raise click.UsageError(f"scheduler options cannot be used with --endpoint: {' '.join(context.args)}")
-    keys = _Keys.take(given.pop("api_key_file"), given.pop("admin_key_file"))
-    _check_host(given["host"], keys, insecure=given["insecure_bind"])
+    keys = Keys.take(given.pop("api_key_file"), given.pop("admin_key_file"))
+    check_host(given["host"], keys, insecure=given["insecure_bind"])
     names = ("ssl_certfile", "ssl_keyfile", "ssl_keyfile_password_file", "ssl_ca_certs")
     tls = tls_context(*(given.pop(name) for name in names))
-    _warn(given["host"], keys, tls)
-    with contextlib.closing(_bound(given["host"], given["port"])) as listener:
+    warn(given["host"], keys, tls)
+    with contextlib.closing(bound(given["host"], given["port"])) as listener:
         given["port"] = listener.getsockname()[1]
         context.exit(
             run(Settings(keys=keys, tls=tls, scheduler_arguments=context.args, **given), listener, Server)
         )
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class _Keys:
-    api: str | None
-    admin: str | None
-
-    @classmethod
-    def take(cls, api_file: str | None, admin_file: str | None) -> "_Keys":
-        """From files, else from the environment, which then has them no longer.
-
-        Raises:
-            click.UsageError: a file cannot be read, or a key is empty.
-        """
-        return cls(_key(API_KEY, api_file), _key(ADMIN_KEY, admin_file))
-
-
-def _key(variable: str, file: str | None) -> str | None:
-    key = os.environ.pop(variable, None)
-    if file is not None:
-        try:
-            key = Path(file).read_text("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = (
-                error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
-            )  # never what is in it
-            raise click.UsageError(f"cannot read the key file {file}: {reason}") from None
-    if key is None:
-        return None
-    key = key.strip()
-    if not key:
-        raise click.UsageError(f"the key in {file or variable} is empty")
-    return key
-
-
-def _is_loopback(host: str) -> bool:
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return host == "localhost"
-
-
-def _check_host(host: str, keys: _Keys, *, insecure: bool) -> None:
-    if not _is_loopback(host) and keys.api is None and not insecure:
-        raise click.UsageError(
-            f"--host {host} can be reached from other machines: it needs --api-key-file (or {API_KEY}) and preferably an admin "
-            "key, or --insecure-bind, which gives full access to anyone who can reach it"
-        )
-
-
-def _warn(host: str, keys: _Keys, tls: ssl.SSLContext | None) -> None:
-    if _is_loopback(host):
-        return
-    if keys.api is None:
-        what = f"no API key: anyone who can reach it can {OPEN_TO_ALL}"
-    elif tls is None:
-        what = "no TLS: keys, prompts and outputs are sent unencrypted"
-    else:
-        return
-    click.echo(f"warning: insecure: {host} can be reached from other machines, and there is {what}", err=True)
-
-
-def _bound(host: str, port: int) -> socket.socket:
-    """A socket that has the address but does not listen yet."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        other = "; give another --port (0: any free one)" if error.errno == errno.EADDRINUSE else ""
-        raise click.ClickException(f"cannot listen on {host}:{port}: {error.strerror}{other}") from error
-    listener.set_inheritable(False)
-    return listener
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Settings:
     """What the command line said."""
 
-    keys: _Keys
+    keys: Keys
     tls: ssl.SSLContext | None
     insecure_bind: bool
     max_connections: int
     scheduler_arguments: list[str]
     model: str | None
+    replicas: int
     endpoint: str | None
     curve_server_key: str | None
     curve_client_key_file: str | None
@@ -345,8 +279,7 @@ def _run(settings: Settings, listener: socket.socket, server_class: "type[Server
     with interrupted_by_signals():  # until the event loop has handlers of its own
         launched = None if settings.model is None else _launch(settings)
         try:
-            endpoint = launched.endpoint if launched is not None else str(settings.endpoint)
-            return _event_loop()(_serve(settings, endpoint, launched, listener, server_class))
+            return _event_loop()(_serve(settings, launched, listener, server_class))
         finally:
             if launched is not None:
                 launched.close()
@@ -361,9 +294,11 @@ def _event_loop() -> Callable[[Any], int]:
     return run_with
 
 
-def _launch(settings: Settings) -> LaunchedScheduler | Supervisor:
+def _launch(settings: Settings) -> Launched:
+    if settings.replicas > 1:
+        return _started(settings, _replicas(settings))
     if settings.restart:
-        return _supervise(settings)
+        return _started(settings, _supervisor(settings))
     directory = private_directory.make()
     command = engine_command("--model", str(settings.model))
     command += ["--endpoint", f"ipc://{directory}/{private_directory.SOCKET}", *settings.scheduler_arguments]
@@ -376,7 +311,32 @@ def _launch(settings: Settings) -> LaunchedScheduler | Supervisor:
     )
 
 
-def _supervise(settings: Settings) -> Supervisor:
+def _supervisor(settings: Settings) -> Supervisor:
+    arguments, policy = _restarts(settings)
+    return supervised(
+        arguments,
+        None,
+        policy,
+        curve_server_key=settings.curve_server_key,
+        curve_client_key_file=settings.curve_client_key_file,
+    )
+
+
+def _replicas(settings: Settings) -> ReplicaProcesses:
+    arguments, policy = _restarts(settings)
+    try:
+        return ReplicaProcesses(
+            arguments,
+            settings.replicas,
+            policy,
+            curve_server_key=settings.curve_server_key,
+            curve_client_key_file=settings.curve_client_key_file,
+        )
+    except InvalidRequest as error:
+        raise click.UsageError(error.message) from error
+
+
+def _restarts(settings: Settings) -> tuple[list[str], RestartPolicy]:
     arguments = ["--model", str(settings.model), *settings.scheduler_arguments]
     policy = RestartPolicy(
         max_restarts=settings.max_restarts,
@@ -385,55 +345,65 @@ def _supervise(settings: Settings) -> Supervisor:
         startup_timeout_s=settings.startup_timeout,
         stop_timeout_s=stop_timeout_s(arguments),
     )
-    supervisor = supervised(
-        arguments,
-        None,
-        policy,
-        curve_server_key=settings.curve_server_key,
-        curve_client_key_file=settings.curve_client_key_file,
-    )
+    return arguments, policy
+
+
+def _started(settings: Settings, engines: StartedT) -> StartedT:
     try:
-        supervisor.start()
+        engines.start()
     except EngineError as error:
-        click.echo(f"error: {error}", err=True)
+        notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+        click.echo(f"error: {error}{notes}", err=True)
         sys.exit(status_of(error))
     except BaseException:
-        supervisor.close()
+        engines.close()
         raise
-    return supervisor
+    return engines
 
 
-async def _serve(
-    settings: Settings,
-    endpoint: str,
-    launched: LaunchedScheduler | Supervisor | None,
-    listener: socket.socket,
-    server_class: "type[Server]",
-) -> int:
+@contextlib.asynccontextmanager
+async def _connected(
+    settings: Settings, launched: Launched | None
+) -> AsyncIterator[tuple[AsyncSchedulerClient, str, "ReplicaFleet | None"]]:
+    """The client of the engine or engines, where they are as text, and the fleet where they are several."""
     from .context import OWNER
 
-    client = AsyncSchedulerClient(
+    if isinstance(launched, ReplicaProcesses):
+        from ..replicas.fleet import ReplicaFleet
+
+        async with ReplicaFleet(launched, owner=OWNER) as fleet:
+            yield fleet.client, f"{fleet.size} replicas", fleet
+        return
+    endpoint = launched.endpoint if launched is not None else str(settings.endpoint)
+    async with AsyncSchedulerClient(
         endpoint,
         owner=OWNER,
         curve_server_key=settings.curve_server_key,
         curve_client_key_file=settings.curve_client_key_file,
-    )
+    ) as client:
+        yield client, f"engine {endpoint}", None
 
-    async def start() -> tuple["Server", Watch]:
-        from .app import create_app
 
-        front = await front_end(settings, client)
-        server = server_class(
-            create_app(front),
-            lambda: _announce(front.options, endpoint, "http" if settings.tls is None else "https"),
-            connections=front.metrics.connections,
-            tls=settings.tls,
-        )
-        watch = Watch(server, front, launched)
-        watch.begin()  # without a pause since the last await: no signal is lost in between
-        return server, watch
+async def _serve(
+    settings: Settings, launched: Launched | None, listener: socket.socket, server_class: "type[Server]"
+) -> int:
+    async with contextlib.AsyncExitStack() as stack:
 
-    try:
+        async def start() -> tuple["Server", Watch]:
+            from .app import create_app
+
+            client, where, fleet = await stack.enter_async_context(_connected(settings, launched))
+            front = await front_end(settings, client, fleet)
+            server = server_class(
+                create_app(front),
+                lambda: _announce(front.options, where, "http" if settings.tls is None else "https"),
+                connections=front.metrics.connections,
+                tls=settings.tls,
+            )
+            watch = Watch(server, front, launched)
+            watch.begin()  # without a pause since the last await: no signal is lost in between
+            return server, watch
+
         server, watch = await unless_stopped(start())
         gc.freeze()  # imports and routes live as long as the process: a full collection need not go through them
         try:
@@ -441,11 +411,11 @@ async def _serve(
         finally:
             watch.end()
         return watch.status
-    finally:
-        await client.close()
 
 
-async def front_end(settings: Settings, client: AsyncSchedulerClient) -> "FrontEnd":
+async def front_end(
+    settings: Settings, client: AsyncSchedulerClient, fleet: "ReplicaFleet | None" = None
+) -> "FrontEnd":
     """What the handlers need, from the engine's first answer."""
     from ..text.tokenizer import TextTokenizer, TokenizerMissing
     from ..text.tokenizer_manager import TokenizerManager
@@ -484,14 +454,14 @@ async def front_end(settings: Settings, client: AsyncSchedulerClient) -> "FrontE
         max_batch=settings.max_batch,
     )
     manager = TokenizerManager(client, tokenizer, context_length=status.context_len)
-    front = FrontEnd(manager=manager, options=options, metrics=Metrics(settings.max_connections))
+    front = FrontEnd(manager=manager, options=options, metrics=Metrics(settings.max_connections), fleet=fleet)
     await front.metrics.engine.look(client)  # so that there is always a last one
     return front
 
 
-def _announce(options: "ServeOptions", endpoint: str, scheme: str) -> None:
+def _announce(options: "ServeOptions", engines: str, scheme: str) -> None:
     host = f"[{options.host}]" if ":" in options.host else options.host
     keys = " with keys" if options.api_key or options.admin_key else ""
-    click.echo(f"serving {options.model_name} on {scheme}://{host}:{options.port}{keys} (engine {endpoint})")
+    click.echo(f"serving {options.model_name} on {scheme}://{host}:{options.port}{keys} ({engines})")
     sys.stdout.flush()
     notify("READY=1", f"STATUS=serving on {scheme}://{host}:{options.port}")

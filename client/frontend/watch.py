@@ -4,7 +4,8 @@ Invariants:
 - A signal ends the engine first, so that every request in flight is answered, then the server; status 0. The engine drains if it
   was started so; a second signal ends that, and the server with it. An engine that ends by itself ends the server with status 1,
   after every waiting client has got its error.
-- With ``--restart`` the server outlives the engine: while there is none, requests are refused at once.
+- With ``--restart`` the server outlives the engine: while there is none, requests are refused at once. With ``--replicas`` it ends when
+  the last of them has ended for good.
 """
 
 import asyncio
@@ -21,6 +22,7 @@ from ..process.launch import LaunchedScheduler
 from ..process.notify import notify
 from ..process.supervise import status_of
 from ..process.supervisor import Down, Serving, State, Supervisor
+from ..replicas.processes import ReplicaProcesses
 
 if TYPE_CHECKING:
     from .context import FrontEnd
@@ -99,7 +101,10 @@ class Watch:
     """Ends the server on a signal, or when the engine has ended for good."""
 
     def __init__(
-        self, server: "Server", front: "FrontEnd", launched: LaunchedScheduler | Supervisor | None
+        self,
+        server: "Server",
+        front: "FrontEnd",
+        launched: LaunchedScheduler | Supervisor | ReplicaProcesses | None,
     ) -> None:
         self.status = 0
         self._server = server
@@ -116,7 +121,7 @@ class Watch:
         self._signals = stop_signals()
         for number in self._signals:
             loop.add_signal_handler(number, self._on_signal)
-        if isinstance(self._launched, Supervisor):
+        if isinstance(self._launched, Supervisor | ReplicaProcesses):
             self._launched.subscribe(self._hear)
         elif self._launched is not None:
             self._process = os.pidfd_open(self._launched.pid)
@@ -147,6 +152,8 @@ class Watch:
         """The engine first: it answers every request with what it has."""
         notify("STOPPING=1")
         self._server.stop_accepting()
+        if self._front.fleet is not None:
+            self._front.fleet.end()
         if self._launched is not None:
             self._forget_process()
             await asyncio.to_thread(self._launched.close)

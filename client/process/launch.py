@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -132,8 +132,14 @@ class Child:
     """A scheduler's process, its pipes and the threads that watch it; ``supervisor.py`` runs one after the other."""
 
     def __init__(
-        self, command: Sequence[str], directory: Path | None, log_path: str | os.PathLike[str] | None
+        self,
+        command: Sequence[str],
+        directory: Path | None,
+        log_path: str | os.PathLike[str] | None,
+        *,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
+        """``environment``: variables beside this process's own."""
         self.launcher = Process("engine")
         self._directory = directory
         self._log_path = log_path
@@ -162,6 +168,7 @@ class Child:
                 pass_fds=(ready_write, lifeline_read),
                 # Its own group: Ctrl-C at a terminal reaches the parent only, which then stops the engine in order.
                 process_group=0,
+                env=None if environment is None else {**os.environ, **environment},
             )
             if log is not None:
                 log.started(self.process.pid)

@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any, TypeVar
 
@@ -23,7 +23,7 @@ from ..wire.curve import CLIENT_KEY_VARIABLE, SERVER_KEY_VARIABLE, ClientKeys, K
 from .launch import USAGE_STATUS, engine_command
 from .notify import notify, watchdog_interval_s
 from .stderr import queued_stderr
-from .supervisor import Ended, RestartPolicy, Serving, State, Supervisor
+from .supervisor import THE_ONLY_ONE, Ended, RestartPolicy, Serving, State, Supervisor
 
 GAVE_UP_STATUS = 3
 STOP_TIMEOUT_S = 60.0
@@ -72,21 +72,29 @@ def supervised(
     *,
     curve_server_key: KeyOrFile | None = None,
     curve_client_key_file: KeyOrFile | None = None,
+    name: str = THE_ONLY_ONE,
+    environment: Mapping[str, str] | None = None,
 ) -> Supervisor:
     """A supervisor of ``caesura scheduler ARGUMENTS``, not started; endpoint and state file are private where none is given.
+
+    ``name`` and ``environment`` are those of :class:`Supervisor`.
 
     Raises:
         click.UsageError: the scheduler has keys, and there are none to ask it with.
         InvalidRequest: the keys that are given cannot be used.
     """
     ClientKeys.read(curve_server_key, curve_client_key_file)  # before a directory is made
-    if curve_server_key is None and policy.hang_timeout_s > 0 and _has(arguments, "--curve-secret-key-file"):
+    if (
+        curve_server_key is None
+        and policy.hang_timeout_s > 0
+        and has_option(arguments, "--curve-secret-key-file")
+    ):
         raise click.UsageError(
             "a scheduler with keys accepts only clients with keys: --curve-server-key and --curve-client-key-file are required, or "
             "--hang-timeout 0"
         )
     command = engine_command(*arguments)
-    has_state_file = _has(arguments, "--state-file")
+    has_state_file = has_option(arguments, "--state-file")
     directory = None
     if endpoint is None or not has_state_file:
         directory = private_directory.make()
@@ -99,23 +107,26 @@ def supervised(
         directory=directory,
         curve_server_key=curve_server_key,
         curve_client_key_file=curve_client_key_file,
+        name=name,
+        environment=environment,
     )
 
 
 def stop_timeout_s(arguments: Sequence[str]) -> float:
     """How long a scheduler with these arguments may take from SIGTERM to its end: longer than it may drain."""
     drain_s = 0.0
-    if _last(arguments, "--shutdown-mode") == "drain":
+    if option_value(arguments, "--shutdown-mode") == "drain":
         with contextlib.suppress(ValueError):  # the scheduler refuses it
-            drain_s = float(_last(arguments, "--drain-timeout-s") or _DRAIN_TIMEOUT_S)
+            drain_s = float(option_value(arguments, "--drain-timeout-s") or _DRAIN_TIMEOUT_S)
     return STOP_TIMEOUT_S + drain_s
 
 
-def _has(arguments: Sequence[str], option: str) -> bool:
-    return _last(arguments, option) is not None
+def has_option(arguments: Sequence[str], option: str) -> bool:
+    """Whether ``option`` is given among ``arguments`` of a scheduler."""
+    return option_value(arguments, option) is not None
 
 
-def _last(arguments: Sequence[str], option: str) -> str | None:
+def option_value(arguments: Sequence[str], option: str) -> str | None:
     """The value of ``option`` that counts, as click reads it; None: it is not there."""
     value = None
     for each, following in zip_longest(arguments, arguments[1:]):

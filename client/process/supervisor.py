@@ -21,7 +21,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +40,8 @@ _LAST_LINE = 300
 """Maximum characters of a scheduler's last line in the log."""
 _PROBES_PER_HANG = 4
 _LONGEST_PROBE_INTERVAL_S = 5.0
+THE_ONLY_ONE = "the scheduler"
+"""What a scheduler is called in the log where there are no others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +105,8 @@ class _Failure(Exception):  # noqa: N818  (it says what happened to the schedule
 class Supervisor:
     """Runs ``command`` with ``--endpoint``, ``--ready-fd`` and ``--lifeline-fd`` appended, again and again.
 
-    ``directory`` is removed at the end, if given. A scheduler with CURVE keys is asked how it is with those that are given.
+    ``directory`` is removed at the end, if given. A scheduler with CURVE keys is asked how it is with those that are given. ``name``
+    is what it is called in the log, and ``environment`` is set beside this process's own variables.
     """
 
     def __init__(
@@ -115,8 +118,12 @@ class Supervisor:
         directory: Path | None = None,
         curve_server_key: KeyOrFile | None = None,
         curve_client_key_file: KeyOrFile | None = None,
+        name: str = THE_ONLY_ONE,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         ClientKeys.read(curve_server_key, curve_client_key_file)  # refused before anything is started
+        self._name = name
+        self._environment = environment
         self.endpoint = endpoint
         """Where clients connect, restarts or not; exact once a scheduler has served (port 0 is a real one then)."""
         self._command = list(command)
@@ -216,7 +223,7 @@ class Supervisor:
                 self._run_once()
             except _Failure as failure:
                 if self._stopping.is_set():
-                    logger.warning("the scheduler, which was to end, %s", failure)
+                    logger.warning("%s, which was to end, %s", self._name, failure)
                     return None
                 if failure.final is not None:
                     return failure.final
@@ -238,8 +245,8 @@ class Supervisor:
         self._restarts.append(now)
         self._num_restarts += 1
         logger.warning(
-            "the scheduler %s; restart %d of %d within %g s, in %.1f s",
-            reason, len(self._restarts), policy.max_restarts, policy.window_s, delay,
+            "%s %s; restart %d of %d within %g s, in %.1f s",
+            self._name, reason, len(self._restarts), policy.max_restarts, policy.window_s, delay,
         )  # fmt: skip
         self._tell(Down(reason, delay))
         self._stopping.wait(delay)
@@ -248,7 +255,7 @@ class Supervisor:
     def _gave_up(self, reason: str) -> EngineError:
         policy = self._policy
         return EngineDied(
-            f"the scheduler {reason}; it was restarted {len(self._restarts)} times within {policy.window_s:g} s: giving up",
+            f"{self._name} {reason}; it was restarted {len(self._restarts)} times within {policy.window_s:g} s: giving up",
             restarts=self._num_restarts,
         )
 
@@ -259,7 +266,8 @@ class Supervisor:
             _Failure: it was not.
         """
         try:
-            child = Child([*self._command, "--endpoint", self.endpoint], None, None)
+            command = [*self._command, "--endpoint", self.endpoint]
+            child = Child(command, None, None, environment=self._environment)
         except OSError as error:
             raise _Failure(f"could not be started: {error}") from error
         self._child = child
@@ -300,7 +308,7 @@ class Supervisor:
             raise _Failure(f"did not answer its status for {patience:g} s and was killed")
         if child.process.returncode != 0:
             raise _Failure(_exit_of(child))
-        logger.info("the scheduler %s", how_it_ended(0))
+        logger.info("%s %s", self._name, how_it_ended(0))
 
     def _answers_until_it_ends(self, child: Child, patience: float) -> bool:
         """False as soon as it has been silent for ``patience`` seconds.

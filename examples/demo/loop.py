@@ -16,10 +16,10 @@ from contextlib import closing
 from dataclasses import dataclass
 from itertools import pairwise
 
-from caesura.client import SchedulerClient, launch_scheduler
 from caesura.io_struct import WeightUpdateReqOutput
 
 from . import task
+from .engine import Engine, started
 from .history import MB, EvalRecord, History, UpdateRecord
 from .messages import (
     Connect,
@@ -60,16 +60,7 @@ def run(settings: Settings, history: History, notify: Notify) -> None:
         history.phase = "starting engine"
         notify()
         launched = time.perf_counter()
-        engine = launch_scheduler(
-            initial.path,
-            dtype="float32",
-            device="cpu",
-            num_threads=settings.engine_threads,
-            context_len=task.CONTEXT_LEN,
-            kv_pool_tokens=settings.kv_pool_tokens,
-            max_running_requests=settings.max_running_requests,
-            log_path=settings.out_dir / "engine.log",
-        )
+        engine = started(settings, initial.path)
         with engine as client, closing(trainer):  # the trainer takes leave of an engine that is still there
             history.engine_start_s = time.perf_counter() - launched
             follow_warmup(trainer, history, notify)
@@ -97,7 +88,7 @@ def follow_warmup(trainer: TrainerProcess, history: History, notify: Notify) -> 
 class Loop:
     """Reinforcement learning on a running engine, from version 0."""
 
-    client: SchedulerClient
+    client: Engine
     trainer: TrainerProcess
     settings: Settings
     history: History

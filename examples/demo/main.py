@@ -13,7 +13,7 @@ from .display import open_display
 from .history import History
 from .images.settings import ImageSettings
 from .loop import StalledError, run
-from .settings import POLICIES, TRANSPORTS, Settings
+from .settings import HTTP_TRANSPORTS, POLICIES, TRANSPORTS, Settings
 from .trainer import TrainerError
 
 IMAGE = "image"
@@ -71,6 +71,7 @@ def parse(arguments: Sequence[str] | None) -> Settings | ImageSettings:
         "--transport", choices=TRANSPORTS, help=f"how weights reach the engine ({Settings.transport})"
     )
     parser.add_argument("--policy", choices=(*POLICIES, IMAGE), help=f"what is trained ({Settings.policy})")
+    parser.add_argument("--replicas", type=int, default=1, help="engines that sample, behind one port (1)")
     options = parser.parse_args(arguments)
     changes: dict[str, Any] = {"out_dir": options.out}
     if options.seed is not None:
@@ -81,6 +82,12 @@ def parse(arguments: Sequence[str] | None) -> Settings | ImageSettings:
         changes["updates"] = options.updates
     if options.transport is not None:
         changes["transport"] = options.transport
+    if options.replicas < 1 or (options.replicas > 1 and options.policy == IMAGE):
+        parser.error("--replicas must be at least 1, and 1 for images")
+    if options.replicas > 1:
+        changes |= {"replicas": options.replicas, "transport": options.transport or "tensor"}
+        if changes["transport"] not in HTTP_TRANSPORTS:
+            parser.error(f"--transport with --replicas: {' or '.join(HTTP_TRANSPORTS)}")
     if options.policy == IMAGE:
         return ImageSettings.quick(**changes) if options.quick else ImageSettings(**changes)
     if options.policy is not None:

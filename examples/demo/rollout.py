@@ -12,9 +12,10 @@ import random
 from collections import deque
 from dataclasses import dataclass, field
 
-from caesura.client import GenerateOutput, GenerationHandle, SamplingParams, SchedulerClient, TimedOut
+from caesura.client import GenerateOutput, SamplingParams, TimedOut
 
 from . import task
+from .engine import Engine, Handle
 from .messages import Group, Sample, Span
 from .settings import Settings
 
@@ -29,14 +30,14 @@ class Ledger:
     ended: int = 0
 
     def submit(
-        self, client: SchedulerClient, word: str, sampling_params: SamplingParams, *, return_logprob: bool
-    ) -> GenerationHandle:
+        self, client: Engine, word: str, sampling_params: SamplingParams, *, return_logprob: bool
+    ) -> Handle:
         """``client.submit`` on the prompt of ``word``, entered."""
         handle = client.submit(task.prompt_ids(word), sampling_params, return_logprob=return_logprob)
         self.submitted += sampling_params.n
         return handle
 
-    def collect(self, handle: GenerationHandle, timeout: float | None = None) -> list[GenerateOutput]:
+    def collect(self, handle: Handle, timeout: float | None = None) -> list[GenerateOutput]:
         """All samples of ``handle``, entered; raises what the engine answered instead."""
         outputs: list[GenerateOutput] = handle.results(timeout)
         self.ended += len(outputs)
@@ -93,7 +94,7 @@ class PoolCounts:
 class RolloutPool:
     """Keeps ``settings.groups_in_flight`` prompts with the engine and hands out what has come back."""
 
-    client: SchedulerClient
+    client: Engine
     settings: Settings
     ledger: Ledger
     counts: PoolCounts = field(default_factory=PoolCounts)
@@ -107,7 +108,7 @@ class RolloutPool:
             temperature=self.settings.temperature,
             n=self.settings.samples_per_prompt,
         )
-        self._in_flight: deque[tuple[str, GenerationHandle]] = deque()
+        self._in_flight: deque[tuple[str, Handle]] = deque()
         self._ready: deque[ScoredGroup] = deque(maxlen=2 * self.settings.groups_per_update)
         self._scored: list[ScoredGroup] = []
 
@@ -118,7 +119,7 @@ class RolloutPool:
 
     def pump(self) -> None:
         """Take in what has ended and submit as much again. Never waits."""
-        waiting: deque[tuple[str, GenerationHandle]] = deque()
+        waiting: deque[tuple[str, Handle]] = deque()
         for word, handle in self._in_flight:
             if handle.done():
                 self._take_in(ScoredGroup(word, [_sample(word, out) for out in self.ledger.collect(handle)]))
@@ -188,11 +189,11 @@ class Evaluation:
     """Greedy answers to all held-out words; valid for one version, hence :meth:`check_version`."""
 
     version: int
-    handles: dict[str, GenerationHandle]
+    handles: dict[str, Handle]
     ledger: Ledger
 
     @classmethod
-    def start(cls, client: SchedulerClient, ledger: Ledger, words: list[str], version: int) -> "Evaluation":
+    def start(cls, client: Engine, ledger: Ledger, words: list[str], version: int) -> "Evaluation":
         """Submit every word; the weights must not change before :meth:`done`."""
         params = SamplingParams(max_new_tokens=task.MAX_NEW_TOKENS, temperature=0.0)
         assert all(map(task.is_held_out, words))

@@ -9,23 +9,73 @@ import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeAlias
+from urllib.parse import urlencode
+
+import msgspec
 
 from caesura.client import CaesuraError, ControlClient
 from caesura.client.tensors import NamedTensors, WeightUpdateGroup
 from caesura.io_struct import WeightUpdateReqOutput
 
 from .messages import Push
+from .replicas import post
 from .settings import Transport
 
 PATIENCE_S = 60.0
+Sender: TypeAlias = "HttpSender | WeightSender"
+
+
+def weight_sender(transport: Transport, endpoint: str, write: Callable[[], Path]) -> "Sender":
+    """What brings weights to the engine, or engines, at ``endpoint``.
+
+    ``write`` makes a checkpoint of the policy as it is now, for the transport that reads it from a folder.
+    """
+    if endpoint.startswith("http"):
+        return HttpSender(transport, endpoint, write)
+    return WeightSender(transport, endpoint, write)
+
+
+class HttpSender:
+    """Weights over HTTP, to all engines behind one port."""
+
+    def __init__(self, transport: Transport, url: str, write: Callable[[], Path]) -> None:
+        self._transport, self._url, self._write = transport, url, write
+        self._checkpoint: Path | None = None
+
+    def prepare(self) -> None:
+        """As :meth:`WeightSender.prepare`."""
+        if self._transport == "disk":
+            self._checkpoint = self._write()
+
+    def push(self, tensors: NamedTensors, push: Push) -> WeightUpdateReqOutput:
+        """As :meth:`WeightSender.push`."""
+        options = {"weight_version": str(push.version), "flush_cache": push.flush_cache}
+        if self._transport == "disk":
+            body = {"model_path": str(self._checkpoint), **options}
+            reply = post(f"{self._url}/update_weights_from_disk", body, PATIENCE_S)
+        else:
+            from safetensors.torch import save
+
+            query = urlencode({**options, "flush_cache": str(push.flush_cache).lower()})
+            weights = save({name: value.detach().contiguous() for name, value in dict(tensors).items()})
+            path = f"{self._url}/update_weights_from_tensor?{query}"
+            reply = post(path, weights, PATIENCE_S, "application/octet-stream")
+        return msgspec.convert({**reply, "id": ""}, WeightUpdateReqOutput)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """There is no connection to end."""
 
 
 class WeightSender:
     """A connection of the trainer's own to the engine; as a context manager it also ends it."""
 
     def __init__(self, transport: Transport, endpoint: str, write: Callable[[], Path]) -> None:
-        """``write`` makes a checkpoint of the policy as it is now, for the transport that reads it from a folder."""
         self._transport = transport
         self._write = write
         self._checkpoint: Path | None = None

@@ -8,6 +8,9 @@ Transport = Literal["disk", "tensor", "ipc", "distributed"]
 TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
 """How weights get from the trainer to the engine: files, the socket, shared memory, a gloo broadcast."""
 
+HTTP_TRANSPORTS: tuple[Transport, ...] = ("disk", "tensor")
+"""Those that need nothing but HTTP."""
+
 Policy = Literal["dense", "moe", "mla"]
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 """What is trained: Qwen3, Qwen3 with experts, DeepSeek V3 (experts and latent attention)."""
@@ -57,6 +60,8 @@ class Settings:
     """Samples per engine step: what a step, and so a pause, can cost."""
     kv_pool_tokens: int = 8192
     engine_threads: int = 1
+    replicas: int = 1
+    """Engines that sample; several stand behind one port (``caesura serve --replicas``), and weights reach them by HTTP."""
 
     # Held-out evaluation (engine, greedy)
     eval_every: int = 10

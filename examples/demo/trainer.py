@@ -39,7 +39,7 @@ from .settings import Settings
 
 if TYPE_CHECKING:
     from .learner import Learner
-    from .sender import WeightSender
+    from .sender import Sender
 
 MessageT = TypeVar("MessageT", bound=FromTrainer)
 JOIN_S = 5.0
@@ -144,7 +144,7 @@ def _serve(pipe: Connection, settings: Settings, checkpoints: Path) -> None:
 
     from .learner import Learner
     from .policy import CheckpointWriter, build_policy
-    from .sender import WeightSender
+    from .sender import weight_sender
 
     disable_progress_bar()
     torch.set_num_threads(settings.trainer_threads)
@@ -159,7 +159,7 @@ def _serve(pipe: Connection, settings: Settings, checkpoints: Path) -> None:
     decoder: msgspec.msgpack.Decoder[ToTrainer] = msgspec.msgpack.Decoder(ToTrainer)
     connect = decoder.decode(pipe.recv_bytes())
     assert isinstance(connect, Connect)
-    with WeightSender(settings.transport, connect.endpoint, lambda: writer.write(model)) as sender:
+    with weight_sender(settings.transport, connect.endpoint, lambda: writer.write(model)) as sender:
         sender.prepare()
         while True:
             match decoder.decode(pipe.recv_bytes()):
@@ -186,7 +186,7 @@ def _warm_up(pipe: Connection, learner: "Learner", settings: Settings) -> None:
     _answer(pipe, WarmupDone(steps=steps, seconds=time.perf_counter() - began))
 
 
-def _train(job: TrainBatch, learner: "Learner", sender: "WeightSender", settings: Settings) -> StepDone:
+def _train(job: TrainBatch, learner: "Learner", sender: "Sender", settings: Settings) -> StepDone:
     """Check the batch, step, and get ready to push; the last policy stays in ``out_dir / "model"``."""
     from .learner import collate
     from .policy import save_policy

@@ -122,6 +122,19 @@ def test_every_other_transport_brings_the_weights_of_each_update(tmp_path, trans
     assert (tmp_path / "trainer.log").read_text() == "", "the trainer process did not end well"
 
 
+@pytest.mark.parametrize("transport", ["tensor", pytest.param("disk", marks=pytest.mark.long)])
+def test_the_policy_learns_from_two_replicas_behind_one_port(tmp_path, transport):
+    """Over HTTP: every token of both engines has the logprob of the weights that it names."""
+    arguments = ("--updates", "2", "--replicas", "2", "--transport", transport)
+    summary = summary_in(finish_demo(tmp_path, *arguments))
+    assert (summary["transport"], summary["updates"], summary["requests_lost"]) == (transport, 2, 0)
+    assert 0.0 < summary["max_logprob_gap"] <= 1e-3
+    log = (tmp_path / "engine.log").read_text()
+    assert log.count("scheduler.process: serving") == 2
+    assert log.count("committed, epoch 3, version '2'") == 2
+    assert (tmp_path / "trainer.log").read_text() == "", "the trainer process did not end well"
+
+
 @pytest.mark.slow
 def test_answers_lived_across_updates(finished):
     page = (finished / "report.html").read_text()

@@ -8,7 +8,7 @@ Invariants:
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from litestar import Request, Response, get
 from litestar.datastructures import State
@@ -21,6 +21,9 @@ from ..connections import Connections
 from ..context import Front
 from .engine_metrics import EngineWatch, Look, engine_families
 from .metric_families import Families, Histogram, one_two_five
+
+if TYPE_CHECKING:
+    from ...replicas.fleet import ReplicaFleet
 
 
 class Metrics:
@@ -128,11 +131,26 @@ async def metrics(request: Request[Any, Any, State], front: Front) -> Response[b
     """Open to all and never an error: an engine that does not answer shows as ``caesura:engine_up 0``."""
     look = await front.metrics.engine.look(front.client)
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Families(front.metrics.families(front.options.model_name, look)))
+    families = front.metrics.families(front.options.model_name, look)
+    if front.fleet is not None:
+        families += _replicas(front.options.model_name, front.fleet)
+    registry.register(_Families(families))
     encode, media_type = choose_encoder(request.headers.get("accept", ""))
     if media_type.startswith("text/"):  # Litestar adds the charset itself; Prometheus refuses a duplicate
         media_type = media_type.replace("; charset=utf-8", "")
     return Response(encode(registry), media_type=media_type)
+
+
+def _replicas(model_name: str, fleet: "ReplicaFleet") -> list[Metric]:
+    """What only several engines have."""
+    families, members = Families(model_name), fleet.members
+    up = {member.name: member.serves for member in members}
+    families.gauge("replica_up", "1 for each replica that serves.", up, ("replica",))
+    load = {member.name: member.load for member in members}
+    families.gauge("replica_load", "Samples that a replica has to generate.", load, ("replica",))
+    moved = fleet.dispatcher.moved
+    families.counter("moved_requests", "Samples that were continued on another replica.", moved)
+    return families.found
 
 
 ROUTES: list[HTTPRouteHandler] = [metrics]

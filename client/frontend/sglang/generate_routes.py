@@ -14,12 +14,14 @@ from litestar.handlers import HTTPRouteHandler
 
 from ....io_struct import CaesuraError
 from ...exceptions import RETRYABLE
+from ...fleet.router import routed_by
 from ..bodies import INLINE
 from ..context import Front, FrontEnd
 from ..errors import engine_error, json_bytes, native_error, status_of
 from ..exchange import ClientLeft, HTTPRequest, command, events, nobody, read_control, unless_left
 from ..generations import asking_label, label_for, merged, whole
 from ..modality import makes_tokens
+from ..routing import key_of
 from ..workers import SLICE, in_slices
 from .control_schema import Strict
 from .generate_answer import DONE, Answer, EventWriter, error_frame, token_texts
@@ -47,7 +49,8 @@ async def generate(request: HTTPRequest, front: Front) -> Response[Any]:
     """One or many prompts, as one answer or as a stream of events."""
     try:
         job = await _planned(front, await request.body())
-        return await (_streamed if job.stream else _whole)(request, front, job)
+        with routed_by(key_of(job.routing_key)):
+            return await (_streamed if job.stream else _whole)(request, front, job)
     except ClientLeft:
         return nobody()
     except CaesuraError as error:

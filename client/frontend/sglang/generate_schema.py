@@ -96,12 +96,12 @@ class GenerateBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     cache_salt: str | list[str] | None = None
     extra_key: str | list[str] | None = None
     min_weights_epoch: int | None = None
+    routing_key: Any = None
+    session_id: Any = None
     # accepted and ignored
     log_metrics: Any = None
     no_logs: Any = None
     custom_labels: Any = None
-    routing_key: Any = None
-    session_id: Any = None
     priority: Any = None
     bootstrap_host: Any = None
     bootstrap_port: Any = None
@@ -138,7 +138,7 @@ REFUSED = (
     "return_entropy", "return_indexer_topk", "require_reasoning",
 )  # fmt: skip
 IGNORED = (
-    "log_metrics", "no_logs", "custom_labels", "routing_key", "session_id", "priority", "bootstrap_host",
+    "log_metrics", "no_logs", "custom_labels", "priority", "bootstrap_host",
     "bootstrap_port", "bootstrap_room", "bootstrap_pair_key", "model", "background", "conversation_id", "modalities",
     "validation_time", "return_bytes",
 )  # fmt: skip
@@ -157,6 +157,8 @@ class Job(msgspec.Struct, kw_only=True):
     text_in_logprobs: bool
     prompt_token_ids: bool
     experts_dtype: ExpertsDtype
+    routing_key: Any
+    """Requests of one key, a text or a number, go to one of several engines; what is neither is no key."""
 
 
 def decode_body(raw: bytes, max_batch: int = 4096) -> GenerateBody:
@@ -236,6 +238,7 @@ def plan_job(body: GenerateBody, *, max_batch: int, detokenize: bool) -> Job:
         text_in_logprobs=bool(body.return_text_in_logprobs),
         prompt_token_ids=bool(body.return_prompt_token_ids),
         experts_dtype=body.routed_experts_dtype or "int32",
+        routing_key=body.routing_key or body.session_id,
     )
 
 

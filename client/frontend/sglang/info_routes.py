@@ -115,7 +115,33 @@ _PARALLEL = {
     "load_format": "auto",
     "skip_tokenizer_init": False,
 }
-"""What trainers compare with their own settings, but for the number of ranks."""
+"""What trainers compare with their own settings, but for the number of ranks. Replicas are data parallelism to them."""
+
+
+async def _parts(front: FrontEnd, status: GetStatusReqOutput) -> list[GetStatusReqOutput]:
+    """The status of every engine; of one, ``status``."""
+    if front.fleet is None:
+        return [status]
+    return [part.engine for part in await front.fleet.parts() if part.engine is not None]
+
+
+def _sizes(front: FrontEnd, status: GetStatusReqOutput) -> dict[str, Any]:
+    """Ranks, and of several engines who they are."""
+    if front.fleet is None:
+        count = 1 + len(status.ranks)
+        return {"tp_size": count, "num_gpus": count}
+    members = [
+        {
+            "name": each.name,
+            "state": each.state,
+            "reason": each.reason,
+            "load": each.load,
+            "endpoint": each.address.endpoint,
+        }
+        for each in front.fleet.members
+    ]
+    ranks = {"tp_size": front.fleet.tp, "dp_size": front.fleet.size}
+    return {**ranks, "num_gpus": front.fleet.size * front.fleet.tp, "replicas": members}
 
 
 def _settings(options: ServeOptions) -> dict[str, Any]:
@@ -126,22 +152,11 @@ def _settings(options: ServeOptions) -> dict[str, Any]:
 async def server_info(front: Front) -> Response[bytes]:
     """Settings and state."""
     status = await _status(front)
-    state: dict[str, Any] = msgspec.to_builtins(status)
-    look = await front.metrics.engine.look(front.client)
-    state |= {
-        "last_gen_throughput": look.throughput,
-        "effective_max_running_requests_per_dp": status.max_running_requests,
-        "memory_usage": {
-            "weight": status.device_memory.weights,
-            "kvcache": status.device_memory.kv_cache,
-            "token_capacity": status.kv.total,
-        },
-    }
+    states = [await _state(front, part) for part in await _parts(front, status)]
     return json_response(
         {
             **_PARALLEL,
-            "tp_size": 1 + len(status.ranks),
-            "num_gpus": 1 + len(status.ranks),
+            **_sizes(front, status),
             **_settings(front.options),
             "skip_tokenizer_init": front.manager.tokenizer is None,
             "served_model_name": front.options.model_name,
@@ -161,11 +176,32 @@ async def server_info(front: Front) -> Response[bytes]:
             "incarnation": status.incarnation,
             "status": "ready",
             "startup_time": time.time() - status.uptime_s,
-            "internal_states": [state],
+            "internal_states": states,
             "version": status.version,
             "frontend": "http",
         }
     )
+
+
+async def _state(front: FrontEnd, part: GetStatusReqOutput) -> dict[str, Any]:
+    """An engine's status, with SGLang's names beside."""
+    state: dict[str, Any] = msgspec.to_builtins(part)
+    return state | {
+        "last_gen_throughput": await _throughput(front, part),
+        "effective_max_running_requests_per_dp": part.max_running_requests,
+        "memory_usage": {
+            "weight": part.device_memory.weights,
+            "kvcache": part.device_memory.kv_cache,
+            "token_capacity": part.kv.total,
+        },
+    }
+
+
+async def _throughput(front: FrontEnd, part: GetStatusReqOutput) -> float:
+    """Of the last second; of one engine of several, of the seconds that it averages over itself."""
+    if front.fleet is not None:
+        return part.gen_throughput
+    return (await front.metrics.engine.look(front.client)).throughput
 
 
 class _LoadsQuery(Strict, kw_only=True):
@@ -183,13 +219,20 @@ async def loads(request: HTTPRequest, front: Front) -> Response[bytes]:
         raise ClientException(
             f"include: unknown {', '.join(sorted(unknown))}; known are {', '.join(_SECTIONS)}"
         )
-    if query.dp_rank:
-        raise ClientException("dp_rank: there is one rank, 0")
+    count = 1 if front.fleet is None else front.fleet.size
+    if query.dp_rank is not None and query.dp_rank >= count:
+        only = "there is one rank, 0" if count == 1 else f"there are {count} replicas, from 0"
+        raise ClientException(f"dp_rank: {only}")
     status = await _status(front)
-    load = await _load(front, status)
+    loads = await _loads(front, status)
+    if query.dp_rank is not None:
+        loads = [load for load in loads if load["dp_rank"] == query.dp_rank]
     if query.format == "prometheus":
         lines = [
-            f'caesura_load_{k}{{dp_rank="0"}} {v}\n' for k, v in load.items() if isinstance(v, (int, float))
+            f'caesura_load_{k}{{dp_rank="{load["dp_rank"]}"}} {v}\n'
+            for load in loads
+            for k, v in load.items()
+            if isinstance(v, (int, float))
         ]
         return Response("".join(lines).encode(), media_type="text/plain")
     return json_response(
@@ -197,20 +240,28 @@ async def loads(request: HTTPRequest, front: Front) -> Response[bytes]:
             "timestamp": time.time(),
             "version": status.version,
             "accelerator": status.device,
-            "num_accelerators": 1,
-            "dp_rank_count": 1,
-            "loads": [load],
+            "num_accelerators": count,
+            "dp_rank_count": count,
+            "loads": loads,
         }
     )
 
 
-async def _load(front: FrontEnd, status: GetStatusReqOutput) -> dict[str, Any]:
+async def _loads(front: FrontEnd, status: GetStatusReqOutput) -> list[dict[str, Any]]:
+    """One for each engine; a replica that does not answer has none."""
+    if front.fleet is None:
+        return [await _load(front, status, 0)]
+    parts = enumerate(await front.fleet.parts())
+    return [await _load(front, part.engine, at) for at, part in parts if part.engine is not None]
+
+
+async def _load(front: FrontEnd, status: GetStatusReqOutput, dp_rank: int) -> dict[str, Any]:
     running = status.running_requests + status.prefilling_requests
     totals, kv = status.totals, status.kv
     used = kv.total - kv.free - kv.cached
     return {
         "timestamp": time.time(),
-        "dp_rank": 0,
+        "dp_rank": dp_rank,
         "num_running_reqs": running,
         "num_waiting_reqs": status.waiting_requests,
         "num_reqs": running + status.waiting_requests,
@@ -219,7 +270,7 @@ async def _load(front: FrontEnd, status: GetStatusReqOutput) -> dict[str, Any]:
         "num_total_tokens": used,
         "max_total_num_tokens": kv.total,
         "token_usage": used / kv.total if kv.total else 0.0,
-        "gen_throughput": (await front.metrics.engine.look(front.client)).throughput,
+        "gen_throughput": await _throughput(front, status),
         "cache_hit_rate": totals.cached_tokens / totals.prompt_tokens if totals.prompt_tokens else 0.0,
         "utilization": running / status.max_running_requests,
         "max_running_requests": status.max_running_requests,
@@ -235,17 +286,16 @@ async def _load(front: FrontEnd, status: GetStatusReqOutput) -> dict[str, Any]:
 @get("/get_load", opt={"access": "user"})
 async def get_load(front: Front) -> Response[bytes]:
     """The older form of ``/v1/loads``."""
-    status = await _status(front)
-    running = status.running_requests + status.prefilling_requests
-    used = status.kv.total - status.kv.free - status.kv.cached
+    loads = await _loads(front, await _status(front))
     return json_response(
         [
             {
-                "dp_rank": 0,
-                "num_reqs": running + status.waiting_requests,
-                "num_waiting_reqs": status.waiting_requests,
-                "num_tokens": used,
+                "dp_rank": load["dp_rank"],
+                "num_reqs": load["num_reqs"],
+                "num_waiting_reqs": load["num_waiting_reqs"],
+                "num_tokens": load["num_used_tokens"],
             }
+            for load in loads
         ]
     )
 

@@ -22,7 +22,7 @@ from support.lanes import quick
 from support.waiting import eventually
 
 from caesura.client import SchedulerClient, ShuttingDown, launch_scheduler
-from caesura.client.frontend.serve import OPEN_TO_ALL
+from caesura.client.frontend.listening import OPEN_TO_ALL
 from caesura.client.frontend.watch import interrupted_by_signals
 
 pytestmark = pytest.mark.slow  # its engines take seconds to start

@@ -1,0 +1,235 @@
+"""``ReplicaFleet``: a fleet whose engines are processes of this host, and whose client takes every command of one engine.
+
+Invariants:
+- A replica that dies is out at once; its supervisor restarts it at the same endpoint, and it serves again only with the fleet's
+  weights.
+- Nobody is brought back while a weight session is open, while memory is released, or while the weights were lost on purpose: the
+  trainer's next update gives them to all.
+
+Runs on one event loop; supervisors report from their threads.
+"""
+
+import asyncio
+import logging
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from time import monotonic
+from typing import Any, Self
+
+from ...io_struct import GetStatusReqOutput, MemoryTag, new_id
+from ..exceptions import EngineDied, EngineError, EngineRestarting, WeightsInvalid
+from ..fleet.channel import FleetClient
+from ..fleet.fleet import Fleet
+from ..fleet.members import EngineAddress, Member
+from ..fleet.reports import MemberStatus
+from ..fleet.two_phase import Answers
+from ..process.supervisor import Down, Ended, Serving, State
+from .channel import CommandChannel
+from .commands import Commands
+from .copying import copy_apart
+from .processes import ReplicaProcesses
+from .statuses import Counters, combined_status
+from .updates import Updates
+
+logger = logging.getLogger(__name__)
+
+STATUS_S = 0.6
+"""How long replicas are waited for in a status; one that computes a long step then counts as it was."""
+PARTS_S = 5.0
+"""How long each replica's own status is waited for."""
+
+
+class ReplicaFleet(Fleet):
+    """The replicas of one server; ``client`` is used as that of one engine."""
+
+    _copy = staticmethod(copy_apart)
+
+    def __init__(self, processes: ReplicaProcesses, *, owner: str, **options: Any) -> None:
+        """``processes`` must have started; ``options`` are those of :class:`Fleet`."""
+        server_key, client_key = processes.keys
+        super().__init__(
+            [
+                EngineAddress(replica.supervisor.endpoint, server_key, client_key, name=replica.name)
+                for replica in processes.replicas
+            ],
+            owner=owner,
+            **options,
+        )
+        self.tp = processes.ranks
+        """Ranks of each replica."""
+        self.released: set[MemoryTag] = set()
+        """Tags that have been released and not resumed."""
+        self.pauses = 0
+        """Pauses so far."""
+        self.updates = Updates(self)
+        self.client = FleetClient(CommandChannel(self.dispatcher, Commands(self)), owner=self.owner)
+        self._processes = processes
+        self._incarnation = new_id()[:16]
+        self._began = monotonic()
+        self._counters = Counters()
+        self._returning: set[asyncio.Task[Any]] = set()
+
+    @property
+    def size(self) -> int:
+        """How many replicas there are, serving or not."""
+        return len(self._processes.replicas)
+
+    @property
+    def present(self) -> list[Member]:
+        """The replicas whose process is there, with valid weights or without."""
+        return [member for member in self.members if member.state != "gone"]
+
+    @property
+    def asked(self) -> list[Member]:
+        """Whom a command concerns: those that serve, or where none does all that are there.
+
+        Raises:
+            EngineRestarting: there is none.
+        """
+        found = self.dispatcher.serving or self.present
+        if not found:
+            raise EngineRestarting(f"no replica is there now: {self._reasons()}")
+        return found
+
+    @property
+    def awaits_update(self) -> bool:
+        """Whether the weights were given up by a command, so that only an update makes them valid again: meanwhile requests are
+        refused, as by one engine, and nobody is brought back."""
+        return self.dispatcher.refusal is not None
+
+    @awaits_update.setter
+    def awaits_update(self, value: bool) -> None:
+        reason = "the weights were released or reset: only a complete update makes them valid again"
+        self.dispatcher.refusal = WeightsInvalid(reason) if value else None
+
+    @property
+    def may_heal(self) -> bool:
+        """Whether :meth:`heal` does anything now."""
+        return super().may_heal and not (self.released or self.awaits_update or self.updates.is_open)
+
+    def position(self, member: Member) -> int:
+        """Number of the replica."""
+        return self.members.index(member)
+
+    async def open(self) -> Self:
+        """Connect to all replicas. Raises as :meth:`Fleet.open`."""
+        await super().open()
+        loop = asyncio.get_running_loop()
+
+        def hear(name: str, state: State) -> None:
+            with suppress(RuntimeError):  # the loop has been closed
+                loop.call_soon_threadsafe(self._on_state, name, state)
+
+        self._processes.follow(hear)
+        return self
+
+    async def close(self) -> None:
+        """Close the connections; the processes are their owner's to end. Idempotent."""
+        for task in list(self._returning):
+            task.cancel()
+        self.updates.close()
+        await super().close()
+
+    def end(self) -> None:
+        """The engines are about to be told to end: nothing is continued elsewhere any more."""
+        self.heals = False
+        self.dispatcher.end()
+
+    async def combined(self, owner: str | None) -> GetStatusReqOutput:
+        """One status of all replicas; ``owner`` is that of the request. Once one has answered, the others are waited for no longer
+        than :data:`STATUS_S` in all, and count as they were.
+
+        Raises:
+            EngineRestarting: no replica is there. EngineError: all that were there have ended.
+        """
+        members = self.present
+        if not members:
+            raise EngineRestarting(f"no replica is there now: {self._reasons()}")
+        pauses = self.pauses
+        answers = await self._statuses(members, owner)
+        for member, status in answers.replies.items():
+            self._counters.take(member.name, status)
+        if pauses == self.pauses:  # else these statuses may be older than the pause
+            self._notice_continued(answers)
+        if not answers.replies:
+            raise next(iter((answers.failed | answers.out).values()))
+        known = {member: self._counters.last(member.name) for member in members} | answers.replies
+        found = {self.position(member): status for member, status in known.items() if status is not None}
+        session = self.updates.status()
+        of_fleet: dict[str, Any] = {} if session is None else {"session": session}
+        waits = sum(flow.waits for flow in self.dispatcher.flows.values())
+        combined = combined_status(
+            found,
+            [self.position(member) for member in self.dispatcher.serving],
+            counters=self._counters,
+            tp=self.tp,
+            incarnation=self._incarnation,
+            pid=os.getpid(),
+            uptime_s=monotonic() - self._began,
+            weight_version=self.weight_version,
+            weights_epoch=self.weights_epoch,
+            **of_fleet,
+        )
+        combined.waiting_requests += waits
+        return combined
+
+    async def _statuses(self, members: Sequence[Member], owner: str | None) -> Answers:
+        """The answers that have come in time, or the first one."""
+        answers = Answers()
+        tasks = {asyncio.ensure_future(member.client.status(owner=owner)): member for member in members}
+        waiting = set(tasks)
+        try:
+            done, waiting = await asyncio.wait(waiting, timeout=STATUS_S)
+            while waiting and all(task.exception() is not None for task in done):
+                more, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                done |= more
+        finally:
+            for task in waiting:
+                task.cancel()
+        for task in done:
+            error = task.exception()
+            if error is not None and not isinstance(error, EngineError):
+                raise error
+            answers.sort(tasks[task], task.result() if error is None else error)
+        return answers
+
+    async def parts(self) -> list[MemberStatus]:
+        """Every replica's own status, in their order; None of one that does not answer within :data:`PARTS_S`."""
+        return (await self.status(timeout=PARTS_S)).members
+
+    def _notice_continued(self, answers: Answers) -> None:
+        """A pause may have ended by its lease, which no command has told."""
+        running = [
+            status.generation == "running" for member, status in answers.replies.items() if member.serves
+        ]
+        if self.paused_mode is not None and running and all(running) and not self.lock.locked():
+            self.paused_mode = None
+
+    def _on_state(self, name: str, state: State) -> None:
+        """What has become of a replica's process."""
+        member = self.dispatcher.members.get(name)
+        if member is None:
+            return
+        if isinstance(state, Down):
+            self._out(member, f"{state.reason}; it is being restarted")
+        elif isinstance(state, Ended):
+            self._out(member, "it was told to end" if state.error is None else state.error.message)
+        elif isinstance(state, Serving) and not member.serves and not self.dispatcher.ending:
+            task = asyncio.ensure_future(self._come_back(member))
+            self._returning.add(task)
+            task.add_done_callback(self._returning.discard)
+
+    def _out(self, member: Member, reason: str) -> None:
+        self.dispatcher.lost(member, EngineDied(f"{member.name} {reason}"))
+        if member.state == "gone":
+            member.reason = reason
+
+    async def _come_back(self, member: Member) -> None:
+        """Its process is there again; where it may not join now, the fleet tries again from time to time."""
+        with suppress(EngineError):
+            if member.name in await self.heal():
+                logger.warning("%s serves again", member.name)
+
+    def _reasons(self) -> str:
+        return "; ".join(f"{member.name}: {member.reason}" for member in self.members)

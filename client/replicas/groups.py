@@ -1,0 +1,124 @@
+"""Weight update groups of several replicas: which ranks are whose, and who is still in.
+
+Invariants:
+- Replica ``i`` with ``tp`` ranks is the ranks from ``rank_offset + i * tp`` on, whether it serves or not, and ``world_size`` counts
+  all of them: the same numbers in every group.
+- A broadcast that one rank does not take reaches nobody. So a group needs all replicas, and one whose replica has been restarted is
+  ended on the others, too, which ends the trainer's wait.
+"""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from ...io_struct import (
+    DestroyWeightsUpdateGroupReqInput,
+    DestroyWeightsUpdateGroupReqOutput,
+    InitWeightsUpdateGroupReqInput,
+    Message,
+    Request,
+    UpdateWeightsFromDistributedReqInput,
+)
+from ..exceptions import EngineError, GroupError, InvalidRequest, SessionOpen
+from ..fleet.members import Member
+from ..fleet.two_phase import Answers, everywhere
+from .answers import sent_to
+
+if TYPE_CHECKING:
+    from .fleet import ReplicaFleet
+
+
+class Groups:
+    """The groups that the replicas are in."""
+
+    def __init__(self, fleet: "ReplicaFleet") -> None:
+        self._fleet = fleet
+        self._incarnations: dict[str, dict[str, str | None]] = {}
+
+    async def join(self, request: InitWeightsUpdateGroupReqInput, expects: type[Message]) -> Answers:
+        """Have all replicas join.
+
+        Raises:
+            GroupError: a replica does not serve. InvalidRequest: ``world_size`` is too small for all.
+        """
+        fleet, tp = self._fleet, self._fleet.tp
+        absent = {member.name: member.reason for member in fleet.members if member.state == "gone"}
+        if absent:
+            raise GroupError(
+                f"a group has all {fleet.size} replicas, and not all are there: {_told(absent)}",
+                members=absent,
+            )
+        ranks = fleet.size * tp
+        if request.rank_offset + ranks > request.world_size:
+            raise InvalidRequest(
+                f"world_size = {request.world_size} must count every rank: {fleet.size} replicas of {tp} from rank_offset = "
+                f"{request.rank_offset} on need at least {request.rank_offset + ranks}",
+                field="world_size",
+                value=request.world_size,
+            )
+
+        def numbered(member: Member, own: InitWeightsUpdateGroupReqInput) -> InitWeightsUpdateGroupReqInput:
+            return msgspec.structs.replace(own, rank_offset=own.rank_offset + fleet.position(member) * tp)
+
+        answers = await everywhere(fleet.members, sent_to(request, expects, change=numbered), None)
+        if answers.failed or answers.out:
+            await self._end(request.group_name)
+        else:
+            self._incarnations[request.group_name] = {
+                member.name: member.client.incarnation for member in fleet.members
+            }
+        return answers
+
+    async def leave(self, request: DestroyWeightsUpdateGroupReqInput, expects: type[Message]) -> Answers:
+        """Have all replicas leave; one that has been restarted is in no group, which is no error where others are."""
+        known = self._incarnations.pop(request.group_name, None) is not None
+        answers = await everywhere(self._fleet.asked, sent_to(request, expects), None)
+        if known and answers.replies:
+            answers.failed.clear()
+        return answers
+
+    @asynccontextmanager
+    async def used_by(self, request: Request) -> AsyncIterator[None]:
+        """For the time of an update: one over a group needs all who joined, and ends the group everywhere where it fails.
+
+        Raises:
+            GroupError: a replica is not in the group any more.
+        """
+        if not isinstance(request, UpdateWeightsFromDistributedReqInput):
+            yield
+            return
+        name = request.group_name
+        try:
+            self._require_whole(name)
+            yield
+        except SessionOpen:  # the group may belong to that session
+            raise
+        except EngineError:
+            self._incarnations.pop(name, None)
+            await self._end(name)
+            raise
+
+    def _require_whole(self, name: str) -> None:
+        joined = self._incarnations.get(name)
+        if joined is None:
+            return  # each engine says that it is in no such group
+        lost = {
+            member.name: member.reason or "it was restarted"
+            for member in self._fleet.members
+            if member.state == "gone" or member.client.incarnation != joined[member.name]
+        }
+        if lost:
+            raise GroupError(
+                f"{', '.join(lost)} left the group {name!r} ({_told(lost)}): destroy it, and have all replicas join again",
+                members=lost,
+            )
+
+    async def _end(self, name: str) -> None:
+        request = DestroyWeightsUpdateGroupReqInput(group_name=name)
+        await everywhere(self._fleet.present, sent_to(request, DestroyWeightsUpdateGroupReqOutput), None)
+
+
+def _told(reasons: dict[str, str]) -> str:
+    return "; ".join(f"{name}: {reason}" for name, reason in reasons.items())

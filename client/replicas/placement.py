@@ -1,0 +1,130 @@
+"""Which devices, threads and share of the memory each replica of a host gets.
+
+Invariants:
+- What the command line says is left as it is; only what it leaves open is divided.
+- Replicas share no CUDA device, unless ``--device`` names one.
+
+Needs no torch: CUDA devices are counted as the driver counts them, which is how torch does.
+"""
+
+import ctypes
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..exceptions import InvalidRequest
+from ..process.supervise import has_option, option_value
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+SHARED_FRACTION = 0.5
+"""Of the memory that is free when engines start: what all replicas that share it plan for their KV pools together."""
+_OWN = ("--endpoint", "--state-file", "--tp-joined", "--tp-address")
+"""Options of a scheduler that two cannot share."""
+_THREADS = "OMP_NUM_THREADS"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One replica."""
+
+    arguments: list[str]
+    """Of its scheduler."""
+    environment: dict[str, str]
+    """Variables that it has beside those of this process."""
+
+
+def placed(
+    arguments: Sequence[str], replicas: int, environment: Mapping[str, str] = os.environ
+) -> list[Place]:
+    """The places of ``replicas`` schedulers with these arguments.
+
+    Raises:
+        InvalidRequest: an option cannot be shared, or there are too few CUDA devices.
+    """
+    for option in _OWN:
+        if has_option(arguments, option):
+            raise InvalidRequest(
+                f"{option} is for one engine: with --replicas every engine has its own", field=option
+            )
+    ranks = ranks_of(arguments)
+    devices = _assigned(option_value(arguments, "--device"), replicas, ranks, environment)
+    more = []
+    if not has_option(arguments, "--num-threads"):
+        more += ["--num-threads", str(max(1, _threads(environment) // (replicas * ranks)))]
+    if devices is None and not (
+        has_option(arguments, "--kv-pool-tokens") or has_option(arguments, "--kv-memory-fraction")
+    ):
+        more += ["--kv-memory-fraction", f"{SHARED_FRACTION / replicas:.4g}"]
+    return [
+        Place(
+            [*arguments, *more],
+            {} if devices is None else {VISIBLE: ",".join(devices[index * ranks : (index + 1) * ranks])},
+        )
+        for index in range(replicas)
+    ]
+
+
+def ranks_of(arguments: Sequence[str]) -> int:
+    """``--tp`` of a scheduler with these arguments; 1 where it is none, which the scheduler refuses."""
+    with suppress(ValueError):
+        return max(1, int(option_value(arguments, "--tp") or 1))
+    return 1
+
+
+def _assigned(
+    device: str | None, replicas: int, ranks: int, environment: Mapping[str, str]
+) -> list[str] | None:
+    """CUDA devices, as ``CUDA_VISIBLE_DEVICES`` names them; None: there are none to be assigned."""
+    if device not in (None, "auto", "cuda"):
+        return None
+    devices = cuda_devices(environment)
+    needed = replicas * ranks
+    if not devices:
+        return None
+    if len(devices) < needed:
+        each = "one each" if ranks == 1 else f"{ranks} each (--tp {ranks})"
+        raise InvalidRequest(
+            f"{replicas} replicas need {needed} CUDA devices, {each}, and there are {len(devices)}: give fewer --replicas, or "
+            "--device cuda:0 to have all of them share one (with --kv-pool-tokens), or --device cpu",
+            field="--replicas",
+            value=replicas,
+        )
+    return devices
+
+
+def cuda_devices(environment: Mapping[str, str] = os.environ) -> list[str]:
+    """The CUDA devices that a process with this environment sees, by index or UUID."""
+    given = environment.get(VISIBLE)
+    if given is not None:
+        names = [name.strip() for name in given.split(",")]
+        end = next((at for at, name in enumerate(names) if name in ("", "-1")), len(names))
+        return names[:end]
+    count = ctypes.c_int(0)
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:  # there is no driver
+        return []
+    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
+        return []
+    return [str(index) for index in range(count.value)]
+
+
+def _threads(environment: Mapping[str, str]) -> int:
+    """How many threads one engine alone would use: OpenMP's number, else the cores that this process may run on."""
+    with suppress(ValueError):
+        return int(environment[_THREADS]) if _THREADS in environment else _cores()
+    return _cores()
+
+
+def _cores() -> int:
+    """Cores, two hardware threads of which count once."""
+    siblings = set()
+    for cpu in os.sched_getaffinity(0):
+        path = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        try:
+            siblings.add(path.read_text())
+        except OSError:  # a container that hides it
+            siblings.add(str(cpu))
+    return len(siblings)

@@ -1,0 +1,285 @@
+"""``caesura serve --replicas 2``: two engines behind one port are used as one, updated as one, and outlive one another."""
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import save
+from support.checkpoints import make_checkpoint
+from support.http_serve import ServedEngine, served
+from support.plain_trainer import PlainTrainer, weights_of
+from support.tokenizers import make_byte_level
+
+from caesura.client import NoSession, SchedulerClient
+
+PATIENCE_S = 60.0
+LONG = 1000
+PREFIX = list(range(5, 105))
+OCTETS = {"content-type": "application/octet-stream"}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> list[str]:
+    """Two checkpoints of one architecture, in one folder; long answers take long enough to be met."""
+    root = tmp_path_factory.mktemp("replicas")
+    for seed in (3, 4):
+        make_checkpoint(
+            root / str(seed), "qwen3", tied=True, seed=seed, vocab_size=400, max_position_embeddings=2048
+        )
+        make_byte_level(root / str(seed), vocab_size=400)
+    return [str(root / "3"), str(root / "4")]
+
+
+@pytest.fixture(scope="module")
+def pair(models) -> Iterator[ServedEngine]:
+    options = ("--replicas", "2", "--kv-pool-tokens", "16384", "--log-stats-interval-s", "0")
+    with served("--model", models[0], *options) as engine:
+        yield engine
+
+
+@pytest.fixture(autouse=True)
+def as_at_start(pair, models) -> Iterator[None]:
+    yield
+    pair.post("/end_weight_update", {"commit": False, "force": True})
+    pair.ok("/update_weights_from_disk", {"model_path": models[0], "weight_version": "start"})
+    pair.ok("/continue_generation")
+    both_serve(pair)
+
+
+def info(pair: ServedEngine) -> dict[str, Any]:
+    return pair.get("/server_info").json()
+
+
+def both_serve(pair: ServedEngine) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while {each["state"] for each in info(pair)["replicas"]} != {"serving"}:
+        assert time.monotonic() < deadline, info(pair)["replicas"]
+
+
+def states(pair: ServedEngine, field: str) -> list[Any]:
+    return [each[field] for each in info(pair)["internal_states"]]
+
+
+def engines_of(answer: dict[str, Any]) -> list[str]:
+    return [span["incarnation"] for span in answer["meta_info"]["weight_versions"]]
+
+
+def keys_of_both(pair: ServedEngine) -> list[str]:
+    """A key of each replica, in their order."""
+    found: dict[str, str] = {}
+    for number in range(64):
+        (engine,) = engines_of(keyed(pair, str(number), [5, 6], 1))
+        found.setdefault(engine, str(number))
+        if len(found) == 2:
+            return [found[engine] for engine in states(pair, "incarnation")]
+    raise AssertionError("64 keys have one engine")
+
+
+def keyed(pair: ServedEngine, key: str, ids: list[int], count: int = 8, **fields: Any) -> dict[str, Any]:
+    sampling = {"temperature": 0.0, "max_new_tokens": count, "ignore_eos": True}
+    body = {"input_ids": ids, "sampling_params": sampling, **fields}
+    return pair.ok("/generate", body, headers={"X-SMG-Routing-Key": key})
+
+
+@contextmanager
+def in_flight(pair: ServedEngine, ids: list[int]) -> Iterator[list[dict[str, Any]]]:
+    """A long streamed answer of each replica that has begun; the events of both, the last ones at the end of the block."""
+    began = [threading.Event(), threading.Event()]
+    last: list[dict[str, Any]] = [{}, {}]
+
+    def follow(number: int, key: str) -> None:
+        sampling = {"temperature": 0.0, "max_new_tokens": LONG, "ignore_eos": True}
+        body = {"input_ids": [*ids, number], "sampling_params": sampling, "stream": True}
+        headers = {"X-SMG-Routing-Key": key}
+        with pair.http.stream("POST", "/generate", json=body, headers=headers, timeout=PATIENCE_S) as stream:
+            for line in stream.iter_lines():
+                if line.startswith("data: {"):
+                    last[number] = json.loads(line[6:])
+                    began[number].set()
+
+    threads = [
+        threading.Thread(target=follow, args=(number, key)) for number, key in enumerate(keys_of_both(pair))
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        assert all(event.wait(PATIENCE_S) for event in began)
+        yield last
+    finally:
+        for thread in threads:
+            thread.join(PATIENCE_S)
+            assert not thread.is_alive()
+
+
+def test_the_server_says_what_is_behind_its_port(pair):
+    found = info(pair)
+    assert (found["dp_size"], found["tp_size"], len({*states(pair, "pid")})) == (2, 1, 2)
+    assert [each["name"] for each in found["replicas"]] == ["replica-0", "replica-1"]
+    assert found["max_total_num_tokens"] == sum(each["kv"]["total"] for each in found["internal_states"])
+    loads = pair.get("/v1/loads").json()
+    assert (loads["dp_rank_count"], [each["dp_rank"] for each in loads["loads"]]) == (2, [0, 1])
+    assert [each["dp_rank"] for each in pair.get("/v1/loads?dp_rank=1").json()["loads"]] == [1]
+    assert "2 replicas, from 0" in pair.get("/v1/loads?dp_rank=2").text
+    assert [each["dp_rank"] for each in pair.get("/get_load").json()] == [0, 1]
+    assert "2 replicas" in pair.announced
+    assert "caesura:replica_up{model_name" in pair.get("/metrics").text
+
+
+def test_a_key_stays_with_its_replica_and_a_prefix_where_it_is_cached(pair):
+    keys = keys_of_both(pair)
+    homes = [{*engines_of(keyed(pair, key, [number, 2, 3]))} for key in keys for number in range(5, 8)]
+    assert homes == [{engine} for engine in states(pair, "incarnation") for _ in range(3)]
+    for field in ("session_id", "routing_key"):
+        bodies = [pair.generate([number, 2, 3], **{field: keys[1]}) for number in range(5, 8)]
+        assert {engine for each in bodies for engine in engines_of(each)} == homes[-1]
+
+    first = pair.generate(PREFIX)
+    later = [pair.generate([*PREFIX, number]) for number in range(5, 9)]
+    assert {engine for each in later for engine in engines_of(each)} == {*engines_of(first)}
+    assert all(each["meta_info"]["cached_tokens"] >= 96 for each in later)
+
+    pair.ok("/pause_generation", {"mode": "retract"})
+    threads = [threading.Thread(target=pair.generate, args=([number, 2],)) for number in range(5, 13)]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + PATIENCE_S
+    while sum(waiting := states(pair, "waiting_requests")) < len(threads):
+        assert time.monotonic() < deadline
+    assert waiting == [4, 4]  # other prompts go to whoever has less to do
+    pair.ok("/continue_generation")
+    for thread in threads:
+        thread.join(PATIENCE_S)
+
+
+def test_a_pause_holds_both_and_every_token_names_its_weights(pair, models):
+    with in_flight(pair, [7, 8]) as answers:
+        paused = pair.ok("/pause_generation", {"mode": "in_place"})
+        assert paused["held_requests"] == 2
+        assert states(pair, "generation") == ["paused", "paused"]
+        assert pair.get("/ready").status_code == 503
+        body = {"model_path": models[1], "weight_version": "new", "flush_cache": False}
+        updated = pair.ok("/update_weights_from_disk", body)
+        assert (updated["committed"], updated["weight_version"]) == (True, "new")
+        assert states(pair, "generation") == ["paused", "paused"]
+        assert pair.ok("/continue_generation")["was_paused"]
+    for answer in answers:
+        spans = answer["meta_info"]["weight_versions"]
+        assert [span["version"] for span in spans][-1] == "new"
+        assert [span["epoch"] for span in spans] == [updated["weights_epoch"] - 1, updated["weights_epoch"]]
+        assert len(answer["output_ids"]) == LONG
+    assert states(pair, "weight_version") == ["new", "new"]
+    label = pair.get("/get_weight_version").json()
+    assert label == {"weight_version": "new", "weights_epoch": updated["weights_epoch"]}
+
+
+def test_buckets_are_one_commit_on_both(pair, models):
+    """While paused, without a session: committed when the last tensor has come, or at continue."""
+    weights = weights_of(Path(models[1]))
+    halves = [{name: weights[name] for name in part} for part in (list(weights)[::2], list(weights)[1::2])]
+    for number, parts in enumerate((halves, halves[:1])):
+        before, label = states(pair, "weight_version"), f"buckets-{number}"
+        pair.ok("/pause_generation", {"mode": "retract"})
+        for part in parts:
+            assert states(pair, "weight_version") == before
+            path = f"/update_weights_from_tensor?weight_version={label}"
+            reply = pair.http.post(path, content=save(part), headers=OCTETS).json()
+            assert reply["success"]
+        assert reply["committed"] is (len(parts) == 2)
+        assert states(pair, "weight_version") == ([label] * 2 if reply["committed"] else before)
+        pair.ok("/continue_generation")
+        assert states(pair, "weight_version") == [label] * 2
+    assert pair.ok("/update_weight_version", {"new_version": "named"})["new_version"] == "named"
+    assert states(pair, "weight_version") == ["named"] * 2
+
+
+def test_an_update_that_one_replica_refuses_leaves_both_labels(pair, models):
+    """A session of somebody else's on one of them; then one that breaks after both have written."""
+    whole, labels = pair.generate([5, 6, 7])["output_ids"], states(pair, "weight_version")
+    body = {"model_path": models[1], "weight_version": "never"}
+    with SchedulerClient(info(pair)["replicas"][1]["endpoint"]) as second:
+        second.begin_weight_update()
+        refused = pair.post("/update_weights_from_disk", body)
+        assert (refused.status_code, refused.json()["code"]) == (400, "session_open")
+        assert "replica-1" in refused.json()["message"]
+        assert states(pair, "weight_version") == labels
+        with suppress(NoSession):  # where the fleet has been first, which wants its replica back
+            second.end_weight_update(commit=False)
+        both_serve(pair)
+        assert states(pair, "weights") == ["valid", "valid"]
+
+        session = {"X-Caesura-Session": pair.ok("/begin_weight_update")["session_id"]}
+        half = dict(list(weights_of(Path(models[1])).items())[::2])
+        path = "/update_weights_from_tensor?weight_version=never"
+        loaded = pair.http.post(path, content=save(half), headers={**OCTETS, **session}).json()
+        assert (loaded["success"], loaded["committed"]) == (True, False)
+        second.end_weight_update(commit=False, force=True)
+        failed = pair.post("/end_weight_update", {}, headers=session)
+        assert failed.status_code >= 400
+        assert "replica-1" in failed.json()["message"]
+    both_serve(pair)  # they were poisoned, and have read the folder of the weights that serve
+    assert states(pair, "weight_version") == labels
+    assert pair.get("/weight_version").json()["weight_version"] == labels[0]
+    for key in keys_of_both(pair):
+        assert keyed(pair, key, [5, 6, 7])["output_ids"] == whole
+
+
+def test_a_group_has_the_ranks_of_both(pair, models):
+    trainer = PlainTrainer(name="pair", world_size=3)
+    weights = weights_of(Path(models[1]))
+    group = {
+        "master_address": "127.0.0.1",
+        "master_port": trainer.port,
+        "rank_offset": 1,
+        "group_name": "pair",
+    }
+    small = pair.post("/init_weights_update_group", {**group, "world_size": 2, "backend": "gloo"})
+    assert small.status_code == 400
+    assert "need at least 3" in small.json()["message"]
+    trainer.beside(trainer.join)
+    reply = pair.ok("/init_weights_update_group", {**group, "world_size": 3, "backend": "gloo"})
+    trainer.finish()
+    assert (reply["rank"], reply["world_size"]) == (1, 3)
+    trainer.beside(lambda: trainer.broadcast_each(weights))
+    described = {
+        "names": list(weights),
+        "dtypes": [str(each.dtype).removeprefix("torch.") for each in weights.values()],
+        "shapes": [list(each.shape) for each in weights.values()],
+        "group_name": "pair",
+        "weight_version": "broadcast",
+    }
+    assert pair.ok("/update_weights_from_distributed", described)["committed"]
+    trainer.finish()
+    assert states(pair, "weight_version") == ["broadcast", "broadcast"]
+    assert pair.ok("/weights_checker")["success"]  # which compares them
+    pair.ok("/destroy_weights_update_group", {"group_name": "pair"})
+
+
+def test_a_replica_that_is_killed_loses_no_request_and_comes_back(pair, models):
+    """SIGKILL while both generate: its answer goes on where it was, and it serves again with the weights of now."""
+    with in_flight(pair, [9, 10]) as answers:
+        pair.ok("/pause_generation", {"mode": "in_place"})
+        victim = states(pair, "pid")[0]
+        os.kill(victim, signal.SIGKILL)
+        deadline = time.monotonic() + PATIENCE_S
+        while info(pair)["replicas"][0]["state"] != "gone":
+            assert time.monotonic() < deadline
+        assert pair.get("/health").status_code == 200
+        pair.ok("/continue_generation")
+        body = {"model_path": models[1], "weight_version": "meanwhile"}
+        assert pair.ok("/update_weights_from_disk", body)["committed"]
+    assert [len(answer["output_ids"]) for answer in answers] == [LONG, LONG]
+    assert len({*engines_of(answers[0])}) == 2, "it did not go on elsewhere"
+    assert len({*engines_of(answers[1])}) == 1
+    both_serve(pair)
+    assert victim not in states(pair, "pid")
+    assert states(pair, "weight_version") == ["meanwhile", "meanwhile"]
+    assert {engine for key in keys_of_both(pair) for engine in engines_of(keyed(pair, key, [5]))} == {
+        *states(pair, "incarnation")
+    }
