@@ -72,7 +72,7 @@ def what_serves(config: EngineConfig, loaded: LoadedModel) -> Serving:
             by["experts"] = TORCH
     if model.moe is None and loaded.model.routing is None and (foreign is None or not foreign.torch_experts):
         del by["experts"]
-    if model.moe is not None or model.mla is not None or not loaded.model.plain_layers:
+    if by["decoder"] != TORCH and not loaded.model.in_one_call:
         del by["decoder"]  # layers are computed part by part, whatever computes the parts
     if loaded.device.type != "cpu":
         return Serving(by, _why_not_better(attention, loaded.device))
