@@ -223,8 +223,10 @@ class LayerShape:
             fits = kind.intermediate > 0
         else:
             fits = 0 < experts.top_k <= experts.count
-            if experts.in_groups is not None:
-                fits = fits and choosable(experts.in_groups, experts.count, experts.top_k)
+            if (by := experts.in_groups) is not None:
+                fits = fits and choosable(
+                    by.groups, by.top_groups, experts.count, experts.top_k, best_two=by.best_two
+                )
         if not fits:
             raise ValueError(f"no layer {number} of {kind}")
 
@@ -239,12 +241,12 @@ def _in_groups(kind: LayerKind) -> bool:
     return kind.experts is not None and kind.experts.in_groups is not None
 
 
-def choosable(by: GroupRouting, experts: int, top_k: int) -> bool:
-    """Whether the kernel can make this choice of ``top_k`` of so many experts."""
-    size = experts // max(by.groups, 1)
+def choosable(groups: int, top_groups: int, experts: int, top_k: int, *, best_two: bool) -> bool:
+    """Whether the kernel can choose ``top_k`` of so many experts by groups."""
+    size = experts // max(groups, 1)
     return (
-        0 < by.top_groups <= by.groups <= MAX_GROUPS
-        and by.groups * size == experts
-        and size >= (2 if by.best_two else 1)
-        and top_k <= by.top_groups * size
+        0 < top_groups <= groups <= MAX_GROUPS
+        and groups * size == experts
+        and size >= (2 if best_two else 1)
+        and top_k <= top_groups * size
     )

@@ -59,7 +59,9 @@ class GroupedRouter:
             scale=scale,
         )
         compiled = best("experts", place.device, place.dtype) not in (TORCH, TRITON)
-        wanted = compiled and choosable(self.in_groups, num_experts, top_k)
+        wanted = compiled and choosable(
+            num_groups, top_groups, num_experts, top_k, best_two=group_score == "top2"
+        )
         self._matrix = Matrix(f"{name}.weight", num_experts, hidden_size, place, packed=wanted)
         self._bias: Parameter | None = None
         if bias:
