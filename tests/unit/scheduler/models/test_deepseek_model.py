@@ -220,7 +220,7 @@ def test_routing_is_that_of_transformers(case: str, dtype: torch.dtype, tmp_path
     )
     model = load_model(str(tmp_path), dtype)
     with torch.inference_mode():
-        ours = model._layers[1].mlp._router
+        ours = model._layers[1].mlp.router
         x = torch.randn(200, 40, generator=torch.Generator().manual_seed(0)).to(dtype)
         ids, weights = ours.forward(x, torch.empty(200, ours._top_k, dtype=torch.uint8))
         _, their_weights, their_ids = router(x)
@@ -235,7 +235,7 @@ def test_routing_is_that_of_transformers(case: str, dtype: torch.dtype, tmp_path
 
 def test_the_bias_chooses_and_does_not_weigh(folder: Path) -> None:
     model = load_model(str(folder), torch.float32)
-    router = model._layers[1].mlp._router
+    router = model._layers[1].mlp.router
     x = torch.randn(50, 40, generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         model.weight_slots()[BIAS].write(torch.tensor([0.0, 0, 0, 0, 50, 50]), 0)
