@@ -26,7 +26,8 @@ namespace {
 constexpr int64_t PANEL = 32, TILE = 16, HALF = 16 * TILE;  // words
 
 // How far ahead of its use a line of the weight is asked for, in words: four tiles, 8 KB. The processor's own prefetcher
-// loses the track where rows of x are read beside it. Where a panel is gone through several times, memory is idle after the
+// loses the track where rows of x are read beside it. Into the second-level cache: the first has room for few lines under way
+// (docs/contributing/experiments.md: half the time on Zen 4). Where a panel is gone through several times, memory is idle after the
 // first: there the next panel is asked for meanwhile.
 constexpr int64_t AHEAD = 4 * 2 * HALF;
 
@@ -253,8 +254,8 @@ static void block(const Linear& a, int64_t row, const float* w, int64_t output, 
         for (int64_t i = 0; i < count; i++, x += 4) {
             const F left = load_words(w + i * 16), right = load_words(w + i * 16 + NEXT);
             if constexpr (ONCE) {
-                _mm_prefetch((const char*)(w + i * 16 + AHEAD), _MM_HINT_T0);
-                _mm_prefetch((const char*)(w + i * 16 + AHEAD + HALF), _MM_HINT_T0);
+                _mm_prefetch((const char*)(w + i * 16 + AHEAD), _MM_HINT_T1);
+                _mm_prefetch((const char*)(w + i * 16 + AHEAD + HALF), _MM_HINT_T1);
             } else {
                 _mm_prefetch((const char*)later, _MM_HINT_T1);
                 later += 16;
