@@ -51,14 +51,21 @@ class _Regions:
         if experts:
             count, k = max(each.count for each in experts), max(each.top_k for each in experts)
             size, indices = max(each.size for each in experts), (count + 1) * _INT64
-            self.groups_row, of_layers = count + 1, len(kinds) * indices  # a thread may read those of a layer late
+            self.groups_row, of_layers = (
+                count + 1,
+                len(kinds) * indices,
+            )  # a thread may read those of a layer late
             self._block |= {
                 "logits": (count * _FLOAT32, 0), "ids": (k * _INT64, 0), "weights": (k * _FLOAT32, 0),
                 "pair_tokens": (k * _INT64, 0), "places": (k * _INT64, 0), "gates": (item, 0),
                 "next": (0, indices),
                 "rows": (k * hidden, 0), "expert_gate_up": (2 * k * size * item, 0), "expert_gated": (k * size * item, 0),
             }  # fmt: skip
-            self._common |= {"hit": (0, of_layers), "starts": (0, of_layers), "count": (0, len(kinds) * _INT64)}
+            self._common |= {
+                "hit": (0, of_layers),
+                "starts": (0, of_layers),
+                "count": (0, len(kinds) * _INT64),
+            }
         self._for: tuple[int, int] = 0, 0
         self._offsets: dict[str, int] = {}
 
@@ -67,7 +74,10 @@ class _Regions:
         if self._for[0] != tokens:
             self._offsets = {}
             begin = self._place(self._common, tokens, 0)
-            self._for = tokens, max(self._place(part, tokens, begin) for part in (self._attention, self._block))
+            self._for = (
+                tokens,
+                max(self._place(part, tokens, begin) for part in (self._attention, self._block)),
+            )
         return self._offsets, self._for[1]
 
     def _place(self, part: dict[str, tuple[int, int]], tokens: int, begin: int) -> int:

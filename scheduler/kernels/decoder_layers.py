@@ -212,7 +212,9 @@ class LayerShape:
             elif name in products:
                 count, outputs, inputs = products[name]
                 rows, columns = storage_shape(outputs, inputs, dtype)
-                fits = packable(inputs, dtype) and tensor.shape == (count * rows, columns) and is_storage(tensor)
+                fits = (
+                    packable(inputs, dtype) and tensor.shape == (count * rows, columns) and is_storage(tensor)
+                )
             else:
                 fits = tensor.shape == vectors.get(name) and tensor.is_contiguous()
             if not fits or (tensor is not None and tensor.dtype != wanted):

@@ -164,7 +164,11 @@ class GroupedProduct:
             and len(groups.starts) == self._num_experts + 1
             and (
                 bias is None
-                or (bias.shape == (self._num_experts, self._outputs) and bias.dtype == x.dtype and bias.is_contiguous())
+                or (
+                    bias.shape == (self._num_experts, self._outputs)
+                    and bias.dtype == x.dtype
+                    and bias.is_contiguous()
+                )
             )
         ):
             raise ValueError(

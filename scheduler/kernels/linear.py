@@ -130,8 +130,14 @@ class BatchedProduct:
             ValueError: it has another shape or cannot be packed.
         """
         rows, columns = storage_shape(outputs, inputs, weight.dtype)
-        if weight.shape != (count * rows, columns) or not is_storage(weight) or not packable(inputs, weight.dtype):
-            raise ValueError(f"{_described(weight)} does not hold {count} x {outputs} packed rows of {inputs}")
+        if (
+            weight.shape != (count * rows, columns)
+            or not is_storage(weight)
+            or not packable(inputs, weight.dtype)
+        ):
+            raise ValueError(
+                f"{_described(weight)} does not hold {count} x {outputs} packed rows of {inputs}"
+            )
         self._weight, self._sizes = weight, (count, outputs, inputs)
         self._compute = _BATCHES[weight.dtype]
 

@@ -180,9 +180,7 @@ class Experts:
             if found is not None and found.fused is not None and self._fp8 is None:
                 self._fp8 = found.fused(place.workspace)
             return Fp8ExpertMatrix(name, self.count, part_rows, in_features, place)
-        return ExpertMatrix(
-            name, self.count, sum(part_rows), in_features, place, packed=self._compiled
-        )
+        return ExpertMatrix(name, self.count, sum(part_rows), in_features, place, packed=self._compiled)
 
     def forward(self, x: Tensor, expert_ids: Tensor, weights: Tensor, addend: Tensor | None = None) -> Tensor:
         """[T, hidden] to [T, hidden], in fresh memory; of several ranks, the sum over all of them is the result.
@@ -244,7 +242,11 @@ class Experts:
     @property
     def packed(self) -> PackedExperts | None:
         """As the kernel takes them that computes whole layers. None: they are stored otherwise."""
-        if not (self._compiled and isinstance(self._gate_up, ExpertMatrix) and isinstance(self._down, ExpertMatrix)):
+        if not (
+            self._compiled
+            and isinstance(self._gate_up, ExpertMatrix)
+            and isinstance(self._down, ExpertMatrix)
+        ):
             return None
         gate_up_bias, down_bias = self._added_biases
         return PackedExperts(self._gate_up.parameter.data, gate_up_bias, self._down.parameter.data, down_bias)
@@ -255,9 +257,7 @@ class Experts:
         gate_up = self._take("gate_up", expert_ids, 2 * self.width, x)
         biases = self._added_biases
         self._gate_up.packed_product(rows, groups, gate_up, biases[0])
-        gated = elementwise.gate_mul(
-            gate_up, self._take("gated", expert_ids, self.width, x), bend=self.bend
-        )
+        gated = elementwise.gate_mul(gate_up, self._take("gated", expert_ids, self.width, x), bend=self.bend)
         y = self._down.packed_product(gated, groups, rows, biases[1])  # whose inputs are no longer needed
         return kernel.combine(y, groups, weights.float().contiguous())
 

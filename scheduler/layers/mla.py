@@ -249,7 +249,10 @@ class UpProjection:
             return
         latent, (nope, value) = self._latent.length, self._sizes
         keys, values = self._weights
-        rows = kernel.storage_shape(latent, 1, keys.data.dtype)[0], kernel.storage_shape(value, 1, keys.data.dtype)[0]
+        rows = (
+            kernel.storage_shape(latent, 1, keys.data.dtype)[0],
+            kernel.storage_shape(value, 1, keys.data.dtype)[0],
+        )
         for head in range(self._heads):
             yield TurnedSlot(keys.name, keys.data, head * rows[0], (nope, latent))
             yield PackedSlot("", values.name, values.data, head * rows[1], (value, latent))

@@ -18,7 +18,13 @@ from caesura.scheduler.attention.sdpa import SdpaBackend
 from caesura.scheduler.cache.pool import MHAPool
 from caesura.scheduler.kernels import native
 from caesura.scheduler.kernels.decoder import DecoderKernel
-from caesura.scheduler.kernels.decoder_layers import ExpertsForm, GroupRouting, LayerKind, LayerShape, LayerTensors
+from caesura.scheduler.kernels.decoder_layers import (
+    ExpertsForm,
+    GroupRouting,
+    LayerKind,
+    LayerShape,
+    LayerTensors,
+)
 from caesura.scheduler.kernels.linear import storage_shape
 
 FAMILIES = {
@@ -32,8 +38,21 @@ FAMILIES = {
     "gemma3": {"head_dim": 14},
     "gpt-oss": {},
     "glm4-moe": {"n_routed_experts": 20},
-    "deepseek-v2": {"n_routed_experts": 6, "n_group": 2, "topk_group": 1, "num_attention_heads": 13, "num_key_value_heads": 13, "hidden_size": 52},
-    "deepseek-v3": {"kv_lora_rank": 64, "qk_nope_head_dim": 34, "qk_rope_head_dim": 32, "head_dim": 32, "q_lora_rank": None},
+    "deepseek-v2": {
+        "n_routed_experts": 6,
+        "n_group": 2,
+        "topk_group": 1,
+        "num_attention_heads": 13,
+        "num_key_value_heads": 13,
+        "hidden_size": 52,
+    },
+    "deepseek-v3": {
+        "kv_lora_rank": 64,
+        "qk_nope_head_dim": 34,
+        "qk_rope_head_dim": 32,
+        "head_dim": 32,
+        "q_lora_rank": None,
+    },
 }
 DENSE = ["llama", "qwen2", "qwen3", "mistral"]
 PAGES = 40
@@ -131,7 +150,9 @@ def test_layers_with_a_window_find_their_own_pages(models):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", ["qwen3-moe", "qwen2-moe", "gpt-oss", "gemma3", "glm4-moe", "deepseek-v2", "deepseek-v3"])
+@pytest.mark.parametrize(
+    "family", ["qwen3-moe", "qwen2-moe", "gpt-oss", "gemma3", "glm4-moe", "deepseek-v2", "deepseek-v3"]
+)
 def test_the_bits_of_a_request_do_not_depend_on_others(models, family, dtype):
     model = models[family, dtype]
 

@@ -61,7 +61,7 @@ def test_products_of_heads_match_float64_and_write_nothing_else(dtype, tokens, s
     heads, outputs, inputs = sizes[0], sizes[1], 2 * sizes[2]
     x = normal(seed, dtype, tokens, heads, inputs + 3)[..., 3:]
     w = normal(seed + 1, dtype, heads, outputs, inputs)
-    expected = torch.einsum("thk,hnk->thn", x.double(), w.double())
+    expected = torch.einsum("tbk,bnk->tbn", x.double(), w.double())
     product = linear.BatchedProduct(packed(w), heads, outputs, inputs)
     for _ in instruction_sets():
         memory = torch.full((tokens, heads, outputs + 2), 77.0, dtype=dtype)
@@ -70,7 +70,9 @@ def test_products_of_heads_match_float64_and_write_nothing_else(dtype, tokens, s
         near(got / inputs**0.5, expected / inputs**0.5, dtype, 4)
         assert (memory[..., [0, -1]] == 77).all()
         for row in range(min(tokens, 3)):
-            assert torch.equal(product(x[row : row + 1], torch.empty(1, heads, outputs, dtype=dtype)), got[row : row + 1])
+            assert torch.equal(
+                product(x[row : row + 1], torch.empty(1, heads, outputs, dtype=dtype)), got[row : row + 1]
+            )
 
 
 @pytest.mark.parametrize("change", [
@@ -137,13 +139,18 @@ def test_the_choice_by_groups_is_that_of_torch(
         "r", "r", 8, total, k, scoring="sigmoid" if sigmoid else "softmax", num_groups=count, top_groups=top_groups,
         group_score="top2" if best_two else "max", normalize=normalize, scale=1.7, bias=biased, place=place,
     )  # fmt: skip
-    logits, bias = normal(seed, torch.float32, tokens, total) * 3, normal(seed + 1, torch.float32, total) * 0.1
+    logits, bias = (
+        normal(seed, torch.float32, tokens, total) * 3,
+        normal(seed + 1, torch.float32, total) * 0.1,
+    )
     if biased:
         router._bias.data.copy_(bias)
     expected_ids, expected = router._choose(logits)
     by = GroupRouting(groups=count, top_groups=top_groups, sigmoid=sigmoid, best_two=best_two, scale=1.7)
     for _ in instruction_sets():
-        ids, weights = experts.route_in_groups(logits.clone(), bias if biased else None, k, by, normalize=normalize)
+        ids, weights = experts.route_in_groups(
+            logits.clone(), bias if biased else None, k, by, normalize=normalize
+        )
         assert torch.equal(ids, expected_ids)
         torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-7)
 
@@ -179,7 +186,9 @@ def test_choices_by_groups_that_do_not_fit_are_refused() -> None:
     interleaved=st.booleans(),
     seed=seeds,
 )
-def test_latents_are_rotated_and_normalised_as_torch_does(dtype, tokens, heads, sizes, interleaved, seed) -> None:
+def test_latents_are_rotated_and_normalised_as_torch_does(
+    dtype, tokens, heads, sizes, interleaved, seed
+) -> None:
     rope, latent, nope = 2 * sizes[0], sizes[1], sizes[2]
     q = normal(seed, dtype, tokens, heads, nope + rope)
     kv = normal(seed + 1, dtype, tokens, latent + rope + 3)[:, 3:]
@@ -225,7 +234,9 @@ def test_a_row_is_weighted_by_the_sigmoid_of_its_gate(dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("heads,latent,rope", [(1, 20, 6), (4, 64, 32), (13, 30, 8), (16, 64, 32), (26, 128, 64)])
+@pytest.mark.parametrize(
+    "heads,latent,rope", [(1, 20, 6), (4, 64, 32), (13, 30, 8), (16, 64, 32), (26, 128, 64)]
+)
 def test_attention_over_latents_is_that_of_torch(dtype, heads, latent, rope) -> None:
     """Packed and from where they lie, in parts of heads or not; decoded, and as a chunk behind what is stored."""
     rows = [Row([0], 70, [1, 2, 3, 4, 5]), Row([0], 0, [6]), Row([0] * 40, 27, [7, 8, 9, 10, 11])]

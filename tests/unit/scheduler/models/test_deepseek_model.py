@@ -222,7 +222,7 @@ def test_routing_is_that_of_transformers(case: str, dtype: torch.dtype, tmp_path
     with torch.inference_mode():
         ours = model._layers[1].mlp.router
         x = torch.randn(200, 40, generator=torch.Generator().manual_seed(0)).to(dtype)
-        ids, weights = ours.forward(x, torch.empty(200, ours._top_k, dtype=torch.uint8))
+        ids, weights = ours.forward(x, torch.empty(200, ours.top_k, dtype=torch.uint8))
         _, their_weights, their_ids = router(x)
     order, their_order = ids.argsort(), their_ids.argsort()
     assert torch.equal(ids.gather(1, order), their_ids.gather(1, their_order))
@@ -288,7 +288,10 @@ def test_the_engine_stores_latents_alone(folder: Path) -> None:
     assert kv_bytes_per_token(loaded) == 2 * (20 + 6) * 4
     assert isinstance(pool, MLAPool)
     assert pool.nbytes == (512 + 16) * kv_bytes_per_token(loaded)
-    assert isinstance(build_runner(config, loaded, pool, routing)._backend, LatentCpuBackend if native.why_not() is None else LatentBackend)
+    assert isinstance(
+        build_runner(config, loaded, pool, routing)._backend,
+        LatentCpuBackend if native.why_not() is None else LatentBackend,
+    )
     pool.layer(1).fill_(3.0)
     for step in (manager.release(MEMORY_TAGS), manager.resume(MEMORY_TAGS)):
         for _ in step:
