@@ -51,13 +51,14 @@ class GroupedRouter:
         self._module, self.top_k = module, top_k
         self._scoring, self.normalize, self._scale = scoring, normalize, scale
         self._num_groups, self._top_groups, self._group_score = num_groups, top_groups, group_score
-        self.in_groups = GroupRouting(
+        self._by = GroupRouting(
             groups=num_groups,
             top_groups=top_groups,
             sigmoid=scoring == "sigmoid",
             best_two=group_score == "top2",
             scale=scale,
         )
+        self.in_groups: GroupRouting | None = self._by
         compiled = best("experts", place.device, place.dtype) not in (TORCH, TRITON)
         wanted = compiled and choosable(
             num_groups, top_groups, num_experts, top_k, best_two=group_score == "top2"
@@ -74,7 +75,7 @@ class GroupedRouter:
             logits = self._matrix.wide_product(x)
             bias = None if self._bias is None else self._bias.data
             ids, weights = kernel.route_in_groups(
-                logits, bias, self.top_k, self.in_groups, normalize=self.normalize
+                logits, bias, self.top_k, self._by, normalize=self.normalize
             )
             record.copy_(ids)
             return ids, weights

@@ -4,7 +4,7 @@ Invariant: what a layer computes is said once, in ``layers/``; here it is only a
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -24,8 +24,8 @@ from .config import ModelConfig
 if TYPE_CHECKING:
     from .decoder import DecoderLayer
 
-Packed = dict[str, Tensor | None]
-"""By the names of :class:`~..kernels.decoder_layers.LayerTensors`."""
+Packed = dict[str, Any]
+"""Tensors, or None, by the names of :class:`~..kernels.decoder_layers.LayerTensors`."""
 
 
 class OneCall:
