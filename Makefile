@@ -1,8 +1,9 @@
 # `make demo` and `make test` set everything up on a fresh machine (Python 3.11 or newer with pip is all they need).
 #
 # Four lanes of tests: `make check` while you work (a minute), `make test` before a commit (all behaviour of the product),
-# `make test-long` (the same code under sanitizers, interpreters and campaigns), `make test-bench` (the benchmarks and the
-# demo, which start many engines). CI runs the last three, and `make docs`.
+# `make test-long` (more of the same: every signal, transport and family where one stands for the others in `make test`, and
+# the code under sanitizers, interpreters and campaigns), `make test-bench` (the benchmarks and the demo, which start many
+# engines). CI runs the last three, and `make docs`.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -15,6 +16,9 @@ PYTEST  := $(BIN)/python -m pytest
 SPREAD  := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 CHECKED := tests/architecture tests/unit/io_struct tests/unit/scheduler/batching tests/unit/scheduler/cache \
 	tests/unit/scheduler/serving tests/unit/client/wire tests/loop/test_scripted_loop.py
+
+# Set in many containers: then every engine that a test starts compiles this project's modules anew, and pytest its tests.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo check test suite test-long test-bench lint format docs bench gpu gpu-wheels mutation serve wheel test-wheel test-images clean
 

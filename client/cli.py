@@ -380,7 +380,7 @@ def _show(reply: Message, as_json: bool, rows: Iterable[tuple[str, str]] | None 
 
 def _rows(fields: dict[str, Any]) -> Iterable[tuple[str, str]]:
     for name, value in fields.items():
-        if name in ("type", "id") or value is None:
+        if name in ("type", "id") or value is None or (name == "ranks" and not value):
             continue
         if isinstance(value, dict):
             yield name, "  ".join(f"{key} {_text(key, each)}" for key, each in value.items())

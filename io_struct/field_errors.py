@@ -25,16 +25,52 @@ _PLACE = re.compile(r"(?P<key>`key` in )?`\$(?P<path>[\w.\[\]-]*)`")
 _STEP = re.compile(r"\.(?P<name>[\w-]+)|\[(?P<index>\d*)(?:\.\.\.)?\]")
 _UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
 _MISSING_FIELD = re.compile(r"Object missing required field `(?P<name>.*)`", re.DOTALL)
-OTHER_NAMES = {
-    "max_tokens": "max_new_tokens",
-    "min_tokens": "min_new_tokens",
-    "best_of": "n",
-    "seed": "sampling_seed",
-    "logprobs": "return_logprob",
-    "prompt": "text",
-    "prompt_token_ids": "input_ids",
+OTHER_NAMES: dict[str, tuple[str, ...]] = {
+    "max_tokens": ("max_new_tokens",),
+    "max_new_tokens": ("max_tokens",),
+    "max_length": ("max_new_tokens", "max_tokens"),
+    "max_completion_tokens": ("max_new_tokens", "max_tokens"),
+    "max_output_tokens": ("max_new_tokens", "max_tokens"),
+    "min_tokens": ("min_new_tokens",),
+    "min_length": ("min_new_tokens", "min_tokens"),
+    "best_of": ("n",),
+    "n_samples": ("n",),
+    "num_samples": ("n",),
+    "num_generations": ("n",),
+    "num_return_sequences": ("n",),
+    "seed": ("sampling_seed",),
+    "sampling_seed": ("seed",),
+    "eos_token_id": ("stop_token_ids",),
+    "stop_strings": ("stop",),
+    "stop_sequences": ("stop",),
+    "stop_words": ("stop",),
+    "logprobs": ("return_logprob",),
+    "return_logprob": ("logprobs",),
+    "top_logprobs": ("top_logprobs_num",),
+    "top_logprobs_num": ("top_logprobs", "logprobs"),
+    "prompt_logprobs": ("logprob_start_len",),
+    "prompt": ("text",),
+    "text": ("prompt",),
+    "input_ids": ("prompt",),
+    "prompt_ids": ("input_ids",),
+    "prompt_token_ids": ("input_ids",),
+    "token_ids": ("input_ids",),
+    "request_id": ("rid",),
 }
-"""What other engines call a field, where its spelling alone would not lead to ours."""
+"""What other engines call a field, where its spelling alone would not lead to ours; the first that there is counts."""
+_GREEDY = "temperature = 0 decodes greedily, any other samples"
+_TEXT = "it is about text, which `caesura serve` makes; the engine has tokens"
+_ADVICE: dict[str, tuple[str, str]] = {
+    "do_sample": ("temperature", _GREEDY),
+    "greedy": ("temperature", _GREEDY),
+    "num_beams": ("temperature", "there is no beam search"),
+    "use_beam_search": ("temperature", "there is no beam search"),
+    "sampling_params": ("stream_options", "its fields stand in the body itself"),
+    "stop": ("stop_token_ids", f"{_TEXT}, and stop_token_ids"),
+    "no_stop_trim": ("stop_token_ids", _TEXT),
+    "skip_special_tokens": ("stop_token_ids", _TEXT),
+}
+"""What is no field: a field that it would stand next to, and what to do instead."""
 
 _WORDS: dict[type[inspect.Type], str] = {
     inspect.NoneType: "null",
@@ -60,6 +96,7 @@ def field_error(
     *,
     whole: str = "the message",
     prefix: str = "",
+    beside: Sequence[str] = (),
 ) -> FieldError:
     """What ``error`` means, which was raised for a value of type ``kind``.
 
@@ -67,6 +104,7 @@ def field_error(
         given: the value that was refused, as plain objects; without it the sentence does not repeat what was given.
         whole: what the value as such is called.
         prefix: where it stands in what its sender wrote, as ``"sampling_params"``.
+        beside: names of what stands next to it there.
     """
     problem, path, is_key = _parts(str(error))
     steps = _steps(path)
@@ -74,7 +112,11 @@ def field_error(
     types = _at(_info(kind), steps)
     if unknown := _UNKNOWN_FIELD.fullmatch(problem):
         name = printable(unknown["name"][:_MAX_NAME])
-        return _unknown(_dotted(place, f".{name}"), name, _names_in(types))
+        around = _names_in(_at(_info(kind), steps[:-1])) if steps else []
+        where = _dotted(place, f".{name}")
+        return FieldError(
+            where, f"{where} {unknown_name(name, _names_in(types), around or beside, place=place)}"
+        )
     if missing := _MISSING_FIELD.fullmatch(problem):
         name = _dotted(place, f".{missing['name']}")
         return FieldError(name, f"{name} is missing")
@@ -94,24 +136,48 @@ def field_error(
     return FieldError(place, f"{place or whole}{equals} must be {wanted}{hint}")
 
 
-def unknown_name(name: str, names: Sequence[str]) -> str:
-    """The end of a sentence that begins with a name that is none of ``names``: the nearest, and all."""
-    near = nearest(name, names)
-    hint = "" if near is None else f" (did you mean {near}?)"
+def unknown_name(name: str, names: Sequence[str], beside: Sequence[str] = (), *, place: str = "") -> str:
+    """The end of a sentence that begins with a name that is none of ``names``: what to do instead, or the nearest, and all.
+
+    Args:
+        beside: what stands next to these names, which are those of ``place``.
+    """
+    if (instead := advice(name, names)) is not None:
+        hint = f": {instead}"
+    elif name in beside:
+        hint = f" here: it stands next to {place}"
+    elif other_name(name, names) is None and (elsewhere := other_name(name, beside)) is not None:
+        hint = f" (did you mean {elsewhere}, next to {place}?)"
+    else:
+        near = nearest(name, names)
+        hint = "" if near is None else f" (did you mean {near}?)"
     return f"is not known{hint}; valid are {', '.join(names)}"
+
+
+def advice(name: str, names: Sequence[str]) -> str | None:
+    """What to do instead of giving ``name`` next to ``names``, where no other name is the answer."""
+    field, instead = _ADVICE.get(name, ("", ""))
+    return instead if field in names else None
+
+
+def other_name(name: str, names: Sequence[str]) -> str | None:
+    """Which of ``names`` is what another engine calls ``name``."""
+    return next((each for each in OTHER_NAMES.get(name, ()) if each in names), None)
 
 
 def nearest(name: str, names: Sequence[str]) -> str | None:
     """Which of ``names`` was probably meant; None where none resembles ``name``."""
     name = name[:_MAX_NAME]
-    if (other := OTHER_NAMES.get(name)) in names:
+    if (other := other_name(name, names)) is not None:
         return other
     if close := get_close_matches(name, names, n=1, cutoff=0.75):
         return close[0]
     inside = [
         each
         for each in names
-        if (len(name) > 1 and each.startswith(name)) or (len(name) > 3 and (name in each or each in name))
+        if (len(name) > 1 and each.startswith(name))
+        or (len(name) > 3 and name in each)
+        or (len(each) > 3 and each in name)
     ]
     return next(iter(inside or get_close_matches(name, names, n=1)), None)
 
@@ -132,8 +198,12 @@ def one_of(choices: Sequence[str]) -> str:
     return f"{', '.join(others)} or {last}" if others else last
 
 
+def fields_of(kind: type[msgspec.Struct]) -> list[str]:
+    """Names of the fields of ``kind``, but for those that take anything: they are there to be refused by name."""
+    return _names_in([_info(kind)])
+
+
 def _names_in(types: Sequence[inspect.Type]) -> list[str]:
-    """Fields of the structs among ``types``, but for those that take anything: they are there to be refused by name."""
     fields = [field for each in types if isinstance(each, inspect.StructType) for field in each.fields]
     return [field.encode_name for field in fields if not isinstance(field.type, inspect.AnyType)]
 
@@ -162,10 +232,6 @@ def _steps(path: str) -> list[str | int | None]:
 
 def _dotted(prefix: str, path: str) -> str:
     return f"{prefix}{path}" if prefix else path.removeprefix(".")
-
-
-def _unknown(field: str, name: str, names: list[str]) -> FieldError:
-    return FieldError(field, f"{field} {unknown_name(name, names)}")
 
 
 def _at(kind: inspect.Type, steps: Sequence[str | int | None]) -> list[inspect.Type]:

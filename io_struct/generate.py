@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from .base import Identifier, Label, Message, Record, Reply, ReplyRecord, Request
+from .keywords import NamedFields
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Seed = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -35,7 +36,7 @@ GREEDY_BELOW = 1e-6
 """Temperatures below this mean greedy decoding, as in SGLang."""
 
 
-class SamplingParams(Record, kw_only=True, frozen=True):
+class SamplingParams(Record, kw_only=True, frozen=True, metaclass=NamedFields):
     """Sampling parameters. Names and defaults follow SGLang; :meth:`problems` checks the ranges."""
 
     max_new_tokens: int | None = 128
@@ -67,6 +68,11 @@ class SamplingParams(Record, kw_only=True, frozen=True):
     """Seed of the sampling noise. None means a random seed, which the result contains."""
     n: Annotated[int, msgspec.Meta(ge=1, le=MAX_SAMPLES)] = 1
     """Number of samples of this prompt. Sample ``i`` uses the noise stream ``(seed, i)``."""
+
+    @staticmethod
+    def fields_beside() -> tuple[str, ...]:
+        """What stands next to sampling parameters in a request (:class:`NamedFields`)."""
+        return GenerateReqInput.__struct_fields__
 
     def problems(self) -> list[tuple[str, object, str]]:
         """Every value out of range as ``(field, value, requirement)``; comparisons are false for NaN, so NaN fails."""

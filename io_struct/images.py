@@ -9,6 +9,7 @@ import msgspec
 
 from .base import FramedMessage, Identifier, Record, ReplyRecord, Request, TensorSpec
 from .generate import MAX_SAMPLES, FinishReason, Seed, TokenId, WeightVersionSpan
+from .keywords import NamedFields
 
 MAX_STEPS = 1000
 """Maximum of ``num_inference_steps``."""
@@ -24,7 +25,7 @@ Prompt = Annotated[str, msgspec.Meta(max_length=MAX_PROMPT_CHARACTERS)]
 StepIndex = Annotated[int, msgspec.Meta(ge=0, lt=MAX_STEPS)]
 
 
-class SdeParams(Record, kw_only=True, frozen=True):
+class SdeParams(Record, kw_only=True, frozen=True, metaclass=NamedFields):
     """How a step adds noise, and what its log-probability is."""
 
     type: SdeType = "ode"

@@ -13,6 +13,7 @@ from ..text.tokenizer_manager import TokenizerManager
 from ..wire.async_client import AsyncSchedulerClient
 from .health import EngineHealth
 from .pages.last_image import LastImage
+from .unknown_keys import UnknownKeys
 from .workers import Workers
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ class ServeOptions:
 class FrontEnd:
     """Everything that handlers need; ``front: Front`` in a handler's signature."""
 
-    __slots__ = ("client", "health", "last_image", "manager", "metrics", "options", "workers")
+    __slots__ = ("client", "health", "last_image", "manager", "metrics", "options", "unknown_keys", "workers")
 
     def __init__(
         self,
@@ -92,6 +93,7 @@ class FrontEnd:
         self.metrics = metrics
         self.workers = Workers()
         self.last_image = LastImage()
+        self.unknown_keys = UnknownKeys()
         self.health = EngineHealth(self.client, lambda: metrics.under_way > 0)
 
 

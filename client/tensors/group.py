@@ -123,17 +123,7 @@ class WeightUpdateGroup:
         Raises:
             CaesuraError: the error of an engine; ``group_error`` if a rank did not join in time.
         """
-        if not isinstance(clients, Sequence):
-            raise InvalidRequest(
-                f"clients must be a list of clients, not a {type(clients).__name__}", field="clients"
-            )
-        if backend is not None and backend not in PREFIXES:
-            raise InvalidRequest(
-                f"backend = {shown(backend)} must be {one_of(sorted(PREFIXES))}", field="backend"
-            )
-        backend = backend or common_backend(clients, timeout_s)
-        if backend == "nccl" and not torch.cuda.is_available():
-            raise Unsupported("the backend nccl needs a CUDA device")
+        backend = _backend(clients, backend, timeout_s)
         for client in clients:
             with contextlib.suppress(GroupError):  # there was none
                 client.destroy_weights_update_group(group_name, timeout=timeout_s)
@@ -300,6 +290,27 @@ class WeightUpdateGroup:
             f"weight update group {self.group_name!r} is dead ({reason}): close it and create it again",
             group_name=self.group_name,
         )
+
+
+def _backend(clients: "Sequence[ControlClient]", backend: Backend | None, timeout_s: float) -> Backend:
+    """``backend``, or what this process and all engines have in common.
+
+    Raises:
+        InvalidRequest: these are no clients, or no backend.
+        Unsupported: this process has no device for it.
+    """
+    if not isinstance(clients, Sequence):
+        raise InvalidRequest(
+            f"clients must be a list of clients, not a {type(clients).__name__}", field="clients"
+        )
+    if backend is not None and backend not in PREFIXES:
+        raise InvalidRequest(
+            f"backend = {shown(backend)} must be {one_of(sorted(PREFIXES))}", field="backend"
+        )
+    backend = backend or common_backend(clients, timeout_s)
+    if backend == "nccl" and not torch.cuda.is_available():
+        raise Unsupported("the backend nccl needs a CUDA device")
+    return backend
 
 
 class _Tickets:

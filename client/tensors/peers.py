@@ -15,7 +15,7 @@ from ..exceptions import InvalidRequest
 from ..wire.channel import wait_for
 from ..wire.options import UpdateOptions, update_fields
 from .buckets import bucket_size
-from .chain import Hopeless, join_links, update_chain
+from .chain import Head, Hopeless, join_links, update_chain
 from .rendezvous import GRACE_S, Backend, backend_of, leave, make_store
 from .several import require_clients, started
 
@@ -75,23 +75,29 @@ def clone_weights(
     store = make_store(master_address, master_port, timedelta(seconds=timeout_s))
     try:
         join_links(engines, links, store, master_address, with_all, (timeout_s, broadcast_timeout_s))
-
-        def head(_: Hopeless) -> str:
-            request = SendWeightsReqInput(
-                specs=specs,
-                group_name=links[0],
-                load_format="flattened_bucket",
-                tensors_per_broadcast=counts,
-                component=component,
-            )
-            ticket = started(source, request, SendWeightsReqOutput)
-            sent: SendWeightsReqOutput = wait_for(ticket, request.id, timeout)
-            return sent.weight_version
-
+        sending = SendWeightsReqInput(
+            specs=specs,
+            group_name=links[0],
+            load_format="flattened_bucket",
+            tensors_per_broadcast=counts,
+            component=component,
+        )
+        head = _sent_by(source, sending, timeout)
         return update_chain(targets, links, specs, counts, fields, head, timeout)
     finally:
         for number, link in enumerate(links):
             leave(engines[number : number + 2], link, GRACE_S)
+
+
+def _sent_by(source: "ControlClient", request: SendWeightsReqInput, timeout: float | None) -> Head:
+    """The chain's first sender: ``source``, whose label its targets get."""
+
+    def head(_: Hopeless) -> str:
+        ticket = started(source, request, SendWeightsReqOutput)
+        sent: SendWeightsReqOutput = wait_for(ticket, request.id, timeout)
+        return sent.weight_version
+
+    return head
 
 
 def tensors_per_bucket(specs: "Sequence[TensorSpec]", bucket_bytes: int) -> list[int]:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import msgspec
 
 from ...io_struct import GenerateReqInput, SamplingParams
-from ...io_struct.field_errors import field_error, nearest, one_of, shown
+from ...io_struct.field_errors import advice, field_error, nearest, one_of, other_name, shown
 from ..exceptions import InvalidRequest, TimedOut
 from .options import GenerateOptions, id_of
 
@@ -168,7 +168,9 @@ def sampling(given: Any) -> SamplingParams:
     try:
         return msgspec.convert(fields, SamplingParams)
     except msgspec.ValidationError as error:
-        field, sentence = field_error(error, SamplingParams, fields, prefix="sampling_params")
+        field, sentence = field_error(
+            error, SamplingParams, fields, prefix="sampling_params", beside=GenerateReqInput.__struct_fields__
+        )
         raise InvalidRequest(sentence, field=field) from error
 
 
@@ -241,7 +243,14 @@ def _unknown_option(name: str) -> str:
     known, of_sampling = sorted(_OPTIONS), SamplingParams.__struct_fields__
     if name in of_sampling:
         return f"{name}: it is a field of sampling_params"
-    near = nearest(name, known) or nearest(name, of_sampling)
+    if (instead := advice(name, of_sampling)) is not None:
+        return f"{name}: {instead}"
+    near = (
+        other_name(name, known)
+        or other_name(name, of_sampling)
+        or nearest(name, known)
+        or nearest(name, of_sampling)
+    )
     place = ", a field of sampling_params" if near in of_sampling else ""
     hint = "" if near is None else f" (did you mean {near}{place}?)"
     return f"{name}{hint}; options are {one_of(known)}"

@@ -132,15 +132,6 @@ class Lifecycle:
         self._weights_detail: str | None = None
         self._stamp = stamp
         self._lost = lost
-        if lost is not None and not serve_lost:
-            self._weights, self._weights_detail = "invalid", lost
-        if lost is not None:
-            consequence = (
-                "the initial weights are served"
-                if serve_lost
-                else "nothing is served until a complete update commits"
-            )
-            logger.error("weights are LOST: %s; %s", lost, consequence)
         self._mode_entered_at = 0.0
         self._pauses: Counter[PauseMode] = Counter()
         self._pause_s: dict[PauseMode, float] = {}
@@ -151,6 +142,15 @@ class Lifecycle:
         self._step = 0
         self._commit_session: Callable[[Session], Generator[Wait, None, None]] | None = None
         self._lease_ended_at: float | None = None
+        if lost is not None:
+            self._begin_without(lost, served=serve_lost)
+
+    def _begin_without(self, lost: str, *, served: bool) -> None:
+        if served:
+            logger.error("weights are LOST: %s; the initial weights are served", lost)
+        else:
+            self._weights, self._weights_detail = "invalid", lost
+            logger.error("weights are LOST: %s; nothing is served until a complete update commits", lost)
 
     @property
     def step(self) -> int:

@@ -22,9 +22,10 @@ from ..layers.logits_processor import LogitsProcessor
 from ..layers.mlp import GatedMLP
 from ..layers.moe import RoutedExperts
 from ..layers.norm import RMSNorm
-from ..layers.parameters import DerivingLayer, Layer, Parameter, Placement, WeightSlot
+from ..layers.parameters import Layer, Placement
 from ..layers.rotary import RotaryEmbedding
 from .config import ModelConfig
+from .layered import LayeredModel
 from .one_call import OneCall
 
 _ROTARY_BUFFER = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
@@ -122,7 +123,7 @@ class DecoderLayer:
         return (self.input_norm, self.attention, self.mlp_norm, self.mlp, *(self.norms_behind or ()))
 
 
-class DecoderForCausalLM:
+class DecoderForCausalLM(LayeredModel):
     """A decoder-only language model; see :class:`~.base.CausalLM` for the contract."""
 
     def __init__(
@@ -174,7 +175,6 @@ class DecoderForCausalLM:
             rope: RotaryEmbedding(rope, config.rotary_dim, place=place) for rope in set(config.ropes)
         }
         self._logits = LogitsProcessor(project, vocab, place=place)
-        self._deriving = [layer for layer in self._owners() if isinstance(layer, DerivingLayer)]
         self._kernel = OneCall.of(config, self._layers, self._norm, place)
 
     def forward(self, batch: ForwardBatch, backend: AttentionBackend) -> Tensor:
@@ -226,25 +226,6 @@ class DecoderForCausalLM:
         """[S, hidden] to [S, vocab], valid until the next call; None in a dummy run."""
         return self._logits.forward(hidden)
 
-    @property
-    def components(self) -> tuple[str, ...]:
-        """None: a decoder is one piece."""
-        return ()
-
-    @property
-    def kept_components(self) -> frozenset[str]:
-        """None, of none."""
-        return frozenset()
-
-    def weight_slots(self) -> dict[str, WeightSlot]:
-        """By checkpoint name; a tied head has none."""
-        return {slot.name: slot for layer in self._owners() for slot in layer.slots()}
-
-    @property
-    def optional_names(self) -> frozenset[str]:
-        """None: a dense model needs every tensor that it has a slot for."""
-        return frozenset()
-
     def is_skipped(self, name: str) -> bool:
         """Rotary buffers, layers of multi-token prediction, and the copy of a tied head that some checkpoints carry."""
         if name == "lm_head.weight":
@@ -254,27 +235,8 @@ class DecoderForCausalLM:
             return True
         return _ROTARY_BUFFER.fullmatch(name) is not None
 
-    def finalize_weights(self) -> None:
-        """Have each layer derive what follows from several of its parameters."""
-        for layer in self._deriving:
-            layer.finalize()
-
-    def derived(self) -> Iterator[tuple[str, Tensor]]:
-        """Those of each layer."""
-        for layer in self._deriving:
-            yield from layer.derived()
-
-    def named_storage(self) -> Iterator[tuple[str, Tensor]]:
-        """Parameters and derived tensors by engine name, each once."""
-        for parameter in self._parameters():
-            yield parameter.name, parameter.data
-        yield from self.derived()
-
-    def _parameters(self) -> Iterator[Parameter]:
-        for layer in self._owners():
-            yield from layer.parameters()
-
-    def _owners(self) -> Iterator[Layer]:
+    def owners(self) -> Iterator[Layer]:
+        """Embedding, layers, norm and head; a tied head owns nothing."""
         yield self._embed
         for layer in self._layers:
             yield from layer.layers()

@@ -25,6 +25,7 @@ from support.faults import (
     results_of,
     submit,
 )
+from support.lanes import every, quick
 from support.scripted import EngineDriver, expected_tokens, tokens_of
 
 from caesura.io_struct import (
@@ -96,7 +97,7 @@ def test_a_stage_that_fails_once(driver, monkeypatch, stage, error):
     assert counts.splits == (failures if error is not BUG and stage in COMPUTING else 0)
 
 
-@pytest.mark.parametrize("stage", [*BUILDING, *COMPUTING, "record", "spans", "ends", "donate"])
+@pytest.mark.parametrize("stage", every([*BUILDING, *COMPUTING, "record", "spans", "ends", "donate"], 3))
 def test_a_stage_that_fails_for_some_time(driver, monkeypatch, stage):
     """Attempts are bounded: requests end, each once, and those that come when it is over run."""
     with monkeypatch.context() as patch:
@@ -111,7 +112,7 @@ def test_a_stage_that_fails_for_some_time(driver, monkeypatch, stage):
 
 
 @pytest.mark.parametrize("error", NO_MEMORY, ids=["accelerator", "allocator", "python"])
-@pytest.mark.parametrize("stage", COMPUTING)
+@pytest.mark.parametrize("stage", quick(COMPUTING))
 def test_memory_that_is_short_once_ends_nobody(driver, stage, error):
     """Whatever step it hits; at depth 1 the one launched after it is lost, too, and computed again."""
     for number in range(12):

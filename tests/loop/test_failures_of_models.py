@@ -10,6 +10,7 @@ import pytest
 from support import fake_flashinfer
 from support.checkpoints import make_checkpoint
 from support.faults import BUG, NO_MEMORY, Fault
+from support.lanes import every
 from support.recorded_graphs import RecordingDevice, without_compiled_kernels
 from support.scripted import EngineDriver, tokens_of
 
@@ -90,7 +91,7 @@ HOST_STAGES: dict[str, Callable[[EngineDriver], tuple[object, str]]] = {
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-@pytest.mark.parametrize("stage", HOST_STAGES)
+@pytest.mark.parametrize("stage", every(HOST_STAGES, 2))
 def test_a_stage_without_memory(model, monkeypatch, stage, depth):
     with EngineDriver(model, scripted=False, pipeline_depth=depth, chunked_prefill_size=32) as driver:
         expected = play(driver)
@@ -142,7 +143,7 @@ DEVICE_STAGES: dict[str, Callable[[EngineDriver], tuple[object, str]]] = {
 }
 
 
-@pytest.mark.parametrize("stage", DEVICE_STAGES)
+@pytest.mark.parametrize("stage", every(DEVICE_STAGES, 3))
 def test_a_stage_of_an_accelerator_without_memory(model, monkeypatch, stage):
     """Depth 1, staged inputs and captured graphs: a stand-in device, which computes on the CPU's memory."""
     without_compiled_kernels(monkeypatch)

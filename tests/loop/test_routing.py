@@ -298,6 +298,7 @@ def act(driver: EngineDriver, action: Ask | int | str, asked: dict[str, Ask], mo
 
 @settings(max_examples=120, suppress_health_check=list(HealthCheck))
 @given(actions=st.lists(ACTIONS, min_size=4, max_size=25), depth=st.sampled_from([0, 1]))
+@pytest.mark.long
 def test_no_order_of_events_changes_a_row(moe_models, actions, depth):
     with engine(moe_models[0], depth, kv_pool_tokens=POOL_TOKENS, max_running_requests=4) as driver:
         asked: dict[str, Ask] = {}

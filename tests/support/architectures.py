@@ -8,59 +8,30 @@ from typing import Any
 
 import torch
 import transformers
-from support.checkpoints import randomize
+from support.checkpoints import DEEPSEEK, GROUPED, LATENT, ROUTED, SIZES, randomize
 
 LEFT_OUT: Any = object()
 """A field that the config class does not take."""
 _SIZES: dict[str, Any] = {
-    "vocab_size": 97,
-    "hidden_size": 48,
+    **SIZES,
+    "hidden_size": 48,  # as many as the heads have together: some architectures know no other
     "intermediate_size": 80,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 12,
-    "max_position_embeddings": 256,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": None,
     "tie_word_embeddings": False,
 }
 _WINDOW = {"sliding_window": 8}
 _MIXED = {"layer_types": ["sliding_attention", "full_attention"], **_WINDOW}
 _EXPERTS = {"moe_intermediate_size": 24, "num_experts": 5, "num_experts_per_tok": 2}
-_MHA = {"num_key_value_heads": 4}
+_ONE_GROUP = {**ROUTED, "n_group": 1, "topk_group": 1}
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "AfmoeForCausalLM": {**_MIXED, **_EXPERTS, "num_dense_layers": 1},
     "ExaoneMoeForCausalLM": {**_MIXED, **_EXPERTS},
-    "Glm4MoeLiteForCausalLM": {
-        **_MHA,
-        "moe_intermediate_size": 24,
-        "n_routed_experts": 6,
-        "num_experts_per_tok": 3,
-        "n_group": 1,
-        "topk_group": 1,
-        "kv_lora_rank": 20,
-        "q_lora_rank": 22,
-        "qk_nope_head_dim": 10,
-        "qk_rope_head_dim": 6,
-        "head_dim": 6,
-        "v_head_dim": 20,
-    },
+    "Glm4MoeLiteForCausalLM": {**_ONE_GROUP, **LATENT, "v_head_dim": 20},
     "GraniteSWAForCausalLM": {**_MIXED, "attention_multiplier": 0.2},
     "HYV3ForCausalLM": _EXPERTS,
     "LagunaForCausalLM": {**_MIXED, **_EXPERTS},
     "MellumForCausalLM": {**_MIXED, **_EXPERTS},
-    "MiniCPM3ForCausalLM": {
-        **_MHA,
-        "kv_lora_rank": 20,
-        "q_lora_rank": 22,
-        "qk_nope_head_dim": 10,
-        "qk_rope_head_dim": 6,
-        "head_dim": 6,
-        "v_head_dim": 14,
-    },
+    "MiniCPM3ForCausalLM": LATENT,
     "MiniMaxM2ForCausalLM": _EXPERTS,
     "ApertusForCausalLM": {},
     "ArceeForCausalLM": {},
@@ -68,31 +39,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "CohereForCausalLM": {"logit_scale": 0.25},
     "Cohere2ForCausalLM": {**_MIXED, "logit_scale": 0.25},
     "CwmForCausalLM": _MIXED,
-    "DeepseekV3ForCausalLM": {
-        **_MHA,
-        "moe_intermediate_size": 24,
-        "n_routed_experts": 6,
-        "num_experts_per_tok": 3,
-        "n_group": 3,
-        "topk_group": 2,
-        "first_k_dense_replace": 1,
-        "kv_lora_rank": 20,
-        "q_lora_rank": 22,
-        "qk_nope_head_dim": 10,
-        "qk_rope_head_dim": 6,
-        "head_dim": 6,
-        "v_head_dim": 14,
-    },
-    "Dots1ForCausalLM": {
-        **_MIXED,
-        "n_shared_experts": 1,
-        "moe_intermediate_size": 24,
-        "n_routed_experts": 6,
-        "num_experts_per_tok": 3,
-        "n_group": 3,
-        "topk_group": 2,
-        "first_k_dense_replace": 1,
-    },
+    "DeepseekV3ForCausalLM": DEEPSEEK,
+    "Dots1ForCausalLM": {**_MIXED, **GROUPED, "n_shared_experts": 1},
     "Emu3ForCausalLM": {"pad_token_id": 0},
     "Ernie4_5ForCausalLM": {},
     "Ernie4_5_MoeForCausalLM": {
@@ -114,15 +62,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "Gemma3ForCausalLM": {"tie_word_embeddings": True, "query_pre_attn_scalar": 20, **_MIXED},
     "GlmForCausalLM": {"partial_rotary_factor": 0.5},
     "Glm4ForCausalLM": {"partial_rotary_factor": 0.5},
-    "Glm4MoeForCausalLM": {
-        "moe_intermediate_size": 24,
-        "n_routed_experts": 6,
-        "num_experts_per_tok": 3,
-        "n_group": 1,
-        "topk_group": 1,
-        "first_k_dense_replace": 1,
-        "use_qk_norm": True,
-    },
+    "Glm4MoeForCausalLM": {**_ONE_GROUP, "first_k_dense_replace": 1, "use_qk_norm": True},
     "GPTBigCodeForCausalLM": {"multi_query": True},
     "GPT2LMHeadModel": {},
     "GPTNeoXForCausalLM": {},
@@ -167,24 +107,9 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "Qwen3MoeForCausalLM": _EXPERTS,
     "SeedOssForCausalLM": {},
     "SmolLM3ForCausalLM": {"no_rope_layers": [1, 0]},
-    "SolarOpenForCausalLM": {
-        "moe_intermediate_size": 24,
-        "n_routed_experts": 6,
-        "num_experts_per_tok": 3,
-        "n_group": 1,
-        "topk_group": 1,
-        "first_k_dense_replace": 1,
-    },
+    "SolarOpenForCausalLM": {**_ONE_GROUP, "first_k_dense_replace": 1},
     "Starcoder2ForCausalLM": _WINDOW,
-    "YoutuForCausalLM": {
-        **_MHA,
-        "kv_lora_rank": 20,
-        "q_lora_rank": 22,
-        "qk_nope_head_dim": 10,
-        "qk_rope_head_dim": 6,
-        "head_dim": 6,
-        "v_head_dim": 14,
-    },
+    "YoutuForCausalLM": LATENT,
     "VaultGemmaForCausalLM": {"tie_word_embeddings": True, "attn_logit_softcapping": 2.0, **_MIXED},
 }
 REFUSED: dict[str, dict[str, Any]] = {

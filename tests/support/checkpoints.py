@@ -27,14 +27,23 @@ ROPE_YARN = {
     "beta_fast": 8,
     "beta_slow": 1,
 }
-DEEPSEEK = {
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 40,
+    "intermediate_size": 72,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+}
+ROUTED = {"moe_intermediate_size": 24, "n_routed_experts": 6, "num_experts_per_tok": 3}
+GROUPED = {**ROUTED, "n_group": 3, "topk_group": 2, "first_k_dense_replace": 1}
+LATENT = {
     "num_key_value_heads": 4,
-    "moe_intermediate_size": 24,
-    "n_routed_experts": 6,
-    "num_experts_per_tok": 3,
-    "n_group": 3,
-    "topk_group": 2,
-    "first_k_dense_replace": 1,
     "kv_lora_rank": 20,
     "q_lora_rank": 22,
     "qk_nope_head_dim": 10,
@@ -42,6 +51,7 @@ DEEPSEEK = {
     "head_dim": 6,  # as transformers' classes have it: of the rotated part
     "v_head_dim": 14,
 }
+DEEPSEEK = {**GROUPED, **LATENT}
 
 FAMILIES = {
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM, {}),
@@ -94,9 +104,7 @@ FAMILIES = {
         transformers.Glm4MoeConfig,
         transformers.Glm4MoeForCausalLM,
         {
-            "moe_intermediate_size": 24,
-            "n_routed_experts": 6,
-            "num_experts_per_tok": 3,
+            **ROUTED,
             "first_k_dense_replace": 1,
             "use_qk_norm": True,
         },
@@ -126,20 +134,7 @@ def make_checkpoint(
     ``overrides`` are config fields.
     """
     config_class, model_class, defaults = FAMILIES[family]
-    shape = {
-        "vocab_size": 97,
-        "hidden_size": 40,
-        "intermediate_size": 72,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 12,
-        "max_position_embeddings": 256,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "pad_token_id": None,
-    }
-    config = config_class(**{**shape, **defaults, "tie_word_embeddings": tied, **overrides})
+    config = config_class(**{**SIZES, **defaults, "tie_word_embeddings": tied, **overrides})
     # Not "grouped_mm", which takes no odd sizes.
     eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
     model = model_class._from_config(config, **eager).eval()

@@ -31,6 +31,7 @@ from .common import (
 )
 from .logprobs import TokenText, chat_logprobs, output_positions
 from .schema import (
+    IGNORED_KEYS,
     NOTHING,
     ChatChoice,
     ChatChunkChoice,
@@ -199,7 +200,13 @@ def _plan(front: FrontEnd, request: ChatRequest) -> tuple[Job, ChatForm]:
 async def chat_completions(request: HTTPRequest, front: Front) -> Response[Any]:
     """Answer a conversation."""
     body = await request.body()
-    asked = decode_chat(body) if len(body) <= INLINE else await front.workers.run(lambda: decode_chat(body))
+
+    def read() -> ChatRequest:
+        found = decode_chat(body)
+        front.unknown_keys.note("/v1/chat/completions", body, ChatRequest, IGNORED_KEYS)
+        return found
+
+    asked = read() if len(body) <= INLINE else await front.workers.run(read)
     check_model(front, asked.model)
     job, form = await front.workers.run(
         lambda: _plan(front, asked)

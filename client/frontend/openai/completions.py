@@ -30,7 +30,7 @@ from .common import (
     token_fields,
 )
 from .logprobs import Offsets, TokenText, completion_logprobs, input_positions, output_positions
-from .schema import CompletionChoice, CompletionRequest, Logprobs, decode_completion
+from .schema import IGNORED_KEYS, CompletionChoice, CompletionRequest, Logprobs, decode_completion
 from .stream import answer
 
 DEFAULT_MAX_TOKENS = 16
@@ -185,9 +185,13 @@ async def completions(request: HTTPRequest, front: Front) -> Response[Any]:
     body = await request.body()
     most = front.options.max_batch
     large = len(body) > INLINE
-    asked = (
-        await front.workers.run(lambda: decode_completion(body, most)) if large else decode_completion(body)
-    )
+
+    def read() -> CompletionRequest:
+        found = decode_completion(body, most)
+        front.unknown_keys.note("/v1/completions", body, CompletionRequest, IGNORED_KEYS)
+        return found
+
+    asked = await front.workers.run(read) if large else read()
     check_model(front, asked.model)
     _check_echo(asked)
     tokenizes = large or asked.echo or _tells_prompts(asked)

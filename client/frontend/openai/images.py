@@ -57,7 +57,8 @@ WITHOUT_EFFECT = {
 
 
 class ImageRequestBody(msgspec.Struct, kw_only=True):
-    """``POST /v1/images/generations``. Null means "not given"; keys that are not here are ignored, as on the other OpenAI routes."""
+    """``POST /v1/images/generations``. Null means "not given"; keys that are not here are ignored, and named in the log, as on the
+    other OpenAI routes."""
 
     prompt: Text
     model: str | None = None
@@ -93,6 +94,9 @@ class ImageRequestBody(msgspec.Struct, kw_only=True):
     mask: Any = None
     lora: Any = None
 
+
+IGNORED_KEYS = frozenset({"user", "moderation", "metadata"})
+"""Labels, and what concerns a hosted service."""
 
 _DECODER = msgspec.json.Decoder(ImageRequestBody, strict=False)
 
@@ -201,7 +205,9 @@ def size_of(size: str | None) -> tuple[int | None, int | None]:
 )
 async def generate_images(request: HTTPRequest, front: Front) -> Response[bytes]:
     """Images of one prompt."""
-    asked = decode_body(await request.body())
+    body = await request.body()
+    asked = decode_body(body)
+    front.unknown_keys.note("/v1/images/generations", body, ImageRequestBody, IGNORED_KEYS)
     check_model(front, asked.model)
     rid = asked.rid or f"img-{new_id()}"
     work = front.client.generate_images(asked.prompt, rid=rid, **options_of(asked))

@@ -2,7 +2,7 @@
 
 Invariants:
 - ``null`` means "not given" for every optional field. Keys that no struct names are ignored, as the servers that these
-  clients know do.
+  clients know do; the log names each of them once (``unknown_keys.py``).
 - A known field that would change the output and is not supported is listed in :data:`REFUSED` with the reason, and refused by
   name unless its value asks for nothing (null, false, empty). What changes no output is in :data:`IGNORED`.
 - docs/reference/openai.md has a row for every field of the request structs (a test compares them).
@@ -40,6 +40,10 @@ REFUSED = {
     "guided_regex": "constrained decoding is not supported",
     "guided_choice": "constrained decoding is not supported",
     "guided_grammar": "constrained decoding is not supported",
+    "prompt_logprobs": "echo with logprobs has those of the prompt",
+    "truncate_prompt_tokens": "a prompt that is too long is refused",
+    "allowed_token_ids": "logit_bias raises and lowers tokens",
+    "bad_words": "logit_bias lowers tokens",
     "stop_regex": "stop by strings or token ids",
     "custom_logit_processor": "code of clients is not run",
     "logits_processors": "code of clients is not run",
@@ -48,6 +52,7 @@ REFUSED = {
     "use_beam_search": "there is no beam search",
     "lora_path": "there are no adapters",
     "input_embeds": "prompts are text or token ids",
+    "prompt_embeds": "prompts are text or token ids",
     "return_hidden_states": "hidden states are not kept",
     "session_params": "there are no sessions; prefixes are cached by content",
     "bootstrap_host": "prefill and decode run in one engine",
@@ -69,9 +74,13 @@ IGNORED = {
     "stream_reasoning": "reasoning stays in the text",
     "priority": "requests run in the order of their arrival",
     "session_id": "there is one engine",
+    "request_id": "a label; rid names a generation",
+    "length_penalty": "of beam search",
+    "include_reasoning": "reasoning stays in the text",
     "custom_params": "for processors of logits, which are refused",
 }
 """Field → why it may be ignored."""
+IGNORED_KEYS = frozenset(IGNORED)
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -146,12 +155,17 @@ class CommonRequest(msgspec.Struct, kw_only=True):
     guided_regex: Any = None
     guided_choice: Any = None
     guided_grammar: Any = None
+    prompt_logprobs: Any = None
+    truncate_prompt_tokens: Any = None
+    allowed_token_ids: Any = None
+    bad_words: Any = None
     stop_regex: Any = None
     custom_logit_processor: Any = None
     logits_processors: Any = None
     use_beam_search: Any = None
     lora_path: Any = None
     input_embeds: Any = None
+    prompt_embeds: Any = None
     return_hidden_states: Any = None
     session_params: Any = None
     bootstrap_host: Any = None

@@ -16,7 +16,7 @@ import msgspec
 
 from ....io_struct import SamplingParams
 from ....io_struct.base import MAX_ID_LENGTH
-from ....io_struct.field_errors import OTHER_NAMES, FieldError, field_error
+from ....io_struct.field_errors import FieldError, field_error, other_name
 from ....io_struct.generate import MAX_SAMPLES, Seed, TokenId
 from ...exceptions import InvalidRequest
 from ...text.tokenizer_manager import GenerationRequest
@@ -184,9 +184,10 @@ def _misplaced(wrong: FieldError) -> FieldError:
     name = wrong.field
     if name in GenerateBody.__struct_fields__ or "." in name or "[" in name:
         return wrong
-    if name not in names and (name := OTHER_NAMES.get(name, "")) not in names:
+    meant = name if name in names else other_name(name, names)
+    if meant is None:
         return wrong
-    return FieldError(wrong.field, f"{wrong.field} is not known here: give sampling_params.{name}")
+    return FieldError(name, f"{name} is not known here: give sampling_params.{meant}")
 
 
 def _refuse(fields: msgspec.Struct, names: Sequence[str], prefix: str) -> None:

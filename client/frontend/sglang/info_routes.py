@@ -103,21 +103,19 @@ _PUBLIC = (
 )  # fmt: skip
 """Of :class:`ServeOptions`; keys are not."""
 _PARALLEL = {
-    "tp_size": 1,
     "pp_size": 1,
     "dp_size": 1,
     "ep_size": 1,
     "moe_dp_size": 1,
     "nnodes": 1,
     "node_rank": 0,
-    "num_gpus": 1,
     "disaggregation_mode": "null",
     "disaggregation_bootstrap_port": None,
     "kv_events": None,
     "load_format": "auto",
     "skip_tokenizer_init": False,
 }
-"""What trainers compare with their own settings: this engine is one rank."""
+"""What trainers compare with their own settings, but for the number of ranks."""
 
 
 def _settings(options: ServeOptions) -> dict[str, Any]:
@@ -142,6 +140,8 @@ async def server_info(front: Front) -> Response[bytes]:
     return json_response(
         {
             **_PARALLEL,
+            "tp_size": 1 + len(status.ranks),
+            "num_gpus": 1 + len(status.ranks),
             **_settings(front.options),
             "skip_tokenizer_init": front.manager.tokenizer is None,
             "served_model_name": front.options.model_name,

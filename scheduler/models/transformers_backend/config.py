@@ -21,7 +21,7 @@ from ...dtypes import NAMES
 from ...files import checkpoint_error
 from ...layers.rotary import RopeParameters
 from ..config import ModelConfig
-from .probe import refused
+from .probe import FOREIGN_FAILURES, refused
 
 _NOT_FORWARD = frozenset({
     "_name_or_path", "architectures", "attention_dropout", "attn_pdrop", "aux_loss_alpha", "bos_token_id", "chunk_size_feed_forward",
@@ -32,10 +32,7 @@ _NOT_FORWARD = frozenset({
 })  # fmt: skip
 """Fields of config classes that change no logit, or that an update may change."""
 _LAYER_TYPES = ("full_attention", "sliding_attention")
-_FAILURES = (
-    ArithmeticError, AssertionError, AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError,
-    StrictDataclassError,
-)  # fmt: skip
+_FAILURES = (*FOREIGN_FAILURES, StrictDataclassError)
 """What a config class raises for values that it does not take."""
 
 

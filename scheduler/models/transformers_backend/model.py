@@ -20,8 +20,9 @@ from transformers.utils.generic import ModelOutput
 from ...forward import AttentionBackend, ForwardBatch
 from ...kernels.forms import AttentionForm
 from ...layers.logits_processor import LogitsProcessor
-from ...layers.parameters import DerivingLayer, Parameter, Placement, WeightSlot
+from ...layers.parameters import Layer, Placement
 from ..config import ModelConfig
+from ..layered import LayeredModel
 from .assembly import Assembler
 from .attention import attending
 from .layerwise import LayerByLayer
@@ -43,7 +44,7 @@ class _DecoderOutput(ModelOutput):
     router_logits: Any = None
 
 
-class TransformersForCausalLM:
+class TransformersForCausalLM(LayeredModel):
     """See :class:`~..base.CausalLM` for the contract."""
 
     in_one_call = False
@@ -80,7 +81,6 @@ class TransformersForCausalLM:
         self.forms = [_form(module, call, one_scale=len(scales) == 1) for call in seen.attended]
         self._layers = assembled.layers
         self._head = assembled.head
-        self._deriving = [layer for layer in self._layers if isinstance(layer, DerivingLayer)]
         self._headed, self._given = _with_given(module, path)
         self._logits = LogitsProcessor(self._project, config.vocab_size, place=place)
         self._by_layer = LayerByLayer(decoder, seen)
@@ -135,50 +135,13 @@ class TransformersForCausalLM:
         """
         check(self)
 
-    # Weights
-
-    @property
-    def components(self) -> tuple[str, ...]:
-        """None: a language model is one piece."""
-        return ()
-
-    @property
-    def kept_components(self) -> frozenset[str]:
-        """None, of none."""
-        return frozenset()
-
-    def weight_slots(self) -> dict[str, WeightSlot]:
-        """By checkpoint name; a tied tensor has one."""
-        return {slot.name: slot for layer in self._layers for slot in layer.slots()}
-
-    @property
-    def optional_names(self) -> frozenset[str]:
-        """None: what is tied has no slot."""
-        return frozenset()
-
     def is_skipped(self, name: str) -> bool:
         """Rotary buffers, copies of what is tied, and what the architecture says it ignores."""
         return self._skipped.search(name) is not None
 
-    def finalize_weights(self) -> None:
-        """Have each layer derive what follows from several of its parameters."""
-        for layer in self._deriving:
-            layer.finalize()
-
-    def derived(self) -> Iterator[tuple[str, Tensor]]:
-        """Those of each layer."""
-        for layer in self._deriving:
-            yield from layer.derived()
-
-    def named_storage(self) -> Iterator[tuple[str, Tensor]]:
-        """Parameters and derived tensors by engine name, each once."""
-        for parameter in self._parameters():
-            yield parameter.name, parameter.data
-        yield from self.derived()
-
-    def _parameters(self) -> Iterator[Parameter]:
-        for layer in self._layers:
-            yield from layer.parameters()
+    def owners(self) -> Iterator[Layer]:
+        """What took the place of the module's parts."""
+        yield from self._layers
 
 
 def _form(module: nn.Module, call: Attended, *, one_scale: bool) -> AttentionForm:

@@ -24,8 +24,8 @@ from ....io_struct import CaesuraError, ErrorCode
 
 _NAME = "caesura_probe"
 _TOKENS = 7
-_FAILURES = (
-    ArithmeticError, AssertionError, AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError,
+FOREIGN_FAILURES = (
+    ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError,
 )  # fmt: skip
 """What code of models that were not made for this raises."""
 
@@ -109,7 +109,7 @@ def probe(module: PreTrainedModel, decoder: nn.Module) -> Probe:
             decoder(
                 input_ids=ids, position_ids=positions, attention_mask=torch.ones_like(ids), use_cache=False
             )
-        except _FAILURES as error:
+        except FOREIGN_FAILURES as error:
             raise _refused(notes, f"its forward fails over packed requests: {error}") from error
         finally:
             _notes.pop()

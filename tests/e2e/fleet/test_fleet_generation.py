@@ -34,7 +34,10 @@ PROMPT = [5, 6, 7, 8]
 NEW = 60
 SEAM = 17
 PATIENCE_S = 90.0
+ATTEMPTS = 20
 SAMPLED = SamplingParams(max_new_tokens=NEW, temperature=1.0, seed=11, ignore_eos=True)
+LONG = msgspec.structs.replace(SAMPLED, max_new_tokens=600)
+"""Not done before this process, which may have to wait for a core, has done something to its engine."""
 CASES = {
     "greedy": SamplingParams(max_new_tokens=NEW, temperature=0.0, seed=1, ignore_eos=True),
     "sampled": SAMPLED,
@@ -59,7 +62,7 @@ EVERYTHING: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     path = tmp_path_factory.mktemp("models") / "model"
-    make_checkpoint(path, "qwen3", seed=3, vocab_size=408, eos_token_id=1, max_position_embeddings=128)
+    make_checkpoint(path, "qwen3", seed=3, vocab_size=408, eos_token_id=1, max_position_embeddings=700)
     return path
 
 
@@ -102,7 +105,19 @@ def run(engines: list[SchedulerClient], body: Callable[[Fleet], Awaitable[None]]
 
 async def moved(fleet: Fleet, params: SamplingParams, *seams: int, **options: Any) -> list[GenerateOutput]:
     """The outputs of a request whose engine is taken out of routing when its samples have ``seams`` tokens together; every
-    token comes once, in order."""
+    token comes once, in order. An engine that was done before this process came to fence it is asked again."""
+    for _ in range(ATTEMPTS):
+        before = fleet.dispatcher.moved
+        outputs = await moved_if_in_time(fleet, params, *seams, **options)
+        if fleet.dispatcher.moved - before >= len(seams):
+            return outputs
+    raise AssertionError(f"the engine was faster {ATTEMPTS} times")
+
+
+async def moved_if_in_time(
+    fleet: Fleet, params: SamplingParams, *seams: int, **options: Any
+) -> list[GenerateOutput]:
+    """:func:`moved`, once."""
     handle = await fleet.submit(PROMPT, params, stream=True, **options)
     seen: dict[int, list[int]] = {index: [] for index in range(params.n)}
     left = list(seams)
@@ -145,7 +160,6 @@ def test_a_moved_generation_equals_one_that_stayed(engines, case):
     async def body(fleet: Fleet) -> None:
         whole = await fleet.generate([PROMPT], params, **EVERYTHING)
         outputs = await moved(fleet, params, SEAM, 2 * SEAM, **EVERYTHING)
-        assert fleet.dispatcher.moved >= 2
         for found, expected in zip(outputs, whole, strict=True):
             same(found, expected)
             assert found.weight_versions[-1].end == len(found.output_ids)
@@ -160,10 +174,8 @@ def test_an_engine_that_is_killed_costs_no_request(engines, launch):
     prompts = [[*PROMPT, number] for number in range(10)]
 
     async def body(fleet: Fleet) -> None:
-        whole = await fleet.generate(prompts, SAMPLED, return_logprob=True)
-        handles = [
-            await fleet.submit(prompt, SAMPLED, stream=True, return_logprob=True) for prompt in prompts
-        ]
+        whole = await fleet.generate(prompts, LONG, return_logprob=True)
+        handles = [await fleet.submit(prompt, LONG, stream=True, return_logprob=True) for prompt in prompts]
         doomed = next(member for member in fleet.members if member.address.endpoint == victim.endpoint)
         assert doomed.load > 0
         async for _ in handles[0]:
@@ -184,12 +196,12 @@ def test_an_engine_that_shuts_down_in_order_hands_its_requests_over(engines, lau
     leaving = launch()
 
     async def body(fleet: Fleet) -> None:
-        whole = await fleet.generate(PROMPT, SAMPLED, return_logprob=True)
+        whole = await fleet.generate(PROMPT, LONG, return_logprob=True)
         member = next(each for each in fleet.members if each.address.endpoint == leaving.endpoint)
         for other in fleet.members:
             if other is not member:
                 fleet.dispatcher.fence(other, "until the request has begun")
-        handle = await fleet.submit(PROMPT, SAMPLED, stream=True, return_logprob=True)
+        handle = await fleet.submit(PROMPT, LONG, stream=True, return_logprob=True)
         async for _ in handle:
             break
         for other in fleet.members:
@@ -221,24 +233,26 @@ def test_stop_tokens_and_stop_strings_are_found_across_the_seam(engines, tmp_pat
         begins, ends = len(texts[SEAM - 2]), len(texts[SEAM + 4])
         phrase = plain.text[begins:ends]  # begins before the seam and ends behind it
         found = plain.text.index(phrase)
-        stream = manager.stream(replace(asked, stop=[phrase]))
-        text, tokens = "", 0
-        async for chunk in stream:
-            text += chunk.text
-            tokens = max(tokens, max(member.load for member in fleet.members))
-            flows = list(fleet.dispatcher.flows.values())
-            if flows and not flows[0].moves:
-                busiest = max(fleet.members, key=lambda member: member.load)
-                fleet.dispatcher.fence(busiest, "the test says so")
-            if chunk.finished is not None:
-                sample = chunk.finished
-        await fleet.heal()
+        for _ in range(ATTEMPTS):
+            before, text = fleet.dispatcher.moved, ""
+            async for chunk in manager.stream(replace(asked, stop=[phrase])):
+                text += chunk.text
+                flows = list(fleet.dispatcher.flows.values())
+                if flows and not flows[0].moves:
+                    busiest = max(fleet.members, key=lambda member: member.load)
+                    fleet.dispatcher.fence(busiest, "the test says so")
+                if chunk.finished is not None:
+                    sample = chunk.finished
+            await fleet.heal()
+            if fleet.dispatcher.moved > before:
+                break
+        else:
+            raise AssertionError(f"the engine was faster {ATTEMPTS} times")
         assert text == plain.text[:found] == sample.text
         assert (sample.output.finish_reason.type, sample.matched) == ("stop", phrase)
         count = len(sample.output.output_ids)
         assert sample.output.output_ids == whole.output_ids[:count]
         assert sample.output.output_logprobs == plain.output.output_logprobs[:count]
-        assert fleet.dispatcher.moved >= 2
 
     run(engines, body)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file
+from support.lanes import quick
 
 from caesura.client import (
     InternalError,
@@ -235,7 +236,9 @@ def test_a_straggler_is_fenced_and_not_waited_for(engines, tensors):
     run(engines, body)
 
 
-@pytest.mark.parametrize("phase", ["begin_weight_update", "update_weights_from_tensor", "end_weight_update"])
+@pytest.mark.parametrize(
+    "phase", quick(["end_weight_update", "begin_weight_update", "update_weights_from_tensor"])
+)
 def test_a_member_that_is_killed_in_an_update_does_not_stop_it(engines, launch, tensors, phase):
     victim = launch()
     victim.update_weights_from_disk(engines[0].status().model_path, weight_version="first")
@@ -319,6 +322,7 @@ def test_engines_that_differ_are_no_fleet(engines, other_model):
         run(engines, lambda fleet: fleet.status())
 
 
+@pytest.mark.long
 def test_a_folder_of_the_weights_is_known_as_long_as_it_is_theirs():
     assert Source(model_path="/start").folder == "/start"
     assert Source(model_path="/start", path="/new", updated=True).folder == "/new"

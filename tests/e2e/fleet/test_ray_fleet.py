@@ -89,6 +89,7 @@ def test_a_killed_replica_is_restarted_and_gets_its_weights_from_another(tiny_mo
     )
 
 
+@pytest.mark.long
 def test_replicas_of_other_hosts_are_reached_with_keys(tiny_model):
     """As on another node: an engine that listens on the network refuses who does not have the fleet's key."""
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from support.checkpoints import make_checkpoint
+from support.lanes import quick
 from support.scripted import EngineDriver
 
 from caesura.client import Unsupported, launch_scheduler
@@ -98,7 +99,7 @@ def alone(model, dtype) -> Bits:
 
 
 @needs_kernels
-@pytest.mark.parametrize("chunk", [16, 48, 512])
+@pytest.mark.parametrize("chunk", quick([16, 48, 512]))
 @pytest.mark.parametrize("depth", [0, 1])
 def test_beside_others_however_prompts_are_cut(model, dtype, alone, chunk, depth):
     with engine(model, dtype, chunked_prefill_size=chunk, pipeline_depth=depth) as driver:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from support.checkpoints import FAMILIES, make_checkpoint
+from support.lanes import quick
 
 from caesura.client import (
     AsyncSchedulerClient,
@@ -92,7 +93,7 @@ def assert_close(found: list[float], expected: list[float], tolerance: float) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", quick(FAMILIES, 2))
 def test_greedy_output_and_logprobs_are_those_of_transformers(tmp_path, family):
     served = Served(None, tmp_path, make_checkpoint(tmp_path, family, seed=5, tied=family == "llama"))
     with serve(tmp_path, "float32") as client:

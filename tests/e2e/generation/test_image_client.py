@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.lanes import quick
 
 from caesura.client import (
     AsyncSchedulerClient,
@@ -128,7 +129,7 @@ def test_what_the_engine_refuses_is_raised(engine):
         engine.generate([1, 2, 3])
 
 
-@pytest.mark.parametrize("transport", ["disk", "tensor", "ipc"])
+@pytest.mark.parametrize("transport", quick(["disk", "tensor", "ipc"], 2))
 def test_an_update_by_any_transport_is_a_cold_load(at_first, other, transport):
     engine = at_first
     engine.pause(mode="in_place")
@@ -165,7 +166,7 @@ def cold_checksums(other):
         return cold.check_weights().checksums
 
 
-@pytest.mark.parametrize("transport", ["disk", "tensor", "ipc", "distributed"])
+@pytest.mark.parametrize("transport", quick(["disk", "tensor", "ipc", "distributed"]))
 def test_an_update_by_any_transport_writes_what_is_away(moving, sd3, other, cold_checksums, transport):
     """Every tensor of a component, while no part of it is on the device; and then an image is made with it."""
     engine = moving

@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from support.checkpoints import make_checkpoint
+from support.lanes import quick
 
 from caesura.client import AsyncSchedulerClient, SamplingParams, launch_scheduler
 from caesura.client.exceptions import EngineError, InvalidRequest, PromptTooLong, Unsupported
@@ -52,7 +53,7 @@ def by_transformers(path, ids: list[int], start: int, temperature: float) -> np.
     return np.asarray([logprobs[i - 1, ids[i]].item() for i in range(start, len(ids))])
 
 
-@pytest.mark.parametrize("residency", RESIDENCIES)
+@pytest.mark.parametrize("residency", quick(RESIDENCIES))
 def test_finished_rollouts_are_scored(policy, reference, residency):
     """What RL does with it: sample from the policy, score under the reference, also while the policy is paused."""
     with launch_scheduler(
@@ -71,6 +72,7 @@ def test_finished_rollouts_are_scored(policy, reference, residency):
         )
 
 
+@pytest.mark.long
 def test_the_policy_as_its_own_reference(policy):
     """Where both are the same checkpoint, scores are the log-probabilities that the sampler gave."""
     with launch_scheduler(policy, reference_model_path=policy, **OPTIONS) as client:
@@ -81,7 +83,7 @@ def test_the_policy_as_its_own_reference(policy):
             np.testing.assert_allclose(found, out.output_logprobs, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("residency", RESIDENCIES)
+@pytest.mark.parametrize("residency", quick(RESIDENCIES[::-1]))
 def test_the_reference_is_in_memory_while_it_is_used(policy, reference, alone, residency):
     """By the kernel's count of the process's anonymous memory, over three scores."""
     with launch_scheduler(

@@ -18,6 +18,7 @@ import click
 import httpx
 import pytest
 from support.http_serve import ServedEngine, served
+from support.lanes import quick
 from support.waiting import eventually
 
 from caesura.client import SchedulerClient, ShuttingDown, launch_scheduler
@@ -53,6 +54,7 @@ def fails(*arguments: str, **options) -> str:
 LOG_LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} (DEBUG|INFO|WARNING|ERROR|CRITICAL) ([\w.]+): ")
 
 
+@pytest.mark.long
 def test_all_processes_begin_their_log_lines_alike(tiny_model):
     """Engine, supervisor and server write to one stderr."""
     with served("--model", str(tiny_model), "--restart") as engine:
@@ -66,7 +68,7 @@ def test_all_processes_begin_their_log_lines_alike(tiny_model):
     assert {"scheduler", "caesura"} <= writers
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", quick([signal.SIGTERM, signal.SIGINT, signal.SIGHUP]))
 def test_a_signal_ends_everything_and_every_request_is_answered(tiny_model, number):
     with served("--model", str(tiny_model)) as engine:
         pid = engine.engine_pid
@@ -88,6 +90,7 @@ def test_a_signal_ends_everything_and_every_request_is_answered(tiny_model, numb
     assert not folder.exists()
 
 
+@pytest.mark.long
 def test_a_drain_answers_requests_in_full_and_a_second_signal_ends_it(tiny_model):
     """What is in flight goes on; a second signal cuts it off, with what it has."""
     options = ("--shutdown-mode", "drain", "--drain-timeout-s", "3600")
@@ -149,6 +152,7 @@ def test_a_scheduler_that_dies_is_told_to_every_client_at_once(tiny_model):
         assert "lost" in answer.json()["message"] or "ended" in answer.json()["message"]
 
 
+@pytest.mark.long
 def test_a_parent_that_is_killed_leaves_nothing_behind(tiny_model):
     with served("--model", str(tiny_model)) as engine:
         pid = engine.engine_pid
@@ -171,7 +175,7 @@ main()
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", quick([signal.SIGTERM, signal.SIGINT, signal.SIGHUP]))
 @pytest.mark.parametrize("restart", [(), ("--restart",)])
 def test_a_signal_before_the_server_listens_cancels_the_start(tiny_model, tmp_path, number, restart):
     """The engine is ready, and the front end asks it what it serves, or loads a tokenizer."""
@@ -291,6 +295,7 @@ def test_the_client_needs_no_web_server():
     assert done.stdout.strip() == "[]"
 
 
+@pytest.mark.long
 def test_a_second_client_shares_the_engine(tiny_model):
     """What a socket client pauses under its own name, HTTP continues by force only."""
     with served("--model", str(tiny_model)) as engine:
@@ -301,6 +306,7 @@ def test_a_second_client_shares_the_engine(tiny_model):
             assert engine.post("/continue_generation", {"force": True}).status_code == 200
 
 
+@pytest.mark.long
 def test_beyond_loopback_without_a_key_needs_the_explicit_word(tiny_model):
     with served("--model", str(tiny_model), "--host", "0.0.0.0", "--insecure-bind") as engine:
         url = engine.url.replace("0.0.0.0", "127.0.0.1")
@@ -334,6 +340,7 @@ def certificate(tmp_path_factory) -> tuple[Path, Path]:
     return folder / "cert.pem", folder / "key.pem"
 
 
+@pytest.mark.long
 def test_tls(tiny_model, certificate, tmp_path):
     cert, key = map(str, certificate)
     (tmp_path / "api").write_text(API)
@@ -365,6 +372,7 @@ def test_tls(tiny_model, certificate, tmp_path):
         assert httpx.get(f"{engine.url}/health", verify=context).status_code == 200
 
 
+@pytest.mark.long
 def test_wrong_files_for_tls_say_why(tiny_model, certificate, tmp_path):
     cert, key = map(str, certificate)
     locked = tmp_path / "locked.pem"
@@ -416,6 +424,7 @@ def served_alone(model: Path) -> Iterator[tuple[ServedEngine, int]]:
         yield engine, client.status().pid
 
 
+@pytest.mark.long
 def test_a_signal_ends_what_goes_on_for_ever_on_an_engine_that_stays(tiny_model):
     """A frozen generation, streamed and not, and connections that are never done: all end, answered where there is a request."""
     with served_alone(tiny_model) as (engine, _):
@@ -438,6 +447,7 @@ def test_a_signal_ends_what_goes_on_for_ever_on_an_engine_that_stays(tiny_model)
     assert answer.json()["meta_info"]["finish_reason"]["type"] == "abort"
 
 
+@pytest.mark.long
 def test_a_stderr_that_nobody_reads_stops_nothing(tiny_model):
     """The engine's lines fill the pipe; then whatever the server has to say about garbage, and about an engine that dies."""
     with served("--model", str(tiny_model), "--restart") as engine:

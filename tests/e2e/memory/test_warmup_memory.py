@@ -14,6 +14,7 @@ SLACK = 24 * MB
 ROOM = 128 * MB
 
 
+@pytest.mark.long
 def test_a_warm_up_takes_no_memory_by_rows_times_vocabulary(tmp_path, capfd):
     model = write_checkpoint(tmp_path, WIDE, dtype="float32")
     runs = [("dummy", None), ("autotune", None), ("logits", None)]

@@ -64,6 +64,7 @@ def test_a_scheduler_on_ipc_listens_on_its_socket_and_nothing_else(tiny_model):
         assert unix_listeners(launched.pid) == {client.endpoint.removeprefix("ipc://")}
 
 
+@pytest.mark.long
 def test_a_scheduler_on_tcp_listens_on_that_port_and_nothing_else(tiny_model):
     launched = launch_scheduler(str(tiny_model), endpoint="tcp://127.0.0.1:0", kv_pool_tokens=1024)
     with launched as client:
@@ -72,6 +73,7 @@ def test_a_scheduler_on_tcp_listens_on_that_port_and_nothing_else(tiny_model):
         assert unix_listeners(launched.pid) == set()
 
 
+@pytest.mark.long
 def test_the_http_server_listens_on_its_loopback_port_and_its_engine_on_no_address(tiny_model):
     with served("--model", str(tiny_model)) as server:
         server.generate([5, 6])

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import zmq
+from support.lanes import quick
 from support.raw_client import RawClient
 from support.waiting import eventually
 
@@ -97,7 +98,7 @@ def held(client: SchedulerClient):
     return handle
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", quick([signal.SIGTERM, signal.SIGINT, signal.SIGHUP]))
 def test_a_signal_ends_every_request_and_leaves_no_socket(tiny_model, endpoint, number):
     with started(tiny_model, "--endpoint", endpoint) as engine:
         with SchedulerClient(engine.ready()) as client:
@@ -110,6 +111,7 @@ def test_a_signal_ends_every_request_and_leaves_no_socket(tiny_model, endpoint, 
     assert not socket_of(endpoint).exists()
 
 
+@pytest.mark.long
 def test_a_hangup_that_is_ignored_stays_ignored(tiny_model, endpoint):
     prelude = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)"
     with started(tiny_model, "--endpoint", endpoint, prelude=prelude) as engine:
@@ -144,6 +146,7 @@ def test_drained_by_a_signal_and_by_a_second_one_ended(tiny_model, endpoint):
         assert engine.end()[0] == 0
 
 
+@pytest.mark.long
 def test_drained_means_that_requests_end_by_themselves(tiny_model, endpoint):
     with started(tiny_model, "--endpoint", endpoint) as engine:
         with SchedulerClient(engine.ready()) as client:
@@ -157,6 +160,7 @@ def test_drained_means_that_requests_end_by_themselves(tiny_model, endpoint):
     assert f"pid {os.getpid()} on " in asked
 
 
+@pytest.mark.long
 def test_a_foreign_client_that_shuts_down_need_not_say_who_it_is(tiny_model, endpoint):
     with started(tiny_model, "--endpoint", endpoint) as engine, RawClient(engine.ready()) as client:
         client.send(ShutdownReqInput(id="end"))
@@ -165,6 +169,7 @@ def test_a_foreign_client_that_shuts_down_need_not_say_who_it_is(tiny_model, end
     assert "the engine ends: shutdown message from a client that does not say who it is" in error
 
 
+@pytest.mark.long
 def test_a_clone_in_the_current_folder_does_not_hide_what_is_installed(tiny_model, tmp_path, monkeypatch):
     """As in the parent of a clone that is called caesura: its kernels are not built, and here nothing of it can be imported."""
     (tmp_path / "caesura").mkdir()
@@ -176,6 +181,7 @@ def test_a_clone_in_the_current_folder_does_not_hide_what_is_installed(tiny_mode
         )
 
 
+@pytest.mark.long
 def test_a_drain_without_a_limit_is_waited_for(tiny_model):
     engine = launch_scheduler(
         tiny_model,
@@ -239,6 +245,7 @@ def test_a_signal_just_before_the_start_waits_ends_it(tiny_model, endpoint):
     assert "the engine ends: signal SIGTERM at start (exit status 143)" in error
 
 
+@pytest.mark.long
 def test_a_signal_that_meets_a_finalizer_during_the_start_ends_it(tiny_model, endpoint):
     """What a handler raises there is lost, and the start would go on, here for ever."""
     prelude = """
@@ -274,7 +281,7 @@ def test_a_signal_during_the_imports_is_named(tmp_path, number):
     assert error == f"the engine ends: signal {number.name} at start (exit status {status})\n"
 
 
-@pytest.mark.parametrize("number", [signal.SIGQUIT, signal.SIGUSR1, signal.SIGXCPU, signal.SIGALRM])
+@pytest.mark.parametrize("number", quick([signal.SIGQUIT, signal.SIGUSR1, signal.SIGXCPU, signal.SIGALRM]))
 def test_a_signal_that_nobody_expects_is_named_before_it_kills(tiny_model, endpoint, number):
     with started(tiny_model, "--endpoint", endpoint) as engine:
         engine.ready()
@@ -306,6 +313,7 @@ SLOW_TELL = """
 """
 
 
+@pytest.mark.long
 def test_a_signal_while_a_refused_start_is_told_changes_nothing(tmp_path):
     with started(tmp_path / "no model", prelude=SLOW_TELL, stdin=subprocess.PIPE) as engine:
         for line in engine.process.stderr:
@@ -327,6 +335,7 @@ def pending_signals(pid: int) -> set[int]:
     return {number for number in range(1, 64) if bits >> (number - 1) & 1}
 
 
+@pytest.mark.long
 def test_a_launcher_that_dies_during_the_start_is_named(tiny_model, endpoint):
     """Nobody reads whether it is ready, then."""
     reader, writer = os.pipe()
@@ -338,6 +347,7 @@ def test_a_launcher_that_dies_during_the_start_is_named(tiny_model, endpoint):
     assert (status, "the engine ends: its launcher (pid" in error) == (0, True)
 
 
+@pytest.mark.long
 def test_a_cancelled_start_whose_cleanup_hangs_is_cut_off(tiny_model, endpoint):
     prelude = """
         import os, threading
@@ -364,7 +374,7 @@ HANGS = """
 """
 
 
-@pytest.mark.parametrize("how", ["threading.Event().wait()", "ctypes.PyDLL(None).sleep(3600)"])
+@pytest.mark.parametrize("how", quick(["threading.Event().wait()", "ctypes.PyDLL(None).sleep(3600)"]))
 def test_an_engine_that_hangs_ends_itself(tiny_model, endpoint, how):
     options = ("--endpoint", endpoint, "--watchdog-timeout-s", "1")
     with started(tiny_model, *options, prelude=HANGS.format(how)) as engine:
@@ -378,7 +388,7 @@ def test_an_engine_that_hangs_ends_itself(tiny_model, endpoint, how):
         assert again.ready() == endpoint
 
 
-@pytest.mark.parametrize("timeout", ["inf", "1e300", "9e9"])
+@pytest.mark.parametrize("timeout", quick(["inf", "1e300", "9e9"]))
 def test_a_watchdog_without_a_limit_is_none(tiny_model, endpoint, timeout):
     with started(tiny_model, "--endpoint", endpoint, "--watchdog-timeout-s", timeout) as engine:
         with SchedulerClient(engine.ready()) as client:
@@ -387,6 +397,7 @@ def test_a_watchdog_without_a_limit_is_none(tiny_model, endpoint, timeout):
         assert engine.end()[0] == 0
 
 
+@pytest.mark.long
 def test_an_idle_engine_is_not_taken_for_a_hung_one(tiny_model, endpoint):
     options = ("--endpoint", endpoint, "--watchdog-timeout-s", "0.4")
     with started(tiny_model, *options) as engine:
@@ -438,6 +449,7 @@ def test_a_thread_that_fails_ends_the_engine(tiny_model, endpoint):
     assert "the engine ends: thread caesura-x has failed: MemoryError" in error
 
 
+@pytest.mark.long
 def test_an_end_that_hangs_is_cut_off(tiny_model, endpoint):
     prelude = """
         import threading
@@ -480,6 +492,7 @@ def test_too_little_memory_to_start_is_an_end_too(tiny_model, endpoint):
     assert not socket_of(endpoint).exists()
 
 
+@pytest.mark.long
 def test_what_a_killed_engine_left_is_removed_by_the_next(tiny_model, tmp_path):
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     with started(tiny_model, env=environment) as engine:
@@ -496,6 +509,7 @@ def test_what_a_killed_engine_left_is_removed_by_the_next(tiny_model, tmp_path):
     assert not list(tmp_path.glob("caesura-*"))
 
 
+@pytest.mark.long
 def test_an_unread_stderr_blocks_nothing(tiny_model, endpoint):
     """A flood of malformed messages, whose warnings nobody reads."""
     prelude = """
@@ -520,6 +534,7 @@ def test_an_unread_stderr_blocks_nothing(tiny_model, endpoint):
         assert engine.process.wait(PATIENCE) == 0
 
 
+@pytest.mark.long
 def test_the_soft_limit_of_descriptors_is_raised(tiny_model, endpoint):
     def low() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.http_serve import served
+from support.lanes import quick
 from support.supervised import PATIENCE, supervised
 
 pytestmark = pytest.mark.slow  # its engines take seconds to start
@@ -37,7 +38,7 @@ def test_systemd_accepts_the_unit(unit, tmp_path):
     assert (done.returncode, complaints) == (0, []), done.stderr
 
 
-@pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.stem)
+@pytest.mark.parametrize("unit", quick(UNITS), ids=lambda unit: unit.stem)
 def test_the_commands_of_the_units_are_ours(unit, tiny_model, tmp_path):
     """Run as written, but for the places of things."""
     _, verb, *arguments = command_of(unit)
@@ -53,6 +54,7 @@ def test_the_commands_of_the_units_are_ours(unit, tiny_model, tmp_path):
         assert (tmp_path / "weights.json").exists()
 
 
+@pytest.mark.long
 def test_the_health_checks_of_the_compose_file_tell_well_from_ill(tiny_model):
     services = yaml.safe_load((ROOT / "docker/compose.yaml").read_text())["services"]
     kind, *command = services["scheduler"]["healthcheck"]["test"]

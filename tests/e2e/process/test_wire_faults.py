@@ -15,6 +15,7 @@ import psutil
 import pytest
 import zmq
 from support.checkpoints import make_checkpoint
+from support.lanes import quick
 from support.raw_client import RawClient, rows
 from support.scripted import EngineDriver, assert_error, expected_tokens, tokens_of
 from support.waiting import eventually
@@ -235,6 +236,7 @@ def test_a_client_of_another_major_version_is_told_both(client, launched, monkey
     assert client.status(timeout=PATIENCE).generation == "running"
 
 
+@pytest.mark.long
 def test_a_killed_scheduler_leaves_its_endpoint_to_the_next(tmp_path, tiny_model):
     endpoint = f"ipc://{tmp_path}/s.sock"
     first = launch(tiny_model, tmp_path / "log", endpoint=endpoint)
@@ -250,13 +252,14 @@ def test_a_killed_scheduler_leaves_its_endpoint_to_the_next(tmp_path, tiny_model
         assert client.generate([5, 6, 7], SHORT, timeout=PATIENCE).output_ids
 
 
-@pytest.mark.parametrize("endpoint", ["ipc:///tmp/" + "x" * 103, "tcp://0.0.0.0:0"])
+@pytest.mark.parametrize("endpoint", quick(["ipc:///tmp/" + "x" * 103, "tcp://0.0.0.0:0"]))
 def test_an_impossible_endpoint_is_refused_by_the_engine(tiny_model, tmp_path, endpoint):
     with pytest.raises(InvalidRequest) as caught:
         launch(tiny_model, tmp_path / "log", endpoint=endpoint)
     assert caught.value.detail["field"] == "endpoint"
 
 
+@pytest.mark.long
 def test_a_failed_start_leaves_no_process_and_no_directory(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
@@ -290,7 +293,7 @@ def test_a_scheduler_does_not_outlive_its_killed_launcher(tiny_model, tmp_path):
     assert not psutil.pid_exists(pid)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", quick([signal.SIGTERM, signal.SIGINT]))
 def test_a_signal_ends_every_request_and_then_the_process(tmp_path, tiny_model, number):
     """Over TCP with a port of the system's choice. Running, queued, frozen: each gets its terminal message."""
     launched = launch(tiny_model, tmp_path / "log", endpoint="tcp://127.0.0.1:0", kv_pool_tokens=512)
@@ -499,6 +502,7 @@ def _owners(driver: EngineDriver) -> set[bytes]:
     return {request.client for request in driver.engine.live}
 
 
+@pytest.mark.long
 def test_the_ready_line_is_one_line_of_json(tmp_path, tiny_model):
     """What any launcher, in any language, relies on."""
     reader, writer = os.pipe()

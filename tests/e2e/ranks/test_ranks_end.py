@@ -6,6 +6,7 @@ from contextlib import suppress
 
 import psutil
 import pytest
+from support.lanes import quick
 from support.waiting import eventually
 
 from caesura.client import SamplingParams, launch_scheduler
@@ -45,7 +46,7 @@ def shared_memory() -> set[str]:
     return set(os.listdir("/dev/shm"))
 
 
-@pytest.mark.parametrize("state", ["idle", "mid-step", "paused", "mid-update"])
+@pytest.mark.parametrize("state", quick(["mid-step", "idle", "paused", "mid-update"]))
 def test_a_worker_that_is_killed_ends_the_engine(launched, other_model, state):
     client, before = launched.client, shared_memory()
     zero, one = processes_of(launched)
@@ -69,6 +70,7 @@ def test_a_worker_that_is_killed_ends_the_engine(launched, other_model, state):
     assert shared_memory() <= before
 
 
+@pytest.mark.long
 def test_workers_end_when_rank_0_is_killed(launched):
     client, before = launched.client, shared_memory()
     zero, one = processes_of(launched)

@@ -189,6 +189,7 @@ def test_a_scale_and_an_fp8_value_count_like_any_other(engine, folder):
         assert engine.update_weights_from_tensor(list(weights.items())).committed
 
 
+@pytest.mark.long
 def test_without_the_option_nan_commits_as_valid_and_requests_fail_by_themselves(tiny_model):
     with launch_scheduler(tiny_model, num_threads=1, kv_pool_tokens=256) as client:
         weights = weights_of(tiny_model)

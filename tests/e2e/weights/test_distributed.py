@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from support.lanes import quick
 from support.plain_trainer import PlainTrainer, broadcast_and_die, update_message, weights_of
 from support.scripted import EngineDriver, assert_error
 from support.waiting import eventually
@@ -281,7 +282,7 @@ def num_threads() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
-@pytest.mark.parametrize("tensors_before_death", [0, 2])
+@pytest.mark.parametrize("tensors_before_death", quick([2, 0]))
 def test_a_trainer_that_is_killed(driver, other_model, tensors_before_death):
     """Poisoned if a byte was written, else as before; a complete update by another road recovers, and so does a new group."""
     trainer = PlainTrainer()

@@ -221,6 +221,7 @@ def test_what_would_change_the_weights_waits_until_they_are_sent(source, target,
     target.destroy_weights_update_group("midst")
 
 
+@pytest.mark.long
 def test_a_target_that_is_killed_in_the_midst_costs_the_source_nothing(source, tiny_model):
     specs, before = tensors_of(source), total(source)
     process = launched(tiny_model)

@@ -106,6 +106,7 @@ def test_a_refusal_of_one_engine_changes_none(engines, chain, other_model, road)
     assert len(set(totals(engines))) == 1
 
 
+@pytest.mark.long
 def test_an_engine_that_dies_in_the_midst_costs_itself_and_those_behind_it(engines, tiny_model, other_model):
     """The one before it commits; the one behind it is poisoned, and gets the weights from the first."""
     before, _, behind = engines

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from support.lanes import quick
 from support.plain_trainer import PlainTrainer, update_message, weights_of
 from support.waiting import eventually
 
@@ -163,7 +164,7 @@ def test_several_engines_with_one_broadcast(engine, tiny_model, other_model):
         assert second.status().weights == engine.status().weights == "valid"
 
 
-@pytest.mark.parametrize("doing", ["joining", "receiving"])
+@pytest.mark.parametrize("doing", quick(["receiving", "joining"]))
 def test_shutdown_does_not_wait_for_a_trainer(tiny_model, doing):
     trainer = PlainTrainer(f"shutdown-{doing}", timeout_s=60)
     launched = launch_scheduler(str(tiny_model), dtype="float32", num_threads=1, kv_pool_tokens=256)

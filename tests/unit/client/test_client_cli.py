@@ -92,6 +92,7 @@ def test_pause_and_continue(fake, caesura):
     code, out, _ = caesura("continue", "--no-torch-empty-cache", "--force")
     assert code == 0
     assert "4.0 MB" in out
+    assert "ranks" not in out, "an engine of one process has no others"
     request = fake.next_request(ContinueGenerationReqInput)
     assert (request.torch_empty_cache, request.force) == (False, True)
 

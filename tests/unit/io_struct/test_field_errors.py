@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from caesura.io_struct import CaesuraError, decode_request
+from caesura.io_struct import CaesuraError, SamplingParams, SdeParams, decode_request
 from caesura.io_struct.field_errors import nearest, shown
 
 GENERATE = {"type": "GenerateReqInput", "input_ids": [1]}
@@ -52,7 +52,7 @@ def said(message: object) -> str:
         ),
         (
             {**GENERATE, "sampling_params": {"logprobs": 5}},
-            f"sampling_params.logprobs is not known; valid are {SAMPLING}",
+            f"sampling_params.logprobs is not known (did you mean return_logprob, next to sampling_params?); valid are {SAMPLING}",
         ),
         (
             {**GENERATE, "sampling_params": {"max_new_tokens": "ten"}},
@@ -102,6 +102,58 @@ def test_values_are_shown_short():
     assert len(shown({"a": "x" * 500})) < 80
 
 
+GREEDY = ": temperature = 0 decodes greedily, any other samples"
+TEXT = ": it is about text, which `caesura serve` makes; the engine has tokens"
+
+
+@pytest.mark.parametrize(
+    "keyword,hint",
+    [
+        ("max_tokens", " (did you mean max_new_tokens?)"),
+        ("max_length", " (did you mean max_new_tokens?)"),
+        ("max_completion_tokens", " (did you mean max_new_tokens?)"),
+        ("min_length", " (did you mean min_new_tokens?)"),
+        ("n_samples", " (did you mean n?)"),
+        ("num_return_sequences", " (did you mean n?)"),
+        ("stop_tokens", " (did you mean stop_token_ids?)"),
+        ("eos_token_id", " (did you mean stop_token_ids?)"),
+        ("sampling_seed", " (did you mean seed?)"),
+        ("temp", " (did you mean temperature?)"),
+        ("do_sample", GREEDY),
+        ("num_beams", ": there is no beam search"),
+        ("stop", f"{TEXT}, and stop_token_ids"),
+        ("skip_special_tokens", TEXT),
+        ("top_logprobs", " (did you mean top_logprobs_num, next to SamplingParams?)"),
+        ("logprobs", " (did you mean return_logprob, next to SamplingParams?)"),
+        ("return_logprob", " here: it stands next to SamplingParams"),
+        ("regex", ""),
+    ],
+)
+def test_sampling_parameters_of_another_spelling_are_told_the_right_one(keyword, hint):
+    with pytest.raises(TypeError) as caught:
+        SamplingParams(temperature=0.5, **{keyword: 1})
+    assert str(caught.value) == f"SamplingParams: {keyword} is not known{hint}; valid are {SAMPLING}"
+    assert caught.value.__suppress_context__ or caught.value.__context__ is None
+
+
+def test_noise_of_another_spelling_is_told_the_right_one():
+    with pytest.raises(
+        TypeError,
+        match=r"SdeParams: noise is not known \(did you mean noise_level\?\); valid are type, noise_l",
+    ):
+        SdeParams(noise=0.5)
+
+
+def test_sampling_parameters_are_made_as_ever():
+    with pytest.raises(TypeError, match="positional"):
+        SamplingParams(5)
+    assert (
+        SamplingParams(n=2)
+        == msgspec.convert({"n": 2}, SamplingParams)
+        == msgspec.structs.replace(SamplingParams(), n=2)
+    )
+
+
 @pytest.mark.parametrize(
     "given,found",
     [
@@ -109,6 +161,8 @@ def test_values_are_shown_short():
         ("temp", "temperature"),
         ("sampling_seed", "seed"),
         ("stop", "stop_token_ids"),
+        ("min_length", "min_new_tokens"),
+        ("ending", None),
         ("topp", "top_p"),
         ("zzz", None),
     ],

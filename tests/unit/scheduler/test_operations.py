@@ -118,6 +118,7 @@ def test_an_engine_with_kernels_says_which(tiny_model):
 @pytest.mark.parametrize(
     "value,code", [("torch", 1), pytest.param("avx2", 0, marks=needs_kernels)], ids=["without", "with"]
 )
+@pytest.mark.long
 def test_a_build_can_ask_for_the_kernels(monkeypatch, value, code):
     monkeypatch.setenv(native.VARIABLE, value)
     done = subprocess.run(

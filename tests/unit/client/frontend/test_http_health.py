@@ -12,6 +12,7 @@ from support.http_server import Listening, listening
 from support.waiting import eventually
 
 from caesura.io_struct import GenerateReqInput, GetStatusReqInput, Message, Request
+from caesura.io_struct.ranks import RankStatus
 
 SOON_S = 5.0
 """Far above what is promised, far below what it took: a busy machine may be slow."""
@@ -59,6 +60,30 @@ def test_a_silent_engine_is_told_soon(tmp_path, path):
         status, seconds = timed(server.url, path)
         assert status == 503
         assert seconds < SOON_S
+
+
+def test_server_info_says_how_many_ranks_there_are(tmp_path):
+    """Trainers that attach compare it with the number of devices that they have planned for each engine."""
+
+    def divided(request: Request) -> Iterable[Message | bytes]:
+        replies = list(answer(request))
+        if isinstance(request, GetStatusReqInput):
+            memory = {"reserved": 1, "allocated": 1, "available": None}
+            replies[0].ranks = [RankStatus(rank=rank, pid=1, host="h", **memory) for rank in (1, 2, 3)]
+        return replies
+
+    with (
+        FakeScheduler(f"ipc://{tmp_path}/engine", divided) as fake,
+        listening(endpoint=fake.endpoint, connect_timeout=10) as server,
+    ):
+        found = httpx.get(server.url + "/server_info", timeout=60).json()
+    assert [found[name] for name in ("tp_size", "num_gpus", "pp_size", "dp_size", "nnodes")] == [
+        4,
+        4,
+        1,
+        1,
+        1,
+    ]
 
 
 def test_an_engine_with_work_may_be_silent_for_a_step(tmp_path):

@@ -10,6 +10,8 @@ from safetensors.numpy import save
 from support.fake_scheduler import FakeScheduler
 from support.http_server import listening
 
+from caesura.client.frontend.openai.schema import CompletionRequest
+from caesura.client.frontend.unknown_keys import MAX_KEYS, UnknownKeys
 from caesura.io_struct import UpdateWeightFromDiskReqInput
 
 LABEL = "must be a string of at most 1024 characters without control characters, an integer or null"
@@ -28,6 +30,11 @@ MISTAKES = [
         "/generate",
         {"input_ids": [1], "sampling_params": {"temperature": "hot"}},
         "sampling_params.temperature = 'hot' must be a number or null",
+    ),
+    (
+        "/generate",
+        {"input_ids": [1], "sampling_params": {"return_logprob": True}},
+        "sampling_params.return_logprob is not known here: it stands next to sampling_params; valid are max_new_tokens, ",
     ),
     ("/generate", {"input_ids": "Hello"}, "input_ids = 'Hello' must be a list of integers from 0 to "),
     ("/generate", {"input_ids": [-1]}, "input_ids[0] = -1 must be an integer from 0 to "),
@@ -189,6 +196,46 @@ def test_a_mistake_is_told_in_a_sentence(server, path, body, sentence):
     assert said.startswith(sentence)
     assert "`" not in said
     assert "$" not in said
+
+
+def test_unknown_keys_of_openai_routes_are_named_once_in_the_log(server, caplog):
+    """They are ignored: OpenAI's clients add new ones. The engine here answers nothing, so bodies ask for what is refused later."""
+    asked = {
+        "model": "another",
+        "max_tokenz": 5,
+        "user": "u",
+        "\x1b[2Jlonger": 1,
+        "request_id": "r",
+        "do_sample": True,
+    }
+    long = {"model": "another", "prompt": [1] * 20_000, "max_new_tokens": 5}
+    bodies = {
+        "/v1/completions": [{**asked, "prompt": [1]}, {**asked, "prompt": [1]}, long],
+        "/v1/chat/completions": [{**asked, "messages": []}],
+    }
+    for path, sent in bodies.items():
+        for body in sent:
+            assert post(server, path, body)[0] == 404
+    said = [each.getMessage() for each in caplog.records if each.name.endswith("unknown_keys")]
+    of_asked = [
+        "the key max_tokenz is not known and ignored (did you mean max_tokens?); requests with it are not mentioned again",
+        "the key \\x1b[2Jlonger is not known and ignored; requests with it are not mentioned again",
+        "the key do_sample is not known and ignored (temperature = 0 decodes greedily, any other samples); requests with it are not mentioned again",
+    ]
+    of_long = "the key max_new_tokens is not known and ignored (did you mean max_tokens?); requests with it are not mentioned again"
+    assert said == [
+        *(f"/v1/completions: {each}" for each in [*of_asked, of_long]),
+        *(f"/v1/chat/completions: {each}" for each in of_asked),
+    ]
+
+
+def test_the_log_does_not_grow_with_what_clients_make_up(caplog):
+    keys = UnknownKeys()
+    for number in range(3):
+        body = json.dumps({"prompt": [1], **{f"{number}_{i}": 0 for i in range(MAX_KEYS)}}).encode()
+        keys.note("/v1/completions", body, CompletionRequest, frozenset())
+    assert len(caplog.records) == MAX_KEYS
+    assert caplog.messages[-1].endswith("nor are further unknown keys")
 
 
 def test_a_route_that_there_is_not_is_told_the_nearest(server):

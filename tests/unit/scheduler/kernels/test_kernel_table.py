@@ -239,6 +239,7 @@ print("clean")
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_logic_of_amx_in_software(tmp_path):
     with native.limited_to("avx512bf16") as possible:
         if not possible:

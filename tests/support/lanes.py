@@ -1,0 +1,24 @@
+"""Which lane of tests a value of a parameter belongs to."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+
+def quick(values: Iterable[Any], count: int = 1) -> list[Any]:
+    """The first ``count`` values in ``make test``, the others only in ``make test-long``."""
+    values = list(values)
+    return [*values[:count], *(_long(value) for value in values[count:])]
+
+
+def every(values: Iterable[Any], nth: int) -> list[Any]:
+    """Every ``nth`` value in ``make test``, the first included, and the others only in ``make test-long``."""
+    return [_long(value) if number % nth else value for number, value in enumerate(values)]
+
+
+def _long(value: Any) -> Any:
+    if isinstance(value, type(pytest.param())):
+        return pytest.param(*value.values, marks=[*value.marks, pytest.mark.long], id=value.id)
+    given = value if isinstance(value, tuple) else (value,)
+    return pytest.param(*given, marks=pytest.mark.long)
