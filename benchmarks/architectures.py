@@ -1,6 +1,7 @@
 """Shapes of models whose update is hard: experts, latent attention, block-quantised weights; for ``checkpoints.py``.
 
 - ``moe``: Qwen3-MoE, 4 layers of 32 experts, 0.11 GB.
+- ``moe-0.2b``: the same with 8 layers and a vocabulary of 32,000, 0.26 GB.
 - ``mla``: DeepSeek V3, 6 layers, one dense, 16 experts and a shared one, 0.06 GB.
 - ``mla-fp8``: the same as DeepSeek publishes it: float8_e4m3fn in blocks of 128 x 128, each with a float32 scale.
 """
@@ -23,6 +24,11 @@ class MoeShape(Shape):
     num_experts: int
     num_experts_per_tok: int
     moe_intermediate_size: int
+
+    def used_by(self, name: str, tokens: int) -> float:
+        """Of experts: the chance that one of the tokens chose it."""
+        chosen = self.num_experts_per_tok / self.num_experts
+        return 1.0 - (1.0 - chosen) ** tokens if ".experts." in name else 1.0
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """As the checkpoint has them: each expert apart."""
@@ -200,23 +206,24 @@ _LATENT: dict[str, Any] = {
     "eos_token_id": 1,
 }
 
+_EXPERTS: dict[str, Any] = {
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "max_position_embeddings": 4096,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "num_experts": 32,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 256,
+}
+
 ARCHITECTURES: dict[str, Shape | LatentShape] = {
     **SHAPES,
-    "moe": MoeShape(
-        num_hidden_layers=4,
-        hidden_size=512,
-        intermediate_size=1024,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=64,
-        vocab_size=4096,
-        max_position_embeddings=4096,
-        bos_token_id=0,
-        eos_token_id=1,
-        num_experts=32,
-        num_experts_per_tok=4,
-        moe_intermediate_size=256,
-    ),
+    "moe": MoeShape(num_hidden_layers=4, vocab_size=4096, **_EXPERTS),
+    "moe-0.2b": MoeShape(num_hidden_layers=8, vocab_size=32_000, **_EXPERTS),
     "mla": LatentShape(**_LATENT),
     "mla-fp8": LatentShape(**_LATENT, fp8=True),
 }

@@ -104,6 +104,10 @@ class Shape:
             shapes["lm_head.weight"] = (self.vocab_size, hidden)
         return shapes
 
+    def used_by(self, name: str, tokens: int) -> float:
+        """Which part of the tensor a step of so many tokens reads, about."""
+        return 1.0
+
     def tensor(self, name: str, *, seed: int, dtype: torch.dtype) -> torch.Tensor:
         """What the checkpoint number ``seed`` holds under ``name``."""
         return random_tensor(name, self.tensor_shapes()[name], seed=seed, dtype=dtype)

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from checkpoints import SHAPES, write_checkpoint
+from architectures import ARCHITECTURES
+from checkpoints import Shape, write_checkpoint
 from harness import engines as participants
 from harness.engines import Engine
 from harness.limits import least_seconds, measure_ceilings
@@ -86,14 +87,14 @@ def run_shape(
     workload: Workload, chosen: Sequence[Engine], options: argparse.Namespace, work: Path, console: Console
 ) -> dict[str, Any]:
     """All repeats of one shape, printed and returned."""
+    shape = ARCHITECTURES[workload.model]
+    assert isinstance(shape, Shape), "limits of other models are not known"
     with console.status(f"{workload.shape}: writing checkpoints"):
-        folders = [
-            write_checkpoint(work / f"{workload.shape}-{seed}", workload.model, seed=seed) for seed in (0, 1)
-        ]
+        folders = [write_checkpoint(work / f"{workload.shape}-{seed}", shape, seed=seed) for seed in (0, 1)]
         reference = plain_read_and_copy(folders[1])
         torch.set_num_threads(options.threads)
         ceilings = measure_ceilings(torch.device("cpu"), CEILING_BYTES, CEILING_PRODUCT)
-    least_s = least_seconds(workload, SHAPES[workload.model], ceilings)
+    least_s = least_seconds(workload, shape, ceilings)
     runs: list[dict[str, Any]] = []
     for repeat in range(options.repeats):
         turn = repeat % len(chosen)

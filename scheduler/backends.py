@@ -19,6 +19,7 @@ from torch import Tensor
 from ..io_struct import CaesuraError, ErrorCode
 from .attention import flashinfer, flashinfer_mla, paged_triton
 from .attention.mla import LatentBackend
+from .attention.mla_cpu import LatentCpuBackend
 from .attention.paged_cpu import PagedCpuBackend
 from .attention.sdpa import SdpaBackend
 from .cache.pool import MHAPool, MLAPool
@@ -125,11 +126,7 @@ def choose(config: EngineConfig, shape: Shape) -> Choice:
             f"attention_backend = {wanted!r}: {reasons[0].partition(': ')[2]}",
             field="attention_backend",
         )
-    by = (
-        TORCH
-        if wanted != "auto" or shape.latent is not None
-        else best("attention", shape.device, shape.dtype)
-    )
+    by = TORCH if wanted != "auto" else best("attention", shape.device, shape.dtype)
     return Choice(by, reason="; ".join(reasons) or None if shape.device.type == "cuda" else None)
 
 
@@ -182,7 +179,9 @@ def make(choice: Choice, shape: Shape, pool: MHAPool | MLAPool, limits: StepLimi
                 max_pages=limits.pages,
                 kernels=choice.kernels,
             )
-        return LatentBackend(pool, shape.num_heads, shape.scale)
+        if choice.by == TORCH:
+            return LatentBackend(pool, shape.num_heads, shape.scale)
+        return LatentCpuBackend(pool, shape.num_heads, shape.latent, shape.scale)
     sizes = (shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.scale)
     windows = tuple({kind.window: None for kind in shape.kinds})
     if choice.by == "flashinfer":

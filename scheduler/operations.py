@@ -14,10 +14,12 @@ import torch
 from .backends import Choice, Shape, choose
 from .config import EngineConfig
 from .kernels import TORCH, TRITON, serving, why_not_triton
+from .kernels.decoder_layers import choosable
 from .kernels.linear import packable
 from .kernels.native import why_not
 from .layers.fp8_products import dense_for, experts_for
 from .models.base import ForeignModel
+from .models.config_moe import MoeConfig
 from .weights.loaded_model import LoadedModel
 
 logger = logging.getLogger(__name__)
@@ -83,10 +85,9 @@ def what_serves(config: EngineConfig, loaded: LoadedModel) -> Serving:
 
 def _name_layers(by: dict[str, str], loaded: LoadedModel) -> None:
     """Add what only some models' layers have, and leave out one call for all layers where they are computed part by part."""
-    model = loaded.config
-    if model.delta is not None:
+    if loaded.config.delta is not None:
         by["linear_attention"] = TORCH
-    if model.moe is not None or model.mla is not None or not loaded.model.plain_layers:
+    if by["decoder"] != TORCH and not loaded.model.in_one_call:
         del by["decoder"]
 
 
@@ -107,26 +108,36 @@ def why_torch(loaded: LoadedModel) -> str | None:
         return why_not() or "there are none for this device and dtype"
     if config.transformers_config is not None:
         return "transformers computes what lies between the products"
-    if config.mla is not None:
-        return "latent attention is computed by torch"
     if config.delta is not None:
         return "linear attention is computed by torch"
-    if config.moe is not None and config.moe.grouped:
-        return "experts are chosen by groups, which torch computes"
     if config.fp8 is not None:
         return "products with FP8 weights are torch's"
+    if config.moe is not None and config.moe.grouped and not _choosable(config.moe):
+        return f"experts are chosen from {config.moe.num_groups} groups, which torch does"
     odd = [size for size in _row_sizes(loaded) if not packable(size, loaded.dtype)]
     return f"rows of {min(odd)} cannot be packed" if odd else None
 
 
+def _choosable(moe: MoeConfig) -> bool:
+    return choosable(
+        moe.num_groups, moe.top_groups, moe.num_experts, moe.top_k, best_two=moe.group_score == "top2"
+    )
+
+
 def _row_sizes(loaded: LoadedModel) -> set[int]:
     """Lengths of the rows of the model's matrices, on this rank."""
-    config, ranks = loaded.config, loaded.parallel.size
-    sizes = {config.hidden_size, loaded.num_heads * config.head_dim}
+    config, ranks, mla = loaded.config, loaded.parallel.size, loaded.config.mla
+    sizes = {config.hidden_size}
+    if mla is None:
+        sizes.add(loaded.num_heads * config.head_dim)
+    else:
+        sizes |= {mla.kv_lora_rank, mla.qk_nope_head_dim, loaded.num_heads * mla.v_head_dim}
+        sizes |= set() if mla.q_lora_rank is None else {mla.q_lora_rank}
     if config.moe is None or not all(config.moe.sparse_layers):
         sizes.add(config.intermediate_size // ranks)
     if config.moe is not None:
         sizes.add(config.moe.intermediate_size // ranks)
+        sizes |= {config.moe.shared_size // ranks} - {0}
     if config.delta is not None:
         sizes.add(config.delta.value_heads * config.delta.value_size)
     return sizes

@@ -1,7 +1,7 @@
-"""What a device can do, measured, and what a step of a dense decoder must at least take on it.
+"""What a device can do, measured, and what a step of a decoder must at least take on it.
 
 The limit of a decode step is the time to read what it must read: every weight but the embedding table, of which it gathers
-a few rows, and the KV of every row. The limit of a prefill is the time of its products at the measured peak.
+a few rows, and experts that no row chose, and the KV of every row. The limit of a prefill is the time of its products at the measured peak.
 """
 
 import time
@@ -81,9 +81,12 @@ def seconds_of(work: Callable[[], object], synchronize: Synchronize, repeats: in
     return min(rounds)
 
 
-def streamed_weight_bytes(shape: Shape, itemsize: int) -> int:
-    """Bytes of the weights that every decode step reads."""
-    sizes = {name: torch.Size(size).numel() for name, size in shape.tensor_shapes().items()}
+def streamed_weight_bytes(shape: Shape, itemsize: int, rows: int = 1) -> float:
+    """Bytes of the weights that a decode step of so many rows reads, about: of experts those that were chosen."""
+    sizes = {
+        name: torch.Size(size).numel() * shape.used_by(name, rows)
+        for name, size in shape.tensor_shapes().items()
+    }
     if not shape.tie_word_embeddings:
         sizes.pop("model.embed_tokens.weight")
     return itemsize * sum(sizes.values())
@@ -100,7 +103,7 @@ def prefill_flops(shape: Shape, prompts: int, length: int) -> float:
     head = shape.vocab_size * shape.hidden_size
     tables = {"model.embed_tokens.weight", "lm_head.weight"}
     weights = sum(
-        torch.Size(size).numel()
+        torch.Size(size).numel() * shape.used_by(name, 1)
         for name, size in shape.tensor_shapes().items()
         if len(size) == 2 and name not in tables
     )
@@ -114,11 +117,11 @@ def least_seconds(workload: Workload, shape: Shape, ceilings: Ceilings, itemsize
     longer of its reading (weights, and KV, that of a shared prompt once) and of its products."""
     rows = workload.requests * workload.samples
     seconds = prefill_flops(shape, workload.requests, workload.prompt_tokens) / ceilings.flops
-    weights = streamed_weight_bytes(shape, itemsize)
+    weights, computed = (streamed_weight_bytes(shape, itemsize, count) for count in (rows, 1))
     per_token = kv_bytes_per_token(shape, itemsize)
     scores = 4 * shape.num_attention_heads * shape.head_dim * shape.num_hidden_layers
     for step in range(1, workload.new_tokens):  # the first token is the prompt's
         kv = per_token * (workload.requests * workload.prompt_tokens + rows * step)
-        flops = rows * (2.0 * weights / itemsize + scores * (workload.prompt_tokens + step))
+        flops = rows * (2.0 * computed / itemsize + scores * (workload.prompt_tokens + step))
         seconds += max((weights + kv) / ceilings.bandwidth, flops / ceilings.flops)
     return seconds

@@ -15,7 +15,7 @@ class Workload:
 
     shape: str
     model: str
-    """Which checkpoint: a key of ``checkpoints.SHAPES``."""
+    """Which checkpoint: a key of ``architectures.ARCHITECTURES``."""
     requests: int
     samples: int = 1
     """Of each prompt; they share its prefix."""
@@ -118,5 +118,15 @@ WORKLOADS = {
         rollouts=1,
         vocab_size=151936,
         kv_bytes_per_token=28 * 2 * 8 * 128 * 2,
+    ),
+    "moe": Workload(
+        shape="moe",
+        model="moe-0.2b",
+        requests=32,
+        prompt_tokens=64,
+        new_tokens=64,
+        rollouts=3,
+        vocab_size=32_000,
+        kv_bytes_per_token=8 * 2 * 4 * 64 * 2,
     ),
 }

@@ -59,6 +59,7 @@ class PagedCpuBackend:
         self.paged = PagedStep(self._attention, self._pool.layer, batch.kv_slots, batch.page_table, tasks)
         self._windowed = self.paged
         if batch.window_slots is not None and batch.window_table is not None:
+            self.paged.window_slots, self.paged.window_table = batch.window_slots, batch.window_table
             self._windowed = replace(self.paged, kv_slots=batch.window_slots, page_table=batch.window_table)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int, form: AttentionForm = PLAIN) -> Tensor:

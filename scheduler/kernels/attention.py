@@ -26,6 +26,7 @@ _TASK_FIELDS = 4
 _ARGUMENTS = (
     *(POINTER, SIZE, SIZE),  # queries, strides of a token and a head
     *(POINTER, POINTER, SIZE, SIZE, SIZE, SIZE),  # keys, values, kv heads, group, sizes of a key and a value
+    *(SIZE, SIZE),  # parts of a stored head, elements from a value to the next
     *(POINTER, SIZE),  # page table, stride of a row
     *(POINTER, SIZE),  # tasks
     *(SIZE, FLOAT, FLOAT, POINTER),  # window, scale, soft cap, sinks
@@ -74,6 +75,8 @@ class PagedAttention:
         head_size: int,
         scale: float,
         value_size: int | None = None,
+        *,
+        parts: int | None = None,
     ) -> None:
         """
         Args:
@@ -81,7 +84,11 @@ class PagedAttention:
             head_size: of queries and keys.
             scale: multiplies the scores of a form that has none of its own.
             value_size: of values. None: ``head_size``.
+            parts: values are the front of keys, and only one head of them is stored, which ``kv_heads``, as many as this, share.
+                None: keys and values lie apart, and every head has its own.
         """
+        self.parts = 1 if parts is None else parts
+        self._latents = parts is not None
         self.dtype, self.kv_heads, self.group, self.head_size = dtype, kv_heads, group, head_size
         self.value_size = head_size if value_size is None else value_size
         self.scale = scale
@@ -104,7 +111,8 @@ class PagedAttention:
 
         Args:
             q: [T, query heads, head size], elements of a head contiguous.
-            keys, values: [pages, kv heads, 16, head size or value size], contiguous; this step's K and V are in place.
+            keys, values: [pages, kv heads, 16, head size or value size], contiguous; this step's K and V are in place. With
+                ``parts`` the same tensor, of one head.
             page_table: int32 [R, P], rows contiguous. Entries of pages before a row's window are not used.
             tasks: of :func:`plan_tasks` with the lengths of these rows.
             out: [T, query heads * value size], rows contiguous.
@@ -128,6 +136,8 @@ class PagedAttention:
             self.group,
             self.head_size,
             self.value_size,
+            self.parts,
+            self.head_size if self._latents else self.value_size,
             page_table.data_ptr(),
             page_table.stride(0),
             tasks.ctypes.data,
@@ -158,14 +168,14 @@ class PagedAttention:
         out: Tensor,
         sinks: Tensor | None,
     ) -> None:
-        heads, page, dtype = self.kv_heads * self.group, (self.kv_heads, PAGE_SIZE), self.dtype
+        heads, page, dtype = self.kv_heads * self.group, (self.kv_heads // self.parts, PAGE_SIZE), self.dtype
         if q.dtype != dtype or keys.dtype != dtype or values.dtype != dtype or out.dtype != dtype:
             raise ValueError(
                 f"expected {self.dtype}, got {q.dtype}, {keys.dtype}, {values.dtype}, {out.dtype}"
             )
         if q.shape[1:] != (heads, self.head_size) or out.shape != (q.shape[0], heads * self.value_size):
             raise ValueError(f"{heads} heads of {self.head_size}: {tuple(q.shape)} to {tuple(out.shape)}")
-        sizes = self.head_size, self.value_size
+        sizes = self.head_size, self.head_size if self._latents else self.value_size
         if keys.shape[1:] != (*page, sizes[0]) or values.shape != (*keys.shape[:3], sizes[1]):
             raise ValueError(f"pages of {page} {sizes}: {tuple(keys.shape)} and {tuple(values.shape)}")
         if sinks is not None and not (
@@ -174,6 +184,8 @@ class PagedAttention:
             raise ValueError(f"sinks of {heads} heads in {dtype}: {sinks.dtype} {tuple(sinks.shape)}")
         if not (keys.is_contiguous() and values.is_contiguous()):
             raise ValueError("a pool is contiguous")
+        if self._latents and keys.data_ptr() != values.data_ptr():
+            raise ValueError("values are the front of keys")
         if q.stride(2) != 1 or out.stride(1) != 1 or page_table.stride(1) != 1:
             raise ValueError("the last dimension is contiguous")
         if page_table.dtype != torch.int32:
@@ -193,3 +205,6 @@ class PagedStep:
     """int32 [R, P], rows contiguous."""
     tasks: np.ndarray
     """Of :func:`plan_tasks`."""
+    window_slots: Tensor | None = None
+    window_table: Tensor | None = None
+    """The same of layers with a window. None: they store where all do."""

@@ -97,14 +97,8 @@ def triton_experts_for(device: torch.device, dtype: torch.dtype) -> TritonExpert
     return cast("TritonExperts", import_module(".triton_experts", __package__))
 
 
-class Rotations(Protocol):
-    """What only Triton's module computes: on the CPU angles come from a table, and latents are torch's."""
-
-    def angles(
-        self, positions: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
-        """Cosine and sine of a step's positions."""
-        ...
+class Latents(Protocol):
+    """What rotates queries and keys of latent attention."""
 
     def rotate_latents(
         self,
@@ -122,8 +116,24 @@ class Rotations(Protocol):
         ...
 
 
+class Rotations(Latents, Protocol):
+    """What only Triton's module computes, too: on the CPU angles come from a table."""
+
+    def angles(
+        self, positions: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """Cosine and sine of a step's positions."""
+        ...
+
+
 def rotations_for(device: torch.device, dtype: torch.dtype) -> Rotations | None:
     """``triton_rotations.py`` where it serves tensors of ``dtype`` on ``device``. None: torch serves."""
     if best("elementwise", device, dtype) != TRITON:
         return None
     return cast("Rotations", import_module(".triton_rotations", __package__))
+
+
+def latents_for(device: torch.device, dtype: torch.dtype) -> Latents | None:
+    """The module that rotates latents of ``dtype`` on ``device``. None: torch serves."""
+    by = best("elementwise", device, dtype)
+    return rotations_for(device, dtype) if by == TRITON else None if by == TORCH else elementwise

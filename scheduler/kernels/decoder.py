@@ -1,4 +1,4 @@
-"""A dense decoder between its embeddings and its head in one call on the CPU, compiled (``cpu/decoder.cpp``).
+"""A decoder between its embeddings and its head in one call on the CPU, compiled (``cpu/decoder.cpp``).
 
 Invariants:
 - The bits are those of the same model computed operation by operation (``layers/``) with compiled kernels.
@@ -8,10 +8,8 @@ Invariants:
 """
 
 import ctypes
-from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,47 +19,72 @@ from ..memory.workspace import ALIGNMENT, Workspace
 from . import native
 from .attention import PagedStep
 from .collectives import Collective
-from .linear import is_storage, packable, storage_shape
-from .native import INT, POINTER, SIZE, DecoderStep
+from .decoder_layers import LayerKind, LayerShape, LayerTensors
+from .native import INT, LAYER_POINTERS, POINTER, SIZE, DecoderStep, LayerForm
 
-_DECODER = native.by_dtype("caesura_decoder", POINTER, SIZE, POINTER, POINTER, INT)
-_counters = native.function("caesura_decoder_counters", SIZE, SIZE, INT, result=SIZE)
+_DECODER = native.by_dtype("caesura_decoder", POINTER, POINTER, SIZE, POINTER, POINTER, INT)
+_counters = native.function("caesura_decoder_counters", POINTER, SIZE, INT, SIZE, INT, result=SIZE)
 
+_INT64, _FLOAT32 = 8, 4
+"""Bytes."""
 
-class LayerTensors(NamedTuple):
-    """One layer's parameters; products are packed storage (``linear.py``)."""
-
-    input_norm: Tensor
-    qkv: Tensor
-    qkv_bias: Tensor | None
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    o: Tensor
-    o_bias: Tensor | None
-    mlp_norm: Tensor
-    gate_up: Tensor
-    down: Tensor
+Angles = tuple[Tensor, Tensor]
+"""Cosines and sines of positions, each [P, 1, rotated / 2], contiguous."""
 
 
-@dataclass(frozen=True, slots=True)
-class LayerShape:
-    """Sizes of a layer, the same for all; heads and intermediate are this rank's."""
+class _Regions:
+    """Where a step's intermediate results lie in one piece of memory: those of attention and those of what follows it share a place."""
 
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_size: int
-    intermediate: int
+    def __init__(self, shape: LayerShape, kinds: Sequence[LayerKind], item: int) -> None:
+        latent, heads, hidden = shape.latent, shape.heads, shape.hidden * item
+        self.groups_row = 0
+        self._common = {"update": (hidden, 0), "x": (hidden, 0)}
+        attended = heads * (shape.head_size if latent is None else latent.latent)
+        attention = {"qkv": shape.qkv, "attended": attended}
+        if latent is not None:
+            attention |= {"q": latent.q_rank, "q_up": shape.q, "queries": heads * shape.width}
+            attention["values"] = shape.attended
+        self._attention = {name: (width * item, 0) for name, width in attention.items()}
+        size = max(kind.intermediate for kind in kinds)
+        self._block = {"gate_up": (2 * size * item, 0), "gated": (size * item, 0)}
+        experts = [kind.experts for kind in kinds if kind.experts is not None]
+        if experts:
+            count, k = max(each.count for each in experts), max(each.top_k for each in experts)
+            size, indices = max(each.size for each in experts), (count + 1) * _INT64
+            self.groups_row, of_layers = (
+                count + 1,
+                len(kinds) * indices,
+            )  # a thread may read those of a layer late
+            self._block |= {
+                "logits": (count * _FLOAT32, 0), "ids": (k * _INT64, 0), "weights": (k * _FLOAT32, 0),
+                "pair_tokens": (k * _INT64, 0), "places": (k * _INT64, 0), "gates": (item, 0),
+                "next": (0, indices),
+                "rows": (k * hidden, 0), "expert_gate_up": (2 * k * size * item, 0), "expert_gated": (k * size * item, 0),
+            }  # fmt: skip
+            self._common |= {
+                "hit": (0, of_layers),
+                "starts": (0, of_layers),
+                "count": (0, len(kinds) * _INT64),
+            }
+        self._for: tuple[int, int] = 0, 0
+        self._offsets: dict[str, int] = {}
 
-    @property
-    def q(self) -> int:
-        """Elements of a token's queries."""
-        return self.heads * self.head_size
+    def of(self, tokens: int) -> tuple[dict[str, int], int]:
+        """Offsets in bytes by name, each a multiple of a cache line, and how many bytes there are."""
+        if self._for[0] != tokens:
+            self._offsets = {}
+            begin = self._place(self._common, tokens, 0)
+            self._for = (
+                tokens,
+                max(self._place(part, tokens, begin) for part in (self._attention, self._block)),
+            )
+        return self._offsets, self._for[1]
 
-    @property
-    def qkv(self) -> int:
-        """Elements of a token's queries, keys and values."""
-        return (self.heads + 2 * self.kv_heads) * self.head_size
+    def _place(self, part: dict[str, tuple[int, int]], tokens: int, begin: int) -> int:
+        for name, (per_token, fixed) in part.items():
+            self._offsets[name] = begin
+            begin += -(-(per_token * tokens + fixed) // ALIGNMENT) * ALIGNMENT
+        return begin
 
 
 class DecoderKernel:
@@ -70,6 +93,7 @@ class DecoderKernel:
     def __init__(
         self,
         layers: Sequence[LayerTensors],
+        kinds: Sequence[LayerKind],
         last_norm: Tensor,
         shape: LayerShape,
         *,
@@ -79,51 +103,65 @@ class DecoderKernel:
     ) -> None:
         """
         Args:
+            kinds: of each layer.
             last_norm: [hidden], the weight of the norm behind the layers.
             eps: of the norms.
-            head_eps: of the norms of queries and keys. None: there are none.
+            head_eps: of the norms of queries and keys, or of latents. None: there are none.
             ranks: over which attention's results and each layer's are summed. None: they are whole.
 
         Raises:
             ValueError: a tensor that the kernel would misread.
         """
-        self._shape, self._sizes = shape, astuple(shape)
+        self._shape = shape
         self._dtype = layers[0].qkv.dtype
-        for number, layer in enumerate(layers):
-            _check_layer(number, layer, shape, self._dtype, head_norms=head_eps is not None)
+        for number, (layer, kind) in enumerate(zip(layers, kinds, strict=True)):
+            shape.check(number, layer, kind, self._dtype, head_norms=head_eps is not None)
         if last_norm.shape != (shape.hidden,) or last_norm.dtype != self._dtype:
             raise ValueError(
                 f"no last norm of {shape} in {self._dtype}: {last_norm.dtype} {tuple(last_norm.shape)}"
             )
-        self._eps, self._head_eps = eps, head_eps or 0.0
         self._ranks = ranks
-        self._layers, self._last_norm = layers, last_norm
+        self._layers, self._kinds, self._last_norm = layers, kinds, last_norm
         self._compute = _DECODER[self._dtype]
-        self._table = (POINTER * (len(layers) * (len(LayerTensors._fields) + 2)))()
-        # Per token, each a multiple of a cache line: update, x, qkv, attended; gate_up and gated take the place of the
-        # latter two, and the result that of x, which are dead by then.
-        widths = [shape.hidden, shape.hidden, shape.qkv, shape.q, 2 * shape.intermediate, shape.intermediate]
-        lane = ALIGNMENT // self._dtype.itemsize
-        self._widths = [-(-width // lane) * lane for width in widths]
-        _, x, qkv, attended, gate_up, gated = self._widths
-        self._width = 2 * x + max(qkv + attended, gate_up + gated)
+        self._forms: ctypes.Array[LayerForm] | None = None
+        self._table = (POINTER * (len(layers) * LAYER_POINTERS))()
+        self._regions = _Regions(shape, kinds, self._dtype.itemsize)
+        self._windowed = any(kind.attention.window is not None for kind in kinds)
+        latent = shape.latent
+        self._step = DecoderStep(
+            hidden=shape.hidden,
+            heads=shape.heads,
+            kv_heads=shape.kv_heads,
+            head_size=shape.head_size,
+            rotated=shape.rotated,
+            from_one=shape.from_one,
+            groups_row=self._regions.groups_row,
+            eps=eps,
+            head_eps=head_eps or 0.0,
+            ranks=None if ranks is None else ranks.address,
+        )
+        if latent is not None:
+            self._step.latent, self._step.q_rank, self._step.nope = latent.latent, latent.q_rank, latent.nope
+            self._step.value_size, self._step.interleaved = latent.value, latent.interleaved
         self._workspace = Workspace()
 
     def __call__(
         self,
         residual: Tensor,
-        angles: tuple[Tensor, Tensor],
+        angles: Sequence[Angles],
         positions: Tensor,
         sampled: Tensor,
         step: PagedStep,
+        record: Callable[[int], Tensor] | None = None,
     ) -> Tensor:
         """A step of T tokens, S of them sampled.
 
         Args:
             residual: [T, hidden], contiguous: the embeddings; overwritten.
-            angles: cosines and sines of at least the positions up to the largest, each [P, 1, head size / 2], contiguous.
+            angles: of each layer, of at least the positions up to the largest.
             positions: int64 [T], contiguous; inside the table of angles, which is not checked.
             sampled: int64 [S], contiguous: which of the T tokens, likewise.
+            record: of a layer with experts, where it notes their ids: integers of 1 or 2 bytes [T, k]. None: nowhere.
 
         Returns:
             [S, hidden] behind the last norm, valid until the next call.
@@ -132,75 +170,89 @@ class DecoderKernel:
             ValueError: a tensor that the kernel would misread.
             RankLostError: the results are of no use, and neither is what was stored of this step's tokens.
         """
-        attention, threads, ranks = step.attention, native.num_threads(), self._ranks
-        tokens, count = residual.shape[0], sampled.shape[0]
-        self._check(residual, *angles, positions, sampled, step)
-        shape = max(tokens, count), self._width
-        memory = self._workspace.take("activations", shape, self._dtype)
-        update, x, qkv, attended, gate_up, gated = self._regions(memory)
-        scratch, thread_floats = attention.scratch(threads)
-        arguments = DecoderStep(
-            tokens,
-            *self._sizes,
-            *(residual.data_ptr(), update, x, qkv, attended, gate_up, gated),
-            *(angles[0].data_ptr(), angles[1].data_ptr(), angles[0].stride(0)),
-            *(positions.data_ptr(), step.kv_slots.data_ptr()),
-            *(step.page_table.data_ptr(), step.page_table.stride(0)),
-            *(step.tasks.ctypes.data, len(step.tasks)),
-            *(sampled.data_ptr(), count, self._last_norm.data_ptr(), x),
-            *(scratch, thread_floats),
-            *(self._eps, self._head_eps, attention.scale),
-            None if ranks is None else ranks.address,
-        )
-        self._fill_table(step)
+        threads, ranks, count = native.num_threads(), self._ranks, sampled.shape[0]
+        for cos, sin in {id(each): each for each in angles}.values():
+            self._check(residual, cos, sin, positions, sampled, step)
+        offsets, nbytes = self._regions.of(max(residual.shape[0], count))
+        memory = self._workspace.take("activations", (nbytes,), torch.uint8)
+        arguments, out = self._step, offsets["x"]
+        self._fill_step(residual, angles[0][0], positions, sampled, step, threads)
+        for name, offset in offsets.items():
+            setattr(arguments, name, memory.data_ptr() + offset)
+        arguments.out = memory.data_ptr() + out
+        self._fill_table(step, angles, record)
         rounds = 0 if ranks is None else ranks.rounds(residual.nbytes)
-        counted = _counters(len(self._layers), rounds, threads)
+        layers, latent = len(self._layers), self._shape.latent is not None
+        counted = _counters(self._forms, layers, latent, rounds, threads)
         counters = self._workspace.take("counters", (counted,), torch.uint8).data_ptr()
-        self._compute(self._table, len(self._layers), ctypes.byref(arguments), counters, threads)
+        self._compute(self._table, self._forms, layers, ctypes.byref(arguments), counters, threads)
         if ranks is not None:
             ranks.check()
-        first, hidden = (x - update) // self._dtype.itemsize, self._shape.hidden
-        return memory.view(-1)[first : first + count * hidden].view(count, hidden)
+        shape = count, self._shape.hidden
+        return memory[out : out + count * shape[1] * self._dtype.itemsize].view(self._dtype).view(shape)
 
-    def _regions(self, memory: Tensor) -> tuple[int, int, int, int, int, int]:
-        """Addresses of update, x, qkv, attended, gate_up and gated, with room for a row of ``memory`` each."""
-        row = memory.shape[0] * self._dtype.itemsize
-        update_width, x_width, qkv_width, _, gate_up_width, _ = self._widths
-        update = memory.data_ptr()
-        x = update + row * update_width
-        shared = x + row * x_width
-        return update, x, shared, shared + row * qkv_width, shared, shared + row * gate_up_width
+    def _fill_step(
+        self, residual: Tensor, cos: Tensor, positions: Tensor, sampled: Tensor, step: PagedStep, threads: int
+    ) -> None:
+        """All but the addresses of intermediate results."""
+        to, attention = self._step, step.attention
+        to.tokens, to.residual = residual.shape[0], residual.data_ptr()
+        to.angles_row, to.positions = cos.stride(0), positions.data_ptr()
+        to.slots, to.pages, to.pages_row = (
+            step.kv_slots.data_ptr(), step.page_table.data_ptr(), step.page_table.stride(0),
+        )  # fmt: skip
+        if self._windowed:
+            slots, table = step.window_slots, step.window_table
+            slots = step.kv_slots if slots is None else slots
+            table = step.page_table if table is None else table
+            to.window_slots, to.window_pages, to.window_pages_row = (
+                slots.data_ptr(), table.data_ptr(), table.stride(0),
+            )  # fmt: skip
+        to.tasks, to.num_tasks = step.tasks.ctypes.data, len(step.tasks)
+        to.sampled, to.num_sampled = sampled.data_ptr(), sampled.shape[0]
+        to.last_norm = self._last_norm.data_ptr()
+        to.scratch, to.thread_floats = attention.scratch(threads)
+        to.scale, to.parts = attention.scale, attention.parts
 
-    def _fill_table(self, step: PagedStep) -> None:
-        tensors = chain.from_iterable((*layer, *step.kv(number)) for number, layer in enumerate(self._layers))
+    def _fill_table(
+        self, step: PagedStep, angles: Sequence[Angles], record: Callable[[int], Tensor] | None
+    ) -> None:
+        """Addresses of each layer's tensors; what never changes, at the first call."""
+        records = [
+            None if record is None or kind.experts is None else record(number)
+            for number, kind in enumerate(self._kinds)
+        ]
+        if self._forms is None:
+            forms = (kind.as_struct(noted) for kind, noted in zip(self._kinds, records, strict=True))
+            self._forms = (LayerForm * len(self._layers))(*forms)
+        tensors = chain.from_iterable(
+            (*layer, records[number], *step.kv(number), *angles[number])
+            for number, layer in enumerate(self._layers)
+        )
         self._table[:] = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
 
     def _check(
         self, residual: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, sampled: Tensor, step: PagedStep
     ) -> None:
-        shape, attention, dtype = self._shape, step.attention, self._dtype
+        shape, dtype = self._shape, self._dtype
         keys, values = step.kv(0)  # all layers' are alike
         tokens = residual.shape[0]
+        slots = [each for each in (step.kv_slots, step.window_slots) if each is not None]
+        tables = [each for each in (step.page_table, step.window_table) if each is not None]
         fits = (
-            residual.dtype == cos.dtype == sin.dtype == keys.dtype == values.dtype == attention.dtype == dtype
+            residual.dtype == cos.dtype == sin.dtype == keys.dtype == values.dtype == dtype
             and residual.shape == (tokens, shape.hidden)
             and residual.is_contiguous()
-            and cos.shape == sin.shape == (cos.shape[0], 1, shape.head_size // 2)
+            and cos.shape == sin.shape == (cos.shape[0], 1, shape.rotated // 2)
             and cos.is_contiguous()
             and sin.is_contiguous()
-            and attention.kv_heads == shape.kv_heads
-            and attention.group * shape.kv_heads == shape.heads
-            and attention.head_size == shape.head_size
-            and keys.shape[1:] == values.shape[1:] == (shape.kv_heads, PAGE_SIZE, shape.head_size)
-            and keys.is_contiguous()
-            and values.is_contiguous()
-            and positions.shape == step.kv_slots.shape == (tokens,)
+            and self._attends_with(step, keys, values)
+            and all(each.shape == (tokens,) for each in (positions, *slots))
             and all(
                 index.dtype == torch.int64 and index.dim() == 1 and index.is_contiguous()
-                for index in (positions, sampled, step.kv_slots)
+                for index in (positions, sampled, *slots)
             )
-            and step.page_table.dtype == torch.int32
-            and step.page_table.stride(1) == 1
+            and all(table.dtype == torch.int32 and table.stride(1) == 1 for table in tables)
         )
         if not fits:
             raise ValueError(
@@ -208,32 +260,26 @@ class DecoderKernel:
                 f"pages {keys.dtype} {tuple(keys.shape)}, slots {tuple(step.kv_slots.shape)}"
             )
 
-
-def _check_layer(
-    number: int, layer: LayerTensors, shape: LayerShape, dtype: torch.dtype, *, head_norms: bool
-) -> None:
-    """Raise ValueError for whatever the kernel would read wrongly."""
-    products = {
-        "qkv": (shape.qkv, shape.hidden),
-        "o": (shape.hidden, shape.q),
-        "gate_up": (2 * shape.intermediate, shape.hidden),
-        "down": (shape.hidden, shape.intermediate),
-    }
-    heads = dict.fromkeys(("q_norm", "k_norm"), shape.head_size)
-    biases = {"qkv_bias": shape.qkv, "o_bias": shape.hidden}
-    vectors = {"input_norm": shape.hidden, "mlp_norm": shape.hidden, **heads, **biases}
-    for name, tensor in layer._asdict().items():
-        if tensor is None or (name in heads and not head_norms):
-            fits = tensor is None and (name in biases or (name in heads and not head_norms))
-        elif name in products:
-            outputs, inputs = products[name]
-            fits = (
-                packable(inputs, dtype)
-                and tensor.shape == storage_shape(outputs, inputs, dtype)
-                and is_storage(tensor)
+    def _attends_with(self, step: PagedStep, keys: Tensor, values: Tensor) -> bool:
+        """Whether the step's attention, and where K and V are, are those of the layers."""
+        shape, attention = self._shape, step.attention
+        heads = attention.dtype == self._dtype and attention.group * attention.kv_heads == shape.heads
+        if shape.latent is not None:
+            sizes = attention.head_size == shape.width and attention.value_size == shape.latent.latent
+            return (
+                heads
+                and sizes
+                and attention.parts == attention.kv_heads
+                and keys.data_ptr() == values.data_ptr()
+                and keys.shape[1:] == (1, PAGE_SIZE, shape.width)
+                and keys.is_contiguous()
             )
-        else:
-            fits = tensor.shape == (vectors[name],) and tensor.is_contiguous()
-        if not fits or (tensor is not None and tensor.dtype != dtype):
-            described = None if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}"
-            raise ValueError(f"no layer {number} of {shape} in {dtype}: {name} is {described}")
+        return (
+            heads
+            and attention.parts == 1
+            and attention.kv_heads == shape.kv_heads
+            and attention.head_size == attention.value_size == shape.head_size
+            and keys.shape[1:] == values.shape[1:] == (shape.kv_heads, PAGE_SIZE, shape.head_size)
+            and keys.is_contiguous()
+            and values.is_contiguous()
+        )

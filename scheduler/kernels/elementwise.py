@@ -19,7 +19,7 @@ from .native import FLOAT, INT, POINTER, SIZE
 _ROW = (POINTER, SIZE)
 _NORM = native.by_dtype("caesura_rms_norm", *_ROW, *_ROW, POINTER, *_ROW, SIZE, SIZE, FLOAT, INT, INT)
 _GATE_MUL = native.by_dtype("caesura_gate_mul", *_ROW, *_ROW, SIZE, SIZE, INT, INT)
-_BENDS: dict[Bend, int] = {"silu": 0, "gelu_tanh": 1, "clamped": 2}
+BENDS: dict[Bend, int] = {"silu": 0, "gelu_tanh": 1, "clamped": 2}
 _ROPE_STORE = native.by_dtype(
     "caesura_rope_store",
     *(*_ROW, SIZE, SIZE, SIZE, SIZE),  # qkv, query heads, kv heads, head size, of which is rotated
@@ -28,6 +28,15 @@ _ROPE_STORE = native.by_dtype(
     *(POINTER, POINTER, POINTER),  # slots, keys, values
     *(*_ROW, SIZE, INT),  # queries, tokens, threads
 )
+
+_ROTATE_LATENTS = native.by_dtype(
+    "caesura_rotate_latents",
+    *(*_ROW, *_ROW, SIZE, SIZE, SIZE, SIZE),  # queries, latents; heads, parts of a query, latent
+    *(POINTER, FLOAT, INT),  # norm, whether rotated pairs are neighbours
+    *(POINTER, POINTER, SIZE),  # cosines, sines, stride of a token
+    *(POINTER, POINTER, SIZE, INT),  # queries, keys, tokens, threads
+)
+_SIGMOID_MUL = native.by_dtype("caesura_sigmoid_mul", POINTER, POINTER, SIZE, SIZE, INT)
 
 
 def rms_norm(
@@ -92,7 +101,7 @@ def gate_mul(gate_up: Tensor, out: Tensor | None = None, *, bend: Bend = "silu")
         out.stride(0),
         rows,
         width // 2,
-        _BENDS[bend],
+        BENDS[bend],
         native.num_threads(),
     )
     return out
@@ -194,3 +203,60 @@ def _readable(dtype: torch.dtype, *tensors: Tensor) -> bool:
 
 def _describe(*tensors: Tensor) -> str:
     return ", ".join(f"{tensor.dtype} {tuple(tensor.shape)} strides {tensor.stride()}" for tensor in tensors)
+
+
+def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
+    """``x`` [T, size] times the sigmoid of ``gate`` [T, 1], rounded before, in place; both contiguous. Returns ``x``."""
+    if not (
+        _readable(x.dtype, x, gate)
+        and gate.shape == (x.shape[0], 1)
+        and x.is_contiguous()
+        and gate.is_contiguous()
+    ):
+        raise ValueError(f"no product of {x.dtype} {tuple(x.shape)} by {gate.dtype} {tuple(gate.shape)}")
+    _SIGMOID_MUL[x.dtype](x.data_ptr(), gate.data_ptr(), *x.shape, native.num_threads())
+    return x
+
+
+def rotate_latents(
+    q_rope: Tensor,
+    kv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    norm: tuple[Tensor, float],
+    queries: Tensor,
+    keys: Tensor,
+    *,
+    interleaved: bool,
+) -> None:
+    """Rotated queries, and keys, of latent attention.
+
+    Args:
+        q_rope: [T, heads, rope], the last part of each head in memory.
+        kv: [T, latent + rope].
+        cos, sin: [T, 1, rope / 2].
+        norm: of latents: weight [latent], epsilon.
+        queries: [T, heads, latent + rope], contiguous; behind ``latent`` elements of each head, rotated queries are written.
+        keys: [T, latent + rope], contiguous: normalised latents and rotated keys are written.
+        interleaved: rotated pairs are neighbours.
+    """
+    (tokens, heads, rope), (weight, eps), width = q_rope.shape, norm, kv.shape[1]
+    if not (
+        _readable(kv.dtype, q_rope, kv, cos, sin, weight, queries, keys)
+        and queries.shape == (tokens, heads, width)
+        and keys.shape == kv.shape == (tokens, width)
+        and cos.shape == sin.shape == (tokens, 1, rope // 2)
+        and cos.stride(0) == sin.stride(0)
+        and weight.shape == (width - rope,)
+        and queries.is_contiguous()
+        and keys.is_contiguous()
+    ):
+        raise ValueError(
+            f"no rotation of {q_rope.dtype} {tuple(q_rope.shape)} and {tuple(kv.shape)} into {tuple(queries.shape)}"
+        )
+    _ROTATE_LATENTS[kv.dtype](
+        *(q_rope.data_ptr(), q_rope.stride(0), kv.data_ptr(), kv.stride(0)),
+        *(heads, q_rope.stride(1) - rope, rope, width - rope),
+        *(weight.data_ptr(), eps, interleaved, cos.data_ptr(), sin.data_ptr(), cos.stride(0)),
+        *(queries.data_ptr(), keys.data_ptr(), tokens, native.num_threads()),
+    )

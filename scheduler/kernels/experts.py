@@ -14,12 +14,16 @@ import torch
 from torch import Tensor
 
 from . import native
+from .decoder_layers import GroupRouting
 from .linear import is_storage, packable, storage_shape
-from .native import INT, POINTER, SIZE
+from .native import FLOAT, INT, POINTER, SIZE
 
 _ROUTE = native.by_dtype("caesura_route", *[POINTER] * 3, *[SIZE] * 3, INT, INT)
-_PRODUCTS = native.by_dtype("caesura_grouped_linear", *[POINTER] * 5, *[SIZE] * 3, INT)
+_PRODUCTS = native.by_dtype("caesura_grouped_linear", *[POINTER] * 6, *[SIZE] * 3, INT)
 _COMBINE = native.by_dtype("caesura_combine", *[POINTER] * 4, *[SIZE] * 3, INT)
+_ROUTE_IN_GROUPS = native.function(
+    "caesura_route_in_groups", *[POINTER] * 4, *[SIZE] * 5, INT, INT, INT, FLOAT, INT
+)
 _group = native.function("caesura_group", POINTER, *[SIZE] * 3, *[POINTER] * 5, result=SIZE)
 
 
@@ -41,6 +45,36 @@ def route(logits: Tensor, top_k: int, *, normalize: bool) -> tuple[Tensor, Tenso
     threads = native.num_threads()
     _ROUTE[logits.dtype](
         logits.data_ptr(), ids.data_ptr(), weights.data_ptr(), tokens, experts, top_k, normalize, threads
+    )
+    return ids, weights
+
+
+def route_in_groups(
+    logits: Tensor, bias: Tensor | None, top_k: int, by: GroupRouting, *, normalize: bool
+) -> tuple[Tensor, Tensor]:
+    """The best experts of the best groups of float32 logits [T, experts], which become scores; float32 weights, not rounded.
+
+    Args:
+        bias: float32 [experts], added to scores for the choice alone.
+
+    Raises:
+        ValueError: logits or a bias that the kernel would misread. What :func:`~.decoder_layers.choosable` says is not checked.
+    """
+    tokens, experts = logits.shape
+    tensors = [logits] if bias is None else [logits, bias]
+    if not all(tensor.dtype == torch.float32 and tensor.is_contiguous() for tensor in tensors) or (
+        bias is not None and bias.shape != (experts,)
+    ):
+        raise ValueError(f"no choice of {top_k} from {logits.dtype} {tuple(logits.shape)} by {by}")
+    ids = torch.empty((tokens, top_k), dtype=torch.int64)
+    weights = torch.empty((tokens, top_k), dtype=torch.float32)
+    _ROUTE_IN_GROUPS(
+        logits.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        ids.data_ptr(),
+        weights.data_ptr(),
+        *(tokens, experts, top_k, by.groups, by.top_groups),
+        *(by.sigmoid, by.best_two, normalize, by.scale, native.num_threads()),
     )
     return ids, weights
 
@@ -88,7 +122,7 @@ def group(ids: Tensor, num_experts: int) -> Groups:
 
 
 class GroupedProduct:
-    """``x @ w[e].T`` for packed ``w`` [experts, N, K], e the expert of a row; sums in float32, rounded once."""
+    """``x @ w[e].T + b[e]`` for packed ``w`` [experts, N, K], e the expert of a row; sums in float32, rounded once."""
 
     def __init__(self, weight: Tensor, num_experts: int, outputs: int, inputs: int) -> None:
         """``weight`` is storage of ``num_experts`` times the rows that N are padded to.
@@ -109,8 +143,12 @@ class GroupedProduct:
         self._num_experts = num_experts
         self._compute = _PRODUCTS[weight.dtype]
 
-    def __call__(self, x: Tensor, groups: Groups, out: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, x: Tensor, groups: Groups, out: Tensor | None = None, bias: Tensor | None = None
+    ) -> Tensor:
         """[pairs, K], sorted as ``groups`` says, to [pairs, N], both contiguous; None: fresh memory. Returns ``out``.
+
+        ``bias`` is [experts, N], contiguous; None: there is none.
 
         Raises:
             ValueError: shapes or dtypes that do not fit together.
@@ -124,6 +162,14 @@ class GroupedProduct:
             and x.is_contiguous()
             and out.is_contiguous()
             and len(groups.starts) == self._num_experts + 1
+            and (
+                bias is None
+                or (
+                    bias.shape == (self._num_experts, self._outputs)
+                    and bias.dtype == x.dtype
+                    and bias.is_contiguous()
+                )
+            )
         ):
             raise ValueError(
                 f"no product of {x.dtype} {tuple(x.shape)} strides {x.stride()} with packed rows of {self._inputs} "
@@ -132,6 +178,7 @@ class GroupedProduct:
         self._compute(
             x.data_ptr(),
             self._weight.data_ptr(),
+            None if bias is None else bias.data_ptr(),
             out.data_ptr(),
             groups.experts.data_ptr(),
             groups.starts.data_ptr(),

@@ -15,7 +15,10 @@ from torch import Tensor
 from . import native
 from .native import INT, POINTER, SIZE
 
-_PRODUCTS = native.by_dtype("caesura_linear", POINTER, SIZE, POINTER, POINTER, POINTER, *[SIZE] * 4, INT)
+_PRODUCTS = native.by_dtype("caesura_linear", POINTER, SIZE, POINTER, POINTER, POINTER, *[SIZE] * 4, INT, INT)
+_BATCHES = native.by_dtype(
+    "caesura_batched_linear", POINTER, SIZE, SIZE, POINTER, POINTER, SIZE, SIZE, *[SIZE] * 4, INT
+)
 _ROWS = (POINTER, POINTER, SIZE, SIZE, SIZE, SIZE, INT)
 _pack = native.function("caesura_pack_rows", *_ROWS)
 _unpack = native.function("caesura_unpack_rows", *_ROWS)
@@ -64,12 +67,20 @@ class Product:
         self._dtype = weight.dtype
         self._compute = _PRODUCTS[weight.dtype]
 
-    def __call__(self, x: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    def __call__(
+        self,
+        x: Tensor,
+        bias: Tensor | None = None,
+        out: Tensor | None = None,
+        *,
+        wide: bool = False,
+    ) -> Tensor:
         """
         Args:
             x: [M, K] of the weight's dtype, columns contiguous.
             bias: [N], contiguous, or None.
             out: [M, N], columns contiguous; overwritten. It must not overlap the others. None: fresh memory.
+            wide: ``out`` is float32, the sums as they are; without a bias.
 
         Returns:
             ``out``.
@@ -80,10 +91,12 @@ class Product:
         rows, inputs = x.shape
         outputs, dtype = self._outputs, self._dtype
         fits = inputs == self._inputs and x.dtype == dtype and x.stride(1) == 1
+        result = torch.float32 if wide else dtype
+        fits = fits and not (wide and bias is not None)
         if out is None:
-            out = torch.empty((rows, outputs), dtype=dtype)
+            out = torch.empty((rows, outputs), dtype=result)
         else:
-            fits = fits and out.shape == (rows, outputs) and out.dtype == dtype and out.stride(1) == 1
+            fits = fits and out.shape == (rows, outputs) and out.dtype == result and out.stride(1) == 1
         if bias is not None:
             fits = fits and bias.shape == (outputs,) and bias.dtype == dtype and bias.is_contiguous()
         if not fits:
@@ -101,7 +114,54 @@ class Product:
             rows,
             outputs,
             self._inputs,
+            wide,
             native.num_threads(),
+        )
+        return out
+
+
+class BatchedProduct:
+    """``x[:, b] @ w[b].T`` for packed ``w`` [B, N, K], each in whole panels; sums in float32, rounded once."""
+
+    def __init__(self, weight: Tensor, count: int, outputs: int, inputs: int) -> None:
+        """``weight`` is storage of ``count`` times the rows that N are padded to.
+
+        Raises:
+            ValueError: it has another shape or cannot be packed.
+        """
+        rows, columns = storage_shape(outputs, inputs, weight.dtype)
+        if (
+            weight.shape != (count * rows, columns)
+            or not is_storage(weight)
+            or not packable(inputs, weight.dtype)
+        ):
+            raise ValueError(
+                f"{_described(weight)} does not hold {count} x {outputs} packed rows of {inputs}"
+            )
+        self._weight, self._sizes = weight, (count, outputs, inputs)
+        self._compute = _BATCHES[weight.dtype]
+
+    def __call__(self, x: Tensor, out: Tensor) -> Tensor:
+        """[M, B, K] to ``out`` [M, B, N], columns of both contiguous; it must not overlap the others. Returns it.
+
+        Raises:
+            ValueError: shapes, dtypes or strides that do not fit together.
+        """
+        count, outputs, inputs = self._sizes
+        rows = x.shape[0]
+        if not (
+            x.shape == (rows, count, inputs)
+            and out.shape == (rows, count, outputs)
+            and x.dtype == out.dtype == self._weight.dtype
+            and x.stride(2) == out.stride(2) == 1
+        ):
+            raise ValueError(
+                f"no products of {_described(x)} with {count} x {outputs} packed rows of {inputs} in {_described(out)}"
+            )
+        self._compute(
+            *(x.data_ptr(), x.stride(0), x.stride(1), self._weight.data_ptr()),
+            *(out.data_ptr(), out.stride(0), out.stride(1)),
+            *(count, rows, outputs, inputs, native.num_threads()),
         )
         return out
 

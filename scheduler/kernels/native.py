@@ -35,7 +35,7 @@ FLOATS = (torch.bfloat16, torch.float32)
 NO_AVX2 = "this processor has no AVX2"
 """The one reason of :func:`why_not` that is not the installation's."""
 
-_ABI = 9
+_ABI = 10
 """native.cpp has the same; both rise when an argument of a kernel changes."""
 
 POINTER = ctypes.c_void_p
@@ -45,20 +45,44 @@ INT = ctypes.c_int
 FLOAT = ctypes.c_float
 
 
-class DecoderStep(ctypes.Structure):
-    """``DecoderStep`` of ``cpu/operations.h``; their sizes are compared when the library is loaded."""
+def _all(kind: Any, names: str) -> list[tuple[str, Any]]:
+    return [(name, kind) for name in names.split()]
+
+
+class LayerForm(ctypes.Structure):
+    """``LayerForm`` of ``cpu/operations.h``; sizes of the three structures are compared when the library is loaded."""
 
     _fields_ = [
-        *((name, SIZE) for name in ("tokens", "hidden", "heads", "kv_heads", "head_size", "intermediate")),
-        *((name, POINTER) for name in ("residual", "update", "x", "qkv", "attended", "gate_up", "gated")),
-        *((name, POINTER) for name in ("cos", "sin")),
-        *(("angles_row", SIZE), ("positions", POINTER), ("slots", POINTER)),
-        *(("pages", POINTER), ("pages_row", SIZE), ("tasks", POINTER), ("num_tasks", SIZE)),
+        *_all(SIZE, "intermediate bend window"),
+        *_all(SIZE, "experts top_k expert_size expert_bend normalize record_row record_bytes"),
+        *_all(SIZE, "groups top_groups sigmoid best_two"),
+        *_all(FLOAT, "route_scale scale softcap reserved"),
+    ]
+
+
+class DecoderStep(ctypes.Structure):
+    """``DecoderStep`` of ``cpu/operations.h``."""
+
+    _fields_ = [
+        *_all(SIZE, "tokens hidden heads kv_heads head_size rotated from_one"),
+        *_all(SIZE, "latent q_rank nope value_size interleaved parts"),
+        *_all(POINTER, "residual update x qkv attended gate_up gated"),
+        *_all(POINTER, "q q_up queries values"),
+        *_all(POINTER, "logits ids weights pair_tokens places hit starts next count"),
+        *_all(POINTER, "rows expert_gate_up expert_gated gates"),
+        *_all(SIZE, "groups_row angles_row"),
+        *_all(POINTER, "positions slots window_slots pages window_pages"),
+        *_all(SIZE, "pages_row window_pages_row"),
+        *(("tasks", POINTER), ("num_tasks", SIZE)),
         *(("sampled", POINTER), ("num_sampled", SIZE), ("last_norm", POINTER), ("out", POINTER)),
         *(("scratch", POINTER), ("thread_floats", SIZE)),
-        *((name, FLOAT) for name in ("eps", "head_eps", "scale")),
+        *_all(FLOAT, "eps head_eps scale reserved"),
         ("ranks", POINTER),
     ]
+
+
+LAYER_POINTERS = 28
+"""Of ``LayerTensors`` of ``cpu/operations.h``, in the order of ``decoder_layers.py``."""
 
 
 @cache
@@ -78,9 +102,15 @@ def _library() -> ctypes.CDLL | str:
         return f"{path.name} does not load: {error}"
     if library.caesura_abi() != _ABI:
         return f"{path.name} was built from other sources; install again"
-    theirs, ours = library.caesura_decoder_step_bytes(), ctypes.sizeof(DecoderStep)
-    if theirs != ours:
-        return f"{path.name} takes a decoder step of {theirs} bytes, this source makes one of {ours}"
+    sizes = {
+        "decoder step": ctypes.sizeof(DecoderStep),
+        "layer form": ctypes.sizeof(LayerForm),
+        "layer tensors": LAYER_POINTERS * ctypes.sizeof(POINTER),
+    }
+    for name, ours in sizes.items():
+        theirs = library[f"caesura_{name.replace(' ', '_')}_bytes"]()
+        if theirs != ours:
+            return f"{path.name} takes a {name} of {theirs} bytes, this source makes one of {ours}"
     return library if library.caesura_use_isa(ISAS.index(limit)) else NO_AVX2
 
 

@@ -16,7 +16,7 @@ Invariants:
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -68,10 +68,12 @@ class ExpertMatrix:
         if packed:
             self._product = kernel.GroupedProduct(self.parameter.data, num_experts, out_features, in_features)
 
-    def packed_product(self, x: Tensor, groups: kernel.Groups, out: Tensor) -> Tensor:
-        """Each row of ``x`` [pairs, in] times its expert's weight, into ``out`` [pairs, out]."""
+    def packed_product(
+        self, x: Tensor, groups: kernel.Groups, out: Tensor, bias: Tensor | None = None
+    ) -> Tensor:
+        """Each row of ``x`` [pairs, in] times its expert's weight, plus its bias, into ``out`` [pairs, out]."""
         assert self._product is not None, "a plain weight"
-        return self._product(x, groups, out)
+        return self._product(x, groups, out, bias)
 
     def plain_product(self, x: Tensor, ends: Tensor) -> Tensor:
         """The same, in fresh memory; ``ends``: :func:`sort_by_expert`."""
@@ -89,6 +91,15 @@ class ExpertMatrix:
     def parameters(self) -> Iterator[Parameter]:
         """The one there is."""
         yield self.parameter
+
+
+class PackedExperts(NamedTuple):
+    """Packed weights of all experts of a layer, and their biases where there are any."""
+
+    gate_up: Tensor
+    gate_up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,12 +140,12 @@ class Experts:
         Raises:
             CaesuraError: UNSUPPORTED_MODEL, the ranks do not divide the width, or cut a block of an FP8 weight.
         """
-        self._prefix, self._num_experts = prefix, num_experts
-        self._names, self._bend = names, bend
+        self._prefix, self.count = prefix, num_experts
+        self._names, self.bend = names, bend
         self._window = even(intermediate_size, place.parallel, "moe_intermediate_size")
         self._is_first = place.parallel.rank == 0
         intermediate_size = self._window.length
-        self._hidden, self._width = hidden_size, intermediate_size
+        self._hidden, self.width = hidden_size, intermediate_size
         self._blocks: tuple[int, int] | None = None
         self._workspace = place.workspace
         self._compiled = best("experts", place.device, place.dtype) not in (TORCH, TRITON) and all(
@@ -159,7 +170,7 @@ class Experts:
         self, name: str, part_rows: list[int], in_features: int, place: Placement
     ) -> ExpertMatrix | Fp8ExpertMatrix:
         projections = self._names.gate, self._names.up, self._names.down
-        modules = (f"{self._prefix}.{e}.{part}" for e in range(self._num_experts) for part in projections)
+        modules = (f"{self._prefix}.{e}.{part}" for e in range(self.count) for part in projections)
         if all_fp8(modules, place):
             assert place.fp8 is not None
             self._blocks = place.fp8.rows, place.fp8.columns
@@ -168,10 +179,8 @@ class Experts:
             found = experts_for(place.device)
             if found is not None and found.fused is not None and self._fp8 is None:
                 self._fp8 = found.fused(place.workspace)
-            return Fp8ExpertMatrix(name, self._num_experts, part_rows, in_features, place)
-        return ExpertMatrix(
-            name, self._num_experts, sum(part_rows), in_features, place, packed=self._compiled
-        )
+            return Fp8ExpertMatrix(name, self.count, part_rows, in_features, place)
+        return ExpertMatrix(name, self.count, sum(part_rows), in_features, place, packed=self._compiled)
 
     def forward(self, x: Tensor, expert_ids: Tensor, weights: Tensor, addend: Tensor | None = None) -> Tensor:
         """[T, hidden] to [T, hidden], in fresh memory; of several ranks, the sum over all of them is the result.
@@ -190,15 +199,15 @@ class Experts:
         if self._compiled:
             out = self._forward_compiled(x, expert_ids, weights)
         else:
-            tokens, places, ends = sort_by_expert(expert_ids, self._num_experts)
+            tokens, places, ends = sort_by_expert(expert_ids, self.count)
             out = combine(self._plain(x.index_select(0, tokens), ends), places, weights)
         return out if addend is None else out.add_(addend)
 
     def _sorted(self, x: Tensor, expert_ids: Tensor, triton: TritonExperts) -> tuple[Tensor, Tensor, Tensor]:
         """Rows by expert, where each pair went, and the ends, in one kernel where pairs are few."""
         if 0 < expert_ids.numel() <= triton.MAX_PAIRS:
-            return triton.sort_rows(x, expert_ids, self._num_experts)
-        tokens, places, ends = sort_by_expert(expert_ids, self._num_experts)
+            return triton.sort_rows(x, expert_ids, self.count)
+        tokens, places, ends = sort_by_expert(expert_ids, self.count)
         return x.index_select(0, tokens), places, ends
 
     def _plain(self, rows: Tensor, ends: Tensor) -> Tensor:
@@ -218,26 +227,38 @@ class Experts:
 
     def _gate(self, gate_up: Tensor) -> Tensor:
         if self._triton is not None and self._elementwise is not None:
-            return self._elementwise.gate_mul(gate_up, bend=self._bend)
+            return self._elementwise.gate_mul(gate_up, bend=self.bend)
         gate, up = gate_up.chunk(2, dim=-1)
-        return bent(gate, up, self._bend)
+        return bent(gate, up, self.bend)
+
+    @property
+    def _added_biases(self) -> tuple[Tensor | None, Tensor | None]:
+        """Of both products, where this rank adds them."""
+        if self._biases is None:
+            return None, None
+        gate_up, down = (bias.data for bias in self._biases)
+        return gate_up, down if self._is_first else None
+
+    @property
+    def packed(self) -> PackedExperts | None:
+        """As the kernel takes them that computes whole layers. None: they are stored otherwise."""
+        if not (
+            self._compiled
+            and isinstance(self._gate_up, ExpertMatrix)
+            and isinstance(self._down, ExpertMatrix)
+        ):
+            return None
+        gate_up_bias, down_bias = self._added_biases
+        return PackedExperts(self._gate_up.parameter.data, gate_up_bias, self._down.parameter.data, down_bias)
 
     def _forward_compiled(self, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
-        groups = kernel.group(expert_ids.contiguous(), self._num_experts)
+        groups = kernel.group(expert_ids.contiguous(), self.count)
         rows = torch.index_select(x, 0, groups.tokens, out=self._take("rows", expert_ids, self._hidden, x))
-        gate_up = self._take("gate_up", expert_ids, 2 * self._width, x)
-        self._gate_up.packed_product(rows, groups, gate_up)
-        experts = None
-        if self._biases is not None:
-            experts = groups.experts[: groups.count].repeat_interleave(
-                groups.starts[: groups.count + 1].diff()
-            )
-        self._biased(gate_up, experts, 0)
-        gated = elementwise.gate_mul(
-            gate_up, self._take("gated", expert_ids, self._width, x), bend=self._bend
-        )
-        y = self._down.packed_product(gated, groups, rows)  # whose inputs are no longer needed
-        self._biased(y, experts, 1)
+        gate_up = self._take("gate_up", expert_ids, 2 * self.width, x)
+        biases = self._added_biases
+        self._gate_up.packed_product(rows, groups, gate_up, biases[0])
+        gated = elementwise.gate_mul(gate_up, self._take("gated", expert_ids, self.width, x), bend=self.bend)
+        y = self._down.packed_product(gated, groups, rows, biases[1])  # whose inputs are no longer needed
         return kernel.combine(y, groups, weights.float().contiguous())
 
     def _take(self, purpose: str, expert_ids: Tensor, width: int, x: Tensor) -> Tensor:
@@ -251,7 +272,7 @@ class Experts:
 
     def slots(self) -> Iterator[WeightSlot]:
         """Per expert gate, up, down; or of all experts at once."""
-        experts = [self._expert_slots(expert) for expert in range(self._num_experts)]
+        experts = [self._expert_slots(expert) for expert in range(self.count)]
         if not self._names.stacked:
             for parts in experts:
                 yield from chain.from_iterable(parts)
@@ -270,10 +291,10 @@ class Experts:
 
     def _expert_slots(self, expert: int) -> tuple[list[WeightSlot], list[WeightSlot], list[WeightSlot]]:
         """Of one expert: gate, up, down."""
-        gate, up = (0, self._width) if self._fp8 is None else (self._width, 0)
+        gate, up = (0, self.width) if self._fp8 is None else (self.width, 0)
         module, names, hidden = f"{self._prefix}.{expert}", self._names, Window.whole(self._hidden)
-        gates = self._gate_up.slots(f"{module}.{names.gate}", expert, gate, self._width)
-        ups = self._gate_up.slots(f"{module}.{names.up}", expert, up, self._width)
+        gates = self._gate_up.slots(f"{module}.{names.gate}", expert, gate, self.width)
+        ups = self._gate_up.slots(f"{module}.{names.up}", expert, up, self.width)
         downs = self._down.slots(f"{module}.{names.down}", expert, 0, self._hidden)
         return (
             list(divided(gates, self._window, hidden, self._blocks)),

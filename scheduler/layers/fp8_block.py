@@ -301,10 +301,13 @@ class Fp8ExpertMatrix:
             0, (self._num_experts, -1)
         )
 
-    def packed_product(self, x: Tensor, groups: Groups, out: Tensor) -> Tensor:
+    def packed_product(self, x: Tensor, groups: Groups, out: Tensor, bias: Tensor | None = None) -> Tensor:
         """Each row of ``x`` [pairs, in] times its expert's weight, into ``out`` [pairs, out]; on the CPU."""
-        starts = groups.starts[: groups.count + 1].tolist()
-        return self._product(x, groups.experts[: groups.count].tolist(), starts, out)
+        starts, experts = groups.starts[: groups.count + 1], groups.experts[: groups.count]
+        self._product(x, experts.tolist(), starts.tolist(), out)
+        return (
+            out if bias is None else out.add_(bias.index_select(0, experts.repeat_interleave(starts.diff())))
+        )
 
     def plain_product(self, x: Tensor, ends: Tensor) -> Tensor:
         """The same, in fresh memory; ``ends`` [experts]: the end of each expert's rows, which are sorted."""

@@ -12,7 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ..kernels import TORCH, TRITON, best
+from ..kernels import experts as kernel
 from ..kernels.between import triton_experts_for
+from ..kernels.decoder_layers import GroupRouting, choosable
+from .matrix import Matrix
 from .parameters import Parameter, Placement, WeightSlot
 
 
@@ -44,10 +48,22 @@ class GroupedRouter:
             group_score: a group is as good as its best expert, or as the sum of its two best.
             normalize: whether weights are divided by their sum, before they are multiplied by ``scale``.
         """
-        self._module, self._top_k = module, top_k
-        self._scoring, self._normalize, self._scale = scoring, normalize, scale
+        self._module, self.top_k = module, top_k
+        self._scoring, self.normalize, self._scale = scoring, normalize, scale
         self._num_groups, self._top_groups, self._group_score = num_groups, top_groups, group_score
-        self._weight = Parameter(f"{name}.weight", (num_experts, hidden_size), place.dtype, place.device)
+        self._by = GroupRouting(
+            groups=num_groups,
+            top_groups=top_groups,
+            sigmoid=scoring == "sigmoid",
+            best_two=group_score == "top2",
+            scale=scale,
+        )
+        self.in_groups: GroupRouting | None = self._by
+        compiled = best("experts", place.device, place.dtype) not in (TORCH, TRITON)
+        wanted = compiled and choosable(
+            num_groups, top_groups, num_experts, top_k, best_two=group_score == "top2"
+        )
+        self._matrix = Matrix(f"{name}.weight", num_experts, hidden_size, place, packed=wanted)
         self._bias: Parameter | None = None
         if bias:
             self._bias = Parameter(f"{name}.bias", (num_experts,), torch.float32, place.device)
@@ -55,6 +71,14 @@ class GroupedRouter:
 
     def forward(self, x: Tensor, record: Tensor) -> tuple[Tensor, Tensor]:
         """[T, hidden] to ids, int64 [T, k], and weights, float32 [T, k]; the ids go to ``record``, too."""
+        if self._matrix.packed is not None:
+            logits = self._matrix.wide_product(x)
+            bias = None if self._bias is None else self._bias.data
+            ids, weights = kernel.route_in_groups(
+                logits, bias, self.top_k, self._by, normalize=self.normalize
+            )
+            record.copy_(ids)
+            return ids, weights
         logits = self._logits(x)
         if self._triton is None:
             ids, weights = self._choose(logits)
@@ -62,8 +86,8 @@ class GroupedRouter:
             return ids, weights
         return self._triton.route(
             logits,
-            self._top_k,
-            normalize=self._normalize,
+            self.top_k,
+            normalize=self.normalize,
             scale=self._scale,
             scoring=self._scoring,
             bias=None if self._bias is None else self._bias.data,
@@ -74,7 +98,7 @@ class GroupedRouter:
         )
 
     def _logits(self, x: Tensor) -> Tensor:
-        weight = self._weight.data
+        weight = self._matrix.parameter.data
         if x.device.type == "cuda" and x.dtype != torch.float32:  # products of bf16 are exact in float32
             return torch.mm(x, weight.t(), out_dtype=torch.float32)
         return functional.linear(x.float(), weight.float())
@@ -84,9 +108,9 @@ class GroupedRouter:
         choice = scores if self._bias is None else scores + self._bias.data
         if self._num_groups > 1:
             choice = self._in_top_groups(choice)
-        ids = choice.topk(self._top_k, dim=-1).indices
+        ids = choice.topk(self.top_k, dim=-1).indices
         weights = scores.gather(1, ids)
-        if self._normalize:
+        if self.normalize:
             weights /= weights.sum(dim=-1, keepdim=True) + 1e-20
         return ids, weights.mul_(self._scale)
 
@@ -99,14 +123,20 @@ class GroupedRouter:
         masked: Tensor = grouped.masked_fill(left_out.unsqueeze(-1), -torch.inf)
         return masked.flatten(1)
 
+    @property
+    def packed(self) -> tuple[Tensor, Tensor | None] | None:
+        """See :class:`~.moe.Router`."""
+        weight = self._matrix.packed
+        return None if weight is None else (weight, None if self._bias is None else self._bias.data)
+
     def slots(self) -> Iterator[WeightSlot]:
         """Weight, then bias."""
-        yield self._weight.slot(f"{self._module}.weight")
+        yield self._matrix.slot(f"{self._module}.weight")
         if self._bias is not None:
             yield self._bias.slot(f"{self._module}.e_score_correction_bias")
 
     def parameters(self) -> Iterator[Parameter]:
         """Weight, then bias."""
-        yield self._weight
+        yield self._matrix.parameter
         if self._bias is not None:
             yield self._bias

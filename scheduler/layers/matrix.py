@@ -87,6 +87,11 @@ class Matrix:
             return torch.mm(x, data.t(), out=out)
         return torch.addmm(bias, x, data.t(), out=out)
 
+    def wide_product(self, x: Tensor) -> Tensor:
+        """``x @ weight.T`` of a packed matrix in float32, not rounded, in fresh memory."""
+        assert self._product is not None, "a plain weight"
+        return self._product(x, wide=True)
+
     @property
     def packed(self) -> Tensor | None:
         """The storage that kernels take. None: it is plain."""

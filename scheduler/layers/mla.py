@@ -10,30 +10,50 @@ Invariants:
   derived from it, at commit, into storage that exists already.
 - Of several ranks each has its heads; latents, their projections and their norms are the same on all.
 - Latents are normalised, and keys rotated, before they are stored.
+- Compiled kernels have both packed, ``w_kc`` as [latent, nope]; a head's matrices then begin at a panel of their own, and a row
+  has the same bits whatever the others are.
 
-Both are contiguous, because torch copies a batch of matrices that is not. Milliseconds per layer of ``w_vc``'s product for
+Elsewhere both are contiguous, because torch copies a batch of matrices that is not. Milliseconds per layer of ``w_vc``'s product for
 1, 32 and 256 tokens, 16 heads of 128 in bf16, one thread of an AVX-512 CPU: 0.08, 0.20 and 1.2, against 0.97, 1.1 and 2.2
 from views of ``kv_b_proj``.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..forward import AttentionBackend
-from ..kernels.between import Rotations, rotations_for
+from ..kernels import TORCH, TRITON, best
+from ..kernels import linear as kernel
+from ..kernels.between import Latents, latents_for
 from ..kernels.forms import PLAIN
 from .fp8_block import Fp8Matrix
 from .linear import Linear, all_fp8, divided
+from .matrix import PackedSlot
 from .norm import RMSNorm
 from .parameters import CompositeLayer, Layer, Parameter, Placement, PlainSlot, WeightSlot
 from .rotary import rotate
 from .sharding import Window, as_window, even, require_borders, sharded
 
-_LATENT_EPS = 1e-6
+LATENT_EPS = 1e-6
 """Of the norms of latents: fixed by the architecture, whatever the config says of the others."""
+
+
+class PackedLatents(NamedTuple):
+    """Packed weights of latent attention, biases and norms; names as in ``kernels/decoder_layers.py``."""
+
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor
+    o: Tensor
+    o_bias: Tensor | None
+    q_up: Tensor | None
+    w_kc: Tensor
+    w_vc: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +115,36 @@ class ScatteredSlot(WeightSlot):
             begin += size
 
 
+class TurnedSlot(WeightSlot):
+    """Rows of a checkpoint tensor [rows, outputs] that are the columns of a packed matrix [outputs, rows]."""
+
+    __slots__ = ("_matrix",)
+
+    def __init__(self, parameter: str, storage: Tensor, start: int, shape: tuple[int, int]) -> None:
+        """``start``: the matrix's first row in ``storage``."""
+        self._matrix = PackedSlot("", parameter, storage, start, (shape[1], shape[0]))
+        super().__init__("", parameter, shape, storage.dtype)
+
+    def write(self, rows: Tensor, start: int) -> None:
+        """See :meth:`WeightSlot.write`."""
+        turned = rows.to(self.dtype).t()
+        if turned.shape[1] < self.shape[0]:  # some of the columns: the others stay
+            whole = self._matrix.read()
+            whole[:, start : start + len(rows)] = turned
+            turned = whole
+        self._matrix.write(turned.contiguous(), 0)
+
+    def differs(self, rows: Tensor, start: int) -> bool:
+        """See :meth:`WeightSlot.differs`."""
+        bits = torch.int16 if self.dtype.itemsize == 2 else torch.int32
+        new, stored = rows.to(self.dtype).contiguous(), self.read(start, start + len(rows))
+        return not torch.equal(new.view(bits), stored.view(bits))
+
+    def read(self, start: int = 0, stop: int | None = None) -> Tensor:
+        """A copy."""
+        return self._matrix.read()[:, start:stop].t().contiguous()
+
+
 class UpProjection:
     """``kv_b_proj`` as two batches of matrices, one matrix to a head: latents to keys, and to values."""
 
@@ -116,10 +166,27 @@ class UpProjection:
         self._module, self._heads = module, heads.length
         self._rows, self._latent = heads.times(sum(sizes)), Window.whole(latent)
         self._blocks: tuple[int, int] | None = None
+        self._sizes = sizes
+        names, dtype = [f"{name}.{part}" for part in ("w_kc", "w_vc")], place.dtype
+        shapes: list[tuple[int, ...]] = [(heads.length, size, latent) for size in sizes]
+        matrices = (latent, sizes[0]), (sizes[1], latent)
+        packed = (
+            best("linear", place.device, dtype) not in (TORCH, TRITON)
+            and all(kernel.packable(inputs, dtype) for _, inputs in matrices)
+            and not all_fp8([module], place)
+        )
+        if packed:
+            storage = [kernel.storage_shape(*each, dtype) for each in matrices]
+            shapes = [(heads.length * rows, columns) for rows, columns in storage]
         self._weights = [
-            Parameter(f"{name}.{part}", (heads.length, size, latent), place.dtype, place.device)
-            for part, size in zip(("w_kc", "w_vc"), sizes, strict=True)
+            Parameter(part, shape, dtype, place.device) for part, shape in zip(names, shapes, strict=True)
         ]
+        self._products: list[kernel.BatchedProduct] | None = None
+        if packed:
+            self._products = [
+                kernel.BatchedProduct(weight.data, heads.length, *each)
+                for weight, each in zip(self._weights, matrices, strict=True)
+            ]
         self._quantized: Fp8Matrix | None = None
         if all_fp8([module], place):
             assert place.fp8 is not None
@@ -130,18 +197,28 @@ class UpProjection:
             )
 
     @property
-    def w_kc(self) -> Tensor:
-        """[heads, nope, latent]"""
-        return self._weights[0].data
+    def packed(self) -> tuple[Tensor, Tensor] | None:
+        """``w_kc`` and ``w_vc`` as compiled kernels take them. None: they are plain."""
+        return None if self._products is None else (self._weights[0].data, self._weights[1].data)
 
-    @property
-    def w_vc(self) -> Tensor:
-        """[heads, value, latent]"""
-        return self._weights[1].data
+    def absorb(self, q_nope: Tensor, out: Tensor) -> None:
+        """[T, heads, nope] times ``w_kc``, into ``out`` [T, heads, latent]."""
+        if self._products is not None:
+            self._products[0](q_nope, out)
+        else:
+            torch.bmm(q_nope.transpose(0, 1), self._weights[0].data, out=out.transpose(0, 1))
+
+    def raise_(self, attended: Tensor, out: Tensor) -> None:
+        """[T, heads, latent] times ``w_vc``, into ``out`` [T, heads, value]."""
+        if self._products is not None:
+            self._products[1](attended, out)
+        else:
+            w_vc = self._weights[1].data
+            torch.bmm(attended.transpose(0, 1), w_vc.transpose(1, 2), out=out.transpose(0, 1))
 
     def slots(self) -> Iterator[WeightSlot]:
         """``kv_b_proj``'s, with its scales where it is FP8."""
-        parts = [PlainSlot("", weight.name, weight.data[head]) for head, weight in self._by_row()]
+        parts = list(self._parts())
         if self._quantized is None:
             yield sharded(ScatteredSlot(f"{self._module}.weight", parts), self._rows)
         else:
@@ -165,6 +242,20 @@ class UpProjection:
         """Both, where they are dequantised."""
         if self._quantized is not None:
             yield from ((weight.name, weight.data) for weight in self._weights)
+
+    def _parts(self) -> Iterator[WeightSlot]:
+        if self._products is None:
+            yield from (PlainSlot("", weight.name, weight.data[head]) for head, weight in self._by_row())
+            return
+        latent, (nope, value) = self._latent.length, self._sizes
+        keys, values = self._weights
+        rows = (
+            kernel.storage_shape(latent, 1, keys.data.dtype)[0],
+            kernel.storage_shape(value, 1, keys.data.dtype)[0],
+        )
+        for head in range(self._heads):
+            yield TurnedSlot(keys.name, keys.data, head * rows[0], (nope, latent))
+            yield PackedSlot("", values.name, values.data, head * rows[1], (value, latent))
 
     def _by_row(self) -> Iterator[tuple[int, Parameter]]:
         """Heads, and which of their matrices: the order of ``kv_b_proj``'s rows."""
@@ -206,7 +297,7 @@ class LatentAttention(CompositeLayer):
         if shape.q_lora_rank is not None:
             q_part = {f"{prefix}.q_a_proj": shape.q_lora_rank}
             self._q_norm = RMSNorm(
-                f"{name}.q_norm", f"{prefix}.q_a_layernorm", shape.q_lora_rank, _LATENT_EPS, place=place
+                f"{name}.q_norm", f"{prefix}.q_a_layernorm", shape.q_lora_rank, LATENT_EPS, place=place
             )
             self._q_up = Linear(
                 f"{name}.q_up", shape.q_lora_rank, {f"{prefix}.q_b_proj": q_rows}, place=place
@@ -214,7 +305,7 @@ class LatentAttention(CompositeLayer):
         down = {**q_part, f"{prefix}.kv_a_proj_with_mqa": latent + shape.qk_rope_head_dim}
         self._down = Linear(f"{name}.down", hidden_size, down, bias=bias, place=place)
         self._kv_norm = RMSNorm(
-            f"{name}.kv_norm", f"{prefix}.kv_a_layernorm", latent, _LATENT_EPS, place=place
+            f"{name}.kv_norm", f"{prefix}.kv_a_layernorm", latent, LATENT_EPS, place=place
         )
         sizes = shape.qk_nope_head_dim, shape.v_head_dim
         self._kv_up = UpProjection(name, f"{prefix}.kv_b_proj", heads, sizes, latent, place)
@@ -225,7 +316,7 @@ class LatentAttention(CompositeLayer):
             bias=bias,
             place=place,
         )
-        self._kernels = rotations_for(place.device, place.dtype)
+        self._kernels = latents_for(place.device, place.dtype)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, backend: AttentionBackend) -> Tensor:
         """[T, hidden] to [T, hidden]; ``cos`` and ``sin`` are [T, 1, qk_rope_head_dim / 2]."""
@@ -240,13 +331,20 @@ class LatentAttention(CompositeLayer):
         )
         if self._kernels is not None:
             return self._forward_fused(q_nope, q_rope, kv, (cos, sin), backend, self._kernels)
-        absorbed = torch.bmm(q_nope.transpose(0, 1), self._kv_up.w_kc).transpose(0, 1)
+        absorbed = x.new_empty((x.shape[0], heads, latent))
+        self._kv_up.absorb(q_nope, absorbed)
         queries = torch.cat((absorbed, rotate(q_rope, cos, sin, interleaved=interleaved)), dim=-1)
         k_rope = rotate(kv[:, latent:].unsqueeze(1), cos, sin, interleaved=interleaved)
         keys = torch.cat((self._kv_norm.forward(kv[:, :latent]).unsqueeze(1), k_rope), dim=-1)
+        return self._attend(queries, keys, backend)
+
+    def _attend(self, queries: Tensor, keys: Tensor, backend: AttentionBackend) -> Tensor:
+        """From queries and keys on; [T, heads, width] and [T, 1, width] to [T, hidden]."""
+        tokens, heads, latent = queries.shape[0], self._heads, self._shape.kv_lora_rank
         attended = backend.forward(queries, keys, keys[..., :latent], self._layer).view(-1, heads, latent)
-        values = torch.bmm(attended.transpose(0, 1), self._kv_up.w_vc.transpose(1, 2))
-        return self._out(values.transpose(0, 1).reshape(-1, heads * shape.v_head_dim))
+        values = queries.new_empty((tokens, heads, self._shape.v_head_dim))
+        self._kv_up.raise_(attended, values)
+        return self._out(values.flatten(1))
 
     def _out(self, values: Tensor) -> Tensor:
         out = self._o.forward(values)
@@ -261,18 +359,44 @@ class LatentAttention(CompositeLayer):
         kv: Tensor,
         angles: tuple[Tensor, Tensor],
         backend: AttentionBackend,
-        kernels: Rotations,
+        kernels: Latents,
     ) -> Tensor:
         """The same from the projections on; products are written where they are read next, heads apart in memory."""
         tokens, heads, latent, width = kv.shape[0], self._heads, self._shape.kv_lora_rank, kv.shape[1]
         queries, keys = kv.new_empty((tokens, heads, width)), kv.new_empty((tokens, 1, width))
-        torch.bmm(q_nope.transpose(0, 1), self._kv_up.w_kc, out=queries[..., :latent].transpose(0, 1))
+        self._kv_up.absorb(q_nope, queries[..., :latent])
         norm, interleaved = (self._kv_norm.weight, self._kv_norm.eps), self._shape.rope_interleave
         kernels.rotate_latents(q_rope, kv, *angles, norm, queries, keys.squeeze(1), interleaved=interleaved)
-        attended = backend.forward(queries, keys, keys[..., :latent], self._layer).view(-1, heads, latent)
-        values = kv.new_empty((tokens, heads, self._shape.v_head_dim))
-        torch.bmm(attended.transpose(0, 1), self._kv_up.w_vc.transpose(1, 2), out=values.transpose(0, 1))
-        return self._out(values.flatten(1))
+        return self._attend(queries, keys, backend)
+
+    @property
+    def packed(self) -> PackedLatents | None:
+        """As the kernel takes it that computes whole layers. None: it is stored otherwise."""
+        down, o, up = self._down.packed, self._o.packed, self._kv_up.packed
+        q_up = None if self._q_up is None else self._q_up.packed
+        if down is None or o is None or up is None or (q_up is None and self._q_up is not None):
+            return None
+        return PackedLatents(
+            qkv=down,
+            qkv_bias=self._down.bias,
+            q_norm=None if self._q_norm is None else self._q_norm.weight,
+            k_norm=self._kv_norm.weight,
+            o=o,
+            o_bias=self._o.bias,
+            q_up=q_up,
+            w_kc=up[0],
+            w_vc=up[1],
+        )
+
+    @property
+    def shape(self) -> LatentShape:
+        """Sizes and variants."""
+        return self._shape
+
+    @property
+    def heads(self) -> int:
+        """This rank's."""
+        return self._heads
 
     def parts(self) -> Iterator[Layer]:
         """Queries, latents, output."""

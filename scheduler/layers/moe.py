@@ -12,9 +12,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..kernels import TORCH, TRITON, best
+from ..kernels import TORCH, TRITON, best, elementwise
 from ..kernels import experts as kernel
 from ..kernels.between import triton_experts_for
+from ..kernels.decoder_layers import GroupRouting
 from .experts import Experts
 from .linear import Linear
 from .mlp import GatedMLP
@@ -23,6 +24,17 @@ from .parameters import CompositeLayer, Layer, Placement
 
 class Router(Layer, Protocol):
     """Chooses the experts of a token."""
+
+    top_k: int
+    normalize: bool
+    """Weights are divided by their sum."""
+    in_groups: GroupRouting | None
+    """Of a choice by groups that compiled kernels can make, too."""
+
+    @property
+    def packed(self) -> tuple[Tensor, Tensor | None] | None:
+        """The weight as compiled kernels take it, and the bias. None: kernels do not serve this choice."""
+        ...
 
     def forward(self, x: Tensor, record: Tensor) -> tuple[Tensor, Tensor]:
         """[T, hidden] to expert ids, int64 [T, k], and their weights [T, k], float32; fresh memory.
@@ -53,7 +65,8 @@ class TopKRouter(CompositeLayer):
             normalize: whether weights are divided by their sum.
         """
         self._logits = Linear(name, hidden_size, {module: num_experts}, bias=bias, place=place)
-        self._top_k, self._normalize = top_k, normalize
+        self.top_k, self.normalize = top_k, normalize
+        self.in_groups: GroupRouting | None = None
         self._compiled = best("experts", place.device, place.dtype) not in (TORCH, TRITON)
         self._triton = triton_experts_for(place.device, place.dtype)
 
@@ -61,9 +74,9 @@ class TopKRouter(CompositeLayer):
         """Ids, best first, and float32 weights that have been rounded to ``x``'s dtype."""
         logits = self._logits.forward(x)
         if self._triton is not None:
-            return self._triton.route(logits, self._top_k, normalize=self._normalize, record=record)
+            return self._triton.route(logits, self.top_k, normalize=self.normalize, record=record)
         if self._compiled:
-            ids, weights = kernel.route(logits, self._top_k, normalize=self._normalize)
+            ids, weights = kernel.route(logits, self.top_k, normalize=self.normalize)
         else:
             ids, weights = self._choose(logits)
         record.copy_(ids)
@@ -71,10 +84,16 @@ class TopKRouter(CompositeLayer):
 
     def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         scores = torch.softmax(logits, dim=-1, dtype=torch.float32)
-        weights, ids = scores.topk(self._top_k, dim=-1)
-        if self._normalize:
+        weights, ids = scores.topk(self.top_k, dim=-1)
+        if self.normalize:
             weights = weights / weights.sum(dim=-1, keepdim=True)
         return ids, weights.to(logits.dtype).float()
+
+    @property
+    def packed(self) -> tuple[Tensor, Tensor | None] | None:
+        """See :class:`Router`."""
+        weight = self._logits.packed
+        return None if weight is None or not self._compiled else (weight, self._logits.bias)
 
     def parts(self) -> Iterator[Layer]:
         """The one product."""
@@ -95,9 +114,13 @@ class RoutedExperts:
 
     def of_layer(self, layer: int, num_tokens: int) -> Tensor:
         """Where a step of ``num_tokens`` notes the choice of ``layer``: [num_tokens, top_k], a view until the next call."""
+        return self.of_layers(num_tokens)[layer]
+
+    def of_layers(self, num_tokens: int) -> Tensor:
+        """The same of all layers: [layers, num_tokens, top_k]."""
         if num_tokens > self._rows.shape[0]:
             self._rows = self._allocate(num_tokens)
-        return self._rows[:num_tokens, layer]
+        return self._rows[:num_tokens].transpose(0, 1)
 
     def rows(self, num_tokens: int) -> Tensor:
         """Of the last step, in the order of its tokens: [num_tokens, layers, top_k], a view."""
@@ -120,20 +143,23 @@ class GatedShared(CompositeLayer):
 
     def __init__(self, name: str, gate: str, hidden_size: int, mlp: GatedMLP, *, place: Placement) -> None:
         """``gate`` is the checkpoint's module, which holds ``weight`` [1, hidden]."""
-        self._gate = Linear(name, hidden_size, {gate: 1}, place=place)
-        self._mlp = mlp
+        self.gate = Linear(name, hidden_size, {gate: 1}, place=place)
+        self.mlp = mlp
+        self._compiled = best("elementwise", place.device, place.dtype) not in (TORCH, TRITON)
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, hidden] to [T, hidden], in fresh memory."""
-        gate = self._gate.forward(x)
+        gate = self.gate.forward(x)
+        if self._compiled:
+            return elementwise.sigmoid_mul(self.mlp.forward(x), gate)
         # As a softmax of two, which goes row by row: torch's sigmoid rounds the last elements of an array differently.
         weight = torch.softmax(torch.cat((gate, torch.zeros_like(gate)), dim=1), dim=1)[:, :1]
-        return self._mlp.forward(x).mul_(weight)
+        return self.mlp.forward(x).mul_(weight)
 
     def parts(self) -> Iterator[Layer]:
         """The block, then its gate."""
-        yield self._mlp
-        yield self._gate
+        yield self.mlp
+        yield self.gate
 
 
 class MoeBlock(CompositeLayer):
@@ -155,21 +181,22 @@ class MoeBlock(CompositeLayer):
             shared: what every token goes through, of this rank's width. None: nothing.
         """
         self._parallel = place.parallel
-        self._layer, self._router, self._experts = layer, router, experts
-        self._routing, self._shared = routing, shared
+        self._layer = layer
+        self.router, self.experts, self.shared = router, experts, shared
+        self._routing = routing
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, hidden] to [T, hidden], in fresh memory."""
-        ids, weights = self._router.forward(x, self._routing.of_layer(self._layer, x.shape[0]))
-        shared = None if self._shared is None else self._shared.forward(x)
-        out = self._experts.forward(x, ids, weights, shared)
+        ids, weights = self.router.forward(x, self._routing.of_layer(self._layer, x.shape[0]))
+        shared = None if self.shared is None else self.shared.forward(x)
+        out = self.experts.forward(x, ids, weights, shared)
         if self._parallel.size > 1:
             self._parallel.all_reduce(out)
         return out
 
     def parts(self) -> Iterator[Layer]:
         """Router, experts, and what everything goes through."""
-        yield self._router
-        yield self._experts
-        if self._shared is not None:
-            yield self._shared
+        yield self.router
+        yield self.experts
+        if self.shared is not None:
+            yield self.shared

@@ -61,8 +61,8 @@ class CausalLM(Weights, Protocol):
     """Which experts the last forward chose. None: a model without experts."""
 
     @property
-    def plain_layers(self) -> bool:
-        """All layers are what a kernel can take that computes them in one call, where their weights are stored for it."""
+    def in_one_call(self) -> bool:
+        """A compiled kernel computes all layers at once, where the step's attention is compiled, too."""
         ...
 
     @property

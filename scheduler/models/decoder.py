@@ -15,9 +15,7 @@ from typing import Protocol, cast
 from torch import Tensor
 
 from ..forward import AttentionBackend, ForwardBatch
-from ..kernels import TORCH, best
-from ..kernels.decoder import DecoderKernel, LayerShape, LayerTensors
-from ..kernels.forms import PLAIN, AttentionForm, Bend
+from ..kernels.forms import AttentionForm, Bend
 from ..layers.attention import Attention, AttentionShape
 from ..layers.embedding import Embedding, OutputHead
 from ..layers.logits_processor import LogitsProcessor
@@ -28,6 +26,7 @@ from ..layers.parameters import Layer, Placement
 from ..layers.rotary import RotaryEmbedding
 from .config import ModelConfig
 from .layered import LayeredModel
+from .one_call import OneCall
 
 _ROTARY_BUFFER = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 """Old checkpoints carry it; it follows from the config."""
@@ -121,42 +120,6 @@ class DecoderLayer:
         x = self.mlp.forward(self.mlp_norm.add(behind_attention.forward(x), residual))
         return behind_mlp.forward(x)
 
-    @property
-    def is_plain(self) -> bool:
-        """Grouped-query attention without a form of its own, then a SiLU-gated block, behind one ordinary norm each."""
-        attention, mlp = self.attention, self.mlp
-        return (
-            isinstance(attention, Attention)
-            and isinstance(mlp, GatedMLP)
-            and attention.form.kind == PLAIN.kind
-            and mlp.bend == "silu"
-            and not self.input_norm.from_one
-            and self.norms_behind is None
-        )
-
-    def packed(self) -> LayerTensors | None:
-        """As the kernel takes it that computes all layers. None: another kind of layer, or other storage."""
-        attention, mlp = self.attention, self.mlp
-        if not self.is_plain or not isinstance(attention, Attention) or not isinstance(mlp, GatedMLP):
-            return None
-        qkv, o = attention.qkv.packed, attention.o.packed
-        gate_up, down = mlp.gate_up.packed, mlp.down.packed
-        if qkv is None or o is None or gate_up is None or down is None:
-            return None
-        q_norm, k_norm = (norm.weight for norm in attention.qk_norms) if attention.qk_norms else (None, None)
-        return LayerTensors(
-            input_norm=self.input_norm.weight,
-            qkv=qkv,
-            qkv_bias=attention.qkv.bias,
-            q_norm=q_norm,
-            k_norm=k_norm,
-            o=o,
-            o_bias=attention.o.bias,
-            mlp_norm=self.mlp_norm.weight,
-            gate_up=gate_up,
-            down=down,
-        )
-
     def layers(self) -> tuple[Layer, ...]:
         """The parts that own parameters."""
         return (self.input_norm, self.attention, self.mlp_norm, self.mlp, *(self.norms_behind or ()))
@@ -214,17 +177,18 @@ class DecoderForCausalLM(LayeredModel):
             rope: RotaryEmbedding(rope, config.rotary_dim, place=place) for rope in set(config.ropes)
         }
         self._logits = LogitsProcessor(project, vocab, place=place)
-        self._kernel = _kernel(config, self._layers, self._norm, place) if self.plain_layers else None
+        self._kernel = OneCall.of(config, self._layers, self._norm, place)
 
     def forward(self, batch: ForwardBatch, backend: AttentionBackend) -> Tensor:
         """Hidden states of the sampled tokens, [S, hidden], after the final norm."""
         if self._kernel is not None and backend.paged is not None:
+            tables = {rope: each.table(max(batch.kv_lens_host)) for rope, each in self._rotary.items()}
             return self._kernel(
                 self._embed.forward(batch.input_ids),
-                self._rotary[self.config.ropes[0]].table(max(batch.kv_lens_host)),
-                batch.positions,
-                batch.sample_tokens,
+                [tables[rope] for rope in self.config.ropes],
+                batch,
                 backend.paged,
+                self.routing,
             )
         steps = self.forward_by_layer(batch, backend)
         while True:
@@ -251,10 +215,9 @@ class DecoderForCausalLM(LayeredModel):
         return self._norm.add(update.index_select(0, sampled), residual.index_select(0, sampled))
 
     @property
-    def plain_layers(self) -> bool:
-        """All layers are Llama's, but for biases and norms of heads."""
-        alike = self.config.rotary_dim == self.config.head_dim and len(set(self.config.ropes)) == 1
-        return alike and all(layer.is_plain for layer in self._layers)
+    def in_one_call(self) -> bool:
+        """A compiled kernel computes all layers at once, where the step's attention is compiled, too."""
+        return self._kernel is not None
 
     @property
     def forms(self) -> Sequence[AttentionForm]:
@@ -283,37 +246,6 @@ class DecoderForCausalLM(LayeredModel):
         yield self._norm
         if self._head is not None:
             yield self._head
-
-
-def _kernel(
-    config: ModelConfig, layers: Sequence[DecoderLayer], last_norm: RMSNorm, place: Placement
-) -> DecoderKernel | None:
-    """What computes all layers in one call, where all are dense and packed."""
-    packed = [tensors for layer in layers if (tensors := layer.packed()) is not None]
-    if best("decoder", place.device, place.dtype) == TORCH or len(packed) < len(layers):
-        return None
-    ranks = place.parallel
-    if ranks.size > 1 and ranks.compiled is None:
-        return None
-    attention, mlp = layers[0].attention, layers[0].mlp
-    assert isinstance(attention, Attention)
-    assert isinstance(mlp, GatedMLP)
-    shape = attention.shape
-    sizes = LayerShape(
-        hidden=config.hidden_size,
-        heads=shape.num_heads,
-        kv_heads=shape.num_kv_heads,
-        head_size=shape.head_dim,
-        intermediate=mlp.gate_up.part_features,
-    )
-    return DecoderKernel(
-        packed,
-        last_norm.weight,
-        sizes,
-        eps=config.rms_norm_eps,
-        head_eps=shape.qk_norm_eps,
-        ranks=ranks.compiled,
-    )
 
 
 def dense_attention(config: ModelConfig, shape: AttentionShape, place: Placement) -> list[Attention]:

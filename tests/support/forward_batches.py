@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from caesura.scheduler.attention.mla import LatentBackend
+from caesura.scheduler.attention.mla_cpu import LatentCpuBackend
 from caesura.scheduler.attention.paged_cpu import PagedCpuBackend
 from caesura.scheduler.attention.sdpa import SdpaBackend
 from caesura.scheduler.cache.pool import MHAPool, MLAPool
@@ -116,7 +117,10 @@ def build_attention(
         latents = MLAPool(
             num_layers=config.num_layers, num_pages=num_pages, width=mla.latent_width, dtype=dtype
         )
-        return latents, LatentBackend(latents, config.num_heads // parallel.size, mla.softmax_scale)
+        heads = config.num_heads // parallel.size
+        if compiled:
+            return latents, LatentCpuBackend(latents, heads, mla.kv_lora_rank, mla.softmax_scale)
+        return latents, LatentBackend(latents, heads, mla.softmax_scale)
     heads, kv_heads = (
         window.length for window in head_windows(config.num_heads, config.num_kv_heads, parallel)
     )

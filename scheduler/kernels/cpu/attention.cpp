@@ -107,13 +107,14 @@ CAESURA_API int64_t caesura_attention_scratch_f32(int64_t size, int64_t value_si
 #define CAESURA_ATTENTION(NAME, E)                                                                                     \
     void caesura::attention(const Attention& a, Team& team, E) { all_tasks<E>(a, team); }                              \
     CAESURA_API void NAME(const void* q, int64_t q_token, int64_t q_head, const void* keys, const void* values,        \
-                          int64_t kv_heads, int64_t group, int64_t size, int64_t value_size, const int32_t* pages,     \
-                          int64_t pages_row, const int64_t* tasks, int64_t num_tasks, int64_t window, float scale,     \
+                          int64_t kv_heads, int64_t group, int64_t size, int64_t value_size, int64_t parts,            \
+                          int64_t value_row, const int32_t* pages, int64_t pages_row,                                  \
+                          const int64_t* tasks, int64_t num_tasks, int64_t window, float scale,     \
                           float softcap, const void* sinks, void* out, int64_t out_token, float* scratch,              \
                           int64_t thread_floats, int threads) {                                                        \
         const Form form = {window, scale, softcap, sinks};                                                             \
-        const Attention a = {q, q_token, q_head, keys, values, kv_heads, group, size, value_size, pages, pages_row,    \
-                             (const Task*)tasks, num_tasks, form, out, out_token, scratch, thread_floats};             \
+        const Attention a = {q, q_token, q_head, keys, values, kv_heads, group, size, value_size, parts, value_row,    \
+                             pages, pages_row, (const Task*)tasks, num_tasks, form, out, out_token, scratch, thread_floats};             \
         run_team(threads, num_tasks * kv_heads > 1, [&](Team& team) { attention(a, team, E()); });                     \
     }
 CAESURA_ATTENTION(caesura_attention_bf16, bf16)
@@ -174,8 +175,8 @@ struct Block {
             const int64_t position = begin + i * PAGE, ahead = last ? after_begin + i * PAGE : position + BLOCK;
             const int64_t here = page_of(a, t, position < t.task.end() ? position : begin);
             const int64_t later = ahead < after.task.end() ? page_of(a, after, ahead) : here;
-            keys[i] = (const E*)a.keys + here * a.size, values[i] = (const E*)a.values + here * a.value_size;
-            later_keys[i] = (const E*)a.keys + later * a.size, later_values[i] = (const E*)a.values + later * a.value_size;
+            keys[i] = (const E*)a.keys + here * a.size, values[i] = (const E*)a.values + here * a.value_row;
+            later_keys[i] = (const E*)a.keys + later * a.size, later_values[i] = (const E*)a.values + later * a.value_row;
         }
     }
 
@@ -185,7 +186,7 @@ struct Block {
     // Where the page of a position lies, in tokens of one head.
     static int64_t page_of(const Attention& a, const HeadTask& t, int64_t position) {
         const int64_t page = a.pages[t.task.row * a.pages_row + position / PAGE];
-        return (page * a.kv_heads + t.head) * PAGE;
+        return (page * (a.kv_heads / a.parts) + t.head / a.parts) * PAGE;
     }
 };
 
@@ -206,20 +207,20 @@ static void copy_keys(Block<E>& block, int64_t size, const Scratch<E>& s) {
     }
 }
 
-// A line of n columns: a position's values, or those of it and the next, side by side.
-static void pack_line(const float* value, int64_t n, float* line) { std::memcpy(line, value, n * 4); }
-static void pack_line(const bf16* value, int64_t n, float* line) {
+// A line of n columns: a position's values, or those of it and of that `next` elements further on, side by side.
+static void pack_line(const float* value, int64_t, int64_t n, float* line) { std::memcpy(line, value, n * 4); }
+static void pack_line(const bf16* value, int64_t next, int64_t n, float* line) {
     F low, high;
     int64_t c = 0;
     for (; c + 2 * LANES <= n; c += 2 * LANES) {
-        interleave(value + c, value + n + c, low, high);
+        interleave(value + c, value + next + c, low, high);
         store(line + c, low), store(line + c + LANES, high);
     }
     if (c == n) return;
     bf16 rest[2][2 * LANES] = {};
     float words[2 * LANES];
     std::memcpy(rest[0], value + c, (n - c) * 2);
-    std::memcpy(rest[1], value + n + c, (n - c) * 2);
+    std::memcpy(rest[1], value + next + c, (n - c) * 2);
     interleave(rest[0], rest[1], low, high);
     store(words, low), store(words + LANES, high);
     std::memcpy(line + c, words, (n - c) * 4);
@@ -227,13 +228,13 @@ static void pack_line(const bf16* value, int64_t n, float* line) {
 
 // The block's values become lines. What comes beside an odd last position, and what is in padding columns, is not used.
 template <class E>
-static void pack_values(const Block<E>& block, int64_t size, const Scratch<E>& s) {
+static void pack_values(const Attention& a, const Block<E>& block, const Scratch<E>& s) {
     float* line = s.values;
     for (int64_t i = 0; i < block.count; i += s.PAIR, line += s.columns) {
-        const int64_t page = i / PAGE, offset = i % PAGE * size;
-        prefetch(block.later_keys[page] + offset, size * 4);
-        prefetch(block.later_values[page] + offset, size * 4);
-        pack_line(block.values[page] + offset, size, line);
+        const int64_t page = i / PAGE, offset = i % PAGE * a.value_row;
+        prefetch(block.later_keys[page] + i % PAGE * a.size, a.size * 4);
+        if (a.values != a.keys) prefetch(block.later_values[page] + offset, a.value_size * 4);
+        pack_line(block.values[page] + offset, a.value_row, a.value_size, line);
     }
 }
 
@@ -364,7 +365,7 @@ CAESURA_INLINE void value_lines(const bf16* value, int64_t size, F& low, F& high
 // C vectors of columns of R rows take in the block's values from where they lie; meanwhile the same part of `later_keys` is
 // fetched. All rows see the block from `first` on.
 template <class E, int R, int C>
-static void add_values(const Scratch<E>& s, const Block<E>& block, int64_t size, int64_t first, const float* factors,
+static void add_values(const Scratch<E>& s, const Block<E>& block, int64_t value_row, int64_t first, const float* factors,
                        int64_t row, int64_t column) {
     F sum[R][C];
     float* sums = s.sums + row * s.columns + column;
@@ -374,11 +375,11 @@ static void add_values(const Scratch<E>& s, const Block<E>& block, int64_t size,
     for (int64_t page = first / PAGE; page * PAGE < block.count; page++) {
         const int64_t count = smaller(PAGE, block.count - page * PAGE), seen = first - page * PAGE;
         const int64_t begin = seen > 0 ? seen / s.PAIR * s.PAIR : 0;
-        const E* value = block.values[page] + column + begin * size;
+        const E* value = block.values[page] + column + begin * value_row;
         const char* ahead = (const char*)(block.later_keys[page] + column * PAGE);
-        for (int64_t i = begin; i < count; i += s.PAIR, value += s.PAIR * size, ahead += C * LANES * 4, weights++) {
+        for (int64_t i = begin; i < count; i += s.PAIR, value += s.PAIR * value_row, ahead += C * LANES * 4, weights++) {
             F line[C];
-            for (int c = 0; c < C; c += 2) value_lines(value + c * LANES, size, line[c], line[c + 1]);
+            for (int c = 0; c < C; c += 2) value_lines(value + c * LANES, value_row, line[c], line[c + 1]);
             if (i < seen)
                 for (int c = 0; c < C; c++) line[c] = keep_high(line[c]);
             if (count - i < s.PAIR)
@@ -400,12 +401,12 @@ static void add_values(const Scratch<E>& s, const Block<E>& block, int64_t size,
 
 // The same for the columns from `column` on.
 template <class E, int R, int C>
-static void add_all_values(const Scratch<E>& s, const Block<E>& block, int64_t size, int64_t first, const float* factors,
-                           int64_t row, int64_t column) {
-    for (; column + C * LANES <= size; column += C * LANES)
-        add_values<E, R, C>(s, block, size, first, factors, row, column);
+static void add_all_values(const Attention& a, const Scratch<E>& s, const Block<E>& block, int64_t first,
+                           const float* factors, int64_t row, int64_t column) {
+    for (; column + C * LANES <= a.value_size; column += C * LANES)
+        add_values<E, R, C>(s, block, a.value_row, first, factors, row, column);
     if constexpr (C > 2)
-        if (column < size) add_all_values<E, R, C / 2>(s, block, size, first, factors, row, column);
+        if (column < a.value_size) add_all_values<E, R, C / 2>(a, s, block, first, factors, row, column);
 }
 
 // R rows from `row` on take in a block; the first of them stands `visible` - 1 positions behind its beginning. DIRECT: values
@@ -424,8 +425,7 @@ static void tile(const Attention& a, const Scratch<E>& s, const Block<E>& block,
     float factors[LANES];
     weigh_rows<E, R>(s, a.form, row, seen, factors);
     if constexpr (DIRECT)
-        return add_all_values<E, R, R <= 2 ? 2 * TILE_VECTORS : TILE_VECTORS>(s, block, a.value_size, seen[0].first, factors,
-                                                                              row, 0);
+        return add_all_values<E, R, R <= 2 ? 2 * TILE_VECTORS : TILE_VECTORS>(a, s, block, seen[0].first, factors, row, 0);
     if (seen[R - 1].first > 0) {
         for (int r = 0; r < R; r++)
             if (seen[r].first < seen[r].end)
@@ -504,7 +504,7 @@ static void attend(const Attention& a, const HeadTask& t, const HeadTask& next, 
             continue;
         }
         if (a.size * sizeof(E) != s.words * sizeof(float)) copy_keys(block, a.size, s);
-        pack_values(block, a.value_size, s);
+        pack_values(a, block, s);
         all_tiles<E, false>(a, s, block, t.task, begin);
     }
     finish(a, t.task, t.head, s);

@@ -1,5 +1,5 @@
-// A dense decoder between its embeddings and its head in one call: what Python would otherwise ask for operation by operation, and one team of
-// threads that goes through all of them. Between two calls a team falls asleep, and to wake it takes longer than many an
+// A decoder between its embeddings and its head in one call: what Python would otherwise ask for operation by operation, and one
+// team of threads that goes through all of them. Between two calls a team falls asleep, and to wake it takes longer than many an
 // operation of a small model.
 //
 // Invariant: the operations, their arguments and their order are those of layers/, so the bits are, too.
@@ -8,28 +8,28 @@
 namespace {
 
 using namespace caesura;
-
-// One layer's tensors, in the order of kernels/decoder.py; nullptr: there is none.
-struct Layer {
-    const void *input_norm, *qkv, *qkv_bias, *q_norm, *k_norm, *o, *o_bias, *mlp_norm, *gate_up, *down;
-    void *keys, *values;
-};
-
-constexpr int64_t LAYER_STAGES = 9, LAST_STAGES = 1;
-constexpr int64_t SUMS = 2, ROUND_STAGES = 2;  // of a layer: after attention and at its end
-
-// `rounds` of each sum over the ranks.
-int64_t counters_of(int64_t layers, int64_t rounds, int threads) {
-    return (layers * (LAYER_STAGES + SUMS * ROUND_STAGES * rounds) + LAST_STAGES) * Team::counters(threads);
-}
-
 using Step = DecoderStep;
 
+constexpr int64_t LAST_STAGES = 1;
+constexpr int64_t SUMS = 2, ROUND_STAGES = 2;  // of a layer: after attention and at its end
+
+// Stages of a layer, at most.
+int64_t stages_of(const LayerForm& form, bool latent) {
+    constexpr int64_t NORMS = 4, ATTENTION = 4, LATENT = 4, BLOCK = 3, GATE = 2, EXPERTS = 8;
+    return NORMS + ATTENTION + (latent ? LATENT : 0) + (form.intermediate ? BLOCK : 0) + (form.experts ? GATE + EXPERTS : 0);
+}
+
+// `rounds` of each sum over the ranks.
+int64_t counters_of(const LayerForm* forms, int64_t layers, bool latent, int64_t rounds, int threads) {
+    int64_t stages = LAST_STAGES + layers * SUMS * ROUND_STAGES * rounds;
+    for (int64_t i = 0; i < layers; i++) stages += stages_of(forms[i], latent);
+    return stages * Team::counters(threads);
+}
+
 template <class E>
-void product(const Step& s, const void* x, int64_t inputs, const void* weight, const void* bias, void* y, int64_t outputs,
-             Team& team) {
-    const int64_t bytes = inputs * sizeof(E);
-    linear(Linear{x, bytes, weight, bias, y, outputs, s.tokens, outputs, bytes / 4}, team, E());
+Linear product_of(const void* x, int64_t x_row, int64_t inputs, const void* weight, const void* bias, void* y, int64_t outputs,
+                  int64_t rows) {
+    return {x, x_row * (int64_t)sizeof(E), weight, bias, y, outputs, rows, outputs, inputs * (int64_t)sizeof(E) / 4};
 }
 
 // x[tokens, hidden], a part of it on each rank, summed; `round` goes on.
@@ -41,38 +41,132 @@ void sum(const Step& s, void* x, uint32_t& round, Team& team) {
     round += (uint32_t)rounds_of(s.ranks, size * sizeof(E));
 }
 
-// `first`: there is no update yet. Afterwards there is.
+// One after the other, for the threads of a team.
 template <class E>
-void layer(const Layer& w, const Step& s, bool first, uint32_t& round, Team& team) {
-    const int64_t T = s.tokens, H = s.hidden, I = s.intermediate, D = s.head_size;
-    const int64_t q = s.heads * D, qkv = q + 2 * s.kv_heads * D;
-    rms_norm({first ? s.residual : s.update, H, first ? nullptr : s.residual, H, w.input_norm, s.x, H, T, H, s.eps, false}, team, E());
-    product<E>(s, s.x, H, w.qkv, w.qkv_bias, s.qkv, qkv, team);
-    rope_store({s.qkv, qkv, s.heads, s.kv_heads, D, D, w.q_norm, w.k_norm, s.head_eps, false, s.cos, s.sin, s.angles_row,
-                s.positions, s.slots, w.keys, w.values, s.qkv, qkv, T}, team, E());
-    attention({s.qkv, qkv, D, w.keys, w.values, s.kv_heads, s.heads / s.kv_heads, D, D, s.pages, s.pages_row, s.tasks,
-               s.num_tasks, {0, s.scale, 0.0f, nullptr}, s.attended, q, s.scratch, s.thread_floats}, team, E());
-    product<E>(s, s.attended, q, w.o, w.o_bias, s.x, H, team);
+struct Parts {
+    const LayerTensors& w;
+    const LayerForm& form;
+    const Step& s;
+    const int64_t number;  // of the layer
+    Team& team;
+    const int64_t T = s.tokens, H = s.hidden;
+    const int64_t *slots = form.window ? s.window_slots : s.slots;
+    const int32_t* pages = form.window ? s.window_pages : s.pages;
+    const float scale = form.scale != 0.0f ? form.scale : s.scale;
+    const int64_t pages_row = form.window ? s.window_pages_row : s.pages_row;
+
+    // of x[tokens, inputs] with a weight and a bias.
+    void product(const void* x, int64_t inputs, const void* weight, const void* bias, void* y, int64_t outputs) const {
+        linear(product_of<E>(x, inputs, inputs, weight, bias, y, outputs, T), team, E());
+    }
+
+    void norm(const void* x, void* residual, const void* weight, void* out) const {
+        rms_norm({x, H, residual, H, weight, out, H, T, H, s.eps, s.from_one != 0}, team, E());
+    }
+
+    // s.x to s.x.
+    void attend() const {
+        const int64_t D = s.head_size, q = s.heads * D, qkv = q + 2 * s.kv_heads * D;
+        product(s.x, H, w.qkv, w.qkv_bias, s.qkv, qkv);
+        rope_store({s.qkv, qkv, s.heads, s.kv_heads, D, s.rotated, w.q_norm, w.k_norm, s.head_eps, s.from_one != 0, w.cos, w.sin,
+                    s.angles_row, s.positions, slots, w.keys, w.values, s.qkv, qkv, T}, team, E());
+        attention({s.qkv, qkv, D, w.keys, w.values, s.kv_heads, s.heads / s.kv_heads, D, D, 1, D, pages, pages_row, s.tasks,
+                   s.num_tasks, {form.window, scale, form.softcap, w.sinks}, s.attended, q, s.scratch, s.thread_floats}, team, E());
+        product(s.attended, q, w.o, w.o_bias, s.x, H);
+    }
+
+    // The same over latents, its up-projections absorbed: layers/mla.py. A head has `head_size` elements of query, the last
+    // `rotated` of them rotated.
+    void attend_latents() const {
+        const int64_t D = s.head_size, width = s.latent + s.rotated, q_width = s.heads * D, heads = s.heads;
+        const int64_t down = (s.q_rank ? s.q_rank : q_width) + width, V = s.value_size;
+        product(s.x, H, w.qkv, w.qkv_bias, s.qkv, down);
+        const void* q = s.qkv;
+        int64_t q_token = down;
+        if (s.q_rank) {
+            rms_norm({s.qkv, down, nullptr, 0, w.q_norm, s.q, s.q_rank, T, s.q_rank, s.head_eps, false}, team, E());
+            product(s.q, s.q_rank, w.q_up, nullptr, s.q_up, q_width);
+            q = s.q_up, q_token = q_width;
+        }
+        Linear absorb = product_of<E>(q, q_token, s.nope, w.w_kc, nullptr, s.queries, s.latent, T);
+        absorb.y_stride = heads * width;
+        batched_linear(absorb, {heads, D * (int64_t)sizeof(E), width}, team, E());
+        const E* kv = (const E*)s.qkv + down - width;
+        rotate_latents({(const E*)q + s.nope, q_token, kv, down, heads, s.nope, s.rotated, s.latent, w.k_norm, s.head_eps, s.interleaved != 0, w.cos,
+                        w.sin, s.angles_row, s.positions, slots, s.queries, w.keys, T}, team, E());
+        attention({s.queries, heads * width, width, w.keys, w.keys, s.parts, heads / s.parts, width, s.latent, s.parts, width, pages,
+                   pages_row, s.tasks, s.num_tasks, {0, scale, 0.0f, nullptr}, s.attended, heads * s.latent, s.scratch,
+                   s.thread_floats}, team, E());
+        Linear raise = product_of<E>(s.attended, heads * s.latent, s.latent, w.w_vc, nullptr, s.values, V, T);
+        raise.y_stride = heads * V;
+        batched_linear(raise, {heads, s.latent * (int64_t)sizeof(E), V}, team, E());
+        product(s.values, heads * V, w.o, w.o_bias, s.x, H);
+    }
+
+    // The dense block, or what every token goes through: s.x to s.update.
+    void feed_forward() const {
+        const int64_t I = form.intermediate;
+        product(s.x, H, w.gate_up, nullptr, s.gate_up, 2 * I);
+        gate_mul({s.gate_up, 2 * I, s.gated, I, T, I, (int)form.bend}, team, E());
+        product(s.gated, I, w.down, nullptr, s.update, H);
+    }
+
+    // s.x to s.update, which it adds to where every token goes through something beside the experts.
+    void experts() const {
+        const int64_t I = form.expert_size, k = form.top_k, pairs = T * k;
+        if (w.shared_gate) {
+            product(s.x, H, w.shared_gate, nullptr, s.gates, 1);
+            sigmoid_mul({s.update, s.gates, T, H}, team, E());
+        }
+        const bool grouped = form.groups > 0;
+        Linear logits = product_of<E>(s.x, H, H, w.router, grouped ? nullptr : w.router_bias, s.logits, form.experts, T);
+        logits.wide = grouped;
+        linear(logits, team, E());
+        route({s.logits, (int64_t*)s.ids, (float*)s.weights, w.record, form.record_row, form.record_bytes, T, form.experts, k,
+               form.normalize != 0, form.groups, form.top_groups, form.sigmoid != 0, form.best_two != 0,
+               grouped ? (const float*)w.router_bias : nullptr, form.route_scale}, team, E());
+        int64_t *hit = (int64_t*)s.hit + number * s.groups_row, *starts = (int64_t*)s.starts + number * s.groups_row;
+        int64_t* count = (int64_t*)s.count + number;
+        sort_pairs({(int64_t*)s.ids, pairs, k, form.experts, (int64_t*)s.pair_tokens, (int64_t*)s.places, hit, starts,
+                    (int64_t*)s.next, count}, team);
+        gather_pairs({s.x, (int64_t*)s.pair_tokens, s.rows, pairs, H * (int64_t)sizeof(E)}, team);
+        const Groups groups = {hit, starts, count};
+        grouped_linear(product_of<E>(s.rows, H, H, w.experts_gate_up, w.experts_gate_up_bias, s.expert_gate_up, 2 * I, pairs), groups,
+                       team, E());
+        gate_mul({s.expert_gate_up, 2 * I, s.expert_gated, I, pairs, I, (int)form.expert_bend}, team, E());
+        grouped_linear(product_of<E>(s.expert_gated, I, I, w.experts_down, w.experts_down_bias, s.rows, H, pairs), groups, team, E());
+        combine({s.rows, (int64_t*)s.places, (float*)s.weights, s.update, T, k, H, form.intermediate != 0}, team, E());
+    }
+};
+
+// Before the first one there is no update yet.
+template <class E>
+void layer(const LayerTensors& w, const LayerForm& form, const Step& s, int64_t number, uint32_t& round, Team& team) {
+    const Parts<E> parts = {w, form, s, number, team};
+    const bool first = number == 0;
+    parts.norm(first ? s.residual : s.update, first ? nullptr : s.residual, w.input_norm, s.x);
+    s.latent ? parts.attend_latents() : parts.attend();
     sum<E>(s, s.x, round, team);
-    rms_norm({s.x, H, s.residual, H, w.mlp_norm, s.x, H, T, H, s.eps, false}, team, E());
-    product<E>(s, s.x, H, w.gate_up, nullptr, s.gate_up, 2 * I, team);
-    gate_mul({s.gate_up, 2 * I, s.gated, I, T, I, SILU}, team, E());
-    product<E>(s, s.gated, I, w.down, nullptr, s.update, H, team);
+    if (w.behind_attention) parts.norm(s.x, nullptr, w.behind_attention, s.x);
+    parts.norm(s.x, s.residual, w.mlp_norm, s.x);
+    if (form.intermediate) parts.feed_forward();
+    if (form.experts) parts.experts();
     sum<E>(s, s.update, round, team);
+    if (w.behind_mlp) parts.norm(s.update, nullptr, w.behind_mlp, s.update);
 }
 
 template <class E>
-void decoder(const Layer* layers, int64_t count, const Step& step, Counter* counters, int threads) {
+void decoder(const LayerTensors* layers, const LayerForm* forms, int64_t count, const Step& step, Counter* counters, int threads) {
     const int64_t rounds = rounds_of(step.ranks, step.tokens * step.hidden * sizeof(E));
-    std::memset(counters, 0, counters_of(count, rounds, threads) * sizeof(Counter));
+    std::memset(counters, 0, counters_of(forms, count, step.latent != 0, rounds, threads) * sizeof(Counter));
     const uint32_t before = step.ranks ? step.ranks->round : 0;
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         Team team(omp_get_thread_num(), omp_get_num_threads(), counters);
         uint32_t round = before + 1;
-        for (int64_t i = 0; i < count; i++) layer<E>(layers[i], step, i == 0, round, team);
+        for (int64_t i = 0; i < count; i++) layer<E>(layers[i], forms[i], step, i, round, team);
         const Step& s = step;
-        last_norm({s.residual, s.update, s.sampled, s.last_norm, s.out, s.num_sampled, s.hidden, s.eps, false}, team, E());
+        last_norm({s.residual, s.update, s.sampled, s.last_norm, s.out, s.num_sampled, s.hidden, s.eps, s.from_one != 0}, team, E());
     }
     if (step.ranks) step.ranks->round = before + (uint32_t)(count * SUMS * rounds);
 }
@@ -80,14 +174,16 @@ void decoder(const Layer* layers, int64_t count, const Step& step, Counter* coun
 }  // namespace
 
 // Bytes of counters that a call needs, from a multiple of 64 on; `rounds` are those of one sum over the ranks.
-CAESURA_API int64_t caesura_decoder_counters(int64_t layers, int64_t rounds, int threads) {
-    return counters_of(layers, rounds, threads) * sizeof(Counter);
+CAESURA_API int64_t caesura_decoder_counters(const void* forms, int64_t layers, int latent, int64_t rounds, int threads) {
+    return counters_of((const LayerForm*)forms, layers, latent != 0, rounds, threads) * sizeof(Counter);
 }
 
-CAESURA_API void caesura_decoder_bf16(const void* layers, int64_t count, const void* step, void* counters, int threads) {
-    decoder<bf16>((const Layer*)layers, count, *(const Step*)step, (Counter*)counters, threads);
+CAESURA_API void caesura_decoder_bf16(const void* layers, const void* forms, int64_t count, const void* step, void* counters,
+                                      int threads) {
+    decoder<bf16>((const LayerTensors*)layers, (const LayerForm*)forms, count, *(const Step*)step, (Counter*)counters, threads);
 }
 
-CAESURA_API void caesura_decoder_f32(const void* layers, int64_t count, const void* step, void* counters, int threads) {
-    decoder<float>((const Layer*)layers, count, *(const Step*)step, (Counter*)counters, threads);
+CAESURA_API void caesura_decoder_f32(const void* layers, const void* forms, int64_t count, const void* step, void* counters,
+                                     int threads) {
+    decoder<float>((const LayerTensors*)layers, (const LayerForm*)forms, count, *(const Step*)step, (Counter*)counters, threads);
 }

@@ -35,6 +35,24 @@ constexpr int64_t PARALLEL = 1 << 15;
     void caesura::rope_store(const Rope& a, Team& team, E) {                                                           \
         team.each(a.tokens, [&](int64_t token, int64_t) { CAESURA_DISPATCH(rope_token<E>(a, token)); });               \
     }                                                                                                                  \
+    void caesura::rotate_latents(const Latents& a, Team& team, E) {                                                    \
+        team.each(a.tokens, [&](int64_t token, int64_t) { CAESURA_DISPATCH(latents_token<E>(a, token)); });            \
+    }                                                                                                                  \
+    void caesura::sigmoid_mul(const Sigmoid& a, Team& team, E) {                                                       \
+        team.each(a.rows, [&](int64_t row, int64_t) { CAESURA_DISPATCH(sigmoid_row<E>(a, row)); });                    \
+    }                                                                                                                  \
+    CAESURA_API void caesura_rotate_latents_##NAME(                                                                    \
+        const void* q, int64_t q_token, const void* kv, int64_t kv_token, int64_t heads, int64_t nope, int64_t rope,   \
+        int64_t latent, const void* norm, float eps, int interleaved, const void* cos, const void* sin,                \
+        int64_t angles_row, void* queries, void* cells, int64_t tokens, int threads) {                                 \
+        const Latents a = {q, q_token, kv, kv_token, heads, nope, rope, latent, norm, eps, interleaved != 0, cos, sin, \
+                           angles_row, nullptr, nullptr, queries, cells, tokens};                                      \
+        const bool worth_it = tokens * (heads * rope + latent) > PARALLEL;                                             \
+        run_team(threads, worth_it, [&](Team& team) { rotate_latents(a, team, E()); });                                \
+    }                                                                                                                  \
+    CAESURA_API void caesura_sigmoid_mul_##NAME(void* x, const void* gate, int64_t rows, int64_t size, int threads) {  \
+        run_team(threads, rows * size > PARALLEL, [&](Team& team) { sigmoid_mul({x, gate, rows, size}, team, E()); });  \
+    }                                                                                                                  \
     CAESURA_API void caesura_rms_norm_##NAME(const void* x, int64_t x_row, void* residual, int64_t residual_row,       \
                                              const void* weight, void* out, int64_t out_row, int64_t rows,             \
                                              int64_t size, float eps, int from_one, int threads) {                     \
@@ -241,6 +259,44 @@ static void rope_token(const Rope& a, int64_t token) {
     }
     for (int64_t head = 0; head < a.kv_heads; head++, x += a.size)
         std::memcpy((E*)a.values + ((page + head) * PAGE + place) * a.size, x, a.size * sizeof(E));
+}
+
+// Pairs that are neighbours become pairs of halves.
+template <class E>
+static void pairs_apart(const E* x, E* out, int64_t size) {
+    for (int64_t i = 0; i < size / 2; i++) out[i] = x[2 * i], out[size / 2 + i] = x[2 * i + 1];
+}
+
+template <class E>
+static void rotate_part(const Latents& a, const E* x, const E* cos, const E* sin, E* out) {
+    if (a.interleaved) {  // the result lies where the pairs were put: a step reads both halves of a pair before it writes them
+        pairs_apart(x, out, a.rope);
+        x = out;
+    }
+    rotate_head<NO_NORM>(x, x, 0.0f, cos, sin, out, a.rope, a.rope);
+}
+
+template <class E>
+static void latents_token(const Latents& a, int64_t token) {
+    const int64_t angles = (a.positions ? a.positions[token] : token) * a.angles_row, width = a.latent + a.rope;
+    const E *cos = (const E*)a.cos + angles, *sin = (const E*)a.sin + angles;
+    const E *q = (const E*)a.q + token * a.q_token, *kv = (const E*)a.kv + token * a.kv_token;
+    E* query = (E*)a.queries + token * a.heads * width + a.latent;
+    for (int64_t head = 0; head < a.heads; head++, q += a.nope + a.rope, query += width) rotate_part(a, q, cos, sin, query);
+    E* cell = (E*)a.cells + (a.slots ? a.slots[token] : token) * width;
+    norm_row<E>({kv, 0, nullptr, 0, a.norm, cell, 0, 1, a.latent, a.eps, false}, 0);
+    rotate_part(a, kv + a.latent, cos, sin, cell + a.latent);
+}
+
+template <class E>
+static void sigmoid_row(const Sigmoid& a, int64_t row) {
+    // As swish() has it: e^-x as a square, for exp() ends before it overflows.
+    const F root = exp(mul(set1(to_float(((const E*)a.gate)[row])), set1(-0.5f)));
+    const F weight = rounded(div(set1(1.0f), fma(root, root, set1(1.0f))), E());
+    E* x = (E*)a.x + row * a.size;
+    int64_t c = 0;
+    for (; c + LANES <= a.size; c += LANES) put<true>(x + c, mul(get<true>(x + c, LANES), weight), LANES);
+    if (c < a.size) put<false>(x + c, mul(get<false>(x + c, a.size - c), weight), a.size - c);
 }
 
 }  // namespace CAESURA_ISA

@@ -4,124 +4,171 @@
 // Invariants:
 // - A token's bits depend on that token alone: choice, weights and sum, which is taken in the order of its experts.
 // - Pairs of one expert stay in the order of their tokens.
+// - Of equal logits, or groups, the first one is chosen. NaN is chosen last.
 #ifndef CAESURA_ISA
 
-#include "common.h"
+#include "operations.h"
+
+using namespace caesura;
 
 namespace {
 
 // Elements that are worth waking the other threads.
 constexpr int64_t PARALLEL = 1 << 15;
 
-struct Route {
-    const void* logits;  // [tokens, experts]
-    int64_t* ids;        // [tokens, k]
-    float* weights;      // [tokens, k]
-    int64_t experts, k;
-    bool normalize;
-};
-
-struct Combine {
-    const void* y;          // [pairs, size], sorted
-    const int64_t* places;  // [tokens, k]: rows of y
-    const float* weights;   // [tokens, k]
-    void* out;              // [tokens, size]
-    int64_t k, size;
-};
-
 }  // namespace
 
 #define CAESURA_FILE "experts.cpp"
 #include "each_isa.h"
 
-namespace {
-
-template <class E>
-void route(const Route& a, int64_t tokens, int threads) {
-    const bool parallel = threads > 1 && tokens * a.experts > PARALLEL;
-#pragma omp parallel for schedule(static) num_threads(threads) if (parallel)
-    for (int64_t token = 0; token < tokens; token++) CAESURA_DISPATCH(route_token<E>(a, token));
+// Sorts pairs: one thread does, by counting.
+void caesura::sort_pairs(const Sorting& a, Team& team) {
+    team.each(1, [&](int64_t, int64_t) {
+        for (int64_t expert = 0; expert < a.experts; expert++) a.next[expert] = 0;
+        for (int64_t pair = 0; pair < a.pairs; pair++) a.next[a.ids[pair]]++;
+        int64_t groups = 0, start = 0;
+        for (int64_t expert = 0; expert < a.experts; expert++) {
+            const int64_t count = a.next[expert];
+            a.next[expert] = start;
+            if (count) a.hit[groups] = expert, a.starts[groups++] = start;
+            start += count;
+        }
+        a.starts[groups] = start;
+        for (int64_t pair = 0; pair < a.pairs; pair++) {
+            a.places[pair] = a.next[a.ids[pair]]++;
+            a.tokens[a.places[pair]] = pair / a.k;
+        }
+        *a.count = groups;
+    });
 }
 
-template <class E>
-void combine(const Combine& a, int64_t tokens, int threads) {
-    const bool parallel = threads > 1 && tokens * a.k * a.size > PARALLEL;
-#pragma omp parallel for schedule(static) num_threads(threads) if (parallel)
-    for (int64_t token = 0; token < tokens; token++) CAESURA_DISPATCH(combine_token<E>(a, token));
+void caesura::gather_pairs(const PairRows& a, Team& team) {
+    team.each(a.pairs, [&](int64_t pair, int64_t) {
+        std::memcpy((char*)a.out + pair * a.bytes, (const char*)a.x + a.tokens[pair] * a.bytes, a.bytes);
+    });
 }
 
-}  // namespace
-
-// The k largest logits of a token, the first ones of equal ones; its weights are softmax over all experts, over the chosen
-// ones if `normalize`, rounded to the logits' type. NaN is chosen last and makes every weight NaN.
-CAESURA_API void caesura_route_bf16(const void* logits, int64_t* ids, float* weights, int64_t tokens, int64_t experts,
-                                    int64_t k, int normalize, int threads) {
-    route<bf16>({logits, ids, weights, experts, k, normalize != 0}, tokens, threads);
-}
-
-CAESURA_API void caesura_route_f32(const void* logits, int64_t* ids, float* weights, int64_t tokens, int64_t experts,
-                                   int64_t k, int normalize, int threads) {
-    route<float>({logits, ids, weights, experts, k, normalize != 0}, tokens, threads);
-}
-
-// Sorts pairs, of which k in a row are of one token, by their expert. `tokens` and `places` [pairs]: the token of each
-// sorted pair, and where each pair went. `hit` [experts] and `starts` [experts + 1]: the groups, each the expert and its
-// first sorted pair, and the end of all. Returns how many groups; -1 where an id is not one of an expert.
+// `tokens` and `places` [pairs]: the token of each sorted pair, and where each pair went. `hit` [experts] and `starts`
+// [experts + 1]: the groups, each the expert and its first sorted pair, and the end of all. Returns how many groups; -1 where an
+// id is not one of an expert.
 CAESURA_API int64_t caesura_group(const int64_t* ids, int64_t pairs, int64_t k, int64_t experts, int64_t* tokens,
                                   int64_t* places, int64_t* hit, int64_t* starts, int64_t* next) {
-    for (int64_t expert = 0; expert < experts; expert++) next[expert] = 0;
-    for (int64_t pair = 0; pair < pairs; pair++) {
+    for (int64_t pair = 0; pair < pairs; pair++)
         if (ids[pair] < 0 || ids[pair] >= experts) return -1;
-        next[ids[pair]]++;
-    }
-    int64_t groups = 0, start = 0;
-    for (int64_t expert = 0; expert < experts; expert++) {
-        const int64_t count = next[expert];
-        next[expert] = start;
-        if (count) hit[groups] = expert, starts[groups++] = start;
-        start += count;
-    }
-    starts[groups] = start;
-    for (int64_t pair = 0; pair < pairs; pair++) {
-        places[pair] = next[ids[pair]]++;
-        tokens[places[pair]] = pair / k;
-    }
-    return groups;
+    int64_t count;
+    const Sorting a = {ids, pairs, k, experts, tokens, places, hit, starts, next, &count};
+    run_team(1, false, [&](Team& team) { sort_pairs(a, team); });
+    return count;
 }
 
-CAESURA_API void caesura_combine_bf16(const void* y, const int64_t* places, const float* weights, void* out,
-                                      int64_t tokens, int64_t k, int64_t size, int threads) {
-    combine<bf16>({y, places, weights, out, k, size}, tokens, threads);
-}
+#define CAESURA_EXPERTS(NAME, E)                                                                                           \
+    void caesura::route(const Route& a, Team& team, E) {                                                                   \
+        team.each(a.tokens, [&](int64_t token, int64_t) { CAESURA_DISPATCH(route_token<E>(a, token)); });                  \
+    }                                                                                                                      \
+    void caesura::combine(const Combine& a, Team& team, E) {                                                               \
+        team.each(a.tokens, [&](int64_t token, int64_t) { CAESURA_DISPATCH(combine_token<E>(a, token)); });                \
+    }                                                                                                                      \
+    /* The k largest logits of a token; its weights are softmax over all experts, over the chosen ones if `normalize`,     \
+       rounded to the logits' type. NaN makes every weight NaN. */                                                         \
+    CAESURA_API void caesura_route_##NAME(const void* logits, int64_t* ids, float* weights, int64_t tokens,                \
+                                          int64_t experts, int64_t k, int normalize, int threads) {                        \
+        const Route a = {logits, ids, weights, nullptr, 0, 0, tokens, experts, k, normalize != 0};                         \
+        run_team(threads, tokens * experts > PARALLEL, [&](Team& team) { route(a, team, E()); });                          \
+    }                                                                                                                      \
+    CAESURA_API void caesura_combine_##NAME(const void* y, const int64_t* places, const float* weights, void* out,         \
+                                            int64_t tokens, int64_t k, int64_t size, int threads) {                        \
+        const Combine a = {y, places, weights, out, tokens, k, size, false};                                               \
+        run_team(threads, tokens * k * size > PARALLEL, [&](Team& team) { combine(a, team, E()); });                       \
+    }
+CAESURA_EXPERTS(bf16, bf16)
+CAESURA_EXPERTS(f32, float)
 
-CAESURA_API void caesura_combine_f32(const void* y, const int64_t* places, const float* weights, void* out,
-                                     int64_t tokens, int64_t k, int64_t size, int threads) {
-    combine<float>({y, places, weights, out, k, size}, tokens, threads);
+// Logits are float, and become scores.
+CAESURA_API void caesura_route_in_groups(float* logits, const float* bias, int64_t* ids, float* weights, int64_t tokens,
+                                         int64_t experts, int64_t k, int64_t groups, int64_t top_groups, int sigmoid,
+                                         int best_two, int normalize, float scale, int threads) {
+    const Route a = {logits, ids, weights, nullptr, 0, 0, tokens, experts, k, normalize != 0,
+                     groups, top_groups, sigmoid != 0, best_two != 0, bias, scale};
+    run_team(threads, tokens * experts > PARALLEL, [&](Team& team) { route(a, team, float()); });
 }
 
 #else
 
 namespace CAESURA_ISA {
 
-// The largest logits in descending order, by insertion: nearly all of them stay below the least that is kept.
-template <class E>
-static void choose(const Route& a, const E* logits, int64_t* ids, float* kept) {
+// The k largest values in descending order, by insertion: nearly all of them stay below the least that is kept.
+struct Best {
+    int64_t k, *ids;
+    float* kept;
     int64_t count = 0;
-    for (int64_t expert = 0; expert < a.experts; expert++) {
-        const float logit = to_float(logits[expert]), value = logit == logit ? logit : -INFINITY;
-        if (count == a.k && !(value > kept[count - 1])) continue;
-        int64_t place = count < a.k ? count++ : count - 1;
+
+    void take(int64_t id, float x) {
+        const float value = x == x ? x : -INFINITY;
+        if (count == k && !(value > kept[count - 1])) return;
+        int64_t place = count < k ? count++ : count - 1;
         for (; place > 0 && value > kept[place - 1]; place--) kept[place] = kept[place - 1], ids[place] = ids[place - 1];
-        kept[place] = value, ids[place] = expert;
+        kept[place] = value, ids[place] = id;
+    }
+};
+
+static void to_scores(const Route& a, float* logits) {
+    float largest = -INFINITY, total = 0.0f;
+    for (int64_t i = 0; i < a.experts; i++) largest = logits[i] > largest ? logits[i] : largest;
+    F sums = zero();
+    for (int64_t i = 0; i < a.experts; i += LANES) {
+        const int64_t n = smaller(a.experts - i, LANES);
+        const F x = load(logits + i, n);
+        if (a.sigmoid) {  // e^-x as a square: exp() ends before it overflows
+            const F root = exp(mul(x, set1(-0.5f)));
+            store(logits + i, div(set1(1.0f), fma(root, root, set1(1.0f))), n);
+        } else {
+            const F score = exp(sub(x, set1(largest)));
+            store(logits + i, score, n);
+            sums = add(sums, keep_first(score, n, zero()));
+        }
+    }
+    if (a.sigmoid) return;
+    total = reduce_add(sums);
+    for (int64_t i = 0; i < a.experts; i += LANES) {
+        const int64_t n = smaller(a.experts - i, LANES);
+        store(logits + i, div(load(logits + i, n), set1(total)), n);
     }
 }
 
+// The best experts of the best groups: DeepSeek-V2 (arXiv:2405.04434, section 2.2.2), V3 (arXiv:2412.19437, section 2.1.2).
+static void route_in_groups(const Route& a, int64_t token) {
+    float *scores = (float*)a.logits + token * a.experts, *weights = a.weights + token * a.k;
+    int64_t* ids = a.ids + token * a.k;
+    to_scores(a, scores);
+    const auto choice = [&](int64_t expert) { return a.bias ? scores[expert] + a.bias[expert] : scores[expert]; };
+    const int64_t size = a.experts / a.groups;
+    int64_t groups[MAX_GROUPS];
+    float best[MAX_GROUPS];
+    bool chosen[MAX_GROUPS] = {};
+    Best top_groups{a.top_groups, groups, best};
+    for (int64_t group = 0; group < a.groups; group++) {
+        int64_t of_group[2];
+        float values[2] = {0.0f, 0.0f};
+        Best two{a.best_two ? 2 : 1, of_group, values};
+        for (int64_t i = group * size; i < (group + 1) * size; i++) two.take(i, choice(i));
+        top_groups.take(group, values[0] + values[1]);
+    }
+    for (int64_t i = 0; i < top_groups.count; i++) chosen[groups[i]] = true;
+    Best experts{a.k, ids, weights};
+    for (int64_t group = 0; group < a.groups; group++)
+        for (int64_t i = group * size; chosen[group] && i < (group + 1) * size; i++) experts.take(i, choice(i));
+    float total = 0.0f;
+    for (int64_t i = 0; i < a.k; i++) weights[i] = scores[ids[i]], total += weights[i];
+    for (int64_t i = 0; i < a.k; i++) weights[i] = (a.normalize ? weights[i] / (total + 1e-20f) : weights[i]) * a.scale;
+}
+
 template <class E>
-static void route_token(const Route& a, int64_t token) {
+static void route_by_softmax(const Route& a, int64_t token) {
     const E* logits = (const E*)a.logits + token * a.experts;
     int64_t* ids = a.ids + token * a.k;
     float* weights = a.weights + token * a.k;
-    choose(a, logits, ids, weights);
+    Best best{a.k, ids, weights};
+    for (int64_t expert = 0; expert < a.experts; expert++) best.take(expert, to_float(logits[expert]));
     const F largest = set1(weights[0]);
     F sums = zero();
     for (int64_t i = 0; i < a.experts; i += LANES) {
@@ -146,6 +193,19 @@ static void route_token(const Route& a, int64_t token) {
 }
 
 template <class E>
+static void route_token(const Route& a, int64_t token) {
+    a.groups ? route_in_groups(a, token) : route_by_softmax<E>(a, token);
+    for (int64_t i = 0; a.record && i < a.k; i++) {
+        const int64_t id = a.ids[token * a.k + i], place = token * a.record_row + i;
+        if (a.record_bytes == 1) ((uint8_t*)a.record)[place] = (uint8_t)id;
+        if (a.record_bytes == 2) ((int16_t*)a.record)[place] = (int16_t)id;
+    }
+}
+
+CAESURA_INLINE F as_stored(F x, float) { return x; }
+CAESURA_INLINE F as_stored(F x, bf16) { return widen(narrow(x)); }
+
+template <class E>
 static void combine_token(const Combine& a, int64_t token) {
     const int64_t* places = a.places + token * a.k;
     const float* weights = a.weights + token * a.k;
@@ -158,6 +218,7 @@ static void combine_token(const Combine& a, int64_t token) {
             const E* p = y + places[j] * a.size + i;
             sum = fma(set1(weights[j]), n == LANES ? load(p) : load(p, n), sum);
         }
+        if (a.adds) sum = add(as_stored(sum, E()), n == LANES ? load(out + i) : load(out + i, n));
         n == LANES ? store(out + i, sum) : store(out + i, sum, n);
     }
 }

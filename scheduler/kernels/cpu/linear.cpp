@@ -26,7 +26,8 @@ namespace {
 constexpr int64_t PANEL = 32, TILE = 16, HALF = 16 * TILE;  // words
 
 // How far ahead of its use a line of the weight is asked for, in words: four tiles, 8 KB. The processor's own prefetcher
-// loses the track where rows of x are read beside it. Where a panel is gone through several times, memory is idle after the
+// loses the track where rows of x are read beside it. Into the second-level cache: the first has room for few lines under way
+// (docs/contributing/experiments.md: half the time on Zen 4). Where a panel is gone through several times, memory is idle after the
 // first: there the next panel is asked for meanwhile.
 constexpr int64_t AHEAD = 4 * 2 * HALF;
 
@@ -92,24 +93,37 @@ void linear_alone(const Linear& a, int threads) {
     run_team(threads, a.rows * a.outputs * a.words > PARALLEL, [&](Team& team) { linear(a, team, E()); });
 }
 
-// Rows in groups, each with a weight of its own: rows [starts[g], starts[g + 1]) and weight number experts[g] of those that
-// lie one after the other, each in whole panels. Groups differ in size, so threads take the next few panels when they are done.
+// Rows in groups. They differ in size, so there are tasks without rows; threads help each other with the rest.
 template <class E>
-void grouped_linear(const Linear& a, const int64_t* experts, const int64_t* starts, int64_t groups, int threads) {
-    const int64_t panels = round_up(a.outputs, PANEL) / PANEL, chunk = cached_rows(a.words);
+void all_groups(const Linear& a, const Groups& groups, Team& team) {
+    const int64_t panels = round_up(a.outputs, PANEL) / PANEL, chunk = cached_rows(a.words), count = *groups.count;
     int64_t most = 0;
-    for (int64_t g = 0; g < groups; g++) most = starts[g + 1] - starts[g] > most ? starts[g + 1] - starts[g] : most;
-    const int64_t chunks = (most + chunk - 1) / chunk, tasks = groups * chunks * panels;
-    const int64_t share = 1 + tasks / (16 * threads);
-    const bool parallel = threads > 1 && a.rows * a.outputs * a.words > PARALLEL;
-#pragma omp parallel for schedule(dynamic, share) num_threads(threads) if (parallel)
-    for (int64_t task = 0; task < tasks; task++) {
-        const int64_t g = task / (chunks * panels), row = starts[g] + task / panels % chunks * chunk;
-        const int64_t end = smaller(row + chunk, starts[g + 1]);
+    for (int64_t g = 0; g < count; g++) most = groups.starts[g + 1] - groups.starts[g] > most ? groups.starts[g + 1] - groups.starts[g] : most;
+    const int64_t chunks = (most + chunk - 1) / chunk;
+    team.each(count * chunks * panels, [&](int64_t task, int64_t) {
+        const int64_t g = task / (chunks * panels), row = groups.starts[g] + task / panels % chunks * chunk;
+        const int64_t end = smaller(row + chunk, groups.starts[g + 1]), expert = groups.experts[g];
+        if (row >= end) return;
         Linear of_group = a;
-        of_group.weight = panel_start(a, experts[g] * panels);
-        if (row < end) panel_rows(of_group, task % panels, row, end, E());
-    }
+        of_group.weight = panel_start(a, expert * panels);
+        if (a.bias) of_group.bias = (const E*)a.bias + expert * a.outputs;
+        panel_rows(of_group, task % panels, row, end, E());
+    });
+}
+
+template <class E>
+void all_batches(const Linear& a, const Batch& batch, Team& team) {
+    const int64_t panels = round_up(a.outputs, PANEL) / PANEL, chunk = chunk_rows(a, panels * batch.count, team.size);
+    const int64_t chunks = (a.rows + chunk - 1) / chunk;
+    if (a.rows == 0) return team.each(0, [](int64_t, int64_t) {});
+    team.each(batch.count * chunks * panels, [&](int64_t task, int64_t) {
+        const int64_t number = task / (chunks * panels), row = task / panels % chunks * chunk;
+        Linear one = a;
+        one.weight = panel_start(a, number * panels);
+        one.x = (const char*)a.x + number * batch.x_bytes;
+        one.y = (E*)a.y + number * batch.y_elements;
+        panel_rows(one, task % panels, row, smaller(row + chunk, a.rows), E());
+    });
 }
 
 // Outputs [start, start + n) against `rows`; stops soon after the first difference.
@@ -141,33 +155,36 @@ bool walk(float* packed, char* rows, int64_t stride, int64_t start, int64_t n, i
 
 }  // namespace
 
-void caesura::linear(const Linear& a, Team& team, bf16) { all_panels<bf16>(a, team); }
-void caesura::linear(const Linear& a, Team& team, float) { all_panels<float>(a, team); }
-
-CAESURA_API void caesura_linear_bf16(const void* x, int64_t x_stride, const void* weight, const void* bias, void* y,
-                                     int64_t y_stride, int64_t rows, int64_t outputs, int64_t inputs, int threads) {
-    linear_alone<bf16>({x, x_stride * 2, weight, bias, y, y_stride, rows, outputs, inputs / 2}, threads);
-}
-
-CAESURA_API void caesura_linear_f32(const void* x, int64_t x_stride, const void* weight, const void* bias, void* y,
-                                    int64_t y_stride, int64_t rows, int64_t outputs, int64_t inputs, int threads) {
-    linear_alone<float>({x, x_stride * 4, weight, bias, y, y_stride, rows, outputs, inputs}, threads);
-}
-
-// Contiguous x and y, no bias.
-CAESURA_API void caesura_grouped_linear_bf16(const void* x, const void* weight, void* y, const int64_t* experts,
-                                             const int64_t* starts, int64_t groups, int64_t outputs, int64_t inputs,
-                                             int threads) {
-    grouped_linear<bf16>({x, inputs * 2, weight, nullptr, y, outputs, starts[groups], outputs, inputs / 2}, experts,
-                         starts, groups, threads);
-}
-
-CAESURA_API void caesura_grouped_linear_f32(const void* x, const void* weight, void* y, const int64_t* experts,
-                                            const int64_t* starts, int64_t groups, int64_t outputs, int64_t inputs,
-                                            int threads) {
-    grouped_linear<float>({x, inputs * 4, weight, nullptr, y, outputs, starts[groups], outputs, inputs}, experts,
-                          starts, groups, threads);
-}
+#define CAESURA_LINEAR(NAME, E)                                                                                            \
+    void caesura::linear(const Linear& a, Team& team, E) { all_panels<E>(a, team); }                                       \
+    void caesura::grouped_linear(const Linear& a, const Groups& groups, Team& team, E) { all_groups<E>(a, groups, team); }  \
+    void caesura::batched_linear(const Linear& a, const Batch& batch, Team& team, E) { all_batches<E>(a, batch, team); }    \
+    CAESURA_API void caesura_linear_##NAME(const void* x, int64_t x_stride, const void* weight, const void* bias, void* y, \
+                                           int64_t y_stride, int64_t rows, int64_t outputs, int64_t inputs, int wide,      \
+                                           int threads) {                                                                  \
+        linear_alone<E>({x, x_stride * (int64_t)sizeof(E), weight, bias, y, y_stride, rows, outputs,                       \
+                         inputs * (int64_t)sizeof(E) / 4, wide != 0}, threads);                                            \
+    }                                                                                                                      \
+    /* Contiguous x and y. */                                                                                              \
+    CAESURA_API void caesura_grouped_linear_##NAME(const void* x, const void* weight, const void* bias, void* y,           \
+                                                   const int64_t* experts, const int64_t* starts, int64_t groups,          \
+                                                   int64_t outputs, int64_t inputs, int threads) {                         \
+        const int64_t bytes = inputs * sizeof(E);                                                                          \
+        const Linear a = {x, bytes, weight, bias, y, outputs, starts[groups], outputs, bytes / 4};                         \
+        run_team(threads, a.rows * outputs * a.words > PARALLEL,                                                           \
+                 [&](Team& team) { grouped_linear(a, {experts, starts, &groups}, team, E()); });                           \
+    }                                                                                                                      \
+    /* Strides and distances in elements. */                                                                               \
+    CAESURA_API void caesura_batched_linear_##NAME(const void* x, int64_t x_stride, int64_t x_next, const void* weight,    \
+                                                   void* y, int64_t y_stride, int64_t y_next, int64_t count, int64_t rows, \
+                                                   int64_t outputs, int64_t inputs, int threads) {                         \
+        const int64_t size = sizeof(E);                                                                                    \
+        const Linear a = {x, x_stride * size, weight, nullptr, y, y_stride, rows, outputs, inputs * size / 4};             \
+        run_team(threads, count * rows * outputs * a.words > PARALLEL,                                                     \
+                 [&](Team& team) { batched_linear(a, {count, x_next * size, y_next}, team, E()); });                       \
+    }
+CAESURA_LINEAR(bf16, bf16)
+CAESURA_LINEAR(f32, float)
 
 // From here on strides are in bytes, and `words` is the length of a row.
 CAESURA_API void caesura_pack_rows(void* packed, const void* rows, int64_t stride, int64_t start, int64_t n,
@@ -212,6 +229,10 @@ template <class E>
 CAESURA_INLINE void store_outputs(const Linear& a, int64_t row, int64_t output, F sum) {
     const int64_t count = a.outputs - output;
     if (count <= 0) return;
+    if (a.wide) {
+        float* wide = (float*)a.y + row * a.y_stride + output;
+        return count >= LANES ? store(wide, sum) : store(wide, sum, count);
+    }
     const E* bias = a.bias ? (const E*)a.bias + output : nullptr;
     E* y = (E*)a.y + row * a.y_stride + output;
     if (count >= LANES) {
@@ -233,8 +254,8 @@ static void block(const Linear& a, int64_t row, const float* w, int64_t output, 
         for (int64_t i = 0; i < count; i++, x += 4) {
             const F left = load_words(w + i * 16), right = load_words(w + i * 16 + NEXT);
             if constexpr (ONCE) {
-                _mm_prefetch((const char*)(w + i * 16 + AHEAD), _MM_HINT_T0);
-                _mm_prefetch((const char*)(w + i * 16 + AHEAD + HALF), _MM_HINT_T0);
+                _mm_prefetch((const char*)(w + i * 16 + AHEAD), _MM_HINT_T1);
+                _mm_prefetch((const char*)(w + i * 16 + AHEAD + HALF), _MM_HINT_T1);
             } else {
                 _mm_prefetch((const char*)later, _MM_HINT_T1);
                 later += 16;

@@ -15,6 +15,18 @@ struct Linear {
     void* y;
     int64_t y_stride;
     int64_t rows, outputs, words;
+    bool wide = false;  // y is float, whatever x is; no bias then
+};
+
+// Rows sorted by the weight that they are multiplied by: rows [starts[g], starts[g + 1]) and weight experts[g], for each g below
+// *count, which stay as they are until every thread has passed the stage (team.h). Weights lie one after the other, each in whole panels, and so do their biases.
+struct Groups {
+    const int64_t *experts, *starts, *count;
+};
+
+// Products of one size, each of its own rows and weight: how far it is from one to the next. Weights lie as in groups.
+struct Batch {
+    int64_t count, x_bytes, y_elements;
 };
 
 struct Norm {
@@ -91,6 +103,8 @@ struct Attention {
     const void* keys;
     const void* values;
     int64_t kv_heads, group, size, value_size;
+    // That many of these heads share a stored one, so that threads can divide it. From a position's value to the next: `value_row`.
+    int64_t parts, value_row;
     const int32_t* pages;
     int64_t pages_row;
     const Task* tasks;
@@ -100,6 +114,74 @@ struct Attention {
     int64_t out_token;
     float* scratch;
     int64_t thread_floats;
+};
+
+// Rotation, and one norm, of latent attention (elementwise.cpp). A token's q is `heads` times `rope` elements with `nope` others
+// between them, its kv `latent`, then `rope`; what becomes of the latter lies in one piece in its cell, and that of the former behind `latent` elements
+// of each head's query, whose front others write.
+struct Latents {
+    const void* q;
+    int64_t q_token;
+    const void* kv;
+    int64_t kv_token, heads, nope, rope, latent;
+    const void* norm;
+    float eps;
+    bool interleaved;  // rotated pairs are neighbours
+    const void *cos, *sin;  // a row: rope / 2
+    int64_t angles_row;
+    const int64_t *positions, *slots;  // nullptr: angles, or cells, lie as tokens do
+    void *queries, *cells;
+    int64_t tokens;
+};
+
+// The choice of a token's k experts (experts.cpp). `groups` of neighbouring experts, of which `top_groups` are chosen from; 0: there
+// are no groups, logits are of the model's type and scores are softmax.
+struct Route {
+    const void* logits;  // [tokens, experts]; float with groups
+    int64_t* ids;        // [tokens, k]
+    float* weights;      // [tokens, k]
+    void* record;        // ids once more, in rows that far apart, of 1 or 2 bytes each; nullptr: nowhere
+    int64_t record_row, record_bytes;
+    int64_t tokens, experts, k;
+    bool normalize;
+    int64_t groups, top_groups;
+    bool sigmoid, best_two;  // scores are sigmoid; a group is as good as the sum of its best two
+    const float* bias;       // added to scores for the choice alone; nullptr: none
+    float scale;             // of weights, with groups
+};
+
+constexpr int64_t MAX_GROUPS = 64;
+
+// Pairs of a token and one of its k experts, sorted by expert: kernels/experts.py describes the results.
+struct Sorting {
+    const int64_t* ids;  // [pairs]
+    int64_t pairs, k, experts;
+    int64_t *tokens, *places, *hit, *starts, *next, *count;
+};
+
+// out[pair] = x[tokens[pair]], rows of that many bytes.
+struct PairRows {
+    const void* x;
+    const int64_t* tokens;
+    void* out;
+    int64_t pairs, bytes;
+};
+
+// out[token] = sum of weights times rows of y, + out[token] if `adds`.
+struct Combine {
+    const void* y;          // [pairs, size], sorted
+    const int64_t* places;  // [tokens, k]: rows of y
+    const float* weights;   // [tokens, k]
+    void* out;              // [tokens, size]
+    int64_t tokens, k, size;
+    bool adds;
+};
+
+// x[row] *= sigmoid(gate[row])
+struct Sigmoid {
+    void* x;
+    const void* gate;
+    int64_t rows, size;
 };
 
 constexpr int MAX_RANKS = 64;
@@ -131,6 +213,12 @@ int64_t rounds_of(const Collective*, int64_t bytes);
 
 #define CAESURA_OPERATIONS(E)                   \
     void linear(const Linear&, Team&, E);       \
+    void grouped_linear(const Linear&, const Groups&, Team&, E); \
+    void batched_linear(const Linear&, const Batch&, Team&, E);  \
+    void rotate_latents(const Latents&, Team&, E);               \
+    void route(const Route&, Team&, E);         \
+    void combine(const Combine&, Team&, E);     \
+    void sigmoid_mul(const Sigmoid&, Team&, E); \
     void rms_norm(const Norm&, Team&, E);       \
     void last_norm(const LastNorm&, Team&, E);  \
     void gate_mul(const Gate&, Team&, E);       \
@@ -140,18 +228,44 @@ int64_t rounds_of(const Collective*, int64_t bytes);
 CAESURA_OPERATIONS(bf16)
 CAESURA_OPERATIONS(float)
 #undef CAESURA_OPERATIONS
+void sort_pairs(const Sorting&, Team&);
+void gather_pairs(const PairRows&, Team&);
+
+// One layer's tensors in a step of decoder.cpp, in the order of kernels/decoder_layers.py; nullptr: there is none.
+struct LayerTensors {
+    const void *input_norm, *qkv, *qkv_bias, *q_norm, *k_norm, *o, *o_bias, *mlp_norm;
+    const void *gate_up, *down;               // of the dense block, or of what every token goes through beside its experts
+    const void *behind_attention, *behind_mlp;  // norms
+    const void *sinks;
+    const void *q_up, *w_kc, *w_vc;           // latent attention
+    const void *router, *router_bias, *experts_gate_up, *experts_gate_up_bias, *experts_down, *experts_down_bias, *shared_gate;
+    void *record, *keys, *values;
+    const void *cos, *sin;
+};
+
+// What a layer computes, in the order of kernels/native.py; it never changes.
+struct LayerForm {
+    int64_t intermediate, bend;  // of the dense block, or of what every token goes through; 0: there is none
+    int64_t window;
+    int64_t experts, top_k, expert_size, expert_bend, normalize, record_row, record_bytes;  // 0 experts: there are none
+    int64_t groups, top_groups, sigmoid, best_two;  // of routing by groups
+    float route_scale, scale, softcap, reserved;  // scale 0: the step's
+};
 
 // A step of decoder.cpp, in the order of kernels/native.py. Rows are contiguous: residual, update and x of `hidden` elements, qkv of all
-// heads, attended of the query heads, gate_up of 2 * `intermediate`, gated of `intermediate`, out, for each of the `sampled`
-// tokens, of `hidden`. Angles have a row for each position.
+// heads, attended of the query heads, gate_up of 2 * intermediate, gated of intermediate, out, for each of the `sampled`
+// tokens, of `hidden`. Angles have a row for each position. What latents and experts need is described in kernels/decoder.py.
 struct DecoderStep {
-    int64_t tokens, hidden, heads, kv_heads, head_size, intermediate;
+    int64_t tokens, hidden, heads, kv_heads, head_size, rotated, from_one;
+    int64_t latent, q_rank, nope, value_size, interleaved, parts;  // latent 0: ordinary attention; q_rank 0: queries have no latent
     void *residual, *update, *x, *qkv, *attended, *gate_up, *gated;
-    const void *cos, *sin;
+    void *q, *q_up, *queries, *values;
+    void *logits, *ids, *weights, *pair_tokens, *places, *hit, *starts, *next, *count, *rows, *expert_gate_up, *expert_gated, *gates;
+    int64_t groups_row;  // hit, starts and count are of each layer, that far apart
     int64_t angles_row;
-    const int64_t *positions, *slots;
-    const int32_t* pages;
-    int64_t pages_row;
+    const int64_t *positions, *slots, *window_slots;
+    const int32_t *pages, *window_pages;
+    int64_t pages_row, window_pages_row;
     const Task* tasks;
     int64_t num_tasks;
     const int64_t* sampled;
@@ -160,7 +274,7 @@ struct DecoderStep {
     void* out;
     float* scratch;
     int64_t thread_floats;
-    float eps, head_eps, scale;
+    float eps, head_eps, scale, reserved;  // scale: of the scores of layers that have none of their own
     Collective* ranks;  // nullptr: this process alone
 };
 

@@ -6,6 +6,8 @@
 //   theirs.
 // - A stage ends when its tasks are done, by whomever: nobody waits for a thread that has none. One that does not run because
 //   other processes want the cores holds up the task that it is at, not the team (docs/contributing/experiments.md has what that gains).
+// - So a thread may come to a stage when the others are stages ahead. How many tasks a stage has must follow from what no later
+//   stage overwrites; what a task reads and writes may be overwritten, as a stage that has ended has none left.
 #pragma once
 
 #include "common.h"

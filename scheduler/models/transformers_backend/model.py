@@ -47,7 +47,7 @@ class _DecoderOutput(ModelOutput):
 class TransformersForCausalLM(LayeredModel):
     """See :class:`~..base.CausalLM` for the contract."""
 
-    plain_layers = False
+    in_one_call = False
     """No kernel knows what lies between the products of another library's layers."""
 
     def __init__(self, config: ModelConfig, *, place: Placement) -> None:

@@ -162,7 +162,7 @@ def test_refused_where_torch_computes(model, monkeypatch):
 @pytest.mark.parametrize(
     ("family", "sizes", "reason"),
     [
-        ("deepseek-v3", {}, "latent attention"),
+        ("deepseek-v3", {"qk_nope_head_dim": 9}, "rows of 9"),
         ("qwen3", {"intermediate_size": 71}, "rows of 71"),
         ("qwen3-moe", {"moe_intermediate_size": 23}, "rows of 23"),
     ],

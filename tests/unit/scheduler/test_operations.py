@@ -20,7 +20,7 @@ from caesura.scheduler.operations import Serving, what_serves
 needs_kernels = pytest.mark.skipif(native.why_not() is not None, reason=f"no kernels: {native.why_not()}")
 ISA = native.isa()
 DENSE = dict.fromkeys(set(OPERATIONS) - {"experts"}, ISA)
-LAYERS_APART = dict.fromkeys(set(OPERATIONS) - {"decoder"}, ISA)
+WITH_EXPERTS = dict.fromkeys(OPERATIONS, ISA)
 
 
 def served(path, **options) -> Serving:
@@ -31,8 +31,9 @@ def served(path, **options) -> Serving:
 @needs_kernels
 def test_kernels_serve_every_operation_that_a_model_has(tiny_model, tmp_path):
     assert served(tiny_model) == Serving(DENSE, None)
-    make_checkpoint(tmp_path, "qwen3-moe")
-    assert served(tmp_path) == Serving(LAYERS_APART, None)
+    for family in ("qwen3-moe", "deepseek-v3", "gpt-oss"):
+        make_checkpoint(tmp_path / family, family)
+        assert served(tmp_path / family) == Serving(WITH_EXPERTS, None)
 
 
 @needs_kernels
@@ -43,9 +44,10 @@ def test_what_the_configuration_leaves_to_torch_is_torchs(tiny_model):
 
 @needs_kernels
 def test_what_a_model_leaves_to_torch_is_torchs(tmp_path):
-    make_checkpoint(tmp_path / "mla", "deepseek-v3")
-    latent = served(tmp_path / "mla")
-    assert (latent.by["attention"], latent.reason) == (TORCH, "latent attention is computed by torch")
+    make_checkpoint(tmp_path / "many", "deepseek-v3", n_routed_experts=130, n_group=65)
+    many = served(tmp_path / "many")
+    assert "decoder" not in many.by
+    assert many.reason == "experts are chosen from 65 groups, which torch does"
     make_checkpoint(tmp_path / "plain", "qwen3")
     make_fp8_checkpoint(tmp_path / "plain", tmp_path / "fp8", (16, 16))
     quantised = served(tmp_path / "fp8")

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.checkpoints import make_checkpoint
-from support.forward_batches import Row, forward_batch, load_model
+from support.forward_batches import PagedModel, Row, Sequence, build_attention, forward_batch, load_model
 from support.kernels import instruction_sets, threads
 from support.sanitized import run_sanitized
 from support.workspaces import memory_of
@@ -17,7 +17,14 @@ from caesura.scheduler.attention.paged_cpu import PagedCpuBackend
 from caesura.scheduler.attention.sdpa import SdpaBackend
 from caesura.scheduler.cache.pool import MHAPool
 from caesura.scheduler.kernels import native
-from caesura.scheduler.kernels.decoder import DecoderKernel, LayerShape, LayerTensors
+from caesura.scheduler.kernels.decoder import DecoderKernel
+from caesura.scheduler.kernels.decoder_layers import (
+    ExpertsForm,
+    GroupRouting,
+    LayerKind,
+    LayerShape,
+    LayerTensors,
+)
 from caesura.scheduler.kernels.linear import storage_shape
 
 FAMILIES = {
@@ -25,7 +32,29 @@ FAMILIES = {
     "qwen2": {"intermediate_size": 50},
     "qwen3": {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 32, "num_hidden_layers": 3},
     "mistral": {"hidden_size": 64, "head_dim": 16},
+    "qwen3-moe": {"mlp_only_layers": [1], "num_hidden_layers": 3, "moe_intermediate_size": 26},
+    "qwen2-moe": {"num_experts": 7, "num_experts_per_tok": 7},
+    "mixtral": {"sliding_window": 18, "num_local_experts": 40, "num_experts_per_tok": 2},
+    "gemma3": {"head_dim": 14},
+    "gpt-oss": {},
+    "glm4-moe": {"n_routed_experts": 20},
+    "deepseek-v2": {
+        "n_routed_experts": 6,
+        "n_group": 2,
+        "topk_group": 1,
+        "num_attention_heads": 13,
+        "num_key_value_heads": 13,
+        "hidden_size": 52,
+    },
+    "deepseek-v3": {
+        "kv_lora_rank": 64,
+        "qk_nope_head_dim": 34,
+        "qk_rope_head_dim": 32,
+        "head_dim": 32,
+        "q_lora_rank": None,
+    },
 }
+DENSE = ["llama", "qwen2", "qwen3", "mistral"]
 PAGES = 40
 
 
@@ -44,16 +73,17 @@ def models(tmp_path_factory):
 
 
 def attention(model, dtype, seed=0):
-    config = model.config
-    pool = MHAPool(
-        num_layers=config.num_layers, num_pages=PAGES, kv_heads=config.num_kv_heads,
-        head_size=config.head_dim, dtype=dtype,
-    )  # fmt: skip
+    pool, backend = build_attention(model, dtype, PAGES, compiled=True)
     generator = torch.Generator().manual_seed(seed)
-    for layer in range(config.num_layers):
-        for tensor in pool.layer(layer):
-            tensor.copy_(torch.randn(tensor.shape, generator=generator))
-    return pool, PagedCpuBackend(pool, config.num_heads, config.num_kv_heads, config.head_dim)
+    for tensor in stored(pool):
+        tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    return pool, backend
+
+
+def stored(pool):
+    """Keys and values of every layer, or latents."""
+    layers = [pool.layer(layer) for layer in range(pool.num_layers)]
+    return [tensor for layer in layers for tensor in (layer if isinstance(layer, tuple) else (layer,))]
 
 
 def layer_by_layer(model, batch, backend):
@@ -71,7 +101,7 @@ def compute(model, dtype, batch, how):
     with torch.inference_mode():
         backend.plan(batch)
         hidden = how(model, batch, backend).clone()
-    return hidden, [tensor for layer in range(pool.num_layers) for tensor in pool.layer(layer)]
+    return hidden, stored(pool)
 
 
 def at_once(model, batch, backend):
@@ -87,6 +117,62 @@ def batch_of(lengths, num_decode):
     return forward_batch(rows, num_decode)
 
 
+def agree(model, dtype, batch, num_threads):
+    """Hidden states, what is stored, and which experts are noted: at once and layer by layer."""
+    with threads(num_threads):
+        hidden, pool = compute(model, dtype, batch, at_once)
+        noted = None if model.routing is None else model.routing.rows(len(batch.positions)).clone()
+    expected, expected_pool = compute(model, dtype, batch, layer_by_layer)
+    assert hidden.isfinite().all()
+    assert torch.equal(hidden, expected)
+    assert all(torch.equal(*pair) for pair in zip(pool, expected_pool, strict=True))
+    assert noted is None or torch.equal(noted, model.routing.rows(len(batch.positions)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_layers_of_every_kind_are_computed_alike(models, family, dtype):
+    model = models[family, dtype]
+    assert model.in_one_call
+    for _ in instruction_sets():
+        agree(model, dtype, batch_of([(1, 50), (1, 7), (1, 16), (37, 20), (1, 0)], 3), 2)
+
+
+def test_layers_with_a_window_find_their_own_pages(models):
+    """Slots and pages of windows lie apart from the others, as the engine has them."""
+    for family in ("gemma3", "gpt-oss", "mixtral"):
+        model = models[family, torch.float32]
+        batch = batch_of([(1, 50), (30, 3)], 1)
+        moved = torch.arange(PAGES).flip(0).to(torch.int32)
+        table = moved[batch.page_table.long()]
+        slots = moved[batch.kv_slots // 16].long() * 16 + batch.kv_slots % 16
+        agree(model, torch.float32, replace(batch, window_slots=slots, window_table=table), 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "family", ["qwen3-moe", "qwen2-moe", "gpt-oss", "gemma3", "glm4-moe", "deepseek-v2", "deepseek-v3"]
+)
+def test_the_bits_of_a_request_do_not_depend_on_others(models, family, dtype):
+    model = models[family, dtype]
+
+    def logits(chunks, beside, count):
+        paged = PagedModel(model, dtype, compiled=True)
+        mine = Sequence([(5 * i + 1) % 97 for i in range(40)])
+        others = [Sequence([(3 * i + other) % 97 for i in range(60)]) for other in range(beside)]
+        for other in others:
+            paged.step([], [(other, 20)])
+        with threads(count):
+            parts = [paged.step(others, [(mine, chunk)])[-1] for chunk in chunks]
+            parts += [paged.step([*others, mine])[-1] for _ in range(3)]
+        return torch.cat(parts)
+
+    for _ in instruction_sets():
+        alone = logits([37], 0, 1)
+        assert torch.equal(logits([1, 20, 16], 0, 2), alone)
+        assert torch.equal(logits([7, 30], 6, 3), alone)
+
+
 @settings(max_examples=25)
 @given(
     family=st.sampled_from(sorted(FAMILIES)),
@@ -99,12 +185,7 @@ def test_the_bits_are_those_of_layers_one_by_one(models, family, dtype, decoding
     lengths = [(1, start) for start in decoding] + prompts or [(1, 0)]
     batch, model = batch_of(lengths, len(decoding)), models[family, dtype]
     for _ in instruction_sets():
-        with threads(num_threads):
-            hidden, pool = compute(model, dtype, batch, at_once)
-        expected, expected_pool = compute(model, dtype, batch, layer_by_layer)
-        assert hidden.isfinite().all()
-        assert torch.equal(hidden, expected)
-        assert all(torch.equal(*pair) for pair in zip(pool, expected_pool, strict=True))
+        agree(model, dtype, batch, num_threads)
 
 
 def test_one_call_computes_all_layers(models, monkeypatch):
@@ -115,9 +196,10 @@ def test_one_call_computes_all_layers(models, monkeypatch):
     assert calls == [1]
 
 
-def test_many_more_threads_than_cores_compute_the_same(models):
-    """Threads come late and find their share done, or all of it."""
-    model, batch = models["qwen3", torch.float32], batch_of([(1, 30)] * 6 + [(40, 0)], 6)
+@pytest.mark.parametrize("family", ["qwen3", "qwen3-moe"])
+def test_many_more_threads_than_cores_compute_the_same(models, family):
+    """Threads come late and find their share done, or all of it; what they then read must still be there."""
+    model, batch = models[family, torch.float32], batch_of([(1, 30)] * 6 + [(40, 0)], 6)
     expected, _ = compute(model, torch.float32, batch, layer_by_layer)
     for count in (16, 64, 200):
         with threads(count):
@@ -142,14 +224,17 @@ def test_memory_is_taken_for_the_longest_step_once(models):
         for count in (30, 3, 30, 17):
             backend.plan(batch := batch_of([(count, 0)], 0))
             model.forward(batch, backend)
-            addresses.add(memory_of(model._kernel._workspace, "activations").data_ptr())
+            addresses.add(memory_of(model._kernel.kernel._workspace, "activations").data_ptr())
     assert len(addresses) == 1
 
 
-@pytest.mark.parametrize("family,options", [("qwen3-moe", {"num_experts": 4}), ("deepseek-v3", {})])
+@pytest.mark.parametrize("family,options", [
+    ("qwen3-moe", {"moe_intermediate_size": 23}), ("qwen2-moe", {"shared_expert_intermediate_size": 23}),
+    ("deepseek-v3", {"qk_nope_head_dim": 9}), ("deepseek-v3", {"n_routed_experts": 130, "n_group": 65}),
+])  # fmt: skip
 def test_other_layers_are_computed_one_by_one(tmp_path, family, options):
     make_checkpoint(tmp_path, family, **options)
-    assert load_model(str(tmp_path), torch.float32)._kernel is None
+    assert not load_model(str(tmp_path), torch.bfloat16).in_one_call
 
 
 def test_without_the_paged_kernel_layers_are_computed_one_by_one(models):
@@ -163,7 +248,9 @@ def test_without_the_paged_kernel_layers_are_computed_one_by_one(models):
     torch.testing.assert_close(hidden, expected, atol=1e-4, rtol=1e-4)
 
 
-SHAPE = LayerShape(hidden=24, heads=4, kv_heads=2, head_size=8, intermediate=40)
+SHAPE = LayerShape(hidden=24, heads=4, kv_heads=2, head_size=8, rotated=8)
+EXPERTS = ExpertsForm(count=3, top_k=2, size=16, bend="silu", normalize=True)
+GROUPS = GroupRouting(groups=3, top_groups=2, sigmoid=True, best_two=False, scale=1.0)
 
 
 def layer(**changed):
@@ -177,9 +264,10 @@ def layer(**changed):
     return tensors._replace(**changed)
 
 
-def kernel_of(*layers, last_norm=None, head_eps=1e-6):
+def kernel_of(*layers, last_norm=None, head_eps=1e-6, experts=None):
     norm = torch.ones(24) if last_norm is None else last_norm
-    return DecoderKernel(layers, norm, SHAPE, eps=1e-6, head_eps=head_eps)
+    kinds = [LayerKind(intermediate=40, experts=experts)] * len(layers)
+    return DecoderKernel(layers, kinds, norm, SHAPE, eps=1e-6, head_eps=head_eps)
 
 
 @pytest.mark.parametrize("changed", [
@@ -191,6 +279,40 @@ def test_layers_that_would_be_misread_are_refused(changed):
     kernel_of(layer())
     with pytest.raises(ValueError, match=f"no layer 1 of .*: {next(iter(changed))} is"):
         kernel_of(layer(), layer(**changed))
+
+
+def with_experts(**changed):
+    def weights(count, outputs, inputs):
+        rows, columns = storage_shape(outputs, inputs, torch.float32)
+        return torch.zeros(count * rows, columns)
+
+    tensors = layer(
+        router=weights(1, 3, 24), router_bias=torch.zeros(3), shared_gate=weights(1, 1, 24),
+        experts_gate_up=weights(3, 32, 24), experts_gate_up_bias=torch.zeros(3, 32),
+        experts_down=weights(3, 24, 16), experts_down_bias=torch.zeros(3, 24),
+    )  # fmt: skip
+    return tensors._replace(**changed)
+
+
+@pytest.mark.parametrize("changed", [
+    {"router": None}, {"router": torch.zeros(3, 24)}, {"router_bias": torch.zeros(4)}, {"shared_gate": torch.zeros(1, 24)},
+    {"experts_gate_up": torch.zeros(64, 32)}, {"experts_gate_up_bias": torch.zeros(32)}, {"experts_down": None},
+    {"experts_down_bias": torch.zeros(24, 3).T}, {"sinks": torch.zeros(4)}, {"w_kc": torch.zeros(32, 32)},
+])  # fmt: skip
+def test_experts_that_would_be_misread_are_refused(changed):
+    kernel_of(with_experts(), experts=EXPERTS)
+    with pytest.raises(ValueError, match=f"no layer 1 of .*: {next(iter(changed))} is"):
+        kernel_of(with_experts(), with_experts(**changed), experts=EXPERTS)
+
+
+@pytest.mark.parametrize("changed", [
+    {"top_k": 0}, {"top_k": 4}, {"in_groups": replace(GROUPS, groups=2)}, {"in_groups": replace(GROUPS, top_groups=4)},
+    {"in_groups": replace(GROUPS, best_two=True)}, {"in_groups": replace(GROUPS, top_groups=1)},
+])  # fmt: skip
+def test_choices_that_the_kernel_cannot_make_are_refused(changed):
+    kernel_of(with_experts(), experts=replace(EXPERTS, in_groups=GROUPS))
+    with pytest.raises(ValueError, match="no layer 0 of"):
+        kernel_of(with_experts(), experts=replace(EXPERTS, **changed))
 
 
 def test_head_norms_without_an_epsilon_are_refused():
@@ -228,7 +350,7 @@ def test_steps_that_would_be_misread_are_refused(change):
 
     def compute(residual, cos, sin, positions, sampled, slots, table, keys, values):
         step = replace(backend.paged, kv=lambda _: (keys, values), kv_slots=slots, page_table=table)
-        return kernel_of(layer())(residual, (cos, sin), positions, sampled, step)
+        return kernel_of(layer())(residual, [(cos, sin)], positions, sampled, step)
 
     assert not compute(**right).any()
     with pytest.raises(ValueError, match="no layers of"):
@@ -261,5 +383,5 @@ def test_memory_is_accessed_within_bounds(models, tmp_path):
     for family, overrides in FAMILIES.items():
         make_checkpoint(tmp_path / family, family, **overrides)
     program = SANITIZED.format(here=here, models=checkpoints)
-    operations = ("linear", "attention", "elementwise", "collectives", "decoder")
+    operations = ("linear", "attention", "elementwise", "experts", "collectives", "decoder")
     assert "avx2" in run_sanitized(program, tmp_path, *operations)

@@ -1,6 +1,7 @@
 """DeepSeek's weights, routing and memory; logits are in test_models_vs_transformers.py."""
 
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,11 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkR
 
 from caesura.io_struct import CaesuraError, ErrorCode, TensorSpec
 from caesura.scheduler.attention.mla import LatentBackend
+from caesura.scheduler.attention.mla_cpu import LatentCpuBackend
 from caesura.scheduler.build import build_components, build_runner, kv_bytes_per_token
 from caesura.scheduler.cache.pool import MLAPool
 from caesura.scheduler.config import EngineConfig
+from caesura.scheduler.kernels import native
 from caesura.scheduler.layers.mla import UpProjection
 from caesura.scheduler.layers.parameters import Placement
 from caesura.scheduler.memory.residency import MEMORY_TAGS, ComponentResidencyManager
@@ -91,11 +94,13 @@ def test_the_up_projection_is_written_in_any_cut(heads, nope, value, cuts, seed)
         assert slot.differs(changed, start)
         start, index = start + len(rows), index + 1
     assert torch.equal(slot.read(), full)
-    by_head = full.view(heads, nope + value, 3)
-    assert torch.equal(layer.w_kc, by_head[:, :nope])
-    assert torch.equal(layer.w_vc, by_head[:, nope:])
-    assert layer.w_kc.is_contiguous()
-    assert layer.w_vc.is_contiguous()
+    keys, values = full.view(heads, nope + value, 3).split([nope, value], dim=1)
+    unit, absorbed = torch.eye(nope).unsqueeze(1).expand(-1, heads, -1), torch.empty(nope, heads, 3)
+    layer.absorb(unit, absorbed)
+    assert torch.equal(absorbed, keys.transpose(0, 1))
+    unit, raised = torch.eye(3).unsqueeze(1).expand(-1, heads, -1), torch.empty(3, heads, value)
+    layer.raise_(unit, raised)
+    assert torch.equal(raised, values.permute(2, 0, 1))
 
 
 @pytest.mark.parametrize("max_rows", [1, 7, 1000])
@@ -114,6 +119,15 @@ def test_updates_in_place_equal_a_cold_load(folder: Path, other: dict[str, Tenso
     assert {name: tensor.data_ptr() for name, tensor in model.named_storage()} == addresses
 
 
+def up_projections(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """Each layer's ``w_kc`` and ``w_vc`` as FP8 models derive them, from ``kv_b_proj``."""
+    mla, heads = model.config.mla, model.config.num_heads
+    for layer in range(model.config.num_layers):
+        weight = model.weight_slots()[f"model.layers.{layer}.self_attn.kv_b_proj.weight"].read()
+        parts = weight.unflatten(0, (heads, -1)).split([mla.qk_nope_head_dim, mla.v_head_dim], dim=1)
+        yield from zip((f"layers.{layer}.attention.{part}" for part in ("w_kc", "w_vc")), parts, strict=True)
+
+
 def test_fp8_up_projections_are_derived_at_commit_and_not_before(
     folder: Path, other: dict[str, Tensor], tmp_path: Path
 ) -> None:
@@ -122,7 +136,7 @@ def test_fp8_up_projections_are_derived_at_commit_and_not_before(
     plain = load_model(str(folder), torch.float32)
     derived = {name: tensor for name, tensor in model.named_storage() if name.endswith(("w_kc", "w_vc"))}
     assert sorted(derived) == [f"layers.{i}.attention.{part}" for i in (0, 1) for part in ("w_kc", "w_vc")]
-    exact = dict(plain.named_storage())
+    exact = dict(up_projections(plain))
     before = {name: tensor.clone() for name, tensor in derived.items()}
     for name, tensor in derived.items():
         assert 0 < (tensor - exact[name]).abs().max() < 0.07 * exact[name].abs().max()
@@ -206,9 +220,9 @@ def test_routing_is_that_of_transformers(case: str, dtype: torch.dtype, tmp_path
     )
     model = load_model(str(tmp_path), dtype)
     with torch.inference_mode():
-        ours = model._layers[1].mlp._router
+        ours = model._layers[1].mlp.router
         x = torch.randn(200, 40, generator=torch.Generator().manual_seed(0)).to(dtype)
-        ids, weights = ours.forward(x, torch.empty(200, ours._top_k, dtype=torch.uint8))
+        ids, weights = ours.forward(x, torch.empty(200, ours.top_k, dtype=torch.uint8))
         _, their_weights, their_ids = router(x)
     order, their_order = ids.argsort(), their_ids.argsort()
     assert torch.equal(ids.gather(1, order), their_ids.gather(1, their_order))
@@ -221,7 +235,7 @@ def test_routing_is_that_of_transformers(case: str, dtype: torch.dtype, tmp_path
 
 def test_the_bias_chooses_and_does_not_weigh(folder: Path) -> None:
     model = load_model(str(folder), torch.float32)
-    router = model._layers[1].mlp._router
+    router = model._layers[1].mlp.router
     x = torch.randn(50, 40, generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         model.weight_slots()[BIAS].write(torch.tensor([0.0, 0, 0, 0, 50, 50]), 0)
@@ -274,7 +288,10 @@ def test_the_engine_stores_latents_alone(folder: Path) -> None:
     assert kv_bytes_per_token(loaded) == 2 * (20 + 6) * 4
     assert isinstance(pool, MLAPool)
     assert pool.nbytes == (512 + 16) * kv_bytes_per_token(loaded)
-    assert isinstance(build_runner(config, loaded, pool, routing)._backend, LatentBackend)
+    assert isinstance(
+        build_runner(config, loaded, pool, routing)._backend,
+        LatentCpuBackend if native.why_not() is None else LatentBackend,
+    )
     pool.layer(1).fill_(3.0)
     for step in (manager.release(MEMORY_TAGS), manager.resume(MEMORY_TAGS)):
         for _ in step:
@@ -286,9 +303,12 @@ def test_the_engine_stores_latents_alone(folder: Path) -> None:
     assert storage(loaded.model) == storage(load_model(str(folder), torch.float32))
 
 
-def test_deterministic_mode_is_refused(folder: Path) -> None:
+def test_deterministic_mode_is_refused_without_kernels_alone(folder: Path) -> None:
     config = engine_config(folder, deterministic=True)
     loaded, pool, routing, _ = build_components(config, ComponentResidencyManager(CPU))
-    with pytest.raises(CaesuraError, match="latent attention") as caught:
+    if native.why_not() is None:
+        build_runner(config, loaded, pool, routing)
+        return
+    with pytest.raises(CaesuraError, match="compiled CPU kernels") as caught:
         build_runner(config, loaded, pool, routing)
     assert caught.value.code == ErrorCode.UNSUPPORTED

@@ -1,0 +1,60 @@
+"""Attention over latents by the compiled CPU kernel: one stored head, whose front is the values, for all query heads.
+
+Invariants:
+- A token's result has the same bits whether it is decoded or prefilled, however its prompt is cut, beside whatever other
+  requests, on whichever pages and number of threads.
+- Query heads are divided into parts of equal size, which threads can take apart; the division follows from their number alone.
+"""
+
+from torch import Tensor
+
+from ..cache.pool import MLAPool
+from ..config import PAGE_SIZE
+from ..forward import ForwardBatch, FusedAttention
+from ..kernels.attention import PagedAttention, PagedStep, plan_tasks
+from ..kernels.forms import PLAIN, AttentionForm
+from ..memory.workspace import Workspace
+
+_PART_HEADS = 12
+"""Query heads that attend together, at most: as many as a decode step keeps in registers, in two turns."""
+
+
+class LatentCpuBackend:
+    """An :class:`~..forward.AttentionBackend` over an MLA pool of bfloat16 or float32 on the CPU."""
+
+    def __init__(self, pool: MLAPool, num_heads: int, latent: int, scale: float) -> None:
+        """``latent``: the width of values; ``scale`` multiplies the scores.
+
+        Raises:
+            ValueError: the pool's pages are not of 16 tokens.
+        """
+        if pool.page_size != PAGE_SIZE:
+            raise ValueError(f"the kernel takes pages of {PAGE_SIZE} tokens, not {pool.page_size}")
+        self.fused: FusedAttention | None = None
+        self.paged: PagedStep | None = None
+        self.reads_page_table = True
+        self._pool = pool
+        self._group = max(size for size in range(1, _PART_HEADS + 1) if num_heads % size == 0)
+        self._width = num_heads * latent
+        parts = num_heads // self._group
+        dtype = pool.layer(0).dtype
+        self._attention = PagedAttention(dtype, parts, self._group, pool.width, scale, latent, parts=parts)
+        self._workspace = Workspace()
+
+    def plan(self, batch: ForwardBatch) -> None:
+        """Divide the step's work."""
+        tasks = plan_tasks(batch.q_lens_host, batch.kv_lens_host, self._group)
+        self.paged = PagedStep(self._attention, self._stored, batch.kv_slots, batch.page_table, tasks)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int, form: AttentionForm = PLAIN) -> Tensor:
+        """Store this step's latents, then attend; shapes as in :class:`~..forward.AttentionBackend`."""
+        assert form.kind == PLAIN.kind, "latent attention has no other forms"
+        step = self.paged
+        assert step is not None, "a step is planned before its layers are computed"
+        self._pool.store(layer, k.squeeze(1), step.kv_slots)
+        out = self._workspace.take("attended", (q.shape[0], self._width), self._attention.dtype)
+        return self._attention(q, *self._stored(layer), step.page_table, step.tasks, out)
+
+    def _stored(self, layer: int) -> tuple[Tensor, Tensor]:
+        cells = self._pool.layer(layer).unsqueeze(1)
+        return cells, cells

@@ -1,0 +1,254 @@
+"""What the kernel of all layers takes: a layer's tensors, what it computes with them, and the checks that they fit.
+
+Invariant: whatever passes the checks is read within its bounds; what a layer does not have is None.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .elementwise import BENDS
+from .forms import PLAIN, Bend, FormKind
+from .linear import is_storage, packable, storage_shape
+from .native import LayerForm
+
+MAX_GROUPS = 64
+"""Of experts, that routing by groups can choose from; operations.h has the same."""
+
+
+class LayerTensors(NamedTuple):
+    """One layer's parameters; products are packed storage (``linear.py``)."""
+
+    input_norm: Tensor
+    qkv: Tensor
+    """Of latent attention: queries or their latents, then latents and rotated keys."""
+    qkv_bias: Tensor | None
+    q_norm: Tensor | None
+    """Of heads; of latent attention, of latents: likewise the other."""
+    k_norm: Tensor | None
+    o: Tensor
+    o_bias: Tensor | None
+    mlp_norm: Tensor
+    gate_up: Tensor | None = None
+    """Of the dense block, or of what every token goes through beside its experts."""
+    down: Tensor | None = None
+    behind_attention: Tensor | None = None
+    behind_mlp: Tensor | None = None
+    sinks: Tensor | None = None
+    q_up: Tensor | None = None
+    w_kc: Tensor | None = None
+    """Of each head: latents by unrotated keys, packed."""
+    w_vc: Tensor | None = None
+    """Of each head: values by latents, packed."""
+    router: Tensor | None = None
+    router_bias: Tensor | None = None
+    """Of routing by groups: float32, for the choice alone."""
+    experts_gate_up: Tensor | None = None
+    experts_gate_up_bias: Tensor | None = None
+    experts_down: Tensor | None = None
+    experts_down_bias: Tensor | None = None
+    shared_gate: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupRouting:
+    """A choice by groups of experts (``layers/grouped_router.py``)."""
+
+    groups: int
+    top_groups: int
+    sigmoid: bool
+    """Scores are sigmoid, else softmax."""
+    best_two: bool
+    """A group is as good as the sum of its two best, else as its best."""
+    scale: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsForm:
+    """A layer's experts; sizes are this rank's."""
+
+    count: int
+    top_k: int
+    size: int
+    bend: Bend
+    normalize: bool
+    in_groups: GroupRouting | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerKind:
+    """What one layer computes."""
+
+    intermediate: int
+    """Of the dense block, or of what every token goes through beside its experts; 0: there is none."""
+    bend: Bend = "silu"
+    attention: FormKind = PLAIN.kind
+    experts: ExpertsForm | None = None
+
+    def as_struct(self, record: Tensor | None) -> LayerForm:
+        """For the kernel; ``record``: integers [T, k] where the choice is noted."""
+        attention, experts = self.attention, self.experts
+        form = LayerForm(
+            intermediate=self.intermediate,
+            bend=BENDS[self.bend],
+            window=attention.window or 0,
+            scale=attention.scale or 0.0,
+            softcap=attention.softcap or 0.0,
+        )
+        if experts is not None:
+            form.experts, form.top_k, form.expert_size = experts.count, experts.top_k, experts.size
+            form.expert_bend, form.normalize = BENDS[experts.bend], experts.normalize
+            if record is not None:
+                form.record_row, form.record_bytes = record.stride(0), record.element_size()
+            if (by := experts.in_groups) is not None:
+                form.groups, form.top_groups, form.route_scale = by.groups, by.top_groups, by.scale
+                form.sigmoid, form.best_two = by.sigmoid, by.best_two
+        return form
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentSizes:
+    """Of latent attention (``layers/mla.py``)."""
+
+    latent: int
+    q_rank: int
+    """Of the queries' own latent; 0: there is none."""
+    nope: int
+    value: int
+    interleaved: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerShape:
+    """Sizes of a layer, the same for all; heads are this rank's."""
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    """Of queries; of latent attention both parts."""
+    rotated: int
+    """Of a query: the elements that are rotated."""
+    from_one: bool = False
+    """Factors of norms are ``1 + weight``."""
+    latent: LatentSizes | None = None
+
+    @property
+    def q(self) -> int:
+        """Elements of a token's queries."""
+        return self.heads * self.head_size
+
+    @property
+    def qkv(self) -> int:
+        """Elements of what attention begins with: queries, keys and values, or what takes their place with latents."""
+        if self.latent is None:
+            return (self.heads + 2 * self.kv_heads) * self.head_size
+        return (self.latent.q_rank or self.q) + self.width
+
+    @property
+    def width(self) -> int:
+        """Elements of a token's latent and rotated key."""
+        return 0 if self.latent is None else self.latent.latent + self.rotated
+
+    @property
+    def attended(self) -> int:
+        """Elements of what the output's projection takes."""
+        return self.q if self.latent is None else self.heads * self.latent.value
+
+    def _products(self, kind: LayerKind) -> dict[str, tuple[int, int, int]]:
+        """By name: weights one after the other, and of each its outputs and inputs."""
+        hidden, size, experts, latent = self.hidden, kind.intermediate, kind.experts, self.latent
+        products = {"qkv": (1, self.qkv, hidden), "o": (1, hidden, self.attended)}
+        if size:
+            products |= {"gate_up": (1, 2 * size, hidden), "down": (1, hidden, size)}
+        if experts is not None:
+            products |= {
+                "router": (1, experts.count, hidden),
+                "experts_gate_up": (experts.count, 2 * experts.size, hidden),
+                "experts_down": (experts.count, hidden, experts.size),
+                "shared_gate": (1, 1, hidden),
+            }
+        if latent is not None:
+            products |= {
+                "w_kc": (self.heads, latent.latent, latent.nope),
+                "w_vc": (self.heads, latent.value, latent.latent),
+            }
+            if latent.q_rank:
+                products["q_up"] = (1, self.q, latent.q_rank)
+        return products
+
+    def _vectors(self, kind: LayerKind, *, head_norms: bool) -> dict[str, tuple[int, ...]]:
+        hidden, experts, latent = self.hidden, kind.experts, self.latent
+        norms = ("input_norm", "mlp_norm", "behind_attention", "behind_mlp")
+        vectors: dict[str, tuple[int, ...]] = dict.fromkeys(norms, (hidden,))
+        vectors |= {"qkv_bias": (self.qkv,), "o_bias": (hidden,)}
+        if latent is not None:
+            vectors["k_norm"] = (latent.latent,)
+            if latent.q_rank:
+                vectors["q_norm"] = (latent.q_rank,)
+        elif head_norms:
+            vectors |= dict.fromkeys(("q_norm", "k_norm"), (self.head_size,))
+        if kind.attention.sinks:
+            vectors["sinks"] = (self.heads,)
+        if experts is not None:
+            vectors |= {
+                "router_bias": (experts.count,),
+                "experts_gate_up_bias": (experts.count, 2 * experts.size),
+                "experts_down_bias": (experts.count, hidden),
+            }
+        return vectors
+
+    def check(
+        self, number: int, layer: LayerTensors, kind: LayerKind, dtype: torch.dtype, *, head_norms: bool
+    ) -> None:
+        """Raise ValueError for whatever the kernel would read wrongly."""
+        products, vectors = self._products(kind), self._vectors(kind, head_norms=head_norms)
+        for name, tensor in layer._asdict().items():
+            wanted = torch.float32 if name == "router_bias" and _in_groups(kind) else dtype
+            if tensor is None:
+                fits = name in _OPTIONAL or not (name in products or name in vectors)
+            elif name in products:
+                count, outputs, inputs = products[name]
+                rows, columns = storage_shape(outputs, inputs, dtype)
+                fits = (
+                    packable(inputs, dtype) and tensor.shape == (count * rows, columns) and is_storage(tensor)
+                )
+            else:
+                fits = tensor.shape == vectors.get(name) and tensor.is_contiguous()
+            if not fits or (tensor is not None and tensor.dtype != wanted):
+                described = None if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}"
+                raise ValueError(f"no layer {number} of {self} in {dtype}: {name} is {described}")
+        experts = kind.experts
+        if experts is None:
+            fits = kind.intermediate > 0
+        else:
+            fits = 0 < experts.top_k <= experts.count
+            if (by := experts.in_groups) is not None:
+                fits = fits and choosable(
+                    by.groups, by.top_groups, experts.count, experts.top_k, best_two=by.best_two
+                )
+        if not fits:
+            raise ValueError(f"no layer {number} of {kind}")
+
+
+_OPTIONAL = frozenset({
+    "qkv_bias", "o_bias", "behind_attention", "behind_mlp", "shared_gate",
+    "router_bias", "experts_gate_up_bias", "experts_down_bias",
+})  # fmt: skip
+
+
+def _in_groups(kind: LayerKind) -> bool:
+    return kind.experts is not None and kind.experts.in_groups is not None
+
+
+def choosable(groups: int, top_groups: int, experts: int, top_k: int, *, best_two: bool) -> bool:
+    """Whether the kernel can choose ``top_k`` of so many experts by groups."""
+    size = experts // max(groups, 1)
+    return (
+        0 < top_groups <= groups <= MAX_GROUPS
+        and groups * size == experts
+        and size >= (2 if best_two else 1)
+        and top_k <= top_groups * size
+    )
