@@ -215,13 +215,10 @@ class OnDevice:
 
 def step_bytes(shape: Shape, batch: int) -> float:
     """Weights that a decode step of ``batch`` rows reads; of experts those that so many rows meet, evenly chosen."""
-    shapes, met = shape.tensor_shapes(), 1.0
-    if isinstance(shape, MoeShape):
-        met = 1 - (1 - shape.num_experts_per_tok / shape.num_experts) ** batch
-    total = 0.0
+    shapes, total = shape.tensor_shapes(), 0.0
     for name, size in shapes.items():
         if name == "model.embed_tokens.weight" and not shape.tie_word_embeddings:
             continue
         itemsize = 4 if name.endswith("_scale_inv") else 1 if f"{name}_scale_inv" in shapes else ITEMSIZE
-        total += torch.Size(size).numel() * itemsize * (met if ".experts." in name else 1)
+        total += torch.Size(size).numel() * itemsize * shape.used_by(name, batch)
     return total
