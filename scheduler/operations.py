@@ -15,11 +15,13 @@ from .backends import Choice, Shape, choose
 from .config import EngineConfig
 from .kernels import TORCH, TRITON, serving, why_not_triton
 from .kernels.decoder_layers import choosable
+from .kernels.delta import LARGEST_HEAD, computable
 from .kernels.linear import packable
 from .kernels.native import why_not
 from .layers.fp8_products import dense_for, experts_for
 from .models.base import ForeignModel
 from .models.config_moe import MoeConfig
+from .models.hybrid import state_shape
 from .weights.loaded_model import LoadedModel
 
 logger = logging.getLogger(__name__)
@@ -85,7 +87,9 @@ def what_serves(config: EngineConfig, loaded: LoadedModel) -> Serving:
 
 def _name_layers(by: dict[str, str], loaded: LoadedModel) -> None:
     """Add what only some models' layers have, and leave out one call for all layers where they are computed part by part."""
-    if loaded.config.delta is not None:
+    if loaded.config.delta is None:
+        del by["linear_attention"]
+    elif not computable(state_shape(loaded.config)):
         by["linear_attention"] = TORCH
     if by["decoder"] != TORCH and not loaded.model.in_one_call:
         del by["decoder"]
@@ -109,7 +113,9 @@ def why_torch(loaded: LoadedModel) -> str | None:
     if config.transformers_config is not None:
         return "transformers computes what lies between the products"
     if config.delta is not None:
-        return "linear attention is computed by torch"
+        if not computable(state_shape(config)):
+            return f"heads of linear attention have more than {LARGEST_HEAD} elements"
+        return "linear attention computes prompts by torch"
     if config.fp8 is not None:
         return "products with FP8 weights are torch's"
     if config.moe is not None and config.moe.grouped and not _choosable(config.moe):

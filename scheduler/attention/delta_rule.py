@@ -1,4 +1,5 @@
 """The gated delta rule over states of sequences, from torch's own operations: linear attention that runs everywhere.
+``kernels/delta.py`` computes decode rows on the CPU.
 
 Yang, Kautz, Hatamizadeh, 2025 (arXiv:2412.06464). Each value head stores values under keys in a matrix S [key, value]. A token
 lets all of it decay, then stores the part of its value that S does not return for its key already:
@@ -15,6 +16,8 @@ Invariants:
 - The state is float32, and so is all that is computed with it.
 - What lies in a row that nobody has computed never reaches a result: a sequence begins from zeros, not from zero times that.
 """
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -62,24 +65,46 @@ class HybridBackend:
         """As :class:`~..forward.AttentionBackend`, of layers with KV."""
         return self._attention.forward(q, k, v, layer, form)
 
-    def delta(self, mixed: Tensor, weight: Tensor, decay: Tensor, beta: Tensor, layer: int) -> Tensor:
+    @property
+    def num_decode(self) -> int:
+        """How many of the step's rows are one token of a sequence each; they come first."""
+        return self._decode
+
+    def decode(self, layer: int, kernel: Callable[[Tensor, Tensor, Tensor], None]) -> None:
+        """Have ``kernel`` compute the rows that are one token of a sequence each: from their states to the next, in place.
+
+        Args:
+            layer: its number among those with states.
+            kernel: takes the rows' states as int64 [D], and the pool's :meth:`~..cache.state_pool.StatePool.layer`.
+        """
+        step = self._planned()
+        rows, (past, recurrent) = step.rows[: self._decode], self._pool.layer(layer)
+        kernel(rows, past, recurrent)
+        if step.kept is not None:
+            index, targets = step.kept
+            past[targets], recurrent[targets] = past[rows[index]], recurrent[rows[index]]
+
+    def delta(
+        self, mixed: Tensor, weight: Tensor, decay: Tensor, beta: Tensor, layer: int, *, decoded: int = 0
+    ) -> Tensor:
         """Convolution and delta rule of one layer, from each row's state to its next.
 
         Args:
-            mixed: [T, channels]: queries, keys, values, as they go into the convolution.
+            mixed: [T, channels]: queries, keys, values, as they go into the convolution; from the step's row ``decoded`` on,
+                as are all of these.
             weight: [channels, kernel]: of the convolution, a filter per channel, oldest position first.
             decay: float32 [T, value heads]: logarithms of a_t, at most 0.
             beta: [T, value heads]: b_t.
             layer: its number among those with states.
+            decoded: 0, or all rows that :meth:`decode` has computed.
 
         Returns:
             [T, value heads, value size], of ``mixed``'s dtype.
         """
-        step, shape = self._step, self._pool.shape
-        assert step is not None, "a step is planned before its layers are computed"
+        step, shape = self._planned(), self._pool.shape
         past, recurrent = self._pool.layer(layer)
         out = mixed.new_empty((mixed.shape[0], shape.value_heads, shape.value_size))
-        decode = self._decode
+        decode = self._decode - decoded
         if decode:
             rows = step.rows[:decode]
             inputs = torch.cat((past[rows], mixed[:decode].unsqueeze(1)), dim=1)
@@ -93,10 +118,13 @@ class HybridBackend:
                 index, targets = step.kept
                 past[targets], recurrent[targets] = past_after[index], states[index]
         for segment in step.segments:
-            out[segment.start : segment.end] = self._prefill(
-                segment, mixed, weight, decay, beta, past, recurrent
-            )
+            here = slice(segment.start - decoded, segment.end - decoded)
+            out[here] = self._prefill(segment, mixed[here], weight, decay[here], beta[here], past, recurrent)
         return out
+
+    def _planned(self) -> StateStep:
+        assert self._step is not None, "a step is planned before its layers are computed"
+        return self._step
 
     def _prefill(
         self,
@@ -109,20 +137,19 @@ class HybridBackend:
         recurrent: Tensor,
     ) -> Tensor:
         """One sequence's neighbouring tokens: [tokens, value heads, value size]."""
-        here, shape = slice(segment.start, segment.end), self._pool.shape
+        count, shape = mixed.shape[0], self._pool.shape
         if segment.source is None:
             before = mixed.new_zeros(shape.past)
             state = recurrent.new_zeros(shape.recurrent)
         else:
             before, state = past[segment.source], recurrent[segment.source]
-        inputs = torch.cat((before, mixed[here]))
+        inputs = torch.cat((before, mixed))
         # One filter per channel, as a sum of shifted products: torch's convolutions choose their sums by size.
-        count = segment.end - segment.start
         summed = torch.zeros((count, shape.channels), dtype=torch.float32, device=mixed.device)
         for tap in range(shape.kernel):
             summed.addcmul_(inputs[tap : tap + count].float(), weight[:, tap].float())
         q, k, v = split_heads(_activated(summed, mixed.dtype), shape)
-        results, state = prefill(state, q, k, v, decay[here], beta[here].float())
+        results, state = prefill(state, q, k, v, decay, beta.float())
         for row in (segment.target,) if segment.kept is None else (segment.target, segment.kept):
             past[row], recurrent[row] = inputs[count:], state
         return results

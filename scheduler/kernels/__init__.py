@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 TORCH = native.ISAS[0]
 TRITON = "triton"
 
-OPERATIONS = ("linear", "attention", "elementwise", "experts", "decoder", "sampler")
+OPERATIONS = ("linear", "attention", "linear_attention", "elementwise", "experts", "decoder", "sampler")
 """Compiled for the CPU, all in :data:`native.FLOATS`."""
 _IN_TRITON = ("elementwise", "experts", "sampler")
 """Compiled for CUDA, all in :data:`_TRITON_FLOATS`; attention is chosen in ``backends.py``."""

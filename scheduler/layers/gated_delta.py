@@ -14,6 +14,7 @@ from torch.nn import functional
 from ..attention.delta_rule import HybridBackend
 from ..cache.state_pool import StateShape
 from ..forward import AttentionBackend
+from ..kernels.delta import DeltaPlaces, DeltaWeights, delta_for
 from .linear import Linear
 from .norm import RMSNorm, normalize
 from .parameters import CompositeLayer, Layer, Parameter, Placement, WeightSlot
@@ -44,6 +45,8 @@ class GatedDelta(CompositeLayer):
         """
         self._layer, self._shape, self._prefix = layer, shape, prefix
         state = shape.state
+        self._places = places_of(state, by_key_head=shape.by_key_head)
+        self._kernel = delta_for(place.device, place.dtype, state, self._places)
         self._in = Linear(f"{name}.in", shape.hidden_size, _projections(prefix, shape), place=place)
         self._out = Linear(
             f"{name}.out",
@@ -64,32 +67,62 @@ class GatedDelta(CompositeLayer):
         assert isinstance(backend, HybridBackend), (
             "a model with states is computed by a backend that has them"
         )
-        mixed, gate, b, a = self._split(self._in.forward(x))
+        projected = self._in.forward(x)
+        decoded = backend.num_decode if self._kernel is not None else 0
+        if not decoded:
+            return self._out.forward(self._by_torch(projected, backend, 0))
+        gated = x.new_empty((x.shape[0], self._shape.state.value_heads * self._shape.state.value_size))
+        self._decode(projected[:decoded], backend, gated[:decoded])
+        if decoded < x.shape[0]:
+            gated[decoded:] = self._by_torch(projected[decoded:], backend, decoded)
+        return self._out.forward(gated)
+
+    def _decode(self, projected: Tensor, backend: HybridBackend, out: Tensor) -> None:
+        kernel = self._kernel
+        assert kernel is not None
+        weights = DeltaWeights(
+            filters=self._filters.data,
+            log_rate=self._log_rate.data,
+            rate_bias=self._rate_bias.data,
+            norm=self._norm.weight,
+            eps=self._norm.eps,
+        )
+
+        def run(rows: Tensor, past: Tensor, recurrent: Tensor) -> None:
+            kernel.run(projected, weights, rows, past, recurrent, out)
+
+        backend.decode(self._layer, run)
+
+    def _by_torch(self, projected: Tensor, backend: HybridBackend, decoded: int) -> Tensor:
+        """What goes into the last product, of all rows from ``decoded`` on."""
+        mixed, gate, b, a = self._split(projected)
         rate = functional.softplus(a.float() + self._rate_bias.data.float())
         decay = -self._log_rate.data.float().exp() * rate
-        found = backend.delta(mixed, self._filters.data.squeeze(1), decay, torch.sigmoid(b), self._layer)
-        normalized = self._norm.scale_(normalize(found.float(), self._norm.eps).to(x.dtype))
-        gated = (normalized * functional.silu(gate.float())).to(x.dtype)
-        return self._out.forward(gated.flatten(1))
+        found = backend.delta(
+            mixed, self._filters.data.squeeze(1), decay, torch.sigmoid(b), self._layer, decoded=decoded
+        )
+        normalized = self._norm.scale_(normalize(found.float(), self._norm.eps).to(found.dtype))
+        return (normalized * functional.silu(gate.float())).to(found.dtype).flatten(1)
 
     def _split(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Inputs of the convolution [T, channels], gates [T, value heads, value size], b and a [T, value heads]."""
-        state = self._shape.state
-        tokens, heads = projected.shape[0], state.key_heads
-        keys, values = heads * state.key_size, state.value_heads * state.value_size
-        if not self._shape.by_key_head:
-            mixed, gate, b, a = projected.split(
-                [state.channels, values, state.value_heads, state.value_heads], dim=1
-            )
-            return mixed, gate.view(tokens, -1, state.value_size), b, a
-        group = state.value_heads // heads
-        first, second = projected.split([2 * (keys + values), 2 * state.value_heads], dim=1)
-        sizes = [state.key_size, state.key_size, values // heads, values // heads]
-        q, k, v, gate = first.view(tokens, heads, -1).split(sizes, dim=2)
-        b, a = second.view(tokens, heads, -1).split([group, group], dim=2)
-        mixed = torch.cat([each.reshape(tokens, -1) for each in (q, k, v)], dim=1)
-        gate = gate.reshape(tokens, state.value_heads, state.value_size)
-        return mixed, gate, b.reshape(tokens, -1), a.reshape(tokens, -1)
+        state, places = self._shape.state, self._places
+        group = state.value_heads // state.key_heads
+
+        def of(place: tuple[int, int], size: int) -> Tensor:
+            first, step = place
+            strides = (projected.stride(0), step, 1)
+            shape = (projected.shape[0], state.key_heads, size)
+            return projected.as_strided(shape, strides, projected.storage_offset() + first).flatten(1)
+
+        parts = (
+            (places.query, state.key_size),
+            (places.key, state.key_size),
+            (places.value, group * state.value_size),
+        )
+        mixed = torch.cat([of(place, size) for place, size in parts], dim=1)
+        gate = of(places.gate, group * state.value_size).view(projected.shape[0], -1, state.value_size)
+        return mixed, gate, of(places.b, group), of(places.a, group)
 
     def parts(self) -> Iterator[Layer]:
         """The products and the norm."""
@@ -108,6 +141,35 @@ class GatedDelta(CompositeLayer):
         """Those of the parts, then of the convolution and of the rates of decay."""
         yield from super().parameters()
         yield from (self._filters, self._log_rate, self._rate_bias)
+
+
+def places_of(state: StateShape, *, by_key_head: bool) -> DeltaPlaces:
+    """What the first product computes: modules of the checkpoint in the order of :func:`_projections`."""
+    heads, group = state.key_heads, state.value_heads // state.key_heads
+    key, values = state.key_size, group * state.value_size
+    width = heads * 2 * (key + values + group)
+    if by_key_head:
+        step, narrow = 2 * (key + values), heads * 2 * (key + values)
+        return DeltaPlaces(
+            width=width,
+            query=(0, step),
+            key=(key, step),
+            value=(2 * key, step),
+            gate=(2 * key + values, step),
+            b=(narrow, 2 * group),
+            a=(narrow + group, 2 * group),
+        )
+    gate = state.channels
+    b = gate + heads * values
+    return DeltaPlaces(
+        width=width,
+        query=(0, key),
+        key=(heads * key, key),
+        value=(2 * heads * key, values),
+        gate=(gate, values),
+        b=(b, group),
+        a=(b + heads * group, group),
+    )
 
 
 def _projections(prefix: str, shape: DeltaShape) -> Mapping[str, int]:

@@ -81,55 +81,7 @@ CAESURA_BOTH(f32, float)
 
 namespace CAESURA_ISA {
 
-// A step works on a whole vector, or on the n lanes of a last one; the compiler sees which.
-template <bool WHOLE, class E>
-CAESURA_INLINE F get(const E* p, int64_t n) {
-    if constexpr (WHOLE) return load(p);
-    return load(p, n);
-}
-template <bool WHOLE, class E>
-CAESURA_INLINE void put(E* p, F x, int64_t n) {
-    if constexpr (WHOLE) return store(p, x);
-    store(p, x, n);
-}
-
-// x as an E holds it.
-CAESURA_INLINE F rounded(F x, float) { return x; }
-CAESURA_INLINE F rounded(F x, bf16) { return widen(narrow(x)); }
-
-template <bool WHOLE, class E>
-CAESURA_INLINE F square_step(const E* x, E* residual, int64_t n, F sum) {
-    F value = get<WHOLE>(x, n);
-    if (residual) {
-        value = rounded(add(get<WHOLE>(residual, n), value), E());
-        put<WHOLE>(residual, value, n);
-    }
-    return fma(value, value, sum);
-}
-
-// 1 / sqrt(mean of squares + eps) of x, or of residual += x. Four sums hide the latency of their additions.
-template <class E>
-static float inverse_rms(const E* x, E* residual, int64_t size, float eps) {
-    F sum[4] = {zero(), zero(), zero(), zero()};
-    int64_t c = 0;
-    for (; c + 4 * LANES <= size; c += 4 * LANES)
-        for (int i = 0; i < 4; i++) {
-            const int64_t at = c + i * LANES;
-            sum[i] = square_step<true>(x + at, residual ? residual + at : nullptr, LANES, sum[i]);
-        }
-    for (int i = 0; c + LANES <= size; c += LANES, i++)
-        sum[i] = square_step<true>(x + c, residual ? residual + c : nullptr, LANES, sum[i]);
-    if (c < size) sum[3] = square_step<false>(x + c, residual ? residual + c : nullptr, size - c, sum[3]);
-    const float total = reduce_add(add(add(sum[0], sum[1]), add(sum[2], sum[3])));
-    return 1.0f / std::sqrt(total / (float)size + eps);
-}
-
-template <bool WHOLE, bool FROM_ONE, class E>
-CAESURA_INLINE F normal(const E* x, const E* weight, float inverse, int64_t n) {
-    const F unit = mul(get<WHOLE>(x, n), set1(inverse)), factor = get<WHOLE>(weight, n);
-    if constexpr (FROM_ONE) return rounded(mul(unit, add(set1(1.0f), factor)), E());
-    return rounded(mul(rounded(unit, E()), factor), E());
-}
+#include "elementwise.h"
 
 template <class E, bool FROM_ONE>
 static void norm_row_of(const Norm& a, int64_t row) {
@@ -156,12 +108,6 @@ static void last_norm_row(const LastNorm& a, int64_t row) {
     E* out = (E*)a.out + row * a.size;
     std::memcpy(out, (const E*)a.residual + start, a.size * sizeof(E));
     norm_row<E>({(const E*)a.update + start, 0, out, 0, a.weight, out, 0, 1, a.size, a.eps, a.from_one}, 0);
-}
-
-// x * sigmoid(slope x). e^-x as a square: exp() ends at EXP_MAX, and here infinity has to be reached.
-CAESURA_INLINE F swish(F x, float slope) {
-    const F root = exp(mul(x, set1(-0.5f * slope)));
-    return div(x, fma(root, root, set1(1.0f)));
 }
 
 // Hendrycks and Gimpel, 2016, arXiv:1606.08415: the form with tanh.

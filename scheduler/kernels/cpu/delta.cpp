@@ -1,0 +1,191 @@
+// One token of each of several sequences through a layer of the gated delta rule (attention/delta_rule.py has the formula): the short
+// convolution, the step of the state, the gated norm.
+//
+// Invariants:
+// - A task is one key head of one row, with the value heads that it serves. What it reads and writes of a state is its own.
+// - Arithmetic is float, and results are rounded where the torch code of layers/gated_delta.py rounds them: after the convolution, after
+//   its silu, after the sigmoid of b, after the rule, after normalisation, after the weight.
+// - A row's bits depend on that row and its state alone.
+#ifndef CAESURA_ISA
+
+#include "operations.h"
+
+using namespace caesura;
+
+namespace {
+
+// Elements of a head, at most; kernels/delta.py has the same.
+constexpr int64_t MAX_HEAD = 256;
+// Elements of states that are worth waking the other threads.
+constexpr int64_t PARALLEL = 1 << 14;
+// What is added to the squares of queries and keys; attention/delta_rule.py has the same.
+constexpr float LENGTH_EPS = 1e-6f;
+
+// Where something of the first key head lies in a row, and how far it is to that of the next.
+struct Place {
+    int64_t first, step;
+};
+
+struct Delta {
+    const void* x;  // a row: what the layer's first product computes
+    int64_t x_row;
+    const Place* places;  // queries, keys, values, gates, b, a
+    int64_t rows, key_heads, group, key_size, value_size, kernel;
+    const void* filters;  // [channels, kernel]
+    const void *log_rate, *rate_bias;  // [value heads]
+    const void* norm;  // [value_size]
+    float eps;
+    const int64_t* states;  // [rows]
+    void* past;  // [states, kernel - 1, channels]
+    float* recurrent;  // [states, value heads, key_size, value_size]
+    void* out;  // [rows, value heads, value_size]
+
+    int64_t channels() const { return key_heads * (2 * key_size + group * value_size); }
+};
+
+}  // namespace
+
+#define CAESURA_FILE "delta.cpp"
+#include "each_isa.h"
+
+#define CAESURA_BOTH(NAME, E)                                                                                             \
+    CAESURA_API void caesura_delta_step_##NAME(                                                                           \
+        const void* x, int64_t x_row, const Place* places, int64_t rows, int64_t key_heads, int64_t group,                \
+        int64_t key_size, int64_t value_size, int64_t kernel, const void* filters, const void* log_rate,                  \
+        const void* rate_bias, const void* norm, float eps, const int64_t* states, void* past, float* recurrent,          \
+        void* out, int threads) {                                                                                         \
+        const Delta a = {x, x_row, places, rows, key_heads, group, key_size, value_size, kernel, filters, log_rate,       \
+                         rate_bias, norm, eps, states, past, recurrent, out};                                             \
+        const bool worth_it = rows * key_heads * group * key_size * value_size > PARALLEL;                                \
+        run_team(threads, worth_it, [&](Team& team) {                                                                     \
+            team.each(rows * key_heads, [&](int64_t task, int64_t) {                                                      \
+                CAESURA_DISPATCH(key_head<E>(a, task / a.key_heads, task % a.key_heads));                                 \
+            });                                                                                                           \
+        });                                                                                                               \
+    }
+CAESURA_BOTH(bf16, bf16)
+CAESURA_BOTH(f32, float)
+
+#else
+
+namespace CAESURA_ISA {
+
+#include "elementwise.h"
+
+template <class E>
+static float rounded_scalar(float x) {
+    E lanes[LANES];
+    store(lanes, set1(x));
+    return to_float(lanes[0]);
+}
+
+// silu of `n` channels' convolution, and their newest input stored behind the others, of which the oldest is dropped.
+template <class E>
+static void convolve(const Delta& a, const E* x, E* past, int64_t channel, int64_t n, float* out) {
+    const int64_t channels = a.channels(), kept = a.kernel - 1;
+    const E* filters = (const E*)a.filters + channel * a.kernel;
+    past += channel;
+    for (int64_t c = 0; c < n; c++) out[c] = 0.0f;
+    for (int64_t tap = 0; tap < a.kernel; tap++) {
+        const E* input = tap < kept ? past + tap * channels : x;
+        for (int64_t c = 0; c < n; c++) out[c] += to_float(input[c]) * to_float(filters[c * a.kernel + tap]);
+    }
+    for (int64_t tap = 0; tap < kept; tap++)
+        std::memcpy(past + tap * channels, tap + 1 < kept ? past + (tap + 1) * channels : x, n * sizeof(E));
+    for (int64_t c = 0; c < n; c += LANES) {
+        const int64_t lanes = smaller(LANES, n - c);
+        store(out + c, rounded(swish(rounded(load(out + c, lanes), E()), 1.0f), E()), lanes);
+    }
+}
+
+// x becomes as long as `length`, but for LENGTH_EPS.
+static void scale_to(float* x, int64_t n, float length) {
+    F sum = zero();
+    for (int64_t c = 0; c < n; c += LANES) {
+        const F value = load(x + c, smaller(LANES, n - c));
+        sum = fma(value, value, sum);
+    }
+    const F inverse = set1(1.0f / std::sqrt(reduce_add(sum) + LENGTH_EPS)), scale = set1(length);
+    for (int64_t c = 0; c < n; c += LANES) {
+        const int64_t lanes = smaller(LANES, n - c);
+        store(x + c, mul(mul(load(x + c, lanes), inverse), scale), lanes);
+    }
+}
+
+// The step of a state's columns that lie in so many vectors, the last of them with `lanes`.
+template <int VECTORS, bool WHOLE>
+static void columns(const Delta& a, float* state, const float* q, const float* k, const float* v, float decay, float beta,
+                    float* out, int64_t lanes) {
+    const F kept = set1(decay);
+    F known[VECTORS], found[VECTORS];
+    for (int i = 0; i < VECTORS; i++) known[i] = found[i] = zero();
+    const float* from = state;
+    for (int64_t j = 0; j < a.key_size; j++, from += a.value_size) {
+        const F key = set1(k[j]);
+        for (int i = 0; i < VECTORS; i++) known[i] = fma(key, mul(kept, get<WHOLE>(from + i * LANES, lanes)), known[i]);
+    }
+    for (int i = 0; i < VECTORS; i++) known[i] = mul(set1(beta), sub(get<WHOLE>(v + i * LANES, lanes), known[i]));
+    float* to = state;
+    for (int64_t j = 0; j < a.key_size; j++, to += a.value_size) {
+        const F key = set1(k[j]), query = set1(q[j]);
+        for (int i = 0; i < VECTORS; i++) {
+            const F next = fma(key, known[i], mul(kept, get<WHOLE>(to + i * LANES, lanes)));
+            put<WHOLE>(to + i * LANES, next, lanes);
+            found[i] = fma(query, next, found[i]);
+        }
+    }
+    for (int i = 0; i < VECTORS; i++) put<WHOLE>(out + i * LANES, found[i], lanes);
+}
+
+// One value head's state to its next, and what the query finds in it.
+static void step_state(const Delta& a, float* state, const float* q, const float* k, const float* v, float decay, float beta,
+                       float* out) {
+    int64_t c = 0;
+    for (; c + 4 * LANES <= a.value_size; c += 4 * LANES)
+        columns<4, true>(a, state + c, q, k, v + c, decay, beta, out + c, LANES);
+    for (; c + LANES <= a.value_size; c += LANES)
+        columns<1, true>(a, state + c, q, k, v + c, decay, beta, out + c, LANES);
+    if (c < a.value_size) columns<1, false>(a, state + c, q, k, v + c, decay, beta, out + c, a.value_size - c);
+}
+
+template <class E>
+static void gated_norm(const Delta& a, const float* x, const E* gate, E* out) {
+    E stored[MAX_HEAD];
+    for (int64_t c = 0; c < a.value_size; c += LANES)
+        store(stored + c, load(x + c, smaller(LANES, a.value_size - c)), smaller(LANES, a.value_size - c));
+    const E* weight = (const E*)a.norm;
+    const float inverse = inverse_rms<E>(stored, nullptr, a.value_size, a.eps);
+    for (int64_t c = 0; c < a.value_size; c += LANES) {
+        const int64_t n = smaller(LANES, a.value_size - c);
+        const F normed = normal<false, false>(stored + c, weight + c, inverse, n);
+        store(out + c, mul(normed, swish(load(gate + c, n), 1.0f)), n);
+    }
+}
+
+template <class E>
+static void key_head(const Delta& a, int64_t row, int64_t head) {
+    const E *x = (const E*)a.x + row * a.x_row, *part[6];
+    for (int i = 0; i < 6; i++) part[i] = x + a.places[i].first + head * a.places[i].step;
+    const int64_t value_heads = a.key_heads * a.group, keys = a.key_heads * a.key_size, size = a.key_size * a.value_size;
+    const int64_t state = a.states[row];
+    E* past = (E*)a.past + state * (a.kernel - 1) * a.channels();
+    float q[MAX_HEAD], k[MAX_HEAD], v[MAX_HEAD], found[MAX_HEAD];
+    convolve(a, part[0], past, head * a.key_size, a.key_size, q);
+    convolve(a, part[1], past, keys + head * a.key_size, a.key_size, k);
+    scale_to(q, a.key_size, 1.0f / std::sqrt((float)a.key_size));
+    scale_to(k, a.key_size, 1.0f);
+    for (int64_t i = 0; i < a.group; i++) {
+        const int64_t value = head * a.group + i;
+        convolve(a, part[2] + i * a.value_size, past, 2 * keys + value * a.value_size, a.value_size, v);
+        const float beta = rounded_scalar<E>(1.0f / (1.0f + expf(-to_float(part[4][i]))));
+        const float shifted = to_float(part[5][i]) + to_float(((const E*)a.rate_bias)[value]);
+        const float rate = shifted > 20.0f ? shifted : log1pf(expf(shifted));  // torch's softplus
+        const float decay = expf(-expf(to_float(((const E*)a.log_rate)[value])) * rate);
+        step_state(a, a.recurrent + (state * value_heads + value) * size, q, k, v, decay, beta, found);
+        gated_norm(a, found, part[3] + i * a.value_size, (E*)a.out + (row * value_heads + value) * a.value_size);
+    }
+}
+
+}  // namespace CAESURA_ISA
+
+#endif

@@ -1,0 +1,148 @@
+"""One token of each of several sequences through the gated delta rule on the CPU, compiled (``cpu/delta.cpp``).
+
+Invariants:
+- Results are those of ``layers/gated_delta.py`` by torch but for the order of sums and the last bit of an exponential: they are
+  rounded to the dtype wherever torch's sequence of operations rounds.
+- A row's bits depend on that row and its state alone.
+"""
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..cache.state_pool import StateShape
+from . import TORCH, best, native
+from .native import FLOAT, INT, POINTER, SIZE
+
+LARGEST_HEAD = 256
+"""Of the buffers of ``cpu/delta.cpp``."""
+
+_STEP = native.by_dtype(
+    "caesura_delta_step",
+    *(POINTER, SIZE, POINTER, SIZE),  # x, stride of a row, places, rows
+    *(SIZE, SIZE, SIZE, SIZE, SIZE),  # key heads, value heads of each, key size, value size, kernel
+    *(POINTER, POINTER, POINTER, POINTER, FLOAT),  # filters, rates, their biases, norm
+    *(POINTER, POINTER, POINTER, POINTER, INT),  # states, past, recurrent, out, threads
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeltaPlaces:
+    """Where a layer's first product computes what: of the first key head, and how far it is to that of the next, in elements.
+
+    Value heads of a key head are neighbours in ``value``, ``gate``, ``b`` and ``a``.
+    """
+
+    width: int
+    """Of a row."""
+    query: tuple[int, int]
+    key: tuple[int, int]
+    value: tuple[int, int]
+    gate: tuple[int, int]
+    b: tuple[int, int]
+    a: tuple[int, int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeltaWeights:
+    """A layer's parameters besides its products."""
+
+    filters: Tensor
+    """[channels, 1, kernel]: of the convolution."""
+    log_rate: Tensor
+    """[value heads], and the next."""
+    rate_bias: Tensor
+    norm: Tensor
+    """[value size]"""
+    eps: float
+    """Of the norm."""
+
+
+class DeltaStep:
+    """The kernel, for layers of one shape."""
+
+    def __init__(self, shape: StateShape, places: DeltaPlaces) -> None:
+        self._shape, self._width = shape, places.width
+        pairs = (places.query, places.key, places.value, places.gate, places.b, places.a)
+        self._places = (SIZE * 12)(*(number for pair in pairs for number in pair))
+        self._address = ctypes.addressof(self._places)
+
+    def run(
+        self, x: Tensor, weights: DeltaWeights, states: Tensor, past: Tensor, recurrent: Tensor, out: Tensor
+    ) -> None:
+        """Each row's state to its next, and what its query finds, normalised and gated.
+
+        Args:
+            x: [R, places.width], elements of a row contiguous.
+            states: int64 [R]: rows of the two that follow, none twice; inside them, which is not checked.
+            past: [states, kernel - 1, channels]; recurrent: float32 [states, value heads, key size, value size]: of
+                :class:`~..cache.state_pool.StatePool`, overwritten.
+            out: [R, value heads * value size], contiguous.
+
+        Raises:
+            ValueError: a tensor that the kernel would misread.
+        """
+        shape, filters = self._shape, weights.filters
+        if not self._fits(x, weights, states, past, recurrent, out):
+            tensors = (
+                x,
+                filters,
+                weights.log_rate,
+                weights.rate_bias,
+                weights.norm,
+                states,
+                past,
+                recurrent,
+                out,
+            )
+            described = ", ".join(f"{each.dtype} {tuple(each.shape)}" for each in tensors)
+            raise ValueError(f"no step of the delta rule: {described}")
+        _STEP[x.dtype](
+            *(x.data_ptr(), x.stride(0), self._address, x.shape[0]),
+            *(shape.key_heads, shape.value_heads // shape.key_heads),
+            *(shape.key_size, shape.value_size, shape.kernel),
+            *(filters.data_ptr(), weights.log_rate.data_ptr(), weights.rate_bias.data_ptr()),
+            *(weights.norm.data_ptr(), weights.eps),
+            *(states.data_ptr(), past.data_ptr(), recurrent.data_ptr(), out.data_ptr(), native.num_threads()),
+        )
+
+    def _fits(
+        self, x: Tensor, weights: DeltaWeights, states: Tensor, past: Tensor, recurrent: Tensor, out: Tensor
+    ) -> bool:
+        shape, rows, values = self._shape, x.shape[0], self._shape.value_heads * self._shape.value_size
+        parts = (
+            (weights.filters, (shape.channels, 1, shape.kernel)),
+            (weights.log_rate, (shape.value_heads,)),
+            (weights.rate_bias, (shape.value_heads,)),
+            (weights.norm, (shape.value_size,)),
+            (past, (past.shape[0], *shape.past)),
+            (out, (rows, values)),
+        )
+        return (
+            x.dtype in native.FLOATS
+            and x.shape == (rows, self._width)
+            and x.stride(1) == 1
+            and all(
+                each.dtype == x.dtype and each.shape == size and each.is_contiguous() for each, size in parts
+            )
+            and (recurrent.dtype, recurrent.shape) == (torch.float32, (past.shape[0], *shape.recurrent))
+            and recurrent.is_contiguous()
+            and (states.dtype, states.shape) == (torch.int64, (rows,))
+            and states.is_contiguous()
+        )
+
+
+def delta_for(
+    device: torch.device, dtype: torch.dtype, shape: StateShape, places: DeltaPlaces
+) -> DeltaStep | None:
+    """The kernel for layers of ``shape``. None: torch serves."""
+    if best("linear_attention", device, dtype) == TORCH or not computable(shape):
+        return None
+    return DeltaStep(shape, places)
+
+
+def computable(shape: StateShape) -> bool:
+    """Whether the kernel takes heads of these sizes."""
+    return max(shape.key_size, shape.value_size) <= LARGEST_HEAD

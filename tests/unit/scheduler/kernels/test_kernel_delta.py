@@ -1,0 +1,182 @@
+"""The compiled step of the gated delta rule: against the layer by torch, and bit by bit by row."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.forward_batches import Row, forward_batch
+from support.kernels import instruction_sets, threads
+from support.sanitized import run_sanitized
+from torch import Tensor
+
+from caesura.scheduler.attention.delta_rule import HybridBackend
+from caesura.scheduler.cache.state_pool import StatePool, StateShape
+from caesura.scheduler.forward import AttentionBackend, StateStep
+from caesura.scheduler.kernels.delta import LARGEST_HEAD, delta_for
+from caesura.scheduler.layers.gated_delta import DeltaShape, GatedDelta, places_of
+from caesura.scheduler.layers.parameters import Placement
+
+CPU = torch.device("cpu")
+STATES = 9
+HIDDEN = 24
+TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+
+
+class Layer:
+    """A layer of random parameters, its states, and one step of some of them."""
+
+    def __init__(self, shape: StateShape, dtype: torch.dtype, by_key_head: bool, seed: int = 0) -> None:
+        self.shape, self.dtype = shape, dtype
+        self.random = torch.Generator().manual_seed(seed)
+        sizes = DeltaShape(hidden_size=HIDDEN, state=shape, eps=1e-6, by_key_head=by_key_head)
+        self.block = GatedDelta("l", "l", 0, sizes, place=Placement(dtype, CPU))
+        for slot in self.block.slots():
+            values = 0.4 * self.draw(*slot.shape) + (1.0 if "norm" in slot.name else 0.0)
+            slot.write(values.to(dtype), 0)
+        self.pool = StatePool(num_layers=1, num_rows=STATES, shape=shape, dtype=dtype)
+        past, recurrent = self.pool.layer(0)
+        past.copy_(self.draw(*past.shape))
+        recurrent.copy_(self.draw(*recurrent.shape))
+
+    def draw(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.random)
+
+    def step(
+        self, x: Tensor, rows: list[int], *, compiled: bool, kept: tuple[list[int], list[int]] | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What the layer computes, and its states afterwards; those of the pool stay as they are."""
+        pool = StatePool(num_layers=1, num_rows=STATES, shape=self.shape, dtype=self.dtype)
+        for target, source in zip(pool.layer(0), self.pool.layer(0), strict=True):
+            target.copy_(source)
+        attention = SimpleNamespace(fused=None, reads_page_table=False, plan=lambda batch: None)
+        backend = HybridBackend(cast("AttentionBackend", attention), pool)
+        where = None if kept is None else (torch.tensor(kept[0]), torch.tensor(kept[1]))
+        batch = forward_batch([Row([1], 0, [1]) for _ in rows], len(rows))
+        batch.states = StateStep(rows=torch.tensor(rows), segments=(), kept=where)
+        backend.plan(batch)
+        kernel = self.block._kernel
+        assert kernel is not None
+        self.block._kernel = kernel if compiled else None
+        try:
+            return self.block.forward(x, x, x, backend), *pool.layer(0)
+        finally:
+            self.block._kernel = kernel
+
+
+shapes = st.builds(
+    lambda key_heads, group, key_size, value_size, kernel: StateShape(
+        key_heads=key_heads,
+        value_heads=key_heads * group,
+        key_size=key_size,
+        value_size=value_size,
+        kernel=kernel,
+    ),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.sampled_from([1, 5, 16, 40]),
+    st.sampled_from([1, 7, 16, 33, 64, 100]),
+    st.integers(1, 5),
+)
+
+
+@settings(max_examples=40)
+@given(
+    shape=shapes,
+    dtype=st.sampled_from(list(TOLERANCES)),
+    by_key_head=st.booleans(),
+    rows=st.lists(st.integers(1, STATES - 3), unique=True, min_size=1),
+    seed=st.integers(0, 99),
+)
+def test_a_step_is_that_of_torch(shape, dtype, by_key_head, rows, seed) -> None:
+    for _ in instruction_sets():
+        layer = Layer(shape, dtype, by_key_head, seed)
+        x = layer.draw(len(rows), HIDDEN).to(dtype)
+        kept = ([len(rows) - 1], [STATES - 1])
+        for got, want in zip(
+            layer.step(x, rows, compiled=True, kept=kept),
+            layer.step(x, rows, compiled=False, kept=kept),
+            strict=True,
+        ):
+            torch.testing.assert_close(got, want, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
+
+
+@settings(max_examples=15)
+@given(
+    shape=shapes, dtype=st.sampled_from(list(TOLERANCES)), by_key_head=st.booleans(), seed=st.integers(0, 99)
+)
+def test_bits_of_a_row_are_its_own(shape, dtype, by_key_head, seed) -> None:
+    """Whatever its place, its neighbours, and the number of threads."""
+    layer, rows = None, [4, 2, 6, 1]
+    for _ in instruction_sets():
+        layer = Layer(shape, dtype, by_key_head, seed)
+        x = layer.draw(len(rows), HIDDEN).to(dtype)
+        with threads(3):
+            together = layer.step(x, rows, compiled=True)
+        for index, row in enumerate(rows):
+            with threads(1):
+                alone = layer.step(x[index : index + 1], [row], compiled=True)
+            assert torch.equal(alone[0][0], together[0][index])
+            assert torch.equal(alone[1][row], together[1][row])
+            assert torch.equal(alone[2][row], together[2][row])
+
+
+def test_steep_decays_and_gates() -> None:
+    """Where exponentials overflow or vanish, the step is torch's."""
+    shape = StateShape(key_heads=1, value_heads=2, key_size=16, value_size=16, kernel=4)
+    for _ in instruction_sets():
+        layer = Layer(shape, torch.float32, by_key_head=False)
+        x = layer.draw(3, HIDDEN)
+        for size in (1e-30, 40.0, 1e4, 1e18):
+            got, want = (layer.step(size * x, [1, 2, 3], compiled=each) for each in (True, False))
+            for ours, torchs in zip(got, want, strict=True):
+                torch.testing.assert_close(ours, torchs, rtol=1e-3, atol=1e-5, equal_nan=True)
+
+
+def test_large_heads_are_torchs() -> None:
+    for _ in instruction_sets():
+        pass  # or skipped
+    for size in (LARGEST_HEAD, LARGEST_HEAD + 1):
+        shape = StateShape(key_heads=1, value_heads=1, key_size=8, value_size=size, kernel=2)
+        kernel = delta_for(CPU, torch.float32, shape, places_of(shape, by_key_head=True))
+        assert (kernel is not None) == (size == LARGEST_HEAD)
+
+
+def test_what_the_kernel_would_misread_is_refused() -> None:
+    shape = StateShape(key_heads=1, value_heads=2, key_size=8, value_size=8, kernel=3)
+    for _ in instruction_sets():
+        layer = Layer(shape, torch.float32, by_key_head=True)
+        x = layer.draw(2, HIDDEN)
+        misfits = (layer.pool.layer(0)[0], torch.zeros(STATES, 2, 8, 9))
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            pytest.raises(ValueError, match=r"no step of the delta rule: torch.float32 \(2, 52\)"),
+        ):
+            patch.setattr(StatePool, "layer", lambda pool, number, misfits=misfits: misfits)
+            layer.step(x, [1, 2], compiled=True)
+
+
+SANITIZED = """
+sys.path.insert(0, {here!r})
+import torch
+from support.kernels import instruction_sets
+from test_kernel_delta import Layer, StateShape
+for isa in instruction_sets():
+    for dtype in (torch.float32, torch.bfloat16):
+        for key, value in ((1, 1), (5, 100), (64, 33), (16, 256)):
+            layer = Layer(StateShape(key_heads=2, value_heads=4, key_size=key, value_size=value, kernel=4), dtype, key > 5)
+            layer.step(layer.draw(7, 24).to(dtype), list(range(1, 8)), compiled=True)
+    print(isa)
+"""
+
+
+@pytest.mark.long
+def test_memory_is_accessed_within_bounds(tmp_path) -> None:
+    for _ in instruction_sets():
+        pass  # or skipped
+    here = str(Path(__file__).parent)
+    operations = ("delta", "elementwise", "linear")
+    assert "avx2" in run_sanitized(SANITIZED.format(here=here), tmp_path, *operations)
