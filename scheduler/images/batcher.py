@@ -24,6 +24,8 @@ from .request import ImageRequest, Phase, Prompting
 
 ENCODED_PROMPTS = 16
 """Most prompts of an encoding step, those of guidance included."""
+ENCODED_TOKENS = 8192
+"""Most tokens of an encoding step of several prompts, over all encoders: attention of long ones takes time and memory with their square."""
 DECODED_IMAGES = 2
 """Most images of a decoding step: a VAE's activations are the largest of all, and a pause waits for no more of them than a denoising step
 of as many samples takes."""
@@ -254,10 +256,11 @@ class ImageBatcher:
             ids = prompting.ids if prompting.embeds is None else prompting.negative_ids
             alike = (prompting.max_sequence_length, *map(len, ids or ()))
             lengths = lengths or alike
-            rows += 1 + prompting.guided
-            if alike != lengths or rows > ENCODED_PROMPTS:
-                rows -= 1 + prompting.guided
+            more = rows + 1 + prompting.guided
+            fits = more <= ENCODED_PROMPTS and more * sum(map(len, ids or ())) <= ENCODED_TOKENS
+            if alike != lengths or (chosen and not fits):
                 continue
+            rows = more
             chosen[id(prompting)] = sample, prompting
             keys |= missing
         if not chosen:

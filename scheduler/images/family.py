@@ -8,6 +8,7 @@ Invariants:
 - The names of embeddings are those of the pipeline's arguments.
 """
 
+import reprlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -26,6 +27,8 @@ from ..files import checkpoint_error
 Embeds = dict[str, Tensor]
 """Embeddings by name, of one prompt without a batch dimension, or of several with one."""
 
+_SHORT = reprlib.Repr()
+_SHORT.maxstring, _SHORT.maxlist = 100, 20
 _KEPT_GRIDS = 64
 """Grids of sigmas: making one takes a millisecond, in which no step is made."""
 MAX_IDS = 4096
@@ -250,9 +253,13 @@ def padded_ids(tokenizer: Any, text: str, length: int) -> list[int]:
 
 
 def invalid(field: str, value: object, requirement: str) -> CaesuraError:
-    """``field`` of a request, and what is asked of it."""
+    """``field`` of a request, and what is asked of it; a long value is shortened, since answers and logs repeat it."""
+    said = _SHORT.repr(value)
     return CaesuraError(
-        ErrorCode.INVALID_REQUEST, f"{field} = {value!r}: {requirement}", field=field, value=value
+        ErrorCode.INVALID_REQUEST,
+        f"{field} = {said}: {requirement}",
+        field=field,
+        value=value if said == repr(value) else said,
     )
 
 

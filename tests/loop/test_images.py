@@ -25,7 +25,8 @@ from caesura.io_struct import (
 pytest.importorskip("diffusers")
 from support.pipelines import load_pipeline, make_sd3, tensors_of
 
-from caesura.scheduler.images import footprint, traced
+from caesura.io_struct.codec import encode
+from caesura.scheduler.images import batcher, footprint, traced
 from caesura.scheduler.images.admission import MAX_EMBED_TOKENS
 from caesura.scheduler.images.batcher import RAISE_AFTER
 from caesura.scheduler.observability.throughput import Counters, line
@@ -496,6 +497,13 @@ def test_what_cannot_be_done_is_refused_with_its_field(driver, fields, field):
     assert len(driver.engine.live) == 0
 
 
+@pytest.mark.parametrize("fields", [{"sigmas": [0.5] * 1000}, {"prompt": None, "prompt_ids": [[1] * 4000]}])
+def test_a_refusal_does_not_repeat_a_long_value(driver, fields):
+    reply = refusal(driver, request(**fields))
+    assert reply.code == "invalid_request"
+    assert len(encode(reply)) < 1000
+
+
 def spec(name, shape, buffer=0, dtype="F32"):
     size = {"F32": 4, "F64": 8, "I32": 4}[dtype]
     return TensorSpec(name=name, dtype=dtype, shape=shape, nbytes=size * int(np.prod(shape)), buffer=buffer)
@@ -715,6 +723,19 @@ def test_a_prompt_that_cannot_be_encoded_ends_all_its_samples_at_once(driver, mo
     code = "out_of_memory" if isinstance(error, MemoryError) else "internal"
     assert {(reason.type, reason.code) for reason in ended} == {("error", code)}
     assert run(driver, request())[0].finish_reason.type == "length"
+
+
+@pytest.mark.parametrize(("most", "expected"), [(1 << 20, [3]), (2 * (8 + 8 + TEXT), [2, 1]), (1, [1, 1, 1])])
+def test_long_prompts_are_encoded_few_at_a_time(driver, monkeypatch, most, expected):
+    """A pause waits for all that are encoded at once, whose attention takes time and memory with the square of their lengths."""
+    monkeypatch.setattr(batcher, "ENCODED_TOKENS", most)
+    runner, steps = driver.engine.scheduler._runner, []
+    encode = runner._encode
+    monkeypatch.setattr(runner, "_encode", lambda prompts: (steps.append(len(prompts)), encode(prompts))[1])
+    rids = [driver.send(request(prompt=prompt)) for prompt in ("a red", "a blue", "a green")]
+    driver.run_until_idle()
+    assert steps == expected
+    assert {image(driver, rid).finish_reason.type for rid in rids} == {"length"}
 
 
 @pytest.fixture
