@@ -21,6 +21,7 @@ from .flow import INITIAL, Coefficients, advance, coefficients, log_prob, noise_
 from .footprint import Footprint
 from .request import ImageRequest, Prompting
 from .stages import Stages
+from .threads import StepThreads
 from .traced import Images, Velocity
 
 
@@ -109,6 +110,7 @@ class ImageRunner:
             family,
             records=on_cpu and not stages.comes_in_blocks("vae") and not family.vae_has_state,
         )
+        self._threads = StepThreads(family) if on_cpu else None
         self._stages = stages
         self._device = device
         self._streams = streams_of(device_module)
@@ -121,7 +123,8 @@ class ImageRunner:
         """
         self._footprint.check_step(batch)
         self._stages.enter(batch.kind)
-        with torch.inference_mode(), self.on_stream():
+        threads = nullcontext() if self._threads is None else self._threads.of(batch)
+        with torch.inference_mode(), self.on_stream(), threads:
             if batch.kind == "encode":
                 return Launched(self._encode(batch.prompts))
             if batch.kind == "decode":

@@ -725,6 +725,24 @@ def test_a_prompt_that_cannot_be_encoded_ends_all_its_samples_at_once(driver, mo
     assert run(driver, request())[0].finish_reason.type == "length"
 
 
+def test_small_steps_take_one_thread_of_an_engines_several(driver, monkeypatch):
+    family, seen = driver.engine.scheduler._runner._family, {}
+    for kind in ("velocity", "decode", "encode"):
+        call = getattr(family, kind)
+        monkeypatch.setattr(
+            family,
+            kind,
+            lambda *a, kind=kind, call=call: (seen.update({kind: torch.get_num_threads()}), call(*a))[1],
+        )
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        run(driver, request())
+        assert (seen, torch.get_num_threads()) == ({"encode": 3, "velocity": 1, "decode": 1}, 3)
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize(("most", "expected"), [(1 << 20, [3]), (2 * (8 + 8 + TEXT), [2, 1]), (1, [1, 1, 1])])
 def test_long_prompts_are_encoded_few_at_a_time(driver, monkeypatch, most, expected):
     """A pause waits for all that are encoded at once, whose attention takes time and memory with the square of their lengths."""
