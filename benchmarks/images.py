@@ -9,7 +9,7 @@ join between two steps.
     python benchmarks/images.py --shape small --threads 2 --json images.json
 
 With ``--residency`` it measures something else: bytes of weights on the device by the strategies of the components, at their
-peak and between stages, and what an image takes then.
+peak and between stages, and what an image and its stages take then.
 
     python benchmarks/images.py --shape even --residency
 """
@@ -29,7 +29,7 @@ import torch
 from diffusers import StableDiffusion3Pipeline
 from harness.cycles import ALLOWANCE_MS, distribution
 from harness.image_pipelines import SHAPES, write_pipeline
-from harness.image_residency import Occupation, measure_occupation
+from harness.image_residency import STAGES, Occupation, measure_occupation
 from harness.machine import busy_share, describe, machine_facts
 from harness.process_memory import MB, read_memory
 from rich.console import Console
@@ -41,6 +41,10 @@ PROMPT = "a red circle"
 STEPS = 10
 BATCH = 8
 PATIENCE_S = 300.0
+GAP_SAMPLES = 5
+"""Images of which the median says how far apart requests arrive: one alone may have met a disturbance."""
+WAITED_FOR = ("encode", "denoise", "decode", "pause")
+"""Stages that a pause may meet, and what it takes inside the engine."""
 WAYS = ("one", "eight", "mixed")
 
 Rates = dict[str, dict[str, list[float]]]
@@ -131,7 +135,7 @@ def measure_rates(engines: dict[str, Diffusers | Caesura], workload: Workload) -
     for engine in engines.values():
         engine.images(1, 0)
         engine.images(BATCH, 0)
-    gap_s = _seconds(lambda: engines["diffusers"].images(1, 1)) / 3
+    gap_s = median(_seconds(lambda: engines["diffusers"].images(1, 1)) for _ in range(GAP_SAMPLES)) / 3
     ways: dict[str, Callable[[Diffusers | Caesura], object]] = {
         "one": lambda engine: [engine.images(1, number) for number in range(workload.images)],
         "eight": lambda engine: [engine.images(BATCH, 100 * n) for n in range(workload.images // BATCH)],
@@ -158,8 +162,8 @@ class Cycles:
 
     pause_ms: dict[str, float]
     update_ms: dict[str, float]
-    step_ms: dict[str, float]
-    """Of denoising: the median, and the longest of all."""
+    stage_ms: dict[str, dict[str, float]]
+    """Of :data:`WAITED_FOR` in the engine: the median, and the longest of all."""
     rss_mb: list[float]
     """Of the engine's process, ten times over the cycles."""
     reserved_mb: list[float]
@@ -201,11 +205,14 @@ def measure_cycles(client: SchedulerClient, pid: int, folder: Path, workload: Wo
         for future in futures:
             future.result()
     stages = {stage.name: stage for stage in client.status(timeout=PATIENCE_S).stages}
-    step = stages["denoise"]
     return Cycles(
         pause_ms=distribution([1e3 * value for value in pauses]),
         update_ms=distribution([1e3 * value for value in updates]),
-        step_ms={"median": 1e3 * step.median_s, "longest": 1e3 * step.longest_s},
+        stage_ms={
+            name: {"median": 1e3 * stages[name].median_s, "longest": 1e3 * stages[name].longest_s}
+            for name in WAITED_FOR
+            if name in stages
+        },
         rss_mb=rss,
         reserved_mb=reserved,
     )
@@ -229,10 +236,13 @@ def tables(console: Console, rates: Rates, cycles: Cycles | None) -> None:
     console.print(table)
     if cycles is None:
         return
-    step = cycles.step_ms
+    steps = ", ".join(
+        f"{name} {times['median']:.1f} ms (longest {times['longest']:.1f})"
+        for name, times in cycles.stage_ms.items()
+    )
     console.print(
         f"pause p50 {cycles.pause_ms['p50']:.1f}, p99 {cycles.pause_ms['p99']:.1f}, max {cycles.pause_ms['max']:.1f} ms; "
-        f"a step takes {step['median']:.1f} ms (longest {step['longest']:.1f}), allowed beyond it {ALLOWANCE_MS:.0f}; "
+        f"in the engine: {steps}; allowed beyond a step {ALLOWANCE_MS:.0f}; "
         f"update p50 {cycles.update_ms['p50']:.1f}, p99 {cycles.update_ms['p99']:.1f} ms",
         soft_wrap=True,
     )
@@ -245,11 +255,14 @@ def occupation_table(console: Console, found: list[Occupation]) -> None:
     table = Table(
         "encoders, VAE", "transformer", "peak, MB", "denoising, MB", "idle, MB", "one image, s", "ratio"
     )
+    times = Table("encoders, VAE", "transformer", *(f"{name}, ms" for name in STAGES))
     for each in found:
         sizes = [f"{nbytes / MB:.1f}" for nbytes in (each.peak, each.denoising, each.idle)]
         ratio = each.seconds / found[0].seconds
         table.add_row(each.frozen, each.transformer, *sizes, f"{each.seconds:.3f}", f"{ratio:.2f}")
+        times.add_row(each.frozen, each.transformer, *(f"{each.stage_ms[name]:.1f}" for name in STAGES))
     console.print(table)
+    console.print(times)
 
 
 def residency(options: argparse.Namespace, console: Console) -> None:

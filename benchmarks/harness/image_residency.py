@@ -18,6 +18,8 @@ STRATEGIES: list[tuple[Residency, Residency]] = [
     ("layerwise", "layerwise"),
 ]
 """Of the text encoders and the VAE, and of the transformer."""
+STAGES = ("encode", "denoise", "decode", "components.arrive", "components.leave")
+"""What the time of an image goes to. The times of the first three contain the coming and going of components before them."""
 STEPS, LONG = 10, 1000
 PATIENCE_S = 300.0
 
@@ -36,6 +38,8 @@ class Occupation:
     """Between two images."""
     seconds: float
     """For one image of :data:`STEPS` steps, all alone."""
+    stage_ms: dict[str, float]
+    """Of :data:`STAGES` for one image, the mean over the images."""
 
 
 def measure_occupation(folder: Path, side: int, threads: int, images: int) -> list[Occupation]:
@@ -70,11 +74,12 @@ def _measure(
             )
 
         image()
-        took = []
+        before, took = _stage_seconds(client), []
         for _ in range(images):
             began = time.perf_counter()
             image()
             took.append(time.perf_counter() - began)
+        stages = {name: after - before[name] for name, after in _stage_seconds(client).items()}
         idle, peak = _present(client), _present(client, peak=True)
         with ThreadPoolExecutor(1) as thread:
             made = client.status(timeout=PATIENCE_S).generated_tokens
@@ -92,6 +97,7 @@ def _measure(
             denoising=denoising,
             idle=idle,
             seconds=median(took),
+            stage_ms={name: 1e3 * seconds / images for name, seconds in stages.items()},
         )
 
 
@@ -101,3 +107,9 @@ def _present(client: SchedulerClient, *, peak: bool = False) -> int:
     memory = status.device_memory
     always = memory.weights - sum(each.nbytes for each in status.components)
     return always + (memory.components_peak if peak else memory.components)
+
+
+def _stage_seconds(client: SchedulerClient) -> dict[str, float]:
+    """Of each of :data:`STAGES` since the engine's start; 0 where it never ran."""
+    totals = {stage.name: stage.total_s for stage in client.status(timeout=PATIENCE_S).stages}
+    return {name: totals.get(name, 0.0) for name in STAGES}
