@@ -71,7 +71,7 @@ def what_serves(config: EngineConfig, loaded: LoadedModel) -> Serving:
         by["decoder"] = TORCH
     foreign = loaded.model if isinstance(loaded.model, ForeignModel) else None
     if foreign is not None:
-        if not foreign.in_one_call:
+        if by["decoder"] == TORCH or not foreign.in_one_call:
             by["elementwise"] = TORCH
         if foreign.torch_experts:
             by["experts"] = TORCH

@@ -30,7 +30,7 @@ from .attention import attending
 from .layerwise import LayerByLayer
 from .probe import Attended, probe, refused
 from .products import Given
-from .replay import recorded
+from .replay import recorded, recorded_head
 from .self_check import check
 from .skeleton import build, compute_buffers
 
@@ -82,6 +82,9 @@ class TransformersForCausalLM(LayeredModel):
         self._layers = assembled.layers
         self._head = assembled.head
         self._headed, self._given = _with_given(module, path)
+        self._recorded_head = recorded_head(
+            self._headed, self._given, self._head, place.dtype, place.device, config.hidden_size
+        )
         self._logits = LogitsProcessor(self._project, config.vocab_size, place=place)
         self._by_layer = LayerByLayer(decoder, seen)
         self._recorded = recorded(module, decoder, seen, self.forms, place.dtype, place.device)
@@ -130,6 +133,9 @@ class TransformersForCausalLM(LayeredModel):
         return self._logits.forward(hidden)
 
     def _project(self, hidden: Tensor, out: Tensor) -> Tensor:
+        if self._recorded_head is not None:
+            made = self._recorded_head(hidden, out, hidden.shape[0])
+            return made if made.data_ptr() == out.data_ptr() else out.copy_(made)
         self._given.hidden = hidden.unsqueeze(0)
         if self._head is not None:
             self._head.out = out

@@ -38,11 +38,13 @@ class Norm:
 
 
 def close(found: Tensor, expected: Tensor, *, cancels: bool = False) -> bool:
-    """Whether values agree within rounding.
+    """Whether two tensors of a dtype that kernels compute in have the same form, and values that agree within rounding.
 
     Beside that of a value itself, there is what float32 loses where a row's values of any size cancel; with ``cancels`` values
     of the tensors' dtype do.
     """
+    if (found.shape, found.dtype) != (expected.shape, expected.dtype):
+        return False
     wanted = expected.float()
     largest = wanted.abs().amax(dim=-1, keepdim=True)
     within = _precision(expected.dtype) * wanted.abs()

@@ -107,7 +107,7 @@ class Head(nn.Module):
         """``project(hidden, out)`` writes the product to ``out`` [S, vocab] and returns it."""
         super().__init__()
         self.weight, self.bias = _nothing(place), None
-        self._project = project
+        self.project = project
         self.out_features = vocab_size
         self.out: Tensor | None = None
         """[S, vocab]: of the next call."""
@@ -115,7 +115,7 @@ class Head(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[1, S, hidden] to [1, S, vocab]."""
         assert self.out is not None, "called outside of logits()"
-        return self._project(x[0], self.out).unsqueeze(0)
+        return self.project(x[0], self.out).unsqueeze(0)
 
 
 class Given(nn.Module):

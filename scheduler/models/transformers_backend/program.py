@@ -18,6 +18,11 @@ TOKENS = "tokens"
 """Of a compiled function: the argument T."""
 EFFECTS = frozenset({"attend", "experts", "layer"})
 """Kinds of calls that do something beside their results."""
+_IN_PLACE: dict[Any, Any] = {
+    Tensor.mul: Tensor.mul_, Tensor.__mul__: Tensor.mul_, torch.mul: Tensor.mul_,
+    Tensor.div: Tensor.div_, Tensor.__truediv__: Tensor.div_, torch.div: Tensor.div_,
+    Tensor.tanh: Tensor.tanh_, torch.tanh: Tensor.tanh_,
+}  # fmt: skip
 _LITERALS = (bool, int, float, str, type(None), type(Ellipsis))
 
 
@@ -60,6 +65,27 @@ def replace(recording: Recording, values: dict[Value, Value]) -> None:
         for call in recording.calls:
             call.args, call.kwargs = changed(call.args), changed(call.kwargs)
         recording.out = changed(recording.out)
+
+
+def write_in_place(recording: Recording, value: Value) -> None:
+    """Have what is computed of ``value``, element by element, overwrite it, as long as nothing else takes it."""
+    takers: dict[Value, list[Call]] = {}
+    for call in recording.calls:
+        for each in call.inputs():
+            takers.setdefault(each, []).append(call)
+    while value is not recording.out and len(takers.get(value, [])) == 1:
+        (call,) = takers[value]
+        if call.several or call.args[0] is not value or len(call.inputs()) > 1:
+            return
+        (out,) = call.outs
+        if not call.reshapes:
+            there = _IN_PLACE.get(call.target)
+            if there is None or call.kwargs or (out.shape, out.dtype) != (value.shape, value.dtype):
+                return
+            if any(isinstance(each, Tensor) for each in call.args):
+                return
+            call.target, call.mutates = there, True
+        value = out
 
 
 def _merge_views(recording: Recording) -> None:

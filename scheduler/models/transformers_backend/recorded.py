@@ -1,4 +1,4 @@
-"""Recording a decoder of transformers: which of its parts are the engine's, and runs at several T.
+"""Recording a decoder of transformers, and its head: which of their parts are the engine's, and runs at several T.
 
 Invariant: what stands in for a part while recording is gone when the recording ends, however it ends.
 """
@@ -18,11 +18,13 @@ from .attention import attend
 from .experts import Computed
 from .norms import Norm
 from .probe import FOREIGN_FAILURES, Probe
-from .products import GatheredEmbedding, PartOfProduct, Product, SharedProduct
+from .products import GatheredEmbedding, Given, Head, PartOfProduct, Product, SharedProduct
 from .recording import Fit, NotRecordableError, Recorder, Recording
 
 IDS, POSITIONS, BACKEND = "ids", "positions", "backend"
-"""Inputs of a recording."""
+"""Inputs of a decoder's recording."""
+HIDDEN, OUT = "hidden", "out"
+"""Of a head's."""
 _SIZES = (7, 11, 1)
 _NAME = "caesura_recorder"
 
@@ -30,7 +32,8 @@ _NAME = "caesura_recorder"
 @dataclass(frozen=True, slots=True)
 class _Running:
     recorder: Recorder
-    backend: Tensor
+    last: Tensor
+    """The last input: what stands for the backend, or where logits go."""
     forms: Sequence[AttentionForm]
     head_size: int
 
@@ -77,6 +80,37 @@ def record(
                 _running.reset(known)
             runs.append(recorder)
     return Fit(_SIZES, runs).recording((IDS, POSITIONS, BACKEND), outs)
+
+
+def record_head(headed: Any, given: Given, head: Head, dtype: torch.dtype, hidden_size: int) -> Recording:
+    """The calls that make logits of hidden states, into memory that is given: of ``headed``, whose decoder is ``given``.
+
+    Raises:
+        NotRecordableError: no list of calls repeats what it does.
+    """
+    runs, outs = [], []
+    with torch.inference_mode(False), torch.no_grad():
+        for size in _SIZES:
+            hidden, out = (
+                torch.ones((size, hidden_size), dtype=dtype),
+                torch.ones((size, head.out_features), dtype=dtype),
+            )
+            recorder = Recorder((hidden, out))
+            known = _running.set(_Running(recorder, out, (), 0))
+            head.__dict__["forward"] = _Projected(head)
+            try:
+                ids = torch.zeros((1, size), dtype=torch.int64)
+                with recorder:
+                    given.hidden = hidden.unsqueeze(0)
+                    outs.append(headed(input_ids=ids, use_cache=False).logits[0])
+            except FOREIGN_FAILURES as error:
+                raise NotRecordableError(f"its head fails while it is recorded: {error}") from error
+            finally:
+                del head.__dict__["forward"]
+                given.hidden = None
+                _running.reset(known)
+            runs.append(recorder)
+    return Fit(_SIZES, runs).recording((HIDDEN, OUT), outs)
 
 
 @contextmanager
@@ -171,6 +205,23 @@ class _Shared:
         return forward
 
 
+class _Projected:
+    """A head's product is noted."""
+
+    def __init__(self, head: Head) -> None:
+        self._head = head
+
+    def __call__(self, x: Tensor) -> Tensor:
+        running, rows = _running.get(), x[0]
+        made: Tensor = running.recorder.leaf(
+            self._head.project,
+            (rows, running.last),
+            result=lambda: torch.ones((rows.shape[0], self._head.out_features), dtype=rows.dtype),
+            kind="head",
+        )
+        return made.unsqueeze(0)
+
+
 class _Gathered:
     """An embedding is noted."""
 
@@ -232,7 +283,7 @@ def _attend(
     shape = (1, query.shape[2], query.shape[1], value.shape[3])
     out = running.recorder.leaf(
         attend,
-        (running.backend, query, key, value, layer, running.forms[layer], running.head_size),
+        (running.last, query, key, value, layer, running.forms[layer], running.head_size),
         result=lambda: torch.empty(shape, dtype=query.dtype, device=query.device),
         kind="attend",
         detail=layer,

@@ -22,8 +22,9 @@ from ...kernels.forms import AttentionForm
 from .fusion import Rotations, Sizes, fuse_attention, fuse_gates
 from .norms import proven_norms
 from .probe import Probe
-from .program import compiled, makers_of, slice_of, tidy
-from .recorded import record
+from .products import Given, Head
+from .program import compiled, makers_of, slice_of, tidy, write_in_place
+from .recorded import record, record_head
 from .recording import NotRecordableError, Recording
 from .whole import Whole, whole
 
@@ -147,3 +148,24 @@ def recorded(
         logger.info("%s is computed by its modules: %s", type(module).__name__, error)
         return None
     return RecordedDecoder(found, sizes, dtype, kernels=kernels is not None)
+
+
+def recorded_head(
+    headed: Any, given: Given, head: Head | None, dtype: torch.dtype, device: torch.device, hidden_size: int
+) -> Callable[..., Tensor] | None:
+    """What makes logits [S, vocab] of hidden states [S, hidden], memory for them, and S; what it returns may be other memory.
+
+    None: it is not recorded.
+    """
+    if device.type != "cpu" or head is None:
+        return None
+    try:
+        found = record_head(headed, given, head, dtype, hidden_size)
+    except NotRecordableError as error:
+        logger.info("logits of %s are computed by its module: %s", type(headed).__name__, error)
+        return None
+    tidy(found)
+    for call in found.calls:
+        if call.kind == "head":
+            write_in_place(found, call.outs[0])
+    return compiled(found.calls, found.inputs, [found.out])

@@ -17,9 +17,13 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from caesura.scheduler.kernels import TORCH, best
 from caesura.scheduler.kernels.between import elementwise_for
 from caesura.scheduler.models.transformers_backend.norms import proven_norms
-from caesura.scheduler.models.transformers_backend.program import compiled, tidy
+from caesura.scheduler.models.transformers_backend.program import compiled, tidy, write_in_place
 from caesura.scheduler.models.transformers_backend.recording import (
-    Along, Fit, NotRecordableError, Recorder, Recording,
+    Along,
+    Fit,
+    NotRecordableError,
+    Recorder,
+    Recording,
 )  # fmt: skip
 
 CPU = torch.device("cpu")
@@ -71,7 +75,9 @@ def test_calls_are_repeated_for_any_number_of_tokens() -> None:
     for size in (1, 2, 30):
         assert torch.equal(repeated(recording, torch.arange(size)), function(torch.arange(size)))
     weight.mul_(2)
-    assert torch.equal(repeated(recording, torch.arange(5)), function(torch.arange(5))), "nothing is computed ahead"
+    assert torch.equal(repeated(recording, torch.arange(5)), function(torch.arange(5))), (
+        "nothing is computed ahead"
+    )
 
 
 def test_what_an_argument_is_written_to_stays() -> None:
@@ -184,7 +190,12 @@ def test_norms_are_kernels_where_they_compute_the_same(dtype: torch.dtype) -> No
     kernels = elementwise_for(CPU, dtype)
     assert kernels is not None
     plain, gemma = LlamaRMSNorm(40, eps=1e-6), GemmaRMSNorm(40, eps=1e-6)
-    others = [Centred(40, eps=1e-6), OtherEps(40, eps=1e-6), Scaled(40, eps=1e-6), nn.LayerNorm(40, bias=False)]
+    others = [
+        Centred(40, eps=1e-6),
+        OtherEps(40, eps=1e-6),
+        Scaled(40, eps=1e-6),
+        nn.LayerNorm(40, bias=False),
+    ]
     decoder = nn.ModuleList([plain, gemma, *others]).to(dtype).requires_grad_(False)
     found = proven_norms(decoder, dtype, CPU, kernels)
     assert {module: norm.from_one for module, norm in found.items()} == {plain: False, gemma: True}
@@ -287,3 +298,37 @@ def test_a_token_has_the_same_bits_whatever_shares_its_step(tmp_path: Path) -> N
     for chunk in (13, 1, 36):
         parts.append(paged.step([], [(sequence, chunk), (Sequence(prompt(9, chunk)), 9)])[0])
     assert torch.equal(torch.cat(parts), alone)
+
+
+# Heads
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Gemma2ForCausalLM", "CohereForCausalLM"])
+def test_logits_are_made_where_they_are_wanted(architecture: str, tmp_path: Path) -> None:
+    """Soft caps and scales included: nothing is copied, and the values are those of the module."""
+    model = load(tmp_path, architecture, torch.float32)
+    hidden = torch.randn(5, model.config.hidden_size)
+    out = torch.empty(5, model.config.vocab_size)
+    with torch.inference_mode():
+        made = model._recorded_head(hidden, out, 5)
+        assert made.data_ptr() == out.data_ptr()
+        model._recorded_head = None
+        expected = model.logits(hidden)
+    assert torch.equal(made, expected)
+    assert made.shape == expected.shape
+
+
+def test_only_what_nothing_else_takes_is_overwritten() -> None:
+    def function(x: Tensor) -> Tensor:
+        first = x.float() * 2
+        second = first * 3
+        return (second * 5).tanh() + first
+
+    recording = recording_of(function)
+    expected = repeated(recording, torch.arange(4))
+    write_in_place(recording, recording.calls[0].outs[0])
+    assert [call.mutates for call in recording.calls] == [False, True, False, False, False, False]
+    assert torch.equal(repeated(recording, torch.arange(4)), expected)
+    write_in_place(recording, recording.calls[2].outs[0])
+    assert [call.mutates for call in recording.calls] == [False, True, False, True, True, False]
+    assert torch.equal(repeated(recording, torch.arange(4)), expected)
