@@ -294,9 +294,8 @@ def test_a_token_has_the_same_bits_whatever_shares_its_step(tmp_path: Path) -> N
     tokens = prompt(50)
     alone = PagedModel(model, torch.bfloat16, compiled=True).step([], [(Sequence(tokens), 50)])[0]
     paged = PagedModel(model, torch.bfloat16, compiled=True)
-    sequence, parts = Sequence(tokens), []
-    for chunk in (13, 1, 36):
-        parts.append(paged.step([], [(sequence, chunk), (Sequence(prompt(9, chunk)), 9)])[0])
+    sequence = Sequence(tokens)
+    parts = [paged.step([], [(sequence, chunk), (Sequence(prompt(9, chunk)), 9)])[0] for chunk in (13, 1, 36)]
     assert torch.equal(torch.cat(parts), alone)
 
 
