@@ -107,6 +107,7 @@ class Recorder(TorchFunctionMode):
         self.calls: list[_Raw] = []
         self._tensors: list[Tensor] = []  # kept: identities are of living objects
         self._numbers: dict[int, int] = {}
+        self.inputs = inputs
         self._add(inputs)
 
     def __torch_function__(
@@ -204,7 +205,8 @@ class Fit:
         """
         if len({len(run.calls) for run in self.runs}) > 1:
             raise NotRecordableError("the calls that it makes depend on the number of tokens")
-        self.values = [Value(name) for name in inputs]
+        for name, tensors in zip(inputs, zip(*(run.inputs for run in self.runs), strict=True), strict=True):
+            self._value(tensors).name = name
         calls = [self._call(each) for each in zip(*(run.calls for run in self.runs), strict=True)]
         numbers = {run.number_of(out) for run, out in zip(self.runs, outs, strict=True)}
         number = numbers.pop()
