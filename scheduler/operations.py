@@ -71,7 +71,8 @@ def what_serves(config: EngineConfig, loaded: LoadedModel) -> Serving:
         by["decoder"] = TORCH
     foreign = loaded.model if isinstance(loaded.model, ForeignModel) else None
     if foreign is not None:
-        by["elementwise"] = TORCH
+        if by["decoder"] == TORCH or not foreign.in_one_call:
+            by["elementwise"] = TORCH
         if foreign.torch_experts:
             by["experts"] = TORCH
     if model.moe is None and loaded.model.routing is None and (foreign is None or not foreign.torch_experts):
@@ -79,7 +80,7 @@ def what_serves(config: EngineConfig, loaded: LoadedModel) -> Serving:
     _name_layers(by, loaded)
     if loaded.device.type != "cpu":
         return Serving(by, _why_not_better(attention, loaded.device))
-    reason = why_torch(loaded)
+    reason = None if foreign is not None and foreign.in_one_call else why_torch(loaded)
     if reason is None and by["attention"] == TORCH:
         reason = f"attention_backend = {config.attention_backend!r}"
     return Serving(by, reason)
@@ -111,7 +112,7 @@ def why_torch(loaded: LoadedModel) -> str | None:
     if TORCH in serving(loaded.device, loaded.dtype).values():
         return why_not() or "there are none for this device and dtype"
     if config.transformers_config is not None:
-        return "transformers computes what lies between the products"
+        return "transformers computes some of what lies between the products"
     if config.delta is not None:
         if not computable(state_shape(config)):
             return f"heads of linear attention have more than {LARGEST_HEAD} elements"

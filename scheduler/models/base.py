@@ -102,6 +102,11 @@ class ForeignModel(Protocol):
     torch_experts: bool
     """It has experts, and some of them are computed by the other library's code."""
 
+    @property
+    def in_one_call(self) -> bool:
+        """As of any :class:`CausalLM`."""
+        ...
+
     def check(self) -> None:
         """Compare with what the other library computes; the weights are loaded.
 

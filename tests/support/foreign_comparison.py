@@ -1,4 +1,8 @@
-"""One architecture of transformers, computed by the engine over pages in every way and compared with transformers itself."""
+"""One architecture of transformers, computed by the engine over pages in every way and compared with transformers itself.
+
+Every way is gone twice, over attention by torch's operations and over compiled ones, where there are any: a decoder's calls
+are others then.
+"""
 
 import tempfile
 from dataclasses import dataclass
@@ -11,6 +15,7 @@ from support.architectures import tiny_model
 from support.forward_batches import PagedModel, Sequence, load_model
 from torch import Tensor
 
+from caesura.scheduler.kernels import TORCH, best
 from caesura.scheduler.models.base import CausalLM, ForeignModel
 from caesura.scheduler.weights.loader import WeightLoader
 from caesura.scheduler.weights.transports.disk import load_from_disk, open_checkpoint
@@ -57,10 +62,12 @@ def compare(architecture: str, folder: Path | None = None, **changes: Any) -> Co
     assert isinstance(model, ForeignModel)
     model.check()
     compared = Compared(*models, model, folder / "new", {})
+    kinds = [False] if best("attention", "cpu", torch.float32) == TORCH else [False, True]
     with torch.inference_mode():
-        _prefills(compared)
-        _mixed(compared)
-        _updates(compared)
+        for compiled in kinds:
+            _prefills(compared, compiled)
+            _mixed(compared, compiled)
+        _updates(compared, [PagedModel(model, torch.float32, compiled=compiled) for compiled in kinds])
     return compared
 
 
@@ -68,8 +75,8 @@ def _expected(model: transformers.PreTrainedModel, tokens: list[int]) -> Tensor:
     return model(torch.tensor([tokens]), use_cache=False).logits[0]
 
 
-def _prefills(compared: Compared) -> None:
-    paged, tokens = PagedModel(compared.model, torch.float32), prompt(41)
+def _prefills(compared: Compared, compiled: bool) -> None:
+    paged, tokens = PagedModel(compared.model, torch.float32, compiled=compiled), prompt(41)
     expected = _expected(compared.old, tokens)
     whole = Sequence(tokens)
     compared.note("prefill", paged.step([], [(whole, 41)])[0], expected)
@@ -81,9 +88,9 @@ def _prefills(compared: Compared) -> None:
     compared.note("prefix hit", paged.step([], [(hit, 9)])[0], expected[32:])
 
 
-def _mixed(compared: Compared) -> None:
+def _mixed(compared: Compared, compiled: bool) -> None:
     """Prompts of very different lengths decode together, then beside the chunks of another."""
-    paged = PagedModel(compared.model, torch.float32)
+    paged = PagedModel(compared.model, torch.float32, compiled=compiled)
     sequences = [Sequence(prompt(n + 4, seed)) for seed, n in enumerate((3, 15, 40))]
     expected = [_expected(compared.old, each.tokens) for each in sequences]
     paged.step([], [(each, len(each.tokens) - 4) for each in sequences])
@@ -99,19 +106,21 @@ def _mixed(compared: Compared) -> None:
             compared.note(way, results[-1], _expected(compared.old, chunk.tokens))
 
 
-def _updates(compared: Compared) -> None:
+def _updates(compared: Compared, kinds: list[PagedModel]) -> None:
     """A request that keeps its KV over an update, and one that is computed again after it."""
-    paged, tokens = PagedModel(compared.model, torch.float32), prompt(30, 5)
-    frozen, retracted = Sequence(tokens), Sequence(tokens)
-    paged.step([], [(frozen, 24), (retracted, 24)])
+    tokens = prompt(30, 5)
+    requests = [(paged, Sequence(tokens), Sequence(tokens)) for paged in kinds]
+    for paged, frozen, retracted in requests:
+        paged.step([], [(frozen, 24), (retracted, 24)])
     cache = compared.old(torch.tensor([tokens[:24]]), use_cache=True).past_key_values
     compared.update()
-    if not hasattr(
-        compared.old.config, "kv_lora_rank"
-    ):  # transformers' cache has latents, ours what follows from them
-        rest = compared.new(torch.tensor([tokens[24:]]), past_key_values=cache, use_cache=True)
-        got = torch.cat([paged.step([frozen])[0] for _ in range(6)])
-        compared.note("in_place update", got, rest.logits[0])
-    retracted.computed, retracted.pages = 0, []
-    again = paged.step([], [(retracted, 30)])[0]
-    compared.note("retract and update", again, _expected(compared.new, tokens))
+    # transformers' cache has latents, ours what follows from them
+    latent = hasattr(compared.old.config, "kv_lora_rank")
+    if not latent:
+        rest = compared.new(torch.tensor([tokens[24:]]), past_key_values=cache, use_cache=True).logits[0]
+    for paged, frozen, retracted in requests:
+        if not latent:
+            compared.note("in_place update", torch.cat([paged.step([frozen])[0] for _ in range(6)]), rest)
+        retracted.computed, retracted.pages = 0, []
+        again = paged.step([], [(retracted, 30)])[0]
+        compared.note("retract and update", again, _expected(compared.new, tokens))

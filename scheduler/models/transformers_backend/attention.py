@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 from transformers import AttentionInterface
 
 from ...forward import AttentionBackend
-from ...kernels.forms import AttentionForm
+from ...kernels.forms import AttentionForm, HeadNorms
 
 IMPLEMENTATION = "caesura"
 """Name in transformers' table of attention functions."""
@@ -64,10 +64,45 @@ def _attend(
 
     Scale, window and the rest are those of the layer's form: no call differs from the one that was probed.
     """
-    step, layer, width = _step.get(), module.layer_idx, value.shape[-1]
-    q, k, v = (_rows(x, step.head_size) for x in (query, key, value))
-    out = step.backend.forward(q, k, v, layer, step.forms[layer])
-    return out.view(1, q.shape[0], q.shape[1], step.head_size)[..., :width], None
+    step, layer = _step.get(), module.layer_idx
+    return attend(step.backend, query, key, value, layer, step.forms[layer], step.head_size), None
+
+
+def attend(
+    backend: AttentionBackend,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layer: int,
+    form: AttentionForm,
+    size: int,
+) -> Tensor:
+    """One layer's attention; shapes as transformers has them, ``size`` is that of the pool's heads."""
+    q, k, v = (_rows(x, size) for x in (query, key, value))
+    out = backend.forward(q, k, v, layer, form)
+    return out.view(1, q.shape[0], q.shape[1], size)[..., : value.shape[-1]]
+
+
+def attend_fused(
+    backend: AttentionBackend,
+    qkv: Tensor,
+    heads: int,
+    cos: Tensor,
+    sin: Tensor,
+    layer: int,
+    norm: HeadNorms | None,
+    form: AttentionForm,
+) -> Tensor:
+    """Head norms, rotation and attention of a layer, [T, query heads * head size].
+
+    Args:
+        qkv: [T, heads * head size]: queries, keys and values; overwritten.
+        heads: of all three.
+        cos, sin: [T, 1, rotated size / 2].
+    """
+    assert backend.fused is not None
+    rows = qkv.view(qkv.shape[0], heads, qkv.shape[1] // heads)
+    return backend.fused(rows, cos, sin, layer, norm, form)
 
 
 def _rows(x: Tensor, size: int) -> Tensor:

@@ -23,13 +23,13 @@ class Product(nn.Module):
 
     def __init__(self, linear: Linear, place: Placement) -> None:
         super().__init__()
-        self._compute = linear.forward
+        self.linear = linear
         self.weight, self.bias = _nothing(place), None
         self.in_features, self.out_features = linear.in_features, linear.out_features
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] to [..., out]."""
-        return self._compute(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
+        return self.linear.forward(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
 
 
 class SharedProduct:
@@ -37,8 +37,8 @@ class SharedProduct:
 
     def __init__(self, linear: Linear, parts: list[int]) -> None:
         """``parts``: output features of each, in order."""
-        self._linear = linear
-        self._parts = parts
+        self.linear = linear
+        self.parts = parts
         self._x: Tensor | None = None
         self._parts_left: dict[int, Tensor] = {}
 
@@ -46,9 +46,9 @@ class SharedProduct:
         """Output features of one part, [..., part]."""
         left = self._parts_left
         if self._x is not x or number not in left:
-            y = self._linear.forward(x.reshape(-1, self._linear.in_features)).view(*x.shape[:-1], -1)
+            y = self.linear.forward(x.reshape(-1, self.linear.in_features)).view(*x.shape[:-1], -1)
             self._x = x
-            left.update(enumerate(torch.split_with_sizes(y, self._parts, dim=-1)))
+            left.update(enumerate(torch.split_with_sizes(y, self.parts, dim=-1)))
         part = left.pop(number)
         if not left:
             self._x = None  # and its memory with it
@@ -63,12 +63,12 @@ class PartOfProduct(nn.Module):
     ) -> None:
         super().__init__()
         self.weight, self.bias = _nothing(place), None
-        self._shared, self._number = shared, number
+        self.shared, self.number = shared, number
         self.in_features, self.out_features = in_features, out_features
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] to [..., out]: a view where another part has been computed with ``x``."""
-        return self._shared.part(self._number, x)
+        return self.shared.part(self.number, x)
 
 
 class GatheredEmbedding(nn.Embedding):
@@ -78,11 +78,11 @@ class GatheredEmbedding(nn.Embedding):
     this class between it and ``nn.Embedding``.
     """
 
-    _table: Embedding
+    table: Embedding
 
     def forward(self, ids: Tensor) -> Tensor:
         """int64 [...] to [..., hidden]."""
-        return self._table.forward(ids.reshape(-1)).view(*ids.shape, self.embedding_dim)
+        return self.table.forward(ids.reshape(-1)).view(*ids.shape, self.embedding_dim)
 
 
 def gather_by(module: nn.Embedding, table: Embedding, place: Placement) -> None:
@@ -91,7 +91,7 @@ def gather_by(module: nn.Embedding, table: Embedding, place: Placement) -> None:
     bases = (GatheredEmbedding,) if kind is nn.Embedding else (kind, GatheredEmbedding)
     del module.weight
     module.__class__ = type(f"Gathered{kind.__name__}", bases, {})
-    module.__dict__.update(_table=table, weight=_nothing(place))
+    module.__dict__.update(table=table, weight=_nothing(place))
 
 
 def _nothing(place: Placement) -> Tensor:
@@ -107,7 +107,7 @@ class Head(nn.Module):
         """``project(hidden, out)`` writes the product to ``out`` [S, vocab] and returns it."""
         super().__init__()
         self.weight, self.bias = _nothing(place), None
-        self._project = project
+        self.project = project
         self.out_features = vocab_size
         self.out: Tensor | None = None
         """[S, vocab]: of the next call."""
@@ -115,7 +115,7 @@ class Head(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[1, S, hidden] to [1, S, vocab]."""
         assert self.out is not None, "called outside of logits()"
-        return self._project(x[0], self.out).unsqueeze(0)
+        return self.project(x[0], self.out).unsqueeze(0)
 
 
 class Given(nn.Module):

@@ -2,7 +2,8 @@
 
 That a class says its attention goes through transformers' interface does not show that nothing else looks across tokens
 (convolutions, recurrent states) or that a second step goes on where the first ended. So three requests of random tokens are
-computed both ways, with the weights that are served: one of them in two chunks, one with a decode step.
+computed both ways, with the weights that are served: one of them in two chunks, one with a decode step. Where kernels are
+compiled, a decoder is computed otherwise over them (:mod:`.replay`), and all of it once more.
 
 Invariants:
 - A model that differs is refused with the figures; its weights decide, so a state that weights switch off is served.
@@ -17,10 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...attention.paged_cpu import PagedCpuBackend
 from ...attention.sdpa import SdpaBackend
 from ...cache.pool import MHAPool
 from ...config import PAGE_SIZE
 from ...forward import AttentionBackend, ForwardBatch, SamplingBatch
+from ...kernels import TORCH, best
 from .probe import refused
 
 if TYPE_CHECKING:
@@ -47,9 +50,12 @@ def check(model: "TransformersForCausalLM") -> None:
     requests = [torch.randint(0, vocab, (length,), generator=generator) for length in _LENGTHS]
     with torch.inference_mode():
         expected = [_plain(model, tokens) for tokens in requests]
-        found = _paged(model, requests)
+        found = [_paged(model, requests, kind) for kind in _backends(model)]
     worst, where = 0.0, ""
-    for number, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+    pairs = [
+        (number, *pair) for each in found for number, pair in enumerate(zip(each, expected, strict=True))
+    ]
+    for number, ours, theirs in pairs:
         if not bool(theirs.isfinite().all()):
             logger.warning(
                 "the check of %s says nothing: its weights give values that are not finite",
@@ -85,7 +91,18 @@ def _plain(model: "TransformersForCausalLM", tokens: Tensor) -> Tensor:
         config._attn_implementation = before
 
 
-def _paged(model: "TransformersForCausalLM", requests: Sequence[Tensor]) -> list[Tensor]:
+def _backends(model: "TransformersForCausalLM") -> list[type[SdpaBackend] | type[PagedCpuBackend]]:
+    """What attends with torch's operations and, where it serves, with compiled ones: they are called otherwise."""
+    if best("attention", model.device, model.dtype) == TORCH or model.device.type != "cpu":
+        return [SdpaBackend]
+    return [SdpaBackend, PagedCpuBackend]
+
+
+def _paged(
+    model: "TransformersForCausalLM",
+    requests: Sequence[Tensor],
+    kind: type[SdpaBackend] | type[PagedCpuBackend],
+) -> list[Tensor]:
     pages = [-(-len(tokens) // PAGE_SIZE) for tokens in requests]
     config = model.config
     pool = MHAPool(
@@ -97,7 +114,7 @@ def _paged(model: "TransformersForCausalLM", requests: Sequence[Tensor]) -> list
         device=model.device,
         page_size=PAGE_SIZE,
     )
-    backend: AttentionBackend = SdpaBackend(
+    backend: AttentionBackend = kind(
         pool, config.num_heads, config.num_kv_heads, config.head_dim, config.attention_scale
     )
     first = np.cumsum([1, *pages])
@@ -106,11 +123,11 @@ def _paged(model: "TransformersForCausalLM", requests: Sequence[Tensor]) -> list
         tokens = [requests[row][start:end] for row, (start, end) in zip(rows, spans, strict=True)]
         batch = _batch(tokens, spans, [int(first[row]) for row in rows], model.device)
         backend.plan(batch)
-        out = model.forward(batch, backend)
+        out = model.forward(batch, backend).clone()
         if not torch.allclose(out, _by_layer(model, batch, backend), rtol=1e-3, atol=1e-5, equal_nan=True):
             raise refused(config.architecture, "its layers cannot be computed one by one")
         for row, part in zip(rows, out.split([len(each) for each in tokens]), strict=True):
-            parts[row].append(part.clone())
+            parts[row].append(part)
     return [torch.cat(each) for each in parts]
 
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.architectures import tiny_model as tiny_architecture
 from support.checkpoints import make_checkpoint, make_fp8_checkpoint
 
 from caesura.client import launch_scheduler
@@ -53,6 +54,17 @@ def test_what_a_model_leaves_to_torch_is_torchs(tmp_path):
     quantised = served(tmp_path / "fp8")
     assert quantised.by == DENSE | {"linear": TORCH, "decoder": TORCH}
     assert quantised.reason == "products with FP8 weights are torch's"
+
+
+@needs_kernels
+def test_what_modules_of_transformers_leave_to_kernels_is_theirs(tmp_path):
+    """All of Qwen3; of GLM, which rotates neighbouring pairs, not that."""
+    make_checkpoint(tmp_path / "qwen3", "qwen3")
+    assert served(tmp_path / "qwen3", model_backend="transformers") == Serving(DENSE, None)
+    tiny_architecture("GlmForCausalLM", 1).save_pretrained(tmp_path / "glm")
+    glm = served(tmp_path / "glm", model_backend="transformers")
+    assert glm.by == {name: ISA for name in DENSE if name != "decoder"} | {"elementwise": TORCH}
+    assert glm.reason == "transformers computes some of what lies between the products"
 
 
 @needs_kernels

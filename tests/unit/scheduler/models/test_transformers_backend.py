@@ -20,6 +20,7 @@ from transformers.models.mistral import modeling_mistral
 
 from caesura.io_struct import CaesuraError, ErrorCode
 from caesura.scheduler.config import EngineConfig
+from caesura.scheduler.kernels import TORCH, best
 from caesura.scheduler.layers.linear import Linear
 from caesura.scheduler.layers.parameters import Placement
 from caesura.scheduler.models.base import CausalLM, ForeignModel
@@ -276,30 +277,45 @@ def test_routing_is_recorded_as_the_router_chose(architecture: str, tmp_path: Pa
     assert torch.equal(model.routing.rows(30).long().sort(-1).values, expected.sort(-1).values)
 
 
-def test_layer_by_layer(tmp_path: Path) -> None:
-    """Each layer's number comes before any of its work."""
-    save(tmp_path, "Gemma3ForCausalLM")
-    model = load(tmp_path)
-    started: list[int] = []
-    for number, layer in enumerate(model.decoder.layers):
-        layer.register_forward_pre_hook(lambda *_, number=number: started.append(number))
-    paged, sequence = PagedModel(model, torch.float32), Sequence(prompt(20))
-    seen: list[tuple[int, list[int]]] = []
-    forward = model.forward
+def by_layer_of(model: Any, seen: list[Any], note: Any) -> Any:
+    """A forward that stops before each layer, and then adds (its number, what ``note`` returns) to ``seen``."""
 
-    def by_layer(batch: Any, backend: Any) -> Tensor:
+    def forward(batch: Any, backend: Any) -> Tensor:
         steps = model.forward_by_layer(batch, backend)
         while True:
             try:
-                seen.append((next(steps), list(started)))
+                seen.append((next(steps), note()))
             except StopIteration as end:
                 return end.value
 
-    model.forward = by_layer
+    return forward
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_layer_by_layer(compiled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each layer's number comes before any of its products, and all of those of the layer before."""
+    if compiled and best("attention", CPU, torch.float32) == TORCH:
+        pytest.skip("no compiled kernels")
+    save(tmp_path, "Gemma3ForCausalLM")
+    computed: list[str] = []
+    forward = Linear.forward
+
+    def noting(self: Linear, *args: Any, **options: Any) -> Tensor:
+        computed.append(next(self.parameters()).name)
+        return forward(self, *args, **options)
+
+    monkeypatch.setattr(Linear, "forward", noting)
+    model = load(tmp_path)
+    paged, sequence = PagedModel(model, torch.float32, compiled=compiled), Sequence(prompt(20))
+    seen: list[tuple[int, set[str]]] = []
+    whole = model.forward
+    model.forward = by_layer_of(model, seen, lambda: {name.partition("self_attn")[0] for name in computed})
     (got,) = paged.step([], [(sequence, 20)])
-    assert seen == [(0, []), (1, [0])]
-    model.forward = forward
-    assert torch.equal(got, PagedModel(model, torch.float32).step([], [(Sequence(sequence.tokens), 20)])[0])
+    done = {f"layers.0.{name}.weight" for name in ("mlp.gate_proj+up_proj", "mlp.down_proj")} | {"layers.0."}
+    assert seen == [(0, set()), (1, done)]
+    model.forward = whole
+    paged = PagedModel(model, torch.float32, compiled=compiled)
+    assert torch.equal(got, paged.step([], [(Sequence(sequence.tokens), 20)])[0])
 
 
 def test_who_computes_a_model(tmp_path: Path) -> None:

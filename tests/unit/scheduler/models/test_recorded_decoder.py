@@ -1,0 +1,333 @@
+"""Decoders of transformers as recorded lists of calls: what is recorded, what kernels take the place of, and what is not."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.architectures import tiny_model
+from support.foreign_comparison import prompt
+from support.forward_batches import PagedModel, Sequence, load_model
+from torch import Tensor, nn
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.llama import modeling_llama
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from caesura.scheduler.kernels import TORCH, best
+from caesura.scheduler.kernels.between import elementwise_for
+from caesura.scheduler.models.transformers_backend.norms import proven_norms
+from caesura.scheduler.models.transformers_backend.program import compiled, tidy, write_in_place
+from caesura.scheduler.models.transformers_backend.recording import (
+    Along,
+    Fit,
+    NotRecordableError,
+    Recorder,
+    Recording,
+)  # fmt: skip
+
+CPU = torch.device("cpu")
+SIZES = (7, 11, 1)
+compiled_only = pytest.mark.skipif(
+    best("elementwise", CPU, torch.float32) == TORCH, reason="no compiled kernels"
+)
+
+
+def recording_of(function: Callable[[Tensor], Tensor]) -> Recording:
+    """Of a function of int64 [T]."""
+    runs, outs = [], []
+    for size in SIZES:
+        x = torch.arange(size)
+        runs.append(Recorder((x,)))
+        with torch.no_grad(), runs[-1]:
+            outs.append(function(x))
+    return Fit(SIZES, runs).recording(("x",), outs)
+
+
+def repeated(recording: Recording, x: Tensor) -> Tensor:
+    tidy(recording)
+    return compiled(recording.calls, recording.inputs, [recording.out])(x, len(x))
+
+
+def load(folder: Path, architecture: str, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Any:
+    tiny_model(architecture, 1, **changes).to(dtype).save_pretrained(folder)
+    return load_model(str(folder), dtype, backend="transformers")
+
+
+def kinds(model: Any) -> list[str]:
+    """Of the calls that take products as they are, as far as kernels serve them."""
+    return [call.kind for call in model._recorded._fused._recording.calls if call.kind]
+
+
+# Recordings
+
+
+def test_calls_are_repeated_for_any_number_of_tokens() -> None:
+    weight = torch.randn(3)
+
+    def function(x: Tensor) -> Tensor:
+        rows = x.float().view(x.shape[0], 1) * weight
+        first, second, third = rows.split(1, dim=-1)
+        padded = torch.cat((first, second, torch.zeros(x.shape[0], 2)), dim=-1)
+        return padded[:, : x.shape[-1] and 3] + third.expand(len(x), 3)
+
+    recording = recording_of(function)
+    for size in (1, 2, 30):
+        assert torch.equal(repeated(recording, torch.arange(size)), function(torch.arange(size)))
+    weight.mul_(2)
+    assert torch.equal(repeated(recording, torch.arange(5)), function(torch.arange(5))), (
+        "nothing is computed ahead"
+    )
+
+
+def test_what_an_argument_is_written_to_stays() -> None:
+    def function(x: Tensor) -> Tensor:
+        first, second = torch.zeros(len(x)), torch.zeros(len(x))
+        first.add_(x)
+        return torch.stack((first, second))
+
+    recording = recording_of(function)
+    assert torch.equal(repeated(recording, torch.arange(9)), function(torch.arange(9)))
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (lambda x: x * x.sum().item(), "calls item"),
+        (lambda x: x + 1 if x.max() > 0 else x, "calls __bool__"),
+        (lambda x: x + 1 if len(x) > 3 else x.add(1).mul(1), "depend on the number of tokens"),
+        (lambda x: torch.zeros(len(x) ** 2) + x[0], "not linear"),
+        (lambda x: x * (1 / len(x)), "float depends on the number"),
+    ],
+)
+def test_what_no_list_of_calls_repeats(function: Callable[[Tensor], Tensor], reason: str) -> None:
+    with pytest.raises(NotRecordableError, match=reason):
+        recording_of(function)
+
+
+def test_equal_calls_are_made_once_and_unused_ones_never() -> None:
+    def function(x: Tensor) -> Tensor:
+        x.float().exp()
+        return x.float().sin() + x.float().sin()
+
+    recording = recording_of(function)
+    assert len(recording.calls) == 7
+    tidy(recording)
+    assert [call.target.__name__ for call in recording.calls] == ["float", "sin", "add"]
+
+
+def test_integers_follow_the_number_of_tokens() -> None:
+    recording = recording_of(lambda x: x.view(1, len(x)).expand(3 * 1, len(x)).reshape(3 * len(x)))
+    assert recording.out.shape == (Along(3, 0),)
+
+
+def test_a_decoder_whose_calls_depend_on_the_tokens_is_computed_by_its_modules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = modeling_llama.LlamaMLP.forward
+    monkeypatch.setattr(
+        modeling_llama.LlamaMLP, "forward", lambda self, x: forward(self, x * 1 if x.shape[1] > 8 else x)
+    )
+    model = load(tmp_path, "LlamaForCausalLM", torch.float32)
+    assert model._recorded is None
+    assert not model.in_one_call
+    model.check()
+    started: list[int] = []
+    for number, layer in enumerate(model.decoder.layers):
+        layer.register_forward_pre_hook(lambda *_, number=number: started.append(number))
+    tokens, results = prompt(20), []
+    for run in (model.forward, stopping(model, started)):
+        model.forward = run
+        results += PagedModel(model, torch.float32).step([], [(Sequence(tokens), 20)])
+    assert torch.equal(*results)
+    reference = tiny_model("LlamaForCausalLM", 1)
+    with torch.inference_mode():
+        assert (results[0] - reference(torch.tensor([tokens])).logits[0]).abs().max() <= 1e-4
+
+
+def stopping(model: Any, started: list[int]) -> Callable[..., Tensor]:
+    """A forward that asserts, before each layer, that those before it have been computed, and it has not."""
+
+    def forward(batch: Any, backend: Any) -> Tensor:
+        started.clear()
+        steps = model.forward_by_layer(batch, backend)
+        while True:
+            try:
+                assert next(steps) == len(started)
+            except StopIteration as end:
+                return end.value
+
+    return forward
+
+
+# Norms
+
+
+class Centred(LlamaRMSNorm):
+    """A norm that subtracts the mean."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x - x.mean(-1, keepdim=True))
+
+
+class OtherEps(LlamaRMSNorm):
+    """A norm whose attribute is not what it adds."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.rms_norm(x, (x.shape[-1],), self.weight, 4 * self.variance_epsilon)
+
+
+class Scaled(LlamaRMSNorm):
+    """A norm of one percent more."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 1.03 * super().forward(x)
+
+
+@compiled_only
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms_are_kernels_where_they_compute_the_same(dtype: torch.dtype) -> None:
+    kernels = elementwise_for(CPU, dtype)
+    assert kernels is not None
+    plain, gemma = LlamaRMSNorm(40, eps=1e-6), GemmaRMSNorm(40, eps=1e-6)
+    others = [
+        Centred(40, eps=1e-6),
+        OtherEps(40, eps=1e-6),
+        Scaled(40, eps=1e-6),
+        nn.LayerNorm(40, bias=False),
+    ]
+    decoder = nn.ModuleList([plain, gemma, *others]).to(dtype).requires_grad_(False)
+    found = proven_norms(decoder, dtype, CPU, kernels)
+    assert {module: norm.from_one for module, norm in found.items()} == {plain: False, gemma: True}
+    assert found[plain].weight is plain.weight
+    assert proven_norms(decoder, torch.float32, CPU, kernels) == {} or dtype == torch.float32
+
+
+# Kernels in the place of calls
+
+
+@compiled_only
+@pytest.mark.parametrize(
+    ("activation", "bend"),
+    [("silu", "silu"), ("gelu_pytorch_tanh", "gelu_tanh"), ("gelu", None), ("relu", None)],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gates_are_kernels_where_they_compute_the_same(
+    dtype: torch.dtype, activation: str, bend: str | None, tmp_path: Path
+) -> None:
+    model = load(tmp_path, "LlamaForCausalLM", dtype, hidden_act=activation)
+    found = [call.detail for call in model._recorded._plain._recording.calls if call.kind == "gate"]
+    assert found == ([bend] * 2 if bend else [])
+    assert model.in_one_call == (bend is not None)
+
+
+@compiled_only
+@pytest.mark.parametrize(
+    ("architecture", "attention", "whole"),
+    [
+        ("Qwen3ForCausalLM", "fused", True),
+        ("Gemma2ForCausalLM", "fused", True),
+        ("Gemma3ForCausalLM", "fused", True),  # two rotations
+        ("Phi3ForCausalLM", "fused", True),  # checkpoints with one product
+        ("GptOssForCausalLM", "fused", False),
+        ("GraniteForCausalLM", "fused", False),  # what a block adds is scaled
+    ],
+)
+def test_what_kernels_compute(architecture: str, attention: str, whole: bool, tmp_path: Path) -> None:
+    model = load(tmp_path, architecture)
+    assert kinds(model).count(attention) == 2
+    assert model.in_one_call == whole
+
+
+@compiled_only
+@pytest.mark.parametrize("architecture", ["GlmForCausalLM", "Olmo2ForCausalLM", "GPTNeoXForCausalLM"])
+def test_other_rotations_stay(architecture: str, tmp_path: Path) -> None:
+    """Of neighbouring pairs, behind norms of all heads at once, of heads in another order."""
+    model = load(tmp_path, architecture)
+    assert model._recorded is not None
+    assert model._recorded._fused is None
+
+
+@compiled_only
+def test_a_scale_behind_the_rotation_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The names are those of the rotation that is known; the values are not."""
+    rotate = modeling_llama.apply_rotary_pos_emb
+
+    def scaled(q: Tensor, k: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        q, k = rotate(q, k, *args, **options)
+        return q * 1.1, k
+
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", scaled)
+    assert load(tmp_path, "LlamaForCausalLM")._recorded._fused is None
+
+
+@compiled_only
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Gemma2ForCausalLM"])
+def test_all_layers_in_one_call_have_the_bits_of_each_by_itself(
+    architecture: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    model = load(tmp_path, architecture, dtype)
+    assert model.in_one_call
+    whole, results = model.forward, []
+
+    def by_layer(batch: Any, backend: Any) -> Tensor:
+        steps = model.forward_by_layer(batch, backend)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                return end.value
+
+    for model.forward in (whole, by_layer):
+        paged = PagedModel(model, dtype, compiled=True)
+        sequences = [Sequence(prompt(n + 1, seed)) for seed, n in enumerate((3, 15, 40))]
+        results.append(paged.step([], [(each, len(each.tokens) - 1) for each in sequences]))
+        results[-1] += paged.step(sequences)
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
+@compiled_only
+def test_a_token_has_the_same_bits_whatever_shares_its_step(tmp_path: Path) -> None:
+    """Angles come from a table, so positions beside them change none."""
+    model = load(tmp_path, "Qwen3ForCausalLM")
+    tokens = prompt(50)
+    alone = PagedModel(model, torch.bfloat16, compiled=True).step([], [(Sequence(tokens), 50)])[0]
+    paged = PagedModel(model, torch.bfloat16, compiled=True)
+    sequence = Sequence(tokens)
+    parts = [paged.step([], [(sequence, chunk), (Sequence(prompt(9, chunk)), 9)])[0] for chunk in (13, 1, 36)]
+    assert torch.equal(torch.cat(parts), alone)
+
+
+# Heads
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Gemma2ForCausalLM", "CohereForCausalLM"])
+def test_logits_are_made_where_they_are_wanted(architecture: str, tmp_path: Path) -> None:
+    """Soft caps and scales included: nothing is copied, and the values are those of the module."""
+    model = load(tmp_path, architecture, torch.float32)
+    hidden = torch.randn(5, model.config.hidden_size)
+    out = torch.empty(5, model.config.vocab_size)
+    with torch.inference_mode():
+        made = model._recorded_head(hidden, out, 5)
+        assert made.data_ptr() == out.data_ptr()
+        model._recorded_head = None
+        expected = model.logits(hidden)
+    assert torch.equal(made, expected)
+    assert made.shape == expected.shape
+
+
+def test_only_what_nothing_else_takes_is_overwritten() -> None:
+    def function(x: Tensor) -> Tensor:
+        first = x.float() * 2
+        second = first * 3
+        return (second * 5).tanh() + first
+
+    recording = recording_of(function)
+    expected = repeated(recording, torch.arange(4))
+    write_in_place(recording, recording.calls[0].outs[0])
+    assert [call.mutates for call in recording.calls] == [False, True, False, False, False, False]
+    assert torch.equal(repeated(recording, torch.arange(4)), expected)
+    write_in_place(recording, recording.calls[2].outs[0])
+    assert [call.mutates for call in recording.calls] == [False, True, False, True, True, False]
+    assert torch.equal(repeated(recording, torch.arange(4)), expected)
