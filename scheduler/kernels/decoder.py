@@ -113,7 +113,7 @@ class DecoderKernel:
             ValueError: a tensor that the kernel would misread.
         """
         self._shape = shape
-        self._dtype = layers[0].qkv.dtype
+        self._dtype = layers[0].input_norm.dtype
         for number, (layer, kind) in enumerate(zip(layers, kinds, strict=True)):
             shape.check(number, layer, kind, self._dtype, head_norms=head_eps is not None)
         if last_norm.shape != (shape.hidden,) or last_norm.dtype != self._dtype:
@@ -136,6 +136,7 @@ class DecoderKernel:
             rotated=shape.rotated,
             from_one=shape.from_one,
             groups_row=self._regions.groups_row,
+            scale_columns=shape.scale_columns,
             eps=eps,
             head_eps=head_eps or 0.0,
             ranks=None if ranks is None else ranks.address,
