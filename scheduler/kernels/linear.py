@@ -7,7 +7,8 @@ Invariants:
 - A row of a product has the same bits whatever the other rows, their number, and the number of threads.
 
 - Weights may be float8_e4m3fn, with scales for blocks of their rows (:class:`Scales`): the product is then, to the last bit, that
-  of the dequantised weight, each of its elements ``float32(weight) * scale``, rounded once to the dtype of ``x``.
+  of the dequantised weight, each of its elements ``float32(weight) * scale``, rounded once to the dtype of ``x``. (With AMX it
+  is that of AVX-512, which has no other bits for other rows either.)
 
 The layout is described in ``cpu/linear.cpp``.
 """
