@@ -19,8 +19,8 @@ from caesura.scheduler.operations import Serving, what_serves
 
 needs_kernels = pytest.mark.skipif(native.why_not() is not None, reason=f"no kernels: {native.why_not()}")
 ISA = native.isa()
-DENSE = dict.fromkeys(set(OPERATIONS) - {"experts"}, ISA)
-WITH_EXPERTS = dict.fromkeys(OPERATIONS, ISA)
+WITH_EXPERTS = dict.fromkeys(set(OPERATIONS) - {"linear_attention"}, ISA)
+DENSE = dict.fromkeys(set(WITH_EXPERTS) - {"experts"}, ISA)
 
 
 def served(path, **options) -> Serving:
