@@ -3,7 +3,8 @@
 - ``moe``: Qwen3-MoE, 4 layers of 32 experts, 0.11 GB.
 - ``moe-0.2b``: the same with 8 layers and a vocabulary of 32,000, 0.26 GB.
 - ``mla``: DeepSeek V3, 6 layers, one dense, 16 experts and a shared one, 0.06 GB.
-- ``mla-fp8``: the same as DeepSeek publishes it: float8_e4m3fn in blocks of 128 x 128, each with a float32 scale.
+- ``mla-0.2b``: the same with 8 layers, 32 experts and a vocabulary of 32,000, 0.28 GB.
+- ``mla-fp8``: ``mla`` as DeepSeek publishes it: float8_e4m3fn in blocks of 128 x 128, each with a float32 scale.
 """
 
 from dataclasses import dataclass
@@ -27,8 +28,7 @@ class MoeShape(Shape):
 
     def used_by(self, name: str, tokens: int) -> float:
         """Of experts: the chance that one of the tokens chose it."""
-        chosen = self.num_experts_per_tok / self.num_experts
-        return 1.0 - (1.0 - chosen) ** tokens if ".experts." in name else 1.0
+        return chosen_by(name, tokens, self.num_experts_per_tok / self.num_experts)
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """As the checkpoint has them: each expert apart."""
@@ -77,6 +77,21 @@ class LatentShape:
     bos_token_id: int
     eos_token_id: int
     fp8: bool = False
+    tie_word_embeddings: bool = False
+
+    @property
+    def cached_width(self) -> int:
+        """Numbers that the KV of a token has in each layer: its latent and its rotated key."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def attended_width(self) -> int:
+        """Multiplications of a token with another one in each layer, at least: keys and values may be those of heads."""
+        return self.num_attention_heads * (self.qk_nope_head_dim + self.qk_rope_head_dim + self.v_head_dim)
+
+    def used_by(self, name: str, tokens: int) -> float:
+        """Of experts: the chance that one of the tokens chose it."""
+        return chosen_by(name, tokens, self.num_experts_per_tok / self.n_routed_experts)
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Checkpoint name to shape, scales included."""
@@ -152,7 +167,6 @@ class LatentShape:
             "rms_norm_eps": 1e-6,
             "rope_theta": 10_000.0,
             "rope_scaling": None,
-            "tie_word_embeddings": False,
             "torch_dtype": dtype,
         }
         if self.fp8:
@@ -163,6 +177,11 @@ class LatentShape:
                 "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
             }
         return config
+
+
+def chosen_by(name: str, tokens: int, chance: float) -> float:
+    """Which part of a tensor so many tokens read, about, where each goes through an expert by this chance."""
+    return 1.0 - (1.0 - chance) ** tokens if ".experts." in name else 1.0
 
 
 def is_quantised(name: str) -> bool:
@@ -225,5 +244,8 @@ ARCHITECTURES: dict[str, Shape | LatentShape] = {
     "moe": MoeShape(num_hidden_layers=4, vocab_size=4096, **_EXPERTS),
     "moe-0.2b": MoeShape(num_hidden_layers=8, vocab_size=32_000, **_EXPERTS),
     "mla": LatentShape(**_LATENT),
+    "mla-0.2b": LatentShape(
+        **{**_LATENT, "num_hidden_layers": 8, "n_routed_experts": 32, "vocab_size": 32_000}
+    ),
     "mla-fp8": LatentShape(**_LATENT, fp8=True),
 }

@@ -78,6 +78,16 @@ class Shape:
         assert self.num_attention_heads % self.num_key_value_heads == 0
         assert max(self.bos_token_id, self.eos_token_id) < self.vocab_size
 
+    @property
+    def cached_width(self) -> int:
+        """Numbers that the KV of a token has in each layer."""
+        return 2 * self.num_key_value_heads * self.head_dim
+
+    @property
+    def attended_width(self) -> int:
+        """Multiplications of a token with another one in each layer: scores, and values."""
+        return 2 * self.num_attention_heads * self.head_dim
+
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Checkpoint name to shape, in file order; linear weights are [out features, in features]."""
         hidden = self.hidden_size

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from architectures import ARCHITECTURES
-from checkpoints import Shape, write_checkpoint
+from checkpoints import write_checkpoint
 from harness import engines as participants
 from harness.engines import Engine
 from harness.limits import least_seconds, measure_ceilings
@@ -88,7 +88,6 @@ def run_shape(
 ) -> dict[str, Any]:
     """All repeats of one shape, printed and returned."""
     shape = ARCHITECTURES[workload.model]
-    assert isinstance(shape, Shape), "limits of other models are not known"
     with console.status(f"{workload.shape}: writing checkpoints"):
         folders = [write_checkpoint(work / f"{workload.shape}-{seed}", shape, seed=seed) for seed in (0, 1)]
         reference = plain_read_and_copy(folders[1])

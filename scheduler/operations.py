@@ -16,7 +16,7 @@ from .config import EngineConfig
 from .kernels import TORCH, TRITON, serving, why_not_triton
 from .kernels.decoder_layers import choosable
 from .kernels.delta import LARGEST_HEAD, computable
-from .kernels.linear import packable
+from .kernels.linear import packable, scalable
 from .kernels.native import why_not
 from .layers.fp8_products import dense_for, experts_for
 from .models.base import ForeignModel
@@ -59,7 +59,7 @@ def what_serves(config: EngineConfig, loaded: LoadedModel) -> Serving:
     model, by = loaded.config, serving(loaded.device, loaded.dtype)
     attention = choose(config, Shape.of(loaded))
     by["attention"] = attention.by
-    if model.fp8 is not None or not all(packable(size, loaded.dtype) for size in _row_sizes(loaded)):
+    if _unpacked_fp8(loaded) is not None or _unpacked(loaded) is not None:
         by["linear"] = TORCH
         if by["experts"] != TRITON:  # which is what surrounds the products
             by["experts"] = TORCH
@@ -117,12 +117,29 @@ def why_torch(loaded: LoadedModel) -> str | None:
         if not computable(state_shape(config)):
             return f"heads of linear attention have more than {LARGEST_HEAD} elements"
         return "linear attention computes prompts by torch"
-    if config.fp8 is not None:
-        return "products with FP8 weights are torch's"
+    if (reason := _unpacked_fp8(loaded)) is not None:
+        return reason
     if config.moe is not None and config.moe.grouped and not _choosable(config.moe):
         return f"experts are chosen from {config.moe.num_groups} groups, which torch does"
+    return _unpacked(loaded)
+
+
+def _unpacked(loaded: LoadedModel) -> str | None:
+    """Why some of the model's matrices are not packed. None: all can be."""
     odd = [size for size in _row_sizes(loaded) if not packable(size, loaded.dtype)]
     return f"rows of {min(odd)} cannot be packed" if odd else None
+
+
+def _unpacked_fp8(loaded: LoadedModel) -> str | None:
+    """Why FP8 weights are not packed. None: they are, or there are none."""
+    fp8 = loaded.config.fp8
+    if fp8 is None:
+        return None
+    if loaded.device.type != "cpu":
+        return "products with FP8 weights are a library's"
+    if all(scalable(size, fp8.columns) for size in _projections(loaded)):
+        return None
+    return "products with FP8 weights in rows or blocks that are no multiple of four are torch's"
 
 
 def _choosable(moe: MoeConfig) -> bool:
@@ -133,12 +150,18 @@ def _choosable(moe: MoeConfig) -> bool:
 
 def _row_sizes(loaded: LoadedModel) -> set[int]:
     """Lengths of the rows of the model's matrices, on this rank."""
+    mla = loaded.config.mla
+    return _projections(loaded) | (set() if mla is None else {mla.kv_lora_rank, mla.qk_nope_head_dim})
+
+
+def _projections(loaded: LoadedModel) -> set[int]:
+    """Of those that are FP8 in an FP8 model."""
     config, ranks, mla = loaded.config, loaded.parallel.size, loaded.config.mla
     sizes = {config.hidden_size}
     if mla is None:
         sizes.add(loaded.num_heads * config.head_dim)
     else:
-        sizes |= {mla.kv_lora_rank, mla.qk_nope_head_dim, loaded.num_heads * mla.v_head_dim}
+        sizes.add(loaded.num_heads * mla.v_head_dim)
         sizes |= set() if mla.q_lora_rank is None else {mla.q_lora_rank}
     if config.moe is None or not all(config.moe.sparse_layers):
         sizes.add(config.intermediate_size // ranks)

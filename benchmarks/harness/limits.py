@@ -9,11 +9,13 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 import torch
+from architectures import LatentShape
 from checkpoints import Shape
 
 from .workload import Workload
 
 Synchronize = Callable[[], None]
+AnyShape = Shape | LatentShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +83,7 @@ def seconds_of(work: Callable[[], object], synchronize: Synchronize, repeats: in
     return min(rounds)
 
 
-def streamed_weight_bytes(shape: Shape, itemsize: int, rows: int = 1) -> float:
+def streamed_weight_bytes(shape: AnyShape, itemsize: int, rows: int = 1) -> float:
     """Bytes of the weights that a decode step of so many rows reads, about: of experts those that were chosen."""
     sizes = {
         name: torch.Size(size).numel() * shape.used_by(name, rows)
@@ -92,12 +94,12 @@ def streamed_weight_bytes(shape: Shape, itemsize: int, rows: int = 1) -> float:
     return itemsize * sum(sizes.values())
 
 
-def kv_bytes_per_token(shape: Shape, itemsize: int) -> int:
+def kv_bytes_per_token(shape: AnyShape, itemsize: int) -> int:
     """K and V of one token, over all layers."""
-    return 2 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim * itemsize
+    return shape.num_hidden_layers * shape.cached_width * itemsize
 
 
-def prefill_flops(shape: Shape, prompts: int, length: int) -> float:
+def prefill_flops(shape: AnyShape, prompts: int, length: int) -> float:
     """Of ``prompts`` prompts of ``length`` tokens: the blocks' products for each token, causal attention (half of the square),
     and the head for the last token of each."""
     head = shape.vocab_size * shape.hidden_size
@@ -107,19 +109,18 @@ def prefill_flops(shape: Shape, prompts: int, length: int) -> float:
         for name, size in shape.tensor_shapes().items()
         if len(size) == 2 and name not in tables
     )
-    heads = shape.num_attention_heads * shape.head_dim
-    attention = 4 * heads * shape.num_hidden_layers * length * (length + 1) / 2
+    attention = 2 * shape.attended_width * shape.num_hidden_layers * length * (length + 1) / 2
     return prompts * (2.0 * weights * length + attention + 2.0 * head)
 
 
-def least_seconds(workload: Workload, shape: Shape, ceilings: Ceilings, itemsize: int = 2) -> float:
+def least_seconds(workload: Workload, shape: AnyShape, ceilings: Ceilings, itemsize: int = 2) -> float:
     """What a whole rollout must take: the products of its prompts, each once, at the measured peak; then for every decode step the
     longer of its reading (weights, and KV, that of a shared prompt once) and of its products."""
     rows = workload.requests * workload.samples
     seconds = prefill_flops(shape, workload.requests, workload.prompt_tokens) / ceilings.flops
     weights, computed = (streamed_weight_bytes(shape, itemsize, count) for count in (rows, 1))
     per_token = kv_bytes_per_token(shape, itemsize)
-    scores = 4 * shape.num_attention_heads * shape.head_dim * shape.num_hidden_layers
+    scores = 2 * shape.attended_width * shape.num_hidden_layers
     for step in range(1, workload.new_tokens):  # the first token is the prompt's
         kv = per_token * (workload.requests * workload.prompt_tokens + rows * step)
         flops = rows * (2.0 * computed / itemsize + scores * (workload.prompt_tokens + step))

@@ -129,4 +129,14 @@ WORKLOADS = {
         vocab_size=32_000,
         kv_bytes_per_token=8 * 2 * 4 * 64 * 2,
     ),
+    "mla": Workload(
+        shape="mla",
+        model="mla-0.2b",
+        requests=32,
+        prompt_tokens=64,
+        new_tokens=64,
+        rollouts=1,
+        vocab_size=32_000,
+        kv_bytes_per_token=8 * (256 + 32) * 2,
+    ),
 }

@@ -9,7 +9,6 @@ Invariants:
 
 import ctypes
 from collections.abc import Callable, Sequence
-from itertools import chain
 
 import torch
 from torch import Tensor
@@ -27,6 +26,8 @@ _counters = native.function("caesura_decoder_counters", POINTER, SIZE, INT, SIZE
 
 _INT64, _FLOAT32 = 8, 4
 """Bytes."""
+_OF_STEP = 5
+"""The last of a layer's pointers: the experts' record, keys, values, cosines, sines."""
 
 Angles = tuple[Tensor, Tensor]
 """Cosines and sines of positions, each [P, 1, rotated / 2], contiguous."""
@@ -113,7 +114,7 @@ class DecoderKernel:
             ValueError: a tensor that the kernel would misread.
         """
         self._shape = shape
-        self._dtype = layers[0].qkv.dtype
+        self._dtype = layers[0].input_norm.dtype
         for number, (layer, kind) in enumerate(zip(layers, kinds, strict=True)):
             shape.check(number, layer, kind, self._dtype, head_norms=head_eps is not None)
         if last_norm.shape != (shape.hidden,) or last_norm.dtype != self._dtype:
@@ -121,7 +122,14 @@ class DecoderKernel:
                 f"no last norm of {shape} in {self._dtype}: {last_norm.dtype} {tuple(last_norm.shape)}"
             )
         self._ranks = ranks
-        self._layers, self._kinds, self._last_norm = layers, kinds, last_norm
+        self._kinds, self._last_norm = kinds, last_norm
+        self._parameters = [
+            (number * LAYER_POINTERS + place, tensor)
+            for number, layer in enumerate(layers)
+            for place, tensor in enumerate(layer)
+            if tensor is not None
+        ]
+        self._addresses: list[int | None] = [None] * (len(layers) * LAYER_POINTERS)
         self._compute = _DECODER[self._dtype]
         self._forms: ctypes.Array[LayerForm] | None = None
         self._table = (POINTER * (len(layers) * LAYER_POINTERS))()
@@ -136,6 +144,7 @@ class DecoderKernel:
             rotated=shape.rotated,
             from_one=shape.from_one,
             groups_row=self._regions.groups_row,
+            scale_columns=shape.scale_columns,
             eps=eps,
             head_eps=head_eps or 0.0,
             ranks=None if ranks is None else ranks.address,
@@ -144,6 +153,7 @@ class DecoderKernel:
             self._step.latent, self._step.q_rank, self._step.nope = latent.latent, latent.q_rank, latent.nope
             self._step.value_size, self._step.interleaved = latent.value, latent.interleaved
         self._workspace = Workspace()
+        self._placed = 0, 0  # intermediate results: where they begin, and of how many rows
 
     def __call__(
         self,
@@ -173,16 +183,20 @@ class DecoderKernel:
         threads, ranks, count = native.num_threads(), self._ranks, sampled.shape[0]
         for cos, sin in {id(each): each for each in angles}.values():
             self._check(residual, cos, sin, positions, sampled, step)
-        offsets, nbytes = self._regions.of(max(residual.shape[0], count))
+        rows = max(residual.shape[0], count)
+        offsets, nbytes = self._regions.of(rows)
         memory = self._workspace.take("activations", (nbytes,), torch.uint8)
         arguments, out = self._step, offsets["x"]
         self._fill_step(residual, angles[0][0], positions, sampled, step, threads)
-        for name, offset in offsets.items():
-            setattr(arguments, name, memory.data_ptr() + offset)
-        arguments.out = memory.data_ptr() + out
+        begin = memory.data_ptr()
+        if self._placed != (begin, rows):
+            for name, offset in offsets.items():
+                setattr(arguments, name, begin + offset)
+            self._placed = begin, rows
+        arguments.out = begin + out
         self._fill_table(step, angles, record)
         rounds = 0 if ranks is None else ranks.rounds(residual.nbytes)
-        layers, latent = len(self._layers), self._shape.latent is not None
+        layers, latent = len(self._kinds), self._shape.latent is not None
         counted = _counters(self._forms, layers, latent, rounds, threads)
         counters = self._workspace.take("counters", (counted,), torch.uint8).data_ptr()
         self._compute(self._table, self._forms, layers, ctypes.byref(arguments), counters, threads)
@@ -224,12 +238,19 @@ class DecoderKernel:
         ]
         if self._forms is None:
             forms = (kind.as_struct(noted) for kind, noted in zip(self._kinds, records, strict=True))
-            self._forms = (LayerForm * len(self._layers))(*forms)
-        tensors = chain.from_iterable(
-            (*layer, records[number], *step.kv(number), *angles[number])
-            for number, layer in enumerate(self._layers)
-        )
-        self._table[:] = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+            self._forms = (LayerForm * len(self._kinds))(*forms)
+        addresses = self._addresses
+        for place, tensor in self._parameters:
+            addresses[place] = tensor.data_ptr()
+        for number, record in enumerate(records):
+            keys, values = step.kv(number)
+            cos, sin = angles[number]
+            end = (number + 1) * LAYER_POINTERS
+            addresses[end - _OF_STEP : end] = (
+                None if record is None else record.data_ptr(),
+                *(keys.data_ptr(), values.data_ptr(), cos.data_ptr(), sin.data_ptr()),
+            )
+        self._table[:] = addresses
 
     def _check(
         self, residual: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, sampled: Tensor, step: PagedStep

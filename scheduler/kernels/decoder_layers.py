@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .elementwise import BENDS
 from .forms import PLAIN, Bend, FormKind
-from .linear import is_storage, packable, storage_shape
+from .linear import Scales, holds
 from .native import LayerForm
 
 MAX_GROUPS = 64
@@ -50,6 +50,15 @@ class LayerTensors(NamedTuple):
     experts_down: Tensor | None = None
     experts_down_bias: Tensor | None = None
     shared_gate: Tensor | None = None
+    qkv_scales: Tensor | None = None
+    """Of an FP8 weight, as ``linear.py`` has them; likewise the others."""
+    o_scales: Tensor | None = None
+    gate_up_scales: Tensor | None = None
+    down_scales: Tensor | None = None
+    q_up_scales: Tensor | None = None
+    experts_gate_up_scales: Tensor | None = None
+    experts_down_scales: Tensor | None = None
+    shared_gate_scales: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +143,8 @@ class LayerShape:
     from_one: bool = False
     """Factors of norms are ``1 + weight``."""
     latent: LatentSizes | None = None
+    scale_columns: int = 0
+    """Inputs that share a scale of an FP8 weight; 0: no weight is FP8."""
 
     @property
     def q(self) -> int:
@@ -205,19 +216,22 @@ class LayerShape:
     ) -> None:
         """Raise ValueError for whatever the kernel would read wrongly."""
         products, vectors = self._products(kind), self._vectors(kind, head_norms=head_norms)
-        for name, tensor in layer._asdict().items():
+        tensors = layer._asdict()
+        for name, tensor in tensors.items():
             wanted = torch.float32 if name == "router_bias" and _in_groups(kind) else dtype
             if tensor is None:
                 fits = name in _OPTIONAL or not (name in products or name in vectors)
             elif name in products:
-                count, outputs, inputs = products[name]
-                rows, columns = storage_shape(outputs, inputs, dtype)
+                lines = tensors.get(f"{name}_scales")
+                scales = None if lines is None else Scales(lines, self.scale_columns)
+                fits = holds(tensor, scales, *products[name], dtype)
+            elif name.endswith(_SCALES):  # they have been seen with their weight
                 fits = (
-                    packable(inputs, dtype) and tensor.shape == (count * rows, columns) and is_storage(tensor)
+                    tensors[name.removesuffix(_SCALES)] is not None and name.removesuffix(_SCALES) in products
                 )
             else:
-                fits = tensor.shape == vectors.get(name) and tensor.is_contiguous()
-            if not fits or (tensor is not None and tensor.dtype != wanted):
+                fits = tensor.shape == vectors.get(name) and tensor.is_contiguous() and tensor.dtype == wanted
+            if not fits:
                 described = None if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}"
                 raise ValueError(f"no layer {number} of {self} in {dtype}: {name} is {described}")
         experts = kind.experts
@@ -233,6 +247,7 @@ class LayerShape:
             raise ValueError(f"no layer {number} of {kind}")
 
 
+_SCALES = "_scales"
 _OPTIONAL = frozenset({
     "qkv_bias", "o_bias", "behind_attention", "behind_mlp", "shared_gate",
     "router_bias", "experts_gate_up_bias", "experts_down_bias",

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from . import native
 from .decoder_layers import GroupRouting
-from .linear import is_storage, packable, storage_shape
+from .linear import Scales, address, holds
 from .native import FLOAT, INT, POINTER, SIZE
 
 _ROUTE = native.by_dtype("caesura_route", *[POINTER] * 3, *[SIZE] * 3, INT, INT)
-_PRODUCTS = native.by_dtype("caesura_grouped_linear", *[POINTER] * 6, *[SIZE] * 3, INT)
+_PRODUCTS = native.by_dtype("caesura_grouped_linear", *[POINTER] * 3, SIZE, *[POINTER] * 4, *[SIZE] * 3, INT)
 _COMBINE = native.by_dtype("caesura_combine", *[POINTER] * 4, *[SIZE] * 3, INT)
 _ROUTE_IN_GROUPS = native.function(
     "caesura_route_in_groups", *[POINTER] * 4, *[SIZE] * 5, INT, INT, INT, FLOAT, INT
@@ -124,24 +124,32 @@ def group(ids: Tensor, num_experts: int) -> Groups:
 class GroupedProduct:
     """``x @ w[e].T + b[e]`` for packed ``w`` [experts, N, K], e the expert of a row; sums in float32, rounded once."""
 
-    def __init__(self, weight: Tensor, num_experts: int, outputs: int, inputs: int) -> None:
-        """``weight`` is storage of ``num_experts`` times the rows that N are padded to.
+    def __init__(
+        self,
+        weight: Tensor,
+        num_experts: int,
+        outputs: int,
+        inputs: int,
+        scales: Scales | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """
+        Args:
+            weight: storage of ``num_experts`` times the rows that N are padded to.
+            scales: of an FP8 weight, one expert's after the other's. None: it is of the dtype of ``x``.
+            dtype: of ``x``. None: the weight's.
 
         Raises:
             ValueError: it has another shape or cannot be packed.
         """
-        rows, columns = storage_shape(outputs, inputs, weight.dtype)
-        if (
-            weight.shape != (num_experts * rows, columns)
-            or not is_storage(weight)
-            or not packable(inputs, weight.dtype)
-        ):
+        self._dtype = weight.dtype if dtype is None else dtype
+        if not holds(weight, scales, num_experts, outputs, inputs, self._dtype):
             raise ValueError(
                 f"{weight.dtype} {tuple(weight.shape)} does not hold {num_experts} x {outputs} packed rows of {inputs}"
             )
         self._weight, self._outputs, self._inputs = weight, outputs, inputs
-        self._num_experts = num_experts
-        self._compute = _PRODUCTS[weight.dtype]
+        self._num_experts, self._scales = num_experts, scales
+        self._compute = _PRODUCTS[self._dtype]
 
     def __call__(
         self, x: Tensor, groups: Groups, out: Tensor | None = None, bias: Tensor | None = None
@@ -158,7 +166,7 @@ class GroupedProduct:
         if not (
             x.shape == (pairs, self._inputs)
             and out.shape == (pairs, self._outputs)
-            and x.dtype == out.dtype == self._weight.dtype
+            and x.dtype == out.dtype == self._dtype
             and x.is_contiguous()
             and out.is_contiguous()
             and len(groups.starts) == self._num_experts + 1
@@ -178,6 +186,7 @@ class GroupedProduct:
         self._compute(
             x.data_ptr(),
             self._weight.data_ptr(),
+            *address(self._scales),
             None if bias is None else bias.data_ptr(),
             out.data_ptr(),
             groups.experts.data_ptr(),

@@ -6,8 +6,14 @@ Invariants:
   for byte.
 - A row of a product has the same bits whatever the other rows, their number, and the number of threads.
 
+- Weights may be float8_e4m3fn, with scales for blocks of their rows (:class:`Scales`): the product is then, to the last bit, that
+  of the dequantised weight, each of its elements ``float32(weight) * scale``, rounded once to the dtype of ``x``. (With AMX it
+  is that of AVX-512, which has no other bits for other rows either.)
+
 The layout is described in ``cpu/linear.cpp``.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +21,9 @@ from torch import Tensor
 from . import native
 from .native import INT, POINTER, SIZE
 
-_PRODUCTS = native.by_dtype("caesura_linear", POINTER, SIZE, POINTER, POINTER, POINTER, *[SIZE] * 4, INT, INT)
+_PRODUCTS = native.by_dtype(
+    "caesura_linear", POINTER, SIZE, POINTER, POINTER, SIZE, POINTER, POINTER, *[SIZE] * 4, INT, INT
+)
 _BATCHES = native.by_dtype(
     "caesura_batched_linear", POINTER, SIZE, SIZE, POINTER, POINTER, SIZE, SIZE, *[SIZE] * 4, INT
 )
@@ -31,6 +39,57 @@ _TILE_BYTES = 64
 """Rows are padded to a multiple of this."""
 
 
+FP8 = torch.float8_e4m3fn
+_WORD = 4
+"""Bytes that products take at once."""
+
+
+class Scales(NamedTuple):
+    """Of an FP8 weight."""
+
+    lines: Tensor
+    """float32 of :func:`scales_shape`, contiguous: one row for each block of inputs, with every output's scale."""
+    columns: int
+    """Inputs of a block."""
+
+
+def scales_shape(outputs: int, inputs: int, columns: int) -> tuple[int, int]:
+    """Shape of the scales of a weight [outputs, inputs] in blocks of ``columns`` inputs; outputs are padded as in its storage."""
+    return -(-inputs // columns), -(-outputs // _PANEL) * _PANEL
+
+
+def scalable(inputs: int, columns: int) -> bool:
+    """Whether FP8 rows of ``inputs`` elements in such blocks can be packed."""
+    return packable(inputs, FP8) and columns % _WORD == 0
+
+
+def holds(
+    weight: Tensor, scales: Scales | None, count: int, outputs: int, inputs: int, dtype: torch.dtype
+) -> bool:
+    """Whether these are ``count`` weights [outputs, inputs], packed, each in whole panels, for products with ``dtype``."""
+    stored = dtype if scales is None else FP8
+    rows, columns = storage_shape(outputs, inputs, stored)
+    fits = (
+        min(count, outputs) > 0
+        and dtype in native.FLOATS
+        and weight.dtype == stored
+        and weight.shape == (count * rows, columns)
+        and is_storage(weight)
+        and packable(inputs, stored)
+    )
+    if scales is None:
+        return fits
+    blocks, padded = scales_shape(outputs, inputs, scales.columns)
+    return (
+        fits
+        and packable(inputs, dtype)
+        and scalable(inputs, scales.columns)
+        and scales.lines.shape == (count * blocks, padded)
+        and scales.lines.dtype == torch.float32
+        and scales.lines.is_contiguous()
+    )
+
+
 def storage_shape(outputs: int, inputs: int, dtype: torch.dtype) -> tuple[int, int]:
     """Shape of the storage of a weight [outputs, inputs]: padded to multiples of 32 and of 64 bytes."""
     tile = _TILE_BYTES // dtype.itemsize
@@ -38,8 +97,8 @@ def storage_shape(outputs: int, inputs: int, dtype: torch.dtype) -> tuple[int, i
 
 
 def packable(inputs: int, dtype: torch.dtype) -> bool:
-    """Whether rows of ``inputs`` elements can be packed: some of float32, or an even number of bfloat16."""
-    return inputs > 0 and (dtype == torch.float32 or (dtype == torch.bfloat16 and inputs % 2 == 0))
+    """Whether rows of ``inputs`` elements can be packed: float32, an even number of bfloat16, or a multiple of four FP8."""
+    return inputs > 0 and dtype in (*native.FLOATS, FP8) and inputs * dtype.itemsize % _WORD == 0
 
 
 def is_storage(weight: Tensor) -> bool:
@@ -50,22 +109,29 @@ def is_storage(weight: Tensor) -> bool:
 class Product:
     """``x @ w.T + bias`` for one packed ``w`` [N, K]; sums in float32, rounded once. What never changes is checked once."""
 
-    def __init__(self, weight: Tensor, outputs: int, inputs: int) -> None:
-        """``weight`` is the storage of ``w``.
+    def __init__(
+        self,
+        weight: Tensor,
+        outputs: int,
+        inputs: int,
+        scales: Scales | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """
+        Args:
+            weight: the storage of ``w``.
+            scales: of an FP8 weight. None: it is of the dtype of ``x``.
+            dtype: of ``x``. None: the weight's.
 
         Raises:
             ValueError: it has another shape or cannot be packed.
         """
-        if (
-            outputs < 1
-            or weight.shape != storage_shape(outputs, inputs, weight.dtype)
-            or not is_storage(weight)
-            or not packable(inputs, weight.dtype)
-        ):
+        self._dtype = weight.dtype if dtype is None else dtype
+        if not holds(weight, scales, 1, outputs, inputs, self._dtype):
             raise ValueError(f"{_described(weight)} does not hold {outputs} packed rows of {inputs}")
         self._weight, self._outputs, self._inputs = weight, outputs, inputs
-        self._dtype = weight.dtype
-        self._compute = _PRODUCTS[weight.dtype]
+        self._scales = scales
+        self._compute = _PRODUCTS[self._dtype]
 
     def __call__(
         self,
@@ -77,7 +143,7 @@ class Product:
     ) -> Tensor:
         """
         Args:
-            x: [M, K] of the weight's dtype, columns contiguous.
+            x: [M, K] of the product's dtype, columns contiguous.
             bias: [N], contiguous, or None.
             out: [M, N], columns contiguous; overwritten. It must not overlap the others. None: fresh memory.
             wide: ``out`` is float32, the sums as they are; without a bias.
@@ -108,6 +174,7 @@ class Product:
             x.data_ptr(),
             x.stride(0),
             self._weight.data_ptr(),
+            *address(self._scales),
             None if bias is None else bias.data_ptr(),
             out.data_ptr(),
             out.stride(0),
@@ -129,12 +196,7 @@ class BatchedProduct:
         Raises:
             ValueError: it has another shape or cannot be packed.
         """
-        rows, columns = storage_shape(outputs, inputs, weight.dtype)
-        if (
-            weight.shape != (count * rows, columns)
-            or not is_storage(weight)
-            or not packable(inputs, weight.dtype)
-        ):
+        if not holds(weight, None, count, outputs, inputs, weight.dtype):
             raise ValueError(
                 f"{_described(weight)} does not hold {count} x {outputs} packed rows of {inputs}"
             )
@@ -166,9 +228,17 @@ class BatchedProduct:
         return out
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+def address(scales: Scales | None) -> tuple[int | None, int]:
+    """Of scales, and their columns, as the kernels take them."""
+    return (None, 0) if scales is None else (scales.lines.data_ptr(), scales.columns)
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, scales: Scales | None = None
+) -> Tensor:
     """:class:`Product` for once; N and K are those of ``out`` and ``x``."""
-    return Product(weight, out.shape[1], x.shape[1])(x, bias, out)
+    dtype = None if scales is None else x.dtype
+    return Product(weight, out.shape[1], x.shape[1], scales, dtype)(x, bias, out)
 
 
 def pack_rows(weight: Tensor, rows: Tensor, start: int) -> None:

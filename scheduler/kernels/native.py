@@ -35,7 +35,7 @@ FLOATS = (torch.bfloat16, torch.float32)
 NO_AVX2 = "this processor has no AVX2"
 """The one reason of :func:`why_not` that is not the installation's."""
 
-_ABI = 10
+_ABI = 11
 """native.cpp has the same; both rise when an argument of a kernel changes."""
 
 POINTER = ctypes.c_void_p
@@ -65,6 +65,7 @@ class DecoderStep(ctypes.Structure):
 
     _fields_ = [
         *_all(SIZE, "tokens hidden heads kv_heads head_size rotated from_one"),
+        *_all(SIZE, "scale_columns"),
         *_all(SIZE, "latent q_rank nope value_size interleaved parts"),
         *_all(POINTER, "residual update x qkv attended gate_up gated"),
         *_all(POINTER, "q q_up queries values"),
@@ -81,7 +82,7 @@ class DecoderStep(ctypes.Structure):
     ]
 
 
-LAYER_POINTERS = 28
+LAYER_POINTERS = 36
 """Of ``LayerTensors`` of ``cpu/operations.h``, in the order of ``decoder_layers.py``."""
 
 

@@ -10,7 +10,7 @@ Invariants:
   below would need pairs that are nobody's; a part of the width is the same computation with another size. It asks that
   the ranks divide the width, and in whole blocks where weights are FP8.
 - A token's sum is taken in float32 in the order of its ``expert_ids`` and rounded once. With compiled kernels its bits
-  depend on the token alone, unless weights are FP8.
+  depend on the token alone, unless weights are FP8 that cannot be packed.
 """
 
 from collections.abc import Iterator
@@ -28,6 +28,7 @@ from ..kernels.between import TritonExperts, elementwise_for, triton_experts_for
 from ..kernels.forms import Bend
 from ..kernels.linear import packable, storage_shape
 from .fp8_block import Fp8ExpertMatrix
+from .fp8_packed import PackedFp8ExpertMatrix, packs
 from .fp8_products import experts_for
 from .linear import all_fp8, divided
 from .matrix import PackedSlot
@@ -79,6 +80,15 @@ class ExpertMatrix:
         """The same, in fresh memory; ``ends``: :func:`sort_by_expert`."""
         return grouped_linear(x, self.parameter.data, ends)
 
+    @property
+    def packed(self) -> Tensor | None:
+        """The storage that kernels take. None: it is plain."""
+        return None if self._product is None else self.parameter.data
+
+    @property
+    def scales(self) -> None:
+        """It has none."""
+
     def slots(self, module: str, expert: int, start: int, length: int) -> Iterator[WeightSlot]:
         """Of the checkpoint module held in rows ``[start, start + length)`` of an expert's weight: its weight."""
         data = self.parameter.data
@@ -93,12 +103,17 @@ class ExpertMatrix:
         yield self.parameter
 
 
+_AnyMatrix = ExpertMatrix | Fp8ExpertMatrix | PackedFp8ExpertMatrix
+
+
 class PackedExperts(NamedTuple):
-    """Packed weights of all experts of a layer, and their biases where there are any."""
+    """Packed weights of all experts of a layer, and their scales and biases where there are any."""
 
     gate_up: Tensor
+    gate_up_scales: Tensor | None
     gate_up_bias: Tensor | None
     down: Tensor
+    down_scales: Tensor | None
     down_bias: Tensor | None
 
 
@@ -166,9 +181,7 @@ class Experts:
             )
             self._biases = gate_up_bias, down_bias
 
-    def _matrix(
-        self, name: str, part_rows: list[int], in_features: int, place: Placement
-    ) -> ExpertMatrix | Fp8ExpertMatrix:
+    def _matrix(self, name: str, part_rows: list[int], in_features: int, place: Placement) -> _AnyMatrix:
         projections = self._names.gate, self._names.up, self._names.down
         modules = (f"{self._prefix}.{e}.{part}" for e in range(self.count) for part in projections)
         if all_fp8(modules, place):
@@ -179,7 +192,8 @@ class Experts:
             found = experts_for(place.device)
             if found is not None and found.fused is not None and self._fp8 is None:
                 self._fp8 = found.fused(place.workspace)
-            return Fp8ExpertMatrix(name, self.count, part_rows, in_features, place)
+            kind = PackedFp8ExpertMatrix if self._compiled and packs(in_features, place) else Fp8ExpertMatrix
+            return kind(name, self.count, part_rows, in_features, place)
         return ExpertMatrix(name, self.count, sum(part_rows), in_features, place, packed=self._compiled)
 
     def forward(self, x: Tensor, expert_ids: Tensor, weights: Tensor, addend: Tensor | None = None) -> Tensor:
@@ -216,8 +230,11 @@ class Experts:
         if self._biases is not None:
             pairs = torch.arange(rows.shape[0], dtype=ends.dtype, device=ends.device)
             experts = torch.searchsorted(ends, pairs, right=True)
-        gate_up = self._biased(self._gate_up.plain_product(rows, ends), experts, 0)
-        return self._biased(self._down.plain_product(self._gate(gate_up), ends), experts, 1)
+        matrices = self._gate_up, self._down
+        assert not isinstance(matrices[0], PackedFp8ExpertMatrix)
+        assert not isinstance(matrices[1], PackedFp8ExpertMatrix)
+        gate_up = self._biased(matrices[0].plain_product(rows, ends), experts, 0)
+        return self._biased(matrices[1].plain_product(self._gate(gate_up), ends), experts, 1)
 
     def _biased(self, y: Tensor, experts: Tensor | None, product: int) -> Tensor:
         """``y``, to which the bias of each row's expert is added in place, if there is one; that of sums over ranks by rank 0."""
@@ -242,14 +259,13 @@ class Experts:
     @property
     def packed(self) -> PackedExperts | None:
         """As the kernel takes them that computes whole layers. None: they are stored otherwise."""
-        if not (
-            self._compiled
-            and isinstance(self._gate_up, ExpertMatrix)
-            and isinstance(self._down, ExpertMatrix)
-        ):
+        gate_up, down = self._gate_up, self._down
+        if gate_up.packed is None or down.packed is None:
             return None
         gate_up_bias, down_bias = self._added_biases
-        return PackedExperts(self._gate_up.parameter.data, gate_up_bias, self._down.parameter.data, down_bias)
+        return PackedExperts(
+            gate_up.packed, gate_up.scales, gate_up_bias, down.packed, down.scales, down_bias
+        )
 
     def _forward_compiled(self, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
         groups = kernel.group(expert_ids.contiguous(), self.count)

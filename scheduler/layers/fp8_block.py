@@ -8,8 +8,8 @@ Invariants:
 - A weight that comes in a wider float is quantised block by block, each when its rows are complete: the result depends
   on the tensor alone, not on how it was cut. At most one row of blocks waits, in the model's workspace, as float32.
 - Nothing that is computed with outlives a product, so nothing can mix a new weight with an old scale, in whatever order
-  they come. On the CPU weights are dequantised into the workspace, at most ``_CHUNK`` elements (or one row) at a time;
-  accelerators multiply by what is stored (``fp8_products.py``), and a model that they cannot is refused.
+  they come. On the CPU compiled kernels have a layout of their own (``fp8_packed.py``); where they do not serve, weights are
+  dequantised into the workspace, at most ``_CHUNK`` elements (or one row) at a time. Accelerators multiply by what is stored (``fp8_products.py``), and a model that they cannot is refused.
 - A dequantised element is ``float32(weight) * scale``, rounded once to the dtype of the product.
 
 Rounding of quantised weights is that of transformers' ``FineGrainedFP8Config`` bit for bit, where its result is finite.
@@ -25,13 +25,13 @@ from torch.nn import functional
 from ...io_struct import CaesuraError, ErrorCode
 from ..dtypes import torch_name
 from ..kernels.experts import Groups
+from ..kernels.linear import FP8
 from ..memory.workspace import Workspace
 from . import fp8_products
 from .fp8_products import Dense
 from .fp8_scaled import BLOCK, Grouped
 from .parameters import CASTABLE, Fp8Blocks, Parameter, Placement, PlainSlot, WeightSlot
 
-FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 
 _CHUNK = 1 << 20
@@ -101,17 +101,17 @@ def _shifted(weight: Tensor, workspace: Workspace) -> Tensor:
     return bits.bitwise_left_shift_(_SHIFT).bitwise_and_(_PLACES).bitwise_or_(nan).view(torch.float16)
 
 
-class Fp8Slot(PlainSlot):
+class Fp8Slot(WeightSlot):
     """``X.weight``: FP8 as it comes, or any wider float, which brings its scales with it."""
 
-    __slots__ = ("_blocks", "_scales", "_workspace")
+    __slots__ = ("_blocks", "_device", "_scales", "_stored", "_workspace")
 
-    def __init__(self, name: str, parameter: str, rows: Tensor, scales: PlainSlot, place: Placement) -> None:
-        """``scales`` is where the scales of these ``rows`` go."""
-        super().__init__(name, parameter, rows)
+    def __init__(self, stored: WeightSlot, scales: WeightSlot, place: Placement) -> None:
+        """``stored`` and ``scales`` are where the bytes of the weight go, and its scales."""
+        super().__init__(stored.name, stored.parameter, stored.shape, FP8)
         assert place.fp8 is not None
-        self._blocks, self._workspace = place.fp8, place.workspace
-        self._scales = scales
+        self._blocks, self._workspace, self._device = place.fp8, place.workspace, place.device
+        self._stored, self._scales = stored, scales
 
     def accepts(self, dtype: torch.dtype) -> bool:
         """FP8, and floats that are quantised."""
@@ -124,24 +124,28 @@ class Fp8Slot(PlainSlot):
     def update(self, rows: Tensor, start: int, *, compare: bool = True) -> bool:
         """Rows of a block that is not complete yet wait for the call that completes it."""
         if rows.dtype == FP8:
-            return super().update(rows, start, compare=compare)
+            return self._stored.update(rows, start, compare=compare)
         changed = not compare
         for first, values in self._whole_blocks(rows, start):
             weight, scales = quantize(values, self._blocks)
-            changed |= super().update(weight, first, compare=not changed)
+            changed |= self._stored.update(weight, first, compare=not changed)
             changed |= self._scales.update(scales, first // self._blocks.rows, compare=not changed)
         return changed
 
     def write(self, rows: Tensor, start: int) -> None:
         """See :meth:`update` for what is quantised."""
         if rows.dtype == FP8:
-            super().write(rows, start)
+            self._stored.write(rows, start)
         else:
             self.update(rows, start, compare=False)
 
     def differs(self, rows: Tensor, start: int) -> bool:
         """True for what is quantised: whether it does shows when a block is complete."""
-        return rows.dtype != FP8 or super().differs(rows, start)
+        return rows.dtype != FP8 or self._stored.differs(rows, start)
+
+    def read(self, start: int = 0, stop: int | None = None) -> Tensor:
+        """The bytes; see :meth:`WeightSlot.read`."""
+        return self._stored.read(start, stop)
 
     def _whole_blocks(self, rows: Tensor, start: int) -> Iterator[tuple[int, Tensor]]:
         """(first row, float32 rows) of all blocks that ``rows`` complete, some at a time."""
@@ -154,10 +158,10 @@ class Fp8Slot(PlainSlot):
             if position == block and end >= block_end:
                 until = min(position + step, total if end == total else end // height * height)
                 values = rows[position - start : until - start]
-                yield position, values.to(device=self._rows.device, dtype=torch.float32)
+                yield position, values.to(device=self._device, dtype=torch.float32)
             else:
                 until = min(end, block_end)
-                kept = self._workspace.take("fp8 rows", (height, width), torch.float32, self._rows.device)
+                kept = self._workspace.take("fp8 rows", (height, width), torch.float32, self._device)
                 kept[position - block : until - block].copy_(rows[position - start : until - start])
                 if until == block_end:
                     yield block, kept[: until - block]
@@ -205,7 +209,11 @@ class Fp8Matrix:
 
     @property
     def packed(self) -> None:
-        """FP8 is never packed."""
+        """It is stored as the checkpoint has it."""
+
+    @property
+    def scales(self) -> None:
+        """Of a packed weight."""
 
     def product(
         self, x: Tensor, bias: Tensor | None = None, out: Tensor | None = None, *, first: int = 0
@@ -220,7 +228,7 @@ class Fp8Matrix:
             return self._multiplied(self._dense, x, bias, out)
         if out is None:
             out = x.new_empty((x.shape[0], outputs))
-        for start, end in _chunks(out.shape[1], inputs):
+        for start, end in chunks(out.shape[1], inputs):
             shape = end - start, inputs
             weight = self._place.workspace.take("fp8 weight", shape, x.dtype, x.device)
             self.dequantize(weight, first + start)
@@ -244,7 +252,7 @@ class Fp8Matrix:
 
     def dequantize(self, out: Tensor, start: int = 0) -> Tensor:
         """Rows ``[start, start + n)`` of the weight into ``out`` [n, in] of any float dtype; returns it."""
-        for first, last in _chunks(*out.shape):
+        for first, last in chunks(*out.shape):
             here = slice(start + first, start + last)
             scales = self._scales.data.index_select(0, self._scale_of_row[here])
             part, columns = out[first:last], self._blocks.columns
@@ -263,7 +271,7 @@ class Fp8Matrix:
             f"{module}.weight_scale_inv", self._scales.name, self._scales.data.narrow(0, first, grid_rows)
         )
         rows = self._weight.data.narrow(0, start, length)
-        yield Fp8Slot(f"{module}.weight", self._weight.name, rows, scales, self._place)
+        yield Fp8Slot(PlainSlot(f"{module}.weight", self._weight.name, rows), scales, self._place)
         yield scales
 
     def parameters(self) -> Iterator[Parameter]:
@@ -292,6 +300,14 @@ class Fp8ExpertMatrix:
         self._matrix = Fp8Matrix(
             name, [*part_rows] * num_experts, in_features, place, multiplies=found is None
         )
+
+    @property
+    def packed(self) -> None:
+        """It is stored as the checkpoint has it."""
+
+    @property
+    def scales(self) -> None:
+        """Of a packed weight."""
 
     @property
     def blocks(self) -> tuple[Tensor, Tensor]:
@@ -352,7 +368,7 @@ def require_blocks(name: str, part_rows: Sequence[int], in_features: int, place:
     )
 
 
-def _chunks(rows: int, width: int) -> Iterator[tuple[int, int]]:
+def chunks(rows: int, width: int) -> Iterator[tuple[int, int]]:
     """(start, end) of as many rows as are dequantised at a time."""
     step = max(1, _CHUNK // width)
     for start in range(0, rows, step):

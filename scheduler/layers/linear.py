@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ...io_struct import CaesuraError, ErrorCode
 from .fp8_block import Fp8Matrix
+from .fp8_packed import PackedFp8Matrix, packs
 from .matrix import Matrix
 from .parameters import Parameter, Placement, WeightSlot
 from .sharding import Window, as_window, require_borders, sharded
@@ -46,7 +47,7 @@ class Linear:
         self._parts = {part: as_window(size) for part, size in parts.items()}
         lengths = [window.length for window in self._parts.values()]
         self.in_features, self.out_features = self._columns.length, sum(lengths)
-        self._weight: Matrix | Fp8Matrix
+        self._weight: Matrix | Fp8Matrix | PackedFp8Matrix
         self._blocks: tuple[int, int] | None = None
         if all_fp8(parts, place):
             assert place.fp8 is not None
@@ -54,7 +55,10 @@ class Linear:
             for part, rows in self._parts.items():
                 require_borders(part, "rows", rows, self._blocks[0])
                 require_borders(part, "columns", self._columns, self._blocks[1])
-            self._weight = Fp8Matrix(f"{name}.weight", lengths, self.in_features, place)
+            if packs(self.in_features, place):
+                self._weight = PackedFp8Matrix(f"{name}.weight", self.out_features, self.in_features, place)
+            else:
+                self._weight = Fp8Matrix(f"{name}.weight", lengths, self.in_features, place)
         else:
             self._weight = Matrix(f"{name}.weight", self.out_features, self.in_features, place)
         self._bias = (
@@ -73,6 +77,11 @@ class Linear:
     def packed(self) -> Tensor | None:
         """The weight's packed storage. None: it is stored otherwise."""
         return self._weight.packed
+
+    @property
+    def scales(self) -> Tensor | None:
+        """Of a packed FP8 weight. None: it is another."""
+        return self._weight.scales
 
     @property
     def bias(self) -> Tensor | None:

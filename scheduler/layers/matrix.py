@@ -97,6 +97,10 @@ class Matrix:
         """The storage that kernels take. None: it is plain."""
         return None if self._product is None else self.parameter.data
 
+    @property
+    def scales(self) -> None:
+        """It has none."""
+
     def gather(self, ids: Tensor) -> Tensor:
         """Rows ``ids`` (int64 [T]) as [T, in], in fresh memory."""
         if self._product is not None:

@@ -46,12 +46,15 @@ class PackedLatents(NamedTuple):
     """Packed weights of latent attention, biases and norms; names as in ``kernels/decoder_layers.py``."""
 
     qkv: Tensor
+    qkv_scales: Tensor | None
     qkv_bias: Tensor | None
     q_norm: Tensor | None
     k_norm: Tensor
     o: Tensor
+    o_scales: Tensor | None
     o_bias: Tensor | None
     q_up: Tensor | None
+    q_up_scales: Tensor | None
     w_kc: Tensor
     w_vc: Tensor
 
@@ -166,14 +169,12 @@ class UpProjection:
         self._module, self._heads = module, heads.length
         self._rows, self._latent = heads.times(sum(sizes)), Window.whole(latent)
         self._blocks: tuple[int, int] | None = None
-        self._sizes = sizes
+        self._sizes, self._workspace = sizes, place.workspace
         names, dtype = [f"{name}.{part}" for part in ("w_kc", "w_vc")], place.dtype
         shapes: list[tuple[int, ...]] = [(heads.length, size, latent) for size in sizes]
         matrices = (latent, sizes[0]), (sizes[1], latent)
-        packed = (
-            best("linear", place.device, dtype) not in (TORCH, TRITON)
-            and all(kernel.packable(inputs, dtype) for _, inputs in matrices)
-            and not all_fp8([module], place)
+        packed = best("linear", place.device, dtype) not in (TORCH, TRITON) and all(
+            kernel.packable(inputs, dtype) for _, inputs in matrices
         )
         if packed:
             storage = [kernel.storage_shape(*each, dtype) for each in matrices]
@@ -218,9 +219,8 @@ class UpProjection:
 
     def slots(self) -> Iterator[WeightSlot]:
         """``kv_b_proj``'s, with its scales where it is FP8."""
-        parts = list(self._parts())
         if self._quantized is None:
-            yield sharded(ScatteredSlot(f"{self._module}.weight", parts), self._rows)
+            yield sharded(ScatteredSlot(f"{self._module}.weight", list(self._parts())), self._rows)
         else:
             slots = self._quantized.slots(self._module, 0, self._rows.length)
             yield from divided(slots, self._rows, self._latent, self._blocks)
@@ -234,9 +234,10 @@ class UpProjection:
         if self._quantized is None:
             return
         start = 0
-        for head, weight in self._by_row():
-            self._quantized.dequantize(weight.data[head], start)
-            start += weight.data.shape[1]
+        for part in self._parts():
+            rows = self._workspace.take("kv_up rows", part.shape, part.dtype, self._weights[0].data.device)
+            part.write(self._quantized.dequantize(rows, start), 0)
+            start += part.shape[0]
 
     def derived(self) -> Iterator[tuple[str, Tensor]]:
         """Both, where they are dequantised."""
@@ -378,12 +379,15 @@ class LatentAttention(CompositeLayer):
             return None
         return PackedLatents(
             qkv=down,
+            qkv_scales=self._down.scales,
             qkv_bias=self._down.bias,
             q_norm=None if self._q_norm is None else self._q_norm.weight,
             k_norm=self._kv_norm.weight,
             o=o,
+            o_scales=self._o.scales,
             o_bias=self._o.bias,
             q_up=q_up,
+            q_up_scales=None if self._q_up is None else self._q_up.scales,
             w_kc=up[0],
             w_vc=up[1],
         )

@@ -173,19 +173,19 @@ class DecoderForCausalLM(LayeredModel):
         if not tied:
             self._head = OutputHead("lm_head", "lm_head", vocab, hidden, place=place)
             project = self._head.project
-        self._rotary = {
-            rope: RotaryEmbedding(rope, config.rotary_dim, place=place) for rope in set(config.ropes)
-        }
+        rotary = {rope: RotaryEmbedding(rope, config.rotary_dim, place=place) for rope in set(config.ropes)}
+        self._rotary = [rotary[rope] for rope in config.ropes]
         self._logits = LogitsProcessor(project, vocab, place=place)
         self._kernel = OneCall.of(config, self._layers, self._norm, place)
 
     def forward(self, batch: ForwardBatch, backend: AttentionBackend) -> Tensor:
         """Hidden states of the sampled tokens, [S, hidden], after the final norm."""
         if self._kernel is not None and backend.paged is not None:
-            tables = {rope: each.table(max(batch.kv_lens_host)) for rope, each in self._rotary.items()}
+            longest = max(batch.kv_lens_host)
+            tables = {rotary: rotary.table(longest) for rotary in set(self._rotary)}
             return self._kernel(
                 self._embed.forward(batch.input_ids),
-                [tables[rope] for rope in self.config.ropes],
+                [tables[rotary] for rotary in self._rotary],
                 batch,
                 backend.paged,
                 self.routing,
@@ -202,12 +202,12 @@ class DecoderForCausalLM(LayeredModel):
     ) -> Generator[int, None, Tensor]:
         """:meth:`forward`, stopping before each layer."""
         longest = max(batch.kv_lens_host)
-        angles = {rope: each.forward(batch.positions, longest) for rope, each in self._rotary.items()}
+        angles = {rotary: rotary.forward(batch.positions, longest) for rotary in set(self._rotary)}
         residual = self._embed.forward(batch.input_ids)
         update: Tensor | None = None
         for number, layer in enumerate(self._layers):
             yield number
-            update = layer.forward(update, residual, angles[self.config.ropes[number]], backend)
+            update = layer.forward(update, residual, angles[self._rotary[number]], backend)
         assert update is not None, "a model has at least one layer"
         sampled = batch.sample_tokens
         if sampled.shape[0] == 0:

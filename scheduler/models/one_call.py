@@ -14,6 +14,7 @@ from ..kernels.attention import PagedStep
 from ..kernels.decoder import Angles, DecoderKernel
 from ..kernels.decoder_layers import ExpertsForm, LatentSizes, LayerKind, LayerShape, LayerTensors
 from ..layers.attention import Attention
+from ..layers.linear import Linear
 from ..layers.mla import LATENT_EPS, LatentAttention
 from ..layers.mlp import GatedMLP
 from ..layers.moe import GatedShared, MoeBlock, RoutedExperts
@@ -50,7 +51,7 @@ class OneCall:
             [tensors for tensors, _ in packed],
             [kind for _, kind in packed],
             last_norm.weight,
-            _shape_of(config, layers[0]),
+            _shape_of(config, layers[0], place),
             eps=config.rms_norm_eps,
             head_eps=_eps_of(layers[0]),
             ranks=ranks.compiled,
@@ -79,8 +80,9 @@ class OneCall:
         return self.kernel(embedded, angles, batch.positions, batch.sample_tokens, step, record)
 
 
-def _shape_of(config: ModelConfig, layer: "DecoderLayer") -> LayerShape:
+def _shape_of(config: ModelConfig, layer: "DecoderLayer", place: Placement) -> LayerShape:
     attention, hidden = layer.attention, config.hidden_size
+    scale_columns = 0 if place.fp8 is None else place.fp8.columns
     from_one = layer.input_norm.from_one
     if isinstance(attention, LatentAttention):
         sizes = attention.shape
@@ -92,6 +94,7 @@ def _shape_of(config: ModelConfig, layer: "DecoderLayer") -> LayerShape:
             head_size=nope + rope,
             rotated=rope,
             from_one=from_one,
+            scale_columns=scale_columns,
             latent=LatentSizes(
                 latent=sizes.kv_lora_rank,
                 q_rank=sizes.q_lora_rank or 0,
@@ -109,6 +112,7 @@ def _shape_of(config: ModelConfig, layer: "DecoderLayer") -> LayerShape:
         head_size=shape.head_dim,
         rotated=config.rotary_dim,
         from_one=from_one,
+        scale_columns=scale_columns,
     )
 
 
@@ -135,21 +139,26 @@ def _of_layer(layer: "DecoderLayer") -> tuple[LayerTensors, LayerKind] | None:
     return LayerTensors(**norms, **attention, **tensors), kind
 
 
+def _of_linear(name: str, linear: Linear) -> Packed | None:
+    """Its weight, and scales. None: it is stored otherwise."""
+    return None if linear.packed is None else {name: linear.packed, f"{name}_scales": linear.scales}
+
+
 def _of_attention(attention: object) -> Packed | None:
     if isinstance(attention, LatentAttention):
         return None if attention.packed is None else attention.packed._asdict()
     if not isinstance(attention, Attention) or attention.shape.gated:
         return None
-    qkv, o, norms = attention.qkv.packed, attention.o.packed, attention.qk_norms
+    qkv, o, norms = _of_linear("qkv", attention.qkv), _of_linear("o", attention.o), attention.qk_norms
     if qkv is None or o is None:
         return None
     q_norm, k_norm = (None, None) if norms is None else (norm.weight for norm in norms)
     return {
-        "qkv": qkv,
+        **qkv,
         "qkv_bias": attention.qkv.bias,
         "q_norm": q_norm,
         "k_norm": k_norm,
-        "o": o,
+        **o,
         "o_bias": attention.o.bias,
         "sinks": attention.form.sinks,
     }
@@ -158,10 +167,10 @@ def _of_attention(attention: object) -> Packed | None:
 def _of_block(block: object) -> tuple[Packed, int, ExpertsForm | None] | None:
     """Tensors, the width of the dense block or of what every token goes through, and experts."""
     if isinstance(block, GatedMLP):
-        gate_up, down = block.gate_up.packed, block.down.packed
+        gate_up, down = _of_linear("gate_up", block.gate_up), _of_linear("down", block.down)
         if gate_up is None or down is None:
             return None
-        return {"gate_up": gate_up, "down": down}, block.gate_up.part_features, None
+        return gate_up | down, block.gate_up.part_features, None
     if not isinstance(block, MoeBlock):
         return None
     router, experts, shared = block.router.packed, block.experts.packed, _of_shared(block.shared)
@@ -170,10 +179,7 @@ def _of_block(block: object) -> tuple[Packed, int, ExpertsForm | None] | None:
     tensors: Packed = {
         "router": router[0],
         "router_bias": router[1],
-        "experts_gate_up": experts.gate_up,
-        "experts_gate_up_bias": experts.gate_up_bias,
-        "experts_down": experts.down,
-        "experts_down_bias": experts.down_bias,
+        **{f"experts_{name}": tensor for name, tensor in experts._asdict().items()},
     }
     form = ExpertsForm(
         count=block.experts.count,
@@ -192,9 +198,10 @@ def _of_shared(shared: object) -> tuple[Packed, int] | None:
         return {}, 0
     gate: Packed = {}
     if isinstance(shared, GatedShared):
-        if shared.gate.packed is None:
+        gated = _of_linear("shared_gate", shared.gate)
+        if gated is None:
             return None
-        gate, shared = {"shared_gate": shared.gate.packed}, shared.mlp
+        gate, shared = gated, shared.mlp
     found = _of_block(shared)
     if not isinstance(shared, GatedMLP) or shared.bend != "silu" or found is None:
         return None

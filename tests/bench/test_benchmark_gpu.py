@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from architectures import ARCHITECTURES
 from checkpoints import Shape
 from gpu import captured, fetch_wheels, limits
 from gpu.plan import SMOKE, OnDevice, step_bytes
@@ -78,6 +79,20 @@ def test_a_rollout_takes_its_prompts_once_and_each_step_the_slower_of_reading_an
     computing = least_seconds(work, made, Ceilings(1e30, 1.0, 100.0))
     scores = 4 * 4 * 6 * 3 * (5 + 1 + 5 + 2)
     assert computing == pytest.approx((prompts + 6 * (2 * weights + scores)) / 100)
+
+
+def test_of_latents_one_is_cached_for_all_heads():
+    """By hand for the shape of DeepSeek: 32 experts of three matrices 256 x 512 in seven layers, 4 a token."""
+    made = ARCHITECTURES["mla-0.2b"]
+    assert kv_bytes_per_token(made, 2) == WORKLOADS["mla"].kv_bytes_per_token
+    experts = 2 * 7 * 32 * 3 * 256 * 512
+    everything, one = (streamed_weight_bytes(made, 2, rows) for rows in (10_000, 1))
+    assert one == pytest.approx(everything - experts * 28 / 32)
+    longer, shorter = (prefill_flops(made, 1, length) for length in (2, 1))
+    head = 2 * 32_000 * 512
+    assert longer - 2 * (shorter - head) - head == 8 * 2 * 16 * (64 + 32 + 64), (
+        "one pair more than two single tokens"
+    )
 
 
 def test_a_step_reads_the_experts_that_its_rows_meet_and_fp8_as_one_byte():

@@ -60,6 +60,11 @@ struct bf16 {
     uint16_t bits;
 };
 
+// float8_e4m3fn. Only weights are, always with scales.
+struct fp8 {
+    uint8_t bits;
+};
+
 CAESURA_INLINE float to_float(bf16 x) {
     const uint32_t bits = uint32_t(x.bits) << 16;
     float y;

@@ -26,11 +26,11 @@ int64_t counters_of(const LayerForm* forms, int64_t layers, bool latent, int64_t
     return stages * Team::counters(threads);
 }
 
-template <class E>
-Linear product_of(const void* x, int64_t x_row, int64_t inputs, const void* weight, const void* bias, void* y, int64_t outputs,
-                  int64_t rows) {
-    return {x, x_row * (int64_t)sizeof(E), weight, bias, y, outputs, rows, outputs, inputs * (int64_t)sizeof(E) / 4};
-}
+// Where a weight lies, and its scales if it is fp8.
+struct Weight {
+    const void* data;
+    const float* scales = nullptr;
+};
 
 // x[tokens, hidden], a part of it on each rank, summed; `round` goes on.
 template <class E>
@@ -55,9 +55,15 @@ struct Parts {
     const float scale = form.scale != 0.0f ? form.scale : s.scale;
     const int64_t pages_row = form.window ? s.window_pages_row : s.pages_row;
 
-    // of x[tokens, inputs] with a weight and a bias.
-    void product(const void* x, int64_t inputs, const void* weight, const void* bias, void* y, int64_t outputs) const {
-        linear(product_of<E>(x, inputs, inputs, weight, bias, y, outputs, T), team, E());
+    // of x[rows, inputs] with a weight and a bias.
+    Linear product_of(const void* x, int64_t x_row, int64_t inputs, Weight weight, const void* bias, void* y, int64_t outputs,
+                      int64_t rows) const {
+        const int64_t row_bytes = inputs * (int64_t)(weight.scales ? sizeof(fp8) : sizeof(E));
+        return {x, x_row * (int64_t)sizeof(E), weight.data, bias, y, outputs, rows, outputs, row_bytes / 4, false, weight.scales,
+                s.scale_columns / 4};
+    }
+    void product(const void* x, int64_t inputs, Weight weight, const void* bias, void* y, int64_t outputs) const {
+        linear(product_of(x, inputs, inputs, weight, bias, y, outputs, T), team, E());
     }
 
     void norm(const void* x, void* residual, const void* weight, void* out) const {
@@ -67,12 +73,12 @@ struct Parts {
     // s.x to s.x.
     void attend() const {
         const int64_t D = s.head_size, q = s.heads * D, qkv = q + 2 * s.kv_heads * D;
-        product(s.x, H, w.qkv, w.qkv_bias, s.qkv, qkv);
+        product(s.x, H, {w.qkv, w.qkv_scales}, w.qkv_bias, s.qkv, qkv);
         rope_store({s.qkv, qkv, s.heads, s.kv_heads, D, s.rotated, w.q_norm, w.k_norm, s.head_eps, s.from_one != 0, w.cos, w.sin,
                     s.angles_row, s.positions, slots, w.keys, w.values, s.qkv, qkv, T}, team, E());
         attention({s.qkv, qkv, D, w.keys, w.values, s.kv_heads, s.heads / s.kv_heads, D, D, 1, D, pages, pages_row, s.tasks,
                    s.num_tasks, {form.window, scale, form.softcap, w.sinks}, s.attended, q, s.scratch, s.thread_floats}, team, E());
-        product(s.attended, q, w.o, w.o_bias, s.x, H);
+        product(s.attended, q, {w.o, w.o_scales}, w.o_bias, s.x, H);
     }
 
     // The same over latents, its up-projections absorbed: layers/mla.py. A head has `head_size` elements of query, the last
@@ -80,15 +86,15 @@ struct Parts {
     void attend_latents() const {
         const int64_t D = s.head_size, width = s.latent + s.rotated, q_width = s.heads * D, heads = s.heads;
         const int64_t down = (s.q_rank ? s.q_rank : q_width) + width, V = s.value_size;
-        product(s.x, H, w.qkv, w.qkv_bias, s.qkv, down);
+        product(s.x, H, {w.qkv, w.qkv_scales}, w.qkv_bias, s.qkv, down);
         const void* q = s.qkv;
         int64_t q_token = down;
         if (s.q_rank) {
             rms_norm({s.qkv, down, nullptr, 0, w.q_norm, s.q, s.q_rank, T, s.q_rank, s.head_eps, false}, team, E());
-            product(s.q, s.q_rank, w.q_up, nullptr, s.q_up, q_width);
+            product(s.q, s.q_rank, {w.q_up, w.q_up_scales}, nullptr, s.q_up, q_width);
             q = s.q_up, q_token = q_width;
         }
-        Linear absorb = product_of<E>(q, q_token, s.nope, w.w_kc, nullptr, s.queries, s.latent, T);
+        Linear absorb = product_of(q, q_token, s.nope, {w.w_kc}, nullptr, s.queries, s.latent, T);
         absorb.y_stride = heads * width;
         batched_linear(absorb, {heads, D * (int64_t)sizeof(E), width}, team, E());
         const E* kv = (const E*)s.qkv + down - width;
@@ -97,29 +103,29 @@ struct Parts {
         attention({s.queries, heads * width, width, w.keys, w.keys, s.parts, heads / s.parts, width, s.latent, s.parts, width, pages,
                    pages_row, s.tasks, s.num_tasks, {0, scale, 0.0f, nullptr}, s.attended, heads * s.latent, s.scratch,
                    s.thread_floats}, team, E());
-        Linear raise = product_of<E>(s.attended, heads * s.latent, s.latent, w.w_vc, nullptr, s.values, V, T);
+        Linear raise = product_of(s.attended, heads * s.latent, s.latent, {w.w_vc}, nullptr, s.values, V, T);
         raise.y_stride = heads * V;
         batched_linear(raise, {heads, s.latent * (int64_t)sizeof(E), V}, team, E());
-        product(s.values, heads * V, w.o, w.o_bias, s.x, H);
+        product(s.values, heads * V, {w.o, w.o_scales}, w.o_bias, s.x, H);
     }
 
     // The dense block, or what every token goes through: s.x to s.update.
     void feed_forward() const {
         const int64_t I = form.intermediate;
-        product(s.x, H, w.gate_up, nullptr, s.gate_up, 2 * I);
+        product(s.x, H, {w.gate_up, w.gate_up_scales}, nullptr, s.gate_up, 2 * I);
         gate_mul({s.gate_up, 2 * I, s.gated, I, T, I, (int)form.bend}, team, E());
-        product(s.gated, I, w.down, nullptr, s.update, H);
+        product(s.gated, I, {w.down, w.down_scales}, nullptr, s.update, H);
     }
 
     // s.x to s.update, which it adds to where every token goes through something beside the experts.
     void experts() const {
         const int64_t I = form.expert_size, k = form.top_k, pairs = T * k;
         if (w.shared_gate) {
-            product(s.x, H, w.shared_gate, nullptr, s.gates, 1);
+            product(s.x, H, {w.shared_gate, w.shared_gate_scales}, nullptr, s.gates, 1);
             sigmoid_mul({s.update, s.gates, T, H}, team, E());
         }
         const bool grouped = form.groups > 0;
-        Linear logits = product_of<E>(s.x, H, H, w.router, grouped ? nullptr : w.router_bias, s.logits, form.experts, T);
+        Linear logits = product_of(s.x, H, H, {w.router}, grouped ? nullptr : w.router_bias, s.logits, form.experts, T);
         logits.wide = grouped;
         linear(logits, team, E());
         route({s.logits, (int64_t*)s.ids, (float*)s.weights, w.record, form.record_row, form.record_bytes, T, form.experts, k,
@@ -131,10 +137,10 @@ struct Parts {
                     (int64_t*)s.next, count}, team);
         gather_pairs({s.x, (int64_t*)s.pair_tokens, s.rows, pairs, H * (int64_t)sizeof(E)}, team);
         const Groups groups = {hit, starts, count};
-        grouped_linear(product_of<E>(s.rows, H, H, w.experts_gate_up, w.experts_gate_up_bias, s.expert_gate_up, 2 * I, pairs), groups,
-                       team, E());
+        const Weight gate_up = {w.experts_gate_up, w.experts_gate_up_scales}, down = {w.experts_down, w.experts_down_scales};
+        grouped_linear(product_of(s.rows, H, H, gate_up, w.experts_gate_up_bias, s.expert_gate_up, 2 * I, pairs), groups, team, E());
         gate_mul({s.expert_gate_up, 2 * I, s.expert_gated, I, pairs, I, (int)form.expert_bend}, team, E());
-        grouped_linear(product_of<E>(s.expert_gated, I, I, w.experts_down, w.experts_down_bias, s.rows, H, pairs), groups, team, E());
+        grouped_linear(product_of(s.expert_gated, I, I, down, w.experts_down_bias, s.rows, H, pairs), groups, team, E());
         combine({s.rows, (int64_t*)s.places, (float*)s.weights, s.update, T, k, H, form.intermediate != 0}, team, E());
     }
 };

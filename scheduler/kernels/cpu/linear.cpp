@@ -8,6 +8,8 @@
 //
 //     panel 0: | tile 0: 16 x 16 of outputs 0..15 | 16 x 16 of outputs 16..31 | tile 1: ... |
 //
+// A word of an fp8 weight is four neighbouring values of a row: linear_unpacked.h.
+//
 // One 64-byte line is one word of 16 outputs: what a vector register holds, to be multiplied by one broadcast word of x. A
 // panel is read from its first byte to its last, each line once per block of rows. Half a tile is what AMX calls one, too.
 //
@@ -18,6 +20,8 @@
 #ifndef CAESURA_ISA
 
 #include "operations.h"
+
+#include <type_traits>
 
 using namespace caesura;
 
@@ -30,6 +34,12 @@ constexpr int64_t PANEL = 32, TILE = 16, HALF = 16 * TILE;  // words
 // (docs/contributing/experiments.md: half the time on Zen 4). Where a panel is gone through several times, memory is idle after the
 // first: there the next panel is asked for meanwhile.
 constexpr int64_t AHEAD = 4 * 2 * HALF;
+
+// Of a row of a weight.
+template <class E>
+int64_t weight_words(int64_t inputs, const float* scales, E) {
+    return inputs * (int64_t)(scales ? sizeof(fp8) : sizeof(E)) / 4;
+}
 
 CAESURA_INLINE const float* panel_start(const Linear& a, int64_t number) {
     return (const float*)a.weight + number * PANEL * round_up(a.words, TILE);
@@ -52,38 +62,42 @@ constexpr int64_t CHUNK_BYTES = 384 << 10, CHUNK_ROWS = 48, AMX_CHUNK_ROWS = 256
 // Multiplications that are worth waking the other threads.
 constexpr int64_t PARALLEL = 1 << 16;
 
-int64_t cached_rows(int64_t words) {
+// A row of x.
+template <class W, class E>
+int64_t x_bytes(const Linear& a) {
+    return a.words * 4 * (int64_t)(sizeof(E) / sizeof(W));
+}
+
+int64_t cached_rows(int64_t x_bytes) {
     const int64_t least = caesura::active_isa == AMX ? AMX_CHUNK_ROWS : CHUNK_ROWS;
-    const int64_t fitting = CHUNK_BYTES / (words * 4);
+    const int64_t fitting = CHUNK_BYTES / x_bytes;
     return fitting < least ? least : fitting;
 }
 
 // Tasks are (chunk of rows, panel), panels innermost. With few panels there are more chunks, so that the threads' shares are
 // nearly equal.
-int64_t chunk_rows(const Linear& a, int64_t panels, int threads) {
-    const int64_t most = cached_rows(a.words);
+int64_t chunk_rows(const Linear& a, int64_t x_bytes, int64_t panels, int threads) {
+    const int64_t most = cached_rows(x_bytes);
     int64_t chunks = (a.rows + most - 1) / most;
     const int64_t wanted = (4 * threads + panels - 1) / panels, possible = a.rows / CHUNK_ROWS;
     if (chunks < wanted) chunks = wanted < possible ? wanted : possible;
     return chunks <= 1 ? a.rows : (a.rows + chunks - 1) / chunks;
 }
 
-CAESURA_INLINE void panel_rows(const Linear& a, int64_t panel, int64_t row, int64_t end, float) {
-    CAESURA_DISPATCH(panel_rows<float>(a, panel, row, end));
+// Of weights W with x of E.
+template <class W, class E>
+void panel_rows(const Linear& a, int64_t panel, int64_t row, int64_t end) {
+    if (std::is_same_v<W, bf16> && caesura::active_isa == AMX) return amx::panel_rows(a, panel, row, end);
+    CAESURA_DISPATCH(panel_rows<W, E>(a, panel, row, end));
 }
 
-CAESURA_INLINE void panel_rows(const Linear& a, int64_t panel, int64_t row, int64_t end, bf16) {
-    if (caesura::active_isa == AMX) return amx::panel_rows(a, panel, row, end);
-    CAESURA_DISPATCH(panel_rows<bf16>(a, panel, row, end));
-}
-
-template <class E>
+template <class W, class E>
 void all_panels(const Linear& a, Team& team) {
-    const int64_t panels = round_up(a.outputs, PANEL) / PANEL, chunk = chunk_rows(a, panels, team.size);
+    const int64_t panels = round_up(a.outputs, PANEL) / PANEL, chunk = chunk_rows(a, x_bytes<W, E>(a), panels, team.size);
     const int64_t tasks = panels * ((a.rows + chunk - 1) / chunk);
     team.each(tasks, [&](int64_t task, int64_t) {
         const int64_t row = task / panels * chunk, end = smaller(row + chunk, a.rows);
-        panel_rows(a, task % panels, row, end, E());
+        panel_rows<W, E>(a, task % panels, row, end);
     });
 }
 
@@ -94,9 +108,9 @@ void linear_alone(const Linear& a, int threads) {
 }
 
 // Rows in groups. They differ in size, so there are tasks without rows; threads help each other with the rest.
-template <class E>
+template <class W, class E>
 void all_groups(const Linear& a, const Groups& groups, Team& team) {
-    const int64_t panels = round_up(a.outputs, PANEL) / PANEL, chunk = cached_rows(a.words), count = *groups.count;
+    const int64_t panels = round_up(a.outputs, PANEL) / PANEL, chunk = cached_rows(x_bytes<W, E>(a)), count = *groups.count;
     int64_t most = 0;
     for (int64_t g = 0; g < count; g++) most = groups.starts[g + 1] - groups.starts[g] > most ? groups.starts[g + 1] - groups.starts[g] : most;
     const int64_t chunks = (most + chunk - 1) / chunk;
@@ -107,13 +121,14 @@ void all_groups(const Linear& a, const Groups& groups, Team& team) {
         Linear of_group = a;
         of_group.weight = panel_start(a, expert * panels);
         if (a.bias) of_group.bias = (const E*)a.bias + expert * a.outputs;
-        panel_rows(of_group, task % panels, row, end, E());
+        if (a.scales) of_group.scales += expert * panels * PANEL * ((a.words + a.scale_words - 1) / a.scale_words);
+        panel_rows<W, E>(of_group, task % panels, row, end);
     });
 }
 
 template <class E>
 void all_batches(const Linear& a, const Batch& batch, Team& team) {
-    const int64_t panels = round_up(a.outputs, PANEL) / PANEL, chunk = chunk_rows(a, panels * batch.count, team.size);
+    const int64_t panels = round_up(a.outputs, PANEL) / PANEL, chunk = chunk_rows(a, x_bytes<E, E>(a), panels * batch.count, team.size);
     const int64_t chunks = (a.rows + chunk - 1) / chunk;
     if (a.rows == 0) return team.each(0, [](int64_t, int64_t) {});
     team.each(batch.count * chunks * panels, [&](int64_t task, int64_t) {
@@ -122,7 +137,7 @@ void all_batches(const Linear& a, const Batch& batch, Team& team) {
         one.weight = panel_start(a, number * panels);
         one.x = (const char*)a.x + number * batch.x_bytes;
         one.y = (E*)a.y + number * batch.y_elements;
-        panel_rows(one, task % panels, row, smaller(row + chunk, a.rows), E());
+        panel_rows<E, E>(one, task % panels, row, smaller(row + chunk, a.rows));
     });
 }
 
@@ -156,21 +171,24 @@ bool walk(float* packed, char* rows, int64_t stride, int64_t start, int64_t n, i
 }  // namespace
 
 #define CAESURA_LINEAR(NAME, E)                                                                                            \
-    void caesura::linear(const Linear& a, Team& team, E) { all_panels<E>(a, team); }                                       \
-    void caesura::grouped_linear(const Linear& a, const Groups& groups, Team& team, E) { all_groups<E>(a, groups, team); }  \
+    void caesura::linear(const Linear& a, Team& team, E) { a.scales ? all_panels<fp8, E>(a, team) : all_panels<E, E>(a, team); } \
+    void caesura::grouped_linear(const Linear& a, const Groups& groups, Team& team, E) {                                   \
+        a.scales ? all_groups<fp8, E>(a, groups, team) : all_groups<E, E>(a, groups, team);                                \
+    }                                                                                                                      \
     void caesura::batched_linear(const Linear& a, const Batch& batch, Team& team, E) { all_batches<E>(a, batch, team); }    \
-    CAESURA_API void caesura_linear_##NAME(const void* x, int64_t x_stride, const void* weight, const void* bias, void* y, \
-                                           int64_t y_stride, int64_t rows, int64_t outputs, int64_t inputs, int wide,      \
-                                           int threads) {                                                                  \
+    CAESURA_API void caesura_linear_##NAME(const void* x, int64_t x_stride, const void* weight, const float* scales,       \
+                                           int64_t scale_columns, const void* bias, void* y, int64_t y_stride,             \
+                                           int64_t rows, int64_t outputs, int64_t inputs, int wide, int threads) {         \
         linear_alone<E>({x, x_stride * (int64_t)sizeof(E), weight, bias, y, y_stride, rows, outputs,                       \
-                         inputs * (int64_t)sizeof(E) / 4, wide != 0}, threads);                                            \
+                         weight_words(inputs, scales, E()), wide != 0, scales, scale_columns / 4}, threads);               \
     }                                                                                                                      \
     /* Contiguous x and y. */                                                                                              \
-    CAESURA_API void caesura_grouped_linear_##NAME(const void* x, const void* weight, const void* bias, void* y,           \
+    CAESURA_API void caesura_grouped_linear_##NAME(const void* x, const void* weight, const float* scales,                 \
+                                                   int64_t scale_columns, const void* bias, void* y,                       \
                                                    const int64_t* experts, const int64_t* starts, int64_t groups,          \
                                                    int64_t outputs, int64_t inputs, int threads) {                         \
-        const int64_t bytes = inputs * sizeof(E);                                                                          \
-        const Linear a = {x, bytes, weight, bias, y, outputs, starts[groups], outputs, bytes / 4};                         \
+        const Linear a = {x, inputs * (int64_t)sizeof(E), weight, bias, y, outputs, starts[groups], outputs,               \
+                          weight_words(inputs, scales, E()), false, scales, scale_columns / 4};                            \
         run_team(threads, a.rows * outputs * a.words > PARALLEL,                                                           \
                  [&](Team& team) { grouped_linear(a, {experts, starts, &groups}, team, E()); });                           \
     }                                                                                                                      \
@@ -218,13 +236,13 @@ CAESURA_API int caesura_gather_rows(const void* packed, const int64_t* ids, void
 
 namespace CAESURA_ISA {
 
+// From the first vector of outputs to the second, in words: the other half of the tile, or of the half.
+constexpr int64_t NEXT = LANES == 16 ? HALF : LANES;
+
 // A block is R rows by two vectors of outputs: 2 R sums in registers, two of the weight, one of x (and without bfloat16
 // instructions the halves of each word).
 template <class E>
 constexpr int ROWS = LANES == 16 ? 12 : sizeof(E) == 4 ? 6 : 4;
-// From the first vector of outputs to the second, in words: the other half of the tile, or of the half.
-constexpr int64_t NEXT = LANES == 16 ? HALF : LANES;
-
 template <class E>
 CAESURA_INLINE void store_outputs(const Linear& a, int64_t row, int64_t output, F sum) {
     const int64_t count = a.outputs - output;
@@ -280,9 +298,12 @@ static void block_of(int rows, const Linear& a, int64_t row, const float* w, int
     if constexpr (R > 1) block_of<E, R - 1, ONCE>(rows, a, row, w, output, later);
 }
 
+#include "linear_unpacked.h"
+
 // Rows [row, end) of one panel, in blocks of nearly equal size.
-template <class E>
+template <class W, class E>
 static void panel_rows(const Linear& a, int64_t panel, int64_t row, int64_t end) {
+    if constexpr (sizeof(W) < sizeof(E)) return unpacked_panel_rows<W, E>(a, panel, row, end);
     const int64_t rows = end - row, blocks = (rows + ROWS<E> - 1) / ROWS<E>;
     if (blocks * PANEL == 2 * LANES) {
         return block_of<E, ROWS<E>, true>((int)rows, a, row, panel_start(a, panel), panel * PANEL, nullptr);

@@ -14,12 +14,17 @@ struct Linear {
     const void* bias;  // nullptr: none
     void* y;
     int64_t y_stride;
-    int64_t rows, outputs, words;
+    int64_t rows, outputs, words;  // of the weight's rows
     bool wide = false;  // y is float, whatever x is; no bias then
+    // nullptr: the weight is of x's type. Else it is fp8, a word of it four elements, and every `scale_words` of them have a line
+    // of scales: one for each output, padded to whole panels.
+    const float* scales = nullptr;
+    int64_t scale_words = 0;
 };
 
 // Rows sorted by the weight that they are multiplied by: rows [starts[g], starts[g + 1]) and weight experts[g], for each g below
-// *count, which stay as they are until every thread has passed the stage (team.h). Weights lie one after the other, each in whole panels, and so do their biases.
+// *count, which stay as they are until every thread has passed the stage (team.h). Weights lie one after the other, each in whole
+// panels, and so do their scales and biases.
 struct Groups {
     const int64_t *experts, *starts, *count;
 };
@@ -239,6 +244,9 @@ struct LayerTensors {
     const void *sinks;
     const void *q_up, *w_kc, *w_vc;           // latent attention
     const void *router, *router_bias, *experts_gate_up, *experts_gate_up_bias, *experts_down, *experts_down_bias, *shared_gate;
+    // Of fp8 weights; nullptr: the weight is of the model's type.
+    const float *qkv_scales, *o_scales, *gate_up_scales, *down_scales, *q_up_scales, *experts_gate_up_scales, *experts_down_scales,
+        *shared_gate_scales;
     void *record, *keys, *values;
     const void *cos, *sin;
 };
@@ -257,6 +265,7 @@ struct LayerForm {
 // tokens, of `hidden`. Angles have a row for each position. What latents and experts need is described in kernels/decoder.py.
 struct DecoderStep {
     int64_t tokens, hidden, heads, kv_heads, head_size, rotated, from_one;
+    int64_t scale_columns;  // inputs that share a scale of an fp8 weight
     int64_t latent, q_rank, nope, value_size, interleaved, parts;  // latent 0: ordinary attention; q_rank 0: queries have no latent
     void *residual, *update, *x, *qkv, *attended, *gate_up, *gated;
     void *q, *q_up, *queries, *values;

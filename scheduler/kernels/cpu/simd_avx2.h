@@ -41,13 +41,16 @@ CAESURA_INLINE F load(const bf16* p, int64_t n) {
     return load(buffer);
 }
 
-CAESURA_INLINE __m128i narrow(F x) {
+CAESURA_INLINE __m256i narrowed(F x) {
     const __m256i bits = _mm256_castps_si256(x);
     const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
     const __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
     const __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
     const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
-    const __m256i high = _mm256_srli_epi32(_mm256_blendv_epi8(rounded, quiet, nan), 16);
+    return _mm256_blendv_epi8(rounded, quiet, nan);
+}
+CAESURA_INLINE __m128i narrow(F x) {
+    const __m256i high = _mm256_srli_epi32(narrowed(x), 16);
     return _mm_packus_epi32(_mm256_castsi256_si128(high), _mm256_extracti128_si256(high, 1));
 }
 CAESURA_INLINE void store(bf16* p, F x) { _mm_storeu_si128((__m128i*)p, narrow(x)); }
@@ -69,6 +72,28 @@ CAESURA_INLINE F dot(F sum, F a, F b, bf16) {
     const __m256i x = _mm256_castps_si256(a), y = _mm256_castps_si256(b), high = _mm256_set1_epi32((int)0xffff0000);
     const F odd = fma(_mm256_castsi256_ps(_mm256_and_si256(x, high)), _mm256_castsi256_ps(_mm256_and_si256(y, high)), sum);
     return fma(_mm256_castsi256_ps(_mm256_slli_epi32(x, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(y, 16)), odd);
+}
+
+template <int K>
+CAESURA_INLINE F from_fp8(F words) {
+    const __m256i first = K == 3 ? (__m256i)words : _mm256_slli_epi32((__m256i)words, K == 3 ? 0 : 24 - 8 * K);
+    const __m256i bits = _mm256_and_si256(_mm256_srai_epi32(first, 4), _mm256_set1_epi32((int)0x87f00000));
+    return mul(_mm256_castsi256_ps(bits), set1(0x1p120f));
+}
+
+CAESURA_INLINE __m256i nan_bytes(F words) {
+    const __m256i magnitude = _mm256_set1_epi8(0x7f);
+    return _mm256_cmpeq_epi8(_mm256_and_si256((__m256i)words, magnitude), magnitude);
+}
+CAESURA_INLINE bool has_nan(F words) { return _mm256_movemask_epi8(nan_bytes(words)) != 0; }
+CAESURA_INLINE F poisoned(F x, F words) {
+    const __m256i clean = _mm256_cmpeq_epi32(nan_bytes(words), _mm256_setzero_si256());
+    return (F)_mm256_or_si256((__m256i)x, _mm256_xor_si256(clean, _mm256_set1_epi32(-1)));
+}
+
+CAESURA_INLINE F pairs(F low, F high) {
+    const __m256i upper = _mm256_and_si256(narrowed(high), _mm256_set1_epi32((int)0xffff0000));
+    return (F)_mm256_or_si256(_mm256_srli_epi32(narrowed(low), 16), upper);
 }
 
 CAESURA_INLINE F exp(F x) {

@@ -28,17 +28,20 @@ CAESURA_INLINE F widen(__m256i x) { return _mm512_castsi512_ps(_mm512_slli_epi32
 CAESURA_INLINE F load(const bf16* p) { return widen(_mm256_loadu_si256((const __m256i*)p)); }
 CAESURA_INLINE F load(const bf16* p, int64_t n) { return widen(_mm256_maskz_loadu_epi16(first(n), p)); }
 
-// To the nearest bfloat16, ties to even. NaN stays NaN.
-CAESURA_INLINE __m256i narrow(F x) {
-#if CAESURA_HAS_BF16
-    return (__m256i)_mm512_cvtneps_pbh(x);
-#else
+// To the nearest bfloat16, ties to even, in the upper half of each lane. NaN stays NaN.
+CAESURA_INLINE __m512i narrowed(F x) {
     const __m512i bits = _mm512_castps_si512(x);
     const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
     const __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
     const __m512i quiet = _mm512_or_si512(bits, _mm512_set1_epi32(0x400000));
     const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
-    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_mask_blend_epi32(nan, rounded, quiet), 16));
+    return _mm512_mask_blend_epi32(nan, rounded, quiet);
+}
+CAESURA_INLINE __m256i narrow(F x) {
+#if CAESURA_HAS_BF16
+    return (__m256i)_mm512_cvtneps_pbh(x);
+#else
+    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(narrowed(x), 16));
 #endif
 }
 CAESURA_INLINE void store(bf16* p, F x) { _mm256_storeu_si256((__m256i*)p, narrow(x)); }
@@ -61,6 +64,38 @@ CAESURA_INLINE F dot(F sum, F a, F b, bf16) {
     const __m512i x = _mm512_castps_si512(a), y = _mm512_castps_si512(b), high = _mm512_set1_epi32((int)0xffff0000);
     const F odd = fma(_mm512_castsi512_ps(_mm512_and_si512(x, high)), _mm512_castsi512_ps(_mm512_and_si512(y, high)), sum);
     return fma(_mm512_castsi512_ps(_mm512_slli_epi32(x, 16)), _mm512_castsi512_ps(_mm512_slli_epi32(y, 16)), odd);
+#endif
+}
+
+// Byte K of each word, as float8_e4m3fn has it: sign, exponent and mantissa move to their places in a float, whose exponent is then
+// 120 too low, also that of numbers which are subnormal. NaN becomes 480: see has_nan().
+template <int K>
+CAESURA_INLINE F from_fp8(F words) {
+    const __m512i first = K == 3 ? (__m512i)words : _mm512_slli_epi32((__m512i)words, K == 3 ? 0 : 24 - 8 * K);
+    const __m512i bits = _mm512_and_si512(_mm512_srai_epi32(first, 4), _mm512_set1_epi32((int)0x87f00000));
+    return mul(_mm512_castsi512_ps(bits), set1(0x1p120f));
+}
+
+// Whether a byte of fp8 words is NaN; poisoned() has nothing but NaN in the lanes of such words.
+CAESURA_INLINE __mmask64 nan_bytes(F words) {
+    const __m512i magnitude = _mm512_set1_epi8(0x7f);
+    return _mm512_cmpeq_epi8_mask(_mm512_and_si512((__m512i)words, magnitude), magnitude);
+}
+CAESURA_INLINE bool has_nan(F words) { return nan_bytes(words) != 0; }
+CAESURA_INLINE F poisoned(F x, F words) {
+    const __m512i bytes = _mm512_movm_epi8(nan_bytes(words)), ones = _mm512_set1_epi32(-1);
+    return (F)_mm512_mask_blend_epi32(_mm512_test_epi32_mask(bytes, bytes), (__m512i)x, ones);
+}
+
+// Words of pairs (low, high), each rounded to bfloat16.
+CAESURA_INLINE F pairs(F low, F high) {
+#if CAESURA_HAS_BF16
+    const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5,
+                                           20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    return (F)_mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+#else
+    const __m512i upper = _mm512_and_si512(narrowed(high), _mm512_set1_epi32((int)0xffff0000));
+    return (F)_mm512_or_si512(_mm512_srli_epi32(narrowed(low), 16), upper);
 #endif
 }
 

@@ -187,7 +187,23 @@ def test_released_weights_come_back(engine, folders, cold):
     assert (engine.check_weights("checksum").total, tokens_of(engine)) == cold[1]
 
 
-def test_deterministic_is_refused(folders):
+def test_deterministic_is_refused_where_blocks_cannot_be_packed(folders, tmp_path):
+    make_fp8_checkpoint(folders[0]["bf16"], tmp_path, (16, 18))
     with pytest.raises(EngineError, match="FP8 weights") as caught:
-        launch_scheduler(str(folders[0]["fp8"]), dtype="bfloat16", deterministic=True, log_level="ERROR")
+        launch_scheduler(str(tmp_path), dtype="bfloat16", deterministic=True, log_level="ERROR")
     assert caught.value.code == "unsupported"
+
+
+def test_deterministic_engines_repeat_a_request_among_others(folders):
+    prompt, params = (
+        [3, 1, 4, 1, 5],
+        SamplingParams(max_new_tokens=24, temperature=1.0, seed=3, ignore_eos=True),
+    )
+    others = [[number, 7, 9, 2 * number] for number in range(11)]
+    with launch_scheduler(
+        str(folders[0]["fp8"]), dtype="bfloat16", deterministic=True, num_threads=2, kv_pool_tokens=1024
+    ) as client:
+        alone = client.generate(prompt, sampling_params=params, return_logprob=True)
+        *_, among = client.generate([*others, prompt], sampling_params=params, return_logprob=True)
+    assert list(among.output_ids) == list(alone.output_ids)
+    assert list(among.output_logprobs) == list(alone.output_logprobs)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.checkpoints import make_checkpoint
+from support.checkpoints import make_checkpoint, make_fp8_checkpoint
 from support.forward_batches import PagedModel, Row, Sequence, build_attention, forward_batch, load_model
 from support.kernels import instruction_sets, threads
 from support.sanitized import run_sanitized
@@ -54,7 +54,13 @@ FAMILIES = {
         "q_lora_rank": None,
     },
 }
-DENSE = ["llama", "qwen2", "qwen3", "mistral"]
+FP8 = {
+    "qwen3": ((16, 32), {}),
+    "qwen2-moe": ((16, 20), {}),
+    "deepseek-v3": ((16, 16), {"q_lora_rank": 20}),
+}
+"""Families that are FP8, too, in such blocks."""
+KINDS = sorted([*FAMILIES, *(f"{family}-fp8" for family in FP8)])
 PAGES = 40
 
 
@@ -64,12 +70,19 @@ def models(tmp_path_factory):
     if native.why_not():
         pytest.skip(f"no compiled kernels: {native.why_not()}")
     folder = tmp_path_factory.mktemp("models")
+    make_checkpoints(folder)
+    dtypes = (torch.float32, torch.bfloat16)
+    return {(kind, dtype): load_model(str(folder / kind), dtype) for kind in KINDS for dtype in dtypes}
+
+
+def make_checkpoints(folder):
+    """One of each kind."""
     for family, overrides in FAMILIES.items():
         make_checkpoint(folder / family, family, **overrides)
-    dtypes = (torch.float32, torch.bfloat16)
-    return {
-        (family, dtype): load_model(str(folder / family), dtype) for family in FAMILIES for dtype in dtypes
-    }
+    for family, (blocks, overrides) in FP8.items():
+        plain = folder / f"{family}-plain"
+        make_checkpoint(plain, family, **overrides)
+        make_fp8_checkpoint(plain, folder / f"{family}-fp8", blocks)
 
 
 def attention(model, dtype, seed=0):
@@ -130,7 +143,7 @@ def agree(model, dtype, batch, num_threads):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", KINDS)
 def test_layers_of_every_kind_are_computed_alike(models, family, dtype):
     model = models[family, dtype]
     assert model.in_one_call
@@ -151,7 +164,19 @@ def test_layers_with_a_window_find_their_own_pages(models):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    "family", ["qwen3-moe", "qwen2-moe", "gpt-oss", "gemma3", "glm4-moe", "deepseek-v2", "deepseek-v3"]
+    "family",
+    [
+        "qwen3-moe",
+        "qwen2-moe",
+        "gpt-oss",
+        "gemma3",
+        "glm4-moe",
+        "deepseek-v2",
+        "deepseek-v3",
+        "qwen3-fp8",
+        "qwen2-moe-fp8",
+        "deepseek-v3-fp8",
+    ],
 )
 def test_the_bits_of_a_request_do_not_depend_on_others(models, family, dtype):
     model = models[family, dtype]
@@ -175,7 +200,7 @@ def test_the_bits_of_a_request_do_not_depend_on_others(models, family, dtype):
 
 @settings(max_examples=25)
 @given(
-    family=st.sampled_from(sorted(FAMILIES)),
+    family=st.sampled_from(KINDS),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     decoding=st.lists(st.integers(0, 60), max_size=5),
     prompts=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 20)), max_size=2),
@@ -379,9 +404,8 @@ for dtype in (torch.float32, torch.bfloat16):
 @pytest.mark.long
 def test_memory_is_accessed_within_bounds(models, tmp_path):
     here = str(Path(__file__).parent)
-    checkpoints = [str(tmp_path / family) for family in FAMILIES]
-    for family, overrides in FAMILIES.items():
-        make_checkpoint(tmp_path / family, family, **overrides)
+    checkpoints = [str(tmp_path / kind) for kind in KINDS]
+    make_checkpoints(tmp_path)
     program = SANITIZED.format(here=here, models=checkpoints)
     operations = ("linear", "attention", "elementwise", "experts", "collectives", "decoder")
     assert "avx2" in run_sanitized(program, tmp_path, *operations)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from caesura.scheduler.kernels import linear, native
 
 DTYPES = (torch.bfloat16, torch.float32)
+LAYOUTS = (*DTYPES, linear.FP8)
 
 
 @pytest.fixture(params=native.ISAS[1 : native.ISAS.index(native.isa()) + 1] or [native.ISAS[1]])
@@ -45,7 +46,7 @@ def threads(count: int):
 
 
 def packed(w: torch.Tensor) -> torch.Tensor:
-    storage = torch.zeros(linear.storage_shape(*w.shape, w.dtype), dtype=w.dtype)
+    storage = torch.zeros(linear.storage_shape(*w.shape, w.dtype), dtype=torch.float32).to(w.dtype)
     linear.pack_rows(storage, w, 0)
     return storage
 
@@ -131,6 +132,81 @@ def test_not_a_number_stays_in_its_row(isa):
     assert (y[[0, 1, 4]] == 64).all()
 
 
+# FP8
+
+
+def fp8_case(outputs: int, inputs: int, columns: int, seed: int = 0):
+    """Bytes of every kind but NaN, most of them of ordinary size, and scales [outputs, blocks]."""
+    generator = torch.Generator().manual_seed(seed)
+    w = (100 * torch.randn(outputs, inputs, generator=generator)).clamp(-448, 448).to(linear.FP8)
+    some = torch.rand(outputs, inputs, generator=generator) < 0.2
+    w.view(torch.uint8)[some] &= 0x87  # subnormal, or zero
+    return w, torch.rand(outputs, -(-inputs // columns), generator=generator) * 1e-2
+
+
+def fp8_product(w: torch.Tensor, scales: torch.Tensor, columns: int, dtype: torch.dtype) -> linear.Product:
+    outputs, inputs = w.shape
+    lines = torch.zeros(linear.scales_shape(outputs, inputs, columns))
+    lines[:, :outputs] = scales.t()
+    return linear.Product(packed(w), outputs, inputs, linear.Scales(lines, columns), dtype)
+
+
+def dequantized(w: torch.Tensor, scales: torch.Tensor, columns: int, dtype: torch.dtype) -> torch.Tensor:
+    return (w.float() * scales.repeat_interleave(columns, dim=1)[:, : w.shape[1]]).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("outputs,inputs,columns", [(33, 64, 16), (97, 300, 12), (64, 516, 128), (1, 4, 4)])
+def test_fp8_products_are_those_of_the_dequantised_weight(isa, dtype, outputs, inputs, columns):
+    """To the last bit, few rows and many, whatever their number."""
+    w, scales = fp8_case(outputs, inputs, columns)
+    x = torch.randn(110, inputs, generator=torch.Generator().manual_seed(1)).to(dtype)
+    bias = torch.randn(outputs, generator=torch.Generator().manual_seed(2)).to(dtype)
+    product = fp8_product(w, scales, columns, dtype)
+    plain = linear.Product(packed(dequantized(w, scales, columns, dtype)), outputs, inputs)
+    expected = plain(x, bias)
+    for count in (1, 3):
+        with threads(count):
+            for rows in (*range(1, 14), 48, 50, 110):
+                assert torch.equal(product(x[:rows], bias), expected[:rows]), (count, rows)
+    assert torch.equal(product(x, wide=True), plain(x, wide=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_byte_of_fp8_is_multiplied_as_torch_reads_it(isa, dtype):
+    """Each in a row of its own, with scales that e4m3 and float16 do not hold; NaN reaches its own output only."""
+    w = torch.zeros(256, 64, dtype=torch.uint8)
+    place = torch.arange(256) * 7 % 64
+    w[torch.arange(256), place] = torch.arange(256, dtype=torch.uint8)
+    w = w.view(linear.FP8)
+    scales = torch.logspace(-6, 6, 256)[:, None]
+    x = torch.ones(9, 64, dtype=dtype)
+    x[1:] = 0.5
+    expected = dequantized(w, scales, 64, dtype).gather(1, place[:, None]).t()
+    product = fp8_product(w, scales, 64, dtype)
+    for y in (product(x), product(x[:1]), product(x[:3])):
+        torch.testing.assert_close(y[:1], expected, rtol=0, atol=0, equal_nan=True)
+        assert y.isnan().sum() == 2 * len(y)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("change", [
+    {"columns": 6}, {"lines": torch.zeros(3, 64)}, {"lines": torch.zeros(4, 64).bfloat16()}, {"lines": torch.zeros(64, 4).T},
+    {"weight": torch.zeros(64, 64)}, {"weight": torch.zeros(64, 128, dtype=torch.uint8).view(linear.FP8)},
+    {"dtype": linear.FP8}, {"dtype": torch.float64},
+])  # fmt: skip
+def test_fp8_weights_that_do_not_fit_are_refused(change):
+    weight = torch.zeros(64, 64, dtype=torch.uint8).view(linear.FP8)
+    given = {"weight": weight, "lines": torch.zeros(4, 64), "columns": 16, "dtype": torch.float32} | change
+
+    def make(weight, lines, columns, dtype):
+        return linear.Product(weight, 40, 64, linear.Scales(lines, columns), dtype)
+
+    make(weight, torch.zeros(4, 64), 16, torch.float32)
+    with pytest.raises(ValueError, match="packed rows"):
+        make(**given)
+
+
 # The layout
 
 
@@ -203,19 +279,21 @@ def test_an_update_writes_what_differs_and_says_so(isa):
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", LAYOUTS)
 def test_every_instruction_set_knows_the_layout(isa, dtype):
     """Whole tiles, which go through registers, and the ends of rows and panels, which do not."""
-    w = torch.randn(85, 106, generator=torch.Generator().manual_seed(8)).to(dtype)
-    storage = packed(w)
+    w = torch.randn(85, 108, generator=torch.Generator().manual_seed(8)).to(dtype)
+    storage, lowest = packed(w), w.view(torch.uint8)[:, :: w.itemsize]
     assert torch.equal(storage.view(torch.int32), by_index(w).view(torch.int32))
-    assert torch.equal(linear.unpack_rows(storage, 0, torch.empty_like(w)), w)
+    assert torch.equal(
+        linear.unpack_rows(storage, 0, torch.empty_like(w)).view(torch.uint8), w.view(torch.uint8)
+    )
     assert linear.equal_rows(storage, w, 0)
-    for row, column in ((0, 0), (15, 31), (16, 32), (63, 95), (84, 105)):
-        w[row, column] += 1
+    for row, column in ((0, 0), (15, 31), (16, 32), (63, 95), (84, 107)):
+        lowest[row, column] ^= 1
         assert not linear.equal_rows(storage, w, 0)
-        w[row, column] -= 1
-        linear.pack_rows(storage, w, 0)  # which adding and subtracting may have rounded
+        lowest[row, column] ^= 1
+        assert linear.equal_rows(storage, w, 0)
 
 
 @pytest.mark.usefixtures("kernels")

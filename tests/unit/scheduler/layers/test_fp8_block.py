@@ -11,12 +11,23 @@ from support.workspaces import addresses_of
 from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
+from caesura.scheduler.kernels import native
 from caesura.scheduler.layers.fp8_block import FP8, Fp8Matrix, quantize
+from caesura.scheduler.layers.fp8_packed import PackedFp8Matrix
 from caesura.scheduler.layers.linear import Linear
 from caesura.scheduler.layers.parameters import Fp8Blocks, Placement
 
 CPU = torch.device("cpu")
 SMALL = Fp8Blocks(8, 16)
+
+
+def matrix_of(parts: list[int], width: int, place: Placement, *, packed: bool):
+    """As torch multiplies by it, or as compiled kernels do."""
+    if not packed:
+        return Fp8Matrix("m", parts, width, place)
+    if native.why_not():
+        pytest.skip(f"no compiled kernels: {native.why_not()}")
+    return PackedFp8Matrix("m", sum(parts), width, place)
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -76,10 +87,11 @@ def test_what_is_not_finite_stays_so_and_what_is_tiny_becomes_zero() -> None:
     assert torch.equal(dequantize_fp8(*quantize(tiny, blocks), (8, 8), torch.float32), torch.zeros(8, 8))
 
 
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_byte_means_what_torch_says(dtype: torch.dtype) -> None:
+def test_every_byte_means_what_torch_says(dtype: torch.dtype, packed: bool) -> None:
     place = Placement(dtype, CPU, Fp8Blocks(1, 32))
-    matrix = Fp8Matrix("m", [16], 16, place)
+    matrix = matrix_of([16], 16, place, packed=packed)
     weight, scales = matrix.slots("m", 0, 16)
     stored = torch.arange(256, dtype=torch.uint8).view(FP8).view(16, 16)
     factors = torch.logspace(-6, 6, 16)[:, None]  # beyond what e4m3 and float16 hold
@@ -102,11 +114,13 @@ def in_pieces(slot, value: Tensor, cuts: list[int], compare: bool = True) -> lis
     cuts=st.lists(st.integers(1, 40), max_size=6),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64]),
     seed=st.integers(0, 5),
+    packed=st.booleans(),
 )
 def test_quantising_does_not_depend_on_the_cut(
-    parts: list[int], width: int, cuts: list[int], dtype: torch.dtype, seed: int
+    parts: list[int], width: int, cuts: list[int], dtype: torch.dtype, seed: int, packed: bool
 ) -> None:
-    matrix = Fp8Matrix("m", parts, width, Placement(torch.float32, CPU, SMALL))
+    width = 4 * width if packed else width
+    matrix = matrix_of(parts, width, Placement(torch.float32, CPU, SMALL), packed=packed)
     start = 0
     for number, size in enumerate(parts):
         value = random(size, width, seed=seed + number, dtype=dtype)
@@ -141,8 +155,9 @@ def test_a_piece_of_many_blocks_is_quantised_in_bounded_steps(monkeypatch: pytes
     assert same_bytes(scales.read(), expected[1])
 
 
-def test_a_change_is_seen_wherever_it_is() -> None:
-    matrix = Fp8Matrix("m", [20], 20, Placement(torch.float32, CPU, SMALL))
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_change_is_seen_wherever_it_is(packed: bool) -> None:
+    matrix = matrix_of([20], 20, Placement(torch.float32, CPU, SMALL), packed=packed)
     weight, scales = matrix.slots("m", 0, 20)
     value = random(20, 20)
     weight.update(value, 0)
@@ -198,7 +213,7 @@ def test_product_is_that_of_the_dequantised_weight(
 
 
 def test_all_layers_dequantise_into_the_same_memory() -> None:
-    place = Placement(torch.bfloat16, CPU, SMALL)
+    place = Placement(torch.bfloat16, CPU, Fp8Blocks(8, 10))  # borders inside a word: torch multiplies
     first, second = (Linear(f"l{n}", 16, {f"m{n}": 8 * n}, place=place) for n in (2, 1))
     x = torch.ones(1, 16, dtype=torch.bfloat16)
     first.forward(x)

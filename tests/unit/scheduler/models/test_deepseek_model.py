@@ -1,7 +1,6 @@
 """DeepSeek's weights, routing and memory; logits are in test_models_vs_transformers.py."""
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -119,15 +118,6 @@ def test_updates_in_place_equal_a_cold_load(folder: Path, other: dict[str, Tenso
     assert {name: tensor.data_ptr() for name, tensor in model.named_storage()} == addresses
 
 
-def up_projections(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """Each layer's ``w_kc`` and ``w_vc`` as FP8 models derive them, from ``kv_b_proj``."""
-    mla, heads = model.config.mla, model.config.num_heads
-    for layer in range(model.config.num_layers):
-        weight = model.weight_slots()[f"model.layers.{layer}.self_attn.kv_b_proj.weight"].read()
-        parts = weight.unflatten(0, (heads, -1)).split([mla.qk_nope_head_dim, mla.v_head_dim], dim=1)
-        yield from zip((f"layers.{layer}.attention.{part}" for part in ("w_kc", "w_vc")), parts, strict=True)
-
-
 def test_fp8_up_projections_are_derived_at_commit_and_not_before(
     folder: Path, other: dict[str, Tensor], tmp_path: Path
 ) -> None:
@@ -136,7 +126,7 @@ def test_fp8_up_projections_are_derived_at_commit_and_not_before(
     plain = load_model(str(folder), torch.float32)
     derived = {name: tensor for name, tensor in model.named_storage() if name.endswith(("w_kc", "w_vc"))}
     assert sorted(derived) == [f"layers.{i}.attention.{part}" for i in (0, 1) for part in ("w_kc", "w_vc")]
-    exact = dict(up_projections(plain))
+    exact = dict(plain.named_storage())  # in the same layout
     before = {name: tensor.clone() for name, tensor in derived.items()}
     for name, tensor in derived.items():
         assert 0 < (tensor - exact[name]).abs().max() < 0.07 * exact[name].abs().max()
