@@ -248,6 +248,7 @@ def test_a_loader_of_the_trainers_is_refused_by_name(experts, path, body):
     ("path", "said"),
     [
         ("/pull_weights", "/update_weights_from_disk"),
+        ("/pull_weights", "without --update-weight-local-checkpoint-dir"),
         ("/load_lora_adapter", "merge the adapter"),
         ("/unload_lora_adapter", "merge the adapter"),
         ("/v1/load_lora_adapter", "merge the adapter"),
