@@ -4,6 +4,7 @@ Token and logprob arrays cross the wire as little-endian bytes (int32, float32):
 more than everything else a step does (docs/explanation/performance.md).
 """
 
+import struct
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -28,6 +29,9 @@ MAX_LOGIT_BIAS = 1024
 
 MAX_TOP_LOGPROBS = 128
 """Maximum of ``top_logprobs_num``."""
+
+MAX_SAMPLING_MASK = 4096
+"""Most tokens in the sampling mask of a position."""
 
 MAX_TOKEN_IDS_LOGPROB = 1024
 """Maximum number of ids in ``token_ids_logprob``."""
@@ -148,6 +152,10 @@ class GenerateReqInput(Request, kw_only=True):
     token_ids_logprob: list[TokenId] | None = None
     """With ``return_logprob``: at each of these positions, also return the logprobs of these token ids; at most
     1,024. None or empty means none."""
+    return_sampling_mask: bool = False
+    """Return which tokens top-k, top-p and min-p kept at each output token (:class:`SamplingMask`): what a trainer needs
+    to renormalise its own probabilities as the sampler did. Sampled from at most 4,096 tokens then: a larger ``top_k``, or
+    none, counts as 4,096."""
     return_routed_experts: bool = False
     """Return the experts that computed each position, including the prompt (:class:`RoutedExperts`). ``unsupported``
     for a model without experts."""
@@ -242,6 +250,36 @@ class RoutedExperts(ReplyRecord, kw_only=True, frozen=True):
         return {"version": 3, "shape": tuple(self.shape), "typestr": typestr, "data": self.data}
 
 
+class SamplingMask(ReplyRecord, kw_only=True, frozen=True):
+    """The tokens that each output token was sampled from: those that top-k, top-p and min-p kept.
+
+    They include the sampled token; of a greedy sample it is the only one. ``len`` is the number of output tokens.
+    """
+
+    ids: bytes
+    """int32: the token ids of all positions, one position after the other, ascending within each."""
+    offsets: bytes
+    """int32 [tokens + 1]: position ``i`` has the ids ``[offsets[i], offsets[i + 1])``; the first is 0."""
+
+    def __len__(self) -> int:
+        return len(self.offsets) // 4 - 1
+
+    def at(self, position: int) -> list[int]:
+        """The token ids of one position; ``IndexError`` behind the last."""
+        start, end = struct.unpack_from("<2i", self.offsets, 4 * range(len(self))[position])
+        return list(struct.unpack_from(f"<{end - start}i", self.ids, 4 * start))
+
+    def cut(self, start: int, end: int | None = None) -> "SamplingMask":
+        """The positions [start, end); None means to the last."""
+        first, last, _ = slice(start, end).indices(len(self))
+        offsets = struct.unpack_from(f"<{max(last - first, 0) + 1}i", self.offsets, 4 * first)
+        begin = offsets[0]
+        return SamplingMask(
+            ids=self.ids[4 * begin : 4 * offsets[-1]],
+            offsets=struct.pack(f"<{len(offsets)}i", *(offset - begin for offset in offsets)),
+        )
+
+
 class LogprobRows(ReplyRecord, kw_only=True, frozen=True):
     """Logprobs of ``k`` tokens at each of several positions (rows)."""
 
@@ -279,6 +317,8 @@ class GenerateReqOutput(ReplyRecord, kw_only=True, frozen=True):
     """A row for each of ``input_logprobs`` except the first. None without these, and unless ``top_logprobs_num``."""
     input_token_ids_logprobs: LogprobRows | None = None
     """A row for each of ``input_logprobs`` except the first. None without these, and unless ``token_ids_logprob``."""
+    sampling_mask: SamplingMask | None = None
+    """None unless ``return_sampling_mask``."""
     routed_experts: RoutedExperts | None = None
     """None unless ``return_routed_experts``, and if an error ended the sample."""
     finish_reason: FinishReason
@@ -336,6 +376,8 @@ class DeltaDetails(ReplyRecord, kw_only=True, frozen=True):
     """float32 [sum(counts)]; NaN where not requested."""
     sampled_logprobs: bytes
     """float32 [sum(counts)]; NaN where not requested."""
+    sampling_mask: SamplingMask | None = None
+    """A mask of each of the tokens, without ids where not requested. None means that no row requested them."""
 
 
 class StreamDelta(ReplyRecord, kw_only=True, frozen=True):

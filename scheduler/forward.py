@@ -56,6 +56,10 @@ class SpecialRows:
     """int64 [N]"""
     top: int
     """K: the likeliest tokens of each of these."""
+    masked: Tensor
+    """bool [N]: which of them want to know what the filters kept."""
+    num_masked: int
+    """How many."""
     token_ids: Tensor
     """int64 [N, M]: `token_ids_logprob` of each of these, padded with token 0."""
     num_counters: int
@@ -86,7 +90,7 @@ class InputTokens:
 
 @dataclass(slots=True, kw_only=True)
 class FurtherLogprobs:
-    """Log-probabilities of N positions beyond that of the sampled token; float32, and int32 for ids."""
+    """What is known of N positions beyond the sampled token and its log-probability; float32, and int32 for ids."""
 
     logprobs: Tensor
     """[N]: of the prompt's token; [0] for sampled positions, whose logprobs the step has anyway."""
@@ -96,6 +100,8 @@ class FurtherLogprobs:
     """[N, K], descending."""
     token_ids_logprobs: Tensor
     """[N, M]"""
+    kept: Tensor | None = None
+    """bool [N, V]: the tokens that the filters kept. None: nobody asked."""
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> "FurtherLogprobs":
         """Each tensor through ``move``."""
@@ -104,6 +110,7 @@ class FurtherLogprobs:
             top_ids=move(self.top_ids),
             top=move(self.top),
             token_ids_logprobs=move(self.token_ids_logprobs),
+            kept=None if self.kept is None else move(self.kept),
         )
 
 
@@ -148,6 +155,8 @@ class SamplingBatch:
     """On the host: of the filtered rows. None: it may be the whole vocabulary."""
     special: SpecialRows | None = None
     """None: no row is."""
+    want_last_kept: bool = False
+    """Set where special rows are sampled."""
 
     def select(self, index: Tensor) -> "SamplingBatch":
         """The rows ``index`` (int64), none of them special any more."""

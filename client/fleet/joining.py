@@ -12,8 +12,15 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from ...io_struct import DeltaWeights, FinishReason, GenerateReqInput, SamplingParams, WeightVersionSpan
-from ..wire.results import GenerateOutput, TokenDelta, TokenLogprobs
+from ...io_struct import (
+    DeltaWeights,
+    FinishReason,
+    GenerateReqInput,
+    SamplingMask,
+    SamplingParams,
+    WeightVersionSpan,
+)
+from ..wire.results import GenerateOutput, TokenDelta, TokenLogprobs, joined_masks
 
 EpochOf = Callable[[int], int]
 """From an engine's weights epoch to the fleet's."""
@@ -32,6 +39,7 @@ class Part:
     sampled: list[float] = field(default_factory=list)
     top: list[TokenLogprobs] = field(default_factory=list)
     token_ids: list[TokenLogprobs] = field(default_factory=list)
+    masks: list[SamplingMask] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -50,6 +58,8 @@ class Part:
             self.top.append(delta.output_top_logprobs)
         if delta.output_token_ids_logprobs is not None:
             self.token_ids.append(delta.output_token_ids_logprobs)
+        if delta.details.sampling_mask is not None:
+            self.masks.append(delta.details.sampling_mask)
 
     def copy(self) -> "Part":
         """The tokens so far, whatever is added to this part later."""
@@ -61,6 +71,7 @@ class Part:
             list(self.sampled),
             list(self.top),
             list(self.token_ids),
+            list(self.masks),
         )
 
     @staticmethod
@@ -81,6 +92,7 @@ class Part:
             list(output.sampled_logprobs or ()),
             [] if output.output_top_logprobs is None else [output.output_top_logprobs],
             [] if output.output_token_ids_logprobs is None else [output.output_token_ids_logprobs],
+            [] if output.sampling_mask is None else [output.sampling_mask],
         )
 
     @property
@@ -166,6 +178,7 @@ def joined(
         sampled_logprobs=_behind(part.sampled, last.sampled_logprobs),
         output_top_logprobs=_rows(part.top, last.output_top_logprobs),
         output_token_ids_logprobs=_rows(part.token_ids, last.output_token_ids_logprobs),
+        sampling_mask=joined_masks([*part.masks, last.sampling_mask]),
         input_logprobs=None if last.input_logprobs is None else last.input_logprobs[:inputs],
         input_top_logprobs=_first(last.input_top_logprobs, inputs - 1),
         input_token_ids_logprobs=_first(last.input_token_ids_logprobs, inputs - 1),
@@ -190,6 +203,7 @@ def ended_here(
         sampled_logprobs=list(part.sampled) if request.return_sampled_logprob else None,
         output_top_logprobs=_rows(part.top, None),
         output_token_ids_logprobs=_rows(part.token_ids, None),
+        sampling_mask=joined_masks(part.masks),
         routed_experts=None,
         finish_reason=reason,
         weight_versions=part.spans(),

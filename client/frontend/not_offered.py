@@ -17,8 +17,8 @@ _WHY = {
     "/unload_lora_adapter": _ADAPTERS,
     "/v1/load_lora_adapter": _ADAPTERS,
     "/v1/unload_lora_adapter": _ADAPTERS,
-    "/pull_weights": "the engine fetches no checkpoints and applies no deltas: write a complete checkpoint under --weights-root and "
-    "call /update_weights_from_disk",
+    "/pull_weights": "the engine writes no checkpoints and applies no deltas: write a complete checkpoint under --weights-root and "
+    "call /update_weights_from_disk (slime: --update-weight-mode full, without --update-weight-local-checkpoint-dir)",
     "/get_weights_by_name": "weights are not read out: compare them with POST /weights_checker",
     "/init_weights_send_group_for_remote_instance": _PEERS,
     "/send_weights_to_remote_instance": _PEERS,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 
-from ..wire.results import TokenDelta, TokenDetails, TokenLogprobs
+from ..wire.results import TokenDelta, TokenDetails, TokenLogprobs, joined_masks
 
 
 def joined(deltas: Sequence[TokenDelta]) -> TokenDelta:
@@ -47,6 +47,7 @@ def _joined_details(parts: Sequence[TokenDetails | None]) -> TokenDetails | None
         weights=list(chain.from_iterable(part.weights for part in known)),
         raw_logprobs=_flat([part.raw_logprobs for part in known]),
         sampled_logprobs=_flat([part.sampled_logprobs for part in known]),
+        sampling_mask=joined_masks([part.sampling_mask for part in known]),
     )
 
 

@@ -144,6 +144,7 @@ def cut(output: GenerateOutput, length: int) -> GenerateOutput:
         sampled_logprobs=_first(output.sampled_logprobs, length),
         output_top_logprobs=None if top is None else top.cut(0, length),
         output_token_ids_logprobs=None if token_ids is None else token_ids.cut(0, length),
+        sampling_mask=None if output.sampling_mask is None else output.sampling_mask.cut(0, length),
         routed_experts=_first_rows(output.routed_experts, output.prompt_tokens + length - 1 if length else 0),
         weight_versions=spans,
     )

@@ -65,6 +65,8 @@ class GenerationRequest:
     """-1: no logprobs of the prompt."""
     top_logprobs_num: int = 0
     token_ids_logprob: Sequence[int] | None = None
+    return_sampled_logprob: bool = False
+    return_sampling_mask: bool = False
     return_routed_experts: bool = False
     routed_experts_start_len: int = 0
     cache_salt: str = ""
@@ -448,6 +450,8 @@ class TokenizerManager:
             token_ids_logprob=None
             if request.token_ids_logprob is None
             else token_ids(request.token_ids_logprob),
+            return_sampled_logprob=request.return_sampled_logprob,
+            return_sampling_mask=request.return_sampling_mask,
             return_routed_experts=request.return_routed_experts,
             routed_experts_start_len=request.routed_experts_start_len,
             stream=stream or stops is not None,

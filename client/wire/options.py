@@ -60,6 +60,7 @@ class GenerateOptions(TypedDict, total=False):
     logprob_start_len: int
     top_logprobs_num: int
     token_ids_logprob: Sequence[int] | None
+    return_sampling_mask: bool
     return_routed_experts: bool
     routed_experts_start_len: int
     cache_salt: str

@@ -8,6 +8,7 @@ import array
 import math
 import operator
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ...io_struct import (
@@ -18,6 +19,7 @@ from ...io_struct import (
     GenerateReqOutput,
     LogprobRows,
     RoutedExperts,
+    SamplingMask,
     WeightVersionSpan,
 )
 from ..exceptions import InternalError
@@ -75,6 +77,9 @@ class GenerateOutput:
     """At each position of ``input_logprobs`` but the first."""
     input_token_ids_logprobs: TokenLogprobs | None = None
     """At each position of ``input_logprobs`` but the first."""
+    sampling_mask: SamplingMask | None = None
+    """The tokens that top-k, top-p and min-p kept at each position: ``sampling_mask.at(i)`` has those of ``output_ids[i]``. None
+    unless ``return_sampling_mask``."""
     routed_experts: RoutedExperts | None
     """Experts that computed each position except the last: ``numpy.asarray`` gives [rows, layers, top_k] without a copy.
     None unless ``return_routed_experts``, and if an error ended the sample."""
@@ -157,6 +162,8 @@ class TokenDetails:
     """None unless ``return_raw_logprob``."""
     sampled_logprobs: list[float] | None
     """None unless ``return_sampled_logprob``."""
+    sampling_mask: SamplingMask | None = None
+    """None where none of the delta's tokens has one."""
 
     def cut(self, start: int, end: int | None = None) -> "TokenDetails":
         """The tokens [start, end) of the delta; None means to the last."""
@@ -165,6 +172,7 @@ class TokenDetails:
             weights=self.weights[part],
             raw_logprobs=None if self.raw_logprobs is None else self.raw_logprobs[part],
             sampled_logprobs=None if self.sampled_logprobs is None else self.sampled_logprobs[part],
+            sampling_mask=None if self.sampling_mask is None else self.sampling_mask.cut(start, end),
         )
 
 
@@ -210,6 +218,7 @@ def decode_output(wire: GenerateReqOutput) -> GenerateOutput:
         input_logprobs=_input_logprobs(wire.input_logprobs),
         input_top_logprobs=_optional_rows(wire.input_top_logprobs),
         input_token_ids_logprobs=_optional_rows(wire.input_token_ids_logprobs),
+        sampling_mask=wire.sampling_mask,
         routed_experts=wire.routed_experts,
         finish_reason=wire.finish_reason,
         weight_versions=wire.weight_versions,
@@ -221,6 +230,8 @@ def decode_output(wire: GenerateReqOutput) -> GenerateOutput:
         e2e_latency=wire.e2e_latency,
     )
     _check_lengths(output)
+    if output.sampling_mask is not None:
+        _check_mask(output.rid, output.sampling_mask)
     if output.routed_experts is not None:
         _check_routing(output, output.routed_experts)
     return output
@@ -247,7 +258,7 @@ def _optional_rows(wire: LogprobRows | None) -> TokenLogprobs | None:
 
 
 _PER_TOKEN = (
-    "output_logprobs", "raw_logprobs", "sampled_logprobs", "output_top_logprobs", "output_token_ids_logprobs",
+    "output_logprobs", "raw_logprobs", "sampled_logprobs", "output_top_logprobs", "output_token_ids_logprobs", "sampling_mask",
 )  # fmt: skip
 _PER_INPUT = ("input_top_logprobs", "input_token_ids_logprobs")
 
@@ -256,7 +267,7 @@ def _check_lengths(output: GenerateOutput) -> None:
     count = len(output.output_ids)
     inputs = len(output.input_logprobs or [None]) - 1
     for name, expected in (*((n, count) for n in _PER_TOKEN), *((n, inputs) for n in _PER_INPUT)):
-        values: list[float] | TokenLogprobs | None = getattr(output, name)
+        values: list[float] | TokenLogprobs | SamplingMask | None = getattr(output, name)
         if values is not None and len(values) != expected:
             raise InternalError(f"{output.rid}: {expected} tokens but {len(values)} {name}", rid=output.rid)
     covered = 0
@@ -273,6 +284,28 @@ def _check_lengths(output: GenerateOutput) -> None:
         )
 
 
+def joined_masks(masks: Sequence[SamplingMask | None]) -> SamplingMask | None:
+    """The positions of all that are there, one after the other; None where none is."""
+    known = [mask for mask in masks if mask is not None]
+    if not known:
+        return None
+    offsets = array.array("i", [0])
+    for mask in known:
+        before = offsets[-1]
+        offsets.extend(before + offset for offset in read_ints(mask.offsets)[1:])
+    if sys.byteorder == "big":
+        offsets.byteswap()
+    return SamplingMask(ids=b"".join(mask.ids for mask in known), offsets=offsets.tobytes())
+
+
+def _check_mask(rid: str, mask: SamplingMask) -> None:
+    offsets = read_ints(mask.offsets)
+    if offsets[:1] != [0] or offsets != sorted(offsets) or 4 * offsets[-1] != len(mask.ids):
+        raise InternalError(
+            f"{rid}: {len(mask.ids)} bytes of sampling masks do not fit their offsets", rid=rid
+        )
+
+
 def _check_routing(output: GenerateOutput, routed: RoutedExperts) -> None:
     tokens = len(output.output_ids)
     rows = output.prompt_tokens + tokens - 1 - routed.start if tokens else 0
@@ -286,6 +319,11 @@ def _check_routing(output: GenerateOutput, routed: RoutedExperts) -> None:
 def known_logprobs(values: list[float]) -> list[float] | None:
     """Streamed logprobs, or None where the wire says "not requested" (NaN)."""
     return None if values and math.isnan(values[0]) else values
+
+
+def _known_mask(mask: SamplingMask) -> SamplingMask | None:
+    """None where the row did not ask: a requested mask has the sampled token at least."""
+    return mask if mask.ids else None
 
 
 def further_logprobs(wire: DeltaLogprobs | None, counts: list[int]) -> list[TokenLogprobs | None]:
@@ -319,6 +357,9 @@ def token_details(wire: DeltaDetails | None, counts: list[int]) -> list[TokenDet
     raw, sampled = read_floats(wire.raw_logprobs), read_floats(wire.sampled_logprobs)
     if not sum(counts) == len(sampled_by) == len(raw) == len(sampled):
         raise InternalError("a stream delta has columns of details of different lengths")
+    masks = wire.sampling_mask
+    if masks is not None and len(masks) != len(sampled_by):
+        raise InternalError("a stream delta has sampling masks for another number of tokens")
     if max(sampled_by, default=-1) >= len(wire.weights):
         raise InternalError("a stream delta names weights that it does not list")
     found: list[TokenDetails | None] = []
@@ -331,6 +372,7 @@ def token_details(wire: DeltaDetails | None, counts: list[int]) -> list[TokenDet
                 weights=[wire.weights[number] for number in sampled_by[part]],
                 raw_logprobs=known_logprobs(raw[part]),
                 sampled_logprobs=known_logprobs(sampled[part]),
+                sampling_mask=None if masks is None else _known_mask(masks.cut(part.start, part.stop)),
             )
             if asked
             else None

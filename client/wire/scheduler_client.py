@@ -86,6 +86,7 @@ class SchedulerClient(ControlClient):
             logprob_start_len: with ``return_logprob``, also for the prompt tokens from this position on. -1: none.
             top_logprobs_num: with ``return_logprob``, also this many most likely tokens at each position; at most 128.
             token_ids_logprob: with ``return_logprob``, also for these token ids at each position; at most 1,024.
+            return_sampling_mask: the tokens that top-k, top-p and min-p kept at each output token.
             return_routed_experts: return the experts that computed each position, [rows, layers, experts per token].
             routed_experts_start_len: first position whose experts are returned; at most the prompt's length.
             rid: request id, one per prompt; a single one becomes ``rid-0``, ``rid-1``, … for a list. None means a random id.

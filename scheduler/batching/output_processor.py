@@ -11,6 +11,7 @@ Invariants:
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from itertools import repeat
 from time import monotonic
 from typing import Any, Protocol
 
@@ -24,6 +25,7 @@ from .live_requests import LiveRequests
 from .request import NO_TOKEN, OutputArrays, Phase, Request, RequestTable, WeightStamp
 from .sampling_extras import LogprobRecord
 from .sampling_inputs import InputSpan
+from .sampling_masks import MAX_MASK_BYTES
 from .waiting_queue import WaitingQueue
 
 logger = logging.getLogger(__name__)
@@ -174,11 +176,18 @@ class OutputProcessor:
         assert special is not None
         rows = special.rows.numpy()[special.wants_host]
         values = further.top_ids.numpy(), further.top.numpy(), further.token_ids_logprobs.numpy()
-        for row, *of_row in zip(rows.tolist(), *values, strict=True):
+        kept = repeat(None) if further.kept is None else further.kept.numpy()
+        for row, mask, *of_row in zip(rows.tolist(), kept, *values, strict=False):
             slot = batch.sample_slots[row]
             request = table.by_slot[slot]
-            if request is not None and request.record is not None:
-                request.record.put_output(int(table.length[slot] - table.prompt_len[slot]), *of_row)
+            if request is None or not table.live[slot]:
+                continue
+            at = int(table.length[slot] - table.prompt_len[slot])
+            if request.record is not None:
+                request.record.put_output(at, *of_row)
+            if request.masks is not None:
+                assert mask is not None, "asked for, and not computed"
+                request.masks.put(at, mask)
 
     def _fail_non_finite(self, slots: np.ndarray) -> None:
         for slot in slots:
@@ -224,6 +233,11 @@ class OutputProcessor:
             else:
                 reason = FinishReason(type="length", length=request.limit - len(request.prompt))
             self.finish(request, reason)
+        for slot in slots[table.extras.masked[slots]]:
+            request = table.by_slot[slot]
+            if request is not None and request.masks is not None and request.masks.nbytes > MAX_MASK_BYTES:
+                message = f"its sampling masks take more than {MAX_MASK_BYTES} bytes: lower top_k, top_p or max_new_tokens"
+                self.fail([request], message, ErrorCode.INVALID_REQUEST)
 
     def _stream(self, slots: np.ndarray, at: np.ndarray) -> None:
         table = self._table
@@ -253,6 +267,7 @@ class OutputProcessor:
             raw_logprobs=outputs.raw.astype("<f4").tobytes() if request.return_raw else None,
             sampled_logprobs=outputs.sampled.astype("<f4").tobytes() if request.return_sampled else None,
             **({} if record is None else _further_fields(record, count)),
+            sampling_mask=None if request.masks is None else request.masks.wire(count),
             routed_experts=self._routed_experts(request, count) if reason.type != "error" else None,
             finish_reason=reason,
             weight_versions=spans,

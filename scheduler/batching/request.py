@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...io_struct import GREEDY_BELOW, GenerateReqInput, SamplingParams, WeightVersionSpan
+from ...io_struct import GREEDY_BELOW, MAX_SAMPLING_MASK, GenerateReqInput, SamplingParams, WeightVersionSpan
 from .sampling_extras import LogprobRecord, SamplingExtras
+from .sampling_masks import SamplingMaskRecord
 
 if TYPE_CHECKING:
     from ..cache.manager import RequestKV
@@ -122,6 +123,8 @@ class Request:
     # Written by output_processor.py, evict and bind.
     record: LogprobRecord | None = None
     """Log-probabilities beyond those of the sampled tokens; None if the request asked for none."""
+    masks: SamplingMaskRecord | None = None
+    """The tokens that each output token was sampled from; None if the request did not ask for them."""
     evicted: OutputArrays = field(default_factory=OutputArrays.empty)
     spans: list[tuple[WeightStamp, bool, int]] = field(default_factory=list)
     """(stamp, stale_kv, first output token)"""
@@ -183,6 +186,7 @@ def make_requests(
             routed_from=message.routed_experts_start_len if message.return_routed_experts else None,
             early_stops=(*params.stop_token_ids, *eos_token_ids),
             record=LogprobRecord.of(message),
+            masks=SamplingMaskRecord.of(message),
             continued=message.continued_tokens,
             details=message.stream_details,
         )
@@ -254,7 +258,8 @@ class RequestTable:
         prompt_len = len(request.prompt)
         # These two allocate memory and may raise, so they come first, while nothing has been moved.
         self._set_stop_ids(slot, request.stop_ids)
-        self.extras.bind(slot, params, request.early_stops, prompt_len, request.record)
+        masked = request.masks is not None
+        self.extras.bind(slot, params, request.early_stops, prompt_len, request.record, masked=masked)
         self.extras.output_start[slot] = prompt_len - request.continued
         length = prompt_len + len(evicted.tokens)
         request.slot = slot
@@ -271,7 +276,8 @@ class RequestTable:
         greedy = params.temperature < GREEDY_BELOW
         self.greedy[slot] = greedy
         self.temperature[slot] = 1.0 if greedy else params.temperature
-        self.top_k[slot] = self.vocab_size if params.top_k <= 0 else min(params.top_k, self.vocab_size)
+        most = min(self.vocab_size, MAX_SAMPLING_MASK) if masked else self.vocab_size
+        self.top_k[slot] = most if params.top_k <= 0 else min(params.top_k, most)
         self.top_p[slot] = params.top_p
         self.filtered[slot] = not greedy and (
             self.top_k[slot] < self.vocab_size or params.top_p < 1.0 or params.min_p > 0.0

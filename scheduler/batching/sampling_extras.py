@@ -160,6 +160,8 @@ class SamplingExtras:
         self.bias = _Ids(slots)
         self.top = np.zeros(slots, np.int64)
         self.token_ids = _Ids(slots)
+        self.masked = np.zeros(slots, np.bool_)
+        """Whether the tokens that the filters keep are wanted."""
         self.num_counters = 0
         """Most counters that were ever in use at once."""
         self._free_counters: list[int] = []  # a heap
@@ -171,6 +173,8 @@ class SamplingExtras:
         stops: tuple[int, ...],
         prompt_len: int,
         record: LogprobRecord | None,
+        *,
+        masked: bool,
     ) -> None:
         """Set the parameters of ``slot``; ``stops`` must not be sampled before ``min_new_tokens``."""
         self.release(slot)  # an earlier bind that raised may have left its counter behind
@@ -186,6 +190,7 @@ class SamplingExtras:
         self.frequency[slot] = params.frequency_penalty
         self.presence[slot] = params.presence_penalty
         self.top[slot] = record.top if record is not None else 0
+        self.masked[slot] = masked
         self.counted[slot] = 0
         self.penalised[slot] = penalised = (
             params.repetition_penalty != 1.0
@@ -194,7 +199,8 @@ class SamplingExtras:
         )
         if penalised:
             self.counter[slot] = self._take_counter()
-        self.special[slot] = bool(penalised or bias or stops or (record is not None and record.wants_outputs))
+        wanting = masked or (record is not None and record.wants_outputs)
+        self.special[slot] = bool(penalised or bias or stops or wanting)
 
     def release(self, slot: int) -> None:
         """Free the slot's counter and clear its flags."""

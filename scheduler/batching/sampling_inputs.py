@@ -67,8 +67,8 @@ def _special_rows(table: RequestTable, slots: np.ndarray, positions: np.ndarray)
     assert (table.length[restarted] == positions[: len(penalised)][out_of_date]).all(), "a token is in flight"
     prompts, outputs = _history(table, restarted)
     bias_ids, bias = _biases(table, slots, positions)
-    top, num_token_ids = extras.top[slots], extras.token_ids.count[slots]
-    wants = np.flatnonzero((top > 0) | (num_token_ids > 0))
+    top, num_token_ids, masked = extras.top[slots], extras.token_ids.count[slots], extras.masked[slots]
+    wants = np.flatnonzero((top > 0) | (num_token_ids > 0) | masked)
     return SpecialRows(
         rows=torch.from_numpy(rows),
         repetition=torch.from_numpy(extras.repetition[penalised]),
@@ -83,6 +83,8 @@ def _special_rows(table: RequestTable, slots: np.ndarray, positions: np.ndarray)
         wants=torch.from_numpy(wants),
         wants_host=wants,
         top=int(top.max(initial=0)),
+        masked=torch.from_numpy(masked[wants]),
+        num_masked=int(masked.sum()),
         token_ids=torch.from_numpy(extras.token_ids.of(slots[wants])[0]),
         num_counters=extras.num_counters,
     )

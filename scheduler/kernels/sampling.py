@@ -9,7 +9,7 @@ from ..memory.workspace import Workspace
 from . import native
 from .native import INT, POINTER, SIZE
 
-_SAMPLE = native.by_dtype("caesura_sample", POINTER, SIZE, SIZE, SIZE, *[POINTER] * 11, INT)
+_SAMPLE = native.by_dtype("caesura_sample", POINTER, SIZE, SIZE, SIZE, *[POINTER] * 12, INT)
 _workspace_size = native.function("caesura_sample_workspace", SIZE, result=SIZE)
 
 
@@ -37,8 +37,9 @@ class RowSampler:
         top_k: Tensor | None = None,
         top_p: Tensor | None = None,
         min_p: Tensor | None = None,
+        last_kept: Tensor | None = None,
     ) -> None:
-        """Sample every row of ``logits`` into the last four positional arguments.
+        """Sample every row of ``logits`` into the last four positional arguments, and into ``last_kept``.
 
         Args:
             logits: [S, V] bfloat16 or float32, columns contiguous.
@@ -52,6 +53,8 @@ class RowSampler:
             top_k: int64 [S], V where unused. Greedy rows use neither this nor the next two.
             top_p: float32 [S], 1 where unused. None, as is ``top_k``: no row is filtered.
             min_p: float32 [S], 0 where unused. None: 0 for all.
+            last_kept: int64 [S], the last token in descending order that the filters keep, of greedy rows the sampled one; -1
+                where all are kept or a row was not finite. None: not wanted.
 
         Raises:
             ValueError: shapes, dtypes or strides that do not fit together; a filter without ``top_k`` and ``top_p``.
@@ -67,6 +70,7 @@ class RowSampler:
             (top_k, torch.int64),
             (top_p, torch.float32),
             (min_p, torch.float32),
+            (last_kept, torch.int64),
         )
         self._check(logits, per_row)
         if (top_k is None or top_p is None) and not top_k is top_p is min_p is None:

@@ -23,6 +23,7 @@ _SPECIAL = (
     *(("rows", _LONG), ("counters", _LONG), ("restarted", _LONG), ("prompt_at", _LONG), ("output_at", _LONG)),
     *(("bias_ids", _LONG), ("wants", _LONG), ("token_ids", _LONG)),
     *(("repetition", _FLOAT), ("frequency", _FLOAT), ("presence", _FLOAT), ("bias", _FLOAT)),
+    ("masked", _BOOL),
 )
 _INPUTS = (("tokens", _LONG), ("targets", _LONG), ("token_ids", _LONG))
 
@@ -188,5 +189,7 @@ def _take_all(
 
 
 def _special(found: dict[str, Tensor], numbers: list[int]) -> SpecialRows:
-    top, num_counters = numbers
-    return SpecialRows(**found, wants_host=found["wants"].numpy(), top=top, num_counters=num_counters)
+    top, num_masked, num_counters = numbers
+    return SpecialRows(
+        **found, wants_host=found["wants"].numpy(), top=top, num_masked=num_masked, num_counters=num_counters
+    )

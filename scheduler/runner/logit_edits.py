@@ -75,6 +75,7 @@ class SpecialSampler:
         self._chunk_rows = max(1, bound // (4 * vocab_size))
         self._counters = TokenCounters(vocab_size, device)
         self._exact: Sampler | None = sampler if sampler.dtype == torch.float32 else None
+        self._in_torch: Sampler | None = None
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, batch: SamplingBatch, rows: SpecialRows) -> SamplerOutput:
@@ -113,20 +114,49 @@ class SpecialSampler:
             edited.scatter_add_(1, rows.bias_ids[part], rows.bias[part])
         selected = batch.select(index)
         selected.want_raw = False
+        wanting = rows.wants_host.searchsorted([part.start, part.stop])
+        chosen = slice(int(wanting[0]), int(wanting[1]))
+        local = rows.wants[chosen] - part.start
+        selected.want_last_kept = rows.num_masked > 0 and chosen.start < chosen.stop
         sampled = self._sampler().sample(edited, selected)
+        if selected.want_last_kept and sampled.last_kept is None:
+            self._sample_again(edited, selected, local, rows.masked[chosen], sampled)
         out.token_ids[index] = sampled.token_ids
         out.logprobs[index] = sampled.logprobs
         if out.sampled_logprobs is not None and sampled.sampled_logprobs is not None:
             out.sampled_logprobs[index] = sampled.sampled_logprobs
         if out.raw_logprobs is not None:
             out.raw_logprobs[index] = _raw(logits.index_select(0, index), sampled)
-        wanting = rows.wants_host.searchsorted([part.start, part.stop])
-        chosen = slice(int(wanting[0]), int(wanting[1]))
         if chosen.start == chosen.stop:
             return []
-        local = rows.wants[chosen] - part.start
         scaled = edited.index_select(0, local) / selected.temperature[local, None]
-        return [further_of(torch.log_softmax(scaled, 1), None, rows.top, rows.token_ids[chosen])]
+        any_logprobs = rows.top > 0 or rows.token_ids.shape[1] > 0
+        logprobs = torch.log_softmax(scaled, 1) if any_logprobs else scaled
+        further = further_of(logprobs, None, rows.top, rows.token_ids[chosen])
+        if sampled.last_kept is not None:
+            further.kept = _kept(scaled, sampled.last_kept[local])
+        return [further]
+
+    def _sample_again(
+        self, edited: Tensor, batch: SamplingBatch, rows: Tensor, masked: Tensor, sampled: SamplerOutput
+    ) -> None:
+        """Sample ``rows`` (int64) of ``edited`` with torch, which says what it kept, and take that where ``masked`` (bool)."""
+        if self._in_torch is None:
+            self._in_torch = Sampler(
+                self._vocab_size, self._chunk_rows, self._device, torch.float32, in_torch=True
+            )
+        part = batch.select(rows)
+        part.want_last_kept = True
+        found = self._in_torch.sample(edited.index_select(0, rows), part)
+        assert found.last_kept is not None, "torch's sampler says it"
+        for mine, theirs in (
+            (sampled.token_ids, found.token_ids),
+            (sampled.logprobs, found.logprobs),
+            (sampled.sampled_logprobs, found.sampled_logprobs),
+        ):
+            if mine is not None and theirs is not None:
+                mine[rows] = torch.where(masked, theirs, mine[rows])
+        sampled.last_kept = torch.full_like(sampled.token_ids, -1).index_copy_(0, rows, found.last_kept)
 
     def _sampler(self) -> Sampler:
         """For float32 logits; the ordinary one where these are."""
@@ -148,12 +178,27 @@ def further_of(logprobs: Tensor, targets: Tensor | None, top: int, token_ids: Te
 
 def joined(parts: list[FurtherLogprobs]) -> FurtherLogprobs:
     """One after the other."""
+    kept = [part.kept for part in parts if part.kept is not None]
     return FurtherLogprobs(
         logprobs=torch.cat([part.logprobs for part in parts]),
         top_ids=torch.cat([part.top_ids for part in parts]),
         top=torch.cat([part.top for part in parts]),
         token_ids_logprobs=torch.cat([part.token_ids_logprobs for part in parts]),
+        kept=torch.cat(kept) if kept else None,
     )
+
+
+def _kept(scaled: Tensor, last: Tensor) -> Tensor:
+    """bool [N, V]: the tokens down to ``last`` [N] (-1: all) in descending order of ``scaled`` [N, V], of equals the lower first.
+
+    What cannot be sampled is not kept: tokens whose logit is -inf.
+    """
+    border, index = (
+        scaled.gather(1, last.clamp_min(0)[:, None]),
+        torch.arange(scaled.shape[1], device=scaled.device),
+    )
+    kept = (scaled > border) | ((scaled == border) & (index <= last[:, None])) | (last < 0)[:, None]
+    return kept & (scaled > -torch.inf)
 
 
 def _raw(logits: Tensor, sampled: SamplerOutput) -> Tensor:

@@ -91,6 +91,9 @@ class SamplerOutput:
     """float32: log-softmax of the logits as given. None when not wanted."""
     sampled_logprobs: Tensor | None
     """float32: in the filtered, renormalised distribution; 0 for greedy rows. None when not wanted."""
+    last_kept: Tensor | None = None
+    """int64: the last token in descending order that the filters keep, the token itself in greedy rows, -1 where the whole
+    vocabulary is kept. None: nobody asked, or the kernels do not say."""
     further: FurtherLogprobs | None = None
     """Of the special rows that want them (``logit_edits.py``). None: there are none."""
     inputs: FurtherLogprobs | None = None
@@ -133,13 +136,20 @@ class Sampler:
         max_rows: S of the largest usual step; sizes the workspaces up to their bound. More rows go in chunks.
         device: where logits and the batch's tensors are.
         dtype: of the logits, bfloat16, float16 or float32.
+        in_torch: whatever kernels there are.
 
     Attributes:
         dtype: as above.
     """
 
     def __init__(
-        self, vocab_size: int, max_rows: int, device: torch.device | str, dtype: torch.dtype
+        self,
+        vocab_size: int,
+        max_rows: int,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        *,
+        in_torch: bool = False,
     ) -> None:
         device = torch.device(device)
         self._vocab_size = vocab_size
@@ -148,7 +158,7 @@ class Sampler:
         width = self._num_blocks * _BLOCK
         bound = _CHUNK_BYTES_CPU if device.type == "cpu" else _CHUNK_BYTES
         self._chunk_rows = max(1, min(max_rows, bound // (width * 4)))
-        serving = best("sampler", device, dtype)
+        serving = TORCH if in_torch else best("sampler", device, dtype)
         self._compiled = RowSampler(vocab_size) if serving not in (TORCH, TRITON) else None
         self._triton = _in_triton(vocab_size, max_rows, device) if serving == TRITON else None
         held = self._chunk_rows if self._compiled is None and self._triton is None else 0
@@ -179,6 +189,9 @@ class Sampler:
             logprobs=torch.empty(rows, device=logits.device),
             raw_logprobs=torch.empty(rows, device=logits.device) if batch.want_raw else None,
             sampled_logprobs=torch.empty(rows, device=logits.device) if batch.want_sampled else None,
+            last_kept=torch.empty(rows, dtype=torch.int64, device=logits.device)
+            if batch.want_last_kept
+            else None,
         )
         if self._compiled is not None:
             self._sample_compiled(self._compiled, logits, batch, out)
@@ -235,6 +248,7 @@ class Sampler:
             top_k=batch.top_k if filtered else None,
             top_p=batch.top_p if filtered else None,
             min_p=batch.min_p if filtered else None,
+            last_kept=out.last_kept,
         )
 
     def _sample_all(self, logits: Tensor, batch: SamplingBatch, out: SamplerOutput) -> None:
@@ -258,12 +272,15 @@ class Sampler:
         if batch.any_sampled:
             tokens = torch.where(greedy, tokens, _draw(rows, batch.uniforms[chunk]))
         kept_mass = rows.total.clone()
+        last_kept = None if out.last_kept is None else torch.where(greedy, tokens, -1)
         if plan is not None:
-            plan.draw(rows, chunk.start, tokens, kept_mass)
+            plan.draw(rows, chunk.start, tokens, kept_mass, last_kept)
 
         logprobs = rows.logprob(tokens)
         out.token_ids[chunk] = tokens.where(rows.finite, -1)
         out.logprobs[chunk] = logprobs.where(rows.finite, torch.nan)
+        if out.last_kept is not None and last_kept is not None:
+            out.last_kept[chunk] = last_kept.where(rows.finite, -1)
         if out.sampled_logprobs is not None:
             sampled = torch.where(greedy, 0.0, logprobs + torch.log(rows.total / kept_mass))
             out.sampled_logprobs[chunk] = sampled.where(rows.finite, torch.nan)
@@ -346,7 +363,9 @@ class _FilterPlan:
                 shortlists[_shortlist(needed, vocab_size)].append(row)
         return cls(filtered, dict(shortlists), length, batch, vocab_size)
 
-    def draw(self, rows: _Probabilities, start: int, tokens: Tensor, kept_mass: Tensor) -> None:
+    def draw(
+        self, rows: _Probabilities, start: int, tokens: Tensor, kept_mass: Tensor, last_kept: Tensor | None
+    ) -> None:
         """Redraw the filtered rows of the chunk that begins at row ``start``.
 
         Args:
@@ -354,18 +373,19 @@ class _FilterPlan:
             start: the batch's row number of the chunk's first.
             tokens: int64 [c]; filtered rows are overwritten.
             kept_mass: float64 [c]; for filtered rows, what their kept tokens sum to, in units of ``rows.total``.
+            last_kept: int64 [c]; for filtered rows, the last of these in descending order. None: nobody asked.
         """
         if self.shortlists is None:
             bound = max(1, _SORTED // self.length)
             for part in torch.arange(len(tokens), device=tokens.device).split(bound):
-                self._draw_from(rows, start, part, self.length, tokens, kept_mass)
+                self._draw_from(rows, start, part, self.length, tokens, kept_mass, last_kept)
             return
         for first_length, members in self.shortlists.items():
             length = first_length
             local = [row - start for row in members if start <= row < start + len(tokens)]
             index = torch.tensor(local, dtype=torch.int64)
             while index.numel():
-                missing = self._draw_from(rows, start, index, length, tokens, kept_mass)
+                missing = self._draw_from(rows, start, index, length, tokens, kept_mass, last_kept)
                 index = index[missing] if length < self.vocab_size else index[:0]
                 length = _shortlist(length + 1, self.vocab_size)
 
@@ -377,6 +397,7 @@ class _FilterPlan:
         length: int,
         tokens: Tensor,
         kept_mass: Tensor,
+        last_kept: Tensor | None,
     ) -> Tensor:
         """As :meth:`draw`, for rows ``index`` [f] and ``length`` best tokens; returns which of them need more, bool [f]."""
         batch, given = self.batch, index + start
@@ -401,6 +422,8 @@ class _FilterPlan:
         filtered = self.filtered[given]
         tokens[index] = torch.where(filtered, _at(order, drawn), tokens[index])
         kept_mass[index] = torch.where(filtered, mass, kept_mass[index])
+        if last_kept is not None:
+            last_kept[index] = torch.where(filtered, _at(order, last), last_kept[index])
         return missing
 
 

@@ -202,6 +202,7 @@ def _sampling(sampling: SamplingBatch, moved: dict[str, Tensor], device: torch.d
         any_filtered=sampling.any_filtered,
         want_raw=sampling.want_raw,
         want_sampled=sampling.want_sampled,
+        want_last_kept=sampling.want_last_kept,
         largest_top_k=sampling.largest_top_k,
         # Rare, and of any size: these travel on their own.
         special=None if sampling.special is None else sampling.special.to(device),

@@ -105,7 +105,7 @@ class Outbox:
             top, token_ids = (None, None) if record is None else record.output_rows(start, start + 1)
             output.top.append(top)
             output.token_ids_logprobs.append(token_ids)
-            output.details.append(TokenDetails.of(request, of_raw, of_sampled))
+            output.details.append(TokenDetails.of(request, start, of_raw, of_sampled))
 
     def add_result(self, client: bytes, result: GenerateReqOutput) -> None:
         """Add the terminal result of a request."""

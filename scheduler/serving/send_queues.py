@@ -239,6 +239,8 @@ def result_bytes(result: GenerateReqOutput) -> int:
         result.input_logprobs,
     )
     routed = 0 if result.routed_experts is None else len(result.routed_experts.data)
+    mask = result.sampling_mask
+    routed += 0 if mask is None else len(mask.ids) + len(mask.offsets)
     rows = (
         result.output_top_logprobs,
         result.output_token_ids_logprobs,

@@ -60,6 +60,7 @@ def router(log: Path, *workers: str) -> Iterator[httpx.Client]:
     try:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30.0) as client:
             eventually(lambda: process.poll() is not None or healthy(client) == len(workers), 60)
+            assert process.poll() is None, log.read_text()
             yield client
     finally:
         process.terminate()

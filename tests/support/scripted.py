@@ -116,6 +116,12 @@ def fold(state: np.uint64, cells: np.ndarray) -> np.uint64:
     return state
 
 
+def _sampled_logprobs(sampled: SamplerOutput | None, count: int) -> np.ndarray:
+    if sampled is None or sampled.sampled_logprobs is None:
+        return np.zeros(count, np.float32)
+    return sampled.sampled_logprobs.numpy()
+
+
 @dataclass
 class _Launched:
     output: HostOutput
@@ -208,7 +214,9 @@ class ScriptedRunner:
                 token_ids=token_ids,
                 logprobs=(-token_ids).astype(np.float32) if sampled is None else sampled.logprobs.numpy(),
                 raw_logprobs=(-2 * token_ids).astype(np.float32) if batch.sampling.want_raw else None,
-                sampled_logprobs=np.zeros(len(tokens), np.float32) if batch.sampling.want_sampled else None,
+                sampled_logprobs=_sampled_logprobs(sampled, len(tokens))
+                if batch.sampling.want_sampled
+                else None,
                 further=None if sampled is None else sampled.further,
             ),
             fail,

@@ -332,10 +332,38 @@ def special(vocab_size: int) -> ForwardBatch:
         wants=torch.tensor([1, 2]),
         wants_host=np.array([1, 2]),
         top=5,
+        masked=torch.tensor([False, False]),
+        num_masked=0,
         token_ids=torch.zeros((2, 3), dtype=torch.int64),
         num_counters=2,
     )
     return _sampling(special=rows, want_raw=True, want_sampled=True)
+
+
+def masked(vocab_size: int) -> ForwardBatch:
+    """A step with filters, of which two rows want to know what these kept."""
+    none, ids = torch.empty(0), torch.empty(0, dtype=torch.int64)
+    rows = SpecialRows(
+        rows=torch.tensor([0, 2]),
+        repetition=none,
+        frequency=none,
+        presence=none,
+        counters=ids,
+        restarted=ids,
+        prompt_at=ids,
+        output_at=ids,
+        bias_ids=ids.view(2, 0),
+        bias=none.view(2, 0),
+        wants=torch.tensor([0, 1]),
+        wants_host=np.array([0, 1]),
+        top=0,
+        masked=torch.tensor([True, True]),
+        num_masked=2,
+        token_ids=ids.view(2, 0),
+        num_counters=0,
+    )
+    step = STEPS["top_k"](vocab_size)
+    return replace(step, sampling=replace(step.sampling, special=rows, want_sampled=True))
 
 
 def prompt_logprobs() -> ForwardBatch:
@@ -361,6 +389,7 @@ STEPS: dict[str, Callable[[int], ForwardBatch]] = {
     "min_p": lambda vocab_size: _sampling(min_p=torch.full((ROWS - 2,), 0.1), any_filtered=True),
     "raw": lambda vocab_size: _sampling(want_raw=True, want_sampled=True),
     "special": special,
+    "masked": masked,
     "prompt": lambda vocab_size: prompt_logprobs(),
 }
 """Kinds of steps, of a model with so large a vocabulary."""

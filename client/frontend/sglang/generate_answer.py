@@ -8,16 +8,16 @@ import base64
 import itertools
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
 
-from ....io_struct import RoutedExperts
+from ....io_struct import RoutedExperts, SamplingMask
 from ...exceptions import InvalidRequest
 from ...text.tokenizer_manager import Chunk, GenerationRequest, Sample, TokenizerManager
 from ...wire.results import GenerateOutput, TokenDelta, TokenLogprobs
-from .generate_schema import ExpertsDtype
+from .generate_schema import ExpertsDtype, NativeRequest
 
 Texts = Callable[[int], str | None]
 """The text of one token, where asked for."""
@@ -118,12 +118,34 @@ def meta_info(
         "response_sent_to_client_ts": time.time(),
     }
     if request.return_logprob:
-        _add_output_logprobs(meta, output.as_delta(), texts)
+        delta = output.as_delta()
+        if _as_slime(request):
+            delta = replace(delta, output_logprobs=output.sampled_logprobs)
+        _add_output_logprobs(meta, delta, texts)
         _add_input_logprobs(meta, sample, request, texts)
+    if output.sampling_mask is not None:
+        _add_sampling_mask(meta, output, output.sampling_mask, request)
     if output.routed_experts is not None:
         meta["routed_experts"] = experts_of(output, experts_dtype)
         meta["routed_experts_start_len"] = request.routed_experts_start_len
     return meta
+
+
+def _as_slime(request: GenerationRequest) -> bool:
+    return isinstance(request, NativeRequest) and request.top_p_token_ids
+
+
+def _add_sampling_mask(
+    meta: dict[str, Any], output: GenerateOutput, mask: SamplingMask, request: GenerationRequest
+) -> None:
+    """In slime's words or SGLang's; slime reads no key at all as "no tokens"."""
+    if not _as_slime(request):
+        meta["output_token_sampling_mask"] = [mask.at(position) for position in range(len(mask))]
+        meta["output_token_sampling_logprobs"] = output.sampled_logprobs
+        meta["output_token_sampling_mask_length"] = len(mask)
+    elif len(mask):
+        meta["top_p_token_ids"] = base64.b64encode(mask.ids).decode()
+        meta["top_p_token_offsets"] = base64.b64encode(mask.offsets).decode()
 
 
 def _add_output_logprobs(meta: dict[str, Any], delta: TokenDelta, texts: Texts | None) -> None:

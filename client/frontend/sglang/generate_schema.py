@@ -10,6 +10,7 @@ Invariants:
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -17,7 +18,7 @@ import msgspec
 from ....io_struct import SamplingParams
 from ....io_struct.base import MAX_ID_LENGTH
 from ....io_struct.field_errors import FieldError, field_error, other_name
-from ....io_struct.generate import MAX_SAMPLES, Seed, TokenId
+from ....io_struct.generate import GREEDY_BELOW, MAX_SAMPLES, Seed, TokenId
 from ...exceptions import InvalidRequest
 from ...text.tokenizer_manager import GenerationRequest
 from ...wire.prompts import is_single
@@ -34,6 +35,7 @@ Samples = Annotated[int, msgspec.Meta(ge=1, le=MAX_SAMPLES)]
 Name = Annotated[str, msgspec.Meta(max_length=MAX_ID_LENGTH, pattern=VISIBLE)]
 Count = Annotated[int, msgspec.Meta(ge=0)]
 ExpertsDtype = Literal["int32", "uint8"]
+LogprobsMode = Literal["selected", "support"]
 
 
 class SamplingBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -57,9 +59,9 @@ class SamplingBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     no_stop_trim: bool | None = None
     logit_bias: dict[str, float] | None = None
     sampling_seed: Seed | None = None
+    custom_params: dict[str, Any] | None = None
     # accepted and ignored
     stream_interval: int | None = None
-    custom_params: dict[str, Any] | None = None
     # refused unless null, false or empty
     stop_regex: Any = None
     json_schema: Any = None
@@ -73,7 +75,7 @@ class SamplingBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 REFUSED_SAMPLING = (
     "stop_regex", "json_schema", "regex", "ebnf", "structural_tag", "beam_width", "watermark",
 )  # fmt: skip
-IGNORED_SAMPLING = ("stream_interval", "custom_params")
+IGNORED_SAMPLING = ("stream_interval",)
 
 
 class GenerateBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -90,6 +92,8 @@ class GenerateBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     token_ids_logprob: list[TokenId | list[TokenId]] | None = None
     return_text_in_logprobs: bool | None = None
     return_prompt_token_ids: bool | None = None
+    return_sampling_mask: bool | list[bool] | None = None
+    sampling_logprobs_mode: LogprobsMode | list[LogprobsMode | None] | None = None
     return_routed_experts: bool | list[bool] | None = None
     routed_experts_start_len: Count = 0
     routed_experts_dtype: ExpertsDtype | None = None
@@ -125,8 +129,6 @@ class GenerateBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     custom_logit_processor: Any = None
     session_params: Any = None
     return_hidden_states: Any = None
-    return_sampling_mask: Any = None
-    sampling_logprobs_mode: Any = None
     return_entropy: Any = None
     return_indexer_topk: Any = None
     require_reasoning: Any = None
@@ -134,7 +136,7 @@ class GenerateBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 REFUSED = (
     "routed_dp_rank", "data_parallel_rank", "input_embeds", "image_data", "video_data", "audio_data", "lora_path",
-    "lora_id", "custom_logit_processor", "session_params", "return_hidden_states", "return_sampling_mask", "sampling_logprobs_mode",
+    "lora_id", "custom_logit_processor", "session_params", "return_hidden_states",
     "return_entropy", "return_indexer_topk", "require_reasoning",
 )  # fmt: skip
 IGNORED = (
@@ -147,10 +149,18 @@ _decoder = msgspec.json.Decoder(GenerateBody)
 _PROMPTS = {"text": b'""', "input_ids": b"[]"}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NativeRequest(GenerationRequest):
+    """A prompt of ``/generate``, and how its sampling mask is told."""
+
+    top_p_token_ids: bool = False
+    """As slime reads it: arrays in base64, and the logprobs of output tokens are of what the filters kept."""
+
+
 class Job(msgspec.Struct, kw_only=True):
     """What one call of ``/generate`` asks for."""
 
-    requests: list[GenerationRequest]
+    requests: list[NativeRequest]
     stream: bool
     as_list: bool
     """The answer is a list: a batch, or more than one sample."""
@@ -222,15 +232,19 @@ def plan_job(body: GenerateBody, *, max_batch: int, detokenize: bool) -> Job:
     if samples > max_batch:
         raise InvalidRequest(f"n: {samples} samples are over the limit of {max_batch}", field="n")
     columns = _columns(body, count, single)
+    masks = _each("return_sampling_mask", body.return_sampling_mask, count, False)
+    _check_logprobs_mode(body, masks, count)
     requests = [
-        GenerationRequest(
+        NativeRequest(
             prompt=prompt,
             detokenize=detokenize,
-            **sampling[i],
-            **{name: column[i] for name, column in columns.items()},
+            **{**sampling[i], **{name: column[i] for name, column in columns.items()}},
+            **_mask_fields(bool(masks[i]), sampling[i]),
         )
         for i, prompt in enumerate(prompts)
     ]
+    if body.stream and any(request.return_sampling_mask for request in requests):
+        raise InvalidRequest("stream: sampling masks come with whole answers only", field="stream")
     return Job(
         requests=requests,
         stream=bool(body.stream),
@@ -240,6 +254,27 @@ def plan_job(body: GenerateBody, *, max_batch: int, detokenize: bool) -> Job:
         experts_dtype=body.routed_experts_dtype or "int32",
         routing_key=body.routing_key or body.session_id,
     )
+
+
+def _mask_fields(asked: bool, sampling: dict[str, Any]) -> dict[str, Any]:
+    """What a request for a sampling mask asks of the engine, in SGLang's way (``asked``) or slime's."""
+    wanted = asked or sampling.get("top_p_token_ids", False)
+    return {"return_sampling_mask": wanted, "return_sampled_logprob": wanted}
+
+
+def _check_logprobs_mode(body: GenerateBody, masks: list[bool], count: int) -> None:
+    for asked, mode in zip(
+        masks, _each("sampling_logprobs_mode", body.sampling_logprobs_mode, count), strict=True
+    ):
+        if mode == "support":
+            raise InvalidRequest(
+                'sampling_logprobs_mode "support" is not supported: logprobs are those of the sampled tokens, "selected"',
+                field="sampling_logprobs_mode",
+            )
+        if mode is not None and not asked:
+            raise InvalidRequest(
+                "sampling_logprobs_mode needs return_sampling_mask", field="sampling_logprobs_mode"
+            )
 
 
 def _prompts(body: GenerateBody) -> tuple[list[Any], bool]:
@@ -327,12 +362,6 @@ def sampling_fields(body: SamplingBody) -> dict[str, Any]:
         InvalidRequest: a refused parameter is given, or a value is not one of its kind.
     """
     _refuse(body, REFUSED_SAMPLING, "sampling_params.")
-    if body.custom_params and body.custom_params.get("return_top_p_token_ids"):
-        raise InvalidRequest(
-            "sampling_params.custom_params.return_top_p_token_ids is not supported: which tokens top_p kept is not reported; "
-            "sample with top_p 1.0",
-            field="custom_params",
-        )
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     if len(stop) > MAX_STOP_STRINGS:
         raise InvalidRequest(
@@ -364,9 +393,21 @@ def sampling_fields(body: SamplingBody) -> dict[str, Any]:
     return {
         "sampling_params": SamplingParams(max_new_tokens=1 if scored else body.max_new_tokens, **wire),
         "scored": scored,
+        "top_p_token_ids": _wants_top_p_token_ids(body),
         "stop": [each for each in stop if each],
         **{name: value for name, value in own.items() if value is not None},
     }
+
+
+def _wants_top_p_token_ids(body: SamplingBody) -> bool:
+    """Whether slime asks what the filters keep; where there is none it gets nothing, as from its own engine."""
+    filtered = (
+        (body.top_p or 1.0) < 1.0
+        or (body.top_k or -1) > 0
+        or (body.min_p or 0.0) > 0.0
+        or (body.temperature is not None and body.temperature < GREEDY_BELOW)
+    )
+    return filtered and bool((body.custom_params or {}).get("return_top_p_token_ids"))
 
 
 def bias_of(given: dict[str, float]) -> dict[int, float]:

@@ -36,6 +36,7 @@ struct Sampling {
     const int64_t* top_k;     // nullptr: no row is filtered
     const float* top_p;       // as top_k
     const float* min_p;       // nullptr: all 0
+    int64_t* last_kept;       // nullptr: not wanted. The last token in descending order that the filters keep; -1: all are kept
 
     int64_t blocks() const { return (vocabulary + BLOCK - 1) / BLOCK; }
 };
@@ -86,20 +87,20 @@ void sample(const Sampling& a, int64_t rows, double* workspace, int threads) {
 CAESURA_API void caesura_sample_bf16(const void* logits, int64_t stride, int64_t rows, int64_t vocabulary,
                                      const float* temperature, const uint8_t* greedy, const double* uniforms,
                                      int64_t* tokens, float* logprobs, float* raw_logprobs, float* sampled_logprobs,
-                                     const int64_t* top_k, const float* top_p, const float* min_p, double* workspace,
-                                     int threads) {
+                                     const int64_t* top_k, const float* top_p, const float* min_p, int64_t* last_kept,
+                                     double* workspace, int threads) {
     sample<bf16>({logits, stride, vocabulary, temperature, greedy, uniforms, tokens, logprobs, raw_logprobs,
-                  sampled_logprobs, top_k, top_p, min_p},
+                  sampled_logprobs, top_k, top_p, min_p, last_kept},
                  rows, workspace, threads);
 }
 
 CAESURA_API void caesura_sample_f32(const void* logits, int64_t stride, int64_t rows, int64_t vocabulary,
                                     const float* temperature, const uint8_t* greedy, const double* uniforms,
                                     int64_t* tokens, float* logprobs, float* raw_logprobs, float* sampled_logprobs,
-                                    const int64_t* top_k, const float* top_p, const float* min_p, double* workspace,
-                                    int threads) {
+                                    const int64_t* top_k, const float* top_p, const float* min_p, int64_t* last_kept,
+                                    double* workspace, int threads) {
     sample<float>({logits, stride, vocabulary, temperature, greedy, uniforms, tokens, logprobs, raw_logprobs,
-                   sampled_logprobs, top_k, top_p, min_p},
+                   sampled_logprobs, top_k, top_p, min_p, last_kept},
                   rows, workspace, threads);
 }
 
@@ -233,19 +234,22 @@ static void sample_row(const Sampling& a, int64_t row, const Workspace& work) {
     if (!std::isfinite(largest) || !std::isfinite(total)) {
         a.tokens[row] = -1;
         a.logprobs[row] = NOT_A_NUMBER;
+        if (a.last_kept) a.last_kept[row] = -1;
         if (a.raw_logprobs) a.raw_logprobs[row] = NOT_A_NUMBER;
         if (a.sampled_logprobs) a.sampled_logprobs[row] = NOT_A_NUMBER;
         return;
     }
     double kept = total;
+    int64_t last = greedy ? token : -1;
     if (filtered)
         token = draw_filtered<E>({logits, a.vocabulary, work.blocks, temperature, largest, 0, 0, work}, filter, total,
-                                 a.uniforms[row], kept);
+                                 a.uniforms[row], kept, last);
     else if (!greedy)
         token = draw(a, logits, a.uniforms[row], temperature, largest, work.blocks);
     const float logit = to_float(logits[token]);
     const double distance = (double)(logit / temperature) - (double)largest;
     a.tokens[row] = token;
+    if (a.last_kept) a.last_kept[row] = last;
     a.logprobs[row] = (float)(distance - std::log(total));
     if (a.sampled_logprobs) a.sampled_logprobs[row] = greedy ? 0.0f : (float)(distance - std::log(kept));
     if (!a.raw_logprobs) return;

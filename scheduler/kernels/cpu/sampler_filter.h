@@ -244,9 +244,10 @@ static double kth_distance(const FilteredRow<E>& row, int64_t top_k) {
     return (double)(row.largest - kth / row.temperature);
 }
 
-// Draws at `uniform`; `mass` receives the sum of the kept weights. `work.blocks` holds the maxima.
+// Draws at `uniform`; `mass` receives the sum of the kept weights, `last` the last kept token. `work.blocks` holds the maxima.
 template <class E>
-static int64_t draw_filtered(FilteredRow<E> row, const Filter& filter, double total, double uniform, double& mass) {
+static int64_t draw_filtered(FilteredRow<E> row, const Filter& filter, double total, double uniform, double& mass,
+                             int64_t& last) {
     const bool by_k = filter.by_k(row.vocabulary);
     const double reach = filter.reach(row.vocabulary, total, by_k ? kth_distance(row, filter.top_k) : INFINITY);
     row.largest += 0.0f;  // from -0 the distance of 0 would be -0, which has the sign of what lies before its bucket
@@ -272,6 +273,7 @@ static int64_t draw_filtered(FilteredRow<E> row, const Filter& filter, double to
     if (end.bucket != opened) items = sorted_bucket(row, opened = end.bucket);
     mass = end.mass;
     int64_t kept = take(items, buckets[opened].count, row.largest, most - end.count, threshold, mass);
+    last = item_index(items[kept - 1]);
 
     const double enough = above(below(uniform, mass));  // the sum is to exceed the target
     const Place drawn = find(buckets, end.bucket + 1, most, enough);

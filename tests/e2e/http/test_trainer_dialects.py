@@ -1,8 +1,10 @@
 """What trainers ask of a server before and between rollouts, as their code does it: checks at attach, odd fields, other routes."""
 
 import base64
+import math
 import threading
 
+import numpy as np
 import pytest
 from support.checkpoints import make_checkpoint
 from support.http_serve import ServedEngine, make_text_model, served
@@ -126,11 +128,95 @@ def test_a_top_k_of_0_is_off_on_every_route(dense):
         assert found[0] == found[-1] != found[1], path
 
 
-def test_the_kept_set_of_top_p_is_refused_in_a_sentence(dense):
-    params = {"top_p": 0.9, "custom_params": {"return_top_p_token_ids": True}}
-    refused = dense.post("/generate", {"input_ids": [5], "sampling_params": params})
+FILTERS = {"top_p": 0.7, "temperature": 2.0, "sampling_seed": 3, "max_new_tokens": 6}
+
+
+def whole_distributions(server, prompt, output_ids):
+    """``{token: logprob}`` of the likeliest tokens at each output position, without a filter."""
+    body = {"input_ids": prompt, "return_logprob": True, "top_logprobs_num": 128}
+    found = []
+    for at in range(len(output_ids)):
+        params = {"max_new_tokens": 1, "temperature": FILTERS["temperature"]}
+        meta = server.generate(**{**body, "input_ids": prompt + output_ids[:at]}, sampling_params=params)[
+            "meta_info"
+        ]
+        found.append({token: value for value, token, _ in meta["output_top_logprobs"][0]})
+    return found
+
+
+def assert_kept(kept, distribution, sampled, logprob):
+    """``kept`` is the shortest prefix of the descending distribution that reaches top_p, and ``logprob`` relative to it."""
+    assert sampled in kept
+    values = sorted((distribution[token] for token in kept), reverse=True)
+    assert values == pytest.approx(sorted(distribution.values(), reverse=True)[: len(values)], abs=1e-5)
+    masses = np.cumsum(np.exp(values))
+    assert masses[-1] >= FILTERS["top_p"] - 1e-4
+    assert len(masses) == 1 or masses[-2] < FILTERS["top_p"] + 1e-4
+    assert logprob == pytest.approx(distribution[sampled] - math.log(masses[-1]), abs=1e-4)
+
+
+def test_slime_reads_what_top_p_kept(dense):
+    prompt, asked = [5, 6, 7], {**FILTERS, "custom_params": {"return_top_p_token_ids": True}}
+    answer = dense.generate(prompt, sampling_params=asked, return_logprob=True)
+    meta = answer["meta_info"]
+    ids, offsets = (
+        np.frombuffer(base64.b64decode(meta[name]), "<i4").tolist()
+        for name in ("top_p_token_ids", "top_p_token_offsets")
+    )
+    assert len(offsets) == len(answer["output_ids"]) + 1 == 7
+    assert (offsets[0], offsets[-1]) == (0, len(ids))
+    distributions = whole_distributions(dense, prompt, answer["output_ids"])
+    for at, (logprob, token, _) in enumerate(meta["output_token_logprobs"]):
+        assert_kept(ids[offsets[at] : offsets[at + 1]], distributions[at], token, logprob)
+    plain = dense.generate(prompt, sampling_params=FILTERS)
+    assert plain["output_ids"] == answer["output_ids"]
+    assert "top_p_token_ids" not in plain["meta_info"]
+
+
+def test_without_a_filter_slime_gets_no_kept_tokens(dense):
+    params = {"custom_params": {"return_top_p_token_ids": True}, "max_new_tokens": 2, "temperature": 1.0}
+    meta = dense.generate([5, 6], sampling_params=params)["meta_info"]
+    assert not any(name.startswith("top_p") for name in meta)
+
+
+def test_sglang_s_sampling_masks(dense):
+    """A batch of which one asks, with two samples."""
+    prompts = [[5, 6, 7], [8, 9]]
+    answers = dense.ok(
+        "/generate",
+        {
+            "input_ids": prompts,
+            "sampling_params": [{**FILTERS, "n": 2}, {**FILTERS, "n": 2}],
+            "return_logprob": True,
+            "return_sampling_mask": [True, False],
+            "sampling_logprobs_mode": ["selected", None],
+        },
+    )
+    for answer in answers[2:]:
+        assert not any("sampling" in name for name in answer["meta_info"])
+    for answer in answers[:2]:
+        meta, tokens = answer["meta_info"], answer["output_ids"]
+        masks, logprobs = meta["output_token_sampling_mask"], meta["output_token_sampling_logprobs"]
+        assert meta["output_token_sampling_mask_length"] == len(masks) == len(logprobs) == len(tokens)
+        distributions = whole_distributions(dense, prompts[0], tokens)
+        for at, token in enumerate(tokens):
+            assert_kept(masks[at], distributions[at], token, logprobs[at])
+            whole = meta["output_token_logprobs"][at][0]
+            assert whole == pytest.approx(distributions[at][token], abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"return_sampling_mask": True, "stream": True}, "stream"),
+        ({"return_sampling_mask": True, "sampling_logprobs_mode": "support"}, "sampling_logprobs_mode"),
+        ({"sampling_logprobs_mode": "selected"}, "sampling_logprobs_mode"),
+    ],
+)
+def test_sampling_masks_that_are_not_offered_are_refused_by_name(dense, body, field):
+    refused = dense.post("/generate", {"input_ids": [5], **body})
     assert refused.status_code == 400
-    assert "top_p 1.0" in refused.json()["error"]["message"]
+    assert field in refused.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -162,6 +248,7 @@ def test_a_loader_of_the_trainers_is_refused_by_name(experts, path, body):
     ("path", "said"),
     [
         ("/pull_weights", "/update_weights_from_disk"),
+        ("/pull_weights", "without --update-weight-local-checkpoint-dir"),
         ("/load_lora_adapter", "merge the adapter"),
         ("/unload_lora_adapter", "merge the adapter"),
         ("/v1/load_lora_adapter", "merge the adapter"),

@@ -1,6 +1,8 @@
 """Parts of a sample from several engines against the whole from one: a model of the engine cuts it anywhere."""
 
+import struct
 from dataclasses import replace
+from itertools import accumulate, chain
 
 import msgspec
 from hypothesis import given
@@ -8,7 +10,14 @@ from hypothesis import strategies as st
 
 from caesura.client.fleet.joining import Part, continuation, joined
 from caesura.client.wire.results import GenerateOutput, TokenDelta, TokenDetails, TokenLogprobs
-from caesura.io_struct import DeltaWeights, FinishReason, GenerateReqInput, SamplingParams, WeightVersionSpan
+from caesura.io_struct import (
+    DeltaWeights,
+    FinishReason,
+    GenerateReqInput,
+    SamplingMask,
+    SamplingParams,
+    WeightVersionSpan,
+)
 
 PROMPT = [11, 12, 13]
 TOP = 2
@@ -30,6 +39,7 @@ def request(count: int, *, minimum: int | None = None, first_input: int = 1) -> 
         sampling_params=SamplingParams(max_new_tokens=count, min_new_tokens=2, seed=7, n=4),
         return_logprob=True,
         return_raw_logprob=True,
+        return_sampling_mask=True,
         logprob_start_len=first_input,
         top_logprobs_num=TOP,
         min_weights_epoch=minimum,
@@ -39,6 +49,16 @@ def request(count: int, *, minimum: int | None = None, first_input: int = 1) -> 
 def rows(start: int, end: int) -> TokenLogprobs:
     cells = [10 * token + column for token in range(start, end) for column in range(TOP)]
     return TokenLogprobs(k=TOP, ids=cells, logprobs=[-float(cell) for cell in cells])
+
+
+def masks(start: int, end: int) -> SamplingMask:
+    """Token ``t`` was one of 1 + t % 3."""
+    positions = [list(range(token, token + 1 + token % 3)) for token in range(start, end)]
+    offsets = [0, *accumulate(map(len, positions))]
+    return SamplingMask(
+        ids=struct.pack(f"<{offsets[-1]}i", *chain.from_iterable(positions)),
+        offsets=struct.pack(f"<{len(offsets)}i", *offsets),
+    )
 
 
 def delta(base: int, start: int, end: int) -> TokenDelta:
@@ -53,6 +73,7 @@ def delta(base: int, start: int, end: int) -> TokenDelta:
             weights=[weights_at(token) for token in range(start, end)],
             raw_logprobs=[-token - 0.5 for token in range(start, end)],
             sampled_logprobs=None,
+            sampling_mask=masks(start, end),
         ),
     )
 
@@ -84,6 +105,7 @@ def answer(asked: GenerateReqInput, start: int, end: int) -> GenerateOutput:
         raw_logprobs=[-token - 0.5 for token in range(start, end)],
         sampled_logprobs=None,
         output_top_logprobs=rows(start, end),
+        sampling_mask=masks(start, end),
         input_logprobs=[None, *(-float(position) for position in range(1, inputs))],
         input_top_logprobs=rows(0, inputs - 1),
         routed_experts=None,

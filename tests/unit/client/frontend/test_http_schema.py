@@ -152,6 +152,7 @@ def test_defaults_of_generations_are_the_codes():
         "max_new_tokens": schema.SamplingBody().max_new_tokens,
         "sampling_seed": None,
         "stop": [],
+        "custom_params": None,
         **{name: getattr(GenerationRequest(prompt=""), name) for name in BESIDE_SAMPLING},
     }
     for field, row in tables()["`sampling_params`"].items():
@@ -159,7 +160,13 @@ def test_defaults_of_generations_are_the_codes():
             expected = body[field] if field in body else getattr(SamplingParams(), field)
             assert row.default == f"`{json.dumps(expected)}`", field
     of_a_request = GenerationRequest(prompt="")
-    for field in ("return_logprob", "logprob_start_len", "top_logprobs_num", "return_routed_experts"):
+    for field in (
+        "return_logprob",
+        "logprob_start_len",
+        "top_logprobs_num",
+        "return_sampling_mask",
+        "return_routed_experts",
+    ):
         expected = json.dumps(getattr(of_a_request, field))
         assert tables()["`/generate`"][field].default == f"`{expected}`", field
 

@@ -81,14 +81,16 @@ STEP_BUDGETS = {
     "top_p": StepBudget(launches=116, vocabulary=23, copies=0, results=2),
     "min_p": StepBudget(launches=127, vocabulary=25, copies=0, results=2),
     "raw": StepBudget(launches=108, vocabulary=19, copies=0, results=4),
-    "special": StepBudget(launches=242, vocabulary=23, copies=12, results=8),
+    "special": StepBudget(launches=242, vocabulary=23, copies=13, results=8),
+    "masked": StepBudget(launches=327, vocabulary=14, copies=13, results=8),
     "prompt": StepBudget(launches=87, vocabulary=23, copies=3, results=6),
 }
 TRITON_STEP_BUDGETS = {
     name: replace(STEP_BUDGETS[name], launches=5, vocabulary=3)
     for name in ("decode", "greedy", "mixed", "top_k", "top_p", "min_p", "raw")
 } | {
-    "special": StepBudget(launches=68, vocabulary=8, copies=12, results=8),
+    "special": StepBudget(launches=68, vocabulary=8, copies=13, results=8),
+    "masked": StepBudget(launches=207, vocabulary=7, copies=13, results=8),
     "prompt": StepBudget(launches=23, vocabulary=15, copies=3, results=6),
 }
 """The head, two kernels of ``kernels/triton_sampler.py``, and what the slots read next (two)."""

@@ -60,6 +60,8 @@ def batches(draw) -> ForwardBatch:
             wants=wanted,
             wants_host=wanted.numpy(),
             top=draw(st.integers(0, 5)),
+            masked=longs(wants) > 1 << 39,
+            num_masked=draw(st.integers(0, 3)),
             token_ids=longs(wants, 3),
             num_counters=draw(st.integers(0, 9)),
         )

@@ -309,7 +309,7 @@ def biased_rows(rows: torch.Tensor, *, token: int, bias: float) -> SpecialRows:
     return SpecialRows(
         rows=rows, repetition=none, frequency=none, presence=none, counters=ids, restarted=ids, prompt_at=ids,
         output_at=ids, bias_ids=torch.full((len(rows), 1), token), bias=torch.full((len(rows), 1), bias), wants=ids,
-        wants_host=np.empty(0, np.int64), top=0, token_ids=ids.view(0, 0), num_counters=0,
+        wants_host=np.empty(0, np.int64), top=0, masked=ids > 0, num_masked=0, token_ids=ids.view(0, 0), num_counters=0,
     )  # fmt: skip
 
 
