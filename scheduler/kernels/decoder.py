@@ -237,20 +237,20 @@ class DecoderKernel:
             for number, kind in enumerate(self._kinds)
         ]
         if self._forms is None:
-            forms = (kind.as_struct(noted) for kind, noted in zip(self._kinds, records, strict=True))
+            forms = (kind.as_struct(each) for kind, each in zip(self._kinds, records, strict=True))
             self._forms = (LayerForm * len(self._kinds))(*forms)
         addresses = self._addresses
         for place, tensor in self._parameters:
             addresses[place] = tensor.data_ptr()
-        for number, record in enumerate(records):
+        for number, noted in enumerate(records):
             keys, values = step.kv(number)
             cos, sin = angles[number]
             end = (number + 1) * LAYER_POINTERS
             addresses[end - _OF_STEP : end] = (
-                None if record is None else record.data_ptr(),
+                None if noted is None else noted.data_ptr(),
                 *(keys.data_ptr(), values.data_ptr(), cos.data_ptr(), sin.data_ptr()),
             )
-        self._table[:] = addresses
+        self._table[:] = addresses  # type: ignore[assignment]  # stubs do not know that it takes what its elements take
 
     def _check(
         self, residual: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, sampled: Tensor, step: PagedStep
