@@ -56,7 +56,12 @@ class ProcessGroupCommands:
         return InitWeightsUpdateGroupReqOutput(id=request.id, rank=member.rank, world_size=member.world_size)
 
     def destroy(self, request: DestroyWeightsUpdateGroupReqInput) -> Operation:
-        """Leave a process group, broken or not. An init that is still joining it fails."""
+        """Leave a process group, broken or not. An init that is still joining it fails, and so does, at once, an update that waits for
+        a broadcast: commands queue behind it, and the broadcast may never come."""
+        self._groups.interrupt(request.group_name)
+        return self._left(request)
+
+    def _left(self, request: DestroyWeightsUpdateGroupReqInput) -> Operation:
         group, limit = self._groups.leave(request.group_name), monotonic() + LEAVE_S
         elsewhere = self._others.leave_group(request.group_name)
         while group.is_leaving and monotonic() < limit:

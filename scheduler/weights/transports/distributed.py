@@ -340,6 +340,7 @@ class DistributedSource:
         with contextlib.closing(reception):
             for batch in self._batches:
                 while (received := reception.take()) is None:
+                    self._group.joined()  # not any more if it has been destroyed meanwhile
                     yield None
                 for spec in batch:
                     if not skip(spec.name):
@@ -408,6 +409,12 @@ class WeightsUpdateGroups:
             self._groups[member.group_name] = group
             self._joining.append(group)
         return group
+
+    def interrupt(self, name: str) -> None:
+        """What waits for a broadcast of this group fails; what this engine sends there is not touched."""
+        group = self._groups.get(name)
+        if group is not None and group.has_joined and group.membership.rank != 0:
+            group.kill("the group was destroyed")
 
     def leave(self, name: str) -> Group:
         """Forget a group, in whatever state; returns what is left of it."""
