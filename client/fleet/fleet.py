@@ -16,11 +16,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from ...io_struct import GetStatusReqOutput, PauseMode, new_id
-from ..exceptions import EngineDied, EngineError, InvalidRequest
+from ..exceptions import EngineDied, EngineError, InvalidRequest, MemoryReleased
 from ..wire.async_handle import AsyncGenerationHandle
 from ..wire.options import GenerateOptions, folder_of, label
 from ..wire.prompts import Ids, Prompts, Sampling
-from .catching_up import Copy, Source, catch_up, copy_here
+from .catching_up import Source, catch_up, copy_here
 from .channel import FleetChannel, FleetClient
 from .dispatch import DEFAULT_PATIENCE_S, Dispatcher
 from .errors import FleetUpdateFailed
@@ -86,9 +86,6 @@ class Fleet:
         self._loader = loader(self.owner)
         self.client = FleetClient(FleetChannel(self._dispatcher), owner=self.owner)
         """Generations of the whole fleet, for whatever takes an :class:`AsyncSchedulerClient`, such as a ``TokenizerManager``."""
-
-    _copy: Copy = staticmethod(copy_here)
-    """How a member's weights get to another one."""
 
     @property
     def members(self) -> list[Member]:
@@ -379,6 +376,10 @@ class Fleet:
         """Whether :meth:`heal` does anything now."""
         return self.paused_mode is None
 
+    def _copy(self, donor: EngineAddress, target: EngineAddress, owner: str | None) -> None:
+        """How a member's weights get to another one; a :data:`Copy`. Blocks."""
+        copy_here(donor, target, owner)
+
     def _add(self, address: EngineAddress) -> Member:
         member = Member(address, owner=self.owner, keepalive_timeout=self._keepalive_timeout)
         if member.name in self._dispatcher.members:
@@ -419,7 +420,7 @@ class Fleet:
 
     async def _admit(self, member: Member) -> None:
         """Bring ``member`` to the fleet's weights; it serves when this returns."""
-        status = await asyncio.wait_for(self.ask(member), ASK_S)
+        status = await self._resident(member, await asyncio.wait_for(self.ask(member), ASK_S))
         serving = self._dispatcher.serving
         if not serving and not self._source.updated and not self.weight_version:
             self.weight_version = status.weight_version
@@ -436,6 +437,12 @@ class Fleet:
             await member.client.continue_generation(force=True, timeout=ASK_S)
         member.admit(reached.weights_epoch, self._dispatcher.epoch)
         self._dispatcher.admitted()
+
+    async def _resident(self, member: Member, status: GetStatusReqOutput) -> GetStatusReqOutput:
+        """``status`` of ``member``, if its memory is there: whoever released it says when it is needed again."""
+        if status.released_tags:
+            raise MemoryReleased(f"{member.name} has released {', '.join(status.released_tags)}")
+        return status
 
     async def pause_members(
         self, mode: PauseMode, members: Sequence[Member], timeout: float | None
