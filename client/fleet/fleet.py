@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from ...io_struct import GetStatusReqOutput, PauseMode, new_id
-from ..exceptions import EngineDied, EngineError, InvalidRequest, MemoryReleased
+from ..exceptions import EngineDied, EngineError, InvalidRequest
 from ..wire.async_handle import AsyncGenerationHandle
 from ..wire.options import GenerateOptions, folder_of, label
 from ..wire.prompts import Ids, Prompts, Sampling
@@ -420,7 +420,7 @@ class Fleet:
 
     async def _admit(self, member: Member) -> None:
         """Bring ``member`` to the fleet's weights; it serves when this returns."""
-        status = await self._resident(member, await asyncio.wait_for(self.ask(member), ASK_S))
+        status = await asyncio.wait_for(self.ask(member), ASK_S)
         serving = self._dispatcher.serving
         if not serving and not self._source.updated and not self.weight_version:
             self.weight_version = status.weight_version
@@ -437,12 +437,6 @@ class Fleet:
             await member.client.continue_generation(force=True, timeout=ASK_S)
         member.admit(reached.weights_epoch, self._dispatcher.epoch)
         self._dispatcher.admitted()
-
-    async def _resident(self, member: Member, status: GetStatusReqOutput) -> GetStatusReqOutput:
-        """``status`` of ``member``, if its memory is there: whoever released it says when it is needed again."""
-        if status.released_tags:
-            raise MemoryReleased(f"{member.name} has released {', '.join(status.released_tags)}")
-        return status
 
     async def pause_members(
         self, mode: PauseMode, members: Sequence[Member], timeout: float | None

@@ -21,7 +21,7 @@ from ...io_struct import GetStatusReqOutput, MemoryTag, new_id
 from ..exceptions import EngineDied, EngineError, EngineRestarting, WeightsInvalid
 from ..fleet.catching_up import RELOAD_S
 from ..fleet.channel import FleetClient
-from ..fleet.fleet import Fleet
+from ..fleet.fleet import ASK_S, Fleet
 from ..fleet.members import EngineAddress, Member
 from ..fleet.reports import MemberStatus
 from ..fleet.two_phase import Answers
@@ -217,12 +217,12 @@ class ReplicaFleet(Fleet):
         if self.paused_mode is not None and running and all(running):
             self.paused_mode = None
 
-    async def _resident(self, member: Member, status: GetStatusReqOutput) -> GetStatusReqOutput:
-        """It has missed the resume of all: nobody is brought back while memory is released."""
-        if not status.released_tags:
-            return status
-        await member.client.resume_memory(timeout=RELOAD_S)
-        return await self.ask(member)
+    async def _admit(self, member: Member) -> None:
+        """One that has missed the resume of all resumes first: nobody is brought back while memory is released."""
+        status = await asyncio.wait_for(self.ask(member), ASK_S)
+        if status.released_tags:
+            await member.client.resume_memory(timeout=RELOAD_S)
+        await super()._admit(member)
 
     def _copy(self, donor: EngineAddress, target: EngineAddress, owner: str | None) -> None:
         self._copies.copy(donor, target, owner)

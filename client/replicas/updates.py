@@ -248,7 +248,8 @@ class Updates:
         there = await self._held(known, fleet.paused_mode or mode)
         await self._start(opened, there, BeginWeightUpdateReqInput(id=opened.session.id))
         if opened.kind == "implicit":
-            opened.coverage = await Coverage.of(opened.session.members[0], request.component)
+            for member in opened.session.members:  # the first may have ended since
+                opened.coverage = opened.coverage or await Coverage.of(member, request.component)
         return opened
 
     async def _held(self, known: Answers, mode: PauseMode) -> Answers:
