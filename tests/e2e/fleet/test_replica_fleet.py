@@ -141,14 +141,15 @@ def test_a_copy_ends_with_its_server(tmp_path):
     """Its thread would hold up the end of the server for as long as it takes, ten minutes at most."""
     copies = Copies()
     places = [EngineAddress(f"ipc://{tmp_path}/{name}", name=name) for name in ("donor", "target")]
-    listeners = []
+    listeners: list[socket.socket] = []
     for place in places:  # accept, and say nothing
         listeners.append(socket.socket(socket.AF_UNIX))
         listeners[-1].bind(place.endpoint.removeprefix("ipc://"))
         listeners[-1].listen()
+        listeners[-1].settimeout(PATIENCE_S)
     with ThreadPoolExecutor(1) as threads:
         copying = threads.submit(copies.copy, *places, "test")
-        listeners[0].accept()
+        listeners.append(listeners[0].accept()[0])
         copies.end()
         with pytest.raises(InternalError, match=r"could not be copied: was killed by signal 9"):
             copying.result(PATIENCE_S)
