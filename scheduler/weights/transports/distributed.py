@@ -340,7 +340,7 @@ class DistributedSource:
         with contextlib.closing(reception):
             for batch in self._batches:
                 while (received := reception.take()) is None:
-                    self._group.joined()  # not any more if it has been destroyed meanwhile
+                    self._group.joined()  # not any more where it has been destroyed
                     yield None
                 for spec in batch:
                     if not skip(spec.name):
@@ -410,16 +410,9 @@ class WeightsUpdateGroups:
             self._joining.append(group)
         return group
 
-    def interrupt(self, name: str) -> None:
-        """What waits for a broadcast of this group fails; what this engine sends there is not touched."""
-        group = self._groups.get(name)
-        if group is not None and group.has_joined and group.membership.rank != 0:
-            group.kill("the group was destroyed")
-
     def leave(self, name: str) -> Group:
         """Forget a group, in whatever state; returns what is left of it."""
-        group = self._find(name)
-        group.kill("the group was destroyed")
+        self.find(name).kill("the group was destroyed")
         return self._groups.pop(name)
 
     def out_of_step(self, name: str, reason: str) -> None:
@@ -440,9 +433,9 @@ class WeightsUpdateGroups:
             CaesuraError: ``group_error``, a group is unknown, not joined yet, dead, or has this engine in another role;
                 ``invalid_request``, as of :func:`batches_of`.
         """
-        group = self._find(request.group_name)
+        group = self.find(request.group_name)
         group.require_receiver()
-        behind = None if request.relay_to is None else self._find(request.relay_to)
+        behind = None if request.relay_to is None else self.find(request.relay_to)
         if behind is not None:
             behind.require_sender()
         return DistributedSource(group, batches_of(request), request, behind)
@@ -454,7 +447,7 @@ class WeightsUpdateGroups:
             CaesuraError: ``group_error``, the group is unknown, not joined yet, dead, or not this engine's to send in; ``busy``;
                 ``out_of_memory``.
         """
-        return self._find(name).transmit(nbytes)
+        return self.find(name).transmit(nbytes)
 
     def close(self) -> None:
         """Leave all of them; waits a moment for those that can be left at once."""
@@ -476,7 +469,7 @@ class WeightsUpdateGroups:
                     limit=limit,
                 )
 
-    def _find(self, name: str) -> Group:
+    def find(self, name: str) -> Group:
         if name not in self._groups:
             raise CaesuraError(
                 ErrorCode.GROUP_ERROR,
