@@ -112,15 +112,19 @@ def answer(driver: EngineDriver, message_id: str, patience_s: float = 30) -> Mes
 def test_a_destroy_ends_an_update_whose_broadcasts_do_not_come(driver, trainer, other_model, sent):
     """It would wait for each as long as the group allows, and the destroy behind it."""
     join(driver, trainer, broadcast_timeout_s=100 * PATIENCE)
-    weights, at_work = weights_of(other_model), "updating" if sent else "valid"
-    if sent:
-        trainer.beside(lambda: trainer.broadcast_each(dict(list(weights.items())[:sent])))
-    update, deadline = driver.send(update_message(weights)), time.monotonic() + PATIENCE
+    weights, all_sent = weights_of(other_model), threading.Event()
+
+    def send() -> None:
+        trainer.broadcast_each(dict(list(weights.items())[:sent]))
+        all_sent.set()
+
+    trainer.beside(send)
+    update = send_while(driver, update_message(weights), all_sent.is_set)
+    at_work, deadline = "updating" if sent else "valid", time.monotonic() + PATIENCE
     while (status := driver.call(GetStatusReqInput())).session is None or status.weights != at_work:
         assert time.monotonic() < deadline
         driver.tick()
-    if sent:
-        trainer.finish()
+    trainer.finish()
     assert update not in driver.replies
     destroyed = driver.send(DestroyWeightsUpdateGroupReqInput())
     assert_error(answer(driver, update), "group_error")
