@@ -11,7 +11,7 @@ from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 
 from ...io_struct import GetStatusReqOutput
-from ..exceptions import EngineError, WeightsInvalid
+from ..exceptions import EngineError, MemoryReleased, WeightsInvalid
 from ..wire.control_client import ControlClient
 from .loading import own_address
 from .members import EngineAddress, Member
@@ -79,9 +79,11 @@ async def catch_up(
         copy: how the weights get from it to ``member``.
 
     Raises:
-        WeightsInvalid: nobody has them, or the engine has not got them.
+        MemoryReleased: the memory of ``member`` is. WeightsInvalid: nobody has them, or the engine has not got them.
         EngineError: of the engine.
     """
+    if status.released_tags:  # whoever released it says when it is needed again
+        raise MemoryReleased(f"{member.name} has released {', '.join(status.released_tags)}")
     labelled = status.weights == "valid" and status.weight_version == label
     as_started = not source.updated and status.model_path == source.model_path
     if not (labelled and (as_started or (current and status.session is None))):

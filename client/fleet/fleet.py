@@ -20,7 +20,7 @@ from ..exceptions import EngineDied, EngineError, InvalidRequest
 from ..wire.async_handle import AsyncGenerationHandle
 from ..wire.options import GenerateOptions, folder_of, label
 from ..wire.prompts import Ids, Prompts, Sampling
-from .catching_up import Copy, Source, catch_up, copy_here
+from .catching_up import Source, catch_up, copy_here
 from .channel import FleetChannel, FleetClient
 from .dispatch import DEFAULT_PATIENCE_S, Dispatcher
 from .errors import FleetUpdateFailed
@@ -86,9 +86,6 @@ class Fleet:
         self._loader = loader(self.owner)
         self.client = FleetClient(FleetChannel(self._dispatcher), owner=self.owner)
         """Generations of the whole fleet, for whatever takes an :class:`AsyncSchedulerClient`, such as a ``TokenizerManager``."""
-
-    _copy: Copy = staticmethod(copy_here)
-    """How a member's weights get to another one."""
 
     @property
     def members(self) -> list[Member]:
@@ -378,6 +375,10 @@ class Fleet:
     def may_heal(self) -> bool:
         """Whether :meth:`heal` does anything now."""
         return self.paused_mode is None
+
+    def _copy(self, donor: EngineAddress, target: EngineAddress, owner: str | None) -> None:
+        """How a member's weights get to another one; a :data:`Copy`. Blocks."""
+        copy_here(donor, target, owner)
 
     def _add(self, address: EngineAddress) -> Member:
         member = Member(address, owner=self.owner, keepalive_timeout=self._keepalive_timeout)

@@ -76,7 +76,9 @@ class Router:
     ) -> CandidateT:
         """One of ``candidates``, which must not be empty. ``salt`` separates prompts that share no cache."""
         if key is not None:
-            return max(candidates, key=lambda each: _digest(key.encode(), each.name.encode()))
+            return max(
+                candidates, key=lambda each: _digest(key.encode("utf-8", "surrogatepass"), each.name.encode())
+            )
         blocks = _blocks(prompt, salt)
         chosen = self._by_prefix(candidates, blocks, len(prompt))
         if chosen is None:

@@ -19,15 +19,16 @@ from typing import Any, Self
 
 from ...io_struct import GetStatusReqOutput, MemoryTag, new_id
 from ..exceptions import EngineDied, EngineError, EngineRestarting, WeightsInvalid
+from ..fleet.catching_up import RELOAD_S
 from ..fleet.channel import FleetClient
-from ..fleet.fleet import Fleet
+from ..fleet.fleet import ASK_S, Fleet
 from ..fleet.members import EngineAddress, Member
 from ..fleet.reports import MemberStatus
 from ..fleet.two_phase import Answers
 from ..process.supervisor import Down, Ended, Serving, State
 from .channel import CommandChannel
 from .commands import Commands
-from .copying import copy_apart
+from .copying import Copies
 from .processes import ReplicaProcesses
 from .statuses import Counters, combined_status
 from .updates import Updates
@@ -42,8 +43,6 @@ PARTS_S = 5.0
 
 class ReplicaFleet(Fleet):
     """The replicas of one server; ``client`` is used as that of one engine."""
-
-    _copy = staticmethod(copy_apart)
 
     def __init__(self, processes: ReplicaProcesses, *, owner: str, **options: Any) -> None:
         """``processes`` must have started; ``options`` are those of :class:`Fleet`."""
@@ -65,6 +64,7 @@ class ReplicaFleet(Fleet):
         self.updates = Updates(self)
         self.client = FleetClient(CommandChannel(self.dispatcher, Commands(self)), owner=self.owner)
         self._processes = processes
+        self._copies = Copies()
         self._incarnation = new_id()[:16]
         self._began = monotonic()
         self._counters = Counters()
@@ -108,6 +108,13 @@ class ReplicaFleet(Fleet):
         """Whether :meth:`heal` does anything now."""
         return super().may_heal and not (self.released or self.awaits_update or self.updates.is_open)
 
+    async def heal(self) -> list[str]:
+        """As :meth:`Fleet.heal`, also after a pause that its lease has ended."""
+        if self.paused_mode is not None:
+            with suppress(EngineError):
+                await self.combined("")
+        return await super().heal()
+
     def position(self, member: Member) -> int:
         """Number of the replica."""
         return self.members.index(member)
@@ -129,11 +136,13 @@ class ReplicaFleet(Fleet):
         for task in list(self._returning):
             task.cancel()
         self.updates.close()
+        self._copies.end()
         await super().close()
 
     def end(self) -> None:
         """The engines are about to be told to end: nothing is continued elsewhere any more."""
         self.heals = False
+        self._copies.end()
         self.dispatcher.end()
 
     async def combined(self, owner: str | None) -> GetStatusReqOutput:
@@ -150,8 +159,10 @@ class ReplicaFleet(Fleet):
         answers = await self._statuses(members, owner)
         for member, status in answers.replies.items():
             self._counters.take(member.name, status)
-        if pauses == self.pauses:  # else these statuses may be older than the pause
-            self._notice_continued(answers)
+        if (
+            pauses == self.pauses and not self.lock.locked()
+        ):  # else these statuses may be older than the pause
+            self.notice_continued(answers)
         if not answers.replies:
             raise next(iter((answers.failed | answers.out).values()))
         known = {member: self._counters.last(member.name) for member in members} | answers.replies
@@ -198,13 +209,23 @@ class ReplicaFleet(Fleet):
         """Every replica's own status, in their order; None of one that does not answer within :data:`PARTS_S`."""
         return (await self.status(timeout=PARTS_S)).members
 
-    def _notice_continued(self, answers: Answers) -> None:
+    def notice_continued(self, answers: Answers) -> None:
         """A pause may have ended by its lease, which no command has told."""
         running = [
             status.generation == "running" for member, status in answers.replies.items() if member.serves
         ]
-        if self.paused_mode is not None and running and all(running) and not self.lock.locked():
+        if self.paused_mode is not None and running and all(running):
             self.paused_mode = None
+
+    async def _admit(self, member: Member) -> None:
+        """One that has missed the resume of all resumes first: nobody is brought back while memory is released."""
+        status = await asyncio.wait_for(self.ask(member), ASK_S)
+        if status.released_tags:
+            await member.client.resume_memory(timeout=RELOAD_S)
+        await super()._admit(member)
+
+    def _copy(self, donor: EngineAddress, target: EngineAddress, owner: str | None) -> None:
+        self._copies.copy(donor, target, owner)
 
     def _on_state(self, name: str, state: State) -> None:
         """What has become of a replica's process."""

@@ -3,10 +3,11 @@
 Invariants:
 - Replica ``i`` with ``tp`` ranks is the ranks from ``rank_offset + i * tp`` on, whether it serves or not, and ``world_size`` counts
   all of them: the same numbers in every group.
-- A broadcast that one rank does not take reaches nobody. So a group needs all replicas, and one whose replica has been restarted is
-  ended on the others, too, which ends the trainer's wait.
+- A broadcast that one rank does not take reaches nobody. So a group needs all replicas, and one whose replica has ended or been
+  restarted is ended on the others, too, in the middle of an update as well, which ends their wait and the trainer's.
 """
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
@@ -89,16 +90,24 @@ class Groups:
         if not isinstance(request, UpdateWeightsFromDistributedReqInput):
             yield
             return
-        name = request.group_name
+        name, dispatcher = request.group_name, self._fleet.dispatcher
+        ending: list[asyncio.Task[None]] = []
         try:
             self._require_whole(name)
+            dispatcher.on_lost = lambda _: ending.append(asyncio.ensure_future(self._end(name)))
             yield
         except SessionOpen:  # the group may belong to that session
             raise
         except EngineError:
-            self._incarnations.pop(name, None)
-            await self._end(name)
+            try:
+                self._require_whole(name)  # says more than what the others made of it
+            finally:
+                self._incarnations.pop(name, None)
+                await self._end(name)
             raise
+        finally:
+            dispatcher.on_lost = lambda _: None
+            await asyncio.gather(*ending)
 
     def _require_whole(self, name: str) -> None:
         joined = self._incarnations.get(name)

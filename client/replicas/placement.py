@@ -20,6 +20,8 @@ from ..process.supervise import has_option, option_value
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 SHARED_FRACTION = 0.5
 """Of the memory that is free when engines start: what all replicas that share it plan for their KV pools together."""
+PER_CORE = 4
+"""Most ranks for each core, where they have no devices of their own: more only wait for each other, or end the host's memory."""
 _OWN = ("--endpoint", "--state-file", "--tp-joined", "--tp-address")
 """Options of a scheduler that two cannot share."""
 _THREADS = "OMP_NUM_THREADS"
@@ -41,7 +43,7 @@ def placed(
     """The places of ``replicas`` schedulers with these arguments.
 
     Raises:
-        InvalidRequest: an option cannot be shared, or there are too few CUDA devices.
+        InvalidRequest: an option cannot be shared, or there are too few CUDA devices, or cores where those are not used.
     """
     for option in _OWN:
         if has_option(arguments, option):
@@ -50,6 +52,13 @@ def placed(
             )
     ranks = ranks_of(arguments)
     devices = _assigned(option_value(arguments, "--device"), replicas, ranks, environment)
+    if devices is None and replicas * ranks > PER_CORE * _cores():
+        raise InvalidRequest(
+            f"{replicas} replicas of {ranks} ranks are {replicas * ranks} processes, and there are {_cores()} cores: at most {PER_CORE} "
+            "for each core",
+            field="--replicas",
+            value=replicas,
+        )
     more = []
     if not has_option(arguments, "--num-threads"):
         more += ["--num-threads", str(max(1, _threads(environment) // (replicas * ranks)))]

@@ -145,6 +145,7 @@ class Updates:
             FleetSession(verify=self._fleet.verify, session_id=request.id), "explicit", request.owner
         )
         answers = await everywhere(self._fleet.asked, self._fleet.ask, SETTLE_S)
+        self._fleet.notice_continued(answers)
         await self._start(opened, answers, request)
         return BeginWeightUpdateReqOutput(
             id=request.id, session_id=opened.session.id, weights_epoch=self._fleet.weights_epoch
@@ -233,6 +234,7 @@ class Updates:
         if not fleet.present:
             raise EngineRestarting("no replica is there now")
         known = await everywhere(fleet.present, fleet.ask, SETTLE_S)
+        fleet.notice_continued(known)
         valid = any(status.weights == "valid" for member, status in known.replies.items() if member.serves)
         single = isinstance(request, _WHOLE) or (fleet.paused_mode is None and valid)
         opened = _Open(
@@ -246,7 +248,8 @@ class Updates:
         there = await self._held(known, fleet.paused_mode or mode)
         await self._start(opened, there, BeginWeightUpdateReqInput(id=opened.session.id))
         if opened.kind == "implicit":
-            opened.coverage = await Coverage.of(opened.session.members[0], request.component)
+            for member in opened.session.members:  # the first may have ended since
+                opened.coverage = opened.coverage or await Coverage.of(member, request.component)
         return opened
 
     async def _held(self, known: Answers, mode: PauseMode) -> Answers:
@@ -270,10 +273,11 @@ class Updates:
             )
         except FleetUpdateFailed as error:
             raise await self._failed(opened, error) from error
-        first = opened.session.members[0]
-        status = await self._fleet.ask(first)
-        if status.session is not None and status.session.deadline_s is not None:
-            left = min(status.session.deadline_s, _NEVER) + LATE_S
+        answers = await everywhere(opened.session.members, self._fleet.ask, SETTLE_S)
+        sessions = [status.session for status in answers.replies.values() if status.session is not None]
+        due = [each.deadline_s for each in sessions if each.deadline_s is not None]
+        if due:
+            left = min(*due, _NEVER) + LATE_S
             opened.timer = asyncio.get_running_loop().call_later(left, self._look)
 
     async def _pause(self, opened: _Open, mode: PauseMode) -> None:

@@ -87,7 +87,8 @@ class Commands:
         return self._sending.holds_back(message)
 
     def operation(self, client: bytes, message: ControlRequest, buffers: list[memoryview]) -> Operation:
-        """The operation for ``message`` from the socket ``client``. It does nothing until it is first advanced."""
+        """The operation for ``message`` from the socket ``client``. Until it is first advanced it does nothing, but for a destroy of a
+        group, which ends what waits there."""
         if (handler := self._without_sender.get(type(message))) is not None:
             return handler(message)
         sender = Sender(client, message.owner)

@@ -5,6 +5,7 @@ own rank 0 alone: the others would wait for what they hold already. Joining wait
 at the latest. A process group that could not be joined is removed, so that it can be joined again.
 """
 
+import contextlib
 import logging
 from time import monotonic
 
@@ -56,7 +57,15 @@ class ProcessGroupCommands:
         return InitWeightsUpdateGroupReqOutput(id=request.id, rank=member.rank, world_size=member.world_size)
 
     def destroy(self, request: DestroyWeightsUpdateGroupReqInput) -> Operation:
-        """Leave a process group, broken or not. An init that is still joining it fails."""
+        """Leave a process group, broken or not. An init that is still joining it fails, and so does, at once, an update that waits for
+        a broadcast: commands queue behind it, and the broadcast may never come."""
+        with contextlib.suppress(CaesuraError):  # there is none: said in its turn
+            group = self._groups.find(request.group_name)
+            if group.has_joined and group.membership.rank != 0:  # what this engine sends goes on
+                group.kill("the group was destroyed")
+        return self._left(request)
+
+    def _left(self, request: DestroyWeightsUpdateGroupReqInput) -> Operation:
         group, limit = self._groups.leave(request.group_name), monotonic() + LEAVE_S
         elsewhere = self._others.leave_group(request.group_name)
         while group.is_leaving and monotonic() < limit:

@@ -340,6 +340,7 @@ class DistributedSource:
         with contextlib.closing(reception):
             for batch in self._batches:
                 while (received := reception.take()) is None:
+                    self._group.joined()  # not any more where it has been destroyed
                     yield None
                 for spec in batch:
                     if not skip(spec.name):
@@ -411,8 +412,7 @@ class WeightsUpdateGroups:
 
     def leave(self, name: str) -> Group:
         """Forget a group, in whatever state; returns what is left of it."""
-        group = self._find(name)
-        group.kill("the group was destroyed")
+        self.find(name).kill("the group was destroyed")
         return self._groups.pop(name)
 
     def out_of_step(self, name: str, reason: str) -> None:
@@ -433,9 +433,9 @@ class WeightsUpdateGroups:
             CaesuraError: ``group_error``, a group is unknown, not joined yet, dead, or has this engine in another role;
                 ``invalid_request``, as of :func:`batches_of`.
         """
-        group = self._find(request.group_name)
+        group = self.find(request.group_name)
         group.require_receiver()
-        behind = None if request.relay_to is None else self._find(request.relay_to)
+        behind = None if request.relay_to is None else self.find(request.relay_to)
         if behind is not None:
             behind.require_sender()
         return DistributedSource(group, batches_of(request), request, behind)
@@ -447,7 +447,7 @@ class WeightsUpdateGroups:
             CaesuraError: ``group_error``, the group is unknown, not joined yet, dead, or not this engine's to send in; ``busy``;
                 ``out_of_memory``.
         """
-        return self._find(name).transmit(nbytes)
+        return self.find(name).transmit(nbytes)
 
     def close(self) -> None:
         """Leave all of them; waits a moment for those that can be left at once."""
@@ -469,7 +469,7 @@ class WeightsUpdateGroups:
                     limit=limit,
                 )
 
-    def _find(self, name: str) -> Group:
+    def find(self, name: str) -> Group:
         if name not in self._groups:
             raise CaesuraError(
                 ErrorCode.GROUP_ERROR,

@@ -199,6 +199,20 @@ def test_buckets_are_one_commit_on_both(pair, models):
     assert states(pair, "weight_version") == ["named"] * 2
 
 
+def test_an_update_after_a_lease_has_ended_does_not_leave_a_pause(pair, models):
+    """The engines go on by themselves, and nobody has asked the server since."""
+    endpoints = [each["endpoint"] for each in info(pair)["replicas"]]
+    pair.ok("/pause_generation", {"mode": "retract", "lease_s": 0.1, "on_lease_expiry": "continue"})
+    deadline = time.monotonic() + PATIENCE_S
+    for endpoint in endpoints:
+        with SchedulerClient(endpoint) as engine:
+            while engine.status(owner="").generation != "running":
+                assert time.monotonic() < deadline
+    updated = pair.ok("/update_weights_from_disk", {"model_path": models[1], "weight_version": "after"})
+    assert updated["committed"]
+    assert states(pair, "generation") == ["running", "running"]
+
+
 def test_an_update_that_one_replica_refuses_leaves_both_labels(pair, models):
     """A session of somebody else's on one of them; then one that breaks after both have written."""
     whole, labels = pair.generate([5, 6, 7])["output_ids"], states(pair, "weight_version")

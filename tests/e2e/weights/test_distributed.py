@@ -22,6 +22,8 @@ from support.waiting import eventually
 from caesura.client.tensors import rendezvous
 from caesura.io_struct import (
     DestroyWeightsUpdateGroupReqInput,
+    DestroyWeightsUpdateGroupReqOutput,
+    GetStatusReqInput,
     InitWeightsUpdateGroupReqInput,
     Message,
     PauseGenerationReqInput,
@@ -104,6 +106,31 @@ def answer(driver: EngineDriver, message_id: str, patience_s: float = 30) -> Mes
         assert time.monotonic() < deadline
         driver.tick()
     return driver.replies.pop(message_id)
+
+
+@pytest.mark.parametrize("sent", [0, 5])
+def test_a_destroy_ends_an_update_whose_broadcasts_do_not_come(driver, trainer, other_model, sent):
+    """It would wait for each as long as the group allows, and the destroy behind it."""
+    join(driver, trainer, broadcast_timeout_s=100 * PATIENCE)
+    weights, all_sent = weights_of(other_model), threading.Event()
+
+    def send() -> None:
+        trainer.broadcast_each(dict(list(weights.items())[:sent]))
+        all_sent.set()
+
+    trainer.beside(send)
+    update = send_while(driver, update_message(weights), all_sent.is_set)
+    at_work, deadline = "updating" if sent else "valid", time.monotonic() + PATIENCE
+    while (status := driver.call(GetStatusReqInput())).session is None or status.weights != at_work:
+        assert time.monotonic() < deadline
+        driver.tick()
+    trainer.finish()
+    assert update not in driver.replies
+    destroyed = driver.send(DestroyWeightsUpdateGroupReqInput())
+    assert_error(answer(driver, update), "group_error")
+    assert isinstance(answer(driver, destroyed), DestroyWeightsUpdateGroupReqOutput)
+    status = driver.call(GetStatusReqInput())
+    assert status.weights == ("poisoned" if sent else "valid")
 
 
 def test_pieces_that_lie_askew_in_a_bucket(driver, trainer, other_model):

@@ -90,3 +90,12 @@ def test_the_memory_of_prefixes_is_bounded():
     for number in range(MAX_PREFIXES // 2 + 10):
         router.choose(engines, [number, *prompt(0, 2 * PREFIX_BLOCK - 1)])
     assert len(router._seen) == MAX_PREFIXES
+
+
+def test_a_key_is_any_text():
+    """Half of a surrogate pair, which no UTF-8 has, comes from Python or not at all."""
+    engines = [Engine("a"), Engine("b")]
+    for key in ("", "\0", "ключ", "\ud800", "x" * (1 << 20)):
+        assert Router().choose(engines, prompt(0), key=key) is Router().choose(
+            engines[::-1], prompt(1), key=key
+        )

@@ -3,6 +3,7 @@
 import pytest
 
 from caesura.client import InvalidRequest
+from caesura.client.replicas import placement
 from caesura.client.replicas.placement import VISIBLE, cuda_devices, placed, ranks_of
 
 CPU = {"OMP_NUM_THREADS": "8", VISIBLE: ""}
@@ -49,3 +50,12 @@ def test_devices_are_those_that_torch_would_see():
     assert cuda_devices({VISIBLE: "1, 0,-1,2"}) == ["1", "0"]
     assert cuda_devices({VISIBLE: "-1"}) == []
     assert ranks_of(["--tp", "no number"]) == 1  # the scheduler refuses it
+
+
+def test_more_processes_than_cores_can_run_are_refused_where_there_are_no_devices(monkeypatch):
+    monkeypatch.setattr(placement, "_cores", lambda: 2)
+    assert len(placed([], 8, CPU)) == 8
+    for given, count in (([], 9), (["--tp", "2"], 5), (["--device", "cuda:0"], 1000)):
+        with pytest.raises(InvalidRequest, match="2 cores: at most 4"):
+            placed(given, count, CPU)
+    assert len(placed([], 4, FOUR)) == 4
