@@ -2,6 +2,7 @@
 
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 # Before anything loads a library that counts the cores: tests, engines and trainers share them.
@@ -12,6 +13,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from support import engine_template
 
 torch.set_num_threads(1)
 # Started in the background of a shell, or by nohup, this process would ignore these signals, and with it every process that
@@ -26,6 +28,20 @@ settings.register_profile(
 )
 settings.register_profile("repeatable", settings.get_profile("explore"), derandomize=True, database=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+
+engine_template.install()
+
+
+def pytest_sessionfinish() -> None:
+    """Nothing that the tests have started is left."""
+    engine_template.close()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Tests that are marked so have real processes."""
+    with engine_template.executing(executing=item.get_closest_marker("executed") is not None):
+        return (yield)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

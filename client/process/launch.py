@@ -18,13 +18,13 @@ import json
 import logging
 import os
 import select
-import subprocess
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from subprocess import DEVNULL, PIPE, Popen
 from types import TracebackType
 from typing import Any, Literal
 
@@ -160,10 +160,10 @@ class Child:
             lifeline_read, self._lifeline_write = os.pipe()
             keep_from_children(self._lifeline_write)
         try:
-            self.process = subprocess.Popen(  # noqa: S603 (our own interpreter and module)
+            self.process = Popen(  # noqa: S603 (our own interpreter and module)
                 [*command, "--ready-fd", str(ready_write), "--lifeline-fd", str(lifeline_read)],
-                stdin=subprocess.DEVNULL,
-                stderr=subprocess.PIPE if log is None else log.fd,
+                stdin=DEVNULL,
+                stderr=PIPE if log is None else log.fd,
                 stdout=None if log is None else log.fd,
                 pass_fds=(ready_write, lifeline_read),
                 # Its own group: Ctrl-C at a terminal reaches the parent only, which then stops the engine in order.

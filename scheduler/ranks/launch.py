@@ -6,10 +6,10 @@ ended, unless its end was asked for.
 
 import os
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from subprocess import DEVNULL, Popen
 from time import monotonic
 
 
@@ -21,9 +21,9 @@ class LaunchedWorker:
         self._rank = rank
         reader, self._writer = os.pipe()
         try:
-            self.process = subprocess.Popen(  # noqa: S603 (our own interpreter and module)
+            self.process = Popen(  # noqa: S603 (our own interpreter and module)
                 [*command, "--rank", str(rank), "--lifeline-fd", str(reader)],
-                stdin=subprocess.DEVNULL,
+                stdin=DEVNULL,
                 pass_fds=(reader,),
             )
         except BaseException:

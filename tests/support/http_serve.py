@@ -12,6 +12,8 @@ from typing import Any
 
 import httpx
 
+from . import engine_template
+
 START_TIMEOUT_S = 60.0
 
 
@@ -21,8 +23,8 @@ class ServedEngine:
     def __init__(self, *arguments: str, env: dict[str, str] | None = None) -> None:
         command = [
             sys.executable,
-            "-c",
-            "from caesura.client.cli import main; main()",
+            engine_template.CODE,
+            engine_template.CLI,
             "serve",
             "--port",
             "0",
@@ -30,7 +32,7 @@ class ServedEngine:
         ]
         if "--endpoint" not in arguments:
             command += ["--num-threads", "1"]
-        self.process = subprocess.Popen(
+        self.process = engine_template.Process(
             command,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -13,6 +13,8 @@ from typing import Any
 
 from caesura.client import SchedulerClient
 
+from . import engine_template
+
 PATIENCE = 60.0
 
 
@@ -20,9 +22,16 @@ class Supervised:
     """A running ``caesura supervise``; ``endpoint`` is where its scheduler is."""
 
     def __init__(self, *arguments: str, env: dict[str, str] | None = None) -> None:
-        code = "from caesura.client.cli import main; main()"
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", code, "supervise", *arguments, "--num-threads", "1"],
+        self.process = engine_template.Process(
+            [
+                sys.executable,
+                engine_template.CODE,
+                engine_template.CLI,
+                "supervise",
+                *arguments,
+                "--num-threads",
+                "1",
+            ],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -17,6 +17,7 @@ from pathlib import Path
 import click
 import httpx
 import pytest
+from support import engine_template
 from support.http_serve import ServedEngine, served
 from support.lanes import quick
 from support.waiting import eventually
@@ -45,8 +46,7 @@ def wait_until_queued(server: ServedEngine) -> None:
 
 def fails(*arguments: str, **options) -> str:
     """stderr of a command that must fail soon."""
-    command = [sys.executable, "-c", "from caesura.client.cli import main; main()", "serve", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, **options)
+    done = engine_template.run(engine_template.CLI, "serve", *arguments, **options)
     assert done.returncode != 0
     return done.stderr
 
@@ -152,6 +152,7 @@ def test_a_scheduler_that_dies_is_told_to_every_client_at_once(tiny_model):
         assert "lost" in answer.json()["message"] or "ended" in answer.json()["message"]
 
 
+@pytest.mark.executed
 @pytest.mark.long
 def test_a_parent_that_is_killed_leaves_nothing_behind(tiny_model):
     with served("--model", str(tiny_model)) as engine:
@@ -190,7 +191,9 @@ def test_a_signal_before_the_server_listens_cancels_the_start(tiny_model, tmp_pa
         str(tiny_model),
     ]
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    process = subprocess.Popen([*command, *restart], stderr=subprocess.PIPE, text=True, env=environment)
+    process = engine_template.Process(
+        [*command, *restart], stderr=subprocess.PIPE, text=True, env=environment
+    )
     try:
         assert any(line == "asking\n" for line in process.stderr)
         process.send_signal(number)
@@ -227,6 +230,7 @@ def test_an_engine_that_runs_already_is_served_and_left_alone(tiny_model):
         client.continue_generation(force=True)
 
 
+@pytest.mark.executed
 def test_keys(tiny_model, tmp_path):
     """From a file and from the environment; which opens what; and in no answer, output or child's environment."""
     (tmp_path / "api").write_text(API + "\n")

@@ -8,6 +8,7 @@ from support.checkpoints import make_checkpoint
 
 from caesura.client import SamplingParams, SchedulerClient, launch_scheduler
 
+pytestmark = pytest.mark.executed
 CYCLES, WARM_UP = 200, 10
 NEW_TOKENS = 24
 STORED_ANSWERS = 1024

@@ -20,6 +20,7 @@ from caesura.client import (
     launch_scheduler,
 )
 
+pytestmark = pytest.mark.executed
 MIB = 1 << 20
 PARAMS = SamplingParams(max_new_tokens=8, temperature=0.0, ignore_eos=True)
 LARGE = [3 + (i * 7 + i * i % 11) % 90 for i in range(1800)]

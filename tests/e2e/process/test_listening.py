@@ -13,6 +13,7 @@ from support.http_serve import served
 from caesura.client import EngineDied, InvalidRequest, SamplingParams, SchedulerClient, launch_scheduler
 from caesura.client.keygen import keygen
 
+pytestmark = pytest.mark.executed
 _ACCEPTS = 0x10000  # __SO_ACCEPTCON of /proc/net/unix
 
 

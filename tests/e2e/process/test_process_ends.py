@@ -24,7 +24,7 @@ from caesura.client.wire.options import this_process
 from caesura.io_struct import ShutdownReqInput
 from caesura.io_struct.process_contract import EXIT_HUNG
 
-pytestmark = pytest.mark.slow  # its engines take seconds to start
+pytestmark = [pytest.mark.slow, pytest.mark.executed]  # its engines take seconds to start
 
 PATIENCE = 60.0
 ENDLESS = SamplingParams(max_new_tokens=240, temperature=0.0, ignore_eos=True)

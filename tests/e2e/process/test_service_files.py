@@ -11,7 +11,7 @@ from support.http_serve import served
 from support.lanes import quick
 from support.supervised import PATIENCE, supervised
 
-pytestmark = pytest.mark.slow  # its engines take seconds to start
+pytestmark = [pytest.mark.slow, pytest.mark.executed]  # its engines take seconds to start
 
 ROOT = Path(__file__).parents[3]
 UNITS = sorted((ROOT / "examples/systemd").glob("*.service"))

@@ -259,6 +259,7 @@ def test_an_impossible_endpoint_is_refused_by_the_engine(tiny_model, tmp_path, e
     assert caught.value.detail["field"] == "endpoint"
 
 
+@pytest.mark.executed
 @pytest.mark.long
 def test_a_failed_start_leaves_no_process_and_no_directory(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from support import engine_template
 from support.plain_trainer import free_port
 
 from caesura.client import SamplingParams, launch_scheduler
@@ -26,8 +27,10 @@ def joined(tiny_model, tmp_path_factory) -> Iterator[tuple[LaunchedScheduler, su
         assert CliRunner().invoke(keygen, [str(folder), "--client", "worker"]).exit_code == 0
     address = f"tcp://127.0.0.1:{free_port()}"
     command = worker_command("--join", address, "--rank", "1", "--curve-server-key", str(keys / "server.key"))
-    stranger = subprocess.Popen([*command, "--curve-client-key-file", str(others / "worker.key_secret")])
-    worker = subprocess.Popen([*command, "--curve-client-key-file", str(keys / "worker.key_secret")])
+    stranger = engine_template.Process(
+        [*command, "--curve-client-key-file", str(others / "worker.key_secret")]
+    )
+    worker = engine_template.Process([*command, "--curve-client-key-file", str(keys / "worker.key_secret")])
     options = {
         "curve_secret_key_file": keys / "server.key_secret",
         "curve_authorized_clients": keys / "clients",

@@ -5,11 +5,10 @@ import dataclasses
 import json
 import logging
 import os
-import subprocess
-import sys
 
 import pytest
 from click.testing import CliRunner
+from support import engine_template
 from support.waiting import eventually
 
 from caesura.client import SamplingParams, SchedulerClient
@@ -52,13 +51,7 @@ def test_a_launcher_that_ends_a_refused_start_interrupts_nothing(tmp_path):
         "process.tell = lambda *_: os.kill(os.getpid(), signal.SIGTERM)\n"
         "sys.exit(process.run(EngineConfig(model_path=sys.argv[1]), None, None))\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path / "absent")],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = engine_template.run(program, str(tmp_path / "absent"), timeout=120)
     assert done.returncode == 1
     assert "there is no such folder" in done.stderr
     assert "Traceback" not in done.stderr

@@ -169,6 +169,7 @@ def test_a_log_file_that_cannot_be_written_leaves_nothing_behind(directory, tmp_
     assert not directory.exists()
 
 
+@pytest.mark.executed
 def test_a_start_that_takes_too_long_is_ended(directory):
     started, before = time.monotonic(), set(psutil.Process().children())
     with pytest.raises(TimedOut, match="not ready"):

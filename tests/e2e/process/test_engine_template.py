@@ -1,0 +1,197 @@
+"""What tests fork instead of executing it (``tests/support/engine_template.py``) is what would have been executed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+
+import psutil
+import pytest
+from support import engine_template
+from support.waiting import eventually
+
+WHAT_IT_SEES = """
+import gc, json, os, resource, signal, sys, threading
+status = open("/proc/self/status").read().splitlines()
+print(json.dumps({
+    "forked": "torch" in sys.modules,
+    "arguments": [sys.argv, sys.orig_argv, __name__, sys.modules["__main__"].__dict__ is globals()],
+    "environment": dict(os.environ),
+    "folder": os.getcwd(),
+    "processes": [os.getppid(), os.getpgrp() == os.getpid(), os.getsid(0)],
+    "descriptors": {name: os.get_inheritable(int(name)) for name in os.listdir("/proc/self/fd")
+                    if os.path.exists(f"/proc/self/fd/{name}")},
+    "streams": [[s.encoding, s.errors, s.line_buffering, s.fileno()] for s in (sys.stdin, sys.stdout, sys.stderr)],
+    "limits": {n: resource.getrlimit(getattr(resource, n)) for n in dir(resource) if n.startswith("RLIMIT_")},
+    "signals": [line for line in status if line.startswith(("SigBlk", "SigIgn", "SigCgt", "Umask"))],
+    "handlers": [str(signal.getsignal(n)).partition(" at ")[0] for n in signal.valid_signals()],
+    "threads": [t.name for t in threading.enumerate()] + os.listdir("/proc/self/task").__len__() * [""],
+    "own number": os.getpid() == threading.get_native_id(),
+    "collector": [gc.isenabled(), gc.get_freeze_count() > 0, gc.get_threshold()],
+}))
+print(sys.stdin.read() + "that was the input", file=sys.stderr)
+"""
+"""A program that prints what it finds, and its input."""
+
+
+@pytest.fixture
+def start(monkeypatch):
+    """Starts a program, forked or executed."""
+    monkeypatch.delenv(engine_template.VARIABLE, raising=False)
+
+    def start(code, *arguments, executed=False, **options):
+        options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options}
+        with engine_template.executing() if executed else nullcontext():
+            return engine_template.Process([sys.executable, "-c", code, *arguments], **options)
+
+    return start
+
+
+def forked(start, **options) -> bool:
+    with start("import sys; print('torch' in sys.modules)", **options) as process:
+        return process.communicate()[0] == "True\n"
+
+
+@pytest.mark.parametrize("options", [{}, {"process_group": 0, "stdin": subprocess.DEVNULL}])
+def test_a_program_finds_what_it_would_have_found(start, tmp_path, monkeypatch, options):
+    monkeypatch.setenv("PYTEST_CURRENT_TEST", "another now")
+    reader, writer = os.pipe()
+    found = []
+    for executed in (False, True):
+        process = start(
+            WHAT_IT_SEES,
+            "serves",
+            "é",
+            executed=executed,
+            pass_fds=(writer,),
+            cwd=tmp_path,
+            env=dict(os.environ),
+            **{"stdin": subprocess.PIPE, **options},
+        )
+        output, error = process.communicate(None if "stdin" in options else "line\n")
+        assert process.returncode == 0, error
+        found.append((json.loads(output), error))
+    os.close(reader)
+    os.close(writer)
+    (in_fork, told), (executed, expected) = found
+    assert (in_fork.pop("forked"), executed.pop("forked")) == (True, False)
+    for what, value in executed.items():
+        assert in_fork[what] == value, what
+    assert in_fork.keys() == executed.keys()
+    assert str(writer) in in_fork["descriptors"]
+    assert told == expected
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        "sys.exit(3)",
+        "sys.exit('why')",
+        "raise ValueError('why')",
+        "os._exit(7)",
+        "os.abort()",
+        "os.kill(os.getpid(), signal.SIGKILL)",
+        "raise KeyboardInterrupt",
+        "atexit.register(print, 'last'); sys.exit(0)",
+        # By the number that the C library keeps of a thread.
+        "t = threading.Thread(target=lambda: signal.pthread_kill(main, signal.SIGTERM)); t.start(); time.sleep(60)",
+    ],
+)
+def test_a_program_ends_as_it_would_have_ended(start, end):
+    code = f"import atexit, os, signal, sys, threading, time\nmain = threading.get_ident()\n{end}"
+    ends = []
+    for executed in (False, True):
+        process = start(code, executed=executed)
+        output, error = process.communicate()
+        ends.append((process.returncode, output, error.splitlines()[-1:]))
+    assert ends[0] == ends[1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_a_signal_reaches_it_and_nothing_else(start, number):
+    with start("import time; print('here', flush=True); time.sleep(60)", process_group=0) as process:
+        assert process.stdout.readline() == "here\n"
+        assert process.poll() is None
+        os.killpg(process.pid, number)
+        assert process.wait() == -number
+    assert forked(start)
+
+
+def test_it_is_waited_for_like_any_child(start):
+    with start("import sys; sys.stdin.read()", stdin=subprocess.PIPE) as process:
+        assert process.pid in {child.pid for child in psutil.Process().children()}
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0)
+        process.stdin.close()
+        assert process.wait() == 0
+    with pytest.raises(ChildProcessError):
+        os.waitpid(process.pid, 0)
+
+
+def test_what_libraries_read_at_their_start_is_never_that_of_another(start, monkeypatch):
+    assert forked(start)
+    assert not forked(start, env={**os.environ, "OMP_NUM_THREADS": "3"})
+    assert not forked(start, executed=True)
+    handler = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    try:
+        assert not forked(start)
+    finally:
+        signal.signal(signal.SIGUSR1, handler)
+    assert forked(start)
+    monkeypatch.setenv(engine_template.VARIABLE, "1")
+    assert not forked(start)
+
+
+@pytest.mark.executed
+def test_a_mark_has_processes_executed(start):
+    assert not forked(start)
+
+
+def test_processes_start_without_a_template_that_is_gone_and_then_with_another(start, monkeypatch):
+    monkeypatch.setattr(engine_template, "_ALWAYS", ("torch",))
+    monkeypatch.setattr(engine_template, "_current", engine_template.Template.start())
+    gone = engine_template._current
+    os.kill(gone.pid, signal.SIGKILL)
+    gone._process.wait()
+    assert not forked(start)  # that it is gone is known now
+    assert forked(start)
+    assert engine_template._current is not gone
+    engine_template.close()
+
+
+def test_a_process_that_starts_others_forks_them_too(start):
+    code = """
+import functools, subprocess
+import psutil
+from caesura.client.process import launch
+executed, execute = [], subprocess.Popen._execute_child
+subprocess.Popen._execute_child = functools.wraps(execute)(lambda *given: executed.append(1) or execute(*given))
+with launch.Popen(launch.engine_command("--no-such-option"), stderr=subprocess.PIPE, text=True) as child:
+    is_ours = child.pid in [other.pid for other in psutil.Process().children()]
+    error = child.stderr.read()
+print(is_ours, executed, child.wait(), error)
+"""
+    process = start(code, "serve")
+    output, error = process.communicate()
+    assert output.startswith("True [] 2 "), error
+    assert "no-such-option" in output
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_template_ends_with_the_process_that_uses_it(number):
+    code = """
+import sys, time
+sys.path.append(sys.argv[1])
+from support import engine_template
+engine_template._ALWAYS = ()
+print(engine_template.Template.start().pid, flush=True)
+time.sleep(600)
+"""
+    tests = str(Path(engine_template.__file__).parents[1])
+    with subprocess.Popen([sys.executable, "-c", code, tests], stdout=subprocess.PIPE, text=True) as process:
+        template = psutil.Process(int(process.stdout.readline()))
+        process.send_signal(number)
+        eventually(lambda: not template.is_running() or template.status() == psutil.STATUS_ZOMBIE)
