@@ -1,5 +1,6 @@
 """Fixtures shared by all tests, and what makes a run repeatable: one thread, one Hypothesis profile."""
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ import torch
 from hypothesis import HealthCheck, settings
 from support import engine_template
 
+gc.disable()  # until everything is collected
 torch.set_num_threads(1)
 # Started in the background of a shell, or by nohup, this process would ignore these signals, and with it every process that
 # it starts.
@@ -48,6 +50,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with slow tests come first, so that no process of pytest-xdist begins one when the others have nothing left to do."""
     slow = {item.path for item in items if item.get_closest_marker("slow") or item.get_closest_marker("long")}
     items.sort(key=lambda item: item.path not in slow)
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported and collected lives as long as the process: a full collection need not go through it."""
+    gc.enable()
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -1,8 +1,10 @@
 """docs/reference/states.md is executable: every cell of its tables is driven against a real engine."""
 
 import re
+from itertools import product
 
 import pytest
+from support.lanes import every
 from support.scripted import EngineDriver, one_piece_per_slice
 from support.state_table import STATES, TABLE, Recipes
 
@@ -17,9 +19,13 @@ def broken_model(tmp_path_factory, other_model):
     return path
 
 
-@pytest.mark.parametrize("depth", [0, 1])
-@pytest.mark.parametrize("state", STATES)
-@pytest.mark.parametrize("command", list(TABLE))
+CELLS = list(product(TABLE, STATES))
+
+
+@pytest.mark.parametrize(
+    ("command", "state", "depth"),
+    [*((*cell, 0) for cell in CELLS), *every([(*cell, 1) for cell in CELLS], 3)],
+)
 def test_cell(tiny_model, other_model, broken_model, command, state, depth, monkeypatch):
     one_piece_per_slice(monkeypatch)  # one bucket per tick: "updating" can be met
     monkeypatch.setattr("caesura.scheduler.weights.writing.WRITE_S", 0.0)

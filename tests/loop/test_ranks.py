@@ -7,6 +7,7 @@ import pytest
 import torch
 from support.buckets_by_hand import Sender
 from support.checkpoints import make_checkpoint
+from support.lanes import quick
 from support.parameter_server import ParameterServer
 from support.plain_trainer import PlainTrainer, update_message, weights_of
 from support.scripted import EngineDriver, assert_error, one_piece_per_slice, tokens_of
@@ -35,6 +36,8 @@ from caesura.scheduler.ranks.messages import Abandon, Write
 pytestmark = pytest.mark.slow  # its workers take seconds to start
 
 PROMPT = [5, 6, 7, 8]
+SHARES = 5
+"""Into how many tests the table of states is split."""
 
 
 @pytest.fixture(scope="module", params=[0, 1], ids=["depth 0", "depth 1"])
@@ -313,15 +316,20 @@ def broken_model(tmp_path_factory):
     return path
 
 
-def test_every_command_in_every_state(shared, tiny_model, other_model, broken_model, monkeypatch):
-    """The table of docs/reference/states.md, cell by cell, on one engine. Scores are rank 0's alone."""
+@pytest.mark.parametrize("share", quick(range(SHARES)))
+def test_every_command_in_every_state(shared, tiny_model, other_model, broken_model, monkeypatch, share):
+    """The table of docs/reference/states.md, cell by cell, on one engine. Scores are rank 0's alone.
+
+    A share of the table has each command in some states, and each state with some commands; ``test_lifecycle_table.py`` has
+    all cells, on one rank.
+    """
     if shared.config.pipeline_depth == 0:
         pytest.skip("once is enough for what takes so long")
     one_piece_per_slice(monkeypatch)
     monkeypatch.setattr("caesura.scheduler.weights.writing.WRITE_S", 0.0)
     wrong = []
-    for command in TABLE.keys() - {"score"}:
-        for state in STATES:
+    for row, command in enumerate(sorted(TABLE.keys() - {"score"})):
+        for state in [state for column, state in enumerate(STATES) if (row + column) % SHARES == share]:
             recipes = Recipes(shared, other_model, broken_model)
             recipes.enter(state)
             observed = recipes.observe(command)

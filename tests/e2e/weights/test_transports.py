@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from support.checkpoints import make_checkpoint
+from support.lanes import quick
 from support.scripted import EngineDriver, assert_error
 from support.waiting import eventually
 
@@ -43,7 +44,7 @@ pytestmark = pytest.mark.slow  # its engines take seconds to start
 Weights = dict[str, torch.Tensor]
 
 
-@pytest.fixture(scope="module", params=["tied", "untied"])
+@pytest.fixture(scope="module", params=quick(["tied", "untied"]))
 def family(request, tmp_path_factory) -> list[Path]:
     """Three checkpoints of one shape; the second is stored in bfloat16 and so is cast by a float32 engine."""
     paths = []
