@@ -341,7 +341,8 @@ class EngineDriver:
     """An engine in this process, its clients' sockets, and the power over when it ticks."""
 
     def __init__(self, model_path: str, *, scripted: bool = True, **options: Any) -> None:
-        self._dir = tempfile.TemporaryDirectory(prefix="caesura-test-")
+        # Not by the name of an engine's own: another one that starts would take it for a dead one's while it is empty.
+        self._dir = tempfile.TemporaryDirectory(prefix="test-of-caesura-")
         defaults: dict[str, Any] = {
             "endpoint": f"ipc://{self._dir.name}/s.sock",
             "dtype": "float32",
