@@ -47,6 +47,7 @@ def serve(descriptor: int, *imports: str) -> None:
         os._exit(1)
     forking = _Forking()
     gc.collect()
+    gc.freeze()  # or the collection at the end of each fork would copy all of it
     channel.send(READY)
     _run(_next(channel, forking), forking)
 
