@@ -59,6 +59,8 @@ def try_wheel(wheel: Path, folder: Path) -> None:
     run(python, "-m", "caesura.scheduler.kernels")
     run(python, ROOT / "benchmarks/checkpoints.py", "tiny", folder / "tiny")
     run(python, "-c", GENERATE, folder / "tiny")
+    run(commands / "caesura", "--version")
+    run(commands / "caesura", "serve", "--help")
 
 
 if __name__ == "__main__":
