@@ -42,9 +42,6 @@ test: $(STAMP)
 suite: $(STAMP)
 	$(PYTEST) $(SPREAD) -m 'not long' $(PYTEST_ARGS)
 
-# With no process forked from a template (tests/support/engine_template.py): every start is a real one.
-test-long test-bench: export CAESURA_TEST_EXEC := 1
-
 test-long: $(STAMP)
 	$(PYTEST) $(SPREAD) -m long $(PYTEST_ARGS)
 

@@ -31,7 +31,8 @@ settings.register_profile(
 settings.register_profile("repeatable", settings.get_profile("explore"), derandomize=True, database=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
-engine_template.install()
+if engine_template.VARIABLE in os.environ:
+    engine_template.install()
 
 
 def pytest_sessionfinish() -> None:

@@ -5,7 +5,8 @@ Invariants:
   it is a ``subprocess.Popen``, the process is a child of this one, and its program runs from the beginning.
 - Only engines, their workers and programs of ``python -c`` are forked, and only if nothing of what the template has read at its own start differs: the
   environment but for :data:`READ_LATER`, processors, signals. Anything else is executed as always.
-- The template is started when it is first needed, by one process for itself, and ends with that.
+- The template is started when it is first needed, by one process for itself, and ends with that, or gives way to another where
+  a library or a test has changed this process's own environment for good.
 """
 
 import inspect
@@ -25,9 +26,9 @@ from typing import Any
 from caesura.client.process import launch as engines
 from caesura.scheduler.ranks import launch as workers
 
-VARIABLE = "CAESURA_TEST_EXEC"
-"""Set: every process is executed."""
-READ_LATER = frozenset({"PYTEST_CURRENT_TEST", "CAESURA_KERNELS"})
+VARIABLE = "CAESURA_TEST_FORK"
+"""Not set: every process is executed."""
+READ_LATER = frozenset({"PYTEST_CURRENT_TEST", "CAESURA_KERNELS", VARIABLE})
 """Variables that nothing reads while it is imported."""
 MODULE, CODE = "-m", "-c"
 LARGEST = 160_000
@@ -37,6 +38,8 @@ READY = b"ready"
 CLI = "from caesura.client.cli import main; main()"
 _ENGINE, _WORKER = "caesura.scheduler", "caesura.scheduler.ranks"
 LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
+PATIENCE = 3
+"""Starts in a row before which this process may differ from the one that started the template: a test's change is soon undone."""
 _START_S = 60.0
 _FORK_S = 60.0
 _ALWAYS = (
@@ -74,6 +77,7 @@ class Template:
         self._owner = os.getpid()
         self._inherited = _inherited()
         self._environment = _read_at_start(os.environ)
+        self._differences = 0
 
     @classmethod
     def start(cls) -> "Template | None":
@@ -130,6 +134,14 @@ class Template:
             answer.settimeout(_FORK_S)
             said = answer.recv(64)
         return int(said) if said else None
+
+    def is_outdated(self) -> bool:
+        """Whether this process has changed for good since it started the template. To be asked once a start."""
+        if self._process is None or os.getpid() != self._owner:
+            return False
+        here = _inherited(), _read_at_start(os.environ)
+        self._differences = 0 if here == (self._inherited, self._environment) else self._differences + 1
+        return self._differences > PATIENCE
 
     def close(self) -> None:
         """End the template; what was forked from it goes on."""
@@ -203,7 +215,7 @@ def executing(*, executing: bool = True) -> Iterator[None]:
 def _template() -> Template | None:
     global _current, _none_here
     with _beginning:
-        if _current is not None and _current.is_gone:
+        if _current is not None and (_current.is_gone or _current.is_outdated()):
             _current.close()
             _current = None
         if _current is None and not _none_here:
@@ -226,7 +238,7 @@ def _is_ours(arguments: dict[str, Any]) -> bool:
         "umask": -1,
         "start_new_session": False,
     }
-    if _executing or VARIABLE in os.environ or command[0] != sys.executable:
+    if _executing or VARIABLE not in os.environ or command[0] != sys.executable:
         return False
     if any(arguments[name] not in (None, value) for name, value in usual.items()):
         return False

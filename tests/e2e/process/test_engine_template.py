@@ -13,6 +13,11 @@ import pytest
 from support import engine_template
 from support.waiting import eventually
 
+pytestmark = pytest.mark.skipif(
+    engine_template.VARIABLE not in os.environ,
+    reason=f"{engine_template.VARIABLE} is not set: nothing is forked",
+)
+
 WHAT_IT_SEES = """
 import gc, json, os, resource, signal, sys, threading
 status = open("/proc/self/status").read().splitlines()
@@ -37,10 +42,17 @@ print(sys.stdin.read() + "that was the input", file=sys.stderr)
 """A program that prints what it finds, and its input."""
 
 
+@pytest.fixture(scope="module", autouse=True)
+def of_this_moment() -> None:
+    """A template of what the tests before have made of this process's environment."""
+    engine_template.close()
+    engine_template.install()
+
+
 @pytest.fixture
 def start(monkeypatch):
     """Starts a program, forked or executed."""
-    monkeypatch.delenv(engine_template.VARIABLE, raising=False)
+    monkeypatch.setenv(engine_template.VARIABLE, "1")
 
     def start(code, *arguments, executed=False, **options):
         options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options}
@@ -141,7 +153,7 @@ def test_what_libraries_read_at_their_start_is_never_that_of_another(start, monk
     finally:
         signal.signal(signal.SIGUSR1, handler)
     assert forked(start)
-    monkeypatch.setenv(engine_template.VARIABLE, "1")
+    monkeypatch.delenv(engine_template.VARIABLE)
     assert not forked(start)
 
 
@@ -195,3 +207,15 @@ time.sleep(600)
         template = psutil.Process(int(process.stdout.readline()))
         process.send_signal(number)
         eventually(lambda: not template.is_running() or template.status() == psutil.STATUS_ZOMBIE)
+
+
+def test_a_template_gives_way_when_its_process_has_changed_for_good(start, monkeypatch):
+    assert forked(start)
+    monkeypatch.setenv("SET_BY_A_LIBRARY", "1")
+    assert [forked(start) for _ in range(engine_template.PATIENCE + 1)] == [
+        False
+    ] * engine_template.PATIENCE + [True]
+    monkeypatch.delenv("SET_BY_A_LIBRARY")
+    assert [forked(start) for _ in range(engine_template.PATIENCE + 1)] == [
+        False
+    ] * engine_template.PATIENCE + [True]
