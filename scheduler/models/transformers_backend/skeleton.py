@@ -46,7 +46,7 @@ def compute_buffers(module: PreTrainedModel, device: torch.device) -> None:
         for name, buffer in each.named_buffers(recurse=False):
             each._buffers[name] = torch.zeros_like(buffer, device=device)
     for parameter in module.parameters():
-        parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+        parameter._is_hf_initialized = True
     module.initialize_weights()
     for path, each in module.named_modules():
         _fix_frequencies(each)
