@@ -39,6 +39,8 @@ check: lint
 test: $(STAMP)
 	$(MAKE) -j2 lint suite
 
+# Engines are forked from a process that has imported torch; `make test CAESURA_TEST_FORK=` executes them, as the other lanes do.
+suite: export CAESURA_TEST_FORK ?= 1
 suite: $(STAMP)
 	$(PYTEST) $(SPREAD) -m 'not long' $(PYTEST_ARGS)
 

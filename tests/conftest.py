@@ -31,7 +31,7 @@ settings.register_profile(
 settings.register_profile("repeatable", settings.get_profile("explore"), derandomize=True, database=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
-if engine_template.VARIABLE in os.environ:
+if engine_template.is_wanted():
     engine_template.install()
 
 

@@ -27,7 +27,7 @@ from caesura.client.process import launch as engines
 from caesura.scheduler.ranks import launch as workers
 
 VARIABLE = "CAESURA_TEST_FORK"
-"""Not set: every process is executed."""
+"""Not set, or empty: every process is executed."""
 READ_LATER = frozenset({"PYTEST_CURRENT_TEST", "CAESURA_KERNELS", VARIABLE})
 """Variables that nothing reads while it is imported."""
 MODULE, CODE = "-m", "-c"
@@ -195,6 +195,11 @@ def install(template: Template | None = None) -> None:
     engines.Popen = workers.Popen = Process
 
 
+def is_wanted() -> bool:
+    """Whether processes are to be forked where they can be."""
+    return bool(os.environ.get(VARIABLE))
+
+
 def close() -> None:
     """End this process's template, if it has one."""
     if _current is not None:
@@ -238,7 +243,7 @@ def _is_ours(arguments: dict[str, Any]) -> bool:
         "umask": -1,
         "start_new_session": False,
     }
-    if _executing or VARIABLE not in os.environ or command[0] != sys.executable:
+    if _executing or not is_wanted() or command[0] != sys.executable:
         return False
     if any(arguments[name] not in (None, value) for name, value in usual.items()):
         return False

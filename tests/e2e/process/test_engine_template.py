@@ -14,7 +14,7 @@ from support import engine_template
 from support.waiting import eventually
 
 pytestmark = pytest.mark.skipif(
-    engine_template.VARIABLE not in os.environ,
+    not engine_template.is_wanted(),
     reason=f"{engine_template.VARIABLE} is not set: nothing is forked",
 )
 
@@ -60,6 +60,13 @@ def start(monkeypatch):
             return engine_template.Process([sys.executable, "-c", code, *arguments], **options)
 
     return start
+
+
+def has_ended(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def forked(start, **options) -> bool:
@@ -199,14 +206,18 @@ import sys, time
 sys.path.append(sys.argv[1])
 from support import engine_template
 engine_template._ALWAYS = ()
-print(engine_template.Template.start().pid, flush=True)
+template = engine_template.Template.start()
+print(template.pid, flush=True)
 time.sleep(600)
 """
     tests = str(Path(engine_template.__file__).parents[1])
     with subprocess.Popen([sys.executable, "-c", code, tests], stdout=subprocess.PIPE, text=True) as process:
-        template = psutil.Process(int(process.stdout.readline()))
-        process.send_signal(number)
-        eventually(lambda: not template.is_running() or template.status() == psutil.STATUS_ZOMBIE)
+        try:
+            template = psutil.Process(int(process.stdout.readline()))
+            assert template.status() != psutil.STATUS_ZOMBIE
+        finally:
+            process.send_signal(number)
+        eventually(lambda: has_ended(template))
 
 
 def test_a_template_gives_way_when_its_process_has_changed_for_good(start, monkeypatch):
