@@ -1,9 +1,9 @@
 # `make demo` and `make test` set everything up on a fresh machine (Python 3.11 or newer with pip is all they need).
 #
 # Four lanes of tests: `make check` while you work (a minute), `make test` before a commit (all behaviour of the product),
-# `make test-long` (more of the same: every signal, transport and family where one stands for the others in `make test`, and
-# the code under sanitizers, interpreters and campaigns), `make test-bench` (the benchmarks and the demo, which start many
-# engines). CI runs the last three, and `make docs`.
+# `make test-long` (more of the same: every signal, transport and family where one stands for the others in `make test`, all
+# examples of properties, and the code under sanitizers, interpreters and campaigns), `make test-bench` (the benchmarks and the
+# demo, which start many engines). CI runs the last three, and `make docs`.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -41,11 +41,13 @@ test: $(STAMP)
 
 # Engines are forked from a process that has imported torch; `make test CAESURA_TEST_FORK=` executes them, as the other lanes do.
 suite: export CAESURA_TEST_FORK ?= 1
+# A third of the examples of each property; the long lane tries all.
+suite: export HYPOTHESIS_PROFILE ?= short
 suite: $(STAMP)
 	$(PYTEST) $(SPREAD) -m 'not long' $(PYTEST_ARGS)
 
 test-long: $(STAMP)
-	$(PYTEST) $(SPREAD) -m long $(PYTEST_ARGS)
+	$(PYTEST) $(SPREAD) -m 'long or hypothesis' $(PYTEST_ARGS)
 
 test-bench: $(STAMP)
 	$(PYTEST) $(SPREAD) tests/bench

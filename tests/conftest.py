@@ -24,11 +24,13 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 for number in (signal.SIGQUIT, signal.SIGHUP):
     signal.signal(number, signal.SIG_DFL)
 # A machine's load is no property of the code: nothing is measured in time. `HYPOTHESIS_PROFILE=explore` tries new examples
-# and remembers those that fail, which is how to look for more; the default tries the same ones in every run.
+# and remembers those that fail, which is how to look for more; the default tries the same ones in every run, and `short`, in
+# `make test`, a third of them (support/properties.py).
 settings.register_profile(
     "explore", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
 )
 settings.register_profile("repeatable", settings.get_profile("explore"), derandomize=True, database=None)
+settings.register_profile("short", settings.get_profile("repeatable"), max_examples=33)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 if engine_template.is_wanted():

@@ -25,9 +25,9 @@ def settings_of_the_profile(tree: ast.Module) -> list[str]:
 @pytest.mark.parametrize(
     ("source", "found"),
     [
-        ("@settings(max_examples=3, deadline=None)\ndef f(): ...", ["line 1: deadline"]),
+        ("@settings(max_examples=examples(3), deadline=None)\ndef f(): ...", ["line 1: deadline"]),
         ("\nx = hypothesis.settings(derandomize=True)", ["line 2: derandomize"]),
-        ("@settings(max_examples=3)\ndef f(): ...", []),
+        ("@settings(max_examples=examples(3))\ndef f(): ...", []),
     ],
 )
 def test_the_rule_itself(source, found):

@@ -12,6 +12,7 @@ import pytest
 from harness.fan_out_model import ROADS, FanOut, best_bucket
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.properties import examples
 
 SIZES = {"weights": 64.0, "link": 2.0}
 
@@ -38,14 +39,14 @@ def simulated(parents: list[int], buckets: int, bucket_s: float) -> float:
     return max(times[-1] for times in has.values())
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(engines=st.integers(1, 40), buckets=st.integers(1, 30), hop_s=st.floats(0, 3))
 def test_a_chain_takes_what_its_links_take(engines, buckets, hop_s):
     update = FanOut(engines=engines, bucket=SIZES["weights"] / buckets, hop_s=hop_s, **SIZES)
     assert update.chain() == pytest.approx(simulated(list(range(engines)), buckets, update.bucket_s))
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(engines=st.integers(1, 70), buckets=st.integers(1, 30))
 def test_a_tree_takes_what_its_links_take(engines, buckets):
     """Exactly where it is full; else at most that."""
@@ -58,7 +59,7 @@ def test_a_tree_takes_what_its_links_take(engines, buckets):
         assert taken <= update.tree() + 1e-9
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(engines=st.integers(2, 2000), hop_s=st.floats(1e-3, 1.0), other=st.floats(0.1, 10.0))
 def test_no_bucket_is_better_than_the_best(engines, hop_s, other):
     """But for what whole buckets round."""

@@ -26,6 +26,7 @@ from support.faults import (
     submit,
 )
 from support.lanes import every, quick
+from support.properties import examples
 from support.scripted import EngineDriver, expected_tokens, tokens_of
 
 from caesura.io_struct import (
@@ -392,7 +393,10 @@ def test_a_pause_after_a_lost_step(driver, other_model, mode):
         assert len(failed) == 1
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(
+    max_examples=examples(60),
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(
     asks=st.lists(st.tuples(st.integers(1, 90), st.integers(1, 12)), min_size=1, max_size=7),
     room=st.lists(st.sampled_from([1000, 1000, 40, 33, 16, 5, 1]), min_size=1, max_size=60),

@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.buckets_by_hand import Sender
 from support.checkpoints import make_checkpoint
+from support.properties import examples
 from support.scripted import EngineDriver, assert_error, expected_tokens, one_piece_per_slice, tokens_of
 
 from caesura.io_struct import (
@@ -556,7 +557,7 @@ def a_driver(model: Path, depth: int, backup: bool) -> EngineDriver:
     )  # fmt: skip
 
 
-@settings(max_examples=60, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(60), suppress_health_check=list(HealthCheck))
 @given(commands=st.lists(COMMANDS, min_size=4, max_size=25), depth=st.integers(0, 1), backup=st.booleans())
 def test_any_order_one_command_at_a_time(tiny_model, other_model, commands, depth, backup):
     with a_driver(tiny_model, depth, backup) as driver:
@@ -566,7 +567,7 @@ def test_any_order_one_command_at_a_time(tiny_model, other_model, commands, dept
         trial.bring_back()
 
 
-@settings(max_examples=40, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(40), suppress_health_check=list(HealthCheck))
 @given(
     commands=st.lists(st.lists(COMMANDS, min_size=1, max_size=5), min_size=2, max_size=6),
     depth=st.integers(0, 1),

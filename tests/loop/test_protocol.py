@@ -15,6 +15,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from safetensors.torch import load_file
+from support.properties import examples
 from support.protocol_model import Protocol, Sender
 from support.scripted import EngineDriver, assert_error
 
@@ -209,5 +210,5 @@ def test_any_order_of_commands_by_anybody(tiny_model, other_model, depth):
     folders = [str(tiny_model), str(other_model)]
     run_state_machine_as_test(
         lambda: ProtocolMachine(folders, depth),
-        settings=settings(max_examples=100, stateful_step_count=40),
+        settings=settings(max_examples=examples(100), stateful_step_count=40),
     )

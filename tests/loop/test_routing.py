@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.checkpoints import make_checkpoint
+from support.properties import examples
 from support.scripted import (
     EngineDriver,
     assert_error,
@@ -296,7 +297,7 @@ def act(driver: EngineDriver, action: Ask | int | str, asked: dict[str, Ask], mo
         driver.call(PauseGenerationReqInput(mode=action))
 
 
-@settings(max_examples=120, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(120), suppress_health_check=list(HealthCheck))
 @given(actions=st.lists(ACTIONS, min_size=4, max_size=25), depth=st.sampled_from([0, 1]))
 @pytest.mark.long
 def test_no_order_of_events_changes_a_row(moe_models, actions, depth):

@@ -9,6 +9,7 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.checkpoints import make_checkpoint
+from support.properties import examples
 from support.scripted import EngineDriver, assert_error, expected_tokens, tokens_of
 
 from caesura.io_struct import (
@@ -116,7 +117,7 @@ def test_any_architecture_layer_by_layer(tmp_path, tiny_model, family):
         assert_scores(driver.call(message), message, judge)
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(
     shapes=st.lists(
         st.integers(1, 90).flatmap(lambda n: st.tuples(st.just(n), st.integers(1, n))), min_size=1, max_size=7

@@ -21,6 +21,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from support.accounts import Lifecycle, Submitted, check_result, check_spans, check_stream
+from support.properties import examples
 from support.scripted import EngineDriver, assert_error
 
 from caesura.io_struct import (
@@ -493,7 +494,7 @@ def test_no_sequence_of_commands_breaks_the_engine(tiny_model, other_model, dept
     run_state_machine_as_test(
         partial(EngineMachine, str(tiny_model), str(other_model), depth),
         settings=settings(
-            max_examples=60,
+            max_examples=examples(60),
             stateful_step_count=40,
             report_multiple_bugs=False,
             suppress_health_check=list(HealthCheck),

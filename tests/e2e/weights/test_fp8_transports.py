@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from support.checkpoints import make_checkpoint, make_fp8_checkpoint
+from support.properties import examples
 
 from caesura.client import SamplingParams, SchedulerClient, launch_scheduler
 from caesura.client.exceptions import EngineError
@@ -64,7 +65,7 @@ def weights_of(path: Path) -> dict[str, torch.Tensor]:
     return load_file(path / "model.safetensors")
 
 
-@settings(max_examples=20, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(20), suppress_health_check=list(HealthCheck))
 @given(
     data=st.data(),
     which=st.integers(0, 1),

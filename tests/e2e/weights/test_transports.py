@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from support.checkpoints import make_checkpoint
 from support.lanes import quick
+from support.properties import examples
 from support.scripted import EngineDriver, assert_error
 from support.waiting import eventually
 
@@ -105,7 +106,7 @@ def push(
     assert reply.committed
 
 
-@settings(max_examples=25, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(25), suppress_health_check=list(HealthCheck))
 @given(
     data=st.data(),
     steps=st.lists(

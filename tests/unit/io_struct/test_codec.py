@@ -7,6 +7,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.properties import examples
 
 from caesura.io_struct import (
     AbortReq,
@@ -217,19 +218,19 @@ VALUES = st.recursive(
 TAGS = st.sampled_from([kind.__name__ for kind in get_args(ToScheduler) + get_args(ToClient)])
 
 
-@settings(max_examples=120)
+@settings(max_examples=examples(120))
 @given(st.binary(max_size=200))
 def test_any_bytes(frame):
     message_or_error(frame)
 
 
-@settings(max_examples=120)
+@settings(max_examples=examples(120))
 @given(TAGS, st.dictionaries(NAMES, VALUES, max_size=6))
 def test_any_msgpack_that_looks_like_ours(tag, fields):
     message_or_error(packed(**{**fields, "type": tag}))
 
 
-@settings(max_examples=120)
+@settings(max_examples=examples(120))
 @given(
     st.sampled_from(REQUESTS),
     st.lists(st.tuples(st.integers(0, 400), st.integers(0, 255)), max_size=4),

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support.properties import examples
 
 from caesura.io_struct import CaesuraError
 from caesura.io_struct.legacy_pickle import MAX_BYTES, MAX_DEPTH, Call, Global, parse
@@ -208,7 +209,7 @@ GARBAGE = st.binary(max_size=60) | st.lists(st.sampled_from(CODES) | st.integers
 )
 
 
-@settings(max_examples=600)
+@settings(max_examples=examples(600))
 @given(GARBAGE)
 @example(b"")
 def test_garbage_is_refused_or_plain(data):

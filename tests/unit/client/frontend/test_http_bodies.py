@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.fake_scheduler import FakeScheduler
 from support.http_server import listening
+from support.properties import examples
 from support.tokenizers import make_byte_level
 
 from caesura.client import AsyncSchedulerClient
@@ -44,7 +45,7 @@ given_fields = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(given_fields, st.sampled_from([None, 1]), st.booleans())
 def test_large_bodies_are_what_small_ones_are(fields, indent, ascii_only):
     raw = json.dumps(fields, indent=indent, ensure_ascii=ascii_only).encode()
@@ -57,7 +58,7 @@ def test_a_large_body_with_an_unknown_key_is_refused_like_a_small_one():
             decode(b'{"text": "a", "no such field": []}')
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(texts | ids | st.lists(texts, max_size=4) | st.lists(ids, max_size=4), st.integers(1, 3))
 def test_those_of_completions_too(prompt, n):
     raw = json.dumps({"prompt": prompt, "n": n, "model": "m"}).encode()

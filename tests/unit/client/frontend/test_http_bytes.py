@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from litestar.routes import HTTPRoute
 from litestar.testing import TestClient
 from support.fake_scheduler import FakeScheduler, answer
+from support.properties import examples
 from support.tokenizers import make_byte_level
 
 from caesura.client import AsyncSchedulerClient
@@ -114,7 +115,7 @@ values = st.recursive(
 )
 
 
-@settings(max_examples=40, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(40), suppress_health_check=list(HealthCheck))
 @given(
     raw=st.binary(max_size=60)
     | st.dictionaries(names, values, max_size=3).map(

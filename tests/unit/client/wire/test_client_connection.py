@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.fake_scheduler import delta, finished, floats, results, status_reply
+from support.properties import examples
 
 from caesura.client import (
     DuplicateRid,
@@ -330,7 +331,7 @@ def deliveries(draw):
     return outputs, rows, draw(st.permutations([0, 1]))
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(deliveries())
 def test_a_stream_is_every_token_once_and_in_order(delivery):
     outputs, rows, order = delivery

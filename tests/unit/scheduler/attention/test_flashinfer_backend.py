@@ -9,6 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support import fake_flashinfer
 from support.forward_batches import Row, forward_batch
+from support.properties import examples
 from torch import Tensor
 
 from caesura.io_struct import CaesuraError
@@ -63,7 +64,7 @@ def projections(tokens: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
 LENGTHS = st.tuples(st.integers(0, 60), st.integers(1, 40))
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     decode=st.lists(st.integers(0, 90), max_size=3),
     prefill=st.lists(LENGTHS, max_size=3),

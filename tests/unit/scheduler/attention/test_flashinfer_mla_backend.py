@@ -6,6 +6,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support import fake_flashinfer
 from support.forward_batches import Row, forward_batch
+from support.properties import examples
 from torch import Tensor
 
 from caesura.scheduler.attention import flashinfer, flashinfer_mla
@@ -45,7 +46,7 @@ def inputs(tokens: int, heads: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, k[..., :LATENT]
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     heads=st.sampled_from([1, 2, 16, 3]),
     decode=st.lists(st.integers(0, 90), max_size=3),

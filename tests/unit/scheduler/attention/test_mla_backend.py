@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.forward_batches import Row, forward_batch
+from support.properties import examples
 from support.workspaces import memory_of
 from torch import Tensor
 
@@ -83,7 +84,7 @@ prefill_rows = st.lists(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     heads=st.integers(1, 5),
     latent=st.sampled_from([1, 6, 20]),

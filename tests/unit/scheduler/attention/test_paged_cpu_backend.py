@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from support.checkpoints import make_checkpoint
 from support.forward_batches import PagedModel, Row, Sequence, forward_batch, load_model
 from support.kernels import instruction_sets
+from support.properties import examples
 from torch import Tensor
 
 from caesura.scheduler.attention.paged_cpu import PagedCpuBackend
@@ -67,7 +68,7 @@ class Scene:
         return q, k, v
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(
     dtype=st.sampled_from(DTYPES),
     decode=st.lists(st.tuples(st.integers(0, 140), st.just(1)), max_size=5),

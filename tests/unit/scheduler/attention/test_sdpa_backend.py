@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.attention_forms import attended, forms
 from support.forward_batches import Row, forward_batch
+from support.properties import examples
 from support.workspaces import memory_of
 from torch import Tensor
 
@@ -102,7 +103,7 @@ prefill_rows = st.lists(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     kv_heads=st.integers(1, 3),
     group=st.integers(1, 4),
@@ -116,7 +117,7 @@ def test_matches_dense_attention(kv_heads, group, size, decode, prefill, seed) -
         check(Scene(kv_heads, group, size, decode + prefill, len(decode), seed))
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(
     data=st.data(),
     kv_heads=st.integers(1, 2),

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from support.properties import examples
 
 from caesura.scheduler.cache.manager import CacheManager, LedgerError, Usage
 from caesura.scheduler.cache.window_pages import WindowPages, storage_pages
@@ -236,14 +237,14 @@ class ManagerWithoutPrefixCache(ManagerAgainstContents):
     prefix_cache = False
 
 
-for machine, examples in (
+for machine, number in (
     (ManagerAgainstContents, 50),
     (ManagerUnderPressure, 50),
     (ManagerWithWindows, 25),
     (ManagerWithWindowsUnderPressure, 25),
     (ManagerWithoutPrefixCache, 15),
 ):
-    machine.TestCase.settings = settings(max_examples=examples, stateful_step_count=40)
+    machine.TestCase.settings = settings(max_examples=examples(number), stateful_step_count=40)
 TestManagerAgainstContents = ManagerAgainstContents.TestCase
 TestManagerUnderPressure = ManagerUnderPressure.TestCase
 TestManagerWithWindows = ManagerWithWindows.TestCase

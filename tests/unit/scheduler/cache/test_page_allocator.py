@@ -5,6 +5,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from support.properties import examples
 
 from caesura.scheduler.cache.allocator import LedgerError, PageAllocator
 
@@ -57,7 +58,7 @@ class AllocatorAgainstSet(RuleBasedStateMachine):
         assert sorted(self.allocator.free_pages().tolist()) == sorted(self.free)
 
 
-AllocatorAgainstSet.TestCase.settings = settings(max_examples=40, stateful_step_count=20)
+AllocatorAgainstSet.TestCase.settings = settings(max_examples=examples(40), stateful_step_count=20)
 TestAllocatorAgainstSet = AllocatorAgainstSet.TestCase
 
 

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from support.properties import examples
 
 from caesura.scheduler.cache.allocator import LedgerError
 from caesura.scheduler.cache.radix import RadixTree
@@ -171,7 +172,7 @@ class TreeAgainstPrefixes(RuleBasedStateMachine):
         assert len(self.tree._heap) <= len(nodes)
 
 
-TreeAgainstPrefixes.TestCase.settings = settings(max_examples=80, stateful_step_count=40)
+TreeAgainstPrefixes.TestCase.settings = settings(max_examples=examples(80), stateful_step_count=40)
 TestTreeAgainstPrefixes = TreeAgainstPrefixes.TestCase
 
 

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.attention_forms import attended, forms
 from support.kernels import instruction_sets, threads
+from support.properties import examples
 from support.sanitized import run_sanitized
 from torch import Tensor
 
@@ -118,7 +119,7 @@ pieces_of_work = st.lists(
 )
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(
     dtype=st.sampled_from(DTYPES),
     kv_heads=st.integers(1, 3),
@@ -135,7 +136,7 @@ def test_matches_dense_attention(dtype, kv_heads, group, size, work, seed) -> No
             torch.testing.assert_close(got.double(), scene.expected(piece), **TOLERANCE[dtype])
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     data=st.data(),
     dtype=st.sampled_from(DTYPES),
@@ -196,7 +197,7 @@ def alone(scene: Scene, request: int) -> Tensor:
         return torch.cat([scene.attend([Piece(request, token, token + 1)])[0] for token in tokens])
 
 
-@settings(max_examples=16)
+@settings(max_examples=examples(16))
 @given(
     dtype=st.sampled_from(DTYPES),
     shape=st.sampled_from([(1, 16), (2, 64), (3, 40), (5, 33), (8, 7)]),
@@ -298,7 +299,7 @@ def test_large_scores_do_not_overflow(dtype: torch.dtype) -> None:
 # Planning
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(
     rows=st.lists(st.tuples(st.integers(1, 300), st.integers(0, 500)), min_size=1, max_size=20),
     group=st.sampled_from([1, 2, 8, 200]),

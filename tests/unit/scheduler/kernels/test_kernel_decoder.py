@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from support.checkpoints import make_checkpoint, make_fp8_checkpoint
 from support.forward_batches import PagedModel, Row, Sequence, build_attention, forward_batch, load_model
 from support.kernels import instruction_sets, threads
+from support.properties import examples
 from support.sanitized import run_sanitized
 from support.workspaces import memory_of
 
@@ -198,7 +199,7 @@ def test_the_bits_of_a_request_do_not_depend_on_others(models, family, dtype):
         assert torch.equal(logits([7, 30], 6, 3), alone)
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(
     family=st.sampled_from(KINDS),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),

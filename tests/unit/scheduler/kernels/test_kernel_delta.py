@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.forward_batches import Row, forward_batch
 from support.kernels import instruction_sets, threads
+from support.properties import examples
 from support.sanitized import run_sanitized
 from torch import Tensor
 
@@ -83,7 +84,7 @@ shapes = st.builds(
 )
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     shape=shapes,
     dtype=st.sampled_from(list(TOLERANCES)),
@@ -104,7 +105,7 @@ def test_a_step_is_that_of_torch(shape, dtype, by_key_head, rows, seed) -> None:
             torch.testing.assert_close(got, want, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(
     shape=shapes, dtype=st.sampled_from(list(TOLERANCES)), by_key_head=st.booleans(), seed=st.integers(0, 99)
 )

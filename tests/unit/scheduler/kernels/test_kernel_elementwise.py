@@ -7,6 +7,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from support.kernels import instruction_sets, threads
+from support.properties import examples
 from support.sanitized import run_sanitized
 from torch import Tensor
 from torch.nn import functional
@@ -59,7 +60,7 @@ def by_torch(weight: Tensor, from_one: bool) -> RMSNorm:
     return norm
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(dtype=dtypes, rows=rows, size=sizes, seed=seeds, with_residual=st.booleans(), from_one=st.booleans())
 def test_norm(dtype, rows, size, seed, with_residual, from_one) -> None:
     for _ in instruction_sets():
@@ -76,7 +77,7 @@ def test_norm(dtype, rows, size, seed, with_residual, from_one) -> None:
         assert_near(out, by_torch(weight, from_one).by_torch(total), 2)
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(
     dtype=dtypes,
     rows=rows,
@@ -176,7 +177,7 @@ class Rope:
         return keys, values
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     dtype=dtypes,
     tokens=st.integers(0, 9),

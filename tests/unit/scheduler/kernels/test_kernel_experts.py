@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.kernels import instruction_sets, threads
+from support.properties import examples
 from support.sanitized import run_sanitized
 
 from caesura.scheduler.kernels import experts, linear, native
@@ -38,7 +39,7 @@ def logits(draw):
     return values.to(dtype), draw(st.integers(1, count)), draw(st.booleans())
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(logits())
 def test_choice_is_the_largest_and_weights_are_softmax(case):
     values, k, normalize = case
@@ -77,7 +78,7 @@ def choices(draw):
     return torch.randint(0, count, (tokens, k), generator=generator), count
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(choices())
 def test_pairs_are_sorted_by_expert_then_token(case):
     ids, count = case
@@ -121,7 +122,7 @@ def products(draw):
     return ids, x, torch.randn(count, outputs, inputs, generator=generator).to(dtype)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(products())
 def test_grouped_product_matches_float64_and_writes_nothing_else(case):
     ids, x, weights = case
@@ -139,7 +140,7 @@ def test_grouped_product_matches_float64_and_writes_nothing_else(case):
         assert (memory[[0, -1]] == 77).all()
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(choices(), st.integers(1, 70), st.sampled_from(DTYPES))
 def test_sum_is_weighted_in_float32_and_rounded_once(case, size, dtype):
     ids, count = case

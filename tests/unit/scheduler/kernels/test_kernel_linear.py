@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.properties import examples
 
 from caesura.scheduler.kernels import linear, native
 
@@ -77,7 +78,7 @@ def products(draw):
     return x, w, bias, out
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(products())
 def test_product_matches_float64_and_writes_nothing_else(case):
     x, w, bias, out = case
@@ -235,7 +236,7 @@ def pieces(draw):
     return w, ranges, draw(st.integers(0, 3))
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(pieces())
 @pytest.mark.usefixtures("kernels")
 def test_pieces_in_any_order_give_the_layout(case):
@@ -253,7 +254,7 @@ def test_pieces_in_any_order_give_the_layout(case):
     assert (strided[:, :padding] == 7).all()
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(pieces(), st.data())
 @pytest.mark.usefixtures("kernels")
 def test_equality_sees_every_bit_of_the_rows_and_no_other(case, data):

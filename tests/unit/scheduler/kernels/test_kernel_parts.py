@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.forward_batches import Row, forward_batch
 from support.kernels import instruction_sets, threads
+from support.properties import examples
 from torch import Tensor
 from torch.nn import functional
 
@@ -50,7 +51,7 @@ def near(got: Tensor, want: Tensor, dtype: torch.dtype, steps: int = 2) -> None:
     torch.testing.assert_close(got.double(), want.double(), rtol=steps * unit, atol=steps * unit)
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(
     dtype=dtypes,
     tokens=st.integers(0, 70),
@@ -118,7 +119,7 @@ def test_each_expert_has_its_bias(dtype) -> None:
             product(x, groups, bias=wrong)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     tokens=st.integers(0, 20),
     groups=st.sampled_from([(1, 1), (3, 2), (8, 4), (64, 9)]),
@@ -177,7 +178,7 @@ def test_choices_by_groups_that_do_not_fit_are_refused() -> None:
             experts.route_in_groups(logits, bias, 1, by, normalize=True)
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(
     dtype=dtypes,
     tokens=st.integers(0, 9),

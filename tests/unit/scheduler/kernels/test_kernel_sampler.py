@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
+from support.properties import examples
 
 from caesura.scheduler.forward import SamplingBatch
 from caesura.scheduler.kernels import native
@@ -123,7 +124,7 @@ def test_the_only_possible_token_is_drawn(isa, place, u):
         assert (tokens.item(), logprobs.item(), raw.item()) == (place, 0.0, 0.0)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.integers(1, 700), st.integers(0, 999), st.sampled_from([0.0, 1e-300, 1e-17, 0.3, LARGEST_UNIFORM]))
 def test_no_token_of_probability_zero(vocab_size, seed, u):
     generator = torch.Generator().manual_seed(seed)

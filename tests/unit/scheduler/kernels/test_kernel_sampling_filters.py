@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 from support.kernels import instruction_sets, threads
+from support.properties import examples
 from support.sanitized import run_sanitized
 
 from caesura.scheduler.forward import SamplingBatch
@@ -146,7 +147,7 @@ def check_against_torch(rows: Rows) -> None:
                 )
 
 
-@settings(max_examples=120)
+@settings(max_examples=examples(120))
 @given(
     vocab_size=st.sampled_from([1, 5, 255, 256, 257, 1000, 32_000]),
     dtype=st.sampled_from(DTYPES),

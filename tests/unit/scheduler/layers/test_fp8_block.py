@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.checkpoints import dequantize_fp8, quantize_fp8
+from support.properties import examples
 from support.workspaces import addresses_of
 from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Quantize
@@ -107,7 +108,7 @@ def in_pieces(slot, value: Tensor, cuts: list[int], compare: bool = True) -> lis
     return [slot.update(value[a:b], a, compare=compare) for a, b in zip([0, *ends], ends)]
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     parts=st.lists(st.integers(1, 40), min_size=1, max_size=3),
     width=st.integers(1, 40),

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.checkpoints import edit_config, make_checkpoint
 from support.forward_batches import PagedModel, Sequence, load_model
+from support.properties import examples
 from torch import Tensor
 from torch.nn import functional
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
@@ -219,7 +220,7 @@ def test_a_block_adds_what_everything_goes_through() -> None:
     [(40, 24, torch.float32), (44, 23, torch.bfloat16), (48, 40, torch.bfloat16)],
 )
 @given(data=st.data())
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 def test_tensors_are_written_in_place_in_any_pieces(
     hidden: int, width: int, dtype: torch.dtype, data: st.DataObject
 ) -> None:

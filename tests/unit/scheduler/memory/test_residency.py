@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.forward_batches import PagedModel, Sequence, load_model
+from support.properties import examples
 
 from caesura.io_struct import CaesuraError
 from caesura.scheduler.cache.pool import MHAPool
@@ -135,7 +136,7 @@ def test_what_others_allocate_meanwhile_stays(backend):
     assert bool((pool.layer(0)[0] == 6).all())
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     shape=st.lists(st.integers(0, 40), max_size=3).map(tuple),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.float8_e4m3fn]),

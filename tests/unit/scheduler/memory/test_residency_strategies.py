@@ -12,6 +12,7 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from support.properties import examples
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -743,7 +744,7 @@ def test_a_copy_that_cannot_be_read_leaves_the_part_away(strategy, monkeypatch):
     manager.close()
 
 
-@settings(max_examples=40, stateful_step_count=30)
+@settings(max_examples=examples(40), stateful_step_count=30)
 class AnyOrder(RuleBasedStateMachine):
     """Any order of verbs, on both kinds of places: values survive, and the account of bytes is exact."""
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from support.checkpoints import edit_config, make_checkpoint, make_fp8_checkpoint
 from support.forward_batches import PagedModel, Sequence, load_model
+from support.properties import examples
 from torch import Tensor
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
@@ -69,7 +70,7 @@ def send(loader: WeightLoader, tensors: dict[str, Tensor], max_rows: int, seed: 
 # Weights
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     heads=st.integers(1, 4),
     nope=st.integers(1, 5),

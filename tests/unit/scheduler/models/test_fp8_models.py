@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from support.checkpoints import make_checkpoint, make_dequantized_checkpoint, make_fp8_checkpoint
 from support.forward_batches import PagedModel, Sequence, load_model
+from support.properties import examples
 from torch import Tensor
 
 from caesura.io_struct import CaesuraError, ErrorCode, TensorSpec
@@ -154,7 +155,7 @@ def test_a_cold_load_reads_back_byte_by_byte(folders: Folders) -> None:
             assert torch.equal(read.view(torch.uint8), value.view(torch.uint8)), name
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(seed=st.integers(0, 1000), rows=st.integers(1, 60), fp8_share=st.sampled_from([0.0, 0.5, 1.0]))
 def test_bytes_depend_neither_on_the_form_nor_on_cut_and_order(
     any_folder: Folders, seed: int, rows: int, fp8_share: float

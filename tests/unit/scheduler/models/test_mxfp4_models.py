@@ -20,6 +20,7 @@ from support.mxfp4 import (
     make_mxfp4_checkpoint,
     make_widened_checkpoint,
 )
+from support.properties import examples
 from torch import Tensor
 
 from caesura.io_struct import CaesuraError, ErrorCode, TensorSpec
@@ -111,7 +112,7 @@ def test_a_cold_load_stores_what_the_wide_checkpoint_s_does(folder: Folders, dty
     assert storage(packed) == storage(wide)
 
 
-@settings(max_examples=12)
+@settings(max_examples=examples(12))
 @given(
     seed=st.integers(0, 1000),
     rows=st.integers(1, 4),

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.properties import examples
 
 from caesura.io_struct import MemoryByTag
 from caesura.scheduler.memory import host
@@ -81,7 +82,7 @@ def test_an_event_says_what_was_noted(memory, clock):
     assert (event.returned, event.residual, event.until) == (-5, None, event.at)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     capacity=st.integers(1, 9),
     stretches=st.sampled_from([2, 4, 6]),

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from support.checkpoints import make_checkpoint, make_fp8_checkpoint
+from support.properties import examples
 from support.ranks import RankAlone
 from torch import Tensor
 
@@ -117,7 +118,7 @@ def held_of(slot: WeightSlot, value: Tensor, first: int, last: int) -> Tensor:
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.data(), st.integers(1, 4), DTYPES, DTYPES)
 def test_products(data: st.DataObject, size: int, stored: torch.dtype, sent: torch.dtype) -> None:
     """Divided by outputs, by inputs, or not, biases included; packed storage and plain."""
@@ -135,7 +136,7 @@ def test_products(data: st.DataObject, size: int, stored: torch.dtype, sent: tor
     Layers([layer(rank) for rank in range(size)]).check(data, sent)
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(st.data(), st.sampled_from([(6, 6, 3), (6, 3, 3), (6, 1, 3), (8, 2, 4), (4, 2, 2)]), DTYPES)
 def test_attention_with_shared_key_heads(
     data: st.DataObject, heads: tuple[int, int, int], sent: torch.dtype
@@ -151,14 +152,14 @@ def test_attention_with_shared_key_heads(
     Layers([Attention("a", "m", 0, shape, place=place(rank, size)) for rank in range(size)]).check(data, sent)
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(st.data(), st.integers(1, 4), st.integers(13, 50), st.booleans())
 def test_a_vocabulary_that_does_not_divide(data: st.DataObject, size: int, vocab: int, tied: bool) -> None:
     layers = [Embedding("e", "embed", vocab, 6, tied=tied, place=place(rank, size)) for rank in range(size)]
     Layers(list(layers)).check(data, torch.float32)
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(st.data(), st.integers(2, 3), st.booleans(), st.integers(1, 5), st.integers(1, 5))
 def test_fp8_blocks(data: st.DataObject, size: int, by_inputs: bool, height: int, width: int) -> None:
     """A wide float is quantised as one rank would quantise all of it, though each sees its own blocks alone."""
@@ -262,7 +263,7 @@ def test_rows_that_others_hold_may_be_left_out_and_no_others(folder: Folder) -> 
     assert NAMES[value.dtype] in ("F32", "BF16")
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(st.data(), st.integers(1, 3), st.integers(1, 4), DTYPES)
 def test_experts_of_one_tensor(data: st.DataObject, size: int, width: int, sent: torch.dtype) -> None:
     """Turned, with gate and up by turns: each rank has its part of the width, and reads that."""

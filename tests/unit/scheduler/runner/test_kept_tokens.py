@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.kept_tokens import kept_tokens
+from support.properties import examples
 
 from caesura.io_struct import MAX_SAMPLING_MASK, GenerateReqInput, SamplingParams
 from caesura.scheduler.batching.request import RequestTable, make_requests
@@ -94,7 +95,7 @@ def steps(draw):
 
 
 @every_kind
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(step=steps())
 def test_masks_are_those_of_the_definition(kind, step):
     logits, messages = step

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.edited_logits import edited, log_softmax, logits_of
+from support.properties import examples
 
 from caesura.io_struct import GenerateReqInput, SamplingParams
 from caesura.scheduler.batching.request import Request, RequestTable, make_requests
@@ -146,7 +147,7 @@ class World:
         assert found == pytest.approx([logprobs[token] for token in ids], abs=2e-5)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     sent=st.lists(messages(), min_size=1, max_size=SLOTS),
     events=st.lists(

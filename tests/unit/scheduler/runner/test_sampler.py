@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
+from support.properties import examples
 
 from caesura.scheduler.forward import SamplingBatch
 from caesura.scheduler.kernels import native
@@ -241,7 +242,7 @@ def test_top_p_ties_across_shortlists():
         assert kept_set(logits, 3 * kept, top_p=(kept - 0.5) / 3000) == set(range(kept))
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(
     values=st.lists(st.integers(-3, 3), min_size=1, max_size=40),
     top_k=st.integers(1, 40),

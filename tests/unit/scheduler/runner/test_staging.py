@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.properties import examples
 
 from caesura.scheduler.forward import ForwardBatch, SamplingBatch
 from caesura.scheduler.runner.sampler import SamplerOutput
@@ -99,7 +100,7 @@ def assert_equal(found: object, expected: object) -> None:
             assert mine == theirs, field.name
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     steps=st.lists(
         st.tuples(st.integers(0, 5), st.lists(st.integers(1, 8), max_size=4), st.integers(1, 7)).filter(

@@ -11,6 +11,7 @@ import pytest
 import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.properties import examples
 from support.raw_client import PATIENCE_MS, RawClient, rows
 from support.waiting import eventually
 
@@ -353,7 +354,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(STEPS, st.sets(SAMPLES))
 def test_merging_keeps_every_token_of_what_goes_on(steps, ended):
     """Against a dictionary of positions; a step's row may be lost (a gap) and may hold several tokens or none."""

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.properties import examples
 
 from caesura.client import InternalError
 from caesura.client.wire.results import further_logprobs, read_ints
@@ -50,7 +51,7 @@ def delta_of(rows: list[tuple[tuple[str, int], int, int]]) -> StreamDelta:
     )
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(
     st.lists(
         st.lists(st.tuples(st.sampled_from(SAMPLES), st.integers(0, 3)), min_size=1, max_size=4),

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from support.checkpoints import make_checkpoint
+from support.properties import examples
 from torch import Tensor
 
 from caesura.io_struct import CaesuraError, ErrorCode
@@ -59,7 +60,7 @@ def reason(path: Path, act: Callable[[], Any] | None = None) -> str:
     return caught.value.detail["reason"]
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(bucket_bytes=st.integers(1, 2000))
 def test_any_bucket_gives_the_same_tensors(
     tmp_path_factory: pytest.TempPathFactory, bucket_bytes: int
@@ -87,7 +88,7 @@ def test_pieces_stay_within_the_bucket_and_are_made_in_it(tmp_path: Path) -> Non
         assert row_bytes > 64 or piece.rows.untyped_storage().data_ptr() == bucket.data_ptr()
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(
     layout=st.lists(
         st.tuples(st.sampled_from(["U8", "BF16", "F32"]), st.integers(0, 9), st.booleans()), max_size=12

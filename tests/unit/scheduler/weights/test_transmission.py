@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.lagging_streams import LaggingDevice, Stream
+from support.properties import examples
 from support.waiting import eventually
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
@@ -139,7 +140,7 @@ def test_a_broadcast_that_hangs_is_given_up(worker, monkeypatch):
     assert len(released) == 2
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     sizes=st.lists(st.integers(0, 60), min_size=1, max_size=12),
     eager=st.booleans(),

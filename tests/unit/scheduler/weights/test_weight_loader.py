@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.checkpoints import make_checkpoint
 from support.forward_batches import load_model
+from support.properties import examples
 from torch import Tensor
 
 from caesura.io_struct import CaesuraError, ErrorCode, TensorSpec
@@ -220,7 +221,7 @@ def test_a_cast_is_that_of_a_cold_load(model: CausalLM, tensors: dict[str, Tenso
     assert loader.counts.changed_tensors == 0
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(bucket_bytes=st.integers(1, 1 << 15), times=st.integers(1, 2))
 def test_the_result_depends_neither_on_the_bucket_nor_on_repetition(
     folder: Path, bucket_bytes: int, times: int

@@ -1,0 +1,12 @@
+"""How many examples a property is tried with: the number that it names, or a share of it while `make test` goes by."""
+
+from hypothesis import settings
+
+_USUAL = settings.get_profile("default").max_examples
+_LEAST = 10
+
+
+def examples(number: int) -> int:
+    """``number`` where the profile tries as many examples as Hypothesis does by default; of a smaller profile the same share."""
+    share = settings().max_examples / _USUAL
+    return max(min(number, _LEAST), round(number * share))
