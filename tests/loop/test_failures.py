@@ -20,6 +20,7 @@ from support.faults import (
     PROMPTS,
     VOCAB,
     Fault,
+    another,
     check_everybody,
     check_nothing_is_left,
     results_of,
@@ -122,7 +123,7 @@ def test_memory_that_is_short_once_ends_nobody(driver, stage, error):
         def fail(batch: ForwardBatch, raised=raised, due=due) -> None:
             if len(driver.runner.launches) >= due and not raised:
                 raised.append(batch)
-                raise error
+                raise another(error)
 
         rids = submit(driver, new_tokens=10)
         setattr(driver.runner, {"execute": "before", "outputs": "after", "fetch": "on_fetch"}[stage], fail)
@@ -141,7 +142,7 @@ def limited(driver: EngineDriver, tokens: int) -> None:
 
     def refuse(batch: ForwardBatch) -> None:
         if sum(batch.q_lens_host) > tokens:
-            raise NO_MEMORY[0]
+            raise another(NO_MEMORY[0])
 
     driver.runner.before = refuse
 
@@ -186,7 +187,7 @@ def test_a_prompt_waits_for_decoding_rows_and_then_ends_alone(driver):
 
     def refuse(batch: ForwardBatch) -> None:
         if batch.num_decode < batch.num_rows:
-            raise NO_MEMORY[0]
+            raise another(NO_MEMORY[0])
 
     driver.runner.before = refuse
     large = driver.generate(PROMPTS[1], 5)
@@ -251,7 +252,7 @@ def test_the_step_after_a_lost_one_ends_nobody(tiny_model):
         def fail(batch: ForwardBatch) -> None:
             steps.append(batch)
             if len(steps) == 1:
-                raise BUG
+                raise another(BUG)
 
         driver.runner.on_fetch = fail
         driver.tick()  # launches the step that will fail
@@ -339,7 +340,7 @@ def test_results_that_make_no_message(driver, monkeypatch, failures):
     def send(client, output):
         if client == identity and len(attempts) < failures:
             attempts.append(output)
-            raise BUG
+            raise another(BUG)
         original(client, output)
 
     monkeypatch.setattr(results, "_send", send)
@@ -377,7 +378,7 @@ def test_a_pause_after_a_lost_step(driver, other_model, mode):
         def fail(batch: ForwardBatch, failed=failed) -> None:
             if not failed:
                 failed.append(batch)
-                raise NO_MEMORY[0]
+                raise another(NO_MEMORY[0])
 
         driver.runner.on_fetch = fail
         driver.tick()
@@ -409,7 +410,7 @@ def test_memory_that_comes_and_goes(driver, asks, room, where, data):
 
     def refuse(batch: ForwardBatch) -> None:
         if sum(batch.q_lens_host) > next(steps, 1000):
-            raise NO_MEMORY[0]
+            raise another(NO_MEMORY[0])
 
     rids = {}
     for number, (length, new_tokens) in enumerate(asks):

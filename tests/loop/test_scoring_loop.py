@@ -9,6 +9,7 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.checkpoints import make_checkpoint
+from support.faults import another
 from support.properties import examples
 from support.scripted import EngineDriver, assert_error, expected_tokens, tokens_of
 
@@ -380,7 +381,7 @@ def test_a_chunk_that_fails_ends_its_messages_and_no_other(
             monkeypatch.setattr(model, "forward_by_layer", whole)
             for layer in whole(batch, backend):
                 if layer == 2:
-                    raise error
+                    raise another(error)
                 yield layer
 
         monkeypatch.setattr(model, "forward_by_layer", failing)

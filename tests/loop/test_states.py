@@ -9,7 +9,7 @@ import random
 import numpy as np
 import pytest
 from support.checkpoints import make_checkpoint
-from support.faults import BUG, NO_MEMORY, Fault
+from support.faults import BUG, NO_MEMORY, Fault, another
 from support.scripted import EngineDriver, expected_tokens, tokens_of
 
 from caesura.io_struct import (
@@ -154,7 +154,7 @@ def test_a_request_of_the_step_after_a_lost_one_starts_again(folders):
         def fail(batch):
             steps.append(batch)
             if len(steps) == 1:
-                raise BUG
+                raise another(BUG)
 
         driver.runner.on_fetch = fail
         driver.tick()  # launches the step that will fail
@@ -170,7 +170,7 @@ def test_a_token_that_never_fits_ends_its_request(driver):
 
     def refuse(batch):
         if max(batch.kv_lens_host) > 50:
-            raise NO_MEMORY[0]
+            raise another(NO_MEMORY[0])
 
     driver.runner.before = refuse
     before = len(driver.runner.launches)

@@ -60,6 +60,11 @@ def check_nothing_is_left(driver: EngineDriver) -> None:
     assert table.num_free == table.slots
 
 
+def another(error: Exception) -> Exception:
+    """One like it: what is raised again and again gathers the frames of each time, and keeps all that is in them alive."""
+    return type(error)(*error.args)
+
+
 class Fault:
     """Lets calls of ``owner.name`` raise: those in ``calls``, counted from 0, before or after what they do."""
 
@@ -87,5 +92,5 @@ class Fault:
             result = self._original(*args, **kwargs)
         if number in self._calls:
             self.raised += 1
-            raise self._error
+            raise another(self._error)
         return result
