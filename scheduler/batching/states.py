@@ -130,7 +130,8 @@ class StatefulSteps:
             kv = self._kv(slot)
             assert kv.state is not None
             states.completed(kv.state)
-            self._cache.computed(kv, end)
+            if kv.state.promised:
+                self._cache.computed(kv, end)
 
     def rolled_back(self, slots: np.ndarray) -> None:
         """The results of the newest step of these rows are lost."""

@@ -186,6 +186,7 @@ def test_refused_where_torch_computes(model, monkeypatch):
         ("deepseek-v3", {"qk_nope_head_dim": 9}, "rows of 9"),
         ("qwen3", {"intermediate_size": 71}, "rows of 71"),
         ("qwen3-moe", {"moe_intermediate_size": 23}, "rows of 23"),
+        ("qwen3.5", {"linear_value_head_dim": 257}, "more than 256 elements"),
     ],
 )
 def test_refused_where_a_part_is_computed_by_torch(tmp_path, family, sizes, reason):
