@@ -4,11 +4,12 @@
 - ``moe-0.2b``: the same with 8 layers and a vocabulary of 32,000, 0.26 GB.
 - ``mla``: DeepSeek V3, 6 layers, one dense, 16 experts and a shared one, 0.06 GB.
 - ``mla-0.2b``: the same with 8 layers, 32 experts and a vocabulary of 32,000, 0.28 GB.
+- ``hybrid``: Qwen3.5 (text), 8 layers of which each fourth attends and the others keep a state, vocabulary 32,000, 0.09 GB.
 - ``mla-fp8``: ``mla`` as DeepSeek publishes it: float8_e4m3fn in blocks of 128 x 128, each with a float32 scale.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from checkpoints import INIT_STD, SHAPES, Shape, random_tensor
@@ -57,6 +58,88 @@ class MoeShape(Shape):
 
 
 @dataclass(frozen=True, kw_only=True)
+class HybridShape(Shape):
+    """Qwen3.5 (text): each fourth layer attends, with gates; the others have linear attention by the gated delta rule."""
+
+    linear_num_key_heads: int
+    linear_num_value_heads: int
+    linear_key_head_dim: int
+    linear_value_head_dim: int
+    linear_conv_kernel_dim: int = 4
+    full_attention_interval: int = 4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        assert self.num_hidden_layers % self.full_attention_interval == 0
+
+    @property
+    def cached_width(self) -> int:
+        """As :class:`Shape`'s, a mean over all layers."""
+        return super().cached_width // self.full_attention_interval
+
+    @property
+    def attended_width(self) -> int:
+        """As :class:`Shape`'s, a mean over all layers; what linear attention multiplies depends on no other token."""
+        return super().attended_width // self.full_attention_interval
+
+    @property
+    def state_bytes(self) -> int:
+        """Of a sequence, over all layers: float32, without the few inputs of the convolution."""
+        state = self.linear_num_value_heads * self.linear_key_head_dim * self.linear_value_head_dim
+        return 4 * state * (self.num_hidden_layers - self.num_hidden_layers // self.full_attention_interval)
+
+    def attends(self, layer: int) -> bool:
+        """Whether the layer has KV."""
+        return (layer + 1) % self.full_attention_interval == 0
+
+    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
+        """As the checkpoint has them."""
+        keys = self.linear_num_key_heads * self.linear_key_head_dim
+        values = self.linear_num_value_heads * self.linear_value_head_dim
+        channels, hidden = 2 * keys + values, self.hidden_size
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name, shape in super().tensor_shapes().items():
+            module, _, last = name.partition(".self_attn.")
+            if not last:
+                shapes[name] = shape
+            elif self.attends(int(module.rpartition(".")[2])):
+                shapes[name] = (2 * shape[0], hidden) if last == "q_proj.weight" else shape
+            elif last == "q_proj.weight":
+                linear = f"{module}.linear_attn"
+                shapes |= {
+                    f"{linear}.in_proj_qkv.weight": (channels, hidden),
+                    f"{linear}.in_proj_z.weight": (values, hidden),
+                    f"{linear}.in_proj_b.weight": (self.linear_num_value_heads, hidden),
+                    f"{linear}.in_proj_a.weight": (self.linear_num_value_heads, hidden),
+                    f"{linear}.conv1d.weight": (channels, 1, self.linear_conv_kernel_dim),
+                    f"{linear}.A_log": (self.linear_num_value_heads,),
+                    f"{linear}.dt_bias": (self.linear_num_value_heads,),
+                    f"{linear}.norm.weight": (self.linear_value_head_dim,),
+                    f"{linear}.out_proj.weight": (hidden, values),
+                }
+        return shapes
+
+    def config(self, dtype: str) -> dict[str, Any]:
+        """``config.json``."""
+        sizes = {name: value for name, value in vars(self).items() if name.startswith("linear_")}
+        kinds = {True: "full_attention", False: "linear_attention"}
+        return (
+            super().config(dtype)
+            | sizes
+            | {
+                "architectures": ["Qwen3_5ForCausalLM"],
+                "model_type": "qwen3_5_text",
+                "layer_types": [kinds[self.attends(layer)] for layer in range(self.num_hidden_layers)],
+                "rope_parameters": {
+                    "partial_rotary_factor": 0.25,
+                    "rope_theta": 10_000_000.0,
+                    "rope_type": "default",
+                },
+            }
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class LatentShape:
     """DeepSeek V3; field names follow the checkpoint's ``config.json``."""
 
@@ -78,6 +161,7 @@ class LatentShape:
     eos_token_id: int
     fp8: bool = False
     tie_word_embeddings: bool = False
+    state_bytes: ClassVar[int] = 0
 
     @property
     def cached_width(self) -> int:
@@ -243,6 +327,22 @@ ARCHITECTURES: dict[str, Shape | LatentShape] = {
     **SHAPES,
     "moe": MoeShape(num_hidden_layers=4, vocab_size=4096, **_EXPERTS),
     "moe-0.2b": MoeShape(num_hidden_layers=8, vocab_size=32_000, **_EXPERTS),
+    "hybrid": HybridShape(
+        num_hidden_layers=8,
+        hidden_size=512,
+        intermediate_size=1536,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=64,
+        vocab_size=32_000,
+        max_position_embeddings=4096,
+        bos_token_id=0,
+        eos_token_id=1,
+        linear_num_key_heads=4,
+        linear_num_value_heads=8,
+        linear_key_head_dim=64,
+        linear_value_head_dim=64,
+    ),
     "mla": LatentShape(**_LATENT),
     "mla-0.2b": LatentShape(
         **{**_LATENT, "num_hidden_layers": 8, "n_routed_experts": 32, "vocab_size": 32_000}

@@ -88,6 +88,11 @@ class Shape:
         """Multiplications of a token with another one in each layer: scores, and values."""
         return 2 * self.num_attention_heads * self.head_dim
 
+    @property
+    def state_bytes(self) -> int:
+        """Of a sequence, in layers that keep a state of it, which each of its steps reads and writes."""
+        return 0
+
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Checkpoint name to shape, in file order; linear weights are [out features, in features]."""
         hidden = self.hidden_size

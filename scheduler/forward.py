@@ -211,7 +211,9 @@ class StateStep:
     """Where a step's rows have their states, in layers that keep one per sequence (``cache/states.py``)."""
 
     rows: Tensor
-    """int64 [R]: the row of states of each of the step's rows."""
+    """int64 [R]: the row of states that each of the step's rows ends in."""
+    sources: Tensor | None
+    """int64 [decode rows]: those that these begin from. None: those that they end in."""
     segments: Sequence[StateSegment]
     """Of the prefilling rows, in an order in which one may follow from another."""
     kept: tuple[Tensor, Tensor] | None
@@ -222,7 +224,9 @@ class StateStep:
         kept = self.kept
         if kept is not None:
             kept = kept[0].to(device, non_blocking=True), kept[1].to(device, non_blocking=True)
-        return StateStep(rows=self.rows.to(device, non_blocking=True), segments=self.segments, kept=kept)
+        sources = None if self.sources is None else self.sources.to(device, non_blocking=True)
+        rows = self.rows.to(device, non_blocking=True)
+        return StateStep(rows=rows, sources=sources, segments=self.segments, kept=kept)
 
 
 @dataclass(slots=True, kw_only=True)

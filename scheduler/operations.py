@@ -113,10 +113,8 @@ def why_torch(loaded: LoadedModel) -> str | None:
         return why_not() or "there are none for this device and dtype"
     if config.transformers_config is not None:
         return "transformers computes some of what lies between the products"
-    if config.delta is not None:
-        if not computable(state_shape(config)):
-            return f"heads of linear attention have more than {LARGEST_HEAD} elements"
-        return "linear attention computes prompts by torch"
+    if config.delta is not None and not computable(state_shape(config)):
+        return f"heads of linear attention have more than {LARGEST_HEAD} elements"
     if (reason := _unpacked_fp8(loaded)) is not None:
         return reason
     if config.moe is not None and config.moe.grouped and not _choosable(config.moe):

@@ -1,7 +1,7 @@
 """What a device can do, measured, and what a step of a decoder must at least take on it.
 
 The limit of a decode step is the time to read what it must read: every weight but the embedding table, of which it gathers
-a few rows, and experts that no row chose, and the KV of every row. The limit of a prefill is the time of its products at the measured peak.
+a few rows, and experts that no row chose, the KV of every row, and its states, which it writes as well. The limit of a prefill is the time of its products at the measured peak.
 """
 
 import time
@@ -115,14 +115,15 @@ def prefill_flops(shape: AnyShape, prompts: int, length: int) -> float:
 
 def least_seconds(workload: Workload, shape: AnyShape, ceilings: Ceilings, itemsize: int = 2) -> float:
     """What a whole rollout must take: the products of its prompts, each once, at the measured peak; then for every decode step the
-    longer of its reading (weights, and KV, that of a shared prompt once) and of its products."""
+    longer of its reading (weights, KV, that of a shared prompt once, and states, which are written, too) and of its products."""
     rows = workload.requests * workload.samples
     seconds = prefill_flops(shape, workload.requests, workload.prompt_tokens) / ceilings.flops
     weights, computed = (streamed_weight_bytes(shape, itemsize, count) for count in (rows, 1))
     per_token = kv_bytes_per_token(shape, itemsize)
+    states = 2 * rows * shape.state_bytes
     scores = 2 * shape.attended_width * shape.num_hidden_layers
     for step in range(1, workload.new_tokens):  # the first token is the prompt's
         kv = per_token * (workload.requests * workload.prompt_tokens + rows * step)
         flops = rows * (2.0 * computed / itemsize + scores * (workload.prompt_tokens + step))
-        seconds += max((weights + kv) / ceilings.bandwidth, flops / ceilings.flops)
+        seconds += max((weights + kv + states) / ceilings.bandwidth, flops / ceilings.flops)
     return seconds

@@ -129,6 +129,16 @@ WORKLOADS = {
         vocab_size=32_000,
         kv_bytes_per_token=8 * 2 * 4 * 64 * 2,
     ),
+    "hybrid": Workload(
+        shape="hybrid",
+        model="hybrid",
+        requests=32,
+        prompt_tokens=64,
+        new_tokens=64,
+        rollouts=3,
+        vocab_size=32_000,
+        kv_bytes_per_token=2 * 2 * 2 * 64 * 2,
+    ),
     "mla": Workload(
         shape="mla",
         model="mla-0.2b",

@@ -1,12 +1,12 @@
 """The gated delta rule over states of sequences, from torch's own operations: linear attention that runs everywhere.
-``kernels/delta.py`` computes decode rows on the CPU.
+``kernels/delta.py`` serves on the CPU.
 
 Yang, Kautz, Hatamizadeh, 2025 (arXiv:2412.06464). Each value head stores values under keys in a matrix S [key, value]. A token
 lets all of it decay, then stores the part of its value that S does not return for its key already:
 
     S_t = a_t S_(t-1) + k_t (b_t (v_t - a_t S_(t-1)' k_t))'        o_t = S_t' q_t
 
-Prefill computes chunks of :data:`CHUNK` tokens at a time. Within a chunk, with c_t = a_1 ... a_t, what the tokens store
+Prefill by torch computes chunks of :data:`CHUNK` tokens at a time. Within a chunk, with c_t = a_1 ... a_t, what the tokens store
 (u_t = b_t (v_t - a_t S_(t-1)' k_t), the rows of U) solves a triangular system, since S_(t-1) is S_0 decayed and the u before it:
 
     u_t + b_t sum_(j<t) (c_t / c_j) (k_t' k_j) u_j = b_t (v_t - c_t S_0' k_t)
@@ -26,6 +26,7 @@ from torch.nn import functional
 from ..cache.state_pool import StatePool, StateShape
 from ..forward import AttentionBackend, ForwardBatch, FusedAttention, StateSegment, StateStep
 from ..kernels.attention import PagedStep
+from ..kernels.delta import NO_STATE, Segments
 from ..kernels.forms import PLAIN, AttentionForm
 
 CHUNK = 64
@@ -45,6 +46,7 @@ class HybridBackend:
         self.reads_page_table = attention.reads_page_table
         self._attention, self._pool = attention, pool
         self._step: StateStep | None = None
+        self._segments: Segments | None = None
         self._decode = 0
 
     @property
@@ -56,47 +58,35 @@ class HybridBackend:
         """Prepare the step's attention, and remember where its states are."""
         self._attention.plan(batch)
         self._decode = batch.num_decode
-        self._step = batch.states
+        self._step, self._segments = batch.states, None
         if self._step is None:  # a warm-up: rows of nobody
             rows = torch.zeros(batch.num_rows, dtype=torch.int64, device=batch.input_ids.device)
-            self._step = StateStep(rows=rows, segments=(), kept=None)
+            self._step = StateStep(rows=rows, sources=None, segments=(), kept=None)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: int, form: AttentionForm = PLAIN) -> Tensor:
         """As :class:`~..forward.AttentionBackend`, of layers with KV."""
         return self._attention.forward(q, k, v, layer, form)
 
-    @property
-    def num_decode(self) -> int:
-        """How many of the step's rows are one token of a sequence each; they come first."""
-        return self._decode
-
-    def decode(self, layer: int, kernel: Callable[[Tensor, Tensor, Tensor], None]) -> None:
-        """Have ``kernel`` compute the rows that are one token of a sequence each: from their states to the next, in place.
+    def compiled(self, layer: int, kernel: Callable[[Segments, Tensor, Tensor], None]) -> None:
+        """Have ``kernel`` compute all of the step's tokens: from their states to the next, in the pool.
 
         Args:
             layer: its number among those with states.
-            kernel: takes the rows' states as int64 [D], and the pool's :meth:`~..cache.state_pool.StatePool.layer`.
+            kernel: takes which tokens have which states, and the pool's :meth:`~..cache.state_pool.StatePool.layer`.
         """
-        step = self._planned()
-        rows, (past, recurrent) = step.rows[: self._decode], self._pool.layer(layer)
-        kernel(rows, past, recurrent)
-        if step.kept is not None:
-            index, targets = step.kept
-            past[targets], recurrent[targets] = past[rows[index]], recurrent[rows[index]]
+        if self._segments is None:
+            self._segments = segments_of(self._planned(), self._decode)
+        kernel(self._segments, *self._pool.layer(layer))
 
-    def delta(
-        self, mixed: Tensor, weight: Tensor, decay: Tensor, beta: Tensor, layer: int, *, decoded: int = 0
-    ) -> Tensor:
+    def delta(self, mixed: Tensor, weight: Tensor, decay: Tensor, beta: Tensor, layer: int) -> Tensor:
         """Convolution and delta rule of one layer, from each row's state to its next.
 
         Args:
-            mixed: [T, channels]: queries, keys, values, as they go into the convolution; from the step's row ``decoded`` on,
-                as are all of these.
+            mixed: [T, channels]: queries, keys, values, as they go into the convolution.
             weight: [channels, kernel]: of the convolution, a filter per channel, oldest position first.
             decay: float32 [T, value heads]: logarithms of a_t, at most 0.
             beta: [T, value heads]: b_t.
             layer: its number among those with states.
-            decoded: 0, or all rows that :meth:`decode` has computed.
 
         Returns:
             [T, value heads, value size], of ``mixed``'s dtype.
@@ -104,21 +94,22 @@ class HybridBackend:
         step, shape = self._planned(), self._pool.shape
         past, recurrent = self._pool.layer(layer)
         out = mixed.new_empty((mixed.shape[0], shape.value_heads, shape.value_size))
-        decode = self._decode - decoded
+        decode = self._decode
         if decode:
             rows = step.rows[:decode]
-            inputs = torch.cat((past[rows], mixed[:decode].unsqueeze(1)), dim=1)
+            sources = rows if step.sources is None else step.sources
+            inputs = torch.cat((past[sources], mixed[:decode].unsqueeze(1)), dim=1)
             past_after = inputs[:, 1:]
             convolved = _activated((inputs.float() * weight.t().float()).sum(dim=1), mixed.dtype)
             q, k, v = split_heads(convolved, shape)
-            states = recurrent[rows]
+            states = recurrent[sources]
             out[:decode] = decode_step(states, q, k, v, decay[:decode], beta[:decode].float())
             past[rows], recurrent[rows] = past_after, states
             if step.kept is not None:
                 index, targets = step.kept
                 past[targets], recurrent[targets] = past_after[index], states[index]
         for segment in step.segments:
-            here = slice(segment.start - decoded, segment.end - decoded)
+            here = slice(segment.start, segment.end)
             out[here] = self._prefill(segment, mixed[here], weight, decay[here], beta[here], past, recurrent)
         return out
 
@@ -153,6 +144,31 @@ class HybridBackend:
         for row in (segment.target,) if segment.kept is None else (segment.target, segment.kept):
             past[row], recurrent[row] = inputs[count:], state
         return results
+
+
+def segments_of(step: StateStep, num_decode: int) -> Segments:
+    """The step's tokens as the kernel takes them: ``num_decode`` sequences of one, then those of the segments."""
+    rows = step.rows[:num_decode]
+    decode = torch.empty((num_decode, 5), dtype=torch.int64)
+    decode[:, 0] = torch.arange(num_decode)
+    decode[:, 1] = 1
+    decode[:, 2] = rows if step.sources is None else step.sources
+    decode[:, 3] = rows
+    decode[:, 4] = NO_STATE
+    if step.kept is not None:
+        index, targets = step.kept
+        decode[index, 4] = targets
+    if not step.segments:
+        return Segments(decode, torch.arange(num_decode + 1))
+    prefill, starts, follows = [], list(range(num_decode)), None
+    for number, (start, end, source, target, kept) in enumerate(step.segments, num_decode):
+        if source is None or (source, start) != follows:
+            starts.append(number)
+        first = NO_STATE if source is None else source
+        prefill.append((start, end - start, first, target, NO_STATE if kept is None else kept))
+        follows = target, end
+    table = torch.cat((decode, torch.tensor(prefill, dtype=torch.int64)))
+    return Segments(table, torch.tensor([*starts, len(table)], dtype=torch.int64))
 
 
 def _activated(convolved: Tensor, dtype: torch.dtype) -> Tensor:

@@ -25,7 +25,7 @@ from ..cache.routing import RoutingPool
 from ..config import PAGE_SIZE
 from ..forward import ForwardBatch
 from .chunking import ChunkSizer
-from .request import NO_SLOT, Phase, Request, RequestTable
+from .request import Phase, Request, RequestTable
 from .sampling_inputs import input_spans, input_tokens, sampling_batch
 from .scheduled_batch import ScheduledBatch as ScheduledBatch
 from .states import StatefulSteps
@@ -119,6 +119,8 @@ class Batcher:
     def schedule(self) -> ScheduledBatch | None:
         """Build the next step; None if there is nothing to run, or if a step in flight must be completed first."""
         self._starting = None
+        if restarted := self._restarted_chunks():
+            return self._build(np.empty(0, np.int64), restarted)
         decode = self._rotate_decode_rows(self._ready_decode_slots())
         if not self._extend_decode_pages(decode):
             return None
@@ -136,6 +138,7 @@ class Batcher:
         self.table.inflight[batch.slots] -= 1
         self._states.completed(batch.slots, batch.forward)
         for request in batch.completed:
+            request.restarted = False
             self._release_prefix_waiters(request)
         self._run_deferred_releases(kv_is_valid=True)
         for request in batch.completed:
@@ -148,10 +151,11 @@ class Batcher:
         """Roll back a step whose results are lost, so that its tokens are scheduled again.
 
         With two steps in flight, the one launched last is rolled back first. The KV that the step wrote lies beyond
-        ``scheduled``; the step that computes these tokens again overwrites it. Of requests with a state the step has left an
-        undefined one: :meth:`restart_states`.
+        ``scheduled``; the step that computes these tokens again overwrites it. Requests may have lost their state:
+        :meth:`restart_states`.
         """
         table = self.table
+        self._states.rolled_back(batch.slots)
         table.inflight[batch.slots] -= 1
         table.scheduled[batch.slots] -= np.asarray(batch.forward.q_lens_host, np.int64)
         for request in batch.completed:
@@ -163,12 +167,12 @@ class Batcher:
         self._decode_slots = None
         self._run_deferred_releases(kv_is_valid=False)
 
-    def restart_states(self, *batches: ScheduledBatch) -> None:
-        """Requeue the requests of steps that were rolled back, if they have states: these are computed again, with their tokens."""
-        if self.cache.states is not None:
-            slots = {int(slot) for batch in batches for slot in batch.slots}
-            for request in [request for request in self._active[::-1] if request.slot in slots]:
+    def restart_states(self) -> None:
+        """Requeue the requests whose states were lost by steps that were rolled back: these are computed again, with their tokens."""
+        for request in self._active[::-1]:
+            if request.kv is not None and request.kv.state is not None and request.kv.state.lost:
                 self._requeue(request, keep_prefix=True)
+                request.restarted = len(request.evicted.tokens) > 0
 
     def last_tokens(self) -> tuple[np.ndarray, np.ndarray]:
         """``(slots, tokens)`` [n]: the last sampled token of each decoding request. No step may be in flight."""
@@ -192,25 +196,8 @@ class Batcher:
         return [request for request in rows if request is not None]
 
     def routed_experts(self, request: Request) -> np.ndarray | None:
-        """Expert ids of positions [routed_from, known tokens - 1), as [rows, layers, top_k].
-
-        None if ``request`` did not ask for them. Each position is recorded once: recomputation after a retraction does
-        not change its experts. Recording begins with the first sampled token. Before that there are no rows, because
-        the whole prompt may still be computed again under other weights.
-        """
-        routing = self._routing
-        if routing is None or request.routed_from is None:
-            return None
-        rows = request.routed
-        if rows is None:
-            rows = np.empty((0, routing.num_layers, routing.top_k), routing.numpy_dtype)
-        slot = request.slot
-        if slot == NO_SLOT or self.table.length[slot] == self.table.prompt_len[slot]:
-            return rows
-        first, end = request.routed_from + len(rows), int(self.table.length[slot]) - 1
-        if first >= end:
-            return rows
-        return np.concatenate([rows, routing.read(self.table.page_table[slot], first, end)])
+        """As :meth:`~.request.RequestTable.routed_experts`."""
+        return self.table.routed_experts(request, self._routing)
 
     def retire(self, request: Request, *, keep_prefix: bool = True) -> None:
         """Release the slot and KV of a finished request, after the step in flight if that uses them.
@@ -335,6 +322,22 @@ class Batcher:
             self.cache.close(request.kv, None)
         request.kv = None
 
+    def _restarted_chunks(self) -> list[tuple[Request, int]]:
+        """While memory is short, those of requests that decoded until they lost their states.
+
+        Decoding rows wait for them, since they would take all of a step for as long as they decode.
+        """
+        chunks: list[tuple[Request, int]] = []
+        budget = 0 if self._chunk_sizer.limit is None else self._chunk_sizer.budget()
+        for request in self._prefilling:
+            if request.restarted and budget:
+                budget -= self._append_chunk(request, budget, chunks)
+        while budget > 0 and any(request.restarted for request in self.waiting.head()):
+            if (started := self._start_next()) is None:
+                break
+            budget -= self._append_chunk(started, budget, chunks)
+        return chunks
+
     def _prefill_chunks(self, budget: int) -> list[tuple[Request, int]]:
         """``(request, prompt tokens to compute)``, at most ``budget`` tokens: requests in prefill first, then new ones."""
         chunks: list[tuple[Request, int]] = []
@@ -342,12 +345,15 @@ class Batcher:
             if budget == 0:
                 return chunks
             budget -= self._append_chunk(request, budget, chunks)
-        while budget > 0 and self.table.num_free and self.cache.can_open and len(self.waiting):
-            started = self.waiting.start_next(self._may_start, self._start, LOOK_AHEAD)
-            if started is None:
-                break
+        while budget > 0 and (started := self._start_next()) is not None:
             budget -= self._append_chunk(started, budget, chunks)
         return chunks
+
+    def _start_next(self) -> Request | None:
+        """The waiting request that has been started. None: none can be now."""
+        if not (self.table.num_free and self.cache.can_open and len(self.waiting)):
+            return None
+        return self.waiting.start_next(self._may_start, self._start, LOOK_AHEAD)
 
     def _append_chunk(self, request: Request, budget: int, chunks: list[tuple[Request, int]]) -> int:
         remaining = int(self.table.length[request.slot] - self.table.scheduled[request.slot])
@@ -450,7 +456,9 @@ class Batcher:
             page_table=torch.from_numpy(page_table),
             window_slots=window_slots,
             window_table=window_table,
-            states=self._states.places(slots, starts, ends, num_decode),
+            states=self._states.places(
+                slots, starts, ends, num_decode, memory_is_short=self._chunk_sizer.limit is not None
+            ),
             kv_lens=torch.from_numpy(ends.astype(np.int32)),
             q_lens_host=q_lens.tolist(),
             kv_lens_host=ends.tolist(),
@@ -473,7 +481,7 @@ class Batcher:
             inputs=spans,
         )
         self._mark_in_flight(batch, ends)
-        self._states.launched(slots)
+        self._states.launched(slots, starts)
         if forward.sampling.special is not None:
             table.extras.counted[sample_slots] = ends[samples] + 1
         return batch

@@ -23,6 +23,7 @@ from .sampling_masks import SamplingMaskRecord
 
 if TYPE_CHECKING:
     from ..cache.manager import RequestKV
+    from ..cache.routing import RoutingPool
 
 NO_SLOT = -1
 NO_TOKEN = -1
@@ -115,6 +116,8 @@ class Request:
     """It is computing prompt pages that waiting requests with the same prompt will share."""
     routed: np.ndarray | None = None
     """Routed experts from ``routed_from`` on, saved at the last retraction; None if there are none."""
+    restarted: bool = False
+    """It decoded, has lost its states with a failed step, and does not decode again yet."""
 
     # Written by step_recovery.py.
     failed_alone_at: int | None = None
@@ -320,6 +323,26 @@ class RequestTable:
             self.raw[slot, window].copy(),
             self.sampled[slot, window].copy(),
         )
+
+    def routed_experts(self, request: Request, routing: "RoutingPool | None") -> np.ndarray | None:
+        """Expert ids of positions [routed_from, known tokens - 1), as [rows, layers, top_k].
+
+        None if ``request`` did not ask for them. Each position is recorded once: recomputation after a retraction does
+        not change its experts. Recording begins with the first sampled token. Before that there are no rows, because
+        the whole prompt may still be computed again under other weights.
+        """
+        if routing is None or request.routed_from is None:
+            return None
+        rows = request.routed
+        if rows is None:
+            rows = np.empty((0, routing.num_layers, routing.top_k), routing.numpy_dtype)
+        slot = request.slot
+        if slot == NO_SLOT or self.length[slot] == self.prompt_len[slot]:
+            return rows
+        first, end = request.routed_from + len(rows), int(self.length[slot]) - 1
+        if first >= end:
+            return rows
+        return np.concatenate([rows, routing.read(self.page_table[slot], first, end)])
 
     def forget_outputs(self, request: Request) -> None:
         """Drop the outputs of ``request``, whether it is bound or not."""

@@ -8,8 +8,8 @@ Any other failure ends the requests of its step.
 Invariants:
 - A step's output is recorded only if all of it has arrived. A step that is computed again writes the same KV slots, and its
   noise is a function of position, so it samples the same tokens.
-- Of a model with states per sequence, requests of a step that was rolled back start again from the last state that was kept
-  for a prefix of theirs: the step may have overwritten what they had.
+- Of a model with states per sequence, requests whose state the step has overwritten start again from the last one that was kept
+  for a prefix of theirs (``states.py`` says which steps overwrite), and before others decode on.
 - A step that was launched after a failed one is rolled back with it, because its decoding rows read the failed step's
   tokens. Its requests go on.
 - Attempts are bounded. After an out-of-memory failure each attempt has at most half the tokens of the one before, and a
@@ -116,7 +116,7 @@ class Recovery:
             logger.warning("steps are limited to %d tokens for now", self._chunks.limit)
         else:
             self._fail_requests(self._batcher.requests_of(batch), failure)
-        self._batcher.restart_states(batch, *([] if later is None else [later]))
+        self._batcher.restart_states()
         self._device_cache.after_failure(failure.message)
         self._restore_last_tokens()
 

@@ -6,20 +6,23 @@ be gone on from only where a state was kept: at the end of a page of the KV ledg
 | a row is     | whose                                            | given back when                                         |
 |--------------|--------------------------------------------------|---------------------------------------------------------|
 | live         | an open request's: its state after its last step | the request's KV is closed                              |
+| before       | an open request's: its state before a step under way, which writes to another row | the step is completed  |
+| spare        | an open request's: where its next step is to write | it has been before a step, or no step wants it any more |
 | promised     | a step's under way, which will fill it           | the step is completed (then kept), or the KV is closed  |
 | kept         | a page's: the state at the end of it             | the page is freed, or a row is needed: oldest use first |
 | free         | nobody's                                         |                                                         |
 
 Invariants:
-- live + promised + kept + free = total; the scratch row is none of them.
-- A live row is overwritten by each step, so a step whose results are lost leaves it undefined: its request starts again, from
-  the last prefix that has a kept state. A kept row is never written again.
+- live + before + spare + promised + kept + free = total; the scratch row is none of them.
+- A step writes to its request's spare row, which becomes the live one, and if it is lost the row before is live again. Without a
+  spare row it overwrites the live one, so a step whose results are lost leaves that undefined: its request starts again, from the
+  last prefix that has a kept state. A kept row is never written again.
 - A kept state is a convenience: any may be given up, but for one that a request has opened with and not yet been computed
   from (it is *pinned*, and its page is locked by that request).
 - What a step promised counts as kept only when the step has been completed.
 """
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -32,6 +35,8 @@ NO_ROW = 0
 """The scratch row."""
 NO_PAGE = 0
 """The scratch page."""
+_OVERWRITTEN = -1
+"""Of a step under way, in the place of the row before it: what it began from is not in a row of its request's."""
 
 
 @dataclass(slots=True)
@@ -48,6 +53,12 @@ class RequestState:
     """Page of its row (by position there) to the row that a step under way keeps the state at the page's end in."""
     last_kept: int | None = None
     """The page, by position in its row, whose state was kept last."""
+    spare: int = NO_ROW
+    """The row that its next step writes. The scratch row: its live one."""
+    before: deque[int] = field(default_factory=deque)
+    """Of each step under way, oldest first: the row with the state before it. The scratch row: it began with the first token."""
+    lost: bool = False
+    """A step has been rolled back that had overwritten the live row."""
 
 
 class StateUsage(NamedTuple):
@@ -57,7 +68,7 @@ class StateUsage(NamedTuple):
     kept: int
     """Of prefixes: given up when somebody needs them."""
     held: int
-    """Live and promised."""
+    """Live, before, spare and promised."""
     total: int
 
 
@@ -117,11 +128,47 @@ class StateRows:
         assert row is not None, "there is a row that is not the source's"
         return RequestState(row, source, branch)
 
-    def launched(self, state: RequestState) -> None:
-        """A step that reads what the request begins from has been launched: whatever comes later is ordered behind it."""
-        if state.source != NO_PAGE:
-            self._unpin(state.source)
-            state.source = NO_PAGE
+    def reserve(self, state: RequestState, *, take_kept: bool) -> None:
+        """Have a spare row for the next step, if there is one to be had beside one for another request; ``take_kept``: give up
+        a kept state for it.
+
+        None while the request begins from another's kept state: that outlives the step anyway, but not for this request.
+        """
+        room = self.available if take_kept else self._allocator.num_free
+        if state.source == NO_PAGE and state.spare == NO_ROW and room > 1:
+            state.spare = self._take() or NO_ROW
+
+    def unreserve(self, state: RequestState) -> None:
+        """The next step overwrites the live row."""
+        if state.spare != NO_ROW:
+            self._give_back(state.spare)
+            state.spare = NO_ROW
+
+    def launched(self, state: RequestState, *, from_start: bool) -> None:
+        """A step that reads what the request begins from has been launched: whatever comes later is ordered behind it.
+
+        ``from_start``: it begins with the request's first token.
+        """
+        if state.spare != NO_ROW:
+            state.before.append(state.row)
+            state.row, state.spare = state.spare, NO_ROW
+        else:
+            state.before.append(NO_ROW if from_start else _OVERWRITTEN)
+        self._leave_source(state)
+
+    def completed(self, state: RequestState) -> None:
+        """The oldest step under way has been computed: nobody goes back behind it."""
+        row = state.before.popleft()
+        if row not in (NO_ROW, _OVERWRITTEN):
+            self._give_back(row)
+
+    def rolled_back(self, state: RequestState) -> None:
+        """The results of the newest step under way are lost: the request's state is that before it, or :attr:`~RequestState.lost`."""
+        row = state.before.pop()
+        state.lost = row == _OVERWRITTEN
+        if row not in (NO_ROW, _OVERWRITTEN):
+            self._give_back(state.row)
+            state.row = row
 
     def promise(self, state: RequestState, page: int) -> int | None:
         """The row in which a step shall keep the state at the end of its ``page`` (by position). None: there is no room."""
@@ -159,8 +206,8 @@ class StateRows:
 
     def close(self, state: RequestState) -> None:
         """The request ends, or starts again; what was promised to it and is not kept by now never will be."""
-        self.launched(state)
-        for row in (state.row, *state.promised.values()):
+        self._leave_source(state)
+        for row in _held_by(state):
             self._give_back(row)
         state.promised.clear()
 
@@ -171,6 +218,11 @@ class StateRows:
                 self.kept[its], self.kept[mine] = self.kept[mine], NO_ROW
                 del self._oldest[mine]
                 self._oldest[its] = None
+
+    def _leave_source(self, state: RequestState) -> None:
+        if state.source != NO_PAGE:
+            self._unpin(state.source)
+            state.source = NO_PAGE
 
     def _pin(self, page: int) -> None:
         self._oldest.pop(page, None)
@@ -210,7 +262,7 @@ class StateRows:
             LedgerError: a row that is not exactly one thing, a state kept for a free page, or a wrong pin.
         """
         states = list(states)
-        held = [row for state in states for row in (state.row, *state.promised.values())]
+        held = [row for state in states for row in _held_by(state)]
         pages = np.nonzero(self.kept)[0]
         rows = np.sort(np.concatenate([self._allocator.free_pages(), self.kept[pages], held])).astype(
             np.int64
@@ -226,3 +278,9 @@ class StateRows:
             )
         if not set(pages.tolist()) <= set(owned.tolist()):
             raise LedgerError(f"states of free pages: {sorted(set(pages.tolist()) - set(owned.tolist()))}")
+
+
+def _held_by(state: RequestState) -> list[int]:
+    """The rows that are the request's."""
+    rows = (state.row, state.spare, *state.before, *state.promised.values())
+    return [row for row in rows if row not in (NO_ROW, _OVERWRITTEN)]

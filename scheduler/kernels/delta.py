@@ -1,9 +1,9 @@
-"""One token of each of several sequences through the gated delta rule on the CPU, compiled (``cpu/delta.cpp``).
+"""Tokens of several sequences through the gated delta rule on the CPU, compiled (``cpu/delta.cpp``).
 
 Invariants:
 - Results are those of ``layers/gated_delta.py`` by torch but for the order of sums and the last bit of an exponential: they are
   rounded to the dtype wherever torch's sequence of operations rounds.
-- A row's bits depend on that row and its state alone.
+- A token's bits depend on that token and the state before it alone: not on other sequences, nor on how its own is cut into steps.
 """
 
 import ctypes
@@ -21,11 +21,38 @@ LARGEST_HEAD = 256
 
 _STEP = native.by_dtype(
     "caesura_delta_step",
-    *(POINTER, SIZE, POINTER, SIZE),  # x, stride of a row, places, rows
+    *(POINTER, SIZE, POINTER),  # x, stride of a row, places
+    *(POINTER, POINTER, SIZE),  # segments, chains, number of these
     *(SIZE, SIZE, SIZE, SIZE, SIZE),  # key heads, value heads of each, key size, value size, kernel
     *(POINTER, POINTER, POINTER, POINTER, FLOAT),  # filters, rates, their biases, norm
-    *(POINTER, POINTER, POINTER, POINTER, INT),  # states, past, recurrent, out, threads
+    *(POINTER, POINTER, POINTER, INT),  # past, recurrent, out, threads
 )
+
+NO_STATE = -1
+"""In the place of a row of states: there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """Which tokens of a step go from which states to which; those of a sequence follow from one another."""
+
+    table: Tensor
+    """int64 [segments, 5]: first token, tokens, row of states that they begin from, that they end in, and another one that is to
+    have the state after them. No row is written by two sequences; :data:`NO_STATE` for none."""
+    chains: Tensor
+    """int64 [sequences + 1]: the first segment of each sequence, then their number."""
+
+    def fits(self) -> bool:
+        """Whether the kernel reads them as they are meant."""
+        count = self.table.shape[0]
+        return (
+            self.table.dtype == self.chains.dtype == torch.int64
+            and self.table.shape == (count, 5)
+            and self.table.is_contiguous()
+            and self.chains.dim() == 1
+            and len(self.chains) > 0
+            and self.chains.is_contiguous()
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,47 +97,45 @@ class DeltaStep:
         self._address = ctypes.addressof(self._places)
 
     def run(
-        self, x: Tensor, weights: DeltaWeights, states: Tensor, past: Tensor, recurrent: Tensor, out: Tensor
+        self,
+        x: Tensor,
+        weights: DeltaWeights,
+        segments: Segments,
+        past: Tensor,
+        recurrent: Tensor,
+        out: Tensor,
     ) -> None:
-        """Each row's state to its next, and what its query finds, normalised and gated.
+        """Each sequence's state to its next, and what its tokens' queries find, normalised and gated.
 
         Args:
-            x: [R, places.width], elements of a row contiguous.
-            states: int64 [R]: rows of the two that follow, none twice; inside them, which is not checked.
+            x: [T, places.width], elements of a row contiguous.
+            segments: their tokens and rows are inside the others' bounds, which is not checked.
             past: [states, kernel - 1, channels]; recurrent: float32 [states, value heads, key size, value size]: of
                 :class:`~..cache.state_pool.StatePool`, overwritten.
-            out: [R, value heads * value size], contiguous.
+            out: [T, value heads * value size], contiguous.
 
         Raises:
             ValueError: a tensor that the kernel would misread.
         """
         shape, filters = self._shape, weights.filters
-        if not self._fits(x, weights, states, past, recurrent, out):
+        if not (segments.fits() and self._fits(x, weights, past, recurrent, out)):
             tensors = (
-                x,
-                filters,
-                weights.log_rate,
-                weights.rate_bias,
-                weights.norm,
-                states,
-                past,
-                recurrent,
-                out,
+                *(x, filters, weights.log_rate, weights.rate_bias, weights.norm),
+                *(segments.table, segments.chains, past, recurrent, out),
             )
             described = ", ".join(f"{each.dtype} {tuple(each.shape)}" for each in tensors)
             raise ValueError(f"no step of the delta rule: {described}")
         _STEP[x.dtype](
-            *(x.data_ptr(), x.stride(0), self._address, x.shape[0]),
+            *(x.data_ptr(), x.stride(0), self._address),
+            *(segments.table.data_ptr(), segments.chains.data_ptr(), len(segments.chains) - 1),
             *(shape.key_heads, shape.value_heads // shape.key_heads),
             *(shape.key_size, shape.value_size, shape.kernel),
             *(filters.data_ptr(), weights.log_rate.data_ptr(), weights.rate_bias.data_ptr()),
             *(weights.norm.data_ptr(), weights.eps),
-            *(states.data_ptr(), past.data_ptr(), recurrent.data_ptr(), out.data_ptr(), native.num_threads()),
+            *(past.data_ptr(), recurrent.data_ptr(), out.data_ptr(), native.num_threads()),
         )
 
-    def _fits(
-        self, x: Tensor, weights: DeltaWeights, states: Tensor, past: Tensor, recurrent: Tensor, out: Tensor
-    ) -> bool:
+    def _fits(self, x: Tensor, weights: DeltaWeights, past: Tensor, recurrent: Tensor, out: Tensor) -> bool:
         shape, rows, values = self._shape, x.shape[0], self._shape.value_heads * self._shape.value_size
         parts = (
             (weights.filters, (shape.channels, 1, shape.kernel)),
@@ -129,8 +154,6 @@ class DeltaStep:
             )
             and (recurrent.dtype, recurrent.shape) == (torch.float32, (past.shape[0], *shape.recurrent))
             and recurrent.is_contiguous()
-            and (states.dtype, states.shape) == (torch.int64, (rows,))
-            and states.is_contiguous()
         )
 
 

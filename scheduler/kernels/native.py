@@ -35,7 +35,7 @@ FLOATS = (torch.bfloat16, torch.float32)
 NO_AVX2 = "this processor has no AVX2"
 """The one reason of :func:`why_not` that is not the installation's."""
 
-_ABI = 12
+_ABI = 13
 """native.cpp has the same; both rise when an argument of a kernel changes."""
 
 POINTER = ctypes.c_void_p

@@ -14,7 +14,7 @@ from torch.nn import functional
 from ..attention.delta_rule import HybridBackend
 from ..cache.state_pool import StateShape
 from ..forward import AttentionBackend
-from ..kernels.delta import DeltaPlaces, DeltaWeights, delta_for
+from ..kernels.delta import DeltaPlaces, DeltaWeights, Segments, delta_for
 from .linear import Linear
 from .norm import RMSNorm, normalize
 from .parameters import CompositeLayer, Layer, Parameter, Placement, WeightSlot
@@ -68,18 +68,14 @@ class GatedDelta(CompositeLayer):
             "a model with states is computed by a backend that has them"
         )
         projected = self._in.forward(x)
-        decoded = backend.num_decode if self._kernel is not None else 0
-        if not decoded:
-            return self._out.forward(self._by_torch(projected, backend, 0))
-        gated = x.new_empty((x.shape[0], self._shape.state.value_heads * self._shape.state.value_size))
-        self._decode(projected[:decoded], backend, gated[:decoded])
-        if decoded < x.shape[0]:
-            gated[decoded:] = self._by_torch(projected[decoded:], backend, decoded)
-        return self._out.forward(gated)
+        compute = self._by_torch if self._kernel is None else self._compiled
+        return self._out.forward(compute(projected, backend))
 
-    def _decode(self, projected: Tensor, backend: HybridBackend, out: Tensor) -> None:
-        kernel = self._kernel
+    def _compiled(self, projected: Tensor, backend: HybridBackend) -> Tensor:
+        """What goes into the last product, [T, value heads * value size]."""
+        kernel, state = self._kernel, self._shape.state
         assert kernel is not None
+        out = projected.new_empty((projected.shape[0], state.value_heads * state.value_size))
         weights = DeltaWeights(
             filters=self._filters.data,
             log_rate=self._log_rate.data,
@@ -88,19 +84,19 @@ class GatedDelta(CompositeLayer):
             eps=self._norm.eps,
         )
 
-        def run(rows: Tensor, past: Tensor, recurrent: Tensor) -> None:
-            kernel.run(projected, weights, rows, past, recurrent, out)
+        def run(segments: Segments, past: Tensor, recurrent: Tensor) -> None:
+            kernel.run(projected, weights, segments, past, recurrent, out)
 
-        backend.decode(self._layer, run)
+        backend.compiled(self._layer, run)
+        return out
 
-    def _by_torch(self, projected: Tensor, backend: HybridBackend, decoded: int) -> Tensor:
-        """What goes into the last product, of all rows from ``decoded`` on."""
+    def _by_torch(self, projected: Tensor, backend: HybridBackend) -> Tensor:
+        """As :meth:`_compiled`."""
         mixed, gate, b, a = self._split(projected)
         rate = functional.softplus(a.float() + self._rate_bias.data.float())
         decay = -self._log_rate.data.float().exp() * rate
-        found = backend.delta(
-            mixed, self._filters.data.squeeze(1), decay, torch.sigmoid(b), self._layer, decoded=decoded
-        )
+        filters = self._filters.data.squeeze(1)
+        found = backend.delta(mixed, filters, decay, torch.sigmoid(b), self._layer)
         normalized = self._norm.scale_(normalize(found.float(), self._norm.eps).to(found.dtype))
         return (normalized * functional.silu(gate.float())).to(found.dtype).flatten(1)
 

@@ -81,6 +81,20 @@ def test_a_rollout_takes_its_prompts_once_and_each_step_the_slower_of_reading_an
     assert computing == pytest.approx((prompts + 6 * (2 * weights + scores)) / 100)
 
 
+def test_a_hybrid_has_kv_in_each_fourth_layer_and_a_state_in_the_others():
+    """By hand: eight heads of 64 x 64 in six layers, read and written by each row; one pair more in two layers."""
+    made, work = ARCHITECTURES["hybrid"], WORKLOADS["hybrid"]
+    assert kv_bytes_per_token(made, 2) == work.kv_bytes_per_token
+    without, states = replace(made, linear_key_head_dim=1), 4 * 6 * 8 * 64 * 64
+    assert made.state_bytes == states == 64 * without.state_bytes
+    longer, shorter = (prefill_flops(made, 1, length) for length in (2, 1))
+    head = 2 * 32_000 * 512
+    assert longer - 2 * (shorter - head) - head == 2 * 2 * 2 * 8 * 64
+    least = least_seconds(replace(work, requests=3, new_tokens=2), made, Ceilings(10.0, 1.0, 1e30))
+    kv = work.kv_bytes_per_token * 3 * (work.prompt_tokens + 1)
+    assert least == pytest.approx((streamed_weight_bytes(made, 2, 3) + kv + 2 * 3 * states) / 10)
+
+
 def test_of_latents_one_is_cached_for_all_heads():
     """By hand for the shape of DeepSeek: 32 experts of three matrices 256 x 512 in seven layers, 4 a token."""
     made = ARCHITECTURES["mla-0.2b"]

@@ -3,6 +3,9 @@
 Failures are injected into a real engine over the scripted model, whose tokens depend on every slot of KV: what is computed
 again wrongly, or read from a step that was lost, gives other tokens. The same with the real model is in
 ``test_failures_of_models.py``, failures of commands are in ``test_failures_of_commands.py``.
+
+All of it holds for a model with states per sequence, too (``test_states.py`` has what is special about these): that is
+long, but for what depends on where its steps write them.
 """
 
 import weakref
@@ -43,10 +46,37 @@ from caesura.scheduler.config import PAGE_SIZE
 from caesura.scheduler.forward import ForwardBatch
 
 
-@pytest.fixture(params=[0, 1], ids=["depth0", "depth1"])
-def driver(tiny_model, request):
-    with EngineDriver(str(tiny_model), pipeline_depth=request.param, chunked_prefill_size=32) as driver:
+@pytest.fixture(scope="module")
+def hybrids(tmp_path_factory):
+    """Two checkpoints of a model with states per sequence."""
+    from support.checkpoints import make_checkpoint  # imports transformers, for seconds
+
+    paths = [tmp_path_factory.mktemp("hybrid") for _ in range(2)]
+    for seed, path in enumerate(paths):
+        make_checkpoint(path, "qwen3.5", seed=seed)
+    return paths
+
+
+MODELS = ["depth0", "depth1", "hybrid-depth0", "hybrid-depth1"]
+of_hybrids_too = pytest.mark.parametrize("driver", quick(MODELS[:2] + MODELS[:1:-1], 3), indirect=True)
+"""A test that is quick for a hybrid, too."""
+
+
+@pytest.fixture(params=quick(MODELS, 2))
+def driver(request):
+    hybrid = request.param.startswith("hybrid")
+    path = request.getfixturevalue("hybrids")[0] if hybrid else request.getfixturevalue("tiny_model")
+    depth = int(request.param[-1])
+    with EngineDriver(str(path), pipeline_depth=depth, chunked_prefill_size=32) as driver:
         yield driver
+
+
+@pytest.fixture
+def new_weights(driver, request):
+    """Another checkpoint of the driver's model."""
+    if driver.engine.cache.states is not None:
+        return request.getfixturevalue("hybrids")[1]
+    return request.getfixturevalue("other_model")
 
 
 STAGES: dict[str, Callable[[EngineDriver], tuple[object, str]]] = {
@@ -147,6 +177,7 @@ def limited(driver: EngineDriver, tokens: int) -> None:
     driver.runner.before = refuse
 
 
+@of_hybrids_too
 @pytest.mark.parametrize("tokens", [1, 3, PAGE_SIZE, 31])
 def test_a_step_that_does_not_fit_is_divided(driver, tokens):
     """Prompts are cut, decoding rows go first: everybody gets everything as long as one token fits."""
@@ -161,6 +192,7 @@ def test_a_step_that_does_not_fit_is_divided(driver, tokens):
     assert 0 < failures.splits == failures.failed <= 12
 
 
+@of_hybrids_too
 def test_decoding_rows_take_turns(driver):
     """Memory for three of eight rows: nobody waits until the others have ended."""
     rids = [driver.generate([5, 6, 7 + number], 40) for number in range(8)]
@@ -180,6 +212,7 @@ def test_decoding_rows_take_turns(driver):
         assert len(tokens_of(result)) == 40
 
 
+@of_hybrids_too
 def test_a_prompt_waits_for_decoding_rows_and_then_ends_alone(driver):
     """Memory for no prompt at all: those who decode go on, the prompt is tried alone and ends, with its reason."""
     small = driver.generate([5, 6, 7], 30)
@@ -202,6 +235,7 @@ def test_a_prompt_waits_for_decoding_rows_and_then_ends_alone(driver):
     check_everybody(driver, submit(driver))
 
 
+@of_hybrids_too
 def test_without_any_memory_everybody_is_told_after_a_bounded_number_of_attempts(driver):
     rids = submit(driver, new_tokens=30, n=2)
     driver.tick(6)
@@ -267,13 +301,16 @@ def test_the_step_after_a_lost_one_ends_nobody(tiny_model):
 
 
 def test_a_device_that_cannot_be_told_the_last_tokens(driver, monkeypatch):
-    """Then nothing is read from it: everybody is computed again from what the host knows."""
+    """Then nothing is read from it: everybody is computed again from what the host knows.
+
+    Of a hybrid everybody is already, since decoding rows overwrite their states: there is nothing to tell.
+    """
     rids = submit(driver)
     driver.tick(6)
     Fault(monkeypatch, driver.runner, "after", NO_MEMORY[0], {0})
     fault = Fault(monkeypatch, driver.runner, "set_last_tokens", BUG, {0})
     results = check_everybody(driver, rids)
-    assert fault.raised == 1
+    assert fault.raised == (driver.engine.cache.states is None)
     assert {result.finish_reason.type for result in results} == {"length"}
     assert sum(result.num_retractions for result in results) > 0
 
@@ -368,7 +405,7 @@ def test_results_that_make_no_message(driver, monkeypatch, failures):
 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract", "abort"])
-def test_a_pause_after_a_lost_step(driver, other_model, mode):
+def test_a_pause_after_a_lost_step(driver, new_weights, mode):
     """The step is taken back before the pause is acknowledged; an update may come before it is computed again."""
     for ticks in range(1, 7):
         rids = submit(driver)
@@ -386,7 +423,7 @@ def test_a_pause_after_a_lost_step(driver, other_model, mode):
         driver.runner.on_fetch = lambda batch: None
         assert not driver.engine.scheduler._batcher.in_flight
         assert reply.held_tokens == driver.status().kv.held
-        update = UpdateWeightFromDiskReqInput(model_path=str(other_model), flush_cache=mode != "in_place")
+        update = UpdateWeightFromDiskReqInput(model_path=str(new_weights), flush_cache=mode != "in_place")
         assert driver.call(update).committed
         assert driver.call(ContinueGenerationReqInput(torch_empty_cache=False)).was_paused
         results = check_everybody(driver, rids)

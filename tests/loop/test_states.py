@@ -126,10 +126,14 @@ STAGES = {
 
 @pytest.mark.parametrize("error", [BUG, NO_MEMORY[1]], ids=["bug", "memory"])
 @pytest.mark.parametrize("stage", STAGES)
-def test_requests_of_a_step_that_failed_start_again(driver, monkeypatch, stage, error):
-    """Early in a prompt, beside decoding, and while a request ends: nobody goes on from a torn state."""
+def test_nobody_goes_on_from_a_torn_state(driver, monkeypatch, stage, error):
+    """Early in a prompt, beside decoding, and while a request ends.
+
+    A step with prompt tokens, and any while memory is short, leaves the states before it, and it is tried again; one of
+    decoding rows alone overwrites them, and its requests start again.
+    """
     prompts = [prompt_of(75), prompt_of(40), prompt_of(9)]
-    for number in (0, 2, 5, 17):
+    for number in (17, 0, 2, 5):
         with monkeypatch.context() as patch:
             fault = Fault(patch, *STAGES[stage](driver), error, {number})
             rids = {driver.generate(prompt, 18): prompt for prompt in prompts}
@@ -138,7 +142,7 @@ def test_requests_of_a_step_that_failed_start_again(driver, monkeypatch, stage, 
         lost = fault.raised and stage in ("execute", "outputs", "fetch")
         if error is not BUG and lost:
             assert {result.finish_reason.type for result in results} == {"length"}
-            assert sum(result.num_retractions for result in results) > 0
+            assert any(result.num_retractions for result in results) == (number == 17)
         driver.engine.cache.check()
         check_rest(driver)
 

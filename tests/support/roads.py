@@ -5,21 +5,27 @@ Invariant: whatever the road, the engine is paused, gets all tensors of one fold
 
 import random
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 
+from support.parameter_server import ParameterServer
 from support.plain_trainer import PlainTrainer, Weights, update_message, weights_of
 from support.scripted import EngineDriver
 
-from caesura.client.tensors import Bucket, SharedBucket, as_frames, buckets, manifest
+from caesura.client.tensors import Bucket, SharedBucket, SharedTensors, as_frames, buckets, manifest
 from caesura.io_struct import (
     ContinueGenerationReqInput,
     EndWeightUpdateReqInput,
     Message,
     PauseGenerationReqInput,
     UpdateWeightFromDiskReqInput,
+    UpdateWeightsFromCheckpointEngineReqInput,
     UpdateWeightsFromIPCReqInput,
     UpdateWeightsFromTensorReqInput,
 )
+
+_PATIENCE_S = 60.0
+"""For a trainer beside the loop that a busy machine delays."""
 
 
 class Roads:
@@ -32,6 +38,8 @@ class Roads:
             "tensor": lambda folder, weights: self._in_buckets(weights, self._tensor),
             "ipc": lambda folder, weights: self._in_buckets(weights, self._ipc),
             "distributed": lambda folder, weights: self._distributed(weights),
+            "shared": lambda folder, weights: self._shared(weights),
+            "parameter server": lambda folder, weights: self._parameter_server(weights),
             "session": lambda folder, weights: self._session(weights),
         }
 
@@ -66,6 +74,33 @@ class Roads:
             specs = memory.fill(bucket)
             message = UpdateWeightsFromIPCReqInput(handle=memory.handle, specs=specs, session_id=session_id)
             return self._driver.call(message)
+
+    def _shared(self, weights: Weights) -> Message:
+        """One call with the memory that all tensors lie in."""
+        with SharedTensors(weights.items()) as shared:
+            memory = shared.memory
+            return self._driver.call(UpdateWeightsFromIPCReqInput(handle=memory.handle, specs=shared.specs))
+
+    def _parameter_server(self, weights: Weights) -> Message:
+        """checkpoint-engine's protocol: halves of a buffer by turns, tensors whole."""
+        answers: list[str] = []
+        largest = max(tensor.nbytes for tensor in weights.values())
+        with ParameterServer(max(self._bucket_bytes, largest)) as server:
+
+            def push() -> None:
+                messages = chain([server.handle], server.buckets(weights), [None, None])
+                answers.extend(server.ask(message) for message in messages)
+
+            self._trainer.beside(push)
+            reply = self._driver.call(
+                UpdateWeightsFromCheckpointEngineReqInput(
+                    zmq_handles={"cpu": server.address}, timeout_s=_PATIENCE_S
+                )
+            )
+            self._trainer.finish()
+        assert len(answers) > 3, answers
+        assert not any(answers), answers
+        return reply
 
     def _distributed(self, weights: Weights) -> Message:
         """Two calls, each a broadcast for every tensor."""

@@ -240,8 +240,9 @@ class ScriptedRunner:
         step, cells = batch.states, self.kv[batch.kv_slots.numpy()]
         assert step is not None
         rows = step.rows.tolist()
-        for token, row in enumerate(rows[: batch.num_decode]):
-            states[row] = fold(states[row], cells[token : token + 1])
+        sources = rows if step.sources is None else step.sources.tolist()
+        for token, (source, row) in enumerate(zip(sources, rows[: batch.num_decode], strict=False)):
+            states[row] = fold(states[source], cells[token : token + 1])
         for start, end, source, target, kept in step.segments:
             begin = np.uint64(0) if source is None else states[source]
             states[target] = fold(begin, cells[start:end])

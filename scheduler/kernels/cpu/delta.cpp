@@ -1,11 +1,12 @@
-// One token of each of several sequences through a layer of the gated delta rule (attention/delta_rule.py has the formula): the short
+// Tokens of several sequences through a layer of the gated delta rule (attention/delta_rule.py has the formula): the short
 // convolution, the step of the state, the gated norm.
 //
 // Invariants:
-// - A task is one key head of one row, with the value heads that it serves. What it reads and writes of a state is its own.
+// - A task is one key head of one sequence, with the value heads that it serves. What it reads and writes of states is its own.
+// - Tokens of a sequence are taken one by one: how they are cut into steps and segments changes no bit.
 // - Arithmetic is float, and results are rounded where the torch code of layers/gated_delta.py rounds them: after the convolution, after
 //   its silu, after the sigmoid of b, after the rule, after normalisation, after the weight.
-// - A row's bits depend on that row and its state alone.
+// - A token's bits depend on that token and the state before it alone.
 #ifndef CAESURA_ISA
 
 #include "operations.h"
@@ -18,6 +19,8 @@ namespace {
 constexpr int64_t MAX_HEAD = 256;
 // Elements of states that are worth waking the other threads.
 constexpr int64_t PARALLEL = 1 << 14;
+// Tokens of a sequence that a task has converted at a time: the state's columns stay in the first cache while they pass.
+constexpr int64_t BLOCK = 8;
 // What is added to the squares of queries and keys; attention/delta_rule.py has the same.
 constexpr float LENGTH_EPS = 1e-6f;
 
@@ -26,16 +29,24 @@ struct Place {
     int64_t first, step;
 };
 
+// Neighbouring tokens of one sequence, and the rows of states that they begin from (NO_STATE: nothing), end in, and are copied to then
+// (NO_STATE: nowhere).
+struct Segment {
+    int64_t first, tokens, source, target, kept;
+};
+constexpr int64_t NO_STATE = -1;
+
 struct Delta {
     const void* x;  // a row: what the layer's first product computes
     int64_t x_row;
     const Place* places;  // queries, keys, values, gates, b, a
-    int64_t rows, key_heads, group, key_size, value_size, kernel;
+    const Segment* segments;
+    const int64_t* chains;  // segments [chains[c], chains[c + 1]) follow from one another
+    int64_t key_heads, group, key_size, value_size, kernel;
     const void* filters;  // [channels, kernel]
     const void *log_rate, *rate_bias;  // [value heads]
     const void* norm;  // [value_size]
     float eps;
-    const int64_t* states;  // [rows]
     void* past;  // [states, kernel - 1, channels]
     float* recurrent;  // [states, value heads, key_size, value_size]
     void* out;  // [rows, value heads, value_size]
@@ -50,16 +61,19 @@ struct Delta {
 
 #define CAESURA_BOTH(NAME, E)                                                                                             \
     CAESURA_API void caesura_delta_step_##NAME(                                                                           \
-        const void* x, int64_t x_row, const Place* places, int64_t rows, int64_t key_heads, int64_t group,                \
-        int64_t key_size, int64_t value_size, int64_t kernel, const void* filters, const void* log_rate,                  \
-        const void* rate_bias, const void* norm, float eps, const int64_t* states, void* past, float* recurrent,          \
-        void* out, int threads) {                                                                                         \
-        const Delta a = {x, x_row, places, rows, key_heads, group, key_size, value_size, kernel, filters, log_rate,       \
-                         rate_bias, norm, eps, states, past, recurrent, out};                                             \
-        const bool worth_it = rows * key_heads * group * key_size * value_size > PARALLEL;                                \
+        const void* x, int64_t x_row, const Place* places, const Segment* segments, const int64_t* chains,                \
+        int64_t num_chains, int64_t key_heads, int64_t group, int64_t key_size, int64_t value_size, int64_t kernel,       \
+        const void* filters, const void* log_rate, const void* rate_bias, const void* norm, float eps, void* past,        \
+        float* recurrent, void* out, int threads) {                                                                       \
+        const Delta a = {x, x_row, places, segments, chains, key_heads, group, key_size, value_size, kernel, filters,     \
+                         log_rate, rate_bias, norm, eps, past, recurrent, out};                                           \
+        int64_t tokens = 0;                                                                                               \
+        for (int64_t s = chains[0]; s < chains[num_chains]; s++) tokens += segments[s].tokens;                            \
+        const bool worth_it = tokens * key_heads * group * key_size * value_size > PARALLEL;                              \
         run_team(threads, worth_it, [&](Team& team) {                                                                     \
-            team.each(rows * key_heads, [&](int64_t task, int64_t) {                                                      \
-                CAESURA_DISPATCH(key_head<E>(a, task / a.key_heads, task % a.key_heads));                                 \
+            /* The last chains are the longest: whoever begins them last is waited for. */                                \
+            team.each(num_chains * key_heads, [&](int64_t task, int64_t) {                                                \
+                CAESURA_DISPATCH(key_head<E>(a, num_chains - 1 - task / a.key_heads, task % a.key_heads));                \
             });                                                                                                           \
         });                                                                                                               \
     }
@@ -137,15 +151,30 @@ static void columns(const Delta& a, float* state, const float* q, const float* k
     for (int i = 0; i < VECTORS; i++) put<WHOLE>(out + i * LANES, found[i], lanes);
 }
 
-// One value head's state to its next, and what the query finds in it.
-static void step_state(const Delta& a, float* state, const float* q, const float* k, const float* v, float decay, float beta,
-                       float* out) {
+// Of the tokens of a block: converted, a line of MAX_HEAD each.
+struct Block {
+    int64_t tokens;
+    float q[BLOCK * MAX_HEAD], k[BLOCK * MAX_HEAD], v[BLOCK * MAX_HEAD], found[BLOCK * MAX_HEAD];
+    float decay[BLOCK], beta[BLOCK];
+};
+
+template <int VECTORS, bool WHOLE>
+static void block_columns(const Delta& a, float* state, Block& b, int64_t c, int64_t lanes) {
+    for (int64_t t = 0; t < b.tokens; t++) {
+        const int64_t line = t * MAX_HEAD;
+        columns<VECTORS, WHOLE>(a, state + c, b.q + line, b.k + line, b.v + line + c, b.decay[t], b.beta[t], b.found + line + c,
+                                lanes);
+    }
+}
+
+// One value head's state through a block, and what each token's query finds in it then.
+static void step_state(const Delta& a, float* state, Block& b) {
     int64_t c = 0;
-    for (; c + 4 * LANES <= a.value_size; c += 4 * LANES)
-        columns<4, true>(a, state + c, q, k, v + c, decay, beta, out + c, LANES);
-    for (; c + LANES <= a.value_size; c += LANES)
-        columns<1, true>(a, state + c, q, k, v + c, decay, beta, out + c, LANES);
-    if (c < a.value_size) columns<1, false>(a, state + c, q, k, v + c, decay, beta, out + c, a.value_size - c);
+    if (b.tokens == 1)
+        for (; c + 4 * LANES <= a.value_size; c += 4 * LANES) block_columns<4, true>(a, state, b, c, LANES);
+    for (; c + 2 * LANES <= a.value_size; c += 2 * LANES) block_columns<2, true>(a, state, b, c, LANES);
+    for (; c + LANES <= a.value_size; c += LANES) block_columns<1, true>(a, state, b, c, LANES);
+    if (c < a.value_size) block_columns<1, false>(a, state, b, c, a.value_size - c);
 }
 
 template <class E>
@@ -162,27 +191,71 @@ static void gated_norm(const Delta& a, const float* x, const E* gate, E* out) {
     }
 }
 
+// A key head's part of the state in row `from` (NO_STATE: of a sequence without tokens) becomes that of row `to`.
 template <class E>
-static void key_head(const Delta& a, int64_t row, int64_t head) {
-    const E *x = (const E*)a.x + row * a.x_row, *part[6];
-    for (int i = 0; i < 6; i++) part[i] = x + a.places[i].first + head * a.places[i].step;
+static void copy_state(const Delta& a, int64_t head, int64_t from, int64_t to) {
+    const int64_t channels = a.channels(), kept = a.kernel - 1, keys = a.key_heads * a.key_size, values = a.group * a.value_size;
+    const int64_t parts[3][2] = {
+        {head * a.key_size, a.key_size}, {keys + head * a.key_size, a.key_size}, {2 * keys + head * values, values}};
+    for (int64_t tap = 0; tap < kept; tap++)
+        for (const auto& part : parts) {
+            E* target = (E*)a.past + (to * kept + tap) * channels + part[0];
+            if (from == NO_STATE)
+                std::memset(target, 0, part[1] * sizeof(E));
+            else
+                std::memcpy(target, (const E*)a.past + (from * kept + tap) * channels + part[0], part[1] * sizeof(E));
+        }
+    const int64_t size = a.group * a.key_size * a.value_size;
+    float* target = a.recurrent + (to * a.key_heads + head) * size;
+    if (from == NO_STATE)
+        std::memset(target, 0, size * sizeof(float));
+    else
+        std::memcpy(target, a.recurrent + (from * a.key_heads + head) * size, size * sizeof(float));
+}
+
+// Tokens [first, first + b.tokens) of one sequence through row `state`, in place.
+template <class E>
+static void block_of(const Delta& a, Block& b, int64_t first, int64_t state, int64_t head) {
     const int64_t value_heads = a.key_heads * a.group, keys = a.key_heads * a.key_size, size = a.key_size * a.value_size;
-    const int64_t state = a.states[row];
     E* past = (E*)a.past + state * (a.kernel - 1) * a.channels();
-    float q[MAX_HEAD], k[MAX_HEAD], v[MAX_HEAD], found[MAX_HEAD];
-    convolve(a, part[0], past, head * a.key_size, a.key_size, q);
-    convolve(a, part[1], past, keys + head * a.key_size, a.key_size, k);
-    scale_to(q, a.key_size, 1.0f / std::sqrt((float)a.key_size));
-    scale_to(k, a.key_size, 1.0f);
+    const auto part = [&](int64_t t, int i) {
+        return (const E*)a.x + (first + t) * a.x_row + a.places[i].first + head * a.places[i].step;
+    };
+    for (int64_t t = 0; t < b.tokens; t++) {
+        float *q = b.q + t * MAX_HEAD, *k = b.k + t * MAX_HEAD;
+        convolve(a, part(t, 0), past, head * a.key_size, a.key_size, q);
+        convolve(a, part(t, 1), past, keys + head * a.key_size, a.key_size, k);
+        scale_to(q, a.key_size, 1.0f / std::sqrt((float)a.key_size));
+        scale_to(k, a.key_size, 1.0f);
+    }
     for (int64_t i = 0; i < a.group; i++) {
         const int64_t value = head * a.group + i;
-        convolve(a, part[2] + i * a.value_size, past, 2 * keys + value * a.value_size, a.value_size, v);
-        const float beta = rounded_scalar<E>(1.0f / (1.0f + expf(-to_float(part[4][i]))));
-        const float shifted = to_float(part[5][i]) + to_float(((const E*)a.rate_bias)[value]);
-        const float rate = shifted > 20.0f ? shifted : log1pf(expf(shifted));  // torch's softplus
-        const float decay = expf(-expf(to_float(((const E*)a.log_rate)[value])) * rate);
-        step_state(a, a.recurrent + (state * value_heads + value) * size, q, k, v, decay, beta, found);
-        gated_norm(a, found, part[3] + i * a.value_size, (E*)a.out + (row * value_heads + value) * a.value_size);
+        const float slope = expf(to_float(((const E*)a.log_rate)[value]));
+        for (int64_t t = 0; t < b.tokens; t++) {
+            convolve(a, part(t, 2) + i * a.value_size, past, 2 * keys + value * a.value_size, a.value_size, b.v + t * MAX_HEAD);
+            b.beta[t] = rounded_scalar<E>(1.0f / (1.0f + expf(-to_float(part(t, 4)[i]))));
+            const float shifted = to_float(part(t, 5)[i]) + to_float(((const E*)a.rate_bias)[value]);
+            const float rate = shifted > 20.0f ? shifted : log1pf(expf(shifted));  // torch's softplus
+            b.decay[t] = expf(-slope * rate);
+        }
+        step_state(a, a.recurrent + (state * value_heads + value) * size, b);
+        for (int64_t t = 0; t < b.tokens; t++)
+            gated_norm(a, b.found + t * MAX_HEAD, part(t, 3) + i * a.value_size,
+                       (E*)a.out + ((first + t) * value_heads + value) * a.value_size);
+    }
+}
+
+template <class E>
+static void key_head(const Delta& a, int64_t chain, int64_t head) {
+    Block b;
+    for (int64_t s = a.chains[chain]; s < a.chains[chain + 1]; s++) {
+        const Segment& segment = a.segments[s];
+        if (segment.source != segment.target) copy_state<E>(a, head, segment.source, segment.target);
+        for (int64_t at = 0; at < segment.tokens; at += BLOCK) {
+            b.tokens = smaller(BLOCK, segment.tokens - at);
+            block_of<E>(a, b, segment.first + at, segment.target, head);
+        }
+        if (segment.kept != NO_STATE) copy_state<E>(a, head, segment.target, segment.kept);
     }
 }
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from support.checkpoints import make_checkpoint
+from support.faults import NO_MEMORY, Fault
 from support.lanes import quick
 from support.scripted import EngineDriver
 
@@ -57,10 +58,20 @@ def dtype(request) -> str:
     return request.param
 
 
-@pytest.fixture(scope="module", params=["tied", "untied", "experts", "windows", "sinks"])
+MODELS = ["tied", "untied", "experts", "windows", "sinks", "states", "states and experts"]
+
+
+@pytest.fixture(scope="module", params=quick(MODELS, 6))
 def model(request, tmp_path_factory) -> str:
     path = tmp_path_factory.mktemp("models") / "qwen3"
-    family = {"experts": "qwen3-moe", "windows": "gemma3", "sinks": "gpt-oss"}.get(request.param, "qwen3")
+    families = {
+        "experts": "qwen3-moe",
+        "windows": "gemma3",
+        "sinks": "gpt-oss",
+        "states": "qwen3.5",
+        "states and experts": "qwen3-next",
+    }
+    family = families.get(request.param, "qwen3")
     make_checkpoint(path, family, tied=request.param == "tied", seed=3, max_position_embeddings=512)
     return str(path)
 
@@ -141,6 +152,16 @@ def test_when_preempted_for_want_of_memory(model, dtype, alone):
 
 
 @needs_kernels
+def test_after_steps_that_ran_out_of_memory(model, dtype, alone, monkeypatch):
+    """Their results are lost when all is computed; what is computed again has the same bits."""
+    with engine(model, dtype, chunked_prefill_size=32) as driver:
+        runner = driver.engine.scheduler._runner
+        fault = Fault(monkeypatch, runner, "execute", NO_MEMORY[0], {3, 14, 15, 22}, after=True)
+        assert together(driver) == alone
+        assert fault.raised == 4
+
+
+@needs_kernels
 def test_on_any_number_of_threads(model, dtype, alone):
     before = torch.get_num_threads()
     try:
@@ -165,6 +186,7 @@ def test_refused_where_torch_computes(model, monkeypatch):
         ("deepseek-v3", {"qk_nope_head_dim": 9}, "rows of 9"),
         ("qwen3", {"intermediate_size": 71}, "rows of 71"),
         ("qwen3-moe", {"moe_intermediate_size": 23}, "rows of 23"),
+        ("qwen3.5", {"linear_value_head_dim": 257}, "more than 256 elements"),
     ],
 )
 def test_refused_where_a_part_is_computed_by_torch(tmp_path, family, sizes, reason):

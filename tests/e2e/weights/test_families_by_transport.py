@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.architectures import ARCHITECTURES, tiny_model
-from support.checkpoints import FAMILIES, make_checkpoint
+from support.checkpoints import FAMILIES, HYBRIDS, make_checkpoint
 from support.mxfp4 import SHAPE, make_mxfp4_checkpoint
 from support.plain_trainer import PlainTrainer, weights_of
 from support.roads import Roads
@@ -21,12 +21,12 @@ from caesura.io_struct import FlushCacheReqInput, GenerateReqInput, SamplingPara
 
 PROMPTS = [[5, 6, 7], [3 + i * 7 % 90 for i in range(40)]]
 MXFP4 = "gpt-oss, MXFP4"
-QUICK = ["gemma3", "gpt-oss", MXFP4, "mixtral", "qwen2-moe", "glm4-moe"]
+QUICK = ["gemma3", "gpt-oss", MXFP4, "mixtral", "qwen2-moe", "glm4-moe", "qwen3.5"]
 FOREIGN_QUICK = "Gemma2ForCausalLM"
 CERTAIN = {"GemmaForCausalLM", "Gemma3ForCausalLM"}
 """Random logits of these are so large that one token has all of the probability, under any weights."""
 LONG = [
-    *(pytest.param(name, marks=pytest.mark.long) for name in FAMILIES if name not in QUICK),
+    *(pytest.param(name, marks=pytest.mark.long) for name in (*FAMILIES, *HYBRIDS) if name not in QUICK),
     *(pytest.param(name, marks=pytest.mark.long) for name in ARCHITECTURES if name != FOREIGN_QUICK),
 ]
 
@@ -42,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory):
         if family == MXFP4:
             make_checkpoint(root / f"source-{seed}", "gpt-oss", seed=seed, dtype=torch.bfloat16, **SHAPE)
             make_mxfp4_checkpoint(root / f"source-{seed}", path)
-        elif family in FAMILIES:
+        elif family in (*FAMILIES, *HYBRIDS):
             make_checkpoint(path, family, seed=seed)
         else:
             tiny_model(family, seed).save_pretrained(path)
@@ -61,7 +61,12 @@ def trainer() -> Iterator[PlainTrainer]:
 def engine(path: Path, family: str) -> EngineDriver:
     backend = "transformers" if family in ARCHITECTURES else "native"
     return EngineDriver(
-        str(path), scripted=False, model_backend=backend, chunked_prefill_size=32, kv_pool_tokens=256
+        str(path),
+        scripted=False,
+        model_backend=backend,
+        chunked_prefill_size=32,
+        kv_pool_tokens=256,
+        allow_legacy_pickle=True,
     )
 
 

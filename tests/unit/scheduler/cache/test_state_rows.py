@@ -42,7 +42,7 @@ def test_what_a_request_begins_from_stays_until_a_step_has_read_it():
     assert rows.available == 0
     with pytest.raises(LedgerError, match="all 3 rows"):
         rows.open(NO_PAGES, 0)
-    rows.launched(state)
+    rows.launched(state, from_start=False)
     assert rows.available == 1
     rows.open(NO_PAGES, 0)
     assert rows.kept[3] == NO_ROW
@@ -59,6 +59,78 @@ def test_the_last_row_is_taken_over_with_what_it_holds():
     rows.close(state)
     rows.close(other)
     assert rows.usage() == (2, 0, 0, 2)
+
+
+def test_a_step_that_writes_to_a_spare_row_can_be_rolled_back():
+    """Two under way: the newer is lost, or both are, or the older has been completed."""
+    rows = StateRows(10, 8)
+    state = rows.open(NO_PAGES, 0)
+    first = state.row
+    rows.launched(state, from_start=True)
+    rows.completed(state)
+    written = []
+    for _ in range(2):
+        rows.reserve(state, take_kept=False)
+        rows.launched(state, from_start=False)
+        written.append(state.row)
+        rows.check([state], NO_PAGES)
+    assert len({first, *written}) == 3
+    rows.rolled_back(state)
+    assert (state.row, state.lost, list(state.before)) == (written[0], False, [first])
+    rows.rolled_back(state)
+    assert (state.row, state.lost, rows.usage().held) == (first, False, 1)
+    rows.reserve(state, take_kept=False)
+    rows.launched(state, from_start=False)
+    rows.completed(state)
+    assert (state.row != first, rows.usage().held) == (True, 1)
+    rows.check([state], NO_PAGES)
+
+
+def test_a_step_that_overwrites_a_state_loses_it_and_no_other_does():
+    rows = StateRows(10, 8)
+    state = rows.open(NO_PAGES, 0)
+    rows.launched(state, from_start=True)
+    rows.rolled_back(state)
+    assert not state.lost, "nothing was there"
+    rows.launched(state, from_start=False)
+    rows.rolled_back(state)
+    assert state.lost
+    again = rows.open(NO_PAGES, 0)
+    rows.reserve(again, take_kept=False)
+    rows.launched(again, from_start=False)
+    rows.launched(again, from_start=False)
+    rows.rolled_back(again)
+    assert again.lost
+    rows.rolled_back(again)
+    assert not again.lost, "that was the row which the first of the two wrote"
+    for each in (state, again):
+        rows.close(each)
+    assert rows.usage() == (7, 0, 0, 7)
+
+
+def test_a_spare_row_is_no_other_request_s_last_and_may_cost_a_kept_state():
+    rows = kept(StateRows(10, 4), 3)
+    state = rows.open(NO_PAGES, 0)
+    rows.reserve(state, take_kept=False)
+    assert state.spare == NO_ROW, "one is free, and another request may want it"
+    rows.reserve(state, take_kept=True)
+    assert state.spare != NO_ROW
+    other = rows.open(NO_PAGES, 0)
+    rows.reserve(other, take_kept=True)
+    assert (other.spare, rows.kept[3]) == (NO_ROW, NO_ROW)
+    rows.unreserve(state)
+    assert (state.spare, rows.usage()) == (NO_ROW, (1, 0, 2, 3))
+    rows.check([state, other], NO_PAGES)
+
+
+def test_a_request_that_begins_from_a_kept_state_has_no_spare_row():
+    """Its own row is not what it goes back to."""
+    rows = kept(StateRows(10, 8), 3)
+    state = rows.open(pages(3), 1)
+    rows.reserve(state, take_kept=True)
+    rows.launched(state, from_start=False)
+    rows.rolled_back(state)
+    assert state.lost
 
 
 def test_a_promise_counts_when_its_step_has_been_completed():

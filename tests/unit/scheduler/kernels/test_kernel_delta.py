@@ -1,5 +1,6 @@
-"""The compiled step of the gated delta rule: against the layer by torch, and bit by bit by row."""
+"""The compiled gated delta rule: against the layer by torch, and bit by bit by token."""
 
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from caesura.scheduler.attention.delta_rule import HybridBackend
 from caesura.scheduler.cache.state_pool import StatePool, StateShape
-from caesura.scheduler.forward import AttentionBackend, StateStep
+from caesura.scheduler.forward import AttentionBackend, StateSegment, StateStep
 from caesura.scheduler.kernels.delta import LARGEST_HEAD, delta_for
 from caesura.scheduler.layers.gated_delta import DeltaShape, GatedDelta, places_of
 from caesura.scheduler.layers.parameters import Placement
@@ -49,15 +50,22 @@ class Layer:
     def step(
         self, x: Tensor, rows: list[int], *, compiled: bool, kept: tuple[list[int], list[int]] | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """A token of each of ``rows``, in place; as :meth:`run`."""
+        where = None if kept is None else (torch.tensor(kept[0]), torch.tensor(kept[1]))
+        step = StateStep(rows=torch.tensor(rows), sources=None, segments=(), kept=where)
+        return self.run(x, step, len(rows), compiled=compiled)
+
+    def run(
+        self, x: Tensor, step: StateStep, num_decode: int, *, compiled: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """What the layer computes, and its states afterwards; those of the pool stay as they are."""
         pool = StatePool(num_layers=1, num_rows=STATES, shape=self.shape, dtype=self.dtype)
         for target, source in zip(pool.layer(0), self.pool.layer(0), strict=True):
             target.copy_(source)
         attention = SimpleNamespace(fused=None, reads_page_table=False, plan=lambda batch: None)
         backend = HybridBackend(cast("AttentionBackend", attention), pool)
-        where = None if kept is None else (torch.tensor(kept[0]), torch.tensor(kept[1]))
-        batch = forward_batch([Row([1], 0, [1]) for _ in rows], len(rows))
-        batch.states = StateStep(rows=torch.tensor(rows), segments=(), kept=where)
+        batch = forward_batch([Row([1], 0, [1]) for _ in range(len(x))], num_decode)
+        batch.states = step
         backend.plan(batch)
         kernel = self.block._kernel
         assert kernel is not None
@@ -103,6 +111,81 @@ def test_a_step_is_that_of_torch(shape, dtype, by_key_head, rows, seed) -> None:
             strict=True,
         ):
             torch.testing.assert_close(got, want, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
+
+
+@settings(max_examples=examples(30))
+@given(
+    data=st.data(),
+    shape=shapes,
+    dtype=st.sampled_from(list(TOLERANCES)),
+    by_key_head=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_prompts_beside_decoding_rows_are_those_of_torch(data, shape, dtype, by_key_head, seed) -> None:
+    """From nothing, from a state of another row or their own, across a state that is kept; decoding rows go to other rows."""
+    lengths = [data.draw(st.integers(1, 80)), data.draw(st.integers(1, 20)), data.draw(st.integers(1, 20))]
+    first, second, third = (2 + sum(lengths[:number]) for number in range(3))
+    step = StateStep(
+        rows=torch.tensor([1, 2, 4, 5]),
+        sources=torch.tensor([1, 3]),
+        segments=[
+            StateSegment(first, second, None, 4, 6),
+            StateSegment(second, third, 4, 4, None),
+            StateSegment(third, third + lengths[2], 7, 5, 8),
+        ],
+        kept=None,
+    )
+    for _ in instruction_sets():
+        layer = Layer(shape, dtype, by_key_head, seed)
+        x = layer.draw(third + lengths[2], HIDDEN).to(dtype)
+        compiled, by_torch = (layer.run(x, step, 2, compiled=each) for each in (True, False))
+        loose = 50 * TOLERANCES[dtype] if dtype is torch.float32 else 5 * TOLERANCES[dtype]
+        # Other sums, of which the norm makes more where they vanish.
+        for got, want in zip(compiled, by_torch, strict=True):
+            torch.testing.assert_close(got, want, rtol=loose, atol=loose)
+
+
+@settings(max_examples=examples(15))
+@given(
+    data=st.data(),
+    shape=shapes,
+    dtype=st.sampled_from(list(TOLERANCES)),
+    by_key_head=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_how_a_sequence_is_cut_changes_no_bit(data, shape, dtype, by_key_head, seed) -> None:
+    """One segment, several in a step, and decode steps that each go to another row."""
+    length = data.draw(st.integers(2, 40))
+    borders = [0, *sorted(data.draw(st.sets(st.integers(1, length - 1), max_size=4))), length]
+    for _ in instruction_sets():
+        layer = Layer(shape, dtype, by_key_head, seed)
+        x = layer.draw(length, HIDDEN).to(dtype)
+
+        def prefill(x: Tensor, segments: list[StateSegment], layer=layer) -> tuple[Tensor, Tensor, Tensor]:
+            step = StateStep(rows=torch.tensor([1]), sources=None, segments=segments, kept=None)
+            return layer.run(x, step, 0, compiled=True)
+
+        whole = prefill(x, [StateSegment(0, length, None, 1, None)])
+        with threads(3):
+            cut = [
+                StateSegment(start, end, 1 if start else None, 1, None) for start, end in pairwise(borders)
+            ]
+            pieces = prefill(x, cut)
+        assert all(torch.equal(ours, others) for ours, others in zip(whole, pieces, strict=True))
+        found, past, recurrent = prefill(x[:1], [StateSegment(0, 1, None, 1, None)])
+        rows = [found]
+        for position in range(1, length):
+            for target, source in zip(layer.pool.layer(0), (past, recurrent), strict=True):
+                target.copy_(source)
+            before, after = 1 + (position - 1) % 2, 1 + position % 2
+            step = StateStep(
+                rows=torch.tensor([after]), sources=torch.tensor([before]), segments=(), kept=None
+            )
+            found, past, recurrent = layer.run(x[position : position + 1], step, 1, compiled=True)
+            rows.append(found)
+        assert torch.equal(torch.cat(rows), whole[0])
+        assert torch.equal(past[after], whole[1][1])
+        assert torch.equal(recurrent[after], whole[2][1])
 
 
 @settings(max_examples=examples(15))
@@ -164,12 +247,15 @@ SANITIZED = """
 sys.path.insert(0, {here!r})
 import torch
 from support.kernels import instruction_sets
-from test_kernel_delta import Layer, StateShape
+from test_kernel_delta import Layer, StateSegment, StateShape, StateStep
 for isa in instruction_sets():
     for dtype in (torch.float32, torch.bfloat16):
         for key, value in ((1, 1), (5, 100), (64, 33), (16, 256)):
             layer = Layer(StateShape(key_heads=2, value_heads=4, key_size=key, value_size=value, kernel=4), dtype, key > 5)
             layer.step(layer.draw(7, 24).to(dtype), list(range(1, 8)), compiled=True)
+            segments = [StateSegment(1, 12, None, 2, 3), StateSegment(12, 20, 2, 2, None)]
+            step = StateStep(rows=torch.tensor([1, 2]), sources=torch.tensor([8]), segments=segments, kept=None)
+            layer.run(layer.draw(20, 24).to(dtype), step, 1, compiled=True)
     print(isa)
 """
 
