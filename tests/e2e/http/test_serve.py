@@ -38,10 +38,8 @@ def in_background(call) -> tuple[threading.Thread, list]:
     return thread, found
 
 
-def wait_until_queued(server: ServedEngine) -> None:
-    deadline = time.monotonic() + 20
-    while server.get("/get_load").json()[0]["num_waiting_reqs"] == 0:
-        assert time.monotonic() < deadline
+def wait_until_queued(server: ServedEngine, requests: int = 1) -> None:
+    eventually(lambda: server.get("/get_load").json()[0]["num_waiting_reqs"] == requests)
 
 
 def fails(*arguments: str, **options) -> str:
@@ -137,7 +135,7 @@ def test_a_scheduler_that_dies_is_told_to_every_client_at_once(tiny_model):
             in_background(lambda body=body: httpx.post(f"{engine.url}/generate", json=body, timeout=30))
             for body in bodies
         ]
-        wait_until_queued(engine)
+        wait_until_queued(engine, len(bodies))
         os.kill(pid, signal.SIGKILL)
         began = time.monotonic()
         for thread, _ in calls:
