@@ -18,6 +18,8 @@ from .files import is_pipeline
 DtypeName = Literal["auto", "float32", "bfloat16", "float16", "fp32", "bf16", "fp16", "float", "half"]
 PAGE_SIZE = 16
 """Tokens per KV page; the measured layout is [page, kv head, 16, head size]."""
+RESULT_BYTES = 64 << 20
+"""``result_bytes``, unless it is configured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +122,9 @@ class EngineConfig:
     result_ttl_s: float = 60.0
     """Seconds for which answers stay available, within the limits on stored bytes: replies to repeated messages, and
     results of clients that could not be reached."""
+    result_bytes: int = RESULT_BYTES
+    """Maximum bytes of these answers together; the oldest go first. An answer that alone takes more is not stored. Large
+    images and trajectories may need more than the default, if they are to be there for retries."""
     state_file: str | None = None
     """JSON file that records which weights were committed last. A restart with the same file continues from them. By
     default, nothing is recorded."""
@@ -195,6 +200,7 @@ class EngineConfig:
             "idle_empty_s",
             "log_stats_interval_s",
             "result_ttl_s",
+            "result_bytes",
             "session_deadline_s",
             "session_orphan_s",
             "target_step_s",
