@@ -87,8 +87,9 @@ class EngineConfig:
     """Size of the KV cache pool in tokens. By default, kv_memory_fraction of the memory that is free after
     loading."""
     kv_memory_fraction: float | None = None
-    """Fraction of the free device memory for the KV cache pool when kv_pool_tokens is not given. The default is 0.5 on the
-    CPU, 0.85 on accelerators and 0.8 on those with less than 30 GB."""
+    """Fraction of the free device memory for the KV cache pool when kv_pool_tokens is not given; of image pipelines, for what
+    running samples hold together. The default is 0.5 on the CPU and for image pipelines, 0.85 on accelerators and 0.8 on
+    those with less than 30 GB."""
     max_running_requests: int | None = None
     """Maximum number of running samples, that is, of samples that hold KV cache, or latents. The default is 256 on the CPU and
     on accelerators with less than 30 GB, 512 with less than 60 GB and 1024 with more; 16 for image pipelines."""
