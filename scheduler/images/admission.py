@@ -119,10 +119,9 @@ class ImageAdmission:
             return np.asarray([*message.sigmas, 0.0], np.float32)
         grid = self._family.sigmas(message.num_inference_steps, message.shift, shape)
         if not (np.isfinite(grid).all() and (np.diff(grid) < 0).all() and 0 < grid[0] <= 1 and grid[-1] == 0):
+            field = "num_inference_steps" if message.shift is None else "shift"
             raise invalid(
-                "num_inference_steps",
-                message.num_inference_steps,
-                "the scheduler's sigmas do not fall from at most 1 to 0",
+                field, getattr(message, field), "the scheduler's sigmas do not fall from at most 1 to 0"
             )
         return grid
 
