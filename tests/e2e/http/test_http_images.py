@@ -35,6 +35,8 @@ def sd3(tmp_path_factory):
 def server(sd3):
     with served("--model", str(sd3), "--served-model-name", "painter") as found:
         yield found
+        _, said = found.stop()
+    assert "tokenizer" not in said, "a pipeline has its own"
 
 
 @pytest.fixture(scope="module")
