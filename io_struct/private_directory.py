@@ -5,8 +5,9 @@ Invariants:
 - Whoever made it holds a lock on it until it is removed or the process ends, however that happens; the engine in it holds
   the lock of its socket (``scheduler.sock.lock``), and of its state file where that is here too.
 - What a killed process left is removed by the next :func:`make`: only directories with the names that it makes (a dash
-  behind the prefix is somebody else's, who may not have put anything in yet), of this user, of mode 0700, whose locks are all free, and of these only the files that an engine makes. Anything else in it stays, and so
-  does the directory then. An empty one may be fresh and not locked yet: its maker notices the removal and makes another.
+  behind the prefix is somebody else's, who may not have put anything in yet), of this user, of mode 0700, whose locks
+  are all free, and of these only the files that an engine makes. Anything else in it stays, and so does the directory
+  then. An empty one may be fresh and not locked yet: its maker notices the removal and makes another.
 """
 
 import contextlib
