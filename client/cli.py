@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..io_struct import MAX_TRACE_STEPS, CaesuraError, GetStatusReqOutput, Message
+from ..io_struct import MAX_TRACE_STEPS, CaesuraError, Message
 from ..io_struct.control import MAX_DURATION_S
 from ..io_struct.text import printable
 from .exceptions import TimedOut
@@ -26,10 +26,10 @@ from .frontend.serve import serve
 from .keygen import keygen
 from .process.launch import engine_command, worker_command
 from .process.supervise import supervise
+from .status_rows import MIB, status_rows
 from .wire.curve import CLIENT_KEY_VARIABLE, SERVER_KEY_VARIABLE
 from .wire.scheduler_client import SchedulerClient
 
-MIB = 1 << 20
 ENDPOINT_VARIABLE = "CAESURA_ENDPOINT"
 Command = Callable[..., None]
 
@@ -131,7 +131,7 @@ def status(endpoint: str, as_json: bool, timeout: float | None) -> None:
     """Show the state of the engine."""
     with _client(endpoint) as client:
         reply = client.status(timeout=timeout)
-    _show(reply, as_json, _status_rows(reply))
+    _show(reply, as_json, status_rows(reply))
 
 
 @cli.command()
@@ -396,88 +396,12 @@ def _text(name: str, value: Any) -> str:
     return str(value)
 
 
-def _status_rows(status: GetStatusReqOutput) -> Iterable[tuple[str, str]]:
-    pause = "" if status.pause_mode is None else f" ({_pause(status)})"
-    weights = f"{status.weights}, version {status.weight_version}, epoch {status.weights_epoch}"
-    if status.weights_detail is not None:
-        weights += f": {status.weights_detail}"
-    yield "generation", status.generation + pause
-    yield "weights", weights
-    if status.session is not None:
-        yield (
-            "session",
-            f"{status.session.kind}, {status.session.age_s:.1f} s, {status.session.written_tensors} tensors",
-        )
-    if status.update is not None:
-        done = f"{status.update.written_bytes / MIB:.0f} of {status.update.total_bytes / MIB:.0f} MB"
-        yield "update", f"{status.update.source}, {done}, {status.update.age_s:.1f} s"
-    released = f" ({', '.join(status.released_tags)})" if status.released_tags else ""
-    yield "memory", status.memory + released
-    yield (
-        "requests",
-        (
-            f"{status.running_requests} running, {status.prefilling_requests} prefilling, "
-            f"{status.waiting_requests} waiting (limit {status.max_running_requests})"
-        ),
-    )
-    age = "none yet" if status.last_step_age_s is None else f"last {status.last_step_age_s:.1f} s ago"
-    unit = "tokens" if status.images is None else "denoise steps"
-    yield "throughput", f"{status.gen_throughput:.1f} {unit}/s in the last seconds"
-    yield (
-        "steps",
-        f"{status.step} ({age}), {status.generated_tokens} {unit}, {status.num_retractions} retractions",
-    )
-    failures = status.step_failures
-    if failures.failed:
-        limit = "" if failures.token_limit is None else f", at most {failures.token_limit} tokens for now"
-        yield (
-            "failures",
-            f"{failures.failed} steps, {failures.retried} computed again, {failures.splits} splits{limit}",
-        )
-    kv = status.kv
-    if status.images is None:
-        yield "KV tokens", f"{kv.free} free + {kv.cached} cached + {kv.held} held = {kv.total}"
-    memory = status.device_memory
-    available = "unknown" if memory.available is None else f"{memory.available / MIB:.1f}"
-    yield (
-        "device",
-        (
-            f"{status.device}: {memory.reserved / MIB:.1f} MB reserved, {memory.allocated / MIB:.1f} allocated, "
-            f"{available} available; weights {memory.weights / MIB:.1f}, KV {memory.kv_cache / MIB:.1f}"
-        ),
-    )
-    yield "kernels", _kernels(status)
-    yield (
-        "model",
-        f"{status.model_path} ({status.dtype}, context {status.context_len}, vocabulary {status.vocab_size})",
-    )
-    yield "process", f"pid {status.pid}, up {status.uptime_s:.0f} s, version {status.version}"
-
-
-def _pause(status: GetStatusReqOutput) -> str:
-    """Mode, how long, since when by this machine's clock, whose, and until when at most."""
-    age = status.pause_age_s or 0.0
-    since = strftime("%Y-%m-%d %H:%M:%S", localtime(time() - age))
-    owner = "no owner" if status.pause_owner is None else f"owner {status.pause_owner}"
-    lease = "no lease" if status.lease_left_s is None else f"lease ends in {status.lease_left_s:.1f} s"
-    return f"{status.pause_mode}, for {age:.1f} s, since {since}, {owner}, {lease}"
-
-
 def _lease(left_s: float | None, then: str) -> str:
     """Until when a pause holds, by this machine's clock."""
     if left_s is None:
         return "none: the pause is another owner's"
     until = strftime("%Y-%m-%d %H:%M:%S", localtime(time() + left_s))
     return f"until {until} (for {left_s:.1f} s), then {then}; a command with the same --owner renews it"
-
-
-def _kernels(status: GetStatusReqOutput) -> str:
-    """What serves which operations, each of them named once."""
-    operations: dict[str, list[str]] = {}
-    for operation, name in status.kernels.items():
-        operations.setdefault(name, []).append(operation)
-    text = "; ".join(f"{name}: {', '.join(served)}" for name, served in operations.items()) or "unknown"
-    return text if status.kernels_reason is None else f"{text} ({status.kernels_reason})"
 
 
 def main() -> NoReturn:

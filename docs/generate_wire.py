@@ -56,7 +56,7 @@ LIMITS = (
     ("scheduler.serving.router_socket", "FRAMES_PER_DRAIN", "frames", "behind headers, taken from the socket between two steps"),
     ("scheduler.serving.command_queue", "MAX_PENDING_COMMANDS", "commands", "under way, queued or waiting; more are `queue_full`"),
     ("scheduler.serving.answers", "STORED_ANSWERS", "message ids", "whose answers are stored for retries, however old they are"),
-    ("scheduler.serving.answers", "STORED_ANSWER_BYTES", "bytes", "of stored answers, and of results kept for clients that could not be reached; the oldest go first"),
+    ("scheduler.config", "RESULT_BYTES", "bytes", "of stored answers, and of results kept for clients that could not be reached, unless `--result-bytes` says another number; the oldest go first"),
     ("scheduler.serving.answers", "REMEMBERED_IDS", "message ids", "answered before those, whose retries are `answer_forgotten`"),
 )  # fmt: skip
 

@@ -289,7 +289,7 @@ class StepFailures(ReplyRecord, kw_only=True, frozen=True):
     splits: int = 0
     """Times that a step ran out of memory and the next steps were made smaller."""
     token_limit: int | None = None
-    """Current limit on the tokens of a step after running out of memory. None means no such limit."""
+    """Limit on the tokens of a step, or on its samples if they are images, after running out of memory. None: no limit."""
 
 
 class MemoryByTag(ReplyRecord, kw_only=True, frozen=True):

@@ -277,9 +277,18 @@ def _in_words(kind: inspect.Type) -> list[str]:
     if isinstance(kind, inspect.StrType):
         return ["a string" + _length(kind)]
     if isinstance(kind, inspect.ListType) and (of := _wanted(_alternatives(kind.item_type))):
-        return [f"a list of {_plural(of)}"]
+        return [f"a list of {_count(kind)}{_plural(of)}"]
     word = _WORDS.get(type(kind))
     return [] if word is None else [word]
+
+
+def _count(kind: inspect.ListType) -> str:
+    least, most = kind.min_length or 0, kind.max_length
+    if most is None:
+        return f"at least {least} " if least else ""
+    if least == most:
+        return f"{most} "
+    return f"{least} to {most} " if least else f"at most {most} "
 
 
 def _plural(words: str) -> str:

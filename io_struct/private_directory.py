@@ -4,9 +4,10 @@ Invariants:
 - It is fresh, mode 0700, and its socket's path fits into an ``ipc://`` address.
 - Whoever made it holds a lock on it until it is removed or the process ends, however that happens; the engine in it holds
   the lock of its socket (``scheduler.sock.lock``), and of its state file where that is here too.
-- What a killed process left is removed by the next :func:`make`: only directories of this pattern, of this user, of mode
-  0700, whose locks are all free, and of these only the files that an engine makes. Anything else in it stays, and so
-  does the directory then. An empty one may be fresh and not locked yet: its maker notices the removal and makes another.
+- What a killed process left is removed by the next :func:`make`: only directories with the names that it makes (a dash
+  behind the prefix is somebody else's, who may not have put anything in yet), of this user, of mode 0700, whose locks
+  are all free, and of these only the files that an engine makes. Anything else in it stays, and so does the directory
+  then. An empty one may be fresh and not locked yet: its maker notices the removal and makes another.
 """
 
 import contextlib
@@ -90,9 +91,13 @@ def remove(path: str | os.PathLike[str]) -> None:
 def remove_stale(parent: str) -> None:
     """Remove the directories in ``parent`` whose makers and engines were killed."""
     with contextlib.suppress(OSError), os.scandir(parent) as entries:
-        for name in [entry.name for entry in entries if entry.name.startswith(PREFIX)]:
+        for name in [entry.name for entry in entries if _is_made_here(entry.name)]:
             with contextlib.suppress(OSError):  # somebody's, in use, or just gone
                 _remove_if_stale(os.path.join(parent, name))
+
+
+def _is_made_here(name: str) -> bool:
+    return name.startswith(PREFIX) and "-" not in name.removeprefix(PREFIX)
 
 
 def _remove_if_stale(path: str) -> None:

@@ -18,6 +18,8 @@ from .files import is_pipeline
 DtypeName = Literal["auto", "float32", "bfloat16", "float16", "fp32", "bf16", "fp16", "float", "half"]
 PAGE_SIZE = 16
 """Tokens per KV page; the measured layout is [page, kv head, 16, head size]."""
+RESULT_BYTES = 64 << 20
+"""``result_bytes``, unless it is configured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +87,9 @@ class EngineConfig:
     """Size of the KV cache pool in tokens. By default, kv_memory_fraction of the memory that is free after
     loading."""
     kv_memory_fraction: float | None = None
-    """Fraction of the free device memory for the KV cache pool when kv_pool_tokens is not given. The default is 0.5 on the
-    CPU, 0.85 on accelerators and 0.8 on those with less than 30 GB."""
+    """Fraction of the free device memory for the KV cache pool when kv_pool_tokens is not given; of image pipelines, for what
+    running samples hold together. The default is 0.5 on the CPU and for image pipelines, 0.85 on accelerators and 0.8 on
+    those with less than 30 GB."""
     max_running_requests: int | None = None
     """Maximum number of running samples, that is, of samples that hold KV cache, or latents. The default is 256 on the CPU and
     on accelerators with less than 30 GB, 512 with less than 60 GB and 1024 with more; 16 for image pipelines."""
@@ -120,6 +123,9 @@ class EngineConfig:
     result_ttl_s: float = 60.0
     """Seconds for which answers stay available, within the limits on stored bytes: replies to repeated messages, and
     results of clients that could not be reached."""
+    result_bytes: int = RESULT_BYTES
+    """Maximum bytes of these answers together; the oldest go first. An answer that alone takes more is not stored. Large
+    images and trajectories may need more than the default, if they are to be there for retries."""
     state_file: str | None = None
     """JSON file that records which weights were committed last. A restart with the same file continues from them. By
     default, nothing is recorded."""
@@ -195,6 +201,7 @@ class EngineConfig:
             "idle_empty_s",
             "log_stats_interval_s",
             "result_ttl_s",
+            "result_bytes",
             "session_deadline_s",
             "session_orphan_s",
             "target_step_s",

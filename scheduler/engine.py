@@ -259,7 +259,7 @@ class Engine:
     ) -> None:
         """Build what is between the socket and the commands and waiting queue."""
         lifecycle = core.lifecycle
-        self.answers = Answers(config.result_ttl_s)
+        self.answers = Answers(config.result_ttl_s, config.result_bytes)
         self.replies = Replies(self.answers, self.outbox, self.router.send, lambda: lifecycle.step)
         self.generations = Generations(
             request_type=core.steps.request_type,

@@ -14,6 +14,7 @@ from .core import Core, Surroundings
 from .images.admission import ImageAdmission
 from .images.batcher import ImageBatcher, ImageQueue
 from .images.footprint import Footprint
+from .images.holding import Holding
 from .images.outbox import ImageOutbox
 from .images.outputs import ImageOutputs
 from .images.pipeline import load_pipeline, open_component
@@ -22,7 +23,8 @@ from .images.recovery import ImageRecovery
 from .images.runner import ImageRunner
 from .images.stages import Stages
 from .kernels import TORCH
-from .memory.device_module import device_module_for
+from .memory.device_module import DeviceModule, device_module_for
+from .memory.host import HOST
 from .operations import Serving
 
 if TYPE_CHECKING:
@@ -51,17 +53,19 @@ def image_core(around: Surroundings) -> Core:
     stages = Stages(around.residency, loaded.movable, around.stages)
     prompts = EncodedPrompts(config.prompt_cache_bytes)
     waiting = ImageQueue()
+    module, on_host = device_module_for(loaded.device), loaded.device.type == "cpu"
+    holding = _holding(around, module, on_host=on_host)
     batcher = ImageBatcher(
         waiting,
         max_running=config.sizes.rows,
+        holding=holding,
         prompts=prompts,
         encoders_changed=lambda: any(name.startswith("text_") for name in loaded.loader.written),
         on_idle=stages.leave,
     )
     live: LiveRequests[ImageRequest] = LiveRequests()
     outbox = ImageOutbox(around.send)
-    module = device_module_for(loaded.device)
-    footprint = Footprint(loaded.family, module, on_host=loaded.device.type == "cpu")
+    footprint = Footprint(loaded.family, module, on_host=on_host)
     outputs = ImageOutputs(batcher, live, outbox, on_finished=around.on_finished, stamp=around.stamp)
     return Core(
         loaded=loaded,
@@ -69,7 +73,12 @@ def image_core(around: Surroundings) -> Core:
         runner=ImageRunner(loaded.family, stages, loaded.device, module, footprint),
         request_type=GenerateImagesReqInput,
         admission=ImageAdmission(
-            loaded.family, loaded.device, footprint, max_waiting=config.max_waiting_requests
+            loaded.family,
+            loaded.device,
+            footprint,
+            holding,
+            live,
+            max_waiting=config.max_waiting_requests,
         ),
         live=live,
         waiting=waiting,
@@ -83,3 +92,16 @@ def image_core(around: Surroundings) -> Core:
         ),  # one page, the least there is; nobody takes it
         serving=Serving({"denoise": TORCH}, None),
     )
+
+
+def _holding(around: Surroundings, module: DeviceModule, *, on_host: bool) -> Holding:
+    """Of the memory that is free now."""
+    holding = Holding.of_free_memory(
+        module,
+        HOST,
+        around.config.sizes.kv_fraction,
+        kept_free=around.residency.still_to_come,
+        on_host=on_host,
+    )
+    logger.info("samples may hold %s together", holding)
+    return holding

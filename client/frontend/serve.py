@@ -426,7 +426,9 @@ async def front_end(
     model = settings.model or status.model_path
     folder = settings.tokenizer or model
     tokenizer = None
-    if folder != "none":
+    if folder != "none" and (
+        status.images is None or settings.tokenizer is not None
+    ):  # a pipeline has its own
         try:
             tokenizer = await asyncio.to_thread(TextTokenizer.from_folder, folder)
         except TokenizerMissing:

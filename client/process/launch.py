@@ -360,6 +360,7 @@ def launch_scheduler(
     requests_while_paused: Literal["queue", "refuse"] | None = None,
     idle_empty_s: float | None = None,
     result_ttl_s: float | None = None,
+    result_bytes: int | None = None,
     state_file: str | os.PathLike[str] | None = None,
     on_lost_weights: Literal["refuse", "serve_initial"] | None = None,
     session_deadline_s: float | None = None,

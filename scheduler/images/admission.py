@@ -15,11 +15,13 @@ import torch
 from torch import Tensor
 
 from ...io_struct import CaesuraError, ErrorCode, GenerateImagesReqInput, TensorSpec
+from ..batching.live_requests import LiveRequests
 from ..dtypes import DTYPES
 from ..weights.source import BufferSource
 from .family import MAX_IDS, Embeds, Family, invalid
 from .flow import problem_of
 from .footprint import Footprint
+from .holding import Holding
 from .request import ImageRequest, Prompting
 
 MAX_RESULT_BYTES = 128 << 20
@@ -31,16 +33,27 @@ MAX_NOISE_LEVEL = 100.0
 MAX_EMBED_TOKENS = 2 * MAX_IDS
 """Of ``prompt_embeds``: more than text or ids can make. A step takes time with their square, and nothing stops it."""
 _NEGATIVE = "negative_"
+_IMAGE_CHANNELS = 3
 
 
 class ImageAdmission:
     """Makes samples of image requests."""
 
     def __init__(
-        self, family: Family, device: torch.device, footprint: Footprint, *, max_waiting: int
+        self,
+        family: Family,
+        device: torch.device,
+        footprint: Footprint,
+        holding: Holding,
+        live: LiveRequests[ImageRequest],
+        *,
+        max_waiting: int,
     ) -> None:
+        """``live``: the samples that have not ended, whose embeddings are here."""
         self._family = family
         self._footprint = footprint
+        self._holding = holding
+        self._live = live
         self._device = device
         self._max_waiting = max_waiting
 
@@ -50,8 +63,8 @@ class ImageAdmission:
         """Check a message and make its samples; changes no state.
 
         Raises:
-            CaesuraError: ``invalid_request``, ``unsupported``, ``queue_full``, or ``out_of_memory`` for a size that this machine is too
-                small for.
+            CaesuraError: ``invalid_request``, ``unsupported``, ``queue_full``, or ``out_of_memory`` for a size or a prompt that this
+                machine is too small for.
         """
         if waiting + message.n > self._max_waiting:
             raise CaesuraError(
@@ -73,6 +86,8 @@ class ImageAdmission:
         sigmas = self._grid(message, shape)
         kept = _kept_steps(message, sigmas, shape)
         prompting = self._prompting(message, buffers)
+        self._footprint.check_prompt(prompting)
+        self._measure(prompting)
         seed = secrets.randbits(63) if message.seed is None else message.seed
         now = monotonic()
         return [
@@ -88,6 +103,9 @@ class ImageAdmission:
                 seed=seed,
                 kept_steps=kept,
                 arrival=now,
+                latent_bytes=_latent_bytes(shape),
+                kept_bytes=_places(kept) * _latent_bytes(shape)
+                + (message.output == "image") * message.width * message.height * _IMAGE_CHANNELS,
             )
             for index in range(message.n)
         ]
@@ -101,10 +119,9 @@ class ImageAdmission:
             return np.asarray([*message.sigmas, 0.0], np.float32)
         grid = self._family.sigmas(message.num_inference_steps, message.shift, shape)
         if not (np.isfinite(grid).all() and (np.diff(grid) < 0).all() and 0 < grid[0] <= 1 and grid[-1] == 0):
+            field = "num_inference_steps" if message.shift is None else "shift"
             raise invalid(
-                "num_inference_steps",
-                message.num_inference_steps,
-                "the scheduler's sigmas do not fall from at most 1 to 0",
+                field, getattr(message, field), "the scheduler's sigmas do not fall from at most 1 to 0"
             )
         return grid
 
@@ -145,6 +162,19 @@ class ImageAdmission:
                 f"makes embeddings of {tokens[1]} tokens, and the prompt has {tokens[0]}",
             )
         return Prompting(ids, against, message.max_sequence_length, True, embeds, negative)
+
+    def _measure(self, prompting: Prompting) -> None:
+        """Say how large its embeddings are, those to come included.
+
+        Raises:
+            CaesuraError: ``queue_full``, those that were sent do not fit beside those of other requests.
+        """
+        sent = [embeds for embeds in (prompting.embeds, prompting.negative) if embeds is not None]
+        self._holding.check_sent(self._live, *sent)
+        prompting.sent_bytes = sum(each.nbytes for embeds in sent for each in embeds.values())
+        longest = prompting.max_sequence_length
+        tokens = sum(self._family.encoded_tokens(ids, longest) for ids in prompting.unencoded)
+        prompting.nbytes = prompting.sent_bytes + self._family.embed_bytes(tokens)
 
     def _ids(
         self, text: str | None, ids: list[list[int]] | None, field: str, message: GenerateImagesReqInput
@@ -243,7 +273,7 @@ def _kept_steps(
         if given is not None and any(step >= steps for step in given):
             raise invalid(field, max(given), f"there are steps 0 to {steps - 1}")
     kept = frozenset(range(steps) if message.return_steps is None else message.return_steps)
-    nbytes = 4 * math.prod(shape) * len({place for step in kept for place in (step, step + 1)})
+    nbytes = _places(kept) * _latent_bytes(shape)
     if nbytes > MAX_RESULT_BYTES:
         raise invalid(
             "return_steps",
@@ -251,6 +281,15 @@ def _kept_steps(
             f"the latents of these steps take {nbytes} bytes, the limit is {MAX_RESULT_BYTES}",
         )
     return kept
+
+
+def _places(kept: frozenset[int]) -> int:
+    """Latents that are kept: before and after each of these steps."""
+    return len({place for step in kept for place in (step, step + 1)})
+
+
+def _latent_bytes(shape: tuple[int, ...]) -> int:
+    return 4 * math.prod(shape)
 
 
 def _require_alike(embeds: Embeds | None, negative: Embeds | None) -> None:

@@ -7,7 +7,8 @@ Invariants:
 - A step ends quickly: it is one call of the transformer, of the VAE for a few images, or of the text encoders for a few prompts. A pause
   waits for one of these.
 - Decoding goes first, since it ends samples; then encoding, since samples wait for it; then the bucket that was served longest ago.
-- A sample that was retracted or that waits keeps its place: first come, first served.
+- A sample that was retracted or that waits keeps its place: first come, first served. What samples hold together is limited
+  (``holding.py``), so some wait though more may run.
 - If a call raises, every sample stays where it was.
 - A prompt that is kept (``prompts.py``) is not encoded again, and of equal prompts that wait together one is.
 """
@@ -19,6 +20,7 @@ from time import monotonic
 from typing import Literal
 
 from ...io_struct import ImageLoad
+from .holding import Holding
 from .prompts import EncodedPrompts
 from .request import ImageRequest, Phase, Prompting
 
@@ -89,12 +91,14 @@ class ImageBatcher:
         waiting: ImageQueue,
         *,
         max_running: int,
+        holding: Holding,
         prompts: EncodedPrompts,
         encoders_changed: Callable[[], bool],
         on_idle: Callable[[], None] = lambda: None,
     ) -> None:
         """
         Args:
+            holding: says how many of the samples that wait may start.
             encoders_changed: says, at a commit, whether it has written a text encoder.
             on_idle: called when no sample is left.
         """
@@ -108,6 +112,7 @@ class ImageBatcher:
         self._full_steps = 0
         """At the limit, since it was set."""
         self._max_running = max_running
+        self._holding = holding
         self._encoders_changed = encoders_changed
         self._running: list[ImageRequest] = []
         self._served: dict[tuple[object, ...], int] = {}
@@ -153,17 +158,15 @@ class ImageBatcher:
         """Build the next step; None if there is nothing to run, or if a step is in flight."""
         if self.in_flight:
             return None
-        while len(self.waiting) and len(self._running) < self._max_running:
-            sample = self.waiting.popleft()
-            sample.phase = Phase.RUNNING
-            sample.first_scheduled = sample.first_scheduled or monotonic()
-            self._running.append(sample)
+        self._start()
         self._in_flight = self._decode() or self._encode() or self._denoise()
         return self._in_flight
 
     def complete_step(self, batch: ImageBatch, seconds: float) -> None:
         """The output of ``batch`` has been recorded."""
         self._in_flight = None
+        for sample in batch.samples:
+            sample.failed_alone = False
         for prompting in batch.prompts:
             self.prompts.keep(prompting)
         if self.limit is None or len(batch.samples) < self.limit:
@@ -231,6 +234,16 @@ class ImageBatcher:
 
     def _limited(self, samples: list[ImageRequest], most: int) -> list[ImageRequest]:
         return samples[: most if self.limit is None else min(most, self.limit)]
+
+    def _start(self) -> None:
+        most = self._max_running - len(self._running)
+        if not most or not len(self.waiting):
+            return
+        for _ in range(self._holding.starting(self._running, self.waiting, most)):
+            sample = self.waiting.popleft()
+            sample.phase = Phase.RUNNING
+            sample.first_scheduled = sample.first_scheduled or monotonic()
+            self._running.append(sample)
 
     def _decode(self) -> ImageBatch | None:
         ready = [sample for sample in self._running if sample.is_denoised]

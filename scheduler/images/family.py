@@ -152,6 +152,11 @@ class Family(ABC):
             max_sequence_length: of the request.
         """
 
+    def embed_bytes(self, tokens: int) -> int:
+        """Of the ``prompt_embeds`` of so many tokens; what else there is takes little beside them."""
+        width: int = self.transformer.config.joint_attention_dim
+        return tokens * width * self.dtype.itemsize
+
     @abstractmethod
     def embed_shape(self, name: str, shape: tuple[int, ...]) -> bool:
         """Whether an embedding given by a client may have ``shape``."""

@@ -9,12 +9,15 @@ Invariants:
   now raises MemoryError before it is begun, and recovery makes it again with fewer samples.
 """
 
+from collections.abc import Sequence
 from math import prod
+from typing import Any
 
 from ...io_struct import CaesuraError, ErrorCode, GenerateImagesReqInput
 from ..memory.device_module import DeviceModule, free_and_total
 from .batcher import ImageBatch, Kind
 from .family import Family
+from .request import Prompting
 
 WORTH_ASKING = 64 << 20
 """Bytes of a step from which the free memory is looked up, which takes tenths of a millisecond."""
@@ -22,6 +25,10 @@ _FEED_FORWARD = 9
 """Tensors as wide as the transformer while a block is in its activation: what goes in and out of that, four each, and the residual."""
 _RESIDUAL = 3
 """Tensors of full size in the VAE's last block: its input, its normalised input, and that behind the activation."""
+_WIDENED = 2
+"""Tensors as wide as a text encoder's feed-forward: what goes into the activation, and what comes out."""
+_BIASES = 2
+"""Copies of the bias that T5 adds to its attention for each two tokens and each head: as computed, and as attention takes it."""
 
 
 class Footprint:
@@ -34,17 +41,21 @@ class Footprint:
         self._on_host = on_host
 
     def least(self, kind: Kind, rows: int, size: tuple[int, int]) -> int:
-        """Bytes of a step of ``rows`` samples of ``size`` (height and width in pixels), at least. Encoding: 0, since prompts are short."""
+        """Bytes of a denoising or decoding step of ``rows`` samples of ``size`` (height and width in pixels), at least."""
         family = self._family
         if kind == "denoise":
             config = family.transformer.config
             width: int = config.num_attention_heads * config.attention_head_dim
             tokens = family.image_tokens(family.latent_shape(*size))
             return rows * tokens * width * _FEED_FORWARD * family.dtype.itemsize
-        if kind == "decode":
-            itemsize: int = next(family.vae.parameters()).dtype.itemsize
-            return rows * prod(size) * family.vae_channels * _RESIDUAL * itemsize
-        return 0
+        assert kind == "decode", "encoding depends on prompts"
+        itemsize: int = next(family.vae.parameters()).dtype.itemsize
+        return rows * prod(size) * family.vae_channels * _RESIDUAL * itemsize
+
+    def least_encoding(self, rows: int, lengths: Sequence[int]) -> int:
+        """Bytes of an encoding step of ``rows`` prompts, at least; ``lengths`` in tokens, for each text encoder."""
+        encoders = zip(self._family.encoders, lengths, strict=True)
+        return max(_least_of_encoder(encoder, rows, length) for encoder, length in encoders)
 
     def check_request(self, message: GenerateImagesReqInput, *, guided: bool) -> None:
         """Whether a sample of ``message`` could ever run.
@@ -52,19 +63,20 @@ class Footprint:
         Raises:
             CaesuraError: ``out_of_memory``, with what it needs and what there is.
         """
-        if not self._on_host:
-            return
         size = message.height, message.width
         least = max(self.least("denoise", 1 + guided, size), self.least("decode", 1, size))
-        if least < WORTH_ASKING or (known := free_and_total(self._module)) is None or least <= known[1]:
-            return
-        raise CaesuraError(
-            ErrorCode.OUT_OF_MEMORY,
-            f"an image of {message.width} x {message.height} pixels takes at least {least} bytes beside the weights, "
-            f"and this machine has {known[1]}",
-            needed=least,
-            total=known[1],
-        )
+        self._require_total(least, f"an image of {message.width} x {message.height} pixels")
+
+    def check_prompt(self, prompting: Prompting) -> None:
+        """Whether the prompt of a request, with that of guidance, could ever be encoded.
+
+        Raises:
+            CaesuraError: as :meth:`check_request`.
+        """
+        if unencoded := prompting.unencoded:
+            lengths = [*map(len, unencoded[0])]
+            least = self.least_encoding(len(unencoded), lengths)
+            self._require_total(least, f"encoding {_prompts(len(unencoded), lengths)}")
 
     def check_step(self, batch: ImageBatch) -> None:
         """Whether a step can fit now.
@@ -72,15 +84,44 @@ class Footprint:
         Raises:
             MemoryError: it cannot.
         """
-        if not self._on_host or batch.kind == "encode":
+        if not self._on_host:
             return
-        first, rows = batch.samples[0], len(batch.samples)
-        if batch.kind == "denoise" and first.prompting.guided:
-            rows *= 2
-        least = self.least(batch.kind, rows, first.size)
+        if batch.kind == "encode":
+            unencoded = [ids for prompting in batch.prompts for ids in prompting.unencoded]
+            lengths = [*map(len, unencoded[0])]
+            least = self.least_encoding(len(unencoded), lengths)
+            what = f"encoding {_prompts(len(unencoded), lengths)}"
+        else:
+            first, rows = batch.samples[0], len(batch.samples)
+            doubled = batch.kind == "denoise" and first.prompting.guided
+            least = self.least(batch.kind, rows * 2 if doubled else rows, first.size)
+            what = f"a step of {rows} images of {first.message.width} x {first.message.height} pixels"
         if least < WORTH_ASKING or (known := free_and_total(self._module)) is None or least <= known[0]:
             return
-        raise MemoryError(
-            f"a step of {len(batch.samples)} images of {first.message.width} x {first.message.height} pixels takes at least "
-            f"{least} bytes, and {known[0]} are free"
-        )
+        raise MemoryError(f"{what} takes at least {least} bytes, and {known[0]} are free")
+
+    def _require_total(self, least: int, what: str) -> None:
+        if not self._on_host or least < WORTH_ASKING:
+            return
+        known = free_and_total(self._module)
+        if known is not None and least > known[1]:
+            raise CaesuraError(
+                ErrorCode.OUT_OF_MEMORY,
+                f"{what} takes at least {least} bytes beside the weights, and this machine has {known[1]}",
+                needed=least,
+                total=known[1],
+            )
+
+
+def _least_of_encoder(encoder: Any, rows: int, length: int) -> int:
+    config = encoder.config.get_text_config()
+    itemsize: int = next(encoder.parameters()).dtype.itemsize
+    widest: int = config.d_ff if hasattr(config, "d_ff") else config.intermediate_size
+    biases = 0
+    if hasattr(config, "relative_attention_num_buckets"):
+        biases = _BIASES * config.num_heads * length * length
+    return itemsize * max(rows * length * widest * _WIDENED, biases)
+
+
+def _prompts(rows: int, lengths: Sequence[int]) -> str:
+    return f"{rows} prompts of {' and '.join(map(str, lengths))} tokens"

@@ -37,11 +37,7 @@ class EncodedPrompts:
     def keys(self, prompting: Prompting) -> set[_Key]:
         """Of what is still to be encoded of ``prompting``."""
         longest = prompting.max_sequence_length
-        missing = (
-            prompting.ids if prompting.embeds is None else None,
-            prompting.negative_ids if prompting.negative is None else None,
-        )
-        return {self._key(ids, longest) for ids in missing if ids is not None}
+        return {self._key(ids, longest) for ids in prompting.unencoded}
 
     def fill(self, prompting: Prompting) -> bool:
         """Give ``prompting`` what is kept; whether it has all then."""

@@ -73,7 +73,12 @@ class QwenImage(Family):
     def encode(self, ids: Sequence[Tensor], max_sequence_length: int) -> Embeds:
         """The last hidden states behind the template; zeros where there is padding."""
         mask = (ids[0] != self.tokenizers[0].pad_token_id).long()
-        found = self.encoders[0](input_ids=ids[0], attention_mask=mask, output_hidden_states=True)
+        found = self.encoders[0](
+            input_ids=ids[0],
+            attention_mask=mask,
+            output_hidden_states=True,
+            logits_to_keep=1,  # nobody reads them, and those of all tokens are the largest tensor there is
+        )
         mask = mask[:, _CUT:]
         return {
             "prompt_embeds": found.hidden_states[-1][:, _CUT:]

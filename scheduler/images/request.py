@@ -45,6 +45,19 @@ class Prompting:
     """Of the prompt, without a batch dimension. None: not computed yet."""
     negative: Embeds | None = None
     """The same for guidance."""
+    nbytes: int = 0
+    """Of both, about, once they are there."""
+    sent_bytes: int = 0
+    """Of those that came with the request."""
+
+    @property
+    def unencoded(self) -> list[list[list[int]]]:
+        """Token ids whose embeddings are still to be computed."""
+        missing = (
+            self.ids if self.embeds is None else None,
+            self.negative_ids if self.guided and self.negative is None else None,
+        )
+        return [ids for ids in missing if ids is not None]
 
     @property
     def is_ready(self) -> bool:
@@ -84,6 +97,10 @@ class ImageRequest:
     kept_steps: frozenset[int]
     """Steps whose latents and log-probabilities are returned."""
     arrival: float
+    latent_bytes: int = 0
+    """Of its latent, on the device."""
+    kept_bytes: int = 0
+    """On the host, once it has all that its request keeps: latents, and the image."""
 
     # Written by batcher.py and outputs.py.
     phase: Phase = Phase.WAITING
@@ -100,7 +117,7 @@ class ImageRequest:
     first_scheduled: float | None = None
     num_retractions: int = 0
     failed_alone: bool = False
-    """A step of it alone ran out of memory."""
+    """A step of it alone ran out of memory, and none has been made since."""
 
     @property
     def key(self) -> tuple[str, int]:

@@ -5,7 +5,7 @@ Invariants:
   is no longer stored). A retry under a forgotten id is refused. Forgotten ids are remembered for at least
   :data:`REMEMBERED_IDS` later ids.
 - Answers younger than ``window_s`` and the last :data:`STORED_ANSWERS` answers are stored. If all of them together take more
-  than :data:`STORED_ANSWER_BYTES`, the oldest are dropped, and then what exchanges under way have answered so far, the largest
+  than ``limit_bytes``, the oldest are dropped, and then what exchanges under way have answered so far, the largest
   first. An exchange that alone takes more drops its own.
 - An exchange under way that has dropped answers is *lost*: it goes on for those who wait for it, and nobody can attach to it.
 - Results that their client may not have read are *kept*: they can be fetched by rid while they are stored, for ``window_s``
@@ -37,7 +37,6 @@ SampleResult = GenerateReqOutput | GenerateImagesReqOutput
 """The terminal result of one sample."""
 
 STORED_ANSWERS = 1024
-STORED_ANSWER_BYTES = 64 << 20
 REMEMBERED_IDS = 1 << 15
 ANSWER_BYTES = 1536
 """Estimated memory of a stored answer beside its arrays: its fields, ids and table entries."""
@@ -69,9 +68,14 @@ class Exchange:
 class Answers:
     """The exchanges under way, and the stored answers of finished ones."""
 
-    def __init__(self, window_s: float) -> None:
-        """``window_s`` is how long an answer is stored at least, as far as memory allows."""
+    def __init__(self, window_s: float, limit_bytes: int) -> None:
+        """
+        Args:
+            window_s: how long an answer is stored at least, as far as memory allows.
+            limit_bytes: of all stored answers together.
+        """
         self._window_s = window_s
+        self._limit_bytes = limit_bytes
         self._exchanges: dict[str, tuple[bytes, Exchange]] = {}
         self._done: deque[Exchange] = deque()
         self._begun: dict[Exchange, None] = {}
@@ -138,7 +142,7 @@ class Answers:
             exchange.nbytes += nbytes
             self.stored_bytes += nbytes
             self._begun[exchange] = None
-        if exchange.nbytes > STORED_ANSWER_BYTES:
+        if exchange.nbytes > self._limit_bytes:
             self._lose(exchange)
         if exchange.remaining == 0:
             self._end(exchange)
@@ -216,12 +220,12 @@ class Answers:
         while self._done:
             exchange = self._done[0]
             keeps = len(self._done) <= STORED_ANSWERS or exchange.done_at > horizon
-            if keeps and self.stored_bytes <= STORED_ANSWER_BYTES:
+            if keeps and self.stored_bytes <= self._limit_bytes:
                 return
             self._done.popleft()
             self.stored_bytes -= exchange.nbytes
             self._forget(exchange)
-        while self.stored_bytes > STORED_ANSWER_BYTES:
+        while self.stored_bytes > self._limit_bytes:
             self._lose(max(self._begun, key=lambda each: each.nbytes))
 
     def _forget(self, exchange: Exchange) -> None:

@@ -1,10 +1,12 @@
-"""sglang-router before two servers, as slime starts it: what passes it, and what it leaves out of a request."""
+"""A router before two servers, as slime starts one: what passes it, and what it leaves out of a request."""
 
 import json
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import httpx
@@ -15,7 +17,10 @@ from support.plain_trainer import free_port
 from support.tokenizers import make_byte_level
 from support.waiting import eventually
 
-pytest.importorskip("sglang_router", reason="sglang-router is a package of its own")
+ROUTERS = [name for name in ("sglang_router", "smg") if find_spec(name) is not None]
+"""Packages of their own, the second the successor of the first."""
+if not ROUTERS:
+    pytest.skip("neither sglang-router nor smg is installed", allow_module_level=True)
 
 SAMPLING = {
     "max_new_tokens": 6,
@@ -27,34 +32,42 @@ SAMPLING = {
 ROLLOUT = {"input_ids": [5, 6, 7], "rid": "rollout-1", "return_logprob": True, "sampling_params": SAMPLING}
 
 
+@pytest.fixture(scope="module", params=ROUTERS)
+def package(request):
+    """The router's."""
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def fleet(tmp_path_factory):
+def fleet(tmp_path_factory, package):
     """A client of the router, and one of each server."""
     model = tmp_path_factory.mktemp("router") / "experts"
     make_checkpoint(model, "qwen3-moe", seed=2, vocab_size=400)
     make_byte_level(model, vocab_size=400)
+    root = ("--weights-root", str(model.parent))
     with (
-        served("--model", str(model)) as one,
-        served("--model", str(model)) as two,
-        router(model.parent / "router.log", one.url, two.url) as client,
+        served("--model", str(model), *root) as one,
+        served("--model", str(model), *root) as two,
+        router(package, model.parent / "router.log", one.url, two.url) as client,
     ):
         yield client, (one, two)
 
 
 @contextmanager
-def router(log: Path, *workers: str) -> Iterator[httpx.Client]:
+def router(package: str, log: Path, *workers: str) -> Iterator[httpx.Client]:
     """A router process before ``workers``, all of which it calls healthy."""
     port = free_port()
     command = [
         sys.executable,
         "-m",
-        "sglang_router.launch_router",
+        f"{package}.launch_router",
         "--host",
         "127.0.0.1",
         "--port",
         str(port),
     ]
     command += ["--policy", "round_robin", "--worker-urls", *workers]
+    command += ["--enable-rl"] if package == "smg" else []
     with log.open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
     try:
@@ -101,21 +114,44 @@ def test_both_servers_work(fleet):
 
 
 @pytest.mark.parametrize(
-    ("fields", "seen_in"),
+    ("fields", "seen_in", "passed_by"),
     [
-        ({"return_routed_experts": True}, lambda answer: "routed_experts" in answer["meta_info"]),
-        ({"return_prompt_token_ids": True}, lambda answer: "prompt_token_ids" in answer),
+        ({"return_routed_experts": True}, lambda answer: "routed_experts" in answer["meta_info"], ["smg"]),
+        ({"return_prompt_token_ids": True}, lambda answer: "prompt_token_ids" in answer, ["smg"]),
         (
             {"sampling_params": {**SAMPLING, "logit_bias": {"9": 100.0}}},
             lambda answer: set(answer["output_ids"]) == {9},
+            [],
         ),
     ],
 )
-def test_keys_that_the_router_leaves_out(fleet, fields, seen_in):
+def test_keys_that_a_router_leaves_out(fleet, package, fields, seen_in, passed_by):
     """The page says so: send these to the servers themselves. Where this fails, a newer router passes them."""
     client, (one, _) = fleet
     assert seen_in(one.ok("/generate", {**ROLLOUT, **fields}))
-    assert not seen_in(client.post("/generate", json={**ROLLOUT, **fields}).json())
+    passed = seen_in(client.post("/generate", json={**ROLLOUT, **fields}).json())
+    assert passed == (package in passed_by)
+
+
+def test_the_control_plane_of_smg_updates_every_server_in_a_pause(fleet, package, tmp_path_factory):
+    if package != "smg":
+        pytest.skip("sglang-router has none")
+    smg = import_module("smg.rl")
+    client, servers = fleet
+    model = servers[0].get("/server_info").json()["model_path"]
+    rl, every = smg.RL(str(client.base_url)), "engine=sglang"
+    workers = rl.workers()
+    assert {worker.url.rstrip("/") for worker in workers} == {server.url for server in servers}
+    with smg.paused(rl, every, mode="in_place") as pauses:
+        assert (pauses.total, pauses.succeeded) == (2, 2)
+        update = {"model_path": model, "weight_version": "42", "flush_cache": False}
+        done = rl.fanout("update_weights_from_disk", update, selector=every)
+        assert (done.total, done.succeeded) == (2, 2)
+    for server in servers:
+        assert server.ok("/generate", ROLLOUT)["meta_info"]["weight_version"] == "42"
+    with pytest.raises(smg.RlError):
+        rl.fanout("update_weights_from_disk", {"model_path": "/nowhere"}, selector=every)
+    assert client.post("/generate", json=ROLLOUT).json()["meta_info"]["weight_version"] == "42"
 
 
 def test_commands_are_for_the_servers_themselves(fleet):

@@ -29,7 +29,7 @@ pytest.importorskip("diffusers")
 from support.pipelines import load_pipeline, make_sd3, tensors_of
 
 from caesura.io_struct.codec import encode
-from caesura.scheduler.images import batcher, footprint, traced
+from caesura.scheduler.images import batcher, traced
 from caesura.scheduler.images.admission import MAX_EMBED_TOKENS
 from caesura.scheduler.images.batcher import RAISE_AFTER
 from caesura.scheduler.observability.throughput import Counters, line
@@ -764,43 +764,6 @@ def test_long_prompts_are_encoded_few_at_a_time(driver, monkeypatch, most, expec
     driver.run_until_idle()
     assert steps == expected
     assert {image(driver, rid).finish_reason.type for rid in rids} == {"length"}
-
-
-@pytest.fixture
-def memory(monkeypatch):
-    """Free and total bytes of the host, of which steps of any size ask."""
-    known = [1 << 40, 1 << 40]
-    monkeypatch.setattr(footprint, "WORTH_ASKING", 0)
-    monkeypatch.setattr(footprint, "free_and_total", lambda module: tuple(known))
-    return known
-
-
-def test_an_image_too_large_for_the_machine_is_refused(driver, memory):
-    least = driver.engine.scheduler._runner._footprint.least
-    memory[:] = [0, least("decode", 1, (16, 16))]
-    reply = refusal(driver, request(width=32))
-    assert (reply.code, reply.detail) == (
-        "out_of_memory",
-        {"needed": least("decode", 1, (16, 32)), "total": memory[1]},
-    )
-    assert "32 x 16 pixels" in reply.message
-    memory[0] = memory[1]
-    assert run(driver, request())[0].finish_reason.type == "length"
-
-
-def test_a_step_that_cannot_fit_is_not_begun(driver, memory):
-    """It is made with fewer samples; one that does not fit alone ends, and the engine goes on."""
-    least = driver.engine.scheduler._runner._footprint.least
-    memory[0] = max(least("denoise", 1, (16, 16)), least("decode", 1, (16, 16)))
-    results = run(driver, request(n=4))
-    assert {each.finish_reason.type for each in results} == {"length"}
-    assert driver.status().step_failures.token_limit == 1
-    memory[0] = 0
-    (reason,) = (each.finish_reason for each in run(driver, request()))
-    assert (reason.type, reason.code) == ("error", "out_of_memory")
-    assert "0 are free" in reason.message
-    memory[0] = 1 << 40
-    assert run(driver, request())[0].finish_reason.type == "length"
 
 
 def test_flushes_in_a_pause_speak_of_latents(driver, sd3, caplog):

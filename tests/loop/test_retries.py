@@ -5,6 +5,7 @@ from support.scripted import EngineDriver, assert_error, tokens_of
 
 from caesura.io_struct import GenerateReqInput, PauseGenerationReqInput, SamplingParams, encode
 from caesura.scheduler.serving import answers
+from caesura.scheduler.serving.answers import ANSWER_BYTES
 
 PARAMS = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
 
@@ -48,6 +49,19 @@ def test_an_answer_that_is_not_stored_any_more_is_no_second_generation(tiny_mode
         assert (status.step, status.generated_tokens) == (steps, generated)
         pause = driver.call(PauseGenerationReqInput(id="a new one"))
         assert pause.step == steps
+
+
+@pytest.mark.parametrize(("limit", "stored"), [(0, 0), (4 * ANSWER_BYTES, 3)])
+def test_answers_are_stored_within_the_configured_bytes(tiny_model, limit, stored):
+    with EngineDriver(str(tiny_model), result_bytes=limit) as driver:
+        messages = batch(20)
+        for message in messages:
+            generate(driver, [message])
+        driver.results.clear()
+        generate(driver, messages)
+        assert len(driver.results) == stored
+        assert len(driver.replies) == 20 - stored
+        assert {reply.code for reply in driver.replies.values()} == {"answer_forgotten"}
 
 
 @pytest.mark.parametrize("live", [True, False])

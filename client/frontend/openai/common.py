@@ -18,6 +18,7 @@ from litestar.exceptions import HTTPException
 from litestar.types import ExceptionHandlersMap
 
 from ....io_struct import CaesuraError, ErrorCode, SamplingParams, new_id
+from ....io_struct.field_errors import shown
 from ...exceptions import RETRYABLE, InvalidRequest
 from ...text.tokenizer_manager import ENCODE_INLINE, GenerationRequest, Sample
 from ..context import FrontEnd
@@ -49,7 +50,7 @@ def check_model(front: FrontEnd, name: str | None) -> None:
     """
     options = front.options
     if name and name not in (options.model_name, options.model_path, DEFAULT_MODEL):
-        raise ModelNotFound(f"the model {name!r} does not exist; {options.model_name!r} is served")
+        raise ModelNotFound(f"the model {shown(name)} does not exist; {options.model_name!r} is served")
 
 
 def error_body(error: CaesuraError) -> dict[str, Any]:

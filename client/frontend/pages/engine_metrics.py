@@ -176,7 +176,11 @@ def _load(families: Families, status: GetStatusReqOutput, throughput: float) -> 
     )
     limit = status.step_failures.token_limit
     if limit is not None:
-        gauge("step_token_limit", "Maximum tokens per step, lowered after running out of memory.", limit)
+        gauge(
+            "step_token_limit",
+            "Maximum tokens per step (samples of an image engine), lowered after running out of memory.",
+            limit,
+        )
 
 
 def _tokens(families: Families, status: GetStatusReqOutput, throughput: float) -> None:

@@ -14,10 +14,10 @@ import msgspec
 from litestar import Response, post
 from litestar.handlers import HTTPRouteHandler
 
-from ....io_struct import CaesuraError, SdeParams, new_id
-from ....io_struct.images import MAX_PROMPT_CHARACTERS
+from ....io_struct import CaesuraError, GenerateImagesReqInput, SdeParams, new_id
+from ....io_struct.images import MAX_IMAGE_SIDE, MAX_PROMPT_CHARACTERS, MAX_STEPS, StepIndex
 from ....io_struct.safetensors import DTYPES, file_of_one
-from ...exceptions import Unsupported
+from ...exceptions import InvalidRequest, Unsupported
 from ...wire.images import ImageOutput, ImageTensor
 from ..context import Front, FrontEnd
 from ..exchange import ClientLeft, HTTPRequest, command, nobody, read_control, unless_left
@@ -28,14 +28,22 @@ from .generate_routes import refused
 MAX_OUTPUTS = 256
 """Of one request."""
 MAX_SEED = (1 << 63) - 1 - MAX_OUTPUTS
+MAX_ANSWER_BYTES = 1 << 30
+"""Of all outputs of one request, about, which the server holds until the last has come: three bytes of a pixel, and one for each latent."""
+
+Side = Annotated[int, msgspec.Meta(ge=1, le=MAX_IMAGE_SIDE)]
+Steps = Annotated[list[StepIndex], msgspec.Meta(max_length=MAX_STEPS)]
+
+_DEFAULTS = GenerateImagesReqInput()
+_SIDE, _STEPS = _DEFAULTS.width, _DEFAULTS.num_inference_steps
 
 
 class ExtraParams(Strict, kw_only=True):
     """``extra_sampling_params``: what Caesura has beyond SGLang's own fields."""
 
-    sigmas: list[float] | None = None
+    sigmas: Annotated[list[float], msgspec.Meta(min_length=1, max_length=MAX_STEPS)] | None = None
     shift: float | None = None
-    max_sequence_length: int | None = None
+    max_sequence_length: Annotated[int, msgspec.Meta(ge=0, le=4096)] | None = None
 
 
 class RolloutBody(Strict, kw_only=True):
@@ -44,9 +52,9 @@ class RolloutBody(Strict, kw_only=True):
     prompt: Annotated[str, msgspec.Meta(max_length=MAX_PROMPT_CHARACTERS)]
     negative_prompt: Annotated[str, msgspec.Meta(max_length=MAX_PROMPT_CHARACTERS)] | None = None
     seed: Annotated[int, msgspec.Meta(ge=0, le=MAX_SEED)] | None = None
-    width: int | None = None
-    height: int | None = None
-    num_inference_steps: int | None = None
+    width: Side | None = None
+    height: Side | None = None
+    num_inference_steps: Annotated[int, msgspec.Meta(ge=1, le=MAX_STEPS)] | None = None
     num_outputs_per_prompt: Annotated[int, msgspec.Meta(ge=1, le=MAX_OUTPUTS)] = 1
     guidance_scale: float | None = None
     true_cfg_scale: float | None = None
@@ -56,13 +64,13 @@ class RolloutBody(Strict, kw_only=True):
     rollout: bool = True
     """False: an evaluation, without noise and without a trajectory."""
     rollout_sde_type: Literal["sde", "cps", "dance", "ode"] = "sde"
-    rollout_noise_level: float = 0.7
+    rollout_noise_level: Annotated[float, msgspec.Meta(ge=0)] = 0.7
     rollout_log_prob_no_const: bool = False
     rollout_debug_mode: bool = True
     rollout_return_denoising_env: bool = False
     rollout_return_dit_trajectory: bool = False
-    rollout_sde_step_indices: list[int] | None = None
-    rollout_return_step_indices: list[int] | None = None
+    rollout_sde_step_indices: Steps | None = None
+    rollout_return_step_indices: Steps | None = None
 
     # accepted and ignored
     generator_device: str | None = None
@@ -93,14 +101,20 @@ async def rollout_generate(request: HTTPRequest, front: Front) -> Response[bytes
     except CaesuraError as error:
         return refused(front, error)
     front.last_image.keep(outputs)
+    encoded = await front.workers.run(lambda: _encoded(body, rid, seeds, outputs))
+    return Response(encoded, media_type="application/msgpack")
+
+
+def _encoded(body: RolloutBody, rid: str, seeds: list[int], outputs: list[ImageOutput]) -> bytes:
     answers = [_answer(body, rid, seed, each) for seed, each in zip(seeds, outputs, strict=True)]
-    return Response(msgspec.msgpack.encode(answers), media_type="application/msgpack")
+    return msgspec.msgpack.encode(answers)
 
 
 async def _outputs(front: FrontEnd, body: RolloutBody, rid: str) -> tuple[list[int], list[ImageOutput]]:
     if body.image_path or (body.num_frames or 1) != 1:
         raise Unsupported("images as input and videos are not supported", field="image_path")
     options = _options(body)
+    _require_small(body, options)
     first = secrets.randbelow(MAX_SEED) if body.seed is None else body.seed
     seeds = [first + number for number in range(body.num_outputs_per_prompt)]
     async with asyncio.TaskGroup() as group:
@@ -109,6 +123,21 @@ async def _outputs(front: FrontEnd, body: RolloutBody, rid: str) -> tuple[list[i
             for number, seed in enumerate(seeds)
         ]
     return seeds, [_unwrapped(task.result()) for task in tasks]
+
+
+def _require_small(body: RolloutBody, options: dict[str, Any]) -> None:
+    """Refuse what would fill the server's memory: of a latent, 16 numbers of four bytes stand for 8 x 8 pixels."""
+    steps = len(options["sigmas"]) if "sigmas" in options else options.get("num_inference_steps", _STEPS)
+    asked = options.get("return_steps", [])
+    kept = steps + 1 if asked is None else min(2 * len(asked), steps + 1)
+    width, height = options.get("width", _SIDE), options.get("height", _SIDE)
+    nbytes = body.num_outputs_per_prompt * width * height * (3 + kept)
+    if nbytes > MAX_ANSWER_BYTES:
+        raise InvalidRequest(
+            f"num_outputs_per_prompt = {body.num_outputs_per_prompt}: with their trajectories about {nbytes} bytes, "
+            f"at most {MAX_ANSWER_BYTES} in one answer",
+            field="num_outputs_per_prompt",
+        )
 
 
 async def _one(

@@ -35,6 +35,8 @@ def sd3(tmp_path_factory):
 def server(sd3):
     with served("--model", str(sd3), "--served-model-name", "painter") as found:
         yield found
+        _, said = found.stop()
+    assert "tokenizer" not in said, "a pipeline has its own"
 
 
 @pytest.fixture(scope="module")
@@ -166,9 +168,11 @@ def test_bodies_that_are_no_request(server, body):
     assert response.json()["error"]["type"] == "invalid_request_error"
 
 
-def test_an_unknown_model_is_404(client):
+@pytest.mark.parametrize("model", ["dall-e-3", "x" * 1_000_000])
+def test_an_unknown_model_is_404(client, model):
     with pytest.raises(openai.NotFoundError) as caught:
-        client.images.generate(model="dall-e-3", prompt="a")
+        client.images.generate(model=model, prompt="a")
+    assert len(caught.value.response.content) < 1000
     assert caught.value.code == "model_not_found"
 
 
@@ -204,6 +208,7 @@ def test_what_asks_for_nothing_passes(server):
         {"rollout_sde_step_indices": [2**40]},
         {"rollout_return_step_indices": [-1]},
         {"num_outputs_per_prompt": 10_000},
+        {"num_outputs_per_prompt": 256, "width": 1024, "height": 1024},
         *[
             {"extra_sampling_params": extra}
             for extra in (
@@ -223,6 +228,8 @@ def test_extremes_of_a_trajectory_are_400(server, changes):
     body = {"prompt": "a", "width": 16, "height": 16, "num_inference_steps": 2, **changes}
     response = httpx.post(f"{server.url}/rollout/generate", content=json.dumps(body), timeout=60)
     assert response.status_code == 400, response.text
+    field = next(iter(changes.get("extra_sampling_params", changes)))
+    assert field.removeprefix("rollout_") in response.text, "the field is named"
 
 
 @pytest.mark.parametrize(

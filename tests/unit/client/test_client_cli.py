@@ -12,14 +12,17 @@ from support.fake_scheduler import FakeScheduler, answer, status_reply
 from caesura.client import cli
 from caesura.io_struct import (
     AbortReq,
+    ComponentStatus,
     ContinueGenerationReqInput,
     ErrorCode,
     ErrorReply,
     FlushCacheReqInput,
+    ImageLoad,
     PauseGenerationReqInput,
     RenewPauseLeaseReqInput,
     RenewPauseLeaseReqOutput,
     StartProfileReqInput,
+    StepFailures,
     StopProfileReqInput,
     StopProfileReqOutput,
     UpdateWeightFromDiskReqInput,
@@ -74,6 +77,28 @@ def test_status_says_whose_the_pause_is_and_until_when(tmp_path_factory, caesura
     words = " ".join(out.split())  # wherever the table breaks a line
     assert "owner trainer 7, lease ends in 12.3 s)" in words
     assert "throughput 1234.6 tokens/s in the last seconds" in words
+
+
+def test_status_of_an_image_engine_has_no_tokens(tmp_path_factory, monkeypatch, caesura):
+    endpoint = f"ipc://{tmp_path_factory.mktemp('s')}/s"
+    monkeypatch.setenv("COLUMNS", "160")
+
+    def painter(request):
+        reply = status_reply(request)
+        reply.images = ImageLoad(encoding=1, denoising=7, decoding=2)
+        reply.step_failures = StepFailures(failed=3, retried=2, splits=2, token_limit=4)
+        reply.components = [
+            ComponentStatus(name="vae", residency="offload", nbytes=5 << 20, device_bytes=1 << 20)
+        ]
+        return [reply]
+
+    with FakeScheduler(endpoint, painter):
+        code, out, _ = caesura("status", "--endpoint", endpoint)
+    assert code == 0
+    assert "1 encoding, 7 denoising, 2 decoding, " in out
+    assert "at most 4 samples for now" in out
+    assert "offload, 1.0 of 5.0 MB on the device" in out
+    assert not re.search("token|KV|prefill|context|vocabulary", out), out
 
 
 def test_status_as_json_is_the_reply(fake, caesura):

@@ -40,6 +40,14 @@ def said(message: object) -> str:
             {**GENERATE, "input_ids": "abc"},
             "input_ids = 'abc' must be a list of integers from 0 to 2147483647",
         ),
+        (
+            {"type": "GenerateImagesReqInput", "sigmas": []},
+            "sigmas = [] must be a list of 1 to 1000 numbers or null",
+        ),
+        (
+            {"type": "GenerateImagesReqInput", "prompt_ids": [[1]] * 9},
+            f"prompt_ids = {[[1]] * 9} must be a list of at most 8 lists of integers from 0 to 2147483647 or null",
+        ),
         ({**GENERATE, "input_ids": [5, -1]}, "input_ids[1] = -1 must be an integer from 0 to 2147483647"),
         ({**GENERATE, "stream": "yes"}, "stream = 'yes' must be true or false"),
         (

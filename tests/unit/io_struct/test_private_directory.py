@@ -133,6 +133,8 @@ def test_only_our_own_kind_is_touched(parent):
     opened = left_by_the_dead(parent, "caesura-open")
     opened.chmod(0o755)
     foreign = left_by_the_dead(parent, "other-dead")
+    another = parent / "caesura-fleet-ab12cd34"  # of something else of ours, before it has put anything in
+    another.mkdir(mode=0o700)
     target = left_by_the_dead(parent, "target")
     (parent / "caesura-link").symlink_to(target)
     (parent / "caesura-file").touch()
@@ -140,7 +142,7 @@ def test_only_our_own_kind_is_touched(parent):
     before = sorted(parent.rglob("*"))
     private_directory.remove_stale(str(parent))
     assert sorted(parent.rglob("*")) == before
-    assert {fresh, rich, opened, foreign} <= set(before)
+    assert {fresh, rich, opened, foreign, another} <= set(before)
 
 
 def test_a_lock_file_that_is_a_fifo_holds_nobody(parent):

@@ -19,6 +19,7 @@ from caesura.scheduler.memory.device_module import use_device
         ("idle_empty_s", -1.0),
         ("idle_empty_s", float("nan")),
         ("result_ttl_s", float("nan")),
+        ("result_bytes", -1),
         ("session_deadline_s", -0.5),
         ("session_orphan_s", float("nan")),
         ("group_interface", "no-such-interface"),

@@ -8,11 +8,12 @@ from support.clock import clock_of
 from caesura.io_struct import AbortReqOutput, CaesuraError, ErrorCode
 from caesura.scheduler.serving.answers import (
     REMEMBERED_IDS,
-    STORED_ANSWER_BYTES,
     STORED_ANSWERS,
     Answers,
     ForgottenIds,
 )
+
+LIMIT = 10_000_000
 
 
 @pytest.fixture
@@ -35,7 +36,7 @@ def again(store: Answers, message_id: str) -> str:
 
 
 def test_young_answers_are_stored_however_many_they_are(clock):
-    store = Answers(60.0)
+    store = Answers(60.0, LIMIT)
     for number in range(5 * STORED_ANSWERS):
         answer(store, f"m{number}")
     assert again(store, "m0") == "m0"
@@ -48,34 +49,34 @@ def test_young_answers_are_stored_however_many_they_are(clock):
 
 
 def test_bytes_are_bounded_at_any_age(clock):
-    store = Answers(60.0)
+    store = Answers(60.0, LIMIT)
     for number in range(20):
-        answer(store, f"m{number}", STORED_ANSWER_BYTES // 10)
-        assert store.stored_bytes <= STORED_ANSWER_BYTES
+        answer(store, f"m{number}", LIMIT // 10)
+        assert store.stored_bytes <= LIMIT
     assert [again(store, f"m{n}") for n in (0, 9)] == [ErrorCode.ANSWER_FORGOTTEN] * 2
     assert again(store, "m10") == "m10"
 
 
 def test_what_is_under_way_is_never_forgotten(clock):
-    store = Answers(0.0)
+    store = Answers(0.0, LIMIT)
     assert store.attach(b"C", "slow", b"frame") is None
     for number in range(3 * STORED_ANSWERS):
         clock.now += 1
-        answer(store, f"m{number}", STORED_ANSWER_BYTES // 100)
+        answer(store, f"m{number}", LIMIT // 100)
     assert store.attach(b"D", "slow", b"frame") == []
     assert store.get("slow").clients == [b"C", b"D"]
 
 
 def test_what_is_under_way_takes_no_more_than_what_is_stored(clock):
     """Answers of many samples, which would all be kept until the last one."""
-    store = Answers(60.0)
+    store = Answers(60.0, LIMIT)
     for name in ("large", "other"):
         assert store.attach(b"C", name, b"frame") is None
         store.begin_generation(name, f"rid of {name}", b"body", samples=12)
-    large, share = store.get("large"), STORED_ANSWER_BYTES // 10
+    large, share = store.get("large"), LIMIT // 10
     for number in range(11):
         store.add(large, AbortReqOutput(id=f"{number}", aborted=1), share)
-        assert store.stored_bytes <= STORED_ANSWER_BYTES
+        assert store.stored_bytes <= LIMIT
     answer(store, "small")
     assert again(store, "small") == "small"
     assert again(store, "large") == ErrorCode.ANSWER_FORGOTTEN
@@ -92,18 +93,18 @@ def test_what_is_under_way_takes_no_more_than_what_is_stored(clock):
 
 
 def test_exchanges_under_way_are_bounded_together(clock):
-    store = Answers(60.0)
+    store = Answers(60.0, LIMIT)
     for number in range(4):
         store.attach(b"C", f"m{number}", b"frame")
         store.begin_generation(f"m{number}", f"r{number}", b"body", samples=2)
-        nbytes = STORED_ANSWER_BYTES // (2 if number == 1 else 4)
+        nbytes = LIMIT // (2 if number == 1 else 4)
         store.add(store.get(f"m{number}"), AbortReqOutput(id=f"{number}", aborted=1), nbytes)
-        assert store.stored_bytes <= STORED_ANSWER_BYTES
+        assert store.stored_bytes <= LIMIT
     assert [again(store, f"m{n}") for n in range(4)] == ["0", ErrorCode.ANSWER_FORGOTTEN, "2", "3"]
 
 
 def test_another_frame_is_a_conflict_while_it_is_known():
-    store = Answers(60.0)
+    store = Answers(60.0, LIMIT)
     answer(store, "m")
     with pytest.raises(CaesuraError) as refused:
         store.attach(b"C", "m", b"another")
@@ -116,7 +117,7 @@ def test_another_frame_is_a_conflict_while_it_is_known():
 
 
 def test_messages_that_joined_are_forgotten_together(clock):
-    store = Answers(60.0)
+    store = Answers(60.0, LIMIT)
     store.attach(b"C", "first", b"frame")
     store.attach(b"D", "second", b"frame")
     assert store.join(b"D", "second", store.get("first")) == []
