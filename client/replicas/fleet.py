@@ -217,12 +217,12 @@ class ReplicaFleet(Fleet):
         if self.paused_mode is not None and running and all(running):
             self.paused_mode = None
 
-    async def _admit(self, member: Member) -> None:
+    async def _caught_up(self, member: Member) -> GetStatusReqOutput:
         """One that has missed the resume of all resumes first: nobody is brought back while memory is released."""
         status = await asyncio.wait_for(self.ask(member), ASK_S)
         if status.released_tags:
             await member.client.resume_memory(timeout=RELOAD_S)
-        await super()._admit(member)
+        return await super()._caught_up(member)
 
     def _copy(self, donor: EngineAddress, target: EngineAddress, owner: str | None) -> None:
         self._copies.copy(donor, target, owner)

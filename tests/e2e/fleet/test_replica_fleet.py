@@ -4,6 +4,7 @@
 import asyncio
 import signal
 import socket
+import threading
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -115,10 +116,7 @@ def test_a_broadcast_that_a_killed_engine_does_not_take_ends_the_wait_of_the_oth
 
     async def body(fleet: ReplicaFleet) -> None:
         trainer.beside(trainer.join)
-        await fleet.client.init_weights_update_group(
-            master_address="127.0.0.1", master_port=trainer.port, rank_offset=1, world_size=3, group_name="group",
-            backend="gloo", broadcast_timeout_s=10 * PATIENCE_S,
-        )  # fmt: skip
+        await join(fleet, trainer, broadcast_timeout_s=10 * PATIENCE_S)
         await asyncio.to_thread(trainer.finish)
         request = update_message(weights_of(Path(other_model)), group_name="group", weight_version="never")
         update = fleet.client.start(request, WeightUpdateReqOutput)
@@ -135,6 +133,104 @@ def test_a_broadcast_that_a_killed_engine_does_not_take_ends_the_wait_of_the_oth
         run(processes, tiny_model, body)
     finally:
         trainer.close()
+
+
+def join(fleet: ReplicaFleet, trainer: PlainTrainer, **fields: Any) -> Awaitable[Any]:
+    return fleet.client.init_weights_update_group(
+        master_address="127.0.0.1", master_port=trainer.port, rank_offset=1, world_size=3, group_name=trainer.name,
+        backend="gloo", **fields,
+    )  # fmt: skip
+
+
+def test_a_group_that_a_replica_has_joined_and_ended_in_is_no_group(processes, tiny_model):
+    """All ranks have met, and the answer of one does not come any more."""
+    trainer = PlainTrainer(name="met", world_size=3)
+
+    async def body(fleet: ReplicaFleet) -> None:
+        first = fleet.members[0].client
+        start = first.start
+
+        def last_words(*message: Any) -> Any:
+            answer, lost = start(*message), asyncio.get_running_loop().create_future()
+            answer.add_done_callback(lambda _: lost.set_exception(EngineDied("it is gone")))
+            return lost
+
+        first.start = last_words  # type: ignore[method-assign]
+        trainer.beside(trainer.join)
+        with pytest.raises(GroupError, match="replica-0 ended before all had joined"):
+            await join(fleet, trainer)
+        del first.start
+        with pytest.raises(GroupError):  # the other one was told to leave
+            await fleet.members[1].client.destroy_weights_update_group(trainer.name)
+
+    try:
+        run(processes, tiny_model, body)
+    finally:
+        trainer.close()
+
+
+def test_a_replica_that_ends_while_all_join_ends_the_wait_of_the_others(processes, tiny_model):
+    trainer = PlainTrainer(name="never", world_size=3)  # it does not come
+
+    async def body(fleet: ReplicaFleet) -> None:
+        joining = asyncio.ensure_future(join(fleet, trainer, timeout_s=10 * PATIENCE_S))
+        await fleet.members[0].client.status()  # behind its call to join
+        kill(processes, 0)
+        with pytest.raises(GroupError, match="replica-0 ended before all had joined"):
+            await joining
+
+    run(processes, tiny_model, body)
+
+
+def test_commands_do_not_wait_for_a_copy_and_updates_do(processes, tiny_model, other_model, monkeypatch):
+    """One that has come back during a pause is not copied to again after it."""
+    begun, go = threading.Semaphore(0), threading.Event()
+    copy = Copies.copy
+
+    def slow(self: Copies, *places: Any) -> None:
+        begun.release()
+        assert go.wait(PATIENCE_S)
+        copy(self, *places)
+
+    monkeypatch.setattr(Copies, "copy", slow)
+
+    async def body(fleet: ReplicaFleet) -> None:
+        away = fleet.members[0]
+
+        async def until_copying() -> None:
+            go.clear()
+            fleet.dispatcher.fence(away, "it has lost its weights")
+            away.restarted()
+            assert await asyncio.to_thread(begun.acquire, timeout=PATIENCE_S)
+
+        await fleet.client.update_weights_from_disk(other_model, weight_version="second")
+        await until_copying()
+        await fleet.client.flush_cache()
+        await fleet.client.pause("in_place")
+        go.set()
+        while (await away.client.status()).session is not None or fleet.weights_lock.locked():
+            await asyncio.sleep(0.01)
+        assert not away.serves
+        await fleet.client.continue_generation()
+        while not away.serves:
+            await asyncio.sleep(0.01)
+        assert not begun.acquire(blocking=False)
+
+        await until_copying()
+        update = asyncio.ensure_future(
+            fleet.client.update_weights_from_disk(other_model, weight_version="third")
+        )
+        await fleet.client.pause("in_place")
+        assert not update.done()
+        go.set()
+        await update
+        assert [(await each.client.status()).weight_version for each in fleet.members] == ["third"] * 2
+        await fleet.client.continue_generation()
+
+    try:
+        run(processes, tiny_model, body)
+    finally:
+        go.set()
 
 
 def test_a_copy_ends_with_its_server(tmp_path):
