@@ -147,7 +147,7 @@ class ReplicaFleet(Fleet):
 
     async def combined(self, owner: str | None) -> GetStatusReqOutput:
         """One status of all replicas; ``owner`` is that of the request. Once one has answered, the others are waited for no longer
-        than :data:`STATUS_S` in all, and count as they were.
+        than :data:`STATUS_S` in all: their requests, tokens and bytes count as they were, their state does not count.
 
         Raises:
             EngineRestarting: no replica is there. EngineError: all that were there have ended.
@@ -157,8 +157,6 @@ class ReplicaFleet(Fleet):
             raise EngineRestarting(f"no replica is there now: {self._reasons()}")
         pauses = self.pauses
         answers = await self._statuses(members, owner)
-        for member, status in answers.replies.items():
-            self._counters.take(member.name, status)
         if (
             pauses == self.pauses and not self.lock.locked()
         ):  # else these statuses may be older than the pause
@@ -170,9 +168,11 @@ class ReplicaFleet(Fleet):
         session = self.updates.status()
         of_fleet: dict[str, Any] = {} if session is None else {"session": session}
         waits = sum(flow.waits for flow in self.dispatcher.flows.values())
+        serving = self.dispatcher.serving
+        told = [member for member in serving if member in answers.replies]  # what others were, they may not be
         combined = combined_status(
             found,
-            [self.position(member) for member in self.dispatcher.serving],
+            [self.position(member) for member in told or serving],
             counters=self._counters,
             tp=self.tp,
             incarnation=self._incarnation,
@@ -188,7 +188,13 @@ class ReplicaFleet(Fleet):
     async def _statuses(self, members: Sequence[Member], owner: str | None) -> Answers:
         """The answers that have come in time, or the first one."""
         answers = Answers()
-        tasks = {asyncio.ensure_future(member.client.status(owner=owner)): member for member in members}
+
+        async def ask(member: Member) -> GetStatusReqOutput:
+            status = await member.client.status(owner=owner)
+            self._counters.take(member.name, status)  # in the order in which they come, whoever asks
+            return status
+
+        tasks = {asyncio.ensure_future(ask(member)): member for member in members}
         waiting = set(tasks)
         try:
             done, waiting = await asyncio.wait(waiting, timeout=STATUS_S)

@@ -16,6 +16,7 @@ from support.plain_trainer import PlainTrainer, update_message, weights_of
 from caesura.client import EngineDied, GroupError, InternalError, SamplingParams
 from caesura.client.fleet.members import EngineAddress
 from caesura.client.process.supervisor import RestartPolicy
+from caesura.client.replicas import fleet as replica_fleet
 from caesura.client.replicas.copying import Copies
 from caesura.client.replicas.fleet import ReplicaFleet
 from caesura.client.replicas.processes import ReplicaProcesses
@@ -231,6 +232,46 @@ def test_commands_do_not_wait_for_a_copy_and_updates_do(processes, tiny_model, o
         run(processes, tiny_model, body)
     finally:
         go.set()
+
+
+def test_a_slow_answer_tells_no_old_state_and_sets_no_counter_back(processes, tiny_model, monkeypatch):
+    """A status that has waited for one replica is not newer than one that has come and gone meanwhile."""
+
+    async def body(fleet: ReplicaFleet) -> None:
+        first, second = fleet.members
+        asked, go = asyncio.Event(), asyncio.Event()
+        statuses = first.client.status, second.client.status
+
+        async def told(**options: Any) -> Any:
+            answer = await statuses[0](**options)
+            asked.set()
+            return answer
+
+        async def late(**options: Any) -> Any:
+            second.client.status = statuses[1]  # type: ignore[method-assign]
+            await go.wait()
+            return await statuses[1](**options)
+
+        async def never(**_: Any) -> Any:
+            await asyncio.Event().wait()
+
+        monkeypatch.setattr(replica_fleet, "STATUS_S", PATIENCE_S)
+        first.client.status, second.client.status = told, late  # type: ignore[method-assign]
+        slow = asyncio.ensure_future(fleet.combined("test"))
+        await asked.wait()
+        await fleet.client.generate([[5, 6, 7]] * 4, GREEDY)
+        newer = await fleet.combined("test")
+        go.set()
+        assert (await slow).generated_tokens >= newer.generated_tokens
+
+        await fleet.client.pause("in_place")
+        monkeypatch.setattr(replica_fleet, "STATUS_S", 0.01)
+        first.client.status = never  # type: ignore[method-assign]
+        assert (await fleet.combined("test")).generation == "paused"
+        first.client.status, second.client.status = statuses  # type: ignore[method-assign]
+        await fleet.client.continue_generation()
+
+    run(processes, tiny_model, body)
 
 
 def test_a_copy_ends_with_its_server(tmp_path):
