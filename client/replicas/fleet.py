@@ -169,7 +169,9 @@ class ReplicaFleet(Fleet):
         of_fleet: dict[str, Any] = {} if session is None else {"session": session}
         waits = sum(flow.waits for flow in self.dispatcher.flows.values())
         serving = self.dispatcher.serving
-        told = [member for member in serving if member in answers.replies]  # what others were, they may not be
+        told = [
+            member for member in serving if member in answers.replies
+        ]  # what others were, they may not be
         combined = combined_status(
             found,
             [self.position(member) for member in told or serving],
@@ -253,7 +255,11 @@ class ReplicaFleet(Fleet):
             member.reason = reason
 
     async def _come_back(self, member: Member) -> None:
-        """Its process is there again; where it may not join now, the fleet tries again from time to time."""
+        """Its process is there again: updates reach it. Where it may not join now, the fleet tries again from time to time."""
+        with suppress(EngineError, TimeoutError):
+            await asyncio.wait_for(self.ask(member), ASK_S)
+            if member.state == "gone":
+                member.leave("fenced", "it was restarted, and does not have the weights yet")
         with suppress(EngineError):
             if member.name in await self.heal():
                 logger.warning("%s serves again", member.name)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from support.plain_trainer import PlainTrainer, update_message, weights_of
 
-from caesura.client import EngineDied, GroupError, InternalError, SamplingParams
+from caesura.client import EngineDied, EngineRestarting, GroupError, InternalError, SamplingParams
 from caesura.client.fleet.members import EngineAddress
 from caesura.client.process.supervisor import RestartPolicy
 from caesura.client.replicas import fleet as replica_fleet
@@ -134,6 +134,53 @@ def test_a_broadcast_that_a_killed_engine_does_not_take_ends_the_wait_of_the_oth
         run(processes, tiny_model, body)
     finally:
         trainer.close()
+
+
+def test_an_update_reaches_engines_whose_weights_nobody_has(processes, tiny_model, other_model):
+    """All of them die during a pause, and no folder has what they served: nobody could update them any more."""
+
+    async def body(fleet: ReplicaFleet) -> None:
+        await fleet.client.update_weights_from_tensor(weights_of(Path(other_model)), weight_version="second")
+        await fleet.client.pause("retract")
+        kill(processes, 0)
+        kill(processes, 1)
+        while {member.state for member in fleet.members} != {"gone"}:
+            await asyncio.sleep(0.01)
+        with pytest.raises(EngineRestarting, match="no replica is there now"):
+            await fleet.client.end_weight_update(commit=False, force=True)
+        while {member.state for member in fleet.members} != {"fenced"}:
+            await asyncio.sleep(0.01)
+        updated = await fleet.client.update_weights_from_tensor(
+            weights_of(Path(other_model)), weight_version="third"
+        )
+        assert (updated.committed, len(fleet.dispatcher.serving)) == (True, 2)
+        await fleet.client.continue_generation()
+        (output,) = await fleet.client.generate([[5, 6, 7]], GREEDY)
+        assert [span.version for span in output.weight_versions] == ["third"]
+
+    run(processes, tiny_model, body)
+
+
+def test_an_engine_that_does_not_serve_has_no_veto(processes, tiny_model, other_model):
+    async def body(fleet: ReplicaFleet) -> None:
+        away = fleet.members[0]
+
+        async def refused(**_: Any) -> Any:
+            raise InternalError("it cannot")
+
+        fleet.heals = False
+        fleet.dispatcher.fence(away, "it has lost its weights")
+        away.client.begin_weight_update = refused  # type: ignore[method-assign]
+        updated = await fleet.client.update_weights_from_disk(other_model, weight_version="second")
+        assert (updated.committed, [member.name for member in fleet.dispatcher.serving]) == (
+            True,
+            ["replica-1"],
+        )
+        assert "it cannot" in away.reason
+        del away.client.begin_weight_update
+        fleet.heals = True
+
+    run(processes, tiny_model, body)
 
 
 def join(fleet: ReplicaFleet, trainer: PlainTrainer, **fields: Any) -> Awaitable[Any]:
