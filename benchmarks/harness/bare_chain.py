@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from caesura.client.tensors import WeightUpdateGroup
 
@@ -22,10 +22,10 @@ _LIMIT = timedelta(seconds=300)
 
 def _link(store: Any, number: int, rank: int) -> Any:
     """One end of a link, as the engines' (scheduler/weights/transports/process_group.py)."""
-    options = dist.ProcessGroupGloo._Options()
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=_HOST)]
     options._threads, options._timeout = 2, _LIMIT
-    return dist.ProcessGroupGloo(dist.PrefixStore(f"link {number}", store), rank, 2, options)
+    return dist.ProcessGroupGloo(PrefixStore(f"link {number}", store), rank, 2, options)
 
 
 def _broadcast(link: Any, view: torch.Tensor) -> Any:
