@@ -152,13 +152,17 @@ class Supervisor:
             EngineError: why none does; the supervisor has ended then.
         """
         states: queue.SimpleQueue[State] = queue.SimpleQueue()
-        self.begin(states.put)
-        while True:
-            state = states.get()
-            if isinstance(state, Serving):
-                return state
-            if isinstance(state, Ended):
-                raise state.error or EngineDied("the scheduler was stopped before it was ready")
+        listener = states.put
+        self.begin(listener)
+        try:
+            while True:
+                state = states.get()
+                if isinstance(state, Serving):
+                    return state
+                if isinstance(state, Ended):
+                    raise state.error or EngineDied("the scheduler was stopped before it was ready")
+        finally:
+            self.unsubscribe(listener)
 
     def begin(self, listener: Listener) -> None:
         """Start the first scheduler; ``listener`` hears what becomes of it."""
@@ -171,6 +175,11 @@ class Supervisor:
             self._listeners.append(listener)
             if self._state is not None:
                 listener(self._state)
+
+    def unsubscribe(self, listener: Listener) -> None:
+        """``listener`` hears no more of it."""
+        with self._lock:
+            self._listeners.remove(listener)
 
     def signal(self, number: int) -> None:
         """Hand a signal on to the scheduler, if there is one."""

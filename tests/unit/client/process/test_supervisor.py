@@ -29,6 +29,7 @@ from caesura.client.process import supervisor
 from caesura.client.process.notify import notify, watchdog_interval_s
 from caesura.client.process.supervise import GAVE_UP_STATUS, status_of, stop_timeout_s
 from caesura.client.process.supervisor import Down, Ended, RestartPolicy, Serving, Supervisor
+from caesura.client.replicas.processes import ReplicaProcesses
 
 FAKE = support.fake_scheduler.__file__
 PATIENCE = 60.0
@@ -93,6 +94,22 @@ def test_a_killed_scheduler_comes_back_at_the_same_endpoint(watch, caplog):
     assert watched.next(Ended).error is None
     assert not psutil.pid_exists(second.pid)
     assert not watched.directory.exists()
+
+
+def test_a_start_listens_only_until_it_is_over(tmp_path, watch):
+    """Every restart would be kept for as long as the process lives."""
+    watched = watch()
+    watched.supervisor.start()
+    assert watched.supervisor._listeners == []
+    arguments = ["--model", "none"]
+    processes = ReplicaProcesses(arguments, 2, RestartPolicy(**QUICK))
+    for replica in processes.replicas:
+        replica.supervisor._command = [sys.executable, FAKE]
+    processes.start()
+    try:
+        assert [len(replica.supervisor._listeners) for replica in processes.replicas] == [1, 1]  # its own
+    finally:
+        processes.close()
 
 
 def test_the_last_words_of_a_crash_are_in_the_reason(watch):
